@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple
 
-from models.layers import EMBEDDING, HEAD, LayerKind, Parameter, Sizes
+from models.layers import EMBEDDING, HEAD, LETTERS, LayerKind, Parameter, Sizes
 
 ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -91,7 +91,7 @@ class BlockProducts(NamedTuple):
 
     every: int
     recomputed: int
-    """Of all but the last product, whose result no gradient needs; query and key norms need their input again."""
+    """Of all but the last product; norms of heads and of a sublayer's output need their input again."""
     attention_inputs: int
     """Of what attention reads: the QKV projections. All others produce the block's output from that of attention."""
 
@@ -129,7 +129,7 @@ class ModelConfig:
             kinds = enumerate(self.layer_pattern)
             problems += [f"model.layer_pattern[{index}].{each}" for index, kind in kinds for each in kind.problems()]
             alike = [name for name in ALIKE_OPTIONS if getattr(self, name) != getattr(ModelConfig, name)]
-            problems += [f"model.{name} is said of each kind in model.layer_pattern" for name in alike]
+            problems += [f"model.{name} must be set in each kind of model.layer_pattern instead" for name in alike]
         return problems
 
     @cached_property
@@ -142,6 +142,13 @@ class ModelConfig:
         return tuple(pattern[layer % len(pattern)] for layer in range(self.num_layers))
 
     @cached_property
+    def unrotated_layers(self) -> tuple[LayerKind, ...]:
+        """Each layer's kind as far as weights, work and memory go."""
+        unrotated = {kind: replace(kind, rope=True) for kind in self.kinds}
+        distinct = {kind: kind for kind in unrotated.values()}
+        return tuple(distinct[unrotated[kind]] for kind in self.layers)
+
+    @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """Of its layers, each once, in order."""
         return tuple(dict.fromkeys(self.layers))
@@ -150,7 +157,7 @@ class ModelConfig:
     def sizes(self) -> Sizes:
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return dict(
-            zip("VEGQKH", (self.vocab_size, self.dim, self.ffn_dim, heads, kv_heads, self.head_dim), strict=True)
+            zip(LETTERS, (self.vocab_size, self.dim, self.ffn_dim, heads, kv_heads, self.head_dim), strict=True)
         )
 
     @cached_property
@@ -188,13 +195,16 @@ class ModelConfig:
         """Of one of `tp` ranks. With fewer KV heads than ranks, each multiplies by the part of one head."""
         sizes, declared = {**self.sizes, "K": max(self.sizes["K"], tp * self.head_dim)}, kind.parameters
         weights = {name: prod(each.local_shape(sizes, tp)) for name, each in declared.items() if each.is_matrix}
-        inputs = {name for name in weights if declared[name].initial != "residual"}
-        every, read = sum(weights.values()), sum(weights[name] for name in inputs if name.startswith("attention."))
-        last = sum(weights[name] for name in weights.keys() - inputs if name.startswith("feed_forward."))
+        every = sum(weights.values())
         if not kind.in_pieces:
             return BlockProducts(every, every, 0)
-        normed = sum(weights[f"attention.{name}_proj.weight"] for name in "qk" * kind.qk_norm)
-        return BlockProducts(every, every - last + normed, read)
+        inputs = {name for name in weights if declared[name].initial != "residual"}
+        last = {name.split(".")[0]: weights[name] for name in weights.keys() - inputs}
+        read = sum(weights[name] for name in inputs if name.startswith("attention."))
+        # Norms need their input again: of heads the projection, of a sublayer's output its last product.
+        normed = sum(weights.get(name.replace("_norm.", "_proj."), 0) for name in declared if "_norm." in name)
+        normed += sum(size for module, size in last.items() if kind.has_post_norm(module))
+        return BlockProducts(every, every - last["feed_forward"] + normed, read)
 
     @cached_property
     def products(self) -> dict[LayerKind, BlockProducts]:

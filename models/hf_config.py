@@ -263,7 +263,7 @@ def _model_problems(model: ModelConfig) -> list[str]:
     unknown = {each.option for each in kind.parameters.values()} - EXPORTED_OPTIONS
     if model.nope_every is not None:
         unknown.add(f"nope_every = {model.nope_every}")
-    elif set(model.layers) != {LayerKind(qk_norm=kind.qk_norm, qkv_bias=kind.qkv_bias, activation=kind.activation)}:
+    elif set(model.layers) != {LayerKind(qk_norm=kind.qk_norm, qkv_bias=kind.qkv_bias)}:
         unknown.add("layer_pattern")
     for option in sorted(unknown):
         problems.append(f"model.{option} has no equivalent in transformers' Llama, Qwen2 and Qwen3")
@@ -296,7 +296,9 @@ def config_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tupl
     pairs: dict[str, tuple[Any, Any]] = {}
     if theirs.layer_pattern or ours.layer_pattern:
         keys -= {*ALIKE_OPTIONS}
-        their_layers, our_layers = ([*map(dataclasses.asdict, model.layers)] for model in (theirs, ours))
+        their_layers, our_layers = ([dataclasses.asdict(kind) for kind in model.layers] for model in (theirs, ours))
+        their_ropes, our_ropes = ([kind.pop("rope") for kind in layers] for layers in (their_layers, our_layers))
+        pairs["rope.layers"] = their_ropes, our_ropes
         pairs["layer_pattern"] = their_layers, our_layers
     pairs |= {key: (getattr(theirs, key), getattr(ours, key)) for key in sorted(keys)}
     their_rope, our_rope = _without_default_factor(theirs.rope), _without_default_factor(ours.rope)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+LETTERS = "VEGQKH"
 Sizes = Mapping[str, int]
 """Of every letter, in one model."""
 ParallelStyle = Literal["replicate", "replicate_heads", "colwise", "rowwise", "vocab"]
@@ -79,10 +80,12 @@ class SublayerKind(NamedTuple):
 
 
 NORMS = {
-    "attention": {"attention_norm.weight": Parameter("E", "replicate", "input_layernorm.weight", "ones")},
-    "feed_forward": {"ffn_norm.weight": Parameter("E", "replicate", "post_attention_layernorm.weight", "ones")},
+    "pre": {
+        "attention": {"attention_norm.weight": Parameter("E", "replicate", "input_layernorm.weight", "ones")},
+        "feed_forward": {"ffn_norm.weight": Parameter("E", "replicate", "post_attention_layernorm.weight", "ones")},
+    }
 }
-"""Of a sublayer's input, by the name of its module."""
+"""By placement and module: of the input of a sublayer, or, if its name ends in `_post_norm`, of its output."""
 MIXERS = {
     "attention": SublayerKind(
         {
@@ -120,6 +123,7 @@ class LayerKind:
 
     mixer: str = "attention"
     feed_forward: str = "gated"
+    norms: Literal["pre"] = "pre"
     rope: bool = True
     """False in NoPE layers (Kazemnejad et al., 2023)."""
     qk_norm: bool = False
@@ -128,16 +132,27 @@ class LayerKind:
 
     def problems(self) -> list[str]:
         """Every broken rule, with its values."""
-        for slot, kinds in (("mixer", MIXERS), ("feed_forward", FEED_FORWARDS)):
-            if getattr(self, slot) not in kinds:
-                return [f'{slot} = "{getattr(self, slot)}" is unknown; there are {", ".join(kinds)}']
-        read = {"mixer", "feed_forward"}.union(*(kind.options for kind in self.sublayers.values()))
-        read |= {each.option for each in self._declared.values()}
-        return [
+        for name, known in (("mixer", MIXERS), ("feed_forward", FEED_FORWARDS), ("norms", NORMS)):
+            if getattr(self, name) not in known:
+                return [f'{name} = "{getattr(self, name)}" is unknown; there are {", ".join(known)}']
+        read = {"mixer", "feed_forward", "norms"}.union(*(kind.options for kind in self.sublayers.values()))
+        options = {each.option for each in self._declared.values()} - {""}
+        problems = [
             f'{each.name} is read neither by mixer "{self.mixer}" nor by feed_forward "{self.feed_forward}"'
             for each in fields(self)
-            if each.name not in read and getattr(self, each.name) != each.default
+            if each.name not in read | options and getattr(self, each.name) != each.default
         ]
+        problems += [
+            f"{name} is no option of LayerKind" for name in sorted(options - {each.name for each in fields(self)})
+        ]
+        for name, each in self._declared.items():
+            if unknown := set(each.shape) - set(LETTERS):
+                problems.append(
+                    f"{name} has a width that is unknown: {', '.join(sorted(unknown))}; there are {LETTERS}"
+                )
+            if each.initial in ("normal", "residual") and not each.is_matrix:
+                problems.append(f'{name} is no matrix: its initial values are "ones" or "zeros", not "{each.initial}"')
+        return problems
 
     @property
     def sublayers(self) -> dict[str, SublayerKind]:
@@ -153,8 +168,12 @@ class LayerKind:
         """With every option."""
         declared = dict[str, Parameter]()
         for module, kind in self.sublayers.items():
-            declared |= NORMS[module] | {f"{module}.{name}": each for name, each in kind.parameters.items()}
+            declared |= NORMS[self.norms][module] | {f"{module}.{name}": each for name, each in kind.parameters.items()}
         return declared
+
+    def has_post_norm(self, module: str) -> bool:
+        """Whether the output of a sublayer is normed."""
+        return any(name.endswith("_post_norm.weight") for name in NORMS[self.norms][module])
 
     def parameters_of(self, module: str) -> dict[str, Parameter]:
         """By name within a module of the block."""

@@ -4,8 +4,8 @@
           norm       products    heads,    attention product norm, if
                                  gate      only              it has one
 
-`before`, `inner` and `after` are ordinary forward functions that treat each token by itself, so that any tile of tokens
-gives the same numbers. They take their weights by name. To differentiate one of them alone, `LocalGraph` runs it on
+`before`, `inner` and `after` are ordinary forward functions that treat each token by itself, and `inner` of attention each
+head, so that any tile of tokens and group of heads gives the same numbers. They take their weights by name. To differentiate one of them alone, `LocalGraph` runs it on
 detached inputs. Products and their gradients, communication and attention are up to the caller
 (`parallelisms/block_recompute.py`).
 
@@ -49,6 +49,12 @@ class SublayerModule(nn.Module):
         """Adds the linear layers, norms and other parameters that are declared."""
         super().__init__()
         declared = kind.parameters_of(self.module_name)
+        last = declared.get(f"{self.last}.weight")
+        if last is None or last.initial != "residual" or f"{self.last}.bias" in declared:
+            raise ValueError(
+                f'{self.module_name}.{self.last} gives the output: its weight must be declared with initial "residual", '
+                "and no bias"
+            )
         for name, parameter in declared.items():
             (layer, _, attribute), shape = name.rpartition("."), parameter.shape_of(config.sizes)
             if not layer:

@@ -18,7 +18,7 @@ from models.attention import Attention
 from models.batch import Batch
 from models.config import ModelConfig, StageSpec
 from models.feed_forward import FeedForward
-from models.layers import LayerKind
+from models.layers import NORMS, LayerKind
 from models.linear import Embedding, accumulation_dtype, identity
 from models.loss_head import LossHead
 from models.norm import RMSNorm
@@ -38,26 +38,38 @@ BlockForward = Callable[["TransformerBlock", Tensor, Tensor, Tensor], Tensor]
 """Runs a block. `parallelisms.activation_checkpoint` sets one that saves less and recomputes in the backward pass."""
 
 
-MIXERS: dict[str, Callable[[ModelConfig, LayerKind], SublayerModule]] = {"attention": Attention}
-FEED_FORWARDS: dict[str, Callable[[ModelConfig, LayerKind], SublayerModule]] = {"gated": FeedForward}
+Build = Callable[[ModelConfig, LayerKind], SublayerModule]
+MIXERS: dict[str, Build] = {"attention": Attention}
+FEED_FORWARDS: dict[str, Build] = {"gated": FeedForward}
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward with residual connections: those of one of the configuration's layers."""
+    """Attention and feed-forward with residual connections and norms: those of one of the configuration's layers."""
+
+    attention: SublayerModule
+    feed_forward: SublayerModule
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.kind = config.layers[layer]
-        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = MIXERS[self.kind.mixer](config, self.kind)
-        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FEED_FORWARDS[self.kind.feed_forward](config, self.kind)
         self.sublayers = (
-            Sublayer(self.attention, norm=self.attention_norm),
-            Sublayer(self.feed_forward, norm=self.ffn_norm),
+            self._add("attention", MIXERS[self.kind.mixer], config),
+            self._add("feed_forward", FEED_FORWARDS[self.kind.feed_forward], config),
         )
         self.sp_comm = SequenceParallelComm()
         self.forward_fn: BlockForward = default_block_forward
+
+    def _add(self, name: str, build: Build, config: ModelConfig) -> Sublayer:
+        """Adds a sublayer's norms and module."""
+        norms = dict[str, RMSNorm]()
+        for declared in NORMS[self.kind.norms][name]:
+            norm_name = declared.removesuffix(".weight")
+            role = "post_norm" if norm_name.endswith("_post_norm") else "norm"
+            norms[role] = RMSNorm(config.dim, eps=config.norm_eps)
+            self.add_module(norm_name, norms[role])
+        module = build(config, self.kind)
+        self.add_module(name, module)
+        return Sublayer(module, **norms)
 
     def forward(self, x_BSE: Tensor, cos_sin_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
         return self.forward_fn(self, x_BSE, cos_sin_2BS1F, boundaries_BD)
@@ -84,6 +96,8 @@ class Transformer(nn.Module):
         super().__init__()
         stage = stage or StageSpec(range(config.num_layers))
         self.config, self.seq_len = config, seq_len
+        if problems := [problem for kind in config.kinds for problem in kind.problems()]:
+            raise ValueError("; ".join(problems))
         self.embed = Embedding(config.vocab_size, config.dim) if stage.has_embedding else None
         # Keyed by layer index, so that parameter names do not depend on the pipeline split.
         self.blocks = nn.ModuleDict({str(index): TransformerBlock(config, index) for index in stage.layers})

@@ -63,7 +63,9 @@ class SublayerPass:
     def __init__(self, compute: BlockCompute, sublayer: Sublayer, rotation_2BT1F: Tensor | None = None) -> None:
         self._sublayer, self._module = sublayer, sublayer.module
         self._tp_comm, self._tiles, self._rotation_2BT1F = compute.tp_comm, compute.token_tiles, rotation_2BT1F
-        self._before = compute.compile(type(sublayer).before)
+        self._before: Callable[..., Tensor] = (
+            type(sublayer).before if sublayer.norm is None else compute.compile(type(sublayer).before)
+        )
         self._inner = compute.compile(type(sublayer.module).inner)
         self._after = compute.compile(type(sublayer).after)
         self.has_after = sublayer.post_norm is not None

@@ -1,6 +1,6 @@
 """Start-up check of recomputation and compilation: the gradients of a small block against those of plain autograd.
 
-They hold whatever the blocks of a model are made of. Recomputation differentiates their pieces one by one; dynamo of
+It holds whatever the blocks of a model are made of. Recomputation differentiates their pieces one by one; dynamo of
 torch 2.11 differentiates some autograd functions wrongly: the loss is right, and nothing is raised.
 """
 
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from models.batch import Batch
 from models.config import ModelConfig, RopeConfig
+from models.tiling import bytes_per_token
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig, RecomputePolicy
-from parallelisms.block_recompute import Compile, Tiling, compiler, eager
+from parallelisms.block_recompute import Tiling, compiler, eager
 
 TOLERANCE = 1e-9
 """Of a gradient's norm, in float64."""
@@ -33,32 +34,41 @@ SMALL: dict[str, Any] = {
 }
 
 
-def verify_gradients(config: ModelConfig, policy: RecomputePolicy, *, compiled: bool) -> None:
-    """Raises ValueError with the parameters of small blocks, one of each of the model's kinds, whose gradients these options change.
+def verify_gradients(config: ModelConfig, policy: RecomputePolicy, tiling: Tiling) -> None:
+    """Raises ValueError with what these options change: the loss or gradients of small blocks, one of each of the
+    model's kinds, in as many head groups as fit them, and in several tiles if blocks are not compiled.
 
-    Takes about 20 ms, a second if `compiled`.
+    Takes about 20 ms, a second if compiled.
     """
-    if policy == "none" and not compiled:
+    is_compiled = tiling.compile is not eager
+    if policy == "none" and not is_compiled:
         return
-    small = replace(config, **SMALL, num_layers=len(config.kinds), layer_pattern=config.kinds, rope=RopeConfig())
-    wrong = _wrong_gradients(small, policy, compiled=compiled)
-    if wrong:
-        how = f"torch {torch.__version__} gives compiled blocks" if compiled else "recomputation gives blocks"
+    # Without rotation and norms no gradient reaches the bias of keys.
+    kinds = tuple(dict.fromkeys(config.unrotated_layers))
+    small = replace(config, **SMALL, num_layers=len(kinds), layer_pattern=kinds, rope=RopeConfig())
+    options = {"head_groups": min(2, tiling.head_groups), "is_tiled": tiling.tile_bytes is not None}
+    if wrong := _wrong_gradients(small, policy, is_compiled=is_compiled, **options):
+        how = f"torch {torch.__version__} gives compiled blocks" if is_compiled else "recomputation gives blocks"
         raise ValueError(f"{how} other gradients: {', '.join(wrong)}")
 
 
 @lru_cache
-def _wrong_gradients(config: ModelConfig, policy: RecomputePolicy, *, compiled: bool) -> tuple[str, ...]:
-    expected = _gradients(_model(config, "none", eager))
+def _wrong_gradients(
+    config: ModelConfig, policy: RecomputePolicy, *, is_compiled: bool, head_groups: int, is_tiled: bool
+) -> tuple[str, ...]:
+    expected = _gradients(_model(config))
+    model = _model(config)
     # Traces and differentiates as every backend does, and generates no code.
     backend = "aot_eager"
-    model = _model(config, policy, compiler(backend=backend) if compiled else eager)
-    if compiled and policy == "none":
+    tile_bytes = 5 * bytes_per_token(config.dim, config.ffn_dim, 8) if is_tiled and not is_compiled else None
+    tiling = Tiling(head_groups, tile_bytes, compiler(backend=backend) if is_compiled else eager)
+    activation_checkpoint.apply(model, RecomputeConfig(policy, tiling=tiling))
+    if is_compiled and policy == "none":
         for block in model.transformer_blocks():
             block.compile(fullgraph=True, backend=backend)
     with warnings.catch_warnings(action="ignore"):  # Dynamo's own.
         found = _gradients(model)
-    if compiled:
+    if is_compiled:
         torch.compiler.reset()
     return tuple(
         f"{name} (off by {float(error):.2g} of its norm)"
@@ -67,7 +77,7 @@ def _wrong_gradients(config: ModelConfig, policy: RecomputePolicy, *, compiled: 
     )
 
 
-def _model(config: ModelConfig, policy: RecomputePolicy, compile_piece: Compile) -> Transformer:
+def _model(config: ModelConfig) -> Transformer:
     with torch.device("cpu"):
         model = Transformer(config).double()
     generator = torch.Generator().manual_seed(0)
@@ -75,11 +85,11 @@ def _model(config: ModelConfig, policy: RecomputePolicy, compile_piece: Compile)
         for parameter in model.parameters():
             values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 3
             parameter.copy_(values + (parameter.ndim == 1))
-    activation_checkpoint.apply(model, RecomputeConfig(policy, tiling=Tiling(compile=compile_piece)))
     return model
 
 
 def _gradients(model: Transformer) -> dict[str, Tensor]:
+    """With the losses."""
     lengths = (5, 7)
     tokens = torch.arange(sum(lengths), device="cpu")[None]
     pairs = sum(length * (length + 1) // 2 for length in lengths)
@@ -93,5 +103,8 @@ def _gradients(model: Transformer) -> dict[str, Tensor]:
         num_pairs=pairs,
         num_computed_pairs=pairs,
     )
-    model(batch).sum().backward()
-    return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in model.named_parameters()}
+    losses = model(batch)
+    losses.sum().backward()
+    return {"losses": losses.detach()} | {
+        name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in model.named_parameters()
+    }

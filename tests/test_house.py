@@ -254,7 +254,7 @@ def test_every_file_can_be_read_in_one_go() -> None:
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
-CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 90, 12_970, 26_090
+CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 90, 13_045, 26_170
 """What `import train` reaches by any import statement, and all of models, parallelisms, trainer and train.py.
 
 With a complete memory ledger, the first GPU minute, and one engine for any block. Aims (files, lines, product):

@@ -170,12 +170,14 @@ def build_host_pool(config: Config, world: World, plan: PipelinePlan, *, rank: i
 
 def require_right_gradients(config: Config) -> None:
     """Raises RankFailedError if recomputation or compilation changes the gradients of the model's blocks."""
-    policy, compiled = build_recompute_config(config, None).policy, config.training.compile
+    options = build_recompute_config(config, None)
     try:
-        verify_gradients(config.model.build(), policy, compiled=compiled)
-    except ValueError as error:
-        options = f'memory.recompute = "{policy}"' + ", training.compile = true" * compiled
-        raise RankFailedError(EXIT_BAD_CONFIG, f"{options} cannot be used here: {error}") from error
+        verify_gradients(config.model.build(), options.policy, options.tiling)
+    except (ValueError, RuntimeError) as error:
+        given = f'memory.recompute = "{options.policy}"' + ", training.compile = true" * config.training.compile
+        if options.tiling.head_groups > 1:
+            given += f", memory.head_groups = {options.tiling.head_groups}"
+        raise RankFailedError(EXIT_BAD_CONFIG, f"{given} cannot be used here: {error}") from error
 
 
 def build_recompute_config(config: Config, host_pool: HostActivationPool | None) -> RecomputeConfig:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from models.layers import LayerKind
 from trainer.checkpoint import manifest
 from trainer.checkpoint.run_dir import (
     ResumeError,
@@ -293,6 +295,14 @@ def test_a_moved_folder_resumes(tmp_path: Path) -> None:
     moved = config(tmp_path / "there")
     assert finished_message(moved) is not None
     assert check_resume(moved, tmp_path / "there" / "checkpoints" / "step-6")["step"] == 6
+
+
+def test_a_stored_layer_of_before_an_option_has_its_default(tmp_path: Path) -> None:
+    checkpoint = commit(tmp_path, 6, config(tmp_path))
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["config"]["model.layer_pattern"] = [{"qk_norm": True}]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    assert read_state(checkpoint)["config"]["model.layer_pattern"] == [asdict(LayerKind(qk_norm=True))]
 
 
 def test_a_checkpoint_of_before_an_option_resumes(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from torch import Tensor
@@ -31,11 +32,19 @@ SQUARED = SublayerKind(
     },
     saved="G",
 )
+SANDWICH = {
+    "attention": {
+        "attention_norm.weight": Parameter("E", "replicate", "input_layernorm.weight", "ones"),
+        "attention_post_norm.weight": Parameter("E", "replicate", "post_self_attn_layernorm.weight", "ones"),
+    },
+    "feed_forward": {"ffn_post_norm.weight": Parameter("E", "replicate", "post_mlp_layernorm.weight", "ones")},
+}
+"""Norms of input and output of attention, and of the feed-forward's output only."""
 MIXED_KINDS = replace(
     SMALL,
     num_layers=5,
     layer_pattern=(
-        LayerKind(qk_norm=True, qkv_bias=True),
+        LayerKind(qk_norm=True, qkv_bias=True, norms=cast(Any, "sandwich")),
         LayerKind(feed_forward="squared", rope=False),
         LayerKind(mixer="shift", feed_forward="squared"),
         LayerKind(),
@@ -67,8 +76,9 @@ class Squared(SublayerModule):
 
 @contextmanager
 def other_kinds() -> Iterator[None]:
-    """Adds both kinds."""
+    """Adds them."""
     with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setitem(layers.NORMS, "sandwich", SANDWICH)
         monkeypatch.setitem(layers.MIXERS, "shift", SHIFT)
         monkeypatch.setitem(layers.FEED_FORWARDS, "squared", SQUARED)
         monkeypatch.setitem(transformer.MIXERS, "shift", Shift)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any, cast
@@ -15,7 +16,7 @@ from models.config import ModelConfig
 from models.decode import Decoder
 from models.hf import HuggingFaceError
 from models.hf_config import config_differences, model_config_to_hf
-from models.layers import LayerKind
+from models.layers import LayerKind, Parameter, SublayerKind
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint, gradient_check
 from parallelisms.activation_checkpoint import RecomputeConfig
@@ -48,6 +49,7 @@ def test_options_of_all_layers_make_the_kinds_that_a_pattern_states() -> None:
     assert said.layers == stated.layers
     assert config_differences(said, stated) == {}
     assert set(config_differences(SMALL, replace(stated, num_layers=2))) == {"layer_pattern"}
+    assert set(config_differences(replace(said, nope_every=None), stated)) == {"rope.layers"}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,10 @@ def test_options_of_all_layers_make_the_kinds_that_a_pattern_states() -> None:
             replace(SMALL, layer_pattern=(LayerKind(mixer="shift", qk_norm=True),)),
             'qk_norm is read neither by mixer "shift"',
         ),
-        (replace(NORMED, layer_pattern=(LayerKind(),)), "model.qk_norm is said of each kind in model.layer_pattern"),
+        (
+            replace(NORMED, layer_pattern=(LayerKind(),)),
+            "model.qk_norm must be set in each kind of model.layer_pattern",
+        ),
     ],
     ids=["unknown", "unread", "twice"],
 )
@@ -79,6 +84,33 @@ def test_every_declared_kind_has_a_module_with_its_parameters() -> None:
     assert [(name, tuple(x.shape)) for name, x in model.named_parameters()] == declared
     for block in model.transformer_blocks():
         assert activation_checkpoint.consists_of_pieces(block) == block.kind.in_pieces
+
+
+def declared_with(**changes: Parameter) -> SublayerKind:
+    """The gated feed-forward with other declarations."""
+    gated = layers.FEED_FORWARDS["gated"]
+    return gated._replace(parameters={**gated.parameters} | {name.replace("__", "."): x for name, x in changes.items()})
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        (declared_with(down_proj__bias=Parameter("E", "replicate", "b", "zeros")), "down_proj gives the output"),
+        (declared_with(down_proj__weight=Parameter("EG", "rowwise", "w")), 'must be declared with initial "residual"'),
+        (declared_with(scale=Parameter("G", "colwise", "s")), "feed_forward.scale is no matrix: its initial values"),
+        (
+            declared_with(scale=Parameter("X", "colwise", "s", "ones")),
+            "feed_forward.scale has a width that is unknown: X",
+        ),
+        (declared_with(scale=Parameter("G", "colwise", "s", "ones", "scaled")), "scaled is no option of LayerKind"),
+    ],
+)
+def test_a_declaration_that_cannot_be_built_is_refused(
+    kind: SublayerKind, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(layers.FEED_FORWARDS, "gated", kind)
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        Transformer(replace(SMALL))
 
 
 @pytest.mark.parametrize("tiling", [Tiling(), Tiling(2, 4000)], ids=["whole", "tiles"])
@@ -132,11 +164,11 @@ def test_the_gradient_check_covers_each_kind_once(monkeypatch: pytest.MonkeyPatc
         return ()
 
     monkeypatch.setattr(gradient_check, "_wrong_gradients", see)
-    gradient_check.verify_gradients(replace(MIXED_KINDS, num_layers=9), "full", compiled=False)
-    assert seen[0].layers == MIXED_KINDS.kinds
+    gradient_check.verify_gradients(replace(MIXED_KINDS, num_layers=9), "full", Tiling())
+    assert seen[0].layers == tuple(replace(kind, rope=True) for kind in MIXED_KINDS.kinds)
     monkeypatch.undo()
     with other_kinds():
-        gradient_check.verify_gradients(MIXED_KINDS, "full", compiled=False)
+        gradient_check.verify_gradients(MIXED_KINDS, "full", Tiling())
 
 
 def test_a_mixer_without_context_parallelism_is_refused() -> None:
@@ -149,6 +181,8 @@ def test_a_mixer_without_context_parallelism_is_refused() -> None:
 def test_a_pattern_is_not_exported_unless_all_layers_are_alike() -> None:
     with pytest.raises(HuggingFaceError, match=r"model\.layer_pattern has no equivalent"):
         model_config_to_hf(MIXED_KINDS, max_length=64, dtype="float32")
+    with pytest.raises(HuggingFaceError, match=r"model\.layer_pattern has no equivalent"):
+        model_config_to_hf(replace(SMALL, activation=cast(Any, "gelu")), max_length=64, dtype="float32")
     alike = replace(SMALL, head_dim=4, layer_pattern=(LayerKind(qkv_bias=True),))
     assert model_config_to_hf(alike, max_length=64, dtype="float32")["model_type"] == "qwen2"
 

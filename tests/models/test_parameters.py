@@ -16,7 +16,7 @@ from models import hf
 from models.attention import Attention
 from models.config import ModelConfig
 from models.hf_write import write_safetensors
-from models.layers import FEED_FORWARDS, MIXERS, NORMS, LayerKind, Parameter
+from models.layers import FEED_FORWARDS, MIXERS, LayerKind, Parameter
 from models.linear import Linear
 from models.sublayer import Weights
 from models.transformer import Transformer
@@ -84,9 +84,9 @@ def test_a_declared_shape_is_that_of_the_parameter(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_declared_parameter_that_the_model_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    post_norm = Parameter("E", "replicate", "post_attention_layernorm.weight", "ones")
-    monkeypatch.setitem(NORMS["attention"], "post_norm.weight", post_norm)
-    with pytest.raises(ValueError, match=re.escape("blocks.0.post_norm.weight is declared and not in the model")):
+    bias = Parameter("Q", "colwise", "self_attn.gate.bias", "zeros")
+    monkeypatch.setitem(MIXERS["attention"].parameters, "head_gate.bias", bias)
+    with pytest.raises(ValueError, match=re.escape("0.attention.head_gate.bias is declared and not in the model")):
         Transformer(replace(CONFIG))
 
 

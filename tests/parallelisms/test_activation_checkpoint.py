@@ -157,7 +157,7 @@ def with_another_kind(config: ModelConfig) -> Transformer:
     block = model.transformer_blocks()[1]
     shift = Shift(config.dim)
     block.add_module("shift", shift)
-    block.sublayers = (Sublayer(cast(Any, shift), norm=block.attention_norm), block.sublayers[1])
+    block.sublayers = (Sublayer(cast(Any, shift), norm=block.sublayers[0].norm), block.sublayers[1])
     del block.attention
     return model
 

@@ -136,7 +136,7 @@ def positive_block() -> TransformerBlock:
 
 def block_grads(block: TransformerBlock) -> dict[str, Tensor]:
     """The gradients of a block's input and weights."""
-    dtype = block.attention_norm.weight.dtype
+    dtype = next(block.parameters()).dtype
     x_BSE, grad_BSE = (positive(1, BLOCK_TOKENS, NORMED.dim, seed=seed).to(dtype) for seed in (50, 51))
     table = torch.ones(2, 1, BLOCK_TOKENS, 1, 32, dtype=accumulation_dtype(dtype))
     boundaries_BD = torch.tensor([[0, BLOCK_TOKENS]], dtype=torch.int32)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from models.config import ModelConfig
+from models.layers import LayerKind
 from trainer.checkpoint import manifest
 from trainer.checkpoint.durable_io import LineAppender, write_atomic
 from trainer.checkpoint.manifest import DamageError
@@ -211,7 +212,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     ):
         raise ResumeError(f"{path} is damaged: it must contain {', '.join(STATE_FIELD_TYPES)}")
     try:
-        state["config"] = MODEL_DEFAULTS | migrate(state["config"], version=state.get(SCHEMA_KEY, 1))
+        values = MODEL_DEFAULTS | migrate(state["config"], version=state.get(SCHEMA_KEY, 1))
+        values["model.layer_pattern"] = [
+            dataclasses.asdict(LayerKind()) | kind for kind in values["model.layer_pattern"]
+        ]
+        state["config"] = values
     except ConfigError as error:
         raise ResumeError(f"{path}: {error}") from None
     return state

@@ -280,6 +280,9 @@ def _parallelism_problems(config: Config, world_size: int) -> Iterator[str]:
         # Only a tied embedding is replicated with its output projection.
         replicate_vocab=model.tie_embeddings and not section.loss_parallel,
     )
+    others = sorted({kind.mixer for kind in model.kinds if not kind.sublayers["attention"].attends})
+    if section.cp > 1 and others:
+        yield f"parallelism.cp = {section.cp} must be 1: mixer {', '.join(others)} has no context parallelism"
     if context_plan.heads % context_plan.kv_heads == 0:  # Else a problem of tp, reported above.
         yield from (f"parallelism.{problem}" for problem in context_plan.problems())
     if training.global_batch_size % training.micro_batch_size == 0:  # Else reported as a problem of the batch size.

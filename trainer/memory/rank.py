@@ -73,8 +73,9 @@ class RankMemory:
         self.blocks_by_stage = {stage: self.pipeline.blocks_per_stage[stage] for stage in stages}
         self.num_blocks = sum(self.blocks_by_stage.values())
         layers = chain.from_iterable(self.pipeline.stage_module(stage).layers for stage in stages)
-        self.kinds = Counter(replace(self.model.layers[layer], rope=True) for layer in layers)
+        self.kinds = Counter(self.model.unrotated_layers[layer] for layer in layers)
         """Layers of this rank. The block that runs is counted as of the kind that needs most."""
+        self.blocks = {kind: replace(self.block, kind=kind) for kind in self.kinds}
         self.has_first_stage, self.has_last_stage = 0 in stages, self.pipeline.num_stages - 1 in stages
 
     # ---- parameters
@@ -87,7 +88,11 @@ class RankMemory:
     @cached_property
     def block_shapes(self) -> Shapes:
         """Of the largest kind of block."""
-        return max((tuple(self.weights_of(kind).values()) for kind in self.model.kinds), key=numel)
+        return max(map(self.shapes_of, dict.fromkeys(self.model.unrotated_layers)), key=numel)
+
+    def shapes_of(self, kind: LayerKind) -> Shapes:
+        """Of the weights of one block."""
+        return tuple(self.weights_of(kind).values())
 
     @cached_property
     def after_attention(self) -> Shapes:
@@ -127,10 +132,8 @@ class RankMemory:
 
     @cached_property
     def local_numel(self) -> int:
-        blocks = (
-            count * self.sharded_numel(tuple(self.weights_of(kind).values())) for kind, count in self.kinds.items()
-        )
-        return sum(blocks) + self.sharded_numel(self.end_shapes)
+        blocks = sum(count * self.sharded_numel(self.shapes_of(kind)) for kind, count in self.kinds.items())
+        return blocks + self.sharded_numel(self.end_shapes)
 
     @property
     def is_mixed(self) -> bool:
@@ -223,8 +226,7 @@ class RankMemory:
         block, memory = self.block, self.config.memory
         if not self.recomputes:
             saved = (
-                replace(block, kind=kind).all_saved(num_blocks * count / self.num_blocks)
-                for kind, count in self.kinds.items()
+                self.blocks[kind].all_saved(num_blocks * count / self.num_blocks) for kind, count in self.kinds.items()
             )
             return tuple(chain.from_iterable(saved)) if num_blocks else ()
         every = memory.blocks_per_checkpoint

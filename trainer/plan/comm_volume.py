@@ -94,18 +94,21 @@ def fsdp_units(rank: RankMemory) -> Iterator[FSDPUnit]:
     head = *rank.head_shapes, final_norm
     if rank.pipeline.pp > 1:
         times = rank.num_micro_batches if rank.pipeline.reduces_per_micro_batch else 1
-        yield FSDPUnit("blocks", rank.block_shapes, {"step": rank.num_blocks}, times * rank.num_blocks)
+        for kind, count in rank.kinds.items():
+            yield FSDPUnit("blocks", rank.shapes_of(kind), {"step": count}, times * count)
         if rank.has_first_stage:
             yield FSDPUnit("embedding", rank.embed_shapes, {"step": 1}, times)
         if rank.has_last_stage:
             yield FSDPUnit("loss head", head, {"step": 1}, times)
         return
     micro_batches = rank.num_micro_batches
-    block_runs = micro_batches * rank.num_blocks
-    gathers: dict[Phase, float] = {"forward": block_runs}
-    if rank.config.parallelism.reshard_after_forward:
-        gathers |= {"backward": block_runs, "recompute": micro_batches * rank.num_recomputed_blocks}
-    yield FSDPUnit("blocks", rank.block_shapes, gathers, block_runs)
+    for kind, count in rank.kinds.items():
+        block_runs = micro_batches * count
+        gathers: dict[Phase, float] = {"forward": block_runs}
+        if rank.config.parallelism.reshard_after_forward:
+            again = rank.num_recomputed_blocks * count / rank.num_blocks
+            gathers |= {"backward": block_runs, "recompute": micro_batches * again}
+        yield FSDPUnit("blocks", rank.shapes_of(kind), gathers, block_runs)
     if rank.model.tie_embeddings:
         yield FSDPUnit("tied embedding", (*rank.embed_shapes, final_norm), {"forward": micro_batches}, micro_batches)
         return

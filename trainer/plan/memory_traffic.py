@@ -63,8 +63,12 @@ class BlockTraffic:
 
     @cached_property
     def exchange(self) -> float:
-        """Copies before and after the all-to-all of heads."""
-        return 2 * self.moved(2 * self.queries + self.kv, COPY) * (self.block.ulysses_degree > 1)
+        """Copies before and after the all-to-all of heads, of which one sequence needs half."""
+        return (
+            min(2, self.block.sequences)
+            * self.moved(2 * self.queries + self.kv, COPY)
+            * (self.block.ulysses_degree > 1)
+        )
 
     @property
     def merged_queries(self) -> float:
