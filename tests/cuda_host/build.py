@@ -47,6 +47,8 @@ def build(folder: Path) -> dict[str, str]:
         "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         # Worker processes may outlive the one that compiles, and hold its output open.
+        # What other runs have compiled asks for other memory.
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
 
