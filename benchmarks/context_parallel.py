@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from models import attention_op
 from parallelisms.context import ring
 from parallelisms.context.attention_plan import RankAttentionPlan
-from parallelisms.context.ring import AllGather, Ring
+from parallelisms.context.ring import AllGather, KVExchange, Ring
 from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.parallel_dims import CP_METHODS, ContextPlan, ShardLayout, kv_head_repeats
 
@@ -171,18 +171,15 @@ def share_of(
     k, v = everyone[share.rank]
     q, grad, k, v = (x[None] for x in (*(item.draw(k.shape[0], heads) for _ in range(2)), k, v))
     wire = Wire([everyone[(share.rank - step) % plan.ring_degree] for step in range(plan.ring_degree)])
-    gathers = plan.rotate_method == "allgather"
-    transfer = wire.gather if gathers else wire.rotate
-    exchange = (
-        AllGather(share, wire.reduce_scatter, torch.float32) if gathers else Ring(share, wire.rotate, torch.float32)
-    )
+    exchange: KVExchange = Ring(share, wire.rotate, torch.float32)
+    if plan.rotate_method == "allgather":
+        exchange = AllGather(share, wire.gather, wire.reduce_scatter, torch.float32)
 
     def job() -> None:
         wire.sent = wire.step = 0
-        stacked = torch.cat((k, v))
-        out, lse = ring.forward(q, k, v, transfer(stacked), exchange, kernel=item.kernel)
+        out, lse = ring.forward(q, k, v, exchange.start(k[0], v[0]), exchange, kernel=item.kernel)
         wire.step = 0
-        ring.backward(grad, q, k, v, transfer(stacked), out, lse, exchange, kernel=item.kernel)
+        ring.backward(grad, q, k, v, exchange.start(k[0], v[0]), out, lse, exchange, kernel=item.kernel)
 
     return job, wire
 

@@ -148,7 +148,7 @@ def saved() -> Table:
     cases = (("`full`", "full", True), ("`keep_attention`", "keep_attention", True), ("`none`", "none", True))
     for name, policy, compiled in (*cases, ("`none`, not compiled", "none", False)):
         sizes = [
-            total_bytes(BlockMemory(model, model.layers[0], tokens=tp, tp=tp, compiled=compiled).saved(policy))
+            total_bytes(BlockMemory(model, model.layer_kinds[0], tokens=tp, tp=tp, compiled=compiled).saved(policy))
             / (2 * model.dim)
             for tp in (1, 2, 8)
         ]
@@ -253,7 +253,7 @@ def head_groups() -> Table:
     model, tokens = FAMILIES["llama3.1"]["8b"], 1 << 26
     heads: dict[str, Any] = {"heads": model.num_heads, "kv_heads": model.num_kv_heads}
     plans = [None, *(ContextPlan(cp=8, method=method, **heads) for method in ("ulysses", "ring", "allgather"))]
-    base, counts, rows = BlockMemory(model, model.layers[0], tokens, mlp_tile_bytes=1 << 20), (1, 2, 4, 8), []
+    base, counts, rows = BlockMemory(model, model.layer_kinds[0], tokens, mlp_tile_bytes=1 << 20), (1, 2, 4, 8), []
     for plan in plans:
         cells = []
         for groups in counts:

@@ -25,8 +25,8 @@ from benchmarks.gpu_rows import BACKENDS, Bench, K, is_right_when_wide, output, 
 from benchmarks.gpu_steps import begin_memory, configured, draw_weights
 from models import attention_op, kernel_check
 from models.kernel_check import Heads
-from models.kernels import ScoreBlock, ScoreBlocks
 from models.loss_head import LossHead
+from models.score_blocks import ScoreBlock, ScoreBlocks
 from parallelisms.collectives import to_local
 from parallelisms.context import ring
 from parallelisms.context.attention_plan import RankAttentionPlan, permutation

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from models import kernel_check, kernels
 from models.kernel_check import Heads
-from models.kernels import ScoreBlock, ScoreBlocks
+from models.score_blocks import ScoreBlock, ScoreBlocks
 from trainer.config.job_config import Config
 from trainer.hardware.device import Stopwatch
 from trainer.hardware.host import GIB, node_memory_bytes

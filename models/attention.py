@@ -18,29 +18,41 @@ from models.layers import LayerKind
 from models.linear import local_parameters
 from models.sublayer import SublayerModule, Weights
 
+SINKS = "sinks"
+"""The parameter of logits without a key, one per query head."""
+QKVGrads = tuple[Tensor, Tensor, Tensor, Tensor]
+"""dq, dk, dv, and that of the sink: [N], empty without one."""
+
 
 class AttentionCore(Protocol):
     """Causal attention inside documents, over rotated queries and keys and over values.
 
     `boundaries_BD` (int32, on the CPU) holds the document starts and the length of the *full* sequence, also where the
-    rank holds only a shard of it. `__call__` is differentiable. `start`, `forward` and `backward` do the same below
-    autograd; only they look into what `start` returns. `parallelisms.context.context_parallel.set_attention_core`
-    sets the core.
+    rank holds only a shard of it. `sink_N` is a logit per query head that has no key. `__call__` is differentiable.
+    `start`, `forward` and `backward` do the same below autograd; only they look into what `start` returns.
+    `parallelisms.context.context_parallel.set_attention_core` sets the core of each layer.
     """
 
-    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
+    def __call__(
+        self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, sink_N: Tensor | None = None
+    ) -> Tensor:
         """Output [B, S, N, H]."""
 
-    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Any:
+    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Any:
         """Starts to send what other ranks need."""
 
-    def forward(self, pending: Any, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, pending: Any, boundaries_BD: Tensor, sink_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Output [B, S, N, H] and log-sum-exp."""
 
     def backward(
-        self, grad_BSNH: Tensor, pending: Any, out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv."""
+        self,
+        grad_BSNH: Tensor,
+        pending: Any,
+        out_BSNH: Tensor,
+        lse: Tensor,
+        boundaries_BD: Tensor,
+        sink_N: Tensor | None = None,
+    ) -> QKVGrads: ...
 
 
 @dataclass(frozen=True)
@@ -48,27 +60,41 @@ class LocalAttentionCore:
     """Attention of a rank that holds full sequences."""
 
     kernel: str = "auto"
+    window: int | None = None
+    softcap: float | None = None
 
-    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
-        return self.forward((q_BSNH, k_BSKH, v_BSKH), boundaries_BD)[0]
+    def __call__(
+        self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, sink_N: Tensor | None = None
+    ) -> Tensor:
+        return self.forward((q_BSNH, k_BSKH, v_BSKH), boundaries_BD, sink_N)[0]
 
-    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> tuple[Tensor, ...]:
+    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> tuple[Tensor, ...]:
+        del boundaries_BD
         return q_BSNH, k_BSKH, v_BSKH
 
-    def forward(self, pending: tuple[Tensor, ...], boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
-        out_BSNH, lse = attention_op.attention(*pending, boundaries_BD, self.kernel)
+    def forward(
+        self, pending: tuple[Tensor, ...], boundaries_BD: Tensor, sink_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        options = (self.kernel, self.window, self.softcap)
+        out_BSNH, lse = attention_op.attention(*pending, boundaries_BD, sink_N, *options)
         return out_BSNH, lse
 
     def backward(
-        self, grad_BSNH: Tensor, pending: tuple[Tensor, ...], out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = (grad_BSNH, *pending, out_BSNH, lse, boundaries_BD)
-        dq, dk, dv = attention_op.attention_backward(*inputs, self.kernel)
-        return dq, dk, dv
+        self,
+        grad_BSNH: Tensor,
+        pending: tuple[Tensor, ...],
+        out_BSNH: Tensor,
+        lse: Tensor,
+        boundaries_BD: Tensor,
+        sink_N: Tensor | None = None,
+    ) -> QKVGrads:
+        inputs = (grad_BSNH, *pending, out_BSNH, lse, boundaries_BD, sink_N)
+        dq, dk, dv, grad_sink_N = attention_op.attention_backward(*inputs, self.kernel, self.window, self.softcap)
+        return dq, dk, dv, grad_sink_N
 
 
 class Attention(SublayerModule):
-    """Grouped-query self-attention (Ainslie et al., 2023), with optional RMSNorm on query and key heads (Qwen3)."""
+    """Grouped-query self-attention (Ainslie et al., 2023), with optional norms of queries and keys."""
 
     module_name = "attention"
     linears = ("q_proj", "k_proj", "v_proj")
@@ -76,18 +102,22 @@ class Attention(SublayerModule):
 
     def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
         super().__init__(config, kind)
-        self.head_dim = config.head_dim
-        self.core: AttentionCore = LocalAttentionCore()
+        self.head_dim, self.query_multiplier = config.head_dim, config.query_multiplier
+        self.core: AttentionCore = LocalAttentionCore(window=kind.window, softcap=kind.softcap)
 
     def inner(self, products: Sequence[Tensor], rotation_2BS1F: Tensor, weights: Weights) -> tuple[Tensor, ...]:
         """Normed and rotated queries and keys, and values: [B, S, heads, H], of any group of heads."""
+        q, k, v = products
+        q, k = self.norm("wide_q_norm", q, weights), self.norm("wide_k_norm", k, weights)
         # -1, not num_heads: under tensor parallelism this rank has fewer heads than the config.
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in products)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         q, k = self.norm("q_norm", q, weights), self.norm("k_norm", k, weights)
+        if self.query_multiplier != 1:
+            q = q * self.query_multiplier
         return rope.apply_rotary_emb(q, rotation_2BS1F), rope.apply_rotary_emb(k, rotation_2BS1F), v
 
     def forward(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
         weights = local_parameters(self)
         q, k, v = self.inner(self.products(x_BSE, weights), rotation_2BS1F, weights)
-        out_BSNH = self.core(q, k, v, boundaries_BD)
+        out_BSNH = self.core(q, k, v, boundaries_BD, weights.get(SINKS))
         return F.linear(out_BSNH.flatten(-2), weights[f"{self.last}.weight"])

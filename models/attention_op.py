@@ -10,6 +10,7 @@ D document boundaries.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -18,26 +19,39 @@ import torch
 from torch import Tensor
 
 from models import kernels
-from models.kernels import Grads, ScoreBlocks
+from models.kernels import Grads
 from models.linear import accumulation_dtype
+from models.online_softmax import OnlineSoftmax, add_sink, sink_grad
+from models.score_blocks import ScoreBlocks
 
 Boundaries = tuple[tuple[int, ...], ...]
 
 
 @torch.library.custom_op("longhaul::attention", mutates_args=())
 def attention(
-    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, kernel_name: str = "auto"
+    q_BSNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    boundaries_BD: Tensor,
+    sink_N: Tensor | None = None,
+    kernel_name: str = "auto",
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Each query attends to the keys of its document up to its own position, with scale H ** -0.5.
 
-    `boundaries_BD` is int32 on the CPU and covers exactly S tokens in every sequence. Returns the output [B, S, N, H]
-    and the log-sum-exp of the scores [B, N, S] (in `accumulation_dtype`), which has no gradient.
+    `boundaries_BD` is int32 on the CPU and covers exactly S tokens in every sequence. `window`: the keys that a query
+    sees at most, its own included. `sink_N`: a logit per head without a key. `softcap`: scores are c tanh(score / c).
+    Returns the output [B, S, N, H] and the log-sum-exp of the scores [B, N, S] (in `accumulation_dtype`), which has no
+    gradient.
     """
     # Not `kernel`: Inductor passes optional arguments by keyword, and has one of that name itself.
     batch_size, seq_len = q_BSNH.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
-    blocks = document_blocks(boundary_tuples(boundaries_BD, batch_size), seq_len)
-    out_XNH, lse_NX = forward(q, k, v, blocks, kernel=kernel_name)
+    blocks = document_blocks(boundary_tuples(boundaries_BD, batch_size), seq_len, window)
+    out_XNH, lse_NX = forward(q, k, v, blocks, kernel=kernel_name, softcap=softcap)
+    if sink_N is not None:
+        out_XNH, lse_NX = add_sink(out_XNH, lse_NX, sink_N)
     return out_XNH.view_as(q_BSNH), unflatten_lse(lse_NX, batch_size)
 
 
@@ -50,21 +64,45 @@ def attention_backward(
     out_BSNH: Tensor,
     lse_BNS: Tensor,
     boundaries_BD: Tensor,
+    sink_N: Tensor | None,
     kernel_name: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and that of the sink, empty if there is none."""
     batch_size, seq_len = q_BSNH.shape[:2]
     grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH))
-    blocks = document_blocks(boundary_tuples(boundaries_BD, batch_size), seq_len)
-    dq, dk, dv = backward(grad, q, k, v, out, flatten_lse(lse_BNS), blocks, kernel=kernel_name)
-    return dq.view_as(q_BSNH), dk.view_as(k_BSKH), dv.view_as(v_BSKH)
+    blocks, lse_NX = document_blocks(boundary_tuples(boundaries_BD, batch_size), seq_len, window), flatten_lse(lse_BNS)
+    dq, dk, dv = backward(grad, q, k, v, out, lse_NX, blocks, kernel=kernel_name, softcap=softcap)
+    return dq.view_as(q_BSNH), dk.view_as(k_BSKH), dv.view_as(v_BSKH), optional_sink_grad(grad, out, lse_NX, sink_N)
+
+
+def optional_sink_grad(grad_XNH: Tensor, out_XNH: Tensor, lse_NX: Tensor, sink_N: Tensor | None) -> Tensor:
+    """In the sink's dtype; empty without one, because an operator cannot return None."""
+    if sink_N is None:
+        return out_XNH.new_empty(0)
+    return sink_grad(grad_XNH, out_XNH, lse_NX, sink_N).to(sink_N.dtype)
 
 
 def forward(
-    q_XNH: Tensor, k_XKH: Tensor, v_XKH: Tensor, blocks: ScoreBlocks, *, kernel: str = "auto"
+    q_XNH: Tensor,
+    k_XKH: Tensor,
+    v_XKH: Tensor,
+    blocks: ScoreBlocks,
+    *,
+    kernel: str = "auto",
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp [N, X] for causal blocks that cover all tokens; below autograd."""
+    """Output and log-sum-exp [N, X] for blocks that cover all tokens; below autograd."""
+    blocks = kernels.supported_blocks(blocks, kernels.select_kernel(q_XNH, kernel, softcap=softcap))
+    block_outputs = kernels.attend_blocks(q_XNH, k_XKH, v_XKH, blocks, kernel=kernel, softcap=softcap)
+    if not blocks.is_diagonal:
+        softmax = OnlineSoftmax.of_no_keys(q_XNH)
+        for block_output in block_outputs:
+            softmax.merge(*block_output)
+        return softmax.out_XNH.to(q_XNH.dtype), softmax.lse_NX
     results: tuple[Tensor, ...] = ()
-    for queries, out, lse in kernels.attend_blocks(q_XNH, k_XKH, v_XKH, blocks, kernel=kernel):
+    for queries, out, lse in block_outputs:
         if len(out) == len(q_XNH):  # One call for all tokens: its results are not copied.
             return out.contiguous(), lse.contiguous()
         results = results or tuple(x[0] for x in empty_output(q_XNH[None]))
@@ -83,11 +121,19 @@ def backward(
     blocks: ScoreBlocks,
     *,
     kernel: str = "auto",
+    softcap: float | None = None,
 ) -> Grads:
-    """dq, dk and dv, in their inputs' dtypes, for causal blocks that cover all tokens; below autograd."""
+    """dq, dk and dv, in their inputs' dtypes, for blocks that cover all tokens; below autograd."""
     inputs = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
+    blocks = kernels.supported_blocks(blocks, kernels.select_kernel(q_XNH, kernel, softcap=softcap))
+    block_grads = kernels.attend_blocks_backward(*inputs, blocks, kernel=kernel, softcap=softcap)
     results: tuple[Tensor, ...] = ()
-    for queries, _, *grads in kernels.attend_blocks_backward(*inputs, blocks, kernel=kernel):
+    if not blocks.is_diagonal:
+        dtype = accumulation_dtype(q_XNH.dtype)
+        dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q_XNH, k_XKH, v_XKH))
+        kernels.accumulate_grads((dq, dk, dv), block_grads)
+        return dq.to(q_XNH.dtype), dk.to(q_XNH.dtype), dv.to(q_XNH.dtype)
+    for queries, _, *grads in block_grads:
         if len(grads[0]) == len(q_XNH):
             results = tuple(x.contiguous() for x in grads)
             break
@@ -99,7 +145,7 @@ def backward(
 
 
 @lru_cache(maxsize=64)
-def document_blocks(batch_boundaries: Boundaries, seq_len: int) -> ScoreBlocks:
+def document_blocks(batch_boundaries: Boundaries, seq_len: int, window: int | None = None) -> ScoreBlocks:
     """One causal block per document, over all sequences concatenated. Raises ValueError for invalid boundaries."""
     # Cached because every layer asks for the same blocks.
     spans = [
@@ -108,7 +154,7 @@ def document_blocks(batch_boundaries: Boundaries, seq_len: int) -> ScoreBlocks:
         for start, end in pairwise(boundaries)
         if end > start
     ]
-    return ScoreBlocks([span + span for span in spans], causal=True)
+    return ScoreBlocks([span + span for span in spans], causal=True, window=window)
 
 
 def boundary_tuples(boundaries_BD: Tensor, batch_size: int) -> Boundaries:
@@ -156,21 +202,43 @@ def empty_grads(*inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
 
 
+def fake_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    boundaries: Tensor,
+    sink: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, ...]:
+    del grad, lse, boundaries
+    return *empty_grads(q, k, v), out.new_empty(0) if sink is None else torch.empty_like(sink)
+
+
 attention.register_fake(lambda q_BSNH, *_: empty_output(q_BSNH))
-attention_backward.register_fake(lambda _, q_BSNH, k_BSKH, v_BSKH, *__: empty_grads(q_BSNH, k_BSKH, v_BSKH))
+attention_backward.register_fake(fake_backward)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, boundaries_BD, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, boundaries_BD)
+    q, k, v, boundaries_BD, sink_N, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, boundaries_BD, sink_N)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _autograd_backward(ctx: Any, grad_BSNH: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
-    del grad_lse
-    # A kernel may cache a plan for the strides of its first call.
-    return *attention_backward(grad_BSNH.contiguous(), *ctx.saved_tensors, *ctx.options), None, None
+def backward_of(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """What autograd calls for an attention operator, whose backward operator this is."""
+
+    def autograd_backward(ctx: Any, grad_BSNH: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
+        del grad_lse
+        # A kernel may cache a plan for the strides of its first call.
+        *grads, grad_sink_N = operator(grad_BSNH.contiguous(), *ctx.saved_tensors, *ctx.options)
+        without_sink = ctx.saved_tensors[-1] is None
+        return *grads, None, None if without_sink else grad_sink_N, *[None] * len(ctx.options)
+
+    return autograd_backward
 
 
-attention.register_autograd(_autograd_backward, setup_context=setup_context)
+attention.register_autograd(backward_of(attention_backward), setup_context=setup_context)

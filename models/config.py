@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple
@@ -41,15 +41,15 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
     precision: Literal["float64", "float32"] = "float64"
 
-    def problems(self, head_dim: int) -> list[str]:
+    def problems(self, head_dim: int, *, section: str = "model.rope") -> list[str]:
         values = {key: getattr(self, key) for key in ("theta", *ROPE_FIELDS[self.kind])}
         problems = [
-            f'model.rope.{key} = {values[key]} must be above {minimum} for model.rope.kind = "{self.kind}"'
+            f'{section}.{key} = {values[key]} must be above {minimum} for {section}.kind = "{self.kind}"'
             for key, minimum in EXCLUSIVE_MINIMUMS.items()
             if values.get(key) is not None and not values[key] > minimum
         ]
         problems += [
-            f"model.rope.{low} = {values[low]} must be below model.rope.{high} = {values[high]}"
+            f"{section}.{low} = {values[low]} must be below {section}.{high} = {values[high]}"
             for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"))
             if low in values and not values[low] < values[high]
         ]
@@ -57,24 +57,30 @@ class RopeConfig:
             count, half = len(values[key]), head_dim // 2
             if count != half:
                 problems.append(
-                    f"model.rope.{key} has {count} values, and must have {half}: half of model.head_dim = {head_dim}"
+                    f"{section}.{key} has {count} values, and must have {half}: half of model.head_dim = {head_dim}"
                 )
             if any(not factor > 0 for factor in values[key]):
-                problems.append(f"model.rope.{key} holds {min(values[key])}; every factor must be above 0")
+                problems.append(f"{section}.{key} holds {min(values[key])}; every factor must be above 0")
         return problems
 
-    def unused_keys(self, keys: Iterable[str]) -> list[str]:
+    def unused_keys(self, keys: Iterable[str], *, section: str = "model.rope") -> list[str]:
         """One problem for each key that only other kinds use."""
         problems = []
         for key in keys:
             kinds = " or ".join(f'"{kind}"' for kind, used in ROPE_FIELDS.items() if key in used)
             if kinds and key not in ROPE_FIELDS[self.kind]:
-                problems.append(f'model.rope.{key} is only used with model.rope.kind = {kinds}, not "{self.kind}"')
+                problems.append(f'{section}.{key} is only used with {section}.kind = {kinds}, not "{self.kind}"')
         return problems
 
 
-ALIKE_OPTIONS = ("activation", "qk_norm", "qkv_bias", "nope_every")
-"""The fields of `ModelConfig` that say what all layers are, where there is no pattern."""
+def causal_pairs(tokens: int, window: int | None = None) -> int:
+    """(query, key) pairs of a document of `tokens`, in which a query sees at most `window` keys, its own included."""
+    whole = min(tokens, window or tokens)
+    return whole * (whole + 1) // 2 + (tokens - whole) * whole
+
+
+ALIKE_OPTIONS = tuple(each.name for each in fields(LayerKind) if each.name not in ("mixer", "feed_forward", "rope"))
+"""The fields of `LayerKind` that `ModelConfig` has too: those of all layers, where there is no pattern."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ class BlockProducts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only Transformer of the Llama architecture."""
+    """A decoder-only Transformer."""
 
     vocab_size: int
     dim: int
@@ -107,15 +113,33 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     ffn_dim: int
-    activation: Literal["silu"] = "silu"
+    activation: Literal["silu", "gelu_tanh"] = "silu"
     norm_eps: float = 1e-5
+    norms: Literal["pre", "post", "sandwich"] = "pre"
+    zero_centered_norms: bool = False
+    """Whether norms multiply by 1 + weight (Gemma)."""
     tie_embeddings: bool = False
     qk_norm: bool = False
+    full_qk_norm: bool = False
     qkv_bias: bool = False
+    window: int | None = None
+    sink: bool = False
+    softcap: float | None = None
     nope_every: int | None = None
-    layer_pattern: tuple[LayerKind, ...] = ()
+    layers: tuple[LayerKind, ...] = ()
     """Kinds of layers, which repeat in this order; without it layers differ by `nope_every` only."""
     rope: RopeConfig = field(default_factory=RopeConfig)
+    local_rope: RopeConfig = field(default_factory=RopeConfig)
+    """Of the layers whose `rope` is "local"."""
+    attention_scale: float | None = None
+    """Multiplies scores; None: head_dim ** -0.5."""
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    """Of what each sublayer adds to the residual stream (Granite)."""
+    logits_scaling: float = 1.0
+    """Divides the logits (Granite)."""
+    logit_softcap: float | None = None
+    """c of the logits c tanh(logit / c) (Gemma 2)."""
 
     def problems(self) -> list[str]:
         """Every broken rule, with its values; empty for a valid model."""
@@ -125,39 +149,71 @@ class ModelConfig:
             problems.append(f"model.num_heads = {heads} must be a multiple of model.num_kv_heads = {kv_heads}")
         if self.head_dim % 2:
             problems.append(f"model.head_dim = {self.head_dim} must be even: rotary embedding rotates pairs")
-        if self.layer_pattern:
-            kinds = enumerate(self.layer_pattern)
-            problems += [f"model.layer_pattern[{index}].{each}" for index, kind in kinds for each in kind.problems()]
-            alike = [name for name in ALIKE_OPTIONS if getattr(self, name) != getattr(ModelConfig, name)]
-            problems += [f"model.{name} must be set in each kind of model.layer_pattern instead" for name in alike]
+        if self.has_local_rope:
+            problems += self.local_rope.problems(self.head_dim, section="model.local_rope")
+        positive = ("attention_scale", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_softcap")
+        values = {name: getattr(self, name) for name in positive}
+        problems += [
+            f"model.{name} = {value} must be above 0"
+            for name, value in values.items()
+            if value is not None and not value > 0
+        ]
+        if not self.layers:
+            problems += [f"model.{each}" for each in self.layer_kinds[0].problems()]
+        else:
+            kinds = enumerate(self.layers)
+            problems += [f"model.layers[{index}].{each}" for index, kind in kinds for each in kind.problems()]
+            alike = [
+                name for name in (*ALIKE_OPTIONS, "nope_every") if getattr(self, name) != getattr(ModelConfig, name)
+            ]
+            problems += [f"model.{name} must be set in each kind of model.layers instead" for name in alike]
         return problems
 
     @cached_property
-    def layers(self) -> tuple[LayerKind, ...]:
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Each layer's kind. All else that depends on what a layer is follows from it."""
-        pattern = self.layer_pattern
+        pattern = self.layers
         if not pattern:
-            alike = LayerKind(qk_norm=self.qk_norm, qkv_bias=self.qkv_bias, activation=self.activation)
-            pattern = (*(alike,) * ((self.nope_every or 1) - 1), replace(alike, rope=self.nope_every is None))
+            alike = LayerKind(**{name: getattr(self, name) for name in ALIKE_OPTIONS})
+            last = alike if self.nope_every is None else replace(alike, rope="none")
+            pattern = (*(alike,) * ((self.nope_every or 1) - 1), last)
         return tuple(pattern[layer % len(pattern)] for layer in range(self.num_layers))
 
     @cached_property
     def unrotated_layers(self) -> tuple[LayerKind, ...]:
         """Each layer's kind as far as weights, work and memory go."""
-        unrotated = {kind: replace(kind, rope=True) for kind in self.kinds}
+        unrotated = {kind: replace(kind, rope="global") for kind in self.kinds}
         distinct = {kind: kind for kind in unrotated.values()}
-        return tuple(distinct[unrotated[kind]] for kind in self.layers)
+        return tuple(distinct[unrotated[kind]] for kind in self.layer_kinds)
 
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """Of its layers, each once, in order."""
-        return tuple(dict.fromkeys(self.layers))
+        return tuple(dict.fromkeys(self.layer_kinds))
+
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """Those of its layers, each once."""
+        return tuple(dict.fromkeys(kind.window for kind in self.kinds if kind.window is not None))
+
+    @property
+    def has_local_rope(self) -> bool:
+        return any(kind.rope == "local" for kind in self.kinds)
+
+    @property
+    def query_multiplier(self) -> float:
+        """What multiplies queries, because kernels multiply scores by head_dim ** -0.5."""
+        return 1.0 if self.attention_scale is None else self.attention_scale * self.head_dim**0.5
 
     @cached_property
     def sizes(self) -> Sizes:
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return dict(
-            zip(LETTERS, (self.vocab_size, self.dim, self.ffn_dim, heads, kv_heads, self.head_dim), strict=True)
+            zip(
+                LETTERS,
+                (self.vocab_size, self.dim, self.ffn_dim, heads, kv_heads, self.head_dim, self.num_heads),
+                strict=True,
+            )
         )
 
     @cached_property
@@ -165,11 +221,16 @@ class ModelConfig:
         """By name, in model order; a tied head is the embedding."""
         blocks = {
             f"blocks.{layer}.{name}": each._replace(hf_name=f"model.layers.{layer}.{each.hf_name}")
-            for layer, kind in enumerate(self.layers)
+            for layer, kind in enumerate(self.layer_kinds)
             for name, each in kind.parameters.items()
         }
         head = {name: each for name, each in HEAD.items() if not (self.tie_embeddings and each.is_matrix)}
-        return EMBEDDING | blocks | head
+        return {name: self._centered(each) for name, each in (EMBEDDING | blocks | head).items()}
+
+    def _centered(self, parameter: Parameter) -> Parameter:
+        """Zero-centered norms start at 0."""
+        is_centered = self.zero_centered_norms and parameter.initial == "ones"
+        return parameter._replace(initial="zeros") if is_centered else parameter
 
     def declared(self, name: str) -> Parameter:
         """By its name in the model or a pipeline stage. Raises ValueError if it is not declared."""
@@ -187,7 +248,7 @@ class ModelConfig:
             elif (expected := declared[name].shape_of(self.sizes)) != shape:
                 problems.append(f"parameter {name} has shape {list(shape)}, declared as {list(expected)}")
         missing = {
-            f"blocks.{layer}.{name}" for layer in layers for name in self.layers[layer].parameters
+            f"blocks.{layer}.{name}" for layer in layers for name in self.layer_kinds[layer].parameters
         } - shapes.keys()
         return problems + [f"parameter {name} is declared and not in the model" for name in sorted(missing)]
 
@@ -214,7 +275,7 @@ class ModelConfig:
     @cached_property
     def matrix_parameters(self) -> int:
         """Weights in matrix products: every block's and the head's (also when tied), without the embedding."""
-        return sum(self.products[kind].every for kind in self.layers) + self.vocab_size * self.dim
+        return sum(self.products[kind].every for kind in self.layer_kinds) + self.vocab_size * self.dim
 
     @cached_property
     def num_parameters(self) -> int:
@@ -237,7 +298,7 @@ class ModelConfig:
         of L (L + 1) / 2 over documents. A multiply-add is 2 FLOPs. Each matrix product runs three times (forward,
         input gradient, weight gradient), and attention has two per pair: 6 N tokens + 12 layers (heads head_dim) pairs.
         """
-        return 6 * self.matrix_parameters * tokens + 3 * self.attention_flops(self.layers, pairs)
+        return 6 * self.matrix_parameters * tokens + 3 * self.attention_flops(self.layer_kinds, pairs)
 
     def hardware_flops(
         self, *, tokens: float, pairs: float, recompute: str = "none", blocks_per_checkpoint: int = 1
@@ -249,15 +310,15 @@ class ModelConfig:
         `blocks_per_checkpoint` blocks also repeat what produces their output. QK norms repeat the query and key
         projections in their backward pass. A block that does not run in pieces is repeated whole.
         """
-        executed = self.flops(tokens=tokens, pairs=pairs) + self.attention_flops(self.layers, pairs) / 2
+        executed = self.flops(tokens=tokens, pairs=pairs) + self.attention_flops(self.layer_kinds, pairs) / 2
         if recompute == "none":
             return executed
         recomputed, is_full = 0, recompute == "full"
-        for index, kind in enumerate(self.layers):
+        for index, kind in enumerate(self.layer_kinds):
             products = self.products[kind]
             recomputed += products.recomputed + is_full * products.attention_inputs
-            next_kind = self.layers[index + 1 : index + 2]
+            next_kind = self.layer_kinds[index + 1 : index + 2]
             if (index + 1) % blocks_per_checkpoint and next_kind and kind.in_pieces and next_kind[0].in_pieces:
                 recomputed += products.every - products.attention_inputs
-        repeated = [kind for kind in self.layers if is_full or not kind.in_pieces]
+        repeated = [kind for kind in self.layer_kinds if is_full or not kind.in_pieces]
         return executed + self.attention_flops(repeated, pairs) + 2 * recomputed * tokens

@@ -6,29 +6,32 @@ boundaries, E model dim, V vocabulary.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from models import kernels
+from models import attention_op
 from models.attention import Attention, AttentionCore
 from models.batch import IGNORE_INDEX, Batch
-from models.kernels import ScoreBlocks
+from models.online_softmax import add_sink
+from models.score_blocks import ScoreBlocks, window_blocks
 from models.transformer import Transformer
 
 
 class KVCacheCore:
     """Attention of new tokens to the KV cache and to themselves, for at most `capacity` tokens in total."""
 
-    def __init__(self, capacity: int, kernel: str) -> None:
-        self.capacity = capacity
-        self.kernel = kernel
+    def __init__(self, capacity: int, kernel: str, *, window: int | None = None, softcap: float | None = None) -> None:
+        self.capacity, self.window = capacity, window
+        self._scores: dict[str, Any] = {"kernel": kernel, "softcap": softcap}
         self.length = 0
         """Number of valid tokens in the cache."""
         self._kv_cache: tuple[Tensor, ...] = ()
 
-    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
+    def __call__(
+        self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, sink_N: Tensor | None = None
+    ) -> Tensor:
         """[1, S, N, H]. All tokens belong to one document; the boundaries are ignored."""
         del boundaries_BD
         past_length, self.length = self.length, self.length + q_BSNH.shape[1]
@@ -37,20 +40,12 @@ class KVCacheCore:
         for cache, x in zip(self._kv_cache, new_kv, strict=True):
             cache[past_length : self.length] = x
         k_YKH, v_YKH = (cache[: self.length] for cache in self._kv_cache)
-        if q_XNH.shape[0] == 1:
-            return self._attend(q_XNH, k_YKH, v_YKH, causal=False)[0][None]
-        out_XNH, lse_NX = self._attend(q_XNH, *new_kv, causal=True)
-        if past_length:
-            past_XNH, past_lse_NX = self._attend(q_XNH, k_YKH[:past_length], v_YKH[:past_length], causal=False)
-            past_weight_XN1 = (past_lse_NX - lse_NX).sigmoid().T.unsqueeze(-1)
-            new, past = (x.to(past_weight_XN1.dtype) for x in (out_XNH, past_XNH))
-            out_XNH = torch.lerp(new, past, past_weight_XN1).to(q_XNH.dtype)
+        pairs = window_blocks(range(past_length, self.length), range(self.length), self.window)
+        blocks = ScoreBlocks(block._replace(q0=block.q0 - past_length, q1=block.q1 - past_length) for block in pairs)
+        out_XNH, lse_NX = attention_op.forward(q_XNH, k_YKH, v_YKH, blocks, **self._scores)
+        if sink_N is not None:
+            out_XNH, _ = add_sink(out_XNH, lse_NX, sink_N)
         return out_XNH[None]
-
-    def _attend(self, q_XNH: Tensor, k_YKH: Tensor, v_YKH: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-        blocks = ScoreBlocks([(0, q_XNH.shape[0], 0, k_YKH.shape[0])], causal=causal)
-        ((_, out_XNH, lse_NX),) = kernels.attend_blocks(q_XNH, k_YKH, v_YKH, blocks, kernel=self.kernel)
-        return out_XNH, lse_NX
 
 
 class Decoder:
@@ -66,10 +61,12 @@ class Decoder:
         self.capacity, self._chunk = capacity, chunk
         self._model, self._head = model, model.head
         model.head = None  # The model then returns hidden states; logits are needed for the last token only.
-        self._cores = [KVCacheCore(capacity, kernel) for _ in model.transformer_blocks()]
-        for block, core in zip(model.transformer_blocks(), self._cores, strict=True):
+        self._cores = list[KVCacheCore]()
+        for block in model.transformer_blocks():
             if not isinstance(block.attention, Attention):
                 raise ValueError(f'mixer "{block.kind.mixer}" cannot decode: it has no KV cache')  # noqa: TRY004
+            kind = block.kind
+            self._cores.append(core := KVCacheCore(capacity, kernel, window=kind.window, softcap=kind.softcap))
             # No `start`, `forward` and `backward`: decoding needs no gradients.
             block.attention.core = cast(AttentionCore, core)
 

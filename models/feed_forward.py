@@ -1,4 +1,4 @@
-"""Gated feed-forward (Shazeer, 2020), SwiGLU by default.
+"""Gated feed-forward (Shazeer, 2020): SwiGLU, or GeGLU as in Gemma.
 
 Shape suffixes, after any leading dimensions: E model dim, G feed-forward dim of this rank.
 """
@@ -46,7 +46,11 @@ def swiglu(gate_G: Tensor, up_G: Tensor) -> Tensor:
     return out
 
 
-GATES = {"silu": swiglu}
+def geglu(gate_G: Tensor, up_G: Tensor) -> Tensor:
+    return F.gelu(gate_G, approximate="tanh") * up_G
+
+
+GATES = {"silu": swiglu, "gelu_tanh": geglu}
 """From gate and up to their product, by `LayerKind.activation`."""
 
 

@@ -228,7 +228,7 @@ def model_config_to_hf(
     """The config.json of a model trained on `max_length` tokens. Raises `HuggingFaceError` for what it cannot express."""
     if problems := _model_problems(model):
         raise HuggingFaceError(problems)
-    kind = model.layers[0]
+    kind = model.layer_kinds[0]
     model_type = "qwen3" if kind.qk_norm else "qwen2" if kind.qkv_bias else "llama"
     scaling = _rope_to_hf(model.rope)
     # transformers 4 reads it here, and falls back to `max_position_embeddings`.
@@ -259,12 +259,12 @@ def _model_problems(model: ModelConfig) -> list[str]:
     """What makes the model invalid, or leaves it without equivalent in transformers."""
     if problems := model.problems():
         return problems
-    kind, dim, heads = model.layers[0], model.dim, model.num_heads
+    kind, dim, heads = model.layer_kinds[0], model.dim, model.num_heads
     unknown = {each.option for each in kind.parameters.values()} - EXPORTED_OPTIONS
     if model.nope_every is not None:
         unknown.add(f"nope_every = {model.nope_every}")
-    elif set(model.layers) != {LayerKind(qk_norm=kind.qk_norm, qkv_bias=kind.qkv_bias)}:
-        unknown.add("layer_pattern")
+    elif set(model.layer_kinds) != {LayerKind(qk_norm=kind.qk_norm, qkv_bias=kind.qkv_bias)}:
+        unknown.add("layers")
     for option in sorted(unknown):
         problems.append(f"model.{option} has no equivalent in transformers' Llama, Qwen2 and Qwen3")
     if kind.qk_norm and kind.qkv_bias:
@@ -292,14 +292,16 @@ def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
 
 def config_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tuple[Any, Any]]:
     """(their value, our value) of every field that differs, including the `rope.` fields that either kind uses."""
-    keys = {field.name for field in dataclasses.fields(ModelConfig)} - {"rope", "layer_pattern"}
+    keys = {field.name for field in dataclasses.fields(ModelConfig)} - {"rope", "layers"}
     pairs: dict[str, tuple[Any, Any]] = {}
-    if theirs.layer_pattern or ours.layer_pattern:
+    if theirs.layers or ours.layers:
         keys -= {*ALIKE_OPTIONS}
-        their_layers, our_layers = ([dataclasses.asdict(kind) for kind in model.layers] for model in (theirs, ours))
+        their_layers, our_layers = (
+            [dataclasses.asdict(kind) for kind in model.layer_kinds] for model in (theirs, ours)
+        )
         their_ropes, our_ropes = ([kind.pop("rope") for kind in layers] for layers in (their_layers, our_layers))
         pairs["rope.layers"] = their_ropes, our_ropes
-        pairs["layer_pattern"] = their_layers, our_layers
+        pairs["layers"] = their_layers, our_layers
     pairs |= {key: (getattr(theirs, key), getattr(ours, key)) for key in sorted(keys)}
     their_rope, our_rope = _without_default_factor(theirs.rope), _without_default_factor(ours.rope)
     for key in rope_fields(their_rope) | rope_fields(our_rope):

@@ -6,7 +6,7 @@ paths. Each block of work is therefore judged by itself, row by row: a wrong las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, pairwise
 from math import ceil, log
 from typing import Any, NamedTuple
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from models import attention_op
-from models.kernels import ScoreBlocks, accumulate_grads, attend_blocks_backward
+from models.kernels import accumulate_grads, attend_blocks_backward
+from models.score_blocks import ScoreBlock, ScoreBlocks
 
 SHORT_LENGTHS = (2, 3, 63, 64, 65, 127, 128, 129)
 LENGTHS = (*SHORT_LENGTHS, 1000, 4097)
@@ -57,14 +58,17 @@ def verify_kernel(
     *,
     heads: Heads,
     lengths: Sequence[int] = LENGTHS,
+    windows: Collection[int] = (),
     deterministic: bool = False,
 ) -> dict[str, float]:
     """The largest relative error of each output. `deterministic`: two passes must also agree bitwise.
 
+    `windows`: those of the model's layers; causal blocks longer than a window and flipped blocks are checked too.
+
     Raises ValueError unless the kernel's forward and backward pass agree with the reference, each number finite.
     """
     errors = dict.fromkeys(OUTPUTS, 0.0)
-    for name, blocks in check_cases(lengths).items():
+    for name, blocks in check_cases(lengths, windows).items():
         for inputs, draw in SAMPLES.items():
             sample = draw(blocks, heads, device, dtype)
             actual = _forward_backward(sample, blocks, kernel)
@@ -81,8 +85,15 @@ def verify_kernel(
     return errors
 
 
-def check_cases(lengths: Sequence[int]) -> dict[str, ScoreBlocks]:
+def check_cases(lengths: Sequence[int], windows: Collection[int] = ()) -> dict[str, ScoreBlocks]:
     """Blocks by name: every kernel takes single tokens by another path than longer documents."""
+    spans = [*pairwise(accumulate(lengths, initial=0))]
+    # A model's window may be longer than all lengths: around a tile it says as much.
+    windowed = {
+        f"a window of {window}": ScoreBlocks([span + span for span in spans], causal=True, window=window)
+        for window in sorted({min(window, near) for window in windows for near in (1, 65, *lengths[-1:])})
+    }
+    flipped = ScoreBlocks([ScoreBlock(*span, *span, "flipped") for span in spans])
     whole, half = 2 * max(lengths), max(lengths) // 2
     rectangles = [(0, 50, 0, 20), (50, 100, 20, 71), (100, 192, 80, 192)]
     return {
@@ -92,6 +103,8 @@ def check_cases(lengths: Sequence[int]) -> dict[str, ScoreBlocks]:
         "rectangular blocks": ScoreBlocks(rectangles, causal=False),
         "rectangular blocks that share keys": ScoreBlocks([(0, 50, 0, 20), (50, 70, 0, 70)], causal=False),
         "single queries and keys": ScoreBlocks([(0, 1, 0, 70), (1, 50, 70, 71)], causal=False),
+        **windowed,
+        **({"flipped blocks": flipped} if windows else {}),
     }
 
 
@@ -113,7 +126,7 @@ def random_sample(blocks: ScoreBlocks, heads: Heads, device: torch.device, dtype
 def matching_sample(blocks: ScoreBlocks, heads: Heads, device: torch.device, dtype: torch.dtype) -> Sample:
     """Every query gives about half of its attention to one key, its own: no row of any gradient is small."""
     grad, q, k, v = random_sample(blocks, heads, device, torch.float32)
-    for q0, q1, k0, k1 in blocks.blocks:
+    for q0, q1, k0, k1, _ in blocks.blocks:
         own_key = k[k0 + torch.arange(q1 - q0, device=device) % (k1 - k0)]
         own_score = own_key.square().sum(-1, keepdim=True) * heads.dim**-0.5
         matching = own_key * ((1 + log(k1 - k0)) / own_score)
@@ -198,14 +211,14 @@ def verify_wide(
     if num_tokens >= num_keys:
         cases["few queries"] = ScoreBlocks([(0, FEW_TOKENS, 0, num_keys)], causal=False)
     for name, blocks in cases.items():
-        q0, q1, k0, k1 = blocks.blocks[-1]
+        q0, q1, k0, k1, mask = blocks.blocks[-1]
         drawn: Any = {"device": device, "dtype": dtype, "generator": torch.Generator(device).manual_seed(0)}
         shapes = [(q1, heads.num)] * 2 + [(k1, heads.kv)] * 2
         sample = Sample(*(torch.randn(*shape, heads.dim, **drawn) for shape in shapes))
         out, lse, dq, dk, dv = _forward_backward(sample, blocks, kernel)
-        step = q1 - q0 if blocks.causal else max(1, MAX_SCORES // (k1 - k0))
+        step = q1 - q0 if mask == "causal" else max(1, MAX_SCORES // (k1 - k0))
         chunks = [(start, min(start + step, q1 - q0), 0, k1 - k0) for start in range(0, q1 - q0, step)]
-        work, ratio = ScoreBlocks(chunks, causal=blocks.causal), heads.num // heads.kv
+        work, ratio = ScoreBlocks(chunks, causal=mask == "causal"), heads.num // heads.kv
         for head in sorted({0, heads.kv - 1}):
             queries = slice(q0, q1), slice(head * ratio, (head + 1) * ratio)
             keys = slice(k0, k1), slice(head, head + 1)

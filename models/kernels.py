@@ -1,7 +1,6 @@
 """Attention kernels of torch that return the log-sum-exp, selected by device and dtype.
 
-The score matrix is given as rectangular blocks. A block covers all pairs of its queries and keys or, if it is square,
-the causal half. The queries of one `ScoreBlocks` are disjoint, so each block's output is final for its keys.
+The score matrix is given as blocks (`models/score_blocks.py`).
 
 Shape suffixes: X query tokens and Y key tokens (all sequences of a batch concatenated), P tokens of a block, N query
 heads, K KV heads (N is a multiple of K), H head dim.
@@ -10,104 +9,55 @@ heads, K KV heads (N is a multiple of K), H head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from models.linear import accumulation_dtype
+from models.score_blocks import ScoreBlock, ScoreBlocks, TokenIndex, VarlenBatch
 
 aten = torch.ops.aten
 
 KERNELS = ("auto", "cpu", "flash", "cudnn", "efficient", "plain")
-TokenIndex = slice | Tensor
-"""A range of tokens, or distinct int64 indices."""
-
-
-class ScoreBlock(NamedTuple):
-    """Queries [q0, q1) and keys [k0, k1)."""
-
-    q0: int
-    q1: int
-    k0: int
-    k1: int
-
-
-class ScoreBlocks:
-    """Blocks of the score matrix, ascending and disjoint in their queries; validated once for all layers.
-
-    Raises ValueError for an empty block, and for a causal block that is not square.
-    """
-
-    def __init__(self, blocks: Iterable[tuple[int, int, int, int]], *, causal: bool) -> None:
-        self.blocks = tuple(ScoreBlock(*block) for block in blocks)
-        self.causal = causal
-        self._varlen_batches: dict[torch.device, list[VarlenBatch]] = {}
-        # The CPU kernel crashes on length zero; kernels disagree on the diagonal of a block that is not square.
-        for block in self.blocks:
-            queries, keys = block.q1 - block.q0, block.k1 - block.k0
-            if queries <= 0 or keys <= 0:
-                raise ValueError(f"{block} is empty: attention needs at least one query and one key")
-            if causal and queries != keys:
-                raise ValueError(f"{block} is causal, and must have as many queries as keys")
-
-    @cached_property
-    def by_length(self) -> tuple[ScoreBlocks, ScoreBlocks]:
-        """(the blocks of a single query or key, all others)."""
-        single = [block for block in self.blocks if min(block.q1 - block.q0, block.k1 - block.k0) == 1]
-        longer = [block for block in self.blocks if min(block.q1 - block.q0, block.k1 - block.k0) > 1]
-        return ScoreBlocks(single, causal=self.causal), ScoreBlocks(longer, causal=self.causal)
-
-    def varlen_batches(self, device: torch.device) -> list[VarlenBatch]:
-        """The blocks grouped into varlen calls, within each of which the keys are disjoint too; cached by device."""
-        if device not in self._varlen_batches:
-            batches: list[list[ScoreBlock]] = []
-            for block in self.blocks:
-                batch = next((batch for batch in batches if batch[-1].k1 <= block.k0), None)
-                if batch is None:
-                    batches.append(batch := [])
-                batch.append(block)
-            self._varlen_batches[device] = [_varlen_batch(batch, device) for batch in batches]
-        return self._varlen_batches[device]
-
-
-class VarlenBatch(NamedTuple):
-    """Arguments of one varlen flash attention call."""
-
-    queries: TokenIndex
-    keys: TokenIndex
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-
+SOFTCAP_PROBLEM = (
+    'attention kernel "{kernel}" has no soft-capped scores (softcap = {softcap}): torch gives no CUDA kernel the cap; '
+    '"plain" has it, and holds the scores of a document in memory'
+)
 Grads = tuple[Tensor, Tensor, Tensor]
 BlockGrads = tuple[TokenIndex, TokenIndex, Tensor, Tensor, Tensor]
 """Queries, keys, dq, dk and dv."""
 
 
 def attend_blocks(
-    q_XNH: Tensor, k_YKH: Tensor, v_YKH: Tensor, blocks: ScoreBlocks, *, kernel: str = "auto"
+    q_XNH: Tensor,
+    k_YKH: Tensor,
+    v_YKH: Tensor,
+    blocks: ScoreBlocks,
+    *,
+    kernel: str = "auto",
+    softcap: float | None = None,
 ) -> Iterator[tuple[TokenIndex, Tensor, Tensor]]:
     """Attention with scale H ** -0.5, one or several blocks per kernel call.
 
-    Yields (queries, output [P, N, H], log-sum-exp [N, P] in `accumulation_dtype`).
+    With `softcap`, scores are c tanh(score / c). Yields (queries, output [P, N, H], log-sum-exp [N, P] in
+    `accumulation_dtype`).
     """
-    for name, part in _assigned(blocks, select_kernel(q_XNH, kernel)):
+    for name, part in _assigned(blocks, select_kernel(q_XNH, kernel, softcap=softcap)):
         if name == "flash":
             for batch in part.varlen_batches(q_XNH.device):
                 q, k, v = q_XNH[batch.queries], k_YKH[batch.keys], v_YKH[batch.keys]
-                yield batch.queries, *_flash_forward(q, k, v, batch, part.causal)
+                yield batch.queries, *_flash_forward(q, k, v, batch, part.window)
             continue
-        forward, _ = DENSE_KERNELS[name]
-        for q0, q1, k0, k1 in part.blocks:
-            q, k, v = (x[None].transpose(1, 2) for x in (q_XNH[q0:q1], k_YKH[k0:k1], v_YKH[k0:k1]))
-            out, lse = forward(q, k, v, part.causal)
-            yield slice(q0, q1), out[0].transpose(0, 1), lse[0]
+        forward = DENSE_KERNELS[name][0] if softcap is None else partial(_plain_forward, softcap=softcap)
+        for block in part.blocks:
+            q, k, v = _block_tokens(block, [q_XNH], [k_YKH, v_YKH])
+            out, lse = forward(q, k, v, block.mask != "full")
+            out_PNH, lse_NP = out[0].transpose(0, 1), lse[0]
+            if block.mask == "flipped":
+                out_PNH, lse_NP = out_PNH.flip(0), lse_NP.flip(1)
+            yield slice(block.q0, block.q1), out_PNH, lse_NP
 
 
 def attend_blocks_backward(
@@ -120,27 +70,39 @@ def attend_blocks_backward(
     blocks: ScoreBlocks,
     *,
     kernel: str = "auto",
+    softcap: float | None = None,
 ) -> Iterator[BlockGrads]:
     """The gradient contributions of one or several blocks at a time.
 
     `out_XNH` and `lse_NX` are the results over *all* keys of each query, also those that other ranks hold. With them
     the contribution of any subset of the keys is exact (FlashAttention, Dao et al., 2022, appendix B).
     """
-    for name, part in _assigned(blocks, select_kernel(q_XNH, kernel)):
+    for name, part in _assigned(blocks, select_kernel(q_XNH, kernel, softcap=softcap)):
         if name == "flash":
             for batch in part.varlen_batches(q_XNH.device):
                 grad, q, out = (x[batch.queries] for x in (grad_XNH, q_XNH, out_XNH))
                 k, v = (x[batch.keys] for x in (k_YKH, v_YKH))
-                grads = _flash_backward(grad, q, k, v, out, lse_NX[:, batch.queries], batch, part.causal)
+                grads = _flash_backward(grad, q, k, v, out, lse_NX[:, batch.queries], batch, part.window)
                 yield batch.queries, batch.keys, *grads
             continue
-        _, backward = DENSE_KERNELS[name]
-        for q0, q1, k0, k1 in part.blocks:
-            dense = (grad_XNH[q0:q1], q_XNH[q0:q1], k_YKH[k0:k1], v_YKH[k0:k1], out_XNH[q0:q1])
-            grad, q, k, v, out = (x[None].transpose(1, 2) for x in dense)
-            grads = backward(grad, q, k, v, out, lse_NX[None, :, q0:q1], part.causal)
+        backward = DENSE_KERNELS[name][1] if softcap is None else partial(_plain_backward, softcap=softcap)
+        for block in part.blocks:
+            grad, q, out, k, v = _block_tokens(block, [grad_XNH, q_XNH, out_XNH], [k_YKH, v_YKH])
+            lse = lse_NX[None, :, block.q0 : block.q1]
+            lse = lse.flip(2) if block.mask == "flipped" else lse
+            grads = backward(grad, q, k, v, out, lse, block.mask != "full")
             dq, dk, dv = (x[0].transpose(0, 1) for x in grads)
-            yield slice(q0, q1), slice(k0, k1), dq, dk, dv
+            if block.mask == "flipped":
+                dq, dk, dv = (x.flip(0) for x in (dq, dk, dv))
+            yield slice(block.q0, block.q1), slice(block.k0, block.k1), dq, dk, dv
+
+
+def _block_tokens(block: ScoreBlock, queries: list[Tensor], keys: list[Tensor]) -> Iterator[Tensor]:
+    """A block's tokens of each tensor as dense kernels take them, [1, heads, P, H]; reversed if it is flipped."""
+    ranges = [slice(block.q0, block.q1)] * len(queries) + [slice(block.k0, block.k1)] * len(keys)
+    for x, tokens in zip(queries + keys, ranges, strict=True):
+        part = x[tokens].flip(0) if block.mask == "flipped" else x[tokens]
+        yield part[None].transpose(1, 2)
 
 
 def accumulate_grads(accumulators: Grads, block_grads: Iterable[BlockGrads]) -> None:
@@ -152,12 +114,17 @@ def accumulate_grads(accumulators: Grads, block_grads: Iterable[BlockGrads]) -> 
         total_dv[keys] += dv
 
 
-def select_kernel(q_XNH: Tensor, kernel: str = "auto") -> str:
-    """The kernel for queries of this device and dtype; on CPU always "cpu" or "plain". Raises ValueError if unknown."""
+def select_kernel(q_XNH: Tensor, kernel: str = "auto", *, softcap: float | None = None) -> str:
+    """The kernel for queries of this device and dtype; on CPU always "cpu" or "plain".
+
+    Raises ValueError if the name is unknown, and for soft-capped scores, unless it is that of matrix products.
+    """
     if kernel not in KERNELS:
         raise ValueError(f'attention kernel "{kernel}" is unknown; choose from {", ".join(KERNELS)}')
     if q_XNH.device.type == "cpu":
-        return "plain" if kernel == "plain" else "cpu"
+        return "plain" if kernel == "plain" or softcap is not None else "cpu"
+    if softcap is not None and kernel != "plain":
+        raise ValueError(SOFTCAP_PROBLEM.format(kernel=kernel, softcap=softcap))
     if kernel != "auto":
         return kernel
     # Not cuDNN: reports of wrong gradients for some short lengths, and a new plan for every shape.
@@ -165,11 +132,17 @@ def select_kernel(q_XNH: Tensor, kernel: str = "auto") -> str:
     return by_dtype.get(q_XNH.dtype, "plain")
 
 
+def supported_blocks(blocks: ScoreBlocks, kernel: str) -> ScoreBlocks:
+    """The same pairs, as the kernel takes them: only flash has windows."""
+    return blocks if kernel == "flash" else blocks.without_window
+
+
 def _assigned(blocks: ScoreBlocks, name: str) -> Iterator[tuple[str, ScoreBlocks]]:
     """Kernels and the blocks that they take.
 
     cuDNN rejects a single key, and its results for a single query are unreliable: flash takes those blocks.
     """
+    blocks = supported_blocks(blocks, name)
     parts = zip(("flash", "cudnn"), blocks.by_length, strict=True) if name == "cudnn" else [(name, blocks)]
     return ((name, part) for name, part in parts if part.blocks)
 
@@ -190,47 +163,29 @@ def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
 # ---- CUDA flash (FlashAttention 2, or 3 and 4 if activated): several blocks per varlen call.
 
 
-def _varlen_batch(blocks: list[ScoreBlock], device: torch.device) -> VarlenBatch:
-    queries, cu_seqlens_q, max_seqlen_q = _varlen_spans([(q0, q1) for q0, q1, _, _ in blocks], device)
-    keys, cu_seqlens_k, max_seqlen_k = _varlen_spans([(k0, k1) for _, _, k0, k1 in blocks], device)
-    return VarlenBatch(queries, keys, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-
-
-def _varlen_spans(spans: list[tuple[int, int]], device: torch.device) -> tuple[TokenIndex, Tensor, int]:
-    """The tokens of the spans, cu_seqlens and the longest length."""
-    starts, lengths = [start for start, _ in spans], [end - start for start, end in spans]
-    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
-    tokens: TokenIndex = slice(starts[0], spans[-1][1])
-    if any(end != start for (_, end), (start, _) in pairwise(spans)):
-        tokens = to_device(concatenated_ranges(starts, lengths), device)
-    return tokens, to_device(cu_seqlens, device), max(lengths)
-
-
-def concatenated_ranges(starts: list[int], lengths: list[int]) -> Tensor:
-    """int64 on the CPU: `arange(start, start + length)` of every pair, concatenated."""
-    start_tensor, length_tensor = torch.tensor([starts, lengths], dtype=torch.int64, device="cpu")
-    offsets: Tensor = (start_tensor - (length_tensor.cumsum(0) - length_tensor)).repeat_interleave(length_tensor)
-    return offsets + torch.arange(len(offsets), device="cpu")
-
-
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copies without blocking the host; a copy from pageable memory would wait for the device's queue."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
-
-
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, batch: VarlenBatch, causal: bool) -> tuple[Tensor, Tensor]:
-    return_debug_mask = False
-    out, lse, *_ = aten._flash_attention_forward(q, k, v, *batch[2:], 0.0, causal, return_debug_mask)
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, batch: VarlenBatch, window: int | None) -> tuple[Tensor, Tensor]:
+    causal, return_debug_mask = batch.mask != "full", False
+    out, lse, *_ = aten._flash_attention_forward(
+        q, k, v, *batch.lengths, 0.0, causal, return_debug_mask, **_window_option(batch, window)
+    )
     return out, lse
 
 
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, batch: VarlenBatch, causal: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, batch: VarlenBatch, window: int | None
 ) -> Grads:
     contiguous = [x.contiguous() for x in (grad, q, k, v, out, lse)]
     no_dropout_state = (torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device))
-    dq, dk, dv = aten._flash_attention_backward(*contiguous, *batch[2:], 0.0, causal, *no_dropout_state)
+    options = _window_option(batch, window)
+    dq, dk, dv = aten._flash_attention_backward(
+        *contiguous, *batch.lengths, 0.0, batch.mask != "full", *no_dropout_state, **options
+    )
     return dq, dk, dv
+
+
+def _window_option(batch: VarlenBatch, window: int | None) -> dict[str, int]:
+    """The kernel counts the keys before a query's own."""
+    return {} if window is None or batch.mask != "causal" else {"window_size_left": window - 1}
 
 
 # ---- CUDA cuDNN, 16-bit dtypes: one call per block.
@@ -278,31 +233,50 @@ def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
 # ---- Matrix products on any device: the reference of the other kernels, and the choice for float64 on CUDA.
 
 
-def _plain_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+def _plain_scores(q: Tensor, k: Tensor, causal: bool, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """With the derivative of the soft cap, if there is one."""
     repeated = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores: Tensor = q @ repeated.transpose(-2, -1) * q.shape[-1] ** -0.5
-    if not causal:
-        return scores
-    causal_mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(causal_mask, -torch.inf)
+    slope: Tensor | None = None
+    if softcap is not None:
+        saturation = (scores / softcap).tanh()
+        scores, slope = softcap * saturation, 1 - saturation.square()
+    if causal:
+        causal_mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(causal_mask, -torch.inf)
+    return scores, slope
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     q_accum, k_accum, v_accum = (x.to(accumulation_dtype(x.dtype)) for x in (q, k, v))
-    scores = _plain_scores(q_accum, k_accum, causal)
+    scores, _ = _plain_scores(q_accum, k_accum, causal, softcap)
     out = scores.softmax(-1) @ v_accum.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     return out.to(q.dtype), scores.logsumexp(-1)
 
 
-def _plain_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
+def _plain_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    softcap: float | None = None,
+) -> Grads:
     # Written explicitly: the body of an operator runs below autograd.
     input_dtype = q.dtype
     grad, q, k, v, out = (x.to(accumulation_dtype(x.dtype)) for x in (grad, q, k, v, out))
     head_groups = (k.shape[1], q.shape[1] // k.shape[1])
-    weights = (_plain_scores(q, k, causal) - lse.unsqueeze(-1)).exp()
+    scores, slope = _plain_scores(q, k, causal, softcap)
+    weights = (scores - lse.unsqueeze(-1)).exp()
     k_all, v_all = (x.repeat_interleave(head_groups[1], dim=1) for x in (k, v))
     grad_weights = grad @ v_all.transpose(-2, -1) - (grad * out).sum(-1, keepdim=True)
     grad_scores = weights * grad_weights * q.shape[-1] ** -0.5
+    if slope is not None:
+        grad_scores = grad_scores * slope
     dk = (grad_scores.transpose(-2, -1) @ q).unflatten(1, head_groups).sum(2)
     dv = (weights.transpose(-2, -1) @ grad).unflatten(1, head_groups).sum(2)
     return (grad_scores @ k_all).to(input_dtype), dk.to(input_dtype), dv.to(input_dtype)

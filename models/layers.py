@@ -7,7 +7,7 @@ A kind of mixer or feed-forward is declared in `MIXERS` or `FEED_FORWARDS`. Its 
 the same name in those of `models/transformer.py`.
 
 Letters of a shape: V vocabulary, E model dim, G feed-forward dim, Q query heads x head dim, K KV heads x head dim,
-H head dim.
+H head dim, N query heads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-LETTERS = "VEGQKH"
+LETTERS = "VEGQKHN"
 Sizes = Mapping[str, int]
 """Of every letter, in one model."""
 ParallelStyle = Literal["replicate", "replicate_heads", "colwise", "rowwise", "vocab"]
@@ -79,13 +79,26 @@ class SublayerKind(NamedTuple):
     """Whether recomputation runs it piece by piece (`models/sublayer.py`), rather than the whole block again."""
 
 
+def _norms(**names: str) -> dict[str, Parameter]:
+    """Norms of the residual stream, by module name, with their Hugging Face names."""
+    return {f"{ours}.weight": Parameter("E", "replicate", f"{theirs}.weight", "ones") for ours, theirs in names.items()}
+
+
 NORMS = {
     "pre": {
-        "attention": {"attention_norm.weight": Parameter("E", "replicate", "input_layernorm.weight", "ones")},
-        "feed_forward": {"ffn_norm.weight": Parameter("E", "replicate", "post_attention_layernorm.weight", "ones")},
-    }
+        "attention": _norms(attention_norm="input_layernorm"),
+        "feed_forward": _norms(ffn_norm="post_attention_layernorm"),
+    },
+    "post": {
+        "attention": _norms(attention_post_norm="post_attention_layernorm"),
+        "feed_forward": _norms(ffn_post_norm="post_feedforward_layernorm"),
+    },
+    "sandwich": {
+        "attention": _norms(attention_norm="input_layernorm", attention_post_norm="post_attention_layernorm"),
+        "feed_forward": _norms(ffn_norm="pre_feedforward_layernorm", ffn_post_norm="post_feedforward_layernorm"),
+    },
 }
-"""By placement and module: of the input of a sublayer, or, if its name ends in `_post_norm`, of its output."""
+"""By placement and module: of the input of a sublayer, or, if a name ends in `_post_norm`, of its output."""
 MIXERS = {
     "attention": SublayerKind(
         {
@@ -98,8 +111,11 @@ MIXERS = {
             "o_proj.weight": Parameter("EQ", "rowwise", "self_attn.o_proj.weight", "residual"),
             "q_norm.weight": Parameter("H", "replicate_heads", "self_attn.q_norm.weight", "ones", "qk_norm"),
             "k_norm.weight": Parameter("H", "replicate_heads", "self_attn.k_norm.weight", "ones", "qk_norm"),
+            "wide_q_norm.weight": Parameter("Q", "colwise", "self_attn.q_norm.weight", "ones", "full_qk_norm"),
+            "wide_k_norm.weight": Parameter("K", "colwise", "self_attn.k_norm.weight", "ones", "full_qk_norm"),
+            "sinks": Parameter("N", "colwise", "self_attn.sinks", "zeros", "sink"),
         },
-        options=frozenset({"rope"}),
+        options=frozenset({"rope", "window", "softcap"}),
         saved="QKKQ",
         attends=True,
     )
@@ -123,12 +139,22 @@ class LayerKind:
 
     mixer: str = "attention"
     feed_forward: str = "gated"
-    norms: Literal["pre"] = "pre"
-    rope: bool = True
-    """False in NoPE layers (Kazemnejad et al., 2023)."""
+    norms: Literal["pre", "post", "sandwich"] = "pre"
+    """Of what: the inputs of attention and feed-forward, their outputs (OLMo 2), or both (Gemma 2)."""
+    rope: Literal["global", "local", "none"] = "global"
+    """`model.rope`, `model.local_rope` (Gemma 3), or no rotation (NoPE, Kazemnejad et al., 2023)."""
     qk_norm: bool = False
+    """Of each query and key head (Qwen3)."""
+    full_qk_norm: bool = False
+    """Of all query heads at once, and of all key heads (OLMo 2)."""
     qkv_bias: bool = False
-    activation: Literal["silu"] = "silu"
+    window: int | None = None
+    """Keys that a query sees at most, its own included; None: all of its document up to itself."""
+    sink: bool = False
+    """Whether each query head has a learned logit that takes part in the softmax's sum and has no value."""
+    softcap: float | None = None
+    """c of the scores c tanh(score / c) (Gemma 2)."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
 
     def problems(self) -> list[str]:
         """Every broken rule, with its values."""
@@ -144,6 +170,12 @@ class LayerKind:
         ]
         problems += [
             f"{name} is no option of LayerKind" for name in sorted(options - {each.name for each in fields(self)})
+        ]
+        if self.qk_norm and self.full_qk_norm:
+            problems.append("qk_norm and full_qk_norm exclude each other")
+        limits = {"window": self.window, "softcap": self.softcap}
+        problems += [
+            f"{name} = {limit} must be above 0" for name, limit in limits.items() if not (limit is None or limit > 0)
         ]
         for name, each in self._declared.items():
             if unknown := set(each.shape) - set(LETTERS):

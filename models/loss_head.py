@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from models.batch import IGNORE_INDEX
 from models.config import ModelConfig
 from models.linear import Linear, accumulation_dtype, identity, local_parameter
-from models.norm import RMSNorm
+from models.norm import config_norm
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,24 @@ class VocabShard:
         return -self.all_reduce_max(-candidate_C1)
 
 
+class LogitTransform(NamedTuple):
+    """Logits from products: divided by `scaling` (Granite), then c tanh(logit / c) with c = `softcap` (Gemma 2)."""
+
+    scaling: float = 1.0
+    softcap: float | None = None
+
+    def apply(self, product_CV: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Logits, in place, and their derivative."""
+        logits_CV = product_CV if self.scaling == 1 else product_CV.div_(self.scaling)
+        if self.softcap is None:
+            return logits_CV, 1 / self.scaling
+        saturation_CV = logits_CV.div_(self.softcap).tanh_()
+        return saturation_CV * self.softcap, (1 - saturation_CV.square_()).div_(self.scaling)
+
+
+IDENTITY = LogitTransform()
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """`cross_entropy(x @ weight.T, labels)` per token, with the logits of one chunk in memory at a time.
 
@@ -63,6 +81,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         vocab_shard: VocabShard,
         correct_BS: Tensor | None = None,
+        transform: LogitTransform = IDENTITY,
     ) -> Tensor:
         x_RE, labels_R = x_BSE.flatten(0, 1), labels_BS.flatten()
         dtype = accumulation_dtype(x_RE.dtype)
@@ -78,7 +97,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             index_C1 = labels_C1 - vocab_shard.vocab_start_index
             is_local_C1 = is_target_C1 & (index_C1 >= 0) & (index_C1 < weight_VE.shape[0])
             index_C1 = index_C1.where(is_local_C1, 0)
-            logits_CV = (x_CE @ weight_VE.T).to(dtype)
+            logits_CV, slope_CV = transform.apply((x_CE @ weight_VE.T).to(dtype))
             max_logit_C1 = vocab_shard.all_reduce_max(logits_CV.amax(-1, keepdim=True))
             if correct_BS is not None:
                 prediction_C1 = vocab_shard.argmax(logits_CV, max_logit_C1)
@@ -92,15 +111,17 @@ class LinearCrossEntropy(torch.autograd.Function):
             sum_exp_C1 = sum_exp_C1.where(is_token_C1 | ~is_target_C1, torch.nan)
             losses_R[token_slice] = ((sum_exp_C1.log() + max_logit_C1 - target_logit_C1) * is_target_C1).squeeze(-1)
             if grad_x_RE is None or grad_weight_VE is None:
-                del logits_CV, grad_CV
+                del logits_CV, grad_CV, slope_CV
                 continue
             grad_CV.mul_(is_target_C1 / sum_exp_C1)
             # scatter, because scatter_add has no deterministic kernel on CUDA.
             grad_CV.scatter_(-1, index_C1, grad_CV.gather(-1, index_C1) - is_local_C1.to(dtype))
+            if transform != IDENTITY:
+                grad_CV.mul_(slope_CV)
             grad_CV = grad_CV.to(x_RE.dtype)
             torch.mm(grad_CV, weight_VE, out=grad_x_RE[token_slice])
             grad_weight_VE += grad_CV.T @ x_CE
-            del logits_CV, grad_CV  # Otherwise two chunks of logits would be alive at once.
+            del logits_CV, grad_CV, slope_CV  # Otherwise two chunks of logits would be alive at once.
         ctx.save_for_backward(grad_x_RE, grad_weight_VE, labels_BS)
         ctx.weight_dtype = weight_VE.dtype
         return losses_BS
@@ -115,15 +136,16 @@ class LinearCrossEntropy(torch.autograd.Function):
         # Without targets max_grad is -inf, and the stored gradients are zero: scale by 0.
         scale = max_grad.where(max_grad == min_grad, torch.nan).where(is_target_BS.any(), 0)
         grad_x_BSE = (grad_x_RE * scale).to(grad_x_RE.dtype).unflatten(0, labels_BS.shape)
-        return grad_x_BSE, (grad_weight_VE * scale).to(ctx.weight_dtype), None, None, None, None
+        return grad_x_BSE, (grad_weight_VE * scale).to(ctx.weight_dtype), None, None, None, None, None
 
 
 class LossHead(nn.Module):
     def __init__(self, config: ModelConfig, *, chunk_mib: int = 256) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = config_norm(config, config.dim)
         self.proj = Linear(config.dim, config.vocab_size)
         self.vocab_shard = VocabShard()
+        self.transform = LogitTransform(config.logits_scaling, config.logit_softcap)
         self.chunk_mib = chunk_mib
         self.reports_correct = False
         """Whether `forward` also returns which targets were predicted correctly. Evaluation sets it."""
@@ -143,11 +165,11 @@ class LossHead(nn.Module):
             normed_BSE, weight_VE = normed_BSE.detach(), weight_VE.detach()
         correct_BS = torch.zeros_like(labels_BS) if self.reports_correct else None
         losses_BS: Tensor = LinearCrossEntropy.apply(
-            normed_BSE, weight_VE, labels_BS, chunk_tokens, self.vocab_shard, correct_BS
+            normed_BSE, weight_VE, labels_BS, chunk_tokens, self.vocab_shard, correct_BS, self.transform
         )
         return losses_BS if correct_BS is None else torch.stack((losses_BS, correct_BS.to(losses_BS.dtype)), dim=-1)
 
     def logits(self, x_BSE: Tensor) -> Tensor:
         """[B, S, V] in `accumulation_dtype`, not chunked: for few tokens."""
-        logits_BSV: Tensor = self.proj(self.norm(x_BSE)).to(accumulation_dtype(x_BSE.dtype))
-        return logits_BSV
+        product_BSV: Tensor = self.proj(self.norm(x_BSE)).to(accumulation_dtype(x_BSE.dtype), copy=True)
+        return self.transform.apply(product_BSV)[0]

@@ -5,36 +5,46 @@ Shape suffixes, after any leading dimensions: E normalised dim, 1 one number per
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from models.linear import accumulation_dtype, local_parameter
+from models.config import ModelConfig
+from models.linear import accumulation_dtype, identity, local_parameter
+
+AllReduce = Callable[[Tensor], Tensor]
 
 
-def rms_norm(x_E: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm(x_E: Tensor, weight_E: Tensor, eps: float, *mean_of: Any) -> tuple[Tensor, Tensor]:
     """Output in x's dtype, and the reciprocal standard deviation that the backward pass needs."""
-    rstd_1 = rstd(x_E, eps)
+    rstd_1 = rstd(x_E, eps, *mean_of)
     out_E: Tensor = (x_E * rstd_1).to(x_E.dtype)
     # Dynamo of torch 2.11 differentiates an autograd function that writes in place wrongly.
-    return (out_E * weight_E if torch.compiler.is_compiling() else out_E.mul_(weight_E)), rstd_1
+    return ((out_E * weight_E).to(x_E.dtype) if torch.compiler.is_compiling() else out_E.mul_(weight_E)), rstd_1
 
 
-def rstd(x_E: Tensor, eps: float) -> Tensor:
-    """Reciprocal root mean square of each token, in `accumulation_dtype`."""
+def rstd(x_E: Tensor, eps: float, num_shards: int = 1, all_reduce: AllReduce = identity) -> Tensor:
+    """Reciprocal root mean square of each token, in `accumulation_dtype`; over the shards, if ranks have one each."""
     norm_1 = torch.linalg.vector_norm(x_E, dim=-1, keepdim=True, dtype=accumulation_dtype(x_E.dtype))
-    rstd_1: Tensor = (norm_1.square() / x_E.shape[-1] + eps).rsqrt()
+    rstd_1: Tensor = (all_reduce(norm_1.square()) / (x_E.shape[-1] * num_shards) + eps).rsqrt()
     return rstd_1
 
 
-def rms_norm_backward(grad_E: Tensor, x_E: Tensor, weight_E: Tensor, rstd_1: Tensor) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(
+    grad_E: Tensor,
+    x_E: Tensor,
+    weight_E: Tensor,
+    rstd_1: Tensor,
+    num_shards: int = 1,
+    all_reduce: AllReduce = identity,
+) -> tuple[Tensor, Tensor]:
     """Gradients of x, in its dtype, and of the weight, in the dtype of `rstd_1`."""
     normed_E = x_E * rstd_1
     grad_weight_E = (grad_E * normed_E).flatten(0, -2).sum(0)
     grad_normed_E = grad_E * weight_E
-    mean_dot_1 = (grad_normed_E * normed_E).mean(-1, keepdim=True)
+    mean_dot_1 = all_reduce((grad_normed_E * normed_E).mean(-1, keepdim=True)) / num_shards
     grad_x_E = (grad_normed_E - normed_E * mean_dot_1) * rstd_1
     return grad_x_E.to(x_E.dtype), grad_weight_E
 
@@ -43,10 +53,10 @@ class RMSNormFunction(torch.autograd.Function):
     """Saves one number per token in addition to its input, which the residual stream saves anyway."""
 
     @staticmethod
-    def forward(ctx: Any, x_E: Tensor, weight_E: Tensor, eps: float, chunk_tokens: int | None) -> Tensor:
-        ctx.chunk_tokens = chunk_tokens
+    def forward(ctx: Any, x_E: Tensor, weight_E: Tensor, eps: float, chunk_tokens: int | None, *mean_of: Any) -> Tensor:
+        ctx.chunk_tokens, ctx.mean_of = chunk_tokens, mean_of
         if chunk_tokens is None:
-            out_E, rstd_1 = rms_norm(x_E, weight_E, eps)
+            out_E, rstd_1 = rms_norm(x_E, weight_E, eps, *mean_of)
         else:
             out_E = torch.empty_like(x_E, memory_format=torch.contiguous_format)
             rstd_1 = x_E.new_empty(*x_E.shape[:-1], 1, dtype=accumulation_dtype(x_E.dtype))
@@ -60,14 +70,14 @@ class RMSNormFunction(torch.autograd.Function):
         (grad_E,) = grads
         x_E, weight_E, rstd_1 = ctx.saved_tensors
         if ctx.chunk_tokens is None:
-            grad_x_E, grad_weight_E = rms_norm_backward(grad_E, x_E, weight_E, rstd_1)
+            grad_x_E, grad_weight_E = rms_norm_backward(grad_E, x_E, weight_E, rstd_1, *ctx.mean_of)
         else:
             grad_x_E = torch.empty_like(x_E, memory_format=torch.contiguous_format)
             grad_weight_E = torch.zeros_like(weight_E, dtype=rstd_1.dtype)
             for grad_x_C, grad_C, x_C, rstd_C in _chunks(ctx.chunk_tokens, grad_x_E, grad_E, x_E, rstd_1):
                 grad_x_C[:], grad_weight_of_chunk_E = rms_norm_backward(grad_C, x_C, weight_E, rstd_C)
                 grad_weight_E += grad_weight_of_chunk_E
-        return grad_x_E, grad_weight_E.to(weight_E.dtype), None, None
+        return grad_x_E, grad_weight_E.to(weight_E.dtype), *[None] * (2 + len(ctx.mean_of))
 
 
 def _chunks(chunk_tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -75,10 +85,13 @@ def _chunks(chunk_tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, dim: int, *, eps: float) -> None:
+    def __init__(self, dim: int, *, eps: float, zero_centered: bool = False) -> None:
+        """`zero_centered`: multiplies by 1 + weight."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
-        self.eps = eps
+        self.eps, self.zero_centered = eps, zero_centered
+        self.mean_of: tuple[int, AllReduce] | tuple[()] = ()
+        """Number of shards of the normalised dim, and the sum over them. Tensor parallelism sets it."""
         self.chunk_tokens: int | None = None
         """Tokens per chunk, which bounds the float32 temporaries; None: all tokens at once. The loss head sets it."""
 
@@ -87,7 +100,13 @@ class RMSNorm(nn.Module):
         return self.normalize(x_E, local_parameter(self))
 
     def normalize(self, x_E: Tensor, weight_E: Tensor) -> Tensor:
+        if self.zero_centered:  # In float32 at least: 1 + weight would lose the digits of a small weight.
+            weight_E = weight_E.to(accumulation_dtype(weight_E.dtype)) + 1
         if self.chunk_tokens is None and not torch.is_grad_enabled():
-            return rms_norm(x_E, weight_E, self.eps)[0]
-        out: Tensor = RMSNormFunction.apply(x_E, weight_E, self.eps, self.chunk_tokens)
+            return rms_norm(x_E, weight_E, self.eps, *self.mean_of)[0]
+        out: Tensor = RMSNormFunction.apply(x_E, weight_E, self.eps, self.chunk_tokens, *self.mean_of)
         return out
+
+
+def config_norm(config: ModelConfig, dim: int) -> RMSNorm:
+    return RMSNorm(dim, eps=config.norm_eps, zero_centered=config.zero_centered_norms)

@@ -74,8 +74,11 @@ def rope_summary(model: ModelConfig, seq_len: int) -> str:
     rope = model.rope
     freqs = frequencies(rope, model.head_dim, seq_len=seq_len)
     num_partial_rotations = sum(seq_len * frequency < 2 * math.pi for frequency in freqs)
-    without = sum(not kind.rope for kind in model.layers)
+    without = sum(kind.rope == "none" for kind in model.layer_kinds)
     nope_note = f"; no rope in {without} of {model.num_layers} layers" * (without > 0)
+    if model.has_local_rope:
+        local = sum(kind.rope == "local" for kind in model.layer_kinds)
+        nope_note += f"; local rope {model.local_rope.kind}, theta {model.local_rope.theta:,.0f}, in {local} layers"
     return (
         f"rope {rope.kind}: theta {rope.theta:,.0f}, longest wavelength {2 * math.pi / min(freqs):,.0f} tokens for "
         f"training.seq_len = {seq_len:,}, {num_partial_rotations} of {len(freqs)} frequencies complete no rotation, "

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from models.config import ModelConfig
 from models.layers import LayerKind
 from models.linear import Linear, local_parameter, local_parameters
-from models.norm import RMSNorm
+from models.norm import RMSNorm, config_norm
 
 Weights = Mapping[str, Tensor]
 """Parameters as this rank computes with them, by name."""
@@ -62,7 +62,7 @@ class SublayerModule(nn.Module):
             elif attribute == "weight" and parameter.is_matrix:
                 self.add_module(layer, Linear(shape[1], shape[0], bias=f"{layer}.bias" in declared))
             elif attribute == "weight":
-                self.add_module(layer, RMSNorm(*shape, eps=config.norm_eps))
+                self.add_module(layer, config_norm(config, *shape))
 
     def inner(self, products: Sequence[Tensor], rotation_2BS1F: Tensor, weights: Weights) -> Sequence[Tensor]:
         """From the products of `linears`: queries, keys and values for `core`, or the input of `last`."""
@@ -106,9 +106,14 @@ class Sublayer:
     """Attention or feed-forward with its residual connection and a norm of its input, of its output, or of both."""
 
     def __init__(
-        self, module: SublayerModule, *, norm: RMSNorm | None = None, post_norm: RMSNorm | None = None
+        self,
+        module: SublayerModule,
+        *,
+        norm: RMSNorm | None = None,
+        post_norm: RMSNorm | None = None,
+        multiplier: float = 1.0,
     ) -> None:
-        self.module, self.norm, self.post_norm = module, norm, post_norm
+        self.module, self.norm, self.post_norm, self.multiplier = module, norm, post_norm, multiplier
 
     def __call__(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
         """Leaves the backward pass to autograd."""
@@ -130,7 +135,9 @@ class Sublayer:
 
     def after(self, out_BSE: Tensor, weights: Weights) -> Tensor:
         """What the residual connection adds, from the output of `last`."""
-        return out_BSE if self.post_norm is None else self.post_norm.normalize(out_BSE, weights["post_norm.weight"])
+        if self.post_norm is not None:
+            out_BSE = self.post_norm.normalize(out_BSE, weights["post_norm.weight"])
+        return out_BSE if self.multiplier == 1 else out_BSE * self.multiplier
 
 
 # ---- gradients of a piece

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from models import rope
@@ -21,7 +22,7 @@ from models.feed_forward import FeedForward
 from models.layers import NORMS, LayerKind
 from models.linear import Embedding, accumulation_dtype, identity
 from models.loss_head import LossHead
-from models.norm import RMSNorm
+from models.norm import RMSNorm, config_norm
 from models.sublayer import Sublayer, SublayerModule
 
 
@@ -51,7 +52,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        self.kind = config.layers[layer]
+        self.kind = config.layer_kinds[layer]
         self.sublayers = (
             self._add("attention", MIXERS[self.kind.mixer], config),
             self._add("feed_forward", FEED_FORWARDS[self.kind.feed_forward], config),
@@ -65,11 +66,11 @@ class TransformerBlock(nn.Module):
         for declared in NORMS[self.kind.norms][name]:
             norm_name = declared.removesuffix(".weight")
             role = "post_norm" if norm_name.endswith("_post_norm") else "norm"
-            norms[role] = RMSNorm(config.dim, eps=config.norm_eps)
+            norms[role] = config_norm(config, config.dim)
             self.add_module(norm_name, norms[role])
         module = build(config, self.kind)
         self.add_module(name, module)
-        return Sublayer(module, **norms)
+        return Sublayer(module, **norms, multiplier=config.residual_multiplier)
 
     def forward(self, x_BSE: Tensor, cos_sin_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
         return self.forward_fn(self, x_BSE, cos_sin_2BS1F, boundaries_BD)
@@ -121,6 +122,17 @@ class Transformer(nn.Module):
         values = {"normal": (0.0, 0.02), "residual": (0.0, residual_std), "ones": (1.0, 0.0), "zeros": (0.0, 0.0)}
         return values[self.config.declared(name).initial]
 
+    def _rotations(self, positions_BS: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """[2, B, S, 1, F] of each `LayerKind.rope` of this stage's layers, computed once for all of them."""
+        config, needed = self.config, {block.kind.rope for block in self.transformer_blocks()}
+        ropes = {"global": config.rope, "local": config.local_rope}
+        tables = {
+            name: rope.cos_sin_table(each, config.head_dim, positions_BS, dtype, seq_len=self.seq_len)
+            for name, each in ropes.items()
+            if name in needed or (name == "global" and "none" in needed)
+        }
+        return tables | ({"none": rope.identity_rotation(tables["global"])} if "none" in needed else {})
+
     def forward(self, batch: Batch, x_BSE: Tensor | None = None) -> Tensor:
         """Loss per token [B, S], zero where there is no target; see `LossHead.forward`.
 
@@ -128,15 +140,12 @@ class Transformer(nn.Module):
         """
         if self.embed is not None:
             x_BSE = self.embed(batch.tokens)
+            if self.config.embedding_multiplier != 1:
+                x_BSE = x_BSE * self.config.embedding_multiplier
         if x_BSE is None:
             raise ValueError("a pipeline stage without embedding needs the hidden states of the previous stage")
-        config = self.config
-        cos_sin_2BS1F = rope.cos_sin_table(
-            config.rope, config.head_dim, batch.positions, accumulation_dtype(x_BSE.dtype), seq_len=self.seq_len
-        )
-        identity_2BS1F = rope.identity_rotation(cos_sin_2BS1F)
+        rotations = self._rotations(batch.positions, accumulation_dtype(x_BSE.dtype))
         for block in self.transformer_blocks():
-            rotation_2BS1F = cos_sin_2BS1F if block.kind.rope else identity_2BS1F
-            x_BSE = block(self.block_boundary_hook(x_BSE), rotation_2BS1F, batch.boundaries)
+            x_BSE = block(self.block_boundary_hook(x_BSE), rotations[block.kind.rope], batch.boundaries)
         x_BSE = self.block_boundary_hook(x_BSE)
         return x_BSE if self.head is None else self.head(x_BSE, batch.labels)

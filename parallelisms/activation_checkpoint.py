@@ -33,6 +33,7 @@ from models.sublayer import SublayerModule
 from models.transformer import Transformer, TransformerBlock, default_block_forward
 from parallelisms.activation_offload import HostActivationPool, SavedTensor
 from parallelisms.block_recompute import AttentionOutputs, BlockCompute, Tiling
+from parallelisms.parallel_dims import head_groups_problem
 
 RecomputePolicy = Literal["none", "full", "keep_attention"]
 HalfBackward = Callable[[Tensor], tuple[Tensor, ...]]
@@ -57,6 +58,8 @@ def apply(model: Transformer, config: RecomputeConfig) -> None:
     """Sets `forward_fn` of every block. Each batch allows one backward; batches may run backward in any order."""
     if config.policy == "none":
         return
+    if problem := head_groups_problem(model.config, config.tiling.head_groups):
+        raise ValueError(problem)
     runner: BlockRunner | None = None
     blocks = model.transformer_blocks()
     last = max((index for index, block in enumerate(blocks) if consists_of_pieces(block)), default=None)

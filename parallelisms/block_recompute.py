@@ -3,9 +3,6 @@
     x --> norm, QKV projections, attention, output projection --> + x --> norm, feed-forward --> + --> output
           one head group at a time                                        one tile of tokens at a time
 
-Matrix products and their gradients are written here, and attention brings its own; `LocalGraph` differentiates the
-pieces between them (`models/sublayer.py`). So no product runs again to build a graph.
-
 The transient activations of a head group are freed before the next group starts, except the gradients of Q, K and V.
 Everything else runs tile by tile: the hidden state between the halves is recomputed from x and the attention output,
 and never exists in full. Under tensor parallelism tokens are gathered and reduced tile by tile too. The exception is
@@ -25,17 +22,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from models.attention import Attention
-from models.linear import accumulation_dtype, local_parameter
-from models.sublayer import LocalGraph, Restore, Sublayer, Weights, as_leaves, input_grad, weight_grad
-from models.tiling import GradAccumulator, TokenTiles, bytes_per_token
+from models.attention import SINKS, Attention
+from models.linear import local_parameter
+from models.sublayer import LocalGraph, Weights, weight_grad
+from models.tiling import TokenTiles, bytes_per_token
 from models.transformer import TransformerBlock
+from parallelisms.sublayer_pass import Compile, SublayerPass
 
 AttentionOutputs = list[tuple[Tensor, Tensor]]
 """Output [B, T, N, H] and log-sum-exp of each head group."""
-Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def eager(piece: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,115 +51,6 @@ class Tiling:
     head_groups: int = 1
     tile_bytes: int | None = None
     compile: Compile = eager
-
-
-class SublayerPass:
-    """What a pass, forward or backward, does with one tile in one sublayer, whose weights are gathered meanwhile."""
-
-    def __init__(self, compute: BlockCompute, sublayer: Sublayer, rotation_2BT1F: Tensor | None = None) -> None:
-        self._sublayer, self._module = sublayer, sublayer.module
-        self._tp_comm, self._tiles, self._rotation_2BT1F = compute.tp_comm, compute.token_tiles, rotation_2BT1F
-        self._before: Callable[..., Tensor] = (
-            type(sublayer).before if sublayer.norm is None else compute.compile(type(sublayer).before)
-        )
-        self._inner = compute.compile(type(sublayer.module).inner)
-        self._after = compute.compile(type(sublayer).after)
-        self.has_after = sublayer.post_norm is not None
-        self._weights = sublayer.weights()
-        self._piece_weights = as_leaves(
-            {name: x for name, x in self._weights.items() if not self._module.is_in_product(name)}
-        )
-        self.last_name = f"{self._module.last}.weight"
-        self.last_weight = self._weights[self.last_name]
-        self.grads = GradAccumulator(self._weights)
-
-    # ---- forward
-
-    def before(self, x_BCE: Tensor) -> Tensor:
-        normed_BCE: Tensor = self._before(self._sublayer, x_BCE, self._piece_weights)
-        return normed_BCE
-
-    def linear_weights(self, group: int = 0, num_groups: int = 1) -> dict[str, Tensor]:
-        """Of the linear layers before `inner`, for one of `num_groups` groups of heads."""
-        names = self._weights.keys() - self._piece_weights.keys() - {self.last_name}
-        return {name: self._weights[name].chunk(num_groups)[group] for name in names}
-
-    def products(self, normed_BCE: Tensor, linear_weights: Weights) -> list[Tensor]:
-        return self._module.products(normed_BCE, linear_weights)
-
-    def inner(self, products: Sequence[Tensor], tile: slice) -> Sequence[Tensor]:
-        results: Sequence[Tensor] = self._inner(self._module, products, self.rotation(tile), self._piece_weights)
-        return results
-
-    def rotation(self, tile: slice) -> Tensor | None:
-        return None if self._rotation_2BT1F is None else self._tiles.select(self._rotation_2BT1F, tile, dim=2)
-
-    def last_product(self, last_input: Tensor) -> Tensor:
-        """A partial sum, under tensor parallelism."""
-        return F.linear(last_input, self.last_weight)
-
-    def residual(self, x_BCE: Tensor, product_BCE: Tensor) -> Tensor:
-        """The residual stream after the sublayer, from that before it and the last product."""
-        out_BCE = self._tp_comm.reduce(product_BCE)
-        if self.has_after:
-            out_BCE = self._after(self._sublayer, out_BCE, self._piece_weights)
-        return out_BCE.add_(x_BCE)
-
-    # ---- backward
-
-    def before_graph(self, x_BCE: Tensor) -> LocalGraph:
-        return LocalGraph(
-            lambda inputs, weights: [self._before(self._sublayer, *inputs, weights)], [x_BCE], self._piece_weights
-        )
-
-    def inner_graph(self, products: Sequence[Tensor], tile: slice, *, restorable: bool = False) -> LocalGraph:
-        """If `restorable`, it keeps neither the products nor the rotation: its `backward` takes `restore_inputs`."""
-        rotation = self.rotation(tile)
-        return LocalGraph(
-            lambda inputs, weights: self._inner(self._module, inputs, rotation, weights),
-            products,
-            self._piece_weights,
-            restorable=(*products, cast(Tensor, rotation)) if restorable else (),
-        )
-
-    def last_grad(self, grad_BCE: Tensor, last_input: Tensor) -> Tensor:
-        """Gradient of the last product, from that of the residual stream, where a norm follows: it needs the product."""
-        graph = LocalGraph(
-            lambda inputs, weights: [self._after(self._sublayer, *inputs, weights)],
-            [self._tp_comm.reduce(self.last_product(last_input))],
-            self._piece_weights,
-        )
-        (grad_last_BCE,), weight_grads = graph.backward([grad_BCE])
-        self.grads.add(weight_grads)
-        return grad_last_BCE
-
-    def restore_inputs(self, normed_BCE: Tensor, tile: slice, group: int, num_groups: int) -> Restore:
-        """Gives one product of `linears` of a head group again, or the rotation."""
-        linears = self._module.linears
-
-        def restore(index: int) -> Tensor:
-            if index == len(linears):
-                return cast(Tensor, self.rotation(tile))
-            return self._module.product(linears[index], normed_BCE, self.linear_weights(group, num_groups))
-
-        return restore
-
-    def linears_backward(self, product_grads: list[Tensor], normed_BCE: Tensor) -> Tensor:
-        """Gradient of the linear layers' input, a partial sum under tensor parallelism. Empties `product_grads`."""
-        for index, name in enumerate(self._module.linears):
-            self.grads.add({f"{name}.weight": weight_grad(product_grads[index], normed_BCE)})
-            if (bias := f"{name}.bias") in self._weights:
-                dtype = accumulation_dtype(normed_BCE.dtype)
-                self.grads.add({bias: product_grads[index].flatten(0, -2).sum(0, dtype=dtype)})
-        grad_BCE = input_grad(product_grads, [self._weights[f"{name}.weight"] for name in self._module.linears])
-        product_grads.clear()
-        return grad_BCE
-
-    def before_backward(self, grad_BCE: Tensor, before_graph: LocalGraph) -> Tensor:
-        """Gradient of the sublayer's input but for the residual connection."""
-        (grad_x_BCE,), weight_grads = before_graph.backward([grad_BCE])
-        self.grads.add(weight_grads)
-        return grad_x_BCE
 
 
 class NormedInput:
@@ -202,7 +89,7 @@ class BlockCompute:
     def __init__(
         self, block: TransformerBlock, x_BSE: Tensor, rotation_2BT1F: Tensor, boundaries_BD: Tensor, tiling: Tiling
     ) -> None:
-        self.block, self._head_groups, self.compile = block, tiling.head_groups, tiling.compile
+        self.block, self._head_groups, self._compile = block, tiling.head_groups, tiling.compile
         self._attention, self._feed_forward = block.sublayers
         self.tp_comm, self._core = block.sp_comm, cast(Attention, block.attention).core
         self._rotation_2BT1F, self._boundaries_BD = rotation_2BT1F, boundaries_BD
@@ -228,8 +115,9 @@ class BlockCompute:
     def attention_forward(self, x_BSE: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Output and log-sum-exp of attention, one head group at a time."""
         run = self._attention_pass()
+        sinks = run.sinks(self._head_groups)
         for qkv in self._exchanged_qkv(run, NormedInput(run, x_BSE, self)):
-            output = self._core.forward(qkv, self._boundaries_BD)
+            output = self._core.forward(qkv, self._boundaries_BD, next(sinks))
             del qkv  # Free it before the next group exists.
             yield output
 
@@ -254,15 +142,19 @@ class BlockCompute:
         o_proj_groups = zip(*(x.chunk(self._head_groups, dim=1) for x in (run.last_weight, grad_o_EQ)), strict=True)
         normed_input = NormedInput(run, x_BSE, self, with_graphs=True)
         grad_BTE = self.tp_comm.gather(self._projection_grad(run, grad_BSE, [out for out, _ in attention_outputs]))
-        grads: list[tuple[Tensor, ...]] = []
+        grads: list[Sequence[Tensor]] = []
         graphs: list[dict[int, LocalGraph]] = []
+        sinks, sink_grads = run.sinks(self._head_groups), list[Tensor]()
         for qkv in self._exchanged_qkv(run, normed_input, graphs):  # zip would keep a group until the next one exists.
             o_EP, grad_o_EP = next(o_proj_groups)
             out_BTNH, lse = attention_outputs.pop(0)
             weight_grad(grad_BTE, out_BTNH.flatten(-2), out_OI=grad_o_EP)
             grad_out_BTNH = (grad_BTE @ o_EP).view_as(out_BTNH)
-            grads.append(self._core.backward(grad_out_BTNH, qkv, out_BTNH, lse, self._boundaries_BD))
-            del qkv, out_BTNH, lse, grad_out_BTNH
+            inputs = (grad_out_BTNH, qkv, out_BTNH, lse, self._boundaries_BD, next(sinks))
+            *group_grads, sink_grad_N = self._core.backward(*inputs)
+            grads.append(group_grads)
+            sink_grads.append(sink_grad_N)
+            del qkv, out_BTNH, lse, grad_out_BTNH, inputs, group_grads
         del grad_BTE
         if self._head_groups > 1:
             prefetch()
@@ -273,7 +165,7 @@ class BlockCompute:
             grad = self.tp_comm.reduce(grad)
             grad_BSE[:, tile] += run.before_backward(grad, before_graph)
             del grad, before_graph  # Otherwise they would stay while the next tile's are computed.
-        run.grads.add({run.last_name: grad_o_EQ})
+        run.grads.add({run.last_name: grad_o_EQ} | ({SINKS: torch.cat(sink_grads)} if run.has_sinks else {}))
         return grad_BSE, *run.grads.pop_grads()
 
     def _projection_grad(self, run: SublayerPass, grad_BSE: Tensor, attention_outputs: list[Tensor]) -> Tensor:
@@ -286,7 +178,10 @@ class BlockCompute:
         return grad_last_BSE
 
     def _attention_pass(self) -> SublayerPass:
-        return SublayerPass(self, self._attention, self._rotation_2BT1F)
+        return SublayerPass(self._attention, self.tp_comm, self.token_tiles, self._compile, self._rotation_2BT1F)
+
+    def _feed_forward_pass(self) -> SublayerPass:
+        return SublayerPass(self._feed_forward, self.tp_comm, self.token_tiles, self._compile)
 
     def _exchanged_qkv(
         self, run: SublayerPass, normed_input: NormedInput, graphs: list[dict[int, LocalGraph]] | None = None
@@ -301,7 +196,9 @@ class BlockCompute:
                     graphs.append(group_graphs)
                 weights = run.linear_weights(group, self._head_groups)
                 compute = partial(self._qkv, run, normed_input, weights, None if graphs is None else group_graphs)
-                next_qkv = self._core.start(*self.token_tiles.map_tiles(compute, gathered=True))
+                q, k, v = self.token_tiles.map_tiles(compute, gathered=True)
+                next_qkv = self._core.start(q, k, v, self._boundaries_BD)
+                del q, k, v
             if qkv is not None:
                 yield qkv
 
@@ -325,7 +222,7 @@ class BlockCompute:
         run: SublayerPass,
         normed: Tensor,
         tile: slice,
-        grads: list[tuple[Tensor, ...]],
+        grads: list[Sequence[Tensor]],
         graphs: list[dict[int, LocalGraph]],
     ) -> list[Tensor]:
         """Gradients of the products of a tile, from those of Q, K and V of every head group."""
@@ -341,7 +238,7 @@ class BlockCompute:
     # ---- feed-forward
 
     def feed_forward(self, hidden_BSE: Tensor) -> Tensor:
-        run = SublayerPass(self, self._feed_forward)
+        run = self._feed_forward_pass()
         linear_weights = run.linear_weights()
 
         def compute_tile(tile: slice) -> list[Tensor]:
@@ -359,7 +256,7 @@ class BlockCompute:
         self, grad_BSE: Tensor, x_BSE: Tensor, attention_outputs: list[Tensor]
     ) -> tuple[Tensor, ...]:
         """Gradients of the hidden state between the halves, and of the weights."""
-        attention, run = self._attention_pass(), SublayerPass(self, self._feed_forward)
+        attention, run = self._attention_pass(), self._feed_forward_pass()
         linear_weights = run.linear_weights()
 
         def compute_tile(tile: slice) -> list[Tensor]:

@@ -161,6 +161,17 @@ def all_to_all_async(x: Tensor, group: ProcessGroup) -> AsyncHandle:
     return AsyncHandle(receive_buffer, send_buffer, (work,))
 
 
+def all_to_all_tokens_async(
+    group: ProcessGroup, x: Tensor, send_counts: list[int], receive_counts: list[int]
+) -> AsyncHandle:
+    """Starts an all-to-all of unequal parts of dimension 0: the first `send_counts[0]` tokens go to rank 0, and so on."""
+    send_buffer, receive_buffer = x.contiguous(), x.new_empty(sum(receive_counts), *x.shape[1:])
+    work = distributed.all_to_all_single(
+        receive_buffer, send_buffer, receive_counts, send_counts, group=group, async_op=True
+    )
+    return AsyncHandle(receive_buffer, send_buffer, (work,))
+
+
 # ---- functional collectives, visible to the compiler, which may overlap them with matrix products
 
 

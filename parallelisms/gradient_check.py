@@ -45,7 +45,7 @@ def verify_gradients(config: ModelConfig, policy: RecomputePolicy, tiling: Tilin
         return
     # Without rotation and norms no gradient reaches the bias of keys.
     kinds = tuple(dict.fromkeys(config.unrotated_layers))
-    small = replace(config, **SMALL, num_layers=len(kinds), layer_pattern=kinds, rope=RopeConfig())
+    small = replace(config, **SMALL, num_layers=len(kinds), layers=kinds, rope=RopeConfig())
     options = {"head_groups": min(2, tiling.head_groups), "is_tiled": tiling.tile_bytes is not None}
     if wrong := _wrong_gradients(small, policy, is_compiled=is_compiled, **options):
         how = f"torch {torch.__version__} gives compiled blocks" if is_compiled else "recomputation gives blocks"

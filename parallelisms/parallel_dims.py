@@ -10,6 +10,8 @@ from functools import cached_property
 from math import gcd, lcm
 from typing import Literal, get_args
 
+from models.config import ModelConfig
+
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 CPMethod = Literal["allgather", "ring", "alltoall", "ulysses", "hybrid"]
@@ -187,6 +189,15 @@ class ContextPlan:
 def kv_head_repeats(ulysses_degree: int, kv_heads: int) -> int:
     """How often each KV head is repeated so that the heads are divisible by `ulysses_degree`."""
     return ulysses_degree // gcd(ulysses_degree, kv_heads)
+
+
+def head_groups_problem(model: ModelConfig, head_groups: int) -> str | None:
+    if head_groups == 1 or not any(kind.full_qk_norm for kind in model.kinds):
+        return None
+    return (
+        f"memory.head_groups = {head_groups} must be 1: queries and keys are normed over all heads "
+        "(model.full_qk_norm = true)"
+    )
 
 
 def tensor_parallel_problems(

@@ -29,6 +29,7 @@ from models.config import ModelConfig
 from models.layers import ParallelStyle
 from models.linear import Embedding, set_local_view
 from models.loss_head import LossHead, VocabShard
+from models.norm import RMSNorm
 from models.transformer import SequenceParallelComm, Transformer
 from parallelisms import collectives
 from parallelisms.parallel_dims import tensor_parallel_problems
@@ -50,6 +51,8 @@ def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss
             prefix, _, attribute = name.rpartition(".")
             module, style = block.get_submodule(prefix), parameter.style_over(config.sizes, mesh.size())
             parallelizer.distribute(module, style, attribute)
+            if parameter.initial == "ones" and parameter.style == "colwise":  # A norm over all heads.
+                cast(RMSNorm, module).mean_of = parallelizer.mean_over_ranks()
             if style != parameter.style:
                 parallelizer.select_kv_head(module, config.num_kv_heads, attribute)
         block.sp_comm = parallelizer.sequence_parallel_comm()
@@ -111,6 +114,10 @@ class TensorParallelizer:
         first = self._rank * num_kv_heads // self._size * head_dim
         rows = slice(first, first + head_dim)
         set_local_view(projection, name, partial(_replicated, group_name=self._group_name, rows=rows))
+
+    def mean_over_ranks(self) -> tuple[int, Callable[[Tensor], Tensor]]:
+        """Of numbers of which each rank has a shard; a head that several ranks compute counts as often for each head."""
+        return self._size, partial(collectives.all_reduce_functional, group_name=self._group_name)
 
     def add_region_hooks(self, module: nn.Module) -> None:
         """Adds the collectives at both ends of a colwise-rowwise pair."""

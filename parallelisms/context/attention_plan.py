@@ -3,7 +3,7 @@ r"""The score blocks that each rank computes: pure functions of the shard layout
 Of two disjoint spans of a sequence, either all pairs attend or none: a document that reaches from one span into the
 other covers everything between them. Blocks with remote keys are therefore unmasked rectangles. A rank holds its own
 keys in sequence order, so they need plain causal attention inside documents. There are no masks, no empty query rows
-and no wasted FLOPs, for documents of any length.
+and no wasted FLOPs, for documents of any length. A window cuts the blocks further (`models/score_blocks.py`).
 
     headtail, 2 ranks: rank 0 holds chunks 0 and 3, rank 1 holds chunks 1 and 2
 
@@ -17,38 +17,51 @@ Token indices count over all sequences of the batch, concatenated as each rank h
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
-from models.kernels import ScoreBlock, ScoreBlocks, concatenated_ranges, to_device
+from models.score_blocks import ScoreBlock, ScoreBlocks, concatenated_ranges, to_device, window_blocks
 from parallelisms.context.shard_layout import SeqLayout, TokenSpan
 
 
 class RankAttentionPlan:
-    """The score blocks of one rank for one batch, computed once for all layers."""
+    """The score blocks of one rank for one batch, computed once for all layers that see as many keys.
 
-    def __init__(self, layouts: Sequence[SeqLayout], rank: int) -> None:
-        self.ring_degree, self.rank = layouts[0].ring_degree, rank
+    `window`: the keys that a query sees at most, its own included.
+    """
+
+    def __init__(self, layouts: Sequence[SeqLayout], rank: int, *, window: int | None = None) -> None:
+        self.ring_degree, self.rank, self.window = layouts[0].ring_degree, rank, window
         lengths = [layout.num_tokens // layout.ring_degree for layout in layouts]
         self.tokens_per_rank = sum(lengths)
         self._sequences = [*zip(accumulate(lengths, initial=0), layouts, strict=False)]
         """Each sequence's offset among the tokens of a rank, and its layout."""
         self._remote_kv_index: dict[torch.device, Tensor] = {}
+        self._halo_index: dict[torch.device, tuple[Tensor, ...]] = {}
 
     @cached_property
     def local_blocks(self) -> ScoreBlocks:
-        """Causal blocks of the rank's own tokens: one per document, whose tokens are contiguous on the rank."""
+        """Blocks of the rank's own tokens, which together cover them.
+
+        One causal block per document, whose tokens are contiguous on the rank. In a document longer than the window, one
+        per span, and those between spans.
+        """
         blocks = []
         for offset, layout in self._sequences:
             for _, document_spans in groupby(layout.spans(self.rank), key=lambda span: span.document_start):
                 spans = list(document_spans)
-                start, end = offset + spans[0].local_start, offset + spans[-1].local_start + spans[-1].length
-                blocks.append(ScoreBlock(start, end, start, end))
-        return ScoreBlocks(blocks, causal=True)
+                if self.window is None or spans[-1].end - spans[0].start <= self.window:
+                    spans = [spans[0]._replace(length=spans[-1].local_end - spans[0].local_start)]
+                for span in spans:
+                    start, end = offset + span.local_start, offset + span.local_end
+                    blocks.append(ScoreBlock(start, end, start, end, "causal"))
+                if len(spans) > 1:
+                    blocks += _shifted(_score_blocks(spans, spans, self.window), offset, offset)
+        return ScoreBlocks(blocks, window=self.window)
 
     @cached_property
     def ring_step_blocks(self) -> list[ScoreBlocks]:
@@ -57,26 +70,24 @@ class RankAttentionPlan:
 
     def source_blocks(self, source: int) -> ScoreBlocks:
         """Blocks with the keys of another rank, `source`."""
-        blocks = (
-            ScoreBlock(offset + q0, offset + q1, offset + k0, offset + k1)
+        return ScoreBlocks(
+            block
             for offset, layout in self._sequences
-            for q0, q1, k0, k1 in _score_blocks(layout.spans(self.rank), layout.spans(source))
+            for block in _shifted(
+                _score_blocks(layout.spans(self.rank), layout.spans(source), self.window), offset, offset
+            )
         )
-        return ScoreBlocks(blocks, causal=False)
 
     @cached_property
     def remote_blocks(self) -> ScoreBlocks:
         """Blocks with the keys that `remote_kv_index` selects."""
-        blocks = []
+        blocks = list[ScoreBlock]()
         num_keys = 0
         for offset, layout in self._sequences:
-            spans = [span for _, span in _remote_spans(layout, self.rank)]
-            starts = [*accumulate((span.length for span in spans), initial=0)]
-            keys = [span._replace(local_start=start) for start, span in zip(starts, spans, strict=False)]
-            for q0, q1, k0, k1 in _score_blocks(layout.spans(self.rank), keys):
-                blocks.append(ScoreBlock(offset + q0, offset + q1, num_keys + k0, num_keys + k1))
-            num_keys += starts[-1]
-        return ScoreBlocks(blocks, causal=False)
+            keys = _laid_out(span for _, span in _remote_spans(layout, self.rank, self.window))
+            blocks += _shifted(_score_blocks(layout.spans(self.rank), keys, self.window), offset, num_keys)
+            num_keys += sum(span.length for span in keys)
+        return ScoreBlocks(blocks)
 
     def remote_kv_index(self, device: torch.device) -> Tensor:
         """int64 [2, Y]: the remote keys that the rank's queries attend to, in the order of each sequence; their values.
@@ -87,11 +98,53 @@ class RankAttentionPlan:
             key_ranges = [
                 (2 * source * self.tokens_per_rank + offset + span.local_start, span.length)
                 for offset, layout in self._sequences
-                for source, span in _remote_spans(layout, self.rank)
+                for source, span in _remote_spans(layout, self.rank, self.window)
             ]
             keys = concatenated_ranges([start for start, _ in key_ranges], [length for _, length in key_ranges])
             self._remote_kv_index[device] = to_device(torch.stack((keys, keys + self.tokens_per_rank)), device)
         return self._remote_kv_index[device]
+
+    # ---- a halo: ranks send each other the keys that are needed, and no others
+
+    @cached_property
+    def _halos(self) -> list[list[list[tuple[int, int]]]]:
+        """[receiver][sender]: (first token on the sender, length) of the keys that the receiver needs."""
+        halos: list[list[list[tuple[int, int]]]] = [
+            [[] for _ in range(self.ring_degree)] for _ in range(self.ring_degree)
+        ]
+        for receiver, of_receiver in enumerate(halos):
+            for offset, layout in self._sequences:
+                for source, span in _remote_spans(layout, receiver, self.window):
+                    of_receiver[source].append((offset + span.local_start, span.length))
+        return halos
+
+    @cached_property
+    def halo_tokens(self) -> list[list[int]]:
+        """[receiver][sender]: the number of keys sent."""
+        return [[sum(length for _, length in spans) for spans in of_receiver] for of_receiver in self._halos]
+
+    def halo_index(self, device: torch.device) -> tuple[Tensor, ...]:
+        """int64: for each receiver, the tokens of this rank that it needs."""
+        if device not in self._halo_index:
+            sent = [of_receiver[self.rank] for of_receiver in self._halos]
+            self._halo_index[device] = tuple(
+                to_device(concatenated_ranges([start for start, _ in spans], [length for _, length in spans]), device)
+                for spans in sent
+            )
+        return self._halo_index[device]
+
+    @cached_property
+    def halo_blocks(self) -> ScoreBlocks:
+        """Blocks with the keys as they are received: by sender, and by sequence."""
+        starts = [*accumulate(self.halo_tokens[self.rank], initial=0)]
+        blocks = list[ScoreBlock]()
+        for offset, layout in self._sequences:
+            keys = list[TokenSpan]()
+            for source, span in _remote_spans(layout, self.rank, self.window):
+                keys.append(span._replace(local_start=starts[source]))
+                starts[source] += span.length
+            blocks += _shifted(_score_blocks(layout.spans(self.rank), keys, self.window), offset, 0)
+        return ScoreBlocks(blocks)
 
 
 def permutation(layout: SeqLayout) -> Tensor:
@@ -100,28 +153,63 @@ def permutation(layout: SeqLayout) -> Tensor:
     return concatenated_ranges([span.start for span in spans], [span.length for span in spans])
 
 
-def _remote_spans(layout: SeqLayout, rank: int) -> list[tuple[int, TokenSpan]]:
+def _remote_spans(layout: SeqLayout, rank: int, window: int | None) -> list[tuple[int, TokenSpan]]:
     """(source rank, span) of the remote keys that the rank's queries attend to, in sequence order."""
-    last_start_by_document = {span.document_start: span.start for span in layout.spans(rank)}
+    needed = dict[int, list[range]]()
+    """By document: ranges of keys, ascending and disjoint."""
+    for span in layout.spans(rank):
+        ranges = needed.setdefault(span.document_start, [])
+        start = span.document_start if window is None else max(span.document_start, span.start - window + 1)
+        if ranges and ranges[-1].stop >= start:
+            start = ranges.pop().start
+        ranges.append(range(start, span.start))
     return sorted(
         (
-            (source, span)
+            (source, span._replace(local_start=span.local_start + start - span.start, start=start, length=end - start))
             for source in range(layout.ring_degree)
             if source != rank
             for span in layout.spans(source)
-            if span.start < last_start_by_document.get(span.document_start, -1)
+            for keys in needed.get(span.document_start, ())
+            if (start := max(span.start, keys.start)) < (end := min(span.end, keys.stop))
         ),
         key=lambda source_span: source_span[1].start,
     )
 
 
-def _score_blocks(queries: Sequence[TokenSpan], keys: Sequence[TokenSpan]) -> Iterator[ScoreBlock]:
-    """Blocks of each query span with the earlier keys of its document; adjacent blocks are joined.
+def _laid_out(spans: Iterable[TokenSpan]) -> list[TokenSpan]:
+    """The spans, one after the other."""
+    laid_out, start = list[TokenSpan](), 0
+    for span in spans:
+        laid_out.append(span._replace(local_start=start))
+        start += span.length
+    return laid_out
+
+
+def _shifted(blocks: Iterable[ScoreBlock], queries: int, keys: int) -> Iterator[ScoreBlock]:
+    for q0, q1, k0, k1, mask in blocks:
+        yield ScoreBlock(queries + q0, queries + q1, keys + k0, keys + k1, mask)
+
+
+def _score_blocks(queries: Sequence[TokenSpan], keys: Sequence[TokenSpan], window: int | None) -> Iterator[ScoreBlock]:
+    """Blocks of each query span with the earlier keys of its document."""
+    if window is None:
+        yield from _rectangles(queries, keys)
+        return
+    by_document = {start: list(spans) for start, spans in groupby(keys, key=lambda span: span.document_start)}
+    for query in queries:
+        for key in by_document.get(query.document_start, ()):
+            if key.start < query.start:
+                pairs = window_blocks(range(query.start, query.end), range(key.start, key.end), window)
+                yield from _shifted(pairs, query.local_start - query.start, key.local_start - key.start)
+
+
+def _rectangles(queries: Sequence[TokenSpan], keys: Sequence[TokenSpan]) -> Iterator[ScoreBlock]:
+    """Without a window. Adjacent blocks are joined.
 
     Query spans with the same last key are adjacent and in the same document, namely that of the key.
     """
     starts = [span.start for span in keys]
-    ends = [span.local_start for span in keys] + [keys[-1].local_start + keys[-1].length if keys else 0]
+    ends = [span.local_start for span in keys] + [keys[-1].local_end if keys else 0]
     pending_block: ScoreBlock | None = None
     for span in queries:
         k0 = ends[bisect_left(starts, span.document_start)]
@@ -129,10 +217,10 @@ def _score_blocks(queries: Sequence[TokenSpan], keys: Sequence[TokenSpan]) -> It
         if k1 == k0:
             continue
         if pending_block and pending_block.k1 == k1:
-            pending_block = pending_block._replace(q1=span.local_start + span.length)
+            pending_block = pending_block._replace(q1=span.local_end)
             continue
         if pending_block:
             yield pending_block
-        pending_block = ScoreBlock(span.local_start, span.local_start + span.length, k0, k1)
+        pending_block = ScoreBlock(span.local_start, span.local_end, k0, k1)
     if pending_block:
         yield pending_block

@@ -13,6 +13,8 @@ D document boundaries.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from models import attention_op, kernels
-from models.attention import Attention, AttentionCore, LocalAttentionCore
+from models.attention import Attention, LocalAttentionCore, QKVGrads
 from models.transformer import Transformer
 from parallelisms import collectives
 from parallelisms.context.attention_plan import permutation
@@ -47,16 +49,18 @@ class ContextParallel:
         kernel: str = "auto",
         causal: bool = True,
         window: int | None = None,
+        softcap: float | None = None,
         dropout: float = 0.0,
     ) -> None:
         self.plan = plan
         unsupported = {
             "attention without a causal mask": not causal,
-            f"sliding window {window}": window is not None,
             f"attention dropout {dropout}": dropout > 0,
         }
         suffix = f'is not supported by cp_method "{plan.resolved_method}"'
         problems = [*plan.problems(), *(f"{name} {suffix}" for name, given in unsupported.items() if given)]
+        if window is not None and window < 1:
+            problems.append(f"sliding window {window} must be at least 1")
         # Of a plan with problems, the mesh is not known.
         if not plan.problems() and tuple(mesh.shape) != plan.mesh_shape:
             problems.append(
@@ -66,7 +70,7 @@ class ContextParallel:
         if kernel not in kernels.KERNELS:
             problems.append(f'attention kernel "{kernel}" is unknown; choose from {", ".join(kernels.KERNELS)}')
         self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-        self._require_same(vars(plan) | {"reduce_dtype": reduce_dtype, "problems": problems})
+        self._require_same(vars(plan) | {"reduce_dtype": reduce_dtype, "window": window, "problems": problems})
         if problems:
             raise ValueError("; ".join(problems))
         self.layout, self.ring_degree, self.seq_len_divisor = (
@@ -75,16 +79,29 @@ class ContextParallel:
             plan.seq_len_divisor,
         )
         self.ulysses_group = UlyssesGroup(self._groups[-1].group_name, plan.ulysses_degree)
-        self._core: AttentionCore = LocalAttentionCore(kernel)
+        self._core: LocalAttentionCore | RingAttentionCore = LocalAttentionCore(kernel, window, softcap)
         """Attention to the tokens of all Ulysses ranks, once heads are exchanged."""
         if plan.rotate_method is not None and self.ring_degree > 1:
-            group_name = self._groups[0].group_name
-            self._core = RingAttentionCore(plan.rotate_method, self.layout, group_name, reduce_dtype, kernel)
+            options = (self.layout, self._groups[0].group_name, reduce_dtype, kernel, window, softcap)
+            self._core = RingAttentionCore(plan.rotate_method, *options)
         self.rank = 0
         for group in self._groups:
             self.rank = self.rank * group.size() + group.rank()
 
-    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor | None = None) -> Tensor:
+    def with_options(self, *, window: int | None, softcap: float | None) -> ContextParallel:
+        """The same ranks and layout, for layers with another window or soft cap."""
+        other = copy(self)
+        other._core = replace(self._core, window=window, softcap=softcap)
+        return other
+
+    def __call__(
+        self,
+        q_BSNH: Tensor,
+        k_BSKH: Tensor,
+        v_BSKH: Tensor,
+        boundaries_BD: Tensor | None = None,
+        sink_N: Tensor | None = None,
+    ) -> Tensor:
         """Causal attention inside documents: [B, S, N, H]. Without `boundaries_BD` each sequence is one document.
 
         Raises ValueError for shapes that do not match the plan, and boundaries that do not match the sequence.
@@ -94,41 +111,54 @@ class ContextParallel:
             boundaries_1D = torch.tensor([[0, q_BSNH.shape[1] * self.plan.cp]], dtype=torch.int32, device="cpu")
             boundaries_BD = boundaries_1D.repeat(q_BSNH.shape[0], 1)
         if self.ulysses_group.size == 1:
-            return self._core(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)
+            return self._core(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N)
         q, k, v = (self.ulysses_group.seq_to_heads(x) for x in (q_BSNH, k_BSKH, v_BSKH))
-        return self.ulysses_group.heads_to_seq(self._core(q, k, v, boundaries_BD))
+        return self.ulysses_group.heads_to_seq(self._core(q, k, v, boundaries_BD, self._own_heads(sink_N)))
 
     # ---- below autograd, for any number of heads
 
-    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Any:
+    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Any:
         """Starts the all-to-all of q, k and v or, without Ulysses, the ring's first KV exchange."""
         if self.ulysses_group.size == 1:
-            return self._core.start(q_BSNH, k_BSKH, v_BSKH)
+            return self._core.start(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)
         return [SeqToHeads(x, self.ulysses_group) for x in (q_BSNH, k_BSKH, v_BSKH)]
 
-    def forward(self, pending: Any, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, pending: Any, boundaries_BD: Tensor, sink_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Output [B, S, N, H] and, for the heads that this rank computes, the log-sum-exp."""
         if self.ulysses_group.size == 1:
-            return self._core.forward(pending, boundaries_BD)
-        out, lse = self._core.forward(self._wait_heads(pending), boundaries_BD)
+            return self._core.forward(pending, boundaries_BD, sink_N)
+        out, lse = self._core.forward(self._wait_heads(pending, boundaries_BD), boundaries_BD, self._own_heads(sink_N))
         return self.ulysses_group.heads_to_seq(out), lse
 
     def backward(
-        self, grad_BSNH: Tensor, pending: Any, out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv."""
+        self,
+        grad_BSNH: Tensor,
+        pending: Any,
+        out_BSNH: Tensor,
+        lse: Tensor,
+        boundaries_BD: Tensor,
+        sink_N: Tensor | None = None,
+    ) -> QKVGrads:
         if self.ulysses_group.size == 1:
-            return self._core.backward(grad_BSNH, pending, out_BSNH, lse, boundaries_BD)
-        core_pending = self._wait_heads(pending)
+            return self._core.backward(grad_BSNH, pending, out_BSNH, lse, boundaries_BD, sink_N)
+        core_pending, own_sink = self._wait_heads(pending, boundaries_BD), self._own_heads(sink_N)
         grad_BSNH, out_BSNH = (self.ulysses_group.seq_to_heads(x) for x in (grad_BSNH, out_BSNH))
-        grads = [*self._core.backward(grad_BSNH, core_pending, out_BSNH, lse, boundaries_BD)]
+        *grads, grad_sink = self._core.backward(grad_BSNH, core_pending, out_BSNH, lse, boundaries_BD, own_sink)
         del core_pending, grad_BSNH, out_BSNH  # Freed before the all-to-all of the gradients allocates as much.
         dq, dk, dv = [all_to_all.backward(grads.pop(0)) for all_to_all in pending]
-        return dq, dk, dv
+        if sink_N is not None:  # Other ranks have the gradients of the other heads.
+            own, grad_sink = grad_sink, torch.zeros_like(sink_N)
+            self._own_heads(grad_sink).copy_(own)
+        return dq, dk, dv, grad_sink
 
-    def _wait_heads(self, pending: list[SeqToHeads]) -> Any:
+    def _wait_heads(self, pending: list[SeqToHeads], boundaries_BD: Tensor) -> Any:
         """What the core starts once the heads are received."""
-        return self._core.start(*(all_to_all.wait() for all_to_all in pending))
+        q, k, v = (all_to_all.wait() for all_to_all in pending)
+        return self._core.start(q, k, v, boundaries_BD)
+
+    def _own_heads(self, sink_N: Any) -> Any:
+        """The part of the heads that this rank computes."""
+        return None if sink_N is None else sink_N.chunk(self.ulysses_group.size)[self.rank % self.ulysses_group.size]
 
     # ---- sharding
 
@@ -156,11 +186,11 @@ class ContextParallel:
                 spans.append((start + low - local_start, high - low))
         return spans
 
-    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]]) -> int:
+    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]], window: int | None = None) -> int:
         """(query, key) pairs that this rank computes in sequences with these boundaries."""
         ring_rank, ulysses_degree = self.rank // self.ulysses_group.size, self.ulysses_group.size
         layouts = map(self._seq_layout, boundaries_per_sequence)
-        return sum(layout.pairs_per_rank()[ring_rank] for layout in layouts) // ulysses_degree
+        return sum(layout.pairs_per_rank(window)[ring_rank] for layout in layouts) // ulysses_degree
 
     def _require_same(self, values: dict[str, Any]) -> None:
         per_rank = [values]
@@ -213,13 +243,16 @@ class ContextParallel:
 
 
 def set_attention_core(model: Transformer, core: ContextParallel | None, *, kernel: str) -> None:
-    """Sets the attention core of every block; None means full sequences on each rank.
+    """Sets the attention core of every block, with its window and soft cap; None: full sequences on each rank.
 
     Raises ValueError for a mixer that is not attention: no context-parallel method knows what it needs of other ranks.
     """
     for block in model.transformer_blocks():
         if isinstance(block.attention, Attention):
-            block.attention.core = core or LocalAttentionCore(kernel)
+            options: Any = {"window": block.kind.window, "softcap": block.kind.softcap}
+            block.attention.core = (
+                LocalAttentionCore(kernel, **options) if core is None else core.with_options(**options)
+            )
         elif core is not None:
             raise ValueError(f'mixer "{block.kind.mixer}" has no context parallelism: parallelism.cp must be 1')
 

@@ -1,7 +1,7 @@
 """`longhaul::context_attention`: attention over sequences sharded across a ring of ranks, as one operator.
 
 A rank attends to its own KV during the first transfer, then to that of the other ranks, which `Ring` rotates (methods
-`ring` and `alltoall`) or `AllGather` gathers. All of it runs inside the operator. Every rank therefore traces the same
+`ring` and `alltoall`) or `AllGather` gathers; layers with a window get a `Halo`. All of it runs inside the operator. Every rank therefore traces the same
 graph, whichever tokens it holds, and a new batch of documents needs no recompilation.
 
 Shape suffixes: B batch, S tokens of this rank, X those of all sequences concatenated, Y remote tokens at hand, P tokens
@@ -11,7 +11,7 @@ of a block, R ranks, N query heads, K KV heads, H head dim, D document boundarie
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from typing import Any, Protocol, cast
 
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from models import attention_op, kernels
-from models.kernels import Grads, ScoreBlocks, TokenIndex
+from models.attention import QKVGrads
 from models.linear import accumulation_dtype
+from models.online_softmax import OnlineSoftmax, add_sink
+from models.score_blocks import ScoreBlocks
 from parallelisms import collectives
 from parallelisms.context.attention_plan import RankAttentionPlan
 from parallelisms.context.shard_layout import SeqLayout
@@ -42,6 +44,9 @@ class KVExchange(Protocol):
 
     @property
     def plan(self) -> RankAttentionPlan: ...
+
+    def start(self, k_XKH: Tensor, v_XKH: Tensor) -> Waitable:
+        """Starts the first transfer of this rank's KV."""
 
     def remote_kv(self, pending_kv: Waitable) -> Iterator[tuple[Tensor, ScoreBlocks]]:
         """Yields KV [2, Y, K, H] and the score blocks of this rank's queries with it. `pending_kv` is in flight."""
@@ -71,6 +76,9 @@ class Ring:
     reduce_dtype: torch.dtype
     """The dtype in which gradients are sent."""
 
+    def start(self, k_XKH: Tensor, v_XKH: Tensor) -> Waitable:
+        return self.rotate(torch.stack((k_XKH, v_XKH)))
+
     def remote_kv(self, pending_kv: Waitable) -> Iterator[tuple[Tensor, ScoreBlocks]]:
         for step, blocks in enumerate(self.plan.ring_step_blocks, start=1):
             kv_2XKH = pending_kv.wait()
@@ -93,9 +101,13 @@ class AllGather:
     """
 
     plan: RankAttentionPlan
+    all_gather: Transfer
     reduce_scatter: Transfer
     reduce_dtype: torch.dtype
     """The dtype in which gradients are summed."""
+
+    def start(self, k_XKH: Tensor, v_XKH: Tensor) -> Waitable:
+        return self.all_gather(torch.stack((k_XKH, v_XKH)))
 
     def remote_kv(self, pending_kv: Waitable) -> Iterator[tuple[Tensor, ScoreBlocks]]:
         # A local variable would keep the tensor alive until the generator ends.
@@ -116,18 +128,69 @@ class AllGather:
         return self.reduce_scatter(dkv_R2XKH)
 
 
+@dataclass(frozen=True)
+class Halo:
+    """Sends each rank the keys that its queries see: with a window of w tokens, w - 1 before each of its spans.
+
+    4 ranks, contiguous    | 0 0 0 0 | 1 1 1 1 | 2 2 2 2 | 3 3 3 3 |
+    w = 3: rank 1 needs          ^ ^   and rank 2 the last two of rank 1
+    """
+
+    plan: RankAttentionPlan
+    exchange: Callable[[Tensor, list[int], list[int]], Waitable]
+    """All-to-all of tokens: (tensor, tokens for each rank, tokens from each rank)."""
+    reduce_dtype: torch.dtype
+    """The dtype in which gradients are sent."""
+
+    @property
+    def _counts(self) -> tuple[list[int], list[int]]:
+        """Of keys: (for each rank, from each rank)."""
+        halo_tokens = self.plan.halo_tokens
+        return [of_receiver[self.plan.rank] for of_receiver in halo_tokens], halo_tokens[self.plan.rank]
+
+    def start(self, k_XKH: Tensor, v_XKH: Tensor) -> Waitable:
+        index_Y = torch.cat(self.plan.halo_index(k_XKH.device))
+        return self.exchange(torch.stack((k_XKH[index_Y], v_XKH[index_Y]), dim=1), *self._counts)
+
+    def remote_kv(self, pending_kv: Waitable) -> Iterator[tuple[Tensor, ScoreBlocks]]:
+        yield pending_kv.wait().movedim(1, 0), self.plan.halo_blocks
+
+    def send_grads(self, dkv_2YKH: Tensor, pending_dkv: Waitable | None) -> Waitable:
+        del pending_dkv
+        dkv_Y2KH = dkv_2YKH.movedim(0, 1).to(self.reduce_dtype)
+        return HaloGrads(self.exchange(dkv_Y2KH, *self._counts[::-1]), self.plan)
+
+
+@dataclass(frozen=True)
+class HaloGrads:
+    """Gradients that other ranks send for keys of this one."""
+
+    pending: Waitable
+    plan: RankAttentionPlan
+
+    def wait(self) -> Tensor:
+        """[2, X, K, H], summed over the ranks."""
+        received_Y2KH = self.pending.wait()
+        indices = self.plan.halo_index(received_Y2KH.device)
+        shape = (2, self.plan.tokens_per_rank, *received_Y2KH.shape[2:])
+        total_2XKH = received_Y2KH.new_zeros(shape, dtype=accumulation_dtype(received_Y2KH.dtype))
+        # Rank by rank: within one rank's, no key occurs twice, so the sum is deterministic.
+        for index_Y, grads_Y2KH in zip(indices, received_Y2KH.split([len(index) for index in indices]), strict=True):
+            total_2XKH[:, index_Y] += grads_Y2KH.movedim(1, 0)
+        return total_2XKH
+
+
 StartedQKV = tuple[Tensor, Tensor, Tensor, Waitable]
-"""Queries, keys, values, and the first transfer of the latter two, stacked."""
-FIRST_TRANSFER: dict[str, Callable[..., Waitable]] = {
+"""Queries, keys, values, and the first transfer of the latter two."""
+ROTATIONS: dict[str, Callable[..., Waitable]] = {
     "ring": collectives.ring_shift,
     "alltoall": collectives.ring_shift_all_to_all,
-    "allgather": collectives.all_gather_async,
 }
 
 
 @dataclass(frozen=True)
 class RingAttentionCore:
-    """`models.attention.AttentionCore` over a ring; the same on all ranks and for all layers."""
+    """`models.attention.AttentionCore` over a ring; the same on all ranks."""
 
     rotate_method: str
     layout: ShardLayout
@@ -136,63 +199,110 @@ class RingAttentionCore:
     reduce_dtype: torch.dtype
     """The dtype in which dk and dv are sent if the inputs are 16-bit; otherwise they are sent in their own dtype."""
     kernel: str
+    window: int | None = None
+    softcap: float | None = None
 
-    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
-        options = (self.rotate_method, self.layout, self.group_name, self.reduce_dtype, self.kernel)
-        out_BSNH: Tensor = attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, *options)[0]
+    def __call__(
+        self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, sink_N: Tensor | None = None
+    ) -> Tensor:
+        options = [getattr(self, each.name) for each in fields(self)]
+        out_BSNH: Tensor = attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N, *options)[0]
         return out_BSNH
 
-    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> StartedQKV:
-        """Starts the first rotation, or the all-gather, of keys and values."""
-        kv_2XKH = torch.stack((k_BSKH.flatten(0, 1), v_BSKH.flatten(0, 1)))
-        group = collectives.resolve_process_group(self.group_name)
-        return q_BSNH, k_BSKH, v_BSKH, FIRST_TRANSFER[self.rotate_method](kv_2XKH, group)
+    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> StartedQKV:
+        """Starts the first transfer of keys and values."""
+        # Validated before sending: a message that no rank waits for would be matched with the next receive.
+        exchange = self.exchange(q_BSNH, boundaries_BD)
+        return q_BSNH, k_BSKH, v_BSKH, exchange.start(k_BSKH.flatten(0, 1), v_BSKH.flatten(0, 1))
 
-    def forward(self, pending: StartedQKV, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
-        return forward(*pending, self.exchange(pending[0], boundaries_BD), kernel=self.kernel)
+    def forward(
+        self, pending: StartedQKV, boundaries_BD: Tensor, sink_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        exchange = self.exchange(pending[0], boundaries_BD)
+        return forward(*pending, exchange, sink_N, kernel=self.kernel, softcap=self.softcap)
 
     def backward(
-        self, grad_BSNH: Tensor, pending: StartedQKV, out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
-    ) -> Grads:
+        self,
+        grad_BSNH: Tensor,
+        pending: StartedQKV,
+        out_BSNH: Tensor,
+        lse: Tensor,
+        boundaries_BD: Tensor,
+        sink_N: Tensor | None = None,
+    ) -> QKVGrads:
         exchange = self.exchange(pending[0], boundaries_BD)
-        return backward(grad_BSNH, *pending, out_BSNH, lse, exchange, kernel=self.kernel)
+        inputs = (grad_BSNH, *pending, out_BSNH, lse, exchange, sink_N)
+        return backward(*inputs, kernel=self.kernel, softcap=self.softcap)
 
     def exchange(self, q_BSNH: Tensor, boundaries_BD: Tensor) -> KVExchange:
         """Raises ValueError for boundaries that do not fit the full sequences."""
         batch_size, tokens_per_rank = q_BSNH.shape[:2]
         boundaries = attention_op.boundary_tuples(boundaries_BD, batch_size)
         group = collectives.resolve_process_group(self.group_name)
-        plan = _rank_attention_plan(boundaries, self.layout, group.size(), group.rank(), tokens_per_rank)
+        plan = _rank_attention_plan(
+            boundaries, self.layout, group.size(), group.rank(), tokens_per_rank, window=self.window
+        )
         dtype = self.reduce_dtype if q_BSNH.dtype.itemsize < 4 else q_BSNH.dtype
+        if sends_halo(plan, self.rotate_method):
+            return Halo(plan, partial(collectives.all_to_all_tokens_async, group), dtype)
         if self.rotate_method == "allgather":
-            return AllGather(plan, partial(collectives.reduce_scatter_async, group=group), dtype)
-        return Ring(plan, partial(FIRST_TRANSFER[self.rotate_method], group=group), dtype)
+            gather, scatter = collectives.all_gather_async, collectives.reduce_scatter_async
+            return AllGather(plan, partial(gather, group=group), partial(scatter, group=group), dtype)
+        return Ring(plan, partial(ROTATIONS[self.rotate_method], group=group), dtype)
+
+
+def sends_halo(plan: RankAttentionPlan, rotate_method: str) -> bool:
+    """Whether ranks send each other the keys that a window needs, instead of all keys.
+
+    These are never more. But a ring holds one rank's keys while it receives the next; a halo has all of them at once.
+    """
+    if plan.window is None:
+        return False
+    return rotate_method == "allgather" or max(map(sum, plan.halo_tokens)) <= 2 * plan.tokens_per_rank
 
 
 @lru_cache(maxsize=8)
 def _rank_attention_plan(
-    batch_boundaries: attention_op.Boundaries, layout: ShardLayout, ring_degree: int, rank: int, tokens_per_rank: int
+    batch_boundaries: attention_op.Boundaries,
+    layout: ShardLayout,
+    ring_degree: int,
+    rank: int,
+    tokens_per_rank: int,
+    *,
+    window: int | None,
 ) -> RankAttentionPlan:
     # Cached because every layer asks for the same plan. Few, because one may hold 15 MiB on the device at 1M tokens.
     attention_op.validate_boundaries(batch_boundaries, tokens_per_rank * ring_degree)
-    return RankAttentionPlan([SeqLayout(layout, ring_degree, boundaries) for boundaries in batch_boundaries], rank)
+    layouts = [SeqLayout(layout, ring_degree, boundaries) for boundaries in batch_boundaries]
+    return RankAttentionPlan(layouts, rank, window=window)
 
 
 # ---- below autograd
 
 
 def forward(
-    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, pending_kv: Waitable, exchange: KVExchange, *, kernel: str = "auto"
+    q_BSNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    pending_kv: Waitable,
+    exchange: KVExchange,
+    sink_N: Tensor | None = None,
+    **scores: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Output, in q's dtype, and log-sum-exp [B, N, S]. `pending_kv` is the first transfer of k and v, stacked."""
+    """Output, in q's dtype, and log-sum-exp [B, N, S]. `pending_kv` is the first transfer of k and v.
+
+    `scores`: kernel and soft cap.
+    """
     q_XNH, k_XKH, v_XKH = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
-    softmax = OnlineSoftmax(*attention_op.forward(q_XNH, k_XKH, v_XKH, exchange.plan.local_blocks, kernel=kernel))
+    softmax = OnlineSoftmax(*attention_op.forward(q_XNH, k_XKH, v_XKH, exchange.plan.local_blocks, **scores))
     for kv_2YKH, blocks in exchange.remote_kv(pending_kv):
-        for block_output in kernels.attend_blocks(q_XNH, kv_2YKH[0], kv_2YKH[1], blocks, kernel=kernel):
+        for block_output in kernels.attend_blocks(q_XNH, kv_2YKH[0], kv_2YKH[1], blocks, **scores):
             softmax.merge(*block_output)
         del kv_2YKH  # Freed before the next rotation allocates its receive buffer.
-    out_BSNH = softmax.out_XNH.to(q_BSNH.dtype).view_as(q_BSNH)
-    return out_BSNH, attention_op.unflatten_lse(softmax.lse_NX, q_BSNH.shape[0])
+    out_XNH, lse_NX = softmax.out_XNH, softmax.lse_NX
+    if sink_N is not None:
+        out_XNH, lse_NX = add_sink(out_XNH, lse_NX, sink_N)
+    return out_XNH.to(q_BSNH.dtype).view_as(q_BSNH), attention_op.unflatten_lse(lse_NX, q_BSNH.shape[0])
 
 
 def backward(
@@ -204,14 +314,14 @@ def backward(
     out_BSNH: Tensor,
     lse_BNS: Tensor,
     exchange: KVExchange,
-    *,
-    kernel: str = "auto",
-) -> Grads:
-    """dq, dk and dv in their inputs' dtypes. `pending_kv` is a new first transfer."""
+    sink_N: Tensor | None = None,
+    **scores: Any,
+) -> QKVGrads:
+    """dq, dk and dv in their inputs' dtypes, and that of the sink. `pending_kv` is a new first transfer."""
     grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH = (x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH))
     lse_NX = attention_op.flatten_lse(lse_BNS)
     local_inputs = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
-    dq_XNH, dk_XKH, dv_XKH = attention_op.backward(*local_inputs, exchange.plan.local_blocks, kernel=kernel)
+    dq_XNH, dk_XKH, dv_XKH = attention_op.backward(*local_inputs, exchange.plan.local_blocks, **scores)
     dtype = accumulation_dtype(dq_XNH.dtype)
     dq_XNH, dkv_2XKH = dq_XNH.to(dtype), torch.empty(2, *dk_XKH.shape, dtype=dtype, device=dk_XKH.device)
     dkv_2XKH[0], dkv_2XKH[1] = dk_XKH, dv_XKH
@@ -220,7 +330,7 @@ def backward(
     for kv_2YKH, blocks in exchange.remote_kv(pending_kv):
         remote_grads = [torch.zeros_like(kv_2YKH, dtype=dtype)]
         inputs = (grad_XNH, q_XNH, kv_2YKH[0], kv_2YKH[1], out_XNH, lse_NX)
-        block_grads = kernels.attend_blocks_backward(*inputs, blocks, kernel=kernel)
+        block_grads = kernels.attend_blocks_backward(*inputs, blocks, **scores)
         kernels.accumulate_grads((dq_XNH, remote_grads[0][0], remote_grads[0][1]), block_grads)
         del kv_2YKH, inputs, block_grads
         pending_dkv = exchange.send_grads(remote_grads.pop(), pending_dkv)  # Passed on, so that it can be freed there.
@@ -228,27 +338,8 @@ def backward(
         dkv_2XKH += pending_dkv.wait()
     # In separate storages, because an operator's outputs must not alias each other.
     dk_BSKH, dv_BSKH = (x.to(k_BSKH.dtype, copy=True).view_as(k_BSKH) for x in dkv_2XKH)
-    return dq_XNH.to(q_BSNH.dtype).view_as(q_BSNH), dk_BSKH, dv_BSKH
-
-
-class OnlineSoftmax:
-    """Output [X, N, H] and log-sum-exp [N, X] over the keys merged so far, in `accumulation_dtype`.
-
-    A partial result (out', lse') has weight w = sigmoid(lse' - lse) and is merged by out += w (out' - out). This neither
-    overflows nor loses precision, however far apart the two are; online softmax (Milakov & Gimelshein, 2018).
-    """
-
-    def __init__(self, out_XNH: Tensor, lse_NX: Tensor) -> None:
-        """Takes ownership of both tensors: `merge` writes to them."""
-        self.out_XNH = out_XNH.to(accumulation_dtype(out_XNH.dtype))
-        self.lse_NX = lse_NX
-
-    def merge(self, queries: TokenIndex, out_PNH: Tensor, lse_NP: Tensor) -> None:
-        """Merges the result of some queries over further keys; an lse of -inf means no keys."""
-        out, lse = self.out_XNH[queries], self.lse_NX[:, queries]
-        weight_NP = torch.where(lse_NP == -torch.inf, 0.0, torch.sigmoid(lse_NP - lse))
-        self.out_XNH[queries] = out.lerp_(out_PNH.to(out.dtype), weight_NP.T.unsqueeze(-1).to(out.dtype).contiguous())
-        self.lse_NX[:, queries] = torch.logaddexp(lse, lse_NP)
+    grad_sink_N = attention_op.optional_sink_grad(grad_XNH, out_XNH, lse_NX, sink_N)
+    return dq_XNH.to(q_BSNH.dtype).view_as(q_BSNH), dk_BSKH, dv_BSKH, grad_sink_N
 
 
 # ---- operators
@@ -260,16 +351,18 @@ def attention(
     k_BSKH: Tensor,
     v_BSKH: Tensor,
     boundaries_BD: Tensor,
+    sink_N: Tensor | None,
     rotate_method: str,
     layout: str,
     group_name: str,
     reduce_dtype: torch.dtype,
     kernel: str,
+    window: int | None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    core = RingAttentionCore(rotate_method, cast(ShardLayout, layout), group_name, reduce_dtype, kernel)
-    # Validated before sending: a message that no rank waits for would be matched with the next receive.
-    core.exchange(q_BSNH, boundaries_BD)
-    return core.forward(core.start(q_BSNH, k_BSKH, v_BSKH), boundaries_BD)
+    options = (cast(ShardLayout, layout), group_name, reduce_dtype, kernel, window, softcap)
+    core = RingAttentionCore(rotate_method, *options)
+    return core.forward(core.start(q_BSNH, k_BSKH, v_BSKH, boundaries_BD), boundaries_BD, sink_N)
 
 
 @torch.library.custom_op("longhaul::context_attention_backward", mutates_args=())
@@ -281,24 +374,21 @@ def attention_backward(
     out_BSNH: Tensor,
     lse_BNS: Tensor,
     boundaries_BD: Tensor,
+    sink_N: Tensor | None,
     rotate_method: str,
     layout: str,
     group_name: str,
     reduce_dtype: torch.dtype,
     kernel: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    core = RingAttentionCore(rotate_method, cast(ShardLayout, layout), group_name, reduce_dtype, kernel)
-    return core.backward(grad_BSNH, core.start(q_BSNH, k_BSKH, v_BSKH), out_BSNH, lse_BNS, boundaries_BD)
-
-
-def _autograd_backward(ctx: Any, grad_BSNH: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
-    del grad_lse
-    grads = attention_backward(grad_BSNH.contiguous(), *ctx.saved_tensors, *ctx.options)
-    return *grads, None, *[None] * len(ctx.options)
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    options = (cast(ShardLayout, layout), group_name, reduce_dtype, kernel, window, softcap)
+    core = RingAttentionCore(rotate_method, *options)
+    pending = core.start(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)
+    return core.backward(grad_BSNH, pending, out_BSNH, lse_BNS, boundaries_BD, sink_N)
 
 
 attention.register_fake(lambda q_BSNH, *_: attention_op.empty_output(q_BSNH))
-attention_backward.register_fake(
-    lambda _, q_BSNH, k_BSKH, v_BSKH, *__: attention_op.empty_grads(q_BSNH, k_BSKH, v_BSKH)
-)
-attention.register_autograd(_autograd_backward, setup_context=attention_op.setup_context)
+attention_backward.register_fake(attention_op.fake_backward)
+attention.register_autograd(attention_op.backward_of(attention_backward), setup_context=attention_op.setup_context)

@@ -18,6 +18,7 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
+from models.config import causal_pairs
 from parallelisms.parallel_dims import ShardLayout
 
 # `balanced` takes the fewest chunks per rank whose imbalance (busiest rank over mean) is at most this...
@@ -39,10 +40,17 @@ class TokenSpan(NamedTuple):
     """Index of the document's first token in the sequence."""
 
     @property
-    def num_pairs(self) -> int:
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def local_end(self) -> int:
+        return self.local_start + self.length
+
+    def num_pairs(self, window: int | None = None) -> int:
         """(query, key) pairs that these tokens, as queries, attend to."""
-        first_num_keys = self.start - self.document_start + 1
-        return self.length * (2 * first_num_keys + self.length - 1) // 2
+        first, last = self.start - self.document_start, self.end - self.document_start
+        return causal_pairs(last, window) - causal_pairs(first, window)
 
 
 @dataclass(frozen=True)
@@ -66,9 +74,9 @@ class SeqLayout:
         """A rank's tokens, in the order in which it holds them."""
         return _token_spans(self)[rank]
 
-    def pairs_per_rank(self) -> tuple[int, ...]:
+    def pairs_per_rank(self, window: int | None = None) -> tuple[int, ...]:
         """(query, key) pairs that each rank's queries attend to."""
-        return tuple(sum(span.num_pairs for span in spans) for spans in _token_spans(self))
+        return tuple(sum(span.num_pairs(window) for span in spans) for spans in _token_spans(self))
 
     @property
     def imbalance(self) -> float:
@@ -181,7 +189,7 @@ def _longest_processing_time(chunk_pairs: list[int], per_rank: int, ring_degree:
 def _pairs_per_chunk(layout: SeqLayout, ends: list[int]) -> list[int]:
     chunk_pairs = [0] * len(ends)
     for chunk, document_start, start, end in _assign_chunks(layout, ends, range(len(ends))):
-        chunk_pairs[chunk] += TokenSpan(0, start, end - start, document_start).num_pairs
+        chunk_pairs[chunk] += TokenSpan(0, start, end - start, document_start).num_pairs()
     return chunk_pairs
 
 

@@ -300,15 +300,15 @@ def test_a_moved_folder_resumes(tmp_path: Path) -> None:
 def test_a_stored_layer_of_before_an_option_has_its_default(tmp_path: Path) -> None:
     checkpoint = commit(tmp_path, 6, config(tmp_path))
     state = json.loads((checkpoint / "state.json").read_text())
-    state["config"]["model.layer_pattern"] = [{"qk_norm": True}]
+    state["config"]["model.layers"] = [{"qk_norm": True}]
     (checkpoint / "state.json").write_text(json.dumps(state))
-    assert read_state(checkpoint)["config"]["model.layer_pattern"] == [asdict(LayerKind(qk_norm=True))]
+    assert read_state(checkpoint)["config"]["model.layers"] == [asdict(LayerKind(qk_norm=True))]
 
 
 def test_a_checkpoint_of_before_an_option_resumes(tmp_path: Path) -> None:
     checkpoint = commit(tmp_path, 6, config(tmp_path))
     state = json.loads((checkpoint / "state.json").read_text())
-    for option in ("model.qkv_bias", "model.activation", "model.layer_pattern"):
+    for option in ("model.qkv_bias", "model.activation", "model.layers"):
         del state["config"][option]
     (checkpoint / "state.json").write_text(json.dumps(state))
     assert check_resume(config(tmp_path), checkpoint)["step"] == 6

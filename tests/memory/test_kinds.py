@@ -35,7 +35,7 @@ def with_pattern(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     build = sections._build_model_config.__wrapped__
 
     def patterned(section: sections.ModelSection) -> ModelConfig:
-        return replace(build(section), layer_pattern=PATTERNS[name])
+        return replace(build(section), layers=PATTERNS[name])
 
     monkeypatch.setattr(sections, "_build_model_config", patterned)
 

@@ -32,7 +32,7 @@ SQUARED = SublayerKind(
     },
     saved="G",
 )
-SANDWICH = {
+UNEVEN = {
     "attention": {
         "attention_norm.weight": Parameter("E", "replicate", "input_layernorm.weight", "ones"),
         "attention_post_norm.weight": Parameter("E", "replicate", "post_self_attn_layernorm.weight", "ones"),
@@ -43,9 +43,9 @@ SANDWICH = {
 MIXED_KINDS = replace(
     SMALL,
     num_layers=5,
-    layer_pattern=(
-        LayerKind(qk_norm=True, qkv_bias=True, norms=cast(Any, "sandwich")),
-        LayerKind(feed_forward="squared", rope=False),
+    layers=(
+        LayerKind(qk_norm=True, qkv_bias=True, norms=cast(Any, "uneven")),
+        LayerKind(feed_forward="squared", rope="none"),
         LayerKind(mixer="shift", feed_forward="squared"),
         LayerKind(),
     ),
@@ -78,7 +78,7 @@ class Squared(SublayerModule):
 def other_kinds() -> Iterator[None]:
     """Adds them."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setitem(layers.NORMS, "sandwich", SANDWICH)
+        monkeypatch.setitem(layers.NORMS, "uneven", UNEVEN)
         monkeypatch.setitem(layers.MIXERS, "shift", SHIFT)
         monkeypatch.setitem(layers.FEED_FORWARDS, "squared", SQUARED)
         monkeypatch.setitem(transformer.MIXERS, "shift", Shift)

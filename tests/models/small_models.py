@@ -13,6 +13,7 @@ from torch import Tensor
 from models.batch import IGNORE_INDEX, Batch
 from models.config import ModelConfig, RopeConfig
 from models.feed_forward import FeedForward
+from models.layers import LayerKind
 from models.transformer import Transformer
 
 SMALL = ModelConfig(
@@ -25,6 +26,27 @@ SMALL = ModelConfig(
     ffn_dim=20,
     rope=RopeConfig(theta=500.0),
 )
+WINDOWED = replace(
+    SMALL,
+    num_layers=4,
+    layers=(LayerKind(window=3, sink=True, rope="local"), LayerKind(window=5), LayerKind(sink=True, qkv_bias=True)),
+    local_rope=RopeConfig(theta=50.0),
+)
+"""Windows, sinks and two rotations, in a pattern of three layers."""
+GEMMA = replace(
+    SMALL,
+    num_layers=3,
+    activation="gelu_tanh",
+    norms="sandwich",
+    zero_centered_norms=True,
+    qk_norm=True,
+    softcap=2.0,
+    attention_scale=0.3,
+    embedding_multiplier=4.0,
+    logit_softcap=3.0,
+)
+GRANITE = replace(SMALL, attention_scale=0.2, embedding_multiplier=3.0, residual_multiplier=0.7, logits_scaling=2.0)
+OLMO = replace(SMALL, norms="post", full_qk_norm=True)
 TIED = replace(SMALL, tie_embeddings=True)
 NORMED = replace(SMALL, qk_norm=True)
 BIASED = replace(SMALL, qkv_bias=True)

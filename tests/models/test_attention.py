@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from tests.models.small_models import SMALL, packed, starts
 def layer_inputs() -> tuple[Attention, Tensor, Tensor, Tensor]:
     batch = packed([5, 7, 4], [15, 1])
     torch.manual_seed(0)
-    attention = Attention(SMALL, SMALL.layers[0]).double()
+    attention = Attention(SMALL, SMALL.layer_kinds[0]).double()
     x_BSE = torch.randn(2, 16, SMALL.dim, dtype=torch.float64)
     rotation = rope.cos_sin_table(SMALL.rope, SMALL.head_dim, batch.positions, torch.float64)
     return attention, x_BSE, rotation, batch.boundaries
@@ -26,9 +28,9 @@ def test_core_gets_rotated_q_and_k_plain_v_and_full_boundaries() -> None:
     seen: list[Tensor] = []
 
     class Core(LocalAttentionCore):
-        def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
-            seen.extend((q_BSNH, k_BSKH, v_BSKH, boundaries_BD))
-            return super().__call__(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)
+        def __call__(self, *given: Any, **named: Any) -> Tensor:
+            seen.extend(given[:4])
+            return super().__call__(*given, **named)
 
     attention.core = Core()
     attention(x_BSE, rotation, boundaries)
@@ -55,8 +57,8 @@ def test_core_output_is_projected_head_by_head() -> None:
     answer = torch.randn(2, 16, SMALL.num_heads, SMALL.head_dim, dtype=torch.float64)
 
     class Core(LocalAttentionCore):
-        def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
-            del q_BSNH, k_BSKH, v_BSKH, boundaries_BD
+        def __call__(self, *given: Any, **named: Any) -> Tensor:
+            del given, named
             return answer
 
     attention.core = Core()
@@ -76,9 +78,12 @@ def test_core_below_autograd_equals_core_and_autograd_gradients(kernel: str) -> 
     out = core(*given, boundaries_BD)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     expected = torch.autograd.grad(out, given, grad)
-    started = core.start(*(x.detach() for x in given))
+    q, k, v = (x.detach() for x in given)
+    started = core.start(q, k, v, boundaries_BD)
     found, lse = core.forward(started, boundaries_BD)
     assert torch.equal(found, out)
     assert lse.shape == (2, 4, 16)
-    for ours, right in zip(core.backward(grad, started, found, lse, boundaries_BD), expected, strict=True):
+    *grads, sink_grad = core.backward(grad, started, found, lse, boundaries_BD)
+    assert sink_grad.numel() == 0
+    for ours, right in zip(grads, expected, strict=True):
         assert torch.equal(ours, right)

@@ -28,7 +28,7 @@ def test_a_second_backward_pass_is_refused() -> None:
 
 
 def test_values_and_gradients_equal_the_formula() -> None:
-    module, x_E = FeedForward(SMALL, SMALL.layers[0]).double(), draw(*X)
+    module, x_E = FeedForward(SMALL, SMALL.layer_kinds[0]).double(), draw(*X)
     gate, up, down = (module.get_parameter(f"{name}_proj.weight") for name in ("gate", "up", "down"))
     expected = (F.silu(x_E @ gate.T) * (x_E @ up.T)) @ down.T
     found = module(x_E, None, None)
@@ -42,11 +42,11 @@ def test_values_and_gradients_equal_the_formula() -> None:
 
 
 def test_bfloat16_output_and_gradients_stay_bfloat16() -> None:
-    module, x_E = FeedForward(SMALL, SMALL.layers[0]).bfloat16(), draw(*X).detach().bfloat16().requires_grad_()
+    module, x_E = FeedForward(SMALL, SMALL.layer_kinds[0]).bfloat16(), draw(*X).detach().bfloat16().requires_grad_()
     out = module(x_E, None, None)
     assert out.dtype == torch.bfloat16
     out.sum().backward()
-    wide = FeedForward(SMALL, SMALL.layers[0]).double()
+    wide = FeedForward(SMALL, SMALL.layer_kinds[0]).double()
     wide.load_state_dict(module.state_dict())
     exact = x_E.detach().double().requires_grad_()
     wide(exact, None, None).sum().backward()
@@ -56,7 +56,7 @@ def test_bfloat16_output_and_gradients_stay_bfloat16() -> None:
 
 
 def test_saves_gate_and_up_but_not_their_product() -> None:
-    module, x_E = FeedForward(SMALL, SMALL.layers[0]).double(), draw(*X)
+    module, x_E = FeedForward(SMALL, SMALL.layer_kinds[0]).double(), draw(*X)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(remember(kept), unchanged):
         module(x_E, None, None)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from models import kernel_check, kernels
+from models import attention_op, kernel_check, kernels
 from models.kernel_check import SHORT_LENGTHS, Heads, verify_kernel, verify_wide
-from models.kernels import ScoreBlock, ScoreBlocks
+from models.score_blocks import ScoreBlock, ScoreBlocks, VarlenBatch
 from trainer.config.parse import load
 from trainer.errors import RankFailedError
 from trainer.hardware import device as hardware
@@ -156,20 +156,21 @@ def test_a_kernel_whose_gradients_vary_is_refused_by_a_deterministic_run(monkeyp
 # ---- code paths of CUDA kernels, with CPU kernels in their places
 
 
-def segments(batch: kernels.VarlenBatch) -> list[ScoreBlock]:
+def segments(batch: VarlenBatch, window: int | None) -> ScoreBlocks:
+    """As the kernel sees them: flipped blocks are causal ones of reversed tokens."""
     queries, keys = (pairwise(starts.tolist()) for starts in (batch.cu_seqlens_q, batch.cu_seqlens_k))
-    return [ScoreBlock(*q, *k) for q, k in zip(queries, keys, strict=True)]
+    blocks = [ScoreBlock(*q, *k) for q, k in zip(queries, keys, strict=True)]
+    return ScoreBlocks(blocks, causal=batch.mask != "full", window=window if batch.mask == "causal" else None)
 
 
-def varlen_forward(q: Tensor, k: Tensor, v: Tensor, batch: kernels.VarlenBatch, causal: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001
-    parts = list(kernels.attend_blocks(q, k, v, ScoreBlocks(segments(batch), causal=causal), kernel="plain"))
-    return torch.cat([out for _, out, _ in parts]), torch.cat([lse for _, _, lse in parts], dim=1)
+def varlen_forward(q: Tensor, k: Tensor, v: Tensor, batch: VarlenBatch, window: int | None) -> tuple[Tensor, Tensor]:
+    return attention_op.forward(q, k, v, segments(batch, window), kernel="plain")
 
 
 def varlen_backward(*inputs: Any) -> tuple[Tensor, ...]:
-    *tensors, batch, causal = inputs
+    *tensors, batch, window = inputs
     dq, dk, dv = (torch.zeros_like(x) for x in tensors[1:4])
-    arguments: Any = (*tensors, ScoreBlocks(segments(batch), causal=causal))
+    arguments: Any = (*tensors, segments(batch, window))
     kernels.accumulate_grads((dq, dk, dv), kernels.attend_blocks_backward(*arguments, kernel="plain"))
     return dq, dk, dv
 
@@ -186,7 +187,7 @@ def cudnn_lengths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, i
     choose = kernels.select_kernel
     monkeypatch.setattr(kernels, "_flash_forward", varlen_forward)
     monkeypatch.setattr(kernels, "_flash_backward", varlen_backward)
-    monkeypatch.setattr(kernels, "select_kernel", lambda q, name: name if name == "cudnn" else choose(q, name))
+    monkeypatch.setattr(kernels, "select_kernel", lambda q, name, **_: name if name == "cudnn" else choose(q, name))
     monkeypatch.setitem(kernels.DENSE_KERNELS, "cudnn", (forward, BACKWARD))
     yield calls
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from models import kernels
-from models.kernels import ScoreBlock, ScoreBlocks
 from models.linear import accumulation_dtype
+from models.score_blocks import ScoreBlock, ScoreBlocks
 from tests.models.test_kernel_check import varlen_backward, varlen_forward
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1)]
@@ -36,7 +36,7 @@ def reference(
     grad, *qkv = (x.detach().double().cpu() for x in given)
     q, k, v = (x.requires_grad_() for x in qkv)
     allowed = torch.zeros(20, 20, dtype=torch.bool)
-    for q0, q1, k0, k1 in rectangles:
+    for q0, q1, k0, k1, _ in rectangles:
         allowed[q0:q1, k0:k1] = torch.ones(q1 - q0, k1 - k0).tril() if causal else True
     keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qnh,knh->nqk", q, keys) * q.shape[-1] ** -0.5
@@ -98,7 +98,8 @@ def test_empty_block_raises_instead_of_crashing() -> None:
 
 def test_causal_block_must_be_square() -> None:
     with pytest.raises(
-        ValueError, match=r"ScoreBlock\(q0=0, q1=5, k0=0, k1=3\) is causal, and must have as many queries as keys"
+        ValueError,
+        match=r"ScoreBlock\(q0=0, q1=5, k0=0, k1=3, mask='causal'\) is causal, and must have as many queries as keys",
     ):
         ScoreBlocks(BLOCKS, causal=True)
 
@@ -138,7 +139,9 @@ def test_varlen_calls_return_each_block_at_its_tokens(monkeypatch: pytest.Monkey
     choose = kernels.select_kernel
     monkeypatch.setattr(kernels, "_flash_forward", varlen_forward)
     monkeypatch.setattr(kernels, "_flash_backward", varlen_backward)
-    monkeypatch.setattr(kernels, "select_kernel", lambda q, kernel: "flash" if kernel == "flash" else choose(q, kernel))
+    monkeypatch.setattr(
+        kernels, "select_kernel", lambda q, kernel, **_: "flash" if kernel == "flash" else choose(q, kernel)
+    )
     rectangles = CAUSAL_BLOCKS if causal else BLOCKS
     given = draw((4, 2))
     ours = computed(given, rectangles, causal=causal, kernel="flash")
@@ -158,7 +161,7 @@ def test_torch_accepts_the_arguments_of_every_cuda_kernel(kernel: str, *, causal
         shapes = ((20, 4, 64), (20, 4, 64), (20, 2, 64), (20, 2, 64))
         grad, q, k, v = (torch.empty(shape, dtype=dtype) for shape in shapes)
         out, lse = torch.empty_like(q), torch.empty(4, 20)
-        for (_, part, part_lse), (q0, q1, _, _) in zip(
+        for (_, part, part_lse), (q0, q1, *_) in zip(
             kernels.attend_blocks(q, k, v, ScoreBlocks(rectangles, causal=causal), kernel=kernel),
             rectangles,
             strict=False,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -37,18 +38,24 @@ def kinds() -> Iterator[None]:
 
 
 def test_a_pattern_repeats_over_the_layers() -> None:
-    assert [kind.mixer for kind in MIXED_KINDS.layers] == ["attention", "attention", "shift", "attention", "attention"]
-    assert MIXED_KINDS.layers[4] == MIXED_KINDS.layers[0]
+    assert [kind.mixer for kind in MIXED_KINDS.layer_kinds] == [
+        "attention",
+        "attention",
+        "shift",
+        "attention",
+        "attention",
+    ]
+    assert MIXED_KINDS.layer_kinds[4] == MIXED_KINDS.layer_kinds[0]
     assert len(MIXED_KINDS.kinds) == 4
 
 
 def test_options_of_all_layers_make_the_kinds_that_a_pattern_states() -> None:
     said = replace(NORMED, num_layers=7, nope_every=3)
     kind = LayerKind(qk_norm=True)
-    stated = replace(SMALL, num_layers=7, layer_pattern=(kind, kind, replace(kind, rope=False)))
-    assert said.layers == stated.layers
+    stated = replace(SMALL, num_layers=7, layers=(kind, kind, replace(kind, rope="none")))
+    assert said.layer_kinds == stated.layer_kinds
     assert config_differences(said, stated) == {}
-    assert set(config_differences(SMALL, replace(stated, num_layers=2))) == {"layer_pattern"}
+    assert set(config_differences(SMALL, replace(stated, num_layers=2))) == {"layers"}
     assert set(config_differences(replace(said, nope_every=None), stated)) == {"rope.layers"}
 
 
@@ -56,16 +63,16 @@ def test_options_of_all_layers_make_the_kinds_that_a_pattern_states() -> None:
     ("config", "problem"),
     [
         (
-            replace(SMALL, layer_pattern=(LayerKind(mixer="conv"),)),
+            replace(SMALL, layers=(LayerKind(mixer="conv"),)),
             'mixer = "conv" is unknown; there are attention, shift',
         ),
         (
-            replace(SMALL, layer_pattern=(LayerKind(mixer="shift", qk_norm=True),)),
+            replace(SMALL, layers=(LayerKind(mixer="shift", qk_norm=True),)),
             'qk_norm is read neither by mixer "shift"',
         ),
         (
-            replace(NORMED, layer_pattern=(LayerKind(),)),
-            "model.qk_norm must be set in each kind of model.layer_pattern",
+            replace(NORMED, layers=(LayerKind(),)),
+            "model.qk_norm must be set in each kind of model.layers",
         ),
     ],
     ids=["unknown", "unread", "twice"],
@@ -165,7 +172,7 @@ def test_the_gradient_check_covers_each_kind_once(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(gradient_check, "_wrong_gradients", see)
     gradient_check.verify_gradients(replace(MIXED_KINDS, num_layers=9), "full", Tiling())
-    assert seen[0].layers == tuple(replace(kind, rope=True) for kind in MIXED_KINDS.kinds)
+    assert seen[0].layers == tuple(replace(kind, rope="global") for kind in MIXED_KINDS.kinds)
     monkeypatch.undo()
     with other_kinds():
         gradient_check.verify_gradients(MIXED_KINDS, "full", Tiling())
@@ -173,22 +180,23 @@ def test_the_gradient_check_covers_each_kind_once(monkeypatch: pytest.MonkeyPatc
 
 def test_a_mixer_without_context_parallelism_is_refused() -> None:
     with pytest.raises(ValueError, match=r'mixer "shift" has no context parallelism: parallelism\.cp must be 1'):
-        set_attention_core(small_model(MIXED_KINDS), cast(Any, object()), kernel="auto")
+        set_attention_core(small_model(MIXED_KINDS), MagicMock(), kernel="auto")
     with pytest.raises(ValueError, match='mixer "shift" cannot decode'):
         Decoder(small_model(MIXED_KINDS), capacity=8)
 
 
 def test_a_pattern_is_not_exported_unless_all_layers_are_alike() -> None:
-    with pytest.raises(HuggingFaceError, match=r"model\.layer_pattern has no equivalent"):
+    with pytest.raises(HuggingFaceError, match=r"model\.layers has no equivalent"):
         model_config_to_hf(MIXED_KINDS, max_length=64, dtype="float32")
-    with pytest.raises(HuggingFaceError, match=r"model\.layer_pattern has no equivalent"):
+    with pytest.raises(HuggingFaceError, match=r"model\.layers has no equivalent"):
         model_config_to_hf(replace(SMALL, activation=cast(Any, "gelu")), max_length=64, dtype="float32")
-    alike = replace(SMALL, head_dim=4, layer_pattern=(LayerKind(qkv_bias=True),))
+    alike = replace(SMALL, head_dim=4, layers=(LayerKind(qkv_bias=True),))
     assert model_config_to_hf(alike, max_length=64, dtype="float32")["model_type"] == "qwen2"
 
 
 def test_a_stored_pattern_is_read_again() -> None:
-    stored = {f"model.{key}": value for key, value in asdict(MIXED_KINDS).items() if key != "rope"}
-    stored |= {f"model.rope.{key}": value for key, value in asdict(MIXED_KINDS.rope).items()}
-    stored["model.layer_pattern"] = [*stored["model.layer_pattern"]]
+    stored = {f"model.{key}": value for key, value in asdict(MIXED_KINDS).items()}
+    for rope in ("model.rope", "model.local_rope"):
+        stored |= {f"{rope}.{key}": value for key, value in stored.pop(rope).items()}
+    stored["model.layers"] = [*stored["model.layers"]]
     assert model_config_from_state({"config": stored}) == MIXED_KINDS

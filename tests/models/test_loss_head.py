@@ -252,6 +252,8 @@ def test_head_reports_correct_only_if_asked() -> None:
     head = LossHead(replace(SMALL, vocab_size=V, dim=E), chunk_mib=0)
     x_BSE, _, labels_BS = inputs(torch.float32)
     with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_()
         alone_BS = head(x_BSE, labels_BS)
         head.reports_correct = True
         losses_BS, hits_BS = head(x_BSE, labels_BS).unbind(-1)

@@ -180,7 +180,7 @@ def test_a_rank_multiplies_by_its_part_of_each_matrix(tp: int) -> None:
     ffn, out = config.dim * config.ffn_dim // tp, config.dim * config.sizes["Q"] // tp
     keys = config.dim * config.head_dim * max(1, config.num_kv_heads // tp)
     every = 2 * out + 2 * keys + 3 * ffn
-    assert config.products_of(config.layers[0], tp) == (every, every - ffn + out + keys, out + 2 * keys)
+    assert config.products_of(config.layer_kinds[0], tp) == (every, every - ffn + out + keys, out + 2 * keys)
 
 
 def test_hardware_flops_of_attention_are_3_5_forward_passes_and_4_5_with_recomputation() -> None:

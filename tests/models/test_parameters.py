@@ -143,7 +143,7 @@ def test_counts_and_files_follow_the_declaration(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("tp", "kv_rows"), [(1, 8), (2, 4), (4, 8)])
 def test_a_rank_has_its_cut_of_each_parameter(tp: int, kv_rows: int) -> None:
-    cut = {name: each.local_shape(CONFIG.sizes, tp) for name, each in CONFIG.layers[0].parameters.items()}
+    cut = {name: each.local_shape(CONFIG.sizes, tp) for name, each in CONFIG.layer_kinds[0].parameters.items()}
     assert cut["attention.q_proj.weight"] == (16 // tp, 8)
     # With fewer KV heads than ranks each holds them all.
     assert cut["attention.k_proj.weight"] == (kv_rows, 8)

@@ -15,11 +15,12 @@ from models.transformer import Transformer
 from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
-from parallelisms.block_recompute import Compile, Tiling, compiler, eager
+from parallelisms.block_recompute import Tiling, compiler, eager
 from parallelisms.init_weights import initialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallel_dims import AXES
 from parallelisms.parallelize import parallelize
+from parallelisms.sublayer_pass import Compile
 from tests.models.small_models import SMALL
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 import warnings
 import weakref
+from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 from typing import Any, cast
@@ -18,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models import tiling
-from models.attention import Attention, LocalAttentionCore
+from models.attention import Attention, LocalAttentionCore, QKVGrads
 from models.config import ModelConfig
 from models.norm import RMSNorm
 from models.sublayer import Sublayer
@@ -27,6 +29,7 @@ from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
 from parallelisms.block_recompute import Tiling, compiler
+from tests.models import small_models
 from tests.models.small_models import (
     MIXED,
     SMALL,
@@ -46,6 +49,10 @@ POLICIES: tuple[activation_checkpoint.RecomputePolicy, ...] = ("full", "keep_att
 DEEP = replace(SMALL, num_layers=3, num_heads=8, num_kv_heads=4)
 NORMED = replace(MIXED, num_heads=8, num_kv_heads=4)
 BIASED = replace(DEEP, qkv_bias=True)
+WINDOWED, GEMMA, GRANITE, OLMO = (
+    replace(each, num_heads=8, num_kv_heads=4)
+    for each in (small_models.WINDOWED, small_models.GEMMA, small_models.GRANITE, small_models.OLMO)
+)
 TILE = 5 * tiling.bytes_per_token(SMALL.dim, SMALL.ffn_dim, 8)  # Five tokens of 24, in double precision.
 TILINGS = [(1, None), (1, TILE), (2, None), (2, TILE), (4, TILE), (2, 0)]
 
@@ -85,8 +92,11 @@ def autograd_result(config: ModelConfig = DEEP) -> tuple[Tensor, dict[str, Tenso
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     ("config", "blocks_per_checkpoint"),
-    [*((DEEP, blocks_per_checkpoint) for blocks_per_checkpoint in (1, 2, 3)), (NORMED, 2), (BIASED, 2)],
-    ids=["1", "2", "3", "normed-2", "biased-2"],
+    [
+        *((DEEP, blocks_per_checkpoint) for blocks_per_checkpoint in (1, 2, 3)),
+        *((config, 2) for config in (NORMED, BIASED, WINDOWED, GEMMA, GRANITE, OLMO)),
+    ],
+    ids=["1", "2", "3", "normed-2", "biased-2", "windowed-2", "gemma-2", "granite-2", "olmo-2"],
 )
 def test_losses_and_gradients_equal_autograd(
     config: ModelConfig,
@@ -95,6 +105,10 @@ def test_losses_and_gradients_equal_autograd(
     head_groups: int,
     tile_bytes: int | None,
 ) -> None:
+    if config.full_qk_norm and head_groups > 1:
+        with pytest.raises(ValueError, match=rf"memory\.head_groups = {head_groups} must be 1: queries and keys are"):
+            model_with(RecomputeConfig(policy, tiling=Tiling(head_groups)), config)
+        return
     losses, expected = autograd_result(config)
     found_losses, found = gradients(
         model_with(
@@ -218,15 +232,22 @@ def test_bfloat16_error_is_comparable_to_autograd(
 ) -> None:
     half = torch.bfloat16
     rounded = small_model(config, dtype=half).double()
-    losses, exact = gradients(rounded, BATCH)
-    plain_losses, plain = gradients(small_model(config, dtype=half), BATCH)
-    found_losses, found = gradients(
-        model_with(RecomputeConfig("keep_attention", tiling=Tiling(head_groups, tile_bytes)), config, dtype=half), BATCH
+    plain = small_model(config, dtype=half)
+    recomputed = model_with(
+        RecomputeConfig("keep_attention", tiling=Tiling(head_groups, tile_bytes)), config, dtype=half
     )
-    assert (found_losses - losses).norm() <= 1.5 * (plain_losses - losses).norm()
-    for name, right in exact.items():
-        assert found[name].dtype == half
-        assert (found[name] - right).norm() <= 1.5 * (plain[name] - right).norm(), name
+    # Over several batches and blocks: the roundings of a few numbers are luck.
+    squares = [defaultdict[str, float](float), defaultdict[str, float](float)]
+    for batch in BATCHES:
+        losses, exact = gradients(rounded, batch)
+        for model, total in zip((plain, recomputed), squares, strict=True):
+            found_losses, found = gradients(model, batch)
+            total["losses"] += float((found_losses - losses).square().sum())
+            for name, right in exact.items():
+                assert found[name].dtype == half
+                total[re.sub(r"\d+", "*", name)] += float((found[name] - right).square().sum())
+    for name, plain_square in squares[0].items():
+        assert squares[1][name] <= 1.5**2 * plain_square, name
 
 
 def test_backward_does_not_overwrite_its_output_gradient() -> None:
@@ -442,11 +463,11 @@ class CountingCore(LocalAttentionCore):
         self._look("start")
         return super().start(*given)
 
-    def forward(self, started: Any, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
         self._look("forward")
-        return super().forward(started, boundaries_BD)
+        return super().forward(*given)
 
-    def backward(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, *given: Any) -> QKVGrads:
         self._look("backward")
         return super().backward(*given)
 

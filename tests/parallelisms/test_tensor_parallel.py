@@ -19,11 +19,12 @@ from models.config import ModelConfig
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint, fsdp, tensor_parallel
 from parallelisms.activation_checkpoint import RecomputeConfig
-from parallelisms.block_recompute import Compile, Tiling, compiler, eager
+from parallelisms.block_recompute import Tiling, compiler, eager
 from parallelisms.collectives import all_reduce, full_tensor, to_local
 from parallelisms.init_weights import initialize, local_ranges
 from parallelisms.mesh import Mesh
 from parallelisms.parallel_dims import AXES, tensor_parallel_problems
+from parallelisms.sublayer_pass import Compile
 from tests.models.other_kinds import MIXED_KINDS, other_kinds
 from tests.models.small_models import MIXED, SMALL, feed_forward_tokens, packed
 from tests.parallelisms.parallel_models import concat_batches
@@ -66,7 +67,7 @@ class Case:
             "tied": self.config.tie_embeddings,
             "normed": self.config.qk_norm,
             "biased": self.config.qkv_bias,
-            "kinds": bool(self.config.layer_pattern),
+            "kinds": bool(self.config.layers),
             "no-sequence-parallel": not self.sequence_parallel,
             "no-loss-parallel": not self.loss_parallel,
             "compiled": self.compiled,

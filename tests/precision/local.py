@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models import norm
-from models.attention import Attention
-from models.kernels import ScoreBlocks
+from models.attention import Attention, QKVGrads
 from models.linear import Embedding, accumulation_dtype
 from models.loss_head import LinearCrossEntropy, VocabShard
 from models.norm import RMSNormFunction
 from models.rope import identity_rotation
+from models.score_blocks import ScoreBlocks
 from models.tiling import GradAccumulator, bytes_per_token
 from models.transformer import TransformerBlock
 from parallelisms.activation_checkpoint import BlockRunner, RecomputeConfig
@@ -107,21 +107,25 @@ BLOCK_TOKENS = 256
 class SumCore:
     """In place of attention: the sum of queries, keys and values, through which gradients keep their sign."""
 
-    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
-        del boundaries_BD
-        return q_BSNH + k_BSKH + v_BSKH
+    def __call__(self, *given: Any, **named: Any) -> Tensor:
+        del named
+        q_BSNH, k_BSKH, v_BSKH, *_ = given
+        total: Tensor = q_BSNH + k_BSKH + v_BSKH
+        return total
 
-    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Inputs:
+    def start(self, *given: Any, **named: Any) -> Inputs:
+        del named
+        q_BSNH, k_BSKH, v_BSKH, _ = given
         return q_BSNH, k_BSKH, v_BSKH
 
-    def forward(self, pending: Inputs, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
-        return self(*pending, boundaries_BD), torch.empty(0)
+    def forward(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        del named
+        return self(*given[0]), torch.empty(0)
 
-    def backward(
-        self, grad_BSNH: Tensor, pending: Inputs, out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
-    ) -> Inputs:
-        del pending, out_BSNH, lse, boundaries_BD
-        return grad_BSNH, grad_BSNH, grad_BSNH
+    def backward(self, *given: Any, **named: Any) -> QKVGrads:
+        del named
+        grad_BSNH = given[0]
+        return grad_BSNH, grad_BSNH, grad_BSNH, torch.empty(0)
 
 
 def positive_block() -> TransformerBlock:
@@ -190,6 +194,9 @@ class RehearsedExchange:
     @property
     def plan(self) -> RankAttentionPlan:
         return RankAttentionPlan([SeqLayout("contiguous", 1, (0, self.queries))], 0)
+
+    def start(self, k_XKH: Tensor, v_XKH: Tensor) -> Waitable:
+        raise NotImplementedError
 
     def remote_kv(self, pending_kv: Waitable) -> Iterator[tuple[Tensor, ScoreBlocks]]:
         del pending_kv

@@ -220,7 +220,7 @@ def test_nope_layers_and_longrope_factors_are_kept(small: Shrink) -> None:
         made = small(model={"nope_every": 4, "rope": rope}, training={"seq_len": seq_len}).mesh_cases[0].launch.config
         model, length = made.model.build(), made.training.seq_len
         assert (length > model.rope.original_length) == is_longer
-        assert not model.layers[-1].rope
+        assert model.layer_kinds[-1].rope == "none"
 
 
 def test_the_copy_task_keeps_its_period(small: Shrink) -> None:

@@ -21,14 +21,15 @@ log = logging.getLogger("trainer")
 
 def model_config_from_state(state: Mapping[str, Any]) -> ModelConfig:
     """The model configuration stored in a checkpoint. Raises `ResumeError`."""
-    sections: dict[str, dict[str, Any]] = {"model": {}, "model.rope": {}}
+    sections: dict[str, dict[str, Any]] = {"model": {}, "model.rope": {}, "model.local_rope": {}}
     for key, value in state["config"].items():
         section, _, name = key.rpartition(".")
         if section in sections:
             sections[section][name] = tuple(value) if isinstance(value, list) else value
     try:
-        pattern = tuple(LayerKind(**kind) for kind in sections["model"].pop("layer_pattern", ()))
-        return ModelConfig(**sections["model"], layer_pattern=pattern, rope=RopeConfig(**sections["model.rope"]))
+        pattern = tuple(LayerKind(**kind) for kind in sections["model"].pop("layers", ()))
+        ropes: dict[str, Any] = {name: RopeConfig(**sections[f"model.{name}"]) for name in ("rope", "local_rope")}
+        return ModelConfig(**sections["model"], layers=pattern, **ropes)
     except TypeError as error:
         raise ResumeError(f"state.json is not of this version's models: {error}") from None
 

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,6 @@ log = logging.getLogger("trainer")
 # Values that must not change on resume. The path of the corpus may change: its fingerprint is compared instead.
 IDENTITY_KEYS = ("model.", "tokenizer.kind.", "data.", "training.seq_len.", "training.seed.", "optimizer.name.")
 NON_IDENTITY_KEYS = ("data.cache_dir", "data.bad_files", "data.corpus")
-MODEL_DEFAULTS = {
-    f"model.{each.name}": [] if each.default == () else each.default
-    for each in dataclasses.fields(ModelConfig)
-    if each.default is not dataclasses.MISSING
-}
-"""Of what a model can be; a checkpoint of an earlier version lacks what it did not have yet."""
 STATE_FIELD_TYPES = {"step": int, "trainer": dict, "data": dict, "config": dict, "stage": dict}
 
 
@@ -212,21 +207,33 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     ):
         raise ResumeError(f"{path} is damaged: it must contain {', '.join(STATE_FIELD_TYPES)}")
     try:
-        values = MODEL_DEFAULTS | migrate(state["config"], version=state.get(SCHEMA_KEY, 1))
-        values["model.layer_pattern"] = [
-            dataclasses.asdict(LayerKind()) | kind for kind in values["model.layer_pattern"]
-        ]
+        values = model_defaults() | migrate(state["config"], version=state.get(SCHEMA_KEY, 1))
+        values["model.layers"] = [dataclasses.asdict(LayerKind()) | kind for kind in values["model.layers"]]
         state["config"] = values
     except ConfigError as error:
         raise ResumeError(f"{path}: {error}") from None
     return state
 
 
+@cache
+def model_defaults() -> dict[str, Any]:
+    """Of what a model can be, by dotted key; a checkpoint of an earlier version lacks what it did not have yet."""
+    required: dict[str, Any] = dict.fromkeys(
+        (each.name for each in dataclasses.fields(ModelConfig) if each.default is each.default_factory), 1
+    )
+    values = _flatten_model(ModelConfig(**required))
+    return {key: value for key, value in values.items() if key.removeprefix("model.") not in required}
+
+
 def flatten_config(config: Config) -> dict[str, Any]:
     """Every value by its dotted key, with the model preset resolved; without [job], [[stage]], [slurm] and [plan]."""
     values = config.model_dump(mode="json", exclude={"job", "stage", "slurm", "plan"})
-    values["model"] = dataclasses.asdict(config.model.build())
-    return _flatten(json.loads(json.dumps(values)))  # Tuples become lists.
+    del values["model"]
+    return _flatten(values) | _flatten_model(config.model.build())
+
+
+def _flatten_model(model: ModelConfig) -> dict[str, Any]:
+    return _flatten(json.loads(json.dumps({"model": dataclasses.asdict(model)})))  # Tuples become lists.
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

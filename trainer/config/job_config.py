@@ -93,7 +93,7 @@ class Config(Section):
         section, model = self.parallelism, self.model.build()
         # The output projection counts by its FLOPs; the embedding, which has none, by its equal number of weights.
         attention_cost = self.training.seq_len / 2 * model.num_heads * model.head_dim * 2
-        block_cost = sum(model.products[kind].every for kind in model.layers) / model.num_layers + attention_cost
+        block_cost = sum(model.products[kind].every for kind in model.layer_kinds) / model.num_layers + attention_cost
         vocab_cost = model.vocab_size * model.dim / block_cost
         return PipelinePlan(
             pp=section.pp,

@@ -63,6 +63,7 @@ MIGRATIONS = (
             )
         }
     ),
+    Migration(renamed_keys={"model.layer_pattern": "model.layers"}),
 )
 SCHEMA_VERSION = len(MIGRATIONS) + 1
 SCHEMA_KEY = "schema_version"

@@ -99,7 +99,8 @@ def verify_attention_kernel(config: Config, kernel: str, device: torch.device) -
     num_kv = num_kv * kv_head_repeats(ulysses, num_kv) // ulysses
     heads = kernel_check.Heads(plan.heads // groups // ulysses, num_kv, plan.head_dim)
     few = heads._replace(num=min(2, num_kv) * heads.num // num_kv, kv=min(2, num_kv))
-    kernel_check.verify_kernel(kernel, device, dtype, heads=few, deterministic=config.training.deterministic)
+    options: Any = {"windows": config.model.build().windows, "deterministic": config.training.deterministic}
+    kernel_check.verify_kernel(kernel, device, dtype, heads=few, **options)
     num_tokens = config.training.micro_batch_size * plan.padded_length(config.training.seq_len) // plan.ring_degree
     try:
         kernel_check.verify_wide(kernel, device, dtype, heads=heads, num_tokens=num_tokens)

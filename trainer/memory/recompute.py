@@ -169,7 +169,7 @@ def _projection_moments(block: BlockMemory) -> Moments:
     normed = transient(f"{RECOMPUTE}.attention_backward", WHILE_RUNNING, block.normalized_tile())
     for name, alive in _head_gradient_moments(block, share):
         yield name, held + normed + alive
-    part = partial(transient, "parallelisms/block_recompute.py: SublayerPass.linears_backward", WHILE_RUNNING)
+    part = partial(transient, "parallelisms/sublayer_pass.py: SublayerPass.linears_backward", WHILE_RUNNING)
     weights = block.numbers("gradients of weights", rows, dim)
     products = part(
         block.queries("gradient of the query projection", share),

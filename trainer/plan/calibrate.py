@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from models import kernel_check, kernels
-from models.kernels import ScoreBlock, ScoreBlocks
+from models.score_blocks import ScoreBlock, ScoreBlocks
 from trainer.hardware.device import Stopwatch, choose_device
 from trainer.hardware.host import GIB
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.parallel_dims import ContextPlan
 
-OWN_OPTIONS = ("reduce_dtype", "kernel", "causal", "window", "dropout")
+OWN_OPTIONS = ("reduce_dtype", "kernel", "causal", "window", "softcap", "dropout")
 
 
 def build_core(mesh: DeviceMesh, **options: Any) -> ContextParallel:

@@ -64,12 +64,14 @@ def opcheck_results(name: str) -> set[str]:
     if name == "to_tokens":
         heads = core.ulysses_group.seq_to_heads(q)
         return set(torch.library.opcheck(ulysses._heads_to_seq, (heads.requires_grad_(), *core.ulysses_group)).values())
-    options = (name, core.layout, core._groups[0].group_name, torch.float32, "auto")
-    out, lse = ring.attention(q, k, v, boundaries_BD, *options)
-    backward = (torch.ones_like(out), q, k, v, out, lse, boundaries_BD, *options)
+    sink_N = torch.randn(q.shape[2], dtype=q.dtype, generator=torch.Generator().manual_seed(3))
+    options = (name, core.layout, core._groups[0].group_name, torch.float32, "auto", 3, None)
+    out, lse = ring.attention(q, k, v, boundaries_BD, sink_N, *options)
+    backward = (torch.ones_like(out), q, k, v, out, lse, boundaries_BD, sink_N, *options)
     found = set(torch.library.opcheck(ring.attention_backward, backward).values())
     given = [x.clone().requires_grad_() for x in (q, k, v)]
-    return found | set(torch.library.opcheck(ring.attention, (*given, boundaries_BD, *options)).values())
+    given_sink = sink_N.requires_grad_()
+    return found | set(torch.library.opcheck(ring.attention, (*given, boundaries_BD, given_sink, *options)).values())
 
 
 @pytest.mark.ranks
@@ -214,13 +216,13 @@ def collectives_of_layer(
     ranks = distributed.get_world_size()
     boundaries_BD = starts([tokens])
     core = build_core(init_device_mesh("cpu", (ranks,)), method=method, heads=8, kv_heads=2, reduce_dtype=wire)
-    given = [core.shard(x.detach().to(dtype), boundaries_BD) for x in inputs(boundaries_BD, (8, 2))]
+    q, k, v = (core.shard(x.detach().to(dtype), boundaries_BD) for x in inputs(boundaries_BD, (8, 2)))
     for name in ("_seq_to_heads", "_heads_to_seq"):  # A mode does not look into operators.
         setattr(ulysses, name, getattr(ulysses, name)._init_fn)
     with Sent(ranks) as forward:
-        out, lse = core.forward(core.start(*given), boundaries_BD)
+        out, lse = core.forward(core.start(q, k, v, boundaries_BD), boundaries_BD)
     with Sent(ranks) as backward:
-        core.backward(out, core.start(*given), out, lse, boundaries_BD)
+        core.backward(out, core.start(q, k, v, boundaries_BD), out, lse, boundaries_BD)
     return [forward.calls, backward.calls]
 
 
@@ -281,13 +283,16 @@ def errors_below_autograd(method: str) -> dict[str, float]:
             worst = 0.0
             # One head group after the other, with the next one in flight.
             groups = heads[0] // some[0]
-            cut = [[x.chunk(groups, dim=2)[group].contiguous() for x in (q, k, v)] for group in range(groups)]
+            cut = [
+                [x.chunk(groups, dim=2)[group].contiguous() for x in (q, k, v)] + [boundaries_BD]
+                for group in range(groups)
+            ]
             pieces = []
             started = [core.start(*part) for part in cut]
             outs = [core.forward(one, boundaries_BD) for one in started]
             started = [core.start(*part) for part in cut]
             for one, (part, lse), grad_part in zip(started, outs, grad.chunk(groups, dim=2), strict=True):
-                pieces.append([part, *core.backward(grad_part, one, part, lse, boundaries_BD)])
+                pieces.append([part, *core.backward(grad_part, one, part, lse, boundaries_BD)[:3]])
             for parts, right in zip(zip(*pieces, strict=True), expected, strict=True):
                 worst = max(worst, abs(torch.cat(parts, dim=2) - right).max().item())
             found[f"{heads} {some} {boundaries_BD[0].tolist()}"] = worst
@@ -305,11 +310,12 @@ def test_core_below_autograd_equals_autograd_for_head_groups(method: str) -> Non
 def qkv_alive(method: str) -> list[bool]:
     """Whether q, k and v are still alive when attention runs, after the exchange."""
     core = core_of(method)
-    q, k, v = (core.shard(x.detach()).clone() for x in inputs(starts([64])))
+    boundaries_BD = starts([64])
+    q, k, v = (core.shard(x.detach()).clone() for x in inputs(boundaries_BD))
     refs = [weakref.ref(x) for x in (q, k, v)]
-    started = core.start(q, k, v)
+    started = core.start(q, k, v, boundaries_BD)
     del q, k, v
-    given = core._wait_heads(started)
+    given = core._wait_heads(started, boundaries_BD)
     del given
     return [one() is not None for one in refs]
 

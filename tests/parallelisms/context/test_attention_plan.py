@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.kernels import ScoreBlock
+from models.score_blocks import ScoreBlock
 from parallelisms.context import ring
 from parallelisms.context.attention_plan import (
     RankAttentionPlan,
@@ -95,14 +95,14 @@ def local_pairs(rows: BatchLayouts, rank: int) -> Tensor:
 
 def cover(pairs: Tensor, rectangles: Sequence[ScoreBlock], queries: Tensor, keys: Tensor) -> None:
     """Adds the pairs of these blocks; queries and keys are indices into the concatenated sequences."""
-    for q0, q1, k0, k1 in rectangles:
+    for q0, q1, k0, k1, _ in rectangles:
         assert 0 <= q0 < q1 <= len(queries)
         assert 0 <= k0 < k1 <= len(keys)
         pairs[queries[q0:q1][:, None], keys[k0:k1][None, :]] += 1
     for above, below in pairwise(rectangles):
         assert above.q1 <= below.q0, "queries ascend, each in one rectangle"
         touching = above.q1 == below.q0
-        assert not (touching and above[2:] == below[2:]), "neighbours with the same keys are one rectangle"
+        assert not (touching and above[2:4] == below[2:4]), "neighbours with the same keys are one rectangle"
 
 
 def pairs_by_ring(rows: BatchLayouts) -> Tensor:
@@ -158,7 +158,7 @@ def test_local_blocks_are_one_causal_square_per_document(kind: ShardLayout, ring
         for rank in range(ring):
             counts = torch.bincount(document_of(joined(rows))[local_tokens(rows, rank)])
             ends = counts[counts > 0].cumsum(0).tolist()
-            squares = [ScoreBlock(start, end, start, end) for start, end in pairwise([0, *ends])]
+            squares = [ScoreBlock(start, end, start, end, "causal") for start, end in pairwise([0, *ends])]
             assert local_score_blocks(rows, rank) == tuple(squares)
 
 
@@ -258,7 +258,7 @@ def ring_step_imbalance(rows: BatchLayouts) -> float:
     slowest = max(int(num_local_pairs(rows, rank)) for rank in range(ring))
     for step in range(1, ring):
         at_once = [source_score_blocks(rows, rank, (rank - step) % ring) for rank in range(ring)]
-        slowest += max(sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in rectangles) for rectangles in at_once)
+        slowest += max(sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1, _ in rectangles) for rectangles in at_once)
     return slowest * ring / sum(sum(layout.pairs_per_rank()) for layout in rows)
 
 

@@ -5,7 +5,8 @@ Shape suffixes: B batch, T tokens of the full sequence, N heads, H head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from parallelisms.collectives import all_reduce
 from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
 from tests.models.dense_attention import dense, inputs, run
@@ -48,8 +50,8 @@ def cases(ranks: int) -> Iterator[Case]:
                 yield f"hybrid {mesh} {rotation}", {"method": "hybrid", "outer_method": rotation}, mesh
 
 
-def errors(tokens: int, every: int) -> dict[str, float]:
-    """The largest error of output and gradients, by case.
+def errors(tokens: int, every: int, scores: dict[str, Any], *, has_sink: bool) -> dict[str, float]:
+    """The largest error of output and gradients, by case; `scores` are a window and a soft cap.
 
     With `every` = 4, one case in four: each method with each head count and each document layout, and each head count
     with each document layout.
@@ -59,8 +61,10 @@ def errors(tokens: int, every: int) -> dict[str, float]:
     meshes: dict[tuple[int, int], DeviceMesh] = {}
     for row, (kind, heads) in enumerate(HEADS.items()):
         for column, (name, boundaries_BD) in enumerate(documents(tokens).items()):
-            given = inputs(boundaries_BD, heads)
-            *expected, _ = run(dense, given, boundaries_BD)
+            given = [*inputs(boundaries_BD, heads)]
+            if has_sink:
+                given.append(torch.linspace(-1, 2, heads[0], dtype=torch.float64, requires_grad=True))
+            *expected, _ = run(partial(dense, **scores), given, boundaries_BD)
             for number, (method, arguments, shape) in enumerate(cases(ranks)):
                 if (row + column + number) % every:
                     continue
@@ -68,29 +72,46 @@ def errors(tokens: int, every: int) -> dict[str, float]:
                     meshes[shape] = init_device_mesh("cpu", shape if shape[1] else shape[:1])
                 if (arguments["method"] == "ulysses" and heads[0] % ranks) or (shape[1] and heads[0] % shape[1]):
                     continue
-                core = build_core(meshes[shape], heads=heads[0], kv_heads=heads[1], **arguments)
+                core = build_core(meshes[shape], heads=heads[0], kv_heads=heads[1], **arguments, **scores)
                 ours = shared(core, given, boundaries_BD)
                 differences = (abs(a - b).max().item() for a, b in zip(ours, expected, strict=True))
                 found[f"{method}, {kind}, {name}"] = max(differences)
     return found
 
 
-def shared(core: ContextParallel, given: tuple[Tensor, ...], boundaries_BD: Tensor) -> list[Tensor]:
-    """Output and gradients of sharded attention, unsharded, for the output gradient of `run`."""
-    q, k, v = (core.shard(x.detach(), boundaries_BD).requires_grad_() for x in given)
-    out = core(q, k, v, boundaries_BD)
+def shared(core: ContextParallel, given: Sequence[Tensor], boundaries_BD: Tensor) -> list[Tensor]:
+    """Output and gradients of sharded attention, unsharded, for the output gradient of `run`; the sink's is summed."""
+    q, k, v = (core.shard(x.detach(), boundaries_BD).requires_grad_() for x in given[:3])
+    sinks = [x.detach().clone().requires_grad_() for x in given[3:]]
+    out = core(q, k, v, boundaries_BD, *sinks)
     weights = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    grads = torch.autograd.grad(out, (q, k, v), core.shard(weights.to(out.dtype), boundaries_BD))
-    return [core.unshard(x.detach(), boundaries_BD) for x in (out, *grads)]
+    grads = torch.autograd.grad(out, (q, k, v, *sinks), core.shard(weights.to(out.dtype), boundaries_BD))
+    sharded = [core.unshard(x.detach(), boundaries_BD) for x in (out, *grads[:3])]
+    return sharded + [all_reduce(None, x) for x in grads[3:]]
+
+
+SCORES: dict[str, tuple[dict[str, Any], bool]] = {
+    "full": ({}, False),
+    "sink": ({}, True),
+    "window 1": ({"window": 1}, False),
+    "window 5, sink": ({"window": 5}, True),
+    "window 12": ({"window": 12}, False),
+    "window 50": ({"window": 50}, False),
+    "window 191, sink": ({"window": 191}, True),
+    "soft cap, window 20, sink": ({"window": 20, "softcap": 2.0}, True),
+}
+"""By name: window and soft cap, and whether there is a sink. Documents are shorter, as long, and longer."""
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize(
     ("ranks", "every"),
     [(1, 4), *(pytest.param(ranks, 1, marks=pytest.mark.slow) for ranks in (1, 2, 3, 4, 8))],
 )
-def test_every_cp_method_is_exact(ranks: int, every: int) -> None:
-    by_rank = run_ranks(errors, ranks, 192, every, timeout=240)
+def test_every_cp_method_is_exact(ranks: int, every: int, scores: str) -> None:
+    options, has_sink = SCORES[scores]
+    by_rank = run_ranks(partial(errors, has_sink=has_sink), ranks, 192, every, options, timeout=240)
     assert all(set(found) == set(by_rank[0]) for found in by_rank)
     assert len(by_rank[0]) >= 160 // every
     assert {name: error for name, error in by_rank[0].items() if not error <= 1e-12} == {}

@@ -36,20 +36,18 @@ def plan_errors(shape: tuple[int, ...], asked: list[dict[str, Any]]) -> list[str
     return [error_message(build_core, mesh, **(HEADS | options)) for options in asked]
 
 
-def unsupported(method: str, window: str = "sliding window 4096") -> str:
-    return f'{window} is not supported by cp_method "{method}"'
+def unsupported(method: str, what: str) -> str:
+    return f'{what} is not supported by cp_method "{method}"'
 
 
 ONE_DIM_PLANS: list[tuple[dict[str, Any], str]] = [
-    ({"method": "ring", "window": 4096}, unsupported("ring")),
-    ({"method": "allgather", "window": 0}, unsupported("allgather", "sliding window 0")),
-    ({"method": "ulysses", "window": 4096}, unsupported("ulysses")),
+    ({"method": "allgather", "window": 0}, "sliding window 0 must be at least 1"),
     ({"method": "alltoall", "dropout": 0.1}, unsupported("alltoall", "attention dropout 0.1")),
     ({"method": "allgather", "causal": False}, unsupported("allgather", "attention without a causal mask")),
     (
-        {"method": "rings", "window": 5},
+        {"method": "rings", "dropout": 0.2},
         'cp_method = "rings" must be one of auto, allgather, ring, alltoall, ulysses, hybrid; '
-        'sliding window 5 is not supported by cp_method "rings"',
+        'attention dropout 0.2 is not supported by cp_method "rings"',
     ),
     ({"method": "ring", "kv_heads": 3}, "8 query heads must be a multiple of 3 KV heads"),
     (
@@ -74,7 +72,7 @@ ONE_DIM_PLANS: list[tuple[dict[str, Any], str]] = [
             "heads": 9,
             "kv_heads": 2,
             "layout": "headtail",
-            "window": 5,
+            "window": -5,
             "dropout": 0.5,
             "causal": False,
         },
@@ -84,8 +82,8 @@ ONE_DIM_PLANS: list[tuple[dict[str, Any], str]] = [
                 'cp_method = "ulysses" splits heads over 2 ranks, which must divide the 9 query heads of a rank',
                 'cp_layout = "headtail" is not supported by cp_method = "ulysses"; use "contiguous"',
                 unsupported("ulysses", "attention without a causal mask"),
-                unsupported("ulysses", "sliding window 5"),
                 unsupported("ulysses", "attention dropout 0.5"),
+                "sliding window -5 must be at least 1",
             ]
         ),
     ),
@@ -96,7 +94,7 @@ TWO_DIM_PLANS: list[tuple[dict[str, Any], str]] = [
         'cp_method = "hybrid" splits heads over 2 ranks, which must divide the 9 query heads of a rank',
     ),
     ({"method": "ring"}, 'cp_ulysses = 2 is only used with cp_method = "hybrid", not "ring"'),
-    ({"outer_method": "ring", "window": 7}, unsupported("hybrid", "sliding window 7")),
+    ({"outer_method": "ring", "dropout": 0.3}, unsupported("hybrid", "attention dropout 0.3")),
 ]
 
 

@@ -91,14 +91,13 @@ def shared(
         share = RankAttentionPlan((layout,), rank)
         exchange: KVExchange
         if rotation == "allgather":
-            transfer = partial(collectives.gather, rank=rank)
-            exchange = AllGather(share, partial(collectives.reduce_scatter, rank=rank), wire)
+            gather, scatter = (partial(each, rank=rank) for each in (collectives.gather, collectives.reduce_scatter))
+            exchange = AllGather(share, gather, scatter, wire)
         else:
-            transfer = partial(collectives.rotate, rank=rank)
-            exchange = Ring(share, transfer, wire)
+            exchange = Ring(share, partial(collectives.rotate, rank=rank), wire)
         grad, q, k, v = (x[None] for x in (grad, q, k, v))
-        out, lse = ring.forward(q, k, v, transfer(torch.cat((k, v))), exchange)
-        grads = ring.backward(grad, q, k, v, transfer(torch.cat((k, v))), out, lse, exchange)
+        out, lse = ring.forward(q, k, v, exchange.start(k[0], v[0]), exchange)
+        *grads, _ = ring.backward(grad, q, k, v, exchange.start(k[0], v[0]), out, lse, exchange)
         return out[0], *(x[0] for x in grads), lse[0].T
 
     with ThreadPoolExecutor(ranks) as pool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallelisms.context.ring import OnlineSoftmax
+from models.online_softmax import OnlineSoftmax
 
 PARTS, QUERIES, HEADS, WIDTH = 17, 512, 4, 16
 EVERYTHING = slice(None)
