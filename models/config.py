@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from models.layers import EMBEDDING, HEAD, LETTERS, LayerKind, Parameter, Sizes
 
@@ -140,6 +140,8 @@ class ModelConfig:
     """Divides the logits (Granite)."""
     logit_softcap: float | None = None
     """c of the logits c tanh(logit / c) (Gemma 2)."""
+    model_type: str = ""
+    """The one in transformers that a conversion prefers (`models/hf_config.py`)."""
 
     def problems(self) -> list[str]:
         """Every broken rule, with its values; empty for a valid model."""
@@ -178,6 +180,15 @@ class ModelConfig:
             last = alike if self.nope_every is None else replace(alike, rope="none")
             pattern = (*(alike,) * ((self.nope_every or 1) - 1), last)
         return tuple(pattern[layer % len(pattern)] for layer in range(self.num_layers))
+
+    @property
+    def common_options(self) -> dict[str, Any]:
+        """The options of `LayerKind` that all layers share."""
+        return {
+            name: getattr(self.kinds[0], name)
+            for name in ALIKE_OPTIONS
+            if len({getattr(kind, name) for kind in self.kinds}) == 1
+        }
 
     @cached_property
     def unrotated_layers(self) -> tuple[LayerKind, ...]:

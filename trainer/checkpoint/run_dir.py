@@ -42,7 +42,7 @@ log = logging.getLogger("trainer")
 
 # Values that must not change on resume. The path of the corpus may change: its fingerprint is compared instead.
 IDENTITY_KEYS = ("model.", "tokenizer.kind.", "data.", "training.seq_len.", "training.seed.", "optimizer.name.")
-NON_IDENTITY_KEYS = ("data.cache_dir", "data.bad_files", "data.corpus")
+NON_IDENTITY_KEYS = ("model.model_type", "data.cache_dir", "data.bad_files", "data.corpus")
 STATE_FIELD_TYPES = {"step": int, "trainer": dict, "data": dict, "config": dict, "stage": dict}
 
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from models.config import ModelConfig
+from models.config import ALIKE_OPTIONS, ModelConfig
+from models.layers import LayerKind
 from models.presets import FAMILIES
 from parallelisms.parallel_dims import AXES
 
@@ -91,6 +92,35 @@ class RopeSection(Section):
     """Type of the angles. `float32` is off by 0.05 rad at position 1M and matches Hugging Face bit by bit."""
 
 
+class LayerSection(Section):
+    """Layers of one kind. Keys that are left out are as in [model], except `window` and `rope`."""
+
+    repeat: PositiveInt = 1
+    """Consecutive layers of this kind."""
+    window: PositiveInt | None = None
+    """Tokens that a query attends to at most, its own included. Left out: all before it in the document."""
+    rope: Literal["global", "local", "none"] = "global"
+    """Which rotary embedding: [model.rope], [model.local_rope], or none."""
+    sink: bool | None = None
+    """Whether each query head has an attention sink."""
+    softcap: PositiveFloat | None = None
+    """Soft cap of attention scores."""
+    norms: Literal["pre", "post", "sandwich"] | None = None
+    """What is normalized: inputs of attention and feed-forward, their outputs, or both."""
+    qk_norm: bool | None = None
+    """Whether queries and keys are normalized per head."""
+    full_qk_norm: bool | None = None
+    """Whether queries and keys are normalized over all heads."""
+    qkv_bias: bool | None = None
+    """Whether the query, key and value projections have biases."""
+    activation: Literal["silu", "gelu_tanh"] | None = None
+    """Activation of the feed-forward's gate."""
+
+    def kinds(self, defaults: dict[str, Any]) -> list[LayerKind]:
+        given = {key: value for key, value in self if value is not None and key != "repeat"}
+        return [LayerKind(**defaults | {"window": None} | given)] * self.repeat
+
+
 class ModelSection(Section):
     """A preset and its overrides: keys that are left out keep the values of the preset."""
 
@@ -112,18 +142,48 @@ class ModelSection(Section):
     """Dimension of a head."""
     ffn_dim: PositiveInt | None = None
     """Hidden dimension of the feed-forward network."""
+    activation: Literal["silu", "gelu_tanh"] | None = None
+    """Activation of the feed-forward's gate: SwiGLU, or GeGLU with tanh's approximation, as in Gemma."""
     norm_eps: PositiveFloat | None = None
     """Epsilon of every RMSNorm."""
+    norms: Literal["pre", "post", "sandwich"] | None = None
+    """What is normalized: inputs of attention and feed-forward (`pre`), their outputs (`post`, OLMo 2), or both (`sandwich`, Gemma)."""
+    zero_centered_norms: bool | None = None
+    """Whether norms multiply by 1 + weight, as in Gemma."""
     tie_embeddings: bool | None = None
     """Whether the output projection shares the embedding weight."""
     qk_norm: bool | None = None
     """Whether queries and keys are normalized per head before rotation, as in Qwen3."""
+    full_qk_norm: bool | None = None
+    """Whether queries and keys are normalized over all heads at once, as in OLMo 2."""
     qkv_bias: bool | None = None
     """Whether the query, key and value projections have biases, as in Qwen2.5."""
+    window: PositiveInt | None = None
+    """Sliding window of all layers: tokens that a query attends to at most, its own included. Left out: as in the preset. `layers` gives some layers a window."""
+    sink: bool | None = None
+    """Whether each query head has an attention sink, a learned logit without a key, as in gpt-oss."""
+    softcap: PositiveFloat | None = None
+    """Soft cap c of attention scores, c tanh(score / c), as in Gemma 2. On CUDA only the `plain` kernel has it."""
+    attention_scale: PositiveFloat | None = None
+    """Multiplies attention scores. Left out: as in the preset, or head_dim ** -0.5."""
+    embedding_multiplier: PositiveFloat | None = None
+    """Multiplies embeddings: sqrt(dim) in Gemma."""
+    residual_multiplier: PositiveFloat | None = None
+    """Multiplies what attention and feed-forward add to the residual stream, as in Granite."""
+    logits_scaling: PositiveFloat | None = None
+    """Divides the logits, as in Granite."""
+    logit_softcap: PositiveFloat | None = None
+    """Soft cap c of the logits, c tanh(logit / c), as in Gemma 2."""
     nope_every: PositiveInt | None = None
     """Every layer whose 1-based number is a multiple of this has no rotary embedding; 4 in SmolLM3. Left out: as in the preset."""
+    layers: tuple[LayerSection, ...] = ()
+    """Kinds of layers, in order; the pattern repeats over `num_layers`. Left out: as in the preset."""
+    model_type: str | None = None
+    """transformers' `model_type` that `hf export` writes, if it can express the model. Left out: as in the preset."""
     rope: RopeSection = RopeSection()
     """Rotary position embedding: overrides of the preset."""
+    local_rope: RopeSection = RopeSection()
+    """Rotary position embedding of the layers with `rope = "local"`: overrides of the preset."""
 
     def build(self) -> ModelConfig:
         """The preset with this section's overrides. Family and size must exist."""
@@ -135,9 +195,13 @@ class ModelSection(Section):
         sizes = FAMILIES[self.family]
         if self.size not in sizes:
             return [f'model.size = "{self.size}" is unknown; family "{self.family}" has {", ".join(sizes)}']
-        model = self.build()
-        rope_keys = [key for key, value in self.rope if value is not None]
-        return [*model.rope.unused_keys(rope_keys), *model.problems()]
+        model, problems = self.build(), list[str]()
+        for name in ROPES:
+            keys = [key for key, value in getattr(self, name) if value is not None]
+            problems += getattr(model, name).unused_keys(keys, section=f"model.{name}")
+            if keys and name == "local_rope" and not model.has_local_rope:
+                problems.append('[model.local_rope] is only used by layers with rope = "local", and there are none')
+        return [*problems, *model.problems()]
 
 
 class TrainingSection(Section):
@@ -327,15 +391,28 @@ class DistributedSection(Section):
     """Delay before a restart in seconds; doubles each time, up to five minutes."""
 
 
+ROPES = ("rope", "local_rope")
+
+
 @lru_cache(maxsize=64)
 def _build_model_config(section: ModelSection) -> ModelConfig:
     # Plans ask for it a hundred times.
     preset = FAMILIES[section.family][section.size]
-    overrides: dict[str, Any] = {
-        key: value for key, value in section if value is not None and key not in ("family", "size", "rope")
+    given: dict[str, Any] = {
+        key: value for key, value in section if value is not None and key not in ("family", "size", "layers", *ROPES)
     }
-    rope: dict[str, Any] = {key: value for key, value in section.rope if value is not None}
-    return dataclasses.replace(preset, **overrides, rope=dataclasses.replace(preset.rope, **rope))
+    for name in ROPES:
+        overrides = {key: value for key, value in getattr(section, name) if value is not None}
+        given[name] = dataclasses.replace(getattr(preset, name), **overrides)
+    of_layers = {key: given[key] for key in ALIKE_OPTIONS if key in given}
+    if section.layers:
+        defaults = preset.common_options | of_layers
+        given["layers"] = tuple(kind for each in section.layers for kind in each.kinds(defaults))
+        given |= {key: getattr(ModelConfig, key) for key in (*ALIKE_OPTIONS, "nope_every")}
+    elif preset.layers:
+        given["layers"] = tuple(dataclasses.replace(kind, **of_layers) for kind in preset.layers)
+        given |= {key: getattr(ModelConfig, key) for key in of_layers}
+    return dataclasses.replace(preset, **given)
 
 
 class PlanSection(Section):
