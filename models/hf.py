@@ -7,11 +7,13 @@ tensor is read.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from models.config import ModelConfig
+from models.hf_families import FAMILIES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +22,9 @@ CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 LM_HEAD = "lm_head.weight"
+LAYERS = "model.layers."
+TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."}
+"""Of the language model's tensors in a model of several modalities (of transformers 4; 5), and what replaces them."""
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 SUPPORTED_DTYPES = {"F64", "F32", "F16", "BF16"}
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -34,15 +39,40 @@ class HuggingFaceError(Exception):
 
 
 class TensorSpec(NamedTuple):
-    """Name and shape of a tensor in Hugging Face's format."""
+    """Where a parameter is in Hugging Face's format: some rows of a tensor, or all of it."""
 
     name: str
     shape: tuple[int, ...]
+    """Of the parameter."""
+    first_row: int = 0
+    fused_rows: int | None = None
+    """Rows of the tensor, if it holds several parameters."""
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return self.shape if self.fused_rows is None else (self.fused_rows, *self.shape[1:])
 
 
 def tensor_specs(model: ModelConfig) -> dict[str, TensorSpec]:
     """The Hugging Face tensor of every parameter, by our name, in model order; without a tied head."""
-    return {name: TensorSpec(each.hf_name, each.shape_of(model.sizes)) for name, each in model.parameters.items()}
+    specs = {name: TensorSpec(each.hf_name, each.shape_of(model.sizes)) for name, each in model.parameters.items()}
+    fused = FAMILIES[model.model_type].fused if model.model_type in FAMILIES else {}
+    return dict(_fuse(specs, fused)) if fused else specs
+
+
+def _fuse(specs: dict[str, TensorSpec], fused: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, TensorSpec]]:
+    """With the tensors of layers that hold several of ours, one after the other."""
+    rows = {spec.name: spec.shape[0] for spec in specs.values()}
+    for ours, spec in specs.items():
+        layer, _, name = spec.name.removeprefix(LAYERS).partition(".")
+        for whole, parts in fused.items() if spec.name.startswith(LAYERS) else ():
+            if name in parts:
+                sizes = [rows[f"{LAYERS}{layer}.{part}"] for part in parts]
+                first_row = sum(sizes[: parts.index(name)])
+                yield ours, TensorSpec(f"{LAYERS}{layer}.{whole}", spec.shape, first_row, sum(sizes))
+                break
+        else:
+            yield ours, spec
 
 
 # ---- reading
@@ -51,14 +81,32 @@ def tensor_specs(model: ModelConfig) -> dict[str, TensorSpec]:
 class SafetensorsReader:
     """Reads tensors of a folder; opens each file on first use."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises `HuggingFaceError` if safetensors files are missing."""
+    def __init__(self, folder: Path, *, text_only: bool = False) -> None:
+        """`text_only`: of a model of several modalities, the tensors of its language model, by the names they have in one.
+
+        Raises `HuggingFaceError` if safetensors files are missing.
+        """
         self._open_files: dict[tuple[Path, str], Any] = {}
         single_file = folder / SINGLE_FILE
         if (folder / INDEX_FILE).exists() or not single_file.exists():
             self._file_of = _read_index(folder)
         else:
             self._file_of = dict.fromkeys(self._open(single_file, "numpy").keys(), single_file)
+        self._text_only = text_only
+        self._stored_names = {text: name for name in self._file_of if (text := self._text_name(name)) is not None}
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """Number of the tensors that are not read, by the parts of the model."""
+        others = self._file_of.keys() - self._stored_names.values()
+        return Counter(name.removeprefix("model.").split(".")[0] for name in sorted(others))
+
+    def _text_name(self, name: str) -> str | None:
+        """A tensor's name in the language model; None if it does not belong to it."""
+        if not self._text_only:
+            return name
+        found = ((prefix, ours) for prefix, ours in TEXT_PREFIXES.items() if name.startswith(prefix))
+        return next((ours + name.removeprefix(prefix) for prefix, ours in found), None)
 
     def problems(self, model: ModelConfig) -> list[str]:
         """Every difference between the files' tensors and the model's."""
@@ -84,7 +132,8 @@ class SafetensorsReader:
             for name in sorted(found_in | self._file_of)
             if found_in.get(name) != self._file_of.get(name)
         ]
-        expected = {entry.name: entry.shape for entry in tensor_specs(model).values()}
+        shapes = {text: shapes[name] for text, name in self._stored_names.items()}
+        expected = {entry.name: entry.stored_shape for entry in tensor_specs(model).values()}
         tied_head = {LM_HEAD: (model.vocab_size, model.dim)} if model.tie_embeddings else {}
         missing = [f"{name} is missing" for name in expected if name not in shapes]
         unexpected = [
@@ -103,18 +152,21 @@ class SafetensorsReader:
         """A tensor or, with one range per dimension, a slice; reads nothing else. Raises `HuggingFaceError`."""
         if not self.has_tensor(spec.name):
             raise HuggingFaceError([f"{spec.name} is missing"])
-        path, bounds = self._file_of[spec.name], ranges or [*map(range, spec.shape)]
+        name = self._stored_names[spec.name]
+        path, (rows, *others) = self._file_of[name], ranges or [*map(range, spec.shape)]
         try:
-            stored = self._open(path, "pt").get_slice(spec.name)
-            if tuple(stored.get_shape()) == spec.shape:
-                tensor: Tensor = stored[tuple(slice(bound.start, bound.stop) for bound in bounds)]
+            stored = self._open(path, "pt").get_slice(name)
+            if tuple(stored.get_shape()) == spec.stored_shape:
+                first = slice(spec.first_row + rows.start, spec.first_row + rows.stop)
+                tensor: Tensor = stored[(first, *(slice(bound.start, bound.stop) for bound in others))]
                 return tensor
         except Exception as error:  # SafetensorError, KeyError, OSError and others.
-            raise HuggingFaceError([f"{path}: {spec.name} cannot be read: {error}"]) from error
-        raise HuggingFaceError([f"{path}: {spec.name} has shape {stored.get_shape()}, expected {list(spec.shape)}"])
+            raise HuggingFaceError([f"{path}: {name} cannot be read: {error}"]) from error
+        shapes = f"has shape {stored.get_shape()}, expected {list(spec.stored_shape)}"
+        raise HuggingFaceError([f"{path}: {name} {shapes}"])
 
     def has_tensor(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._stored_names
 
     def _open(self, path: Path, framework: str) -> Any:
         from safetensors import SafetensorError, safe_open

@@ -1,60 +1,36 @@
 """Conversion between Hugging Face's config.json and `ModelConfig`. Imports no torch.
 
-There are two formats. transformers 5 uses `rope_parameters` and `dtype`; transformers 4 uses `rope_theta`,
-`rope_scaling` and `torch_dtype`, and silently ignores the others. We write both and read either.
+`models/hf_families.py` has what each `model_type` means. An export takes the first one whose config.json, read back, is
+the same model again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
-from models.config import ALIKE_OPTIONS, ROPE_FIELDS, ModelConfig, RopeConfig
+from models.config import ALIKE_OPTIONS, ModelConfig, RopeConfig
 from models.hf import CONFIG_FILE, HuggingFaceError
+from models.hf_families import BASE_DEFAULTS, COMMON_KEYS, FAMILIES, FULL, OFF, SLIDING, Family
+from models.hf_rope import (
+    ORIGINAL_LENGTH_KEY,
+    format_value,
+    is_number,
+    rope_fields,
+    rope_from_hf,
+    rope_to_hf,
+    unsupported,
+    without_default_factor,
+)
 from models.layers import LayerKind
-from models.rope_scaling import attention_factor
 
-EXPORTED_OPTIONS = {"", "qk_norm", "qkv_bias"}
-"""Of declared parameters."""
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-CONFIG_FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "dim",
-    "intermediate_size": "ffn_dim",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "rms_norm_eps": "norm_eps",
-    "tie_word_embeddings": "tie_embeddings",
-}
-# Features that our model does not have: the values that switch them off.
-SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "attention_dropout": (0, None),
-    "use_sliding_window": (False, None),
-    "partial_rotary_factor": (1, None),
-    "num_experts": (0, None),
-    "num_local_experts": (0, None),
-    "quantization_config": (None,),
-    "auto_map": (None,),
-}
-ORIGINAL_LENGTH_KEY = "original_max_position_embeddings"
-# Our rope field -> their key, where the names differ.
-ROPE_KEYS = {
-    "original_length": ORIGINAL_LENGTH_KEY,
-    "short_factors": "short_factor",
-    "long_factors": "long_factor",
-}
-OPTIONAL_ROPE_KEYS = {"beta_fast", "beta_slow", "truncate", "attention_factor"}
-ROPE_TYPE_KEYS = {"rope_type", "type", "rope_theta"}
-MSCALES = ("mscale", "mscale_all_dim")  # DeepSeek's form of yarn's attention factor.
+ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+TEXT_CONFIG = "text_config"
+ROPES = ("rope", "local_rope")
+MAX_LAYERS = 10_000
 
 
 # ---- Hugging Face -> ModelConfig
@@ -71,152 +47,217 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise HuggingFaceError([f"config.json is not valid JSON: {error}"]) from None
     if not isinstance(values, dict):
-        raise HuggingFaceError([f"config.json must be an object, not {_format_value(values)}"])
+        raise HuggingFaceError([f"config.json must be an object, not {format_value(values)}"])
     return values
+
+
+def read_model(folder: Path, *, text_only: bool = False) -> ModelConfig:
+    """The model that the folder's config.json describes. Raises `HuggingFaceError`."""
+    return model_config_from_hf(text_model_values(read_config(folder), text_only=text_only))
+
+
+def text_model_values(values: Mapping[str, Any], *, text_only: bool) -> Mapping[str, Any]:
+    """The config.json of the language model. Raises `HuggingFaceError` for one of several modalities, unless `text_only`."""
+    text = values.get(TEXT_CONFIG)
+    if not isinstance(text, dict):
+        return values
+    if not text_only:
+        raise HuggingFaceError(
+            [
+                f"config.json: {TEXT_CONFIG}: the model has other modalities besides text (model_type = "
+                f"{format_value(values.get('model_type'))}); --text-only imports its language model alone"
+            ]
+        )
+    return {key: values[key] for key in ("tie_word_embeddings",) if key in values} | text
 
 
 def model_config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """The model that a config.json describes. Raises `HuggingFaceError` with everything unsupported."""
     model_type = values.get("model_type")
-    if model_type not in ARCHITECTURES:
-        raise HuggingFaceError([_unsupported("model_type", model_type, tuple(ARCHITECTURES))])
-    supported = SUPPORTED_VALUES | {"architectures": ([ARCHITECTURES[model_type]], None)}
-    if values.get("use_sliding_window", None if model_type == "llama" else False) is not False:
-        supported["sliding_window"] = (None,)
-    if model_type == "qwen2":  # q, k and v have biases, and o has none, whatever the key says.
-        del supported["attention_bias"]
-    problems = [
-        _unsupported(key, values[key], allowed)
-        for key, allowed in supported.items()
-        if key in values and values[key] not in allowed
-    ]
-    layers = values.get("layer_types")
-    if layers is not None and (not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)):
-        problems.append(_unsupported("layer_types", layers, ("full_attention",)))
-    fields = _read_fields(_with_defaults(values, model_type), problems)
-    rope = _rope_from_hf(values, problems)
-    if problems or rope is None:
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise HuggingFaceError([unsupported("model_type", model_type, tuple(FAMILIES))])
+    present = _with_defaults(values, family)
+    problems = [*_feature_problems(values, family)]
+    fields = _read_fields(present, problems)
+    ropes = _read_ropes(present, family, problems)
+    kinds = [] if problems else [*_read_layers(present, family, problems)]
+    if problems:
         raise HuggingFaceError(problems)
-    model = ModelConfig(**fields, qk_norm=model_type == "qwen3", qkv_bias=model_type == "qwen2", rope=rope)
-    if model_problems := _model_problems(model):
+    for key, (option, read, _) in family.keys.items():
+        value = present.get(key)
+        if value is not None and not (is_number(value) and value > 0):
+            problems.append(f"config.json: {key} = {format_value(value)} must be a number above 0")
+            continue
+        fields[option] = None if value is None else read(value)
+    if problems:
+        raise HuggingFaceError(problems)
+    if family.scales_embeddings:
+        fields["embedding_multiplier"] = fields["dim"] ** 0.5
+    if fields.get("attention_scale") == fields["head_dim"] ** -0.5:
+        fields["attention_scale"] = None
+    model = with_layers(ModelConfig(**fields | family.options, **ropes, model_type=str(model_type)), kinds)
+    if model_problems := [*model.problems(), *_shape_problems(model, family)]:
         raise HuggingFaceError([f"config.json: {problem}" for problem in model_problems])
     return model
 
 
-def _with_defaults(values: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """Fills absent keys with transformers' defaults."""
-    heads, width = values.get("num_attention_heads"), values.get("hidden_size")
-    default_head_dim = width // heads if isinstance(heads, int) and isinstance(width, int) and heads > 0 else None
-    present = {key: value for key, value in values.items() if value is not None}
-    defaults = {
-        "num_key_value_heads": heads if model_type == "llama" or "num_key_value_heads" in values else 32,
-        "head_dim": 128 if model_type == "qwen3" else default_head_dim,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
+def _with_defaults(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Fills absent keys, and those whose null means a value, with transformers' defaults."""
+    # A theta belongs to the older format if it is stated: its default comes where the rope is read.
+    thetas = {"rope_theta", family.local_theta_key}
+    defaults = {key: value for key, value in {**BASE_DEFAULTS, **family.defaults}.items() if key not in thetas}
+    present = {**defaults, **values}
+    heads, width = present.get("num_attention_heads"), present.get("hidden_size")
+    if present.get("num_key_value_heads") is None:
+        present["num_key_value_heads"] = heads
+    if present.get("head_dim") is None and isinstance(heads, int) and isinstance(width, int) and heads > 0:
+        present["head_dim"] = width // heads
+    return present
+
+
+def _feature_problems(values: Mapping[str, Any], family: Family) -> Iterable[str]:
+    """Keys that are not known, and values of features that our model does not have."""
+    activation = ACTIVATIONS[family.options.get("activation", "silu")]
+    allowed = {
+        **OFF,
+        "architectures": ([family.architecture], None),
+        **dict.fromkeys(family.activation_keys, (activation, None)),
     }
-    return defaults | present
+    if family.architecture == "Qwen2ForCausalLM":  # q, k and v have biases, and o has none, whatever the key says.
+        del allowed["attention_bias"]
+    for key, value in values.items():
+        if key in allowed:
+            if value not in allowed[key]:
+                yield unsupported(key, value, allowed[key])
+        elif key not in family.known_keys and value is not None:
+            if key == "sliding_window" or (key == "layer_types" and value != [FULL] * len(value)):
+                yield unsupported(key, value, (None,))
+            elif key != "layer_types":
+                yield f"config.json: {key} = {format_value(value)} is unknown for model_type {values['model_type']}"
 
 
 def _read_fields(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     fields = {}
-    for theirs, ours in CONFIG_FIELDS.items():
+    for theirs, ours in COMMON_KEYS.items():
         value = values.get(theirs)
         if ours == "tie_embeddings":
             is_valid, rule = isinstance(value, bool), "true or false"
         elif ours == "norm_eps":
-            is_valid, rule = _is_number(value) and value > 0, "a number above 0"
+            is_valid, rule = is_number(value) and value > 0, "a number above 0"
+        elif ours == "num_layers":
+            is_valid, rule = is_count(value, MAX_LAYERS), f"an integer from 1 to {MAX_LAYERS}"
         else:
-            is_valid, rule = isinstance(value, int) and not isinstance(value, bool) and value > 0, "an integer above 0"
+            is_valid, rule = is_count(value), "an integer above 0"
         if not is_valid:
-            problems.append(f"config.json: {theirs} = {_format_value(value)} must be {rule}")
+            problems.append(f"config.json: {theirs} = {format_value(value)} must be {rule}")
         fields[ours] = value
     return fields
 
 
-def _rope_from_hf(values: Mapping[str, Any], problems: list[str]) -> RopeConfig | None:
-    """Reads the rope from either format; if both are present they must agree."""
-    theta = values.get("rope_theta")
-    default = {"rope_theta": 10_000.0 if theta is None else theta}
-    dialects = {key: values[key] for key in ("rope_parameters", "rope_scaling") if values.get(key) is not None}
-    if not dialects or (theta is not None and "rope_scaling" not in dialects and "rope_scaling" in values):
-        dialects["rope_scaling"] = {}
-    ropes = {}
-    for name, rope in dialects.items():
-        if not isinstance(rope, dict):
-            problems.append(f"config.json: {name} = {_format_value(rope)} must be an object")
-            continue
-        present = default | {key: value for key, value in rope.items() if value is not None}
-        if (parsed := _parse_rope(name, present, values, problems)) is not None:
-            ropes[name] = parsed
-    if len(ropes) == 2 and ropes["rope_parameters"] != ropes["rope_scaling"]:
-        problems.append(
-            f"config.json: rope_parameters = {_format_value(values['rope_parameters'])} and rope_theta = {_format_value(theta)}, "
-            f"rope_scaling = {_format_value(values.get('rope_scaling'))} disagree"
-        )
-    return next(iter(ropes.values()), None)
+def is_count(value: object, largest: int = 2**31 - 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= largest
 
 
-def _parse_rope(name: str, rope: dict[str, Any], values: Mapping[str, Any], problems: list[str]) -> RopeConfig | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
-        problems.append(_unsupported(f"{name}.rope_type", kind, tuple(ROPE_FIELDS)))
-        return None
-    field_of, num_problems = {key: field for field, key in _rope_keys(kind).items()}, len(problems)
-    present = rope | _derived_rope_values(kind, rope, values)
-    known = field_of.keys() | ROPE_TYPE_KEYS | (set(MSCALES) if kind == "yarn" else set())
+def _read_ropes(values: Mapping[str, Any], family: Family, problems: list[str]) -> dict[str, RopeConfig]:
+    if not family.has_local_rope:
+        views = {"rope": values}
+    else:
+        local = {**values, "rope_theta": values.get(family.local_theta_key), "rope_scaling": None}
+        views = {"rope": _rope_of_layers(values, FULL), "local_rope": _rope_of_layers(local, SLIDING)}
+    theta = values.get("rope_theta") or family.defaults.get("rope_theta", BASE_DEFAULTS["rope_theta"])
+    default_thetas = {"rope": theta, "local_rope": family.defaults.get(family.local_theta_key, theta)}
+    ropes = dict[str, RopeConfig]()
+    for name, view in views.items():
+        if (rope := rope_from_hf(view, problems, default_theta=default_thetas[name])) is not None:
+            ropes[name] = rope
+            if rope.kind not in family.rope_kinds:
+                problems.append(unsupported("rope_type", rope.kind, family.rope_kinds))
+    return ropes
+
+
+def _rope_of_layers(values: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
+    """With the `rope_parameters` of layers of this type only."""
+    parameters = values.get("rope_parameters")
+    if not isinstance(parameters, dict) or not parameters.keys() <= {FULL, SLIDING}:
+        return values
+    return {**values, "rope_parameters": parameters.get(layer_type) or {"rope_type": "default"}}
+
+
+def _read_layers(values: Mapping[str, Any], family: Family, problems: list[str]) -> Iterable[LayerKind]:
+    """Each layer's kind, as far as it differs between layers."""
+    count, window = values["num_hidden_layers"], values.get("sliding_window")
+    types = values.get("layer_types") if family.has_layer_types else None
+    if types is not None and not (
+        isinstance(types, list) and len(types) == count and all(each in (FULL, SLIDING) for each in types)
+    ):
+        rule = f'must have {count} items "{FULL}" or "{SLIDING}", one per layer'
+        problems.append(f"config.json: layer_types = {format_value(types)} {rule}")
+    switch = values.get("use_sliding_window")
+    if not isinstance(switch, bool | None):
+        problems.append(f"config.json: use_sliding_window = {format_value(switch)} must be true or false")
+    counts = ("sliding_window", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern")
     problems += [
-        _unsupported(f"{name}.{key}", value, (None,))
-        for key, value in sorted(present.items())
-        if key not in known and (key, value) != ("partial_rotary_factor", 1)
+        f"config.json: {key} = {format_value(value)} must be an integer above 0"
+        for key in counts
+        if (value := values.get(key)) is not None and family.has_window and not is_count(value)
     ]
-    missing = field_of.keys() - present.keys() - OPTIONAL_ROPE_KEYS
-    problems += [f'config.json: {name} of rope_type "{kind}" needs {key}' for key in sorted(missing)]
-    fields: dict[str, Any] = {"theta": present["rope_theta"]}
-    for key, field in field_of.items():
-        if key in present:
-            fields[field] = tuple(present[key]) if isinstance(present[key], list) else present[key]
-    for key, value in fields.items():
-        if key.endswith("_factors"):
-            is_valid = isinstance(value, tuple) and all(map(_is_number, value))
-        else:
-            is_valid = isinstance(value, bool) if key == "truncate" else _is_number(value) and value > 0
-        if not is_valid:
-            problems.append(f"config.json: {name} has an invalid {key} = {_format_value(value)}")
-    if len(problems) > num_problems:
-        return None
-    return _without_default_factor(RopeConfig(**{"kind": kind} | fields))
+    ropes = _rotated_layers(values, family, problems)
+    if problems:
+        return
+    window = None if switch is False else window
+    given = {**values, "no_rope_layers": ropes}
+    for layer in range(count):
+        has_window = types[layer] == SLIDING if types else bool(family.has_window and family.has_window(given, layer))
+        if types and has_window and window is None:
+            problems.append(f'config.json: layer_types names "{SLIDING}", but no sliding_window is used')
+            return
+        is_local = has_window and family.has_local_rope
+        yield LayerKind(
+            window=window if has_window else None, rope="local" if is_local else "global" if ropes[layer] else "none"
+        )
 
 
-def _without_default_factor(rope: RopeConfig) -> RopeConfig:
-    """The rope without an attention factor that equals longrope's default, which every export states."""
-    if rope.kind != "longrope" or min(rope.factor, rope.original_length) <= 1:
-        return rope
-    default = dataclasses.replace(rope, attention_factor=None)
-    return default if rope.attention_factor == attention_factor(default) else rope
+def _rotated_layers(values: Mapping[str, Any], family: Family, problems: list[str]) -> list[int]:
+    """1 for each layer that rotates queries and keys."""
+    count = values["num_hidden_layers"]
+    if "no_rope_layers" not in family.window_keys:
+        return [1] * count
+    stated, interval = values.get("no_rope_layers"), values["no_rope_layer_interval"]
+    if not is_count(interval):
+        problems.append(f"config.json: no_rope_layer_interval = {format_value(interval)} must be an integer above 0")
+    elif stated is None:
+        return [int((layer + 1) % interval != 0) for layer in range(count)]
+    elif not isinstance(stated, list) or len(stated) != count or any(each not in (0, 1) for each in stated):
+        problems.append(f"config.json: no_rope_layers = {format_value(stated)} must have {count} items 0 or 1")
+    else:
+        return stated
+    return []
 
 
-def _rope_keys(kind: str) -> dict[str, str]:
-    """Their key of each field that this kind uses. Required, except OPTIONAL_ROPE_KEYS."""
-    return {field: ROPE_KEYS.get(field, field) for field in ROPE_FIELDS[kind]}
+def with_layers(model: ModelConfig, kinds: list[LayerKind]) -> ModelConfig:
+    """The model whose layers also differ as these do: options of all layers, or the shortest pattern that repeats."""
+    defaults = {name: getattr(model, name) for name in ALIKE_OPTIONS}
+    kinds = [dataclasses.replace(kind, **defaults | {"window": kind.window}) for kind in kinds]
+    period = next(size for size in range(1, len(kinds) + 1) if all(map(_same, kinds, kinds[size:])))
+    if period == 1 and kinds[0].rope == "global":
+        return dataclasses.replace(model, window=kinds[0].window)
+    return dataclasses.replace(
+        model, layers=tuple(kinds[:period]), **{name: getattr(ModelConfig, name) for name in ALIKE_OPTIONS}
+    )
 
 
-def _derived_rope_values(kind: str, rope: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """What transformers derives from other keys."""
-    derived = dict[str, Any]()
-    if "original_length" in ROPE_FIELDS[kind]:
-        max_length = values.get("max_position_embeddings")
-        original_length = values.get(ORIGINAL_LENGTH_KEY) or rope.get(ORIGINAL_LENGTH_KEY) or max_length
-        if original_length is not None:
-            derived[ORIGINAL_LENGTH_KEY] = original_length
-        if kind != "llama3" and "factor" not in rope and _is_number(max_length) and _is_number(original_length):
-            derived["factor"] = max_length / original_length
-    scales: list[Any] = [rope.get(key) for key in MSCALES]
-    if kind == "yarn" and "attention_factor" not in rope and all(_is_number(scale) and scale for scale in scales):
-        factor = (rope | derived).get("factor")
-        log_scale = 0.1 * math.log(factor) if _is_number(factor) and factor > 1 else 0.0
-        numerator, denominator = (scale * log_scale + 1 for scale in scales)
-        derived["attention_factor"] = numerator / denominator
-    return derived
+def _same(kind: LayerKind, other: LayerKind) -> bool:
+    return kind == other
+
+
+def _shape_problems(model: ModelConfig, family: Family) -> Iterable[str]:
+    dim, heads, name = model.dim, model.num_heads, family.architecture
+    if family.derives_head_dim and model.head_dim * heads != dim:
+        width = f"model.head_dim = {model.head_dim}"
+        yield f"{width} must be model.dim / model.num_heads = {dim} / {heads} for transformers' {name}"
+    if family.needs_even_heads and dim % heads:
+        yield f"model.dim = {dim} must be a multiple of model.num_heads = {heads} for transformers' {name}"
 
 
 # ---- ModelConfig -> Hugging Face
@@ -226,103 +267,126 @@ def model_config_to_hf(
     model: ModelConfig, *, max_length: int, dtype: str, bos: int | None = None, eos: int | None = None
 ) -> dict[str, Any]:
     """The config.json of a model trained on `max_length` tokens. Raises `HuggingFaceError` for what it cannot express."""
-    if problems := _model_problems(model):
-        raise HuggingFaceError(problems)
-    kind = model.layer_kinds[0]
-    model_type = "qwen3" if kind.qk_norm else "qwen2" if kind.qkv_bias else "llama"
-    scaling = _rope_to_hf(model.rope)
-    # transformers 4 reads it here, and falls back to `max_position_embeddings`.
-    original_length = {ORIGINAL_LENGTH_KEY: model.rope.original_length} if model.rope.kind == "longrope" else {}
-    return {
-        "architectures": [ARCHITECTURES[model_type]],
-        "model_type": model_type,
-        **{theirs: getattr(model, ours) for theirs, ours in CONFIG_FIELDS.items()},
-        "hidden_act": "silu",
-        "max_position_embeddings": max_length,
-        **original_length,
-        "rope_theta": model.rope.theta,
-        "rope_scaling": scaling or None,
-        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": model.rope.theta},
-        **({"mlp_bias": False} if model_type == "llama" else {"use_sliding_window": False}),
-        **({} if model_type == "qwen2" else {"attention_bias": False}),
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "bos_token_id": bos,
-        "eos_token_id": eos,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-    }
-
-
-def _model_problems(model: ModelConfig) -> list[str]:
-    """What makes the model invalid, or leaves it without equivalent in transformers."""
     if problems := model.problems():
-        return problems
-    kind, dim, heads = model.layer_kinds[0], model.dim, model.num_heads
-    unknown = {each.option for each in kind.parameters.values()} - EXPORTED_OPTIONS
-    if model.nope_every is not None:
-        unknown.add(f"nope_every = {model.nope_every}")
-    elif set(model.layer_kinds) != {LayerKind(qk_norm=kind.qk_norm, qkv_bias=kind.qkv_bias)}:
-        unknown.add("layers")
-    for option in sorted(unknown):
-        problems.append(f"model.{option} has no equivalent in transformers' Llama, Qwen2 and Qwen3")
-    if kind.qk_norm and kind.qkv_bias:
-        problems.append("model.qk_norm and model.qkv_bias have no common equivalent in transformers' Qwen2 and Qwen3")
-    elif kind.qkv_bias and model.head_dim * heads != dim:
-        width = f"model.head_dim = {model.head_dim}"
-        problems.append(f"{width} must be model.dim / model.num_heads = {dim} / {heads} for transformers' Qwen2")
-    elif not kind.qk_norm and dim % heads:
-        problems.append(f"model.dim = {dim} must be a multiple of model.num_heads = {heads} for transformers' Llama")
-    return problems
+        raise HuggingFaceError(problems)
+    nearest: list[str] = []
+    for model_type in sorted(FAMILIES, key=lambda name: name != model.model_type):
+        values = _write(model, model_type, max_length)
+        try:
+            changes = config_differences(model_config_from_hf(values), model)
+            problems = [
+                f"model.{key} = {_shorten(ours)} has no equivalent in transformers' {model_type}"
+                for key, (_, ours) in changes.items()
+            ]
+        except HuggingFaceError as error:
+            problems = [problem.removeprefix("config.json: ") for problem in error.problems]
+        if not problems:
+            return values | {
+                "initializer_range": 0.02,
+                "use_cache": True,
+                "bos_token_id": bos,
+                "eos_token_id": eos,
+                "pad_token_id": None,
+                "dtype": dtype,
+                "torch_dtype": dtype,
+            }
+        nearest = min(nearest or problems, problems, key=len)
+    raise HuggingFaceError(nearest)
 
 
-def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """The rope without theta; empty for a default rope."""
-    if rope.kind == "default":
-        return {}
-    fields = {theirs: getattr(rope, ours) for ours, theirs in _rope_keys(rope.kind).items()}
-    if rope.kind == "longrope":  # transformers 4 would derive another one from the trained length.
-        fields["attention_factor"] = attention_factor(rope)
-    return {"rope_type": rope.kind} | {key: value for key, value in fields.items() if value is not None}
+def _write(model: ModelConfig, model_type: str, max_length: int) -> dict[str, Any]:
+    """What this family can say of the model."""
+    family, kinds = FAMILIES[model_type], model.layer_kinds
+    activation = ACTIVATIONS[family.options.get("activation", "silu")]
+    values: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
+    values |= {theirs: getattr(model, ours) for theirs, ours in COMMON_KEYS.items()}
+    values |= dict.fromkeys(family.activation_keys, activation) | {"max_position_embeddings": max_length}
+    values |= {
+        key: None if (value := _option(model, option)) is None else write(value)
+        for key, (option, _, write) in family.keys.items()
+    }
+    values |= dict.fromkeys(family.bias_keys, False) | {"attention_dropout": 0.0}
+    if family.derives_head_dim:
+        del values["head_dim"]
+    values |= _write_ropes(model, family) | _write_layers(kinds, family)
+    if family.states_longrope_by_length and model.rope.kind == "longrope":
+        scaling, original = values["rope_scaling"], model.rope.original_length
+        values["rope_scaling"] = {"type": "longrope", **{key: scaling[key] for key in ("short_factor", "long_factor")}}
+        values["max_position_embeddings"] = round(model.rope.factor * original)
+    return values
+
+
+def _option(model: ModelConfig, name: str) -> Any:
+    """Of the model, or of its first layer."""
+    if name == "attention_scale" and model.attention_scale is None:
+        return model.head_dim**-0.5
+    return getattr(model.layer_kinds[0] if name in ALIKE_OPTIONS else model, name)
+
+
+def _write_ropes(model: ModelConfig, family: Family) -> dict[str, Any]:
+    scaling = rope_to_hf(model.rope)
+    values: dict[str, Any] = {
+        "rope_theta": model.rope.theta,
+        "rope_scaling": None if model.rope.kind == "default" else scaling,
+        "rope_parameters": scaling | {"rope_theta": model.rope.theta},
+    }
+    if model.rope.kind == "longrope":
+        # transformers 4 reads it here, and falls back to `max_position_embeddings`.
+        values[ORIGINAL_LENGTH_KEY] = model.rope.original_length
+    if family.has_local_rope:
+        local_rope = model.local_rope if model.has_local_rope else RopeConfig(theta=model.rope.theta)
+        local = rope_to_hf(local_rope) | {"rope_theta": local_rope.theta}
+        values["rope_parameters"] = {FULL: values["rope_parameters"], SLIDING: local}
+        if family.local_theta_key not in values:
+            values[family.local_theta_key] = local_rope.theta
+    return values
+
+
+def _write_layers(kinds: tuple[LayerKind, ...], family: Family) -> dict[str, Any]:
+    windows = [kind.window for kind in kinds]
+    values: dict[str, Any] = {}
+    if family.has_window:
+        values["sliding_window"] = next((window for window in windows if window is not None), None)
+    if "use_sliding_window" in family.window_keys:
+        values["use_sliding_window"] = values["sliding_window"] is not None
+    if family.has_layer_types:
+        values["layer_types"] = [FULL if window is None else SLIDING for window in windows]
+    if "no_rope_layers" in family.window_keys:
+        values["no_rope_layers"] = [int(kind.rope != "none") for kind in kinds]
+    return values
 
 
 # ---- comparison
 
 
 def config_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """(their value, our value) of every field that differs, including the `rope.` fields that either kind uses."""
-    keys = {field.name for field in dataclasses.fields(ModelConfig)} - {"rope", "layers"}
-    pairs: dict[str, tuple[Any, Any]] = {}
-    if theirs.layers or ours.layers:
-        keys -= {*ALIKE_OPTIONS}
-        their_layers, our_layers = (
-            [dataclasses.asdict(kind) for kind in model.layer_kinds] for model in (theirs, ours)
-        )
-        their_ropes, our_ropes = ([kind.pop("rope") for kind in layers] for layers in (their_layers, our_layers))
-        pairs["rope.layers"] = their_ropes, our_ropes
-        pairs["layers"] = their_layers, our_layers
-    pairs |= {key: (getattr(theirs, key), getattr(ours, key)) for key in sorted(keys)}
-    their_rope, our_rope = _without_default_factor(theirs.rope), _without_default_factor(ours.rope)
-    for key in rope_fields(their_rope) | rope_fields(our_rope):
-        pairs[f"rope.{key}"] = getattr(their_rope, key), getattr(our_rope, key)
+    """(their value, our value) of every field that differs, including the `rope.` fields that either kind uses.
+
+    Options of layers are compared for all layers at once where they agree, else as `layers`; which layers rotate, as `rope.layers`.
+    """
+    keys = {each.name for each in dataclasses.fields(ModelConfig)}
+    keys -= {*ROPES, *ALIKE_OPTIONS, "layers", "nope_every", "model_type"}
+    pairs: dict[str, tuple[Any, Any]] = {key: (getattr(theirs, key), getattr(ours, key)) for key in sorted(keys)}
+    pairs["attention_scale"] = _option(theirs, "attention_scale"), _option(ours, "attention_scale")
+    common = [model.common_options for model in (theirs, ours)]
+    alike = common[0].keys() & common[1].keys()
+    pairs |= {name: (common[0][name], common[1][name]) for name in ALIKE_OPTIONS if name in alike}
+    pairs["rope.layers"] = _by_layer(theirs, ["rope"]), _by_layer(ours, ["rope"])
+    differing = [name for name in ALIKE_OPTIONS if name not in alike]
+    pairs["layers"] = _by_layer(theirs, differing), _by_layer(ours, differing)
+    for name in ROPES:
+        if name == "local_rope" and not (theirs.has_local_rope and ours.has_local_rope):
+            continue
+        their_rope, our_rope = (without_default_factor(getattr(model, name)) for model in (theirs, ours))
+        for key in rope_fields(their_rope) | rope_fields(our_rope):
+            pairs[f"{name}.{key}"] = getattr(their_rope, key), getattr(our_rope, key)
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def rope_fields(rope: RopeConfig) -> dict[str, None]:
-    """The fields that this kind uses, in order."""
-    return dict.fromkeys(("kind", "theta", *ROPE_FIELDS[rope.kind]))
+def _by_layer(model: ModelConfig, options: list[str]) -> list[dict[str, Any]]:
+    return [{name: getattr(kind, name) for name in options} for kind in model.layer_kinds]
 
 
-def _unsupported(key: str, value: object, allowed: tuple[object, ...]) -> str:
-    choices = " or ".join(map(_format_value, allowed))
-    return f"config.json: {key} = {_format_value(value)} is not supported; only {choices}"
-
-
-def _format_value(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _shorten(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -31,28 +31,37 @@ def write_safetensors(
     """
     from safetensors.torch import save_file
 
-    specs = tensor_specs(model)
-    files = _assign_files(specs, dtype.itemsize, file_bytes)
+    parts = dict[str, list[str]]()
+    """Our parameters in each tensor."""
+    for ours, spec in (specs := tensor_specs(model)).items():
+        parts.setdefault(spec.name, []).append(ours)
+    files = _assign_files({spec.name: spec for spec in specs.values()}, dtype.itemsize, file_bytes)
     names = [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
     names = names if len(files) > 1 else [SINGLE_FILE]
     for name, members in zip(names, files, strict=True):
-        tensors = {specs[ours].name: read(ours).to(dtype).contiguous() for ours in members}
+        tensors = {each: _join([read(ours).to(dtype) for ours in parts[each]]) for each in members}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors creates it readable by the owner only.
         _verify_file(folder / name, tensors)
         yield folder / name
     if len(files) > 1:
-        weight_map = {specs[ours].name: name for name, members in zip(names, files, strict=True) for ours in members}
+        weight_map = {each: name for name, members in zip(names, files, strict=True) for each in members}
         content = {"metadata": {"total_size": model.num_parameters * dtype.itemsize}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n")
         yield folder / INDEX_FILE
 
 
+def _join(parts: list[Tensor]) -> Tensor:
+    import torch
+
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+
+
 def _assign_files(specs: dict[str, TensorSpec], itemsize: int, max_bytes: int) -> list[list[str]]:
-    """Our names in order, grouped into files of at most `max_bytes`, with at least one per file."""
+    """Names of tensors in order, grouped into files of at most `max_bytes`, with at least one per file."""
     files, remaining_bytes = list[list[str]](), 0
     for name, spec in specs.items():
-        tensor_bytes = prod(spec.shape) * itemsize
+        tensor_bytes = prod(spec.stored_shape) * itemsize
         if not files or tensor_bytes > remaining_bytes:
             files.append([])
             remaining_bytes = max_bytes

@@ -3,12 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from models.config import ModelConfig, RopeConfig
+from models.layers import LayerKind
 
 COLUMNS = ("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
-QWEN2_5: dict[str, Any] = {"qkv_bias": True, "rope": RopeConfig(theta=1_000_000.0)}
+QWEN2_5: dict[str, Any] = {"model_type": "qwen2", "qkv_bias": True, "rope": RopeConfig(theta=1_000_000.0)}
+MISTRAL: dict[str, Any] = {"model_type": "mistral", "norm_eps": 1e-5}
+OLMO: dict[str, Any] = {"norms": "post", "full_qk_norm": True}
+GEMMA = LayerKind(norms="sandwich", qk_norm=True, activation="gelu_tanh")
+
+
+def _gemma3(
+    sizes: dict[str, tuple[int, ...]], *, window: int, vocab_size: int = 262_208, factor: float = 8.0, **common: Any
+) -> dict[str, ModelConfig]:
+    """Five layers with a window and a rotary embedding of their own, then one without."""
+    local = replace(GEMMA, window=window, rope="local")
+    rope = RopeConfig(theta=1_000_000.0, kind="linear", factor=factor) if factor > 1 else RopeConfig(theta=1_000_000.0)
+    return {
+        name: replace(model, embedding_multiplier=model.dim**0.5)
+        for name, model in _family(
+            sizes,
+            vocab_size=vocab_size,
+            tied=(*sizes,),
+            model_type="gemma3_text",
+            norm_eps=1e-6,
+            zero_centered_norms=True,
+            layers=(*(local,) * 5, GEMMA),
+            rope=rope,
+            local_rope=RopeConfig(theta=10_000.0),
+            **common,
+        ).items()
+    }
 
 
 def _family(
@@ -32,6 +60,7 @@ FAMILIES: dict[str, dict[str, ModelConfig]] = {
             "70b": (8192, 80, 64, 8, 128, 28_672),
         },
         vocab_size=32_000,
+        model_type="llama",
     ),
     "llama3": _family(
         {
@@ -40,6 +69,7 @@ FAMILIES: dict[str, dict[str, ModelConfig]] = {
             "70b": (8192, 80, 64, 8, 128, 28_672),
         },
         vocab_size=128_256,
+        model_type="llama",
         rope=RopeConfig(theta=500_000.0),
     ),
     "llama3.1": _family(
@@ -49,12 +79,14 @@ FAMILIES: dict[str, dict[str, ModelConfig]] = {
             "405b": (16_384, 126, 128, 8, 128, 53_248),
         },
         vocab_size=128_256,
+        model_type="llama",
         rope=RopeConfig(theta=500_000.0, kind="llama3", factor=8.0),
     ),
     "llama3.2": _family(
         {"1b": (2048, 16, 32, 8, 64, 8192), "3b": (3072, 28, 24, 8, 128, 8192)},
         vocab_size=128_256,
         tied=("1b", "3b"),
+        model_type="llama",
         rope=RopeConfig(theta=500_000.0, kind="llama3", factor=32.0),
     ),
     "qwen2.5": _family(
@@ -93,7 +125,63 @@ FAMILIES: dict[str, dict[str, ModelConfig]] = {
         vocab_size=151_936,
         tied=("debug", "0.6b", "1.7b", "4b"),
         norm_eps=1e-6,
+        model_type="qwen3",
         qk_norm=True,
         rope=RopeConfig(theta=1_000_000.0),
     ),
+    "mistral": _family({"7b-v0.1": (4096, 32, 32, 8, 128, 14_336)}, vocab_size=32_000, window=4096, **MISTRAL)
+    | _family(
+        {"7b": (4096, 32, 32, 8, 128, 14_336), "small-22b": (6144, 56, 48, 8, 128, 16_384)},
+        vocab_size=32_768,
+        rope=RopeConfig(theta=1_000_000.0),
+        **MISTRAL,
+    )
+    | _family(
+        {"nemo-12b": (5120, 40, 32, 8, 128, 14_336)},
+        vocab_size=131_072,
+        rope=RopeConfig(theta=1_000_000.0),
+        **MISTRAL,
+    )
+    | _family(
+        {"small-24b": (5120, 40, 32, 8, 128, 32_768)},
+        vocab_size=131_072,
+        rope=RopeConfig(theta=100_000_000.0),
+        **MISTRAL,
+    ),
+    "olmo2": _family(
+        {
+            "1b": (2048, 16, 16, 16, 128, 8192),
+            "7b": (4096, 32, 32, 32, 128, 11_008),
+            "13b": (5120, 40, 40, 40, 128, 13_824),
+            "32b": (5120, 64, 40, 8, 128, 27_648),
+        },
+        vocab_size=100_352,
+        norm_eps=1e-6,
+        model_type="olmo2",
+        rope=RopeConfig(theta=500_000.0),
+        **OLMO,
+    ),
+    "olmo3": _family(
+        {"7b": (4096, 32, 32, 32, 128, 11_008), "32b": (5120, 64, 40, 8, 128, 27_648)},
+        vocab_size=100_278,
+        norm_eps=1e-6,
+        model_type="olmo3",
+        # Three layers with a window of 4096 and an unscaled rotary embedding, then one without.
+        layers=(*(LayerKind(**OLMO, window=4096, rope="local"),) * 3, LayerKind(**OLMO)),
+        rope=RopeConfig(theta=500_000.0, kind="yarn", factor=8.0, original_length=8192),
+        local_rope=RopeConfig(theta=500_000.0),
+    ),
+    "smollm3": _family(
+        {"3b": (2048, 36, 16, 4, 128, 11_008)},
+        vocab_size=128_256,
+        tied=("3b",),
+        norm_eps=1e-6,
+        model_type="smollm3",
+        nope_every=4,
+        rope=RopeConfig(theta=5_000_000.0),
+    ),
+    "gemma3": _gemma3({"debug": (256, 6, 8, 4, 32, 704)}, window=256, factor=1.0)
+    | _gemma3({"1b": (1152, 26, 4, 1, 256, 6912)}, window=512, vocab_size=262_144, factor=1.0)
+    | _gemma3({"4b": (2560, 34, 8, 4, 256, 10_240), "12b": (3840, 48, 16, 8, 256, 15_360)}, window=1024)
+    | _gemma3({"27b": (5376, 62, 32, 16, 128, 21_504)}, window=1024, attention_scale=168**-0.5),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from argparse import Namespace
@@ -12,16 +13,26 @@ from typing import Any
 from models import hf
 from models.config import ModelConfig
 from models.hf import HuggingFaceError
-from models.hf_config import config_differences, model_config_from_hf, model_config_to_hf, read_config, rope_fields
+from models.hf_config import (
+    ROPES,
+    config_differences,
+    model_config_from_hf,
+    model_config_to_hf,
+    read_config,
+    text_model_values,
+)
+from models.hf_rope import rope_fields
 from models.hf_write import write_safetensors
+from models.layers import LayerKind
 from models.presets import FAMILIES
 from trainer.checkpoint import manifest
 from trainer.checkpoint.durable_io import atomic_folder, fsync_path, write_and_fsync
 from trainer.checkpoint.initial_checks import model_config_from_state
-from trainer.checkpoint.initial_weights import HF_PREFIX, find_checkpoint
+from trainer.checkpoint.initial_weights import HF_PREFIX, HF_TEXT_PREFIX, find_checkpoint
 from trainer.checkpoint.run_dir import ResumeError, read_state
 from trainer.commands import CommandParser, number, print_lines, run_command
 from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE
+from trainer.config.toml_format import toml_value
 from trainer.errors import ConfigError, DataError
 
 DESCRIPTION = """\
@@ -41,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 def run(options: Namespace, _: Sequence[str]) -> None:
     try:
         if options.command == "import":
-            import_model(options.folder, options.output)
+            import_model(options.folder, options.output, text_only=options.text_only)
         else:
             export(options)
     except (HuggingFaceError, ResumeError, DataError) as error:
@@ -60,6 +71,7 @@ def build_parser() -> CommandParser:
     add = subparsers.add_parser("import", help="write a configuration that starts from a model").add_argument
     add("folder", type=Path, metavar="HF_DIR")
     add("output", type=Path, nargs="?", metavar="OUTPUT.toml", help="default: standard output")
+    add("--text-only", action="store_true", help="of a model of several modalities, import the language model")
     return parser
 
 
@@ -135,50 +147,89 @@ def tokenizer_files(
 # ---- import
 
 
-def import_model(folder: Path, output: Path | None) -> None:
+def import_model(folder: Path, output: Path | None, *, text_only: bool = False) -> None:
     """Writes or prints a configuration that starts from the model in `folder`. Raises `HuggingFaceError`."""
     if output is not None and output.exists():
         raise HuggingFaceError([f"{output} exists already"])
-    values = read_config(folder)
-    model = model_config_from_hf(values)
-    if problems := hf.SafetensorsReader(folder).problems(model):
+    values = text_model_values(stored := read_config(folder), text_only=text_only)
+    text_only = values is not stored
+    model, weights = model_config_from_hf(values), hf.SafetensorsReader(folder, text_only=text_only)
+    if problems := weights.problems(model):
         raise HuggingFaceError([f"{folder}: {problem}" for problem in problems])
-    text = "\n".join(config_lines(folder, model, values.get("max_position_embeddings"))) + "\n"
+    left_out = [f"left out: {name} ({count} tensors)" for name, count in weights.left_out.items()]
+    lines = config_lines(folder, model, values.get("max_position_embeddings"), text_only=text_only)
+    text = "\n".join([*(f"# {line}" for line in left_out), *lines]) + "\n"
     if output is None:
         sys.stdout.write(text)
         return
     output.write_text(text)
     rope = ", ".join(f"{key} {json.dumps(getattr(model.rope, key))}" for key in rope_fields(model.rope))
-    print_lines(f"{model.num_parameters:,} parameters; every tensor found", f"rope: {rope}", f"wrote {output}")
+    print_lines(
+        f"{model.num_parameters:,} parameters; every tensor found", *left_out, f"rope: {rope}", f"wrote {output}"
+    )
 
 
-def config_lines(folder: Path, model: ModelConfig, max_positions: object) -> Iterator[str]:
+def config_lines(folder: Path, model: ModelConfig, max_positions: object, *, text_only: bool = False) -> Iterator[str]:
     from trainer.export.hf_tokenizer import detect_tokenizer
 
     family, size, overrides = nearest_preset(model)
     yield f"# {model.num_parameters:,} parameters; max_position_embeddings = {json.dumps(max_positions)}"
     yield from ("[model]", f'family = "{family}"', f'size = "{size}"')
-    yield from (f"{key} = {json.dumps(value)}" for key, value in overrides.items() if not key.startswith("rope."))
-    rope = {key: getattr(model.rope, key) for key in rope_fields(model.rope)}
-    yield from ("", "[model.rope]", *(f"{key} = {json.dumps(item)}" for key, item in rope.items() if item is not None))
+    yield from (f"{key} = {toml_value(value)}" for key, value in overrides.items())
+    for name in ROPES if model.has_local_rope else ROPES[:1]:
+        rope = {key: getattr(getattr(model, name), key) for key in rope_fields(getattr(model, name))}
+        yield from ("", f"[model.{name}]")
+        yield from (f"{key} = {json.dumps(item)}" for key, item in rope.items() if item is not None)
     if detected := detect_tokenizer(folder):
         kind, path = detected
         yield from ("", "[tokenizer]", f'kind = "{kind}"')
         yield from () if path is None else (f"path = {json.dumps(str(path.resolve()))}",)
     else:
         yield from ("", "# The model's tokenizer has no supported format. Without [tokenizer], tokens are bytes.")
-    yield from ("", "[checkpoint]", f"initial_load_path = {json.dumps(f'{HF_PREFIX}{folder.resolve()}')}")
+    prefix = HF_TEXT_PREFIX if text_only else HF_PREFIX
+    yield from ("", "[checkpoint]", f"initial_load_path = {json.dumps(f'{prefix}{folder.resolve()}')}")
 
 
 def nearest_preset(model: ModelConfig) -> tuple[str, str, dict[str, Any]]:
-    """(family, size, overrides) of the preset that differs from the model in the fewest fields."""
+    """(family, size, overrides but for ropes) of the preset that differs from the model in the fewest fields."""
     differences = {
         (family, size): config_differences(model, preset)
         for family, presets in FAMILIES.items()
         for size, preset in presets.items()
     }
-    family, size = nearest = min(differences, key=lambda preset: len(differences[preset]))
-    return family, size, {key: value for key, (value, _) in differences[nearest].items() if value is not None}
+
+    def distance(name: tuple[str, str]) -> tuple[int, bool]:
+        return len(differences[name]), FAMILIES[name[0]][name[1]].model_type != model.model_type
+
+    family, size = nearest = min(differences, key=distance)
+    preset, differing = FAMILIES[family][size], differences[nearest]
+    overrides = {key: value for key, (value, _) in differing.items() if not key.startswith((*ROPES, "layers"))}
+    if differing.keys() & {"layers", "rope.layers"} or overrides.get("window", 0) is None:
+        inherited = {each.name: each.default for each in dataclasses.fields(LayerKind)} | preset.common_options
+        overrides |= {key: value for key, value in model.common_options.items() if value != inherited[key]}
+        overrides = {**overrides, "window": None, "layers": layer_tables(model)}
+    if preset.model_type != model.model_type:
+        overrides["model_type"] = model.model_type
+    return family, size, {key: value for key, value in overrides.items() if value is not None}
+
+
+def layer_tables(model: ModelConfig) -> list[dict[str, Any]]:
+    """The items of `model.layers`, without what all layers share."""
+    tables = list[dict[str, Any]]()
+    shared = model.common_options.keys() - {"window"}
+    pattern = model.layers or model.layer_kinds[: model.nope_every or 1]
+    for kind in pattern:
+        defaults = {each.name: each.default for each in dataclasses.fields(kind)}
+        table = {
+            name: value
+            for name, default in defaults.items()
+            if name not in shared and (value := getattr(kind, name)) != default
+        }
+        if tables and {**tables[-1], "repeat": 1} == {**table, "repeat": 1}:
+            tables[-1]["repeat"] = tables[-1].get("repeat", 1) + 1
+        else:
+            tables.append(table)
+    return tables
 
 
 if __name__ == "__main__":

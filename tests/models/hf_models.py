@@ -12,7 +12,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from models import hf
 from models.config import ModelConfig, RopeConfig
@@ -65,9 +64,9 @@ def logits_of(model: Transformer, config: ModelConfig, length: int = 40) -> tupl
     head, model.head = model.head, None
     assert head is not None
     with torch.no_grad():
-        normed = cast(Tensor, head.norm(model(batch)))
+        hidden = model(batch)
         model.head = head
-        return batch.tokens, F.linear(normed, head.proj.weight)
+        return batch.tokens, head.logits(hidden)
 
 
 def theirs(folder: Path) -> Any:
@@ -76,7 +75,7 @@ def theirs(folder: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         model, told = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
     assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), told
     return model.eval()
@@ -87,7 +86,8 @@ def logits_there(folder: Path, tokens: Tensor) -> Tensor:
         return cast(Tensor, theirs(folder)(tokens).logits)
 
 
-def made_by_transformers(kind: str, dtype: torch.dtype, **options: Any) -> Any:
+def made_by_transformers(kind: str, dtype: torch.dtype, *, std: float = 0.3, **options: Any) -> Any:
+    """`kind`: of the configuration's class, whose model of language is made."""
     transformers = pytest.importorskip("transformers")
     sizes = {
         "vocab_size": 40,
@@ -97,10 +97,11 @@ def made_by_transformers(kind: str, dtype: torch.dtype, **options: Any) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": LENGTH,
+        "pad_token_id": None,  # The gradient of its embedding would be zero.
     }
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**sizes | options)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.3)
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1 and not kind.startswith("Gemma")), std=std)
     return model.to(dtype)

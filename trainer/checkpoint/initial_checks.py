@@ -9,9 +9,9 @@ from typing import Any
 
 from models.config import ModelConfig, RopeConfig
 from models.hf import HuggingFaceError, SafetensorsReader
-from models.hf_config import config_differences, model_config_from_hf, read_config
+from models.hf_config import config_differences, read_model
 from models.layers import LayerKind
-from trainer.checkpoint.initial_weights import is_hugging_face, resolve_initial_path
+from trainer.checkpoint.initial_weights import is_hugging_face, is_text_only, resolve_initial_path
 from trainer.checkpoint.run_dir import RunDir, read_state
 from trainer.config.job_config import Config
 from trainer.errors import ConfigError, ResumeError
@@ -57,11 +57,12 @@ def _compare_with_initial(initial: str, model: ModelConfig) -> tuple[list[str], 
     folder, is_hf = resolve_initial_path(initial), is_hugging_face(initial)
     if is_hf and not folder.is_dir():
         return [f"{folder} is not a folder (models are not downloaded)"], []
-    initial_model = model_config_from_hf(read_config(folder)) if is_hf else model_config_from_state(read_state(folder))
+    text_only = is_text_only(initial)
+    initial_model = read_model(folder, text_only=text_only) if is_hf else model_config_from_state(read_state(folder))
     problems, rope_differences = list[str](), list[str]()
     for key, (initial_value, value) in config_differences(initial_model, model).items():
-        lines = rope_differences if key == "nope_every" or key.startswith("rope.") else problems
+        lines = rope_differences if key.startswith(("rope.", "local_rope.")) else problems
         lines.append(f"model.{key} = {json.dumps(value)}, but the initial weights have {json.dumps(initial_value)}")
     if not problems and is_hf:
-        problems = SafetensorsReader(folder).problems(initial_model)
+        problems = SafetensorsReader(folder, text_only=text_only).problems(initial_model)
     return problems, rope_differences

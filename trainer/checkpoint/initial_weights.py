@@ -13,16 +13,22 @@ from trainer.checkpoint.manifest import DamageError
 from trainer.checkpoint.run_dir import ResumeError, RunDir
 
 HF_PREFIX = "hf:"
+HF_TEXT_PREFIX = "hf-text:"
+"""The language model of a model of several modalities."""
 
 
 def is_hugging_face(initial: str) -> bool:
-    return initial.startswith(HF_PREFIX)
+    return initial.startswith((HF_PREFIX, HF_TEXT_PREFIX))
+
+
+def is_text_only(initial: str) -> bool:
+    return initial.startswith(HF_TEXT_PREFIX)
 
 
 def resolve_initial_path(initial: str) -> Path:
     """The Hugging Face folder or the checkpoint that `checkpoint.initial_load_path` names. Raises `ResumeError`."""
     if is_hugging_face(initial):
-        return Path(initial.removeprefix(HF_PREFIX)).expanduser()
+        return Path(initial.partition(":")[2]).expanduser()
     return find_checkpoint(Path(initial).expanduser())
 
 

@@ -18,10 +18,11 @@ from torch.distributed import ProcessGroup
 
 from models.config import ModelConfig
 from models.hf import LM_HEAD, HuggingFaceError, SafetensorsReader, TensorSpec, tensor_specs
+from models.hf_config import read_model
 from parallelisms.collectives import all_gather_object, to_local
 from parallelisms.init_weights import local_ranges
 from trainer.checkpoint import manifest
-from trainer.checkpoint.initial_weights import is_hugging_face, resolve_initial_path
+from trainer.checkpoint.initial_weights import is_hugging_face, is_text_only, resolve_initial_path
 from trainer.checkpoint.load import MODEL_PREFIX, load_tensors
 from trainer.checkpoint.manifest import DamageError
 from trainer.checkpoint.rank_sync import run_and_gather, run_on_all_ranks, run_on_rank_zero
@@ -76,7 +77,9 @@ def _load_initial_weights(initial: str, trainer: Trainer, group: ProcessGroup) -
     folder = run_and_gather(lambda: resolve_initial_path(initial), group)[0]
     if is_hugging_face(initial):
         try:
-            _load_hf_weights(folder, trainer.config.model.build(), trainer.optimizer.parameters_by_name)
+            reader = SafetensorsReader(folder, text_only=is_text_only(initial))
+            stored = read_model(folder, text_only=is_text_only(initial))
+            _load_hf_weights(reader, stored, trainer.optimizer.parameters_by_name)
         except HuggingFaceError as error:
             raise RankFailedError(EXIT_NO_RETRY, str(error)) from error
     else:
@@ -86,14 +89,14 @@ def _load_initial_weights(initial: str, trainer: Trainer, group: ProcessGroup) -
     log.info("initial weights: %s", folder)
 
 
-def _load_hf_weights(folder: Path, model: ModelConfig, parameters: Mapping[str, Tensor]) -> None:
+def _load_hf_weights(weights: SafetensorsReader, stored: ModelConfig, parameters: Mapping[str, Tensor]) -> None:
     """Fills this rank's parameters, reading only its shards from safetensors. Raises `HuggingFaceError`."""
-    weights, specs = SafetensorsReader(folder), tensor_specs(model)
+    specs = tensor_specs(stored)
     with torch.no_grad():
         for name, parameter in parameters.items():
             values = weights.read(specs[name], local_ranges(parameter))
             to_local(parameter).copy_(values)
-            if model.tie_embeddings and name == "embed.weight" and weights.has_tensor(LM_HEAD):
+            if stored.tie_embeddings and name == "embed.weight" and weights.has_tensor(LM_HEAD):
                 head = weights.read(TensorSpec(LM_HEAD, specs[name].shape), local_ranges(parameter))
                 if not torch.equal(head, values):
                     raise HuggingFaceError(

@@ -1,0 +1,142 @@
+"""Rotary embeddings in transformers' config.json. Imports no torch.
+
+There are two formats. transformers 5 uses `rope_parameters`; transformers 4 uses `rope_theta` and `rope_scaling`, and
+silently ignores the other. We write both and read either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from models.config import ROPE_FIELDS, RopeConfig
+from models.rope_scaling import attention_factor
+
+ORIGINAL_LENGTH_KEY = "original_max_position_embeddings"
+# Our rope field -> their key, where the names differ.
+ROPE_KEYS = {
+    "original_length": ORIGINAL_LENGTH_KEY,
+    "short_factors": "short_factor",
+    "long_factors": "long_factor",
+}
+OPTIONAL_ROPE_KEYS = {"beta_fast", "beta_slow", "truncate", "attention_factor"}
+ROPE_TYPE_KEYS = {"rope_type", "type", "rope_theta"}
+MSCALES = ("mscale", "mscale_all_dim")  # DeepSeek's form of yarn's attention factor.
+
+
+def rope_from_hf(values: Mapping[str, Any], problems: list[str], *, default_theta: float) -> RopeConfig | None:
+    """Reads the rope from either format; if both are present they must agree."""
+    theta = values.get("rope_theta")
+    default = {"rope_theta": default_theta if theta is None else theta}
+    dialects = {key: values[key] for key in ("rope_parameters", "rope_scaling") if values.get(key) is not None}
+    if not dialects or (theta is not None and "rope_scaling" not in dialects and "rope_scaling" in values):
+        dialects["rope_scaling"] = {}
+    ropes = {}
+    for name, rope in dialects.items():
+        if not isinstance(rope, dict):
+            problems.append(f"config.json: {name} = {format_value(rope)} must be an object")
+            continue
+        present = default | {key: value for key, value in rope.items() if value is not None}
+        if (parsed := _parse_rope(name, present, values, problems)) is not None:
+            ropes[name] = parsed
+    if len(ropes) == 2 and ropes["rope_parameters"] != ropes["rope_scaling"]:
+        problems.append(
+            f"config.json: rope_parameters = {format_value(values['rope_parameters'])} and rope_theta = {format_value(theta)}, "
+            f"rope_scaling = {format_value(values.get('rope_scaling'))} disagree"
+        )
+    return next(iter(ropes.values()), None)
+
+
+def _parse_rope(name: str, rope: dict[str, Any], values: Mapping[str, Any], problems: list[str]) -> RopeConfig | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
+        problems.append(unsupported(f"{name}.rope_type", kind, tuple(ROPE_FIELDS)))
+        return None
+    field_of, num_problems = {key: field for field, key in _rope_keys(kind).items()}, len(problems)
+    present = rope | _derived_rope_values(kind, rope, values)
+    known = field_of.keys() | ROPE_TYPE_KEYS | (set(MSCALES) if kind == "yarn" else set())
+    problems += [
+        unsupported(f"{name}.{key}", value, (None,))
+        for key, value in sorted(present.items())
+        if key not in known and (key, value) != ("partial_rotary_factor", 1)
+    ]
+    missing = field_of.keys() - present.keys() - OPTIONAL_ROPE_KEYS
+    problems += [f'config.json: {name} of rope_type "{kind}" needs {key}' for key in sorted(missing)]
+    fields: dict[str, Any] = {"theta": present["rope_theta"]}
+    for key, field in field_of.items():
+        if key in present:
+            fields[field] = tuple(present[key]) if isinstance(present[key], list) else present[key]
+    for key, value in fields.items():
+        if key.endswith("_factors"):
+            is_valid = isinstance(value, tuple) and all(map(is_number, value))
+        else:
+            is_valid = isinstance(value, bool) if key == "truncate" else is_number(value) and value > 0
+        if not is_valid:
+            problems.append(f"config.json: {name} has an invalid {key} = {format_value(value)}")
+    if len(problems) > num_problems:
+        return None
+    return without_default_factor(RopeConfig(**{"kind": kind} | fields))
+
+
+def without_default_factor(rope: RopeConfig) -> RopeConfig:
+    """The rope without an attention factor that equals longrope's default, which every export states."""
+    if rope.kind != "longrope" or min(rope.factor, rope.original_length) <= 1:
+        return rope
+    default = dataclasses.replace(rope, attention_factor=None)
+    return default if rope.attention_factor == attention_factor(default) else rope
+
+
+def _rope_keys(kind: str) -> dict[str, str]:
+    """Their key of each field that this kind uses. Required, except OPTIONAL_ROPE_KEYS."""
+    return {field: ROPE_KEYS.get(field, field) for field in ROPE_FIELDS[kind]}
+
+
+def _derived_rope_values(kind: str, rope: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """What transformers derives from other keys."""
+    derived = dict[str, Any]()
+    if "original_length" in ROPE_FIELDS[kind]:
+        max_length = values.get("max_position_embeddings")
+        original_length = values.get(ORIGINAL_LENGTH_KEY) or rope.get(ORIGINAL_LENGTH_KEY) or max_length
+        if original_length is not None:
+            derived[ORIGINAL_LENGTH_KEY] = original_length
+        if kind != "llama3" and "factor" not in rope and is_number(max_length) and is_number(original_length):
+            derived["factor"] = max_length / original_length
+    scales: list[Any] = [rope.get(key) for key in MSCALES]
+    if kind == "yarn" and "attention_factor" not in rope and all(is_number(scale) and scale for scale in scales):
+        factor = (rope | derived).get("factor")
+        log_scale = 0.1 * math.log(factor) if is_number(factor) and factor > 1 else 0.0
+        numerator, denominator = (scale * log_scale + 1 for scale in scales)
+        derived["attention_factor"] = numerator / denominator
+    return derived
+
+
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """Kind and scaling, without theta."""
+    if rope.kind == "default":
+        return {"rope_type": "default"}
+    fields = {theirs: getattr(rope, ours) for ours, theirs in _rope_keys(rope.kind).items()}
+    if rope.kind == "longrope":  # transformers 4 would derive another one from the trained length.
+        fields["attention_factor"] = attention_factor(rope)
+    return {"rope_type": rope.kind} | {key: value for key, value in fields.items() if value is not None}
+
+
+def rope_fields(rope: RopeConfig) -> dict[str, None]:
+    """The fields that this kind uses, in order."""
+    return dict.fromkeys(("kind", "theta", *ROPE_FIELDS[rope.kind]))
+
+
+def unsupported(key: str, value: object, allowed: tuple[object, ...]) -> str:
+    choices = " or ".join(map(format_value, allowed))
+    return f"config.json: {key} = {format_value(value)} is not supported; only {choices}"
+
+
+def format_value(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,270 @@
+"""Every family of `models/hf_families.py`, with tiny random weights, against transformers: logits, gradients, files."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models import hf
+from models.config import ModelConfig
+from models.hf import HuggingFaceError
+from models.hf_config import config_differences, model_config_from_hf, model_config_to_hf, read_config, read_model
+from models.hf_families import FAMILIES, FULL, SLIDING
+from models.presets import FAMILIES as PRESETS
+from models.transformer import Transformer
+from tests.models.hf_models import LENGTH, load, logits_of, logits_there, made_by_transformers, theirs, write
+from tests.models.small_models import gradients, packed, small_model
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 5.0]}
+MIXED_TYPES = [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL]
+MADE: dict[str, dict[str, Any]] = {
+    "Llama": {"rope_theta": 500.0, "rope_scaling": YARN},
+    "Llama tied": {"tie_word_embeddings": True, "head_dim": 8},
+    "Qwen2": {},
+    "Qwen2 windows": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "Qwen3": {"head_dim": 8},
+    "Qwen3 windows": {
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "num_hidden_layers": 6,
+        "layer_types": MIXED_TYPES,
+        "tie_word_embeddings": True,
+    },
+    "Mistral": {"sliding_window": None, "head_dim": 8},
+    "Mistral window": {"sliding_window": 7},
+    "Ministral": {"head_dim": 8, "sliding_window": 7, "layer_types": MIXED_TYPES, "num_hidden_layers": 6},
+    "Olmo2": {},
+    "Olmo2 tied": {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    "Olmo3": {
+        "num_hidden_layers": 5,
+        "sliding_window": 7,
+        "rope_theta": 500_000.0,  # transformers 5 takes it for windowed layers whatever is stated.
+        "rope_scaling": YARN,
+    },
+    "SmolLM3": {"num_hidden_layers": 5},
+    "SmolLM3 windows": {
+        "num_hidden_layers": 5,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "tie_word_embeddings": False,
+    },
+    "Granite": {
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.0,
+    },
+    "Phi3": {"original_max_position_embeddings": 16, "rope_theta": 500.0, "rope_scaling": LONGROPE},
+    "Phi3 window": {"sliding_window": 7, "tie_word_embeddings": True},
+    "Gemma2": {
+        "head_dim": 8,
+        "query_pre_attn_scalar": 5,
+        "num_hidden_layers": 3,
+        "sliding_window": 7,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "Gemma2 without caps": {
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 7,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+    "Gemma3": {
+        "head_dim": 8,
+        "query_pre_attn_scalar": 5,
+        "num_hidden_layers": 7,
+        "sliding_window": 7,
+        "rope_theta": 500.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "rope_local_base_freq": 50.0,
+    },
+}
+"""Options of transformers' configurations, by the name of the class, and what is special."""
+
+
+def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    kind = name.split()[0]
+    # Larger weights would saturate attention, whose gradients float32 then loses.
+    return made_by_transformers("Gemma3Text" if kind == "Gemma3" else kind, dtype, std=0.2, **MADE[name])
+
+
+def in_float32(config: ModelConfig) -> ModelConfig:
+    """With transformers' rounding of angles."""
+    ropes = {name: replace(getattr(config, name), precision="float32") for name in ("rope", "local_rope")}
+    return replace(config, **ropes)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """As transformers writes them."""
+    root = tmp_path_factory.mktemp("models")
+    for name in MADE:
+        made(name).save_pretrained(root / name, max_shard_size="8KB")
+    return {name: root / name for name in MADE}
+
+
+def test_every_family_is_made() -> None:
+    architectures = {f"{name.split()[0]}ForCausalLM" for name in MADE}
+    assert architectures == {family.architecture for family in FAMILIES.values()}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_logits_and_gradients_are_those_of_transformers(name: str, folders: dict[str, Path]) -> None:
+    """At positions beyond the original length and the windows."""
+    config = in_float32(read_model(folders[name]))
+    model = load(folders[name], config)
+    tokens, logits = logits_of(model, config)
+    assert logits.abs().max() > 0.5
+    reference = theirs(folders[name])
+    expected = reference(tokens).logits
+    assert_close(logits, expected.detach())
+    batch = packed([40], vocab_size=config.vocab_size)
+    _, found = gradients(model, batch)
+    torch.nn.functional.cross_entropy(expected[0, :-1], tokens[0, 1:]).backward()
+    parameters = dict(reference.named_parameters())
+    covered = dict.fromkeys(parameters, 0)
+    for ours, spec in hf.tensor_specs(config).items():
+        grad = parameters[spec.name].grad[spec.first_row : spec.first_row + spec.shape[0]]
+        assert (found[ours] - grad).norm() <= 1e-5 * grad.norm() + 1e-7, ours
+        covered[spec.name] += spec.shape[0]
+    assert covered == {their: len(parameter) for their, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_we_write_is_the_same_folder_again(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    config = read_model(folders[name])
+    model = load(folders[name], config)
+    again = write(tmp_path / "again", config, model, file_bytes=3000)
+    assert read_config(again)["model_type"] == read_config(folders[name])["model_type"]
+    assert config_differences(read_model(again), config) == {}
+    assert read_model(again).model_type == config.model_type
+    found = load(again, read_model(again))
+    for parameter, value in model.named_parameters():
+        assert torch.equal(found.get_parameter(parameter), value)
+    tokens, logits = logits_of(load(again, in_float32(config)), in_float32(config))
+    found_logits = logits_there(again, tokens)
+    assert_close(logits, found_logits)
+    stored, ours = (
+        {name: tensor for path in folder.glob("*.safetensors") for name, tensor in read_file(path).items()}
+        for folder in (folders[name], again)
+    )
+    stored.pop(hf.LM_HEAD, None) if config.tie_embeddings else None
+    assert stored.keys() == ours.keys()
+    assert all(torch.equal(stored[tensor], ours[tensor]) for tensor in ours)
+
+
+def assert_close(logits: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max().clamp(min=1)))
+
+
+def read_file(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+@pytest.mark.parametrize("family", PRESETS)
+def test_presets_have_the_parameters_that_transformers_counts(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    for size, model in PRESETS[family].items():
+        values = model_config_to_hf(model, max_length=1 << 17, dtype="bfloat16")
+        assert values["model_type"] == model.model_type, size
+        architecture = getattr(transformers, values["architectures"][0])
+        config = transformers.AutoConfig.for_model(
+            **{key: value for key, value in values.items() if "dtype" not in key}
+        )
+        with torch.device("meta"):
+            counted = sum(parameter.numel() for parameter in architecture(config).parameters())
+        assert counted == model.num_parameters, size
+
+
+# ---- what is not understood is refused by name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_unknown_key_is_named(name: str) -> None:
+    values = values_of(name)
+    with pytest.raises(
+        HuggingFaceError, match=re.escape(f'config.json: new_gate = "x" is unknown for model_type {name}')
+    ):
+        model_config_from_hf(values | {"new_gate": "x"})
+    assert model_config_from_hf(values | {"new_gate": None}) == model_config_from_hf(values)
+
+
+def values_of(name: str) -> dict[str, Any]:
+    """The config.json of a small model of this type."""
+    family = FAMILIES[name]
+    options = {key: value for key, value in family.options.items()}
+    model = replace(
+        PRESETS["llama3"]["debug"],
+        **options,
+        model_type=name,
+        embedding_multiplier=16.0 if family.scales_embeddings else 1.0,
+    )
+    values = model_config_to_hf(model, max_length=LENGTH, dtype="float32")
+    assert values["model_type"] == name
+    return values
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [
+        ("gemma2", {"layer_types": ["sliding_attention"]}, 'layer_types = ["sliding_attention"] must have 4 items'),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = true is not supported"),
+        ("gemma2", {"hidden_activation": "gelu"}, 'hidden_activation = "gelu" is not supported; only "gelu_pytorch_tanh"'),
+        ("mistral", {"sliding_window": 0}, "sliding_window = 0 must be an integer above 0"),
+        ("mistral", {"sliding_window": "4096"}, 'sliding_window = "4096" must be an integer above 0'),
+        ("qwen3", {"layer_types": [SLIDING] * 4}, 'layer_types names "sliding_attention", but no sliding_window is used'),
+        ("qwen3", {"use_sliding_window": 1}, "use_sliding_window = 1 must be true or false"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": "2"}, 'max_window_layers = "2" must be an integer'),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers = [1, 0] must have 4 items 0 or 1"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval = 0 must be an integer"),
+        ("granite", {"attention_multiplier": -1}, "attention_multiplier = -1 must be a number above 0"),
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 is not supported; only 1"),
+        ("phi3", {"rope_parameters": None, "rope_scaling": YARN}, 'rope_type = "yarn" is not supported; only "default"'),
+        ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000 must be an integer from 1 to 10000"),
+        ("olmo2", {"head_dim": 12}, "model.head_dim = 12 must be model.dim / model.num_heads = 256 / 8"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0 must be a number above 0"),
+        ("olmo3", {"rope_parameters": {SLIDING: 3, FULL: {}}}, "rope_parameters = 3 must be an object"),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_named(name: str, changes: dict[str, Any], problem: str) -> None:
+    values = values_of(name) | {"rope_theta": None, "rope_scaling": None} | changes
+    with pytest.raises(HuggingFaceError) as caught:
+        model_config_from_hf(values)
+    assert [line for line in caught.value.problems if problem in line], caught.value.problems
+
+
+# ---- a model of several modalities
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_language_model_of_several_modalities(prefix: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    text = read_config(folders["Gemma3"])
+    tensors = {name: x for path in folders["Gemma3"].glob("*.safetensors") for name, x in read_file(path).items()}
+    renamed = {name.replace("model.", prefix, 1): x for name, x in tensors.items()}
+    vision = {"vision_tower.encoder.weight": torch.ones(2), "multi_modal_projector.weight": torch.ones(3)}
+    save_file(renamed | vision, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": {}})
+    )
+    with pytest.raises(HuggingFaceError, match="--text-only imports its language model alone"):
+        read_model(tmp_path)
+    config = read_model(tmp_path, text_only=True)
+    weights = hf.SafetensorsReader(tmp_path, text_only=True)
+    assert weights.problems(config) == []
+    assert weights.left_out == {"multi_modal_projector": 1, "vision_tower": 1}
+    for spec in hf.tensor_specs(config).values():
+        assert torch.equal(weights.read(spec), tensors[spec.name])
