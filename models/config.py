@@ -22,6 +22,11 @@ EXCLUSIVE_MINIMUMS = {"theta": 1, "factor": 1, "original_length": 1} | dict.from
     ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"), 0
 )
 
+SOFTCAP_PROBLEM = (
+    'attention kernel "{kernel}" has no soft-capped scores (softcap = {softcap}): torch gives no CUDA kernel the cap; '
+    '"plain" has it, and holds the scores of a document in memory'
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
@@ -206,6 +211,11 @@ class ModelConfig:
     def windows(self) -> tuple[int, ...]:
         """Those of its layers, each once."""
         return tuple(dict.fromkeys(kind.window for kind in self.kinds if kind.window is not None))
+
+    @property
+    def score_softcap(self) -> float | None:
+        """The soft cap of attention scores, if a layer has one."""
+        return next((kind.softcap for kind in self.kinds if kind.softcap is not None), None)
 
     @property
     def has_local_rope(self) -> bool:

@@ -15,16 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from models.config import SOFTCAP_PROBLEM
 from models.linear import accumulation_dtype
 from models.score_blocks import ScoreBlock, ScoreBlocks, TokenIndex, VarlenBatch
 
 aten = torch.ops.aten
 
 KERNELS = ("auto", "cpu", "flash", "cudnn", "efficient", "plain")
-SOFTCAP_PROBLEM = (
-    'attention kernel "{kernel}" has no soft-capped scores (softcap = {softcap}): torch gives no CUDA kernel the cap; '
-    '"plain" has it, and holds the scores of a document in memory'
-)
 Grads = tuple[Tensor, Tensor, Tensor]
 BlockGrads = tuple[TokenIndex, TokenIndex, Tensor, Tensor, Tensor]
 """Queries, keys, dq, dk and dv."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,8 @@ from models.hf import HuggingFaceError
 from models.hf_config import config_differences, model_config_from_hf, model_config_to_hf, read_config, read_model
 from models.hf_families import FAMILIES, FULL, SLIDING
 from models.presets import FAMILIES as PRESETS
-from models.transformer import Transformer
 from tests.models.hf_models import LENGTH, load, logits_of, logits_there, made_by_transformers, theirs, write
-from tests.models.small_models import gradients, packed, small_model
+from tests.models.small_models import gradients, packed
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 5.0]}
@@ -95,7 +95,7 @@ MADE: dict[str, dict[str, Any]] = {
 def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
     kind = name.split()[0]
     # Larger weights would saturate attention, whose gradients float32 then loses.
-    return made_by_transformers("Gemma3Text" if kind == "Gemma3" else kind, dtype, std=0.2, **MADE[name])
+    return made_by_transformers("Gemma3Text" if kind == "Gemma3" else kind, dtype, std=0.2, **deepcopy(MADE[name]))
 
 
 def in_float32(config: ModelConfig) -> ModelConfig:
@@ -204,10 +204,9 @@ def test_an_unknown_key_is_named(name: str) -> None:
 def values_of(name: str) -> dict[str, Any]:
     """The config.json of a small model of this type."""
     family = FAMILIES[name]
-    options = {key: value for key, value in family.options.items()}
     model = replace(
         PRESETS["llama3"]["debug"],
-        **options,
+        **family.options,
         model_type=name,
         embedding_multiplier=16.0 if family.scales_embeddings else 1.0,
     )

@@ -55,7 +55,7 @@ def test_options_of_all_layers_make_the_kinds_that_a_pattern_states() -> None:
     stated = replace(SMALL, num_layers=7, layers=(kind, kind, replace(kind, rope="none")))
     assert said.layer_kinds == stated.layer_kinds
     assert config_differences(said, stated) == {}
-    assert set(config_differences(SMALL, replace(stated, num_layers=2))) == {"layers"}
+    assert set(config_differences(SMALL, replace(stated, num_layers=2))) == {"qk_norm"}
     assert set(config_differences(replace(said, nope_every=None), stated)) == {"rope.layers"}
 
 
@@ -157,7 +157,7 @@ def test_counts_are_sums_over_layers() -> None:
     assert MIXED_KINDS.matrix_parameters == matrices + sizes["V"] * dim
     assert MIXED_KINDS.flops(tokens=0, pairs=10) == 12 * 4 * queries * 10
     assert MIXED_KINDS.num_parameters == sum(x.numel() for x in Transformer(MIXED_KINDS).parameters())
-    assert hf.tensor_specs(MIXED_KINDS)["blocks.2.attention.in_proj.weight"] == (
+    assert hf.tensor_specs(MIXED_KINDS)["blocks.2.attention.in_proj.weight"][:2] == (
         "model.layers.2.shift.in_proj.weight",
         (queries, dim),
     )
@@ -186,9 +186,9 @@ def test_a_mixer_without_context_parallelism_is_refused() -> None:
 
 
 def test_a_pattern_is_not_exported_unless_all_layers_are_alike() -> None:
-    with pytest.raises(HuggingFaceError, match=r"model\.layers has no equivalent"):
+    with pytest.raises(HuggingFaceError, match=r"model\.layers = .* has no equivalent"):
         model_config_to_hf(MIXED_KINDS, max_length=64, dtype="float32")
-    with pytest.raises(HuggingFaceError, match=r"model\.layers has no equivalent"):
+    with pytest.raises(HuggingFaceError, match=r"model\.activation = gelu has no equivalent"):
         model_config_to_hf(replace(SMALL, activation=cast(Any, "gelu")), max_length=64, dtype="float32")
     alike = replace(SMALL, head_dim=4, layers=(LayerKind(qkv_bias=True),))
     assert model_config_to_hf(alike, max_length=64, dtype="float32")["model_type"] == "qwen2"

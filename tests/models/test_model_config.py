@@ -42,8 +42,24 @@ PUBLISHED = {
     ("qwen3", "8b"): 8_190_735_360,
     ("qwen3", "14b"): 14_768_307_200,
     ("qwen3", "32b"): 32_762_123_264,
+    ("mistral", "7b-v0.1"): 7_241_732_096,
+    ("mistral", "7b"): 7_248_023_552,
+    ("mistral", "nemo-12b"): 12_247_782_400,
+    ("mistral", "small-22b"): 22_247_282_688,
+    ("mistral", "small-24b"): 23_572_403_200,
+    ("olmo2", "1b"): 1_484_916_736,
+    ("olmo2", "7b"): 7_298_617_344,
+    ("olmo2", "13b"): 13_716_198_400,
+    ("olmo2", "32b"): 32_234_279_936,
+    ("olmo3", "7b"): 7_298_011_136,
+    ("olmo3", "32b"): 32_233_522_176,
+    ("smollm3", "3b"): 3_075_098_624,
+    ("gemma3", "1b"): 999_885_952,
+    ("gemma3", "4b"): 3_880_263_168,  # Of gemma3, the language model's.
+    ("gemma3", "12b"): 11_766_034_176,
+    ("gemma3", "27b"): 27_009_346_304,
 }
-DEBUG_FAMILIES = ["llama3", "qwen2.5", "qwen3"]
+DEBUG_FAMILIES = ["llama3", "qwen2.5", "qwen3", "gemma3"]
 PRESETS = [(family, size) for family, sizes in FAMILIES.items() for size in sizes]
 
 
@@ -69,8 +85,9 @@ def test_every_preset_except_debug_has_a_published_count() -> None:
 def test_debug_models_are_divisible_by_eight_ranks(family: str) -> None:
     config = FAMILIES[family]["debug"]
     assert all(size % 8 == 0 for size in (config.vocab_size, config.dim, config.num_heads, config.ffn_dim))
-    assert (config.num_layers, config.num_kv_heads) == (4, 4)
-    assert (config.qk_norm, config.qkv_bias) == (family == "qwen3", family == "qwen2.5")
+    assert (config.num_layers >= 4, config.num_kv_heads) == (True, 4)
+    options = config.common_options
+    assert (options["qk_norm"], options["qkv_bias"]) == (family in ("qwen3", "gemma3"), family == "qwen2.5")
     assert config.tie_embeddings == (family != "llama3")
 
 

@@ -12,7 +12,8 @@ from itertools import pairwise
 from math import prod
 from pathlib import Path
 
-from parallelisms.parallel_dims import tensor_parallel_problems
+from models.config import SOFTCAP_PROBLEM
+from parallelisms.parallel_dims import head_groups_problem, tensor_parallel_problems
 from trainer.config.data import (
     COPY_CORPUS,
     DEFAULT_SOURCE,
@@ -141,6 +142,9 @@ def _single_stage_problems(config: Config, world_size: int) -> Iterator[str]:
     yield from slurm_problems(config.slurm)
     if not model_problems:
         yield from _head_group_problems(config)
+        kernel, softcap = config.training.attention, config.model.build().score_softcap
+        if softcap is not None and kernel not in ("auto", "plain"):
+            yield f"training.attention: {SOFTCAP_PROBLEM.format(kernel=kernel, softcap=softcap)}"
     yield from _optimizer_dtype_problems(config)
     yield from _world_size_problems(config, world_size)
     if not model_problems:
@@ -317,6 +321,8 @@ def _memory_problems(memory: MemorySection) -> Iterator[str]:
 
 def _head_group_problems(config: Config) -> Iterator[str]:
     groups, plan = config.memory.head_groups, config.context_plan()
+    if problem := head_groups_problem(config.model.build(), groups):
+        yield problem
     heads_per_group = plan.heads // groups
     if plan.kv_heads % groups:
         rule = f"must divide the {plan.kv_heads} KV heads of a rank (model.num_kv_heads / parallelism.tp)"

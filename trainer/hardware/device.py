@@ -76,10 +76,11 @@ def choose_attention_kernel(config: Config, device: torch.device) -> str:
     configured, compute_dtype = config.training.attention, getattr(torch, config.training.dtype)
     is_flash_version = configured in ("fa3", "fa4")
     queries = torch.empty(0, dtype=compute_dtype, device=device)
-    name = kernels.select_kernel(queries, "flash" if is_flash_version else configured)
-    if device.type == "cpu":
-        return name
+    softcap = config.model.build().score_softcap
     try:
+        name = kernels.select_kernel(queries, "flash" if is_flash_version else configured, softcap=softcap)
+        if device.type == "cpu":
+            return configured if softcap is not None else name
         if is_flash_version:
             torch.nn.attention.activate_flash_attention_impl(configured.upper())
         verify_attention_kernel(config, name, device)

@@ -95,6 +95,33 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
     **_key("model.dim", (32, 24)),
     **_key("model.norm_eps", (None, 0.01)),
     **_key("model.nope_every", (None, 2)),
+    "model.layers": {
+        "alike": {},
+        "windows": _keys(model__layers=[{"window": 5, "rope": "local"}, {}], model__local_rope={"theta": 50.0}),
+        "window 20": _keys(model__window=20),
+        "mixed": _keys(
+            model__layers=[
+                {"window": 3, "sink": True, "norms": "post"},
+                {"window": 40, "rope": "none", "qk_norm": False},
+            ]
+        ),
+    },
+    **_key("model.sink", (None, True)),
+    **_key("model.softcap", (None, 2.0)),
+    **_key("model.norms", ("pre", "post", "sandwich")),
+    **_key("model.full_qk_norm", (None, True)),
+    **_key("model.activation", ("silu", "gelu_tanh")),
+    "model.multipliers": {
+        "none": {},
+        "all": _keys(
+            model__attention_scale=0.3,
+            model__embedding_multiplier=3.0,
+            model__residual_multiplier=0.7,
+            model__logits_scaling=2.0,
+            model__logit_softcap=3.0,
+            model__zero_centered_norms=True,
+        ),
+    },
     **_key("model.rope.precision", (None, "float32")),
     "model.rope.kind": {
         "default": {},
@@ -175,7 +202,7 @@ NEEDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "memory.host_budget_gib": {"memory.offload": ["inputs", "inputs_and_attention"]},
     "memory.loss_chunk_mib": {"model.vocab_size": ["8448"]},
     # Unrotated, a bias of keys moves all scores of a query alike: its gradient is only rounding.
-    "model.qkv_bias": {"model.nope_every": ["None"]},
+    "model.qkv_bias": {"model.nope_every": ["None"], "model.layers": ["alike", "windows", "window 20"]},
     "checkpoint.mesh": {"checkpoint": ["resume", "asynchronous", "stage"]},
     **_need(_above_one("cp"), "parallelism.cp_method", "parallelism.cp_layout"),
     **_need(_above_one("tp"), "parallelism.sequence_parallel", "parallelism.loss_parallel"),

@@ -6,6 +6,7 @@ ranks, sequences need padding, and some ranks have empty micro-batches. Imports 
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,7 +16,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from models.config import RopeConfig
+from models.config import ModelConfig, RopeConfig
 from parallelisms.parallel_dims import AXES, ContextPlan
 from parallelisms.pipeline_plan import PipelinePlan
 from trainer.config import checks
@@ -192,7 +193,8 @@ def _reduced_stage_blocks(plan: PipelinePlan) -> tuple[int, ...]:
 def _reduced_values(run: FullRun, global_batch_size: int) -> ConfigValues:
     """All sections except `parallelism`."""
     model, training, data = run.model, run.config.training, run.config.data
-    layers = _reduced_stage_blocks(run.pipeline_plan) if run.pipeline_plan.pp > 1 else (min(2, model.num_layers),)
+    num_layers = min(max(2, len(model.kinds)), model.num_layers)
+    layers = _reduced_stage_blocks(run.pipeline_plan) if run.pipeline_plan.pp > 1 else (num_layers,)
     ulysses = run.context_plan.ulysses_degree if run.context_plan.cp > 1 else 1
     num_heads, num_kv_heads = reduced_heads(model.num_heads, model.num_kv_heads, tp=run.degrees["tp"], ulysses=ulysses)
     groups = gcd(run.config.memory.head_groups, max(1, num_kv_heads // run.degrees["tp"])) if ulysses == 1 else 1
@@ -201,8 +203,9 @@ def _reduced_values(run: FullRun, global_batch_size: int) -> ConfigValues:
     length = max(SEQ_LEN_MULTIPLE, multiple) - needs_padding
     changes: ConfigValues = {
         "model": MODEL_WIDTHS
-        | {"rope": _reduced_rope(model.rope, length / training.seq_len)}
+        | {name: _reduced_rope(getattr(model, name), length / training.seq_len) for name in ("rope", "local_rope")}
         | {"nope_every": model.nope_every and min(model.nope_every, sum(layers))}
+        | _reduced_layers(model, length / training.seq_len)
         | {"num_layers": sum(layers), "num_heads": num_heads, "num_kv_heads": num_kv_heads}
         | {"vocab_size": min(MAX_VOCAB_SIZE, model.vocab_size // 2 * 2)},
         "data": {
@@ -227,6 +230,17 @@ def _reduced_values(run: FullRun, global_batch_size: int) -> ConfigValues:
         "distributed": {"start_timeout_minutes": 5, "timeout_minutes": 5},
     }
     return deep_merge(run.config.model_dump(include=set(COPIED_SECTIONS)), changes)
+
+
+def _reduced_layers(model: ModelConfig, scale: float) -> ConfigValues:
+    """One layer of each kind, with windows that are as long relative to the sequence."""
+    if not (model.layers or model.windows):
+        return {}
+    options = [dataclasses.asdict(kind) for kind in model.kinds]
+    for each in options:
+        each["window"] = each["window"] and max(2, round(each["window"] * scale))
+        del each["mixer"], each["feed_forward"]
+    return {"layers": options, "window": None}
 
 
 def _reduced_rope(rope: RopeConfig, scale: float) -> ConfigValues:

@@ -15,6 +15,7 @@ Values = dict[str, Any]
 
 # Entries of tables that a file may repeat: the one that a case changes.
 ENTRIES = {
+    "model.layers.": "model.layers.0.",
     "data.sources.": "data.sources.web.",
     "data.mix.": "data.mix.0.",
     "validation.sets.": "validation.sets.held.",

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models import kernel_check
+from models.hf_config import model_config_to_hf
 from models.norm import RMSNorm
 from parallelisms.block_recompute import eager
 from tests.config.wiring import runs
@@ -74,6 +75,11 @@ def observe(task: Task) -> tuple[list[str], Any]:
     except Exception as error:
         error.add_note(str(task))
         raise
+
+
+def exported_model_type(recipe: Recipe) -> str:
+    """What `hf export` writes."""
+    return str(model_config_to_hf(recipe.model.build(), max_length=64, dtype="float32")["model_type"])
 
 
 def build_trainer(recipe: Recipe) -> Trainer:

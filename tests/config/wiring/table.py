@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 from tests.config.wiring import observables as see
 from tests.config.wiring import runs
@@ -42,6 +43,31 @@ FACTORS = {"short_factors": [1.0, 2.0, 3.0, 4.0], "long_factors": [2.0, 3.0, 4.0
 LONG = {"model.rope": {"kind": "longrope", "factor": 4.0, "original_length": 32, **FACTORS}}
 SHORT = {"model.rope": {"kind": "longrope", "factor": 4.0, "original_length": 128, **FACTORS}}
 
+TWO_KINDS = {"model.layers": [{}, {"window": 5}], "model.num_layers": 2}
+ALL_LOCAL = {"model.layers": [{"rope": "local"}]}
+
+ROPE: Cases = {
+    "model.rope.theta": losses((1e2, 1e4)),
+    "model.rope.factor": losses((2.0, 4.0), {"model.rope": {"kind": "linear"}}),
+    "model.rope.low_freq_factor": losses((1.0, 0.5), LLAMA3_ROPE),
+    "model.rope.high_freq_factor": losses((4.0, 8.0), LLAMA3_ROPE),
+    "model.rope.original_length": losses((256, 64), LLAMA3_ROPE),
+    "model.rope.beta_fast": losses((32.0, 100.0), YARN),
+    "model.rope.beta_slow": losses((1.0, 10.0), YARN),
+    "model.rope.truncate": losses((True, False), YARN),
+    "model.rope.attention_factor": losses((None, 2.0), YARN),
+    "model.rope.short_factors": losses(([1.0, 2.0, 3.0, 4.0], [1.0, 1.0, 1.0, 1.0]), SHORT),
+    "model.rope.long_factors": losses(([2.0, 3.0, 4.0, 5.0], [1.0, 1.0, 1.0, 1.0]), LONG),
+    "model.rope.precision": losses(("float64", "float32"), {"training.dtype": "float64"}),
+}
+
+
+def of_local_rope(rope_case: Case) -> Case:
+    """The same of the rope of layers that have their own."""
+    base = {key.replace("model.rope", "model.local_rope"): value for key, value in rope_case.base.items()}
+    return replace(rope_case, base=base | ALL_LOCAL)
+
+
 MODEL: Cases = {
     "model.family": losses(("llama3", "qwen3")),
     "model.size": losses(("debug", "8b"), {"model.ffn_dim": None}),
@@ -58,19 +84,34 @@ MODEL: Cases = {
     # Biases start at zero.
     "model.qkv_bias": (steps((False, True)), case(see.weight_shapes, (False, True))),
     "model.nope_every": losses((None, 1)),
+    "model.full_qk_norm": (losses((False, True)), case(see.weight_shapes, (False, True))),
+    "model.activation": losses(("silu", "gelu_tanh")),
+    "model.norms": losses(("pre", "sandwich")),
+    # Norms start as the same function.
+    "model.zero_centered_norms": steps((False, True), {"optimizer.weight_decay": 0.5}),
+    "model.window": losses((None, 3)),
+    "model.sink": (losses((False, True)), case(see.weight_shapes, (False, True))),
+    "model.softcap": losses((None, 1e-3)),
+    "model.attention_scale": losses((None, 3.0)),
+    "model.embedding_multiplier": losses((1.0, 3.0)),
+    "model.residual_multiplier": losses((1.0, 0.5)),
+    "model.logits_scaling": losses((1.0, 2.0)),
+    "model.logit_softcap": losses((None, 0.1)),
+    "model.model_type": case(see.exported_model_type, ("llama", "mistral")),
+    "model.layers.repeat": losses((1, 2), TWO_KINDS),
+    "model.layers.window": losses((None, 3), TWO_KINDS),
+    "model.layers.rope": losses(("global", "none"), TWO_KINDS),
+    "model.layers.sink": losses((False, True), TWO_KINDS),
+    "model.layers.softcap": losses((None, 1e-3), TWO_KINDS),
+    "model.layers.norms": losses(("pre", "sandwich"), TWO_KINDS),
+    "model.layers.qk_norm": losses((False, True), TWO_KINDS),
+    "model.layers.full_qk_norm": losses((False, True), TWO_KINDS),
+    "model.layers.qkv_bias": steps((False, True), TWO_KINDS),
+    "model.layers.activation": losses(("silu", "gelu_tanh"), TWO_KINDS),
     "model.rope.kind": losses(("linear", "yarn"), {"model.family": "llama3.1", "model.size": "8b"}),
-    "model.rope.theta": losses((1e2, 1e4)),
-    "model.rope.factor": losses((2.0, 4.0), {"model.rope": {"kind": "linear"}}),
-    "model.rope.low_freq_factor": losses((1.0, 0.5), LLAMA3_ROPE),
-    "model.rope.high_freq_factor": losses((4.0, 8.0), LLAMA3_ROPE),
-    "model.rope.original_length": losses((256, 64), LLAMA3_ROPE),
-    "model.rope.beta_fast": losses((32.0, 100.0), YARN),
-    "model.rope.beta_slow": losses((1.0, 10.0), YARN),
-    "model.rope.truncate": losses((True, False), YARN),
-    "model.rope.attention_factor": losses((None, 2.0), YARN),
-    "model.rope.short_factors": losses(([1.0, 2.0, 3.0, 4.0], [1.0, 1.0, 1.0, 1.0]), SHORT),
-    "model.rope.long_factors": losses(([2.0, 3.0, 4.0, 5.0], [1.0, 1.0, 1.0, 1.0]), LONG),
-    "model.rope.precision": losses(("float64", "float32"), {"training.dtype": "float64"}),
+    **ROPE,
+    "model.local_rope.kind": of_local_rope(losses(("default", "linear"), {"model.local_rope": {"factor": 2.0}})),
+    **{key.replace("model.rope", "model.local_rope"): of_local_rope(cast(Case, each)) for key, each in ROPE.items()},
 }
 
 # ---- data
