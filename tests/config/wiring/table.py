@@ -64,8 +64,9 @@ ROPE: Cases = {
 
 def of_local_rope(rope_case: Case) -> Case:
     """The same of the rope of layers that have their own."""
-    base = {key.replace("model.rope", "model.local_rope"): value for key, value in rope_case.base.items()}
-    return replace(rope_case, base=base | ALL_LOCAL)
+    rope = {"theta": 500_000.0, **rope_case.base.get("model.rope", rope_case.base.get("model.local_rope", {}))}
+    others = {key: value for key, value in rope_case.base.items() if not key.endswith("rope")}
+    return replace(rope_case, base={**others, **ALL_LOCAL, "model.local_rope": rope})
 
 
 MODEL: Cases = {
@@ -110,7 +111,7 @@ MODEL: Cases = {
     "model.layers.activation": losses(("silu", "gelu_tanh"), TWO_KINDS),
     "model.rope.kind": losses(("linear", "yarn"), {"model.family": "llama3.1", "model.size": "8b"}),
     **ROPE,
-    "model.local_rope.kind": of_local_rope(losses(("default", "linear"), {"model.local_rope": {"factor": 2.0}})),
+    "model.local_rope.kind": of_local_rope(losses(("linear", "yarn"), {"model.local_rope": {"factor": 2.0}})),
     **{key.replace("model.rope", "model.local_rope"): of_local_rope(cast(Case, each)) for key, each in ROPE.items()},
 }
 
