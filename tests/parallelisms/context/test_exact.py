@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate, cycle, pairwise, takewhile
+from itertools import accumulate, count, cycle, pairwise, takewhile
 from typing import Any
 
 import pytest
@@ -67,14 +67,15 @@ def errors(tokens: int, every: int, scores: dict[str, Any], *, has_sink: bool) -
     ranks = distributed.get_world_size()
     found = {}
     meshes: dict[tuple[int, int], DeviceMesh] = {}
-    for row, (kind, heads) in enumerate(HEADS.items()):
-        for column, (name, boundaries_BD) in enumerate(documents(tokens, scores.get("window") or 12).items()):
+    number = count()
+    for kind, heads in HEADS.items():
+        for name, boundaries_BD in documents(tokens, scores.get("window") or 12).items():
             given = [*inputs(boundaries_BD, heads)]
             if has_sink:
                 given.append(torch.linspace(-1, 2, heads[0], dtype=torch.float64, requires_grad=True))
             expected = list[Tensor]()
-            for number, (method, arguments, shape) in enumerate(cases(ranks)):
-                if (row + column + number) % every:
+            for method, arguments, shape in cases(ranks):
+                if next(number) % every:
                     continue
                 expected = expected or run(partial(dense, **scores), given, boundaries_BD)[:-1]
                 if shape not in meshes:
