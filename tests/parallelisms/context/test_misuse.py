@@ -133,6 +133,7 @@ def test_all_ranks_report_different_plans_without_a_hang(shape: tuple[int, ...])
             {"layout": "contiguous"},
             {"reduce_dtype": torch.bfloat16},
             {"window": 3},
+            {"softcap": 2.5},
             # Invalid on one rank only.
             {"softcap": 0.0},
         )
