@@ -3,6 +3,7 @@
     python -m benchmarks.context_parallel [--tokens 16384] [--cp 2 4 8] [--heads 8 2] [--methods ring] [--rounds 3]
                                           [--packed] [--device cuda --dtype bfloat16 --kernel flash]
     python -m benchmarks.context_parallel --balance
+    python -m benchmarks.context_parallel --windows
 
 Every rank's forward and backward of one attention layer runs alone, with its received tensors prepared, and is
 timed (CPU-seconds of one thread, or CUDA events). The slowest rank is compared with the ideal: the time
@@ -11,6 +12,9 @@ mean, bytes that a rank sends (counted as it hands them over), and the peak of w
 
 --balance prints, for twenty sequences of 128K tokens packed with documents of several kinds, the largest ratio of the
 busiest rank's attended pairs to the mean; nothing is timed.
+
+--windows writes to docs/benchmarks.md what a layer with a window sends by a halo and by an all-gather, and its balance;
+nothing is timed.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +36,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.pages import replace_block
 from models import attention_op
 from parallelisms.context import ring
 from parallelisms.context.attention_plan import RankAttentionPlan
@@ -250,6 +256,14 @@ KINDS: dict[str, Callable[[random.Random, int], float]] = {
 }
 
 
+def drawn(length: Callable[[random.Random, int], float], seed: int, tokens: int) -> tuple[int, ...]:
+    """Boundaries of the documents of a sequence."""
+    draw, ends = random.Random(seed), [0]
+    while ends[-1] < tokens:
+        ends.append(min(tokens, ends[-1] + max(1, int(length(draw, len(ends) - 1)))))
+    return tuple(ends)
+
+
 def balance(rows: int = 20, tokens: int = 2**17) -> None:
     out = sys.stdout.write
     layouts: tuple[ShardLayout, ...] = ("contiguous", "headtail", "doc_headtail", "balanced")
@@ -258,13 +272,49 @@ def balance(rows: int = 20, tokens: int = 2**17) -> None:
         for cp in (4, 8, 16):
             worst = dict.fromkeys(layouts, 0.0)
             for seed in range(rows):
-                draw, ends = random.Random(seed), [0]
-                while ends[-1] < tokens:
-                    ends.append(min(tokens, ends[-1] + max(1, int(length(draw, len(ends) - 1)))))
+                ends = drawn(length, seed, tokens)
                 for layout in layouts:
-                    work = SeqLayout(layout, cp, tuple(ends)).pairs_per_rank()
+                    work = SeqLayout(layout, cp, ends).pairs_per_rank()
                     worst[layout] = max(worst[layout], max(work) * cp / sum(work))
             out(f"| {name} | {cp} | {' | '.join(f'{ratio:.3f}' for ratio in worst.values())} |\n")
+
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+WINDOWS = (128, 1024, 4096)
+KV_BYTES = 2 * 2 * 8 * 64
+"""Of a token: keys and values of 8 heads of 64 in bfloat16."""
+
+
+def window_table(tokens: int = 2**17, cps: tuple[int, ...] = (8, 32)) -> list[str]:
+    """What the busiest rank sends of a layer's keys and values in the forward pass, and pairs of the busiest over mean."""
+    layouts: tuple[ShardLayout, ...] = ("contiguous", "headtail", "doc_headtail", "balanced")
+    lines = [
+        "| documents | cp | layout | all-gather | "
+        + " | ".join(f"w = {window}" for window in WINDOWS)
+        + " | balance, no window | "
+        + " | ".join(f"w = {window}" for window in WINDOWS)
+        + " |",
+        "|" + "---|" * (5 + 2 * len(WINDOWS)),
+    ]
+    for name in ("one document", "log-normal, mean 16K", "log-normal, mean 2K"):
+        boundaries = drawn(KINDS[name], 0, tokens)
+        for cp in cps:
+            gathered = (cp - 1) * (tokens // cp) * KV_BYTES / 2**20
+            for kind in layouts:
+                layout = SeqLayout(kind, cp, boundaries)
+                halos = [f"{window_bytes(layout, window) / 2**20:.2f}" for window in WINDOWS]
+                ratios = []
+                for window in (None, *WINDOWS):
+                    pairs = layout.pairs_per_rank(window)
+                    ratios.append(f"{max(pairs) * cp / sum(pairs):.3f}")
+                lines.append(f"| {' | '.join((name, str(cp), kind, f'{gathered:.0f}', *halos, *ratios))} |")
+    return lines
+
+
+def window_bytes(layout: SeqLayout, window: int) -> int:
+    """What the busiest rank sends."""
+    halos = RankAttentionPlan([layout], 0, window=window).halo_tokens
+    return max(map(sum, zip(*halos, strict=True))) * KV_BYTES
 
 
 def documents(tokens: int, *, packed: bool) -> tuple[int, ...]:
@@ -302,9 +352,13 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--balance", action="store_true")
+    parser.add_argument("--windows", action="store_true")
     given = parser.parse_args()
     if given.balance:
         balance()
+        return
+    if given.windows:
+        PAGE.write_text(replace_block(PAGE.read_text(), "windows", window_table()))
         return
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -177,7 +177,7 @@ def _varlen_spans(spans: list[tuple[int, int]], device: torch.device, *, flip: b
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
     tokens: TokenIndex = slice(starts[0], spans[-1][1])
     if flip:
-        # In reversed order of the spans too, which are then turned round.
+        # Minus the reversed tokens of each span ascend.
         index = concatenated_ranges([-end + 1 for _, end in spans], lengths).neg()
         tokens = to_device(index, device)
     elif any(end != start for (_, end), (start, _) in pairwise(spans)):

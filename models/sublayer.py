@@ -4,10 +4,10 @@
           norm       products    heads,    attention product norm, if
                                  gate      only              it has one
 
-`before`, `inner` and `after` are ordinary forward functions that treat each token by itself, and `inner` of attention each
-head, so that any tile of tokens and group of heads gives the same numbers. They take their weights by name. To differentiate one of them alone, `LocalGraph` runs it on
-detached inputs. Products and their gradients, communication and attention are up to the caller
-(`parallelisms/block_recompute.py`).
+`before`, `inner` and `after` are ordinary forward functions that treat each token by itself, and `inner` of attention
+each head (unless heads are normed together), so that any tile of tokens and group of heads gives the same numbers. They
+take their weights by name. To differentiate one of them alone, `LocalGraph` runs it on detached inputs. Products and
+their gradients, communication and attention are up to the caller (`parallelisms/block_recompute.py`).
 
 Shape suffixes: B batch, S tokens of this rank, E model dim, F rotary frequencies, D document boundaries; I inputs and
 O outputs of a linear layer, after any leading dimensions.

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import published, scaling
+from benchmarks import context_parallel, published, scaling
 from benchmarks.doc_tables import DOCS, TABLES, regenerated
+from benchmarks.pages import replace_block
+from parallelisms.context.shard_layout import SeqLayout
 from tests.ranks import context
 
 pytestmark = pytest.mark.ranks
@@ -99,6 +101,17 @@ def test_every_script_is_run() -> None:
 @pytest.mark.parametrize("page", TABLES)
 def test_the_tables_of_a_page_are_those_that_the_script_makes(page: str) -> None:
     assert regenerated(page) == (DOCS / page).read_text()
+
+
+def test_bytes_and_balance_of_windows_are_those_that_the_script_counts() -> None:
+    page = (DOCS / "benchmarks.md").read_text()
+    assert page == replace_block(page, "windows", context_parallel.window_table())
+
+
+def test_a_halo_of_contiguous_ranks_is_a_token_shorter_than_the_window() -> None:
+    for cp in (2, 4):
+        layout = SeqLayout("contiguous", cp, (0, 64))
+        assert context_parallel.window_bytes(layout, 5) == 4 * context_parallel.KV_BYTES
 
 
 def test_the_page_on_scaling_compares_with_what_the_planner_predicts_now() -> None:

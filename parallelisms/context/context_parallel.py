@@ -61,6 +61,8 @@ class ContextParallel:
         problems = [*plan.problems(), *(f"{name} {suffix}" for name, given in unsupported.items() if given)]
         if window is not None and window < 1:
             problems.append(f"sliding window {window} must be at least 1")
+        if softcap is not None and not softcap > 0:
+            problems.append(f"soft cap {softcap} must be above 0")
         # Of a plan with problems, the mesh is not known.
         if not plan.problems() and tuple(mesh.shape) != plan.mesh_shape:
             problems.append(
@@ -70,7 +72,8 @@ class ContextParallel:
         if kernel not in kernels.KERNELS:
             problems.append(f'attention kernel "{kernel}" is unknown; choose from {", ".join(kernels.KERNELS)}')
         self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-        self._require_same(vars(plan) | {"reduce_dtype": reduce_dtype, "window": window, "problems": problems})
+        own_options = {"reduce_dtype": reduce_dtype, "window": window, "softcap": softcap}
+        self._require_same(vars(plan) | own_options | {"problems": problems})
         if problems:
             raise ValueError("; ".join(problems))
         self.layout, self.ring_degree, self.seq_len_divisor = (

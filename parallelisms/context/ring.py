@@ -1,8 +1,9 @@
 """`longhaul::context_attention`: attention over sequences sharded across a ring of ranks, as one operator.
 
 A rank attends to its own KV during the first transfer, then to that of the other ranks, which `Ring` rotates (methods
-`ring` and `alltoall`) or `AllGather` gathers; layers with a window get a `Halo`. All of it runs inside the operator. Every rank therefore traces the same
-graph, whichever tokens it holds, and a new batch of documents needs no recompilation.
+`ring` and `alltoall`) or `AllGather` gathers; layers with a window get a `Halo`. All of it runs inside the operator.
+Every rank therefore traces the same graph, whichever tokens it holds, and a new batch of documents needs no
+recompilation.
 
 Shape suffixes: B batch, S tokens of this rank, X those of all sequences concatenated, Y remote tokens at hand, P tokens
 of a block, R ranks, N query heads, K KV heads, H head dim, D document boundaries.

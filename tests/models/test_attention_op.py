@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -213,6 +214,40 @@ def test_plain_kernel_is_exact(heads: tuple[int, int]) -> None:
         found = run(partial(attention_op.attention, kernel_name="plain"), given, boundaries_BD)
         for ours, expected in zip(found, run(dense, given, boundaries_BD), strict=True):
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+
+
+SCORES: dict[str, dict[str, Any]] = {
+    "window 1": {"window": 1},
+    "window 3": {"window": 3},
+    "window 4, soft cap": {"window": 4, "softcap": 1.5},
+    "window 22": {"window": 22},
+    "window 23": {"window": 23},
+    "soft cap": {"softcap": 1.5},
+}
+
+
+@pytest.mark.parametrize("kernel", ["auto", "plain"])
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("has_sink", [True, False])
+def test_windows_sinks_and_soft_caps_equal_dense_masked_softmax(scores: str, kernel: str, *, has_sink: bool) -> None:
+    for boundaries_BD in [*LAYOUTS.values(), starts([2, 3, 4, 5, 1, 8], [4, 4, 15], width=8)]:
+        for heads in ((4, 2), (4, 4), (4, 1)):
+            sinks = [torch.linspace(-1, 2, heads[0], dtype=torch.float64, requires_grad=True)] * has_sink
+            given, options = [*inputs(boundaries_BD, heads), *sinks], SCORES[scores]
+            found = run(partial(attention_op.attention, kernel_name=kernel, **options), given, boundaries_BD)
+            expected = run(partial(dense, **options), given, boundaries_BD)
+            for ours, right in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, right, rtol=0, atol=1e-12)
+
+
+def test_a_large_sink_takes_all_attention_without_overflow() -> None:
+    boundaries_BD, sink_N = starts([23]), torch.tensor([-1e4, 0.0, 60.0, 1e4], dtype=torch.float64, requires_grad=True)
+    given = [*inputs(boundaries_BD), sink_N]
+    found, expected = run(attention_op.attention, given, boundaries_BD), run(dense, given, boundaries_BD)
+    assert all(x.isfinite().all() for x in found)
+    assert (found[0][:, :, 3] == 0).all()
+    for ours, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-12)
 
 
 def test_lse_is_not_differentiable() -> None:

@@ -16,12 +16,13 @@ from models.batch import Batch
 from models.config import ModelConfig, StageSpec
 from models.decode import Decoder
 from models.transformer import Transformer
-from tests.models.small_models import BIASED, SMALL, TIED, packed, small_model
+from tests.models.small_models import BIASED, GEMMA, GRANITE, OLMO, SMALL, TIED, WINDOWED, packed, small_model
 
 LENGTH = 23
 ROW_S = packed([LENGTH]).tokens[0]
 GROUPED = replace(SMALL, num_heads=6, num_kv_heads=2)
-TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
+CAPPED = replace(GEMMA, window=4, sink=True)
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 5e-5}
 
 
 def log_probs(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -44,7 +45,7 @@ def assert_close_log_probs(logits_V: Tensor, expected_V: Tensor, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("config", [SMALL, TIED, GROUPED, BIASED])
+@pytest.mark.parametrize("config", [SMALL, TIED, GROUPED, BIASED, WINDOWED, CAPPED, GRANITE, OLMO])
 def test_decoding_token_by_token_equals_training_log_probs(config: ModelConfig, dtype: torch.dtype) -> None:
     reader, expected_SV = decoder(config, dtype), log_probs(config, dtype)
     for token_S, expected_V in zip(ROW_S.split(1), expected_SV, strict=True):
@@ -68,6 +69,20 @@ def test_sequence_may_arrive_in_parts_of_any_length(cuts: tuple[int, ...], kerne
     reader, expected_SV = decoder(TIED, chunk=4, kernel=kernel), log_probs(TIED)
     for start, end in pairwise((0, *cuts, LENGTH)):
         assert_close_log_probs(reader.next_token_logits(ROW_S[start:end]), expected_SV[end - 1])
+
+
+@pytest.mark.parametrize("config", [WINDOWED, CAPPED, OLMO])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 6, LENGTH])
+def test_windows_reach_into_the_cache_and_not_past_them(chunk: int, config: ModelConfig) -> None:
+    """Windows of 3, 4 and 5 tokens, with chunks that are shorter, as long and longer."""
+    expected_SV = log_probs(config)
+    for cut in (1, 4, 11):
+        reader = decoder(config, chunk=chunk)
+        for start, end in pairwise((0, cut, cut + 1, LENGTH)):
+            assert_close_log_probs(reader.next_token_logits(ROW_S[start:end]), expected_SV[end - 1])
+        reader.rewind(cut)
+        for position in range(cut, cut + 3):
+            assert_close_log_probs(reader.next_token_logits(ROW_S[position : position + 1]), expected_SV[position])
 
 
 def test_rewound_tokens_are_forgotten() -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from models import kernels
+from models import attention_op, kernels
 from models.linear import accumulation_dtype
-from models.score_blocks import ScoreBlock, ScoreBlocks
+from models.score_blocks import ScoreBlock, ScoreBlocks, window_blocks
+from tests.models.dense_attention import dense, inputs, run
+from tests.models.small_models import starts
 from tests.models.test_kernel_check import varlen_backward, varlen_forward
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1)]
@@ -148,7 +153,62 @@ def test_varlen_calls_return_each_block_at_its_tokens(monkeypatch: pytest.Monkey
     torch.testing.assert_close(ours, reference(given, rectangles, causal=causal), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("window", [1, 2, 4, 11, 12, 20])
+def test_windows_by_varlen_calls_equal_dense_attention(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    """The code path of CUDA flash: causal calls with a window, and flipped ones of parts that other tokens precede."""
+    choose = kernels.select_kernel
+    monkeypatch.setattr(kernels, "_flash_forward", varlen_forward)
+    monkeypatch.setattr(kernels, "_flash_backward", varlen_backward)
+    monkeypatch.setattr(kernels, "select_kernel", lambda q, kernel, **_: "flash" if kernel != "plain" else choose(q))
+    boundaries_BD = starts([7, 1, 12], [20], width=4)
+    *expected, lse_BNS = run(partial(dense, window=window), inputs(boundaries_BD), boundaries_BD)
+    whole = attention_op.document_blocks(attention_op.boundary_tuples(boundaries_BD, 2), 20, window)
+    # As a rank gets them that holds the second half of a document after the first.
+    parts = [*window_blocks(range(20), range(10), window), *window_blocks(range(10, 20), range(10, 20), window)]
+    assert whole.window == (window if window < 20 else None)
+    for blocks, rows in ((whole, slice(0, 2)), (ScoreBlocks(parts), slice(1, 2))):
+        q, k, v = (x[rows].flatten(0, 1).detach() for x in inputs(boundaries_BD))
+        out, lse = attention_op.forward(q, k, v, blocks)
+        grad = torch.randn(2, 20, *q.shape[1:], generator=torch.Generator().manual_seed(2), dtype=torch.float64)[rows]
+        grads = attention_op.backward(grad.flatten(0, 1), q, k, v, out, lse, blocks)
+        for found, right in zip((out, *grads), expected, strict=True):
+            torch.testing.assert_close(found, right[rows].flatten(0, 1), rtol=0, atol=1e-12)
+        torch.testing.assert_close(lse, attention_op.flatten_lse(lse_BNS[rows]), rtol=0, atol=1e-12)
+
+
 # ---- CUDA
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_torch_accepts_the_arguments_of_windows(window: int | None) -> None:
+    """On meta tensors; values need a CUDA device. The kernel counts the keys before a query's own."""
+    with torch.device("meta"):
+        shapes = ((20, 4, 64), (20, 4, 64), (20, 2, 64), (20, 2, 64))
+        grad, q, k, v = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
+    blocks = ScoreBlocks([ScoreBlock(0, 20, 0, 20, "causal"), ScoreBlock(4, 9, 0, 5, "flipped")], window=window)
+    calls = list[dict[str, Any]]()
+    with CallOptions(calls):
+        out = [*kernels.attend_blocks(q, k, v, blocks, kernel="flash")]
+        grads = kernels.attend_blocks_backward(
+            grad, q, k, v, q, torch.empty(4, 20, device="meta"), blocks, kernel="flash"
+        )
+        assert [dk.shape for *_, dk, _ in grads] == [(20, 2, 64), (5, 2, 64)]
+    assert [len(part) for _, part, _ in out] == [20, 5]
+    own = {} if window is None else {"window_size_left": 2}
+    assert calls == [own, {}, own, {}]
+
+
+class CallOptions(TorchDispatchMode):
+    """The keyword arguments of each flash attention call."""
+
+    def __init__(self, calls: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if "_flash_attention" in function.name():
+            self.calls.append(dict(options or {}))
+        return function(*arguments, **(options or {}))
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -9,17 +9,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models import rope, rope_scaling
+from models import rope
 from models.batch import IGNORE_INDEX, Batch
 from models.config import ModelConfig, RopeConfig, StageSpec
+from models.layers import LayerKind
 from models.presets import FAMILIES
 from models.transformer import Transformer
+from tests.models.dense_model import dense_gradients
 from tests.models.small_models import (
     BIASED,
+    GEMMA,
+    GRANITE,
     MIXED,
     NORMED,
+    OLMO,
     SMALL,
     TIED,
+    WINDOWED,
+    YARN,
     gradients,
     largest_difference,
     packed,
@@ -33,67 +40,26 @@ dynamo = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor:UserWarning", "ignore:.*should not be instantiated:DeprecationWarning"
 )
 BATCH = packed([9, 1, 14], [24], [1, 22, 1])
+AROUND_WINDOWS = packed([1, 2, 3, 4, 5, 6, 3], [7, 1, 16], seed=1)
+"""Documents one token shorter than the windows of `WINDOWED`, as long, one token longer, and much longer."""
+SCALED = replace(
+    WINDOWED,
+    layers=(*WINDOWED.layers[1:], LayerKind(window=4, rope="local", softcap=1.5, full_qk_norm=True)),
+    rope=YARN,
+)
 
 
-def reference_losses(model: Transformer, batch: Batch) -> Tensor:
-    """Reference losses from the same weights: dense mask, complex rotation, full logits."""
-    config, weights = model.config, dict(model.named_parameters())
-    half = config.head_dim // 2
-    angles = batch.positions.double()[..., None] * rope.rope_frequencies(config.rope, config.head_dim)
-    size = rope_scaling.attention_factor(config.rope)
-    turn = torch.polar(torch.full_like(angles, size), angles)[:, :, None]
-    tokens = torch.arange(batch.tokens.shape[1])
-    mask = (batch.document_ids[:, :, None] == batch.document_ids[:, None, :]) & (tokens[:, None] >= tokens[None, :])
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        out: Tensor = x * (x.square().mean(-1, keepdim=True) + config.norm_eps).rsqrt() * weights[name]
-        return out
-
-    def heads(x: Tensor, name: str, *, rotated: bool) -> Tensor:
-        y = F.linear(x, weights[f"{name}_proj.weight"])
-        if f"{name}_proj.bias" in weights:
-            y = y + weights[f"{name}_proj.bias"]
-        y = y.unflatten(-1, (-1, config.head_dim))
-        if f"{name}_norm.weight" in weights:
-            y = norm(y, f"{name}_norm.weight")
-        if rotated:
-            z = torch.complex(y[..., :half], y[..., half:]) * turn
-            y = torch.cat((z.real, z.imag), dim=-1)
-        repeated: Tensor = y.transpose(1, 2).repeat_interleave(config.num_heads // y.shape[2], dim=1)
-        return repeated
-
-    x = F.embedding(batch.tokens, weights["embed.weight"])
-    for layer in range(config.num_layers):
-        at = f"blocks.{layer}."
-        y = norm(x, at + "attention_norm.weight")
-        rotated = config.nope_every is None or layer + 1 not in range(config.nope_every, 99, config.nope_every)
-        q, k = (heads(y, f"{at}attention.{which}", rotated=rotated) for which in "qk")
-        scores = q @ k.transpose(-1, -2) / config.head_dim**0.5
-        chances = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
-        seen = chances @ heads(y, at + "attention.v", rotated=False)
-        x = x + F.linear(seen.transpose(1, 2).flatten(-2), weights[at + "attention.o_proj.weight"])
-        y = norm(x, at + "ffn_norm.weight")
-        gate, up = (F.linear(y, weights[f"{at}feed_forward.{which}_proj.weight"]) for which in ("gate", "up"))
-        x = x + F.linear(gate * gate.sigmoid() * up, weights[at + "feed_forward.down_proj.weight"])
-    projection = weights["embed.weight" if config.tie_embeddings else "head.proj.weight"]
-    logits = F.linear(norm(x, "head.norm.weight"), projection)
-    losses: Tensor = F.cross_entropy(
-        logits.flatten(0, 1), batch.labels.flatten(), reduction="none", ignore_index=IGNORE_INDEX
-    )
-    return losses.view_as(batch.labels)
-
-
-@pytest.mark.parametrize("config", [SMALL, TIED, GROUPED, STRETCHED, NORMED, BIASED, MIXED])
+@pytest.mark.parametrize(
+    "config", [SMALL, TIED, GROUPED, STRETCHED, NORMED, BIASED, MIXED, WINDOWED, SCALED, GEMMA, GRANITE, OLMO]
+)
 def test_losses_and_every_gradient_equal_the_reference(config: ModelConfig) -> None:
     model = small_model(config)
-    losses, found = gradients(model, BATCH)
-    model.zero_grad()
-    expected = reference_losses(model, BATCH)
-    (expected.sum() / BATCH.num_targets()).backward()
-    torch.testing.assert_close(losses, expected.detach(), rtol=0, atol=1e-12)
-    assert found.keys() == dict(model.named_parameters()).keys()
-    by_book = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert largest_difference(found, by_book) < 1e-12
+    for batch in (BATCH, AROUND_WINDOWS):
+        losses, found = gradients(model, batch)
+        expected_losses, expected = dense_gradients(model, batch)
+        torch.testing.assert_close(losses, expected_losses, rtol=0, atol=1e-12)
+        assert found.keys() == dict(model.named_parameters()).keys()
+        assert largest_difference(found, expected) < 1e-12
 
 
 def single_document(batch: Batch, row: int, start: int, end: int) -> Batch:

@@ -25,11 +25,11 @@ from parallelisms.block_recompute import Tiling, compiler, eager
 from parallelisms.collectives import full_tensor
 from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.mesh import Mesh
-from parallelisms.parallel_dims import AXES
+from parallelisms.parallel_dims import AXES, CPMethod
 from parallelisms.parallelize import parallelize
 from parallelisms.pipeline import Pipeline
 from parallelisms.pipeline_plan import PipelinePlan
-from tests.models.small_models import SMALL, largest_difference, packed, small_model
+from tests.models.small_models import GEMMA, GRANITE, OLMO, SMALL, WINDOWED, largest_difference, packed, small_model
 from tests.parallelisms.context.cores import build_core
 from tests.parallelisms.context.whole_batches import shard_batch
 from tests.ranks import run_ranks
@@ -45,9 +45,12 @@ NUM_STEPS = 2
 @dataclass(frozen=True)
 class Case:
     plan: PipelinePlan
+    model: ModelConfig = SMALL
+    """But for the number of its layers, and tokens in the vocabulary."""
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
+    cp_method: CPMethod = "ring"
     tp: int = 1
     policy: activation_checkpoint.RecomputePolicy = "none"
     compiled: bool = False
@@ -58,7 +61,7 @@ class Case:
 
     @property
     def config(self) -> ModelConfig:
-        return replace(SMALL, num_layers=self.plan.num_layers, vocab_size=38)
+        return replace(self.model, num_layers=self.plan.num_layers, vocab_size=38)
 
     @property
     def data_ranks(self) -> int:
@@ -145,9 +148,9 @@ class PipelineRank:
         if case.cp > 1:
             self.context = build_core(
                 mesh.cp_mesh,
-                method="ring",
-                heads=model.num_heads,
-                kv_heads=model.num_kv_heads,
+                method=case.cp_method,
+                heads=model.num_heads // case.tp,
+                kv_heads=model.num_kv_heads // case.tp,
                 head_dim=model.head_dim,
             )
         self.host = HostActivationPool(max_inputs=100) if case.offload else None
@@ -275,6 +278,34 @@ def test_offload_and_tiling_in_stages_equal_one_process(plan: PipelinePlan) -> N
 @pytest.mark.slow
 def test_compiled_stages_equal_one_process() -> None:
     require_equal(Case(PLANS[0], policy="full", compiled=True))
+
+
+# ---- other families
+
+FAMILIES: dict[str, Case] = {
+    "windowed": Case(PLANS[0], WINDOWED, policy="full"),
+    "gemma": Case(PLANS[0], replace(GEMMA, window=4, sink=True)),
+    "olmo": Case(PLANS[0], OLMO, policy="keep_attention", blocks_per_checkpoint=2, tiled=True, offload=True),
+    "granite": Case(PLANS[2], GRANITE, policy="keep_attention", head_groups=2),
+    "windowed, interleaved": Case(
+        PLANS[2], WINDOWED, policy="keep_attention", blocks_per_checkpoint=2, head_groups=2, tiled=True, offload=True
+    ),
+    "windowed, cp": Case(PLANS[0], WINDOWED, cp=2, cp_method="ulysses"),
+    "gemma, interleaved, cp": Case(PLANS[2], replace(GEMMA, window=4, sink=True), cp=2, cp_method="allgather"),
+    "olmo, tp": Case(PLANS[0], OLMO, tp=2),
+    "gemma, tp": Case(PLANS[2], GEMMA, tp=2, policy="full"),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] * (number > 1))
+        for number, (name, case) in enumerate(FAMILIES.items())
+    ],
+)
+def test_stages_of_every_family_equal_one_process(case: Case) -> None:
+    require_equal(case)
 
 
 # ---- with other mesh dimensions

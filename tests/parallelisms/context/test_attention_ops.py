@@ -23,6 +23,7 @@ from models.transformer import Transformer
 from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.block_recompute import Tiling, compiler
+from parallelisms.collectives import all_reduce
 from parallelisms.context import ring, ulysses
 from parallelisms.context.context_parallel import ContextParallel, set_attention_core
 from tests.models.dense_attention import dense, inputs, run
@@ -47,9 +48,9 @@ def mark_slow_except(names: Iterable[str], *fast: str) -> list[Any]:
     return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
 
 
-def core_of(method: str, heads: tuple[int, int] = (4, 2)) -> ContextParallel:
+def core_of(method: str, heads: tuple[int, int] = (4, 2), **scores: Any) -> ContextParallel:
     mesh = init_device_mesh("cpu", METHODS[method])
-    return build_core(mesh, method=method, heads=heads[0], kv_heads=heads[1])
+    return build_core(mesh, method=method, heads=heads[0], kv_heads=heads[1], **scores)
 
 
 def opcheck_results(name: str) -> set[str]:
@@ -273,11 +274,12 @@ def errors_below_autograd(method: str) -> dict[str, float]:
     """The largest differences between the core below autograd and autograd through it, by head counts."""
     found = {}
     for heads, some in (((8, 4), (8, 4)), ((8, 4), (4, 2)), ((8, 4), (2, 1)), ((8, 2), (4, 1)), ((12, 6), (6, 3))):
-        core = core_of(method, heads)
-        for boundaries_BD in (starts([9, 1, 54], [64]), starts([5, 3, 40, 16], [32, 32])):
+        plain, windowed = core_of(method, heads), core_of(method, heads, window=5, softcap=2.0)
+        for core, boundaries_BD in ((plain, starts([9, 1, 54], [64])), (windowed, starts([5, 3, 40, 16], [32, 32]))):
             q, k, v = (core.shard(x.detach(), boundaries_BD) for x in inputs(boundaries_BD, heads))
-            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-            out = core(leaves[0], leaves[1], leaves[2], boundaries_BD)
+            sink_N = torch.linspace(-1, 2, heads[0], dtype=torch.float64)
+            leaves = [x.clone().requires_grad_() for x in (q, k, v, sink_N)]
+            out = core(leaves[0], leaves[1], leaves[2], boundaries_BD, leaves[3])
             grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
             expected = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
             worst = 0.0
@@ -287,14 +289,19 @@ def errors_below_autograd(method: str) -> dict[str, float]:
                 [x.chunk(groups, dim=2)[group].contiguous() for x in (q, k, v)] + [boundaries_BD]
                 for group in range(groups)
             ]
+            sinks = sink_N.chunk(groups)
             pieces = []
             started = [core.start(*part) for part in cut]
-            outs = [core.forward(one, boundaries_BD) for one in started]
+            outs = [core.forward(one, boundaries_BD, sink) for one, sink in zip(started, sinks, strict=True)]
             started = [core.start(*part) for part in cut]
-            for one, (part, lse), grad_part in zip(started, outs, grad.chunk(groups, dim=2), strict=True):
-                pieces.append([part, *core.backward(grad_part, one, part, lse, boundaries_BD)[:3]])
-            for parts, right in zip(zip(*pieces, strict=True), expected, strict=True):
+            for one, sink, (part, lse), grad_part in zip(started, sinks, outs, grad.chunk(groups, dim=2), strict=True):
+                pieces.append([part, *core.backward(grad_part, one, part, lse, boundaries_BD, sink)])
+            *grads, sink_grads = zip(*pieces, strict=True)
+            for parts, right in zip(grads, expected[:-1], strict=True):
                 worst = max(worst, abs(torch.cat(parts, dim=2) - right).max().item())
+            # Ulysses ranks have other heads of a group than of all groups at once.
+            sums = [all_reduce(None, each) for each in (torch.cat(sink_grads), expected[-1])]
+            worst = max(worst, (abs(sums[0] - sums[1]).max() / abs(sums[1]).max()).item())
             found[f"{heads} {some} {boundaries_BD[0].tolist()}"] = worst
     return found
 

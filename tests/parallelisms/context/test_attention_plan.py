@@ -151,6 +151,37 @@ def test_allgather_blocks_cover_every_visible_pair_exactly_once(kind: ShardLayou
         assert torch.equal(pairs_by_allgather(rows), visible(joined(rows)).long())
 
 
+def windowed_pairs(rows: BatchLayouts, window: int, *, halo: bool) -> Tensor:
+    """The pairs of all ranks' blocks, with the keys that a halo or each other rank sends."""
+    pairs, ring = no_pairs(rows), rows[0].ring_degree
+    plans = [RankAttentionPlan(rows, rank, window=window) for rank in range(ring)]
+    tokens, device = [local_tokens(rows, rank) for rank in range(ring)], torch.device("cpu")
+    for rank, plan in enumerate(plans):
+        received = torch.cat([tokens[sender][plans[sender].halo_index(device)[rank]] for sender in range(ring)])
+        assert len(received) == sum(plan.halo_tokens[rank]) == len(received.unique())
+        local = plan.local_blocks.without_window.blocks
+        remote = [(plan.source_blocks(source).blocks, tokens[source]) for source in set(range(ring)) - {rank}]
+        for blocks, keys in [(local, tokens[rank]), *([(plan.halo_blocks.blocks, received)] if halo else remote)]:
+            for q0, q1, k0, k1, mask in blocks:
+                ones = torch.ones(q1 - q0, k1 - k0, dtype=torch.int64)
+                masked = {"full": ones, "causal": ones.tril(), "flipped": ones.triu()}[mask]
+                pairs[tokens[rank][q0:q1][:, None], keys[k0:k1][None, :]] += masked
+        seen = visible(joined(rows)).triu(1 - window)[tokens[rank]].any(0)
+        seen[tokens[rank]] = False
+        assert torch.equal(received.sort().values, seen.nonzero().flatten()), "no key that no query sees"
+    return pairs
+
+
+@pytest.mark.parametrize("halo", [True, False])
+@pytest.mark.parametrize("ring", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_a_window_cover_every_visible_pair_exactly_once(kind: ShardLayout, ring: int, *, halo: bool) -> None:
+    for number, rows in enumerate(batches(kind, ring)):
+        window = (1, 2, 5, 7, 12, 13, TOKENS - 1)[number % 7]
+        expected = visible(joined(rows)).triu(1 - window).long()
+        assert torch.equal(windowed_pairs(rows, window, halo=halo), expected)
+
+
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_local_blocks_are_one_causal_square_per_document(kind: ShardLayout, ring: int) -> None:

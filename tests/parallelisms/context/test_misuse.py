@@ -42,6 +42,7 @@ def unsupported(method: str, what: str) -> str:
 
 ONE_DIM_PLANS: list[tuple[dict[str, Any], str]] = [
     ({"method": "allgather", "window": 0}, "sliding window 0 must be at least 1"),
+    ({"method": "ring", "softcap": 0.0}, "soft cap 0.0 must be above 0"),
     ({"method": "alltoall", "dropout": 0.1}, unsupported("alltoall", "attention dropout 0.1")),
     ({"method": "allgather", "causal": False}, unsupported("allgather", "attention without a causal mask")),
     (
@@ -131,8 +132,10 @@ def test_all_ranks_report_different_plans_without_a_hang(shape: tuple[int, ...])
             {"kv_heads": 2},
             {"layout": "contiguous"},
             {"reduce_dtype": torch.bfloat16},
-            # Invalid on one rank only.
             {"window": 3},
+            {"softcap": 2.5},
+            # Invalid on one rank only.
+            {"softcap": 0.0},
         )
     ]
     by_rank = run_ranks(mismatch_errors, ranks, shape, asked, timeout=30)

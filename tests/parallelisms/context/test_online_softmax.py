@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models import online_softmax
 from models.online_softmax import OnlineSoftmax
 
 PARTS, QUERIES, HEADS, WIDTH = 17, 512, 4, 16
@@ -110,3 +111,16 @@ def test_merge_changes_only_its_queries(at: slice | Tensor) -> None:
     out_XNH, lse_NX = merge_in_float64(out_MXNH[:2], lse_MNX[:2])
     torch.testing.assert_close(running.out_XNH[at].double(), out_XNH[at], rtol=0, atol=1e-6)
     torch.testing.assert_close(running.lse_NX[:, at].double(), lse_NX[:, at], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 511, 512, 4096])
+def test_gradient_of_a_sink_covers_every_chunk_of_tokens(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, lse = draw(1.0, torch.float64)
+    out_XNH, lse_NX = out[0], lse[0]
+    sink_N = torch.linspace(-1, 1, len(lse_NX), dtype=torch.float64, requires_grad=True)
+    with_sink, lse_with_sink = online_softmax.add_sink(out_XNH, lse_NX, sink_N)
+    grad_XNH = torch.randn(out_XNH.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (expected,) = torch.autograd.grad(with_sink, sink_N, grad_XNH)
+    monkeypatch.setattr(online_softmax, "SINK_TOKENS", chunk)
+    found = online_softmax.sink_grad(grad_XNH, with_sink.detach(), lse_with_sink.detach(), sink_N.detach())
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
