@@ -1,11 +1,11 @@
-"""Tokenizers: bytes, a tiktoken BPE file, a sentencepiece model."""
+"""Tokenizers: bytes, a tiktoken BPE file, a sentencepiece model, a Hugging Face folder."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Protocol
@@ -37,6 +37,7 @@ LLAMA3_SPECIAL_TOKENS = (
 
 TIKTOKEN = "a tiktoken BPE file"
 SENTENCEPIECE = "a sentencepiece model"
+HUGGING_FACE = "JSON, as Hugging Face's tokenizer.json"
 FILE_SIGNATURES: tuple[tuple[bytes, str], ...] = (
     (rb"\Z", "an empty file"),
     (rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|\Z)", TIKTOKEN),
@@ -44,7 +45,7 @@ FILE_SIGNATURES: tuple[tuple[bytes, str], ...] = (
     (rb"(?s)\n.{1,2}\n.{1,60}\x15", SENTENCEPIECE),
     (rb"version https://git-lfs", "a Git LFS pointer, not the file itself"),
     (rb"\s*<(!DOCTYPE|html)", "a web page"),
-    (rb"\s*[{\[]", "JSON (Hugging Face's tokenizer.json is not supported)"),
+    (rb"\s*[{\[]", HUGGING_FACE),
     (rb"(?s)\x1f\x8b|PK\x03\x04|\x28\xb5\x2f\xfd|BZh|\xfd7zXZ", "a compressed file"),
     (rb"[\t\n\r\x20-\x7e]+\Z", "plain text"),
 )
@@ -60,6 +61,11 @@ class Tokenizer(Protocol):
     @property
     def eos(self) -> int: ...
     @property
+    def stop_tokens(self) -> frozenset[int]:
+        """Ids that end a generated text, `eos` among them."""
+        ...
+
+    @property
     def special_tokens(self) -> Mapping[str, int]:
         """Ids that `encode` never returns, by name."""
         ...
@@ -71,6 +77,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> Tensor:
         """[tokens] of any integer type. The name of a special token in the text is encoded as text."""
 
+    def encode_continuation(self, text: str) -> Tensor:
+        """As `encode`, for a text that was split from the one before at a line start."""
+
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
@@ -80,12 +89,16 @@ class ByteTokenizer:
     vocab_size = BYTE_VOCAB_SIZE
     bos = 256
     eos = 257
+    stop_tokens = frozenset({257})
     special_tokens: Mapping[str, int] = {f"<|reserved_special_token_{n}|>": 258 + n for n in range(6)}
     fingerprint = "byte-264"
 
     def encode(self, text: str) -> Tensor:
         data = bytearray(text, "utf-8")
         return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+    def encode_continuation(self, text: str) -> Tensor:
+        return self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
@@ -105,11 +118,15 @@ class TiktokenTokenizer:
         self.vocab_size = len(ranks) + len(self.special_tokens)
         self.bos = self.special_tokens["<|begin_of_text|>"]
         self.eos = self.special_tokens["<|end_of_text|>"]
+        self.stop_tokens = frozenset({self.eos})
         identity = (LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, sorted(ranks.items(), key=lambda item: item[1]))
         self.fingerprint = "tiktoken-" + sha256_of(identity)
 
     def encode(self, text: str) -> Tensor:
         return encode_in_chunks(text, self._encoding.encode_ordinary)
+
+    def encode_continuation(self, text: str) -> Tensor:
+        return self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode(list(ids))
@@ -126,6 +143,7 @@ class SentencePieceTokenizer:
         self.vocab_size: int = model.get_piece_size()
         self.bos: int | None = model.bos_id() if model.bos_id() >= 0 else None
         self.eos: int = model.eos_id()
+        self.stop_tokens = frozenset({self.eos})
         specials = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
         self.special_token_names: dict[str, str] = {
             role: model.id_to_piece(token) for role, token in specials.items() if token >= 0
@@ -145,6 +163,9 @@ class SentencePieceTokenizer:
     def encode(self, text: str) -> Tensor:
         return encode_in_chunks(text, self._encode_chunk)
 
+    def encode_continuation(self, text: str) -> Tensor:
+        return self.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode(list(ids)))
 
@@ -159,6 +180,10 @@ def load_tokenizer(kind: str, path: Path | None) -> Tokenizer:
     """The tokenizer of `[tokenizer]`. Raises DataError with the file type that the content suggests."""
     if kind == "byte":
         return ByteTokenizer()
+    if kind == "huggingface" and path is not None:
+        from trainer.data.huggingface_tokenizer import load_huggingface_tokenizer
+
+        return load_huggingface_tokenizer(path)
     kinds: dict[str, tuple[str, Callable[[bytes], Tokenizer]]] = {
         "tiktoken": (TIKTOKEN, TiktokenTokenizer),
         "sentencepiece": (SENTENCEPIECE, SentencePieceTokenizer),
@@ -212,9 +237,14 @@ def sha256_of(content: object) -> str:
 
 def encode_in_chunks(text: str, encode: Callable[[str], list[int]]) -> Tensor:
     """[tokens] int32 of a text of any length. Raises DataError where the tokenizer fails."""
+    return encode_chunks(chunk_text(text), encode)
+
+
+def encode_chunks(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Tensor:
+    """[tokens] int32 of consecutive parts of a text. Raises DataError where the tokenizer fails."""
     ids: list[int] = []
     offset = 0
-    for chunk in chunk_text(text):
+    for chunk in chunks:
         try:
             ids += encode(chunk)
         except (KeyboardInterrupt, SystemExit):
@@ -239,14 +269,25 @@ def split_text(text: str, max_chars: int) -> Iterator[str]:
 
 
 def last_safe_split(text: str, start: int, stop: int) -> int:
-    """The last index in (start, stop] between a line break and a non-whitespace character; `stop` if there is none.
+    """The last index in (start, stop] where a line starts with a letter or digit, else with another visible character.
 
-    Splitting there does not change the tokens.
+    `stop` if there is none. Splitting where a line starts does not change the tokens.
     """
+    # Some tokenizers put line breaks and the punctuation after them into one token.
+    found = last_line_start(text, start, stop, str.isalnum) or last_line_start(text, start, stop, is_visible)
+    return found or stop
+
+
+def last_line_start(text: str, start: int, stop: int, is_start: Callable[[str], bool]) -> int | None:
+    """The last index in (start, stop] after a line break and before such a character."""
     newline = text.rfind("\n", start, stop)
-    while newline >= 0 and (newline + 1 == len(text) or text[newline + 1].isspace()):
+    while newline >= 0 and (newline + 1 == len(text) or not is_start(text[newline + 1])):
         newline = text.rfind("\n", start, newline)
-    return newline + 1 if newline >= 0 else stop
+    return newline + 1 if newline >= 0 else None
+
+
+def is_visible(character: str) -> bool:
+    return not character.isspace()
 
 
 def split_long_runs(text: str) -> Iterator[str]:
