@@ -38,12 +38,13 @@ from parallelisms.context.shard_layout import SeqLayout
 from tests.build_datasets import build_blended_dataset
 from tests.sentencepiece_model import train_sentencepiece
 from trainer.config.data import STDLIB_CORPUS, DataSection
+from trainer.data.byte_level_bpe import LLAMA3_PATTERN
 from trainer.data.corpus import Corpus
 from trainer.data.formats import BadText, read_texts
 from trainer.data.prepare import prepare
 from trainer.data.sequences import FULL_SEQUENCE
 from trainer.data.source import CorpusSpec
-from trainer.data.tokenizer import LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, Tokenizer, load_tokenizer
+from trainer.data.tokenizer import LLAMA3_SPECIAL_TOKENS, Tokenizer, load_tokenizer
 
 LINES = 100_000
 

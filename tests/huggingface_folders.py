@@ -22,8 +22,7 @@ from tokenizers import (
     trainers,
 )
 
-from trainer.data.byte_level_bpe import O200K_PATTERN, QWEN2_PATTERN
-from trainer.data.tokenizer import LLAMA3_PATTERN
+from trainer.data.byte_level_bpe import LLAMA3_PATTERN, O200K_PATTERN, QWEN2_PATTERN
 
 LANGUAGES = "中文字符 日本語 한국어 naïve Ünï ﬁ e\u0301 🙂🙂 हिन्दी العربية I'LL we've 1234567\u00a0\u2003x\n        indented\n \n"
 SPACE = "▁"

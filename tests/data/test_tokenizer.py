@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.sentencepiece_model import train_sentencepiece
-from trainer.data.tokenizer import Tokenizer, chunk_text, encode_in_chunks, load_tokenizer
+from trainer.data.text_chunks import chunk_text, encode_in_chunks
+from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import DataError
 from trainer.evaluation.needle import PasskeySentences
 

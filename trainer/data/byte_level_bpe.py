@@ -1,26 +1,28 @@
 """Byte-level BPE of Hugging Face's tokenizers in tiktoken, which is about nine times faster, where both give the same ids.
 
 Both merge the pair of lowest rank first, the leftmost of equal ones. tokenizers ranks the pairs that it lists; tiktoken
-ranks every pair by the id of its concatenation. The ids are the same if
+ranks every pair by the id of its concatenation. The ids are the same if listed pairs are in the order of the ids of
+their concatenations, and no token T arises from a pair that is not listed. The latter holds if
 
-1. listed pairs are in the order of the ids of their products;
-2. no token arises from a pair that is not listed. That holds for a token that the listed pairs build from its own bytes:
-   wherever two parts stand that form it, the same merges built them from these bytes alone, so the last one is listed.
-   It also holds for a token all of whose splits into two tokens are listed;
-3. no three neighbours (x, y, z) arise whose pairs (x, y) and (y, z) form the same token, because tokenizers would take
-   the pair that is listed first, and tiktoken the left one.
+- listed pairs build T from its own bytes: where parts (l, r) of T stand side by side, the merges within them were those
+  that T alone undergoes, so T alone comes to (l, r) as well, which only a listed pair can join;
+- or all splits of T into two tokens are listed.
+
+Two overlapping pairs (x, y) and (y, z) that form the same T are the same pair, because T alone comes to only one.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from trainer.data.tokenizer import LLAMA3_PATTERN, split_long_runs
+from trainer.data.text_chunks import split_long_runs
 
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -40,8 +42,6 @@ PROBE = (
     "中文字符 日本語かな 한국어 العربية हिन्दी ไทย e\u0301 A\u030a \u1100\u1161 🙂👩\u200d🚀🇩🇪 \u200b\ufeff"
     + "".join(f"a{letter}1{letter} {letter}'s " for letter in RELEASES)
 )
-
-Merges = Sequence[tuple[str, str]]
 
 
 def bytes_to_unicode() -> list[str]:
@@ -109,7 +109,7 @@ def merge_list(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 def tiktoken_ranks(model: Mapping[str, Any], builds: Callable[[str], bool]) -> dict[str, int] | None:
     """Ranks with which tiktoken gives the model's ids, None if that is not certain.
 
-    `builds` tells whether the model's merges build a token from its characters.
+    `builds`: whether the model's merges build a token from its characters.
     """
     vocab, merges, alphabet = model["vocab"], merge_list(model), set(bytes_to_unicode())
     products = [vocab[left + right] for left, right in merges]
@@ -122,38 +122,9 @@ def tiktoken_ranks(model: Mapping[str, Any], builds: Callable[[str], bool]) -> d
     for token in ranks:
         if not builds(token) and (not has_lookup or any(pair not in listed for pair in splits_of(token, ranks))):
             return None
-    return None if has_ambiguous_neighbours(merges) else ranks
+    return ranks
 
 
 def splits_of(token: str, ranks: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     pairs = ((token[:at], token[at:]) for at in range(1, len(token)))
     return (pair for pair in pairs if pair[0] in ranks and pair[1] in ranks)
-
-
-def has_ambiguous_neighbours(merges: Merges) -> bool:
-    """Whether merging ever reaches (x, y, z) of which (x, y) and (y, z) form the same token."""
-    order = {pair: position for position, pair in enumerate(merges)}
-    by_product: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for left, right in merges:
-        by_product[left + right].append((left, right))
-    three_parts = cache(lambda text: states_of_three(text, order))
-    return any(
-        (x, y, z) in three_parts(x + y + z)
-        for pairs in by_product.values()
-        if len(pairs) > 1
-        for x, y in pairs
-        for middle, z in pairs
-        if middle == y
-    )
-
-
-def states_of_three(text: str, order: Mapping[tuple[str, str], int]) -> set[tuple[str, ...]]:
-    """The states with three parts on the way from characters to tokens: at most one."""
-    parts = list(text)
-    while len(parts) > 3:
-        ranks = [order.get(pair, len(order)) for pair in pairwise(parts)]
-        position = ranks.index(min(ranks))
-        if ranks[position] == len(order):
-            return set()
-        parts[position : position + 2] = [parts[position] + parts[position + 1]]
-    return {tuple(parts)}

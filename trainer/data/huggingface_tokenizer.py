@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
 
 from trainer.config.data import TOKENIZER_FILE
-from trainer.data import tokenizer
+from trainer.data import text_chunks
 from trainer.data.byte_level_bpe import (
     PROBE,
     TiktokenBpe,
@@ -24,7 +24,8 @@ from trainer.data.byte_level_bpe import (
     split_pattern,
     tiktoken_ranks,
 )
-from trainer.data.tokenizer import encode_chunks, last_line_start, sha256_of
+from trainer.data.file_types import sha256_of
+from trainer.data.text_chunks import encode_chunks, last_line_start
 from trainer.data.tokenizer_folder import (
     ADDED_TOKENS_FILE,
     CONFIG_FILE,
@@ -125,13 +126,13 @@ class HuggingFaceTokenizer:
         """Matches after the first character of names that the model would read as their token. Raises DataError."""
         misread = [name for name, token in self.special_tokens.items() if token in self._encode_with_library(name)]
         if hopeless := [name for name in misread if len(name) < 2]:
-            raise DataError(f"the texts {hopeless} cannot be told from special tokens")
+            raise DataError(f"the texts {hopeless} would be encoded as special tokens")
         places = (f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in misread)
         return re.compile("|".join(places)) if misread else None
 
     def _split(self, text: str) -> Iterator[str]:
         """Parts that are encoded one by one: as long as possible, but at most MAX_CHUNK_CHARS if splits are exact."""
-        chunks = split_at_line_starts(text, tokenizer.MAX_CHUNK_CHARS) if self._splits_at_lines else iter((text,))
+        chunks = split_at_line_starts(text, text_chunks.MAX_CHUNK_CHARS) if self._splits_at_lines else iter((text,))
         if self._inside_misread_names is None:
             return chunks
         return chain.from_iterable(map(self._inside_misread_names.split, chunks))

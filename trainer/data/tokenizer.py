@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -14,16 +12,11 @@ import torch
 from torch import Tensor
 
 from trainer.config.job_config import BYTE_VOCAB_SIZE
+from trainer.data.byte_level_bpe import LLAMA3_PATTERN
+from trainer.data.file_types import SENTENCEPIECE, TIKTOKEN, detect_file_type, sha256_of
+from trainer.data.text_chunks import encode_in_chunks
 from trainer.errors import DataError
 
-# tiktoken panics on about a million equal whitespace characters; these are the limits of Llama 3's tokenizer.
-MAX_CHUNK_CHARS = 400_000
-MAX_RUN_CHARS = 25_000
-
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 LLAMA3_SPECIAL_TOKENS = (
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -33,21 +26,6 @@ LLAMA3_SPECIAL_TOKENS = (
     "<|reserved_special_token_4|>",
     "<|eot_id|>",
     *(f"<|reserved_special_token_{n}|>" for n in range(5, 251)),
-)
-
-TIKTOKEN = "a tiktoken BPE file"
-SENTENCEPIECE = "a sentencepiece model"
-HUGGING_FACE = "JSON, as Hugging Face's tokenizer.json"
-FILE_SIGNATURES: tuple[tuple[bytes, str], ...] = (
-    (rb"\Z", "an empty file"),
-    (rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|\Z)", TIKTOKEN),
-    # protobuf: the first piece (field 1) starts with its text (field 1) and its score (field 2, a float).
-    (rb"(?s)\n.{1,2}\n.{1,60}\x15", SENTENCEPIECE),
-    (rb"version https://git-lfs", "a Git LFS pointer, not the file itself"),
-    (rb"\s*<(!DOCTYPE|html)", "a web page"),
-    (rb"\s*[{\[]", HUGGING_FACE),
-    (rb"(?s)\x1f\x8b|PK\x03\x04|\x28\xb5\x2f\xfd|BZh|\xfd7zXZ", "a compressed file"),
-    (rb"[\t\n\r\x20-\x7e]+\Z", "plain text"),
 )
 
 
@@ -206,14 +184,6 @@ def load_tokenizer(kind: str, path: Path | None) -> Tokenizer:
         raise DataError(f'tokenizer.path = "{path}" looks like {detected}, but is damaged: {error}') from error
 
 
-def detect_file_type(content: bytes) -> str:
-    """The type that the first bytes suggest."""
-    head = content[:512]
-    return next(
-        (name for pattern, name in FILE_SIGNATURES if re.match(pattern, head)), "binary data of an unknown kind"
-    )
-
-
 def read_ranks(content: bytes) -> dict[bytes, int]:
     """Byte sequences and their ranks. Raises DataError unless ranks count from 0 and include every single byte."""
     ranks: dict[bytes, int] = {}
@@ -229,78 +199,3 @@ def read_ranks(content: bytes) -> dict[bytes, int]:
     if missing:
         raise DataError(f"{len(missing)} of the 256 single bytes have no rank, for example byte {missing[0]}")
     return ranks
-
-
-def sha256_of(content: object) -> str:
-    return hashlib.sha256(repr(content).encode("utf-8", "backslashreplace")).hexdigest()[:32]
-
-
-def encode_in_chunks(text: str, encode: Callable[[str], list[int]]) -> Tensor:
-    """[tokens] int32 of a text of any length. Raises DataError where the tokenizer fails."""
-    return encode_chunks(chunk_text(text), encode)
-
-
-def encode_chunks(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Tensor:
-    """[tokens] int32 of consecutive parts of a text. Raises DataError where the tokenizer fails."""
-    ids: list[int] = []
-    offset = 0
-    for chunk in chunks:
-        try:
-            ids += encode(chunk)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a Rust panic is not an Exception
-            raise DataError(f"the tokenizer failed within {len(chunk)} characters at {offset}: {error}") from error
-        offset += len(chunk)
-    return torch.tensor(ids, dtype=torch.int32)
-
-
-def chunk_text(text: str) -> Iterator[str]:
-    """Chunks of at most MAX_CHUNK_CHARS, with runs of whitespace or non-whitespace of at most MAX_RUN_CHARS."""
-    return chain.from_iterable(map(split_long_runs, split_text(text, MAX_CHUNK_CHARS)))
-
-
-def split_text(text: str, max_chars: int) -> Iterator[str]:
-    start = 0
-    while start < len(text):
-        stop = len(text) if len(text) - start <= max_chars else last_safe_split(text, start, start + max_chars)
-        yield text[start:stop]
-        start = stop
-
-
-def last_safe_split(text: str, start: int, stop: int) -> int:
-    """The last index in (start, stop] where a line starts with a letter or digit, else with another visible character.
-
-    `stop` if there is none. Splitting where a line starts does not change the tokens.
-    """
-    # Some tokenizers put line breaks and the punctuation after them into one token.
-    found = last_line_start(text, start, stop, str.isalnum) or last_line_start(text, start, stop, is_visible)
-    return found or stop
-
-
-def last_line_start(text: str, start: int, stop: int, is_start: Callable[[str], bool]) -> int | None:
-    """The last index in (start, stop] after a line break and before such a character."""
-    newline = text.rfind("\n", start, stop)
-    while newline >= 0 and (newline + 1 == len(text) or not is_start(text[newline + 1])):
-        newline = text.rfind("\n", start, newline)
-    return newline + 1 if newline >= 0 else None
-
-
-def is_visible(character: str) -> bool:
-    return not character.isspace()
-
-
-def split_long_runs(text: str) -> Iterator[str]:
-    half = MAX_RUN_CHARS // 2
-    windows = (text[at : at + half] for at in range(0, len(text) - half + 1, half))
-    # Fast path: a run that is too long covers one of these windows.
-    if not any(window.isspace() or window.split(maxsplit=1) == [window] for window in windows):
-        yield text
-        return
-    start = 0
-    for run in re.finditer(r"\s+|\S+", text):
-        while run.end() - max(run.start(), start) > MAX_RUN_CHARS:
-            split_at = max(run.start(), start) + MAX_RUN_CHARS
-            yield text[start:split_at]
-            start = split_at
-    yield text[start:]

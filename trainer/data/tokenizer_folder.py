@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.data import TOKENIZER_FILE, tokenizer_folder
-from trainer.data.tokenizer import HUGGING_FACE, detect_file_type
+from trainer.data.file_types import HUGGING_FACE, detect_file_type
 from trainer.errors import DataError
 
 CONFIG_FILE = "tokenizer_config.json"

@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.data import TOKENIZER_FILE, tokenizer_folder
-from trainer.data.byte_level_bpe import bytes_to_unicode
+from trainer.data.byte_level_bpe import LLAMA3_PATTERN, bytes_to_unicode
+from trainer.data.file_types import SENTENCEPIECE, TIKTOKEN, detect_file_type
 from trainer.data.tokenizer import (
-    LLAMA3_PATTERN,
     LLAMA3_SPECIAL_TOKENS,
-    SENTENCEPIECE,
-    TIKTOKEN,
     SentencePieceTokenizer,
     Tokenizer,
-    detect_file_type,
     load_tokenizer,
     read_ranks,
 )
