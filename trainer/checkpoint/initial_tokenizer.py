@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from trainer.checkpoint.initial_weights import is_hugging_face, resolve_initial_path
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.checks import require_vocab_size, tokenizer_problems
+from trainer.config.data import tokenizer_folder
 from trainer.config.job_config import BYTE_VOCAB_SIZE, Config
 from trainer.errors import ConfigError, DataError
 
@@ -55,8 +56,10 @@ def _differences(config: Config, folder: Path) -> Iterator[str]:
     tokenizer = load_tokenizer(kind, path)
     if kind != "byte":  # Else reported with the problems of data.
         require_vocab_size(config, tokenizer.vocab_size)
+    own_kind, own_path = detected
+    if kind == own_kind == "huggingface" and path and tokenizer_folder(path).resolve() == folder.resolve():
+        return
     if problems := [*_id_differences(tokenizer, load_tokenizer(*detected))]:
-        own_kind, own_path = detected
         own_path_value = f' and tokenizer.path = "{own_path}"' if own_path else ""
         yield f'tokenizer.kind = "{kind}": {"; ".join(problems)}; set tokenizer.kind = "{own_kind}"{own_path_value}'
 

@@ -87,9 +87,10 @@ class HuggingFaceTokenizer:
         self._files = files
         self._tokenizer = build_tokenizer(files)
         self._definition = read_object(files, TOKENIZER_FILE)
-        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(ids.values()) + 1
         self.bos: int | None = first_token(self._tokenizer)
-        self.eos: int = self._tokenizer.get_vocab()[end_token(self._tokenizer, files)]
+        self.eos: int = ids[end_token(self._tokenizer, files)]
         self.stop_tokens = frozenset({self.eos, *end_token_ids(files)})
         self._added: dict[int, AddedToken] = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens: dict[str, int] = self._find_special_tokens()
