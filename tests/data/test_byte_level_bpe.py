@@ -63,7 +63,8 @@ def test_both_libraries_read_a_pattern_alike_at_every_change_of_category(pattern
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", PATTERNS, ids=["gpt2", "llama3", "qwen2", "o200k"])
 def test_both_libraries_read_a_pattern_alike_at_every_code_point(pattern: str) -> None:
-    compare_words(CODE_POINTS, pattern)
+    """Of the planes that hold characters; of the others, every 64th."""
+    compare_words([each for each in CODE_POINTS if ord(each) < 0x40000 or ord(each) % 64 == 0], pattern)
 
 
 SPLIT = {"type": "Split", "pattern": {"Regex": PATTERNS[1]}, "behavior": "Isolated", "invert": False}
