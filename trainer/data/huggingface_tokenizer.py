@@ -133,7 +133,9 @@ class HuggingFaceTokenizer:
 
     def _split(self, text: str) -> Iterator[str]:
         """Parts that are encoded one by one: as long as possible, but at most MAX_CHUNK_CHARS if splits are exact."""
-        chunks = split_at_line_starts(text, text_chunks.MAX_CHUNK_CHARS) if self._splits_at_lines else iter((text,))
+        limit, chunks = text_chunks.MAX_CHUNK_CHARS, iter((text,))
+        if len(text) > limit and self._splits_at_lines:
+            chunks = split_at_line_starts(text, limit)
         if self._inside_misread_names is None:
             return chunks
         return chain.from_iterable(map(self._inside_misread_names.split, chunks))
