@@ -4,7 +4,8 @@
     python -m benchmarks.data rows [--rounds 5] [--seq-len 65536 1048576]
 
 prepare: text of the standard library to tokens on disk, one process, for each kind of tokenizer: bytes, a BPE in
-tiktoken's format and a sentencepiece BPE, both trained on the spot on the same lines. CPU-seconds of the whole call of
+tiktoken's format and a sentencepiece BPE, both trained on the spot on the same lines, and the first of them as
+tokenizer.json, as it comes and with a pattern that keeps it out of tiktoken. CPU-seconds of the whole call of
 `prepare`, reading and writing included, the best of the rounds; the tokenizers' training does not count.
 
 rows: what one rank reads of a row of 64K and of 1M tokens, alone and as one of eight that share it head-tail: CPU-seconds
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import json
 import os
 import platform
 import sys
@@ -38,12 +40,14 @@ from parallelisms.context.shard_layout import SeqLayout
 from tests.build_datasets import build_blended_dataset
 from tests.sentencepiece_model import train_sentencepiece
 from trainer.config.data import STDLIB_CORPUS, DataSection
+from trainer.data.byte_level_bpe import LLAMA3_PATTERN
 from trainer.data.corpus import Corpus
 from trainer.data.formats import BadText, read_texts
 from trainer.data.prepare import prepare
 from trainer.data.sequences import FULL_SEQUENCE
 from trainer.data.source import CorpusSpec
-from trainer.data.tokenizer import LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, Tokenizer, load_tokenizer
+from trainer.data.tokenizer import LLAMA3_SPECIAL_TOKENS, Tokenizer, load_tokenizer
+from trainer.export.hf_tokenizer import byte_level_bpe
 
 LINES = 100_000
 
@@ -100,8 +104,17 @@ def tokenizers(folder: Path, vocab_size: int, corpus: str) -> dict[str, Tokenize
     tokens = byte_pairs(lines[: LINES // 10], vocab_size - len(LLAMA3_SPECIAL_TOKENS))
     ranks = b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
     (folder / "tiktoken").write_bytes(ranks)
-    kinds = ("tiktoken", "sentencepiece")
-    return {"byte": load_tokenizer("byte", None)} | {kind: load_tokenizer(kind, folder / kind) for kind in kinds}
+    tokenizer_json = byte_level_bpe(
+        dict(zip(tokens, range(len(tokens)), strict=True)), LLAMA3_SPECIAL_TOKENS, pattern=LLAMA3_PATTERN
+    )
+    kinds = {kind: load_tokenizer(kind, folder / kind) for kind in ("tiktoken", "sentencepiece")}
+    for name, pattern in (("in tiktoken", LLAMA3_PATTERN), ("in tokenizers", f"(?:{LLAMA3_PATTERN})")):
+        (folder / name).mkdir()
+        tokenizer_json["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
+        (folder / name / "tokenizer.json").write_text(json.dumps(tokenizer_json))
+        (folder / name / "tokenizer_config.json").write_text(json.dumps({"eos_token": LLAMA3_SPECIAL_TOKENS[1]}))
+        kinds[f"huggingface, {name}"] = load_tokenizer("huggingface", folder / name)
+    return {"byte": load_tokenizer("byte", None), **kinds}
 
 
 def measure_prepare(vocab_size: int, rounds: int, corpus: str) -> None:

@@ -48,7 +48,8 @@ DOORS = {
     "safetensors": {"models.hf", "models.hf_write"},
     "sentencepiece": {"trainer.data.tokenizer"},
     "tensorboard": set[str](),
-    "tiktoken": {"trainer.data.tokenizer"},
+    "tiktoken": {"trainer.data.byte_level_bpe", "trainer.data.tokenizer"},
+    "tokenizers": {"trainer.data.huggingface_tokenizer"},
     "tomli": {"trainer.config.parse", "trainer.hardware.specs"},
 }
 # What makes ranks wait for each other. Tensors go through one file.
@@ -254,7 +255,7 @@ def test_every_file_can_be_read_in_one_go() -> None:
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
-CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 90, 13_045, 26_170
+CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 90, 13_055, 26_970
 """What `import train` reaches by any import statement, and all of models, parallelisms, trainer and train.py.
 
 With a complete memory ledger, the first GPU minute, and one engine for any block. Aims (files, lines, product):

@@ -140,7 +140,7 @@ def generate(options: Namespace, resolved: ResolvedCheckpoint) -> None:
     """Writes the samples. Raises as `load_model` and `load_matching_tokenizer`."""
     config, tokenizer, device = resolved.config, load_matching_tokenizer(resolved), choose_device(0)
     prompt_S = encode_prompt(options.prompt, tokenizer, separators=config.data.separators)
-    stop_tokens = {tokenizer.eos, *map(int, document_separators(tokenizer, config.data.separators)[1])}
+    stop_tokens = {*tokenizer.stop_tokens, *map(int, document_separators(tokenizer, config.data.separators)[1])}
     prompt_len, seq_len = prompt_S.numel(), config.training.seq_len
     capacity = prompt_len + options.tokens
     model, kernel = load_model(resolved, device), choose_attention_kernel(config, device)

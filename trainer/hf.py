@@ -31,7 +31,7 @@ from trainer.checkpoint.initial_checks import model_config_from_state
 from trainer.checkpoint.initial_weights import HF_PREFIX, HF_TEXT_PREFIX, find_checkpoint
 from trainer.checkpoint.run_dir import ResumeError, read_state
 from trainer.commands import CommandParser, number, print_lines, run_command
-from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE
+from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, tokenizer_folder
 from trainer.config.toml_format import toml_value
 from trainer.errors import ConfigError, DataError
 
@@ -67,7 +67,7 @@ def build_parser() -> CommandParser:
     add("output", type=Path, metavar="OUTPUT", help="folder to create; may exist if empty")
     add("--dtype", choices=("bfloat16", "float32"), help="default: the run's training.dtype")
     add("--max-shard-gib", type=number(positive=True), default=4.0, metavar="N", help="maximum file size; default: 4")
-    add("--tokenizer", type=Path, metavar="FILE", help="default: the run's tokenizer.path")
+    add("--tokenizer", type=Path, metavar="PATH", help="default: the run's tokenizer.path")
     add = subparsers.add_parser("import", help="write a configuration that starts from a model").add_argument
     add("folder", type=Path, metavar="HF_DIR")
     add("output", type=Path, nargs="?", metavar="OUTPUT.toml", help="default: standard output")
@@ -111,7 +111,7 @@ def export(options: Namespace) -> None:
             print_lines(path.name)
         generation = {key: hf_config[key] for key in ("bos_token_id", "eos_token_id")}
         contents = {hf.CONFIG_FILE: hf_config, "generation_config.json": generation}
-        files |= {Path(name): (json.dumps(item, indent=2) + "\n").encode() for name, item in contents.items()}
+        files = {Path(name): (json.dumps(item, indent=2) + "\n").encode() for name, item in contents.items()} | files
         for name, content in files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             write_and_fsync(folder / name, content)
@@ -125,23 +125,28 @@ def export(options: Namespace) -> None:
 
 def tokenizer_files(
     values: dict[str, Any], tokenizer_path: Path | None, *, seq_len: int
-) -> tuple[int | None, int | None, dict[Path, bytes]]:
-    """(First token of a document, last token, tokenizer files by name); (None, None, {}) for synthetic data."""
-    from trainer.export.hf_tokenizer import hf_tokenizer_files
+) -> tuple[Any, Any, dict[Path, bytes]]:
+    """(bos_token_id, eos_token_id, tokenizer files by name); (None, None, {}) for synthetic data."""
+    from trainer.export.hf_tokenizer import changes_of_copy, hf_tokenizer_files, model_token_ids
 
     mix_sources = {item["source"] for item in values.get("data.mix") or [{"source": DEFAULT_SOURCE}]}
     if values.get("data.corpus") == COPY_CORPUS and mix_sources == {DEFAULT_SOURCE}:
         print_lines("no tokenizer: the run trained on synthetic tokens")
         return None, None, {}
-    path = tokenizer_path or values.get("tokenizer.path")
-    tokenizer, files = hf_tokenizer_files(values["tokenizer.kind"], path and Path(path), max_length=seq_len)
+    path, kind = tokenizer_path or values.get("tokenizer.path"), values["tokenizer.kind"]
+    tokenizer, files = hf_tokenizer_files(kind, path and Path(path), max_length=seq_len)
     separators = values.get("data.separators", "bos_eos")
-    if separators != "bos_eos":
+    if separators != "bos_eos" and tokenizer.bos is not None:
         print_lines(
             f'warning: the run has data.separators = "{separators}", but the exported tokenizer prepends '
             "its first token; call it with add_special_tokens=False"
         )
-    return tokenizer.bos, tokenizer.special_tokens.get(separators, tokenizer.eos), files
+    last = tokenizer.special_tokens.get(separators, tokenizer.eos)
+    if kind != "huggingface" or path is None:
+        return tokenizer.bos, last, files
+    source = tokenizer_folder(Path(path))
+    print_lines(f"tokenizer: the files of {source}", *changes_of_copy(source, files))
+    return *model_token_ids(source, bos=tokenizer.bos, eos=last), files
 
 
 # ---- import
@@ -156,6 +161,7 @@ def import_model(folder: Path, output: Path | None, *, text_only: bool = False) 
     model, weights = model_config_from_hf(values), hf.SafetensorsReader(folder, text_only=text_only)
     if problems := weights.problems(model):
         raise HuggingFaceError([f"{folder}: {problem}" for problem in problems])
+    check_tokenizer(folder, model)
     left_out = [f"left out: {name} ({count} tensors)" for name, count in weights.left_out.items()]
     lines = config_lines(folder, model, values.get("max_position_embeddings"), text_only=text_only)
     text = "\n".join([*(f"# {line}" for line in left_out), *lines]) + "\n"
@@ -169,8 +175,17 @@ def import_model(folder: Path, output: Path | None, *, text_only: bool = False) 
     )
 
 
-def config_lines(folder: Path, model: ModelConfig, max_positions: object, *, text_only: bool = False) -> Iterator[str]:
+def check_tokenizer(folder: Path, model: ModelConfig) -> None:
+    """Raises `DataError` for a damaged tokenizer, `HuggingFaceError` for one with more tokens than the model."""
+    from trainer.data.tokenizer import load_tokenizer
     from trainer.export.hf_tokenizer import detect_tokenizer
+
+    if (detected := detect_tokenizer(folder)) and (size := load_tokenizer(*detected).vocab_size) > model.vocab_size:
+        raise HuggingFaceError([f"{folder}: the tokenizer has {size} tokens, but the model {model.vocab_size}"])
+
+
+def config_lines(folder: Path, model: ModelConfig, max_positions: object, *, text_only: bool = False) -> Iterator[str]:
+    from trainer.export.hf_tokenizer import bos_remarks, detect_tokenizer
 
     family, size, overrides = nearest_preset(model)
     yield f"# {model.num_parameters:,} parameters; max_position_embeddings = {json.dumps(max_positions)}"
@@ -182,10 +197,13 @@ def config_lines(folder: Path, model: ModelConfig, max_positions: object, *, tex
         yield from (f"{key} = {json.dumps(item)}" for key, item in rope.items() if item is not None)
     if detected := detect_tokenizer(folder):
         kind, path = detected
-        yield from ("", "[tokenizer]", f'kind = "{kind}"')
+        yield from ("", "[tokenizer]", *bos_remarks(folder), f'kind = "{kind}"')
         yield from () if path is None else (f"path = {json.dumps(str(path.resolve()))}",)
     else:
-        yield from ("", "# The model's tokenizer has no supported format. Without [tokenizer], tokens are bytes.")
+        yield from (
+            "",
+            "# The folder has no tokenizer that can be read. Add [tokenizer]: its default, bytes, is refused.",
+        )
     prefix = HF_TEXT_PREFIX if text_only else HF_PREFIX
     yield from ("", "[checkpoint]", f"initial_load_path = {json.dumps(f'{prefix}{folder.resolve()}')}")
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.sentencepiece_model import train_sentencepiece
-from trainer.data.tokenizer import Tokenizer, chunk_text, encode_in_chunks, load_tokenizer
+from trainer.data.text_chunks import chunk_text, encode_in_chunks
+from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import DataError
 from trainer.evaluation.needle import PasskeySentences
 
@@ -112,7 +113,7 @@ def test_a_panic_raises_with_its_offset_and_an_interrupt_propagates() -> None:
         return [0]
 
     text = "some text\n" * 40_000
-    with pytest.raises(DataError, match="failed within 2 characters at 400000: stack overflow"):
+    with pytest.raises(DataError, match="failed within 12 characters at 399990: stack overflow"):
         encode_in_chunks(f"{text}!\n", encode)
     with pytest.raises(KeyboardInterrupt):
         encode_in_chunks("^C", encode)

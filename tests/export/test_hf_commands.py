@@ -13,14 +13,16 @@ from torch import Tensor
 from models import hf
 from models.hf_config import config_differences, model_config_from_hf, read_config
 from models.presets import FAMILIES
+from tests.huggingface_folders import write_family
 from tests.models.hf_models import load as load_model
 from tests.models.hf_models import logits_of, logits_there, made_by_transformers
 from tests.system.in_process import configured, run_here, saved_by, trainer_of
-from tests.system.runs import forked, reseal, tensors, write_run
+from tests.system.runs import forked, metrics, reseal, tensors, write_run
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
 from trainer.config.parse import load
+from trainer.generate import main as generate_main
 from trainer.hf import main, nearest_preset
 
 
@@ -182,7 +184,7 @@ def test_import_and_export_of_a_transformers_model_is_bitwise(
     made_by_transformers(kind, torch.bfloat16, vocab_size=264).save_pretrained(source, max_shard_size="10KB")
     assert run_main("import", source, run.parent / "begin.toml") == 0
     assert 'rope: kind "default", theta 10000' in capsys.readouterr().out
-    assert "# The model's tokenizer has no supported format. Without" in (run.parent / "begin.toml").read_text()
+    assert "# The folder has no tokenizer that can be read. Add [tokenizer]" in (run.parent / "begin.toml").read_text()
     options = (f"--data.corpus={run.parent / 'corpus'}", f"--data.cache_dir={run.parent / 'prepared'}")
     config = configured(run.parent / "begin.toml", run.parent / "run", "--training.seq_len=64", *options)
     assert config.checkpoint.initial_load_path == f"hf:{source}"
@@ -195,6 +197,87 @@ def test_import_and_export_of_a_transformers_model_is_bitwise(
         config_differences(*(model_config_from_hf(read_config(folder)) for folder in (source, run.parent / "output")))
         == {}
     )
+
+
+TOKENIZER_FILES = {
+    "chat_template.jinja": "{{ messages }}",
+    "additional_chat_templates/tools.jinja": "{{ tools }}",
+    "special_tokens_map.json": '{"eos_token": "<|im_end|>"}',
+    "generation_config.json": '{"eos_token_id": [802, 800], "temperature": 0.6}',
+    "vocab.json": "{}",
+    "merges.txt": "#version: 0.2",
+}
+
+
+def test_a_model_keeps_its_tokenizer_from_import_to_export(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, output = run.parent / "source", run.parent / "output"
+    made_by_transformers("Qwen3", torch.bfloat16, vocab_size=1000).save_pretrained(source)
+    write_family(source, "qwen3", model_max_length=4096)
+    (source / "additional_chat_templates").mkdir()
+    for name, content in TOKENIZER_FILES.items():
+        (source / name).write_text(content)
+    values = json.loads((source / "config.json").read_text()) | {"bos_token_id": 800, "eos_token_id": [802, 801]}
+    (source / "config.json").write_text(json.dumps(values))
+    begin = run.parent / "begin.toml"
+    assert run_main("import", source, begin) == 0
+    assert f'[tokenizer]\nkind = "huggingface"\npath = "{source}"\n' in begin.read_text()
+    options = ("--training.seq_len=64", "--training.steps=2", "--training.global_batch_size=2")
+    data = (f"--data.corpus={run.parent / 'corpus'}", f"--data.cache_dir={run.parent / 'prepared'}")
+    done = forked(begin, run.parent / "run", *options, *data)
+    assert done.statuses == [0], done.said
+    assert forked(begin, run.parent / "run", *options, *data, "--training.steps=3").statuses == [0]
+    assert len(metrics(run.parent / "run", "loss")) == 3
+    capsys.readouterr()
+    assert run_main("export", run.parent / "run", output) == 0
+    assert f"tokenizer: the files of {source}\n" in capsys.readouterr().out
+    for name in ("tokenizer.json", "tokenizer_config.json", *TOKENIZER_FILES):
+        assert (output / name).read_bytes() == (source / name).read_bytes(), name
+    exported = read_config(output)
+    assert (exported["bos_token_id"], exported["eos_token_id"]) == (800, [802, 801])
+    generated = ("--prompt=the fox", "--tokens=3", "--temperature=0")
+    assert generate_main([str(run.parent / "run"), *generated]) == 0
+    assert capsys.readouterr().out.startswith("the fox")
+    source.rename(run.parent / "moved")
+    assert run_main("export", run.parent / "run", run.parent / "again") == 2
+    assert f'tokenizer.path = "{source}": {source}/tokenizer.json cannot be read' in capsys.readouterr().err
+    assert run_main("export", run.parent / "run", run.parent / "again", "--tokenizer", run.parent / "moved") == 0
+
+
+def test_a_shorter_model_max_length_is_raised_to_the_trained_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_family(run.parent / "source", "olmo2", model_max_length=32, custom="ü")
+    options = ("--tokenizer.kind=huggingface", f"--tokenizer.path={source}", "--model.vocab_size=803")
+    checkpoint = checkpoint_of(configured(run, run.parent / "run", *options))
+    assert run_main("export", checkpoint, run.parent / "hf") == 0
+    assert "tokenizer_config.json: model_max_length raised to the trained length" in capsys.readouterr().out
+    before, after = (json.loads((each / "tokenizer_config.json").read_text()) for each in (source, run.parent / "hf"))
+    assert after == before | {"model_max_length": 64}
+    assert read_config(run.parent / "hf")["eos_token_id"] == 800
+
+
+def imported(run: Path, family: str, **config: object) -> Path:
+    """A model folder of 1000 tokens with a family's tokenizer."""
+    made_by_transformers("Llama", torch.float32, vocab_size=1000).save_pretrained(run.parent / "source")
+    return write_family(run.parent / "source", family, **config)
+
+
+def test_import_remarks_that_the_files_disagree_about_the_first_token(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = imported(run, "smollm3", add_bos_token=True)
+    assert run_main("import", source) == 0
+    expected = "# tokenizer_config.json has add_bos_token = true, but tokenizer.json begins texts with no token."
+    assert expected in capsys.readouterr().out
+
+
+def test_import_refuses_a_tokenizer_that_is_damaged_or_larger_than_the_model(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = imported(run, "llama2")
+    assert run_main("import", source) == 2
+    assert f"{source}: the tokenizer has 1159 tokens, but the model 1000" in capsys.readouterr().err
+    (source / "tokenizer.json").write_text("{")
+    assert run_main("import", source) == 2
+    assert "tokenizer.json is damaged, or of a newer format" in capsys.readouterr().err
 
 
 def test_an_exported_model_can_be_imported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

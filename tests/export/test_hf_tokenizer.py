@@ -125,22 +125,32 @@ def test_transformers_gives_the_ids_of_training_and_decodes_them(kind: str, tmp_
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("byte", None), ("tiktoken", META_TOKENIZER_PATH), ("sentencepiece", "tokenizer.model")]
+    ("kind", "detected", "name"),
+    [("byte", "byte", None), ("tiktoken", "huggingface", ""), ("sentencepiece", "sentencepiece", "tokenizer.model")],
 )
-def test_an_exported_tokenizer_is_detected(kind: str, name: str | Path | None, tmp_path: Path) -> None:
+def test_an_exported_tokenizer_is_detected(kind: str, detected: str, name: str | None, tmp_path: Path) -> None:
     ours, folder = export_tokenizer(kind, tmp_path)
     actual = detect_tokenizer(folder)
-    assert actual == (kind, None if name is None else folder / name)
-    reloaded, _ = hf_tokenizer_files(*actual, max_length=64)
-    assert reloaded.fingerprint == ours.fingerprint
+    assert actual == (detected, None if name is None else folder / name)
+    reloaded, files = hf_tokenizer_files(*actual, max_length=64)
+    assert reloaded.encode(TEXT).tolist() == ours.encode(TEXT).tolist()
+    assert (reloaded.bos, reloaded.eos, reloaded.vocab_size) == (ours.bos, ours.eos, ours.vocab_size)
+    assert {name: (folder / name).read_bytes() for name in files} == files
+
+
+def test_metas_file_is_detected_where_there_is_no_tokenizer_json(tmp_path: Path) -> None:
+    ours, folder = export_tokenizer("tiktoken", tmp_path)
+    (folder / "tokenizer.json").unlink()
+    assert (actual := detect_tokenizer(folder)) == ("tiktoken", folder / META_TOKENIZER_PATH)
+    assert hf_tokenizer_files(*actual, max_length=64)[0].fingerprint == ours.fingerprint
 
 
 @pytest.mark.parametrize("content", ["", "[", "{}", '{"model": {"vocab": {}}}', "[" * 100_000])
-def test_an_unsupported_tokenizer_is_not_detected(content: str, tmp_path: Path) -> None:
-    assert detect_tokenizer(tmp_path) is None
-    (tmp_path / "tokenizer.json").write_text(content)
+def test_a_damaged_tokenizer_json_is_not_passed_over(content: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_text("version https://git-lfs.github.com/spec/v1\n")
     assert detect_tokenizer(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_text(content)
+    assert detect_tokenizer(tmp_path) == ("huggingface", tmp_path)
 
 
 def test_the_byte_tokenizer_json_has_only_bytes_and_special_tokens(tmp_path: Path) -> None:

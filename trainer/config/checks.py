@@ -19,9 +19,11 @@ from trainer.config.data import (
     DEFAULT_SOURCE,
     HF_PREFIX,
     STDLIB_CORPUS,
+    TOKENIZER_FILE,
     DataSection,
     TokenizerSection,
     ValidationSection,
+    tokenizer_folder,
 )
 from trainer.config.job_config import BYTE_VOCAB_SIZE, Config
 from trainer.config.sections import MAX_SEQ_LEN, MemorySection
@@ -168,10 +170,14 @@ def tokenizer_problems(tokenizer: TokenizerSection) -> Iterator[str]:
         if tokenizer.path is not None:
             yield (
                 f'tokenizer.path = "{tokenizer.path}" is not used by tokenizer.kind = "byte"; '
-                'set tokenizer.kind to "tiktoken" or "sentencepiece"'
+                'set tokenizer.kind to "tiktoken", "sentencepiece" or "huggingface"'
             )
     elif tokenizer.path is None:
-        yield f'tokenizer.kind = "{tokenizer.kind}" needs tokenizer.path, the tokenizer\'s file'
+        needed = "the model's folder" if tokenizer.kind == "huggingface" else "the tokenizer's file"
+        yield f'tokenizer.kind = "{tokenizer.kind}" needs tokenizer.path, {needed}'
+    elif tokenizer.kind == "huggingface":
+        if not _path_exists(tokenizer_folder(tokenizer.path) / TOKENIZER_FILE):
+            yield f'tokenizer.path = "{tokenizer.path}" is not a folder with {TOKENIZER_FILE}'
     elif not (_path_exists(tokenizer.path) and tokenizer.path.is_file()):
         yield f'tokenizer.path = "{tokenizer.path}" is not a file'
 

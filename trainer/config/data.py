@@ -13,13 +13,19 @@ STDLIB_CORPUS = "python-stdlib"  # the standard library of the interpreter: trai
 COPY_CORPUS = "copy"  # the synthetic corpus: trainer/data/copy_task.py
 HF_PREFIX = "hf:"  # precedes the name of a Hugging Face dataset
 DEFAULT_SOURCE = "corpus"  # the name of data.corpus among the sources
+TOKENIZER_FILE = "tokenizer.json"  # in a folder of tokenizer.kind = "huggingface"
 
 
 class TokenizerSection(Section):
-    kind: Literal["byte", "tiktoken", "sentencepiece"] = "byte"
-    """`byte` needs no file; `tiktoken` reads a BPE file (Llama 3's `tokenizer.model`), `sentencepiece` a model file."""
+    kind: Literal["byte", "tiktoken", "sentencepiece", "huggingface"] = "byte"
+    """`byte` needs no file; `tiktoken` reads a BPE file (Llama 3's `tokenizer.model`), `sentencepiece` a model file, `huggingface` the `tokenizer.json` of a model's folder."""
     path: NonEmptyPath | None = None
-    """The tokenizer's file; none for `byte`."""
+    """The tokenizer's file, for `huggingface` the model's folder; none for `byte`."""
+
+
+def tokenizer_folder(path: Path) -> Path:
+    """The folder that `tokenizer.path` names: itself, or that of the tokenizer.json at `path`."""
+    return path.parent if path.name == TOKENIZER_FILE else path
 
 
 class SourceSection(Section):

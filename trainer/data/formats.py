@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 from trainer.config.data import HF_PREFIX
 from trainer.data.hf_datasets import BATCH_ROWS, read_dataset
-from trainer.data.tokenizer import last_safe_split, split_text
+from trainer.data.text_chunks import last_safe_split, split_text
 from trainer.errors import DataError, missing_package
 
 BLOCK = 1 << 22  # bytes

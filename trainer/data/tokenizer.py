@@ -1,12 +1,10 @@
-"""Tokenizers: bytes, a tiktoken BPE file, a sentencepiece model."""
+"""Tokenizers: bytes, a tiktoken BPE file, a sentencepiece model, a Hugging Face folder."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -14,16 +12,11 @@ import torch
 from torch import Tensor
 
 from trainer.config.job_config import BYTE_VOCAB_SIZE
+from trainer.data.byte_level_bpe import LLAMA3_PATTERN
+from trainer.data.file_types import SENTENCEPIECE, TIKTOKEN, detect_file_type, sha256_of
+from trainer.data.text_chunks import encode_in_chunks
 from trainer.errors import DataError
 
-# tiktoken panics on about a million equal whitespace characters; these are the limits of Llama 3's tokenizer.
-MAX_CHUNK_CHARS = 400_000
-MAX_RUN_CHARS = 25_000
-
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 LLAMA3_SPECIAL_TOKENS = (
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -33,20 +26,6 @@ LLAMA3_SPECIAL_TOKENS = (
     "<|reserved_special_token_4|>",
     "<|eot_id|>",
     *(f"<|reserved_special_token_{n}|>" for n in range(5, 251)),
-)
-
-TIKTOKEN = "a tiktoken BPE file"
-SENTENCEPIECE = "a sentencepiece model"
-FILE_SIGNATURES: tuple[tuple[bytes, str], ...] = (
-    (rb"\Z", "an empty file"),
-    (rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|\Z)", TIKTOKEN),
-    # protobuf: the first piece (field 1) starts with its text (field 1) and its score (field 2, a float).
-    (rb"(?s)\n.{1,2}\n.{1,60}\x15", SENTENCEPIECE),
-    (rb"version https://git-lfs", "a Git LFS pointer, not the file itself"),
-    (rb"\s*<(!DOCTYPE|html)", "a web page"),
-    (rb"\s*[{\[]", "JSON (Hugging Face's tokenizer.json is not supported)"),
-    (rb"(?s)\x1f\x8b|PK\x03\x04|\x28\xb5\x2f\xfd|BZh|\xfd7zXZ", "a compressed file"),
-    (rb"[\t\n\r\x20-\x7e]+\Z", "plain text"),
 )
 
 
@@ -60,6 +39,11 @@ class Tokenizer(Protocol):
     @property
     def eos(self) -> int: ...
     @property
+    def stop_tokens(self) -> frozenset[int]:
+        """Ids that end a generated text, `eos` among them."""
+        ...
+
+    @property
     def special_tokens(self) -> Mapping[str, int]:
         """Ids that `encode` never returns, by name."""
         ...
@@ -71,6 +55,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> Tensor:
         """[tokens] of any integer type. The name of a special token in the text is encoded as text."""
 
+    def encode_continuation(self, text: str) -> Tensor:
+        """As `encode`, for a text that was split from the one before at a line start."""
+
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
@@ -80,12 +67,16 @@ class ByteTokenizer:
     vocab_size = BYTE_VOCAB_SIZE
     bos = 256
     eos = 257
+    stop_tokens = frozenset({257})
     special_tokens: Mapping[str, int] = {f"<|reserved_special_token_{n}|>": 258 + n for n in range(6)}
     fingerprint = "byte-264"
 
     def encode(self, text: str) -> Tensor:
         data = bytearray(text, "utf-8")
         return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+    def encode_continuation(self, text: str) -> Tensor:
+        return self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
@@ -105,11 +96,15 @@ class TiktokenTokenizer:
         self.vocab_size = len(ranks) + len(self.special_tokens)
         self.bos = self.special_tokens["<|begin_of_text|>"]
         self.eos = self.special_tokens["<|end_of_text|>"]
+        self.stop_tokens = frozenset({self.eos})
         identity = (LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, sorted(ranks.items(), key=lambda item: item[1]))
         self.fingerprint = "tiktoken-" + sha256_of(identity)
 
     def encode(self, text: str) -> Tensor:
         return encode_in_chunks(text, self._encoding.encode_ordinary)
+
+    def encode_continuation(self, text: str) -> Tensor:
+        return self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode(list(ids))
@@ -126,6 +121,7 @@ class SentencePieceTokenizer:
         self.vocab_size: int = model.get_piece_size()
         self.bos: int | None = model.bos_id() if model.bos_id() >= 0 else None
         self.eos: int = model.eos_id()
+        self.stop_tokens = frozenset({self.eos})
         specials = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
         self.special_token_names: dict[str, str] = {
             role: model.id_to_piece(token) for role, token in specials.items() if token >= 0
@@ -145,6 +141,9 @@ class SentencePieceTokenizer:
     def encode(self, text: str) -> Tensor:
         return encode_in_chunks(text, self._encode_chunk)
 
+    def encode_continuation(self, text: str) -> Tensor:
+        return self.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode(list(ids)))
 
@@ -159,6 +158,10 @@ def load_tokenizer(kind: str, path: Path | None) -> Tokenizer:
     """The tokenizer of `[tokenizer]`. Raises DataError with the file type that the content suggests."""
     if kind == "byte":
         return ByteTokenizer()
+    if kind == "huggingface" and path is not None:
+        from trainer.data.huggingface_tokenizer import load_huggingface_tokenizer
+
+        return load_huggingface_tokenizer(path)
     kinds: dict[str, tuple[str, Callable[[bytes], Tokenizer]]] = {
         "tiktoken": (TIKTOKEN, TiktokenTokenizer),
         "sentencepiece": (SENTENCEPIECE, SentencePieceTokenizer),
@@ -181,14 +184,6 @@ def load_tokenizer(kind: str, path: Path | None) -> Tokenizer:
         raise DataError(f'tokenizer.path = "{path}" looks like {detected}, but is damaged: {error}') from error
 
 
-def detect_file_type(content: bytes) -> str:
-    """The type that the first bytes suggest."""
-    head = content[:512]
-    return next(
-        (name for pattern, name in FILE_SIGNATURES if re.match(pattern, head)), "binary data of an unknown kind"
-    )
-
-
 def read_ranks(content: bytes) -> dict[bytes, int]:
     """Byte sequences and their ranks. Raises DataError unless ranks count from 0 and include every single byte."""
     ranks: dict[bytes, int] = {}
@@ -204,62 +199,3 @@ def read_ranks(content: bytes) -> dict[bytes, int]:
     if missing:
         raise DataError(f"{len(missing)} of the 256 single bytes have no rank, for example byte {missing[0]}")
     return ranks
-
-
-def sha256_of(content: object) -> str:
-    return hashlib.sha256(repr(content).encode("utf-8", "backslashreplace")).hexdigest()[:32]
-
-
-def encode_in_chunks(text: str, encode: Callable[[str], list[int]]) -> Tensor:
-    """[tokens] int32 of a text of any length. Raises DataError where the tokenizer fails."""
-    ids: list[int] = []
-    offset = 0
-    for chunk in chunk_text(text):
-        try:
-            ids += encode(chunk)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a Rust panic is not an Exception
-            raise DataError(f"the tokenizer failed within {len(chunk)} characters at {offset}: {error}") from error
-        offset += len(chunk)
-    return torch.tensor(ids, dtype=torch.int32)
-
-
-def chunk_text(text: str) -> Iterator[str]:
-    """Chunks of at most MAX_CHUNK_CHARS, with runs of whitespace or non-whitespace of at most MAX_RUN_CHARS."""
-    return chain.from_iterable(map(split_long_runs, split_text(text, MAX_CHUNK_CHARS)))
-
-
-def split_text(text: str, max_chars: int) -> Iterator[str]:
-    start = 0
-    while start < len(text):
-        stop = len(text) if len(text) - start <= max_chars else last_safe_split(text, start, start + max_chars)
-        yield text[start:stop]
-        start = stop
-
-
-def last_safe_split(text: str, start: int, stop: int) -> int:
-    """The last index in (start, stop] between a line break and a non-whitespace character; `stop` if there is none.
-
-    Splitting there does not change the tokens.
-    """
-    newline = text.rfind("\n", start, stop)
-    while newline >= 0 and (newline + 1 == len(text) or text[newline + 1].isspace()):
-        newline = text.rfind("\n", start, newline)
-    return newline + 1 if newline >= 0 else stop
-
-
-def split_long_runs(text: str) -> Iterator[str]:
-    half = MAX_RUN_CHARS // 2
-    windows = (text[at : at + half] for at in range(0, len(text) - half + 1, half))
-    # Fast path: a run that is too long covers one of these windows.
-    if not any(window.isspace() or window.split(maxsplit=1) == [window] for window in windows):
-        yield text
-        return
-    start = 0
-    for run in re.finditer(r"\s+|\S+", text):
-        while run.end() - max(run.start(), start) > MAX_RUN_CHARS:
-            split_at = max(run.start(), start) + MAX_RUN_CHARS
-            yield text[start:split_at]
-            start = split_at
-    yield text[start:]

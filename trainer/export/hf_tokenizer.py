@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.config.data import TOKENIZER_FILE, tokenizer_folder
+from trainer.data.byte_level_bpe import LLAMA3_PATTERN, bytes_to_unicode
+from trainer.data.file_types import SENTENCEPIECE, TIKTOKEN, detect_file_type
 from trainer.data.tokenizer import (
-    LLAMA3_PATTERN,
     LLAMA3_SPECIAL_TOKENS,
-    SENTENCEPIECE,
-    TIKTOKEN,
     SentencePieceTokenizer,
     Tokenizer,
-    detect_file_type,
     load_tokenizer,
     read_ranks,
+)
+from trainer.data.tokenizer_folder import (
+    ADDED_TOKENS_FILE,
+    CONFIG_FILE,
+    GENERATION_FILE,
+    MODEL_FILE,
+    SPECIAL_TOKENS_FILE,
+    read_object,
 )
 
 BYTE_SPECIALS = ("<|bos|>", "<|eos|>", *(f"<|reserved_{n}|>" for n in range(6)))
 META_TOKENIZER_PATH = Path("original/tokenizer.model")  # as in Meta's repositories
+COPIED_FILES = (
+    *(TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE, GENERATION_FILE),
+    *("tokenizer.model", str(META_TOKENIZER_PATH), "vocab.json", "merges.txt", "tekken.json", "chat_template.json"),
+)
+COPIED_PATTERNS = ("*.jinja", "additional_chat_templates/*.jinja")
 
 
 def hf_tokenizer_files(kind: str, path: Path | None, *, max_length: int) -> tuple[Tokenizer, dict[Path, bytes]]:
     """The tokenizer and its Hugging Face files by name. Raises `DataError` as `load_tokenizer`."""
     tokenizer = load_tokenizer(kind, path)
+    if kind == "huggingface" and path is not None:
+        return tokenizer, copied_files(tokenizer_folder(path), max_length=max_length)
     inputs = ["input_ids", "attention_mask"]  # By default transformers 4 adds token_type_ids, which models reject.
     config = dict[str, Any](clean_up_tokenization_spaces=False, model_max_length=max_length, model_input_names=inputs)
     if path is not None and isinstance(tokenizer, SentencePieceTokenizer):
@@ -49,6 +64,47 @@ def hf_tokenizer_files(kind: str, path: Path | None, *, max_length: int) -> tupl
     return tokenizer, files | {Path(name): _to_json(content) for name, content in contents.items()}
 
 
+def copied_files(folder: Path, *, max_length: int) -> dict[Path, bytes]:
+    """The tokenizer, chat template and generation files of a folder, of which only a lower `model_max_length` changes."""
+    paths = {folder / name for name in COPIED_FILES}.union(*map(folder.glob, COPIED_PATTERNS))
+    files = {path.relative_to(folder): path.read_bytes() for path in sorted(paths) if path.is_file()}
+    config = read_json_file(folder / CONFIG_FILE)
+    stated = config.get("model_max_length")
+    if isinstance(stated, int | float) and stated < max_length:
+        files[Path(CONFIG_FILE)] = _to_json(config | {"model_max_length": max_length})
+    return files
+
+
+def changes_of_copy(folder: Path, files: Mapping[Path, bytes]) -> list[str]:
+    """What differs from the files of the folder, one line each."""
+    changed = [name for name, content in files.items() if (folder / name).read_bytes() != content]
+    return [f"{name}: model_max_length raised to the trained length, all else as it was" for name in changed]
+
+
+def model_token_ids(folder: Path, *, bos: int | None, eos: int) -> tuple[Any, Any]:
+    """(bos_token_id, eos_token_id) of a folder's config.json, which may be lists; those given where it has none."""
+    config = read_json_file(folder / MODEL_FILE)
+    return config.get("bos_token_id", bos), config.get("eos_token_id", eos)
+
+
+def bos_remarks(folder: Path) -> Iterator[str]:
+    """A comment if tokenizer_config.json says otherwise than tokenizer.json, which transformers 5 follows."""
+    stated = read_json_file(folder / CONFIG_FILE).get("add_bos_token")
+    if stated is None or not (folder / TOKENIZER_FILE).exists():
+        return
+    bos = load_tokenizer("huggingface", folder).bos
+    if bool(stated) != (bos is not None):
+        yield (
+            f"# {CONFIG_FILE} has add_bos_token = {json.dumps(stated)}, but {TOKENIZER_FILE} begins texts with "
+            f"{f'token {bos}' if bos is not None else 'no token'}. Documents begin as {TOKENIZER_FILE} says."
+        )
+
+
+def read_json_file(path: Path) -> dict[str, Any]:
+    """The object in a file; {} if there is none."""
+    return read_object({path.name: path.read_bytes()} if path.is_file() else {}, path.name)
+
+
 def byte_tokenizer_json() -> dict[str, Any]:
     """The contents of tokenizer.json for `tokenizer.kind` = "byte"."""
     return byte_level_bpe({bytes([byte]): byte for byte in range(256)}, BYTE_SPECIALS, pattern=None)
@@ -56,7 +112,7 @@ def byte_tokenizer_json() -> dict[str, Any]:
 
 def byte_level_bpe(ranks: dict[bytes, int], specials: tuple[str, ...], *, pattern: str | None) -> dict[str, Any]:
     """The contents of tokenizer.json. Special tokens follow the ranks; the first one is prepended to every text."""
-    byte_chars = _bytes_to_unicode()
+    byte_chars = bytes_to_unicode()
     token_strings = {rank: "".join(byte_chars[byte] for byte in token) for token, rank in ranks.items()}
     first_special_id = len(ranks)
     byte_level_step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -111,23 +167,22 @@ def bpe_merges(ranks: dict[bytes, int]) -> list[tuple[int, int]]:
 
 
 def detect_tokenizer(folder: Path) -> tuple[str, Path | None] | None:
-    """(tokenizer.kind, tokenizer.path) that reads a model's tokenizer; None if no kind does."""
+    """(tokenizer.kind, tokenizer.path) that reads a model's tokenizer, damaged or not; None if no kind does."""
+    if (folder / TOKENIZER_FILE).exists():
+        return ("byte", None) if _is_byte_tokenizer(folder / TOKENIZER_FILE) else ("huggingface", folder)
     for path in (folder / "tokenizer.model", folder / META_TOKENIZER_PATH):
         kinds = {TIKTOKEN: "tiktoken", SENTENCEPIECE: "sentencepiece"}
         if path.is_file() and (kind := kinds.get(detect_file_type(path.read_bytes()))):
             return kind, path
+    return None
+
+
+def _is_byte_tokenizer(path: Path) -> bool:
     try:
-        tokenizer_json = json.loads((folder / "tokenizer.json").read_bytes())
+        tokenizer_json = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
-        return None
-    return ("byte", None) if tokenizer_json == byte_tokenizer_json() else None
-
-
-def _bytes_to_unicode() -> list[str]:
-    """GPT-2's character for each byte: the byte itself if printable, else one from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    replacements = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(replacements)) for byte in range(256)]
+        return False
+    return bool(tokenizer_json == byte_tokenizer_json())
 
 
 def _to_json(content: dict[str, Any]) -> bytes:

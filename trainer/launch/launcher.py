@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainer.checkpoint.initial_checks import validate_initial_weights
+from trainer.checkpoint.initial_tokenizer import validate_initial_tokenizer
 from trainer.checkpoint.run_dir import RunDir, finished_message, next_stage
 from trainer.config import checks, summary
 from trainer.config.job_config import Config
@@ -159,9 +160,10 @@ def load_and_validate(
     with suppress(RunError):  # Finished stages are not checked for this world.
         stages = stages[stage.index :] if (stage := next_stage(config)) else stages
     problems = checks.problems(config, world.world_size, first_stage=stages[0].index)
-    with collecting(problems):
-        if not stages[0].config.model.problems():
-            validate_initial_weights(stages[0].config)
+    if not stages[0].config.model.problems():
+        for validate in (validate_initial_weights, validate_initial_tokenizer):
+            with collecting(problems):
+                validate(stages[0].config)
     for each in () if problems else stages:
         with collecting(problems):
             _resolve_memory(each.config, world)

@@ -178,8 +178,8 @@ def _add_split(job: TokenizeJob, writer: ShardWriter, split: InputSplit, advance
     for blocks in read_texts(split, text_key=job.spec.text_key):
         savepoint = writer.savepoint()
         try:
-            for text in blocks:
-                ids = job.tokenizer.encode(text)
+            for block, text in enumerate(blocks):
+                ids = job.tokenizer.encode_continuation(text) if block else job.tokenizer.encode(text)
                 writer.add(ids)
                 tokens += len(ids)
                 num_bytes += len(text) if text.isascii() else len(text.encode())
