@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,83 +18,18 @@ from models.hf import HuggingFaceError
 from models.hf_config import config_differences, model_config_from_hf, model_config_to_hf, read_config, read_model
 from models.hf_families import FAMILIES, FULL, SLIDING
 from models.presets import FAMILIES as PRESETS
-from tests.models.hf_models import LENGTH, load, logits_of, logits_there, made_by_transformers, theirs, write
+from tests.models.hf_models import (
+    LENGTH,
+    MADE,
+    YARN,
+    load,
+    logits_of,
+    logits_there,
+    made,
+    theirs,
+    write,
+)
 from tests.models.small_models import gradients, packed
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 5.0]}
-MIXED_TYPES = [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL]
-MADE: dict[str, dict[str, Any]] = {
-    "Llama": {"rope_theta": 500.0, "rope_scaling": YARN},
-    "Llama tied": {"tie_word_embeddings": True, "head_dim": 8},
-    "Qwen2": {},
-    "Qwen2 windows": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
-    "Qwen3": {"head_dim": 8},
-    "Qwen3 windows": {
-        "use_sliding_window": True,
-        "sliding_window": 7,
-        "num_hidden_layers": 6,
-        "layer_types": MIXED_TYPES,
-        "tie_word_embeddings": True,
-    },
-    "Mistral": {"sliding_window": None, "head_dim": 8},
-    "Mistral window": {"sliding_window": 7},
-    "Ministral": {"head_dim": 8, "sliding_window": 7, "layer_types": MIXED_TYPES, "num_hidden_layers": 6},
-    "Olmo2": {},
-    "Olmo2 tied": {"tie_word_embeddings": True, "num_key_value_heads": 4},
-    "Olmo3": {
-        "num_hidden_layers": 5,
-        "sliding_window": 7,
-        "rope_theta": 500_000.0,  # transformers 5 takes it for windowed layers whatever is stated.
-        "rope_scaling": YARN,
-    },
-    "SmolLM3": {"num_hidden_layers": 5},
-    "SmolLM3 windows": {
-        "num_hidden_layers": 5,
-        "use_sliding_window": True,
-        "sliding_window": 7,
-        "tie_word_embeddings": False,
-    },
-    "Granite": {
-        "attention_multiplier": 0.3,
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.7,
-        "logits_scaling": 2.0,
-    },
-    "Phi3": {"original_max_position_embeddings": 16, "rope_theta": 500.0, "rope_scaling": LONGROPE},
-    "Phi3 window": {"sliding_window": 7, "tie_word_embeddings": True},
-    "Gemma2": {
-        "head_dim": 8,
-        "query_pre_attn_scalar": 5,
-        "num_hidden_layers": 3,
-        "sliding_window": 7,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0,
-    },
-    "Gemma2 without caps": {
-        "head_dim": 8,
-        "query_pre_attn_scalar": 8,
-        "sliding_window": 7,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-    },
-    "Gemma3": {
-        "head_dim": 8,
-        "query_pre_attn_scalar": 5,
-        "num_hidden_layers": 7,
-        "sliding_window": 7,
-        "rope_theta": 500.0,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        "rope_local_base_freq": 50.0,
-    },
-}
-"""Options of transformers' configurations, by the name of the class, and what is special."""
-
-
-def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    kind = name.split()[0]
-    # Larger weights would saturate attention, whose gradients float32 then loses.
-    return made_by_transformers("Gemma3Text" if kind == "Gemma3" else kind, dtype, std=0.2, **deepcopy(MADE[name]))
 
 
 def in_float32(config: ModelConfig) -> ModelConfig:

@@ -1,0 +1,82 @@
+"""A folder of every family: imported, trained, exported, and loaded by transformers as the same kind of folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from models import hf
+from models.hf_config import config_differences, read_config, read_model
+from tests.huggingface_folders import write_family
+from tests.models.hf_models import MADE, load, logits_of, logits_there, made
+from tests.models.test_hf_families import assert_close, in_float32
+from tests.system.runs import forked, tensors, write_run
+from trainer.hf import main
+
+TOKENIZERS = {"Llama": "llama3", "Mistral": "mistral", "Ministral": "mistral", "Gemma2": "gemma", "Gemma3": "gemma"}
+"""By the first word of a model's name; all others have that of their own name, or of Qwen2."""
+OWN = {"Qwen3": "qwen3", "Olmo2": "olmo2", "Olmo3": "olmo2", "SmolLM3": "smollm3", "Granite": "granite", "Phi3": "phi3"}
+DEFAULT = ("Gemma3", "Phi3", "Olmo3")
+"""Two rotations and windows; fused tensors; norms over heads that tp ranks share."""
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in MADE]
+)
+def test_a_folder_goes_in_and_comes_out(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    source, begin, run, output = (tmp_path / each for each in ("source", "begin.toml", "run", "output"))
+    made(name, vocab_size=1200).save_pretrained(source, max_shard_size="100KB")
+    kind = name.split()[0]
+    write_family(source, TOKENIZERS.get(kind) or OWN.get(kind, "qwen2"))
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    assert main(["import", str(source), str(begin)]) == 0
+    data = (f"--data.corpus={write_run(tmp_path).parent / 'corpus'}", f"--data.cache_dir={tmp_path / 'prepared'}")
+    options = ("--training.seq_len=64", "--training.steps=2", "--training.global_batch_size=4", "--optimizer.lr=1e-3")
+    mesh = ("--parallelism.tp=2", "--training.dtype=float32")
+    done = forked(begin, run, *options, *data, *mesh, "--checkpoint.interval=1", processes=4)
+    assert done.statuses == [0] * 4, done.said
+    assert main(["export", str(run), str(output), "--max-shard-gib", "1e-4"]) == 0, capsys.readouterr().err
+
+    # The same kind of folder: its type, its tensors, its tokenizer.
+    config = read_model(output)
+    assert read_config(output)["model_type"] == read_config(source)["model_type"]
+    changed = config_differences(config, read_model(source))
+    assert changed == {}
+    names = [{tensor for path in each.glob("*.safetensors") for tensor in keys(path)} for each in (source, output)]
+    assert names[0] - {hf.LM_HEAD} == names[1] - {hf.LM_HEAD}
+    for path in source.iterdir():
+        if path.suffix != ".safetensors" and path.name not in (*WEIGHTS, "config.json"):
+            assert_same_content(path, output / path.name)
+    text = "def f(x):\n    return naïve  # 12345 ▁ 🙂\n\nThe end."
+    ids = [transformers.AutoTokenizer.from_pretrained(each)(text)["input_ids"] for each in (source, output)]
+    assert ids[0] == ids[1]
+
+    # Every weight is the checkpoint's, and transformers computes with it what we do.
+    saved, weights = tensors(run / "checkpoints/step-2"), hf.SafetensorsReader(output)
+    for parameter, spec in hf.tensor_specs(config).items():
+        assert torch.equal(weights.read(spec), saved[f"model.{parameter}"]), parameter
+    model = load(output, in_float32(config))
+    tokens, logits = logits_of(model, in_float32(config))
+    assert_close(logits, logits_there(output, tokens))
+    before = hf.SafetensorsReader(source).read(hf.tensor_specs(config)["blocks.0.attention.q_proj.weight"])
+    assert not torch.equal(before, saved["model.blocks.0.attention.q_proj.weight"]), "trained"
+
+
+def keys(path: Path) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
+
+
+def assert_same_content(path: Path, other: Path) -> None:
+    if path.suffix == ".json":
+        assert json.loads(path.read_bytes()) == json.loads(other.read_bytes()), path.name
+    else:
+        assert path.read_bytes() == other.read_bytes(), path.name
