@@ -24,7 +24,7 @@ PAGES = sorted({ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")
 MAX_WORDS = 24_300
 MODULES = {command: module for command, (module, _) in COMMANDS.items()}
 """Modules of the subcommands of `longhaul`."""
-WITHOUT_GPU = ("debug", "debug_1m", "copy", "stages_debug")
+WITHOUT_GPU = ("debug", "debug_1m", "debug_window", "copy", "stages_debug")
 """Shipped configurations whose corpus and tokenizer every machine has, so their commands are also validated."""
 DENIALS = re.compile(
     r"\bnot yet\b|\bno\w* (?:\w+ )?(?:been )?(?:run|trained|tested|tried|measured|available|implemented|there|here)\b[^.|]{0,30}\byet\b"

@@ -39,8 +39,11 @@ CLUSTER_CONFIGS = {
     "prolong_8b_512k": 32,
     "llama31_8b_128k": 64,
     "ultralong_8b_1m": 32,
+    "qwen25_7b_128k": 8,
+    "mistral_7b_128k": 8,
+    "gemma3_4b_128k": 8,
 }
-LAPTOP_CONFIGS = {"debug", "debug_1m", "copy", "stages_debug"}
+LAPTOP_CONFIGS = {"debug", "debug_1m", "debug_window", "copy", "stages_debug"}
 
 
 def warnings(config: Config, world_size: int) -> list[str]:

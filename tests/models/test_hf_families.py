@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from models import hf
-from models.config import ModelConfig
+from models.attention import Attention
+from models.config import ModelConfig, RopeConfig
 from models.hf import HuggingFaceError
 from models.hf_config import config_differences, model_config_from_hf, model_config_to_hf, read_config, read_model
 from models.hf_families import FAMILIES, FULL, SLIDING
+from models.layers import LayerKind
 from models.presets import FAMILIES as PRESETS
+from models.rope import cos_sin_table
 from tests.models.hf_models import (
     LENGTH,
     MADE,
@@ -201,3 +204,50 @@ def test_the_language_model_of_several_modalities(prefix: str, folders: dict[str
     assert weights.left_out == {"multi_modal_projector": 1, "vision_tower": 1}
     for spec in hf.tensor_specs(config).values():
         assert torch.equal(weights.read(spec), tensors[spec.name])
+
+
+# ---- gpt-oss: its attention; its experts are not supported
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_attention_with_sinks_is_that_of_gpt_oss(window: int | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRotaryEmbedding
+
+    sizes: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    types = [FULL if window is None else SLIDING]
+    layers = {"num_hidden_layers": 1, "layer_types": types, "sliding_window": window or 128}
+    theirs_config = transformers.GptOssConfig(
+        **sizes, **layers, rope_scaling={"rope_type": "default"}, rope_theta=500.0, attn_implementation="eager"
+    )
+    torch.manual_seed(0)
+    reference = GptOssAttention(theirs_config, 0)
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    torch.nn.init.zeros_(reference.o_proj.bias)
+    x = torch.randn(1, 40, 24)
+    positions = torch.arange(40)[None]
+    distance = positions.T - positions
+    mask = torch.where((distance < 0) | (distance >= (window or 40)), -torch.inf, 0.0)[None, None]
+    rotation = GptOssRotaryEmbedding(theirs_config)(x, positions)
+    expected = reference(x, rotation, mask)[0]
+    expected.square().sum().backward()
+
+    kind = LayerKind(qkv_bias=True, sink=True, window=window)
+    config = ModelConfig(
+        vocab_size=8, dim=24, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=8, layers=(kind,)
+    )
+    attention = Attention(config, kind)
+    weights = dict(reference.named_parameters())
+    assert weights.keys() - dict(attention.named_parameters()) == {"o_proj.bias"}
+    with torch.no_grad():
+        for name, parameter in attention.named_parameters():
+            parameter.copy_(weights[name])
+    table = cos_sin_table(RopeConfig(theta=500.0, precision="float32"), 8, positions, torch.float32)
+    out = attention(x, table, torch.tensor([[0, 40]], dtype=torch.int32))
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    out.square().sum().backward()
+    for name, parameter in attention.named_parameters():
+        grad = weights[name].grad
+        assert parameter.grad is not None and grad is not None
+        assert (parameter.grad - grad).norm() <= 1e-5 * grad.norm(), name
