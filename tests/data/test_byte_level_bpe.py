@@ -135,8 +135,9 @@ def draw_bpe(draw: random.Random, *, lookup: bool) -> models.BPE:
 def ranks_of(model: models.BPE) -> tuple[dict[str, int] | None, Tokenizer]:
     theirs = Tokenizer(model)
     theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    definition = json.loads(theirs.to_str())["model"]
     with merges_alone(theirs.model) as builds:
-        return tiktoken_ranks(json.loads(theirs.to_str())["model"], builds), theirs
+        return tiktoken_ranks(definition, builds), theirs
 
 
 WORDS = " ".join("".join(word) for length in range(1, 9) for word in product("ab", repeat=length))
@@ -168,6 +169,14 @@ def test_ranks_are_only_given_where_the_ids_are_equal(lookup: bool) -> None:  # 
 def test_each_condition_on_merges_is_needed(tokens: list[str], merges: list[tuple[str, str]], taken: bool) -> None:  # noqa: FBT001
     vocab = {token: number for number, token in enumerate([*ALPHABET, *tokens])}
     ranks, _ = ranks_of(models.BPE(vocab=vocab, merges=merges))
+    assert (ranks is not None) == taken
+
+
+@pytest.mark.parametrize(("token", "taken"), [("abb", False), ("zzz", True)])
+def test_looked_up_tokens_must_not_arise_from_pairs(token: str, taken: bool) -> None:  # noqa: FBT001
+    """(ab, b) is no merge, but tiktoken would merge it."""
+    vocab = {name: number for number, name in enumerate([*ALPHABET, "ab", token])}
+    ranks, _ = ranks_of(models.BPE(vocab=vocab, merges=[("a", "b")], ignore_merges=True))
     assert (ranks is not None) == taken
 
 
