@@ -253,13 +253,17 @@ class RingAttentionCore:
 
 
 def sends_halo(plan: RankAttentionPlan, rotate_method: str) -> bool:
-    """Whether ranks send each other the keys that a window needs, instead of all keys.
+    """Whether ranks send each other the keys that a window needs, instead of all keys. The same on all ranks.
 
-    These are never more. But a ring holds one rank's keys while it receives the next; a halo has all of them at once.
+    These are never more. But a ring holds one rank's keys while it receives the next, where a halo has all of them at
+    once; and next to an all-gather, a halo of more than half as many keys does not pay for planning who needs which.
     """
     if plan.window is None:
         return False
-    return rotate_method == "allgather" or max(map(sum, plan.halo_tokens)) <= 2 * plan.tokens_per_rank
+    most = (
+        (plan.ring_degree - 1) * plan.tokens_per_rank // 2 if rotate_method == "allgather" else 2 * plan.tokens_per_rank
+    )
+    return plan.max_halo_tokens <= most
 
 
 @lru_cache(maxsize=8)

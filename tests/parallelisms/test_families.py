@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import prod
 from typing import Any
@@ -37,7 +37,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-SIZES = {"vocab_size": 44, "num_heads": 8, "num_kv_heads": 4}
+SIZES: dict[str, Any] = {"vocab_size": 44, "num_heads": 8, "num_kv_heads": 4}
 CONFIGS: dict[str, ModelConfig] = {
     "windowed": replace(small_models.WINDOWED, **SIZES),
     "gemma": replace(small_models.GEMMA, **SIZES, window=4, sink=True),
@@ -61,6 +61,10 @@ class Options:
     is_tiled: bool = False
     offloads: bool = False
     compiled: bool = False
+
+    def __str__(self) -> str:
+        changed = {each.name: getattr(self, each.name) for each in fields(self)}
+        return " ".join(f"{name}={value}" for name, value in changed.items() if value != getattr(Options, name))
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,7 @@ def test_models_equal_the_reference(ranks: int, every: int, more: list[Case]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("options", RECOMPUTATION, ids=str)
+@pytest.mark.parametrize("options", RECOMPUTATION, ids=lambda options: str(options) or "plain")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_model_equals_the_reference_on_every_mesh(ranks: int, options: Options, config: str) -> None:
     if chosen := [case for case in cases(ranks, [options]) if case.config == config]:
@@ -209,6 +213,6 @@ COMPILED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", COMPILED, ids=lambda case: f"{case.config} {dict(case.sizes)} {case.options.policy}")
+@pytest.mark.parametrize("case", COMPILED, ids=lambda case: f"{case.config} {dict(case.sizes)} {case.options}")
 def test_compiled_models_equal_the_reference(case: Case) -> None:
     require_equal([case])

@@ -169,6 +169,7 @@ def windowed_pairs(rows: BatchLayouts, window: int, *, halo: bool) -> Tensor:
         seen = visible(joined(rows)).triu(1 - window)[tokens[rank]].any(0)
         seen[tokens[rank]] = False
         assert torch.equal(received.sort().values, seen.nonzero().flatten()), "no key that no query sees"
+        assert plan.max_halo_tokens == max(map(sum, plan.halo_tokens))
     return pairs
 
 
