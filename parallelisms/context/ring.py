@@ -25,7 +25,7 @@ from models.online_softmax import OnlineSoftmax, add_sink
 from models.score_blocks import ScoreBlocks
 from parallelisms import collectives
 from parallelisms.context.attention_plan import RankAttentionPlan
-from parallelisms.context.shard_layout import SeqLayout
+from parallelisms.context.shard_layout import SeqLayout, halo_fits
 from parallelisms.parallel_dims import ShardLayout
 
 
@@ -252,13 +252,10 @@ class RingAttentionCore:
 
 
 def sends_halo(plan: RankAttentionPlan, rotate_method: str) -> bool:
-    """Whether ranks send each other the keys that a window needs, instead of all keys.
-
-    These are never more. But a ring holds one rank's keys while it receives the next; a halo has all of them at once.
-    """
+    """Whether ranks send each other the keys that a window needs, instead of all keys."""
     if plan.window is None:
         return False
-    return rotate_method == "allgather" or max(map(sum, plan.halo_tokens)) <= 2 * plan.tokens_per_rank
+    return halo_fits(max(map(sum, plan.halo_tokens)), plan.tokens_per_rank, rotate_method)
 
 
 @lru_cache(maxsize=8)
