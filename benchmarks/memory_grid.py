@@ -8,9 +8,10 @@ LIMIT, then the counts. Exit status 1 if there is one. `--case "..."` runs one t
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -21,6 +22,7 @@ from trainer.commands import integer
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
+from trainer.config.sections import LayerSection
 from trainer.memory.estimator import phase_estimates
 from trainer.memory.rank import RankMemory
 from trainer.memory.tensors import SAVED_ACTIVATIONS, MemoryEstimate
@@ -93,7 +95,7 @@ class GridCase:
 
     @property
     def config(self) -> Config:
-        return load([f"--{key}={value}" for key, value in self.changes])
+        return configured(dict(self.changes))
 
     @property
     def rank(self) -> int:
@@ -102,6 +104,13 @@ class GridCase:
     def __str__(self) -> str:
         varied = (f"--{key} {value}" for key, value in self.changes if BASE.get(key) != value)
         return f"{' '.join(varied)} --world-size {self.world_size} --rank {self.rank}"
+
+
+def configured(changes: Mapping[str, object]) -> Config:
+    """`model.layers`, which only a file can have, is JSON."""
+    config = load([f"--{key}={value}" for key, value in changes.items() if key != "model.layers"])
+    layers = [LayerSection.model_validate(each) for each in json.loads(str(changes.get("model.layers", "[]")))]
+    return config.model_copy(update={"model": config.model.model_copy(update={"layers": tuple(layers)})})
 
 
 def parse_case(text: str) -> GridCase:

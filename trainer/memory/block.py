@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import lcm, prod
 
 from models.config import ModelConfig
-from models.layers import LayerKind
+from models.layers import NORMS, LayerKind
+from parallelisms.context.shard_layout import SeqLayout, halo_fits
 from parallelisms.parallel_dims import ContextPlan
 from trainer.memory.tensors import (
     DTYPE_BYTES,
@@ -57,6 +58,8 @@ class BlockMemory:
     deterministic: bool = False
     is_padded: bool = False
     """Whether sequences are padded for cp and tp ranks; the padding is attended to by a call of its own."""
+    layout: SeqLayout | None = None
+    """Of a sequence over the ring."""
 
     @property
     def compute_bytes(self) -> int:
@@ -79,6 +82,27 @@ class BlockMemory:
     def gathers_kv(self) -> bool:
         """Whether KV is all-gathered over the ring, rather than sent from rank to rank."""
         return self.context_plan is not None and self.context_plan.rotate_method == "allgather"
+
+    @property
+    def num_norms(self) -> int:
+        """Of the residual stream."""
+        return sum(map(len, NORMS[self.kind.norms].values()))
+
+    @property
+    def norms_heads(self) -> bool:
+        """Whether queries and keys are normed."""
+        return self.kind.qk_norm or self.kind.full_qk_norm
+
+    @cached_property
+    def halo(self) -> tuple[float, float] | None:
+        """KV (sent, received) by the ranks with most of it, relative to a rank's own; None: they exchange all KV."""
+        layout, window = self.layout, self.kind.window
+        if window is None or layout is None or self.ring_degree == 1 or self.context_plan is None:
+            return None
+        by_receiver, tokens = layout.halo_tokens(window), layout.num_tokens // layout.ring_degree
+        sent, received = (max(map(sum, counts)) for counts in (zip(*by_receiver, strict=True), by_receiver))
+        fits = halo_fits(self.sequences * received, self.sequences * tokens, str(self.context_plan.rotate_method))
+        return (sent / tokens, received / tokens) if fits else None
 
     @property
     def residual_bytes(self) -> int:

@@ -12,6 +12,7 @@ from itertools import chain
 from sys import maxsize
 
 from models.layers import LayerKind
+from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES
 from trainer.config.job_config import Config
 from trainer.hardware.host import GIB
@@ -47,7 +48,10 @@ class RankMemory:
         self.is_sharded = not is_single_rank or self.compute_bytes != self.master_bytes or self.optimizer_on_host
         self.recomputes = config.memory.recompute != "none"
         context_plan = config.context_plan()
-        self.tokens = training.micro_batch_size * context_plan.padded_length(training.seq_len) // degrees["cp"]
+        seq_len, padded_len = training.seq_len, context_plan.padded_length(training.seq_len)
+        self.layout = SeqLayout(context_plan.resolved_layout, context_plan.ring_degree, (0, seq_len, padded_len))
+        """Of a sequence that is one document; padding is another."""
+        self.tokens = training.micro_batch_size * padded_len // degrees["cp"]
         self.block = BlockMemory(
             self.model,
             max(
@@ -66,7 +70,8 @@ class RankMemory:
             training.micro_batch_size,
             "cpu" if on_cpu else KERNELS[training.dtype] if training.attention == "auto" else training.attention,
             training.deterministic,
-            context_plan.padded_length(training.seq_len) != training.seq_len,
+            padded_len != seq_len,
+            self.layout,
         )
         self.ranks_per_node = min(world_size, parallelism.ranks_per_node)
         stages = self.pipeline.stages_of(pp_rank)
