@@ -93,7 +93,9 @@ class Config(Section):
         section, model = self.parallelism, self.model.build()
         # The output projection counts by its FLOPs; the embedding, which has none, by its equal number of weights.
         seq_len = self.training.seq_len
-        attention_cost = model.attention_flops(model.layer_kinds, model.mean_pairs(seq_len) / seq_len) / 2 / model.num_layers
+        attention_cost = (
+            model.attention_flops(model.layer_kinds, model.mean_pairs(seq_len) / seq_len) / 2 / model.num_layers
+        )
         block_cost = sum(model.products[kind].every for kind in model.layer_kinds) / model.num_layers + attention_cost
         vocab_cost = model.vocab_size * model.dim / block_cost
         return PipelinePlan(

@@ -13,6 +13,7 @@ The CPU's is not counted: it is allocated by each thread, and no device has it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from math import ceil
 
@@ -21,6 +22,9 @@ from trainer.memory.tensors import MemoryTensor, total_bytes
 
 PADDING = 128
 """Tokens by which FlashAttention's backward pads each sequence."""
+SINK_TOKENS = 4096
+"""As in models/online_softmax.py."""
+SINK = "models/online_softmax.py: sink_grad"
 NARROWED = "gradients of KV, narrowed to be sent"
 MULTIPROCESSORS = 132
 """Of an H100: a deterministic FlashAttention 2 sums the gradient of queries in as many parts, over its heads."""
@@ -30,23 +34,23 @@ def operator_moments(block: BlockMemory, grad_dtype: str, share: float = 1) -> M
     """The backward pass of attention for a share of the heads. `grad_dtype`: of KV gradients on the wire."""
     grad_output = block.queries("gradient of the output", share)
     ring, kv = block.ring_degree, block.kv_shape
-    own = transient(
-        "models/attention_op.py: backward",
-        WHILE_RUNNING,
-        grad_output,
-        *call_backward(block, share),
-        block.queries("gradient of queries, of all sequences", share, copies=block.joins_calls),
-        block.kv("gradients of KV, of all sequences", share * block.joins_calls),
-    )
+    own = transient("models/attention_op.py: backward", WHILE_RUNNING, grad_output, *_own_keys(block, share))
     if ring == 1:
         yield "attention", own
+        if block.kind.sink:
+            results = block.queries("gradient of queries", share), block.kv("gradients of KV", share)
+            yield "the gradient of sinks", transient(SINK, WHILE_RUNNING, grad_output, *results, _sink(block, share))
         return
     part = partial(transient, "parallelisms/context/ring.py: backward", WHILE_RUNNING)
-    sums = (
-        grad_output,
-        block.sums("sum of the gradient of queries", block.tokens, block.heads, block.model.head_dim, copies=share),
-        block.sums("sum of the gradients of own KV", *kv, copies=share),
-    )
+    sums = grad_output, *_sums(block, share)
+    if block.kind.sink:
+        yield "the gradient of sinks", part(*sums, block.kv("gradients of KV", share), _sink(block, share))
+    if block.halo is not None:
+        buffers = part(block.kv("KV for other ranks", share * block.halo[0]), block.kv("halo", share * block.halo[1]))
+        yield "attention to own keys", own + buffers
+        for name, alive in _halo_moments(block, grad_dtype, share):
+            yield name, part(*sums, *alive)
+        return
     on_wire, is_narrowed = MemoryTensor("gradients of KV on the wire", kv, grad_dtype), grad_dtype != block.stats_dtype
     if block.gathers_kv:
         gathering = part(block.kv("own KV, being gathered", share), block.kv("gathered KV", share * ring))
@@ -70,6 +74,64 @@ def operator_moments(block: BlockMemory, grad_dtype: str, share: float = 1) -> M
     yield "attention", held + part(*call_backward(block, share), on_wire._replace(copies=in_transit))
     wire = on_wire._replace(copies=share), on_wire._replace(name=NARROWED, copies=share * is_narrowed)
     yield "the rotation of KV gradients", held + part(*wire)
+
+
+def _sums(block: BlockMemory, share: float) -> tuple[MemoryTensor, MemoryTensor]:
+    return (
+        block.sums("sum of the gradient of queries", block.tokens, block.heads, block.model.head_dim, copies=share),
+        block.sums("sum of the gradients of own KV", *block.kv_shape, copies=share),
+    )
+
+
+def _own_keys(block: BlockMemory, share: float) -> tuple[MemoryTensor, ...]:
+    """Gradients of attention to own keys, and what its kernel calls hold."""
+    dq, dkv = block.queries("gradient of queries", share), block.kv("gradients of KV", share)
+    if block.part_of_window is None:
+        joined = (
+            each._replace(name=f"{each.name}, of all calls", copies=each.copies * block.joins_calls)
+            for each in (dq, dkv)
+        )
+        return *call_backward(block, share), *joined
+    rounded = dq._replace(copies=share * block.is_mixed), dkv._replace(copies=share * block.is_mixed)
+    return *_sums(block, share), *max(_part_backward(block, share), rounded, key=total_bytes)
+
+
+def _part_backward(block: BlockMemory, share: float, limit: float = 1) -> tuple[MemoryTensor, ...]:
+    """A kernel call for part of a window's tokens, with at most `limit` keys per query of a rank: copies in reversed
+    order, gradients, and those of the part before or in reversed order.
+    """
+    queries = block.part_of_window or 1
+    keys, each = min(queries, limit), share / block.calls
+    return (
+        *call_backward(block, share, keys, queries=queries),
+        block.queries("queries, outputs and their gradient, reversed", 3 * each * queries),
+        block.kv("KV, reversed", each * keys),
+        block.queries("another gradient of queries", each * queries, copies=block.calls == 1),
+        block.kv("other gradients of KV", each * keys, copies=block.calls == 1),
+    )
+
+
+def _sink(block: BlockMemory, share: float) -> MemoryTensor:
+    """Products of a chunk of tokens, and the gradient widened."""
+    numel = block.heads * block.model.head_dim * min(SINK_TOKENS, block.tokens * block.ulysses_degree)
+    return block.sums("products of a chunk", numel, copies=(1 + block.is_mixed) * share / block.ulysses_degree)
+
+
+def _halo_moments(block: BlockMemory, grad_dtype: str, share: float) -> Iterator[tuple[str, tuple[MemoryTensor, ...]]]:
+    """Beside the sums of gradients: attention to the halo, and the return of its gradients."""
+    sent, received = (share * each for each in block.halo or (0, 0))
+    kv, is_narrowed = block.kv_shape, grad_dtype != block.stats_dtype
+    rounded = block.queries("gradient of queries", share * block.is_mixed), block.kv("gradients of KV", share)
+    yield "the sums of gradients", (*rounded, block.kv("KV for other ranks", sent), block.kv("halo", received))
+    remote_sum = block.sums("sum of the gradients of the halo", *kv, copies=received)
+    part = _part_backward(block, share, received / share)
+    yield "attention to the halo", (block.kv("halo", received), remote_sum, *part)
+    on_wire = MemoryTensor("gradients for other ranks", kv, grad_dtype, copies=received)
+    returned = on_wire._replace(name="gradients from other ranks", copies=sent)
+    narrowed = on_wire._replace(name=NARROWED, copies=received * is_narrowed)
+    yield "the return of the halo's gradients", (remote_sum, narrowed, on_wire, returned)
+    added = block.sums("sum of the gradients from other ranks", *kv, copies=share)
+    yield "the sum of returned gradients", (added, returned, block.sums("those of a rank", *kv, copies=sent))
 
 
 def call_backward(block: BlockMemory, share: float, keys: float = 1, *, queries: float = 1) -> tuple[MemoryTensor, ...]:
