@@ -84,6 +84,7 @@ class Config(Section):
             head_dim=model.head_dim,
             seq_len=training.micro_batch_size * training.seq_len,
             packs_documents=is_packed,
+            windows=(*model.layers_by_window,),
             ranks_per_node=max(1, section.ranks_per_node // section.tp),
             tp=section.tp if section.sequence_parallel else 1,
         )

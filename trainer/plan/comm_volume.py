@@ -248,6 +248,15 @@ def _cp_volumes_of(rank: RankMemory, plan: ContextPlan, kind: LayerKind, num_lay
     yield from _ring_volumes(plan, "backward", "gradients of KV", kv_grads, calls, halo=halo and halo[1])
 
 
+def attention_bytes(rank: RankMemory) -> dict[int | None, float]:
+    """Sent by attention, by window."""
+    by_window = dict.fromkeys((kind.window for kind in rank.kinds), 0.0)
+    if (plan := rank.block.context_plan) is not None:
+        for kind, count in rank.kinds.items():
+            by_window[kind.window] += sum(each.bytes for each in _cp_volumes_of(rank, plan, kind, count))
+    return by_window
+
+
 def _ring_volumes(
     plan: ContextPlan, phase: Phase, what: str, size: float, num_runs: float, *, halo: float | None
 ) -> Iterator[CommVolume]:
