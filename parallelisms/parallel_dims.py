@@ -175,10 +175,11 @@ class ContextPlan:
     @cached_property
     def _choice(self) -> tuple[CPMethod, str]:
         halo = self._halo_tokens
-        # KV that a rank attends to, relative to its own.
-        kv_shards = self.cp if halo is None else min(self.cp, 1 + halo * self.cp / max(1, self.seq_len))
-        # The ring sends float32 KV gradients, so above this number an exchange of heads sends fewer bytes.
-        ulysses_sends_less = 2 * self.kv_heads * kv_shards > self.heads + self.kv_heads
+        remote_kv: float = self.cp - 1  # Relative to a rank's own.
+        if halo is not None:
+            remote_kv = min(remote_kv, halo * self.cp / max(1, self.seq_len))
+        # The ring sends float32 KV gradients, so an exchange of heads, of which 1 / cp stays, soon sends fewer bytes.
+        ulysses_sends_less = 2 * self.kv_heads * remote_kv * self.cp > (self.heads + self.kv_heads) * (self.cp - 1)
         if halo is not None and not ulysses_sends_less:
             return "allgather", f"every layer has a window: ranks send at most {halo:,} tokens of KV"
         documents = "packed documents" if self.packs_documents else "one document per sequence"
@@ -195,7 +196,9 @@ class ContextPlan:
         prefix = "" if self.heads % self.cp == 0 else f"{self.heads} heads are not divisible by {self.cp} ranks; "
         if self.packs_documents:
             return "allgather", f"{prefix}{documents} balance best with all-gather"
-        gathered_bytes = self.seq_len * kv_shards / self.cp * self.kv_heads * self.head_dim * ALL_GATHER_BYTES_PER_ELEMENT
+        gathered_bytes = (
+            self.seq_len * (1 + remote_kv) / self.cp * self.kv_heads * self.head_dim * ALL_GATHER_BYTES_PER_ELEMENT
+        )
         gathered_gib = f"all-gather needs {gathered_bytes / 2**30:.1f} GiB per layer"
         if gathered_bytes <= ALL_GATHER_BUDGET_BYTES or self.layout == "balanced":
             return "allgather", f"{prefix}{documents}; {gathered_gib}"

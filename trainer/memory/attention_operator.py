@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from functools import partial
 from math import ceil
 
-from trainer.memory.block import WHILE_RUNNING, BlockMemory, Moments, transient
+from trainer.memory.block import VARLEN_KERNELS, WHILE_RUNNING, BlockMemory, Moments, transient
 from trainer.memory.tensors import MemoryTensor, total_bytes
 
 PADDING = 128
@@ -86,28 +86,29 @@ def _sums(block: BlockMemory, share: float) -> tuple[MemoryTensor, MemoryTensor]
 def _own_keys(block: BlockMemory, share: float) -> tuple[MemoryTensor, ...]:
     """Gradients of attention to own keys, and what its kernel calls hold."""
     dq, dkv = block.queries("gradient of queries", share), block.kv("gradients of KV", share)
-    if block.part_of_window is None:
-        joined = (
-            each._replace(name=f"{each.name}, of all calls", copies=each.copies * block.joins_calls)
-            for each in (dq, dkv)
-        )
-        return *call_backward(block, share), *joined
-    rounded = dq._replace(copies=share * block.is_mixed), dkv._replace(copies=share * block.is_mixed)
-    return *_sums(block, share), *max(_part_backward(block, share), rounded, key=total_bytes)
+    if block.window_parts is None:
+        copies = (each._replace(copies=each.copies * block.joins_calls) for each in (dq, dkv))
+        return *call_backward(block, share), *(each._replace(name=f"{each.name}, of all calls") for each in copies)
+    causal, flipped = block.window_parts
+    calls = (
+        call_backward(block, share, causal, queries=causal),
+        _flipped_call(block, share, flipped, flipped, earlier=2),
+        tuple(each._replace(copies=share * block.is_mixed) for each in (dq, dkv)),  # Of the sums, narrowed.
+    )
+    return *_sums(block, share), *max(calls, key=total_bytes)
 
 
-def _part_backward(block: BlockMemory, share: float, limit: float = 1) -> tuple[MemoryTensor, ...]:
-    """A kernel call for part of a window's tokens, with at most `limit` keys per query of a rank: copies in reversed
-    order, gradients, and those of the part before or in reversed order.
-    """
-    queries = block.part_of_window or 1
-    keys, each = min(queries, limit), share / block.calls
+def _flipped_call(
+    block: BlockMemory, share: float, queries: float, keys: float, *, earlier: int
+) -> tuple[MemoryTensor, ...]:
+    """A call for a part of the tokens in reversed order, whose results are put in order while earlier ones are held."""
+    each = share / block.calls
     return (
         *call_backward(block, share, keys, queries=queries),
         block.queries("queries, outputs and their gradient, reversed", 3 * each * queries),
         block.kv("KV, reversed", each * keys),
-        block.queries("another gradient of queries", each * queries, copies=block.calls == 1),
-        block.kv("other gradients of KV", each * keys, copies=block.calls == 1),
+        block.queries("gradients of queries in order, and earlier ones", each * queries, copies=2),
+        block.kv("gradients of KV in order, and earlier ones", each * keys, copies=earlier),
     )
 
 
@@ -117,6 +118,26 @@ def _sink(block: BlockMemory, share: float) -> MemoryTensor:
     return block.sums("products of a chunk", numel, copies=(1 + block.is_mixed) * share / block.ulysses_degree)
 
 
+def _halo_call(block: BlockMemory, share: float) -> tuple[MemoryTensor, ...]:
+    """Of a flipped part before a piece of the sequence or, with a longer window, of two pieces; on a GPU all at once."""
+    (_, received), layout = block.halo or (0, 0), block.layout
+    if layout is None or block.kernel in VARLEN_KERNELS:
+        return _flipped_call(block, share, min(1, received), received, earlier=1)
+    window, tokens = block.kind.window or 0, layout.num_tokens / layout.ring_degree
+    remote = max(
+        span.length
+        for rank in range(layout.ring_degree)
+        if (spans := layout.spans(rank)) not in block.spans
+        for span in spans
+    )
+    part = min(window, block.longest_span, remote) / tokens
+    flipped = _flipped_call(block, share, part, min(part, received), earlier=1)
+    if window <= remote:
+        return flipped
+    calls = call_backward(block, share, remote / tokens, queries=block.longest_span / tokens)
+    return max(flipped, calls + calls[:2], key=total_bytes)
+
+
 def _halo_moments(block: BlockMemory, grad_dtype: str, share: float) -> Iterator[tuple[str, tuple[MemoryTensor, ...]]]:
     """Beside the sums of gradients: attention to the halo, and the return of its gradients."""
     sent, received = (share * each for each in block.halo or (0, 0))
@@ -124,8 +145,7 @@ def _halo_moments(block: BlockMemory, grad_dtype: str, share: float) -> Iterator
     rounded = block.queries("gradient of queries", share * block.is_mixed), block.kv("gradients of KV", share)
     yield "the sums of gradients", (*rounded, block.kv("KV for other ranks", sent), block.kv("halo", received))
     remote_sum = block.sums("sum of the gradients of the halo", *kv, copies=received)
-    part = _part_backward(block, share, received / share)
-    yield "attention to the halo", (block.kv("halo", received), remote_sum, *part)
+    yield "attention to the halo", (block.kv("halo", received), remote_sum, *_halo_call(block, share))
     on_wire = MemoryTensor("gradients for other ranks", kv, grad_dtype, copies=received)
     returned = on_wire._replace(name="gradients from other ranks", copies=sent)
     narrowed = on_wire._replace(name=NARROWED, copies=received * is_narrowed)

@@ -115,31 +115,56 @@ class BlockMemory:
         return self.kind.qk_norm or self.kind.full_qk_norm
 
     @cached_property
-    def halo(self) -> tuple[float, float] | None:
-        """KV (sent, received) by the rank with most of both, relative to its own; None: ranks exchange all KV."""
+    def _halos(self) -> list[tuple[int, int]]:
+        """Tokens (sent, received) by each ring rank; empty where they exchange all KV."""
         layout, window = self.layout, self.kind.window
         if window is None or layout is None or self.ring_degree == 1 or self.context_plan is None:
-            return None
+            return []
         by_receiver, tokens = layout.halo_tokens(window), layout.num_tokens // layout.ring_degree
         sent, received = map(sum, zip(*by_receiver, strict=True)), [*map(sum, by_receiver)]
         fits = halo_fits(self.sequences * max(received), self.sequences * tokens, str(self.context_plan.rotate_method))
-        of_busiest = max(zip(sent, received, strict=True), key=sum)
-        return (of_busiest[0] / tokens, of_busiest[1] / tokens) if fits else None
+        return [*zip(sent, received, strict=True)] if fits else []
 
     @cached_property
-    def part_of_window(self) -> float | None:
-        """Of a sequence's tokens on this rank, what a kernel call covers where a window cuts attention to own keys into
-        parts, whose results are added up. None: those of a call are final.
-        """
-        window, layout, takes_windows = self.kind.window, self.layout, self.kernel in VARLEN_KERNELS
-        if window is None or layout is None:
+    def halo(self) -> tuple[float, float] | None:
+        """KV (sent, received) by the rank with most of both, relative to its own; None: ranks exchange all KV."""
+        if self.layout is None or not self._halos:
             return None
-        for rank in range(layout.ring_degree):
-            for before, span in pairwise((TokenSpan(0, -layout.num_tokens, 0, -1), *layout.spans(rank))):
-                is_near = before.document_start == span.document_start and span.start - before.end < window - 1
-                if is_near or (span.length > window and not takes_windows):
-                    return 1 if takes_windows else min(1, window * layout.ring_degree / layout.num_tokens)
-        return None
+        (sent, received), tokens = max(self._halos, key=sum), self.layout.num_tokens // self.ring_degree
+        return sent / tokens, received / tokens
+
+    @cached_property
+    def spans(self) -> list[tuple[TokenSpan, ...]]:
+        """Of the rank with the largest halo; without one, of all ranks."""
+        if self.layout is None:
+            return []
+        busiest = [self._halos.index(max(self._halos, key=sum))] if self._halos else range(self.ring_degree)
+        return [self.layout.spans(rank) for rank in busiest]
+
+    @cached_property
+    def window_parts(self) -> tuple[float, float] | None:
+        """Where a window cuts attention to own keys into parts, whose results are added up: the longest causal and the
+        longest flipped part, relative to a sequence's tokens on this rank. None: those of a call are final.
+        """
+        window, takes_windows = self.kind.window, self.kernel in VARLEN_KERNELS
+        if window is None or self.layout is None:
+            return None
+        is_near = any(
+            before.document_start == span.document_start and span.start - before.end < window - 1
+            for spans in self.spans
+            for before, span in pairwise(spans)
+        )
+        if not is_near and (takes_windows or self.longest_span <= window):
+            return None
+        longest = min(window, self.longest_span)
+        flipped = longest if is_near else min(longest, self.longest_span - window)
+        tokens = self.layout.num_tokens / self.ring_degree
+        return (1, 1) if takes_windows else (longest / tokens, flipped / tokens)
+
+    @property
+    def longest_span(self) -> int:
+        """Consecutive tokens of a document on a rank."""
+        return max(span.length for spans in self.spans for span in spans)
 
     @property
     def residual_bytes(self) -> int:
@@ -178,7 +203,8 @@ class BlockMemory:
     @property
     def joins_calls(self) -> bool:
         """Whether the results of several calls are put together."""
-        return self.calls > 1 or (self.is_padded and self.kernel not in VARLEN_KERNELS)
+        in_pieces = self.is_padded or (self.kind.window is not None and max(map(len, self.spans), default=1) > 1)
+        return self.calls > 1 or (in_pieces and self.kernel not in VARLEN_KERNELS)
 
     # ---- shapes
 
