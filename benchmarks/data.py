@@ -148,9 +148,9 @@ class HeadTail:
     def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
         return [(piece.start, piece.length) for piece in SeqLayout("headtail", self.ranks, boundaries).spans(self.rank)]
 
-    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]]) -> int:
+    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]], window: int | None) -> int:
         return sum(
-            SeqLayout("headtail", self.ranks, boundaries).pairs_per_rank()[self.rank]
+            SeqLayout("headtail", self.ranks, boundaries).pairs_per_rank(window)[self.rank]
             for boundaries in boundaries_per_sequence
         )
 

@@ -132,7 +132,7 @@ def _micro_batches(trainer: Trainer, counter: OpCounterMode, lengths: Sequence[i
     training, plan = trainer.config.training, trainer.config.context_plan()
     micro_batch_size, tokens = training.micro_batch_size, plan.padded_length(training.seq_len)
     starts = sorted({0, *accumulate(lengths), tokens})
-    pairs = micro_batch_size * sum(length * (length + 1) // 2 for length in lengths)
+    pairs = micro_batch_size * sum(map(trainer.config.model.build().mean_pairs, lengths))
     tokens_BS = counter.new_int64(micro_batch_size, tokens // plan.cp, track=False)
     batch = LazyBatch(
         tokens=tokens_BS,
@@ -142,7 +142,7 @@ def _micro_batches(trainer: Trainer, counter: OpCounterMode, lengths: Sequence[i
         boundaries=torch.tensor([starts] * micro_batch_size, dtype=torch.int32),
         num_tokens=micro_batch_size * training.seq_len,
         num_pairs=pairs,
-        num_computed_pairs=pairs // plan.cp,
+        num_computed_pairs=pairs / plan.cp,
         sequence_sources=((0, training.seq_len),) * micro_batch_size,
     )
     LazyBatch.allocate = staticmethod(lambda x: counter.new_int64(*x.shape))

@@ -110,7 +110,8 @@ def slices(bench: Bench) -> None:
     layer, config = (found[1] - found[0]) / 2, configured(bench, "8b", 256 * K, "--model.num_layers 32")
     tokens, peak = config.training.seq_len, peak_flops(bench.device)
     seconds = found[1] + 28 * layer
-    flops = config.model.build().flops(tokens=tokens, pairs=tokens * (tokens + 1) / 2)
+    model = config.model.build()
+    flops = model.flops(tokens=tokens, pairs=model.mean_pairs(tokens))
     mfu = f", MFU {flops / seconds / peak:.1%}" if peak else ""
     result = f"{seconds:.4g} s, {tokens / seconds:.4g} tokens/s{mfu}; {layer:.4g} s a layer"
     report_result(bench, f"8b, 32 layers, {tokens}: PREDICTED from 2 and 4 layers, without memory", result)
@@ -176,7 +177,7 @@ def their_step(bench: Bench, config: Config) -> float:
     begin_memory(bench)
     times = bench.timed(step, warmups=1, rounds=2)
     seconds = median(times)
-    flops, peak = model.flops(tokens=tokens, pairs=tokens * (tokens + 1) / 2), peak_flops(bench.device)
+    flops, peak = model.flops(tokens=tokens, pairs=model.mean_pairs(tokens)), peak_flops(bench.device)
     used = torch.cuda.max_memory_allocated() if bench.cuda else None
     bench.report.row(
         model=f"1b-128, transformers {library.__version__}, gradient checkpointing, chunked loss",

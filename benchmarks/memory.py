@@ -114,7 +114,7 @@ def kept(config: Config, tokens: int) -> float:
     from trainer.memory.tensors import total_bytes
 
     rank = RankMemory(config, 1, 0)
-    blocks = total_bytes(rank.saved_blocks(rank.num_blocks))
+    blocks = total_bytes(rank.saved_blocks(0, rank.num_blocks))
     return blocks + 2 * config.model.build().dim * tokens + 4 * config.model.build().head_dim * tokens
 
 

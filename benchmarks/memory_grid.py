@@ -8,9 +8,10 @@ LIMIT, then the counts. Exit status 1 if there is one. `--case "..."` runs one t
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -21,6 +22,7 @@ from trainer.commands import integer
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
+from trainer.config.sections import LayerSection
 from trainer.memory.estimator import phase_estimates
 from trainer.memory.rank import RankMemory
 from trainer.memory.tensors import SAVED_ACTIVATIONS, MemoryEstimate
@@ -79,6 +81,18 @@ LEVELS: dict[str, tuple[object, ...]] = {
     "memory.optimizer_placement": ("device", "device", "host"),
     "memory.optimizer_dtype": ("float32", "bfloat16"),
 }
+KINDS: dict[str, tuple[object, ...]] = {
+    "model.norms": ("pre", "pre", "post", "sandwich"),
+    "model.activation": ("silu", "silu", "gelu_tanh"),
+    "model.sink": ("false", "true"),
+    "model.residual_multiplier": (None, None, 0.5),
+    "model.embedding_multiplier": (None, None, 2.0),
+    "model.attention_scale": (None, None, 0.1),
+    "model.logit_softcap": (None, None, 30.0),
+}
+PATTERNS = ((0, 1), (1, 0), (1, 1), (3, 1), (5, 1))
+"""Consecutive layers with a window and without."""
+WINDOWS = (512, 1024, 3000)
 HOST_BUDGETS = (None, 0.02, 0.1)
 """GiB of a full node, with offload and without a pipeline: the micro-batches of one share a budget unevenly."""
 MICRO_BATCHES = (1, 2, 4, 6)
@@ -93,15 +107,29 @@ class GridCase:
 
     @property
     def config(self) -> Config:
-        return load([f"--{key}={value}" for key, value in self.changes])
+        return configured(dict(self.changes))
 
     @property
     def rank(self) -> int:
-        return self.pp_rank * self.world_size // self.config.parallelism.pp
+        """That with most of the widest window's halo."""
+        config, busiest = self.config, 0
+        plan, windows, tp = config.context_plan(), config.model.build().windows, config.parallelism.tp
+        if windows and plan.ring_degree > 1:
+            halo = RankMemory(config, self.world_size, self.pp_rank).layout.halo_tokens(max(windows))
+            moved = [sum(map(sum, both)) for both in zip(halo, zip(*halo, strict=True), strict=True)]
+            busiest = moved.index(max(moved))
+        return self.pp_rank * self.world_size // config.parallelism.pp + busiest * plan.ulysses_degree * tp
 
     def __str__(self) -> str:
         varied = (f"--{key} {value}" for key, value in self.changes if BASE.get(key) != value)
         return f"{' '.join(varied)} --world-size {self.world_size} --rank {self.rank}"
+
+
+def configured(changes: Mapping[str, object]) -> Config:
+    """`model.layers`, which only a file can have, is JSON."""
+    config = load([f"--{key}={value}" for key, value in changes.items() if key != "model.layers"])
+    layers = [LayerSection.model_validate(each) for each in json.loads(str(changes.get("model.layers", "[]")))]
+    return config.model_copy(update={"model": config.model.model_copy(update={"layers": tuple(layers)})})
 
 
 def parse_case(text: str) -> GridCase:
@@ -117,7 +145,7 @@ def parse_case(text: str) -> GridCase:
 
 def draw_cases(seed: int) -> Iterator[GridCase]:
     """Endless."""
-    rng, budgets, biases = random.Random(seed), random.Random(seed), random.Random(seed + 1)
+    rng, budgets, biases, kinds = (random.Random(each) for each in (seed, seed, seed + 1, seed + 2))
     pp_ranks = {index: cycle(range(int(str(pipeline["parallelism.pp"])))) for index, pipeline in enumerate(PIPELINES)}
     for index in cycle(range(len(PIPELINES))):
         while (case := _draw(rng, PIPELINES[index])) is None:
@@ -126,7 +154,19 @@ def draw_cases(seed: int) -> Iterator[GridCase]:
         values, budget, is_full = dict(changes), budgets.choice(HOST_BUDGETS), world_size < 8 or world_size % 8 == 0
         if budget is not None and is_full and values["parallelism.pp"] == 1 and values["memory.offload"] != "none":
             changes += (("memory.host_budget_gib", budget),)
-        yield GridCase(changes, world_size, next(pp_ranks[index]))
+        yield GridCase((*changes, *_draw_kinds(kinds)), world_size, next(pp_ranks[index]))
+
+
+def _draw_kinds(rng: random.Random) -> Iterator[tuple[str, object]]:
+    """What layers differ in. `model.layers` takes its other options from those of all layers."""
+    drawn = {key: rng.choice(levels) for key, levels in KINDS.items()}
+    (with_window, without), window = rng.choice(PATTERNS), rng.choice(WINDOWS)
+    if with_window and without:
+        layers = [{"window": window, "repeat": with_window}, {"repeat": without}]
+        drawn["model.layers"] = json.dumps(layers, separators=(",", ":"))
+    elif with_window:
+        drawn["model.window"] = window
+    yield from ((key, value) for key, value in drawn.items() if value is not None)
 
 
 def _draw(rng: random.Random, pipeline: dict[str, object]) -> tuple[tuple[tuple[str, object], ...], int] | None:

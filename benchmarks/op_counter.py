@@ -251,7 +251,7 @@ def _all_to_all(args: tuple[Any, ...]) -> CollectiveCall:
     size = args[1].nbytes
     if splits:
         # The even-split size with the same number of remote bytes.
-        remote_bytes = size - size * splits[group.rank()] / sum(splits)
+        remote_bytes = size - size * splits[group.rank()] / max(1, sum(splits))
         size = remote_bytes * group.size() / (group.size() - 1)
     return "all_to_all", size, group
 

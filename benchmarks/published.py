@@ -117,7 +117,7 @@ def on_grand_teton() -> DeviceSpec:
 def of_peak(config: Config, device: DeviceSpec, percent: float) -> float:
     """Tokens/s of a device, from the share of its peak that model FLOPs have."""
     tokens = config.training.seq_len
-    flops = config.model.build().flops(tokens=1, pairs=(tokens + 1) / 2)
+    flops = config.model.build().flops(tokens=1, pairs=config.model.build().mean_pairs(tokens) / tokens)
     return percent / 100 * device.peak_flops / flops
 
 

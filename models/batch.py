@@ -32,10 +32,10 @@ class Batch:
     same for all batches of a run. A single document: [0, T]."""
     num_tokens: int
     """Tokens of these sequences, without padding."""
-    num_pairs: int
-    """(query, key) pairs that the mask allows in these sequences, without padding."""
-    num_computed_pairs: int
-    """(query, key) pairs that attention computes on this rank, padding included."""
+    num_pairs: float
+    """(query, key) pairs that the mask allows in these sequences, without padding: the mean over layers."""
+    num_computed_pairs: float
+    """(query, key) pairs that attention computes on this rank, padding included: the mean over layers."""
     sequence_sources: tuple[tuple[int, int], ...] = ()
     """For each sequence: the index of its data source, and its tokens without padding."""
 

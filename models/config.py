@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
@@ -82,6 +83,16 @@ def causal_pairs(tokens: int, window: int | None = None) -> int:
     """(query, key) pairs of a document of `tokens`, in which a query sees at most `window` keys, its own included."""
     whole = min(tokens, window or tokens)
     return whole * (whole + 1) // 2 + (tokens - whole) * whole
+
+
+Windows = Mapping[int | None, int]
+"""How many layers have each window; None: without one."""
+FULL_ATTENTION: Windows = {None: 1}
+
+
+def mean_pairs(windows: Windows, pairs: Callable[[int | None], float]) -> float:
+    """The mean over such layers of what `pairs` gives for a window."""
+    return sum(layers * pairs(window) for window, layers in windows.items()) / sum(windows.values())
 
 
 ALIKE_OPTIONS = tuple(each.name for each in fields(LayerKind) if each.name not in ("mixer", "feed_forward", "rope"))
@@ -212,6 +223,15 @@ class ModelConfig:
         """Those of its layers, each once."""
         return tuple(dict.fromkeys(kind.window for kind in self.kinds if kind.window is not None))
 
+    @cached_property
+    def layers_by_window(self) -> Windows:
+        """Of the layers with attention."""
+        return Counter(kind.window for kind in self.layer_kinds if kind.attends) or FULL_ATTENTION
+
+    def mean_pairs(self, tokens: int) -> float:
+        """(query, key) pairs of a document of `tokens`, as `flops` takes them."""
+        return mean_pairs(self.layers_by_window, lambda window: causal_pairs(tokens, window))
+
     @property
     def score_softcap(self) -> float | None:
         """The soft cap of attention scores, if a layer has one."""
@@ -308,16 +328,16 @@ class ModelConfig:
         return sum(self.sizes[letter] for each in kind.sublayers.values() for letter in each.saved)
 
     def attention_flops(self, kinds: Iterable[LayerKind], pairs: float) -> float:
-        """Of the forward pass of these layers: two products per pair of tokens."""
-        num_attending = sum(each.attends for kind in kinds for each in kind.sublayers.values())
-        return 4 * num_attending * self.sizes["Q"] * pairs
+        """Of the forward pass of these layers: two products per pair of tokens, of which there are so many on average."""
+        return 4 * sum(kind.attends for kind in kinds) * self.sizes["Q"] * pairs
 
     def flops(self, *, tokens: float, pairs: float) -> float:
         """Model FLOPs of training on these tokens, as MFU counts them: forward and backward, without recomputation.
 
         `tokens` excludes padding; `pairs` are the (query, key) pairs that the mask allows, diagonal included: the sum
-        of L (L + 1) / 2 over documents. A multiply-add is 2 FLOPs. Each matrix product runs three times (forward,
-        input gradient, weight gradient), and attention has two per pair: 6 N tokens + 12 layers (heads head_dim) pairs.
+        of L (L + 1) / 2 over documents, and with windows the mean over layers (`mean_pairs`). A multiply-add is 2 FLOPs.
+        Each matrix product runs three times (forward, input gradient, weight gradient), and attention has two per pair:
+        6 N tokens + 12 layers (heads head_dim) pairs.
         """
         return 6 * self.matrix_parameters * tokens + 3 * self.attention_flops(self.layer_kinds, pairs)
 

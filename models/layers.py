@@ -192,6 +192,10 @@ class LayerKind:
         return {"attention": MIXERS[self.mixer], "feed_forward": FEED_FORWARDS[self.feed_forward]}
 
     @property
+    def attends(self) -> bool:
+        return any(each.attends for each in self.sublayers.values())
+
+    @property
     def in_pieces(self) -> bool:
         return all(each.in_pieces for each in self.sublayers.values())
 

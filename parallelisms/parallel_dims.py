@@ -52,6 +52,8 @@ class ContextPlan:
     head_dim: int = 128
     seq_len: int = 0
     packs_documents: bool = True
+    windows: tuple[int | None, ...] = (None,)
+    """Those of the layers, each once; None: a layer without one."""
     ranks_per_node: int = 8
     tp: int = 1
     """The tp degree with sequence parallelism, else 1."""
@@ -62,7 +64,10 @@ class ContextPlan:
 
     @property
     def reason(self) -> str:
-        return f"auto: {self._choice[1]}" if self.method == "auto" else "as configured"
+        if self.method != "auto":
+            return "as configured"
+        is_mixed = None in self.windows and len(self.windows) > 1
+        return f"auto: {self._choice[1]}{'; the layers without a window decide' if is_mixed else ''}"
 
     @property
     def ulysses_degree(self) -> int:
@@ -161,8 +166,22 @@ class ContextPlan:
         """The largest Ulysses degree inside a node: it divides the node, cp and the heads."""
         return gcd(self.ranks_per_node, self.cp, self.heads)
 
+    @property
+    def _halo_tokens(self) -> int | None:
+        """Of the widest window, before each of a rank's two chunks; None if some layer has no window."""
+        windows = [window for window in self.windows if window is not None]
+        return 2 * (max(windows) - 1) if len(windows) == len(self.windows) else None
+
     @cached_property
     def _choice(self) -> tuple[CPMethod, str]:
+        halo = self._halo_tokens
+        remote_kv: float = self.cp - 1  # Relative to a rank's own.
+        if halo is not None:
+            remote_kv = min(remote_kv, halo * self.cp / max(1, self.seq_len))
+        # The ring sends float32 KV gradients, so an exchange of heads, of which 1 / cp stays, soon sends fewer bytes.
+        ulysses_sends_less = 2 * self.kv_heads * remote_kv * self.cp > (self.heads + self.kv_heads) * (self.cp - 1)
+        if halo is not None and not ulysses_sends_less:
+            return "allgather", f"every layer has a window: ranks send at most {halo:,} tokens of KV"
         documents = "packed documents" if self.packs_documents else "one document per sequence"
         max_ulysses, fits_in_node = self._max_ulysses_in_node(), self.ranks_per_node % self.cp == 0
         if not fits_in_node and max_ulysses > 1:
@@ -170,8 +189,6 @@ class ContextPlan:
                 "hybrid",
                 f"cp {self.cp} spans nodes of {self.ranks_per_node} ranks; {max_ulysses} of them divide the heads",
             )
-        # The ring sends float32 KV gradients, so above this cp degree an exchange of heads sends fewer bytes.
-        ulysses_sends_less = 2 * self.kv_heads * self.cp > self.heads + self.kv_heads
         can_split_heads = self.heads % self.cp == 0 and self.layout in ("auto", "contiguous")
         if fits_in_node and can_split_heads and (self.packs_documents or ulysses_sends_less):
             reason = documents if self.packs_documents else f"{documents}, fewer bytes than KV"
@@ -179,7 +196,9 @@ class ContextPlan:
         prefix = "" if self.heads % self.cp == 0 else f"{self.heads} heads are not divisible by {self.cp} ranks; "
         if self.packs_documents:
             return "allgather", f"{prefix}{documents} balance best with all-gather"
-        gathered_bytes = self.seq_len * self.kv_heads * self.head_dim * ALL_GATHER_BYTES_PER_ELEMENT
+        gathered_bytes = (
+            self.seq_len * (1 + remote_kv) / self.cp * self.kv_heads * self.head_dim * ALL_GATHER_BYTES_PER_ELEMENT
+        )
         gathered_gib = f"all-gather needs {gathered_bytes / 2**30:.1f} GiB per layer"
         if gathered_bytes <= ALL_GATHER_BUDGET_BYTES or self.layout == "balanced":
             return "allgather", f"{prefix}{documents}; {gathered_gib}"

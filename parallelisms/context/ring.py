@@ -26,7 +26,7 @@ from models.online_softmax import OnlineSoftmax, add_sink
 from models.score_blocks import ScoreBlocks
 from parallelisms import collectives
 from parallelisms.context.attention_plan import RankAttentionPlan
-from parallelisms.context.shard_layout import SeqLayout
+from parallelisms.context.shard_layout import SeqLayout, halo_fits
 from parallelisms.parallel_dims import ShardLayout
 
 
@@ -253,17 +253,10 @@ class RingAttentionCore:
 
 
 def sends_halo(plan: RankAttentionPlan, rotate_method: str) -> bool:
-    """Whether ranks send each other the keys that a window needs, instead of all keys. The same on all ranks.
-
-    These are never more. But a ring holds one rank's keys while it receives the next, where a halo has all of them at
-    once; and next to an all-gather, a halo of more than half as many keys does not pay for planning who needs which.
-    """
+    """Whether ranks send each other the keys that a window needs, instead of all keys. The same on all ranks."""
     if plan.window is None:
         return False
-    most = (
-        (plan.ring_degree - 1) * plan.tokens_per_rank // 2 if rotate_method == "allgather" else 2 * plan.tokens_per_rank
-    )
-    return plan.max_halo_tokens <= most
+    return halo_fits(plan.max_halo_tokens, plan.tokens_per_rank, rotate_method, ring_degree=plan.ring_degree)
 
 
 @lru_cache(maxsize=8)

@@ -78,11 +78,34 @@ class SeqLayout:
         """(query, key) pairs that each rank's queries attend to."""
         return tuple(sum(span.num_pairs(window) for span in spans) for spans in _token_spans(self))
 
+    def halo_tokens(self, window: int) -> list[list[int]]:
+        """[receiver][sender]: keys of other ranks that the receiver's queries see, up to `window` - 1 before each span."""
+        tokens = [[0] * self.ring_degree for _ in range(self.ring_degree)]
+        spans = sorted((span.start, rank, span) for rank in range(self.ring_degree) for span in self.spans(rank))
+        for index, (_, receiver, span) in enumerate(spans):
+            needed, before = min(window - 1, span.start - span.document_start), index - 1
+            # What lies beyond a span of its own, the receiver needs for that one.
+            while needed > 0 and (sender := spans[before][1]) != receiver:
+                tokens[receiver][sender] += min(needed, spans[before][2].length)
+                needed -= spans[before][2].length
+                before -= 1
+        return tokens
+
     @property
     def imbalance(self) -> float:
         """Pairs of the busiest rank over the mean."""
         pairs = self.pairs_per_rank()
         return max(pairs) * len(pairs) / sum(pairs)
+
+
+def halo_fits(received: int, tokens_per_rank: int, rotate_method: str, *, ring_degree: int) -> bool:
+    """Whether ranks send each other the keys that a window needs, instead of all keys. `received`: at most by a rank.
+
+    These are never more. But a ring holds one rank's keys while it receives the next, where a halo has all of them at
+    once; and next to an all-gather, a halo of more than half as many keys does not pay for planning who needs which.
+    """
+    most = (ring_degree - 1) * tokens_per_rank // 2 if rotate_method == "allgather" else 2 * tokens_per_rank
+    return received <= most
 
 
 @lru_cache(maxsize=64)

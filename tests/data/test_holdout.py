@@ -145,8 +145,8 @@ def test_a_shard_has_the_labels_of_the_target_tokens_only(section: Section) -> N
             del boundaries
             return [(2, 3), (50, 7)]
 
-        def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]]) -> int:
-            del boundaries_per_sequence
+        def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]], window: int | None) -> int:
+            del boundaries_per_sequence, window
             return 0
 
     rows = multi_length_set(section).datasets[-1]

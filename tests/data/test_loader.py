@@ -116,7 +116,8 @@ class SecondHalf(FullSequence):
             raise ValueError(f"{boundaries[-1]} tokens do not divide")
         return [(boundaries[-1] // 2, boundaries[-1] // 2)]
 
-    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]]) -> int:
+    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]], window: int | None) -> int:
+        assert window is None
         return 7 * len(boundaries_per_sequence)
 
 

@@ -84,6 +84,7 @@ class Config(Section):
             head_dim=model.head_dim,
             seq_len=training.micro_batch_size * training.seq_len,
             packs_documents=is_packed,
+            windows=(*model.layers_by_window,),
             ranks_per_node=max(1, section.ranks_per_node // section.tp),
             tp=section.tp if section.sequence_parallel else 1,
         )
@@ -92,7 +93,10 @@ class Config(Section):
         """Pipeline stages and schedule. The model must have no problems."""
         section, model = self.parallelism, self.model.build()
         # The output projection counts by its FLOPs; the embedding, which has none, by its equal number of weights.
-        attention_cost = self.training.seq_len / 2 * model.num_heads * model.head_dim * 2
+        seq_len = self.training.seq_len
+        attention_cost = (
+            model.attention_flops(model.layer_kinds, model.mean_pairs(seq_len) / seq_len) / 2 / model.num_layers
+        )
         block_cost = sum(model.products[kind].every for kind in model.layer_kinds) / model.num_layers + attention_cost
         vocab_cost = model.vocab_size * model.dim / block_cost
         return PipelinePlan(

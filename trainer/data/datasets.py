@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 
+from models.config import FULL_ATTENTION, Windows
 from trainer.config.data import DataSection
 from trainer.config.job_config import Config
 from trainer.data.copy_task import CopyDataset
@@ -20,21 +21,29 @@ def build_train_dataset(config: Config, folders: Mapping[str, Path], *, stage: i
 
     `folders` holds the prepared tokens of each source, as `trainer.data.prepare.prepare_datasets` gives them.
     """
-    training = config.training
+    training, model = config.training, config.model.build()
+    windows = model.layers_by_window
     if not config.data.is_synthetic:
-        return build_blended_dataset(config.data, folders, seq_len=training.seq_len, seed=training.seed, stage=stage)
+        options: dict[str, int] = {"seq_len": training.seq_len, "seed": training.seed, "stage": stage}
+        return build_blended_dataset(config.data, folders, windows=windows, **options)
     copy_dataset = CopyDataset(
-        vocab_size=config.model.build().vocab_size,
+        vocab_size=model.vocab_size,
         period=config.data.copy_period or training.seq_len // 2,
         seq_len=training.seq_len,
         num_sequences=training.steps * training.global_batch_size,
         seed=shuffle_seed(training.seed, stage, 0),
     )
-    return BlendedDataset([copy_dataset], seq_len=training.seq_len)
+    return BlendedDataset([copy_dataset], seq_len=training.seq_len, windows=windows)
 
 
 def build_blended_dataset(
-    data: DataSection, folders: Mapping[str, Path], *, seq_len: int, seed: int, stage: int = 0
+    data: DataSection,
+    folders: Mapping[str, Path],
+    *,
+    seq_len: int,
+    seed: int,
+    stage: int = 0,
+    windows: Windows = FULL_ATTENTION,
 ) -> BlendedDataset:
     """The packed sequences of `[data]`. Each source of each stage is shuffled differently. Raises DataError."""
     mix, packed_datasets = data.effective_mix, list[PackedDataset]()
@@ -57,6 +66,7 @@ def build_blended_dataset(
             Fraction(str(item.weight)) / packed.fill_ratio for item, packed in zip(mix, packed_datasets, strict=True)
         ],
         names=[item.label for item in mix],
+        windows=windows,
     )
 
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import accumulate, pairwise, repeat
 from math import gcd, lcm
 from typing import Literal, NamedTuple, Protocol
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from models.batch import IGNORE_INDEX, Batch
+from models.config import FULL_ATTENTION, Windows, causal_pairs, mean_pairs
 
 MAX_PERIOD = 100_000  # sequences after which the order of sources repeats
 
@@ -56,8 +58,8 @@ class SequenceShard(Protocol):
     def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
         """(start, length) of each part that the rank holds; `boundaries`: document starts, then the length."""
 
-    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]]) -> int:
-        """(query, key) pairs that the rank computes for sequences with these boundaries."""
+    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]], window: int | None) -> int:
+        """(query, key) pairs that the rank computes in a layer for sequences with these boundaries."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,11 @@ class FullSequence:
     def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
         return [(0, boundaries[-1])]
 
-    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]]) -> int:
-        return causal_pairs(
-            end - start for boundaries in boundaries_per_sequence for start, end in pairwise(boundaries)
+    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]], window: int | None) -> int:
+        return sum(
+            causal_pairs(end - start, window)
+            for boundaries in boundaries_per_sequence
+            for start, end in pairwise(boundaries)
         )
 
 
@@ -91,6 +95,7 @@ class BlendedDataset:
     """An unlimited series of sequences, drawn from sources in proportion to `weights`.
 
     Each source yields each of its sequences once per epoch. `mask` = "document" confines attention to a segment.
+    `windows`: those of the model's layers, over which (query, key) pairs are averaged.
     """
 
     def __init__(
@@ -101,9 +106,10 @@ class BlendedDataset:
         mask: Literal["document", "none"] = "document",
         weights: Sequence[float | Fraction] = (1,),
         names: Sequence[str] = ("corpus",),
+        windows: Windows = FULL_ATTENTION,
     ) -> None:
         self.sources, self.names = [*sources], [*names]
-        self.seq_len = seq_len
+        self.seq_len, self._windows = seq_len, windows
         self.round_robin = WeightedRoundRobin(weights)
         self._document_mask = mask == "document"
         self._single_document = not self._document_mask or all(
@@ -135,6 +141,7 @@ class BlendedDataset:
         """The rank's part of the sequences with these global indices, on the host. None: a sequence of padding."""
         padded_len = self.seq_len + -self.seq_len % shard.seq_len_divisor
         sequences = [self._read_sequence(index, shard, padded_len) for index in indices]
+        boundaries = [each.boundaries for each in sequences]
         tokens_BS, labels_BS, positions_BS, documents_BS, boundaries_BD = (
             torch.stack(parts) for parts in zip(*(each.tensors for each in sequences), strict=True)
         )
@@ -146,7 +153,7 @@ class BlendedDataset:
             boundaries=boundaries_BD,
             num_tokens=sum(each.num_tokens for each in sequences),
             num_pairs=sum(each.num_pairs for each in sequences),
-            num_computed_pairs=shard.attention_pairs([each.boundaries for each in sequences]),
+            num_computed_pairs=mean_pairs(self._windows, partial(shard.attention_pairs, boundaries)),
             sequence_sources=tuple((each.source_index, each.num_tokens) for each in sequences),
         )
 
@@ -170,11 +177,12 @@ class BlendedDataset:
             offset += segment.length
         documents_S, positions_S = self._documents_and_positions(slices, starts, len(lengths))
         tensors = (tokens_S, labels_S, positions_S, documents_S, torch.tensor(boundaries, dtype=torch.int32))
+        documents = lengths if self._document_mask else [num_tokens]
         return LocalSequence(
             tensors,
             source_index,
             num_tokens,
-            causal_pairs(lengths if self._document_mask else [num_tokens]),
+            mean_pairs(self._windows, lambda window: sum(causal_pairs(each, window) for each in documents)),
             tuple(boundaries),
         )
 
@@ -211,7 +219,7 @@ class LocalSequence(NamedTuple):
     tensors: tuple[Tensor, ...]
     source_index: int
     num_tokens: int
-    num_pairs: int
+    num_pairs: float
     boundaries: tuple[int, ...]
 
 
@@ -227,11 +235,6 @@ def slice_segments(starts: Sequence[int], spans: Sequence[tuple[int, int]]) -> l
                 slices.append(SegmentSlice(segment, start - starts[segment], stop - start))
             start, segment = stop, segment + 1
     return slices
-
-
-def causal_pairs(lengths: Iterable[int]) -> int:
-    """Causal (query, key) pairs inside documents of these lengths."""
-    return sum(length * (length + 1) // 2 for length in lengths)
 
 
 class WeightedRoundRobin:

@@ -103,9 +103,10 @@ def _candidates(config: Config) -> Iterator[Config]:
 def _relative_step_time(config: Config) -> tuple[float, int]:
     """Sort key: executed FLOPs per token with estimated overheads, then the number of non-default options."""
     memory, model = config.memory, config.model.build()
+    seq_len = config.training.seq_len
     flops = model.hardware_flops(
         tokens=1,
-        pairs=config.training.seq_len / 2,
+        pairs=model.mean_pairs(seq_len) / seq_len,
         recompute=memory.recompute,
         blocks_per_checkpoint=memory.blocks_per_checkpoint,
     )

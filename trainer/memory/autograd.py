@@ -9,6 +9,8 @@ from trainer.memory.attention_operator import operator_moments
 from trainer.memory.block import (
     ATTENTION,
     FEED_FORWARD,
+    GELU,
+    TITLES,
     UNTIL_BACKWARD,
     WHILE_RUNNING,
     BlockMemory,
@@ -18,24 +20,27 @@ from trainer.memory.block import (
 )
 from trainer.memory.tensors import MemoryTensor, Tensors
 
+FEED_FORWARD_NORM, ATTENTION_NORM = "the norm of the feed-forward's output", "the norm of attention's output"
+
 
 def autograd_moments(block: BlockMemory, grad_dtype: str) -> Moments:
     """`grad_dtype` is that of KV gradients on the wire."""
     for name, alive in _feed_forward_moments(block):
         yield name, block.attention_saved() + alive
-    yield "the norm before the feed-forward", block.attention_saved() + _norm_backward(block, "the feed-forward")
+    if block.is_normed("attention", output=True):
+        yield ATTENTION_NORM, block.attention_saved() + _norm_backward(block)
     stream = transient(ATTENTION, WHILE_RUNNING, block.stream("gradient of the residual stream"))
     for name, operator in operator_moments(block, grad_dtype):
         yield name, block.attention_operator_saved() + stream + operator
     yield "the rotation of gradients", block.projections_saved() + stream + _rotation_backward(block)
-    if block.kind.qk_norm:
+    if block.norms_heads:
         yield "norms of heads", block.attention_inputs_saved() + stream + _query_norm_backward(block)
     yield (
         "the input gradients of queries, keys and values",
         saved_tensors(
             ATTENTION,
             UNTIL_BACKWARD,
-            block.stream("residual stream before attention"),
+            block.stream("residual stream before attention", block.is_normed("attention")),
             block.normalized_input("attention"),
         )
         + stream
@@ -47,7 +52,8 @@ def autograd_moments(block: BlockMemory, grad_dtype: str) -> Moments:
             _summed_input_gradients(block),
         ),
     )
-    yield "the norm before attention", _norm_backward(block, "attention")
+    if block.is_normed("attention"):
+        yield "the norm before attention", _residual(block, "attention") + _norm_backward(block)
 
 
 def whole_block_moment(block: BlockMemory) -> Tensors:
@@ -62,6 +68,9 @@ def whole_block_moment(block: BlockMemory) -> Tensors:
 
 
 def _feed_forward_moments(block: BlockMemory) -> Moments:
+    if block.is_normed("feed_forward", output=True):
+        saved = block.feed_forward_saved() + block.output_norm_saved("feed_forward")
+        yield FEED_FORWARD_NORM, saved + _norm_backward(block)
     yield (
         "feed-forward",
         block.feed_forward_saved()
@@ -69,7 +78,9 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
             FEED_FORWARD,
             WHILE_RUNNING,
             block.stream("gradient of the output"),
+            block.stream("gradient of the last product", block.has_after("feed_forward")),
             block.gathered("gathered gradient of the output"),
+            block.numbers(GELU, 2, block.tokens, block.ffn_dim, copies=block.is_gelu),
             max(
                 block.numbers("gradients of gate and up", 2, block.tokens, block.ffn_dim),
                 block.by_rank("the same, by rank", block.tokens),
@@ -77,7 +88,8 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
             ),
         ),
     )
-    residual, stream = block.stream("residual stream before the feed-forward"), block.stream("gradient of the output")
+    residual = block.stream("residual stream before the feed-forward", block.is_normed("feed_forward"))
+    stream = block.stream("gradient of the output")
     yield (
         "the input gradient of the feed-forward",
         saved_tensors(FEED_FORWARD, UNTIL_BACKWARD, residual, block.normalized_input("the feed-forward"))
@@ -94,11 +106,13 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
         saved_tensors(FEED_FORWARD, UNTIL_BACKWARD, residual)
         + transient(FEED_FORWARD, WHILE_RUNNING, stream, _summed_input_gradients(block)),
     )
+    if block.is_normed("feed_forward"):
+        yield "the norm before the feed-forward", _residual(block, "feed_forward") + _norm_backward(block)
 
 
 def autograd_forward(block: BlockMemory) -> Tensors:
     """In the forward pass of a feed-forward, beside what it saves."""
-    product = block.numbers("product of gate and up", block.tokens, block.ffn_dim)
+    product = block.numbers("product of gate and up", block.tokens, block.ffn_dim, copies=1 + block.is_gelu)
     return transient(
         FEED_FORWARD,
         WHILE_RUNNING,
@@ -112,13 +126,16 @@ def _summed_input_gradients(block: BlockMemory) -> MemoryTensor:
     return block.numbers("gradients of the normalized input, by matrix, and a sum", 3, block.tokens, block.model.dim)
 
 
-def _norm_backward(block: BlockMemory, before: str) -> Tensors:
-    return saved_tensors(ATTENTION, UNTIL_BACKWARD, block.stream(f"residual stream before {before}")) + transient(
+def _residual(block: BlockMemory, module: str) -> Tensors:
+    return saved_tensors(ATTENTION, UNTIL_BACKWARD, block.stream(f"residual stream before {TITLES[module]}"))
+
+
+def _norm_backward(block: BlockMemory) -> Tensors:
+    return transient(
         "models/norm.py: rms_norm_backward",
         WHILE_RUNNING,
         block.stream("gradient of the residual stream"),
-        block.stream("gradients of the norm's output, also by its weight", 2),
-        block.sums("products of the norm's backward pass", 3, block.local_tokens, block.model.dim),
+        *block.norm_backward("gradient of the norm's output", block.local_tokens),
     )
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import pairwise
 from math import lcm, prod
 
 from models.config import ModelConfig
-from models.layers import LayerKind
+from models.layers import NORMS, LayerKind
+from parallelisms.context.shard_layout import SeqLayout, TokenSpan, halo_fits
 from parallelisms.parallel_dims import ContextPlan
 from trainer.memory.tensors import (
     DTYPE_BYTES,
@@ -25,6 +27,9 @@ from trainer.memory.tensors import (
 )
 
 ATTENTION, FEED_FORWARD = "models/attention.py: Attention.forward", "models/sublayer.py: SublayerModule.forward"
+GELU = "GELU of the gate, and its gradient"
+TITLES = {"attention": "attention", "feed_forward": "the feed-forward"}
+"""Sublayers, by their modules."""
 VARLEN_KERNELS = ("flash", "fa3", "fa4")
 UNTIL_BACKWARD, WHILE_RUNNING = "until the block's backward pass", "while it runs"
 saved_tensors = partial(tensors, SAVED_ACTIVATIONS)
@@ -57,6 +62,8 @@ class BlockMemory:
     deterministic: bool = False
     is_padded: bool = False
     """Whether sequences are padded for cp and tp ranks; the padding is attended to by a call of its own."""
+    layout: SeqLayout | None = None
+    """Of a sequence over the ring."""
 
     @property
     def compute_bytes(self) -> int:
@@ -79,6 +86,87 @@ class BlockMemory:
     def gathers_kv(self) -> bool:
         """Whether KV is all-gathered over the ring, rather than sent from rank to rank."""
         return self.context_plan is not None and self.context_plan.rotate_method == "allgather"
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.compute_dtype != self.stats_dtype
+
+    @property
+    def is_gelu(self) -> bool:
+        """Whether autograd differentiates the gate, which saves and computes more at once than SwiGLU."""
+        return self.kind.activation == "gelu_tanh"
+
+    def is_normed(self, module: str, *, output: bool = False) -> bool:
+        """Whether the input of a sublayer is normed, or its output."""
+        return any(name.endswith("_post_norm.weight") == output for name in NORMS[self.kind.norms][module])
+
+    def has_after(self, module: str) -> bool:
+        """Whether something follows the last product of a sublayer, so that its gradient is a tensor by itself."""
+        return self.is_normed(module, output=True) or self.model.residual_multiplier != 1
+
+    @property
+    def num_norms(self) -> int:
+        """Of the residual stream."""
+        return sum(map(len, NORMS[self.kind.norms].values()))
+
+    @property
+    def norms_heads(self) -> bool:
+        """Whether queries and keys are normed."""
+        return self.kind.qk_norm or self.kind.full_qk_norm
+
+    @cached_property
+    def _halos(self) -> list[tuple[int, int]]:
+        """Tokens (sent, received) by each ring rank; empty where they exchange all KV."""
+        layout, window = self.layout, self.kind.window
+        if window is None or layout is None or self.ring_degree == 1 or self.context_plan is None:
+            return []
+        by_receiver, tokens = layout.halo_tokens(window), layout.num_tokens // layout.ring_degree
+        sent, received = map(sum, zip(*by_receiver, strict=True)), [*map(sum, by_receiver)]
+        most, tokens_per_rank = self.sequences * max(received), self.sequences * tokens
+        method = str(self.context_plan.rotate_method)
+        fits = halo_fits(most, tokens_per_rank, method, ring_degree=layout.ring_degree)
+        return [*zip(sent, received, strict=True)] if fits else []
+
+    @cached_property
+    def halo(self) -> tuple[float, float] | None:
+        """KV (sent, received) by the rank with most of both, relative to its own; None: ranks exchange all KV."""
+        if self.layout is None or not self._halos:
+            return None
+        (sent, received), tokens = max(self._halos, key=sum), self.layout.num_tokens // self.ring_degree
+        return sent / tokens, received / tokens
+
+    @cached_property
+    def spans(self) -> list[tuple[TokenSpan, ...]]:
+        """Of the rank with the largest halo; without one, of all ranks."""
+        if self.layout is None:
+            return []
+        busiest = [self._halos.index(max(self._halos, key=sum))] if self._halos else range(self.ring_degree)
+        return [self.layout.spans(rank) for rank in busiest]
+
+    @cached_property
+    def window_parts(self) -> tuple[float, float] | None:
+        """Where a window cuts attention to own keys into parts, whose results are added up: the longest causal and the
+        longest flipped part, relative to a sequence's tokens on this rank. None: those of a call are final.
+        """
+        window, takes_windows = self.kind.window, self.kernel in VARLEN_KERNELS
+        if window is None or self.layout is None:
+            return None
+        is_near = any(
+            before.document_start == span.document_start and span.start - before.end < window - 1
+            for spans in self.spans
+            for before, span in pairwise(spans)
+        )
+        if not is_near and (takes_windows or self.longest_span <= window):
+            return None
+        longest = min(window, self.longest_span)
+        flipped = longest if is_near else min(longest, self.longest_span - window)
+        tokens = self.layout.num_tokens / self.ring_degree
+        return (1, 1) if takes_windows else (longest / tokens, flipped / tokens)
+
+    @property
+    def longest_span(self) -> int:
+        """Consecutive tokens of a document on a rank."""
+        return max(span.length for spans in self.spans for span in spans)
 
     @property
     def residual_bytes(self) -> int:
@@ -117,7 +205,8 @@ class BlockMemory:
     @property
     def joins_calls(self) -> bool:
         """Whether the results of several calls are put together."""
-        return self.calls > 1 or (self.is_padded and self.kernel not in VARLEN_KERNELS)
+        in_pieces = self.is_padded or (self.kind.window is not None and max(map(len, self.spans), default=1) > 1)
+        return self.calls > 1 or (in_pieces and self.kernel not in VARLEN_KERNELS)
 
     # ---- shapes
 
@@ -162,7 +251,8 @@ class BlockMemory:
     def normalized_tile(self) -> MemoryTensor:
         """Of attention's input; of gathered tokens a tile is a copy, all of them are not."""
         if not self.is_gathered:
-            return self.numbers("a tile of the normalized input", self.tile_tokens, self.model.dim)
+            copies = self.is_normed("attention")
+            return self.numbers("a tile of the normalized input", self.tile_tokens, self.model.dim, copies=copies)
         copies = self.num_tiles() > 1
         return self.numbers("a tile of the gathered input", self.tile_tokens, self.model.dim, copies=copies)
 
@@ -206,7 +296,30 @@ class BlockMemory:
         return self.block_input() + (self.attention_output() if policy == "keep_attention" else ())
 
     def all_saved(self, copies: float = 1) -> Tensors:
-        return self.attention_saved(copies) + self.feed_forward_saved(copies)
+        return (
+            self.attention_saved(copies)
+            + self.feed_forward_saved(copies)
+            + self.output_norm_saved("feed_forward", copies)
+        )
+
+    def output_norm_saved(self, module: str, copies: float = 1) -> Tensors:
+        """What the norm of a sublayer's output saves."""
+        copies *= self.is_normed(module, output=True)
+        return saved_tensors(
+            "models/norm.py: RMSNormFunction.forward",
+            UNTIL_BACKWARD,
+            self.stream(f"outputs of {TITLES[module]}, before their norm", copies),
+            self.sums(f"inverse RMS of outputs of {TITLES[module]}", self.local_tokens, copies=copies),
+        )
+
+    def norm_backward(self, gradient: str, tokens: int) -> tuple[MemoryTensor, ...]:
+        """Beside its input; a weight that 1 is added to is wide, and so is what it multiplies."""
+        is_wide = self.model.zero_centered_norms and self.is_mixed
+        return (
+            self.numbers(f"{gradient}, also by the norm's weight", tokens, self.model.dim, copies=2 - is_wide),
+            self.sums(f"{gradient}, by the norm's weight", tokens, self.model.dim, copies=is_wide),
+            self.sums("products of the norm's backward pass", 3, tokens, self.model.dim),
+        )
 
     def width(self, letters: str) -> int:
         """Of activations of these widths together, on this rank."""
@@ -219,7 +332,8 @@ class BlockMemory:
             activations = self.numbers("activations of the mixer", self.tokens, self.width(mixer.saved), copies=copies)
             return saved_tensors(ATTENTION, UNTIL_BACKWARD, *self._norm_saved("attention", copies), activations)
         exchanged = self.queries("attention outputs, back at their tokens", copies=copies * (self.ulysses_degree > 1))
-        return self.attention_operator_saved(copies) + saved_tensors(ATTENTION, UNTIL_BACKWARD, exchanged)
+        after = saved_tensors(ATTENTION, UNTIL_BACKWARD, exchanged) + self.output_norm_saved("attention", copies)
+        return self.attention_operator_saved(copies) + after
 
     def attention_operator_saved(self, copies: float = 1) -> Tensors:
         """What the backward passes of attention and of the projections before it need."""
@@ -232,15 +346,15 @@ class BlockMemory:
 
     def projections_saved(self, copies: float = 1) -> Tensors:
         """What the backward pass of the projections and of the norms of heads needs."""
-        heads = self.heads + self.kv_heads
+        heads, copies_of_heads = self.heads + self.kv_heads, copies * self.norms_heads
         return saved_tensors(
             ATTENTION,
             UNTIL_BACKWARD,
             *self._norm_saved("attention", copies),
-            self.numbers(
-                "heads before their norms", self.tokens, heads, self.model.head_dim, copies=copies * self.kind.qk_norm
+            self.numbers("heads before their norms", self.tokens, heads, self.model.head_dim, copies=copies_of_heads),
+            self.sums(
+                "inverse RMS of heads", self.tokens, 2 if self.kind.full_qk_norm else heads, copies=copies_of_heads
             ),
-            self.sums("inverse RMS of heads", self.tokens, heads, copies=copies * self.kind.qk_norm),
         )
 
     def feed_forward_saved(self, copies: float = 1) -> Tensors:
@@ -248,18 +362,19 @@ class BlockMemory:
         return saved_tensors(
             FEED_FORWARD,
             UNTIL_BACKWARD,
-            *self._norm_saved("the feed-forward", copies),
+            *self._norm_saved("feed_forward", copies),
             self.numbers("activations of the feed-forward", self.tokens, self.width(activations), copies=copies),
             self.numbers(
                 "their product, which the compiler saves", self.tokens, self.ffn_dim, copies=copies * self.compiled
             ),
         )
 
-    def _norm_saved(self, before: str, copies: float) -> tuple[MemoryTensor, ...]:
+    def _norm_saved(self, module: str, copies: float) -> tuple[MemoryTensor, ...]:
+        title, of_norm = TITLES[module], copies * self.is_normed(module)
         return (
-            self.stream(f"residual streams before {before}", copies),
-            self.sums(f"inverse RMS before {before}", self.local_tokens, copies=copies),
-            self.normalized_input(before, copies),
+            self.stream(f"residual streams before {title}", of_norm),
+            self.sums(f"inverse RMS before {title}", self.local_tokens, copies=of_norm),
+            self.normalized_input(title, copies),
         )
 
     def normalized_input(self, of: str, copies: float = 1) -> MemoryTensor:

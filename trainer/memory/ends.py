@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from trainer.memory.rank import RankMemory, numel
-from trainer.memory.tensors import TRANSIENT_ACTIVATIONS, MemoryTensor, Tensors, tensors
+from trainer.memory.tensors import TRANSIENT_ACTIVATIONS, MemoryTensor, Tensors, tensors, total_bytes
 
 LOSS_HEAD = "loss head"
 SOURCE = "models/loss_head.py: LinearCrossEntropy"
@@ -28,14 +28,20 @@ def saved_head(rank: RankMemory) -> Tensors:
 def head_forward(rank: RankMemory) -> Tensors:
     """Beside what it saves."""
     rows, dim = rank.head_shapes[0]
-    chunk = min(rank.loss_chunk_tokens, rank.head_tokens)
+    logits = MemoryTensor("a chunk of logits", (min(rank.loss_chunk_tokens, rank.head_tokens), rows), rank.master_dtype)
+    gradients = (
+        logits._replace(name="a chunk of their gradients", dtype=rank.compute_dtype, copies=rank.is_mixed),
+        MemoryTensor("a chunk's gradient of the weight", (rows, dim), rank.compute_dtype),
+    )
+    saturation = logits._replace(name="saturation of the soft cap")
+    is_capped = rank.model.logit_softcap is not None
     return head(
         f"{SOURCE}.forward",
         "while the head runs",
         MemoryTensor("normalized input", (rank.head_tokens, dim), rank.compute_dtype),
-        MemoryTensor("a chunk of logits", (chunk, rows), rank.master_dtype),
-        MemoryTensor("a chunk of their gradients", (chunk, rows), rank.compute_dtype, copies=rank.is_mixed),
-        MemoryTensor("a chunk's gradient of the weight", (rows, dim), rank.compute_dtype),
+        logits,
+        logits._replace(name="slope of the soft cap", copies=is_capped),
+        *max(gradients, (saturation,) * is_capped, key=total_bytes),
     )
 
 
@@ -71,7 +77,9 @@ def embedding_forward(rank: RankMemory) -> Tensors:
     by_rank = output._replace(name="the same, by rank", copies=rank.config.training.micro_batch_size > 1)
     masked = output._replace(name="the same, of this shard's tokens")
     scattered = (output, by_rank, stream) if rank.block.is_gathered else (output, masked)
-    return transient("models/linear.py: Embedding.forward", "while it runs", *(scattered if rank.tp > 1 else (output,)))
+    multiplied = stream._replace(name="the same, multiplied", copies=rank.model.embedding_multiplier != 1)
+    at_once = max(scattered if rank.tp > 1 else (output,), (stream, multiplied), key=total_bytes)
+    return transient("models/linear.py: Embedding.forward", "while it runs", *at_once)
 
 
 def embedding_backward(rank: RankMemory) -> Tensors:

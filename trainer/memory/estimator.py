@@ -31,7 +31,7 @@ def estimate_memory(config: Config, world_size: int, *, on_cpu: bool = False) ->
 
 def fullest_estimates(config: Config, world_size: int, *, on_cpu: bool = False) -> list[MemoryEstimate]:
     """The peak of each pipeline rank that can have the highest."""
-    return _estimates(config, world_size, fullest_ranks(config.pipeline_plan(world_size)), on_cpu=on_cpu)
+    return _estimates(config, world_size, _fullest_ranks(config, world_size), on_cpu=on_cpu)
 
 
 def estimate_memory_per_pp_rank(config: Config, world_size: int, *, on_cpu: bool = False) -> list[MemoryEstimate]:
@@ -41,8 +41,14 @@ def estimate_memory_per_pp_rank(config: Config, world_size: int, *, on_cpu: bool
 
 def exceeds(config: Config, world_size: int, limit: float) -> bool:
     """Whether some rank needs more than `limit` bytes of its device: known at the first moment that does."""
-    ranks = (RankMemory(config, world_size, rank) for rank in fullest_ranks(config.pipeline_plan(world_size)))
+    ranks = (RankMemory(config, world_size, rank) for rank in _fullest_ranks(config, world_size))
     return any(moment.device_bytes > limit for rank in ranks for moment in phase_estimates(rank))
+
+
+def _fullest_ranks(config: Config, world_size: int) -> Iterable[int]:
+    """Stages of as many layers are alike if layers are."""
+    is_mixed = len({*config.model.build().unrotated_layers}) > 1
+    return range(config.parallelism.pp) if is_mixed else fullest_ranks(config.pipeline_plan(world_size))
 
 
 def _estimates(config: Config, world_size: int, pp_ranks: Iterable[int], *, on_cpu: bool) -> list[MemoryEstimate]:

@@ -6,12 +6,14 @@ Symbols are those of docs/parallelism.md.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import chain
 from sys import maxsize
 
 from models.layers import LayerKind
+from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES
 from trainer.config.job_config import Config
 from trainer.hardware.host import GIB
@@ -47,7 +49,10 @@ class RankMemory:
         self.is_sharded = not is_single_rank or self.compute_bytes != self.master_bytes or self.optimizer_on_host
         self.recomputes = config.memory.recompute != "none"
         context_plan = config.context_plan()
-        self.tokens = training.micro_batch_size * context_plan.padded_length(training.seq_len) // degrees["cp"]
+        seq_len, padded_len = training.seq_len, context_plan.padded_length(training.seq_len)
+        self.layout = SeqLayout(context_plan.resolved_layout, context_plan.ring_degree, (0, seq_len, padded_len))
+        """Of a sequence that is one document; padding is another."""
+        self.tokens = training.micro_batch_size * padded_len // degrees["cp"]
         self.block = BlockMemory(
             self.model,
             max(
@@ -66,15 +71,20 @@ class RankMemory:
             training.micro_batch_size,
             "cpu" if on_cpu else KERNELS[training.dtype] if training.attention == "auto" else training.attention,
             training.deterministic,
-            context_plan.padded_length(training.seq_len) != training.seq_len,
+            padded_len != seq_len,
+            self.layout,
         )
         self.ranks_per_node = min(world_size, parallelism.ranks_per_node)
         stages = self.pipeline.stages_of(pp_rank)
         self.blocks_by_stage = {stage: self.pipeline.blocks_per_stage[stage] for stage in stages}
         self.num_blocks = sum(self.blocks_by_stage.values())
-        layers = chain.from_iterable(self.pipeline.stage_module(stage).layers for stage in stages)
-        self.kinds = Counter(self.model.unrotated_layers[layer] for layer in layers)
-        """Layers of this rank. The block that runs is counted as of the kind that needs most."""
+        self.layers_by_stage = {stage: self.pipeline.stage_module(stage).layers for stage in stages}
+        self.kinds_by_stage = {
+            stage: tuple(self.model.unrotated_layers[layer] for layer in layers)
+            for stage, layers in self.layers_by_stage.items()
+        }
+        self.kinds = Counter(chain.from_iterable(self.kinds_by_stage.values()))
+        """Layers of this rank."""
         self.blocks = {kind: replace(self.block, kind=kind) for kind in self.kinds}
         self.has_first_stage, self.has_last_stage = 0 in stages, self.pipeline.num_stages - 1 in stages
 
@@ -94,10 +104,9 @@ class RankMemory:
         """Of the weights of one block."""
         return tuple(self.weights_of(kind).values())
 
-    @cached_property
-    def after_attention(self) -> Shapes:
+    def after_attention(self, kind: LayerKind) -> Shapes:
         """Of the matrices of such a block that follow attention, in the order of the forward pass."""
-        declared, weights = self.block.kind.parameters.items(), self.weights_of(self.block.kind)
+        declared, weights = kind.parameters.items(), self.weights_of(kind)
         after = (name for name, each in declared if each.initial == "residual" or name.startswith("feed_forward."))
         return tuple(weights[name] for name in after)
 
@@ -219,31 +228,36 @@ class RankMemory:
         share = max(0, min(1, limit / max(1, self.in_flight_micro_batches * of_micro_batch)))
         return len(indices) * share, len(indices) * (1 - share)
 
-    def saved_blocks(self, num_blocks: int, *, is_running: bool = False) -> Tensors:
+    def saved_blocks(self, stage: int, num_blocks: int, *, is_running: bool = False) -> Tensors:
         """What the first blocks of a stage save of a micro-batch; of the group of blocks that is recomputed while the
         next one `is_running`, no inputs: those are counted there.
         """
-        block, memory = self.block, self.config.memory
+        block, memory, kinds = self.block, self.config.memory, self._kinds_of(stage, num_blocks)
         if not self.recomputes:
-            saved = (
-                self.blocks[kind].all_saved(num_blocks * count / self.num_blocks) for kind, count in self.kinds.items()
-            )
-            return tuple(chain.from_iterable(saved)) if num_blocks else ()
+            saved = (self.blocks[kind].all_saved(count) for kind, count in kinds.items())
+            return tuple(chain.from_iterable(saved))
         every = memory.blocks_per_checkpoint
         inputs = num_blocks // every if is_running else -(-num_blocks // every)
         on_host, on_device = self.split_inputs(range(inputs))
         outputs, _ = self.split_outputs(range(num_blocks))
-        whole = sum(count for kind, count in self.kinds.items() if not kind.in_pieces) / max(1, self.num_blocks)
+        whole = sum(count for kind, count in kinds.items() if not kind.in_pieces) / max(1, num_blocks)
         return (
             *block.block_input(copies=on_device + whole * (num_blocks - inputs)),
             *block.block_input(copies=on_host, on_host=True),
             *block.attention_output(copies=outputs * (1 - whole), on_host=memory.offload == "inputs_and_attention"),
         )
 
+    def _kinds_of(self, stage: int, num_blocks: int) -> Mapping[LayerKind, int]:
+        """Of the first blocks of a stage."""
+        if len(self.kinds) == 1:  # Sooner than to count them.
+            return dict.fromkeys(self.kinds, num_blocks)
+        return Counter(self.kinds_by_stage[stage][:num_blocks])
+
     @property
     def offloaded_bytes(self) -> float:
         """Activations of one micro-batch that are copied to the host."""
-        return sum(total_bytes(self.saved_blocks(blocks), on_host=True) for blocks in self.blocks_by_stage.values())
+        saved = (self.saved_blocks(stage, blocks) for stage, blocks in self.blocks_by_stage.items())
+        return sum(total_bytes(each, on_host=True) for each in saved)
 
 
 @lru_cache(maxsize=4096)

@@ -24,6 +24,7 @@ def recompute_moments(block: BlockMemory, grad_dtype: str, prefetched: Tensors) 
         WHILE_RUNNING,
         block.stream("block input and its gradient", 2),
         block.gathered("gathered input and gradient", 2),
+        block.stream("gradient of the last product", block.has_after("attention") and not block.is_gathered),
         block.queries("attention output"),
         block.sums("log-sum-exp", block.heads, block.tokens),
         block.own_kv("gradients of finished head groups", max(0, groups - 2) / groups),
@@ -35,6 +36,8 @@ def recompute_moments(block: BlockMemory, grad_dtype: str, prefetched: Tensors) 
         block.queries("output and its gradient, heads exchanged", 1 / groups, copies=2 * (block.ulysses_degree > 1)),
     )
     next_group = part(*(() if is_single else _prefetched_group(block, 1 / groups)))
+    if block.is_normed("attention", output=True):
+        yield "the norm of attention's output", _output_norm(block) + prefetched * is_single
     yield "the gather of gradients", inputs + part(block.by_rank("gathered gradient, by rank", block.tokens))
     for name, rotated in _rotation_moments(block):
         yield name, inputs + group * (not is_single) + rotated + prefetched * is_single
@@ -42,6 +45,22 @@ def recompute_moments(block: BlockMemory, grad_dtype: str, prefetched: Tensors) 
         yield name, inputs + group + operator + next_group + prefetched * is_single
     for name, alive in _projection_moments(block):
         yield name, alive + prefetched
+
+
+def _output_norm(block: BlockMemory) -> Tensors:
+    """In the backward pass of attention."""
+    local = block.tile_tokens // block.sequence_shards
+    return transient(
+        f"{RECOMPUTE}.attention_backward",
+        WHILE_RUNNING,
+        block.stream("block input and its gradient", 2),
+        block.gathered("gathered input"),
+        block.queries("attention output"),
+        block.sums("log-sum-exp", block.heads, block.tokens),
+        block.stream("gradient of the last product", block.num_tiles() > 1),
+        block.numbers("a tile of the last product", local, block.model.dim),
+        *block.norm_backward("a tile of the gradient", local),
+    )
 
 
 def _rotation_moments(block: BlockMemory) -> Moments:
@@ -53,6 +72,7 @@ def _rotation_moments(block: BlockMemory) -> Moments:
         block.normalized_tile(),
         block.queries("a tile of the queries", share),
         block.own_kv("a tile of keys and values", share),
+        block.queries("a tile of the scaled queries", share * (block.model.query_multiplier != 1)),
         block.queries("a tile of the rotated queries", share),
         *(() if block.num_tiles() == 1 else (block.queries("queries", 1 / groups), block.own_kv("KV", 1 / groups))),
     )
@@ -78,11 +98,14 @@ def feed_forward_pass(block: BlockMemory) -> Tensors:
     part = partial(transient, f"{RECOMPUTE}.feed_forward", WHILE_RUNNING)
     output = block.numbers("a tile of the output", tile, dim)
     gate_and_up = part(
-        block.numbers("a tile of the normalized input", tile, dim),
+        block.numbers("a tile of the normalized input", tile, dim, copies=block.is_normed("feed_forward")),
         block.numbers("gate and up", 2, tile, block.ffn_dim),
     )
-    product = part(block.numbers("gate, up, and their product", 3, tile, block.ffn_dim))
-    reducing = part(output, block.by_rank("the same, by rank", tile))
+    product = part(block.numbers("gate, up, and their product", 3 + block.is_gelu, tile, block.ffn_dim))
+    after = block.numbers("the same, also normed", block.tile_tokens // block.sequence_shards, dim)
+    reducing = part(
+        output, block.by_rank("the same, by rank", tile), after._replace(copies=block.has_after("feed_forward"))
+    )
     return part(
         block.stream("hidden state"),
         block.stream("output", block.num_tiles() > 1 or block.is_gathered),
@@ -97,6 +120,7 @@ def _prefetched_group(block: BlockMemory, share: float) -> tuple[MemoryTensor, .
             block.kv("KV of the next head group", share, copies=2),
         )
     buffers = 1 + (block.ring_degree if block.gathers_kv else 1) if block.ring_degree > 1 else 0
+    buffers = buffers if block.halo is None else sum(block.halo)
     return (
         block.queries("queries of the next head group", share),
         block.kv("KV of the next head group", share, copies=1 + buffers),
@@ -105,7 +129,7 @@ def _prefetched_group(block: BlockMemory, share: float) -> tuple[MemoryTensor, .
 
 def _feed_forward_moments(block: BlockMemory) -> Moments:
     tile, dim, ffn_dim, tiled = block.tile_tokens, block.model.dim, block.ffn_dim, block.num_tiles() > 1
-    local = tile // block.sequence_shards
+    local, is_normed = tile // block.sequence_shards, block.is_normed("feed_forward")
     held = transient(
         f"{RECOMPUTE}.feed_forward_backward",
         WHILE_RUNNING,
@@ -118,11 +142,18 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
     )
     part = partial(transient, "models/feed_forward.py: SwiGLU.backward", WHILE_RUNNING)
     gathered = (
-        block.numbers("a tile of the normalized input", local, dim, copies=not block.is_gathered),
+        block.numbers("a tile of the normalized input", local, dim, copies=not block.is_gathered and is_normed),
         block.numbers("a gathered tile of input and gradient", 2, tile, dim, copies=block.is_gathered),
     )
     weight = block.numbers("gradient of a matrix", dim, ffn_dim)
-    gate = block.numbers("gate, up, and both gradients", 4, tile, ffn_dim)
+    last = block.numbers("a tile of the last product's gradient", local, dim, copies=block.has_after("feed_forward"))
+    if block.is_normed("feed_forward", output=True):
+        inner = block.numbers("gate, up, activated gate, and product", 4, tile, ffn_dim)
+        product = block.numbers("a tile of the last product", local, dim)
+        norm = block.norm_backward("a tile of the gradient", local)
+        yield "the norm of the feed-forward's output", held + part(gathered[0], inner, product, *norm)
+    gate = block.numbers("gate, up, and both gradients", 4 + 2 * block.is_gelu, tile, ffn_dim)
+    gathered = *gathered, last
     yield "feed-forward", held + part(*gathered, gate, weight)
     yield (
         "the input gradient of the feed-forward",
@@ -145,9 +176,8 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
         "the norm before the feed-forward",
         held
         + part(
-            block.numbers("a tile of the gradient, also by the norm's weight", 2, local, dim),
+            *block.norm_backward("a tile of the gradient", local)[: 3 * is_normed],
             weights,
-            block.sums("products of the norm's backward pass", 3, local, dim),
             block.numbers("the gradient of the tile before", local, dim, copies=tiled),
         ),
     )
@@ -183,8 +213,7 @@ def _projection_moments(block: BlockMemory) -> Moments:
         held
         + part(
             weights,
-            block.numbers("a tile of the input gradient, also by the norm's weight", 2, local, dim),
-            block.sums("products of the norm's backward pass", 3, local, dim),
+            *block.norm_backward("a tile of the input gradient", local)[: 3 * block.is_normed("attention")],
         ),
     )
 
@@ -204,7 +233,7 @@ def _head_gradient_moments(block: BlockMemory, share: float) -> Moments:
         block.own_kv("gradient of keys, rotated back", share / groups / 2),
     )
     yield "the rotation of gradients", group + part(block.widened(queries))
-    if block.kind.qk_norm:
+    if block.norms_heads:
         yield (
             "norms of heads",
             group

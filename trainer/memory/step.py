@@ -11,7 +11,14 @@ from functools import cached_property
 
 from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
 from trainer.memory import ends
-from trainer.memory.autograd import autograd_forward, autograd_moments, whole_block_moment
+from trainer.memory.autograd import (
+    ATTENTION_NORM,
+    FEED_FORWARD_NORM,
+    autograd_forward,
+    autograd_moments,
+    whole_block_moment,
+)
+from trainer.memory.block import BlockMemory
 from trainer.memory.passes import Pass, fullest_passes
 from trainer.memory.rank import RankMemory
 from trainer.memory.recompute import feed_forward_pass, recompute_moments, recomputed_input
@@ -107,12 +114,17 @@ class StepMemory:
 
     def _saved_by(self, stage: int) -> Tensors:
         blocks = self.rank.blocks_by_stage[stage]
-        alive = self.rank.saved_blocks(blocks) + (self._rotation() if blocks else ())
+        alive = self.rank.saved_blocks(stage, blocks) + self._rotation(stage)
         return alive + ends.saved_head(self.rank) if stage == self.last_stage else alive
 
-    def _rotation(self) -> Tensors:
+    def _rotation(self, stage: int) -> Tensors:
+        """A table for each way to rotate; layers without rotation expand one number of a table."""
+        ropes = {self.rank.model.layer_kinds[layer].rope for layer in self.rank.layers_by_stage[stage]}
         angles = MemoryTensor(
-            "cosines and sines of rotary angles", (self.rank.tokens, self.rank.model.head_dim), self.rank.master_dtype
+            "cosines and sines of rotary angles",
+            (self.rank.tokens, self.rank.model.head_dim),
+            self.rank.master_dtype,
+            copies=len({"global" if each == "none" else each for each in ropes}),
         )
         return tensors(SAVED_ACTIVATIONS, "models/rope.py: cos_sin_table", "until the stage's backward pass", angles)
 
@@ -163,7 +175,7 @@ class StepMemory:
             )
             return
         rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
-        own = self.rank.saved_blocks(blocks) + (self._rotation() if blocks else ())
+        own = self.rank.saved_blocks(found.stage, blocks) + self._rotation(found.stage)
         if found.stage > 0 and blocks:  # Otherwise it is the first block's, or counted with the head.
             own += self._hosted_input(0)
         gathered = self.weights.gathered_in(found, 0 if rank.reshards_after_forward else blocks)
@@ -190,18 +202,19 @@ class StepMemory:
 
     def _first_forward_moment(self, found: Pass) -> MemoryEstimate:
         """The last block's, which holds the buffer its weights were gathered in."""
-        rank, blocks, alive = self.rank, self.rank.blocks_by_stage[found.stage], autograd_forward(self.block)
+        rank, blocks, last = self.rank, self.rank.blocks_by_stage[found.stage], self._block(found.stage, -1)
+        alive = autograd_forward(last)
         if rank.recomputes:
             memory = rank.config.memory
             group, position = divmod(blocks - 1, memory.blocks_per_checkpoint)
             is_saved = memory.recompute == "keep_attention" and memory.offload != "inputs_and_attention"
             unsaved = self.block.block_input() if position else self._hosted_input(group)
-            alive = feed_forward_pass(self.block) + unsaved + self.block.attention_output(copies=not is_saved)
+            alive = feed_forward_pass(last) + unsaved + self.block.attention_output(copies=not is_saved)
         return self._moment(
             "in the first forward pass",
             self._held(found),
-            rank.saved_blocks(blocks),
-            self._rotation(),
+            rank.saved_blocks(found.stage, blocks),
+            self._rotation(found.stage),
             self.weights.gathered_in(found, blocks),
             self.weights.gathered("weights of a block, being gathered", rank.block_shapes),
             self.weights.gradients(found, done_blocks=0, with_head=False),
@@ -209,10 +222,9 @@ class StepMemory:
         )
 
     def _backward_moments(self, found: Pass) -> Iterator[MemoryEstimate]:
-        blocks = self.rank.blocks_by_stage[found.stage]
         if found.stage == self.last_stage:
             yield from self._head_backward_moments(found)
-        for index in self._sampled_blocks(blocks):
+        for index in self._sampled_blocks(found.stage):
             yield from self._block_moments(found, index)
         if found.stage == 0:
             yield from self._embedding_moments(found)
@@ -238,10 +250,22 @@ class StepMemory:
             yield self._moment("before the reduce-scatter of the embedding", held, gradients, before)
             yield self._moment("after the reduce-scatter of the embedding", held, copied, after)
 
-    def _sampled_blocks(self, blocks: int) -> list[int]:
-        """Blocks of a stage at whose backward pass it may hold most: the outermost ones of the outermost groups."""
-        every = self.rank.config.memory.blocks_per_checkpoint
+    def _block(self, stage: int, index: int) -> BlockMemory:
+        return self.rank.blocks[self.rank.kinds_by_stage[stage][index]]
+
+    def _sampled_blocks(self, stage: int) -> list[int]:
+        """Blocks of a stage at whose backward pass it may hold most: the outermost ones of the outermost groups, and of
+        each kind.
+        """
+        every, blocks, kinds = (
+            self.rank.config.memory.blocks_per_checkpoint,
+            self.rank.blocks_by_stage[stage],
+            self.rank.kinds_by_stage[stage],
+        )
         sampled = {0, blocks // every * every - 1, blocks - 1}
+        for kind in self.rank.kinds if len(self.rank.kinds) > 1 else ():
+            of_kind = [index for index, each in enumerate(kinds) if each is kind]
+            sampled |= {*of_kind[:1], *of_kind[-1:]}
         if not self.is_pipeline:  # Weights are gathered block by block.
             ends = (2, every, blocks // every * every, blocks)
             sampled |= {end - offset for end in ends for offset in (1, 2)}
@@ -255,8 +279,8 @@ class StepMemory:
             gathered += self.weights.gathered("weights of the head", units)
         alive = (
             self._held(found)
-            + self.rank.saved_blocks(blocks)
-            + (self._rotation() if blocks else ())
+            + self.rank.saved_blocks(found.stage, blocks)
+            + self._rotation(found.stage)
             + gathered
             + self.weights.gradients(found, done_blocks=0, with_head=False)
         )
@@ -281,13 +305,18 @@ class StepMemory:
         previous = (
             shapes if later else (() if rank.model.tie_embeddings or found.stage != self.last_stage else rank.head_unit)
         )
-        base = self._held(found) + self.rank.saved_blocks(index, is_running=True) + self._rotation()
+        base = (
+            self._held(found)
+            + self.rank.saved_blocks(found.stage, index, is_running=True)
+            + self._rotation(found.stage)
+        )
         gathered = self.weights.gathered_in(found, index + 1)
         gradients = self.weights.gradients(found, done_blocks=later, with_head=True, previous=previous)
-        name, alive = self._fullest_part(index, adds=self.weights.adds_at_once and not found.is_first)
+        this = self._block(found.stage, index)
+        name, alive = self._fullest_part(this, index, adds=self.weights.adds_at_once and not found.is_first)
         yield self._moment(f"in {name} of {block}, backward", base, gathered, gradients, alive)
         if index % rank.config.memory.blocks_per_checkpoint:
-            recomputed = recomputed_input(self.block) + self._recomputed_for(index)
+            recomputed = recomputed_input(self._block(found.stage, index - 1)) + self._recomputed_for(index)
             again = self.weights.gathered("weights of the block that is recomputed", shapes, self.weights.gathers_again)
             yield self._moment(
                 f"in the recomputation of the input of {block}", base, gathered, again, gradients, recomputed
@@ -303,35 +332,36 @@ class StepMemory:
         yield self._moment(f"before the reduce-scatter of {block}", held, gradients, before)
         yield self._moment(f"after the reduce-scatter of {block}", held, copied, after)
 
-    def _fullest_part(self, index: int, *, adds: bool) -> tuple[str, Tensors]:
+    def _fullest_part(self, block: BlockMemory, index: int, *, adds: bool) -> tuple[str, Tensors]:
         """The part of a block's backward pass that needs most, with the gradients of weights that exist by then.
 
         `adds`: gradients are added to those of earlier micro-batches as soon as half a block has them.
         """
         beside = self._prefetched(index), self._recomputed_for(index)
-        key = adds, index == 0, self._is_last_of_group(index), beside
+        key = adds, block.kind, index == 0, self._is_last_of_group(index), beside
         if key not in self._fullest_parts:
-            parts = self._parts(index, adds=adds)
+            parts = self._parts(block, index, adds=adds)
             self._fullest_parts[key] = max(parts, key=lambda part: total_bytes(part[1]))
         return self._fullest_parts[key]
 
-    def _parts(self, index: int, *, adds: bool) -> Iterator[tuple[str, Tensors]]:
-        output, *feed_forward = self.rank.after_attention
+    def _parts(self, block: BlockMemory, index: int, *, adds: bool) -> Iterator[tuple[str, Tensors]]:
+        output, *feed_forward = self.rank.after_attention(block.kind)
         grad_dtype = self.rank.kv_grad_dtype
-        if not self.block.kind.in_pieces:
+        if not block.kind.in_pieces:
             again, computed = self._recomputed_for(index), (output, *feed_forward)
-            yield "the whole", whole_block_moment(self.block) + again + self.weights.computed(computed)
+            yield "the whole", whole_block_moment(block) + again + self.weights.computed(computed)
             return
         if not self.rank.recomputes:
-            for name, alive in autograd_moments(self.block, grad_dtype):
-                computed = (*feed_forward[-1:],) if name == "feed-forward" else () if adds else (output, *feed_forward)
+            by_moment = {FEED_FORWARD_NORM: (), "feed-forward": (*feed_forward[-1:],), ATTENTION_NORM: (*feed_forward,)}
+            for name, alive in autograd_moments(block, grad_dtype):
+                computed = by_moment.get(name, () if adds else (output, *feed_forward))
                 yield name, alive + self.weights.next_block(index) + self.weights.computed(computed)
             return
         position = index % self.rank.config.memory.blocks_per_checkpoint
         recomputed = self._recomputed_for(index)
         # The inputs of a group of blocks are recomputed together, which uses up what is gathered ahead.
         recomputes_inputs = position > 0 and self._is_last_of_group(index)
-        for name, alive in recompute_moments(self.block, grad_dtype, self._prefetched(index)):
+        for name, alive in recompute_moments(block, grad_dtype, self._prefetched(index)):
             is_feed_forward = "feed-forward" in name
             computed = () if is_feed_forward else (output,) if adds else (output, *feed_forward)
             ahead = () if recomputes_inputs else self.weights.next_block(index)

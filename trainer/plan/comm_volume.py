@@ -10,12 +10,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
+from models.layers import LayerKind
 from parallelisms.parallel_dims import ContextPlan
 from trainer.memory.rank import RankMemory, Shapes
 
 Phase = Literal["forward", "backward", "recompute", "step"]
 """`recompute` is recomputation inside the backward pass; `step` is once per step, outside of forward and backward."""
 MESSAGE_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
+HALO = "the halo"
+"""The KV that layers with a window exchange."""
 MIN_COUNTED_BYTES = 4096
 """Messages below this size are sums of a few scalars, whose volume does not grow with the model."""
 
@@ -219,10 +222,14 @@ def _loss_calls(rank: RankMemory) -> TPCalls:
 
 
 def _cp_volumes(rank: RankMemory) -> Iterator[CommVolume]:
-    plan, groups = rank.block.context_plan, rank.config.memory.head_groups
-    if plan is None:
-        return
-    calls = rank.num_micro_batches * rank.num_blocks * groups
+    if (plan := rank.block.context_plan) is not None:
+        for kind, count in rank.kinds.items():
+            yield from _cp_volumes_of(rank, plan, kind, count)
+
+
+def _cp_volumes_of(rank: RankMemory, plan: ContextPlan, kind: LayerKind, num_layers: int) -> Iterator[CommVolume]:
+    groups, halo = rank.config.memory.head_groups, rank.blocks[kind].halo
+    calls = rank.num_micro_batches * num_layers * groups
     queries, kv = (rank.compute_bytes * elements / groups for elements in (rank.block.q_numel, rank.block.kv_numel))
     channel = "exchange" if plan.resolved_method == "hybrid" else "cp"
     recomputed = rank.attention_recompute_fraction
@@ -234,24 +241,45 @@ def _cp_volumes(rank: RankMemory) -> Iterator[CommVolume]:
         for what, size in (("queries and outputs", queries), ("KV", kv / 2)):
             ranks = plan.ulysses_degree
             yield from _volume(channel, "all_to_all", phase, what, size=size, ranks=ranks, calls=exchanges)
+    kv_grads = rank.kv_grad_bytes * rank.block.kv_numel / groups
     for phase, num_runs in (runs | {"recompute": recomputed}).items():
-        yield from _ring_volumes(plan, phase, "KV", kv, calls * num_runs)
-    yield from _ring_volumes(
-        plan, "backward", "gradients of KV", rank.kv_grad_bytes * rank.block.kv_numel / groups, calls
-    )
+        yield from _ring_volumes(plan, phase, "KV", kv, calls * num_runs, halo=halo and halo[0])
+    # What was received goes back.
+    yield from _ring_volumes(plan, "backward", "gradients of KV", kv_grads, calls, halo=halo and halo[1])
 
 
-def _ring_volumes(plan: ContextPlan, phase: Phase, what: str, size: float, num_runs: float) -> Iterator[CommVolume]:
+def attention_bytes(rank: RankMemory) -> dict[int | None, float]:
+    """Sent by attention, by window."""
+    by_window = dict.fromkeys((kind.window for kind in rank.kinds), 0.0)
+    if (plan := rank.block.context_plan) is not None:
+        for kind, count in rank.kinds.items():
+            by_window[kind.window] += sum(each.bytes for each in _cp_volumes_of(rank, plan, kind, count))
+    return by_window
+
+
+def _ring_volumes(
+    plan: ContextPlan, phase: Phase, what: str, size: float, num_runs: float, *, halo: float | None
+) -> Iterator[CommVolume]:
     """Distribution to all other ranks of the ring, or reduction on the way back, `num_runs` times.
 
-    An all-to-all hop has one destination, so it sends as many bytes as send-recv.
+    An all-to-all hop has one destination, so it sends as many bytes as send-recv. `halo`: what is sent instead, relative
+    to `size`.
     """
-    if plan.rotate_method is None or plan.ring_degree == 1 or not num_runs or size < MIN_COUNTED_BYTES:
+    if plan.rotate_method is None or plan.ring_degree == 1 or not num_runs:
+        return
+    channel = "rotate" if plan.resolved_method == "hybrid" else "cp"
+    if halo is not None:
+        ranks = plan.ring_degree
+        size *= halo * ranks / (ranks - 1)  # As if some of it stayed here, as in an all-to-all of equal parts.
+        what = what.replace("KV", HALO)
+        yield from _volume(channel, "all_to_all", phase, what, size=size, ranks=ranks, calls=num_runs)
+        return
+    if size < MIN_COUNTED_BYTES:
         return
     collective = "reduce_scatter" if what.startswith("gradients") else "all_gather"
     hops = plan.ring_degree - 1
     yield CommVolume(
-        channel="rotate" if plan.resolved_method == "hybrid" else "cp",
+        channel=channel,
         kind={"ring": "send", "alltoall": "all_to_all"}.get(plan.rotate_method, collective),
         phase=phase,
         what=what,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import cached_property
 
+from models.layers import LayerKind
 from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import fsdp_units
 
@@ -33,8 +34,10 @@ LOGITS = ((2, 10),)
 class BlockTraffic:
     """Bytes that the memory-bound operations of one block move for a micro-batch on one rank."""
 
-    def __init__(self, rank: RankMemory, *, compiled: bool) -> None:
-        self.rank, self.block, self.compiled = rank, rank.block, compiled
+    def __init__(self, rank: RankMemory, kind: LayerKind | None = None, *, compiled: bool) -> None:
+        """`kind`: the block's; None for what is in no block."""
+        self.rank, self.block, self.compiled = rank, rank.block if kind is None else rank.blocks[kind], compiled
+        self.num_norms = self.block.num_norms
         self.hidden = rank.block.residual_bytes // rank.compute_bytes
         self.queries, self.kv = rank.block.q_numel, rank.block.kv_numel
         self.qk = self.queries + rank.block.kv_heads * rank.model.head_dim * rank.tokens
@@ -54,12 +57,13 @@ class BlockTraffic:
     def attention_input(self) -> float:
         """Norm, query and key norms, and rotary embedding."""
         total = self.moved(self.hidden, NORM) + self.rotation
-        return total + self.moved(self.qk, NORM) * self.block.kind.qk_norm
+        return total + self.moved(self.qk, NORM) * self.block.norms_heads
 
     @cached_property
     def feed_forward(self) -> float:
-        """Two residual additions, a norm and the SwiGLU gate."""
-        return 2 * self.moved(self.hidden, ADD) + self.moved(self.hidden, NORM) + self.moved(self.ffn, SWIGLU)
+        """Two residual additions, all norms of the residual stream but one, and the SwiGLU gate."""
+        norms = (self.num_norms - 1) * self.moved(self.hidden, NORM)
+        return 2 * self.moved(self.hidden, ADD) + norms + self.moved(self.ffn, SWIGLU)
 
     @cached_property
     def exchange(self) -> float:
@@ -73,11 +77,15 @@ class BlockTraffic:
     @property
     def merged_queries(self) -> float:
         """Queries of all merges of partial attention outputs: half of a ring's blocks cover half the queries."""
+        if self.block.halo is not None:  # About as many as there are keys.
+            return self.queries * min(1, self.block.halo[1])
         return self.queries * (1 if self.block.gathers_kv else 0.75 * (self.block.ring_degree - 1))
 
     @property
     def kv_copies(self) -> float:
-        """The rank's own KV, and the reordered KV of other ranks if gathered."""
+        """The rank's own KV, and the reordered KV of other ranks if gathered; of a halo, what is sent."""
+        if self.block.halo is not None:
+            return self.moved(self.kv, COPY) * self.block.halo[0]
         return self.moved(self.kv, COPY) * (self.block.ring_degree if self.block.gathers_kv else 1)
 
     @cached_property
@@ -95,13 +103,14 @@ class BlockTraffic:
         total = self.exchange + self.kv_copies + self.moved(self.queries + self.kv, UPCAST)
         total += self.moved(self.merged_queries, MERGE_BACKWARD)
         # Remote KV gradients: zero-fill, accumulation, and the cast to the communication dtype.
-        return total + (self.block.ring_degree - 1) * self.moved(self.kv, ACCUMULATE)
+        remote = self.block.ring_degree - 1 if self.block.halo is None else self.block.halo[1]
+        return total + remote * self.moved(self.kv, ACCUMULATE)
 
     @cached_property
     def backward(self) -> float:
-        total = 2 * (self.moved(self.hidden, NORM_BACKWARD) + self.moved(self.hidden, ADD))
+        total = self.num_norms * self.moved(self.hidden, NORM_BACKWARD) + 2 * self.moved(self.hidden, ADD)
         total += self.rotation + self.moved(self.ffn, SWIGLU_BACKWARD)
-        total += self.moved(self.qk, NORM_BACKWARD) * self.block.kind.qk_norm
+        total += self.moved(self.qk, NORM_BACKWARD) * self.block.norms_heads
         if not self.rank.recomputes:
             # Autograd sums the input gradients of queries, keys and values, and of gate and up.
             total += 3 * self.moved(self.rank.model.dim * self.rank.tokens, ADD)
@@ -110,24 +119,25 @@ class BlockTraffic:
     @cached_property
     def recompute(self) -> float:
         """Without the feed-forward output."""
-        total = self.attention_input + self.moved(self.hidden, NORM) + self.moved(self.hidden, ADD) + self.exchange
+        norms = (self.num_norms - 1) * self.moved(self.hidden, NORM)
+        total = self.attention_input + norms + self.moved(self.hidden, ADD) + self.exchange
         total += self.rank.attention_recompute_fraction * (self.attention_input + self.cp_attention)
         return total * self.rank.recomputes
 
 
 def memory_traffic(rank: RankMemory) -> dict[str, float]:
     """Bytes over all micro-batches by "forward", "backward", "recompute" and "head"."""
-    block, micro_batches, num_blocks = (
-        BlockTraffic(rank, compiled=rank.config.training.compile),
-        rank.num_micro_batches,
-        rank.num_blocks,
-    )
-    copies = _fsdp_copies(rank)
-    forward = num_blocks * (block.attention_input + block.cp_attention + block.feed_forward)
-    recompute = num_blocks * block.recompute + rank.num_recomputed_blocks * block.feed_forward * rank.recomputes
+    copies, micro_batches = _fsdp_copies(rank), rank.num_micro_batches
+    forward = backward = recompute = 0.0
+    for kind, count in rank.kinds.items():
+        block = BlockTraffic(rank, kind, compiled=rank.config.training.compile)
+        forward += count * (block.attention_input + block.cp_attention + block.feed_forward)
+        backward += count * block.backward
+        again = count / rank.num_blocks * rank.num_recomputed_blocks * rank.recomputes
+        recompute += count * block.recompute + again * block.feed_forward
     return {
         "forward": micro_batches * (forward + _embedding(rank)) + copies["forward"],
-        "backward": micro_batches * (num_blocks * block.backward + _embedding_backward(rank)) + copies["backward"],
+        "backward": micro_batches * (backward + _embedding_backward(rank)) + copies["backward"],
         "recompute": micro_batches * recompute + copies["recompute"],
         "head": micro_batches * _loss_head(rank) * rank.has_last_stage,
     }

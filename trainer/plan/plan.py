@@ -27,7 +27,6 @@ from trainer.memory.report import Change
 from trainer.memory.tensors import DTYPE_BYTES
 from trainer.plan.critical_path import StepTime, predict_step_time
 from trainer.plan.document import format_gib
-from trainer.plan.rank_workload import causal_pairs
 from trainer.plan.suggestions import competition_key, memory_saving_changes, speedup_changes
 
 DEVICE_RESERVE_FRACTION = 1 - auto.DEVICE_FRACTION
@@ -181,9 +180,9 @@ class TrainingPlan:
     @property
     def model_flops(self) -> float:
         """Per step, without recomputation; one document per sequence."""
-        training = self.config.training
-        pairs = training.global_batch_size * causal_pairs(training.seq_len)
-        return self.config.model.build().flops(tokens=self.tokens_per_step, pairs=pairs)
+        training, model = self.config.training, self.config.model.build()
+        pairs = training.global_batch_size * model.mean_pairs(training.seq_len)
+        return model.flops(tokens=self.tokens_per_step, pairs=pairs)
 
     @property
     def mfu(self) -> float:

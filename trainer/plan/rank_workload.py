@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from models.config import causal_pairs
 from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import fsdp_units
 from trainer.plan.memory_traffic import memory_traffic, optimizer_traffic
@@ -20,8 +21,8 @@ class RankWorkload:
 
     matmul_flops: Mapping[str, float]
     """By "forward", "backward", "recompute" and "head" (forward and backward of the loss head)."""
-    attention_flops: Mapping[str, float]
-    """Executed by attention kernels, by "forward", "backward" and "recompute"."""
+    attention_by_window: Mapping[int | None, Mapping[str, float]]
+    """FLOPs executed by attention kernels, by window and by "forward", "backward" and "recompute"."""
     memory_traffic: Mapping[str, float]
     """Bytes read and written by memory-bound operations, by "forward", "backward", "recompute" and "head"."""
     offloaded_bytes: float
@@ -33,6 +34,12 @@ class RankWorkload:
     returned_bytes: float
     """Gradients copied to the host, with the optimizer on the host."""
 
+    @property
+    def attention_flops(self) -> dict[str, float]:
+        """Of all windows."""
+        by_window = self.attention_by_window.values()
+        return {phase: sum(flops[phase] for flops in by_window) for phase in ("forward", "backward", "recompute")}
+
 
 def rank_workload(rank: RankMemory) -> RankWorkload:
     """Of the busiest rank with that pp rank."""
@@ -41,18 +48,13 @@ def rank_workload(rank: RankMemory) -> RankWorkload:
     scattered = sum(unit.reduce_scatters * shard for shard, unit in units)
     return RankWorkload(
         matmul_flops=_matmul_flops(rank),
-        attention_flops=_attention_flops(rank),
+        attention_by_window=_attention_flops(rank),
         memory_traffic=memory_traffic(rank),
         offloaded_bytes=rank.num_micro_batches * rank.offloaded_bytes,
         optimizer_bytes=optimizer_traffic(rank),
         fetched_bytes=rank.master_bytes * gathered * rank.optimizer_on_host,
         returned_bytes=rank.master_bytes * scattered * rank.optimizer_on_host,
     )
-
-
-def causal_pairs(length: int) -> float:
-    """(query, key) pairs of one document."""
-    return length * (length + 1) / 2
 
 
 def _matmul_flops(rank: RankMemory) -> dict[str, float]:
@@ -73,12 +75,15 @@ def _matmul_flops(rank: RankMemory) -> dict[str, float]:
     }
 
 
-def attention_pairs(rank: RankMemory) -> float:
-    """(query, key) pairs per head and micro-batch on the busiest cp rank.
+def attention_pairs(rank: RankMemory, window: int | None = None) -> float:
+    """(query, key) pairs per head and micro-batch of a layer on the busiest cp rank.
 
-    Padding is a separate document. Every shard layout but `contiguous` splits one document into equal work.
+    Padding is a separate document. Every shard layout but `contiguous` splits one document into equal work, if there is
+    no window.
     """
     training, plan = rank.config.training, rank.config.context_plan()
+    if window is not None:
+        return training.micro_batch_size * max(rank.layout.pairs_per_rank(window)) / plan.ulysses_degree
     length = training.seq_len
     padded_length = plan.padded_length(length)
     pairs = causal_pairs(length) + causal_pairs(padded_length - length)
@@ -88,7 +93,11 @@ def attention_pairs(rank: RankMemory) -> float:
     return training.micro_batch_size * pairs / plan.cp
 
 
-def _attention_flops(rank: RankMemory) -> dict[str, float]:
-    flops = rank.model.attention_flops(rank.kinds.elements(), attention_pairs(rank))
-    forward = flops / rank.tp * rank.num_micro_batches
-    return {"forward": forward, "backward": 2.5 * forward, "recompute": rank.attention_recompute_fraction * forward}
+def _attention_flops(rank: RankMemory) -> dict[int | None, dict[str, float]]:
+    by_window = dict[int | None, dict[str, float]]()
+    for window in dict.fromkeys(kind.window for kind in rank.kinds):
+        alike = (kind for kind in rank.kinds.elements() if kind.window == window)
+        forward = rank.model.attention_flops(alike, attention_pairs(rank, window)) / rank.tp * rank.num_micro_batches
+        again = rank.attention_recompute_fraction * forward
+        by_window[window] = {"forward": forward, "backward": 2.5 * forward, "recompute": again}
+    return by_window

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from trainer.config.job_config import Config
@@ -10,11 +11,14 @@ from trainer.config.summary import warnings
 from trainer.hardware.device_specs import DEFAULT_DEVICE, DEFAULT_DEVICE_NOTE, DeviceSpec, load_device, select_device
 from trainer.hardware.host import GIB
 from trainer.memory.estimator import MemoryEstimate
+from trainer.memory.rank import RankMemory
 from trainer.memory.report import with_overrides
 from trainer.memory.tensors import LINES
+from trainer.plan.comm_volume import attention_bytes
 from trainer.plan.console import show
 from trainer.plan.document import BarChart, LineChart, PlanReport, StackedBar, Table, format_gib
 from trainer.plan.plan import RunPlan, Suggestion, TrainingPlan, plan_run, plan_stage
+from trainer.plan.rank_workload import rank_workload
 from trainer.plan.search import SearchResult, describe_layout, layout_toml, why_slower
 from trainer.plan.step_time import CHANNEL_LABELS
 
@@ -80,7 +84,8 @@ def search_report(result: SearchResult, question: str, device: DeviceSpec, *, no
 
 def _plan_sections(plan: TrainingPlan) -> list[BarChart | Table | LineChart]:
     charts = [_device_memory_chart(plan), _host_memory_chart(plan), _step_time_chart(plan)]
-    return [*charts, _communication_table(plan)] if plan.world_size > 1 else [*charts]
+    tables = [_communication_table(plan)] * (plan.world_size > 1)
+    return [*charts, *tables, *([_window_table(plan)] if plan.config.model.build().windows else [])]
 
 
 def _notes(plan: TrainingPlan) -> list[str]:
@@ -198,6 +203,22 @@ def _communication_table(plan: TrainingPlan) -> Table:
     times = (busiest.exposed, busiest.overlapped)
     rows = [[CHANNEL_LABELS.get(name, name), *(f"{each.get(name, 0):.3g}" for each in times)] for name in channels]
     return Table(title="communication and copies per step", columns=("payload", "s exposed", "s overlapped"), rows=rows)
+
+
+def _window_table(plan: TrainingPlan) -> Table:
+    """Of the busiest rank, by window."""
+    rank = RankMemory(plan.config, plan.world_size, plan.step_time.busiest.pp_rank)
+    layers, sent = Counter(kind.window for kind in rank.kinds.elements()), attention_bytes(rank)
+    rows = [
+        (
+            "none" if window is None else f"{window:,}",
+            f"{layers[window]}",
+            f"{sum(flops.values()) / 1e12:,.4g}",
+            f"{sent[window] / GIB:,.3g}",
+        )
+        for window, flops in rank_workload(rank).attention_by_window.items()
+    ]
+    return Table(title="attention per step, by window", columns=("window", "layers", "TFLOP", "GiB sent"), rows=rows)
 
 
 def _pp_rank_label(pp_rank: int, plan: TrainingPlan) -> str:

@@ -14,7 +14,7 @@ from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.memory.rank import RankMemory
 from trainer.plan import interconnect
-from trainer.plan.comm_volume import CommVolume, comm_volumes
+from trainer.plan.comm_volume import HALO, CommVolume, comm_volumes
 from trainer.plan.interconnect import GroupTopology
 from trainer.plan.rank_workload import rank_workload
 
@@ -143,18 +143,19 @@ class RankTimeModel:
         slowdown = 1 + MATMUL_HALF_RATE_DIM / smallest_dim
         return self._dtype_factor * self.device.matmul_share * self.device.matmul_flops / slowdown
 
-    @cached_property
-    def attention_rates(self) -> dict[str, float]:
-        """FLOP/s by phase."""
+    def attention_rates(self, window: int | None) -> dict[str, float]:
+        """FLOP/s by phase; a window has as few keys as a short document."""
         forward, backward = self.device.attention_rates(self.config.training.attention, self.rank.model.head_dim)
         # In a ring, each kernel covers one rank's KV, on average half of it.
         tokens = self.rank.tokens * self.block.ulysses_degree / self.config.training.micro_batch_size
         tokens /= 2 if self._uses_ring_hops else 1
+        tokens = min(tokens, window or tokens)
         efficiency = self._dtype_factor * tokens / (tokens + ATTENTION_HALF_RATE_TOKENS)
         return {"forward": forward * efficiency, "recompute": forward * efficiency, "backward": backward * efficiency}
 
     def attention_seconds(self, phase: str) -> float:
-        return self.workload.attention_flops.get(phase, 0) / self.attention_rates[phase]
+        by_window = self.workload.attention_by_window
+        return sum(flops[phase] / self.attention_rates(window)[phase] for window, flops in by_window.items())
 
     def matmul_seconds(self, phase: str) -> float:
         return self.workload.matmul_flops.get(phase, 0) / (self.head_rate if phase == "head" else self.matmul_rate)
@@ -220,8 +221,8 @@ class RankTimeModel:
             return fraction * (groups - 1) / groups
         if not message.what.startswith("gradients"):
             return 1
-        # The last gradient hop, and a reduce-scatter, follow all compute.
-        return (ring - 2) / (ring - 1) if self._uses_ring_hops else 0
+        # The last gradient hop, a reduce-scatter and a halo follow all compute.
+        return (ring - 2) / (ring - 1) if self._uses_ring_hops and not message.what.endswith(HALO) else 0
 
     def _attention_overlap_seconds(self, phase: str) -> float:
         """Seconds of attention that can overlap with receiving remote KV."""
