@@ -96,7 +96,8 @@ def model_config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
         fields["embedding_multiplier"] = fields["dim"] ** 0.5
     if fields.get("attention_scale") == fields["head_dim"] ** -0.5:
         fields["attention_scale"] = None
-    model = with_layers(ModelConfig(**fields | family.options, **ropes, model_type=str(model_type)), kinds)
+    options: dict[str, Any] = {**fields, **family.options, **ropes}
+    model = with_layers(ModelConfig(**options, model_type=str(model_type)), kinds)
     if model_problems := [*model.problems(), *_shape_problems(model, family)]:
         raise HuggingFaceError([f"config.json: {problem}" for problem in model_problems])
     return model

@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -101,7 +102,7 @@ def test_layers_with_a_window_send_a_halo_and_the_others_all_kv(method: str) -> 
     config = configured(
         "5:1", **{"parallelism.cp": 4, "parallelism.cp_method": method, "parallelism.cp_layout": "contiguous"}
     )
-    sent = {
+    sent: dict[tuple[str, str], Any] = {
         (each.what, each.phase): (each.bytes, each.calls, each.kind)
         for each in comm_volumes(RankMemory(config, 4, 0))
         if each.channel == "cp"

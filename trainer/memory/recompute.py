@@ -119,8 +119,8 @@ def _prefetched_group(block: BlockMemory, share: float) -> tuple[MemoryTensor, .
             block.queries("queries of the next head group", share, copies=2),
             block.kv("KV of the next head group", share, copies=2),
         )
-    buffers = 1 + (block.ring_degree if block.gathers_kv else 1) if block.ring_degree > 1 else 0
-    buffers = buffers if block.halo is None else sum(block.halo)
+    buffers: float = 1 + (block.ring_degree if block.gathers_kv else 1) if block.ring_degree > 1 else 0
+    buffers = buffers if block.halo is None else block.halo[0] + block.halo[1]
     return (
         block.queries("queries of the next head group", share),
         block.kv("KV of the next head group", share, copies=1 + buffers),
@@ -153,13 +153,13 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
         norm = block.norm_backward("a tile of the gradient", local)
         yield "the norm of the feed-forward's output", held + part(gathered[0], inner, product, *norm)
     gate = block.numbers("gate, up, and both gradients", 4 + 2 * block.is_gelu, tile, ffn_dim)
-    gathered = *gathered, last
-    yield "feed-forward", held + part(*gathered, gate, weight)
+    yield "feed-forward", held + part(*gathered, last, gate, weight)
     yield (
         "the input gradient of the feed-forward",
         held
         + part(
             *gathered,
+            last,
             block.numbers("gradients of gate and up", 2, tile, ffn_dim),
             weight._replace(copies=3),
             block.numbers("a tile of the input gradient", tile, dim),
