@@ -21,8 +21,8 @@ from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES
 from trainer.commands import integer
 from trainer.config import checks
 from trainer.config.job_config import Config
+from trainer.config.model import LayerSection
 from trainer.config.parse import load
-from trainer.config.sections import LayerSection
 from trainer.memory.estimator import phase_estimates
 from trainer.memory.rank import RankMemory
 from trainer.memory.tensors import SAVED_ACTIVATIONS, MemoryEstimate

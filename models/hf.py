@@ -6,6 +6,7 @@ tensor is read.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from models.config import ModelConfig
-from models.hf_families import FAMILIES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +23,13 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 LM_HEAD = "lm_head.weight"
 LAYERS = "model.layers."
+FUSED_TENSORS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "phi3": {
+        "self_attn.qkv_proj.weight": tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
+        "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    }
+}
+"""By `model_type`: tensors of a layer that hold several of the others, one after the other."""
 TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."}
 """Of the language model's tensors in a model of several modalities (of transformers 4; 5), and what replaces them."""
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
@@ -56,8 +63,7 @@ class TensorSpec(NamedTuple):
 def tensor_specs(model: ModelConfig) -> dict[str, TensorSpec]:
     """The Hugging Face tensor of every parameter, by our name, in model order; without a tied head."""
     specs = {name: TensorSpec(each.hf_name, each.shape_of(model.sizes)) for name, each in model.parameters.items()}
-    fused = FAMILIES[model.model_type].fused if model.model_type in FAMILIES else {}
-    return dict(_fuse(specs, fused)) if fused else specs
+    return dict(_fuse(specs, FUSED_TENSORS.get(model.model_type, {})))
 
 
 def _fuse(specs: dict[str, TensorSpec], fused: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, TensorSpec]]:
@@ -164,6 +170,11 @@ class SafetensorsReader:
             raise HuggingFaceError([f"{path}: {name} cannot be read: {error}"]) from error
         shapes = f"has shape {stored.get_shape()}, expected {list(spec.stored_shape)}"
         raise HuggingFaceError([f"{path}: {name} {shapes}"])
+
+    def specs(self, model: ModelConfig) -> dict[str, TensorSpec]:
+        """As `tensor_specs`, fused or not as the files are."""
+        found = (kind for kind, fused in FUSED_TENSORS.items() if self.has_tensor(f"{LAYERS}0.{next(iter(fused))}"))
+        return tensor_specs(dataclasses.replace(model, model_type=next(found, "")))
 
     def has_tensor(self, name: str) -> bool:
         return name in self._stored_names

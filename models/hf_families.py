@@ -131,8 +131,6 @@ class Family:
     rope_kinds: tuple[str, ...] = (*ROPE_FIELDS,)
     states_longrope_by_length: bool = False
     """Whether transformers 4 takes longrope's factor from the longest length, and no other key."""
-    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Tensors of a layer that hold several of the others, one after the other."""
 
     @property
     def known_keys(self) -> set[str]:
@@ -243,10 +241,6 @@ FAMILIES: dict[str, Family] = {
         bias_keys=(),
         rope_kinds=("default", "longrope"),
         states_longrope_by_length=True,
-        fused={
-            "self_attn.qkv_proj.weight": tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
-            "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        },
     ),
     "gemma2": Family(
         architecture="Gemma2ForCausalLM",

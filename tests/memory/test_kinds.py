@@ -12,7 +12,7 @@ from models.config import ModelConfig
 from models.layers import LayerKind
 from tests.models.other_kinds import other_kinds
 from tests.ranks import run_ranks
-from trainer.config import sections
+from trainer.config import model as model_section
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.memory.estimator import estimate_memory
@@ -32,12 +32,12 @@ def configured(recompute: str) -> Config:
 
 
 def with_pattern(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    build = sections._build_model_config.__wrapped__
+    build = model_section._build_model_config.__wrapped__
 
-    def patterned(section: sections.ModelSection) -> ModelConfig:
+    def patterned(section: model_section.ModelSection) -> ModelConfig:
         return replace(build(section), layers=PATTERNS[name])
 
-    monkeypatch.setattr(sections, "_build_model_config", patterned)
+    monkeypatch.setattr(model_section, "_build_model_config", patterned)
 
 
 def counted(name: str) -> list[tuple[Counted, float, int, int]]:

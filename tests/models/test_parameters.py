@@ -30,7 +30,7 @@ from parallelisms.parallel_dims import AXES
 from tests.models.small_models import gradients, largest_difference, packed, small_model
 from tests.ranks import run_ranks
 from trainer.checkpoint.load import require_matching_tensors
-from trainer.config import sections
+from trainer.config import model as model_section
 from trainer.config.job_config import Config
 from trainer.config.sections import OptimizerSection
 from trainer.errors import RankFailedError, ResumeError
@@ -234,7 +234,7 @@ def test_tensor_parallelism_cuts_what_is_declared(monkeypatch: pytest.MonkeyPatc
 
 def test_planner_and_memory_estimate_count_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two tp ranks with optimizer and gradients in float32, two blocks and full recomputation."""
-    monkeypatch.setattr(sections, "_build_model_config", sections._build_model_config.__wrapped__)
+    monkeypatch.setattr(model_section, "_build_model_config", model_section._build_model_config.__wrapped__)
     section = {"family": "llama3", "size": "debug", "num_layers": 2}
     training = {"seq_len": 64, "global_batch_size": 1, "dtype": "float32"}
     config = Config.model_validate(

@@ -18,7 +18,7 @@ from parallelisms.activation_checkpoint import RecomputePolicy
 from parallelisms.block_recompute import Tiling, compiler
 from tests.models.small_models import NORMED, SMALL
 from trainer import build
-from trainer.config import sections
+from trainer.config import model as model_section
 from trainer.config.parse import load
 from trainer.errors import RankFailedError
 
@@ -98,7 +98,7 @@ def test_a_run_does_not_start_with_a_weight_that_recomputation_would_lose(monkey
         return q, k, v * cast(Tensor, attention.v_scale)
 
     monkeypatch.setattr(Attention, "inner", scaled)
-    monkeypatch.setattr(sections, "_build_model_config", sections._build_model_config.__wrapped__)
+    monkeypatch.setattr(model_section, "_build_model_config", model_section._build_model_config.__wrapped__)
     declared = Parameter("H", "replicate_heads", "self_attn.v_scale", "ones")
     monkeypatch.setitem(MIXERS["attention"].parameters, "v_scale", declared)
     lost = (

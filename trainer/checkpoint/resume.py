@@ -17,8 +17,7 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from models.config import ModelConfig
-from models.hf import LM_HEAD, HuggingFaceError, SafetensorsReader, TensorSpec, tensor_specs
-from models.hf_config import read_model
+from models.hf import LM_HEAD, HuggingFaceError, SafetensorsReader, TensorSpec
 from parallelisms.collectives import all_gather_object, to_local
 from parallelisms.init_weights import local_ranges
 from trainer.checkpoint import manifest
@@ -78,8 +77,7 @@ def _load_initial_weights(initial: str, trainer: Trainer, group: ProcessGroup) -
     if is_hugging_face(initial):
         try:
             reader = SafetensorsReader(folder, text_only=is_text_only(initial))
-            stored = read_model(folder, text_only=is_text_only(initial))
-            _load_hf_weights(reader, stored, trainer.optimizer.parameters_by_name)
+            _load_hf_weights(reader, trainer.config.model.build(), trainer.optimizer.parameters_by_name)
         except HuggingFaceError as error:
             raise RankFailedError(EXIT_NO_RETRY, str(error)) from error
     else:
@@ -89,14 +87,14 @@ def _load_initial_weights(initial: str, trainer: Trainer, group: ProcessGroup) -
     log.info("initial weights: %s", folder)
 
 
-def _load_hf_weights(weights: SafetensorsReader, stored: ModelConfig, parameters: Mapping[str, Tensor]) -> None:
+def _load_hf_weights(weights: SafetensorsReader, model: ModelConfig, parameters: Mapping[str, Tensor]) -> None:
     """Fills this rank's parameters, reading only its shards from safetensors. Raises `HuggingFaceError`."""
-    specs = tensor_specs(stored)
+    specs = weights.specs(model)
     with torch.no_grad():
         for name, parameter in parameters.items():
             values = weights.read(specs[name], local_ranges(parameter))
             to_local(parameter).copy_(values)
-            if stored.tie_embeddings and name == "embed.weight" and weights.has_tensor(LM_HEAD):
+            if model.tie_embeddings and name == "embed.weight" and weights.has_tensor(LM_HEAD):
                 head = weights.read(TensorSpec(LM_HEAD, specs[name].shape), local_ranges(parameter))
                 if not torch.equal(head, values):
                     raise HuggingFaceError(

@@ -11,6 +11,7 @@ from parallelisms.parallel_dims import ContextPlan
 from parallelisms.pipeline_plan import PipelinePlan
 from trainer.config import sections
 from trainer.config.data import DataSection, TokenizerSection, ValidationSection
+from trainer.config.model import ModelSection
 from trainer.config.sections import Section
 from trainer.config.slurm import SlurmSection
 
@@ -22,7 +23,7 @@ class Config(Section):
 
     job: sections.JobSection = sections.JobSection()
     """Name and folder of the run."""
-    model: sections.ModelSection = sections.ModelSection()
+    model: ModelSection = ModelSection()
     """The model."""
     tokenizer: TokenizerSection = TokenizerSection()
     """The tokenizer."""

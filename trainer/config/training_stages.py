@@ -11,13 +11,13 @@ from pydantic import Field
 
 from trainer.config.data import MixSection
 from trainer.config.job_config import Config, TrainingStage
+from trainer.config.model import RopeSection
 from trainer.config.sections import (
     Fraction,
     MemorySection,
     ParallelismSection,
     PositiveFloat,
     PositiveInt,
-    RopeSection,
     ScheduleSection,
     Section,
     TrainingSection,
