@@ -95,10 +95,6 @@ def mean_pairs(windows: Windows, pairs: Callable[[int | None], float]) -> float:
     return sum(layers * pairs(window) for window, layers in windows.items()) / sum(windows.values())
 
 
-ALIKE_OPTIONS = tuple(each.name for each in fields(LayerKind) if each.name not in ("mixer", "feed_forward", "rope"))
-"""The fields of `LayerKind` that `ModelConfig` has too: those of all layers, where there is no pattern."""
-
-
 @dataclass(frozen=True)
 class StageSpec:
     """The layers of one pipeline stage, and whether it has the embedding and the loss head."""
@@ -199,11 +195,11 @@ class ModelConfig:
 
     @property
     def common_options(self) -> dict[str, Any]:
-        """The options of `LayerKind` that all layers share."""
+        """The options of `LayerKind` that all layers share, but for `rope`."""
         return {
-            name: getattr(self.kinds[0], name)
-            for name in ALIKE_OPTIONS
-            if len({getattr(kind, name) for kind in self.kinds}) == 1
+            each.name: getattr(self.kinds[0], each.name)
+            for each in fields(LayerKind)
+            if each.name != "rope" and len({getattr(kind, each.name) for kind in self.kinds}) == 1
         }
 
     @cached_property
@@ -363,3 +359,9 @@ class ModelConfig:
                 recomputed += products.every - products.attention_inputs
         repeated = [kind for kind in self.layer_kinds if is_full or not kind.in_pieces]
         return executed + self.attention_flops(repeated, pairs) + 2 * recomputed * tokens
+
+
+ALIKE_OPTIONS = tuple(
+    each.name for each in fields(LayerKind) if each.name in ModelConfig.__dataclass_fields__ and each.name != "rope"
+)
+"""The fields of `LayerKind` that `ModelConfig` has too: those of all layers, where there is no pattern."""

@@ -371,9 +371,9 @@ def config_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tupl
     pairs["attention_scale"] = _option(theirs, "attention_scale"), _option(ours, "attention_scale")
     common = [model.common_options for model in (theirs, ours)]
     alike = common[0].keys() & common[1].keys()
-    pairs |= {name: (common[0][name], common[1][name]) for name in ALIKE_OPTIONS if name in alike}
+    pairs |= {name: (common[0][name], common[1][name]) for name in sorted(alike)}
     pairs["rope.layers"] = _by_layer(theirs, ["rope"]), _by_layer(ours, ["rope"])
-    differing = [name for name in ALIKE_OPTIONS if name not in alike]
+    differing = [each.name for each in dataclasses.fields(LayerKind) if each.name not in {"rope", *alike}]
     pairs["layers"] = _by_layer(theirs, differing), _by_layer(ours, differing)
     for name in ROPES:
         if name == "local_rope" and not (theirs.has_local_rope and ours.has_local_rope):
