@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
-from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
 from trainer.memory import ends
 from trainer.memory.autograd import (
     ATTENTION_NORM,
@@ -24,7 +23,6 @@ from trainer.memory.rank import RankMemory
 from trainer.memory.recompute import feed_forward_pass, recompute_moments, recomputed_input
 from trainer.memory.tensors import (
     SAVED_ACTIVATIONS,
-    TRANSIENT_ACTIVATIONS,
     MemoryEstimate,
     MemoryTensor,
     Tensors,
@@ -55,7 +53,7 @@ class StepMemory:
                 yield from self._forward_moments(found)
             else:
                 yield from self._backward_moments(found)
-        yield self._optimizer_step()
+        yield self._moment("in the optimizer step", *self.weights.optimizer_step())
 
     def _moment(self, phase: str, *groups: Tensors) -> MemoryEstimate:
         alive = self._always + tuple(each for group in groups for each in group)
@@ -392,19 +390,3 @@ class StepMemory:
         """On the device, of an input that is saved on the host."""
         on_host, _ = self.rank.split_inputs(range(group, group + 1))
         return self.block.block_input(copies=on_host)
-
-    def _optimizer_step(self) -> MemoryEstimate:
-        """Bfloat16 moments are widened chunk by chunk."""
-        rank = self.rank
-        chunk = min(
-            OPTIMIZER_CHUNK_ELEMENTS, max(rank.sharded_numel((shape,)) for shape in rank.block_shapes + rank.end_shapes)
-        )
-        is_widened = rank.moment_dtype != rank.master_dtype and not rank.optimizer_on_host
-        widened = MemoryTensor("a chunk of both moments", (2, chunk), rank.master_dtype, copies=is_widened)
-        return self._moment(
-            "in the optimizer step",
-            self.weights.shards("gradients", rank.local_numel),
-            tensors(
-                TRANSIENT_ACTIVATIONS, "trainer/optim/optimizer.py: Optimizer", "while a chunk is updated", widened
-            ),
-        )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
 from trainer.memory.passes import Pass
 from trainer.memory.rank import RankMemory, Shapes, numel
-from trainer.memory.tensors import MemoryTensor, Tensors, tensors
+from trainer.memory.tensors import TRANSIENT_ACTIVATIONS, MemoryTensor, Tensors, tensors
 
 FSDP = "parallelisms/fsdp.py: apply"
 Unit = Literal["block", "embedding"]
@@ -206,3 +207,14 @@ class WeightMemory:
         if self.rank.is_sharded:
             return self.unit("unreduced gradients", "gradients of this unit", shapes, self.rank.compute_dtype)
         return self.shards("gradients of this block", numel(shapes))
+
+    def optimizer_step(self) -> tuple[Tensors, Tensors]:
+        """Gradients, and moments in bfloat16 that are widened chunk by chunk."""
+        rank = self.rank
+        chunk = min(
+            OPTIMIZER_CHUNK_ELEMENTS, max(rank.sharded_numel((shape,)) for shape in rank.block_shapes + rank.end_shapes)
+        )
+        is_widened = rank.moment_dtype != rank.master_dtype and not rank.optimizer_on_host
+        widened = MemoryTensor("a chunk of both moments", (2, chunk), rank.master_dtype, copies=is_widened)
+        where, when = "trainer/optim/optimizer.py: Optimizer", "while a chunk is updated"
+        return self.shards("gradients", rank.local_numel), tensors(TRANSIENT_ACTIVATIONS, where, when, widened)
