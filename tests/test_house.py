@@ -29,6 +29,7 @@ DOORS = {
     "pyarrow": {"trainer.data.formats"},
     "pydantic": {
         "trainer.config.data",
+        "trainer.config.model",
         "trainer.data.token_dataset",
         "trainer.config.parse",
         "trainer.config.sections",
