@@ -68,6 +68,33 @@ def test_a_folder_goes_in_and_comes_out(name: str, tmp_path: Path, capsys: pytes
     assert not torch.equal(before, saved["model.blocks.0.attention.q_proj.weight"]), "trained"
 
 
+@pytest.mark.slow
+def test_a_run_starts_from_the_language_model_of_several_modalities(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source, begin, run = tmp_path / "source", tmp_path / "begin.toml", tmp_path / "run"
+    made("Gemma3", vocab_size=1200).save_pretrained(source)
+    write_family(source, "gemma")
+    weights = load_file(source / hf.SINGLE_FILE)
+    renamed = {name.replace("model.", "model.language_model.", 1): x for name, x in weights.items()}
+    save_file({**renamed, "model.vision_tower.weight": torch.ones(2)}, source / hf.SINGLE_FILE)
+    values = {"model_type": "gemma3", "text_config": read_config(source), "vision_config": {}, "eos_token_id": 2}
+    (source / hf.CONFIG_FILE).write_text(json.dumps(values))
+    assert main(["import", str(source), str(begin)]) == 2
+    assert "--text-only imports its language model alone" in capsys.readouterr().err
+    assert main(["import", str(source), str(begin), "--text-only"]) == 0
+    assert "left out: vision_tower (1 tensors)" in capsys.readouterr().out
+    assert f'initial_load_path = "hf-text:{source}"' in begin.read_text()
+    data = (f"--data.corpus={write_run(tmp_path).parent / 'corpus'}", f"--data.cache_dir={tmp_path / 'prepared'}")
+    options = ("--training.seq_len=64", "--training.steps=1", "--training.global_batch_size=2", "--optimizer.lr=1e-20")
+    done = forked(begin, run, *options, *data, "--training.dtype=float32")
+    assert done.statuses == [0], done.said
+    saved = tensors(run / "checkpoints/step-1")
+    torch.testing.assert_close(saved["model.embed.weight"], weights["model.embed_tokens.weight"])
+
+
 def keys(path: Path) -> list[str]:
     from safetensors import safe_open
 

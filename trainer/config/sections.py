@@ -196,7 +196,7 @@ class CheckpointSection(Section):
     asynchronous: bool = Field(default=True, alias="async")
     """Whether to write checkpoints while training continues, from a host copy as large as the state."""
     initial_load_path: Annotated[str, BeforeValidator(require_non_empty)] | None = None
-    """Initial weights of a new run, with a fresh optimizer: `hf:` and the folder of a model in Hugging Face's format, or the folder of another run or checkpoint. Left out: random."""
+    """Initial weights of a new run, with a fresh optimizer: `hf:` and the folder of a model in Hugging Face's format (`hf-text:`, its language model alone), or the folder of another run or checkpoint. Left out: random."""
 
 
 class MetricsSection(Section):
