@@ -119,8 +119,9 @@ def _prefetched_group(block: BlockMemory, share: float) -> tuple[MemoryTensor, .
             block.queries("queries of the next head group", share, copies=2),
             block.kv("KV of the next head group", share, copies=2),
         )
-    buffers = 1 + (block.ring_degree if block.gathers_kv else 1) if block.ring_degree > 1 else 0
-    buffers = buffers if block.halo is None else sum(block.halo)
+    buffers: float = 1 + (block.ring_degree if block.gathers_kv else 1) if block.ring_degree > 1 else 0
+    if block.halo is not None:
+        buffers = block.halo[0] + block.halo[1]
     return (
         block.queries("queries of the next head group", share),
         block.kv("KV of the next head group", share, copies=1 + buffers),
@@ -141,7 +142,7 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
         block.numbers("a tile of the hidden state", local, dim),
     )
     part = partial(transient, "models/feed_forward.py: SwiGLU.backward", WHILE_RUNNING)
-    gathered = (
+    gathered: tuple[MemoryTensor, ...] = (
         block.numbers("a tile of the normalized input", local, dim, copies=not block.is_gathered and is_normed),
         block.numbers("a gathered tile of input and gradient", 2, tile, dim, copies=block.is_gathered),
     )
