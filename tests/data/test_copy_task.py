@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
 
+from benchmarks import memory_grid
 from models.batch import IGNORE_INDEX, Batch
+from parallelisms.context.shard_layout import SeqLayout
 from tests.build_datasets import build_train_dataset
 from trainer.config.job_config import Config
 from trainer.data.copy_task import CopyDataset
@@ -98,3 +102,38 @@ def test_stages_read_different_sequences() -> None:
 def test_the_default_period_is_half_a_sequence() -> None:
     tokens = build_train_dataset(configured()).read([0]).tokens[0]
     assert torch.equal(tokens[:6], tokens[6:])
+
+
+def test_pairs_are_the_mean_over_layers_with_their_windows() -> None:
+    """MFU, HFU and the load balance of mixed layers follow from these."""
+    config = memory_grid.configured(
+        {
+            "data.corpus": "copy",
+            "training.seq_len": 12,
+            "model.vocab_size": 64,
+            "model.num_layers": 3,
+            "model.layers": '[{"window":3,"repeat":2},{}]',
+        }
+    )
+    model, dataset = config.model.build(), build_train_dataset(config)
+    whole, halves = dataset.read([0]), [dataset.read([0], ContiguousHalf(rank)) for rank in (0, 1)]
+    full, windowed = 12 * 13 // 2, 1 + 2 + 10 * 3
+    assert whole.num_pairs == whole.num_computed_pairs == (full + 2 * windowed) / 3
+    of_attention = model.flops(tokens=0, pairs=whole.num_pairs)
+    assert of_attention == 12 * model.num_heads * model.head_dim * (full + 2 * windowed)
+    # Without a window the second half has most of the pairs; with one, both have nearly the same.
+    assert [half.num_computed_pairs for half in halves] == [(21 + 2 * 15) / 3, (57 + 2 * 18) / 3]
+    assert {half.num_pairs for half in halves} == {whole.num_pairs}
+
+
+@dataclass(frozen=True)
+class ContiguousHalf:
+    rank: int
+    seq_len_divisor: int = 2
+
+    def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
+        return [(self.rank * boundaries[-1] // 2, boundaries[-1] // 2)]
+
+    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]], window: int | None) -> int:
+        layouts = [SeqLayout("contiguous", 2, boundaries) for boundaries in boundaries_per_sequence]
+        return sum(layout.pairs_per_rank(window)[self.rank] for layout in layouts)

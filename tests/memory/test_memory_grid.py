@@ -13,8 +13,17 @@ SAMPLE = len(memory_grid.PIPELINES)
 """One case of every schedule, and several without a pipeline."""
 LONG = (0, 1, 5, 9)
 """Of these, dry runs of more than three seconds."""
-FOUND = [line for line in Path(__file__).with_name("memory_cases.txt").read_text().splitlines() if line[:1] != "#"]
+
+
+def cases_in(name: str) -> list[str]:
+    return [line for line in Path(__file__).with_name(name).read_text().splitlines() if line[:1] != "#"]
+
+
+FOUND = cases_in("memory_cases.txt")
 """Cases of other seeds in which a tensor was missing."""
+KINDS = cases_in("kind_cases.txt")
+FAST_KINDS = (5, 8)
+"""Norms of outputs, and a halo with sinks."""
 
 
 @pytest.mark.parametrize(
@@ -29,6 +38,15 @@ def test_estimates_equal_dry_runs_within_3_percent(index: int) -> None:
 @pytest.mark.parametrize("text", FOUND, ids=range(len(FOUND)))
 def test_tensors_once_missing_are_counted(text: str) -> None:
     found = memory_grid.compare(memory_grid.parse_case(text))
+    assert found.error <= memory_grid.LIMIT, str(found)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [pytest.param(index, marks=() if index in FAST_KINDS else pytest.mark.slow) for index in range(len(KINDS))],
+)
+def test_kinds_of_layers_are_counted(index: int) -> None:
+    found = memory_grid.compare(memory_grid.parse_case(KINDS[index]))
     assert found.error <= memory_grid.LIMIT, str(found)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from benchmarks import memory_grid
 from benchmarks.dry_run import dry_run
 from tests.memory.test_estimator import FOUR, FULL, HALF, KEEP, configured
 from trainer.config import checks
@@ -15,6 +16,19 @@ from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import CommVolume, comm_volumes
 from trainer.plan.rank_workload import rank_workload
 
+SMALL = {
+    "data.corpus": "copy",
+    "model.dim": 128,
+    "model.num_heads": 8,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 32,
+    "model.ffn_dim": 256,
+    "model.vocab_size": 512,
+    "training.steps": 4,
+    "training.seq_len": 1024,
+    "training.dtype": "bfloat16",
+    "training.global_batch_size": 1,
+}
 LONG = "training.seq_len=16384 parallelism.dp_replicate=2"
 DEEP = "model.num_layers=16 parallelism.pp=8 training.global_batch_size=64"
 CASES = {
@@ -70,3 +84,44 @@ def test_formulas_match_the_dry_run(world_size: int, changes: str) -> None:
         formulas = rank_workload(RankMemory(config, world_size, pp_rank))
         assert sum(dry.matmul_flops.values()) == pytest.approx(sum(formulas.matmul_flops.values()), rel=1e-9)
         assert sum(dry.attention_flops.values()) == pytest.approx(sum(formulas.attention_flops.values()), rel=0.01)
+
+
+MIXED = {
+    "5:1": '[{"window":40,"repeat":5},{}]',
+    "1:1": '[{"window":100,"sink":true},{"sink":true}]',
+    "3:1": '[{"window":300,"repeat":3},{}]',
+}
+CP = ("allgather", "ring", "alltoall", "ulysses", "hybrid")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "method", "recompute"),
+    [
+        pytest.param(pattern, method, recompute, marks=[pytest.mark.slow] * ((pattern, method) != ("1:1", "ring")))
+        for pattern in MIXED
+        for method in CP
+        for recompute in ("none", "full")
+    ],
+)
+def test_mixed_layers_match_the_dry_run_of_the_busiest_rank(pattern: str, method: str, recompute: str) -> None:
+    layers = {"1:1": 2, "3:1": 4, "5:1": 6}[pattern]
+    config = memory_grid.configured(
+        {
+            **SMALL,
+            "model.num_layers": layers,
+            "model.layers": MIXED[pattern],
+            "memory.recompute": recompute,
+            "parallelism.cp": 4,
+            "parallelism.cp_method": method,
+        }
+        | ({"parallelism.cp_ulysses": 2} if method == "hybrid" else {})
+    )
+    runs = [dry_run(config, 4, rank=rank) for rank in range(4)]
+    sizes, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for size, count in (summed(dry.messages) for dry in runs):
+        sizes, calls = sizes | size, calls | count
+    assert (sizes, calls) == summed(comm_volumes(RankMemory(config, 4, 0)))
+    formulas = rank_workload(RankMemory(config, 4, 0))
+    attended = max(sum(dry.attention_flops.values()) for dry in runs)
+    assert attended == sum(formulas.attention_flops.values())
+    assert {sum(dry.matmul_flops.values()) for dry in runs} == {sum(formulas.matmul_flops.values())}

@@ -17,8 +17,10 @@ from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, ContextPlan, RotateMethod
 from tests.plan.test_counted_steps import MODEL
 from trainer.config.job_config import Config
+from trainer.hardware.device_specs import load_device
 from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import comm_volumes
+from trainer.plan.plan import plan_stage
 from trainer.plan.rank_workload import attention_pairs, rank_workload
 
 PATTERNS = {
@@ -108,9 +110,10 @@ def test_layers_with_a_window_send_a_halo_and_the_others_all_kv(method: str) -> 
         if each.channel == "cp"
     }
     # Ten layers, four sequences, K and V of 39 tokens.
-    halo = 10 * 4 * 2 * 39 * K * 4
-    assert sent["the halo", "forward"] == sent["the halo", "backward"] == (pytest.approx(halo), 40, "all_to_all")
-    assert sent["gradients of the halo", "backward"] == (pytest.approx(halo), 40, "all_to_all")
+    halo: float = 10 * 4 * 2 * 39 * K * 4
+    for key in (("the halo", "forward"), ("the halo", "backward"), ("gradients of the halo", "backward")):
+        assert sent[key][0] == pytest.approx(halo)
+        assert sent[key][1:] == (40, "all_to_all")
     full = 2 * 4 * 2 * (T / 4) * K * 4 * 3
     assert sent["KV", "forward"][0] == sent["gradients of KV", "backward"][0] == full
 
@@ -143,9 +146,6 @@ def test_auto_exchanges_heads_unless_every_halo_is_small() -> None:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_plan_takes_less_time_and_memory_than_without_windows(pattern: str) -> None:
-    from trainer.hardware.device_specs import load_device
-    from trainer.plan.plan import plan_stage
-
     options = {
         "parallelism.cp": 4,
         "parallelism.cp_method": "allgather",
@@ -153,14 +153,8 @@ def test_a_plan_takes_less_time_and_memory_than_without_windows(pattern: str) ->
         "training.dtype": "bfloat16",
     }
     device = load_device("h100-80gb")
-    mixed, full = (plan_stage(configured(each, **options), 4, device) for each in (pattern, pattern))
+    mixed = plan_stage(configured(pattern, **options), 4, device)
     full = plan_stage(configured(pattern, **options, **{"model.layers": "[{}]"}), 4, device)
     assert mixed.step_seconds < full.step_seconds
     assert mixed.model_flops < full.model_flops
     assert mixed.peak_memory.device_bytes <= 1.001 * full.peak_memory.device_bytes
-
-
-def test_lengths_of_pieces_add_up() -> None:
-    """A sanity check of the layouts that are drawn."""
-    for layout, _ in drawn_layouts(seed=1):
-        assert sum(end - start for start, end in pairwise(layout.boundaries)) == layout.num_tokens

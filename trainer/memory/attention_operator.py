@@ -146,12 +146,12 @@ def _halo_moments(block: BlockMemory, grad_dtype: str, share: float) -> Iterator
     yield "the sums of gradients", (*rounded, block.kv("KV for other ranks", sent), block.kv("halo", received))
     remote_sum = block.sums("sum of the gradients of the halo", *kv, copies=received)
     yield "attention to the halo", (block.kv("halo", received), remote_sum, *_halo_call(block, share))
-    on_wire = MemoryTensor("gradients for other ranks", kv, grad_dtype, copies=received)
-    returned = on_wire._replace(name="gradients from other ranks", copies=sent)
-    narrowed = on_wire._replace(name=NARROWED, copies=received * is_narrowed)
-    yield "the return of the halo's gradients", (remote_sum, narrowed, on_wire, returned)
+    returned = MemoryTensor("gradients from other ranks", kv, grad_dtype, copies=sent)
+    narrowed = returned._replace(name=NARROWED, copies=received * is_narrowed)
+    yield "the return of the halo's gradients", (remote_sum, narrowed, returned)
     added = block.sums("sum of the gradients from other ranks", *kv, copies=share)
-    yield "the sum of returned gradients", (added, returned, block.sums("those of a rank", *kv, copies=sent))
+    of_rank = block.sums("those of a rank", *kv, copies=min(share, sent))
+    yield "the sum of returned gradients", (added, returned, of_rank)
 
 
 def call_backward(block: BlockMemory, share: float, keys: float = 1, *, queries: float = 1) -> tuple[MemoryTensor, ...]:

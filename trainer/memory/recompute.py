@@ -141,7 +141,7 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
         block.numbers("a tile of the hidden state", local, dim),
     )
     part = partial(transient, "models/feed_forward.py: SwiGLU.backward", WHILE_RUNNING)
-    gathered = (
+    gathered: tuple[MemoryTensor, ...] = (
         block.numbers("a tile of the normalized input", local, dim, copies=not block.is_gathered and is_normed),
         block.numbers("a gathered tile of input and gradient", 2, tile, dim, copies=block.is_gathered),
     )
