@@ -163,7 +163,7 @@ def test_over_an_epoch_every_token_but_the_first_of_a_document_is_a_target_once(
 @pytest.mark.parametrize("mask", ["document", "none"])
 def test_boundaries_documents_positions_and_pairs_agree(packing: Packing, mask: str, section: Section) -> None:
     dataset = dataset_of(section(LETTERS, packing=packing, mask=mask), seq_len=16)
-    pairs = 0
+    pairs = 0.0
     for number in range(packed(dataset).num_sequences):
         batch = dataset.read([number])
         starts = batch.boundaries[0, :-1].unique().tolist()
