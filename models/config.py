@@ -318,7 +318,7 @@ class ModelConfig:
         return sum(self.sizes[letter] for each in kind.sublayers.values() for letter in each.saved)
 
     def attention_flops(self, kinds: Iterable[LayerKind], pairs: float) -> float:
-        """Of the forward pass of these layers: two products per pair of tokens, of which there are so many on average."""
+        """Of the forward pass of these layers: two products per pair of tokens. `pairs`: the mean over them."""
         return 4 * sum(kind.attends for kind in kinds) * self.sizes["Q"] * pairs
 
     def flops(self, *, tokens: float, pairs: float) -> float:
