@@ -172,7 +172,7 @@ class LayerKind:
             f"{name} is no option of LayerKind" for name in sorted(options - {each.name for each in fields(self)})
         ]
         if self.qk_norm and self.full_qk_norm:
-            problems.append("qk_norm and full_qk_norm exclude each other")
+            problems.append("full_qk_norm = true excludes qk_norm = true")
         limits = {"window": self.window, "softcap": self.softcap}
         problems += [
             f"{name} = {limit} must be above 0" for name, limit in limits.items() if not (limit is None or limit > 0)

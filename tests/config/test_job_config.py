@@ -36,12 +36,12 @@ CLUSTER_CONFIGS = {
     "llama3_8b_1m_8gpu": 8,
     "llama3_70b_128k": 64,
     "llama3_405b_128k": 4096,
-    "prolong_8b_512k": 32,
-    "llama31_8b_128k": 64,
-    "ultralong_8b_1m": 32,
     "qwen25_7b_128k": 8,
     "mistral_7b_128k": 8,
     "gemma3_4b_128k": 8,
+    "prolong_8b_512k": 32,
+    "llama31_8b_128k": 64,
+    "ultralong_8b_1m": 32,
 }
 LAPTOP_CONFIGS = {"debug", "debug_1m", "debug_window", "copy", "stages_debug"}
 

@@ -22,7 +22,7 @@ def cases_in(name: str) -> list[str]:
 FOUND = cases_in("memory_cases.txt")
 """Cases of other seeds in which a tensor was missing."""
 KINDS = cases_in("kind_cases.txt")
-FAST_KINDS = (5, 8)
+FAST_KINDS = (4, 7)
 """Norms of outputs, and a halo with sinks."""
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks.dry_run import dry_run
-from benchmarks.memory_grid import LIMIT, draw_cases
+from benchmarks.memory_grid import LIMIT, configured, draw_cases
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
@@ -102,7 +102,7 @@ def automatic_cases(seed: int) -> Iterator[tuple[Config, int]]:
             for key, value in case.changes
             if not key.startswith("memory.") or key == "memory.loss_chunk_mib"
         ]
-        yield load([f"--{key}={value}" for key, value in (*kept, *changes.items())]), case.world_size
+        yield configured(dict((*kept, *changes.items()))), case.world_size
 
 
 def fitted(config: Config, world_size: int, device_bytes: float) -> Config | None:

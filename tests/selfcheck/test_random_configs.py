@@ -57,6 +57,9 @@ NOT_VARIED = {
     "data.copy_period": "tests/data/test_copy_task.py",
     "data.holdout": "a level of validation.sets",
     "model.size": "the widths are set one by one",
+    "model.model_type": "decides what an export writes: tests/models/test_hf_families.py",
+    "model.local_rope": "theta is; all others are as in model.rope, which is varied",
+    "model.layers": "patterns are levels; tests/config/test_wiring.py has every key of a kind",
     "model.head_dim": "the same for all cases: eight, four frequencies",
     "training.steps": "two, and one more after a resume",
     "training.dtype": "only float64 is exact on every mesh; sums in lower precision: tests/precision",
@@ -213,7 +216,16 @@ def varied_keys() -> Iterator[str]:
     yield from (factor for factor in FACTORS if "." in factor)
     for levels in FACTORS.values():
         for key, value in (item for level in levels.values() for item in level.items()):
-            entries = value.values() if isinstance(value, dict) else value if key == "data.mix" else []
+            if isinstance(value, dict) and not any(isinstance(entry, dict) for entry in value.values()):
+                yield from (f"{key}.{name}" for name in value)
+                continue
+            entries = (
+                value.values()
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, list) and isinstance(value[0], dict)
+                else []
+            )
             yield from (f"{key}.{name}" for entry in entries for name in entry)
             yield key
 
