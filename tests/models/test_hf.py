@@ -321,10 +321,8 @@ def test_config_without_equivalent_is_not_written() -> None:
     for config, expected_problems in (
         (replace(LLAMA, nope_every=2, qk_norm=True), ["model.rope.layers = [{'rope': 'global'}, {'rope': 'none'}]"]),
         (replace(LLAMA, layers=windows), ["model.layers = "]),
-        (
-            replace(LLAMA, dim=26, head_dim=8, qk_norm=True, norms="post"),
-            ["model.qk_norm = True", "model.norms = post"],
-        ),
+        (replace(LLAMA, qk_norm=True, norms="post"), ["model.norms = post"]),
+        (replace(LLAMA, dim=26, head_dim=8, logit_softcap=3.0, norms="post"), ["model.dim = 26 must be a multiple of"]),
         (replace(QWEN2, qk_norm=True), ["model.qk_norm = True"]),
         (replace(QWEN2, head_dim=8), ["model.qkv_bias = True"]),
         (replace(LLAMA, logit_softcap=3.0), ["model.logit_softcap = 3.0"]),
