@@ -256,7 +256,7 @@ def sends_halo(plan: RankAttentionPlan, rotate_method: str) -> bool:
     """Whether ranks send each other the keys that a window needs, instead of all keys. The same on all ranks."""
     if plan.window is None:
         return False
-    return halo_fits(plan.max_halo_tokens, plan.tokens_per_rank, rotate_method, ring_degree=plan.ring_degree)
+    return halo_fits(plan.max_halo_tokens, plan.tokens_per_rank, rotate_method)
 
 
 @lru_cache(maxsize=8)

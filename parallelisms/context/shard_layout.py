@@ -98,14 +98,12 @@ class SeqLayout:
         return max(pairs) * len(pairs) / sum(pairs)
 
 
-def halo_fits(received: int, tokens_per_rank: int, rotate_method: str, *, ring_degree: int) -> bool:
+def halo_fits(received: int, tokens_per_rank: int, rotate_method: str) -> bool:
     """Whether ranks send each other the keys that a window needs, instead of all keys. `received`: at most by a rank.
 
-    These are never more. But a ring holds one rank's keys while it receives the next, where a halo has all of them at
-    once; and next to an all-gather, a halo of more than half as many keys does not pay for planning who needs which.
+    These are never more. But a ring holds one rank's keys while it receives the next; a halo has all of them at once.
     """
-    most = (ring_degree - 1) * tokens_per_rank // 2 if rotate_method == "allgather" else 2 * tokens_per_rank
-    return received <= most
+    return rotate_method == "allgather" or received <= 2 * tokens_per_rank
 
 
 @lru_cache(maxsize=64)

@@ -122,9 +122,7 @@ class BlockMemory:
             return []
         by_receiver, tokens = layout.halo_tokens(window), layout.num_tokens // layout.ring_degree
         sent, received = map(sum, zip(*by_receiver, strict=True)), [*map(sum, by_receiver)]
-        most, tokens_per_rank = self.sequences * max(received), self.sequences * tokens
-        method = str(self.context_plan.rotate_method)
-        fits = halo_fits(most, tokens_per_rank, method, ring_degree=layout.ring_degree)
+        fits = halo_fits(self.sequences * max(received), self.sequences * tokens, str(self.context_plan.rotate_method))
         return [*zip(sent, received, strict=True)] if fits else []
 
     @cached_property
