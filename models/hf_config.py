@@ -132,9 +132,10 @@ def _feature_problems(values: Mapping[str, Any], family: Family) -> Iterable[str
             if value not in allowed[key]:
                 yield unsupported(key, value, allowed[key])
         elif key not in family.known_keys and value is not None:
-            if key == "sliding_window" or (key == "layer_types" and value != [FULL] * len(value)):
+            is_all_full = key == "layer_types" and isinstance(value, list) and value == [FULL] * len(value)
+            if key in ("sliding_window", "layer_types") and not is_all_full:
                 yield unsupported(key, value, (None,))
-            elif key != "layer_types":
+            elif not is_all_full:
                 yield f"config.json: {key} = {format_value(value)} is unknown for model_type {values['model_type']}"
 
 
