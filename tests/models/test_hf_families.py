@@ -251,3 +251,13 @@ def test_attention_with_sinks_is_that_of_gpt_oss(window: int | None) -> None:
         grad = weights[name].grad
         assert parameter.grad is not None and grad is not None
         assert (parameter.grad - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "Olmo3", "Ministral", "Qwen2 windows", "SmolLM3 windows"])
+def test_layers_without_types_have_windows_as_in_transformers(name: str, folders: dict[str, Path]) -> None:
+    values = read_config(folders[name])
+    types = values.pop("layer_types")
+    if name == "Ministral":  # A window in every layer, unless stated.
+        types = [SLIDING] * len(types)
+    kinds = model_config_from_hf(values).layer_kinds
+    assert [SLIDING if kind.window else FULL for kind in kinds] == types
