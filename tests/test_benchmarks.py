@@ -26,13 +26,11 @@ FILES = sorted((ROOT / "benchmarks").glob("*.py"))
 LIBRARIES = {"counted", "gpu_parts", "gpu_product", "gpu_rows", "gpu_steps", "op_counter", "pages"}
 """Modules that other scripts import."""
 QUICK = {
-    "checkpoint": "--params-millions 0.2 --saves 1 --ranks 1 --worker {tmp}",
     "config_pages": "--check",
     "context_parallel": "--tokens 256 --cp 2 --heads 2 1 --width 8 --rounds 1 --methods ring",
     "data": "rows --rounds 1 --seq-len 65536",
     "doc_tables": "--check",
     "loss_curve": "{tmp}/metrics.jsonl {tmp}/loss.svg",
-    "memory": "one bytes `full` 1024",
     "moments": "--steps 3",
     "plans": "--folder {tmp} debug",
     "published": "",
@@ -49,6 +47,7 @@ SLOW = {
     "faults": "recovery --only launcher",
     "gpu": "--rehearse --part 1 --output {tmp}/rows.jsonl",
     "long_context": "--steps 2 --copy-steps 2 --folder {tmp} --svg {tmp}/context.svg",
+    "memory": "one bytes `full` 1024",
     "memory_grid": "--cases 2 --seed 0 --jobs 1",
     "random_cases": "--cases 2 --max-processes 2 --records {tmp}/records.json",
     "scaling": "--quick",

@@ -117,6 +117,7 @@ def test_a_prediction_counts_what_is_computed_again(bench: Bench) -> None:
     assert full - keep == pytest.approx(1e4 * (4 * 2 * 64 * 8256 / 360e12 + projected / 650e12))
 
 
+@pytest.mark.slow
 def test_nan_is_told_and_a_kernel_that_gives_it_is_not_chosen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = torch.ones(3), torch.tensor([1.0, torch.nan, 1.0])
     assert distance({"a": good, "b": 2 * good}, {"a": good, "b": good}) == "1.0e+00 of a tensor's norm apart"

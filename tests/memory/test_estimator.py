@@ -64,13 +64,8 @@ NARROW = "memory.optimizer_dtype=bfloat16"
 CASES = {
     1: (
         "",
-        f"training.global_batch_size=2 training.micro_batch_size=2 {FULL}",
         f"{HALF} {FULL}",
-        "training.global_batch_size=2 memory.optimizer_placement=host",
-        f"memory.mlp_tile_mib=1 memory.head_groups=2 {FULL}",
         f"memory.offload=inputs_and_attention memory.blocks_per_checkpoint=2 memory.head_groups=2 memory.mlp_tile_mib=1 {KEEP}",
-        f"{HEADS} memory.mlp_tile_mib=1 memory.head_groups=2 {FULL}",
-        f"{NARROW} {LARGE}",
     ),
     2: (
         f"{HALF} training.global_batch_size=2",
@@ -86,6 +81,11 @@ CASES = {
 # Slow.
 MORE = {
     1: (
+        f"training.global_batch_size=2 training.micro_batch_size=2 {FULL}",
+        "training.global_batch_size=2 memory.optimizer_placement=host",
+        f"memory.mlp_tile_mib=1 memory.head_groups=2 {FULL}",
+        f"{HEADS} memory.mlp_tile_mib=1 memory.head_groups=2 {FULL}",
+        f"{NARROW} {LARGE}",
         "training.global_batch_size=2",
         f"model.tie_embeddings=true {FULL}",
         f"memory.offload=inputs {FULL}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,7 @@ from benchmarks import memory_grid
 
 SAMPLE = len(memory_grid.PIPELINES)
 """One case of every schedule, and several without a pipeline."""
-LONG = (0, 1, 5, 9)
-"""Of these, dry runs of more than three seconds."""
+QUICK = (7, 11)
 
 
 def cases_in(name: str) -> list[str]:
@@ -21,30 +21,31 @@ def cases_in(name: str) -> list[str]:
 
 FOUND = cases_in("memory_cases.txt")
 """Cases of other seeds in which a tensor was missing."""
+QUICK_FOUND = (1, 2, 5, 7, 8)
 KINDS = cases_in("kind_cases.txt")
-FAST_KINDS = (4, 7)
+QUICK_KINDS = (4, 7)
 """Norms of outputs, and a halo with sinks."""
 
 
-@pytest.mark.parametrize(
-    "index", [pytest.param(index, marks=pytest.mark.slow if index in LONG else ()) for index in range(SAMPLE)]
-)
+def some_slow(count: int, quick: tuple[int, ...]) -> list[Any]:
+    """Indices, all slow but those of quick dry runs."""
+    return [pytest.param(index, marks=[pytest.mark.slow] * (index not in quick)) for index in range(count)]
+
+
+@pytest.mark.parametrize("index", some_slow(SAMPLE, QUICK))
 def test_estimates_equal_dry_runs_within_3_percent(index: int) -> None:
     (case,) = islice(memory_grid.draw_cases(seed=0), index, index + 1)
     found = memory_grid.compare(case)
     assert found.error <= memory_grid.LIMIT, str(found)
 
 
-@pytest.mark.parametrize("text", FOUND, ids=range(len(FOUND)))
-def test_tensors_once_missing_are_counted(text: str) -> None:
-    found = memory_grid.compare(memory_grid.parse_case(text))
+@pytest.mark.parametrize("index", some_slow(len(FOUND), QUICK_FOUND))
+def test_tensors_once_missing_are_counted(index: int) -> None:
+    found = memory_grid.compare(memory_grid.parse_case(FOUND[index]))
     assert found.error <= memory_grid.LIMIT, str(found)
 
 
-@pytest.mark.parametrize(
-    "index",
-    [pytest.param(index, marks=() if index in FAST_KINDS else pytest.mark.slow) for index in range(len(KINDS))],
-)
+@pytest.mark.parametrize("index", some_slow(len(KINDS), QUICK_KINDS))
 def test_kinds_of_layers_are_counted(index: int) -> None:
     found = memory_grid.compare(memory_grid.parse_case(KINDS[index]))
     assert found.error <= memory_grid.LIMIT, str(found)

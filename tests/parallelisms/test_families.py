@@ -186,7 +186,9 @@ def require_equal(cases: list[Case]) -> None:
 REPLICATED_NORM = Case("olmo, two KV heads", (("tp", 4),), options=Options("keep_attention", is_tiled=True))
 
 
-@pytest.mark.parametrize(("ranks", "every", "more"), [(2, 13, []), (4, 43, [REPLICATED_NORM])])
+@pytest.mark.parametrize(
+    ("ranks", "every", "more"), [(2, 13, []), pytest.param(4, 43, [REPLICATED_NORM], marks=pytest.mark.slow)]
+)
 def test_models_equal_the_reference(ranks: int, every: int, more: list[Case]) -> None:
     """A sample: each mesh, each configuration and each way to recompute, several times."""
     require_equal([*cases(ranks, RECOMPUTATION)][::every] + more)

@@ -94,14 +94,10 @@ MIXED = {
 CP = ("allgather", "ring", "alltoall", "ulysses", "hybrid")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "method", "recompute"),
-    [
-        pytest.param(pattern, method, recompute, marks=[pytest.mark.slow] * ((pattern, method) != ("1:1", "ring")))
-        for pattern in MIXED
-        for method in CP
-        for recompute in ("none", "full")
-    ],
+    [(pattern, method, recompute) for pattern in MIXED for method in CP for recompute in ("none", "full")],
 )
 def test_mixed_layers_match_the_dry_run_of_the_busiest_rank(pattern: str, method: str, recompute: str) -> None:
     layers = {"1:1": 2, "3:1": 4, "5:1": 6}[pattern]
