@@ -19,8 +19,8 @@ from trainer.hf import main
 TOKENIZERS = {"Llama": "llama3", "Mistral": "mistral", "Ministral": "mistral", "Gemma2": "gemma", "Gemma3": "gemma"}
 """By the first word of a model's name; all others have that of their own name, or of Qwen2."""
 OWN = {"Qwen3": "qwen3", "Olmo2": "olmo2", "Olmo3": "olmo2", "SmolLM3": "smollm3", "Granite": "granite", "Phi3": "phi3"}
-DEFAULT = ("Gemma3", "Phi3")
-"""Two rotations and windows; fused tensors."""
+DEFAULT = ("Gemma3",)
+"""Two rotations, and windows."""
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 

@@ -54,7 +54,8 @@ def counted(name: str) -> list[tuple[Counted, float, int, int]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["squared", pytest.param("shift", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PATTERNS)
 def test_weights_are_exact_and_peaks_within_7_percent(name: str) -> None:
     (by_policy,) = run_ranks(counted, 1, name)
     for recompute, (found, estimated, numel, parameters) in zip(RECOMPUTE, by_policy, strict=True):

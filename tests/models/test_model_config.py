@@ -152,10 +152,7 @@ TILE = 5 * tiling.bytes_per_token(SMALL.dim, SMALL.ffn_dim, 8)  # Five tokens, i
     ("policy", "every", "pieces"),
     [
         ("none", 1, Tiling()),
-        ("full", 1, Tiling()),
         ("full", 1, Tiling(head_groups=2, tile_bytes=TILE)),
-        ("keep_attention", 1, Tiling()),
-        ("keep_attention", 1, Tiling(head_groups=2, tile_bytes=TILE)),
         ("keep_attention", 2, Tiling()),
         ("keep_attention", 3, Tiling(head_groups=2, tile_bytes=TILE)),
     ],

@@ -384,8 +384,7 @@ INPUT = 2 * 24 * SMALL.dim * 8
 OUTPUT = 2 * 24 * SMALL.num_heads * (SMALL.head_dim + 1) * 8
 
 
-@pytest.mark.parametrize("tile_bytes", [None, TILE])
-@pytest.mark.parametrize("head_groups", [1, 2])
+@pytest.mark.parametrize(("head_groups", "tile_bytes"), [(1, None), (2, TILE)])
 @pytest.mark.parametrize(
     ("policy", "blocks_per_checkpoint", "inputs", "outputs"),
     [

@@ -70,7 +70,7 @@ def end_pp_ranks(config: Config) -> list[int]:
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        pytest.param(size, changes, marks=[pytest.mark.slow] * (number > 0))
+        pytest.param(size, changes, marks=[pytest.mark.slow] * (number > 0 or size > 16))
         for size, cases in CASES.items()
         for number, changes in enumerate(cases)
     ],

@@ -68,7 +68,7 @@ def test_search_finds_the_exhaustive_optimum(gib: int) -> None:
 
 
 def test_results_have_distinct_meshes_and_reasons() -> None:
-    found = search(configured(), 32, H100)
+    found = search(configured(), 16, H100)
     meshes = [tuple(plan.mesh.values()) for plan in found.best]
     assert len(meshes) == len({*meshes}) == 5
     assert all(why_slower(plan, found.best[0]) for plan in found.best[1:])
@@ -148,6 +148,7 @@ def test_a_search_that_finds_nothing_suggests_changes() -> None:
     assert any(note.startswith("the first: ") for note in search_report(found, "", H100).notes)
 
 
+@pytest.mark.slow
 def test_mesh_dependent_keys_of_the_file_do_not_limit_the_search() -> None:
     words = {
         "parallelism.pp": "4", "parallelism.cp": "1", "parallelism.dp_shard": "1", "parallelism.pp_layers": "6,9,9,8", "parallelism.tp": "2", "parallelism.async_tp": "true",
@@ -169,6 +170,7 @@ def test_groups_that_straddle_a_link_domain_count_as_crossing() -> None:
     assert group_topologies(crossing.config, 24, H100)["cp"].min_ranks_per_domain == 1
 
 
+@pytest.mark.slow
 def test_head_groups_may_beat_no_memory_options() -> None:
     slow = replace(H100, network_bandwidth=5e9)
     config = configured("--training.global_batch_size", "2")

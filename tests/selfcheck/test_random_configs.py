@@ -44,8 +44,8 @@ from trainer.selfcheck.shrink import write_sample_documents
 from trainer.selfcheck.worker import run_and_compare
 
 CASES = read_cases()
-NUM_DEFAULT = 14
-"""Cases of the covering array in the default check; they have two thirds of the pairs of small meshes."""
+NUM_DEFAULT = 10
+"""Cases of the covering array in the default check; they have more than half of the pairs of small meshes."""
 RANDOM_SECONDS = 6.0
 # Keys that random configurations do not vary, and why.
 NOT_VARIED = {
@@ -181,11 +181,11 @@ def test_the_covering_array_has_every_pair_that_is_legal_alone() -> None:
     assert len(missing) < 0.1 * len(all_pairs())
 
 
-def test_the_default_cases_have_two_thirds_of_the_pairs_of_small_meshes() -> None:
+def test_the_default_cases_have_more_than_half_of_the_pairs_of_small_meshes() -> None:
     whole, default = (
         small_pairs().intersection(set[Pair]().union(*map(pairs, cases))) for cases in (CASES, CASES[:NUM_DEFAULT])
     )
-    assert len(default) > 2 / 3 * len(whole)
+    assert len(default) > len(whole) / 2
 
 
 def test_settings_without_effect_are_no_part_of_a_case() -> None:
