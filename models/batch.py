@@ -36,6 +36,11 @@ class Batch:
     """(query, key) pairs that the mask allows in these sequences, without padding: the mean over layers."""
     num_computed_pairs: float
     """(query, key) pairs that attention computes on this rank, padding included: the mean over layers."""
+    busiest_pairs: float = 0.0
+    """(query, key) pairs of all sequences that the busiest data-parallel rank takes in this micro-batch, padding included:
+    the mean over layers."""
+    mean_pairs: float = 0.0
+    """Of all data-parallel ranks."""
     sequence_sources: tuple[tuple[int, int], ...] = ()
     """For each sequence: the index of its data source, and its tokens without padding."""
 

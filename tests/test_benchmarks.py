@@ -26,6 +26,7 @@ FILES = sorted((ROOT / "benchmarks").glob("*.py"))
 LIBRARIES = {"counted", "gpu_parts", "gpu_product", "gpu_rows", "gpu_steps", "op_counter", "pages"}
 """Modules that other scripts import."""
 QUICK = {
+    "balance": "--documents 10000",
     "config_pages": "--check",
     "context_parallel": "--tokens 256 --cp 2 --heads 2 1 --width 8 --rounds 1 --methods ring",
     "data": "rows --rounds 1 --seq-len 65536",

@@ -44,6 +44,10 @@ class StepResult:
     stopwatch: Stopwatch
     values: AsyncHostCopy
     layout: MetricLayout
+    busiest_pairs: float = 0.0
+    """(query, key) pairs of the busiest data-parallel rank of each micro-batch, summed: the mean over layers."""
+    mean_pairs: float = 0.0
+    """Of all data-parallel ranks."""
 
     def read(self) -> StepMetrics:
         """The metrics over all ranks. Waits for the step. Raises RunFailedError if cp ranks read other documents."""
@@ -170,9 +174,9 @@ class Trainer:
                 self.next_sequence += training.global_batch_size
                 collect_garbage(self.step)
                 stopwatch.stop()
-                yield StepResult(
-                    self.step, lr, self.next_sequence, data_wait_seconds, stopwatch, values, self.accumulator.layout
-                )
+                dealt = (sum(b.busiest_pairs for b in micro_batches), sum(b.mean_pairs for b in micro_batches))
+                progress = (self.step, lr, self.next_sequence, data_wait_seconds)
+                yield StepResult(*progress, stopwatch, values, self.accumulator.layout, *dealt)
 
     def train_step(self, micro_batches: list[Batch], lr: float) -> Tensor:
         """Forward, backward and optimizer step; returns the metric vector, laid out by `accumulator.layout`."""

@@ -18,10 +18,12 @@ from trainer.checkpoint.run_dir import (
     describe_differences,
     finished_message,
     flatten_config,
+    keep_packing_version,
     read_state,
     run_identity,
     stage_position,
 )
+from trainer.config.data import PACKING_VERSION
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.errors import ConfigError
@@ -330,3 +332,24 @@ def test_an_incomplete_state_file_is_named(tmp_path: Path, content: str) -> None
     seal(checkpoint)
     with pytest.raises(ResumeError, match=r"state\.json"):
         finished_message(same_run)
+
+
+def test_a_run_keeps_the_packing_version_of_its_checkpoint(tmp_path: Path) -> None:
+    def resolved(*words: str) -> int | None:
+        return keep_packing_version(load([f"--job.output_dir={tmp_path}", *words])).data.packing_version
+
+    assert resolved() == PACKING_VERSION
+    checkpoint = commit(tmp_path, 4, config(tmp_path, data={"packing_version": 2}))
+    assert resolved() == 2
+    path = checkpoint / "state.json"
+    state = json.loads(path.read_text())
+    del state["config"]["data.packing_version"]  # As before there were versions; without a schema_version, the first.
+    path.write_text(json.dumps(state))
+    seal(checkpoint)
+    assert resolved() == 1
+    assert resolved("--data.packing_version=2") == 2
+    kept = keep_packing_version(load([f"--job.output_dir={tmp_path}", "--training.steps=6"]))
+    assert run_identity(flatten_config(kept))["data.packing_version"] == 1
+    path.write_text("{")
+    seal(checkpoint)
+    assert resolved() == PACKING_VERSION, "the damage is reported when the run resumes"

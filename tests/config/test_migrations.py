@@ -65,6 +65,7 @@ def test_dotted_keys_of_a_checkpoint_are_migrated() -> None:
         "data.bad_files": "error",
         "data.mix": [{"source": "a", "min_length": 3}],
         "data.sources.below.path": "x",
+        "data.packing_version": 1,
     }
     assert migrate(stored, version=SCHEMA_VERSION) == stored
 
@@ -86,9 +87,15 @@ def test_a_stored_run_with_a_removed_schedule_goes_on_interleaved(tmp_path: Path
     stored = load([f"--{key}=Interleaved1F1B"])
     old = to_toml(stored).replace(f"schema_version = {SCHEMA_VERSION}", "schema_version = 2")
     for schedule in REMOVED_SCHEDULES:
-        assert migrate({key: schedule}, version=1) == {key: "Interleaved1F1B"}
+        assert migrate({key: schedule}, version=1)[key] == "Interleaved1F1B"
         path.write_text(old.replace("Interleaved1F1B", schedule))
-        assert load(["--config", str(path)]) == stored
+        assert load(["--config", str(path)]).parallelism == stored.parallelism
+
+
+def test_a_stored_run_keeps_the_packing_that_it_began_with() -> None:
+    config = load(["--config", str(FIXTURES / "run_5676d2a" / "config.toml")])
+    assert config.data.packing_version == 1
+    assert migrate({"data": {"packing_version": 2}}, version=4) == {"data": {"packing_version": 2}}
 
 
 FILE_ERRORS = {

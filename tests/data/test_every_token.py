@@ -96,8 +96,8 @@ def test_every_token_is_read_once_per_epoch_and_is_a_target_unless_it_starts_a_d
                     shard=shard,
                 )
                 steps = range(at * global_batch_size, last * global_batch_size, global_batch_size)
-                for indices in chain.from_iterable(map(loader._micro_batch_indices, steps)):
-                    batch = blended.read(indices, shard)
+                for part in chain.from_iterable(map(loader.deal, steps)):
+                    batch = blended.read(part.indices, shard)
                     tokens, labels = batch.tokens.flatten().tolist(), batch.labels.flatten().tolist()
                     read_counts.update(token for token in tokens if token != PADDING)
                     targets.update(pair for pair in zip(tokens, labels, strict=True) if pair[1] != IGNORE_INDEX)

@@ -34,9 +34,12 @@ def packed(dataset: BlendedDataset) -> PackedDataset:
 class IndexDataset(BlendedDataset):
     """Sequences filled with their index; records what was read."""
 
-    def __init__(self, failing: BaseException | None = None) -> None:
+    def __init__(self, failing: BaseException | None = None, pairs: Sequence[float] = (1,)) -> None:
         self.read_so_far: list[int | None] = []
-        self._failing = failing
+        self._failing, self._pairs, self.seq_len = failing, pairs, SEQ_LEN
+
+    def computed_pairs(self, index: int | None) -> float:
+        return 0 if index is None else self._pairs[index % len(self._pairs)]
 
     def read(self, indices: Sequence[int | None], shard: SequenceShard = FULL_SEQUENCE) -> Batch:
         del shard
@@ -62,10 +65,22 @@ def indices_of(loader: MicroBatchLoader, *, start_sequence: int, steps: int) -> 
     return [[batch.tokens[:, 0].tolist() for batch in batches] for batches in taken]
 
 
-def test_micro_batches_alternate_between_ranks() -> None:
+def test_without_a_difference_of_work_micro_batches_alternate_between_ranks() -> None:
     first, second = (loader(IndexDataset(), rank=rank, ranks=2, global_batch_size=8, micro=2) for rank in range(2))
     assert indices_of(first, start_sequence=0, steps=2) == [[[0, 1], [4, 5]], [[8, 9], [12, 13]]]
     assert indices_of(second, start_sequence=0, steps=2) == [[[2, 3], [6, 7]], [[10, 11], [14, 15]]]
+
+
+def test_sequences_of_similar_work_share_a_micro_batch_on_every_mesh() -> None:
+    pairs = [7, 2, 6, 1, 5, 3]
+    by_rank = [loader(IndexDataset(pairs=pairs), rank=rank, ranks=2, global_batch_size=6) for rank in range(2)]
+    assert [indices_of(each, start_sequence=6, steps=1)[0] for each in by_rank] == [[[6], [11], [7]], [[8], [10], [9]]]
+    work = [[part[1:] for part in each.deal(6)] for each in by_rank]
+    assert work[0] == work[1] == [(7, 6.5), (5, 4), (2, 1.5)]
+    (batch, *_), *_ = islice(by_rank[1].steps(6), 1)
+    assert (batch.busiest_pairs, batch.mean_pairs) == (7, 6.5)
+    sampled = by_rank[0].next_steps(0, max_steps=3)
+    assert sampled == (3, 14, 12, 3 * SEQ_LEN)
 
 
 def test_slots_past_the_global_batch_are_empty() -> None:

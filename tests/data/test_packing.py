@@ -62,12 +62,12 @@ def test_sequences_have_1_to_seq_len_tokens(packing: Packing, seq_len: int, seed
     assert all(sequence == sorted(sequence) for sequence in sequences)
 
 
-def test_best_fit_puts_remainders_into_the_smallest_gap_that_fits() -> None:
-    plan = pack_documents(torch.tensor([3, 14, 5, 7, 2, 10]), seq_len=10, packing="best_fit")
+def test_version_1_puts_remainders_into_the_smallest_gap_that_fits() -> None:
+    plan = pack_documents(torch.tensor([3, 14, 5, 7, 2, 10]), seq_len=10, packing="best_fit", version=1)
     # Full: 10 of the 14, the 10. Remainders: 7 + 3, 5 + 4, 2.
     assert segments_by_sequence(plan) == [[(3, 10)], [(31, 10)], [(0, 3), (22, 7)], [(13, 4), (17, 5)], [(29, 2)]]
 
-    plan = pack_documents(torch.tensor([7, 4, 3, 3, 3]), seq_len=10, packing="best_fit")
+    plan = pack_documents(torch.tensor([7, 4, 3, 3, 3]), seq_len=10, packing="best_fit", version=1)
     assert segments_by_sequence(plan) == [[(0, 7), (11, 3)], [(7, 4), (14, 3), (17, 3)]]
 
 

@@ -297,4 +297,4 @@ def test_the_standard_library_is_packed_into_sequences(tmp_path: Path) -> None:
     (source,) = blended.sources
     assert isinstance(source, PackedDataset)
     assert source.num_sequences * 512 >= source.token_dataset.num_tokens
-    assert [path.name for path in source.token_dataset.folder.glob("*.plan")] == ["best_fit-512.plan"]
+    assert [path.name for path in source.token_dataset.folder.glob("*.plan")] == ["best_fit-512-version-2-seed-0.plan"]

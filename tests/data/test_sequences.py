@@ -4,12 +4,13 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 import pytest
 import torch
 
 from models.batch import IGNORE_INDEX
+from models.config import Windows
 from trainer.config.data import DataSection
 from trainer.data.packing import PackedDataset, Packing, load_or_build_plan, pack_documents
 from trainer.data.prepare import prepare
@@ -33,7 +34,7 @@ class Plain(ByteTokenizer):
 
 def dataset_of(data: DataSection, *, seq_len: int, shard_tokens: int = 1 << 20) -> BlendedDataset:
     prepared = prepare(corpus_spec(data, "corpus"), Plain(), shard_tokens=shard_tokens)
-    plan = load_or_build_plan(prepared, seq_len=seq_len, packing=data.packing)
+    plan = load_or_build_plan(prepared, seq_len=seq_len, packing=data.packing, version=data.packing_version or 2)
     return BlendedDataset([PackedDataset(prepared, plan, seed=0)], seq_len=seq_len, mask=data.mask)
 
 
@@ -52,7 +53,7 @@ TINY = {"1": "abcabc", "2": "b", "3": "cc"}
 
 
 def test_a_batch_matches_manually_written_tensors(section: Section) -> None:
-    dataset = dataset_of(section(TINY), seq_len=5)
+    dataset = dataset_of(section(TINY, packing_version=1), seq_len=5)
     #  stream   a b c a b | c E | b E | c c E     segments of 5 + 2, 2, 3: sequences [5], [2 + 3], [2]
     batch = dataset.read(in_plan_order(dataset))
     assert batch.tokens.tolist() == [[A, B, C, A, B], [C, EOS, C, C, EOS], [B, EOS, EOS, EOS, EOS]]
@@ -67,7 +68,7 @@ def test_a_batch_matches_manually_written_tensors(section: Section) -> None:
 
 
 def test_without_a_document_mask_positions_continue_and_labels_stay(section: Section) -> None:
-    data = section(TINY)
+    data = section(TINY, packing_version=1)
     masked = dataset_of(data, seq_len=5)
     dataset = dataset_of(data.model_copy(update={"mask": "none"}), seq_len=5)
     batch, other = dataset.read(in_plan_order(dataset)), masked.read(in_plan_order(masked))
@@ -120,20 +121,39 @@ def test_an_empty_sequence_is_padding_without_targets(mask: str, section: Sectio
     batch, full = dataset.read([None, 0]), dataset.read([0])
     assert batch.tokens[0].tolist() == [EOS] * 5
     assert batch.labels[0].tolist() == [__] * 5
-    assert batch.positions[0].tolist() == [0, 1, 2, 3, 4]
-    assert batch.document_ids[0].tolist() == [0] * 5
-    assert batch.boundaries[0].tolist() == ([0, 5, 5, 5] if mask == "document" else [0, 5])
+    is_split = mask == "document"  # Into as many documents as a sequence may have, which cost least.
+    assert batch.positions[0].tolist() == ([0, 1, 2, 0, 1] if is_split else [0, 1, 2, 3, 4])
+    assert batch.document_ids[0].tolist() == ([0, 0, 0, 1, 1] if is_split else [0] * 5)
+    assert batch.boundaries[0].tolist() == ([0, 3, 5, 5] if is_split else [0, 5])
     assert torch.equal(batch.tokens[1:], full.tokens)
     assert torch.equal(batch.boundaries[1:], full.boundaries)
     assert (batch.num_tokens, batch.num_pairs) == (full.num_tokens, full.num_pairs)
     assert dataset.read([None]).num_tokens == dataset.read([None]).num_pairs == 0
-    assert (dataset.read([None]).num_computed_pairs, batch.num_computed_pairs) == (15, 15 + full.num_computed_pairs)
+    pairs = 6 + 3 if is_split else 15
+    assert (dataset.read([None]).num_computed_pairs, batch.num_computed_pairs) == (
+        pairs,
+        pairs + full.num_computed_pairs,
+    )
+
+
+@pytest.mark.parametrize("mask", ["document", "none"])
+@pytest.mark.parametrize("seq_len", [5, 64])
+def test_the_work_of_a_sequence_is_known_without_reading_it(
+    mask: Literal["document", "none"], seq_len: int, section: Section
+) -> None:
+    windows: Windows = {None: 1, 3: 2}
+    dataset = BlendedDataset(
+        dataset_of(section(LETTERS, mask=mask), seq_len=seq_len).sources, seq_len=seq_len, mask=mask, windows=windows
+    )
+    for index in (*range(dataset.sources[0].num_sequences), None):
+        assert dataset.computed_pairs(index) == dataset.read([index]).num_computed_pairs
 
 
 @pytest.mark.parametrize("mask", ["document", "none"])
 def test_attention_pairs_of_a_long_sequence_are_exact(mask: str, section: Section) -> None:
-    dataset = dataset_of(section(TINY, mask=mask), seq_len=100_003)
-    assert dataset.read([None]).num_computed_pairs == 100_003 * 100_004 // 2 > 2**32
+    dataset = dataset_of(section(TINY | {"long": "a" * 100_001}, mask=mask, packing="single"), seq_len=100_003)
+    pairs = [dataset.read([index]).num_computed_pairs for index in range(dataset.sources[0].num_sequences)]
+    assert max(pairs) == 100_003 * 100_004 // 2 - (100_002 if mask == "document" else 0) > 2**32
 
 
 # No character repeats, so a token identifies its document and position.

@@ -2,7 +2,7 @@ from itertools import pairwise
 
 import pytest
 
-from trainer.data.packing import shuffled_index
+from trainer.data.shuffle import shuffled_index
 
 
 def order(size: int, *, seed: int = 0, epoch: int = 0) -> list[int]:

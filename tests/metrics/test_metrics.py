@@ -8,6 +8,7 @@ import math
 import re
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tests.system.in_process import configured, dataset_of, run_here, trainer_of
 from tests.system.runs import forked, lines, metrics, steps, write_run
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
+from trainer.data.loader import MicroBatchLoader
 from trainer.errors import RunFailedError
 from trainer.hardware.device import AsyncHostCopy, Stopwatch
 from trainer.metrics.loggers import TENSORBOARD_TAGS, ConsoleLogger, format_duration, format_step
@@ -39,7 +41,8 @@ from trainer.trainer import StepMetrics, StepResult, Trainer
 CONTRACT = """step, tokens, loss, grad_norm, lr, step_seconds, tokens_per_second, tokens_per_second_per_device,
 tflops_per_device, mfu, hfu, data_wait_pct, memory_peak_gib, memory_reserved_gib, rss_gib"""
 KEYS = [key.strip() for key in CONTRACT.replace("\n", " ").split(",")]
-DOCUMENTED_EXTRAS = ["goodput_pct", "attention_imbalance", "loss_by_position", "loss_by_shard", "stage", "sources"]
+DOCUMENTED_EXTRAS = ["goodput_pct", "attention_imbalance", "dp_imbalance", "loss_by_position", "loss_by_shard", "stage"]
+DOCUMENTED_EXTRAS += ["sources"]
 RECORD: dict[str, Any] = {
     "step": 20,
     "loss": 3.21449,
@@ -52,6 +55,7 @@ RECORD: dict[str, Any] = {
     "rss_gib": 0.33,
     "data_wait_pct": 0.26,
     "attention_imbalance": 1.26,
+    "dp_imbalance": 1.0,
     "loss_by_shard": None,
 }
 
@@ -181,15 +185,27 @@ def test_attention_imbalance_matches_the_sequences_of_each_rank(tmp_path: Path) 
     run, folder = write_run(tmp_path), tmp_path / "run"
     assert forked(run, folder, "--training.steps", "3", processes=2).statuses == [0, 0]
     dataset = dataset_of(configured(run, folder))
-    measured = [imbalance for (imbalance,) in metrics(folder, "attention_imbalance")]
+    measured = metrics(folder, "attention_imbalance", "dp_imbalance")
+    options: dict[str, Any] = {"dp_size": 2, "global_batch_size": 6, "micro_batch_size": 1}
+    loaders = [MicroBatchLoader(dataset, dp_rank=rank, **options) for rank in (0, 1)]
+    model = configured(run, folder).model.build()
+    work = partial(model.hardware_flops, recompute=configured(run, folder).memory.recompute)
     expected = []
     for first in range(0, 3 * 6, 6):
-        pairs = [dataset.read(range(first + rank, first + 6, 2)).num_computed_pairs for rank in (0, 1)]
-        expected.append(max(pairs) / (sum(pairs) / 2))
-    assert measured == pytest.approx(expected, rel=1e-15)
-    assert max(measured) > 1.01, "some sequences should have more attended pairs than others"
+        dealt = [[dataset.read(part.indices) for part in loader.deal(first)] for loader in loaders]
+        pairs = [[batch.num_computed_pairs for batch in of_rank] for of_rank in dealt]
+        flops = [
+            [work(tokens=batch.tokens.numel(), pairs=batch.num_computed_pairs) for batch in each] for each in dealt
+        ]
+        busiest = sum(map(max, zip(*flops, strict=True)))
+        totals = [*map(sum, pairs)]
+        expected.append((max(totals) / (sum(totals) / 2), busiest / (sum(map(sum, flops)) / 2)))
+    for found, given in zip(zip(*measured, strict=True), zip(*expected, strict=True), strict=True):
+        assert found == pytest.approx(given, rel=1e-12)
+        assert max(found) > 1.001, "some sequences should have more attended pairs than others"
     log = (folder / "logs" / "rank-0.log").read_text()
-    assert f"attn imbalance {measured[0]:.2f}  eta" in log
+    assert f"attn imbalance {measured[0][0]:.2f}  dp imbalance {measured[0][1]:.2f}  eta" in log
+    assert re.search(r"data parallelism: dp imbalance 1\.\d\d in the next 3 steps", log)
     assert "cp rank" not in log
 
 
@@ -416,6 +432,7 @@ def test_a_step_line_of_several_ranks_has_load_balance_and_shard_losses() -> Non
         return format_step(RECORD | changes, total_steps=100, eta_seconds=0, num_token_ranks=2)
 
     assert line().endswith("data wait 0.3%  attn imbalance 1.26  eta 0:00:00")
+    assert line(dp_imbalance=1.04).endswith("attn imbalance 1.26  dp imbalance 1.04  eta 0:00:00")
     assert "loss 3.2145  loss by cp rank 0.04 - 3.20  grad" in line(loss_by_shard=[0.0401, None, 3.2])
     assert "loss by cp rank 0.01 to 0.15  grad" in line(
         loss_by_shard=[None, *(number / 100 for number in range(1, 16))]
@@ -453,7 +470,7 @@ def test_tensorboard_tags(events: EventAccumulator) -> None:
     saves = {"checkpoint/bytes", "checkpoint/seconds", "checkpoint/blocked_seconds"}
     assert set(events.Tags()["scalars"]) == known | {"position/0-256"} | saves
     assert {"train/loss", "train/grad_norm", "train/lr", "perf/mfu", "memory/rss_gib"} <= known
-    assert set(TENSORBOARD_TAGS) == set(KEYS) - {"step"} | {"attention_imbalance", "goodput_pct"}
+    assert set(TENSORBOARD_TAGS) == set(KEYS) - {"step"} | {"attention_imbalance", "dp_imbalance", "goodput_pct"}
     assert (TENSORBOARD_TAGS["attention_imbalance"], TENSORBOARD_TAGS["goodput_pct"]) == (
         "perf/attention_imbalance",
         "perf/goodput_pct",

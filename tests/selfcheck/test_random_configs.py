@@ -55,6 +55,7 @@ NOT_VARIED = {
     "data.text_key": "decides documents before the run: tests/data",
     "data.cache_dir": "a folder",
     "data.copy_period": "tests/data/test_copy_task.py",
+    "data.packing_version": "decides sequences before the run: tests/data",
     "data.holdout": "a level of validation.sets",
     "model.size": "the widths are set one by one",
     "model.model_type": "decides what an export writes: tests/models/test_hf_families.py",

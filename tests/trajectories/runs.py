@@ -31,6 +31,7 @@ head_dim = 8
 ffn_dim = 48
 
 [data]
+packing_version = 1
 corpus = "{root}/corpus.jsonl"
 cache_dir = "{root}/prepared"
 
@@ -143,6 +144,10 @@ RUNS = {
     "copy": Run(("data.corpus=copy", "model.vocab_size=64", "data.copy_period=12")),
     "validation": Run(("data.holdout=0.3", "training.micro_batch_size=2"), sections=ONE_STAGE + VALIDATION),
     "recipe": Run(sections=RECIPE, launches=2),
+    "mixed packing": Run(("data.packing_version=2",)),
+    "mixed packing, dealt to dp_shard 2": Run(
+        ("data.packing_version=2", "parallelism.dp_shard=2", "training.global_batch_size=8", *FEW_STEPS), ranks=2
+    ),
     "empty micro-batch": Run(("parallelism.dp_shard=2", "training.global_batch_size=3"), ranks=2),
     "tiles and head groups": Run(
         (

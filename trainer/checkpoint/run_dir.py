@@ -32,10 +32,12 @@ from trainer.checkpoint import manifest
 from trainer.checkpoint.durable_io import LineAppender, write_atomic
 from trainer.checkpoint.manifest import DamageError
 from trainer.checkpoint.retention import list_quarantined
+from trainer.config.data import PACKING_VERSION
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.migrations import SCHEMA_KEY, migrate
 from trainer.config.toml_format import to_toml
-from trainer.errors import ConfigError, RunFolderInUseError
+from trainer.config.training_stages import Recipe
+from trainer.errors import ConfigError, RunError, RunFolderInUseError
 from trainer.errors import ResumeError as ResumeError
 
 log = logging.getLogger("trainer")
@@ -229,6 +231,7 @@ def flatten_config(config: Config) -> dict[str, Any]:
     """Every value by its dotted key, with the model preset resolved; without [job], [[stage]], [slurm] and [plan]."""
     values = config.model_dump(mode="json", exclude={"job", "stage", "slurm", "plan"})
     del values["model"]
+    values["data"]["packing_version"] = config.data.packing_version or PACKING_VERSION
     return _flatten(values) | _flatten_model(config.model.build())
 
 
@@ -292,6 +295,18 @@ def check_resume(config: Config, checkpoint: Path) -> dict[str, Any]:
             f"{checkpoint} belongs to another run:{listed}\nrevert these changes or choose another job.output_dir"
         )
     return state
+
+
+def keep_packing_version(config: Recipe) -> Recipe:
+    """Sets a `data.packing_version` that is left out: to that of the run's newest checkpoint, or to the newest version."""
+    if config.data.packing_version is not None:
+        return config
+    version = None
+    with suppress(RunError):  # Reported when the run resumes.
+        if checkpoint := RunDir(config.output_dir).resume_checkpoint(config):
+            version = read_state(checkpoint)["config"].get("data.packing_version")
+    data = config.data.model_copy(update={"packing_version": version or PACKING_VERSION})
+    return config.model_copy(update={"data": data})
 
 
 def stage_position(stage: TrainingStage) -> dict[str, Any]:

@@ -16,6 +16,10 @@ DEFAULT_SOURCE = "corpus"  # the name of data.corpus among the sources
 TOKENIZER_FILE = "tokenizer.json"  # in a folder of tokenizer.kind = "huggingface"
 
 
+PACKING_VERSION = 2
+"""The newest version of best-fit packing."""
+
+
 class TokenizerSection(Section):
     kind: Literal["byte", "tiktoken", "sentencepiece", "huggingface"] = "byte"
     """`byte` needs no file; `tiktoken` reads a BPE file (Llama 3's `tokenizer.model`), `sentencepiece` a model file, `huggingface` the `tokenizer.json` of a model's folder."""
@@ -87,6 +91,8 @@ class DataSection(Section):
     """Fraction of the documents of every training source that is held out for [validation]."""
     packing: Literal["best_fit", "concat", "single"] = "best_fit"
     """How documents fill sequences: best-fit packing, concatenation, or one document per sequence."""
+    packing_version: Annotated[int, Field(ge=1, le=PACKING_VERSION)] | None = None
+    """Version of best-fit packing. 1 sorts documents by length over the whole corpus; 2 gives every sequence its share of long and short ones. Left out: that of the run's checkpoint, or 2."""
     mask: Literal["document", "none"] = "document"
     """Whether attention is confined to each document."""
     bad_files: Literal["skip", "error"] = "skip"

@@ -30,6 +30,8 @@ class Migration:
     renamed_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """New key to its old and new values."""
     removed_values: Mapping[str, Removal] = field(default_factory=dict)
+    new_keys: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted keys that did not exist, with the value that gives what was done without them."""
 
     def new_value(self, key: str, value: str) -> str:
         removal = self.removed_values.get(key)
@@ -64,6 +66,7 @@ MIGRATIONS = (
         }
     ),
     Migration(renamed_keys={"model.layer_pattern": "model.layers"}),
+    Migration(new_keys={"data.packing_version": 1}),
 )
 SCHEMA_VERSION = len(MIGRATIONS) + 1
 SCHEMA_KEY = "schema_version"
@@ -87,6 +90,12 @@ def migrate(values: Mapping[str, Any], *, version: object) -> dict[str, Any]:
     migrated = dict(values)
     for migration in MIGRATIONS[version - 1 :]:
         migrated = _migrate_table("", migrated, migration)
+        for name, value in migration.new_keys.items():
+            section, key = name.split(".")
+            if section in migrated:
+                migrated[section] = {key: value} | migrated[section]
+            else:
+                migrated.setdefault(name, value)
     return migrated
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from trainer.data.packing import splitmix64
+from trainer.data.shuffle import splitmix64
 
 
 class CopyDataset:

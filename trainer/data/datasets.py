@@ -7,12 +7,13 @@ from fractions import Fraction
 from pathlib import Path
 
 from models.config import FULL_ATTENTION, Windows
-from trainer.config.data import DataSection
+from trainer.config.data import PACKING_VERSION, DataSection
 from trainer.config.job_config import Config
 from trainer.data.copy_task import CopyDataset
 from trainer.data.holdout import ValidationSet, build_validation_set
-from trainer.data.packing import DocumentFilter, PackedDataset, load_or_build_plan, splitmix64
+from trainer.data.packing import DocumentFilter, PackedDataset, load_or_build_plan
 from trainer.data.sequences import BlendedDataset
+from trainer.data.shuffle import splitmix64
 from trainer.data.token_dataset import TokenDataset
 
 
@@ -56,7 +57,14 @@ def build_blended_dataset(
             exclude_holdout=data.holdout or None,
         )
         tokens = token_datasets[item.source]
-        plan = load_or_build_plan(tokens, seq_len=seq_len, packing=data.packing, document_filter=document_filter)
+        plan = load_or_build_plan(
+            tokens,
+            seq_len=seq_len,
+            packing=data.packing,
+            version=data.packing_version or PACKING_VERSION,
+            seed=seed,
+            document_filter=document_filter,
+        )
         packed_datasets.append(PackedDataset(tokens, plan, seed=shuffle_seed(seed, stage, index)))
     return BlendedDataset(
         packed_datasets,
@@ -87,6 +95,7 @@ def build_validation_sets(config: Config, folders: Mapping[str, Path]) -> list[V
             section,
             TokenDataset(folders[section.source]),
             packing=data.packing,
+            version=data.packing_version or PACKING_VERSION,
             mask=data.mask,
             holdout=(data.holdout or None) if folders[section.source] in training_folders else None,
         )

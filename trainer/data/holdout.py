@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from models.batch import IGNORE_INDEX
-from trainer.config.data import ValidationSetSection
+from trainer.config.data import PACKING_VERSION, ValidationSetSection
 from trainer.data.packing import DocumentFilter, PackedDataset, Packing, PackingPlan, load_or_build_plan
 from trainer.data.sequences import BlendedDataset
 from trainer.data.token_dataset import TokenDataset
@@ -58,6 +58,7 @@ def build_validation_set(
     dataset: TokenDataset,
     *,
     packing: Packing,
+    version: int = PACKING_VERSION,
     mask: Literal["document", "none"],
     holdout: float | None,
 ) -> ValidationSet:
@@ -67,7 +68,12 @@ def build_validation_set(
     document_filter = DocumentFilter(only_holdout=holdout, min_length=longest if multi_length else None)
     try:
         plan = load_or_build_plan(
-            dataset, seq_len=longest, packing="single" if multi_length else packing, document_filter=document_filter
+            dataset,
+            seq_len=longest,
+            packing="single" if multi_length else packing,
+            version=version,
+            seed=SHUFFLE_SEED,
+            document_filter=document_filter,
         )
     except DataError as error:
         raise DataError(f"validation.sets.{name}: {error}") from error

@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import NamedTuple
 
 from models.batch import Batch
+from trainer.data.deal import Cost, busiest_and_means, deal_sequences
 from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset, SequenceShard
 from trainer.errors import DataError
+
+SAMPLED_SEQUENCES = 1024
+
+
+class DealtMicroBatch(NamedTuple):
+    """What a rank takes in one micro-batch, and the work of all ranks, in (query, key) pairs."""
+
+    indices: list[int | None]
+    """Of sequences; None: padding only."""
+    busiest_pairs: float
+    mean_pairs: float
+
+
+class StepWork(NamedTuple):
+    """(query, key) pairs of a data-parallel rank, per step: the mean over steps and layers."""
+
+    steps: int
+    """Looked at."""
+    busiest_pairs: float
+    """Of the busiest rank of each micro-batch."""
+    mean_pairs: float
+    tokens: int
+    """Of a rank, padding included."""
+
+    def imbalance(self, cost: Cost) -> float:
+        """Work of the busiest rank over the mean."""
+        return cost.imbalance(busiest_pairs=self.busiest_pairs, mean_pairs=self.mean_pairs, tokens=self.tokens)
 
 
 class MicroBatchLoader:
     """The micro-batches of data-parallel rank `dp_rank`.
 
-    Step n reads the global sequences from n * global_batch_size on, for every dp_size:
+    Step n reads the global sequences from n * global_batch_size on, for every dp_size, and deals them to ranks and
+    micro-batches by their (query, key) pairs. With equal pairs, that is by number:
 
         global_batch_size 6, micro_batch_size 1, dp_size 4    micro-batch 0    dp_rank 0..3 reads 0 1 2 3
                                                               micro-batch 1                       4 5 - -
@@ -35,11 +66,13 @@ class MicroBatchLoader:
         self._dataset = dataset
         self._dp_rank = dp_rank
         self._dp_size = dp_size
-        self._global_batch_size = global_batch_size
+        self.global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
         self._shard = shard
         self._pin_memory = pin_memory
         self.num_micro_batches = -(-global_batch_size // (dp_size * micro_batch_size))
+        self.tokens_per_rank = self.num_micro_batches * micro_batch_size * dataset.seq_len
+        """Of whole sequences, per step."""
 
     def steps(self, start_sequence: int) -> Generator[list[Batch], None, None]:
         """Yields the micro-batches of each step without end, from the step that begins at `start_sequence`.
@@ -51,25 +84,40 @@ class MicroBatchLoader:
         try:
             reading = self._start_reading(pool, start_sequence)
             while True:
-                start_sequence += self._global_batch_size
+                start_sequence += self.global_batch_size
                 current, reading = reading, self._start_reading(pool, start_sequence)
                 yield [micro_batch.result() for micro_batch in current]
         finally:
             pool.shutdown(cancel_futures=True)
 
     def _start_reading(self, pool: ThreadPoolExecutor, start_sequence: int) -> list[Future[Batch]]:
-        return [pool.submit(self._read, indices) for indices in self._micro_batch_indices(start_sequence)]
+        dealt = pool.submit(self.deal, start_sequence)
+        return [pool.submit(self._read, dealt, number) for number in range(self.num_micro_batches)]
 
-    def _micro_batch_indices(self, start_sequence: int) -> Iterator[list[int | None]]:
-        """Global sequence indices of each micro-batch of this rank in a step; None past the end of the step."""
-        size, end = self._micro_batch_size, start_sequence + self._global_batch_size
-        for micro_batch in range(self.num_micro_batches):
-            first = start_sequence + (micro_batch * self._dp_size + self._dp_rank) * size
-            yield [index if index < end else None for index in range(first, first + size)]
+    def deal(self, start_sequence: int) -> list[DealtMicroBatch]:
+        """What this rank takes of the step that begins at `start_sequence`."""
+        step = range(start_sequence, start_sequence + self.global_batch_size)
+        num_places = self.num_micro_batches * self._dp_size * self._micro_batch_size
+        indices: list[int | None] = [*step, *[None] * (num_places - len(step))]
+        pairs = [self._dataset.computed_pairs(index) for index in indices]
+        dealt = deal_sequences(pairs, dp_size=self._dp_size, micro_batch_size=self._micro_batch_size)
+        return [
+            DealtMicroBatch([indices[place] for place in ranks[self._dp_rank]], busiest, mean)
+            for ranks, (busiest, mean) in zip(dealt, busiest_and_means(pairs, dealt), strict=True)
+        ]
 
-    def _read(self, indices: list[int | None]) -> Batch:
+    def next_steps(self, first: int, *, max_steps: int) -> StepWork:
+        """The work of steps from the global sequence `first` on, as many as a sample needs."""
+        steps = max(1, min(SAMPLED_SEQUENCES // self.global_batch_size, max_steps))
+        dealt = [part for step in range(steps) for part in self.deal(first + step * self.global_batch_size)]
+        busiest, mean = (sum(pairs) / steps for pairs in zip(*(part[1:] for part in dealt), strict=True))
+        return StepWork(steps, busiest, mean, self.tokens_per_rank)
+
+    def _read(self, dealt: Future[list[DealtMicroBatch]], number: int) -> Batch:
+        indices: list[int | None] | str = "of a step"
         try:
-            batch = self._dataset.read(indices, self._shard)
+            indices, busiest, mean = dealt.result()[number]
+            batch = replace(self._dataset.read(indices, self._shard), busiest_pairs=busiest, mean_pairs=mean)
             return batch.pin_memory() if self._pin_memory else batch
         except DataError as error:
             raise DataError(f"sequences {indices}: {error}") from error

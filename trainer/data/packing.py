@@ -2,7 +2,7 @@
 
 Documents are cut into segments of at most seq_len tokens; no token is dropped. A sequence holds one or more segments:
 
-    best_fit   a full segment is a sequence; remainders are packed by best-fit decreasing
+    best_fit   a full segment is a sequence; remainders are packed by best fit (`trainer/data/best_fit.py`)
     concat     the token stream is cut every seq_len tokens; only the last sequence has padding
     single     every segment is a sequence
 """
@@ -10,17 +10,20 @@ Documents are cut into segments of at most seq_len tokens; no token is dropped. 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left, insort
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from math import ceil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from trainer.checkpoint.durable_io import write_atomic
+from trainer.config.data import PACKING_VERSION
+from trainer.data.best_fit import best_fit_decreasing, mixed_best_fit
+from trainer.data.shuffle import shuffled_index, splitmix64s
 from trainer.data.token_dataset import TokenDataset
 from trainer.errors import DataError
 
@@ -81,9 +84,18 @@ class PackingPlan:
 
 
 def pack_documents(
-    lengths: Tensor, *, seq_len: int, packing: Packing, document_filter: DocumentFilter = NO_FILTER
+    lengths: Tensor,
+    *,
+    seq_len: int,
+    packing: Packing,
+    version: int = PACKING_VERSION,
+    seed: int = 0,
+    document_filter: DocumentFilter = NO_FILTER,
 ) -> PackingPlan:
-    """Deterministic. lengths: [documents] int64, each at least 1. Raises DataError if the filter leaves no document."""
+    """A pure function of its arguments. lengths: [documents] int64, each at least 1.
+
+    `seed` is that of best_fit's shuffle. Raises DataError if the filter leaves no document.
+    """
     starts = lengths.cumsum(0) - lengths
     selected = (lengths >= (document_filter.min_length or 0)) & (lengths < (document_filter.max_length or torch.inf))
     if holdout := document_filter.exclude_holdout or document_filter.only_holdout:
@@ -108,7 +120,11 @@ def pack_documents(
         full = lengths == seq_len
         num_full = int(full.sum())
         sequence_of[full] = torch.arange(num_full)
-        sequence_of[~full] = best_fit(lengths[~full], seq_len) + num_full
+        rest = lengths[~full]
+        if version == 1 or not rest.numel():
+            sequence_of[~full] = best_fit_decreasing(rest, seq_len) + num_full
+        else:
+            sequence_of[~full] = mixed_best_fit(rest, seq_len, seed=seed) + num_full
     return group_by_sequence(sequence_of, starts, lengths, seq_len)
 
 
@@ -117,7 +133,8 @@ def holdout_mask(num_documents: int, fraction: float) -> Tensor:
 
     Raises DataError if it holds out no document or every document.
     """
-    is_held_out = torch.tensor([splitmix64(number) < fraction * 2.0**64 for number in range(num_documents)])
+    lowest = -(1 << 63)
+    is_held_out = (splitmix64s(torch.arange(num_documents)) ^ lowest) < ceil(fraction * 2.0**64) + lowest
     if bool(is_held_out.any()) and not bool(is_held_out.all()):
         return is_held_out
     which = "all" if bool(is_held_out.any()) else "none"
@@ -132,30 +149,6 @@ def chunk_documents(starts: Tensor, lengths: Tensor, max_segment_length: int) ->
     return starts[document] + offset, (lengths[document] - offset).clamp(max=max_segment_length)
 
 
-def best_fit(lengths: Tensor, seq_len: int) -> Tensor:
-    """Sequence of each segment, by best-fit decreasing: Ding et al., "Fewer Truncations Improve Language Modeling", 2024."""
-    longest_first = torch.sort(lengths, descending=True, stable=True)
-    sequence_of = [0] * lengths.numel()
-    sequences_by_space: dict[int, list[int]] = {}  # free space -> sequences
-    spaces: list[int] = []  # keys of sequences_by_space, ascending
-    num_sequences = 0
-    for length, segment in zip(longest_first.values.tolist(), longest_first.indices.tolist(), strict=True):
-        slot = bisect_left(spaces, length)
-        if slot < len(spaces):
-            space = spaces[slot]
-            sequence = sequences_by_space[space].pop()
-            if not sequences_by_space[space]:
-                del sequences_by_space[spaces.pop(slot)]
-        else:
-            space, sequence, num_sequences = seq_len, num_sequences, num_sequences + 1
-        sequence_of[segment] = sequence
-        if space - length not in sequences_by_space:
-            insort(spaces, space - length)
-            sequences_by_space[space - length] = []
-        sequences_by_space[space - length].append(sequence)
-    return torch.tensor(sequence_of, dtype=torch.int64)
-
-
 def group_by_sequence(sequence_of: Tensor, starts: Tensor, lengths: Tensor, seq_len: int) -> PackingPlan:
     """Sorts segments, given in stream order, by sequence."""
     order = sequence_of.argsort(stable=True)
@@ -165,19 +158,29 @@ def group_by_sequence(sequence_of: Tensor, starts: Tensor, lengths: Tensor, seq_
 
 
 def load_or_build_plan(
-    dataset: TokenDataset, *, seq_len: int, packing: Packing, document_filter: DocumentFilter = NO_FILTER
+    dataset: TokenDataset,
+    *,
+    seq_len: int,
+    packing: Packing,
+    version: int = PACKING_VERSION,
+    seed: int = 0,
+    document_filter: DocumentFilter = NO_FILTER,
 ) -> PackingPlan:
     """The plan stored with the shards, mapped into memory. Builds it if absent, and stores it if possible."""
-    path, max_document = dataset.folder / f"{packing}-{seq_len}{document_filter}.plan", dataset.meta.max_document
+    is_shuffled = packing == "best_fit" and version > 1
+    shuffled = f"-version-{version}-seed-{seed}" if is_shuffled else ""
+    path, max_document = (
+        dataset.folder / f"{packing}-{seq_len}{document_filter}{shuffled}.plan",
+        dataset.meta.max_document,
+    )
     if max_document is not None and (document_filter.exclude_holdout or document_filter.only_holdout):
         raise DataError(
             f"{dataset.folder} was prepared with data.max_document = {max_document}: data.holdout could hold out one part "
             "of a document and train on another; set max_len in data.mix instead"
         )
     if not path.exists():
-        plan = pack_documents(
-            dataset.document_lengths, seq_len=seq_len, packing=packing, document_filter=document_filter
-        )
+        options: dict[str, Any] = {"version": version, "seed": seed, "document_filter": document_filter}
+        plan = pack_documents(dataset.document_lengths, seq_len=seq_len, packing=packing, **options)
         try:
             write_plan(plan, path, num_tokens=dataset.num_tokens)
         except OSError as error:
@@ -248,30 +251,3 @@ class PackedDataset:
         document_starts, ends = self.token_dataset.document_starts, starts + lengths
         continued = document_starts[torch.searchsorted(document_starts, ends)] != ends
         return starts.tolist(), lengths.tolist(), continued.tolist()
-
-
-MASK64 = (1 << 64) - 1
-ROUNDS = 4
-
-
-def shuffled_index(index: int, *, size: int, seed: int, epoch: int) -> int:
-    """Image of `index` under the permutation of range(size) that `seed` and `epoch` select."""
-    if not 0 <= index < size:
-        raise ValueError(f"index = {index} is not in range({size})")
-    bits = ((size - 1).bit_length() + 1) // 2  # of each half; the network permutes fewer than 4 * size numbers
-    key = splitmix64(splitmix64(seed) ^ epoch)
-    while True:
-        left, right = index >> bits, index & ((1 << bits) - 1)
-        for number in range(ROUNDS):
-            left, right = right, left ^ (splitmix64(key + (number << 32) ^ right) & ((1 << bits) - 1))
-        index = left << bits | right
-        if index < size:
-            return index
-
-
-def splitmix64(value: int) -> int:
-    """64-bit hash: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
-    value = (value + 0x9E3779B97F4A7C15) & MASK64
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK64
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK64
-    return value ^ value >> 31

@@ -157,31 +157,47 @@ class BlendedDataset:
             sequence_sources=tuple((each.source_index, each.num_tokens) for each in sequences),
         )
 
+    def computed_pairs(self, index: int | None) -> float:
+        """(query, key) pairs of a whole sequence, padding included: the mean over layers. Reads no tokens."""
+        lengths = self._padding if index is None else self._segment_lengths(index)
+        boundaries = tuple(self._boundaries([*accumulate((*lengths, self.seq_len - sum(lengths), 0), initial=0)]))
+        return mean_pairs(self._windows, partial(FULL_SEQUENCE.attention_pairs, [boundaries]))
+
+    def _segment_lengths(self, index: int) -> list[int]:
+        source_index, index_in_source = self.round_robin.locate(index)
+        return self.sources[source_index].segment_lengths(index_in_source)
+
+    @property
+    def _padding(self) -> list[int]:
+        """The segments of a sequence of padding: as many as a sequence may have, because that is the least work."""
+        num_segments = min(self._max_segments, self.seq_len) if self._document_mask else 1
+        length, longer = divmod(self.seq_len, num_segments)
+        return [length + 1] * longer + [length] * (num_segments - longer)
+
     def _read_sequence(self, index: int | None, shard: SequenceShard, padded_len: int) -> LocalSequence:
         source_index, index_in_source = (0, 0) if index is None else self.round_robin.locate(index)
         source = self.sources[source_index]
-        lengths = [] if index is None else source.segment_lengths(index_in_source)
-        num_tokens = sum(lengths)
+        lengths = self._padding if index is None else source.segment_lengths(index_in_source)
         # Two more segments, which may be empty: padding up to seq_len, padding up to padded_len.
-        sizes = [*lengths, self.seq_len - num_tokens, padded_len - self.seq_len]
+        sizes = [*lengths, self.seq_len - sum(lengths), padded_len - self.seq_len]
         starts = [*accumulate(sizes, initial=0)]
         boundaries = self._boundaries(starts)
+        documents = [] if index is None else lengths if self._document_mask else [sum(lengths)]
         slices = slice_segments(starts, shard.spans(tuple(boundaries)))
         tokens_S = torch.full((sum(segment.length for segment in slices),), source.pad_token_id)
         labels_S = torch.full_like(tokens_S, IGNORE_INDEX)
         offset = 0
         for segment in slices:
             region = slice(offset, offset + segment.length)
-            if segment.segment_id < len(lengths):
+            if index is not None and segment.segment_id < len(lengths):
                 source.fill(index_in_source, segment.segment_id, segment.start, tokens_S[region], labels_S[region])
             offset += segment.length
         documents_S, positions_S = self._documents_and_positions(slices, starts, len(lengths))
         tensors = (tokens_S, labels_S, positions_S, documents_S, torch.tensor(boundaries, dtype=torch.int32))
-        documents = lengths if self._document_mask else [num_tokens]
         return LocalSequence(
             tensors,
             source_index,
-            num_tokens,
+            sum(documents),
             mean_pairs(self._windows, lambda window: sum(causal_pairs(each, window) for each in documents)),
             tuple(boundaries),
         )

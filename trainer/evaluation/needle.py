@@ -32,9 +32,10 @@ from trainer.commands import CommandParser, format_table, integer, print_lines
 from trainer.config import checks
 from trainer.config.data import DEFAULT_SOURCE
 from trainer.config.job_config import Config
-from trainer.data.packing import holdout_mask, splitmix64
+from trainer.data.packing import holdout_mask
 from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset
+from trainer.data.shuffle import splitmix64
 from trainer.data.source import corpus_spec
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import Tokenizer, load_tokenizer

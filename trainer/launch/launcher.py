@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trainer.checkpoint.initial_checks import validate_initial_weights
 from trainer.checkpoint.initial_tokenizer import validate_initial_tokenizer
-from trainer.checkpoint.run_dir import RunDir, finished_message, next_stage
+from trainer.checkpoint.run_dir import RunDir, finished_message, keep_packing_version, next_stage
 from trainer.config import checks, summary
 from trainer.config.job_config import Config
 from trainer.config.parse import find_config_file, load, name_flags, parse_arguments, show_path
@@ -75,7 +75,9 @@ def main() -> int:
     set_worker_environment(os.environ, world, cpu_optimizer=config.memory.optimizer_placement == "host")
     if world.rank is not None:
         os.execv(sys.executable, [sys.executable, "-u", str(TRAIN_SCRIPT), spec.to_json()])
-    return run_with_restarts(spec, world, TRAIN_SCRIPT, reload=lambda: load(argv), prepare=prepare_run)
+    return run_with_restarts(
+        spec, world, TRAIN_SCRIPT, reload=lambda: keep_packing_version(load(argv)), prepare=prepare_run
+    )
 
 
 def prepare_run(config: Recipe, world: LaunchWorld) -> RunSpec | int:
@@ -141,7 +143,7 @@ def load_and_validate(
     if environment.get("CONFIG_FILE") and not any(arg.startswith("--config") for arg in argv):
         problems.append("CONFIG_FILE, a variable of torchtitan, is not read: use --config")
     with collecting(problems):
-        config = load(argv)
+        config = keep_packing_version(load(argv))
     with collecting(problems):
         if planning and not environment.get("NGPU"):
             world = LaunchWorld(nproc_per_node=config.stated_world_size)

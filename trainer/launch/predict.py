@@ -19,7 +19,7 @@ from trainer.hardware.device_specs import select_device
 from trainer.memory.auto import describe_memory_options, fit_memory_options
 from trainer.memory.estimator import estimate_memory
 from trainer.memory.report import memory_summary, out_of_memory_advice
-from trainer.plan.critical_path import predict_step_time
+from trainer.plan.critical_path import predict_step_time, sequence_cost
 
 
 def predict(config: Config, world_size: int, *, num_nodes: int) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def predict(config: Config, world_size: int, *, num_nodes: int) -> dict[str, Any
 
     Step time is absent where no device is known, memory while `recompute = "auto"` is open.
     """
-    described = {
+    described: dict[str, Any] = {
         "summary": parallelism_summary(config, world_size),
         "warnings": [*warnings(config, world_size), *topology(config, world_size, nodes=num_nodes).warnings()],
     }
@@ -35,9 +35,12 @@ def predict(config: Config, world_size: int, *, num_nodes: int) -> dict[str, Any
         return described
     device = select_device(config)
     memory = estimate_memory(config, world_size)
+    if device is not None:
+        step = predict_step_time(config, world_size, device)
+        per_token, per_pair = sequence_cost(config, world_size, step)
+        described |= {"device": device.name, "step_seconds": step.seconds}
+        described |= {"seconds_per_token": per_token, "seconds_per_pair": per_pair}
     return described | {
-        "device": None if device is None else device.name,
-        "step_seconds": None if device is None else predict_step_time(config, world_size, device).seconds,
         "device_bytes": memory.device_bytes,
         "memory_summary": memory_summary(memory),
         "out_of_memory_advice": out_of_memory_advice(config, world_size),

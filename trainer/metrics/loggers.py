@@ -37,6 +37,7 @@ TENSORBOARD_TAGS = {
     "data_wait_pct": "perf/data_wait_pct",
     "goodput_pct": "perf/goodput_pct",
     "attention_imbalance": "perf/attention_imbalance",
+    "dp_imbalance": "perf/dp_imbalance",
     "memory_peak_gib": "memory/peak_gib",
     "memory_reserved_gib": "memory/reserved_gib",
     "rss_gib": "memory/rss_gib",
@@ -175,6 +176,7 @@ def format_step(record: Record, *, total_steps: int, eta_seconds: float, num_tok
         f"rss {format_bytes(record['rss_gib'] * GIB)}",
         f"data wait {record['data_wait_pct']:.1f}%",
         f"attn imbalance {record['attention_imbalance']:.2f}" if num_token_ranks > 1 else "",
+        f"dp imbalance {record['dp_imbalance']:.2f}" if record["dp_imbalance"] != 1 else "",
         f"eta {format_duration(eta_seconds)}",
     )
     return "  ".join(filter(None, parts))

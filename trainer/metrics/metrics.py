@@ -20,6 +20,7 @@ from trainer.checkpoint.durable_io import LineAppender, format_bytes
 from trainer.checkpoint.manager import Save
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
+from trainer.data.deal import Cost
 from trainer.errors import DivergedError
 from trainer.evaluation.validation import ValidationResult, format_validation
 from trainer.hardware.device import ComputeProbe, peak_device_memory, peak_flops, peak_host_memory
@@ -54,6 +55,9 @@ class MetricsProcessor:
         self.flops = [(count(tokens=1, pairs=0), count(tokens=0, pairs=1)) for count in (self.model.flops, executed)]
         """Of a token and of a pair: model FLOPs, and executed ones."""
         self.prediction = read_prediction(run_dir.prediction_path)
+        per_token, per_pair = self.prediction.seconds_per_token, self.prediction.seconds_per_pair
+        self.cost = Cost(*self.flops[1]) if per_token is None or per_pair is None else Cost(per_token, per_pair)
+        """In seconds of a known device, else in executed FLOPs."""
         self.peak_flops = self.config.metrics.peak_flops or peak_flops(self.device)
         self.last_metrics: StepMetrics | None = None
         self.straggler_detector = StragglerDetector(self.config.health.straggler_ratio)
@@ -106,7 +110,9 @@ class MetricsProcessor:
         degrees = ", ".join(f"{axis} {size}" for axis, size in trainer.mesh.degrees.items() if size > 1) or "1 process"
         model, parameters = f"{self.config.model.family} {self.config.model.size}", f"{self.model.num_parameters:,}"
         log.info("model %s, %s parameters, on %s: %s", model, parameters, self.device.type, degrees)
-        for text in filter(None, (*self.prediction.summary, self.prediction.memory_summary)):
+        for text in filter(
+            None, (*self.prediction.summary, self._expected_imbalance(), self.prediction.memory_summary)
+        ):
             log.info("%s", text)
         log.info("attention kernel: %s", trainer.parallel_model.kernel)
         training = self.config.training
@@ -124,6 +130,14 @@ class MetricsProcessor:
             self._log_resume(resumed_from)
         resumed = str(resumed_from) if resumed_from else None
         self._log_event("start", step=trainer.step, stage=stage.name, world_size=trainer.world.size, resumed=resumed)
+
+    def _expected_imbalance(self) -> str:
+        """Of data parallelism in the next steps; empty on one rank."""
+        trainer = self.trainer
+        if trainer.mesh.dp_degree == 1:
+            return ""
+        work = trainer.loader.next_steps(trainer.next_sequence, max_steps=self.stage.end_step - trainer.step)
+        return f"data parallelism: dp imbalance {work.imbalance(self.cost):.2f} in the next {work.steps} steps"
 
     def _log_resume(self, checkpoint: Path) -> None:
         trainer, stage = self.trainer, self.stage
@@ -299,6 +313,7 @@ class MetricsProcessor:
             "rss_gib": rss / GIB,
             "goodput_pct": self.trainer.goodput.percent(),
             "attention_imbalance": metrics.attention_imbalance,
+            "dp_imbalance": self.dp_imbalance(result.busiest_pairs, result.mean_pairs),
             "loss_by_position": dict(
                 zip(position_bucket_names(), map(finite_or_none, metrics.loss_by_position), strict=True)
             ),
@@ -307,6 +322,11 @@ class MetricsProcessor:
             "sources": self._source_metrics(result, metrics),
         }
         return record | {"skipped": True} if metrics.skipped else record
+
+    def dp_imbalance(self, busiest_pairs: float, mean_pairs: float) -> float:
+        """Predicted work of the busiest data-parallel rank over the mean, in one step."""
+        tokens = self.trainer.loader.tokens_per_rank
+        return self.cost.imbalance(busiest_pairs=busiest_pairs, mean_pairs=mean_pairs, tokens=tokens)
 
     def _source_metrics(self, result: StepResult, metrics: StepMetrics) -> dict[str, dict[str, float | None]]:
         epochs = self.dataset.epochs(result.next_sequence)

@@ -20,6 +20,9 @@ class Prediction:
     device: str | None = None
     step_seconds: float | None = None
     device_bytes: float | None = None
+    seconds_per_token: float | None = None
+    seconds_per_pair: float | None = None
+    """Of a (query, key) pair of a sequence; the mean over layers."""
     memory_summary: str | None = None
     summary: Sequence[str] = ()
     warnings: Sequence[str] = ()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trainer.config.job_config import Config
+from trainer.data.deal import Cost
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.plan import interconnect
 from trainer.plan.pipeline_bubble import bubble_seconds
@@ -23,6 +24,11 @@ class StepTime:
     seconds: float
     executed_flops: float
     """Of all ranks, including recomputation."""
+
+    @cached_property
+    def attention_seconds(self) -> float:
+        """Of the busiest rank, in attention kernels: what grows with the (query, key) pairs of sequences."""
+        return self.busiest.compute.get("attention", 0)
 
     @cached_property
     def busiest(self) -> RankStepTime:
@@ -52,6 +58,15 @@ def predict_step_time(config: Config, world_size: int, device: DeviceSpec) -> St
         step_times.append(replace(stage.step_time, pp_rank=pp_rank, bubble=bubble, optimizer=optimizer))
     executed_flops = world_size // config.parallelism.pp * sum(stage.executed_flops for stage in ranks)
     return StepTime(tuple(step_times), step_seconds, executed_flops)
+
+
+def sequence_cost(config: Config, world_size: int, step: StepTime) -> Cost:
+    """Seconds of a data-parallel rank per token, and per (query, key) pair of a layer, of its sequences."""
+    training, degrees = config.training, config.parallelism.degrees(world_size)
+    sequences = training.global_batch_size / (degrees["dp_replicate"] * degrees["dp_shard"])
+    pairs = config.model.build().mean_pairs(training.seq_len)
+    rest = step.busiest.busy - step.attention_seconds
+    return Cost(rest / (sequences * training.seq_len), step.attention_seconds / (sequences * pairs))
 
 
 def _pipeline_time(ranks: Sequence[RankTimeModel]) -> tuple[float, list[float]]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from trainer.config.job_config import Config
 from trainer.config.summary import warnings
+from trainer.errors import RunError
 from trainer.hardware.device_specs import DEFAULT_DEVICE, DEFAULT_DEVICE_NOTE, DeviceSpec, load_device, select_device
 from trainer.hardware.host import GIB
 from trainer.memory.estimator import MemoryEstimate
@@ -16,6 +17,7 @@ from trainer.memory.report import with_overrides
 from trainer.memory.tensors import LINES
 from trainer.plan.comm_volume import attention_bytes
 from trainer.plan.console import show
+from trainer.plan.critical_path import sequence_cost
 from trainer.plan.document import BarChart, LineChart, PlanReport, StackedBar, Table, format_gib
 from trainer.plan.plan import RunPlan, Suggestion, TrainingPlan, plan_run, plan_stage
 from trainer.plan.rank_workload import rank_workload
@@ -107,10 +109,35 @@ def show_plan_at_launch(config: Config, world_size: int) -> bool:
     """Prints the plan of a run; whether it fits."""
     device = select_device(config)
     run = plan_run(config, world_size, device or load_device(DEFAULT_DEVICE))
-    show(plan_report(run, curve=False, notes=[] if device else [DEFAULT_DEVICE_NOTE]))
+    notes = [*([] if device else [DEFAULT_DEVICE_NOTE]), *_documents(run.stages[0])]
+    show(plan_report(run, curve=False, notes=notes))
     for problem in run.memory_shortages:
         sys.stderr.write(f"error: the run does not fit: {problem}\n")
     return not run.memory_shortages
+
+
+def _documents(plan: TrainingPlan) -> Iterator[str]:
+    """What the packed documents of the first stage change, if they are prepared."""
+    if not plan.config.context_plan().packs_documents:
+        return
+    from trainer.data.balance import first_steps  # Imports torch.
+
+    try:
+        work = first_steps(plan.config, plan.world_size)
+    except RunError as error:
+        yield f"the corpus cannot be read: {error}"
+        return
+    if work is None:
+        yield "the corpus is not prepared yet: its documents and their balance between ranks are unknown"
+        return
+    cost = sequence_cost(plan.config, plan.world_size, plan.step_time)
+    seq_len, model = plan.config.training.seq_len, plan.config.model.build()
+    whole = work.tokens / seq_len * model.mean_pairs(seq_len)
+    seconds = plan.step_seconds - plan.step_time.attention_seconds * (1 - work.busiest_pairs / whole)
+    yield (
+        f"with the documents of the first {work.steps} steps: {work.mean_pairs / whole:.1%} of the (query, key) pairs, "
+        f"dp imbalance {work.imbalance(cost):.2f}, {_seconds(seconds)} a step"
+    )
 
 
 # ---- sections

@@ -151,6 +151,7 @@ DATA: Cases = {
     "data.separators": losses(("bos_eos", "eos")),
     "data.holdout": (losses((0.0, 0.5)), case(see.validation, (0.25, 0.5), HELD_SAME)),
     "data.packing": (losses(("best_fit", "concat")), case(see.validation, ("best_fit", "concat"), HELD)),
+    "data.packing_version": (losses((1, 2)), case(see.validation, (1, 2), HELD)),
     "data.mask": (
         losses(("document", "none")),
         case(see.inputs, ("document", "none")),

@@ -70,7 +70,7 @@ def prepare(
         return open_token_dataset(Path(source.corpus), source, tokenizer)
     document_separators(tokenizer, source.separators)
     corpus = Corpus(source)
-    name = f"{corpus.name}-{cache_key(corpus, source, tokenizer, shard_tokens)}"
+    name = folder_name(corpus, source, tokenizer, shard_tokens)
     location = f'data.cache_dir = "{source.cache_dir}"' if folder is None else str(folder)
     folder = folder or source.cache_dir / name
     try:
@@ -105,6 +105,19 @@ def open_token_dataset(folder: Path, source: CorpusSpec, tokenizer: Tokenizer) -
         dataset.fingerprint,
     )
     return dataset
+
+
+def prepared_folder(source: CorpusSpec, tokenizer: Tokenizer) -> Path | None:
+    """Where `prepare` finds the tokens of a source; None if they are absent. Raises DataError if the source is."""
+    if is_token_dataset(Path(source.corpus)):
+        return Path(source.corpus)
+    folder = source.cache_dir / folder_name(Corpus(source), source, tokenizer, SHARD_TOKENS)
+    return folder if is_token_dataset(folder) else None
+
+
+def folder_name(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_tokens: int) -> str:
+    """In `cache_dir`."""
+    return f"{corpus.name}-{cache_key(corpus, source, tokenizer, shard_tokens)}"
 
 
 def cache_key(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_tokens: int) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer.commands import OVERRIDES_HELP, CommandParser, integer, run_command
 from trainer.config import checks
-from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, HF_PREFIX, STDLIB_CORPUS
+from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, HF_PREFIX, PACKING_VERSION, STDLIB_CORPUS
 from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.data.prepare import prepare
@@ -102,6 +102,7 @@ def prepare_corpora(arguments: Namespace, overrides: Sequence[str]) -> None:
 
 
 def inspect(arguments: Namespace, overrides: Sequence[str]) -> None:
+    from trainer.data.packing import pack_documents
     from trainer.data.prepare.report import render_report
 
     config, folder = load(overrides), arguments.folder
@@ -113,7 +114,15 @@ def inspect(arguments: Namespace, overrides: Sequence[str]) -> None:
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
     datasets = [TokenDataset(folder)] if folder else [prepare(spec, tokenizer) for spec in specs.values()]
     for dataset in datasets:
-        sys.stdout.write(render_report(dataset, tokenizer, samples=arguments.samples, verify=arguments.verify))
+        plan = pack_documents(
+            dataset.document_lengths,
+            seq_len=config.training.seq_len,
+            packing=config.data.packing,
+            version=config.data.packing_version or PACKING_VERSION,
+            seed=config.training.seed,
+        )
+        options = {"samples": arguments.samples, "verify": arguments.verify, "plan": plan}
+        sys.stdout.write(render_report(dataset, tokenizer, **options))
 
 
 COMMANDS = {"prepare": prepare_corpora, "inspect": inspect}

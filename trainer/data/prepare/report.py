@@ -9,6 +9,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from trainer.data.packing import PackingPlan
+from trainer.data.packing_stats import packing_facts
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
@@ -18,8 +20,8 @@ LENGTH_BINS = (0, *(1 << power for power in (8, 10, 12, 14, 16, 18, 20)))
 SAMPLE_TOKENS = 64
 
 
-def render_report(dataset: TokenDataset, tokenizer: Tokenizer, *, samples: int, verify: bool) -> str:
-    """Raises DataError if a checksum does not match."""
+def render_report(dataset: TokenDataset, tokenizer: Tokenizer, *, samples: int, verify: bool, plan: PackingPlan) -> str:
+    """`plan`: of these documents. Raises DataError if a checksum does not match."""
     if verify:
         verify_checksums(dataset)
     meta = dataset.meta
@@ -35,7 +37,10 @@ def render_report(dataset: TokenDataset, tokenizer: Tokenizer, *, samples: int, 
     samples_table: Table | Text = Text(f"No samples: [tokenizer] is {tokenizer.fingerprint}, a different one.")
     if meta.tokenizer == tokenizer.fingerprint:
         samples_table = sample_table(dataset, tokenizer, samples)
-    rendered = Console().render(Group(facts, histogram(dataset.document_lengths), samples_table))
+    packed = Table(show_header=False, title="packed", title_justify="left")
+    for name, fact in packing_facts(plan).items():
+        packed.add_row(name, fact)
+    rendered = Console().render(Group(facts, histogram(dataset.document_lengths), packed, samples_table))
     return "".join(segment.text for segment in rendered)
 
 
