@@ -71,8 +71,11 @@ class MicroBatchLoader:
         self._shard = shard
         self._pin_memory = pin_memory
         self.num_micro_batches = -(-global_batch_size // (dp_size * micro_batch_size))
-        self.tokens_per_rank = self.num_micro_batches * micro_batch_size * dataset.seq_len
+
+    @property
+    def tokens_per_rank(self) -> int:
         """Of whole sequences, per step."""
+        return self.num_micro_batches * self._micro_batch_size * self._dataset.seq_len
 
     def steps(self, start_sequence: int) -> Generator[list[Batch], None, None]:
         """Yields the micro-batches of each step without end, from the step that begins at `start_sequence`.
