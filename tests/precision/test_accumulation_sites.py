@@ -91,7 +91,7 @@ EXEMPT = {
     "trainer.evaluation.needle.evaluate_length": ("all_reduce sum", FLOAT64),
     "trainer.evaluation.needle.evaluate_length.record": ("index_add_ sum", FLOAT64),
     "trainer.metrics.step_metrics.MetricAccumulator.__init__": ("sum", INTEGERS),
-    "trainer.trainer.Trainer.train_steps": ("+=", INTEGERS),
+    "trainer.trainer.Trainer.train_steps": ("+= sum sum", "integers; numbers of pairs, floats of Python"),
     "trainer.trainer.Trainer.forward_backward": ("sum", LOSS),
     "trainer.trainer.Trainer.optimizer_step": ("+= all_reduce", "integers; the metric vector"),
 }

@@ -125,12 +125,17 @@ class BlockMemory:
         fits = halo_fits(self.sequences * max(received), self.sequences * tokens, str(self.context_plan.rotate_method))
         return [*zip(sent, received, strict=True)] if fits else []
 
+    @property
+    def _largest_halo(self) -> tuple[int, int]:
+        """Of equal ones, that which sends more: KV is sent more often than its gradients are returned."""
+        return max(self._halos, key=lambda halo: (sum(halo), halo[0]))
+
     @cached_property
     def halo(self) -> tuple[float, float] | None:
         """KV (sent, received) by the rank with most of both, relative to its own; None: ranks exchange all KV."""
         if self.layout is None or not self._halos:
             return None
-        (sent, received), tokens = max(self._halos, key=sum), self.layout.num_tokens // self.ring_degree
+        (sent, received), tokens = self._largest_halo, self.layout.num_tokens // self.ring_degree
         return sent / tokens, received / tokens
 
     @cached_property
@@ -138,7 +143,7 @@ class BlockMemory:
         """Of the rank with the largest halo; without one, of all ranks."""
         if self.layout is None:
             return []
-        busiest = [self._halos.index(max(self._halos, key=sum))] if self._halos else range(self.ring_degree)
+        busiest = [self._halos.index(self._largest_halo)] if self._halos else range(self.ring_degree)
         return [self.layout.spans(rank) for rank in busiest]
 
     @cached_property
