@@ -14,7 +14,7 @@ from math import lcm, prod
 
 from models.config import ModelConfig
 from models.layers import NORMS, LayerKind
-from parallelisms.context.shard_layout import SeqLayout, TokenSpan, halo_fits
+from parallelisms.context.shard_layout import SeqLayout, TokenSpan, halo_fits, halo_traffic
 from parallelisms.parallel_dims import ContextPlan
 from trainer.memory.tensors import (
     DTYPE_BYTES,
@@ -125,17 +125,12 @@ class BlockMemory:
         fits = halo_fits(self.sequences * max(received), self.sequences * tokens, str(self.context_plan.rotate_method))
         return [*zip(sent, received, strict=True)] if fits else []
 
-    @property
-    def _largest_halo(self) -> tuple[int, int]:
-        """Of equal ones, that which sends more: KV is sent more often than its gradients are returned."""
-        return max(self._halos, key=lambda halo: (sum(halo), halo[0]))
-
     @cached_property
     def halo(self) -> tuple[float, float] | None:
         """KV (sent, received) by the rank with most of both, relative to its own; None: ranks exchange all KV."""
         if self.layout is None or not self._halos:
             return None
-        (sent, received), tokens = self._largest_halo, self.layout.num_tokens // self.ring_degree
+        (sent, received), tokens = max(self._halos, key=halo_traffic), self.layout.num_tokens // self.ring_degree
         return sent / tokens, received / tokens
 
     @cached_property
@@ -143,7 +138,7 @@ class BlockMemory:
         """Of the rank with the largest halo; without one, of all ranks."""
         if self.layout is None:
             return []
-        busiest = [self._halos.index(self._largest_halo)] if self._halos else range(self.ring_degree)
+        busiest = [self._halos.index(max(self._halos, key=halo_traffic))] if self._halos else range(self.ring_degree)
         return [self.layout.spans(rank) for rank in busiest]
 
     @cached_property
