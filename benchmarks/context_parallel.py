@@ -40,6 +40,7 @@ from benchmarks.pages import replace_block
 from models import attention_op
 from parallelisms.context import ring
 from parallelisms.context.attention_plan import RankAttentionPlan
+from parallelisms.context.batch_layout import BatchLayout
 from parallelisms.context.ring import AllGather, KVExchange, Ring
 from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.parallel_dims import CP_METHODS, ContextPlan, ShardLayout, kv_head_repeats
@@ -148,7 +149,7 @@ def whole(item: Item, heads: int, kv_heads: int) -> Job:
     """Forward and backward of all tokens in one process."""
     q, grad = (item.draw(item.tokens, heads) for _ in range(2))
     k, v = (item.draw(item.tokens, kv_heads) for _ in range(2))
-    squares = attention_op.document_blocks((item.boundaries,), item.tokens)
+    squares = attention_op.document_blocks(torch.tensor([item.boundaries], dtype=torch.int32), 1, item.tokens)
 
     def job() -> None:
         out, lse = attention_op.forward(q, k, v, squares, kernel=item.kernel)
@@ -164,11 +165,11 @@ def shares(item: Item, plan: ContextPlan) -> Iterator[tuple[Job, Wire]]:
     if plan.rotate_method is None or plan.ring_degree == 1:
         yield whole(item, heads, kv_heads), Wire([])
         return
-    rows = (SeqLayout(plan.resolved_layout, plan.ring_degree, item.boundaries),)
+    layout = BatchLayout(plan.resolved_layout, plan.ring_degree, torch.tensor([item.boundaries]))
     held = item.tokens // plan.ring_degree
     everyone = [torch.stack([item.draw(held, kv_heads) for _ in range(2)]) for _ in range(plan.ring_degree)]
     for rank in range(plan.ring_degree):
-        yield share_of(item, plan, RankAttentionPlan(rows, rank), everyone, heads)
+        yield share_of(item, plan, RankAttentionPlan(layout, rank), everyone, heads)
 
 
 def share_of(
@@ -313,8 +314,7 @@ def window_table(tokens: int = 2**17, cps: tuple[int, ...] = (8, 32)) -> list[st
 
 def window_bytes(layout: SeqLayout, window: int) -> int:
     """What the busiest rank sends."""
-    halos = RankAttentionPlan([layout], 0, window=window).halo_tokens
-    return max(map(sum, zip(*halos, strict=True))) * KV_BYTES
+    return max(map(sum, zip(*layout.halo_tokens(window), strict=True))) * KV_BYTES
 
 
 def documents(tokens: int, *, packed: bool) -> tuple[int, ...]:

@@ -35,8 +35,9 @@ from random import Random
 
 import regex
 import torch
+from torch import Tensor
 
-from parallelisms.context.shard_layout import SeqLayout
+from parallelisms.context.batch_layout import BatchLayout
 from tests.build_datasets import build_blended_dataset
 from tests.sentencepiece_model import train_sentencepiece
 from trainer.config.data import STDLIB_CORPUS, DataSection
@@ -145,14 +146,12 @@ class HeadTail:
     def seq_len_divisor(self) -> int:
         return 2 * self.ranks
 
-    def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
-        return [(piece.start, piece.length) for piece in SeqLayout("headtail", self.ranks, boundaries).spans(self.rank)]
+    def spans(self, boundaries_D: Tensor) -> tuple[Tensor, Tensor]:
+        spans = BatchLayout("headtail", self.ranks, boundaries_D[None]).of_rank(self.rank)
+        return spans.start, spans.length
 
-    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]], window: int | None) -> int:
-        return sum(
-            SeqLayout("headtail", self.ranks, boundaries).pairs_per_rank(window)[self.rank]
-            for boundaries in boundaries_per_sequence
-        )
+    def attention_pairs(self, boundaries_BD: Tensor, window: int | None) -> int:
+        return BatchLayout("headtail", self.ranks, boundaries_BD).pairs_per_rank(window)[self.rank]
 
 
 def measure_rows(rounds: int, lengths: Sequence[int]) -> None:

@@ -29,8 +29,8 @@ from models.loss_head import LossHead
 from models.score_blocks import ScoreBlock, ScoreBlocks
 from parallelisms.collectives import to_local
 from parallelisms.context import ring
-from parallelisms.context.attention_plan import RankAttentionPlan, permutation
-from parallelisms.context.shard_layout import SeqLayout
+from parallelisms.context.attention_plan import RankAttentionPlan
+from parallelisms.context.batch_layout import BatchLayout
 from tests.build_datasets import build_train_dataset
 from trainer.distributed import process_group
 from trainer.hardware.host import GIB
@@ -221,9 +221,9 @@ def ring_job(bench: Bench, kernel: str, tokens: int, ranks: int = 4) -> tuple[Ca
     q, grad = (bench.draw(tokens, 32, 128) for _ in range(2))
     k, v = (bench.draw(tokens, 8, 128) for _ in range(2))
     work = ScoreBlocks([ScoreBlock(0, tokens, 0, tokens)], causal=True)
-    layout = SeqLayout("headtail", ranks, (0, tokens))
-    shares = [RankAttentionPlan((layout,), rank) for rank in range(ranks)]
-    order = permutation(layout).to(bench.device)
+    layout = BatchLayout("headtail", ranks, torch.tensor([[0, tokens]]))
+    shares = [RankAttentionPlan(layout, rank) for rank in range(ranks)]
+    order = layout.permutation()[0].to(bench.device)
     back = order.argsort()
     parts = list(zip(*(x[order].chunk(ranks) for x in (grad, q, k, v)), strict=True))
 

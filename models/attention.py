@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.nn import functional as F
 
-from models import attention_op, rope
+from models import attention_op, kernels, rope
 from models.config import ModelConfig
 from models.layers import LayerKind
 from models.linear import local_parameters
@@ -37,6 +37,9 @@ class AttentionCore(Protocol):
         self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, sink_N: Tensor | None = None
     ) -> Tensor:
         """Output [B, S, N, H]."""
+
+    def prepare(self, boundaries_BD: Tensor) -> object:
+        """Computes what a batch needs on the host. It is found later if the result still exists."""
 
     def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Any:
         """Starts to send what other ranks need."""
@@ -67,6 +70,12 @@ class LocalAttentionCore:
         self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, sink_N: Tensor | None = None
     ) -> Tensor:
         return self.forward((q_BSNH, k_BSKH, v_BSKH), boundaries_BD, sink_N)[0]
+
+    def prepare(self, boundaries_BD: Tensor) -> object:
+        seq_len = int(boundaries_BD[0, -1])
+        blocks = attention_op.document_blocks(boundaries_BD, len(boundaries_BD), seq_len, self.window)
+        kernels.prepare(blocks, self.kernel)
+        return blocks
 
     def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> tuple[Tensor, ...]:
         del boundaries_BD

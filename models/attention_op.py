@@ -11,20 +11,17 @@ D document boundaries.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from models import kernels
+from models.batch import remembered
 from models.kernels import Grads
 from models.linear import accumulation_dtype
 from models.online_softmax import OnlineSoftmax, add_sink, sink_grad
-from models.score_blocks import ScoreBlocks
-
-Boundaries = tuple[tuple[int, ...], ...]
+from models.score_blocks import CAUSAL, ScoreBlocks, block_rows
 
 
 @torch.library.custom_op("longhaul::attention", mutates_args=())
@@ -48,7 +45,7 @@ def attention(
     # Not `kernel`: Inductor passes optional arguments by keyword, and has one of that name itself.
     batch_size, seq_len = q_BSNH.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
-    blocks = document_blocks(boundary_tuples(boundaries_BD, batch_size), seq_len, window)
+    blocks = document_blocks(boundaries_BD, batch_size, seq_len, window)
     out_XNH, lse_NX = forward(q, k, v, blocks, kernel=kernel_name, softcap=softcap)
     if sink_N is not None:
         out_XNH, lse_NX = add_sink(out_XNH, lse_NX, sink_N)
@@ -72,7 +69,7 @@ def attention_backward(
     """dq, dk, dv and that of the sink, empty if there is none."""
     batch_size, seq_len = q_BSNH.shape[:2]
     grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH))
-    blocks, lse_NX = document_blocks(boundary_tuples(boundaries_BD, batch_size), seq_len, window), flatten_lse(lse_BNS)
+    blocks, lse_NX = document_blocks(boundaries_BD, batch_size, seq_len, window), flatten_lse(lse_BNS)
     dq, dk, dv = backward(grad, q, k, v, out, lse_NX, blocks, kernel=kernel_name, softcap=softcap)
     return dq.view_as(q_BSNH), dk.view_as(k_BSKH), dv.view_as(v_BSKH), optional_sink_grad(grad, out, lse_NX, sink_N)
 
@@ -144,39 +141,13 @@ def backward(
     return dq, dk, dv
 
 
-@lru_cache(maxsize=64)
-def document_blocks(batch_boundaries: Boundaries, seq_len: int, window: int | None = None) -> ScoreBlocks:
+@remembered
+def document_blocks(boundaries_BD: Tensor, batch_size: int, seq_len: int, window: int | None = None) -> ScoreBlocks:
     """One causal block per document, over all sequences concatenated. Raises ValueError for invalid boundaries."""
-    # Cached because every layer asks for the same blocks.
-    spans = [
-        (index * seq_len + start, index * seq_len + end)
-        for index, boundaries in enumerate(validate_boundaries(batch_boundaries, seq_len))
-        for start, end in pairwise(boundaries)
-        if end > start
-    ]
-    return ScoreBlocks([span + span for span in spans], causal=True, window=window)
-
-
-def boundary_tuples(boundaries_BD: Tensor, batch_size: int) -> Boundaries:
-    """The boundaries of each sequence. Raises ValueError unless they are an int32 CPU tensor [batch_size, D]."""
-    if boundaries_BD.device.type != "cpu" or boundaries_BD.dtype != torch.int32:
-        device, dtype = boundaries_BD.device, boundaries_BD.dtype
-        raise ValueError(f"boundaries must be int32 on the CPU, not {dtype} on {device}")
-    if boundaries_BD.ndim != 2:
-        raise ValueError(
-            f"boundaries must have 2 dimensions [batch, boundaries], not shape {tuple(boundaries_BD.shape)}"
-        )
-    if (num_sequences := boundaries_BD.shape[0]) != batch_size:
-        raise ValueError(f"boundaries have batch size {num_sequences}; q, k and v have {batch_size}")
-    return tuple(map(tuple, boundaries_BD.tolist()))
-
-
-def validate_boundaries(batch_boundaries: Boundaries, seq_len: int) -> Boundaries:
-    """Returns its argument. Raises ValueError unless every sequence's boundaries ascend from 0 to `seq_len`."""
-    for boundaries in batch_boundaries:
-        if boundaries[0] != 0 or boundaries[-1] != seq_len or any(end < start for start, end in pairwise(boundaries)):
-            raise ValueError(f"boundaries {list(boundaries)} must ascend from 0 to the sequence length {seq_len}")
-    return batch_boundaries
+    sequence_starts_B1 = torch.arange(batch_size, device="cpu")[:, None] * seq_len
+    boundaries = (boundaries_BD + sequence_starts_B1).flatten().unique_consecutive()
+    documents_R2 = torch.stack((boundaries[:-1], boundaries[1:]), dim=1)
+    return ScoreBlocks(block_rows(documents_R2, documents_R2, CAUSAL), window=window)
 
 
 def unflatten_lse(lse_NX: Tensor, batch_size: int) -> Tensor:

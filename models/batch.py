@@ -1,18 +1,25 @@
-"""Model inputs of one micro-batch.
+"""Model inputs of one micro-batch, and what is remembered of their document boundaries.
 
 Shape suffixes: B sequences, S tokens of this rank, T tokens of the full sequence, D document boundaries.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100
+Options = ParamSpec("Options")
+Result = TypeVar("Result")
+# Few, because one may hold 15 MiB on the device at 1M tokens.
+NUM_RECENT = 8
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,8 @@ class Batch:
     the mean over layers."""
     mean_pairs: float = 0.0
     """Of all data-parallel ranks."""
+    attention_plans: tuple[object, ...] = ()
+    """What attention needs of the host, computed while the batch was read: found again for as long as it is held here."""
     sequence_sources: tuple[tuple[int, int], ...] = ()
     """For each sequence: the index of its data source, and its tokens without padding."""
 
@@ -61,3 +70,56 @@ class Batch:
     def num_targets(self) -> Tensor:
         """Number of tokens with a label: an int64 scalar on the batch's device."""
         return (self.labels != IGNORE_INDEX).sum()
+
+
+# ---- document boundaries, and what is computed from them
+
+
+def require_boundaries(boundaries_BD: Tensor, batch_size: int) -> None:
+    """Raises ValueError unless boundaries are an int32 CPU tensor [batch_size, D]."""
+    if boundaries_BD.device.type != "cpu" or boundaries_BD.dtype != torch.int32:
+        device, dtype = boundaries_BD.device, boundaries_BD.dtype
+        raise ValueError(f"boundaries must be int32 on the CPU, not {dtype} on {device}")
+    if boundaries_BD.ndim != 2:
+        raise ValueError(
+            f"boundaries must have 2 dimensions [batch, boundaries], not shape {tuple(boundaries_BD.shape)}"
+        )
+    if (num_sequences := boundaries_BD.shape[0]) != batch_size:
+        raise ValueError(f"boundaries have batch size {num_sequences}; q, k and v have {batch_size}")
+
+
+def require_ascending(boundaries_BD: Tensor, seq_len: int) -> None:
+    """Raises ValueError unless every sequence's boundaries ascend from 0 to `seq_len`."""
+    for boundaries_D in boundaries_BD:
+        if boundaries_D[0] != 0 or boundaries_D[-1] != seq_len or bool((boundaries_D.diff() < 0).any()):
+            raise ValueError(f"boundaries {boundaries_D.tolist()} must ascend from 0 to the sequence length {seq_len}")
+
+
+def remembered(
+    build: Callable[Concatenate[Tensor, int, int, Options], Result],
+) -> Callable[Concatenate[Tensor, int, int, Options], Result]:
+    """Remembers results of a function of (boundaries_BD, batch_size, seq_len, ...): those that something holds, and the last
+    few. Every layer asks for the same ones; a batch holds what was computed while it was read.
+
+    Raises ValueError for boundaries that do not fit.
+    """
+    held: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
+    recent = deque[Any](maxlen=NUM_RECENT)
+
+    @wraps(build)
+    def remember(
+        boundaries_BD: Tensor, batch_size: int, seq_len: int, /, *args: Options.args, **kwargs: Options.kwargs
+    ) -> Result:
+        require_boundaries(boundaries_BD, batch_size)
+        content = bytearray(boundaries_BD.nbytes)
+        torch.frombuffer(content, dtype=torch.int32).copy_(boundaries_BD.flatten())
+        key = (bytes(content), batch_size, seq_len, args, *kwargs.items())
+        result: Result | None = held.get(key)
+        if result is None:
+            require_ascending(boundaries_BD, seq_len)
+            result = build(boundaries_BD, batch_size, seq_len, *args, **kwargs)
+            held[key] = result
+            recent.append(result)
+        return result
+
+    return remember

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from models.layers import EMBEDDING, HEAD, LETTERS, LayerKind, Parameter, Sizes
 
@@ -79,10 +79,17 @@ class RopeConfig:
         return problems
 
 
-def causal_pairs(tokens: int, window: int | None = None) -> int:
+Tokens = TypeVar("Tokens", bound=Any)
+"""int, or an int64 tensor."""
+
+
+def causal_pairs(tokens: Tokens, window: int | None = None) -> Tokens:
     """(query, key) pairs of a document of `tokens`, in which a query sees at most `window` keys, its own included."""
-    whole = min(tokens, window or tokens)
-    return whole * (whole + 1) // 2 + (tokens - whole) * whole
+    pairs: Tokens = tokens * (tokens + 1) // 2
+    if window is None:
+        return pairs
+    beyond = (tokens - window) * (tokens > window)
+    return cast(Tokens, pairs - beyond * (beyond + 1) // 2)
 
 
 Windows = Mapping[int | None, int]

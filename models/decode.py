@@ -15,7 +15,7 @@ from models import attention_op
 from models.attention import Attention, AttentionCore
 from models.batch import IGNORE_INDEX, Batch
 from models.online_softmax import add_sink
-from models.score_blocks import ScoreBlocks, window_blocks
+from models.score_blocks import CAUSAL, ScoreBlocks, block_rows, rows_before
 from models.transformer import Transformer
 
 
@@ -40,8 +40,14 @@ class KVCacheCore:
         for cache, x in zip(self._kv_cache, new_kv, strict=True):
             cache[past_length : self.length] = x
         k_YKH, v_YKH = (cache[: self.length] for cache in self._kv_cache)
-        pairs = window_blocks(range(past_length, self.length), range(self.length), self.window)
-        blocks = ScoreBlocks(block._replace(q0=block.q0 - past_length, q1=block.q1 - past_length) for block in pairs)
+        new_12, past_12 = (
+            torch.tensor([tokens], device="cpu") for tokens in ((past_length, self.length), (0, past_length))
+        )
+        rows_R5 = block_rows(new_12 - past_length, new_12, CAUSAL)
+        if past_length:
+            shift_12 = torch.tensor([[-past_length, 0]], device="cpu")
+            rows_R5 = torch.cat((rows_before(new_12, past_12, self.window, shift_P2=shift_12), rows_R5))
+        blocks = ScoreBlocks(rows_R5, window=self.window)
         out_XNH, lse_NX = attention_op.forward(q_XNH, k_YKH, v_YKH, blocks, **self._scores)
         if sink_N is not None:
             out_XNH, _ = add_sink(out_XNH, lse_NX, sink_N)

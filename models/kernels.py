@@ -134,6 +134,12 @@ def supported_blocks(blocks: ScoreBlocks, kernel: str) -> ScoreBlocks:
     return blocks if kernel == "flash" else blocks.without_window
 
 
+def prepare(blocks: ScoreBlocks, kernel: str) -> None:
+    """Computes what a kernel's calls need on the host, and keeps it with the blocks. `kernel`: a name other than "auto"."""
+    for name, part in _assigned(blocks, kernel):
+        _ = part.host_varlen_batches if name == "flash" else part.blocks
+
+
 def _assigned(blocks: ScoreBlocks, name: str) -> Iterator[tuple[str, ScoreBlocks]]:
     """Kernels and the blocks that they take.
 
@@ -141,7 +147,7 @@ def _assigned(blocks: ScoreBlocks, name: str) -> Iterator[tuple[str, ScoreBlocks
     """
     blocks = supported_blocks(blocks, name)
     parts = zip(("flash", "cudnn"), blocks.by_length, strict=True) if name == "cudnn" else [(name, blocks)]
-    return ((name, part) for name, part in parts if part.blocks)
+    return ((name, part) for name, part in parts if len(part))
 
 
 # ---- CPU flash: takes any strides, grouped-query heads and float64.

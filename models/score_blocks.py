@@ -14,20 +14,25 @@ made of these three:
             6             f c c c
             7               c c c c
 
-Shape suffixes: X query tokens and Y key tokens (all sequences of a batch concatenated).
+Blocks are rows of an int64 tensor on the host: a sequence may have a hundred thousand, too many for Python.
+
+Shape suffixes: X query tokens and Y key tokens (all sequences of a batch concatenated), R blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from models.ranges import concatenated_ranges
+
 Mask = Literal["full", "causal", "flipped"]
+MASKS: tuple[Mask, ...] = get_args(Mask)
+FULL, CAUSAL, FLIPPED = range(len(MASKS))
 TokenIndex = slice | Tensor
 """A range of tokens, or distinct int64 indices."""
 
@@ -41,14 +46,9 @@ class ScoreBlock(NamedTuple):
     k1: int
     mask: Mask = "full"
 
-    @property
-    def is_single(self) -> bool:
-        """Whether it has a single query or key."""
-        return min(self.q1 - self.q0, self.k1 - self.k0) == 1
-
 
 class ScoreBlocks:
-    """Blocks of the score matrix, ascending in their queries; validated once for all layers.
+    """Blocks of the score matrix; validated once for all layers.
 
     `window`: how many keys a query of a causal block sees at most, its own included; only kernels with windows take
     such blocks, and `without_window` are the same pairs for the others. Raises ValueError for an empty block, and for one
@@ -57,87 +57,125 @@ class ScoreBlocks:
 
     def __init__(
         self,
-        blocks: Iterable[tuple[int, int, int, int] | ScoreBlock],
+        blocks: Tensor | Iterable[tuple[int, int, int, int] | ScoreBlock],
         *,
         causal: bool = False,
         window: int | None = None,
     ) -> None:
-        """`causal`: all blocks are."""
-        self.blocks = tuple(ScoreBlock(*block[:4], "causal") if causal else ScoreBlock(*block) for block in blocks)
-        self._varlen_batches: dict[torch.device, list[VarlenBatch]] = {}
-        longest = 0
+        """`blocks`: also int64 [R, 5] on the CPU, the last column a mask's place in `MASKS`. `causal`: all blocks are."""
+        if not isinstance(blocks, Tensor):
+            named = [ScoreBlock(*block) for block in blocks]
+            rows = [(*block[:4], CAUSAL if causal else MASKS.index(block.mask)) for block in named]
+            blocks = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 5)
+        self._rows_R5 = blocks
+        q0, q1, k0, k1, mask = blocks.unbind(1)
+        queries, keys = q1 - q0, k1 - k0
         # The CPU kernel crashes on length zero; kernels disagree on the diagonal of a block that is not square.
-        for block in self.blocks:
-            queries, keys = block.q1 - block.q0, block.k1 - block.k0
-            if queries <= 0 or keys <= 0:
-                raise ValueError(f"{block} is empty: attention needs at least one query and one key")
-            if block.mask != "full" and queries != keys:
-                raise ValueError(f"{block} is {block.mask}, and must have as many queries as keys")
-            longest = max(longest, queries if block.mask == "causal" else 0)
-        self.window = window if window is not None and window < longest else None
+        if rows := blocks[torch.minimum(queries, keys) <= 0].tolist():
+            raise ValueError(f"{_named(rows[0])} is empty: attention needs at least one query and one key")
+        if rows := blocks[(mask != FULL) & (queries != keys)].tolist():
+            raise ValueError(f"{_named(rows[0])} is {MASKS[rows[0][4]]}, and must have as many queries as keys")
+        self._is_long = torch.zeros_like(mask, dtype=torch.bool)
+        """Causal, and longer than the window."""
+        if window is not None:
+            self._is_long = (mask == CAUSAL) & (queries > window)
+        self.window = window if bool(self._is_long.any()) else None
+        self._varlen_batches: dict[torch.device, list[VarlenBatch]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows_R5)
+
+    @cached_property
+    def blocks(self) -> tuple[ScoreBlock, ...]:
+        *columns, masks = (column.tolist() for column in self._rows_R5.unbind(1))
+        return tuple(map(ScoreBlock, *columns, map(MASKS.__getitem__, masks)))
 
     @cached_property
     def is_diagonal(self) -> bool:
         """Whether all blocks are causal, of tokens that see no others: results of a block are final."""
-        return all(block.mask == "causal" and block.q0 == block.k0 for block in self.blocks)
+        q0, _, k0, _, mask = self._rows_R5.unbind(1)
+        return bool(((mask == CAUSAL) & (q0 == k0)).all())
 
     @cached_property
     def by_length(self) -> tuple[ScoreBlocks, ScoreBlocks]:
         """(the blocks of a single query or key, all others)."""
-        single = [block for block in self.blocks if block.is_single]
-        return ScoreBlocks(single), ScoreBlocks([block for block in self.blocks if not block.is_single])
+        q0, q1, k0, k1, _ = self._rows_R5.unbind(1)
+        is_single = torch.minimum(q1 - q0, k1 - k0) == 1
+        return ScoreBlocks(self._rows_R5[is_single]), ScoreBlocks(self._rows_R5[~is_single])
 
     @cached_property
     def without_window(self) -> ScoreBlocks:
         """The same pairs, in blocks that need no window."""
         if self.window is None:
             return self
-        return ScoreBlocks(part for block in self.blocks for part in self._without_window(block))
-
-    def _without_window(self, block: ScoreBlock) -> Iterator[ScoreBlock]:
-        if block.mask != "causal":
-            yield block
-            return
-        tokens = range(block.q1 - block.q0)
-        for q0, q1, k0, k1, mask in window_blocks(tokens, tokens, self.window):
-            yield ScoreBlock(block.q0 + q0, block.q0 + q1, block.k0 + k0, block.k0 + k1, mask)
+        q0, q1, k0, _, _ = self._rows_R5[self._is_long].unbind(1)
+        # Strips of as many queries as the window has keys.
+        counts = (q1 - q0 + self.window - 1) // self.window
+        start = concatenated_ranges(torch.zeros_like(counts), counts) * self.window
+        shift_P2 = torch.stack((q0, k0), dim=1).repeat_interleave(counts, dim=0)
+        strips_P2 = torch.stack((start, torch.minimum(start + self.window, (q1 - q0).repeat_interleave(counts))), dim=1)
+        squares = block_rows(strips_P2 + shift_P2[:, :1], strips_P2 + shift_P2[:, 1:], CAUSAL)
+        later, keys_P2 = start > 0, torch.stack((start - self.window, start), dim=1)
+        before = rows_before(strips_P2[later], keys_P2[later], self.window, shift_P2=shift_P2[later])
+        return ScoreBlocks(torch.cat((self._rows_R5[~self._is_long], squares, before)))
 
     def varlen_batches(self, device: torch.device) -> list[VarlenBatch]:
         """The blocks grouped into varlen calls, within each of which queries and keys are disjoint; cached by device."""
         if device not in self._varlen_batches:
-            batches: list[list[ScoreBlock]] = []
-            for block in self.blocks:
-                batch = next((batch for batch in batches if _goes_into(batch[-1], block)), None)
-                if batch is None:
-                    batches.append(batch := [])
-                batch.append(block)
-            self._varlen_batches[device] = [_varlen_batch(batch, device) for batch in batches]
+            self._varlen_batches[device] = [batch.to(device) for batch in self.host_varlen_batches]
         return self._varlen_batches[device]
 
+    @cached_property
+    def host_varlen_batches(self) -> list[VarlenBatch]:
+        batches = []
+        for mask in range(len(MASKS)):
+            rows_R5 = self._rows_R5[self._rows_R5[:, 4] == mask]
+            # Two blocks with queries in common differ in the first, with keys in common in the second.
+            places = (_places_in_overlaps(rows_R5[:, :2]), _places_in_overlaps(rows_R5[:, 2:4]))
+            call_R = places[0] * len(rows_R5) + places[1]
+            batches += [_varlen_batch(rows_R5[call_R == call], MASKS[mask]) for call in call_R.unique().tolist()]
+        return batches
 
-def window_blocks(queries: range, keys: range, window: int | None) -> Iterator[ScoreBlock]:
-    """The pairs of these tokens of one document, by place in it, in which the key is at most the query's own place and
+
+def _named(row: Sequence[int]) -> ScoreBlock:
+    q0, q1, k0, k1, mask = row
+    return ScoreBlock(q0, q1, k0, k1, MASKS[mask])
+
+
+def block_rows(queries_R2: Tensor, keys_R2: Tensor, mask: int = FULL) -> Tensor:
+    """int64 [R, 5]: blocks of these queries and keys, [start, end)."""
+    return torch.cat((queries_R2, keys_R2, queries_R2.new_full((len(queries_R2), 1), mask)), dim=1)
+
+
+def rows_before(queries_P2: Tensor, keys_P2: Tensor, window: int | None, *, shift_P2: Tensor) -> Tensor:
+    """int64 [R, 5], pair by pair: the blocks of spans [start, end) of a document with spans that end before them.
+
+    Spans are given by place in the document, which `shift_P2` moves to (query, key) indices. A query sees keys that are
     less than `window` tokens before it (None: however far).
     """
-    # Rows from `sliding` on do not see the first key any more; rows before `keys.stop` see keys up to their own.
-    sliding = keys.stop + queries.stop if window is None else keys.start + window
-    start = max(queries.start, keys.start)
-    end = queries.stop if window is None else min(queries.stop, keys.stop + window - 1)
-    while start < end:
-        stop = min([end, *(bound for bound in (sliding, keys.stop) if bound > start)])
-        if window is not None and sliding <= start < keys.stop:
-            stop = min(stop, start + window)
-        # The first key of the first row, and that of the last row.
-        first, last = (keys.start if window is None else max(keys.start, row - window + 1) for row in (start, stop - 1))
-        is_triangle = start < keys.stop and stop - start > 1
-        end_of_all = min(start + (not is_triangle), keys.stop)
-        if last < end_of_all:
-            yield ScoreBlock(start, stop, last, end_of_all)
-        if is_triangle:
-            yield ScoreBlock(start, stop, start, stop, "causal")
-        if first < last:
-            yield ScoreBlock(start, stop - 1, first, last, "flipped")
-        start = stop
+    to_query, to_key = shift_P2[:, :1], shift_P2[:, 1:]
+    if window is None:
+        return block_rows(queries_P2 + to_query, keys_P2 + to_key)
+    (start, stop), (first, end) = queries_P2.unbind(1), keys_P2.unbind(1)
+    stop = torch.minimum(stop, end + window - 1)
+    # Queries before `sliding` see all keys.
+    sliding = torch.minimum(stop, torch.maximum(start, first + window))
+    is_triangle = stop - sliding > 1
+    first_of_triangle, end_of_triangle = sliding - window + 1, stop - window + 1
+    rest = torch.where(is_triangle, end_of_triangle, first_of_triangle)
+    parts = [
+        (start, sliding, first, end, FULL, start < sliding),
+        (sliding, stop, first_of_triangle, end_of_triangle, FLIPPED, is_triangle),
+        (sliding, stop, rest, end, FULL, (sliding < stop) & (rest < end)),
+    ]
+    rows_P35 = torch.stack(
+        [
+            block_rows(torch.stack(part[:2], dim=1) + to_query, torch.stack(part[2:4], dim=1) + to_key, part[4])
+            for part in parts
+        ],
+        dim=1,
+    )
+    return rows_P35[torch.stack([part[5] for part in parts], dim=1)]
 
 
 # ---- varlen calls of several blocks
@@ -158,38 +196,41 @@ class VarlenBatch(NamedTuple):
     def lengths(self) -> tuple[Tensor, Tensor, int, int]:
         return self[2:6]
 
+    def to(self, device: torch.device) -> VarlenBatch:
+        queries, keys = (to_device(x, device) if isinstance(x, Tensor) else x for x in (self.queries, self.keys))
+        cu_seqlens = (to_device(self.cu_seqlens_q, device), to_device(self.cu_seqlens_k, device))
+        return VarlenBatch(queries, keys, *cu_seqlens, self.max_seqlen_q, self.max_seqlen_k, self.mask)
 
-def _goes_into(last: ScoreBlock, block: ScoreBlock) -> bool:
-    return last.mask == block.mask and last.q1 <= block.q0 and last.k1 <= block.k0
+
+def _places_in_overlaps(ranges_R2: Tensor) -> Tensor:
+    """int64 [R]: each range's place among those that it overlaps, directly or through others. Equal ones are disjoint."""
+    start, order = ranges_R2[:, 0].sort(stable=True)
+    reached = ranges_R2[order, 1].cummax(0).values
+    number = torch.arange(len(order), device="cpu")
+    is_apart = torch.cat((number.new_ones(1, dtype=torch.bool), start[1:] >= reached[:-1]))[: len(order)]
+    place = torch.empty_like(number)
+    place[order] = number - (number * is_apart).cummax(0).values
+    return place
 
 
-def _varlen_batch(blocks: list[ScoreBlock], device: torch.device) -> VarlenBatch:
-    mask = blocks[0].mask
-    flip = mask == "flipped"
-    queries, cu_seqlens_q, max_seqlen_q = _varlen_spans([block[:2] for block in blocks], device, flip=flip)
-    keys, cu_seqlens_k, max_seqlen_k = _varlen_spans([block[2:4] for block in blocks], device, flip=flip)
+def _varlen_batch(rows_R5: Tensor, mask: Mask) -> VarlenBatch:
+    queries, cu_seqlens_q, max_seqlen_q = _varlen_spans(rows_R5[:, :2], flip=mask == "flipped")
+    keys, cu_seqlens_k, max_seqlen_k = _varlen_spans(rows_R5[:, 2:4], flip=mask == "flipped")
     return VarlenBatch(queries, keys, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, mask)
 
 
-def _varlen_spans(spans: list[tuple[int, int]], device: torch.device, *, flip: bool) -> tuple[TokenIndex, Tensor, int]:
+def _varlen_spans(spans_R2: Tensor, *, flip: bool) -> tuple[TokenIndex, Tensor, int]:
     """The tokens of the spans, cu_seqlens and the longest length."""
-    starts, lengths = [start for start, _ in spans], [end - start for start, end in spans]
-    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
-    tokens: TokenIndex = slice(starts[0], spans[-1][1])
+    starts, ends = spans_R2.unbind(1)
+    lengths = ends - starts
+    cu_seqlens = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
+    tokens: TokenIndex = slice(int(starts[0]), int(ends[-1]))
     if flip:
         # Minus the reversed tokens of each span ascend.
-        index = concatenated_ranges([-end + 1 for _, end in spans], lengths).neg()
-        tokens = to_device(index, device)
-    elif any(end != start for (_, end), (start, _) in pairwise(spans)):
-        tokens = to_device(concatenated_ranges(starts, lengths), device)
-    return tokens, to_device(cu_seqlens, device), max(lengths)
-
-
-def concatenated_ranges(starts: list[int], lengths: list[int]) -> Tensor:
-    """int64 on the CPU: `arange(start, start + length)` of every pair, concatenated."""
-    start_tensor, length_tensor = torch.tensor([starts, lengths], dtype=torch.int64, device="cpu")
-    offsets: Tensor = (start_tensor - (length_tensor.cumsum(0) - length_tensor)).repeat_interleave(length_tensor)
-    return offsets + torch.arange(len(offsets), device="cpu")
+        tokens = concatenated_ranges(1 - ends, lengths).neg()
+    elif bool((ends[:-1] != starts[1:]).any()):
+        tokens = concatenated_ranges(starts, lengths)
+    return tokens, cu_seqlens, int(lengths.max())
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:

@@ -103,7 +103,7 @@ def test_rows_are_packed_with_documents_of_the_lengths_asked_for(bench: Bench) -
     assert (short.num_pairs, whole.num_pairs) == (23, 55)
     assert short.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0, 1]]
     assert short.document_ids.tolist() == [[0, 0, 0, 0, 1, 1, 1, 1, 2, 2]]
-    assert len(attention_op.document_blocks(attention_op.boundary_tuples(short.boundaries, 1), 10).blocks) == 3
+    assert len(attention_op.document_blocks(short.boundaries, 1, 10).blocks) == 3
 
 
 def test_a_prediction_counts_what_is_computed_again(bench: Bench) -> None:

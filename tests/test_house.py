@@ -75,9 +75,12 @@ OTHER_COLLECTIVES = (
     "reduce_scatter",
     "reduce_scatter_tensor",
 )
-# Reads that wait for a device, or of boundaries, which are on the host by contract.
+# Reads that wait for a device, or of boundaries and what follows from them, which is on the host by contract.
 WAITS = {
-    "models.attention_op": {"boundary_tuples"},
+    "models.batch": {"require_ascending"},
+    "models.score_blocks": {"__init__", "blocks", "host_varlen_batches"},
+    "parallelisms.context.attention_plan": {"halo_received"},
+    "parallelisms.context.batch_layout": {"_chunks", "pairs_before", "pairs_by_document", "pairs_per_rank"},
     "parallelisms.collectives": {"max_over_ranks"},
     "trainer.generate": {"generate"},  # the end of a prompt, which is on the host
     "trainer.hardware.device": {"seconds", "read"},
@@ -256,7 +259,7 @@ def test_every_file_can_be_read_in_one_go() -> None:
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
-CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 97, 14_680, 29_700
+CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 99, 14_950, 30_000
 """What `import train` reaches by any import statement, and all of models, parallelisms, trainer and train.py.
 
 With a complete memory ledger, the first GPU minute, one engine for any block, families, windows and their own tokenizers.

@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from models.attention import Attention
 from models.batch import Batch
 from models.config import StageSpec
 from models.linear import identity
@@ -97,6 +98,12 @@ class ParallelModel:
         seed = training.seed if config.checkpoint.initial_load_path is None else None
         initialize(model, seed=seed, device=torch.device("cpu") if cpu_offload else self.device)
         return model
+
+    def plan_attention(self, boundaries_BD: Tensor) -> tuple[object, ...]:
+        """What the layers' attention needs of the host for sequences with these boundaries."""
+        blocks = [block for module in self.stage_modules.values() for block in module.transformer_blocks()]
+        by_window = {block.kind.window: block.attention for block in blocks if isinstance(block.attention, Attention)}
+        return tuple(attention.core.prepare(boundaries_BD) for attention in by_window.values())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], on_losses: EvaluationCallback) -> None:

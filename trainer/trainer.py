@@ -137,6 +137,7 @@ class Trainer:
             global_batch_size=config.training.global_batch_size,
             micro_batch_size=config.training.micro_batch_size,
             shard=parallel_model.sequence_shard,
+            plan_attention=parallel_model.plan_attention,
             pin_memory=world.device.type == "cuda",
         )
         self.config_changes: list[str] = []

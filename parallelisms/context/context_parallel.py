@@ -12,7 +12,6 @@ D document boundaries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -21,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from models import attention_op, kernels
+from models import kernels
 from models.attention import Attention, LocalAttentionCore, QKVGrads
+from models.batch import require_ascending, require_boundaries
 from models.transformer import Transformer
 from parallelisms import collectives
-from parallelisms.context.attention_plan import permutation
+from parallelisms.context.batch_layout import BatchLayout, batch_layout
 from parallelisms.context.ring import RingAttentionCore
-from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.context.ulysses import SeqToHeads, UlyssesGroup
 from parallelisms.parallel_dims import ContextPlan
 
@@ -111,12 +110,14 @@ class ContextParallel:
         """
         self._require_shapes(q_BSNH, k_BSKH, v_BSKH)
         if boundaries_BD is None:
-            boundaries_1D = torch.tensor([[0, q_BSNH.shape[1] * self.plan.cp]], dtype=torch.int32, device="cpu")
-            boundaries_BD = boundaries_1D.repeat(q_BSNH.shape[0], 1)
+            boundaries_BD = one_document(q_BSNH.shape[0], q_BSNH.shape[1] * self.plan.cp)
         if self.ulysses_group.size == 1:
             return self._core(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N)
         q, k, v = (self.ulysses_group.seq_to_heads(x) for x in (q_BSNH, k_BSKH, v_BSKH))
         return self.ulysses_group.heads_to_seq(self._core(q, k, v, boundaries_BD, self._own_heads(sink_N)))
+
+    def prepare(self, boundaries_BD: Tensor) -> object:
+        return self._core.prepare(boundaries_BD)
 
     # ---- below autograd, for any number of heads
 
@@ -177,23 +178,20 @@ class ContextParallel:
                 x_BS = torch.cat(tuple(collectives.all_gather_async(x_BS, group).wait()), dim=1)
             return _select_tokens(x_BS, self._permutation(x_BS, boundaries_BD).argsort(dim=1))
 
-    def spans(self, boundaries: tuple[int, ...]) -> list[tuple[int, int]]:
-        """(start, length) of this rank's tokens of a sequence with these boundaries, in the order held."""
+    def spans(self, boundaries_D: Tensor) -> tuple[Tensor, Tensor]:
+        """int64: starts and lengths of this rank's parts of a sequence with these boundaries, in the order held."""
         # Ulysses ranks hold adjacent parts of a ring rank's tokens.
         ring_rank, ulysses_rank = divmod(self.rank, self.ulysses_group.size)
-        spans, tokens = [], boundaries[-1] // self.plan.cp
+        tokens = int(boundaries_D[-1]) // self.plan.cp
         first = ulysses_rank * tokens
-        for local_start, start, length, _ in self._seq_layout(boundaries).spans(ring_rank):
-            low, high = max(local_start, first), min(local_start + length, first + tokens)
-            if low < high:
-                spans.append((start + low - local_start, high - low))
-        return spans
+        spans = self._batch_layout(boundaries_D[None]).of_rank(ring_rank)
+        low, high = spans.local_start.clamp(min=first), spans.local_end.clamp(max=first + tokens)
+        return (spans.start + low - spans.local_start)[low < high], (high - low)[low < high]
 
-    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]], window: int | None = None) -> int:
+    def attention_pairs(self, boundaries_BD: Tensor, window: int | None = None) -> int:
         """(query, key) pairs that this rank computes in sequences with these boundaries."""
         ring_rank, ulysses_degree = self.rank // self.ulysses_group.size, self.ulysses_group.size
-        layouts = map(self._seq_layout, boundaries_per_sequence)
-        return sum(layout.pairs_per_rank(window)[ring_rank] for layout in layouts) // ulysses_degree
+        return self._batch_layout(boundaries_BD).pairs_per_rank(window)[ring_rank] // ulysses_degree
 
     def _require_same(self, values: dict[str, Any]) -> None:
         per_rank = [values]
@@ -217,15 +215,15 @@ class ContextParallel:
                 f"sequence length {tokens} must be a multiple of {self.seq_len_divisor} for layout "
                 f'"{self.layout}" over {self.plan.cp} ranks'
             )
-        batch_boundaries: attention_op.Boundaries = ((0, tokens),) * len(x_BT)
-        if boundaries_BD is not None:
-            batch_boundaries = attention_op.boundary_tuples(boundaries_BD, len(x_BT))
-        attention_op.validate_boundaries(batch_boundaries, tokens)
-        permutations = [permutation(self._seq_layout(boundaries)) for boundaries in batch_boundaries]
-        return torch.stack(permutations).to(x_BT.device)
+        if boundaries_BD is None:
+            boundaries_BD = one_document(len(x_BT), tokens)
+        require_boundaries(boundaries_BD, len(x_BT))
+        require_ascending(boundaries_BD, tokens)
+        return self._batch_layout(boundaries_BD).permutation().to(x_BT.device)
 
-    def _seq_layout(self, boundaries: tuple[int, ...]) -> SeqLayout:
-        return SeqLayout(self.layout, self.ring_degree, boundaries)
+    def _batch_layout(self, boundaries_BD: Tensor) -> BatchLayout:
+        seq_len = int(boundaries_BD[0, -1])
+        return batch_layout(boundaries_BD, len(boundaries_BD), seq_len, self.layout, self.ring_degree)
 
     def _require_shapes(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         # Checked before sending: a rank that raises later would leave the others waiting.
@@ -258,6 +256,11 @@ def set_attention_core(model: Transformer, core: ContextParallel | None, *, kern
             )
         elif core is not None:
             raise ValueError(f'mixer "{block.kind.mixer}" has no context parallelism: parallelism.cp must be 1')
+
+
+def one_document(batch_size: int, seq_len: int) -> Tensor:
+    """int32 [B, 2]: the boundaries of sequences of one document."""
+    return torch.tensor([[0, seq_len]] * batch_size, dtype=torch.int32, device="cpu")
 
 
 def _select_tokens(x_BT: Tensor, index_BS: Tensor) -> Tensor:

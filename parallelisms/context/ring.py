@@ -11,9 +11,9 @@ of a block, R ranks, N query heads, K KV heads, H head dim, D document boundarie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -25,8 +25,8 @@ from models.linear import accumulation_dtype
 from models.online_softmax import OnlineSoftmax, add_sink
 from models.score_blocks import ScoreBlocks
 from parallelisms import collectives
-from parallelisms.context.attention_plan import RankAttentionPlan
-from parallelisms.context.shard_layout import SeqLayout, halo_fits
+from parallelisms.context.attention_plan import RankAttentionPlan, rank_attention_plan
+from parallelisms.context.shard_layout import halo_fits
 from parallelisms.parallel_dims import ShardLayout
 
 
@@ -45,6 +45,9 @@ class KVExchange(Protocol):
 
     @property
     def plan(self) -> RankAttentionPlan: ...
+
+    def prepare(self) -> Sequence[ScoreBlocks]:
+        """Computes what the transfers need of the host. Returns the blocks that `remote_kv` yields."""
 
     def start(self, k_XKH: Tensor, v_XKH: Tensor) -> Waitable:
         """Starts the first transfer of this rank's KV."""
@@ -77,6 +80,9 @@ class Ring:
     reduce_dtype: torch.dtype
     """The dtype in which gradients are sent."""
 
+    def prepare(self) -> Sequence[ScoreBlocks]:
+        return self.plan.ring_step_blocks
+
     def start(self, k_XKH: Tensor, v_XKH: Tensor) -> Waitable:
         return self.rotate(torch.stack((k_XKH, v_XKH)))
 
@@ -106,6 +112,10 @@ class AllGather:
     reduce_scatter: Transfer
     reduce_dtype: torch.dtype
     """The dtype in which gradients are summed."""
+
+    def prepare(self) -> Sequence[ScoreBlocks]:
+        self.plan.remote_kv_index(torch.device("cpu"))
+        return [self.plan.remote_blocks]
 
     def start(self, k_XKH: Tensor, v_XKH: Tensor) -> Waitable:
         return self.all_gather(torch.stack((k_XKH, v_XKH)))
@@ -143,15 +153,15 @@ class Halo:
     reduce_dtype: torch.dtype
     """The dtype in which gradients are sent."""
 
-    @property
-    def _counts(self) -> tuple[list[int], list[int]]:
-        """Of keys: (for each rank, from each rank)."""
-        halo_tokens = self.plan.halo_tokens
-        return [of_receiver[self.plan.rank] for of_receiver in halo_tokens], halo_tokens[self.plan.rank]
+    def prepare(self) -> Sequence[ScoreBlocks]:
+        self.plan.halo_index(torch.device("cpu"))
+        return [self.plan.halo_blocks]
 
     def start(self, k_XKH: Tensor, v_XKH: Tensor) -> Waitable:
         index_Y = torch.cat(self.plan.halo_index(k_XKH.device))
-        return self.exchange(torch.stack((k_XKH[index_Y], v_XKH[index_Y]), dim=1), *self._counts)
+        return self.exchange(
+            torch.stack((k_XKH[index_Y], v_XKH[index_Y]), dim=1), self.plan.halo_sent, self.plan.halo_received
+        )
 
     def remote_kv(self, pending_kv: Waitable) -> Iterator[tuple[Tensor, ScoreBlocks]]:
         yield pending_kv.wait().movedim(1, 0), self.plan.halo_blocks
@@ -159,7 +169,7 @@ class Halo:
     def send_grads(self, dkv_2YKH: Tensor, pending_dkv: Waitable | None) -> Waitable:
         del pending_dkv
         dkv_Y2KH = dkv_2YKH.movedim(0, 1).to(self.reduce_dtype)
-        return HaloGrads(self.exchange(dkv_Y2KH, *self._counts[::-1]), self.plan)
+        return HaloGrads(self.exchange(dkv_Y2KH, self.plan.halo_received, self.plan.halo_sent), self.plan)
 
 
 @dataclass(frozen=True)
@@ -235,15 +245,24 @@ class RingAttentionCore:
         inputs = (grad_BSNH, *pending, out_BSNH, lse, exchange, sink_N)
         return backward(*inputs, kernel=self.kernel, softcap=self.softcap)
 
+    def prepare(self, boundaries_BD: Tensor) -> object:
+        batch_size, seq_len = len(boundaries_BD), int(boundaries_BD[0, -1])
+        exchange = self._exchange(boundaries_BD, batch_size, seq_len, self.reduce_dtype)
+        for blocks in (exchange.plan.local_blocks, *exchange.prepare()):
+            kernels.prepare(blocks, self.kernel)
+        return exchange.plan
+
     def exchange(self, q_BSNH: Tensor, boundaries_BD: Tensor) -> KVExchange:
         """Raises ValueError for boundaries that do not fit the full sequences."""
         batch_size, tokens_per_rank = q_BSNH.shape[:2]
-        boundaries = attention_op.boundary_tuples(boundaries_BD, batch_size)
-        group = collectives.resolve_process_group(self.group_name)
-        plan = _rank_attention_plan(
-            boundaries, self.layout, group.size(), group.rank(), tokens_per_rank, window=self.window
-        )
+        seq_len = tokens_per_rank * collectives.resolve_process_group(self.group_name).size()
         dtype = self.reduce_dtype if q_BSNH.dtype.itemsize < 4 else q_BSNH.dtype
+        return self._exchange(boundaries_BD, batch_size, seq_len, dtype)
+
+    def _exchange(self, boundaries_BD: Tensor, batch_size: int, seq_len: int, dtype: torch.dtype) -> KVExchange:
+        group = collectives.resolve_process_group(self.group_name)
+        options = (self.layout, group.size(), group.rank(), self.window)
+        plan = rank_attention_plan(boundaries_BD, batch_size, seq_len, *options)
         if sends_halo(plan, self.rotate_method):
             return Halo(plan, partial(collectives.all_to_all_tokens_async, group), dtype)
         if self.rotate_method == "allgather":
@@ -254,25 +273,7 @@ class RingAttentionCore:
 
 def sends_halo(plan: RankAttentionPlan, rotate_method: str) -> bool:
     """Whether ranks send each other the keys that a window needs, instead of all keys. The same on all ranks."""
-    if plan.window is None:
-        return False
-    return halo_fits(plan.max_halo_tokens, plan.tokens_per_rank, rotate_method)
-
-
-@lru_cache(maxsize=8)
-def _rank_attention_plan(
-    batch_boundaries: attention_op.Boundaries,
-    layout: ShardLayout,
-    ring_degree: int,
-    rank: int,
-    tokens_per_rank: int,
-    *,
-    window: int | None,
-) -> RankAttentionPlan:
-    # Cached because every layer asks for the same plan. Few, because one may hold 15 MiB on the device at 1M tokens.
-    attention_op.validate_boundaries(batch_boundaries, tokens_per_rank * ring_degree)
-    layouts = [SeqLayout(layout, ring_degree, boundaries) for boundaries in batch_boundaries]
-    return RankAttentionPlan(layouts, rank, window=window)
+    return plan.window is not None and halo_fits(plan.max_halo_tokens, plan.tokens_per_rank, rotate_method)
 
 
 # ---- below autograd

@@ -10,13 +10,14 @@ among them is plain causal attention. Every rank holds the same number of tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from models.config import causal_pairs
 from parallelisms.parallel_dims import ShardLayout
@@ -94,8 +95,18 @@ class SeqLayout:
     @property
     def imbalance(self) -> float:
         """Pairs of the busiest rank over the mean."""
-        pairs = self.pairs_per_rank()
-        return max(pairs) * len(pairs) / sum(pairs)
+        return imbalance_of(self.pairs_per_rank())
+
+    def pairs_before(self, ends: Sequence[int]) -> list[int]:
+        """(query, key) pairs of the tokens before each of these."""
+        starts = [start for start, _ in self.documents]
+        pairs = [*accumulate((causal_pairs(end - start) for start, end in self.documents), initial=0)]
+        documents = [bisect_left(starts, end) - 1 for end in ends]
+        return [pairs[each] + causal_pairs(end - starts[each]) for each, end in zip(documents, ends, strict=True)]
+
+    def pairs_by_document(self) -> list[int]:
+        """`pairs_per_rank` in `doc_headtail`."""
+        return [*replace(self, kind="doc_headtail").pairs_per_rank()]
 
 
 def halo_fits(received: int, tokens_per_rank: int, rotate_method: str) -> bool:
@@ -113,19 +124,10 @@ def halo_traffic(halo: tuple[int, int]) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _token_spans(layout: SeqLayout) -> tuple[tuple[TokenSpan, ...], ...]:
-    if layout.ring_degree < 1 or layout.num_tokens % layout.ring_degree:
-        raise ValueError(
-            f"sequence length {layout.num_tokens} must be a multiple of the {layout.ring_degree} ring ranks"
-        )
-    kind = layout.kind if layout.ring_degree > 1 else "contiguous"
-    if kind != "contiguous" and layout.num_tokens % (2 * layout.ring_degree):
-        raise ValueError(
-            f"sequence length {layout.num_tokens} must be a multiple of {2 * layout.ring_degree} for layout "
-            f'"{kind}" over {layout.ring_degree} ranks'
-        )
-    assign = {"contiguous": _contiguous, "headtail": _headtail, "doc_headtail": _doc_headtail, "balanced": _balanced}
+    kind = require_divisible(layout.kind, layout.ring_degree, layout.num_tokens)
+    chunks = chunks_of(kind, layout.ring_degree, layout.num_tokens, layout.pairs_before, layout.pairs_by_document)
     by_rank: list[list[TokenSpan]] = [[] for _ in range(layout.ring_degree)]
-    for rank, document_start, start, end in assign[kind](layout):
+    for rank, document_start, start, end in _doc_headtail(layout) if chunks is None else _cut(layout, *chunks):
         last = by_rank[rank][-1] if by_rank[rank] else TokenSpan(0, 0, 0, -1)
         if (last.start + last.length, last.document_start) == (start, document_start):
             by_rank[rank][-1] = last._replace(length=last.length + end - start)
@@ -138,60 +140,106 @@ RankSpans = Iterator[tuple[int, int, int, int]]
 """(rank, document start, start, end), in sequence order."""
 
 
-def _contiguous(layout: SeqLayout) -> RankSpans:
-    yield from _assign_chunks(layout, _equal_chunk_ends(layout, 1), list(range(layout.ring_degree)))
-
-
-def _headtail(layout: SeqLayout) -> RankSpans:
-    """Rank r of n holds chunks r and 2n-1-r of 2n, which balances the load under a causal mask."""
-    ranks = list(range(layout.ring_degree))
-    yield from _assign_chunks(layout, _equal_chunk_ends(layout, 2), ranks + ranks[::-1])
-
-
 def _doc_headtail(layout: SeqLayout) -> RankSpans:
-    """Head-tail inside every document. Remainders go round-robin over the ranks, continuing across documents."""
-    ring_degree, next_slot = layout.ring_degree, 0
+    ring_degree, next_rank = layout.ring_degree, 0
     for document_start, document_end in layout.documents:
-        chunk_tokens, remainder = divmod(document_end - document_start, 2 * ring_degree)
-        extras = [0] * ring_degree
-        for slot in range(next_slot, next_slot + remainder):
-            extras[slot % ring_degree] += 1
-        next_slot += remainder
+        start, length = document_start, document_end - document_start
+        for slot, rank in enumerate(mirrored(ring_degree)):
+            tokens = doc_headtail_tokens(length, next_rank, rank, slot >= ring_degree, ring_degree)
+            yield rank, document_start, start, start + tokens
+            start += tokens
+        next_rank += length % (2 * ring_degree)
+
+
+def _cut(layout: SeqLayout, ends: Sequence[int], owners: Sequence[int]) -> RankSpans:
+    """Cuts the sequence into chunks with these ends and owners, and at document starts."""
+    chunk = 0
+    for document_start, document_end in layout.documents:
         start = document_start
-        heads = [(rank, chunk_tokens + (extras[rank] > 0)) for rank in range(ring_degree)]
-        tails = [(rank, chunk_tokens + (extras[rank] > 1)) for rank in reversed(range(ring_degree))]
-        for rank, length in heads + tails:
-            yield rank, document_start, start, start + length
-            start += length
+        while start < document_end:
+            end = min(document_end, ends[chunk])
+            yield owners[chunk], document_start, start, end
+            start, chunk = end, chunk + (end == ends[chunk])
 
 
-def _balanced(layout: SeqLayout) -> RankSpans:
-    """Equal chunks; the heaviest goes first, to the least loaded rank (longest processing time, Graham 1969).
+# ---- how a sequence is split, for ints and tensors
 
-    The tokens that equal chunks leave over are the last chunks, one per rank. Documents that no chunks balance are split
-    as in `doc_headtail`.
+
+def require_divisible(kind: ShardLayout, ring_degree: int, num_tokens: int) -> ShardLayout:
+    """The layout; that of a single rank is contiguous. Raises ValueError for a length that it cannot split."""
+    if ring_degree < 1 or num_tokens % ring_degree:
+        raise ValueError(f"sequence length {num_tokens} must be a multiple of the {ring_degree} ring ranks")
+    kind = kind if ring_degree > 1 else "contiguous"
+    if kind != "contiguous" and num_tokens % (2 * ring_degree):
+        raise ValueError(
+            f"sequence length {num_tokens} must be a multiple of {2 * ring_degree} for layout "
+            f'"{kind}" over {ring_degree} ranks'
+        )
+    return kind
+
+
+def mirrored(ring_degree: int) -> list[int]:
+    """The ranks of a head-tail split: rank r of n holds parts r and 2n-1-r, which balances a causal mask."""
+    return [*range(ring_degree), *reversed(range(ring_degree))]
+
+
+def doc_headtail_tokens(length: Any, next_rank: Any, rank: Any, is_tail: Any, ring_degree: int) -> Any:
+    """Tokens of the head or the tail of a document that a rank holds: equal parts, and one more of those left over.
+
+    They go round-robin over the ranks, from `next_rank` (modulo the ranks) on, which continues across documents.
     """
+    equal, left_over = length // (2 * ring_degree), length % (2 * ring_degree)
+    first = next_rank - rank + ring_degree - 1
+    extra = (first + left_over) // ring_degree - first // ring_degree
+    return equal + (extra > is_tail)
+
+
+def chunks_of(
+    kind: ShardLayout,
+    ring_degree: int,
+    num_tokens: int,
+    pairs_before: Callable[[Sequence[int]], list[int]],
+    pairs_by_document: Callable[[], list[int]],
+) -> tuple[list[int], list[int]] | None:
+    """Ends and owners of the chunks that a sequence is split into; None: `doc_headtail` splits every document.
+
+    `pairs_before`: (query, key) pairs of the tokens before each of these; `pairs_by_document`: those of each rank in
+    `doc_headtail`. Both are for `balanced`: equal chunks, of which the heaviest goes first, to the least loaded rank
+    (longest processing time, Graham 1969). The tokens that equal chunks leave over are the last chunks, one per rank.
+    Documents that no chunks balance are split as in `doc_headtail`.
+    """
+    if kind == "contiguous":
+        return _equal_chunk_ends(num_tokens, ring_degree, 1), [*range(ring_degree)]
+    if kind == "headtail":
+        return _equal_chunk_ends(num_tokens, ring_degree, 2), mirrored(ring_degree)
+    if kind == "doc_headtail":
+        return None
     best = (float("inf"), list[int](), list[int]())
     for per_rank in (2, 4, 8, 16, 32):
-        if per_rank > 2 and layout.num_tokens < layout.ring_degree * per_rank * MIN_CHUNK_TOKENS:
+        if per_rank > 2 and num_tokens < ring_degree * per_rank * MIN_CHUNK_TOKENS:
             break
-        ends = _equal_chunk_ends(layout, per_rank)
-        owners, imbalance = _longest_processing_time(_pairs_per_chunk(layout, ends), per_rank, layout.ring_degree)
+        ends = _equal_chunk_ends(num_tokens, ring_degree, per_rank)
+        before = pairs_before(ends)
+        pairs = [after - before for before, after in pairwise([0, *before])]
+        owners, imbalance = _longest_processing_time(pairs, per_rank, ring_degree)
         best = min(best, (imbalance, ends, owners), key=itemgetter(0))
         if imbalance <= TARGET_IMBALANCE:
             break
     imbalance, ends, owners = best
-    splits_documents = imbalance > MAX_IMBALANCE and replace(layout, kind="doc_headtail").imbalance < imbalance
-    yield from _doc_headtail(layout) if splits_documents else _assign_chunks(layout, ends, owners)
+    return None if imbalance > MAX_IMBALANCE and imbalance > imbalance_of(pairs_by_document()) else (ends, owners)
 
 
-def _equal_chunk_ends(layout: SeqLayout, per_rank: int) -> list[int]:
+def imbalance_of(pairs_per_rank: Sequence[int]) -> float:
+    """Pairs of the busiest rank over the mean."""
+    return max(pairs_per_rank) * len(pairs_per_rank) / sum(pairs_per_rank)
+
+
+def _equal_chunk_ends(num_tokens: int, ring_degree: int, per_rank: int) -> list[int]:
     """The ends of `per_rank` equal chunks per rank and, if tokens are left, of one shorter chunk per rank."""
-    ranks, tokens = layout.ring_degree, layout.num_tokens
-    length = tokens // (ranks * per_rank)
-    ends = [length * (chunk + 1) for chunk in range(ranks * per_rank)]
-    remainder = (tokens - ends[-1]) // ranks
-    return ends + [ends[-1] + remainder * (rank + 1) for rank in range(ranks) if remainder]
+    length = num_tokens // (ring_degree * per_rank)
+    ends = [length * (chunk + 1) for chunk in range(ring_degree * per_rank)]
+    remainder = (num_tokens - ends[-1]) // ring_degree
+    return ends + [ends[-1] + remainder * (rank + 1) for rank in range(ring_degree) if remainder]
 
 
 def _longest_processing_time(chunk_pairs: list[int], per_rank: int, ring_degree: int) -> tuple[list[int], float]:
@@ -209,22 +257,4 @@ def _longest_processing_time(chunk_pairs: list[int], per_rank: int, ring_degree:
             owners[chunk], totals[rank] = rank, total + chunk_pairs[chunk]
             if free_slots > 1:
                 heappush(least_loaded, (totals[rank], rank, free_slots - 1))
-    return owners, max(totals) * ring_degree / sum(totals)
-
-
-def _pairs_per_chunk(layout: SeqLayout, ends: list[int]) -> list[int]:
-    chunk_pairs = [0] * len(ends)
-    for chunk, document_start, start, end in _assign_chunks(layout, ends, range(len(ends))):
-        chunk_pairs[chunk] += TokenSpan(0, start, end - start, document_start).num_pairs()
-    return chunk_pairs
-
-
-def _assign_chunks(layout: SeqLayout, ends: list[int], owners: Sequence[int]) -> RankSpans:
-    """Splits the sequence into chunks with these ends and owners, and at document starts."""
-    chunk = 0
-    for document_start, document_end in layout.documents:
-        start = document_start
-        while start < document_end:
-            end = min(document_end, ends[chunk])
-            yield owners[chunk], document_start, start, end
-            start, chunk = end, chunk + (end == ends[chunk])
+    return owners, imbalance_of(totals)

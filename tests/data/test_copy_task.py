@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks import memory_grid
 from models.batch import IGNORE_INDEX, Batch
-from parallelisms.context.shard_layout import SeqLayout
+from parallelisms.context.batch_layout import BatchLayout
 from tests.build_datasets import build_train_dataset
 from trainer.config.job_config import Config
 from trainer.data.copy_task import CopyDataset
@@ -59,13 +59,12 @@ def test_a_target_is_the_next_token_and_appears_one_period_earlier() -> None:
 
 
 @pytest.mark.parametrize("period", [1, 3, 5, 11])
-def test_fill_returns_any_slice_of_a_sequence(period: int) -> None:
+def test_read_returns_any_slice_of_a_sequence(period: int) -> None:
     dataset = CopyDataset(vocab_size=64, period=period, seq_len=12, num_sequences=3, seed=0)
     whole = rows(period=period).read([2])
     for start in range(12):
         for end in range(start + 1, 13):
-            tokens, labels = torch.zeros(end - start, dtype=torch.int64), torch.full((end - start,), IGNORE_INDEX)
-            dataset.fill(2, 0, start, tokens, labels)
+            tokens, labels = dataset.read(2, torch.tensor([start]), torch.tensor([end - start]))
             assert torch.equal(tokens, whole.tokens[0, start:end])
             assert torch.equal(labels, whole.labels[0, start:end])
 
@@ -131,9 +130,9 @@ class ContiguousHalf:
     rank: int
     seq_len_divisor: int = 2
 
-    def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
-        return [(self.rank * boundaries[-1] // 2, boundaries[-1] // 2)]
+    def spans(self, boundaries_D: Tensor) -> tuple[Tensor, Tensor]:
+        half = boundaries_D[-1:].long() // 2
+        return self.rank * half, half
 
-    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]], window: int | None) -> int:
-        layouts = [SeqLayout("contiguous", 2, boundaries) for boundaries in boundaries_per_sequence]
-        return sum(layout.pairs_per_rank(window)[self.rank] for layout in layouts)
+    def attention_pairs(self, boundaries_BD: Tensor, window: int | None) -> int:
+        return BatchLayout("contiguous", 2, boundaries_BD).pairs_per_rank(window)[self.rank]

@@ -10,8 +10,10 @@ from typing import Any, cast
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from torch import Tensor
 
 from models.batch import IGNORE_INDEX
+from models.ranges import concatenated_ranges
 from trainer.data.loader import MicroBatchLoader
 from trainer.data.packing import DocumentFilter, PackedDataset, Packing, pack_documents
 from trainer.data.sequences import BlendedDataset, FullSequence, SequenceShard
@@ -30,7 +32,7 @@ def corpus(lengths: list[int]) -> TokenDataset:
         document_lengths=starts.diff(),
         eos=PADDING,
         fingerprint="",
-        read=lambda start, stop: stream[start:stop],
+        read_ranges=lambda starts, lengths: stream[concatenated_ranges(starts, lengths)],
     )
     return cast(TokenDataset, dataset)
 
@@ -42,10 +44,10 @@ class Chunks(FullSequence):
         super().__init__(CHUNKS)
         object.__setattr__(self, "held", {1: [[0, 1, 2, 3]], 2: [[0, 3], [1, 2]], 4: [[0], [1], [2], [3]]}[ranks][rank])
 
-    def spans(self, boundaries: tuple[int, ...]) -> list[tuple[int, int]]:
-        size = boundaries[-1] // CHUNKS
-        chunks: list[int] = cast(Any, self).held
-        return [(chunk * size, size) for chunk in chunks]
+    def spans(self, boundaries_D: Tensor) -> tuple[Tensor, Tensor]:
+        size = int(boundaries_D[-1]) // CHUNKS
+        chunks = torch.tensor(cast(Any, self).held)
+        return chunks * size, torch.full_like(chunks, size)
 
 
 def shards(ranks: int) -> list[SequenceShard]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from models.batch import IGNORE_INDEX
 from tests.build_datasets import build_blended_dataset, build_validation_sets
@@ -141,12 +142,12 @@ def test_a_shard_has_the_labels_of_the_target_tokens_only(section: Section) -> N
     class Middle:
         seq_len_divisor = 1
 
-        def spans(self, boundaries: tuple[int, ...]) -> list[tuple[int, int]]:
-            del boundaries
-            return [(2, 3), (50, 7)]
+        def spans(self, boundaries_D: Tensor) -> tuple[Tensor, Tensor]:
+            del boundaries_D
+            return torch.tensor([2, 50]), torch.tensor([3, 7])
 
-        def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]], window: int | None) -> int:
-            del boundaries_per_sequence, window
+        def attention_pairs(self, boundaries_BD: Tensor, window: int | None) -> int:
+            del boundaries_BD, window
             return 0
 
     rows = multi_length_set(section).datasets[-1]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from models.batch import IGNORE_INDEX, Batch
 from tests.build_datasets import build_blended_dataset
@@ -125,15 +126,16 @@ class SecondHalf(FullSequence):
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
 
-    def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
+    def spans(self, boundaries_D: Tensor) -> tuple[Tensor, Tensor]:
         self.threads.append(threading.current_thread())
-        if boundaries[-1] % 2:
-            raise ValueError(f"{boundaries[-1]} tokens do not divide")
-        return [(boundaries[-1] // 2, boundaries[-1] // 2)]
+        if boundaries_D[-1] % 2:
+            raise ValueError(f"{int(boundaries_D[-1])} tokens do not divide")
+        half = boundaries_D[-1:].long() // 2
+        return half, half
 
-    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]], window: int | None) -> int:
+    def attention_pairs(self, boundaries_BD: Tensor, window: int | None) -> int:
         assert window is None
-        return 7 * len(boundaries_per_sequence)
+        return 7 * len(boundaries_BD)
 
 
 def test_a_thread_reads_only_the_shard_of_the_rank(dataset: BlendedDataset) -> None:

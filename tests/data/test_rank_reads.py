@@ -12,16 +12,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from models.batch import IGNORE_INDEX, Batch
+from models.ranges import cut_ranges
 from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
 from tests.build_datasets import build_blended_dataset
 from tests.parallelisms.context.cores import build_core
 from tests.parallelisms.context.whole_batches import shard_batch
 from tests.ranks import run_ranks
 from trainer.config.data import DataSection
-from trainer.data.sequences import BlendedDataset, FullSequence, slice_segments
+from trainer.data.sequences import BlendedDataset, FullSequence
 from trainer.data.tokenizer import ByteTokenizer
 
 TEXTS = {f"{n:02}": "".join(map(chr, range(33, 33 + 7 * n % 61))) for n in range(40)}
@@ -82,7 +84,7 @@ def test_reading_a_shard_equals_sharding_the_full_batch_in_every_layout(
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(SPANS, SPANS)
-def test_slice_segments_cuts_spans_at_segment_boundaries(segment_lengths: list[int], spans: list[int]) -> None:
+def test_ranges_are_cut_at_bounds(segment_lengths: list[int], spans: list[int]) -> None:
     starts = [sum(segment_lengths[:n]) for n in range(len(segment_lengths) + 1)]
     cuts = sorted({min(sum(spans[:n]), starts[-1]) for n in range(len(spans) + 1)})
     held_spans = [(start, end - start) for start, end in pairwise(cuts)][::2]
@@ -93,8 +95,9 @@ def test_slice_segments_cuts_spans_at_segment_boundaries(segment_lengths: list[i
         for segment in range(len(segment_lengths))
         if starts[segment] <= at < starts[segment + 1]
     ]
-    result = slice_segments(starts, held_spans)
-    assert [(s.segment_id, s.start + n) for s in result for n in range(s.length)] == expected
+    starts_M, lengths_M = torch.tensor(held_spans, dtype=torch.int64).view(-1, 2).T.contiguous()
+    parts = zip(*(x.tolist() for x in cut_ranges(starts_M, lengths_M, torch.tensor(starts))), strict=True)
+    assert [(number, start - starts[number] + n) for number, start, length in parts for n in range(length)] == expected
 
 
 class Halves(FullSequence):
@@ -103,9 +106,9 @@ class Halves(FullSequence):
     def __init__(self, half: int) -> None:
         self.half = half
 
-    def spans(self, boundaries: tuple[int, ...]) -> list[tuple[int, int]]:
-        middle = boundaries[-1] // 2
-        return [(0, middle), (middle, boundaries[-1] - middle)][self.half : self.half + 1]
+    def spans(self, boundaries_D: Tensor) -> tuple[Tensor, Tensor]:
+        end = boundaries_D[-1:].long()
+        return (end // 2, end - end // 2) if self.half else (0 * end, end // 2)
 
 
 def targets(dataset: BlendedDataset, indices: range) -> Counter[tuple[int, int]]:

@@ -177,7 +177,7 @@ def test_boundaries_of_every_sequence_are_checked() -> None:
 )
 def test_boundaries_of_wrong_dtype_or_device_raise(boundaries: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        attention_op.boundary_tuples(boundaries, 1)
+        attention_op.document_blocks(boundaries, 1, 23)
 
 
 @pytest.mark.parametrize("layout", ["one document", "rows with different documents"])
@@ -299,4 +299,4 @@ def test_float64_on_cuda_equals_dense_softmax(layout: str) -> None:
 @needs_cuda
 def test_boundaries_on_cuda_raise() -> None:
     with pytest.raises(ValueError, match=r"boundaries must be int32 on the CPU, not torch\.int32 on cuda:0"):
-        attention_op.boundary_tuples(starts([23]).cuda(), 1)
+        attention_op.document_blocks(starts([23]).cuda(), 1, 23)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import attention_op, kernels
 from models.linear import accumulation_dtype
-from models.score_blocks import ScoreBlock, ScoreBlocks, window_blocks
+from models.score_blocks import CAUSAL, ScoreBlock, ScoreBlocks, block_rows, rows_before
 from tests.models.dense_attention import dense, inputs, run
 from tests.models.small_models import starts
 from tests.models.test_kernel_check import varlen_backward, varlen_forward
@@ -162,11 +162,13 @@ def test_windows_by_varlen_calls_equal_dense_attention(monkeypatch: pytest.Monke
     monkeypatch.setattr(kernels, "select_kernel", lambda q, kernel, **_: "flash" if kernel != "plain" else choose(q))
     boundaries_BD = starts([7, 1, 12], [20], width=4)
     *expected, lse_BNS = run(partial(dense, window=window), inputs(boundaries_BD), boundaries_BD)
-    whole = attention_op.document_blocks(attention_op.boundary_tuples(boundaries_BD, 2), 20, window)
+    whole = attention_op.document_blocks(boundaries_BD, 2, 20, window)
     # As a rank gets them that holds the second half of a document after the first.
-    parts = [*window_blocks(range(20), range(10), window), *window_blocks(range(10, 20), range(10, 20), window)]
+    halves_22 = torch.tensor([[0, 10], [10, 20]])
+    before = rows_before(halves_22[1:], halves_22[:1], window, shift_P2=torch.zeros(1, 2, dtype=torch.int64))
+    parts = torch.cat((block_rows(halves_22, halves_22, CAUSAL), before))
     assert whole.window == (window if window < 20 else None)
-    for blocks, rows in ((whole, slice(0, 2)), (ScoreBlocks(parts), slice(1, 2))):
+    for blocks, rows in ((whole, slice(0, 2)), (ScoreBlocks(parts, window=window), slice(1, 2))):
         q, k, v = (x[rows].flatten(0, 1).detach() for x in inputs(boundaries_BD))
         out, lse = attention_op.forward(q, k, v, blocks)
         grad = torch.randn(2, 20, *q.shape[1:], generator=torch.Generator().manual_seed(2), dtype=torch.float64)[rows]

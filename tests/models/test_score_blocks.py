@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from models.score_blocks import ScoreBlock, ScoreBlocks, VarlenBatch, window_blocks
+from models.score_blocks import MASKS, ScoreBlock, ScoreBlocks, VarlenBatch, rows_before
 
 TOKENS = 9
 RANGES = [range(start, end) for start, end in combinations_with_replacement(range(TOKENS + 1), 2) if start < end]
@@ -32,15 +34,31 @@ def seen(window: int | None, tokens: int = TOKENS) -> Tensor:
     return ((distance >= 0) & (distance < (window or tokens))).long()
 
 
+def blocks_before(queries: Sequence[range], keys: Sequence[range], window: int | None) -> ScoreBlocks:
+    """Of pairs of ranges, by place in the document."""
+    queries_P2, keys_P2 = (torch.tensor([(each.start, each.stop) for each in side]) for side in (queries, keys))
+    return ScoreBlocks(rows_before(queries_P2, keys_P2, window, shift_P2=torch.zeros_like(queries_P2)))
+
+
 @pytest.mark.parametrize("window", WINDOWS)
-def test_every_visible_pair_of_any_queries_and_keys_is_covered_once(window: int | None) -> None:
-    for queries in RANGES:
-        for keys in RANGES:
-            blocks = ScoreBlocks(window_blocks(queries, keys, window)).blocks  # None is empty, or not square.
+def test_every_visible_pair_of_queries_and_earlier_keys_is_covered_once(window: int | None) -> None:
+    for queries, keys in product(RANGES, RANGES):
+        region = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+        if keys.stop <= queries.start and seen(window)[region].any():
             expected = torch.zeros(TOKENS, TOKENS, dtype=torch.int64)
-            region = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
             expected[region] = seen(window)[region]
+            blocks = blocks_before([queries], [keys], window).blocks  # None is empty, or not square.
             assert torch.equal(pairs(blocks), expected), (queries, keys)
+            assert len(blocks) <= 3
+
+
+def test_pairs_of_ranges_are_moved_to_their_indices() -> None:
+    queries_22, keys_22 = torch.tensor([[4, 7], [4, 7]]), torch.tensor([[0, 4], [0, 4]])
+    one, other = torch.tensor([[10, 20], [0, 3]])
+    both = rows_before(queries_22, keys_22, 3, shift_P2=torch.stack((one, other)))
+    alone = rows_before(queries_22[:1], keys_22[:1], 3, shift_P2=torch.zeros(1, 2, dtype=torch.int64))
+    moved = [alone + F.pad(shift.repeat_interleave(2), (0, 1)) for shift in (one, other)]
+    assert torch.equal(both, torch.cat(moved))
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -54,15 +72,9 @@ def test_blocks_without_a_window_cover_the_pairs_of_those_with_it(window: int | 
 
 def test_work_of_a_long_document_grows_with_the_window() -> None:
     for window in (2, 7, 64):
-        blocks = [*window_blocks(range(1000), range(1000), window)]
+        blocks = ScoreBlocks([(0, 1000, 0, 1000)], causal=True, window=window).without_window.blocks
         assert sum((block.q1 - block.q0) * (block.k1 - block.k0) for block in blocks) < 2000 * window
         assert len(blocks) <= 2000 / window + 1
-
-
-def test_queries_of_any_block_ascend() -> None:
-    for window in (1, 3, 5, None):
-        starts = [block.q0 for block in window_blocks(range(2, 30), range(30), window)]
-        assert starts == sorted(starts)
 
 
 def indices(tokens: slice | Tensor) -> list[int]:
@@ -71,7 +83,7 @@ def indices(tokens: slice | Tensor) -> list[int]:
 
 def test_varlen_calls_reverse_the_tokens_of_each_flipped_block() -> None:
     blocks = [ScoreBlock(2, 4, 0, 2, "flipped"), ScoreBlock(4, 7, 2, 5, "flipped"), ScoreBlock(7, 9, 7, 9, "causal")]
-    flipped, causal = ScoreBlocks(blocks).varlen_batches(torch.device("cpu"))
+    causal, flipped = ScoreBlocks(blocks).varlen_batches(torch.device("cpu"))
     assert (flipped.mask, causal.mask) == ("flipped", "causal")
     assert indices(flipped.queries) == [3, 2, 6, 5, 4]
     assert indices(flipped.keys) == [1, 0, 4, 3, 2]
@@ -79,9 +91,43 @@ def test_varlen_calls_reverse_the_tokens_of_each_flipped_block() -> None:
     assert indices(causal.queries) == indices(causal.keys) == [7, 8]
 
 
-def test_varlen_batches_hold_every_block_once() -> None:
-    blocks = ScoreBlocks(block for block in window_blocks(range(23), range(23), 4))
-    batches: list[VarlenBatch] = blocks.varlen_batches(torch.device("cpu"))
-    assert sum(len(batch.cu_seqlens_q) - 1 for batch in batches) == len(blocks.blocks)
-    for batch in batches:
-        assert len(set(indices(batch.keys))) == len(indices(batch.keys)), "gradients are added by index"
+def drawn_blocks(seed: int) -> list[ScoreBlock]:
+    """Ascending queries; keys that sometimes go back."""
+    rng, blocks, query, key = random.Random(seed), list[ScoreBlock](), 0, 0
+    for _ in range(rng.randint(1, 30)):
+        length = rng.randint(1, 5)
+        query, key = max(0, query + rng.choice((0, 0, 1, -2))), max(0, key + rng.choice((0, 3, -4)))
+        blocks.append(ScoreBlock(query, query + length, key, key + length, rng.choice(MASKS)))
+        query, key = query + length, key + length
+    return blocks
+
+
+def test_varlen_calls_hold_every_block_once_and_no_query_or_key_twice() -> None:
+    for seed in range(300):
+        blocks = drawn_blocks(seed)
+        batches: list[VarlenBatch] = ScoreBlocks(blocks).varlen_batches(torch.device("cpu"))
+        found = list[ScoreBlock]()
+        for batch in batches:
+            assert len(set(indices(batch.queries))) == len(indices(batch.queries)), "results are merged by index"
+            assert len(set(indices(batch.keys))) == len(indices(batch.keys)), "gradients are added by index"
+            spans = [
+                [(min(part), max(part) + 1) for part in torch.tensor(indices(tokens)).split(lengths.diff().tolist())]
+                for tokens, lengths in ((batch.queries, batch.cu_seqlens_q), (batch.keys, batch.cu_seqlens_k))
+            ]
+            found += [ScoreBlock(q0, q1, k0, k1, batch.mask) for (q0, q1), (k0, k1) in zip(*spans, strict=True)]
+        assert sorted(found) == sorted(blocks)
+
+
+def test_disjoint_blocks_take_one_varlen_call() -> None:
+    documents = [ScoreBlock(start, start + 3, start, start + 3, "causal") for start in range(0, 300, 3)]
+    assert len(ScoreBlocks(documents).host_varlen_batches) == 1
+    # Head and tail of each document see its first keys.
+    halves = [
+        block
+        for start in range(0, 300, 4)
+        for block in (
+            ScoreBlock(start, start + 2, start, start + 1),
+            ScoreBlock(start + 2, start + 4, start, start + 2),
+        )
+    ]
+    assert len(ScoreBlocks(halves).host_varlen_batches) == 2

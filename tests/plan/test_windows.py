@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 from benchmarks import memory_grid
 from models.config import causal_pairs
-from parallelisms.context.attention_plan import RankAttentionPlan
 from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, ContextPlan, RotateMethod
 from tests.plan.test_counted_steps import MODEL
@@ -37,24 +35,6 @@ LAYOUTS: list[tuple[RotateMethod, str]] = [
 def configured(pattern: str, **changes: object) -> Config:
     values: Mapping[str, object] = MODEL | {"model.num_layers": LAYERS, "training.seq_len": T}
     return memory_grid.configured({**values, "model.layers": PATTERNS[pattern], **changes})
-
-
-def drawn_layouts(seed: int) -> list[tuple[SeqLayout, int]]:
-    """With a window."""
-    rng, found = random.Random(seed), list[tuple[SeqLayout, int]]()
-    for kind in LAYOUTS_BY_ROTATE_METHOD["allgather"]:
-        for ranks in (1, 2, 3, 4, 8):
-            for _ in range(12):
-                tokens = 2 * ranks * rng.randint(1, 40)
-                starts = rng.sample(range(1, tokens), min(tokens - 1, rng.randint(0, 3)))
-                layout = SeqLayout(kind, ranks, (0, *sorted(starts), tokens))
-                found.append((layout, rng.randint(1, tokens + 3)))
-    return found
-
-
-def test_the_planners_halo_is_the_one_that_attention_sends() -> None:
-    for layout, window in drawn_layouts(seed=0):
-        assert layout.halo_tokens(window) == RankAttentionPlan([layout], 0, window=window).halo_tokens, (layout, window)
 
 
 def test_a_halo_has_a_window_without_its_query_before_each_piece() -> None:

@@ -22,9 +22,8 @@ from models.loss_head import LinearCrossEntropy, VocabShard
 from models.norm import RMSNorm
 from models.transformer import Transformer
 from parallelisms import collectives, fsdp, tensor_parallel
-from parallelisms.context.attention_plan import RankAttentionPlan
+from parallelisms.context.attention_plan import rank_attention_plan
 from parallelisms.context.ring import RingAttentionCore
-from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.context.ulysses import SeqToHeads, UlyssesGroup
 from parallelisms.mesh import Mesh
 from parallelisms.parallel_dims import AXES
@@ -107,14 +106,15 @@ def tp_activations() -> Results:
 def gathered_kv(reduce_dtype: torch.dtype = torch.float32) -> Results:
     """The gradients of gathered KV: a reduce-scatter."""
     name, size, rank = world()
-    boundaries = (0, 32 * size)
+    boundaries_12 = torch.tensor([[0, 32 * size]], dtype=torch.int32)
     core = RingAttentionCore("allgather", "headtail", name, reduce_dtype, "plain")
     q_BSNH = torch.empty(1, 32, 1, 8, dtype=HALF)
-    exchange = core.exchange(q_BSNH, torch.tensor([boundaries], dtype=torch.int32))
+    exchange = core.exchange(q_BSNH, boundaries_12)
     dkv = torch.empty(0)
     exact_RX = torch.zeros(size * 2 * 32, 1, 8, dtype=torch.float64)
     for source in range(size):
-        index_2Y = RankAttentionPlan([SeqLayout("headtail", size, boundaries)], source).remote_kv_index(q_BSNH.device)
+        plan = rank_attention_plan(boundaries_12, 1, 32 * size, "headtail", size, source)
+        index_2Y = plan.remote_kv_index(q_BSNH.device)
         dkv_2YKH = positive(*index_2Y.shape, 1, 8, seed=source).float()
         exact_RX[index_2Y.flatten()] += dkv_2YKH.double().flatten(0, 1)
         if source == rank:

@@ -5,7 +5,7 @@ Shape suffixes: B batch, S tokens, E model dim, V vocabulary, X query tokens, N 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, cast
@@ -27,8 +27,8 @@ from parallelisms.activation_checkpoint import BlockRunner, RecomputeConfig
 from parallelisms.block_recompute import Tiling
 from parallelisms.context import ring
 from parallelisms.context.attention_plan import RankAttentionPlan
+from parallelisms.context.batch_layout import BatchLayout
 from parallelisms.context.ring import Ring, Waitable
-from parallelisms.context.shard_layout import SeqLayout
 from tests.models.dense_attention import Inputs
 from tests.models.small_models import NORMED, SMALL
 from tests.precision.errors import Results, float64, positive
@@ -113,6 +113,9 @@ class SumCore:
         total: Tensor = q_BSNH + k_BSKH + v_BSKH
         return total
 
+    def prepare(self, boundaries_BD: Tensor) -> object:
+        """Nothing."""
+
     def start(self, *given: Any, **named: Any) -> Inputs:
         del named
         q_BSNH, k_BSKH, v_BSKH, _ = given
@@ -193,7 +196,10 @@ class RehearsedExchange:
 
     @property
     def plan(self) -> RankAttentionPlan:
-        return RankAttentionPlan([SeqLayout("contiguous", 1, (0, self.queries))], 0)
+        return RankAttentionPlan(BatchLayout("contiguous", 1, torch.tensor([[0, self.queries]])), 0)
+
+    def prepare(self) -> Sequence[ScoreBlocks]:
+        raise NotImplementedError
 
     def start(self, k_XKH: Tensor, v_XKH: Tensor) -> Waitable:
         raise NotImplementedError

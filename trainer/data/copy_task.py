@@ -13,6 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from models.batch import IGNORE_INDEX
+from models.ranges import concatenated_ranges
 from trainer.data.shuffle import splitmix64
 
 
@@ -32,17 +34,16 @@ class CopyDataset:
         self._vocab_size, self._period, self._seq_len, self._seed = vocab_size, period, seq_len, seed
         self._sequence = lru_cache(maxsize=4)(self._generate_sequence)
 
-    def segment_lengths(self, index: int) -> list[int]:
+    def segment_lengths(self, index: int) -> Tensor:
         del index
-        return [self._seq_len]
+        return torch.tensor([self._seq_len])
 
-    def fill(self, index: int, segment: int, start: int, tokens: Tensor, labels: Tensor) -> None:
-        del segment
-        sequence_T, end = self._sequence(index), start + tokens.numel()
-        tokens.copy_(sequence_T[start:end])
-        first, last = max(start, self._period - 1), min(end, self._seq_len - 1)
-        if first < last:
-            labels[first - start : last - start] = sequence_T[first + 1 : last + 1]
+    def read(self, index: int, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        sequence_T, places = self._sequence(index), concatenated_ranges(starts, lengths)
+        has_target = (places >= self._period - 1) & (places < self._seq_len - 1)
+        labels = torch.full_like(places, IGNORE_INDEX)
+        labels[has_target] = sequence_T[places[has_target] + 1]
+        return sequence_T[places], labels
 
     def _generate_sequence(self, index: int) -> Tensor:
         generator = torch.Generator().manual_seed(splitmix64(splitmix64(self._seed) ^ index))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from models.batch import IGNORE_INDEX
+from models.ranges import concatenated_ranges
 from trainer.config.data import PACKING_VERSION, ValidationSetSection
 from trainer.data.packing import DocumentFilter, PackedDataset, Packing, PackingPlan, load_or_build_plan
 from trainer.data.sequences import BlendedDataset
@@ -47,9 +48,10 @@ class SuffixDataset(PackedDataset):
         super().__init__(dataset, PackingPlan(length, 1, plan.sequence_offsets, starts, lengths), seed=SHUFFLE_SEED)
         self._num_context_tokens = length - num_targets
 
-    def fill(self, index: int, segment: int, start: int, tokens: Tensor, labels: Tensor) -> None:
-        super().fill(index, segment, start, tokens, labels)
-        labels[: max(0, self._num_context_tokens - start)] = IGNORE_INDEX
+    def read(self, index: int, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, labels = super().read(index, starts, lengths)
+        labels[concatenated_ranges(starts, lengths) < self._num_context_tokens] = IGNORE_INDEX
+        return tokens, labels
 
 
 def build_validation_set(

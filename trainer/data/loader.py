@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
+
+from torch import Tensor
 
 from models.batch import Batch
 from trainer.data.deal import Cost, busiest_and_means, deal_sequences
@@ -49,7 +51,8 @@ class MicroBatchLoader:
         global_batch_size 6, micro_batch_size 1, dp_size 4    micro-batch 0    dp_rank 0..3 reads 0 1 2 3
                                                               micro-batch 1                       4 5 - -
 
-    `shard` selects the part of each sequence that this rank holds under context parallelism.
+    `shard` selects the part of each sequence that this rank holds under context parallelism; `plan_attention` computes
+    what attention needs of the host, given the document boundaries of a micro-batch.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class MicroBatchLoader:
         global_batch_size: int,
         micro_batch_size: int,
         shard: SequenceShard = FULL_SEQUENCE,
+        plan_attention: Callable[[Tensor], tuple[object, ...]] = lambda _: (),
         pin_memory: bool = False,
     ) -> None:
         self._dataset = dataset
@@ -68,7 +72,7 @@ class MicroBatchLoader:
         self._dp_size = dp_size
         self.global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
-        self._shard = shard
+        self._shard, self._plan_attention = shard, plan_attention
         self._pin_memory = pin_memory
         self.num_micro_batches = -(-global_batch_size // (dp_size * micro_batch_size))
 
@@ -120,7 +124,9 @@ class MicroBatchLoader:
         indices: list[int | None] | str = "of a step"
         try:
             indices, busiest, mean = dealt.result()[number]
-            batch = replace(self._dataset.read(indices, self._shard), busiest_pairs=busiest, mean_pairs=mean)
+            batch = self._dataset.read(indices, self._shard)
+            plans = self._plan_attention(batch.boundaries)
+            batch = replace(batch, busiest_pairs=busiest, mean_pairs=mean, attention_plans=plans)
             return batch.pin_memory() if self._pin_memory else batch
         except DataError as error:
             raise DataError(f"sequences {indices}: {error}") from error

@@ -20,6 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from models.batch import IGNORE_INDEX
+from models.ranges import concatenated_ranges
 from trainer.checkpoint.durable_io import write_atomic
 from trainer.config.data import PACKING_VERSION
 from trainer.data.best_fit import best_fit_decreasing, mixed_best_fit
@@ -231,23 +233,28 @@ class PackedDataset:
         epoch, index_in_epoch = divmod(index, self.num_sequences)
         return epoch, shuffled_index(index_in_epoch, size=self.num_sequences, seed=self._seed, epoch=epoch)
 
-    def segment_lengths(self, index: int) -> list[int]:
+    def segment_lengths(self, index: int) -> Tensor:
         return self._segments(index)[1]
 
-    def fill(self, index: int, segment: int, start: int, tokens: Tensor, labels: Tensor) -> None:
+    def read(self, index: int, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """If the document continues after the segment, its next token is the last label."""
-        starts, lengths, continued = self._segments(index)
-        first, size = starts[segment] + start, tokens.numel()
-        has_next_token = start + size < lengths[segment] or continued[segment]
-        stream = self.token_dataset.read(first, first + size + has_next_token)
-        tokens.copy_(stream[:size])
-        labels[: stream.numel() - 1] = stream[1:]
+        segment_starts, segment_lengths, continued = self._segments(index)
+        segment_ends = segment_lengths.cumsum(0)
+        segment = torch.searchsorted(segment_ends, starts, right=True)
+        in_stream = segment_starts[segment] + starts - (segment_ends - segment_lengths)[segment]
+        has_next_token = (starts + lengths < segment_ends[segment]) | continued[segment]
+        num_read = lengths + has_next_token
+        stream = self.token_dataset.read_ranges(in_stream, num_read)
+        token_index = concatenated_ranges(num_read.cumsum(0) - num_read, lengths)
+        labels = stream[(token_index + 1).clamp(max=len(stream) - 1)]
+        labels[lengths.cumsum(0)[~has_next_token] - 1] = IGNORE_INDEX
+        return stream[token_index], labels
 
-    def _load_segments(self, index: int) -> tuple[list[int], list[int], list[bool]]:
+    def _load_segments(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of each segment: start in the token stream, length, whether its document continues after it."""
         _, sequence = self.locate(index)
         first, last = self.plan.sequence_offsets[sequence : sequence + 2].tolist()
         starts, lengths = self.plan.starts[first:last], self.plan.lengths[first:last]
         document_starts, ends = self.token_dataset.document_starts, starts + lengths
         continued = document_starts[torch.searchsorted(document_starts, ends)] != ends
-        return starts.tolist(), lengths.tolist(), continued.tolist()
+        return starts, lengths, continued

@@ -12,12 +12,11 @@ Shape suffixes: B sequences, S tokens of a sequence on this rank, D document sta
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from itertools import accumulate, pairwise, repeat
+from itertools import repeat
 from math import gcd, lcm
 from typing import Literal, NamedTuple, Protocol
 
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from models.batch import IGNORE_INDEX, Batch
 from models.config import FULL_ATTENTION, Windows, causal_pairs, mean_pairs
+from models.ranges import concatenated_ranges, cut_ranges
 
 MAX_PERIOD = 100_000  # sequences after which the order of sources repeats
 
@@ -41,11 +41,11 @@ class SequenceSource(Protocol):
     pad_token_id: int
     fingerprint: str
 
-    def segment_lengths(self, index: int) -> list[int]:
-        """Lengths of the segments of a sequence; together at most seq_len."""
+    def segment_lengths(self, index: int) -> Tensor:
+        """int64: lengths of the segments of a sequence; together at most seq_len."""
 
-    def fill(self, index: int, segment: int, start: int, tokens: Tensor, labels: Tensor) -> None:
-        """Fills `tokens` with a segment's tokens from `start`, and `labels` where a token has a target."""
+    def read(self, index: int, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and labels of parts of a sequence, each inside a segment; IGNORE_INDEX where a token has no target."""
 
 
 class SequenceShard(Protocol):
@@ -55,10 +55,13 @@ class SequenceShard(Protocol):
     def seq_len_divisor(self) -> int:
         """Sequences are padded to a multiple of it."""
 
-    def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
-        """(start, length) of each part that the rank holds; `boundaries`: document starts, then the length."""
+    def spans(self, boundaries_D: Tensor) -> tuple[Tensor, Tensor]:
+        """int64: starts, ascending, and lengths of the parts that the rank holds.
 
-    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]], window: int | None) -> int:
+        `boundaries_D`: document starts, then the length.
+        """
+
+    def attention_pairs(self, boundaries_BD: Tensor, window: int | None) -> int:
         """(query, key) pairs that the rank computes in a layer for sequences with these boundaries."""
 
 
@@ -68,27 +71,14 @@ class FullSequence:
 
     seq_len_divisor: int = 1
 
-    def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
-        return [(0, boundaries[-1])]
+    def spans(self, boundaries_D: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros(1, dtype=torch.int64), boundaries_D[-1:].long()
 
-    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]], window: int | None) -> int:
-        return sum(
-            causal_pairs(end - start, window)
-            for boundaries in boundaries_per_sequence
-            for start, end in pairwise(boundaries)
-        )
+    def attention_pairs(self, boundaries_BD: Tensor, window: int | None) -> int:
+        return int(causal_pairs(boundaries_BD.long().diff(), window).sum())
 
 
 FULL_SEQUENCE = FullSequence()
-
-
-class SegmentSlice(NamedTuple):
-    """The part of a segment that a rank holds."""
-
-    segment_id: int
-    start: int
-    """Offset in the segment."""
-    length: int
 
 
 class BlendedDataset:
@@ -141,7 +131,6 @@ class BlendedDataset:
         """The rank's part of the sequences with these global indices, on the host. None: a sequence of padding."""
         padded_len = self.seq_len + -self.seq_len % shard.seq_len_divisor
         sequences = [self._read_sequence(index, shard, padded_len) for index in indices]
-        boundaries = [each.boundaries for each in sequences]
         tokens_BS, labels_BS, positions_BS, documents_BS, boundaries_BD = (
             torch.stack(parts) for parts in zip(*(each.tensors for each in sequences), strict=True)
         )
@@ -153,80 +142,67 @@ class BlendedDataset:
             boundaries=boundaries_BD,
             num_tokens=sum(each.num_tokens for each in sequences),
             num_pairs=sum(each.num_pairs for each in sequences),
-            num_computed_pairs=mean_pairs(self._windows, partial(shard.attention_pairs, boundaries)),
+            num_computed_pairs=mean_pairs(self._windows, partial(shard.attention_pairs, boundaries_BD)),
             sequence_sources=tuple((each.source_index, each.num_tokens) for each in sequences),
         )
 
     def computed_pairs(self, index: int | None) -> float:
         """(query, key) pairs of a whole sequence, padding included: the mean over layers. Reads no tokens."""
-        lengths = self._padding if index is None else self._segment_lengths(index)
-        boundaries = tuple(self._boundaries([*accumulate((*lengths, self.seq_len - sum(lengths), 0), initial=0)]))
-        return mean_pairs(self._windows, partial(FULL_SEQUENCE.attention_pairs, [boundaries]))
+        boundaries_D = self._boundaries(self._segment_ends(index, self.seq_len))
+        return mean_pairs(self._windows, partial(FULL_SEQUENCE.attention_pairs, boundaries_D[None]))
 
-    def _segment_lengths(self, index: int) -> list[int]:
-        source_index, index_in_source = self.round_robin.locate(index)
-        return self.sources[source_index].segment_lengths(index_in_source)
+    def _segment_ends(self, index: int | None, padded_len: int) -> Tensor:
+        """0, the ends of a sequence's segments, and those of two more, which may be empty: padding up to seq_len, and up
+        to `padded_len`.
+        """
+        if index is None:
+            lengths = self._padding
+        else:
+            source_index, index_in_source = self.round_robin.locate(index)
+            lengths = self.sources[source_index].segment_lengths(index_in_source)
+        return torch.cat(
+            (torch.zeros(1, dtype=torch.int64), lengths.cumsum(0), torch.tensor([self.seq_len, padded_len]))
+        )
 
     @property
-    def _padding(self) -> list[int]:
+    def _padding(self) -> Tensor:
         """The segments of a sequence of padding: as many as a sequence may have, because that is the least work."""
         num_segments = min(self._max_segments, self.seq_len) if self._document_mask else 1
         length, longer = divmod(self.seq_len, num_segments)
-        return [length + 1] * longer + [length] * (num_segments - longer)
+        return length + (torch.arange(num_segments) < longer)
 
     def _read_sequence(self, index: int | None, shard: SequenceShard, padded_len: int) -> LocalSequence:
         source_index, index_in_source = (0, 0) if index is None else self.round_robin.locate(index)
         source = self.sources[source_index]
-        lengths = self._padding if index is None else source.segment_lengths(index_in_source)
-        # Two more segments, which may be empty: padding up to seq_len, padding up to padded_len.
-        sizes = [*lengths, self.seq_len - sum(lengths), padded_len - self.seq_len]
-        starts = [*accumulate(sizes, initial=0)]
-        boundaries = self._boundaries(starts)
-        documents = [] if index is None else lengths if self._document_mask else [sum(lengths)]
-        slices = slice_segments(starts, shard.spans(tuple(boundaries)))
-        tokens_S = torch.full((sum(segment.length for segment in slices),), source.pad_token_id)
+        ends = self._segment_ends(index, padded_len)
+        num_content_segments = 0 if index is None else len(ends) - 3
+        boundaries_D = self._boundaries(ends)
+        segment, start, length = cut_ranges(*shard.spans(boundaries_D), ends)
+        tokens_S = torch.full((int(length.sum()),), source.pad_token_id)
         labels_S = torch.full_like(tokens_S, IGNORE_INDEX)
-        offset = 0
-        for segment in slices:
-            region = slice(offset, offset + segment.length)
-            if index is not None and segment.segment_id < len(lengths):
-                source.fill(index_in_source, segment.segment_id, segment.start, tokens_S[region], labels_S[region])
-            offset += segment.length
-        documents_S, positions_S = self._documents_and_positions(slices, starts, len(lengths))
-        tensors = (tokens_S, labels_S, positions_S, documents_S, torch.tensor(boundaries, dtype=torch.int32))
+        is_content = segment < num_content_segments
+        if bool(is_content.any()):  # Padding comes last.
+            content = slice(int(length[is_content].sum()))
+            tokens_S[content], labels_S[content] = source.read(index_in_source, start[is_content], length[is_content])
+        # Without a document mask positions count over the sequence; the padding up to padded_len restarts.
+        restarts = self._document_mask | (segment == len(ends) - 2)
+        positions_S = concatenated_ranges(start - ends[segment] * restarts, length)
+        documents = ends[: num_content_segments + 1]
+        if not self._document_mask:
+            documents = documents[[0, -1]]
         return LocalSequence(
-            tensors,
+            (tokens_S, labels_S, positions_S, segment.repeat_interleave(length), boundaries_D),
             source_index,
-            sum(documents),
-            mean_pairs(self._windows, lambda window: sum(causal_pairs(each, window) for each in documents)),
-            tuple(boundaries),
+            int(documents[-1]),
+            mean_pairs(self._windows, lambda window: int(causal_pairs(documents.diff(), window).sum())),
         )
 
-    def _boundaries(self, starts: list[int]) -> list[int]:
-        """The same number for every sequence: kernels and compiled graphs need a fixed shape."""
-        *_, seq_len, padded_len = starts
-        tail = [padded_len] * (padded_len > seq_len)
-        if self._single_document:
-            return [0, seq_len, *tail]
-        inner = starts[1:-2] if self._document_mask else []
-        inner = inner + [seq_len] * (self._max_segments + 1 - len(inner))
-        return [0, *inner, *tail]
-
-    def _documents_and_positions(
-        self, slices: list[SegmentSlice], starts: list[int], num_segments: int
-    ) -> tuple[Tensor, Tensor]:
-        """Segment of each token, and its position in the segment, or in the sequence without a document mask."""
-        lengths = torch.tensor([segment.length for segment in slices])
-        documents_S = torch.tensor([segment.segment_id for segment in slices]).repeat_interleave(lengths)
-        origins = [segment.start for segment in slices]
-        if not self._document_mask:
-            # The padding up to padded_len restarts at position 0.
-            origins = [
-                segment.start + (starts[segment.segment_id] if segment.segment_id <= num_segments else 0)
-                for segment in slices
-            ]
-        offsets = torch.tensor(origins) - (lengths.cumsum(0) - lengths)
-        return documents_S, torch.arange(documents_S.numel()) + offsets.repeat_interleave(lengths)
+    def _boundaries(self, ends: Tensor) -> Tensor:
+        """int32: as many for every sequence, because kernels and compiled graphs need a fixed shape."""
+        starts = ends[:-2] if self._document_mask and not self._single_document else ends[:1]
+        num_filled = 1 if self._single_document else self._max_segments + 2 - len(starts)
+        tail = ends[-1:] if ends[-1] > self.seq_len else ends[:0]
+        return torch.cat((starts, ends[-2:-1].expand(num_filled), tail)).int()
 
 
 class LocalSequence(NamedTuple):
@@ -236,21 +212,6 @@ class LocalSequence(NamedTuple):
     source_index: int
     num_tokens: int
     num_pairs: float
-    boundaries: tuple[int, ...]
-
-
-def slice_segments(starts: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[SegmentSlice]:
-    """The parts of segments, which begin at `starts`, inside the (start, length) spans."""
-    slices = []
-    for start, length in spans:
-        end = start + length
-        segment = bisect_right(starts, start) - 1
-        while start < end:
-            stop = min(end, starts[segment + 1])
-            if stop > start:
-                slices.append(SegmentSlice(segment, start - starts[segment], stop - start))
-            start, segment = stop, segment + 1
-    return slices
 
 
 class WeightedRoundRobin:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal
@@ -18,6 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from models.ranges import concatenated_ranges, cut_ranges
 from trainer.errors import DataError
 
 VERSION = 2
@@ -104,7 +104,7 @@ class TokenDataset:
         # Depends on the tokens, not on the paths or times of the text files.
         identity = [self.meta.tokenizer, [(shard.bin_sha256, shard.idx_sha256) for shard in self.meta.shards]]
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
-        self._shard_offsets = list(accumulate((shard.tokens for shard in self.meta.shards), initial=0))
+        self._shard_offsets = torch.tensor([*accumulate((shard.tokens for shard in self.meta.shards), initial=0)])
         self._shard_tokens = [self._map_shard(shard) for shard in self.meta.shards]
         shard_starts = [
             self._load_document_starts(shard) + first
@@ -122,22 +122,27 @@ class TokenDataset:
         """[stop - start] int64: a slice of the stream. Raises DataError for a token outside the vocabulary."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise ValueError(f"tokens {start} to {stop} are outside the {self.num_tokens} of {self.folder}")
-        index = bisect_right(self._shard_offsets, start) - 1
-        slices = []
-        while start < stop:
-            shard_offset = self._shard_offsets[index]
-            end = min(stop, self._shard_offsets[index + 1])
-            slices.append(self._read_shard(index, start - shard_offset, end - shard_offset))
-            start, index = end, index + 1
-        return slices[0] if len(slices) == 1 else torch.cat([torch.empty(0, dtype=torch.int64), *slices])
+        return self.read_ranges(torch.tensor([start]), torch.tensor([stop - start]))
 
-    def _read_shard(self, index: int, start: int, stop: int) -> Tensor:
-        tokens = self._shard_tokens[index][start:stop].to(torch.int64)
+    def read_ranges(self, starts: Tensor, lengths: Tensor) -> Tensor:
+        """int64: parts of the stream, concatenated. Raises DataError for a token outside the vocabulary."""
+        shard, starts, lengths = cut_ranges(starts, lengths, self._shard_offsets)
+        offsets, tokens = lengths.cumsum(0) - lengths, torch.empty(int(lengths.sum()), dtype=torch.int64)
+        for index in shard.unique().tolist():
+            is_here = shard == index
+            here, in_shard = lengths[is_here], starts[is_here] - self._shard_offsets[index]
+            tokens[concatenated_ranges(offsets[is_here], here)] = self._read_shard(
+                index, concatenated_ranges(in_shard, here)
+            )
+        return tokens
+
+    def _read_shard(self, index: int, places: Tensor) -> Tensor:
+        tokens = self._shard_tokens[index][places].to(torch.int64)
         smallest, largest = tokens.aminmax()
         if smallest >= 0 and largest < self.vocab_size:
             return tokens
-        offset = int(((tokens < 0) | (tokens >= self.vocab_size)).nonzero()[0])
-        problem = f"token {start + offset} is {int(tokens[offset])}, but vocab_size = {self.vocab_size}"
+        first = int(((tokens < 0) | (tokens >= self.vocab_size)).nonzero()[0])
+        problem = f"token {int(places[first])} is {int(tokens[first])}, but vocab_size = {self.vocab_size}"
         raise self._damaged(f"{self.meta.shards[index].name}.bin", problem)
 
     def _map_shard(self, shard: TokenShard) -> Tensor:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from models.batch import IGNORE_INDEX, Batch
+from models.ranges import concatenated_ranges
 from parallelisms.collectives import all_reduce
 from trainer.build import ParallelModel
 from trainer.commands import CommandParser, format_table, integer, print_lines
@@ -123,18 +124,16 @@ class NeedleDataset:
     def depth(self, number: int) -> float:
         return (number % self.depths) / max(1, self.depths - 1)
 
-    def segment_lengths(self, index: int) -> list[int]:
+    def segment_lengths(self, index: int) -> Tensor:
         del index
-        return [self.length]
+        return torch.tensor([self.length])
 
-    def fill(self, index: int, segment: int, start: int, tokens: Tensor, labels: Tensor) -> None:
-        del segment
+    def read(self, index: int, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         sequence_T, num_targets = self.sequence(index)
-        end = start + tokens.numel()
-        tokens.copy_(sequence_T[start:end])
         labels_T = torch.full_like(sequence_T, IGNORE_INDEX)
         labels_T[-num_targets - 1 : -1] = sequence_T[-num_targets:]
-        labels[: end - start] = labels_T[start:end]
+        places = concatenated_ranges(starts, lengths)
+        return sequence_T[places], labels_T[places]
 
     def sequence(self, number: int) -> tuple[Tensor, int]:
         """(int64 [T], number of tokens at its end that are the hidden number)."""

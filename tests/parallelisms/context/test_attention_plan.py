@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import get_args
 
@@ -11,13 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.batch import NUM_RECENT
 from models.score_blocks import ScoreBlock
-from parallelisms.context import ring
-from parallelisms.context.attention_plan import (
-    RankAttentionPlan,
-    permutation,
-)
-from parallelisms.context.shard_layout import SeqLayout
+from parallelisms.context.attention_plan import RankAttentionPlan, rank_attention_plan
+from parallelisms.context.batch_layout import BatchLayout
 from parallelisms.parallel_dims import ShardLayout
 from tests.parallelisms.context.documents import (
     DISTRIBUTIONS,
@@ -30,47 +30,64 @@ from tests.parallelisms.context.documents import (
     visible,
 )
 
-BatchLayouts = tuple[SeqLayout, ...]
 KINDS: tuple[ShardLayout, ...] = get_args(ShardLayout)
 RINGS = (1, 2, 3, 4, 8)
 # A multiple of twice every ring.
 TOKENS = 48
 
 
-def local_score_blocks(rows: BatchLayouts, rank: int) -> tuple[ScoreBlock, ...]:
-    return RankAttentionPlan(rows, rank).local_blocks.blocks
+@dataclass(frozen=True)
+class Rows:
+    """Sequences with these document boundaries."""
+
+    kind: ShardLayout
+    ring: int
+    boundaries: tuple[tuple[int, ...], ...]
+
+    def plan(self, rank: int, window: int | None = None) -> RankAttentionPlan:
+        return RankAttentionPlan(self.layout, rank, window=window)
+
+    @cached_property
+    def layout(self) -> BatchLayout:
+        longest = max(map(len, self.boundaries))
+        filled = [each + each[-1:] * (longest - len(each)) for each in self.boundaries]
+        return BatchLayout(self.kind, self.ring, torch.tensor(filled, dtype=torch.int32))
+
+    @property
+    def tokens(self) -> int:
+        return sum(each[-1] for each in self.boundaries)
 
 
-def source_score_blocks(rows: BatchLayouts, rank: int, source: int) -> tuple[ScoreBlock, ...]:
-    return RankAttentionPlan(rows, rank).source_blocks(source).blocks
+def local_score_blocks(rows: Rows, rank: int) -> tuple[ScoreBlock, ...]:
+    return rows.plan(rank).local_blocks.blocks
 
 
-def remote_score_blocks(rows: BatchLayouts, rank: int) -> tuple[ScoreBlock, ...]:
-    return RankAttentionPlan(rows, rank).remote_blocks.blocks
+def source_score_blocks(rows: Rows, rank: int, source: int) -> tuple[ScoreBlock, ...]:
+    return rows.plan(rank).source_blocks(source).blocks
 
 
-def joined(rows: BatchLayouts) -> tuple[int, ...]:
+def remote_score_blocks(rows: Rows, rank: int) -> tuple[ScoreBlock, ...]:
+    return rows.plan(rank).remote_blocks.blocks
+
+
+def joined(rows: Rows) -> tuple[int, ...]:
     """The documents of all sequences, concatenated."""
-    return of_lengths(*(end - start for layout in rows for start, end in pairwise(layout.boundaries)))
+    return of_lengths(*(end - start for boundaries in rows.boundaries for start, end in pairwise(boundaries)))
 
 
 @lru_cache
-def local_tokens(rows: BatchLayouts, rank: int) -> Tensor:
+def local_tokens(rows: Rows, rank: int) -> Tensor:
     """A rank's tokens, as indices into the concatenated sequences."""
-    starts = of_lengths(*(layout.num_tokens for layout in rows))
-    return torch.cat(
-        [
-            start + permutation(layout).chunk(layout.ring_degree)[rank]
-            for start, layout in zip(starts, rows, strict=False)
-        ]
-    )
+    tokens_BT = rows.layout.permutation()
+    tokens_BT = tokens_BT + torch.arange(len(tokens_BT))[:, None] * tokens_BT.shape[1]
+    return tokens_BT.chunk(rows.ring, dim=1)[rank].flatten()
 
 
-def remote_keys(rows: BatchLayouts, rank: int) -> Tensor:
+def remote_keys(rows: Rows, rank: int) -> Tensor:
     """The keys of `remote_kv_index`, as indices into the concatenated sequences."""
-    places_2Y = RankAttentionPlan(rows, rank).remote_kv_index(torch.device("cpu"))
+    places_2Y = rows.plan(rank).remote_kv_index(torch.device("cpu"))
     assert places_2Y.dtype == torch.int64
-    by_source = [local_tokens(rows, source) for source in range(rows[0].ring_degree)]
+    by_source = [local_tokens(rows, source) for source in range(rows.ring)]
     # Gathered KV are keys and values of rank 0, then of rank 1, ...
     gathered = torch.cat([part for tokens in by_source for part in (tokens, -1 - tokens)])
     keys: Tensor = gathered[places_2Y[0]]
@@ -79,12 +96,11 @@ def remote_keys(rows: BatchLayouts, rank: int) -> Tensor:
     return keys
 
 
-def no_pairs(rows: BatchLayouts) -> Tensor:
-    tokens = sum(layout.num_tokens for layout in rows)
-    return torch.zeros(tokens, tokens, dtype=torch.int64)
+def no_pairs(rows: Rows) -> Tensor:
+    return torch.zeros(rows.tokens, rows.tokens, dtype=torch.int64)
 
 
-def local_pairs(rows: BatchLayouts, rank: int) -> Tensor:
+def local_pairs(rows: Rows, rank: int) -> Tensor:
     """int64 [tokens, tokens]: 1 for the pairs of causal attention inside documents on the rank's own tokens."""
     tokens = local_tokens(rows, rank)
     pairs = no_pairs(rows)
@@ -105,9 +121,9 @@ def cover(pairs: Tensor, rectangles: Sequence[ScoreBlock], queries: Tensor, keys
         assert not (touching and above[2:4] == below[2:4]), "neighbours with the same keys are one rectangle"
 
 
-def pairs_by_ring(rows: BatchLayouts) -> Tensor:
+def pairs_by_ring(rows: Rows) -> Tensor:
     pairs = no_pairs(rows)
-    ring = rows[0].ring_degree
+    ring = rows.ring
     for rank in range(ring):
         pairs += local_pairs(rows, rank)
         for source in set(range(ring)) - {rank}:
@@ -115,23 +131,22 @@ def pairs_by_ring(rows: BatchLayouts) -> Tensor:
     return pairs
 
 
-def pairs_by_allgather(rows: BatchLayouts) -> Tensor:
+def pairs_by_allgather(rows: Rows) -> Tensor:
     pairs = no_pairs(rows)
-    for rank in range(rows[0].ring_degree):
+    for rank in range(rows.ring):
         pairs += local_pairs(rows, rank)
         cover(pairs, remote_score_blocks(rows, rank), local_tokens(rows, rank), remote_keys(rows, rank))
     return pairs
 
 
-def single(kind: ShardLayout, ring: int, boundaries: tuple[int, ...]) -> BatchLayouts:
-    return (SeqLayout(kind, ring, boundaries),)
+def single(kind: ShardLayout, ring: int, boundaries: tuple[int, ...]) -> Rows:
+    return Rows(kind, ring, (boundaries,))
 
 
-def batches(kind: ShardLayout, ring: int) -> list[BatchLayouts]:
-    """Every small sequence alone, and some in one batch, also with different lengths."""
-    rows = [SeqLayout(kind, ring, boundaries) for boundaries in small(TOKENS)]
-    longer = SeqLayout(kind, ring, of_lengths(7, 2 * TOKENS - 7))
-    return [*((layout,) for layout in rows), (rows[1], longer, rows[-1])]
+def batches(kind: ShardLayout, ring: int) -> list[Rows]:
+    """Every small sequence alone, and some in one batch."""
+    rows = small(TOKENS)
+    return [*(single(kind, ring, boundaries) for boundaries in rows), Rows(kind, ring, (rows[1], rows[3], rows[-1]))]
 
 
 # ---- coverage
@@ -151,14 +166,14 @@ def test_allgather_blocks_cover_every_visible_pair_exactly_once(kind: ShardLayou
         assert torch.equal(pairs_by_allgather(rows), visible(joined(rows)).long())
 
 
-def windowed_pairs(rows: BatchLayouts, window: int, *, halo: bool) -> Tensor:
+def windowed_pairs(rows: Rows, window: int, *, halo: bool) -> Tensor:
     """The pairs of all ranks' blocks, with the keys that a halo or each other rank sends."""
-    pairs, ring = no_pairs(rows), rows[0].ring_degree
-    plans = [RankAttentionPlan(rows, rank, window=window) for rank in range(ring)]
+    pairs, ring = no_pairs(rows), rows.ring
+    plans = [rows.plan(rank, window) for rank in range(ring)]
     tokens, device = [local_tokens(rows, rank) for rank in range(ring)], torch.device("cpu")
     for rank, plan in enumerate(plans):
         received = torch.cat([tokens[sender][plans[sender].halo_index(device)[rank]] for sender in range(ring)])
-        assert len(received) == sum(plan.halo_tokens[rank]) == len(received.unique())
+        assert len(received) == sum(plan.halo_received) == len(received.unique())
         local = plan.local_blocks.without_window.blocks
         remote = [(plan.source_blocks(source).blocks, tokens[source]) for source in set(range(ring)) - {rank}]
         for blocks, keys in [(local, tokens[rank]), *([(plan.halo_blocks.blocks, received)] if halo else remote)]:
@@ -169,7 +184,8 @@ def windowed_pairs(rows: BatchLayouts, window: int, *, halo: bool) -> Tensor:
         seen = visible(joined(rows)).triu(1 - window)[tokens[rank]].any(0)
         seen[tokens[rank]] = False
         assert torch.equal(received.sort().values, seen.nonzero().flatten()), "no key that no query sees"
-        assert plan.max_halo_tokens == max(map(sum, plan.halo_tokens))
+        assert plan.max_halo_tokens == max(sum(each.halo_received) for each in plans)
+        assert [each.halo_sent[rank] for each in plans] == plan.halo_received
     return pairs
 
 
@@ -199,7 +215,7 @@ def test_pairs_are_covered_with_many_chunks_per_rank(ring: int, tokens: int) -> 
     most = 0
     for seed in range(1, 5):
         rows = single("balanced", ring, few(tokens, seed))
-        most = max(most, *(len(rows[0].spans(rank)) for rank in range(ring)))
+        most = max(most, *(len(rows.layout.of_rank(rank)) for rank in range(ring)))
         expected = visible(joined(rows)).long()
         assert torch.equal(pairs_by_ring(rows), expected)
         assert torch.equal(pairs_by_allgather(rows), expected)
@@ -219,8 +235,8 @@ def test_remote_keys_are_in_sequence_order_and_all_attended(kind: ShardLayout, r
 
 def test_boundaries_that_repeat_the_sequence_length_change_nothing() -> None:
     for kind in KINDS:
-        rows = (SeqLayout(kind, 2, (0, 3, 16)), SeqLayout(kind, 2, (0, 16)))
-        filled = (SeqLayout(kind, 2, (0, 3, 16, 16)), SeqLayout(kind, 2, (0, 16, 16, 16)))
+        rows = Rows(kind, 2, ((0, 3, 16), (0, 16)))
+        filled = Rows(kind, 2, ((0, 3, 16, 16), (0, 16, 16, 16)))
         assert local_score_blocks(filled, 1) == local_score_blocks(rows, 1)
         assert source_score_blocks(filled, 1, 0) == source_score_blocks(rows, 1, 0)
         assert remote_score_blocks(filled, 1) == remote_score_blocks(rows, 1)
@@ -284,17 +300,17 @@ def test_documents_on_one_rank_need_no_remote_keys() -> None:
 # ---- load balance per ring step
 
 
-def ring_step_imbalance(rows: BatchLayouts) -> float:
+def ring_step_imbalance(rows: Rows) -> float:
     """Pairs of the busiest rank, summed over ring steps, over the mean of the ranks."""
-    ring = rows[0].ring_degree
+    ring = rows.ring
     slowest = max(int(num_local_pairs(rows, rank)) for rank in range(ring))
     for step in range(1, ring):
         at_once = [source_score_blocks(rows, rank, (rank - step) % ring) for rank in range(ring)]
         slowest += max(sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1, _ in rectangles) for rectangles in at_once)
-    return slowest * ring / sum(sum(layout.pairs_per_rank()) for layout in rows)
+    return slowest * ring / sum(rows.layout.pairs_per_rank())
 
 
-def num_local_pairs(rows: BatchLayouts, rank: int) -> Tensor:
+def num_local_pairs(rows: Rows, rank: int) -> Tensor:
     """Pairs among the rank's own tokens."""
     counts = torch.bincount(document_of(joined(rows))[local_tokens(rows, rank)])
     return (counts * (counts + 1) // 2).sum()
@@ -327,8 +343,25 @@ def test_headtail_of_the_full_sequence_is_unbalanced() -> None:
 
 
 def test_cached_plans_stay_small_at_a_million_tokens() -> None:
-    share = RankAttentionPlan((SeqLayout("balanced", 16, (0, 1 << 20)),), 0)
-    on_device = share.remote_kv_index(torch.device("cpu")).nbytes
-    remembered = ring._rank_attention_plan.cache_parameters()["maxsize"]
-    assert remembered is not None
-    assert remembered * on_device < 128 << 20
+    share = single("balanced", 16, (0, 1 << 20)).plan(0)
+    assert NUM_RECENT * share.remote_kv_index(torch.device("cpu")).nbytes < 128 << 20
+
+
+def test_plans_are_found_while_somebody_holds_them() -> None:
+    def plan(length: int) -> RankAttentionPlan:
+        return plan_of(0, length)
+
+    def plan_of(*ends: int) -> RankAttentionPlan:
+        boundaries_1D = torch.tensor([ends], dtype=torch.int32)
+        return rank_attention_plan(boundaries_1D, 1, ends[-1], "headtail", 2, 0)
+
+    held, forgotten = plan(8), weakref.ref(plan(12))
+    for length in range(16, 16 + 4 * NUM_RECENT, 4):
+        plan(length)
+    gc.collect()
+    assert plan(8) is held
+    assert [len(plan_of(0, end, 8).local_blocks) for end in (1, 4, 8)] == [2, 2, 1]
+    assert forgotten() is None
+    assert plan(12).tokens_per_rank == 6
+    with pytest.raises(ValueError, match="must ascend from 0 to the sequence length 12"):
+        rank_attention_plan(torch.tensor([[0, 8]], dtype=torch.int32), 1, 12, "headtail", 2, 0)

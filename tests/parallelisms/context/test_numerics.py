@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from parallelisms.context import ring
-from parallelisms.context.attention_plan import RankAttentionPlan, permutation
+from parallelisms.context.attention_plan import RankAttentionPlan
+from parallelisms.context.batch_layout import BatchLayout
 from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.context.ring import AllGather, KVExchange, Ring
-from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, RotateMethod
 from tests.models.dense_attention import dense, inputs, run
 from tests.models.small_models import starts
@@ -81,14 +81,15 @@ def shared(
     wire: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """Output, gradients and log-sum-exp of one sequence, unsharded, for the output gradient of `run`."""
-    layout = SeqLayout(LAYOUTS_BY_ROTATE_METHOD[rotation][0], ranks, tuple(boundaries_BD[0].tolist()))
+    layout = BatchLayout(LAYOUTS_BY_ROTATE_METHOD[rotation][0], ranks, boundaries_BD[:1])
+    (permutation_T,) = layout.permutation()
     weights = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    shards = [x.detach()[0, permutation(layout)].chunk(ranks) for x in (weights.to(given[0]), *given)]
+    shards = [x.detach()[0, permutation_T].chunk(ranks) for x in (weights.to(given[0]), *given)]
     collectives = ThreadCollectives(ranks)
 
     def one(rank: int) -> tuple[Tensor, ...]:
         grad, q, k, v = (part[rank] for part in shards)
-        share = RankAttentionPlan((layout,), rank)
+        share = RankAttentionPlan(layout, rank)
         exchange: KVExchange
         if rotation == "allgather":
             gather, scatter = (partial(each, rank=rank) for each in (collectives.gather, collectives.reduce_scatter))
@@ -103,7 +104,7 @@ def shared(
     with ThreadPoolExecutor(ranks) as pool:
         by_rank = list(pool.map(one, range(ranks)))
     return {
-        name: torch.cat(found)[permutation(layout).argsort()]
+        name: torch.cat(found)[permutation_T.argsort()]
         for name, found in zip(NAMES, zip(*by_rank, strict=True), strict=True)
     }
 

@@ -12,6 +12,7 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from models.batch import IGNORE_INDEX, Batch
+from models.ranges import concatenated_ranges
 from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
 from tests.models.small_models import packed, starts
@@ -108,8 +109,8 @@ def spans_give_the_shard(shape: tuple[int, ...], options: Options) -> bool:
     """Whether the tokens of this rank's spans, which the data loader reads, are those of its shard."""
     core, batch = core_of(shape, options), numbered([5, 11], [16])
     read = [
-        torch.cat([row[start : start + length] for start, length in core.spans(tuple(boundaries))])
-        for row, boundaries in zip(batch.tokens, batch.boundaries.tolist(), strict=True)
+        row[concatenated_ranges(*core.spans(boundaries))]
+        for row, boundaries in zip(batch.tokens, batch.boundaries, strict=True)
     ]
     return torch.equal(torch.stack(read), shard_batch(core, batch).tokens)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import pairwise, product
 from typing import get_args
 
 import pytest
 import torch
 
 from models.batch import IGNORE_INDEX
-from parallelisms.context.attention_plan import permutation
+from parallelisms.context.attention_plan import RankAttentionPlan
+from parallelisms.context.batch_layout import BatchLayout
 from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.parallel_dims import ShardLayout
 from tests.parallelisms.context.documents import (
@@ -29,6 +31,16 @@ KINDS: tuple[ShardLayout, ...] = get_args(ShardLayout)
 RINGS = (1, 2, 3, 4, 8)
 # A multiple of twice every ring.
 TOKENS = 48
+
+
+def permutation(layout: SeqLayout) -> torch.Tensor:
+    """A sequence's tokens, rank by rank."""
+    return of_batch(layout).permutation()[0]
+
+
+def of_batch(*layouts: SeqLayout) -> BatchLayout:
+    boundaries_BD = torch.tensor([layout.boundaries for layout in layouts], dtype=torch.int32)
+    return BatchLayout(layouts[0].kind, layouts[0].ring_degree, boundaries_BD)
 
 
 def local_tokens(layout: SeqLayout) -> list[list[int]]:
@@ -131,6 +143,47 @@ def test_labels_shifted_before_sharding_are_right_on_every_rank() -> None:
     for kind, parts in expected.items():
         order = permutation(SeqLayout(kind, 2, (0, 8)))
         assert [part.tolist() for part in labels[order].chunk(2)] == parts
+
+
+# ---- any number of documents
+
+
+def drawn_batches(seed: int) -> Iterator[list[SeqLayout]]:
+    rng = random.Random(seed)
+    for kind, ring, _ in product(KINDS, (1, 2, 3, 5, 8), range(60)):
+        tokens, documents = 2 * ring * rng.choice((1, 2, 5, 16, 300)), rng.choice((1, 2, 4, 10, 50))
+        rows = [
+            sorted(rng.choice((tokens, rng.randint(0, tokens))) for _ in range(documents - 1))
+            for _ in range(rng.choice((1, 1, 2, 3)))
+        ]
+        yield [SeqLayout(kind, ring, (0, *row, tokens)) for row in rows]
+
+
+def test_a_batch_has_the_spans_pairs_and_halos_of_its_sequences() -> None:
+    for layouts in drawn_batches(seed=0):
+        batch, ring = of_batch(*layouts), layouts[0].ring_degree
+        for rank in range(ring):
+            spans = batch.of_rank(rank)
+            columns = (spans.local_start, spans.start, spans.length, spans.document_start)
+            assert [*zip(*(column.tolist() for column in columns), strict=True)] == [
+                (
+                    span.local_start + number * layout.num_tokens // ring,
+                    span.start + number * layout.num_tokens,
+                    span.length,
+                    span.document_start + number * layout.num_tokens,
+                )
+                for number, layout in enumerate(layouts)
+                for span in layout.spans(rank)
+            ]
+        for window in (None, 1, 3, 17):
+            pairs = [layout.pairs_per_rank(window) for layout in layouts]
+            assert batch.pairs_per_rank(window) == [*map(sum, zip(*pairs, strict=True))]
+        for window in (1, 3, 17):
+            halos = torch.tensor([layout.halo_tokens(window) for layout in layouts]).sum(0)
+            for rank in range(ring):
+                plan = RankAttentionPlan(batch, rank, window=window)
+                assert (plan.halo_received, plan.halo_sent) == (halos[rank].tolist(), halos[:, rank].tolist())
+                assert plan.max_halo_tokens == int(halos.sum(1).max())
 
 
 # ---- properties for any documents

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch.nn import functional as F
 
-from models.attention_op import boundary_tuples
 from models.batch import IGNORE_INDEX, Batch
 from parallelisms.context.context_parallel import ContextParallel
 
@@ -17,7 +16,7 @@ def shard_batch(core: ContextParallel, batch: Batch) -> Batch:
     batch = pad_batch(batch, core.seq_len_divisor)
     return replace(
         batch.map_tokens(lambda x_BT: core.shard(x_BT, batch.boundaries)),
-        num_computed_pairs=core.attention_pairs(boundary_tuples(batch.boundaries, len(batch.tokens))),
+        num_computed_pairs=core.attention_pairs(batch.boundaries),
     )
 
 
