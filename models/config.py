@@ -182,8 +182,8 @@ class ModelConfig:
         if not self.layers:
             problems += [f"model.{each}" for each in self.layer_kinds[0].problems()]
         else:
-            kinds = enumerate(self.layers)
-            problems += [f"model.layers[{index}].{each}" for index, kind in kinds for each in kind.problems()]
+            kinds = enumerate(self.layers, start=1)
+            problems += [f"model.layers {number}: {each}" for number, kind in kinds for each in kind.problems()]
             alike = [
                 name for name in (*ALIKE_OPTIONS, "nope_every") if getattr(self, name) != getattr(ModelConfig, name)
             ]

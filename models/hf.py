@@ -1,4 +1,4 @@
-"""Weights in Hugging Face's format: tensor names, reading slices, writing sharded safetensors.
+"""A folder in Hugging Face's format: its config.json, names of tensors, and slices of them.
 
 Only this module opens safetensors files, which cannot execute code. It imports safetensors and torch when the first
 tensor is read.
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIG_FILE = "config.json"
+TEXT_CONFIG = "text_config"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 LM_HEAD = "lm_head.weight"
@@ -32,6 +33,8 @@ FUSED_TENSORS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """By `model_type`: tensors of a layer that hold several of the others, one after the other."""
 TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."}
 """Of the language model's tensors in a model of several modalities (of transformers 4; 5), and what replaces them."""
+TIED_HEAD_ROWS = 4096
+"""Rows compared at once."""
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 SUPPORTED_DTYPES = {"F64", "F32", "F16", "BF16"}
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -43,6 +46,45 @@ class HuggingFaceError(Exception):
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of the folder's config.json. Raises `HuggingFaceError`."""
+    try:
+        values = json.loads((folder / CONFIG_FILE).read_bytes())
+    except OSError as error:
+        raise HuggingFaceError(
+            [f"{folder / CONFIG_FILE} cannot be read: {error.strerror} (models are not downloaded)"]
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise HuggingFaceError([f"config.json is not valid JSON: {error}"]) from None
+    if not isinstance(values, dict):
+        raise HuggingFaceError([f"config.json must be an object, not {format_value(values)}"])
+    return values
+
+
+def text_model_values(values: Mapping[str, Any], *, text_only: bool) -> Mapping[str, Any]:
+    """The config.json of the language model. Raises `HuggingFaceError` for one of several modalities, unless `text_only`."""
+    text = values.get(TEXT_CONFIG)
+    if not isinstance(text, dict):
+        return values
+    if not text_only:
+        raise HuggingFaceError(
+            [
+                f"config.json: {TEXT_CONFIG}: the model has other modalities besides text (model_type = "
+                f"{format_value(values.get('model_type'))}); --text-only imports its language model alone"
+            ]
+        )
+    key = "tie_word_embeddings"
+    if key in values and values[key] != text.get(key, values[key]):
+        stated = f"{key} = {format_value(values[key])} and {TEXT_CONFIG}.{key} = {format_value(text[key])}"
+        raise HuggingFaceError([f"config.json: {stated} disagree"])
+    return {key: values[key]} | text if key in values else text
+
+
+def format_value(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 class TensorSpec(NamedTuple):
@@ -153,6 +195,19 @@ class SafetensorsReader:
             if shapes.get(name, shape) != shape
         ]
         return misplaced + missing + unexpected + misshaped
+
+    def tied_head_problems(self, model: ModelConfig, ranges: Sequence[range] | None = None) -> list[str]:
+        """A head of its own, where the model's is the embedding. `ranges`: the part of both to compare."""
+        if not model.tie_embeddings or not self.has_tensor(LM_HEAD):
+            return []
+        embedding = tensor_specs(model)["embed.weight"]
+        rows, columns = ranges or map(range, embedding.shape)
+        for first in range(rows.start, rows.stop, TIED_HEAD_ROWS):
+            part = [range(first, min(first + TIED_HEAD_ROWS, rows.stop)), columns]
+            head, values = (self.read(embedding._replace(name=name), part) for name in (LM_HEAD, embedding.name))
+            if not bool((head == values).all()):
+                return [f"{LM_HEAD} differs from {embedding.name}, but tie_word_embeddings is true"]
+        return []
 
     def read(self, spec: TensorSpec, ranges: Sequence[range] | None = None) -> Tensor:
         """A tensor or, with one range per dimension, a slice; reads nothing else. Raises `HuggingFaceError`."""

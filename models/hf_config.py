@@ -7,17 +7,15 @@ the same model again.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from models.config import ALIKE_OPTIONS, ModelConfig, RopeConfig
-from models.hf import CONFIG_FILE, HuggingFaceError
+from models.hf import HuggingFaceError, format_value, read_config, text_model_values
 from models.hf_families import BASE_DEFAULTS, COMMON_KEYS, FAMILIES, FULL, OFF, SLIDING, Family
 from models.hf_rope import (
     ORIGINAL_LENGTH_KEY,
-    format_value,
     is_number,
     rope_fields,
     rope_from_hf,
@@ -28,7 +26,6 @@ from models.hf_rope import (
 from models.layers import LayerKind
 
 ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
-TEXT_CONFIG = "text_config"
 ROPES = ("rope", "local_rope")
 MAX_LAYERS = 10_000
 
@@ -36,39 +33,9 @@ MAX_LAYERS = 10_000
 # ---- Hugging Face -> ModelConfig
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The content of the folder's config.json. Raises `HuggingFaceError`."""
-    try:
-        values = json.loads((folder / CONFIG_FILE).read_bytes())
-    except OSError as error:
-        raise HuggingFaceError(
-            [f"{folder / CONFIG_FILE} cannot be read: {error.strerror} (models are not downloaded)"]
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise HuggingFaceError([f"config.json is not valid JSON: {error}"]) from None
-    if not isinstance(values, dict):
-        raise HuggingFaceError([f"config.json must be an object, not {format_value(values)}"])
-    return values
-
-
 def read_model(folder: Path, *, text_only: bool = False) -> ModelConfig:
     """The model that the folder's config.json describes. Raises `HuggingFaceError`."""
     return model_config_from_hf(text_model_values(read_config(folder), text_only=text_only))
-
-
-def text_model_values(values: Mapping[str, Any], *, text_only: bool) -> Mapping[str, Any]:
-    """The config.json of the language model. Raises `HuggingFaceError` for one of several modalities, unless `text_only`."""
-    text = values.get(TEXT_CONFIG)
-    if not isinstance(text, dict):
-        return values
-    if not text_only:
-        raise HuggingFaceError(
-            [
-                f"config.json: {TEXT_CONFIG}: the model has other modalities besides text (model_type = "
-                f"{format_value(values.get('model_type'))}); --text-only imports its language model alone"
-            ]
-        )
-    return {key: values[key] for key in ("tie_word_embeddings",) if key in values} | text
 
 
 def model_config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
@@ -127,12 +94,16 @@ def _feature_problems(values: Mapping[str, Any], family: Family) -> Iterable[str
     }
     if family.architecture == "Qwen2ForCausalLM":  # q, k and v have biases, and o has none, whatever the key says.
         del allowed["attention_bias"]
+    allowed = {key: only for key, only in allowed.items() if key not in family.keys}
+    count: Any = values.get("num_hidden_layers")
+    has_window = family.has_window and values.get("sliding_window", 0) is not None
+    all_full = [FULL] * count if is_count(count, MAX_LAYERS) and not has_window else None
     for key, value in values.items():
         if key in allowed:
             if value not in allowed[key]:
                 yield unsupported(key, value, allowed[key])
         elif key not in family.known_keys and value is not None:
-            is_all_full = key == "layer_types" and isinstance(value, list) and value == [FULL] * len(value)
+            is_all_full = key == "layer_types" and value == all_full
             if key in ("sliding_window", "layer_types") and not is_all_full:
                 yield unsupported(key, value, (None,))
             elif not is_all_full:
@@ -157,13 +128,18 @@ def _read_fields(values: Mapping[str, Any], problems: list[str]) -> dict[str, An
     return fields
 
 
-def is_count(value: object, largest: int = 2**31 - 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= largest
+def is_count(value: object, largest: int = 2**31 - 1, *, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= largest
 
 
 def _read_ropes(values: Mapping[str, Any], family: Family, problems: list[str]) -> dict[str, RopeConfig]:
+    parameters = values.get("rope_parameters")
     if not family.has_local_rope:
         views = {"rope": values}
+    elif isinstance(parameters, dict) and not parameters.keys() <= {FULL, SLIDING}:
+        rule = f'must have an object for "{FULL}" and one for "{SLIDING}"'
+        problems.append(f"config.json: rope_parameters = {format_value(parameters)} {rule}")
+        return {}
     else:
         local = {**values, "rope_theta": values.get(family.local_theta_key), "rope_scaling": None}
         views = {"rope": _rope_of_layers(values, FULL), "local_rope": _rope_of_layers(local, SLIDING)}
@@ -181,7 +157,7 @@ def _read_ropes(values: Mapping[str, Any], family: Family, problems: list[str]) 
 def _rope_of_layers(values: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
     """With the `rope_parameters` of layers of this type only."""
     parameters = values.get("rope_parameters")
-    if not isinstance(parameters, dict) or not parameters.keys() <= {FULL, SLIDING}:
+    if not isinstance(parameters, dict):
         return values
     return {**values, "rope_parameters": parameters.get(layer_type) or {"rope_type": "default"}}
 
@@ -198,12 +174,16 @@ def _read_layers(values: Mapping[str, Any], family: Family, problems: list[str])
     switch = values.get("use_sliding_window")
     if not isinstance(switch, bool | None):
         problems.append(f"config.json: use_sliding_window = {format_value(switch)} must be true or false")
-    counts = ("sliding_window", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern")
+    smallest = {"sliding_window": 1, "max_window_layers": 0, "sliding_window_pattern": 1}
     problems += [
-        f"config.json: {key} = {format_value(value)} must be an integer above 0"
-        for key in counts
-        if (value := values.get(key)) is not None and family.has_window and not is_count(value)
+        f"config.json: {key} = {format_value(value)} must be an integer {'above 0' if least else 'of at least 0'}"
+        for key, least in smallest.items()
+        if (value := values.get(key)) is not None and family.has_window and not is_count(value, least=least)
     ]
+    # transformers writes it beside layer_types, and does not read it.
+    pattern, unread = values.get("sliding_window_pattern"), values.get("_sliding_window_pattern")
+    if types is None and unread not in (None, pattern):
+        problems.append(unsupported("_sliding_window_pattern", unread, (pattern,)))
     ropes = _rotated_layers(values, family, problems)
     if problems:
         return
@@ -241,16 +221,15 @@ def with_layers(model: ModelConfig, kinds: list[LayerKind]) -> ModelConfig:
     """The model whose layers also differ as these do: options of all layers, or the shortest pattern that repeats."""
     defaults = {name: getattr(model, name) for name in ALIKE_OPTIONS}
     kinds = [dataclasses.replace(kind, **defaults | {"window": kind.window}) for kind in kinds]
-    period = next(size for size in range(1, len(kinds) + 1) if all(map(_same, kinds, kinds[size:])))
+    # Numbers compare faster, for ten thousand layers.
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    order = [numbers[kind] for kind in kinds]
+    period = next(size for size in range(1, len(order) + 1) if order[size:] == order[: len(order) - size])
     if period == 1 and kinds[0].rope == "global":
         return dataclasses.replace(model, window=kinds[0].window)
     return dataclasses.replace(
         model, layers=tuple(kinds[:period]), **{name: getattr(ModelConfig, name) for name in ALIKE_OPTIONS}
     )
-
-
-def _same(kind: LayerKind, other: LayerKind) -> bool:
-    return kind == other
 
 
 def _shape_problems(model: ModelConfig, family: Family) -> Iterable[str]:
@@ -271,7 +250,7 @@ def model_config_to_hf(
     """The config.json of a model trained on `max_length` tokens. Raises `HuggingFaceError` for what it cannot express."""
     if problems := model.problems():
         raise HuggingFaceError(problems)
-    nearest: list[str] = []
+    nearest = list[str]()
     for model_type in sorted(FAMILIES, key=lambda name: name != model.model_type):
         values = _write(model, model_type, max_length)
         try:
@@ -281,6 +260,8 @@ def model_config_to_hf(
                 for key, (_, ours) in changes.items()
             ]
         except HuggingFaceError as error:
+            if model_type != model.model_type:
+                continue
             problems = [problem.removeprefix("config.json: ") for problem in error.problems]
         if not problems:
             return values | {
@@ -351,6 +332,9 @@ def _write_layers(kinds: tuple[LayerKind, ...], family: Family) -> dict[str, Any
         values["sliding_window"] = next((window for window in windows if window is not None), None)
     if "use_sliding_window" in family.window_keys:
         values["use_sliding_window"] = values["sliding_window"] is not None
+    elif family.has_layer_types and values["sliding_window"] is None:
+        # transformers computes the mask of windows even if no layer has one.
+        values["sliding_window"] = family.defaults["sliding_window"]
     if family.has_layer_types:
         values["layer_types"] = [FULL if window is None else SLIDING for window in windows]
     if "no_rope_layers" in family.window_keys:

@@ -71,6 +71,7 @@ OFF: Mapping[str, tuple[object, ...]] = {
     "use_mrope": (False, None),
     "use_bidirectional_attention": (False, None),
     "pretraining_tp": (1, None),
+    "attn_logit_softcapping": (None,),  # Of scores. Gemma 3's configuration has it, and no layer reads it.
 }
 """Features that our model does not have: the values that switch them off."""
 
@@ -89,7 +90,7 @@ def every(interval: int) -> Callable[[Values, int], bool]:
 
 
 def every_stated(values: Values, layer: int) -> bool:
-    return bool((layer + 1) % (values.get("_sliding_window_pattern") or values["sliding_window_pattern"]))
+    return bool((layer + 1) % values["sliding_window_pattern"])
 
 
 def from_layer_on(values: Values, layer: int) -> bool:
@@ -156,7 +157,6 @@ GEMMA: dict[str, Any] = {
     "options": {"norms": "sandwich", "zero_centered_norms": True, "activation": "gelu_tanh"},
     "keys": {
         "query_pre_attn_scalar": Key("attention_scale", lambda scalar: scalar**-0.5, lambda scale: round(scale**-2)),
-        "attn_logit_softcapping": Key("softcap"),
         "final_logit_softcapping": Key("logit_softcap"),
     },
     "activation_keys": ("hidden_activation", "hidden_act"),
@@ -247,7 +247,7 @@ FAMILIES: dict[str, Family] = {
         defaults=GEMMA_DEFAULTS
         | {"vocab_size": 256_000, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         has_window=every(2),
-        **GEMMA,
+        **GEMMA | {"keys": {**GEMMA["keys"], "attn_logit_softcapping": Key("softcap")}},
     ),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",

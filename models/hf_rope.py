@@ -7,12 +7,12 @@ silently ignores the other. We write both and read either.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from models.config import ROPE_FIELDS, RopeConfig
+from models.hf import format_value
 from models.rope_scaling import attention_factor
 
 ORIGINAL_LENGTH_KEY = "original_max_position_embeddings"
@@ -131,11 +131,6 @@ def rope_fields(rope: RopeConfig) -> dict[str, None]:
 def unsupported(key: str, value: object, allowed: tuple[object, ...]) -> str:
     choices = " or ".join(map(format_value, allowed))
     return f"config.json: {key} = {format_value(value)} is not supported; only {choices}"
-
-
-def format_value(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -22,7 +22,7 @@ from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig, RecomputePolicy
 from parallelisms.block_recompute import Tiling, compiler, eager
 
-TOLERANCE = 1e-9
+TOLERANCE, ROUNDED = 1e-9, 1e-6
 """Of a gradient's norm, in float64."""
 SMALL: dict[str, Any] = {
     "vocab_size": 16,
@@ -70,10 +70,12 @@ def _wrong_gradients(
         found = _gradients(model)
     if is_compiled:
         torch.compiler.reset()
+    # A gradient of rounding errors, such as that of queries that see a single key, counts as none.
+    least = ROUNDED * max(grad.norm() for grad in expected.values())
     return tuple(
         f"{name} (off by {float(error):.2g} of its norm)"
         for name, grad in expected.items()
-        if not (error := (found[name] - grad).norm() / grad.norm()) < TOLERANCE
+        if not (error := (found[name] - grad).norm() / grad.norm().clamp(min=least)) < TOLERANCE
     )
 
 

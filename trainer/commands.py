@@ -15,6 +15,7 @@ from trainer.config.parse import COMMAND_LINE, load
 from trainer.errors import EXIT_FAILURE, EXIT_SUCCESS, ConfigError, RankFailedError, RunError
 
 OVERRIDES_HELP = "--section.key VALUE sets any key of the configuration; ./run_train.sh --help lists them."
+MAX_PROBLEMS = 100
 EXIT_HELP = "Exit codes: 0 success, 2 wrong arguments or configuration, 78 unusable data or checkpoint, 1 other errors."
 
 
@@ -123,7 +124,9 @@ def run_command(
         failure = error
     prefix = f"error: [rank {rank}] " if rank else "error: "
     if rank == 0 or isinstance(failure, RankFailedError):
-        sys.stderr.write("".join(f"{prefix}{problem}\n" for problem in failure.problems))
+        problems, more = failure.problems[:MAX_PROBLEMS], len(failure.problems) - MAX_PROBLEMS
+        problems += [f"and {more:,} more"] * (more > 0)
+        sys.stderr.write("".join(f"{prefix}{problem}\n" for problem in problems))
     return failure.status
 
 

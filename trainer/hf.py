@@ -12,14 +12,12 @@ from typing import Any
 
 from models import hf
 from models.config import ModelConfig
-from models.hf import HuggingFaceError
+from models.hf import HuggingFaceError, read_config, text_model_values
 from models.hf_config import (
     ROPES,
     config_differences,
     model_config_from_hf,
     model_config_to_hf,
-    read_config,
-    text_model_values,
 )
 from models.hf_rope import rope_fields
 from models.hf_write import write_safetensors
@@ -96,13 +94,14 @@ def export(options: Namespace) -> None:
         raise HuggingFaceError([f"{output} exists already"])
     bos, eos, files = tokenizer_files(values, options.tokenizer, seq_len=seq_len)
     hf_config = model_config_to_hf(model, max_length=seq_len, dtype=dtype, bos=bos, eos=eos)
+    written = dataclasses.replace(model, model_type=hf_config["model_type"])
     manifest.read_intact(checkpoint, check_hashes=True)
     reader = open_model(checkpoint, {name: entry.shape for name, entry in hf.tensor_specs(model).items()})
     print_lines(f"{checkpoint}: {model.num_parameters:,} parameters as {dtype}, context of {seq_len:,} tokens")
     with atomic_folder(output) as folder:
         for path in write_safetensors(
             folder,
-            model,
+            written,
             lambda name: read_full_tensor(reader, f"{MODEL_PREFIX}{name}"),
             dtype=getattr(torch, dtype),
             file_bytes=int(options.max_shard_gib * 2**30),
@@ -116,9 +115,10 @@ def export(options: Namespace) -> None:
             (folder / name).parent.mkdir(exist_ok=True)
             write_and_fsync(folder / name, content)
             print_lines(str(name))
-        changed = config_differences(model_config_from_hf(read_config(folder)), model)
-        problems = [f"{key} changed to {exported}" for key, (exported, _) in changed.items()]
-        if problems := problems + hf.SafetensorsReader(folder).problems(model):
+        exported = model_config_from_hf(read_config(folder))
+        changed = config_differences(exported, model)
+        problems = [f"{key} changed to {value}" for key, (value, _) in changed.items()]
+        if problems := problems + hf.SafetensorsReader(folder).problems(exported):
             raise HuggingFaceError([f"{output} was not written: {problem}" for problem in problems])
     print_lines(f"{output} is complete: every tensor was read back and is bitwise equal")
 
@@ -159,7 +159,7 @@ def import_model(folder: Path, output: Path | None, *, text_only: bool = False) 
     values = text_model_values(stored := read_config(folder), text_only=text_only)
     text_only = values is not stored
     model, weights = model_config_from_hf(values), hf.SafetensorsReader(folder, text_only=text_only)
-    if problems := weights.problems(model):
+    if problems := weights.problems(model) or weights.tied_head_problems(model):
         raise HuggingFaceError([f"{folder}: {problem}" for problem in problems])
     check_tokenizer(folder, model)
     left_out = [f"left out: {name} ({count} tensors)" for name, count in weights.left_out.items()]

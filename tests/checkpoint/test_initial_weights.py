@@ -251,6 +251,21 @@ def test_a_tied_model_with_another_head_exits_with_78(run: Path) -> None:
     assert "lm_head.weight differs from model.embed_tokens.weight" in done.said
 
 
+def test_weights_that_are_not_finite_exit_with_78_and_are_named(run: Path) -> None:
+    folder = run.parent / "model"
+    write_hf_model(run, folder)
+    from safetensors.torch import load_file, save_file
+
+    last = sorted(folder.glob("*.safetensors"))[-1]
+    tensors = load_file(last)
+    name = sorted(tensors)[-1]
+    tensors[name].view(-1)[3] = torch.nan
+    save_file(tensors, last)
+    done = forked(run, run.parent / "second", f"--checkpoint.initial_load_path=hf:{folder}")
+    assert done.statuses == [78]
+    assert f"{name} has values that are not finite" in done.said
+
+
 # ---- precedence and retention
 
 

@@ -8,14 +8,16 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+from pydantic import ValidationError
 
 from benchmarks import config_pages
 from models.rope_scaling import rope_summary
 from trainer.config import checks, help_text, summary
 from trainer.config.job_config import Config
+from trainer.config.model import LayerSection, ModelSection
 from trainer.config.parse import CONFIG_DIR, all_sections, load, repeated_tables, section_keys
 from trainer.config.summary import parallelism_summary
 from trainer.config.toml_format import to_toml
@@ -510,6 +512,31 @@ def test_a_warmup_as_long_as_the_run_gives_a_warning() -> None:
         "learning rate never reaches its peak"
         in warnings(configured(training={"steps": 5}, schedule={"warmup_steps": 5}), 1)[0]
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ({"layers": ({},), "window": 5}, "model.window is not used beside model.layers: set it there"),
+        ({"layers": ({},), "nope_every": 2}, "model.nope_every is not used beside model.layers: set it there"),
+        ({"model_type": "foo"}, 'model.model_type = "foo" is unknown; there are llama, qwen2'),
+    ],
+)
+def test_model_keys_that_would_do_nothing_are_refused(model: dict[str, Any], problem: str) -> None:
+    (found,) = ModelSection(**model).problems()
+    assert found.startswith(problem)
+
+
+@pytest.mark.parametrize("layer", [{"repeat": 10**9}, {"window": 2**63}, {"window": 0}])
+def test_layers_are_bounded_before_they_are_counted(layer: dict[str, int]) -> None:
+    with pytest.raises(ValidationError):
+        LayerSection(**layer)
+
+
+def test_a_pattern_longer_than_the_model_is_said() -> None:
+    config = configured(model={"layers": [{"repeat": 7, "window": 5}, {}], "num_layers": 4})
+    assert "model.layers states 8 layers, of which model.num_layers = 4 uses the first 4" in warnings(config, 1)
+    assert len(config.model.build().layers) == 4
 
 
 def test_model_keys_default_to_the_preset() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from models import hf
-from models.hf_config import config_differences, read_config, read_model
+from models.hf import read_config
+from models.hf_config import config_differences, read_model
 from tests.huggingface_folders import write_family
 from tests.models.hf_models import MADE, load, logits_of, logits_there, made
 from tests.models.test_hf_families import assert_close, in_float32

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from models import hf
-from models.hf_config import config_differences, model_config_from_hf, read_config
+from models.hf import read_config
+from models.hf_config import config_differences, model_config_from_hf
 from models.presets import FAMILIES
 from tests.huggingface_folders import write_family
 from tests.models.hf_models import load as load_model
@@ -115,6 +116,32 @@ def test_a_tied_head_is_omitted(run: Path) -> None:
     model = model_config_from_hf(read_config(run.parent / "hf"))
     tokens, logits = logits_of(load_model(run.parent / "hf", model), model)
     torch.testing.assert_close(logits, logits_there(run.parent / "hf", tokens), rtol=0, atol=1e-4)
+
+
+def test_a_model_that_its_own_type_cannot_express_has_the_tensors_of_the_type_written(run: Path) -> None:
+    """Phi-3's are fused, and it has no yarn."""
+    yarn = ("--model.rope.kind=yarn", "--model.rope.factor=4", "--model.rope.original_length=32")
+    checkpoint = checkpoint_of(configured(run, run.parent / "run", "--model.model_type=phi3", *yarn))
+    assert run_main("export", checkpoint, run.parent / "hf") == 0
+    assert read_config(run.parent / "hf")["model_type"] == "llama"
+    assert "blocks.0.attention.q_proj.weight" in weights_in(run.parent / "hf")
+
+
+def test_links_to_files_elsewhere_are_not_exported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    repository, secret = run.parent / "models--a--b", run.parent / "secret"
+    source, blobs = repository / "snapshots/1", repository / "blobs"
+    source.mkdir(parents=True)
+    blobs.mkdir()
+    write_family(source, "qwen2")
+    (source / "tokenizer.json").rename(blobs / "123")
+    (source / "tokenizer.json").symlink_to("../../blobs/123")
+    own = ("--tokenizer.kind=huggingface", f"--tokenizer.path={source}", "--model.vocab_size=1200")
+    checkpoint = checkpoint_of(configured(run, run.parent / "run", *own))
+    assert run_main("export", checkpoint, run.parent / "hf") == 0
+    secret.write_text("secret")
+    (source / "chat_template.jinja").symlink_to(secret)
+    assert run_main("export", checkpoint, run.parent / "other") == 2
+    assert f"chat_template.jinja links to {secret}, outside its folder" in capsys.readouterr().err
 
 
 def test_the_tokenizer_path_can_be_overridden(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,6 +334,18 @@ def test_an_inconsistent_model_is_not_imported(run: Path, capsys: pytest.Capture
     assert run_main("import", source, run.parent / "begin.toml") == 2
     assert len(capsys.readouterr().err.splitlines()) == 9 + 3
     assert not (run.parent / "begin.toml").exists()
+
+
+def test_a_tied_model_with_another_head_is_not_imported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = run.parent / "source"
+    made_by_transformers("Llama", torch.float32, tie_word_embeddings=True).save_pretrained(source)
+    tensors = load_file(source / hf.SINGLE_FILE)
+    for change, status in ((0, 0), (1, 2)):
+        save_file(tensors | {hf.LM_HEAD: tensors["model.embed_tokens.weight"] + change}, source / hf.SINGLE_FILE)
+        assert run_main("import", source, run.parent / f"{change}.toml") == status
+    assert "lm_head.weight differs from model.embed_tokens.weight" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,14 @@ from torch import Tensor
 from models import hf
 from models.attention import Attention
 from models.config import ModelConfig, RopeConfig
-from models.hf import HuggingFaceError
-from models.hf_config import config_differences, model_config_from_hf, model_config_to_hf, read_config, read_model
+from models.hf import HuggingFaceError, read_config, text_model_values
+from models.hf_config import (
+    config_differences,
+    model_config_from_hf,
+    model_config_to_hf,
+    read_model,
+    with_layers,
+)
 from models.hf_families import FAMILIES, FULL, SLIDING
 from models.layers import LayerKind
 from models.presets import FAMILIES as PRESETS
@@ -32,7 +39,7 @@ from tests.models.hf_models import (
     theirs,
     write,
 )
-from tests.models.small_models import gradients, packed
+from tests.models.small_models import gradients, packed, small_model
 
 
 def in_float32(config: ModelConfig) -> ModelConfig:
@@ -172,6 +179,12 @@ def values_of(name: str) -> dict[str, Any]:
         ("olmo2", {"head_dim": 12}, "model.head_dim = 12 must be model.dim / model.num_heads = 256 / 8"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0 must be a number above 0"),
         ("olmo3", {"rope_parameters": {SLIDING: 3, FULL: {}}}, "rope_parameters = 3 must be an object"),
+        ("olmo3", {"rope_parameters": {"rope_type": "default"}}, 'must have an object for "full_attention" and one for'),
+        ("gemma3_text", {"attn_logit_softcapping": 1.0}, "attn_logit_softcapping = 1.0 is not supported; only null"),
+        ("gemma3_text", {"layer_types": None, "_sliding_window_pattern": 2}, "_sliding_window_pattern = 2 is not supported"),
+        ("mistral", {"layer_types": [FULL] * 4, "sliding_window": 7}, 'layer_types = ["full_attention", "full_attention"'),
+        ("llama", {"layer_types": [FULL] * 3}, 'layer_types = ["full_attention", "full_attention", "full_attention"]'),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers = -1 must be an integer of"),
     ],
 )  # fmt: skip
 def test_wrong_values_are_named(name: str, changes: dict[str, Any], problem: str) -> None:
@@ -179,6 +192,38 @@ def test_wrong_values_are_named(name: str, changes: dict[str, Any], problem: str
     with pytest.raises(HuggingFaceError) as caught:
         model_config_from_hf(values)
     assert [line for line in caught.value.problems if problem in line], caught.value.problems
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "ministral", "olmo3"])
+def test_models_without_a_window_are_written_so_that_transformers_computes_them(name: str, tmp_path: Path) -> None:
+    config = in_float32(model_config_from_hf(values_of(name)))
+    assert config.windows == ()
+    model = small_model(config, dtype=torch.float32)
+    folder = write(tmp_path, config, model)
+    assert read_config(folder)["sliding_window"] == FAMILIES[name].defaults["sliding_window"]
+    tokens, logits = logits_of(model, config)
+    # Gemma 2 without soft caps makes much of the roundings of float32.
+    torch.testing.assert_close(logits, logits_there(folder, tokens), rtol=0, atol=1e-3 * float(logits.abs().max()))
+
+
+def test_windows_may_begin_at_the_first_layer() -> None:
+    values = values_of("qwen2") | {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 5}
+    assert model_config_from_hf({**values, "layer_types": None}).windows == (5,)
+
+
+def test_what_no_family_can_say_is_named_for_one_that_says_most() -> None:
+    kinds = (LayerKind(window=37, rope="local", sink=True), LayerKind(sink=True, softcap=5.0), LayerKind(rope="none"))
+    model = replace(PRESETS["llama3"]["debug"], layers=kinds, local_rope=RopeConfig(theta=1000.0))
+    with pytest.raises(HuggingFaceError, match=r"has no equivalent in transformers'") as caught:
+        model_config_to_hf(model, max_length=LENGTH, dtype="float32")
+    assert any(problem.startswith("model.layers") for problem in caught.value.problems)
+
+
+def test_a_pattern_of_ten_thousand_layers_is_found_at_once() -> None:
+    kinds = [LayerKind()] * 9_999 + [LayerKind(window=5)]
+    begun = time.process_time()
+    assert len(with_layers(replace(PRESETS["llama3"]["debug"], num_layers=10_000), kinds).layers) == 10_000
+    assert time.process_time() - begun < 5, "the promise of import"
 
 
 # ---- a model of several modalities
@@ -198,6 +243,8 @@ def test_the_language_model_of_several_modalities(prefix: str, folders: dict[str
     )
     with pytest.raises(HuggingFaceError, match="--text-only imports its language model alone"):
         read_model(tmp_path)
+    with pytest.raises(HuggingFaceError, match=r"tie_word_embeddings = true disagree"):
+        text_model_values({"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}, text_only=True)
     config = read_model(tmp_path, text_only=True)
     weights = hf.SafetensorsReader(tmp_path, text_only=True)
     assert weights.problems(config) == []

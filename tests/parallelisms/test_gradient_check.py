@@ -75,6 +75,11 @@ def test_layers_without_rotation_and_with_biases_pass() -> None:
     gradient_check.verify_gradients(config, "none", COMPILED)
 
 
+def test_queries_that_see_a_single_key_pass() -> None:
+    """No gradient reaches them."""
+    gradient_check.verify_gradients(replace(SMALL, window=1), "keep_attention", Tiling(2))
+
+
 def test_a_piece_that_mixes_heads_is_refused_with_head_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = Attention.inner
 

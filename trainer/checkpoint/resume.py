@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from models.config import ModelConfig
-from models.hf import LM_HEAD, HuggingFaceError, SafetensorsReader, TensorSpec
+from models.hf import HuggingFaceError, SafetensorsReader
 from parallelisms.collectives import all_gather_object, to_local
 from parallelisms.init_weights import local_ranges
 from trainer.checkpoint import manifest
@@ -93,13 +93,11 @@ def _load_hf_weights(weights: SafetensorsReader, model: ModelConfig, parameters:
     with torch.no_grad():
         for name, parameter in parameters.items():
             values = weights.read(specs[name], local_ranges(parameter))
+            if not bool(values.isfinite().all()):
+                raise HuggingFaceError([f"{specs[name].name} has values that are not finite"])
             to_local(parameter).copy_(values)
-            if model.tie_embeddings and name == "embed.weight" and weights.has_tensor(LM_HEAD):
-                head = weights.read(TensorSpec(LM_HEAD, specs[name].shape), local_ranges(parameter))
-                if not torch.equal(head, values):
-                    raise HuggingFaceError(
-                        [f"{LM_HEAD} differs from model.embed_tokens.weight, but tie_word_embeddings is true"]
-                    )
+            if name == "embed.weight" and (problems := weights.tied_head_problems(model, local_ranges(parameter))):
+                raise HuggingFaceError(problems)
 
 
 # ---- verification

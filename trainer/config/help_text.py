@@ -96,7 +96,7 @@ def format_type(schema: dict[str, Any]) -> str:
         ]
         return f"[{', '.join(item_types)}]"
     type_name = schema["format"] if schema.get("format") == "path" else TYPE_NAMES[schema["type"]]
-    bounds = [f"{sign}{schema[bound]:g}" for bound, sign in BOUND_SYMBOLS.items() if bound in schema]
+    bounds = [f"{sign}{schema[bound]:.12g}" for bound, sign in BOUND_SYMBOLS.items() if bound in schema]
     return " ".join([type_name, *bounds])
 
 

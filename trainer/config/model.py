@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from functools import lru_cache
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from models.config import ALIKE_OPTIONS, ModelConfig
+from models.hf_families import FAMILIES as MODEL_TYPES
 from models.layers import LayerKind
 from models.presets import FAMILIES
-from trainer.config.sections import PositiveFloat, PositiveInt, Section
+from trainer.config.sections import MAX_SEQ_LEN, PositiveFloat, PositiveInt, Section
 
 ROPES = ("rope", "local_rope")
+LayerCount = Annotated[int, Field(ge=1, le=10_000)]
+Window = Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)]
 
 
 class RopeSection(Section):
@@ -48,9 +52,9 @@ class RopeSection(Section):
 class LayerSection(Section):
     """Layers of one kind. Keys that are left out are as in [model], except `window` and `rope`."""
 
-    repeat: PositiveInt = 1
+    repeat: LayerCount = 1
     """Consecutive layers of this kind."""
-    window: PositiveInt | None = None
+    window: Window | None = None
     """Tokens that a query attends to at most, its own included. Left out: all before it in the document."""
     rope: Literal["global", "local", "none"] = "global"
     """Which rotary embedding: [model.rope], [model.local_rope], or none."""
@@ -85,7 +89,7 @@ class ModelSection(Section):
     """Rows of the embedding and output matrices; at least the tokenizer's vocabulary size."""
     dim: PositiveInt | None = None
     """Width of the residual stream."""
-    num_layers: PositiveInt | None = None
+    num_layers: LayerCount | None = None
     """Transformer blocks."""
     num_heads: PositiveInt | None = None
     """Query heads."""
@@ -111,7 +115,7 @@ class ModelSection(Section):
     """Whether queries and keys are normalized over all heads at once, as in OLMo 2."""
     qkv_bias: bool | None = None
     """Whether the query, key and value projections have biases, as in Qwen2.5."""
-    window: PositiveInt | None = None
+    window: Window | None = None
     """Sliding window of all layers: tokens that a query attends to at most, its own included. Left out: as in the preset. `layers` gives some layers a window."""
     sink: bool | None = None
     """Whether each query head has an attention sink, a learned logit without a key, as in gpt-oss."""
@@ -154,6 +158,12 @@ class ModelSection(Section):
             problems += getattr(model, name).unused_keys(keys, section=f"model.{name}")
             if keys and name == "local_rope" and not model.has_local_rope:
                 problems.append('[model.local_rope] is only used by layers with rope = "local", and there are none')
+        if self.layers:
+            ignored = [key for key in ("window", "nope_every") if getattr(self, key) is not None]
+            problems += [f"model.{key} is not used beside model.layers: set it there" for key in ignored]
+        if self.model_type is not None and self.model_type not in MODEL_TYPES:
+            known = ", ".join(MODEL_TYPES)
+            problems.append(f'model.model_type = "{self.model_type}" is unknown; there are {known}')
         return [*problems, *model.problems()]
 
 
@@ -170,7 +180,8 @@ def _build_model_config(section: ModelSection) -> ModelConfig:
     of_layers = {key: given[key] for key in ALIKE_OPTIONS if key in given}
     if section.layers:
         defaults = preset.common_options | of_layers
-        given["layers"] = tuple(kind for each in section.layers for kind in each.kinds(defaults))
+        kinds = (kind for each in section.layers for kind in each.kinds(defaults))
+        given["layers"] = tuple(islice(kinds, given.get("num_layers", preset.num_layers)))
         given |= {key: getattr(ModelConfig, key) for key in (*ALIKE_OPTIONS, "nope_every")}
     elif preset.layers:
         given["layers"] = tuple(dataclasses.replace(kind, **of_layers) for kind in preset.layers)

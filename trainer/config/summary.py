@@ -76,6 +76,9 @@ def warnings(config: Config, world_size: int) -> Iterator[str]:
     for key in ("pp_layers", "pp_stages_per_rank"):
         if degrees["pp"] == 1 and getattr(config.parallelism, key) is not None:
             yield f"parallelism.{key} is not used with parallelism.pp = 1"
+    num_layers, stated = config.model.build().num_layers, sum(each.repeat for each in config.model.layers)
+    if stated > num_layers:
+        yield f"model.layers states {stated} layers, of which model.num_layers = {num_layers} uses the first {num_layers}"
     length, plan = config.training.seq_len, config.context_plan()
     if length % plan.seq_len_divisor:
         padding = -length % plan.seq_len_divisor

@@ -25,6 +25,7 @@ from trainer.data.tokenizer_folder import (
     SPECIAL_TOKENS_FILE,
     read_object,
 )
+from trainer.errors import DataError
 
 BYTE_SPECIALS = ("<|bos|>", "<|eos|>", *(f"<|reserved_{n}|>" for n in range(6)))
 META_TOKENIZER_PATH = Path("original/tokenizer.model")  # as in Meta's repositories
@@ -68,11 +69,24 @@ def copied_files(folder: Path, *, max_length: int) -> dict[Path, bytes]:
     """The tokenizer, chat template and generation files of a folder, of which only a lower `model_max_length` changes."""
     paths = {folder / name for name in COPIED_FILES}.union(*map(folder.glob, COPIED_PATTERNS))
     files = {path.relative_to(folder): path.read_bytes() for path in sorted(paths) if path.is_file()}
+    for name in files:
+        _require_own(folder / name, folder)
     config = read_json_file(folder / CONFIG_FILE)
     stated = config.get("model_max_length")
     if isinstance(stated, int | float) and stated < max_length:
         files[Path(CONFIG_FILE)] = _to_json(config | {"model_max_length": max_length})
     return files
+
+
+def _require_own(path: Path, folder: Path) -> None:
+    """Raises `DataError` for a link to a file elsewhere, which an export would publish.
+
+    In a cache of Hugging Face, `models--*/snapshots/*` links into `models--*/blobs`.
+    """
+    target, root = path.resolve(), folder.resolve()
+    owners = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
+    if not any(target.is_relative_to(owner) for owner in owners):
+        raise DataError(f"{path} links to {target}, outside its folder; copy the file there")
 
 
 def changes_of_copy(folder: Path, files: Mapping[Path, bytes]) -> list[str]:
