@@ -85,7 +85,7 @@ class LocalAttentionCore:
         self, pending: tuple[Tensor, ...], boundaries_BD: Tensor, sink_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         options = (self.kernel, self.window, self.softcap)
-        out_BSNH, lse = attention_op.attention(*pending, boundaries_BD, sink_N, *options)
+        out_BSNH, lse = attention_op.attend(*pending, boundaries_BD, sink_N, *options)
         return out_BSNH, lse
 
     def backward(
@@ -98,7 +98,7 @@ class LocalAttentionCore:
         sink_N: Tensor | None = None,
     ) -> QKVGrads:
         inputs = (grad_BSNH, *pending, out_BSNH, lse, boundaries_BD, sink_N)
-        dq, dk, dv, grad_sink_N = attention_op.attention_backward(*inputs, self.kernel, self.window, self.softcap)
+        dq, dk, dv, grad_sink_N = attention_op.attend_backward(*inputs, self.kernel, self.window, self.softcap)
         return dq, dk, dv, grad_sink_N
 
 

@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 def all_reduce(group: ProcessGroup | None, x: Tensor) -> Tensor:
     """Sums `x` over the ranks in place and returns it. None means all ranks."""
-    distributed.all_reduce(x, group=group)
+    if distributed.get_world_size(group) > 1:
+        distributed.all_reduce(x, group=group)
     return x
 
 

@@ -23,14 +23,15 @@ pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).resolve().parents[1]
 OURS = {"models", "parallelisms", "trainer", "train"}
 FILES = sorted((ROOT / "benchmarks").glob("*.py"))
-LIBRARIES = {"counted", "gpu_parts", "gpu_product", "gpu_rows", "gpu_steps", "op_counter", "pages"}
-"""Modules that other scripts import."""
+LIBRARIES = {"counted", "gpu_parts", "gpu_product", "gpu_rows", "gpu_steps", "op_counter", "pages", "torchtitan_cpu"}
+"""Modules that other scripts import, and one that runs in an environment of its own."""
 QUICK = {
     "balance": "--documents 10000",
     "config_pages": "--check",
     "context_parallel": "--tokens 256 --cp 2 --heads 2 1 --width 8 --rounds 1 --methods ring",
     "data": "rows --rounds 1 --seq-len 65536",
     "doc_tables": "--check",
+    "growth": "--toy",
     "loss_curve": "{tmp}/metrics.jsonl {tmp}/loss.svg",
     "moments": "--steps 3",
     "plans": "--folder {tmp} debug",
@@ -50,6 +51,7 @@ SLOW = {
     "long_context": "--steps 2 --copy-steps 2 --folder {tmp} --svg {tmp}/context.svg",
     "memory": "one bytes `full` 1024",
     "memory_grid": "--cases 2 --seed 0 --jobs 1",
+    "packing_runs": "time . --rounds 1 --steps 3",
     "random_cases": "--cases 2 --max-processes 2 --records {tmp}/records.json",
     "scaling": "--quick",
 }

@@ -9,7 +9,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from hashlib import blake2b
 from statistics import mode
 from typing import Any
 
@@ -186,8 +185,6 @@ class Trainer:
 
     def accumulate_gradients(self, micro_batches: list[Batch]) -> Tensor:
         """Accumulates the gradients of the mean loss over the global batch; returns this rank's metric vector."""
-        # Seeded by step and rank, so checkpoints need no RNG state.
-        torch.manual_seed(_seed(self.config.training.seed, self.step, self.world.rank))
         device = self.world.device
         # The loss is a mean over the targets of the global batch, not of a micro-batch or rank.
         num_targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum().to(device, non_blocking=True)
@@ -261,7 +258,3 @@ def _manual_gc(interval: int) -> Iterator[Callable[[int], None]]:
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-def _seed(*parts: int) -> int:
-    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1

@@ -217,7 +217,7 @@ class RingAttentionCore:
         self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, sink_N: Tensor | None = None
     ) -> Tensor:
         options = [getattr(self, each.name) for each in fields(self)]
-        out_BSNH: Tensor = attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N, *options)[0]
+        out_BSNH: Tensor = attend(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N, *options)[0]
         return out_BSNH
 
     def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> StartedQKV:
@@ -344,8 +344,7 @@ def backward(
 # ---- operators
 
 
-@torch.library.custom_op("longhaul::context_attention", mutates_args=())
-def attention(
+def _attention(
     q_BSNH: Tensor,
     k_BSKH: Tensor,
     v_BSKH: Tensor,
@@ -364,8 +363,7 @@ def attention(
     return core.forward(core.start(q_BSNH, k_BSKH, v_BSKH, boundaries_BD), boundaries_BD, sink_N)
 
 
-@torch.library.custom_op("longhaul::context_attention_backward", mutates_args=())
-def attention_backward(
+def _attention_backward(
     grad_BSNH: Tensor,
     q_BSNH: Tensor,
     k_BSKH: Tensor,
@@ -388,6 +386,11 @@ def attention_backward(
     return core.backward(grad_BSNH, pending, out_BSNH, lse_BNS, boundaries_BD, sink_N)
 
 
+attention = torch.library.custom_op("longhaul::context_attention", _attention, mutates_args=())
+attention_backward = torch.library.custom_op(
+    "longhaul::context_attention_backward", _attention_backward, mutates_args=()
+)
 attention.register_fake(lambda q_BSNH, *_: attention_op.empty_output(q_BSNH))
 attention_backward.register_fake(attention_op.fake_backward)
 attention.register_autograd(attention_op.backward_of(attention_backward), setup_context=attention_op.setup_context)
+attend = attention_op.undispatched(attention, _attention, _attention_backward)

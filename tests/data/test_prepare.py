@@ -16,12 +16,15 @@ from torch import Tensor
 from tests.build_datasets import build_blended_dataset
 from tests.ranks import context
 from trainer.config.data import DataSection
+from trainer.config.parse import load
+from trainer.data.corpus import Corpus
 from trainer.data.packing import PackedDataset
-from trainer.data.prepare import prepare
+from trainer.data.prepare import prepare, prepare_once
 from trainer.data.source import CorpusSpec
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import DataError
+from trainer.launch.cluster import launch_id
 
 Make = Callable[..., CorpusSpec]
 BOS, EOS = ByteTokenizer.bos, ByteTokenizer.eos
@@ -298,3 +301,39 @@ def test_the_standard_library_is_packed_into_sequences(tmp_path: Path) -> None:
     assert isinstance(source, PackedDataset)
     assert source.num_sequences * 512 >= source.token_dataset.num_tokens
     assert [path.name for path in source.token_dataset.folder.glob("*.plan")] == ["best_fit-512-version-2-seed-0.plan"]
+
+
+# ---- one process of a launch looks at the corpora
+
+
+def test_processes_of_a_launch_look_at_a_corpus_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/a.txt").write_text("some text")
+    config = load([f"--data.corpus={tmp_path / 'corpus'}", f"--data.cache_dir={tmp_path / 'cache'}"])
+    scans = list[Path]()
+    scan = Corpus._scan
+
+    def counted(corpus: Corpus) -> None:
+        scans.append(corpus._root)
+        scan(corpus)
+
+    monkeypatch.setattr(Corpus, "_scan", counted)
+    first = prepare_once(config, "launch-1")
+    assert prepare_once(config, "launch-1") == first
+    assert len(scans) == 1
+    # Another launch looks again, and finds what has changed; one whose cache was emptied prepares.
+    (tmp_path / "corpus/b.txt").write_text("more")
+    second = prepare_once(config, "launch-2")
+    assert second != first
+    shutil.rmtree(second["corpus"])
+    assert prepare_once(config, "launch-2") == second
+    assert [path.name for path in (tmp_path / "cache").glob(".launch-*.json")] == [".launch-2.json"]
+    assert prepare_once(config, None) == second
+    assert len(scans) == 4
+
+
+def test_launches_have_ids_of_their_own() -> None:
+    slurm = {"SLURM_STEP_ID": "3", "SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "1"}
+    torchrun = {"TORCHELASTIC_RUN_ID": "a b", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert [launch_id(each) for each in (slurm, torchrun)] == ["launch-17-3-1", "launch-a-b-2"]
+    assert launch_id({}) == launch_id({"TORCHELASTIC_RUN_ID": "none"}) != launch_id({"TORCHELASTIC_RESTART_COUNT": "1"})

@@ -136,8 +136,12 @@ def text_blocks(value: object, key: str) -> Iterator[str]:
     """The text of a record. Raises ValueError if it is not a string or has lone surrogates."""
     if not isinstance(value, str):
         raise ValueError(f'no string at key "{key}"')  # noqa: TRY004
-    value.encode()  # JSON can escape a lone surrogate
-    yield from split_text(value, BLOCK)
+    if not value.isascii():
+        value.encode()  # JSON can escape a lone surrogate
+    if len(value) <= BLOCK:
+        yield value
+    else:
+        yield from split_text(value, BLOCK)
 
 
 # ---- lines of JSON
@@ -160,7 +164,7 @@ def read_jsonl(split: InputSplit, key: str) -> Iterator[Record]:
 
 def parse_json_line(line: bytes, key: str) -> Iterator[str]:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        record = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
     except json.JSONDecodeError as error:  # str(error) adds a line number, which is always 1.
         raise ValueError(f"{error.msg} at character {error.pos}") from error
     if not isinstance(record, dict):

@@ -20,6 +20,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
 
 BUFFER_BYTES = 1 << 20
+BUFFER_TOKENS = 1 << 18
 
 
 def document_separators(tokenizer: Tokenizer, separators: str) -> tuple[Tensor, Tensor]:
@@ -49,9 +50,8 @@ class ShardWriter:
         """Tokens of the longest document in `shards`."""
         self._folder, self._name = folder, name
         self._dtype = DTYPES[token_dtype(tokenizer.vocab_size)]
-        prefix, suffix = document_separators(tokenizer, spec.separators)
-        self._prefix, self._suffix = self._to_bytes(prefix), self._to_bytes(suffix)
-        self._max_body = (spec.max_document or sys.maxsize) - len(prefix) - len(suffix)
+        self._prefix, self._suffix = (ids.tolist() for ids in document_separators(tokenizer, spec.separators))
+        self._max_body = (spec.max_document or sys.maxsize) - len(self._prefix) - len(self._suffix)
         self._max_shard_tokens = shard_tokens
         self._begin_shard()
 
@@ -62,17 +62,19 @@ class ShardWriter:
         )
         self._starts = array("q", [0])
         self._num_tokens = 0  # of this shard
+        self._clear()
         self._document_tokens = 0  # of the open document, without separators
 
     def add(self, ids: Tensor) -> None:
         """Appends tokens to the open document. Starts another one when it reaches `max_document`."""
-        while ids.numel():
+        size = ids.numel()
+        while size:
             if not self._document_tokens:
-                self._write(self._prefix)
-            chunk = ids[: self._max_body - self._document_tokens]
-            self._write(self._to_bytes(chunk))
-            self._document_tokens += chunk.numel()
-            ids = ids[chunk.numel() :]
+                self._write_separator(self._prefix)
+            taken = min(size, self._max_body - self._document_tokens)
+            self._write_body(ids[:taken] if taken < size else ids, taken)
+            self._document_tokens += taken
+            ids, size = ids[taken:] if taken < size else ids, size - taken
             if self._document_tokens == self._max_body:
                 self._close_document()
 
@@ -88,6 +90,7 @@ class ShardWriter:
 
     def rollback(self, savepoint: Savepoint) -> None:
         """Drops what was added since `savepoint`. No shard may have ended since."""
+        self._flush()
         self._num_tokens, documents, self._document_tokens = savepoint
         del self._starts[documents:]
         self._file.seek(self._num_tokens * self._dtype.itemsize)
@@ -107,21 +110,51 @@ class ShardWriter:
 
     def _close_document(self) -> None:
         if self._document_tokens:
-            self._write(self._suffix)
+            self._write_separator(self._suffix)
             self._starts.append(self._num_tokens)
             self._document_tokens = 0
 
+    def _write_separator(self, ids: list[int]) -> None:
+        for token in ids:
+            self._separators.append((self._num_unwritten, token))
+            self._num_tokens += 1
+            self._num_unwritten += 1
+
+    def _write_body(self, ids: Tensor, size: int) -> None:
+        self._num_tokens += size
+        if size >= BUFFER_TOKENS:
+            self._flush()
+            self._file.write(self._to_bytes(ids))
+            return
+        self._bodies.append(ids)
+        self._num_unwritten += size
+        if self._num_unwritten >= BUFFER_TOKENS:
+            self._flush()
+
     def _to_bytes(self, ids: Tensor) -> bytearray:
         content = bytearray(ids.numel() * self._dtype.itemsize)
-        if content:  # torch.frombuffer refuses an empty buffer.
-            torch.frombuffer(content, dtype=self._dtype).copy_(ids)
+        torch.frombuffer(content, dtype=self._dtype).copy_(ids)
         return content
 
-    def _write(self, content: bytearray) -> None:
-        self._file.write(content)
-        self._num_tokens += len(content) // self._dtype.itemsize
+    def _flush(self) -> None:
+        """Writes documents together, because they may be short."""
+        if self._num_unwritten:  # torch.frombuffer refuses an empty buffer.
+            stream, is_body = torch.empty(self._num_unwritten, dtype=torch.int32), torch.ones(self._num_unwritten) > 0
+            places, separators = torch.tensor(self._separators, dtype=torch.int64).view(-1, 2).unbind(1)
+            is_body[places], stream[places] = False, separators.int()
+            if self._bodies:
+                stream[is_body] = torch.cat(self._bodies).int()
+            self._file.write(self._to_bytes(stream))
+        self._clear()
+
+    def _clear(self) -> None:
+        self._bodies = list[Tensor]()
+        self._separators = list[tuple[int, int]]()
+        """(place among the unwritten tokens, token)."""
+        self._num_unwritten = 0
 
     def _end_shard(self) -> None:
+        self._flush()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.seek(0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -33,6 +35,19 @@ class LaunchWorld:
     def __str__(self) -> str:
         nodes = "" if self.num_nodes == 1 else f" ({pluralize(self.num_nodes, 'node')} x {self.nproc_per_node})"
         return f"{pluralize(self.world_size, 'process', 'es')}{nodes}"
+
+
+def launch_id(environment: Mapping[str, str]) -> str:
+    """The same for the processes that one srun or torchrun starts; at least for those of a node."""
+    if "SLURM_STEP_ID" in environment:
+        parts = [environment.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")]
+    elif (run_id := environment.get("TORCHELASTIC_RUN_ID", "none")) != "none":
+        parts = [run_id, environment.get("TORCHELASTIC_RESTART_COUNT", "0")]
+    else:
+        # Of the parent: when it began, in ticks since the machine did.
+        started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+        parts = [socket.gethostname(), str(os.getppid()), started, environment.get("TORCHELASTIC_RESTART_COUNT", "0")]
+    return re.sub(r"[^A-Za-z0-9_-]", "-", "-".join(("launch", *parts)))
 
 
 def detect_launch_world(environment: Mapping[str, str], config: Config, *, gpus: int) -> LaunchWorld:

@@ -31,7 +31,14 @@ from trainer.errors import (
 )
 from trainer.hardware.device_specs import select_device
 from trainer.hardware.host import GIB, node_memory_bytes
-from trainer.launch.cluster import LaunchWorld, count_gpus, detect_launch_world, pluralize, set_worker_environment
+from trainer.launch.cluster import (
+    LaunchWorld,
+    count_gpus,
+    detect_launch_world,
+    launch_id,
+    pluralize,
+    set_worker_environment,
+)
 from trainer.launch.predict import write_prediction
 from trainer.launch.restarts import run_with_restarts
 from trainer.memory.auto import describe_memory_options, fit_memory_options
@@ -88,9 +95,9 @@ def prepare_run(config: Recipe, world: LaunchWorld) -> RunSpec | int:
     try:
         early_exit = find_early_exit(config)
         if early_exit is None:
-            from trainer.data.prepare import prepare_datasets  # Imports torch, which checks do not need.
+            from trainer.data.prepare import prepare_once  # Imports torch, which checks do not need.
 
-            datasets = prepare_datasets(config)
+            datasets = prepare_once(config, None if world.rank is None else launch_id(os.environ))
             if not world.rank and (stage := next_stage(config)) is not None:
                 write_prediction(
                     RunDir(config.output_dir).prediction_path, stage.config, world.world_size, num_nodes=world.num_nodes

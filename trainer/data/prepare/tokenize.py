@@ -181,7 +181,7 @@ def _add_split(job: TokenizeJob, writer: ShardWriter, split: InputSplit, advance
             for block, text in enumerate(blocks):
                 ids = job.tokenizer.encode_continuation(text) if block else job.tokenizer.encode(text)
                 writer.add(ids)
-                tokens += len(ids)
+                tokens += ids.numel()
                 num_bytes += len(text) if text.isascii() else len(text.encode())
                 if num_bytes >= REPORT_BYTES:
                     advance(min(num_bytes, remaining), tokens)
