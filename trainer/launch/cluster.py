@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -37,16 +36,14 @@ class LaunchWorld:
         return f"{pluralize(self.world_size, 'process', 'es')}{nodes}"
 
 
-def launch_id(environment: Mapping[str, str]) -> str:
-    """The same for the processes that one srun or torchrun starts; at least for those of a node."""
+def launch_id(environment: Mapping[str, str]) -> str | None:
+    """The same for the processes that one srun or torchrun starts, and no others; None for a torchrun without `--rdzv-id`."""
     if "SLURM_STEP_ID" in environment:
         parts = [environment.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")]
     elif (run_id := environment.get("TORCHELASTIC_RUN_ID", "none")) != "none":
         parts = [run_id, environment.get("TORCHELASTIC_RESTART_COUNT", "0")]
     else:
-        # Of the parent: when it began, in ticks since the machine did.
-        started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
-        parts = [socket.gethostname(), str(os.getppid()), started, environment.get("TORCHELASTIC_RESTART_COUNT", "0")]
+        return None
     return re.sub(r"[^A-Za-z0-9_-]", "-", "-".join(("launch", *parts)))
 
 
