@@ -332,8 +332,7 @@ def test_processes_of_a_launch_look_at_a_corpus_once(tmp_path: Path, monkeypatch
     assert len(scans) == 4
 
 
-def test_launches_have_ids_of_their_own() -> None:
+def test_a_launch_of_srun_has_an_id_of_its_own() -> None:
     slurm = {"SLURM_STEP_ID": "3", "SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "1"}
-    torchrun = {"TORCHELASTIC_RUN_ID": "a b", "TORCHELASTIC_RESTART_COUNT": "2"}
-    assert [launch_id(each) for each in (slurm, torchrun)] == ["launch-17-3-1", "launch-a-b-2"]
-    assert launch_id({}) is launch_id({"TORCHELASTIC_RUN_ID": "none"}) is None
+    assert launch_id(slurm) == "launch-17-3-1"
+    assert launch_id({"TORCHELASTIC_RUN_ID": "100", "TORCHELASTIC_RESTART_COUNT": "0"}) is None

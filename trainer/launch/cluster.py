@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -37,14 +36,12 @@ class LaunchWorld:
 
 
 def launch_id(environment: Mapping[str, str]) -> str | None:
-    """The same for the processes that one srun or torchrun starts, and no others; None for a torchrun without `--rdzv-id`."""
-    if "SLURM_STEP_ID" in environment:
-        parts = [environment.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")]
-    elif (run_id := environment.get("TORCHELASTIC_RUN_ID", "none")) != "none":
-        parts = [run_id, environment.get("TORCHELASTIC_RESTART_COUNT", "0")]
-    else:
+    """The same for the processes that one srun starts, and no others; None elsewhere: a torchrun's `--rdzv-id` may repeat."""
+    if "SLURM_STEP_ID" not in environment:
         return None
-    return re.sub(r"[^A-Za-z0-9_-]", "-", "-".join(("launch", *parts)))
+    return "-".join(
+        ("launch", *(environment.get(f"SLURM_{key}", "0") for key in ("JOB_ID", "STEP_ID", "RESTART_COUNT")))
+    )
 
 
 def detect_launch_world(environment: Mapping[str, str], config: Config, *, gpus: int) -> LaunchWorld:
