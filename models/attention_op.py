@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from models import kernels
-from models.batch import remembered
+from models.batch import concatenated_boundaries, remembered
 from models.kernels import Grads
 from models.linear import accumulation_dtype
 from models.online_softmax import OnlineSoftmax, add_sink, sink_grad
@@ -142,8 +142,8 @@ def backward(
 @remembered
 def document_blocks(boundaries_BD: Tensor, batch_size: int, seq_len: int, window: int | None = None) -> ScoreBlocks:
     """One causal block per document, over all sequences concatenated. Raises ValueError for invalid boundaries."""
-    sequence_starts_B1 = torch.arange(batch_size, device="cpu")[:, None] * seq_len
-    boundaries = (boundaries_BD + sequence_starts_B1).flatten().unique_consecutive()
+    del batch_size
+    boundaries = concatenated_boundaries(boundaries_BD, seq_len)
     documents_R2 = torch.stack((boundaries[:-1], boundaries[1:]), dim=1)
     return ScoreBlocks(block_rows(documents_R2, documents_R2, CAUSAL), window=window)
 

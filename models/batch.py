@@ -95,6 +95,13 @@ def require_ascending(boundaries_BD: Tensor, seq_len: int) -> None:
             raise ValueError(f"boundaries {boundaries_D.tolist()} must ascend from 0 to the sequence length {seq_len}")
 
 
+def concatenated_boundaries(boundaries_BD: Tensor, seq_len: int) -> Tensor:
+    """int64: document starts of all sequences, concatenated, and their end; each once."""
+    sequence_starts_B1 = torch.arange(len(boundaries_BD), device="cpu")[:, None] * seq_len
+    boundaries: Tensor = (boundaries_BD + sequence_starts_B1).flatten().unique_consecutive()
+    return boundaries
+
+
 def remembered(
     build: Callable[Concatenate[Tensor, int, int, Options], Result],
 ) -> Callable[Concatenate[Tensor, int, int, Options], Result]:

@@ -79,6 +79,7 @@ class RopeConfig:
         return problems
 
 
+MAX_LAYERS = 10_000
 Tokens = TypeVar("Tokens", bound=Any)
 """int, or an int64 tensor."""
 

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from models.batch import remembered
+from models.batch import concatenated_boundaries, remembered
 from models.config import causal_pairs
 from models.ranges import concatenated_ranges, is_first_of_run
 from parallelisms.context.shard_layout import chunks_of, doc_headtail_tokens, mirrored, require_divisible
@@ -65,9 +65,8 @@ class BatchLayout:
     def spans(self) -> Spans:
         """Of all ranks."""
         chunks = [self._chunks(boundaries_D.unique_consecutive()) for boundaries_D in self._boundaries_BD]
-        sequence_starts_B1 = torch.arange(len(chunks), device="cpu")[:, None] * self.seq_len
-        ends = torch.cat([ends_C + start for (ends_C, _), start in zip(chunks, sequence_starts_B1, strict=True)])
-        boundaries = (self._boundaries_BD + sequence_starts_B1).flatten().unique_consecutive()
+        ends = torch.cat([ends_C + number * self.seq_len for number, (ends_C, _) in enumerate(chunks)])
+        boundaries = concatenated_boundaries(self._boundaries_BD, self.seq_len)
         cuts, order = torch.cat((boundaries, ends)).sort()
         num_ends = (order >= len(boundaries)).cumsum(0)
         # A span begins at the last of equal cuts; up to there, `num_ends` chunks end, and the other cuts start documents.

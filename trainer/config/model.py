@@ -9,14 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from models.config import ALIKE_OPTIONS, ModelConfig
+from models.config import ALIKE_OPTIONS, MAX_LAYERS, ModelConfig
 from models.hf_families import FAMILIES as MODEL_TYPES
 from models.layers import LayerKind
 from models.presets import FAMILIES
 from trainer.config.sections import MAX_SEQ_LEN, PositiveFloat, PositiveInt, Section
 
 ROPES = ("rope", "local_rope")
-LayerCount = Annotated[int, Field(ge=1, le=10_000)]
+LayerCount = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
 Window = Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)]
 
 

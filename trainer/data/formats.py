@@ -138,10 +138,7 @@ def text_blocks(value: object, key: str) -> Iterator[str]:
         raise ValueError(f'no string at key "{key}"')  # noqa: TRY004
     if not value.isascii():
         value.encode()  # JSON can escape a lone surrogate
-    if len(value) <= BLOCK:
-        yield value
-    else:
-        yield from split_text(value, BLOCK)
+    yield from split_text(value, BLOCK)
 
 
 # ---- lines of JSON

@@ -139,7 +139,10 @@ class ShardWriter:
     def _flush(self) -> None:
         """Writes documents together, because they may be short."""
         if self._num_unwritten:  # torch.frombuffer refuses an empty buffer.
-            stream, is_body = torch.empty(self._num_unwritten, dtype=torch.int32), torch.ones(self._num_unwritten) > 0
+            stream, is_body = (
+                torch.empty(self._num_unwritten, dtype=torch.int32),
+                torch.ones(self._num_unwritten, dtype=torch.bool),
+            )
             places, separators = torch.tensor(self._separators, dtype=torch.int64).view(-1, 2).unbind(1)
             is_body[places], stream[places] = False, separators.int()
             if self._bodies:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from trainer.checkpoint.durable_io import fsync_path, write_and_fsync
+from trainer.checkpoint.durable_io import fsync_path, write_and_fsync, write_atomic
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.data.corpus import Corpus
@@ -70,7 +70,7 @@ def prepare_once(config: Config, launch: str | None) -> dict[str, Path]:
                 if all(map(is_token_dataset, folders.values())):
                     return folders
             folders = prepare_datasets(config)
-            path.write_text(json.dumps({name: str(folder) for name, folder in folders.items()}))
+            write_atomic(path, json.dumps({name: str(folder) for name, folder in folders.items()}).encode())
             for other in cache.glob(".launch-*"):
                 if other.stem != path.stem:
                     other.unlink(missing_ok=True)
