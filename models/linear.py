@@ -70,11 +70,13 @@ class EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         (grad_BSE,), (index_BS,) = grads, ctx.saved_tensors
-        dtype, dim = accumulation_dtype(grad_BSE.dtype), grad_BSE.shape[-1]
-        grad_weight_VE = grad_BSE.new_empty(ctx.num_rows, dim)
-        columns = dim if dtype == grad_BSE.dtype else EMBEDDING_GRAD_COLUMNS
+        dtype = accumulation_dtype(grad_BSE.dtype)
         sum_by_row = partial(torch.ops.aten.embedding_dense_backward, padding_idx=-1, scale_grad_by_freq=False)
-        for grad_VC, grad_BSC in zip(grad_weight_VE.split(columns, -1), grad_BSE.split(columns, -1), strict=True):
+        if dtype == grad_BSE.dtype:
+            return None, sum_by_row(grad_BSE, index_BS, ctx.num_rows)
+        grad_weight_VE = grad_BSE.new_empty(ctx.num_rows, grad_BSE.shape[-1])
+        chunks = (x.split(EMBEDDING_GRAD_COLUMNS, -1) for x in (grad_weight_VE, grad_BSE))
+        for grad_VC, grad_BSC in zip(*chunks, strict=True):
             grad_VC.copy_(sum_by_row(grad_BSC.to(dtype), index_BS, ctx.num_rows))
         return None, grad_weight_VE
 

@@ -26,7 +26,8 @@ def all_reduce(group: ProcessGroup | None, x: Tensor) -> Tensor:
 
 def all_reduce_max(group: ProcessGroup | None, x: Tensor) -> Tensor:
     """Elementwise maximum of `x` over the ranks, in place; returns `x`. None means all ranks."""
-    distributed.all_reduce(x, distributed.ReduceOp.MAX, group=group)
+    if distributed.get_world_size(group) > 1:
+        distributed.all_reduce(x, distributed.ReduceOp.MAX, group=group)
     return x
 
 
@@ -37,8 +38,9 @@ def max_over_ranks(group: ProcessGroup | None, values: list[float]) -> list[floa
 
 def all_gather_object(value: T, group: ProcessGroup | None = None) -> list[T]:
     """Every rank's value, by rank; pickled, so only for start-up and checkpoints."""
-    values: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(values, value, group=group)
+    values: list[Any] = [value] * distributed.get_world_size(group)
+    if len(values) > 1:
+        distributed.all_gather_object(values, value, group=group)
     return values
 
 
