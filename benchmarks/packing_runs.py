@@ -48,7 +48,7 @@ def run(checkout: Path, folder: Path, values: dict[str, object], ranks: int) -> 
     """The run's metrics, and its CPU-seconds from the end of the second step on."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "NGPU": str(ranks), "OMP_NUM_THREADS": "1"}
-    command = [str(checkout / "run_train.sh"), *options({**COMMON, **values, "job.output_dir": folder})]
+    command = [str(checkout.resolve() / "run_train.sh"), *options({**COMMON, **values, "job.output_dir": folder})]
     metrics, log, first, last = folder / "metrics.jsonl", folder.with_suffix(".log"), 0.0, 0.0
     with log.open("w") as out:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
