@@ -11,7 +11,8 @@ peak memory is `rss_gib` of the largest rank, and the first step is timed from t
 COMMAND is anything that runs the same workload and prints one JSON line {"cpu_s_per_step": s, "peak_rss_mib": m,
 "first_step_done_s": t}; its runs alternate with ours, so that ratios hold on a machine whose speed drifts. Variants on
 two ranks share the same step. `--host` takes one sequence of 64 tokens and 300 steps, of which the mean of the last 200
-counts: most of such a step is the host's work. `--rehearse` takes a tiny model and four steps: a test of this script.
+counts: most of such a step is the host's work. `--long` takes one sequence of 16,384 tokens and two layers under
+keep_attention; to a rival, give the same sizes. `--rehearse` takes a tiny model and four steps: a test of this script.
 """
 
 from __future__ import annotations
@@ -62,9 +63,13 @@ enabled = false
 log_interval = 1
 tensorboard = false
 """
-TINY = ["--model.num_layers", "2", "--model.vocab_size", "264", "--training.seq_len", "64", "--training.steps", "4"]
-HOST = ["--training.seq_len", "64", "--training.global_batch_size", "1", "--training.micro_batch_size", "1"]
-HOST_STEPS = 300
+ONE_SEQUENCE = "--training.global_batch_size 1 --training.micro_batch_size 1 --training.seq_len"
+SIZES = {
+    "rehearse": (128, "--training.seq_len 64 --training.steps 4 --model.num_layers 2 --model.vocab_size 264"),
+    "host": (64, f"{ONE_SEQUENCE} 64 --training.steps 300"),
+    "long": (16_384, f"{ONE_SEQUENCE} 16384 --model.num_layers 2 --memory.recompute keep_attention"),
+}
+"""Tokens of a step, and options."""
 VARIANTS: dict[str, tuple[int, list[str]]] = {
     "eager": (1, []),
     "compiled": (1, ["--training.compile", "true"]),
@@ -75,7 +80,6 @@ VARIANTS: dict[str, tuple[int, list[str]]] = {
     "cp 2": (2, ["--parallelism.cp", "2"]),
 }
 KEYS = ("cpu_s_per_step", "peak_rss_mib", "first_step_done_s")
-TOKENS = 4096
 WARMUP = 2
 """Steps that do not count."""
 
@@ -140,9 +144,11 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=VARIANTS)
     parser.add_argument("--rival", help="a command that runs the same workload and prints the same JSON")
-    parser.add_argument("--host", action="store_true")
-    parser.add_argument("--rehearse", action="store_true")
+    sizes = parser.add_mutually_exclusive_group()
+    for name in SIZES:
+        sizes.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args(argv)
+    tokens, size = next((each for name, each in SIZES.items() if vars(options)[name]), (4096, ""))
     wanted = [name for name in VARIANTS if options.only in (None, name)]
     results: dict[str, list[dict[str, float]]] = {name: [] for name in wanted}
     with tempfile.TemporaryDirectory() as root:
@@ -153,7 +159,7 @@ def main(argv: Sequence[str]) -> None:
             str(workload),
             "--data.cache_dir",
             f"{root}/prepared",
-            *(TINY if options.rehearse else [*HOST, "--training.steps", str(HOST_STEPS)] if options.host else []),
+            *size.split(),
         ]
         if not options.rehearse:  # Tokenizes the corpus and warms the page cache.
             launch([*common, "--training.steps", "4"], 1, Path(root, "warm-up"))
@@ -165,7 +171,7 @@ def main(argv: Sequence[str]) -> None:
             if options.rival:
                 results.setdefault("rival", []).append(run_rival(shlex.split(options.rival)))
                 show(number, "rival", results["rival"][-1])
-    report(results)
+    report(results, tokens)
 
 
 def show(number: int, name: str, result: dict[str, float]) -> None:
@@ -173,7 +179,7 @@ def show(number: int, name: str, result: dict[str, float]) -> None:
     sys.stderr.write(f"round {number + 1}, {name}: {shown}  (load {os.getloadavg()[0]:.1f})\n")
 
 
-def report(results: dict[str, list[dict[str, float]]]) -> None:
+def report(results: dict[str, list[dict[str, float]]], tokens: int) -> None:
     from importlib.metadata import version
 
     write = sys.stdout.write
@@ -185,8 +191,8 @@ def report(results: dict[str, list[dict[str, float]]]) -> None:
         best = min(run["cpu_s_per_step"] for run in runs)
         ratio = {key: f" ({middle[key] / rival[key]:.2f}x)" if rival else "" for key in KEYS}
         write(
-            f"| {name} | {middle['cpu_s_per_step']:.2f} ({best:.2f}){ratio['cpu_s_per_step']} "
-            f"| {TOKENS / middle['cpu_s_per_step']:.0f} | {middle['peak_rss_mib']:.0f}{ratio['peak_rss_mib']} "
+            f"| {name} | {middle['cpu_s_per_step']:.3g} ({best:.3g}){ratio['cpu_s_per_step']} "
+            f"| {tokens / middle['cpu_s_per_step']:.0f} | {middle['peak_rss_mib']:.0f}{ratio['peak_rss_mib']} "
             f"| {middle['first_step_done_s']:.1f}{ratio['first_step_done_s']} |\n"
         )
 

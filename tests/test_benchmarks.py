@@ -28,6 +28,7 @@ LIBRARIES = {"counted", "gpu_parts", "gpu_product", "gpu_rows", "gpu_steps", "op
 QUICK = {
     "balance": "--documents 10000",
     "config_pages": "--check",
+    "cpu_floor": "--steps 3 --seq-len 64 --layers 1",
     "context_parallel": "--tokens 256 --cp 2 --heads 2 1 --width 8 --rounds 1 --methods ring",
     "data": "rows --rounds 1 --seq-len 65536",
     "doc_tables": "--check",
