@@ -6,7 +6,8 @@
 prepare: text of the standard library to tokens on disk, one process, for each kind of tokenizer: bytes, a BPE in
 tiktoken's format and a sentencepiece BPE, both trained on the spot on the same lines, and the first of them as
 tokenizer.json, as it comes and with a pattern that keeps it out of tiktoken. CPU-seconds of the whole call of
-`prepare`, reading and writing included, the best of the rounds; the tokenizers' training does not count.
+`prepare`, reading and writing included, the best of the rounds; the tokenizers' training does not count. Last, 100,000
+lines of JSON of 370 bytes.
 
 rows: what one rank reads of a row of 64K and of 1M tokens, alone and as one of eight that share it head-tail: CPU-seconds
 of the slowest rank's whole batch (tokens, labels, positions, documents, boundaries), the mean over rows, best of the
@@ -119,20 +120,30 @@ def tokenizers(folder: Path, vocab_size: int, corpus: str) -> dict[str, Tokenize
 
 
 def measure_prepare(vocab_size: int, rounds: int, corpus: str) -> None:
-    torch.set_num_threads(1)
-    size = Corpus(CorpusSpec(corpus=corpus)).size
-    say(f"{machine()}; {size / 1e6:.1f} MB, {rounds} rounds\n")
-    say("| tokenizer | vocabulary | bytes a token | CPU-s | MB/s of a core |\n|---|---|---|---|---|")
+    say(f"{machine()}; {Corpus(CorpusSpec(corpus=corpus)).size / 1e6:.1f} MB, {rounds} rounds\n")
+    say("| tokenizer | vocabulary | bytes per token | CPU-s | MB/s per core |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        for name, tokenizer in tokenizers(Path(folder), vocab_size, corpus).items():
-            seconds, tokens = [], 0
+        wanted = [(name, tokenizer, corpus) for name, tokenizer in tokenizers(Path(folder), vocab_size, corpus).items()]
+        wanted += [("byte, short records", load_tokenizer("byte", None), write_records(Path(folder, "records.jsonl")))]
+        for name, tokenizer, each in wanted:
+            size, seconds, tokens = Corpus(CorpusSpec(corpus=each)).size, [], 0
             for number in range(rounds):
-                source = CorpusSpec(corpus=corpus, cache_dir=Path(folder, name + str(number)))
+                source = CorpusSpec(corpus=each, cache_dir=Path(folder, name + str(number)))
                 began = time.process_time()
                 tokens = prepare(source, tokenizer).num_tokens
                 seconds.append(time.process_time() - began)
             best = min(seconds)
             say(f"| {name} | {tokenizer.vocab_size} | {size / tokens:.2f} | {best:.2f} | {size / 1e6 / best:.1f} |")
+
+
+def write_records(path: Path, count: int = 100_000) -> str:
+    """Lines of JSON of 370 bytes."""
+    rng = Random(0)
+    with path.open("w") as file:
+        for _ in range(count):
+            words = "".join(rng.choices("etaoin shrdlu ", k=356))
+            file.write(json.dumps({"text": words}) + "\n")
+    return str(path)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from trainer.errors import DataError, missing_package
 
 BLOCK = 1 << 22  # bytes
 LONGEST_LINE = 1 << 30  # bytes
+parse_json = json.JSONDecoder().decode
 READ_ERRORS = (OSError, EOFError, ValueError, RecursionError, NotImplementedError, zlib.error)
 
 
@@ -138,7 +139,10 @@ def text_blocks(value: object, key: str) -> Iterator[str]:
         raise ValueError(f'no string at key "{key}"')  # noqa: TRY004
     if not value.isascii():
         value.encode()  # JSON can escape a lone surrogate
-    yield from split_text(value, BLOCK)
+    if len(value) <= BLOCK:
+        yield value
+    else:
+        yield from split_text(value, BLOCK)
 
 
 # ---- lines of JSON
@@ -161,7 +165,7 @@ def read_jsonl(split: InputSplit, key: str) -> Iterator[Record]:
 
 def parse_json_line(line: bytes, key: str) -> Iterator[str]:
     try:
-        record = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
+        record = parse_json(line.removeprefix(codecs.BOM_UTF8).decode())
     except json.JSONDecodeError as error:  # str(error) adds a line number, which is always 1.
         raise ValueError(f"{error.msg} at character {error.pos}") from error
     if not isinstance(record, dict):

@@ -114,7 +114,6 @@ def _dispatch(
 
 def _worker_main(connection: Connection, job: TokenizeJob) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent kills its workers.
-    torch.set_num_threads(1)
 
     def advance(more_bytes: int, more_tokens: int) -> None:
         connection.send((more_bytes, more_tokens))
@@ -139,12 +138,15 @@ def tokenize_partition(job: TokenizeJob, partition: NumberedPartition, advance: 
     # Per process: a worker of a killed parent may still be running when another one tokenizes the same partition.
     scratch = job.record_path(number).with_name(f"{number:05d}-{os.getpid()}")
     scratch.mkdir()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # Others would spin between operations on short documents.
     try:
         result = _write_shards(job, scratch, partition, advance)
         for path in scratch.iterdir():
             path.rename(job.folder / path.name)
         write_atomic(job.record_path(number), result.model_dump_json().encode())
     finally:
+        torch.set_num_threads(threads)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
