@@ -80,6 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("steps", 6), ("seq-len", 2048), ("batch", 2), ("layers", 6), ("dim", 256), ("vocab", 2048)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--recompute", choices=("none", "full"), default="none")
     options = parser.parse_args()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     use_cpu()
@@ -115,7 +116,7 @@ def main() -> None:
             "training.local_batch_size": options.batch,
             "training.steps": options.steps,
             "training.mixed_precision_param": "float32",
-            "activation_checkpoint.mode": "none",
+            "activation_checkpoint.mode": options.recompute,
             "metrics.log_freq": 1,
         }
         trainer = Timed(config.ConfigManager().parse_args([f"--{key}={value}" for key, value in chosen.items()]))

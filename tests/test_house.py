@@ -28,6 +28,9 @@ DOORS = {
     "numpy": set[str](),
     "pyarrow": {"trainer.data.formats"},
     "pydantic": {
+        "trainer.artifact",
+        "trainer.checkpoint.manifest",
+        "trainer.checkpoint.train_state",
         "trainer.config.data",
         "trainer.config.model",
         "trainer.data.token_dataset",
@@ -259,7 +262,7 @@ def test_every_file_can_be_read_in_one_go() -> None:
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
-CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 100, 15_300, 30_150
+CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 104, 15_700, 30_700
 """What `import train` reaches by any import statement, and all of models, parallelisms, trainer and train.py.
 
 With a complete memory ledger, the first GPU minute, one engine for any block, families, windows and their own tokenizers.

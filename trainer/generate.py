@@ -21,9 +21,10 @@ from torch import Tensor
 from models.decode import Decoder
 from models.transformer import Transformer
 from parallelisms.init_weights import materialize
+from trainer.checkpoint import manifest
 from trainer.checkpoint.load import MODEL_PREFIX, read_tensors
 from trainer.checkpoint.rank_sync import describe_error
-from trainer.checkpoint.run_dir import ResumeError, read_state
+from trainer.checkpoint.run_dir import ResumeError
 from trainer.commands import CommandParser, integer, number
 from trainer.config.parse import COMMAND_LINE
 from trainer.data.shard_writer import document_separators
@@ -119,7 +120,7 @@ def load_matching_tokenizer(resolved: ResolvedCheckpoint) -> Tokenizer:
         raise ConfigError(
             ['data.corpus = "copy" trains on synthetic tokens without a tokenizer, so there is no text to generate']
         )
-    kind, trained_kind = config.tokenizer.kind, read_state(resolved.checkpoint)["config"].get("tokenizer.kind")
+    kind, trained_kind = config.tokenizer.kind, manifest.read_state(resolved.checkpoint).config.get("tokenizer.kind")
     if kind != trained_kind:
         raise DataError(
             f'tokenizer.kind = "{kind}", but {resolved.checkpoint} was trained with tokenizer.kind = "{trained_kind}"'

@@ -25,9 +25,9 @@ from models.layers import LayerKind
 from models.presets import FAMILIES
 from trainer.checkpoint import manifest
 from trainer.checkpoint.durable_io import atomic_folder, fsync_path, write_and_fsync
-from trainer.checkpoint.initial_checks import model_config_from_state
+from trainer.checkpoint.initial_checks import model_config_from_values
 from trainer.checkpoint.initial_weights import HF_PREFIX, HF_TEXT_PREFIX, find_checkpoint
-from trainer.checkpoint.run_dir import ResumeError, read_state
+from trainer.checkpoint.run_dir import ResumeError
 from trainer.commands import CommandParser, number, print_lines, run_command
 from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, tokenizer_folder
 from trainer.config.toml_format import toml_value
@@ -87,8 +87,8 @@ def export(options: Namespace) -> None:
     from trainer.export.checkpoint_cli import open_model
 
     checkpoint, output = find_checkpoint(options.source), options.output
-    values = (state := read_state(checkpoint))["config"]
-    model, seq_len = model_config_from_state(state), values["training.seq_len"]
+    values = manifest.read_state(checkpoint).config
+    model, seq_len = model_config_from_values(values), values["training.seq_len"]
     dtype = options.dtype or ("bfloat16" if values["training.dtype"] == "bfloat16" else "float32")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise HuggingFaceError([f"{output} exists already"])

@@ -228,15 +228,16 @@ class Trainer:
         sources = self.earlier_tokens_by_source | dict(zip(self.dataset.names, tokens_by_source, strict=True))
         detector_state = {"losses": self.loss_spikes.state_dict(), "goodput": self.goodput.state_dict()}
         counter_state = {"tokens": tokens, "skipped": skipped, "sources": sources}
-        return {"step": self.step, "next_row": self.next_sequence, **counter_state, **detector_state}
+        return {"step": self.step, "next_sequence": self.next_sequence, **counter_state, **detector_state}
 
     def load_train_state(self, train_state: dict[str, Any]) -> None:
         """Restores `train_state()` of this training stage, or of the previous one, whose sequences do not count here."""
         self.step, self.earlier_tokens_by_source = train_state["step"], train_state["sources"]
-        self.goodput.load_state_dict(train_state["goodput"])
+        if train_state["goodput"] is not None:
+            self.goodput.load_state_dict(train_state["goodput"])
         self.next_sequence, self.loss_spikes = 0, LossSpikeDetector(self.config)
         if self.step > self.stage.start_step:
-            self.next_sequence = train_state["next_row"]
+            self.next_sequence = train_state["next_sequence"]
             self.loss_spikes.load_state_dict(train_state["losses"])
         tokens_by_source = [self.earlier_tokens_by_source.get(name, 0) for name in self.dataset.names]
         self.counters.copy_(torch.tensor([train_state["tokens"], train_state["skipped"], *tokens_by_source]))

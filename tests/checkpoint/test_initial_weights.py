@@ -21,10 +21,11 @@ from parallelisms.collectives import full_tensor, to_local
 from tests.ranks import run_ranks
 from tests.system.in_process import configured, dataset_of, run_here, trainer_of
 from tests.system.runs import checkpoints, forked, metrics, tensors, write_run
-from trainer.checkpoint.initial_checks import model_config_from_state, validate_initial_weights
+from trainer.checkpoint.initial_checks import model_config_from_values, validate_initial_weights
 from trainer.checkpoint.initial_weights import HF_PREFIX, find_checkpoint
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.run_dir import ResumeError, RunDir, read_state
+from trainer.checkpoint.manifest import read_state
+from trainer.checkpoint.run_dir import ResumeError, RunDir
 from trainer.distributed import World
 from trainer.errors import ConfigError
 from trainer.launch.launcher import load_and_validate
@@ -162,17 +163,17 @@ def test_the_model_configuration_of_a_checkpoint_is_restored(run: Path) -> None:
     first = first_run(run, "--training.steps=1", "--model.rope.kind=llama3", "--model.rope.factor=4")
     state = read_state(find_checkpoint(first))
     assert (
-        model_config_from_state(state)
+        model_config_from_values(state.config)
         == configured(run, first, "--model.rope.kind=llama3", "--model.rope.factor=4").model.build()
     )
-    state["config"]["model.experts"] = 8
+    state.config["model.experts"] = 8
     with pytest.raises(
         ResumeError, match=r"state.json is not of this version's models: .* unexpected keyword argument 'experts'"
     ):
-        model_config_from_state(state)
-    del state["config"]["model.experts"], state["config"]["model.dim"]
+        model_config_from_values(state.config)
+    del state.config["model.experts"], state.config["model.dim"]
     with pytest.raises(ResumeError, match=r"state.json is not of this version's models: .* missing "):
-        model_config_from_state(state)
+        model_config_from_values(state.config)
 
 
 # ---- validation before the run starts

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.artifacts import forge
 from tests.system.in_process import configured, run_here, saved_by, trainer_of
 from tests.system.runs import checkpoints, reseal, state, tensors, write_run
+from trainer.checkpoint import manifest, save
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.run_dir import ResumeError, RunDir
 from trainer.distributed import World
@@ -55,7 +56,7 @@ def test_resume_restores_what_was_saved(run: Path) -> None:
         == state(saved)["trainer"]
         == {
             "step": 2,
-            "next_row": 12,
+            "next_sequence": 12,
             "tokens": scalars["tokens"],
             "skipped": 0,
             "sources": {"corpus": scalars["tokens"]},
@@ -98,21 +99,53 @@ def test_pruning_does_not_count_damaged_checkpoints(run: Path) -> None:
     assert checkpoints(config.output_dir) == ["step-1", "step-2", "step-3"]
 
 
-def test_a_failed_save_leaves_no_checkpoint_and_the_next_launch_trains(run: Path) -> None:
+def test_a_failed_save_leaves_no_checkpoint_and_the_next_launch_trains(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = configured(run, run.parent / "run", "--checkpoint.interval", "2")
     folder = RunDir(config.output_dir)
-    with trainer_of(config) as trainer:
-        trainer.counters = torch.tensor([float("nan"), 0.0, 0.0], dtype=torch.float64)  # Not valid JSON.
+    with trainer_of(config) as trainer, monkeypatch.context() as full:
+        full.setattr(save, "_free_bytes", lambda _: 0)
         manager = CheckpointManager(config, folder, trainer.world)
         manager.save(trainer)
         failed = manager.wait()
         assert failed is not None
         assert (failed.step, failed.path) == (0, None)
-        assert "JSON" in str(failed.problem)
+        assert "disk full" in str(failed.problem)
     assert folder.committed_checkpoints() == []
     assert checkpoints(folder.path) == []
     run_here(config)
     assert checkpoints(folder.path) == ["step-2", "step-4", "step-6"]
+
+
+@pytest.mark.parametrize("change", [{"step": 50}, {"step": 50, "optimizer_steps": 50}, {"optimizer_steps": 5}])
+def test_a_state_of_another_step_than_its_tensors_is_refused(run: Path, change: dict[str, int]) -> None:
+    config = configured(run, run.parent / "run")
+    run_here(config)
+    folder = RunDir(config.output_dir)
+    (_, newest), *_ = reversed(folder.committed_checkpoints())
+    step = change.get("step", 6)
+    forge(newest / "state.json", lambda state: (state.update(change), state["trainer"].update(step=step)))
+    about = manifest.read(newest)
+    manifest.write(newest, about.model_copy(update={"step": step}))
+    renamed = newest.rename(newest.with_name(f"step-{step}"))
+    reseal(renamed)
+    with (
+        trainer_of(config) as trainer,
+        pytest.raises(ResumeError, match=r"optimizer tensors count 6 steps, and state.json is for step"),
+    ):
+        CheckpointManager(config, folder, trainer.world).resume(trainer)
+
+
+def test_another_version_is_said(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = configured(run, run.parent / "run")
+    folder = RunDir(config.output_dir)
+    with trainer_of(config) as trainer:
+        saved = saved_by(CheckpointManager(config, folder, trainer.world), trainer)
+        forge(saved / "manifest.json", lambda about: about["versions"].update(torch="2.9.0"))
+        with caplog.at_level("INFO"):
+            CheckpointManager(config, folder, trainer.world).resume(trainer)
+    assert "the checkpoint was written with torch 2.9.0; these are longhaul " in caplog.text
 
 
 CHANGES = {
@@ -187,7 +220,7 @@ def test_a_checkpoint_of_other_data_is_refused(run: Path) -> None:
     with trainer_of(config) as trainer:
         saved = saved_by(CheckpointManager(config, folder, trainer.world), trainer)
         path = saved / "state.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"data": {"corpus": "another"}}))
+        forge(path, lambda state: state.update(data={"corpus": "another"}))
         reseal(saved)
         with pytest.raises(ResumeError, match='was trained on other data: corpus was "another" and is now "'):
             CheckpointManager(config, folder, trainer.world).resume(trainer)

@@ -11,26 +11,32 @@ from pathlib import Path
 
 import pytest
 
+from tests.artifacts import content, forge, train_state
+from trainer.artifact import DamageError, NewerFormatError, write_artifact
 from trainer.checkpoint import manifest
 from trainer.checkpoint.durable_io import format_bytes
-from trainer.checkpoint.manifest import DamageError, Manifest, read, read_validated
+from trainer.checkpoint.manifest import Manifest, read, read_validated
+from trainer.config.parse import load
 from trainer.errors import ResumeError, RunFailedError
 
 
-def commit(folder: Path, **changed: object) -> Path:
-    """A checkpoint of three arbitrary files."""
+def commit(folder: Path, *, step: int = 6) -> Path:
+    """A checkpoint of a state and two arbitrary files."""
     folder.mkdir(parents=True)
-    for name, content in (("state.json", b"{}"), (".metadata", b"m"), ("__0_0.distcp", bytes(range(256)) * 40)):
-        (folder / name).write_bytes(content)
+    write_artifact(folder / "state.json", train_state(load([]), step=step))
+    for name, data in ((".metadata", b"m"), ("__0_0.distcp", bytes(range(256)) * 40)):
+        (folder / name).write_bytes(data)
     files = {path.name: manifest.hash_file(path) for path in folder.iterdir()}
-    facts = {"step": 6, "attempt": "a", "world_size": 2, "mesh": {"tp": 2}, "versions": {"torch": "2"}, "saved": "now"}
-    manifest.write(folder, Manifest(**(facts | {"files": files} | changed)))  # type: ignore[arg-type]
+    versions, mesh = {"torch": "2"}, {"tp": 2}
+    about = Manifest(step=step, attempt="a", world_size=2, mesh=mesh, versions=versions, saved="now", files=files)
+    manifest.write(folder, about)
     return folder
 
 
 def test_manifest_round_trip(tmp_path: Path) -> None:
     problem = read_validated(commit(tmp_path / "step-6"))
-    assert (problem.step, problem.world_size, problem.mesh, problem.bytes) == (6, 2, {"tp": 2}, 10243)
+    size = 10241 + (tmp_path / "step-6" / "state.json").stat().st_size
+    assert (problem.step, problem.world_size, problem.mesh, problem.bytes) == (6, 2, {"tp": 2}, size)
     assert manifest.find_damage(tmp_path / "step-6", problem, problem.files) == []
 
 
@@ -60,18 +66,21 @@ def test_every_flipped_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
 def test_other_content_is_not_a_manifest(tmp_path: Path, content: bytes) -> None:
     folder = commit(tmp_path / "step-6")
     (folder / manifest.MANIFEST_FILE).write_bytes(content)
-    with pytest.raises(DamageError, match=r"manifest.json (is not a manifest|does not match its own checksum)"):
+    with pytest.raises(
+        DamageError, match=r"manifest.json is damaged: it (is not a checkpoint manifest|does not match)"
+    ):
         read_validated(folder)
 
 
 FORGED: dict[str, tuple[dict[str, object], str]] = {
-    "a path": ({"files": {"../state.json": (1, "")}}, 'lists "../state.json", which is not a checkpoint file'),
-    "a root": ({"files": {"/etc/passwd": (1, "")}}, 'lists "/etc/passwd"'),
-    "itself": ({"files": {"manifest.json": (1, "")}}, 'lists "manifest.json"'),
-    "no size": ({"files": {"state.json": ("1", "")}}, "must list size and sha256 of state.json"),
-    "no state": ({"files": {".metadata": (1, "")}}, "must list state.json and .metadata"),
+    "a path": ({"files": {"../state.json": (1, "")}}, '"../state.json" is not a checkpoint file'),
+    "a root": ({"files": {"/etc/passwd": (1, "")}}, '"/etc/passwd" is not'),
+    "itself": ({"files": {"manifest.json": (1, "")}}, '"manifest.json" is not'),
+    "no size": ({"files": {"state.json": ("1", "")}}, "files.state.json.0: Input should be a valid integer"),
+    "no state": ({"files": {".metadata": (1, "")}}, "state.json must be listed"),
     "another step": ({"step": 7}, "is for step 7"),
-    "no step": ({"step": "6"}, "must contain step"),
+    "no step": ({"step": "6"}, "step: Input should be a valid integer"),
+    "a word more": ({"steps": 6}, "steps: Extra inputs"),
 }
 
 
@@ -79,15 +88,29 @@ FORGED: dict[str, tuple[dict[str, object], str]] = {
 def test_a_forged_manifest_with_a_valid_checksum_is_refused(
     tmp_path: Path, changed: dict[str, object], message: str
 ) -> None:
+    folder = commit(tmp_path / "step-6")
+    forge(folder / manifest.MANIFEST_FILE, lambda values: values.update(changed))
     with pytest.raises(DamageError, match=message):
-        read_validated(commit(tmp_path / "step-6", **changed))
+        read_validated(folder)
 
 
-def test_another_format_version_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_format_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(manifest, "FORMAT_VERSION", 2)
+        newer.setattr(Manifest, "version", classmethod(lambda _: 2))
         folder = commit(tmp_path / "step-6")
-    with pytest.raises(ResumeError, match="has checkpoint format 2; this version reads format 1"):
+    with pytest.raises(ResumeError, match=r'has version 2 of "checkpoint manifest"; longhaul .* reads versions 1 to 1'):
+        read_validated(folder)
+    assert issubclass(NewerFormatError, ResumeError)
+
+
+@pytest.mark.parametrize("part", ["step", "trainer"])
+def test_manifest_and_state_are_of_one_step(tmp_path: Path, part: str) -> None:
+    folder = commit(tmp_path / "step-6")
+    forge(folder / "state.json", lambda state: (state if part == "step" else state["trainer"]).update(step=50))
+    about = read(folder)
+    files = about.files | {"state.json": manifest.hash_file(folder / "state.json")}
+    manifest.write(folder, about.model_copy(update={"files": files}))
+    with pytest.raises(DamageError, match=r"state.json is for step 50, manifest.json for step 6"):
         read_validated(folder)
 
 
@@ -172,6 +195,6 @@ def test_format_bytes_uses_binary_units() -> None:
 
 
 def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
-    body = json.loads((commit(tmp_path / "step-6") / manifest.MANIFEST_FILE).read_text())
-    assert body["format"] == 1
-    assert [*map(type, body["files"]["state.json"])] == [int, str]
+    path = commit(tmp_path / "step-6") / manifest.MANIFEST_FILE
+    assert json.loads(path.read_text())["kind"] == "checkpoint manifest"
+    assert [*map(type, content(path)["files"]["state.json"])] == [int, str]

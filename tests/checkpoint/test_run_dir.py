@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from models.layers import LayerKind
+from tests.artifacts import forge, train_state
+from trainer.artifact import write_artifact
 from trainer.checkpoint import manifest
+from trainer.checkpoint.manifest import read_state
 from trainer.checkpoint.run_dir import (
     ResumeError,
     RunDir,
@@ -19,9 +22,7 @@ from trainer.checkpoint.run_dir import (
     finished_message,
     flatten_config,
     keep_packing_version,
-    read_state,
     run_identity,
-    stage_position,
 )
 from trainer.config.data import PACKING_VERSION
 from trainer.config.job_config import Config
@@ -42,14 +43,7 @@ def commit(folder: Path, step: int, of: Config) -> Path:
     """A checkpoint without tensors."""
     checkpoint = folder / "checkpoints" / f"step-{step}"
     checkpoint.mkdir(parents=True)
-    state = {
-        "step": step,
-        "config": flatten_config(of),
-        "trainer": {},
-        "data": {},
-        "stage": stage_position(of.training_stages[0]),
-    }
-    (checkpoint / "state.json").write_text(json.dumps(state))
+    write_artifact(checkpoint / "state.json", train_state(of, step=step))
     (checkpoint / ".metadata").touch()
     seal(checkpoint)
     return checkpoint
@@ -296,31 +290,27 @@ def test_a_moved_folder_resumes(tmp_path: Path) -> None:
     (tmp_path / "here").rename(tmp_path / "there")
     moved = config(tmp_path / "there")
     assert finished_message(moved) is not None
-    assert check_resume(moved, tmp_path / "there" / "checkpoints" / "step-6")["step"] == 6
+    assert check_resume(moved, tmp_path / "there" / "checkpoints" / "step-6").step == 6
 
 
 def test_a_stored_layer_of_before_an_option_has_its_default(tmp_path: Path) -> None:
     checkpoint = commit(tmp_path, 6, config(tmp_path))
-    state = json.loads((checkpoint / "state.json").read_text())
-    state["config"]["model.layers"] = [{"qk_norm": True}]
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    assert read_state(checkpoint)["config"]["model.layers"] == [asdict(LayerKind(qk_norm=True))]
+    forge(checkpoint / "state.json", lambda state: state["config"].update({"model.layers": [{"qk_norm": True}]}))
+    assert read_state(checkpoint).config["model.layers"] == [asdict(LayerKind(qk_norm=True))]
 
 
 def test_a_checkpoint_of_before_an_option_resumes(tmp_path: Path) -> None:
     checkpoint = commit(tmp_path, 6, config(tmp_path))
-    state = json.loads((checkpoint / "state.json").read_text())
     for option in ("model.qkv_bias", "model.activation", "model.layers"):
-        del state["config"][option]
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    assert check_resume(config(tmp_path), checkpoint)["step"] == 6
+        forge(checkpoint / "state.json", lambda state, option=option: state["config"].pop(option))  # type: ignore[misc]
+    assert check_resume(config(tmp_path), checkpoint).step == 6
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b'{"step": 6, "ident\xff'])
 def test_an_unreadable_state_file_is_named(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "state.json").write_bytes(content)
-    with pytest.raises(ResumeError, match=rf"^{tmp_path}/state.json cannot be read: "):
+    with pytest.raises(ResumeError, match=rf"^{tmp_path} cannot be read: state.json is (missing|damaged)"):
         read_state(tmp_path)
 
 
@@ -342,9 +332,7 @@ def test_a_run_keeps_the_packing_version_of_its_checkpoint(tmp_path: Path) -> No
     checkpoint = commit(tmp_path, 4, config(tmp_path, data={"packing_version": 2}))
     assert resolved() == 2
     path = checkpoint / "state.json"
-    state = json.loads(path.read_text())
-    del state["config"]["data.packing_version"]  # As before there were versions; without a schema_version, the first.
-    path.write_text(json.dumps(state))
+    forge(path, lambda state: (state["config"].pop("data.packing_version"), state.update(schema_version=1)))
     seal(checkpoint)
     assert resolved() == 1
     assert resolved("--data.packing_version=2") == 2

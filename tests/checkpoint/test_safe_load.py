@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
+from itertools import pairwise, product
 from pathlib import Path, PosixPath
 from typing import Any, cast
 
@@ -18,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
 )
@@ -25,6 +28,7 @@ from torch.serialization import _get_layout
 
 from tests.system.in_process import configured, saved_by, trainer_of
 from tests.system.runs import reseal, tensors, write_run
+from trainer.artifact import DamageError
 from trainer.checkpoint import manifest
 from trainer.checkpoint.load import (
     ALLOWED_GLOBALS,
@@ -32,10 +36,11 @@ from trainer.checkpoint.load import (
     RestrictedUnpickler,
     read_full_tensor,
     read_tensors,
+    tiling_problem,
 )
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.manifest import DamageError
-from trainer.checkpoint.run_dir import ResumeError, RunDir, read_state
+from trainer.checkpoint.manifest import read_state
+from trainer.checkpoint.run_dir import ResumeError, RunDir
 
 NAME = "model.head.norm.weight"
 IS_DIR = PosixPath.is_dir
@@ -195,14 +200,14 @@ def test_getattr_reaches_only_memory_formats(owner: type, name: str) -> None:
 def test_a_non_tensor_entry_is_refused_and_not_unpickled(saved: Path, tmp_path: Path) -> None:
     """torch.distributed.checkpoint unpickles such entries."""
     marker = tmp_path / "executed"
-    folder = tmp_path / "step-1"
+    folder = tmp_path / "hostile" / "step-0"
     state = {NAME: torch.ones(64), "hostile": Hostile(marker)}
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     (folder / "state.json").write_bytes((saved / "state.json").read_bytes())
     checkpoint_manifest = manifest.read(saved)
     files = {path.name: manifest.hash_file(path) for path in folder.iterdir()}
-    manifest.write(folder, replace(checkpoint_manifest, step=1, files=files))
+    manifest.write(folder, checkpoint_manifest.model_copy(update={"files": files}))
     with pytest.raises(ResumeError, match="BytesStorageMetadata, which is not allowed"):
         CheckpointReader(folder)
     # Even past the reader's validation, the entry is not unpickled.
@@ -246,6 +251,21 @@ def with_storage(**changed: Any) -> Callable[[Metadata], Metadata]:
     return change
 
 
+def with_chunks(
+    change: Callable[[list[ChunkStorageMetadata]], list[ChunkStorageMetadata]],
+) -> Callable[[Metadata], Metadata]:
+    def changed(metadata: Metadata) -> Metadata:
+        entry = cast(Any, metadata.state_dict_metadata[NAME])
+        chunks = {NAME: replace(entry, chunks=change([*entry.chunks]))}
+        return replace(metadata, state_dict_metadata=metadata.state_dict_metadata | chunks)
+
+    return changed
+
+
+def with_sizes(*sizes: int) -> Callable[[Metadata], Metadata]:
+    return with_chunks(lambda chunks: [replace(chunk, sizes=torch.Size(sizes)) for chunk in chunks])
+
+
 INVALID: dict[str, tuple[Callable[[Metadata], object], str]] = {
     "a path": (with_path("../../../secret"), 'in "../../../secret", which the manifest does not list'),
     "a root": (with_path("/etc/passwd"), 'in "/etc/passwd", which the manifest does not list'),
@@ -262,6 +282,17 @@ INVALID: dict[str, tuple[Callable[[Metadata], object], str]] = {
         "stores a tensor that it does not describe",
     ),
     "text": (lambda metadata: replace(metadata, state_dict_metadata=cast(Any, "x")), "cannot be parsed"),
+    "no chunk": (with_chunks(lambda _: []), f"chunks of {NAME} that hold 0 of its 64 elements"),
+    "half a chunk": (with_sizes(32), "hold 32 of its 64 elements"),
+    "a chunk twice": (with_chunks(lambda chunks: chunks * 2), "hold 128 of its 64 elements"),
+    "a chunk beyond the end": (with_sizes(65), r"lie outside its shape \[64\]"),
+    "a chunk of another rank": (with_sizes(8, 8), r"lie outside its shape"),
+    "a chunk that is not stored": (
+        lambda metadata: replace(
+            metadata, storage_data={key: value for key, value in metadata.storage_data.items() if key.fqn != NAME}
+        ),
+        f"does not say where {NAME} is stored",
+    ),
 }
 
 
@@ -270,6 +301,38 @@ def test_invalid_metadata_is_refused(saved: Path, change: Callable[[Metadata], o
     rewrite(saved, change(metadata_of(saved)))
     with pytest.raises(ResumeError, match=f"step-0 cannot be read: .*({message})"):
         CheckpointReader(saved)
+
+
+def tiles(shape: Sequence[int], draw: random.Random) -> list[tuple[list[int], list[int]]]:
+    """Offsets and sizes of a grid that a mesh might cut, with a cut of a cell now and then."""
+    cuts = [sorted({0, size, *(draw.randint(0, size) for _ in range(draw.randint(0, 3)))}) for size in shape]
+    boxes = [([low for low, _ in cell], [high - low for low, high in cell]) for cell in product(*map(pairwise, cuts))]
+    offsets, sizes = boxes.pop(draw.randrange(len(boxes)))
+    dim = draw.randrange(len(shape))
+    at = draw.randint(0, sizes[dim])
+    second = [each + at * (axis == dim) for axis, each in enumerate(offsets)]
+    parts = [[at if axis == dim else size for axis, size in enumerate(sizes)]]
+    parts += [[sizes[dim] - at if axis == dim else size for axis, size in enumerate(sizes)]]
+    return [*boxes, (offsets, parts[0]), (second, parts[1])]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_chunks_that_tile_a_tensor_are_accepted_and_no_others(seed: int) -> None:
+    draw = random.Random(seed)
+    shape = [draw.randint(1, 9) for _ in range(draw.randint(1, 3))]
+    chunks = tiles(shape, draw)
+    draw.shuffle(chunks)
+    assert tiling_problem(shape, chunks) == ""
+    counts = torch.zeros(shape, dtype=torch.int64)
+    offsets, _ = chunks[draw.randrange(len(chunks))]
+    offsets[draw.randrange(len(shape))] += draw.choice((-1, 1, 2))
+    inside = all(
+        low >= 0 and low + size <= total for at, n in chunks for low, size, total in zip(at, n, shape, strict=True)
+    )
+    if inside:
+        for at, n in chunks:
+            counts[tuple(slice(low, low + size) for low, size in zip(at, n, strict=True))] += 1
+    assert bool(tiling_problem(shape, chunks)) != (inside and bool((counts == 1).all()))
 
 
 @pytest.mark.parametrize(
@@ -298,5 +361,5 @@ def test_a_tensor_is_converted_to_the_requested_dtype(saved: Path) -> None:
 def test_a_reformatted_manifest_is_refused(saved: Path) -> None:
     path = saved / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text())))
-    with pytest.raises(ResumeError, match=r"step-0 cannot be read: manifest\.json does not match its own checksum"):
+    with pytest.raises(ResumeError, match=r"step-0 cannot be read: manifest\.json is damaged: it does not match"):
         CheckpointReader(saved)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from trainer.checkpoint.run_dir import stage_position
+from trainer.checkpoint.train_state import StagePosition
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
@@ -69,9 +70,9 @@ def test_a_stage_overrides_the_sections() -> None:
         (0, 10, 20),
         (10, 20, 20),
     ]
-    assert stage_position(first) == {"stage": "a", "index": 0, "updates before the stage": 0}
+    assert stage_position(first) == StagePosition(name="a", index=0, start_step=0)
     # With a length in tokens, the number of steps depends on the batch size.
-    assert stage_position(second) == {"stage": "b", "index": 1, "updates before the stage": 10, "rows of an update": 2}
+    assert stage_position(second) == StagePosition(name="b", index=1, start_step=10, global_batch_size=2)
 
 
 def test_a_run_without_stages_has_one_stage() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from models.decode import Decoder
 from models.transformer import Transformer
+from tests.artifacts import forge
 from tests.models.small_models import packed
 from tests.system.in_process import configured, run_here
 from tests.system.runs import reseal, tensors, write_run
@@ -166,15 +166,12 @@ def test_the_stage_that_wrote_the_checkpoint_defines_the_configuration(copied: P
     (copied / "config.toml").write_text((copied / "config.toml").read_text() + STAGES)
     assert resolve_checkpoint(copied).config.training.seq_len == 64
     path = copied / "checkpoints" / "step-2" / "state.json"
-    state = json.loads(path.read_text())
-    state["stage"]["index"] = 1
-    path.write_text(json.dumps(state))
+    forge(path, lambda state: state["stage"].update(index=1))
     reseal(path.parent)
     config = resolve_checkpoint(copied).config
     assert (config.training.seq_len, config.model.build().rope.theta) == (256, 9000.0)
     assert resolve_checkpoint(copied / "checkpoints" / "step-1").config.training.seq_len == 64
-    state["stage"]["index"] = 2
-    path.write_text(json.dumps(state))
+    forge(path, lambda state: state["stage"].update(index=2))
     reseal(path.parent)
     with pytest.raises(ResumeError, match=r"is from stage 3, but .*config.toml has 2 stages"):
         resolve_checkpoint(copied)
@@ -264,7 +261,7 @@ def test_a_run_without_checkpoint_exits_with_2(copied: Path, capsys: pytest.Capt
 
 def test_a_missing_tokenizer_file_exits_with_78(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = copied / "checkpoints" / "step-2" / "state.json"
-    path.write_text(path.read_text().replace('"tokenizer.kind": "byte"', '"tokenizer.kind": "tiktoken"'))
+    forge(path, lambda state: state["config"].update({"tokenizer.kind": "tiktoken"}))
     reseal(path.parent)
     options = ("--tokenizer.kind", "tiktoken", "--tokenizer.path", copied / "tokenizer.model")
     status, _, err = sample(capsys, copied, *options)

@@ -14,6 +14,7 @@ from models import hf
 from models.hf import read_config
 from models.hf_config import config_differences, model_config_from_hf
 from models.presets import FAMILIES
+from tests.artifacts import forge
 from tests.huggingface_folders import write_family
 from tests.models.hf_models import load as load_model
 from tests.models.hf_models import logits_of, logits_there, made_by_transformers
@@ -190,9 +191,8 @@ def test_a_failed_export_leaves_nothing(run: Path, capsys: pytest.CaptureFixture
 
 def test_a_checkpoint_of_another_model_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = checkpoint_of(configured(run, run.parent / "run"))
-    state = json.loads((checkpoint / "state.json").read_text())
-    state["config"] |= {"model.ffn_dim": 97, "model.num_layers": 3}
-    (checkpoint / "state.json").write_text(json.dumps(state))
+    changed = {"model.ffn_dim": 97, "model.num_layers": 3}
+    forge(checkpoint / "state.json", lambda state: state["config"].update(changed))
     reseal(checkpoint)
     assert run_main("export", checkpoint, run.parent / "hf") == 2
     err = capsys.readouterr().err

@@ -26,7 +26,7 @@ from parallelisms.context.context_parallel import set_attention_core
 from tests.models.other_kinds import MIXED_KINDS, other_kinds
 from tests.models.small_models import NORMED, SMALL, gradients, largest_difference, packed, small_model
 from tests.models.test_model_config import flops_of_addition
-from trainer.checkpoint.initial_checks import model_config_from_state
+from trainer.checkpoint.initial_checks import model_config_from_values
 
 POLICIES: tuple[activation_checkpoint.RecomputePolicy, ...] = ("full", "keep_attention")
 
@@ -199,4 +199,4 @@ def test_a_stored_pattern_is_read_again() -> None:
     for rope in ("model.rope", "model.local_rope"):
         stored |= {f"{rope}.{key}": value for key, value in stored.pop(rope).items()}
     stored["model.layers"] = [*stored["model.layers"]]
-    assert model_config_from_state({"config": stored}) == MIXED_KINDS
+    assert model_config_from_values(stored) == MIXED_KINDS

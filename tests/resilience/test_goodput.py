@@ -39,11 +39,11 @@ def test_all_launches_count_and_lost_steps_do_not(tmp_path: Path) -> None:
     first = state(folder / "checkpoints" / "step-4")["trainer"]["goodput"]
     productive = sum(seconds for (seconds,) in metrics(folder, "step_seconds"))
     assert first["productive_seconds"] == pytest.approx(productive)
-    assert first["began"] < time.time()
+    assert first["start_time"] < time.time()
     time.sleep(1)
     assert forked(config, folder, "--training.steps", "6", "--checkpoint.interval", "4").statuses == [0]
     second = state(folder / "checkpoints" / "step-6")["trainer"]["goodput"]
-    assert second["began"] == first["began"]
+    assert second["start_time"] == first["start_time"]
     assert second["productive_seconds"] == pytest.approx(sum(seconds for (seconds,) in metrics(folder, "step_seconds")))
     percents = [percent for (percent,) in metrics(folder, "goodput_pct")]
     assert all(0 < percent < 100 for percent in percents)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.artifacts import forge
 from tests.system.in_process import configured, run_here
 from tests.system.runs import forked, lines, metrics, reseal, state, steps, write_run
 from trainer.resilience.anomalies import MAX_ROLLBACKS, LossSpikeDetector
@@ -44,7 +45,7 @@ def test_a_spike_is_rolled_back_and_its_sequences_are_skipped(
     # Step 7 ended before sequence 42; the newest checkpoint is that of step 4.
     assert events["rolled_back"]["without_rows"] == [24, 42]
     assert events["rolled_back"]["to"].endswith("step-4")
-    assert state(folder / "checkpoints" / "step-9")["trainer"]["next_row"] == 42 + 5 * 6
+    assert state(folder / "checkpoints" / "step-9")["trainer"]["next_sequence"] == 42 + 5 * 6
 
 
 @pytest.mark.ranks
@@ -56,9 +57,7 @@ def test_a_rollback_equals_a_run_without_the_skipped_sequences(
     config = configured(run, tmp_path / "cut", *OPTIONS, "--training.steps", "4")
     run_here(config)
     path = tmp_path / "cut" / "checkpoints" / "step-4" / "state.json"
-    content = json.loads(path.read_text())
-    content["trainer"]["next_row"] = 42
-    path.write_text(json.dumps(content))
+    forge(path, lambda state: state["trainer"].update(next_sequence=42))
     reseal(path.parent)
     run_here(configured(run, tmp_path / "cut", *OPTIONS))
     keys = ("step", "loss", "grad_norm", "tokens")
@@ -75,7 +74,7 @@ def test_a_spike_is_only_logged_by_default_and_without_a_checkpoint(
     told = [event["event"] for event in lines(tmp_path / "run" / "events.jsonl")]
     assert told.count("spike") == 1
     assert "rolled_back" not in told
-    assert state(tmp_path / "run" / "checkpoints" / "step-9")["trainer"]["next_row"] == 54
+    assert state(tmp_path / "run" / "checkpoints" / "step-9")["trainer"]["next_sequence"] == 54
 
 
 @pytest.mark.ranks

@@ -19,7 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -30,6 +30,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from tests.artifacts import content
 from tests.garbage import freeze_imports
 from tests.ranks import become_strict, context, team
 from trainer.checkpoint import manifest
@@ -379,12 +380,11 @@ def reseal(checkpoint: Path) -> None:
     """Rewrites the manifest for the current files, to change a checkpoint on purpose."""
     about = manifest.read(checkpoint)
     files = {name: manifest.hash_file(checkpoint / name) for name in about.files}
-    manifest.write(checkpoint, replace(about, files=files))
+    manifest.write(checkpoint, about.model_copy(update={"files": files}))
 
 
 def state(checkpoint: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
-    return found
+    return content(checkpoint / "state.json")
 
 
 def timeless(checkpoint: Path) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def test_the_run_folder_has_the_files_of_the_contract(launched_run: tuple[Path, 
     events = [line["event"] for line in lines(folder / "events.jsonl")]
     assert events == ["start", "checkpoint", "checkpoint", "end"]
     saved = state(folder / "checkpoints" / "step-6")
-    assert (saved["step"], saved["trainer"]["next_row"], saved["degrees"]["dp_shard"]) == (6, 36, 2)
+    assert (saved["step"], saved["trainer"]["next_sequence"], saved["degrees"]["dp_shard"]) == (6, 36, 2)
     assert saved["trainer"]["tokens"] == metrics(folder, "tokens")[-1][0]
 
 

@@ -103,7 +103,7 @@ def test_stages_run_in_order_and_are_logged(whole: Path) -> None:
     assert f'stage "long" starts from {folder}/checkpoints/step-8 with a new optimizer' in log
     assert 'stage "middle" (2 of 3): steps 5 to 8, each 6 x 64 tokens; 1,536 tokens in total' in log
     written = [state(folder / "checkpoints" / name) for name in checkpoints(folder)]
-    assert [(one["step"], one["stage"]["stage"], one["trainer"]["next_row"]) for one in written] == [
+    assert [(one["step"], one["stage"]["name"], one["trainer"]["next_sequence"]) for one in written] == [
         (10, "long", 8),
         (11, "long", 12),
         (8, "middle", 24),  # The last stage started from it.
@@ -192,7 +192,7 @@ def test_a_started_stage_must_not_change_but_a_later_one_may(whole: Path, tmp_pa
         "lr = 5e-3\n": ("lr = 6e-3\n", None),
         "seq_len = 32": ("seq_len = 48", "training.seq_len was 32 and is now 48"),
         "steps = 4\n": ("steps = 3\n", 'stage "short" was at step 4 and now ends at step 3'),
-        'name = "short"': ('name = "brief"', 'stage was "short" and is now "brief"'),
+        'name = "short"': ('name = "brief"', 'stage.name was "short" and is now "brief"'),
         "theta = 2e6": ("theta = 3e6", None),
         'documents = "folder"': ('documents = "repository"', None),
     }
@@ -218,4 +218,4 @@ def test_the_batch_size_of_a_stage_limited_by_tokens_must_not_change(whole: Path
     config.write_text(text.replace("batch_tokens = 384", "batch_tokens = 768"))
     rejected = forked(config, folder, *DOUBLE)
     assert rejected.statuses == [78]
-    assert "rows of an update was 6 and is now 12" in rejected.said
+    assert "stage.global_batch_size was 6 and is now 12" in rejected.said

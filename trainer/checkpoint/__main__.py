@@ -1,6 +1,6 @@
 """`python -m trainer.checkpoint list | verify | prune | export`: manage the checkpoints of a run.
 
-Exits with 78 if there is no checkpoint or one is damaged. Only `export` imports torch.
+Exits with 78 if there is no checkpoint or one is damaged. Only `list` imports no torch.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from trainer.artifact import DamageError
 from trainer.checkpoint import manifest
 from trainer.checkpoint.durable_io import format_bytes
 from trainer.checkpoint.initial_weights import find_checkpoint, is_hugging_face
-from trainer.checkpoint.manifest import DamageError
 from trainer.checkpoint.retention import (
     checkpoints_to_delete,
     delete_checkpoint,
@@ -141,6 +141,9 @@ def find_file_damage(folder: Path) -> Iterator[str]:
         if sys.stderr.isatty():
             progress = f"{format_bytes(bytes_read)} of {format_bytes(checkpoint_manifest.bytes)}"
             sys.stderr.write(f"\r\033[K{folder.name}: {progress}")
+    from trainer.checkpoint.load import find_metadata_damage
+
+    yield from find_metadata_damage(folder)
 
 
 def initial_checkpoints(run_dir: RunDir) -> list[Path]:

@@ -11,18 +11,19 @@ from models.config import ModelConfig, RopeConfig
 from models.hf import HuggingFaceError, SafetensorsReader
 from models.hf_config import config_differences, read_model
 from models.layers import LayerKind
+from trainer.checkpoint import manifest
 from trainer.checkpoint.initial_weights import is_hugging_face, is_text_only, resolve_initial_path
-from trainer.checkpoint.run_dir import RunDir, read_state
+from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
 from trainer.errors import ConfigError, ResumeError
 
 log = logging.getLogger("trainer")
 
 
-def model_config_from_state(state: Mapping[str, Any]) -> ModelConfig:
-    """The model configuration stored in a checkpoint. Raises `ResumeError`."""
+def model_config_from_values(values: Mapping[str, Any]) -> ModelConfig:
+    """The model of a checkpoint's configuration, by dotted key. Raises `ResumeError`."""
     sections: dict[str, dict[str, Any]] = {"model": {}, "model.rope": {}, "model.local_rope": {}}
-    for key, value in state["config"].items():
+    for key, value in values.items():
         section, _, name = key.rpartition(".")
         if section in sections:
             sections[section][name] = tuple(value) if isinstance(value, list) else value
@@ -58,7 +59,11 @@ def _compare_with_initial(initial: str, model: ModelConfig) -> tuple[list[str], 
     if is_hf and not folder.is_dir():
         return [f"{folder} is not a folder (models are not downloaded)"], []
     text_only = is_text_only(initial)
-    initial_model = read_model(folder, text_only=text_only) if is_hf else model_config_from_state(read_state(folder))
+    initial_model = (
+        read_model(folder, text_only=text_only)
+        if is_hf
+        else model_config_from_values(manifest.read_state(folder).config)
+    )
     problems, rope_differences = list[str](), list[str]()
     for key, (initial_value, value) in config_differences(initial_model, model).items():
         lines = rope_differences if key.startswith(("rope.", "local_rope.")) else problems

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainer.artifact import DamageError
 from trainer.checkpoint import manifest
-from trainer.checkpoint.manifest import DamageError
 from trainer.checkpoint.run_dir import ResumeError, RunDir
+from trainer.checkpoint.train_state import STATE_FILE
 
 HF_PREFIX = "hf:"
 HF_TEXT_PREFIX = "hf-text:"
@@ -34,7 +35,7 @@ def resolve_initial_path(initial: str) -> Path:
 
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint at `path`, or the newest one of the run folder at `path`. Raises `ResumeError`."""
-    if (path / manifest.MANIFEST_FILE).is_file() or (path / manifest.STATE_FILE).is_file():
+    if (path / manifest.MANIFEST_FILE).is_file() or (path / STATE_FILE).is_file():
         try:
             manifest.read_validated(path)
         except DamageError as error:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import EnumMeta
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,12 +31,15 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from parallelisms.collectives import all_gather_object
+from trainer.artifact import DamageError, read_regular
 from trainer.checkpoint import manifest
-from trainer.checkpoint.manifest import MAX_RETRIES, TRANSIENT_ERRNOS, DamageError, retry_io
+from trainer.checkpoint.manifest import MAX_RETRIES, TRANSIENT_ERRNOS, retry_io
 from trainer.checkpoint.rank_sync import describe_error, root_cause, run_on_all_ranks
 from trainer.errors import ResumeError, RunFailedError
 
 MODEL_PREFIX = "model."
+MAX_CELLS = 10_000_000
+"""Of the grid that the edges of a tensor's chunks make: 3,000 by 3,000 ranks."""
 ALLOWED_GLOBALS = frozenset(
     (module, name)
     for module, names in {
@@ -88,7 +93,7 @@ class CheckpointReader(FileSystemReader):
         self.checkpoint = checkpoint
         files = manifest.read_intact(checkpoint, check_hashes=False).files
         path = checkpoint / manifest.METADATA_FILE
-        content = retry_io(path, path.read_bytes)
+        content = retry_io(path, lambda: read_regular(path, max_bytes=files[path.name][0]))
         try:
             self.metadata: Metadata = RestrictedUnpickler(io.BytesIO(content)).load()
             _validate_metadata(self.metadata, files)
@@ -108,6 +113,15 @@ class TensorLoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:  # noqa: ARG002 - as torch calls it
         raise DamageError(f"{read_item.dest_index.fqn} is not a tensor")
+
+
+def find_metadata_damage(checkpoint: Path) -> list[str]:
+    """What is wrong with `.metadata`, besides its hash. Raises `RunFailedError` if it cannot be read now."""
+    try:
+        CheckpointReader(checkpoint)
+    except ResumeError as error:
+        return [str(error)]
+    return []
 
 
 def load_tensors(
@@ -206,7 +220,24 @@ def _validate_metadata(metadata: Metadata, files: Mapping[str, tuple[int, str]])
     for name, entry in metadata.state_dict_metadata.items():
         if type(name) is not str or type(entry) is not TensorStorageMetadata:
             raise DamageError(f"{name} is not a tensor")
-    for index, stored in (metadata.storage_data or {}).items():
+        if problem := tiling_problem(entry.size, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]):
+            raise DamageError(f"{manifest.METADATA_FILE} has chunks of {name} that {problem}")
+    _require_stored(metadata, files)
+
+
+def _require_stored(metadata: Metadata, files: Mapping[str, tuple[int, str]]) -> None:
+    """Raises `DamageError` unless every chunk of a tensor is stored within a listed file, and nothing else is."""
+    wanted = {
+        (name, chunk.offsets)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks
+    }
+    storage = metadata.storage_data or {}
+    if missing := wanted - {(index.fqn, index.offset) for index in storage if type(index) is MetadataIndex}:
+        name, offsets = min(missing)
+        raise DamageError(f"{manifest.METADATA_FILE} does not say where {name} is stored from {[*offsets]} on")
+    for index, stored in storage.items():
         if type(index) is not MetadataIndex or index.fqn not in metadata.state_dict_metadata:
             raise DamageError(f"{manifest.METADATA_FILE} stores a tensor that it does not describe: {index}")
         where, file = f"{manifest.METADATA_FILE} stores {index.fqn}", stored.relative_path
@@ -216,3 +247,32 @@ def _validate_metadata(metadata: Metadata, files: Mapping[str, tuple[int, str]])
             raise DamageError(f"{where} outside {file}")
         if stored.transform_descriptors:
             raise DamageError(f"{index.fqn} is stored as {stored.transform_descriptors}, which is not supported")
+
+
+def tiling_problem(size: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str:
+    """What is wrong if chunks, given by offsets and sizes, do not hold every element of a tensor exactly once; else ""."""
+    for offsets, sizes in chunks:
+        if not len(offsets) == len(sizes) == len(size) or any(
+            offset < 0 or length < 0 or offset + length > total
+            for offset, length, total in zip(offsets, sizes, size, strict=True)
+        ):
+            return f"lie outside its shape {[*size]}"
+    filled = [(offsets, sizes) for offsets, sizes in chunks if 0 not in sizes]
+    if (found := sum(prod(sizes) for _, sizes in filled)) != prod(size):
+        return f"hold {found:,} of its {prod(size):,} elements"
+    # As many elements as the tensor has: some are missing only if others are there twice. Cuts make a grid of cells.
+    edges = [
+        sorted({0, *(edge for at, length in boxes for edge in (at, at + length))})
+        for boxes in ([(offsets[dim], sizes[dim]) for offsets, sizes in filled] for dim in range(len(size)))
+    ]
+    if prod(map(len, edges)) > MAX_CELLS:
+        return "are cut too irregularly"
+    cells = torch.zeros([len(each) for each in edges], dtype=torch.int32)
+    for offsets, sizes in filled:
+        cells[
+            tuple(
+                slice(bisect_left(each, at), bisect_left(each, at + length))
+                for each, at, length in zip(edges, offsets, sizes, strict=True)
+            )
+        ] += 1
+    return "overlap" if cells.numel() and int(cells.max()) > 1 else ""

@@ -22,8 +22,9 @@ from trainer.checkpoint.rank_sync import PhaseError, describe_error
 from trainer.checkpoint.retention import checkpoints_to_delete, delete_checkpoint, valid_checkpoints
 from trainer.checkpoint.run_dir import RunDir, flatten_config, stage_position
 from trainer.checkpoint.save import HostStaging, SaveRequest, without_staging, write_checkpoint
+from trainer.checkpoint.train_state import TrainerState, TrainState
 from trainer.config.job_config import Config, TrainingStage
-from trainer.config.migrations import SCHEMA_KEY, SCHEMA_VERSION
+from trainer.config.migrations import SCHEMA_VERSION
 from trainer.distributed import World, attempt_name, gloo_group
 from trainer.errors import EXIT_FAILURE, RankFailedError, ResumeError, RunFailedError
 from trainer.trainer import Trainer
@@ -144,16 +145,18 @@ class CheckpointManager:
             return
         start_time, threaded = time.monotonic(), self.config.checkpoint.asynchronous
         tensors = {name: tensor.detach() for name, tensor in trainer.state_dict().items()}
-        state = {
-            "step": trainer.step,
-            "trainer": trainer.train_state(),
-            "stage": stage_position(trainer.stage),
-            "data": trainer.dataset.fingerprints,
-            "config": flatten_config(trainer.config),
-            SCHEMA_KEY: SCHEMA_VERSION,
-            "degrees": trainer.mesh.degrees,
-            "torch": torch.__version__,
-        }
+        state = TrainState(
+            step=trainer.step,
+            trainer=TrainerState.model_validate(trainer.train_state()),
+            stage=stage_position(trainer.stage),
+            data=trainer.dataset.fingerprints,
+            plans={},
+            config=flatten_config(trainer.config),
+            schema_version=SCHEMA_VERSION,
+            degrees=trainer.mesh.degrees,
+            torch=str(torch.__version__),
+            optimizer_steps=None,
+        )
         request = SaveRequest(
             checkpoints_dir=self.run_dir.checkpoints_dir,
             step=trainer.step,

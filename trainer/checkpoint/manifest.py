@@ -1,8 +1,4 @@
-"""`manifest.json`: the files of a checkpoint with their sizes and hashes. Imports no torch.
-
-{"format": 1, "step": 6, "attempt": ..., "world_size": ..., "mesh": {...}, "versions": {...}, "saved": ...,
- "files": {name: [bytes, sha256]}, "sha256": hash of the JSON of all other entries, with sorted keys}
-"""
+"""`manifest.json`: the files of a checkpoint with their sizes and hashes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,33 +8,32 @@ import json
 import stat
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar
 
+from pydantic import Field, field_validator
+
+from trainer.artifact import MAX_JSON_BYTES, Artifact, DamageError, read_regular, seal, unseal
 from trainer.checkpoint.durable_io import write_and_fsync
+from trainer.checkpoint.train_state import STATE_FILE, TrainState, config_of
 from trainer.errors import ResumeError, RunFailedError
 
+A = TypeVar("A", bound=Artifact)
 T = TypeVar("T")
 
-MANIFEST_FILE, STATE_FILE, METADATA_FILE = "manifest.json", "state.json", ".metadata"
-FORMAT_VERSION = 1
+MANIFEST_FILE, METADATA_FILE = "manifest.json", ".metadata"
 TRANSIENT_ERRNOS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 """Errors of a network file system that may succeed on a retry."""
 MAX_RETRIES = 3
 RETRY_DELAY_SECONDS = 1.0
 
 
-class DamageError(Exception):
-    """A checkpoint file is missing or differs from what was written. A retry does not help."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    step: int
+class Manifest(Artifact):
+    kind: ClassVar[str] = "checkpoint manifest"
+    step: int = Field(ge=0)
     attempt: str
     """Launch that wrote the checkpoint."""
-    world_size: int
+    world_size: int = Field(ge=1)
     mesh: dict[str, int]
     versions: dict[str, str]
     saved: str
@@ -46,49 +41,78 @@ class Manifest:
     files: dict[str, tuple[int, str]]
     """Bytes and sha256 of every file except the manifest."""
 
+    @field_validator("files")
+    @classmethod
+    def _require_plain_names(cls, files: dict[str, tuple[int, str]]) -> dict[str, tuple[int, str]]:
+        for name in files:
+            # A name must not lead out of the folder.
+            if name in ("", ".", "..", MANIFEST_FILE) or set(name) & {"/", "\\", "\0"}:
+                raise ValueError(f'"{name[:80]}" is not a checkpoint file')
+        if missing := {STATE_FILE, METADATA_FILE} - files.keys():
+            raise ValueError(f"{' and '.join(sorted(missing))} must be listed")
+        return files
+
+    @classmethod
+    def from_unsealed(cls, data: bytes) -> tuple[dict[str, Any], int]:
+        """Format 1: {"format": 1, ..., "sha256": hash of the JSON of all other entries, with sorted keys}."""
+        try:
+            body = json.loads(data)
+            digest = body.pop("sha256")
+            matches = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest() == digest
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise DamageError(f"it is not a {cls.kind}") from None
+        if not matches:
+            raise DamageError("it does not match its own checksum")
+        return body, body.pop("format", None)
+
     @property
     def bytes(self) -> int:
         return sum(size for size, _ in self.files.values())
 
 
-FIELD_TYPES = {name: get_origin(hint) or hint for name, hint in get_type_hints(Manifest).items()}
-
-
 def write(folder: Path, manifest: Manifest) -> None:
-    write_and_fsync(folder / MANIFEST_FILE, _encode({"format": FORMAT_VERSION, **asdict(manifest)}))
+    write_and_fsync(folder / MANIFEST_FILE, seal(manifest, made_from=manifest.files[STATE_FILE][1]))
 
 
 def read(folder: Path) -> Manifest:
-    """Reads the manifest and checks its own hash.
+    """Raises `DamageError`, `ResumeError` for a later format, and `RunFailedError` for an I/O error."""
+    manifest = _read(folder / MANIFEST_FILE, Manifest)
+    number = folder.name.removeprefix("step-")
+    if number != folder.name and number != str(manifest.step):
+        raise DamageError(f"{MANIFEST_FILE} is for step {manifest.step}")
+    return manifest
 
-    Raises `DamageError`, `ResumeError` for another format version, and `RunFailedError` for an I/O error.
-    """
-    path = folder / MANIFEST_FILE
+
+def read_state(folder: Path) -> TrainState:
+    """`state.json`, its configuration in today's schema. Raises `ResumeError`."""
+    path = folder / STATE_FILE
     try:
-        content = retry_io(path, path.read_bytes)
-    except FileNotFoundError:
-        raise DamageError(f"{MANIFEST_FILE} is missing") from None
-    try:
-        body = json.loads(content)
-        del body["sha256"]
-        hash_matches = _encode(body) == content
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise DamageError(f"{MANIFEST_FILE} is not a manifest") from None
-    if not hash_matches:
-        raise DamageError(f"{MANIFEST_FILE} does not match its own checksum")
-    if (version := body.pop("format", None)) != FORMAT_VERSION:
-        raise ResumeError(f"{folder} has checkpoint format {version}; this version reads format {FORMAT_VERSION}")
-    return _validate(folder, body)
+        state = _read(path, TrainState)
+    except DamageError as error:
+        raise ResumeError(f"{folder} cannot be read: {error}") from None
+    return state.model_copy(update={"config": config_of(state, path)})
 
 
 def read_validated(folder: Path) -> Manifest:
-    """As `read`, and checks the hash of `state.json`. Ignores the other files."""
+    """As `read`, and checks `state.json` and that both are of one step. Ignores the other files."""
     manifest = read(folder)
-    if STATE_FILE not in manifest.files or METADATA_FILE not in manifest.files:
-        raise DamageError(f"{MANIFEST_FILE} must list {STATE_FILE} and {METADATA_FILE}")
     if problems := find_damage(folder, manifest, [STATE_FILE]):
         raise DamageError("; ".join(problems))
+    state = _read(folder / STATE_FILE, TrainState)
+    if steps := {state.step, state.trainer.step} - {manifest.step}:
+        raise DamageError(f"{STATE_FILE} is for step {steps.pop()}, {MANIFEST_FILE} for step {manifest.step}")
     return manifest
+
+
+def _read(path: Path, kind: type[A]) -> A:
+    try:
+        return unseal(retry_io(path, lambda: read_regular(path, max_bytes=MAX_JSON_BYTES)), kind)[0]
+    except FileNotFoundError:
+        raise DamageError(f"{path.name} is missing") from None
+    except DamageError as error:
+        raise DamageError(f"{path.name} is damaged: {error}") from None
+    except ResumeError as error:
+        raise ResumeError(f"{path} cannot be read: {error}") from None
 
 
 def read_intact(folder: Path, *, check_hashes: bool) -> Manifest:
@@ -148,24 +172,3 @@ def _file_damage(path: Path, size: int, digest: str, *, check_hashes: bool) -> s
     except FileNotFoundError:
         return f"{path.name} is missing"
     return None
-
-
-def _validate(folder: Path, body: dict[str, Any]) -> Manifest:
-    """Raises `DamageError`: a forged manifest can have the right checksum and invalid entries."""
-    if body.keys() != FIELD_TYPES.keys() or not all(isinstance(body[key], kind) for key, kind in FIELD_TYPES.items()):
-        raise DamageError(f"{MANIFEST_FILE} must contain {', '.join(FIELD_TYPES)}")
-    for name, entry in body["files"].items():
-        # A name must not lead out of the folder.
-        if name in ("", ".", "..", MANIFEST_FILE) or set(name) & {"/", "\\", "\0"}:
-            raise DamageError(f'{MANIFEST_FILE} lists "{name}", which is not a checkpoint file')
-        if not (isinstance(entry, list) and [*map(type, entry)] == [int, str]):
-            raise DamageError(f"{MANIFEST_FILE} must list size and sha256 of {name}")
-    number = folder.name.removeprefix("step-")
-    if number != folder.name and number != str(body["step"]):
-        raise DamageError(f"{MANIFEST_FILE} is for step {body['step']}")
-    return Manifest(**body | {"files": {name: (size, digest) for name, (size, digest) in body["files"].items()}})
-
-
-def _encode(body: dict[str, Any]) -> bytes:
-    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return (json.dumps(body | {"sha256": digest}, sort_keys=True, indent=1) + "\n").encode()

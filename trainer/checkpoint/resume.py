@@ -20,13 +20,16 @@ from models.config import ModelConfig
 from models.hf import HuggingFaceError, SafetensorsReader
 from parallelisms.collectives import all_gather_object, to_local
 from parallelisms.init_weights import local_ranges
+from trainer.artifact import DamageError
 from trainer.checkpoint import manifest
 from trainer.checkpoint.initial_weights import is_hugging_face, is_text_only, resolve_initial_path
-from trainer.checkpoint.load import MODEL_PREFIX, load_tensors
-from trainer.checkpoint.manifest import DamageError
+from trainer.checkpoint.load import MODEL_PREFIX, find_metadata_damage, load_tensors
+from trainer.checkpoint.manifest import Manifest
 from trainer.checkpoint.rank_sync import run_and_gather, run_on_all_ranks, run_on_rank_zero
 from trainer.checkpoint.retention import quarantine
 from trainer.checkpoint.run_dir import RunDir, check_resume, describe_differences, flatten_config, raise_if_all_damaged
+from trainer.checkpoint.save import current_versions, optimizer_steps
+from trainer.checkpoint.train_state import STATE_FILE, TrainState
 from trainer.config.job_config import Config
 from trainer.errors import EXIT_NO_RETRY, RankFailedError, ResumeError, RunFailedError
 from trainer.trainer import Trainer
@@ -48,13 +51,13 @@ def resume(config: Config, run_dir: RunDir, trainer: Trainer, group: ProcessGrou
     state = run_on_all_ranks(lambda: check_resume(config, checkpoint), group)
     if config.checkpoint.initial_load_path is not None:
         log.info("checkpoint.initial_load_path is ignored: the run has checkpoints and resumes from the newest")
-    if state["step"] < trainer.stage.start_step:
+    if state.step < trainer.stage.start_step:
         raise RunFailedError(
-            f"{trainer.stage} cannot resume from {checkpoint}, which is at step {state['step']} of an earlier stage; "
+            f"{trainer.stage} cannot resume from {checkpoint}, which is at step {state.step} of an earlier stage; "
             "run the same command again to resume that stage"
         )
-    saved_data, current_data = state["data"], trainer.dataset.fingerprints
-    if starts_new_stage := state["stage"]["index"] != trainer.stage.index:
+    saved_data, current_data = state.data, trainer.dataset.fingerprints
+    if starts_new_stage := state.stage.index != trainer.stage.index:
         # Of the copy task, which fits the sequence length, each stage has another version.
         shared = set() if trainer.config.data.is_synthetic else saved_data.keys() & current_data.keys()
         saved_data, current_data = ({name: data[name] for name in shared} for data in (saved_data, current_data))
@@ -63,11 +66,38 @@ def resume(config: Config, run_dir: RunDir, trainer: Trainer, group: ProcessGrou
     prefix = MODEL_PREFIX if starts_new_stage and trainer.stage.resets_optimizer else ""
     tensors = {name: tensor for name, tensor in trainer.state_dict().items() if name.startswith(prefix)}
     load_tensors(checkpoint, tensors, trainer.mesh.pp_group, prefix=prefix, group=group)
-    trainer.load_train_state(state["trainer"])
+    _log_other_versions(manifest.read(checkpoint))
+    trainer.load_train_state(state.trainer.model_dump())
+    if not prefix:
+        run_on_all_ranks(lambda: _require_one_step(config, checkpoint, state, tensors), group)
     trainer.config_changes = (
-        [] if starts_new_stage else describe_differences(state["config"], flatten_config(trainer.config))
+        [] if starts_new_stage else describe_differences(state.config, flatten_config(trainer.config))
     )
     return checkpoint
+
+
+def _require_one_step(config: Config, checkpoint: Path, state: TrainState, tensors: Mapping[str, Tensor]) -> None:
+    """Raises `ResumeError` if the optimizer's tensors are of another step than `state.json`."""
+    stages = config.training_stages[: state.stage.index + 1]
+    start = max((stage.start_step for stage in stages if stage.resets_optimizer), default=0)
+    most = state.step - start
+    least = most - state.trainer.skipped
+    found = optimizer_steps(tensors)
+    if found is not None and not (
+        least <= found <= (most if start else least) and state.optimizer_steps in (None, found)
+    ):
+        raise ResumeError(
+            f"{checkpoint} does not fit together: its optimizer tensors count {found} steps, and {STATE_FILE} is for step "
+            f"{state.step}, of which {state.trainer.skipped} were skipped"
+        )
+
+
+def _log_other_versions(written: Manifest) -> None:
+    """Of what a checkpoint was written with."""
+    current = current_versions()
+    if others := [f"{name} {version}" for name, version in written.versions.items() if current.get(name) != version]:
+        now = ", ".join(f"{name} {version}" for name, version in current.items())
+        log.info("the checkpoint was written with %s; these are %s", ", ".join(others), now)
 
 
 def _load_initial_weights(initial: str, trainer: Trainer, group: ProcessGroup) -> None:
@@ -138,7 +168,8 @@ def verify_checkpoint(checkpoint: Path, group: ProcessGroup | None) -> list[str]
     if isinstance(found, list):
         return found
     rank_files = sorted(found.files)[distributed.get_rank(group) :: distributed.get_world_size(group)]
-    return [*chain(*run_and_gather(lambda: manifest.find_damage(checkpoint, found, rank_files), group))]
+    damage = [*chain(*run_and_gather(lambda: manifest.find_damage(checkpoint, found, rank_files), group))]
+    return damage or run_on_rank_zero(lambda: find_metadata_damage(checkpoint), group)
 
 
 def _quarantine(run_dir: RunDir, checkpoint: Path, reason: str) -> None:

@@ -11,8 +11,9 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from trainer.artifact import DamageError
 from trainer.checkpoint.durable_io import fsync_path, write_and_fsync
-from trainer.checkpoint.manifest import DamageError, read_validated
+from trainer.checkpoint.manifest import read_validated
 from trainer.errors import ResumeError, RunFailedError
 
 PIN_FILE, REASON_FILE = "pinned", "reason"

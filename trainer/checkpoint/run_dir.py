@@ -12,7 +12,6 @@ checkpoints/bad-step-<N>-* damaged and quarantined
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import json
 import logging
@@ -22,19 +21,16 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from models.config import ModelConfig
-from models.layers import LayerKind
+from trainer.artifact import DamageError
 from trainer.checkpoint import manifest
 from trainer.checkpoint.durable_io import LineAppender, write_atomic
-from trainer.checkpoint.manifest import DamageError
 from trainer.checkpoint.retention import list_quarantined
+from trainer.checkpoint.train_state import StagePosition, TrainState, flatten, flatten_model
 from trainer.config.data import PACKING_VERSION
 from trainer.config.job_config import Config, TrainingStage
-from trainer.config.migrations import SCHEMA_KEY, migrate
 from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError, RunError, RunFolderInUseError
@@ -45,7 +41,6 @@ log = logging.getLogger("trainer")
 # Values that must not change on resume. The path of the corpus may change: its fingerprint is compared instead.
 IDENTITY_KEYS = ("model.", "tokenizer.kind.", "data.", "training.seq_len.", "training.seed.", "optimizer.name.")
 NON_IDENTITY_KEYS = ("model.model_type", "data.cache_dir", "data.bad_files", "data.corpus")
-STATE_FIELD_TYPES = {"step": int, "trainer": dict, "data": dict, "config": dict, "stage": dict}
 
 
 class RunDir:
@@ -195,55 +190,12 @@ def _read_json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         yield line, value if isinstance(value, dict) else {}
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The contents of `state.json`. Raises `ResumeError`."""
-    path = checkpoint / "state.json"
-    try:
-        state = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ResumeError(f"{path} cannot be read: {error}") from None
-    if (
-        not isinstance(state, dict)
-        or not all(isinstance(state.get(key), kind) for key, kind in STATE_FIELD_TYPES.items())
-        or not isinstance(state["stage"].get("index"), int)
-    ):
-        raise ResumeError(f"{path} is damaged: it must contain {', '.join(STATE_FIELD_TYPES)}")
-    try:
-        values = model_defaults() | migrate(state["config"], version=state.get(SCHEMA_KEY, 1))
-        values["model.layers"] = [dataclasses.asdict(LayerKind()) | kind for kind in values["model.layers"]]
-        state["config"] = values
-    except ConfigError as error:
-        raise ResumeError(f"{path}: {error}") from None
-    return state
-
-
-@cache
-def model_defaults() -> dict[str, Any]:
-    """Of what a model can be, by dotted key; a checkpoint of an earlier version lacks what it did not have yet."""
-    required: dict[str, Any] = dict.fromkeys(
-        (each.name for each in dataclasses.fields(ModelConfig) if each.default is each.default_factory), 1
-    )
-    values = _flatten_model(ModelConfig(**required))
-    return {key: value for key, value in values.items() if key.removeprefix("model.") not in required}
-
-
 def flatten_config(config: Config) -> dict[str, Any]:
     """Every value by its dotted key, with the model preset resolved; without [job], [[stage]], [slurm] and [plan]."""
     values = config.model_dump(mode="json", exclude={"job", "stage", "slurm", "plan"})
     del values["model"]
     values["data"]["packing_version"] = config.data.packing_version or PACKING_VERSION
-    return _flatten(values) | _flatten_model(config.model.build())
-
-
-def _flatten_model(model: ModelConfig) -> dict[str, Any]:
-    return _flatten(json.loads(json.dumps({"model": dataclasses.asdict(model)})))  # Tuples become lists.
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = dict[str, Any]()
-    for name, value in values.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
+    return flatten(values) | flatten_model(config.model.build())
 
 
 def run_identity(values: dict[str, Any]) -> dict[str, Any]:
@@ -273,22 +225,22 @@ def describe_differences(saved: dict[str, Any], current: dict[str, Any]) -> list
     ]
 
 
-def check_resume(config: Config, checkpoint: Path) -> dict[str, Any]:
+def check_resume(config: Config, checkpoint: Path) -> TrainState:
     """The state of the checkpoint. Raises `ResumeError` with every difference if `config` is of another run.
 
     Compares the stage that wrote the checkpoint and its start step. Later stages may change.
     """
-    state = read_state(checkpoint)
-    index = state["stage"]["index"]
+    state = manifest.read_state(checkpoint)
+    index = state.stage.index
     if index >= len(config.training_stages):
         raise ResumeError(f"{checkpoint} is from stage {index + 1} of a run with {len(config.training_stages)} stages")
     stage = config.training_stages[index]
     mismatches = describe_differences(
-        run_identity(state["config"]) | state["stage"],
-        run_identity(flatten_config(stage.config)) | stage_position(stage),
+        run_identity(state.config) | flatten(state.stage.model_dump(), "stage."),
+        run_identity(flatten_config(stage.config)) | flatten(stage_position(stage).model_dump(), "stage."),
     )
-    if stage.index + 1 < stage.num_stages and state["step"] > stage.end_step:
-        mismatches.append(f"{stage} was at step {state['step']} and now ends at step {stage.end_step}")
+    if stage.index + 1 < stage.num_stages and state.step > stage.end_step:
+        mismatches.append(f"{stage} was at step {state.step} and now ends at step {stage.end_step}")
     if mismatches:
         listed = "".join(f"\n  {line}" for line in mismatches)
         raise ResumeError(
@@ -304,15 +256,14 @@ def keep_packing_version(config: Recipe) -> Recipe:
     version = None
     with suppress(RunError):  # Reported when the run resumes.
         if checkpoint := RunDir(config.output_dir).resume_checkpoint(config):
-            version = read_state(checkpoint)["config"].get("data.packing_version")
+            version = manifest.read_state(checkpoint).config.get("data.packing_version")
     data = config.data.model_copy(update={"packing_version": version or PACKING_VERSION})
     return config.model_copy(update={"data": data})
 
 
-def stage_position(stage: TrainingStage) -> dict[str, Any]:
-    """The stage's position in its run, as stored in `state.json`."""
-    batch_size = {"rows of an update": stage.config.training.global_batch_size} if stage.length_in_tokens else {}
-    return {"stage": stage.name, "index": stage.index, "updates before the stage": stage.start_step, **batch_size}
+def stage_position(stage: TrainingStage) -> StagePosition:
+    batch_size = stage.config.training.global_batch_size if stage.length_in_tokens else None
+    return StagePosition(name=stage.name, index=stage.index, start_step=stage.start_step, global_batch_size=batch_size)
 
 
 def next_stage(config: Config) -> TrainingStage | None:
@@ -349,4 +300,4 @@ def _resume_point(config: Config) -> tuple[Path | None, int]:
             "choose another job.output_dir"
         )
     checkpoint = run_dir.resume_checkpoint(config)
-    return checkpoint, 0 if checkpoint is None else check_resume(config, checkpoint)["step"]
+    return checkpoint, 0 if checkpoint is None else check_resume(config, checkpoint).step

@@ -6,7 +6,6 @@ commits.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -25,11 +24,15 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from parallelisms.collectives import num_replicas, to_local
+from trainer import __version__
+from trainer.artifact import seal
 from trainer.checkpoint import manifest
 from trainer.checkpoint.durable_io import format_bytes, fsync_path, write_and_fsync
 from trainer.checkpoint.manifest import Manifest
 from trainer.checkpoint.rank_sync import PhaseError, run_and_gather, run_on_all_ranks, run_on_rank_zero
 from trainer.checkpoint.retention import remove_temporary_folders
+from trainer.checkpoint.train_state import STATE_FILE, TrainState
+from trainer.errors import ResumeError
 
 LocalTensorsGetter = Callable[[], Mapping[str, Tensor]]
 """Waits for the copies and returns this rank's shard of every tensor."""
@@ -51,7 +54,7 @@ class SaveRequest:
     """The trainer's tensors. Only shapes and placements are read, because training may change the values."""
     get_local_tensors: LocalTensorsGetter
     """Returns this rank's shards to write. May block and may raise."""
-    state: Mapping[str, Any]
+    state: TrainState
     """The contents of `state.json`."""
     previous_bytes: int
     """Size of the previous checkpoint of the same state; 0 if there is none."""
@@ -70,7 +73,7 @@ def write_checkpoint(request: SaveRequest, group: ProcessGroup) -> int:
 
     If any rank fails, all ranks raise `PhaseError` and the temporary folder is removed.
     """
-    rank_bytes = run_and_gather(lambda: _check_state(request), group)
+    rank_bytes = run_and_gather(lambda: _rank_bytes(request), group)
     local_tensors = run_on_all_ranks(request.get_local_tensors, group)
     num_bytes = request.previous_bytes or int(sum(rank_bytes))
     existing_bytes = run_on_rank_zero(lambda: _reserve_space(request, num_bytes), group)
@@ -90,9 +93,8 @@ def write_checkpoint(request: SaveRequest, group: ProcessGroup) -> int:
     return sum(size for size, _ in files.values())
 
 
-def _check_state(request: SaveRequest) -> float:
-    """Bytes of the checkpoint, divided among the ranks that write them. Raises unless the state can be written as JSON."""
-    json.dumps(request.state, allow_nan=False)
+def _rank_bytes(request: SaveRequest) -> float:
+    """Bytes of the checkpoint, divided among the ranks that write them."""
     return sum(to_local(tensor).nbytes / num_replicas(tensor) for tensor in request.tensors.values())
 
 
@@ -124,8 +126,25 @@ def _write_tensors(request: SaveRequest, local_tensors: Mapping[str, Tensor], gr
     planner = StagedSavePlanner(local_tensors)
     dcp.save(dict(request.tensors), storage_writer=writer, planner=planner, process_group=group)
     if group.rank() == 0:
-        content = json.dumps(request.state, indent=1, allow_nan=False) + "\n"
-        write_and_fsync(request.temporary_path / manifest.STATE_FILE, content.encode())
+        state = request.state.model_copy(update={"optimizer_steps": optimizer_steps(local_tensors)})
+        write_and_fsync(request.temporary_path / STATE_FILE, seal(state))
+
+
+def current_versions() -> dict[str, str]:
+    return {"longhaul": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+def optimizer_steps(local_tensors: Mapping[str, Tensor]) -> int | None:
+    """That this rank's optimizer tensors count; None without any."""
+    steps = [
+        to_local(x) for name, x in local_tensors.items() if name.startswith("optimizer.") and name.endswith(".step")
+    ]
+    if not steps:
+        return None
+    least, most = torch.stack(steps).aminmax()
+    if least != most:
+        raise ResumeError(f"its optimizer tensors count {int(least)} to {int(most)} steps")
+    return int(least)
 
 
 def _hash_own_files(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
@@ -133,7 +152,7 @@ def _hash_own_files(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
     # `iterdir` raises if the folder is gone, `glob` does not.
     own_files = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
     if rank == 0:
-        own_files += [folder / manifest.METADATA_FILE, folder / manifest.STATE_FILE]
+        own_files += [folder / manifest.METADATA_FILE, folder / STATE_FILE]
     return {path.name: manifest.hash_file(path) for path in own_files}
 
 
@@ -156,8 +175,8 @@ def _commit(request: SaveRequest, files: dict[str, tuple[int, str]], world_size:
         step=request.step,
         attempt=request.attempt,
         world_size=world_size,
-        mesh=request.state["degrees"],
-        versions={"torch": torch.__version__, "python": platform.python_version()},
+        mesh=request.state.degrees,
+        versions=current_versions(),
         saved=datetime.now(UTC).isoformat(timespec="seconds"),
         files=files,
     )

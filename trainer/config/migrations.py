@@ -1,4 +1,4 @@
-"""Schema versions of stored configurations, and the renames and removals between them.
+"""Schema versions of stored configurations and training states, and the renames and removals between them.
 
 A run folder's `config.toml` and a checkpoint's `state.json` carry `schema_version`. Older ones are migrated when they are
 read. In a file or flag that a user writes, the same tables turn an old name into an error that gives the new one.
@@ -6,7 +6,7 @@ read. In a file or flag that a user writes, the same tables turn an old name int
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -71,6 +71,28 @@ MIGRATIONS = (
 SCHEMA_VERSION = len(MIGRATIONS) + 1
 SCHEMA_KEY = "schema_version"
 
+STATE_MIGRATIONS = (
+    # Version 1 is of before files were sealed.
+    Migration(
+        renamed_keys={
+            "stage.stage": "stage.name",
+            "stage.updates before the stage": "stage.start_step",
+            "stage.rows of an update": "stage.global_batch_size",
+            "trainer.goodput.began": "trainer.goodput.start_time",
+            "trainer.losses.skipped_in_a_row": "trainer.losses.consecutive_skips",
+            "trainer.next_row": "trainer.next_sequence",
+        },
+        new_keys={
+            "trainer.losses": {},
+            "trainer.goodput": None,
+            "schema_version": 1,
+            "plans": {},
+            "optimizer_steps": None,
+        },
+    ),
+)
+"""Of `state.json`, besides its configuration."""
+
 # Version 1 wrote no schema_version. Its resolved files state all of these sections, which no manually written file does.
 VERSION_1_SECTIONS = (
     *("job", "model", "tokenizer", "data", "training", "parallelism", "memory", "optimizer", "schedule", "checkpoint"),
@@ -87,12 +109,19 @@ def migrate(values: Mapping[str, Any], *, version: object) -> dict[str, Any]:
         raise ConfigError(
             [f"{SCHEMA_KEY} = {version} is unknown; this version of the trainer reads 1 to {SCHEMA_VERSION}"]
         )
+    return apply_migrations(values, MIGRATIONS[version - 1 :], name_of=_section_name)
+
+
+def apply_migrations(
+    values: Mapping[str, Any], migrations: Sequence[Migration], *, name_of: Callable[[str], str] = str
+) -> dict[str, Any]:
+    """The values, nested or by dotted key, after these changes in turn. `name_of`: the name that migrations have for a key."""
     migrated = dict(values)
-    for migration in MIGRATIONS[version - 1 :]:
-        migrated = _migrate_table("", migrated, migration)
+    for migration in migrations:
+        migrated = _migrate_table("", migrated, migration, name_of)
         for name, value in migration.new_keys.items():
-            section, key = name.split(".")
-            if section in migrated:
+            section, _, key = name.partition(".")
+            if key and section in migrated:
                 migrated[section] = {key: value} | migrated[section]
             else:
                 migrated.setdefault(name, value)
@@ -133,18 +162,20 @@ def _section_name(name: str) -> str:
     return f"data.{name}" if name.partition(".")[0] == "mix" else name
 
 
-def _migrate_table(path: str, table: Mapping[str, Any], migration: Migration) -> dict[str, Any]:
+def _migrate_table(
+    path: str, table: Mapping[str, Any], migration: Migration, name_of: Callable[[str], str]
+) -> dict[str, Any]:
     migrated = {}
     for key, value in table.items():
-        name = _section_name(f"{path}.{key}" if path else key)
+        name = name_of(f"{path}.{key}" if path else key)
         name = migration.renamed_keys.get(name, name)
         new = f"{key.rpartition('.')[0]}.{name.rpartition('.')[2]}" if "." in key else name.rpartition(".")[2]
         if new != key and new in table:
             continue
         if isinstance(value, dict):
-            value = _migrate_table(name, value, migration)
+            value = _migrate_table(name, value, migration, name_of)
         elif isinstance(value, list) and value and isinstance(value[0], dict):
-            value = [_migrate_table(name, item, migration) for item in value]
+            value = [_migrate_table(name, item, migration, name_of) for item in value]
         elif isinstance(value, str):
             value = migration.new_value(name, value)
         migrated[new] = value

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from trainer.build import ParallelModel
+from trainer.checkpoint import manifest
 from trainer.checkpoint.initial_weights import find_checkpoint
 from trainer.checkpoint.load import MODEL_PREFIX, CheckpointReader, load_tensors, require_matching_tensors
-from trainer.checkpoint.run_dir import ResumeError, RunDir, find_checkpoints, read_state
+from trainer.checkpoint.run_dir import ResumeError, RunDir, find_checkpoints
 from trainer.commands import CommandParser, run_command
 from trainer.config import checks
 from trainer.config.job_config import Config
@@ -69,9 +70,9 @@ def resolve_checkpoint(path: Path, overrides: Sequence[str] = ()) -> ResolvedChe
         available = ", ".join(folder.name for _, folder in run_dir.committed_checkpoints()) or "no checkpoints"
         raise ConfigError([f"{path} is not a checkpoint; {run_dir.checkpoints_dir} contains {available}"])
     checkpoint = find_checkpoint(path)
-    state = read_state(checkpoint)
+    state = manifest.read_state(checkpoint)
     run_config = load(["--config", str(run_dir.config_path.resolve())])
-    index, num_stages = state["stage"]["index"], len(run_config.training_stages)
+    index, num_stages = state.stage.index, len(run_config.training_stages)
     if index >= num_stages:
         raise ResumeError(f"{checkpoint} is from stage {index + 1}, but {run_dir.config_path} has {num_stages} stages")
     values = run_config.training_stages[index].config.model_dump(
@@ -82,7 +83,7 @@ def resolve_checkpoint(path: Path, overrides: Sequence[str] = ()) -> ResolvedChe
     override_values = merge_sources([command_line], arguments.problems)
     run_config = Recipe.model_validate(deep_merge(run_config.model_dump(exclude_unset=True), override_values))
     return ResolvedCheckpoint(
-        run_dir, checkpoint, state["step"], Config.model_validate(deep_merge(values, override_values)), run_config
+        run_dir, checkpoint, state.step, Config.model_validate(deep_merge(values, override_values)), run_config
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from trainer.checkpoint import manifest
 from trainer.checkpoint.durable_io import atomic_folder, write_and_fsync
 from trainer.checkpoint.load import MODEL_PREFIX, CheckpointReader
+from trainer.checkpoint.train_state import STATE_FILE
 
 COPY_CHUNK_BYTES = 1 << 24
 
@@ -23,7 +24,7 @@ def export_weights(checkpoint: Path, output: Path) -> int:
     """Writes the folder `output` atomically and returns its bytes. Raises as `CheckpointReader`."""
     reader = CheckpointReader(checkpoint)
     with atomic_folder(output) as folder:
-        checkpoint_manifest = replace(manifest.read(checkpoint), files=_copy_weights(reader, folder))
+        checkpoint_manifest = manifest.read(checkpoint).model_copy(update={"files": _copy_weights(reader, folder)})
         manifest.write(folder, checkpoint_manifest)
     return checkpoint_manifest.bytes
 
@@ -55,5 +56,5 @@ def _copy_weights(reader: CheckpointReader, output: Path) -> dict[str, tuple[int
         metadata, state_dict_metadata=weight_metadata, storage_data=new_storage_data, planner_data=planner_data
     )
     write_and_fsync(output / manifest.METADATA_FILE, pickle.dumps(weights_only))
-    write_and_fsync(output / manifest.STATE_FILE, (reader.checkpoint / manifest.STATE_FILE).read_bytes())
+    write_and_fsync(output / STATE_FILE, (reader.checkpoint / STATE_FILE).read_bytes())
     return {path.name: manifest.hash_file(path) for path in sorted(output.iterdir())}

@@ -60,11 +60,11 @@ class LossSpikeDetector:
         return self.consecutive_skips >= self._max_consecutive_skips
 
     def state_dict(self) -> dict[str, Any]:
-        return {"losses": [*self._window], "skipped_in_a_row": self.consecutive_skips}
+        return {"losses": [*self._window], "consecutive_skips": self.consecutive_skips}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._window = deque(state_dict["losses"], maxlen=LOSS_WINDOW)
-        self.consecutive_skips = state_dict["skipped_in_a_row"]
+        self.consecutive_skips = state_dict["consecutive_skips"]
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Goodput:
         return 100 * self._productive_seconds / max(time.time() - self._start_time, 1e-9)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"began": self._start_time, "productive_seconds": self._productive_seconds}
+        return {"start_time": self._start_time, "productive_seconds": self._productive_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._start_time, self._productive_seconds = state_dict["began"], state_dict["productive_seconds"]
+        self._start_time, self._productive_seconds = state_dict["start_time"], state_dict["productive_seconds"]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import subprocess
-import tomllib
 from pathlib import Path
+
+from trainer import __version__
 
 
 def code_version(root: Path) -> str:
     """The commit, and whether there are uncommitted changes; without git, the package version."""
     commit = _git(root, "rev-parse", "HEAD")
     if commit is None:
-        project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-        return f"version {project['version']}"
+        return f"version {__version__}"
     return f"commit {commit.strip()}{' with uncommitted changes' if _git(root, 'status', '--porcelain') else ''}"
 
 

@@ -282,7 +282,7 @@ def spikes(recipe: Recipe) -> list[bool]:
     found = []
     for sigmas in range(3, 10):
         detector = build_trainer(recipe).loss_spikes
-        detector.load_state_dict({"losses": base, "skipped_in_a_row": 0})
+        detector.load_state_dict({"losses": base, "consecutive_skips": 0})
         found.append(detector.observe(2.0 + sigmas, skipped=False) is not None)
     return found
 
@@ -296,7 +296,7 @@ def skips_until_failure(recipe: Recipe) -> int:
 def spike_reaction(recipe: Recipe) -> str:
     """What follows a step whose loss is a spike."""
     with metrics_processor(recipe) as (processor, trainer):
-        trainer.loss_spikes.load_state_dict({"losses": [0.1, 0.2] * 20, "skipped_in_a_row": 0})
+        trainer.loss_spikes.load_state_dict({"losses": [0.1, 0.2] * 20, "consecutive_skips": 0})
         (result,) = trainer.train_steps()
         try:
             processor.record_step(result)

@@ -1,0 +1,191 @@
+"""Sealed files: what the trainer writes in order to read it again.
+
+    {"kind": "manifest", "schema": 2, "made_from": ..., "writer": "longhaul 0.1.0", "owner": ..., "content": {...},
+     "sha256": ...}
+
+The hash covers everything before it, so that a file says by itself whether it is whole. The envelope of a binary file is
+its first `HEADER_BYTES`, filled up with spaces; its content holds size and hash of what follows. A subclass of `Artifact` per
+kind has the content's schema, and the changes between its versions. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from trainer import __version__
+from trainer.checkpoint.durable_io import write_atomic
+from trainer.config.migrations import Migration, apply_migrations
+from trainer.errors import ResumeError
+
+HEADER_BYTES = 4096
+"""A page, so that what follows can be mapped into memory."""
+MAX_JSON_BYTES = 1 << 28
+"""256 MiB: the manifest of a checkpoint of a million files."""
+SEAL = ',\n "sha256": "{}"\n}}\n'
+SEAL_BYTES = len(SEAL.format("0" * 64))
+_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any], config=ConfigDict(allow_inf_nan=False, strict=True))
+
+
+class DamageError(Exception):
+    """A file is missing or differs from what was written. A retry does not help."""
+
+
+class NewerFormatError(ResumeError):
+    """A later version wrote the file. A retry does not help."""
+
+
+class Artifact(BaseModel):
+    """The content of a kind of sealed file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    kind: ClassVar[str]
+    """In words, as errors name it."""
+    migrations: ClassVar[tuple[Migration, ...]] = ()
+    """migrations[n - 1] leads from version n of the content to n + 1."""
+
+    @classmethod
+    def version(cls) -> int:
+        return len(cls.migrations) + 1
+
+    @classmethod
+    def from_unsealed(cls, data: bytes) -> tuple[dict[str, Any], int]:
+        """Content and its version, of a file of before the envelope. Raises `DamageError` if the bytes are none."""
+        del data
+        raise DamageError(f"it is not a {cls.kind}")
+
+    @classmethod
+    def validated(cls, content: dict[str, Any], *, version: int) -> Self:
+        """Raises `DamageError` with the first field that is wrong, and `NewerFormatError`."""
+        if version > cls.version():
+            raise NewerFormatError(
+                f'it has version {version} of "{cls.kind}"; {WRITER} reads versions 1 to {cls.version()}'
+            )
+        try:
+            return cls.model_validate_json(json.dumps(apply_migrations(content, cls.migrations[version - 1 :])))
+        except ValidationError as error:
+            raise DamageError(first_problem(error)) from None
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            raise DamageError(f"it is not a {cls.kind} of version {version}") from None
+
+
+A = TypeVar("A", bound=Artifact)
+WRITER = f"longhaul {__version__}"
+
+
+class _Envelope(Artifact):
+    kind: str  # type: ignore[misc]  # a field here
+    schema_: int
+    made_from: str
+    writer: str
+    owner: str
+    content: dict[str, Any]
+
+
+class Sealed(NamedTuple):
+    """What the envelope says about a file, but for its content."""
+
+    made_from: str
+    """Fingerprint of what the content was computed from; empty if it came from nothing stored."""
+    writer: str
+    owner: str
+    """Process and host."""
+
+
+def owner() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+# ---- writing
+
+
+def seal(content: Artifact, *, made_from: str = "") -> bytes:
+    envelope = {"kind": content.kind, "schema": content.version(), "made_from": made_from}
+    return seal_object(envelope | {"writer": WRITER, "owner": owner(), "content": content.model_dump(mode="json")})
+
+
+def seal_object(envelope: Mapping[str, Any]) -> bytes:
+    text = json.dumps(envelope, indent=1, allow_nan=False, ensure_ascii=False)
+    body = (
+        text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+    )  # Names of files may be any bytes.
+    return body[:-2] + SEAL.format(hashlib.sha256(body).hexdigest()).encode()
+
+
+def write_artifact(path: Path, content: Artifact, *, made_from: str = "") -> None:
+    write_atomic(path, seal(content, made_from=made_from))
+
+
+def sealed_header(content: Artifact, *, made_from: str) -> bytes:
+    """The beginning of a binary file, `HEADER_BYTES` long."""
+    header = seal(content, made_from=made_from)
+    return header[:-1] + b" " * (HEADER_BYTES - len(header)) + b"\n"
+
+
+# ---- reading
+
+
+def read_artifact(path: Path, kind: type[A]) -> A:
+    """Raises `DamageError`, `NewerFormatError`, and OSError if the file cannot be read."""
+    return unseal(read_regular(path, max_bytes=MAX_JSON_BYTES), kind)[0]
+
+
+def unseal(data: bytes, kind: type[A]) -> tuple[A, Sealed]:
+    """Raises `DamageError` and `NewerFormatError`."""
+    if not data.startswith(b'{\n "kind": '):
+        values, version = kind.from_unsealed(data)
+        return kind.validated(values, version=version), Sealed("", "", "")
+    body = data[:-SEAL_BYTES] + b"\n}"
+    if data[-SEAL_BYTES:] != SEAL.format(hashlib.sha256(body).hexdigest()).encode():
+        raise DamageError("it does not match its own checksum")
+    values = parse_object(body)
+    values["schema_"] = values.pop("schema", None)
+    try:
+        envelope = _Envelope.model_validate(values)
+    except ValidationError as error:
+        raise DamageError(first_problem(error)) from None
+    if envelope.kind != kind.kind:
+        raise DamageError(f'it is a "{envelope.kind[:80]}", not a {kind.kind}')
+    if envelope.schema_ < 1:
+        raise DamageError(f"it has version {envelope.schema_}")
+    content = kind.validated(envelope.content, version=envelope.schema_)
+    return content, Sealed(envelope.made_from, envelope.writer, envelope.owner)
+
+
+def unseal_header(data: bytes, kind: type[A]) -> tuple[A, Sealed]:
+    """Of the first bytes of a binary file. Raises as `unseal`."""
+    return unseal(data[:HEADER_BYTES].rstrip() + b"\n", kind)
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """A JSON object from any source: finite numbers, valid Unicode, bounded nesting. Raises `DamageError`."""
+    try:
+        return _OBJECT.validate_json(data)
+    except ValidationError as error:
+        raise DamageError(first_problem(error)) from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """Where and what, without the value, which may be long."""
+    problem, *_ = error.errors(include_url=False, include_context=False, include_input=False)
+    where = ".".join(map(str, problem["loc"]))[:200]
+    return f"{where}: {problem['msg'][:200]}" if where else problem["msg"][:200]
+
+
+def read_regular(path: Path, *, max_bytes: int) -> bytes:
+    """The bytes of a regular file. Raises `DamageError` for a pipe, device or folder and for too many bytes; OSError."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # A pipe would wait.
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise DamageError("it is not a regular file")
+        if status.st_size > max_bytes:
+            raise DamageError(f"it has {status.st_size:,} bytes, more than {max_bytes:,}")
+        return file.read(max_bytes)
