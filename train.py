@@ -119,6 +119,7 @@ def run_stage(
         if rank == 0:
             report_previous_hang(folder, world.size)
         fingerprints = {f"fingerprint of {name}": value for name, value in dataset.fingerprints.items()}
+        fingerprints |= {f"packing plan of {name}": value for name, value in dataset.plan_fingerprints.items()}
         fingerprints |= {f"fingerprint of validation set {each.name}": each.fingerprint for each in validation_sets}
         require_same_config(stage.config, fingerprints)
         require_same_checkpoint(f"{stage} from {folder.resume_checkpoint(config)}")

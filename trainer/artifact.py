@@ -13,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
 import stat
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
@@ -97,19 +97,15 @@ class Sealed(NamedTuple):
     """Fingerprint of what the content was computed from; empty if it came from nothing stored."""
     writer: str
     owner: str
-    """Process and host."""
-
-
-def owner() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
+    """The launch of a run; empty for what runs share."""
 
 
 # ---- writing
 
 
-def seal(content: Artifact, *, made_from: str = "") -> bytes:
+def seal(content: Artifact, *, made_from: str = "", owner: str = "") -> bytes:
     envelope = {"kind": content.kind, "schema": content.version(), "made_from": made_from}
-    return seal_object(envelope | {"writer": WRITER, "owner": owner(), "content": content.model_dump(mode="json")})
+    return seal_object(envelope | {"writer": WRITER, "owner": owner, "content": content.model_dump(mode="json")})
 
 
 def seal_object(envelope: Mapping[str, Any]) -> bytes:
@@ -120,8 +116,8 @@ def seal_object(envelope: Mapping[str, Any]) -> bytes:
     return body[:-2] + SEAL.format(hashlib.sha256(body).hexdigest()).encode()
 
 
-def write_artifact(path: Path, content: Artifact, *, made_from: str = "") -> None:
-    write_atomic(path, seal(content, made_from=made_from))
+def write_artifact(path: Path, content: Artifact, *, made_from: str = "", owner: str = "") -> None:
+    write_atomic(path, seal(content, made_from=made_from, owner=owner))
 
 
 def sealed_header(content: Artifact, *, made_from: str) -> bytes:
@@ -140,7 +136,7 @@ def read_artifact(path: Path, kind: type[A]) -> A:
 
 def unseal(data: bytes, kind: type[A]) -> tuple[A, Sealed]:
     """Raises `DamageError` and `NewerFormatError`."""
-    if not data.startswith(b'{\n "kind": '):
+    if b'"kind"' not in data[:16]:
         values, version = kind.from_unsealed(data)
         return kind.validated(values, version=version), Sealed("", "", "")
     body = data[:-SEAL_BYTES] + b"\n}"
@@ -182,10 +178,16 @@ def first_problem(error: ValidationError) -> str:
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:
     """The bytes of a regular file. Raises `DamageError` for a pipe, device or folder and for too many bytes; OSError."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # A pipe would wait.
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise DamageError("it is not a regular file")
-        if status.st_size > max_bytes:
-            raise DamageError(f"it has {status.st_size:,} bytes, more than {max_bytes:,}")
-        return file.read(max_bytes)
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > max_bytes:
+            raise DamageError(f"it has {size:,} bytes, more than {max_bytes:,}")
+        return file.read(size)
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """A regular file, to be read. Raises `DamageError` for a pipe, device or folder, and OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # A pipe would wait for a writer.
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb")  # noqa: PTH123 - no path
+    os.close(descriptor)
+    raise DamageError("it is not a regular file")

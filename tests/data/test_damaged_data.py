@@ -110,12 +110,13 @@ def test_a_modified_prepared_file_raises_or_changes_nothing(*, name: str, at: fl
 def test_a_modified_field_of_meta_json_raises(source: Make) -> None:
     spec = source({"a": "some text"})
     path = prepare(spec, ByteTokenizer()).folder / "meta.json"
-    meta = json.loads(path.read_text())
+    written = path.read_text()
+    meta = json.loads(written)
     for key, value in {"eos": 258, "vocab_size": 65_000, "skipped": 1, "longest": 3, "tokenizer": "x"}.items():
-        path.write_text(json.dumps(meta | {key: value}))
-        with pytest.raises(DataError, match=r"meta.json was changed after it was written; delete"):
+        path.write_text(json.dumps(meta | {"content": meta["content"] | {key: value}}))
+        with pytest.raises(DataError, match=r"meta.json is damaged: it does not match its own checksum; delete"):
             prepare(spec, ByteTokenizer())
-    path.write_text(json.dumps(meta))
+    path.write_text(written)
     prepare(spec, ByteTokenizer())
 
 

@@ -1,3 +1,6 @@
+import os
+from array import array
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import get_args
@@ -7,13 +10,14 @@ import torch
 from torch import Tensor
 
 from trainer.data.packing import (
+    OLDER_MAGIC,
     DocumentFilter,
     Packing,
     PackingPlan,
     load_or_build_plan,
     load_plan,
     pack_documents,
-    write_plan,
+    store_plan,
 )
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec
@@ -91,8 +95,8 @@ def test_best_fit_of_many_short_documents_has_almost_no_padding() -> None:
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_plan_is_deterministic_and_survives_a_file(packing: Packing, tmp_path: Path) -> None:
     first, second = (pack_documents(lengths_of(3), seq_len=32, packing=packing) for _ in range(2))
-    write_plan(first, tmp_path / "plan", num_tokens=7)
-    for other in (second, load_plan(tmp_path / "plan", seq_len=32, num_tokens=7)):
+    stored, path = store_plan(first, tmp_path / "plan", made_from="corpus"), tmp_path / "plan"
+    for other in (second, stored, load_plan(path, made_from="corpus")):
         assert segments_by_sequence(other) == segments_by_sequence(first)
         assert (other.seq_len, other.max_segments) == (first.seq_len, first.max_segments)
     assert [path.name for path in tmp_path.iterdir()] == ["plan"]
@@ -106,15 +110,63 @@ def test_a_plan_is_stored_with_the_shards_and_raises_when_damaged(tmp_path: Path
     written = path.stat().st_mtime_ns
     assert segments_by_sequence(load_or_build_plan(dataset, seq_len=8, packing="concat")) == segments_by_sequence(first)
     assert path.stat().st_mtime_ns == written
-    for content in (b"", path.read_bytes()[:-8], bytes(len(path.read_bytes()))):
-        path.unlink()
-        path.write_bytes(content)
-        with pytest.raises(DataError, match=r"concat-8.plan is damaged; delete it"):
-            load_or_build_plan(dataset, seq_len=8, packing="concat")
     path.unlink()
-    write_plan(pack_documents(torch.tensor([3]), seq_len=8, packing="concat"), path, num_tokens=3)
-    with pytest.raises(DataError, match="is the plan of another corpus, not of these 11 tokens"):
+    store_plan(pack_documents(torch.tensor([3]), seq_len=8, packing="concat"), path, made_from="another")
+    with pytest.raises(
+        DataError, match=f"is the plan of another corpus .*; to make it again: rm {path}, then the same"
+    ):
         load_or_build_plan(dataset, seq_len=8, packing="concat")
+
+
+def test_every_flipped_bit_of_a_plan_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "plan"
+    store_plan(pack_documents(torch.tensor([3, 9, 4]), seq_len=8, packing="best_fit"), path, made_from="corpus")
+    content = path.read_bytes()
+    for offset in {*range(len(content))} - {4095}:  # A line break, which may become another kind of space.
+        path.write_bytes(content[:offset] + bytes([content[offset] ^ (1 << offset % 8)]) + content[offset + 1 :])
+        with pytest.raises(DataError, match=r"plan is damaged: .*; to make it again: rm "):
+            load_plan(path, made_from="corpus")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-8]),
+        lambda path: path.write_bytes(path.read_bytes() + bytes(8)),
+        lambda path: path.write_bytes(bytes(path.stat().st_size)),
+        lambda path: (path.unlink(), path.mkdir()),
+        lambda path: path.unlink() or os.mkfifo(path),  # type: ignore[func-returns-value]
+        lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
+    ],
+    ids=["empty", "cut", "longer", "zeros", "folder", "pipe", "device"],
+)
+def test_a_damaged_plan_is_named_with_its_remedy(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    dataset = prepare(CorpusSpec(corpus=str(tmp_path / "a.txt"), cache_dir=tmp_path), ByteTokenizer())
+    load_or_build_plan(dataset, seq_len=8, packing="concat")
+    path = dataset.folder / "concat-8.plan"
+    damage(path)
+    with pytest.raises(DataError, match=rf"{path} is damaged: .*; to make it again: rm {path}, then the same command"):
+        load_or_build_plan(dataset, seq_len=8, packing="concat")
+
+
+def test_a_renamed_plan_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    dataset = prepare(CorpusSpec(corpus=str(tmp_path / "a.txt"), cache_dir=tmp_path), ByteTokenizer())
+    load_or_build_plan(dataset, seq_len=8, packing="concat")
+    (dataset.folder / "concat-8.plan").rename(dataset.folder / "single-8.plan")
+    with pytest.raises(DataError, match=r"is the plan of another corpus or packing \(concat-8.plan\)"):
+        load_or_build_plan(dataset, seq_len=8, packing="single")
+
+
+def test_a_plan_of_before_files_were_sealed_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    dataset = prepare(CorpusSpec(corpus=str(tmp_path / "a.txt"), cache_dir=tmp_path), ByteTokenizer())
+    plan, path = load_or_build_plan(dataset, seq_len=8, packing="concat"), dataset.folder / "concat-8.plan"
+    path.write_bytes(OLDER_MAGIC + array("q", [10, 8, 2, 3, 2, 0, 1, 2, 0, 8, 8, 2]).tobytes())
+    assert load_or_build_plan(dataset, seq_len=8, packing="concat").fingerprint == plan.fingerprint
+    assert load_plan(path, made_from=dataset.fingerprint).fingerprint == plan.fingerprint
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

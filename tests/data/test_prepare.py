@@ -1,3 +1,5 @@
+import hashlib
+import json
 import os
 import resource
 import shutil
@@ -13,10 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.artifacts import content, forge
 from tests.build_datasets import build_blended_dataset
 from tests.ranks import context
 from trainer.config.data import DataSection
 from trainer.config.parse import load
+from trainer.data import prepare as prepare_module
+from trainer.data import shard_writer, token_dataset
 from trainer.data.corpus import Corpus
 from trainer.data.packing import PackedDataset
 from trainer.data.prepare import prepare, prepare_once
@@ -274,7 +279,7 @@ def test_a_damaged_prepared_folder_raises(damage: str, source: Make) -> None:
         "long": "shard-00000.bin is damaged: 14 bytes, meta.json says 12; delete",
         "missing": "shard-00000.bin cannot be read",
         "offsets": r"shard-00000.idx is damaged: checksum mismatch \(24 bytes\); delete",
-        "meta": "meta.json cannot be read; delete",
+        "meta": "meta.json is damaged: Invalid JSON.*; delete",
     }[damage]
     with pytest.raises(DataError, match=message):
         prepare(spec, ByteTokenizer())
@@ -283,14 +288,50 @@ def test_a_damaged_prepared_folder_raises(damage: str, source: Make) -> None:
 def test_a_token_outside_the_vocabulary_raises(source: Make) -> None:
     spec = source({"a": "abc", "b": "def"})
     dataset = prepare(spec, ByteTokenizer(), shard_tokens=4)
-    tokens = dataset.folder / "shard-00000-1.bin"
-    content = array("H", tokens.read_bytes())
-    content[2] = 264
-    tokens.write_bytes(content.tobytes())
+    forge(dataset.folder / "meta.json", lambda meta: meta.update(vocab_size=ord("c")))
     again = TokenDataset(dataset.folder)
-    assert again.read(0, 7).tolist() == dataset.read(0, 7).tolist()
-    with pytest.raises(DataError, match=r"shard-00000-1.bin is damaged: token 2 is 264, but vocab_size = 264"):
-        again.read(3, 9)
+    assert again.read(1, 3).tolist() == dataset.read(1, 3).tolist() == [ord("a"), ord("b")]
+    with pytest.raises(DataError, match=r"shard-00000.bin is damaged: token 3 is 99, but vocab_size = 99"):
+        again.read(1, 4)
+
+
+def test_a_token_is_hashed_before_it_is_read(source: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (token_dataset, shard_writer, prepare_module):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 16)
+    folder = prepare(source({"a": "abcdefghijklmnopqrstuvwxyz", "b": "0123456789"}), ByteTokenizer()).folder
+    whole = TokenDataset(folder)
+    path, expected = folder / "shard-00000.bin", whole.read(0, whole.num_tokens).tolist()
+    data = path.read_bytes()
+    for offset in range(len(data)):
+        path.write_bytes(data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
+        first, damaged = offset // 16 * 8, TokenDataset(folder)
+        last = min(first + 8, len(expected))
+        assert damaged.read(0, first).tolist() == expected[:first]
+        assert damaged.read(last, len(expected)).tolist() == expected[last:]
+        block = f"bytes {16 * (offset // 16)} to {min(16 * (offset // 16 + 1), len(data))}"
+        for start, stop in ((first, first + 1), (last - 1, last), (0, len(expected))):
+            with pytest.raises(DataError, match=rf"shard-00000.bin is damaged: checksum mismatch in {block}; delete"):
+                damaged.read(start, stop)
+
+
+def test_a_corpus_of_before_blocks_were_hashed_is_read(source: Make) -> None:
+    dataset = prepare(source({"a": "abc", "b": "def"}), ByteTokenizer())
+    path = dataset.folder / "meta.json"
+    values = content(path)
+    del values["block_bytes"]
+    for shard in values["shards"]:
+        del shard["blocks_sha256"]
+        (dataset.folder / f"{shard['name']}.blocks").unlink()
+    old = {"version": 2} | values
+    digest = hashlib.sha256(json.dumps(old, separators=(",", ":")).encode()).hexdigest()
+    path.write_text(json.dumps(old | {"sha256": digest}, indent=2))
+    again = TokenDataset(dataset.folder)
+    assert again.fingerprint == dataset.fingerprint
+    assert again.read(0, again.num_tokens).tolist() == dataset.read(0, dataset.num_tokens).tolist()
+    tokens = dataset.folder / "shard-00000.bin"
+    tokens.write_bytes(bytes([tokens.read_bytes()[0] ^ 1]) + tokens.read_bytes()[1:])
+    with pytest.raises(DataError, match=r"shard-00000.bin is damaged: checksum mismatch in bytes 0 to"):
+        TokenDataset(dataset.folder).read(3, 4)
 
 
 def test_the_standard_library_is_packed_into_sequences(tmp_path: Path) -> None:

@@ -141,7 +141,6 @@ def test_verify_detects_a_changed_token(run: Run, tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[100] ^= 1
     path.write_bytes(content)
-    assert run("inspect", "made")[0] == 0
     status, out, errors = run("inspect", "made", "--verify")
     assert (status, out) == (78, "")
     assert re.fullmatch(r"error: made/shard-00000.bin is damaged: checksum mismatch; delete made .*\n", errors)

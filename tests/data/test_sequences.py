@@ -4,13 +4,14 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
 
 from models.batch import IGNORE_INDEX
 from models.config import Windows
+from trainer.artifact import write_artifact
 from trainer.config.data import DataSection
 from trainer.data.packing import PackedDataset, Packing, load_or_build_plan, pack_documents
 from trainer.data.prepare import prepare
@@ -91,15 +92,17 @@ def test_a_segment_of_one_token_has_no_target(section: Section) -> None:
 
 
 def test_a_document_of_one_token_is_never_a_target(tmp_path: Path) -> None:
-    (tmp_path / "shard-00000.bin").write_bytes(array("H", [EOS, A, EOS, EOS]).tobytes())
+    tokens = array("H", [EOS, A, EOS, EOS]).tobytes()
+    (tmp_path / "shard-00000.bin").write_bytes(tokens)
     starts = array("q", [0, 1, 3, 4]).tobytes()
     (tmp_path / "shard-00000.idx").write_bytes(starts)
     idx_sha256 = hashlib.sha256(starts).hexdigest()
-    shard = TokenShard(name="shard-00000", tokens=4, documents=3, bin_sha256="", idx_sha256=idx_sha256)
-    fields = {"dtype": "uint16", "vocab_size": 264, "bos": None, "eos": EOS, "longest": 2, "tokenizer": ""}
-    options = {"separators": "eos", "max_document": None}
-    meta = TokenDatasetMeta(version=2, tokens=4, documents=3, files=1, skipped=0, shards=[shard], **fields, **options)
-    (tmp_path / "meta.json").write_text(meta.with_checksum().model_dump_json())
+    hashes = {"bin_sha256": hashlib.sha256(tokens).hexdigest(), "idx_sha256": idx_sha256}
+    shard = TokenShard(name="shard-00000", tokens=4, documents=3, **hashes)
+    fields: dict[str, Any] = {"vocab_size": 264, "bos": None, "eos": EOS, "longest": 2, "tokenizer": ""}
+    fields |= {"dtype": "uint16", "separators": "eos", "max_document": None, "block_bytes": None}
+    meta = TokenDatasetMeta(tokens=4, documents=3, files=1, skipped=0, shards=[shard], **fields)
+    write_artifact(tmp_path / "meta.json", meta)
     prepared = TokenDataset(tmp_path)
     plan = pack_documents(prepared.document_lengths, seq_len=6, packing="best_fit")
     dataset = BlendedDataset([PackedDataset(prepared, plan, seed=0)], seq_len=6)

@@ -150,7 +150,7 @@ class CheckpointManager:
             trainer=TrainerState.model_validate(trainer.train_state()),
             stage=stage_position(trainer.stage),
             data=trainer.dataset.fingerprints,
-            plans={},
+            plans=trainer.dataset.plan_fingerprints,
             config=flatten_config(trainer.config),
             schema_version=SCHEMA_VERSION,
             degrees=trainer.mesh.degrees,

@@ -71,7 +71,9 @@ class Manifest(Artifact):
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    write_and_fsync(folder / MANIFEST_FILE, seal(manifest, made_from=manifest.files[STATE_FILE][1]))
+    write_and_fsync(
+        folder / MANIFEST_FILE, seal(manifest, made_from=manifest.files[STATE_FILE][1], owner=manifest.attempt)
+    )
 
 
 def read(folder: Path) -> Manifest:

@@ -63,6 +63,9 @@ def resume(config: Config, run_dir: RunDir, trainer: Trainer, group: ProcessGrou
         saved_data, current_data = ({name: data[name] for name in shared} for data in (saved_data, current_data))
     if mismatches := describe_differences(saved_data, current_data):
         raise ResumeError(f"{checkpoint} was trained on other data: {'; '.join(mismatches)}")
+    plans = trainer.dataset.plan_fingerprints
+    if state.plans and not starts_new_stage and (mismatches := describe_differences(state.plans, plans)):
+        raise ResumeError(f"{checkpoint} was trained on otherwise packed data: {'; '.join(mismatches)}")
     prefix = MODEL_PREFIX if starts_new_stage and trainer.stage.resets_optimizer else ""
     tensors = {name: tensor for name, tensor in trainer.state_dict().items() if name.startswith(prefix)}
     load_tensors(checkpoint, tensors, trainer.mesh.pp_group, prefix=prefix, group=group)

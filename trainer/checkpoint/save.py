@@ -127,7 +127,7 @@ def _write_tensors(request: SaveRequest, local_tensors: Mapping[str, Tensor], gr
     dcp.save(dict(request.tensors), storage_writer=writer, planner=planner, process_group=group)
     if group.rank() == 0:
         state = request.state.model_copy(update={"optimizer_steps": optimizer_steps(local_tensors)})
-        write_and_fsync(request.temporary_path / STATE_FILE, seal(state))
+        write_and_fsync(request.temporary_path / STATE_FILE, seal(state, owner=request.attempt))
 
 
 def current_versions() -> dict[str, str]:

@@ -30,7 +30,7 @@ class CopyDataset:
 
     def __init__(self, *, vocab_size: int, period: int, seq_len: int, num_sequences: int, seed: int) -> None:
         self.num_sequences = num_sequences
-        self.fingerprint = f"copy-{vocab_size}-{period}"
+        self.fingerprint, self.plan_fingerprint = f"copy-{vocab_size}-{period}", ""
         self._vocab_size, self._period, self._seq_len, self._seed = vocab_size, period, seq_len, seed
         self._sequence = lru_cache(maxsize=4)(self._generate_sequence)
 

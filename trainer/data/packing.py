@@ -9,31 +9,34 @@ Documents are cut into segments of at most seq_len tokens; no token is dropped. 
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from models.batch import IGNORE_INDEX
 from models.ranges import concatenated_ranges
+from trainer.artifact import HEADER_BYTES, Artifact, DamageError, open_regular, sealed_header, unseal_header
 from trainer.checkpoint.durable_io import write_atomic
 from trainer.config.data import PACKING_VERSION
 from trainer.data.best_fit import best_fit_decreasing, mixed_best_fit
 from trainer.data.shuffle import shuffled_index, splitmix64s
 from trainer.data.token_dataset import TokenDataset
-from trainer.errors import DataError
+from trainer.errors import DataError, ResumeError
 
 log = logging.getLogger(__name__)
 
 Packing = Literal["best_fit", "concat", "single"]
-MAGIC = 0x4C48504C414E0002  # "LHPLAN", version 2
-HEADER = 6
+OLDER_MAGIC = (0x4C48504C414E0002).to_bytes(8, "little")  # "LHPLAN", version 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,8 @@ class PackingPlan:
     """[segments] int64: offset in the token stream."""
     lengths: Tensor
     """[segments] int64: from 1 to seq_len."""
+    fingerprint: str = ""
+    """sha256 of the three tensors, of a plan that `load_or_build_plan` gave."""
 
     @property
     def num_sequences(self) -> int:
@@ -180,37 +185,81 @@ def load_or_build_plan(
             f"{dataset.folder} was prepared with data.max_document = {max_document}: data.holdout could hold out one part "
             "of a document and train on another; set max_len in data.mix instead"
         )
-    if not path.exists():
-        options: dict[str, Any] = {"version": version, "seed": seed, "document_filter": document_filter}
-        plan = pack_documents(dataset.document_lengths, seq_len=seq_len, packing=packing, **options)
-        try:
-            write_plan(plan, path, num_tokens=dataset.num_tokens)
-        except OSError as error:
-            log.warning("%s cannot be written; every run will rebuild it: %s", path, error)
-            return plan
-    return load_plan(path, seq_len=seq_len, num_tokens=dataset.num_tokens)
+    try:
+        if path.exists() and not _is_older(path):
+            return load_plan(path, made_from=dataset.fingerprint)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    options: dict[str, Any] = {"version": version, "seed": seed, "document_filter": document_filter}
+    plan = pack_documents(dataset.document_lengths, seq_len=seq_len, packing=packing, **options)
+    return store_plan(plan, path, made_from=dataset.fingerprint)
 
 
-def write_plan(plan: PackingPlan, path: Path, *, num_tokens: int) -> None:
-    """Stores a plan of a corpus of `num_tokens` atomically; ranks may write it at once."""
-    header = [MAGIC, num_tokens, plan.seq_len, plan.max_segments, plan.sequence_offsets.numel(), plan.starts.numel()]
-    numbers = torch.cat([torch.tensor(header), plan.sequence_offsets, plan.starts, plan.lengths])
-    content = bytearray(numbers.numel() * 8)
+class PlanHeader(Artifact):
+    """The beginning of a stored plan. Its offsets, starts and lengths follow, as int64."""
+
+    kind: ClassVar[str] = "packing plan"
+    name: str
+    """Of the file, which says how it was packed."""
+    seq_len: int = Field(ge=1)
+    max_segments: int = Field(ge=1)
+    num_offsets: int = Field(ge=2)
+    num_segments: int = Field(ge=1)
+    sha256: str
+
+
+def store_plan(plan: PackingPlan, path: Path, *, made_from: str) -> PackingPlan:
+    """Stores a plan of the corpus with this fingerprint, if possible; returns it with its own. Ranks may store it at once."""
+    content = bytearray((plan.sequence_offsets.numel() + 2 * plan.starts.numel()) * 8)
+    numbers = torch.cat([plan.sequence_offsets, plan.starts, plan.lengths])
     torch.frombuffer(content, dtype=torch.int64).copy_(numbers)
-    write_atomic(path, content)
+    plan = replace(plan, fingerprint=hashlib.sha256(content).hexdigest())
+    header = PlanHeader(
+        name=path.name,
+        seq_len=plan.seq_len,
+        max_segments=plan.max_segments,
+        num_offsets=plan.sequence_offsets.numel(),
+        num_segments=plan.starts.numel(),
+        sha256=plan.fingerprint,
+    )
+    try:
+        write_atomic(path, sealed_header(header, made_from=made_from) + content)
+    except OSError as error:
+        log.warning("%s cannot be written; every run will rebuild it: %s", path, error)
+    return plan
 
 
-def load_plan(path: Path, *, seq_len: int, num_tokens: int) -> PackingPlan:
-    size = path.stat().st_size // 8
-    numbers = torch.from_file(str(path), shared=False, size=size, dtype=torch.int64) if size else torch.empty(0)
-    header = numbers[:HEADER].tolist()
-    if len(header) < HEADER or header[0] != MAGIC or size != HEADER + header[4] + 2 * header[5]:
-        raise DataError(f"{path} is damaged; delete it")
-    _, plan_num_tokens, plan_seq_len, max_segments, num_offsets, num_segments = header
-    if (plan_seq_len, plan_num_tokens) != (seq_len, num_tokens):
-        raise DataError(f"{path} is the plan of another corpus, not of these {num_tokens} tokens; delete it")
-    sequence_offsets, starts, lengths = torch.split(numbers[HEADER:], [num_offsets, num_segments, num_segments])
-    return PackingPlan(seq_len, max_segments, sequence_offsets, starts, lengths)
+def _is_older(path: Path) -> bool:
+    """Whether a stored plan is of before files were sealed. It may be damaged, and packing gives it again."""
+    try:
+        with open_regular(path) as file:
+            return file.read(8) == OLDER_MAGIC
+    except DamageError:
+        return False
+
+
+def load_plan(path: Path, *, made_from: str) -> PackingPlan:
+    """Raises DataError if the file is damaged, or the plan of another corpus than the one with this fingerprint."""
+    try:
+        with open_regular(path) as file:
+            header, sealed = unseal_header(file.read(HEADER_BYTES), PlanHeader)
+            num_numbers = header.num_offsets + 2 * header.num_segments
+            if path.stat().st_size != HEADER_BYTES + 8 * num_numbers:
+                raise DamageError("it has another size than its header says")
+            if hashlib.file_digest(file, "sha256").hexdigest() != header.sha256:
+                raise DamageError("checksum mismatch")
+    except (DamageError, ResumeError) as error:
+        raise DataError(f"{path} is damaged: {error}; {remedy(path)}") from None
+    if (sealed.made_from, header.name) != (made_from, path.name):
+        raise DataError(f"{path} is the plan of another corpus or packing ({header.name}); {remedy(path)}")
+    numbers = torch.from_file(str(path), shared=False, size=HEADER_BYTES // 8 + num_numbers, dtype=torch.int64)
+    parts = [header.num_offsets, header.num_segments, header.num_segments]
+    offsets, starts, lengths = torch.split(numbers[HEADER_BYTES // 8 :], parts)
+    return PackingPlan(header.seq_len, header.max_segments, offsets, starts, lengths, header.sha256)
+
+
+def remedy(path: Path) -> str:
+    return f"to make it again: rm {shlex.quote(str(path))}, then the same command"
 
 
 class PackedDataset:
@@ -224,7 +273,7 @@ class PackedDataset:
         self.fill_ratio = Fraction(max(1, round(100 * plan.num_tokens / (plan.num_sequences * plan.seq_len))), 100)
         """Fraction of tokens that are not padding, rounded to 0.01. Scales the weight of a source from tokens to sequences."""
         self.pad_token_id = token_dataset.eos
-        self.fingerprint = token_dataset.fingerprint
+        self.fingerprint, self.plan_fingerprint = token_dataset.fingerprint, plan.fingerprint
         self._seed = seed
         self._segments = lru_cache(maxsize=16)(self._load_segments)
 

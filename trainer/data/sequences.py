@@ -40,6 +40,9 @@ class SequenceSource(Protocol):
     """Padding tokens of an epoch."""
     pad_token_id: int
     fingerprint: str
+    """Of its tokens."""
+    plan_fingerprint: str
+    """Of how they are packed; empty if nothing is stored of it."""
 
     def segment_lengths(self, index: int) -> Tensor:
         """int64: lengths of the segments of a sequence; together at most seq_len."""
@@ -111,6 +114,15 @@ class BlendedDataset:
     def fingerprints(self) -> dict[str, str]:
         """Token fingerprint of each source, by name."""
         return {name: source.fingerprint for name, source in zip(self.names, self.sources, strict=True)}
+
+    @property
+    def plan_fingerprints(self) -> dict[str, str]:
+        """Fingerprint of each source's packing plan, by name."""
+        return {
+            name: source.plan_fingerprint
+            for name, source in zip(self.names, self.sources, strict=True)
+            if source.plan_fingerprint
+        }
 
     def summary(self, num_sequences: int) -> list[str]:
         """One line per source: its share of the first `num_sequences` sequences."""

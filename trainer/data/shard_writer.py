@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.checkpoint.durable_io import write_and_fsync
 from trainer.data.source import CorpusSpec
-from trainer.data.token_dataset import DTYPES, TokenShard, token_dtype
+from trainer.data.token_dataset import BLOCK_BYTES, DTYPES, TokenShard, token_dtype
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
 
@@ -161,9 +161,13 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.seek(0)
-        tokens_sha256 = hashlib.file_digest(self._file, "sha256").hexdigest()
+        whole, blocks = hashlib.sha256(), bytearray()
+        while block := self._file.read(BLOCK_BYTES):
+            whole.update(block)
+            blocks += hashlib.sha256(block).digest()
         self.close()
         starts = bytearray(self._starts.tobytes())
+        write_and_fsync(self._folder / f"{self._shard_name}.blocks", blocks)
         write_and_fsync(self._folder / f"{self._shard_name}.idx", starts)
         self.longest = max(self.longest, int(torch.frombuffer(starts, dtype=torch.int64).diff().max()))
         self.shards.append(
@@ -171,7 +175,8 @@ class ShardWriter:
                 name=self._shard_name,
                 tokens=self._num_tokens,
                 documents=len(self._starts) - 1,
-                bin_sha256=tokens_sha256,
+                bin_sha256=whole.hexdigest(),
                 idx_sha256=hashlib.sha256(starts).hexdigest(),
+                blocks_sha256=hashlib.sha256(blocks).hexdigest(),
             )
         )

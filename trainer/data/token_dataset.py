@@ -1,45 +1,60 @@
 """The on-disk format of a prepared corpus, and its reader.
 
-shard-00000.bin   tokens, little-endian: uint16 if vocab_size <= 65536, else int32
-shard-00000.idx   document starts in the shard, then its length: int64
-meta.json         written last
+shard-00000.bin     tokens, little-endian: uint16 if vocab_size <= 65536, else int32
+shard-00000.idx     document starts in the shard, then its length: int64
+shard-00000.blocks  sha256 of every BLOCK_BYTES of the tokens
+meta.json           written last: it seals the other files by their hashes
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from models.ranges import concatenated_ranges, cut_ranges
-from trainer.errors import DataError
+from trainer.artifact import (
+    MAX_JSON_BYTES,
+    Artifact,
+    DamageError,
+    open_regular,
+    parse_object,
+    read_artifact,
+    read_regular,
+)
+from trainer.config.migrations import Migration
+from trainer.errors import DataError, ResumeError
 
-VERSION = 2
 META_FILENAME = "meta.json"
 DTYPES = {"uint16": torch.uint16, "int32": torch.int32}
+BLOCK_BYTES = 1 << 16
+"""What is hashed before a token in it is trained on. Reading ahead takes as much anyway."""
+MAX_INDEX_BYTES = 1 << 36
+"""Of an index: that of a shard of 8 billion documents."""
+DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-class Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TokenShard(Record):
-    name: str
-    tokens: int
-    documents: int
+class TokenShard(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    name: str = Field(pattern=r"^shard-[0-9-]+$")
+    tokens: int = Field(ge=1)
+    documents: int = Field(ge=1)
     bin_sha256: str
     idx_sha256: str
+    blocks_sha256: str = ""
 
 
-class PartitionResult(Record):
+class PartitionResult(Artifact):
     """The outcome of a tokenized partition."""
 
+    kind: ClassVar[str] = "tokenized partition"
     shards: list[TokenShard]
     longest: int
     skipped: int
@@ -47,8 +62,10 @@ class PartitionResult(Record):
     """Descriptions of the first skipped files and lines."""
 
 
-class TokenDatasetMeta(Record):
-    version: Literal[2]
+class TokenDatasetMeta(Artifact):
+    kind: ClassVar[str] = "prepared corpus"
+    # Version 1 is of before files were sealed; its shards are hashed as a whole.
+    migrations: ClassVar[tuple[Migration, ...]] = (Migration(new_keys={"block_bytes": None}),)
     dtype: Literal["uint16", "int32"]
     vocab_size: int
     bos: int | None
@@ -62,12 +79,19 @@ class TokenDatasetMeta(Record):
     separators: str
     max_document: int | None
     shards: list[TokenShard]
-    sha256: str = ""
-    """Of all fields above."""
+    block_bytes: int | None = Field(ge=1)
+    """None: a shard is one block."""
 
-    def with_checksum(self) -> TokenDatasetMeta:
-        content = self.model_dump_json(exclude={"sha256"})
-        return self.model_copy(update={"sha256": hashlib.sha256(content.encode()).hexdigest()})
+    @classmethod
+    def from_unsealed(cls, data: bytes) -> tuple[dict[str, Any], int]:
+        values = parse_object(data)
+        digest = values.pop("sha256", None)
+        content = json.dumps(values, separators=(",", ":"), ensure_ascii=False)
+        if values.pop("version", None) != 2:
+            raise DamageError(f"it is not a {cls.kind}")
+        if hashlib.sha256(content.encode()).hexdigest() != digest:
+            raise DamageError("it does not match its own checksum")
+        return values, 1
 
 
 def token_dtype(vocab_size: int) -> Literal["uint16", "int32"]:
@@ -77,8 +101,8 @@ def token_dtype(vocab_size: int) -> Literal["uint16", "int32"]:
 def is_token_dataset(folder: Path) -> bool:
     """Whether a folder holds prepared tokens, damaged or not, rather than text."""
     try:
-        return b'"shards"' in (folder / META_FILENAME).read_bytes()
-    except OSError:
+        return b'"shards"' in read_regular(folder / META_FILENAME, max_bytes=MAX_JSON_BYTES)
+    except (OSError, DamageError):
         return False
 
 
@@ -90,13 +114,12 @@ class TokenDataset:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        path, advice = folder / META_FILENAME, f"delete {folder} to prepare it again"
         try:
-            self.meta = TokenDatasetMeta.model_validate_json(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read; {advice}: {error}") from error
-        if self.meta != self.meta.with_checksum():
-            raise DataError(f"{path} was changed after it was written; {advice}")
+            self.meta = read_artifact(folder / META_FILENAME, TokenDatasetMeta)
+        except DamageError as error:
+            raise self._damaged(META_FILENAME, str(error)) from None
+        except (OSError, ResumeError) as error:
+            raise DataError(f"{folder / META_FILENAME} cannot be read: {error}") from None
         self.num_tokens = self.meta.tokens
         self.num_documents = self.meta.documents
         self.vocab_size = self.meta.vocab_size
@@ -105,7 +128,7 @@ class TokenDataset:
         identity = [self.meta.tokenizer, [(shard.bin_sha256, shard.idx_sha256) for shard in self.meta.shards]]
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
         self._shard_offsets = torch.tensor([*accumulate((shard.tokens for shard in self.meta.shards), initial=0)])
-        self._shard_tokens = [self._map_shard(shard) for shard in self.meta.shards]
+        self._shards = [self._map_shard(shard) for shard in self.meta.shards]
         shard_starts = [
             self._load_document_starts(shard) + first
             for shard, first in zip(self.meta.shards, self._shard_offsets, strict=False)
@@ -131,13 +154,15 @@ class TokenDataset:
         for index in shard.unique().tolist():
             is_here = shard == index
             here, in_shard = lengths[is_here], starts[is_here] - self._shard_offsets[index]
+            if problem := self._shards[index].find_damage(in_shard, here):
+                raise self._damaged(f"{self.meta.shards[index].name}.bin", problem)
             tokens[concatenated_ranges(offsets[is_here], here)] = self._read_shard(
                 index, concatenated_ranges(in_shard, here)
             )
         return tokens
 
     def _read_shard(self, index: int, places: Tensor) -> Tensor:
-        tokens = self._shard_tokens[index][places].to(torch.int64)
+        tokens = self._shards[index].tokens[places].to(torch.int64)
         smallest, largest = tokens.aminmax()
         if smallest >= 0 and largest < self.vocab_size:
             return tokens
@@ -145,26 +170,57 @@ class TokenDataset:
         problem = f"token {int(places[first])} is {int(tokens[first])}, but vocab_size = {self.vocab_size}"
         raise self._damaged(f"{self.meta.shards[index].name}.bin", problem)
 
-    def _map_shard(self, shard: TokenShard) -> Tensor:
+    def _map_shard(self, shard: TokenShard) -> MappedShard:
         path, dtype = self.folder / f"{shard.name}.bin", DTYPES[self.meta.dtype]
-        expected_size = shard.tokens * dtype.itemsize
+        digests = bytes.fromhex(shard.bin_sha256) if self.meta.block_bytes is None else self._read(shard, "blocks")
         try:
-            size = path.stat().st_size
-            if size != expected_size or not size:
-                raise self._damaged(path.name, f"{size} bytes, {META_FILENAME} says {expected_size}")
-            return torch.from_file(str(path), shared=False, size=shard.tokens, dtype=dtype)
-        except (OSError, RuntimeError) as error:
+            with open_regular(path) as file:
+                size, expected_size = path.stat().st_size, shard.tokens * dtype.itemsize
+                if size != expected_size:
+                    raise self._damaged(path.name, f"{size} bytes, {META_FILENAME} says {expected_size}")
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # As torch wants it, and not to write.
+        except DamageError as error:
+            raise self._damaged(path.name, str(error)) from None
+        except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read: {error}") from error
+        return MappedShard(content, dtype, self.meta.block_bytes or size, digests)
 
     def _load_document_starts(self, shard: TokenShard) -> Tensor:
-        path = self.folder / f"{shard.name}.idx"
+        return torch.frombuffer(bytearray(self._read(shard, "idx")), dtype=torch.int64)
+
+    def _read(self, shard: TokenShard, suffix: Literal["idx", "blocks"]) -> bytes:
+        path, digest = self.folder / f"{shard.name}.{suffix}", getattr(shard, f"{suffix}_sha256")
         try:
-            content = bytearray(path.read_bytes())
+            content = read_regular(path, max_bytes=MAX_INDEX_BYTES)
+        except DamageError as error:
+            raise self._damaged(path.name, str(error)) from None
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error}") from error
-        if hashlib.sha256(content).hexdigest() != shard.idx_sha256:
+        if hashlib.sha256(content).hexdigest() != digest:
             raise self._damaged(path.name, f"checksum mismatch ({len(content)} bytes)")
-        return torch.frombuffer(content, dtype=torch.int64)
+        return content
 
     def _damaged(self, name: str, problem: str) -> DataError:
         return DataError(f"{self.folder / name} is damaged: {problem}; delete {self.folder} to prepare it again")
+
+
+class MappedShard:
+    """Tokens of a shard, mapped into memory, and which of its blocks were found intact."""
+
+    def __init__(self, content: mmap.mmap, dtype: torch.dtype, block_bytes: int, digests: bytes) -> None:
+        self.tokens = torch.frombuffer(content, dtype=dtype)
+        self._bytes, self._block_bytes, self._digests = memoryview(content), block_bytes, digests
+        self._is_intact = torch.zeros(-(-len(content) // block_bytes), dtype=torch.bool)
+
+    def find_damage(self, starts: Tensor, lengths: Tensor) -> str:
+        """What is wrong with the blocks that hold ranges of tokens, each hashed when it is first read; "" if nothing."""
+        itemsize = self.tokens.itemsize
+        first, last = starts * itemsize // self._block_bytes, ((starts + lengths) * itemsize - 1) // self._block_bytes
+        blocks = concatenated_ranges(first, last - first + 1)
+        for block in blocks[~self._is_intact[blocks]].unique().tolist():
+            at, end = block * self._block_bytes, min((block + 1) * self._block_bytes, len(self._bytes))
+            digest = self._digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
+            if hashlib.sha256(self._bytes[at:end]).digest() != digest:
+                return f"checksum mismatch in bytes {at:,} to {end:,}"
+            self._is_intact[block] = True
+        return ""

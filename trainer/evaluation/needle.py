@@ -118,7 +118,7 @@ class NeedleDataset:
 
     def __init__(self, text: FillerText, sentences: PasskeySentences, *, length: int, depths: int, trials: int) -> None:
         self.num_sequences, self.pad_token_id = depths * trials, text.prepared.eos
-        self.fingerprint = text.prepared.fingerprint
+        self.fingerprint, self.plan_fingerprint = text.prepared.fingerprint, ""
         self.length, self.depths, self._text, self._sentences = length, depths, text, sentences
 
     def depth(self, number: int) -> float:

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from trainer.checkpoint.durable_io import fsync_path, write_and_fsync, write_atomic
+from trainer.artifact import DamageError, read_artifact, write_artifact
+from trainer.checkpoint.durable_io import fsync_path, write_atomic
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.data.corpus import Corpus
@@ -23,8 +24,8 @@ from trainer.data.progress import progress
 from trainer.data.shard_writer import document_separators
 from trainer.data.source import CorpusSpec, corpus_specs
 from trainer.data.token_dataset import (
+    BLOCK_BYTES,
     META_FILENAME,
-    VERSION,
     PartitionResult,
     TokenDataset,
     TokenDatasetMeta,
@@ -37,6 +38,8 @@ from trainer.errors import DataError
 log = logging.getLogger(__name__)
 
 SHARD_TOKENS = 1 << 29
+KEY_VERSION = 2
+"""A change tokenizes every corpus again."""
 
 
 def prepare_datasets(config: Config) -> dict[str, Path]:
@@ -151,7 +154,7 @@ def cache_key(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_to
     options = {key: value for key, value in asdict(source).items() if key not in ("corpus", "cache_dir")}
     if options["bad_files"] == "error":
         options["bad_files"] = "refuse"  # As in folders that were prepared before the value was renamed.
-    key_parts = [VERSION, corpus.identity, options, shard_tokens, tokenizer.fingerprint]
+    key_parts = [KEY_VERSION, corpus.identity, options, shard_tokens, tokenizer.fingerprint]
     return hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()[:16]
 
 
@@ -187,12 +190,16 @@ def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:
     size = sum(split.size for _, splits in pending for split in splits)
     with progress(f"tokenizing {corpus.name}", total_bytes=size) as advance:
         tokenize_partitions(job, pending, workers=workers, advance=advance)
-    results = [PartitionResult.model_validate_json(job.record_path(number).read_bytes()) for number, _ in partitions]
+    try:
+        results = [read_artifact(job.record_path(number), PartitionResult) for number, _ in partitions]
+    except DamageError as error:
+        raise DataError(f"a record in {records} is damaged: {error}; delete {job.folder} to prepare it again") from None
     if not any(result.shards for result in results):
         shutil.rmtree(job.folder)
     meta = build_meta(corpus, job, results)
-    write_and_fsync(job.folder / "meta.tmp", meta.with_checksum().model_dump_json(indent=2).encode())
-    (job.folder / "meta.tmp").rename(job.folder / META_FILENAME)
+    write_artifact(
+        job.folder / META_FILENAME, meta, made_from=cache_key(corpus, job.spec, job.tokenizer, job.shard_tokens)
+    )
 
 
 def build_meta(corpus: Corpus, job: TokenizeJob, results: Sequence[PartitionResult]) -> TokenDatasetMeta:
@@ -210,7 +217,6 @@ def build_meta(corpus: Corpus, job: TokenizeJob, results: Sequence[PartitionResu
         raise DataError(f"the corpus has no text: {files} files, {skipped} bad files or lines{first}")
     tokenizer = job.tokenizer
     return TokenDatasetMeta(
-        version=VERSION,
         dtype=token_dtype(tokenizer.vocab_size),
         vocab_size=tokenizer.vocab_size,
         bos=tokenizer.bos,
@@ -224,6 +230,7 @@ def build_meta(corpus: Corpus, job: TokenizeJob, results: Sequence[PartitionResu
         separators=job.spec.separators,
         max_document=job.spec.max_document,
         shards=shards,
+        block_bytes=BLOCK_BYTES,
     )
 
 

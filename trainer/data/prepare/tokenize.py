@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.durable_io import write_atomic
+from trainer.artifact import DamageError, read_artifact, write_artifact
 from trainer.data.formats import BadText, InputSplit, read_texts
 from trainer.data.shard_writer import ShardWriter
 from trainer.data.source import CorpusSpec
 from trainer.data.token_dataset import DTYPES, PartitionResult, token_dtype
 from trainer.data.tokenizer import Tokenizer
-from trainer.errors import EXIT_FAILURE, DataError, RankFailedError
+from trainer.errors import EXIT_FAILURE, DataError, RankFailedError, ResumeError
 
 RECORDS_FOLDER = "pieces"
 REPORT_BYTES = 1 << 20  # bytes of text between two progress reports
@@ -47,10 +47,10 @@ class TokenizeJob:
     def finished_result(self, number: int) -> PartitionResult | None:
         """The record of a finished partition, unless its shards are missing or truncated."""
         try:
-            result = PartitionResult.model_validate_json(self.record_path(number).read_bytes())
+            result = read_artifact(self.record_path(number), PartitionResult)
             width = DTYPES[token_dtype(self.tokenizer.vocab_size)].itemsize
             sizes = [(self.folder / f"{shard.name}.bin").stat().st_size for shard in result.shards]
-        except (OSError, ValueError):
+        except (OSError, DamageError, ResumeError):
             return None
         return result if sizes == [shard.tokens * width for shard in result.shards] else None
 
@@ -144,7 +144,7 @@ def tokenize_partition(job: TokenizeJob, partition: NumberedPartition, advance: 
         result = _write_shards(job, scratch, partition, advance)
         for path in scratch.iterdir():
             path.rename(job.folder / path.name)
-        write_atomic(job.record_path(number), result.model_dump_json().encode())
+        write_artifact(job.record_path(number), result)
     finally:
         torch.set_num_threads(threads)
         shutil.rmtree(scratch, ignore_errors=True)
