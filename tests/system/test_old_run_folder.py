@@ -16,6 +16,7 @@ from trainer.checkpoint.load import CheckpointReader, read_full_tensor
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 RUN, RECIPE = "run_5676d2a", "recipe_5676d2a"
+SMALL = sorted(path.name for path in FIXTURES.glob("small_*") if path.is_dir())
 RECORD: dict[str, Any] = json.loads((FIXTURES / f"{RUN}.json").read_text())
 
 
@@ -62,6 +63,17 @@ def test_resumed_steps_match_the_earlier_version(copy: Path, name: str, options:
         assert found == pytest.approx(expected, rel=1e-5), key
     assert state(copy / name / "checkpoints" / f"step-{last}")["step"] == last
     start(copy, copy / name, "--check")  # config.toml is now this version's.
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_runs_of_earlier_versions_resume(copy: Path, name: str) -> None:
+    record = json.loads((FIXTURES / f"{name}.json").read_text())
+    assert digests(FIXTURES / name / "checkpoints" / "step-2") == record["tensors"]
+    said = start(copy, copy / name, "--training.steps=4", f"--data.cache_dir={copy}/prepared")
+    assert f"resumed from {copy / name}/checkpoints/step-2" in said
+    for key in ("tokens", "lr", "loss", "grad_norm"):
+        found = [value for (value,) in metrics(copy / name, key)[2:]]
+        assert found == pytest.approx([step[key] for step in record["resumed"]["steps"]], rel=1e-5), key
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ STATE_MIGRATIONS = (
 # Version 1 wrote no schema_version. Its resolved files state all of these sections, which no manually written file does.
 VERSION_1_SECTIONS = (
     *("job", "model", "tokenizer", "data", "training", "parallelism", "memory", "optimizer", "schedule", "checkpoint"),
-    *("validation", "metrics", "health", "profiler", "distributed", "slurm"),
+    *("validation", "metrics", "profiler", "distributed"),
 )
 
 
