@@ -17,7 +17,7 @@ if __name__ == "__main__":
 import faulthandler
 import logging
 import traceback
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -41,10 +41,12 @@ from trainer.errors import (
     DivergedError,
     RankFailedError,
     RunError,
+    RunFolderHeldElsewhereError,
     RunFolderInUseError,
 )
 from trainer.metrics import loggers
 from trainer.resilience import exit_markers
+from trainer.resilience.lease import Lease
 from trainer.resilience.preemption import Preemption, job_deadline
 from trainer.resilience.watchdog import summarize_hang
 from trainer.run_spec import RunSpec
@@ -91,7 +93,7 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
         return report_failure(None, EXIT_FAILURE, *(["signalled before the first step"] if rank == 0 else ()))
     except RankFailedError as error:
         return report_failure(folder, error.status, f"[rank {rank}] {error}")
-    except RunFolderInUseError as error:
+    except (RunFolderInUseError, RunFolderHeldElsewhereError) as error:
         return report_failure(None, error.status, str(error))  # Its markers belong to the other run.
     except RunError as error:
         return report_failure(folder, error.status, *(prefix + problem for problem in error.problems if should_report))
@@ -115,7 +117,13 @@ def run_stage(
 ) -> None:
     """Trains a stage on all ranks; rank 0 writes the exit marker."""
     rank, _, _ = rank_from_environment()
-    with folder.lock(is_rank_zero=rank == 0), process_group(config.distributed) as world:
+    with ExitStack() as held:
+        if rank == 0:
+            with signal_handler.raising():  # It may be waited for.
+                job, attempt = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", exit_markers.ATTEMPT_VARIABLE))
+                lease = held.enter_context(Lease(folder.logs_dir, job=job, attempt=attempt))
+            folder.require_lease = lease.require
+        world = held.enter_context(process_group(config.distributed))
         if rank == 0:
             report_previous_hang(folder, world.size)
         fingerprints = {f"fingerprint of {name}": value for name, value in dataset.fingerprints.items()}

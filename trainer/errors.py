@@ -38,9 +38,13 @@ class RankFailedError(RunError):
 
 
 class RunFolderInUseError(RunError):
-    """Another run is using the run folder."""
+    """Another launch on this host is using the run folder."""
 
     status = EXIT_BAD_CONFIG
+
+
+class RunFolderHeldElsewhereError(RunError):
+    """A launch on another host is using the run folder; it may end."""
 
 
 class RunFailedError(RunError):

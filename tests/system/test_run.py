@@ -61,7 +61,7 @@ def test_the_run_folder_has_the_files_of_the_contract(launched_run: tuple[Path, 
     assert {path.name for path in folder.iterdir()} == listed
     assert checkpoints(folder) == ["step-3", "step-6"]
     assert [path.name.startswith("events.out") for path in (folder / "tensorboard").iterdir()] == [True]
-    logs = ["hang", "lock", "rank-0.log", *(f"trace-step-2-rank-{rank}.json" for rank in (0, 1))]
+    logs = ["hang", "rank-0.log", *(f"trace-step-2-rank-{rank}.json" for rank in (0, 1))]
     assert [name for name in sorted(path.name for path in (folder / "logs").iterdir()) if name != "rank-1.log"] == logs
     assert "done: all 6 steps" in (folder / "logs" / "rank-0.log").read_text()
     events = [line["event"] for line in lines(folder / "events.jsonl")]

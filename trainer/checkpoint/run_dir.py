@@ -12,15 +12,12 @@ checkpoints/bad-step-<N>-* damaged and quarantined
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
-import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +30,7 @@ from trainer.config.data import PACKING_VERSION
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
-from trainer.errors import ConfigError, RunError, RunFolderInUseError
+from trainer.errors import ConfigError, RunError
 from trainer.errors import ResumeError as ResumeError
 
 log = logging.getLogger("trainer")
@@ -55,6 +52,8 @@ class RunDir:
         self.checkpoints_dir = path / "checkpoints"
         self.logs_dir = path / "logs"
         self.hangs_dir = self.logs_dir / "hang"
+        self.require_lease: Callable[[], None] = lambda: None
+        """Raises `RunFailedError` if another launch has taken the folder over. The launch that trains sets it."""
 
     def create(self) -> None:
         """Creates the folder. Raises `ConfigError` if it is not writable."""
@@ -65,32 +64,6 @@ class RunDir:
                 pass
         except OSError as error:
             raise ConfigError([f"job.output_dir = {self.path} is not writable: {error.strerror}"]) from None
-
-    @contextmanager
-    def lock(self, *, is_rank_zero: bool) -> Iterator[None]:
-        """Locks the folder against other runs until the process ends. Raises `RunFolderInUseError`."""
-        if not is_rank_zero:
-            yield
-            return
-        with (self.logs_dir / "lock").open("a+") as file:
-            try:
-                for _ in range(30):
-                    try:
-                        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        break
-                    except BlockingIOError:
-                        # A killed process keeps the lock until its last thread has left the kernel.
-                        time.sleep(0.1)
-                else:
-                    file.seek(0)
-                    owner = file.read().strip()
-                    raise RunFolderInUseError(f"job.output_dir = {self.path} is in use by {owner}")
-            except OSError as error:
-                log.warning("%s: no file locks (%s): a second run would not be refused", self.path, error)
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
-            yield
 
     def record_start(self, config: Config, step: int) -> None:
         """Writes config.toml and cuts metrics.jsonl after `step`. Called on rank 0 when a run starts or resumes."""

@@ -56,6 +56,8 @@ class SaveRequest:
     """Returns this rank's shards to write. May block and may raise."""
     state: TrainState
     """The contents of `state.json`."""
+    require_lease: Callable[[], None]
+    """Raises `RunFailedError` on rank 0 if another launch has taken the run over."""
     previous_bytes: int
     """Size of the previous checkpoint of the same state; 0 if there is none."""
 
@@ -170,6 +172,7 @@ def _require_visible(folder: Path, files: Mapping[str, tuple[int, str]]) -> None
 
 def _commit(request: SaveRequest, files: dict[str, tuple[int, str]], world_size: int) -> None:
     """Writes the manifest and renames the temporary folder to `step-N`. Called on rank 0."""
+    request.require_lease()
     _require_visible(request.temporary_path, files)
     checkpoint_manifest = Manifest(
         step=request.step,

@@ -257,6 +257,7 @@ class MetricsProcessor:
         self._interval = []
         if not self.is_rank_zero:
             return
+        self.run_dir.require_lease()
         # On disk when this returns, so a checkpoint never precedes its metrics.
         self.lines.append(json.dumps(record, allow_nan=False))
         self.console.write(record)

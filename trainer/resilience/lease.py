@@ -1,0 +1,223 @@
+"""The lease on a run folder: one launch at a time trains in it, also where the file system has no locks. Imports no torch.
+
+`logs/lease` names its owner, who touches it every HEARTBEAT_SECONDS. Another launch
+
+    takes it over at once                    if it was copied with the folder, or its owner on this host has ended
+    takes it over after LEASE_SECONDS        if its owner is on another host and does not touch it any more
+    is refused                               while its owner lives
+
+An owner that was stopped for so long finds its lease taken, and ends before it writes anything.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import socket
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import ClassVar, Literal, NamedTuple
+
+from trainer.artifact import Artifact, DamageError, read_artifact, seal
+from trainer.checkpoint.durable_io import write_and_fsync
+from trainer.errors import ResumeError, RunFailedError, RunFolderHeldElsewhereError, RunFolderInUseError
+
+log = logging.getLogger("trainer")
+
+HEARTBEAT_SECONDS = 10.0
+LEASE_SECONDS = 90.0
+"""More than the 60 seconds for which a client of NFS may believe an old time of a file."""
+SETTLE_SECONDS = 1.0
+"""After a takeover, in which another launch that began to take over, too, finishes."""
+ENDING_SECONDS = 3.0
+"""For an owner on this host that is about to end."""
+POLL_SECONDS = 0.1
+
+
+class LeaseOwner(Artifact):
+    kind: ClassVar[str] = "lease"
+    folder: int
+    """Inode of the folder: another one in a copy."""
+    host: str
+    boot: str
+    """Names the host's kernel since it booted."""
+    pid_namespace: str
+    pid: int
+    started: str
+    """Start time of the process: its number may be another's by now."""
+    job: str
+    """Of the scheduler; empty without one."""
+    attempt: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}" + (f" of job {self.job}" if self.job else "")
+
+
+class _Sighting(NamedTuple):
+    """Of a lease file: it changes when the lease changes hands, and when its owner touches it."""
+
+    inode: int
+    touched_ns: int
+
+
+class Lease:
+    """Held within its context."""
+
+    def __init__(self, folder: Path, *, job: str = "", attempt: str = "") -> None:
+        self._path = folder / "lease"
+        self._owner = LeaseOwner(
+            folder=folder.stat().st_ino,
+            host=socket.gethostname(),
+            boot=_boot_id(),
+            pid_namespace=_pid_namespace(),
+            pid=os.getpid(),
+            started=_start_time(os.getpid()) or "",
+            job=job,
+            attempt=attempt,
+        )
+        self._stop, self._is_lost = Event(), False
+        self._thread = Thread(target=self._touch, name="lease", daemon=True)
+
+    def __enter__(self) -> Lease:
+        """Raises `RunFolderInUseError` and `RunFolderHeldElsewhereError`."""
+        self._acquire()
+        self._last_touch = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._is_mine():
+            self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+    def require(self) -> None:
+        """Raises `RunFailedError` if another launch has taken the lease over."""
+        if time.monotonic() - self._last_touch > LEASE_SECONDS / 2:  # This process was stopped.
+            self._is_lost = self._is_lost or not self._is_mine()
+        if self._is_lost:
+            raise RunFailedError(f"{self._path} is not this launch's any more: another one took the run over")
+
+    # ---- acquiring
+
+    def _acquire(self) -> None:
+        taken_over, last, since, began = False, None, 0.0, time.monotonic()
+        while not self._create():
+            try:
+                owner, sighting = self._look()
+            except FileNotFoundError:
+                continue
+            state = "stale" if owner is None else self._state_of(owner)
+            if sighting != last:
+                if state == "elsewhere" and last is not None:
+                    raise RunFolderHeldElsewhereError(f"{self._path.parent.parent} is in use by {owner}")
+                if state == "elsewhere":
+                    log.info("waiting for the lease of %s on %s", owner, self._path.parent.parent)
+                last, since = sighting, time.monotonic()
+            if state == "here" and time.monotonic() - began > ENDING_SECONDS:
+                raise RunFolderInUseError(f"job.output_dir = {self._path.parent.parent} is in use by {owner}")
+            if state == "stale" or (state == "elsewhere" and time.monotonic() - since > LEASE_SECONDS):
+                log.info("taking over the lease of %s on %s", owner or "an unknown launch", self._path.parent.parent)
+                taken_over = self._remove(sighting) or taken_over
+                last = None
+            else:
+                time.sleep(POLL_SECONDS)
+        if taken_over:
+            time.sleep(SETTLE_SECONDS)
+            if not self._is_mine():
+                os.close(self._descriptor)
+                self._acquire()
+
+    def _state_of(self, owner: LeaseOwner) -> Literal["stale", "here", "elsewhere"]:
+        if owner.folder != self._owner.folder:
+            return "stale"
+        if (owner.boot, owner.pid_namespace) != (self._owner.boot, self._owner.pid_namespace):
+            return "elsewhere"
+        return "here" if _start_time(owner.pid) == owner.started else "stale"
+
+    def _look(self) -> tuple[LeaseOwner | None, _Sighting]:
+        """The owner, None if the file cannot be understood. Raises FileNotFoundError."""
+        status = self._path.lstat()
+        try:
+            owner = read_artifact(self._path, LeaseOwner)
+        except (DamageError, ResumeError):
+            owner = None
+        return owner, _Sighting(status.st_ino, status.st_mtime_ns)
+
+    def _create(self) -> bool:
+        """Whether the lease was free."""
+        content, draft = seal(self._owner), self._path.with_name(f"lease.{self._owner.host}-{self._owner.pid}")
+        try:
+            write_and_fsync(draft, content)
+            try:
+                os.link(draft, self._path)
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
+                    raise
+                with self._path.open("xb") as file:  # A file system without hard links.
+                    file.write(content)
+            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileExistsError:
+            return False
+        finally:
+            draft.unlink(missing_ok=True)
+        return True
+
+    def _remove(self, sighting: _Sighting) -> bool:
+        """Removes the lease that was seen, and no other."""
+        aside = self._path.with_name(f"lease.stale-{self._owner.host}-{self._owner.pid}")
+        with suppress(FileNotFoundError):
+            self._path.rename(aside)
+            was_seen = aside.lstat().st_ino == sighting.inode
+            if not was_seen:  # Another launch has taken it over in between.
+                with suppress(FileExistsError):
+                    os.link(aside, self._path)
+            shutil.rmtree(aside) if stat.S_ISDIR(aside.lstat().st_mode) else aside.unlink()
+            return was_seen
+        return False
+
+    # ---- holding
+
+    def _is_mine(self) -> bool:
+        with suppress(OSError):
+            return self._path.lstat().st_ino == os.fstat(self._descriptor).st_ino
+        return False
+
+    def _touch(self) -> None:
+        while not self._stop.wait(HEARTBEAT_SECONDS):
+            with suppress(OSError):  # An unreachable file system: others cannot see it either.
+                os.utime(self._descriptor)
+            # Another launch may have moved it aside, to put it back.
+            self._is_lost = not self._is_mine() and not (self._stop.wait(SETTLE_SECONDS) or self._is_mine())
+            if self._is_lost:
+                return
+            self._last_touch = time.monotonic()
+
+
+def _boot_id() -> str:
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+def _pid_namespace() -> str:
+    with suppress(OSError):
+        return str(Path("/proc/self/ns/pid").readlink())
+    return ""
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process of this host started, in ticks; None if it has ended."""
+    with suppress(OSError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]
+    with suppress(OSError):
+        os.kill(pid, 0)
+        return ""  # A system without /proc.
+    return None
