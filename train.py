@@ -35,7 +35,6 @@ from trainer.distributed import (
     resolve_auto_recompute,
 )
 from trainer.errors import (
-    CONCLUSIVE_EXIT_CODES,
     EXIT_FAILURE,
     EXIT_SUCCESS,
     DivergedError,
@@ -43,6 +42,7 @@ from trainer.errors import (
     RunError,
     RunFolderHeldElsewhereError,
     RunFolderInUseError,
+    failure_ending,
 )
 from trainer.metrics import loggers
 from trainer.resilience import exit_markers
@@ -93,8 +93,11 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
         return report_failure(None, EXIT_FAILURE, *(["signalled before the first step"] if rank == 0 else ()))
     except RankFailedError as error:
         return report_failure(folder, error.status, f"[rank {rank}] {error}")
-    except (RunFolderInUseError, RunFolderHeldElsewhereError) as error:
-        return report_failure(None, error.status, str(error))  # Its markers belong to the other run.
+    except RunFolderInUseError as error:
+        return report_failure(None, error.status, str(error))  # Its markers belong to the other launch.
+    except RunFolderHeldElsewhereError as error:
+        write_marker(folder, "RETRY", str(error), clears_others=False)
+        return report_failure(None, error.status, str(error))
     except RunError as error:
         return report_failure(folder, error.status, *(prefix + problem for problem in error.problems if should_report))
     return EXIT_SUCCESS
@@ -153,17 +156,18 @@ def report_previous_hang(folder: RunDir, world_size: int) -> None:
 
 
 def report_failure(folder: RunDir | None, status: int, *problems: str) -> int:
-    """Prints the problems; writes a STOP marker if a restart cannot help. Returns the status."""
+    """Prints the problems, and writes the marker of this ending. Returns the status."""
     sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
-    if folder is not None and problems and status in CONCLUSIVE_EXIT_CODES:
-        write_marker(folder, "STOP", "; ".join(problems))
+    if folder is not None and problems:
+        write_marker(folder, failure_ending(status).marker, "; ".join(problems))
     return status
 
 
-def write_marker(folder: RunDir, kind: exit_markers.ExitMarker, reason: str) -> None:
+def write_marker(folder: RunDir, kind: str, reason: str, *, clears_others: bool = True) -> None:
+    attempt = os.environ.get(exit_markers.ATTEMPT_VARIABLE)
     # An unwritable folder is already the reported problem.
     with suppress(OSError):
-        exit_markers.write(folder.path, kind, reason=reason, attempt=os.environ.get(exit_markers.ATTEMPT_VARIABLE))
+        exit_markers.write(folder.path, kind, reason=reason, attempt=attempt, clears_others=clears_others)
 
 
 if __name__ == "__main__":

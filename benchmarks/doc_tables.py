@@ -1,4 +1,4 @@
-"""Generate the tables of docs/parallelism.md and docs/memory.md from the memory estimator and the planner.
+"""Generate tables of docs/parallelism.md, docs/memory.md and docs/reliability.md from the code that they describe.
 
     python -m benchmarks.doc_tables           rewrite the tables between their markers
     python -m benchmarks.doc_tables --check   exit 1 if a page differs from what would be written
@@ -17,12 +17,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import trainer.errors
 from benchmarks.gpu_steps import residual_multiple
 from models.presets import FAMILIES
 from parallelisms.parallel_dims import ContextPlan
 from parallelisms.pipeline_plan import PipelinePlan, PipelineSchedule
 from trainer.config.job_config import Config
 from trainer.config.parse import load
+from trainer.errors import ENDINGS, RankFailedError, RunError
 from trainer.hardware.device_specs import load_device
 from trainer.hardware.host import GIB
 from trainer.memory.block import BlockMemory
@@ -269,6 +271,20 @@ def head_groups() -> Table:
     return markdown(["u held by", *(f"{count} group{'s' * (count > 1)}" for count in counts)], rows)
 
 
+def endings() -> Table:
+    """The ways in which a launch ends, and the errors that lead there."""
+    errors = [each for each in vars(trainer.errors).values() if isinstance(each, type) and issubclass(each, RunError)]
+    rows = []
+    for ending in ENDINGS:
+        causes = [
+            str(each.__doc__).partition("\n")[0]
+            for each in errors
+            if ending.exit_code and each.status == ending.exit_code and each not in (RunError, RankFailedError)
+        ]
+        rows.append([f"{ending.exit_code}", f"`{ending.marker}`", ending.meaning, ending.then, " ".join(causes)])
+    return markdown(["exit code", "marker", "meaning", "what follows", "errors"], rows)
+
+
 def _gib(size: float) -> str:
     return f"{size / GIB:.1f}" if size >= 0.05 * GIB else ""
 
@@ -281,6 +297,7 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
         "bubbles": bubbles,
         "reductions": reductions,
     },
+    "reliability.md": {"endings": endings},
     "memory.md": {"estimates": estimates, "savings": savings, "head_groups": head_groups},
 }
 

@@ -41,6 +41,7 @@ DOORS = {
         "trainer.config.training_stages",
         "trainer.export.checkpoint_cli",
         "trainer.hardware.device_specs",
+        "trainer.metrics.prediction",
     },
     "pydantic_core": {"trainer.config.parse", "trainer.hardware.device_specs"},
     "pydantic_settings": {"trainer.config.parse"},
@@ -263,7 +264,7 @@ def test_every_file_can_be_read_in_one_go() -> None:
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
-CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 104, 16_100, 31_150
+CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 104, 16_150, 31_200
 """What `import train` reaches by any import statement, and all of models, parallelisms, trainer and train.py.
 
 With a complete memory ledger, the first GPU minute, one engine for any block, families, windows and their own tokenizers.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from typing import NamedTuple
 
 EXIT_SUCCESS = 0
 EXIT_FAILURE = 1
@@ -12,6 +13,42 @@ EXIT_DOES_NOT_FIT = 3
 EXIT_NO_RETRY = 78
 """Stopped for a reason that a retry cannot fix."""
 CONCLUSIVE_EXIT_CODES = (EXIT_NO_RETRY, EXIT_BAD_CONFIG)
+
+
+class Ending(NamedTuple):
+    """One of the ways in which a launch ends."""
+
+    exit_code: int
+    marker: str
+    """The file in the run folder that says so."""
+    meaning: str
+    then: str
+    """What the launcher and the batch script do."""
+
+
+ENDINGS = (
+    Ending(EXIT_SUCCESS, "DONE", "all steps are done", "nothing"),
+    Ending(
+        EXIT_SUCCESS,
+        "REQUEUE",
+        "saved, after a signal or near the time limit",
+        "requeue the job; the same command resumes",
+    ),
+    Ending(
+        EXIT_FAILURE,
+        "RETRY",
+        "a failure that may not repeat",
+        "start again, until too many launches in a row made no checkpoint",
+    ),
+    Ending(EXIT_BAD_CONFIG, "STOP", "wrong configuration or arguments", "nothing"),
+    Ending(EXIT_NO_RETRY, "STOP", "a failure that would repeat: it needs a person", "nothing"),
+)
+
+
+def failure_ending(exit_code: int) -> Ending:
+    """How a launch ends that fails with this code."""
+    return next((ending for ending in ENDINGS if ending.exit_code == exit_code != EXIT_SUCCESS), ENDINGS[2])
+
 
 START_TIME_ENV = "LONGHAUL_BEGAN"
 """Environment variable: start time of the launcher."""
@@ -49,6 +86,10 @@ class RunFolderHeldElsewhereError(RunError):
 
 class RunFailedError(RunError):
     """A failure that all ranks found alike; a restart may succeed."""
+
+
+class UnreadableError(RunFailedError):
+    """The device fails to read a file, also when asked again."""
 
 
 class DivergedError(RunError):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +14,11 @@ import torch
 from tests.artifacts import forge
 from tests.system.in_process import configured, run_here, saved_by, trainer_of
 from tests.system.runs import checkpoints, reseal, state, tensors, write_run
-from trainer.checkpoint import manifest, save
+from trainer.checkpoint import load, manifest, save
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.run_dir import ResumeError, RunDir
 from trainer.distributed import World
+from trainer.errors import UnreadableError
 
 
 @pytest.fixture
@@ -85,6 +90,61 @@ def test_a_committed_step_is_not_rewritten(run: Path) -> None:
         before = {path: path.stat().st_mtime_ns for path in saved.iterdir()}
         assert saved_by(CheckpointManager(config, folder, trainer.world), trainer) == saved
     assert {path: path.stat().st_mtime_ns for path in saved.iterdir()} == before
+
+
+def test_a_full_disk_makes_room_by_superfluous_checkpoints(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured(run, run.parent / "run", "--checkpoint.keep", "3", "--checkpoint.async", "false")
+    folder = RunDir(config.output_dir)
+    with trainer_of(config) as trainer:
+        manager = CheckpointManager(config, folder, trainer.world)
+        for step in (1, 2, 3):
+            trainer.step = step
+            saved_by(manager, trainer)
+        fewer = configured(run, run.parent / "run", "--checkpoint.keep", "2", "--checkpoint.async", "false")
+        manager = CheckpointManager(fewer, folder, trainer.world)
+        monkeypatch.setattr(save, "_free_bytes", lambda _: 0 if len(checkpoints(folder.path)) > 2 else 1 << 40)
+        trainer.step = 4
+        saved_by(manager, trainer)
+    assert checkpoints(folder.path) == ["step-3", "step-4"]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("unreadable", [["step-6"], ["step-4", "step-6"], ["step-2", "step-4", "step-6"]])
+def test_a_checkpoint_that_the_device_cannot_read_is_passed_over_if_one_before_it_can(
+    run: Path, monkeypatch: pytest.MonkeyPatch, name: str, unreadable: list[str]
+) -> None:
+    config = configured(run, run.parent / "run", "--checkpoint.interval", "2")
+    run_here(config)
+    folder = RunDir(config.output_dir)
+    before = checkpoints(folder.path)
+    monkeypatch.setattr(manifest, "RETRY_DELAY_SECONDS", 0.0)
+    retry = manifest.retry_io
+
+    def fail(path: Path, function: Callable[[], Any]) -> Any:
+        def read() -> Any:
+            if path.name == name and path.parent.name in unreadable:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return function()
+
+        return retry(path, read)
+
+    monkeypatch.setattr(manifest, "retry_io", fail)
+    monkeypatch.setattr(load, "retry_io", fail)
+    with trainer_of(config) as trainer:
+        manager = CheckpointManager(config, folder, trainer.world)
+        if len(unreadable) == 3:
+            with pytest.raises(UnreadableError, match="cannot be read"):
+                manager.resume(trainer)
+            assert checkpoints(folder.path) == before, "nothing is renamed: the device may recover"
+            return
+        resumed = manager.resume(trainer)
+    assert resumed is not None
+    assert resumed.name == f"step-{6 - 2 * len(unreadable)}"
+    committed, bad = before[: -len(unreadable)], [f"bad-{each}" for each in unreadable]
+    assert [each.rsplit("-2", 1)[0] if "bad" in each else each for each in checkpoints(folder.path)] == [
+        *bad,
+        *committed,
+    ]
 
 
 def test_pruning_does_not_count_damaged_checkpoints(run: Path) -> None:

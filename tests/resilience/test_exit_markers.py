@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from tests.artifacts import content
 from trainer.resilience import exit_markers
 
 
 def test_a_marker_is_read_only_by_its_own_launch(tmp_path: Path) -> None:
-    exit_markers.write(tmp_path, "REQUEUE", attempt="a", step=3)
+    exit_markers.write(tmp_path, "REQUEUE", attempt="a", reason="SIGTERM")
     assert exit_markers.read(tmp_path, "a") == "REQUEUE"
     assert exit_markers.read(tmp_path, "b") is None
-    fields = json.loads((tmp_path / "REQUEUE").read_text())
-    assert (fields["step"], fields["attempt"]) == (3, "a")
+    fields = content(tmp_path / "REQUEUE")
+    assert (fields["reason"], fields["attempt"]) == ("SIGTERM", "a")
     assert fields["time"] > 1e9
     exit_markers.write(tmp_path, "DONE", attempt="a")
     assert [path.name for path in tmp_path.iterdir()] == ["DONE"], "only the last marker remains"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.artifacts import content
 from tests.system.runs import (
     ROOT,
     arguments,
@@ -49,8 +49,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def marker(folder: Path, kind: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / kind).read_text())
-    return found
+    return content(folder / kind)
 
 
 def num_steps(folder: Path) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.artifacts import forge
+from tests.artifacts import content, forge
 from tests.system.in_process import configured, run_here
 from tests.system.runs import forked, lines, metrics, reseal, state, steps, write_run
 from trainer.resilience.anomalies import MAX_ROLLBACKS, LossSpikeDetector
@@ -94,7 +93,7 @@ def test_a_run_with_only_non_finite_gradients_fails_permanently(run: Path, tmp_p
     done = forked(run, tmp_path / "run", *options, "--health.max_consecutive_skips", "4", processes=processes)
     assert set(done.statuses) == {78}
     assert "had a non-finite gradient (health.max_consecutive_skips = 4)" in done.said
-    assert "non-finite gradient" in json.loads((tmp_path / "run" / "STOP").read_text())["reason"]
+    assert "non-finite gradient" in content(tmp_path / "run" / "STOP")["reason"]
     skipped = [event["step"] for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "skipped"]
     assert len(skipped) == 4
     assert steps(tmp_path / "run")[-1] == skipped[-1]

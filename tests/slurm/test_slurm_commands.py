@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.system.runs import lines
+from tests.artifacts import content
+from trainer import __version__
 from trainer.config.parse import load
 from trainer.config.slurm import SlurmSection
 from trainer.slurm import jobs, snapshot
@@ -160,7 +162,7 @@ def test_submit_stores_the_job_and_prints_the_next_commands(
     folder = run / "slurm" / "1"
     assert scheduler.commands() == [f"sbatch --parsable {folder}/job.sh"]
     assert load(["--config", str(folder / "config.toml")]).training.steps == 7
-    assert json.loads((folder / "job.json").read_text())["job"] == "41"
+    assert content(folder / "job.json")["job"] == "41"
     assert (folder / "code.txt").read_text().splitlines()[0] == snapshot.code_version(ROOT)
     printed = capsys.readouterr().out
     assert printed.startswith(f"job 41 submitted: 2 nodes x 2 ranks, as {folder}/job.sh\n")
@@ -172,9 +174,31 @@ def test_submissions_are_numbered(scheduler: Scheduler, run: Path) -> None:
     assert [jobs.create_submission_dir(run).name for _ in range(11)] == [str(number) for number in range(1, 12)]
     scheduler.answer("sbatch", "echo '41;cluster'")
     assert submit(run) == 0
-    (run / "slurm" / "9" / "job.json").write_text('{"job": "40"}')
+    (run / "slurm" / "9" / "job.json").write_text('{"job": "40", "time": 1.0, "nodes": 1, "processes": 2}\n')
     assert (run / "slurm" / "12" / "job.sh").is_file()
-    assert jobs.submitted_job_ids(run) == ["40", "41"]
+    assert jobs.submitted_job_ids(run) == ["40", "41"], "9 is of before files were sealed"
+
+
+def test_a_copied_run_does_not_have_the_jobs_of_the_original(
+    scheduler: Scheduler, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit(run)
+    scheduler.set_job(RUNNING)
+    copied = shutil.copytree(run, tmp_path / "copied")
+    capsys.readouterr()
+    assert main(["cancel", str(copied)]) == 0
+    assert capsys.readouterr().out == f"{copied} has no job that is queued or running\n"
+    assert not any(command.startswith("scancel") for command in scheduler.commands())
+    assert jobs.submitted_job_ids(run.rename(tmp_path / "moved")) == ["41"]
+
+
+def test_a_damaged_job_record_is_named(scheduler: Scheduler, run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    submit(run)
+    scheduler.set_job(RUNNING)
+    path = run / "slurm" / "1" / "job.json"
+    path.write_bytes(path.read_bytes().replace(b"41", b"42"))
+    assert jobs.submitted_job_ids(run) == []
+    assert f"{path} cannot be read, so its job is unknown: it does not match its own checksum" in caplog.text
 
 
 def test_all_problems_of_a_configuration_are_reported_and_nothing_is_submitted(
@@ -236,7 +260,6 @@ def test_status_shows_jobs_newest_step_checkpoint_and_markers(
     scheduler.set_job(RUNNING)
     record = {"step": 12, "loss": 2.345678, "grad_norm": None, "step_seconds": 0.5}
     (run / "metrics.jsonl").write_text(f'{{"step": 11}}\n{json.dumps(record)}\n{{"step": 13, "lo')
-    assert len(lines(run / "slurm" / "1" / "job.json")) == 1
     (run / "checkpoints" / "step-9").mkdir()
     (run / "checkpoints" / "step-10").mkdir()
     (run / "REQUEUE").write_text('{"step": 10, "reason": "SIGUSR1", "attempt": "41.2.0", "time": 0}')
@@ -296,7 +319,7 @@ def test_a_snapshot_has_commit_changes_and_untracked_files(tmp_path: Path) -> No
     folder.mkdir()
     root.mkdir()
     (root / "pyproject.toml").write_text('[project]\nversion = "1.2"\n')
-    assert snapshot.code_version(root) == "version 1.2"
+    assert snapshot.code_version(root) == f"version {__version__}"
     assert snapshot.uncommitted_changes(root) == ("", [])
     author = ["-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):

@@ -165,6 +165,7 @@ class CheckpointManager:
             get_local_tensors=self._staging.start_copy(tensors) if threaded else without_staging(tensors),
             state=state,
             require_lease=self.run_dir.require_lease,
+            prune=self._prune,
             previous_bytes=self._last_saved_bytes,
         )
         self._pending_save = Save(request.step, request.final_path, start_time)

@@ -16,7 +16,7 @@ from pydantic import Field, field_validator
 from trainer.artifact import MAX_JSON_BYTES, Artifact, DamageError, read_regular, seal, unseal
 from trainer.checkpoint.durable_io import write_and_fsync
 from trainer.checkpoint.train_state import STATE_FILE, TrainState, config_of
-from trainer.errors import ResumeError, RunFailedError
+from trainer.errors import ResumeError, RunFailedError, UnreadableError
 
 A = TypeVar("A", bound=Artifact)
 T = TypeVar("T")
@@ -147,7 +147,7 @@ def hash_file(path: Path) -> tuple[int, str]:
 def retry_io(path: Path, function: Callable[[], T]) -> T:
     """Calls a function that reads `path`; retries transient errors `MAX_RETRIES` times.
 
-    Raises `FileNotFoundError`, and `RunFailedError` for any other `OSError`: the file may be intact.
+    Raises `FileNotFoundError`, `UnreadableError` for EIO, and `RunFailedError` for any other `OSError`: the file may be intact.
     """
     attempt = 1
     while True:
@@ -157,7 +157,8 @@ def retry_io(path: Path, function: Callable[[], T]) -> T:
             raise
         except OSError as error:
             if error.errno not in TRANSIENT_ERRNOS or attempt > MAX_RETRIES:
-                raise RunFailedError(f"{path} cannot be read (attempt {attempt}): {error.strerror}") from None
+                kind = UnreadableError if error.errno == errno.EIO else RunFailedError
+                raise kind(f"{path} cannot be read (attempt {attempt}): {error.strerror}") from None
         attempt += 1
         time.sleep(RETRY_DELAY_SECONDS)
 

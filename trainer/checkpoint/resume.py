@@ -31,7 +31,7 @@ from trainer.checkpoint.run_dir import RunDir, check_resume, describe_difference
 from trainer.checkpoint.save import current_versions, optimizer_steps
 from trainer.checkpoint.train_state import STATE_FILE, TrainState
 from trainer.config.job_config import Config
-from trainer.errors import EXIT_NO_RETRY, RankFailedError, ResumeError, RunFailedError
+from trainer.errors import EXIT_NO_RETRY, RankFailedError, ResumeError, RunFailedError, UnreadableError
 from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
@@ -139,14 +139,24 @@ def _load_hf_weights(weights: SafetensorsReader, model: ModelConfig, parameters:
 def latest_verified_checkpoint(run_dir: RunDir, group: ProcessGroup) -> Path | None:
     """The newest checkpoint with intact files; None if the run has no checkpoint. Collective.
 
-    Quarantines damaged checkpoints as `bad-step-*`. Raises `ResumeError` if all are damaged, or `RunFailedError`.
+    Quarantines damaged checkpoints as `bad-step-*`, and those that the device cannot read, once one before them is intact.
+    Raises `ResumeError` if all are damaged, or `RunFailedError`.
     """
     committed = all_gather_object(run_dir.committed_checkpoints(), group)[0]
+    unreadable = dict[Path, UnreadableError]()
     for _, checkpoint in reversed(committed):
-        problems = verify_checkpoint(checkpoint, group)
+        try:
+            problems = verify_checkpoint(checkpoint, group)
+        except UnreadableError as error:
+            unreadable[checkpoint] = error
+            continue
         if not problems:
+            for other, problem in unreadable.items():
+                run_on_rank_zero(partial(_quarantine, run_dir, other, str(problem)), group)
             return checkpoint
         run_on_rank_zero(partial(_quarantine, run_dir, checkpoint, "; ".join(problems)), group)
+    for problem in unreadable.values():
+        raise problem
     run_on_rank_zero(lambda: raise_if_all_damaged(run_dir), group)
     return None
 

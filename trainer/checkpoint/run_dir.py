@@ -30,7 +30,7 @@ from trainer.config.data import PACKING_VERSION
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
-from trainer.errors import ConfigError, RunError
+from trainer.errors import ConfigError, RunError, UnreadableError
 from trainer.errors import ResumeError as ResumeError
 
 log = logging.getLogger("trainer")
@@ -90,15 +90,19 @@ class RunDir:
     def latest_valid_checkpoint(self) -> Path | None:
         """The newest checkpoint with an intact manifest and `state.json`; None if the run has no checkpoint.
 
-        Raises `ResumeError` if all checkpoints are damaged, `RunFailedError` if one cannot be read now.
+        Raises `ResumeError` if all checkpoints are damaged, `RunFailedError` if one cannot be read now and none before it can.
         """
-        damaged = []
+        damaged, unreadable = [], None
         for _, checkpoint in reversed(self.committed_checkpoints()):
             try:
                 manifest.read_validated(checkpoint)
                 return checkpoint
             except DamageError as error:
                 damaged.append(f"{checkpoint.name}: {error}")
+            except UnreadableError as error:
+                unreadable = unreadable or error
+        if unreadable is not None:
+            raise unreadable
         raise_if_all_damaged(self, damaged)
         return None
 

@@ -58,6 +58,8 @@ class SaveRequest:
     """The contents of `state.json`."""
     require_lease: Callable[[], None]
     """Raises `RunFailedError` on rank 0 if another launch has taken the run over."""
+    prune: Callable[[], None]
+    """Deletes superfluous checkpoints; called on rank 0 if the disk is full."""
     previous_bytes: int
     """Size of the previous checkpoint of the same state; 0 if there is none."""
 
@@ -107,6 +109,9 @@ def _reserve_space(request: SaveRequest, num_bytes: int) -> int | None:
     request.checkpoints_dir.mkdir(parents=True, exist_ok=True)
     remove_temporary_folders(request.checkpoints_dir)
     free, needed = _free_bytes(request.checkpoints_dir), FREE_SPACE_FACTOR * num_bytes
+    if free < needed:
+        request.prune()
+        free = _free_bytes(request.checkpoints_dir)
     if free < needed:
         raise PhaseError(_disk_full_message(free, int(needed)))
     request.temporary_path.mkdir()

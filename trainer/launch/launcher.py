@@ -21,13 +21,13 @@ from trainer.config.parse import find_config_file, load, name_flags, parse_argum
 from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
 from trainer.errors import (
-    CONCLUSIVE_EXIT_CODES,
     EXIT_BAD_CONFIG,
     EXIT_DOES_NOT_FIT,
     EXIT_FAILURE,
     EXIT_SUCCESS,
     ConfigError,
     RunError,
+    failure_ending,
 )
 from trainer.hardware.device_specs import select_device
 from trainer.hardware.host import GIB, node_memory_bytes
@@ -127,12 +127,11 @@ def find_early_exit(config: Config) -> tuple[int, str] | None:
 
 
 def _record_failure(config: Config, error: RunError) -> tuple[int, str]:
-    if error.status in CONCLUSIVE_EXIT_CODES:
-        _write_marker(config, "STOP", str(error))
+    _write_marker(config, failure_ending(error.status).marker, str(error))
     return error.status, f"error: {error}"
 
 
-def _write_marker(config: Config, marker: exit_markers.ExitMarker, reason: str) -> None:
+def _write_marker(config: Config, marker: str, reason: str) -> None:
     attempt = os.environ.get(exit_markers.ATTEMPT_VARIABLE)
     with suppress(OSError):  # If the folder is not writable, the reason says so.
         exit_markers.write_if_absent(config.output_dir, marker, reason=reason, attempt=attempt)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.durable_io import write_and_fsync
+from trainer.artifact import write_artifact
 from trainer.config.job_config import Config
 from trainer.config.summary import parallelism_summary, topology, warnings
 from trainer.errors import ConfigError
@@ -19,20 +19,18 @@ from trainer.hardware.device_specs import select_device
 from trainer.memory.auto import describe_memory_options, fit_memory_options
 from trainer.memory.estimator import estimate_memory
 from trainer.memory.report import memory_summary, out_of_memory_advice
+from trainer.metrics.prediction import Prediction
 from trainer.plan.critical_path import predict_step_time, sequence_cost
 
 
-def predict(config: Config, world_size: int, *, num_nodes: int) -> dict[str, Any]:
-    """The fields of `prediction.json`.
-
-    Step time is absent where no device is known, memory while `recompute = "auto"` is open.
-    """
+def predict(config: Config, world_size: int, *, num_nodes: int) -> Prediction:
+    """Step time is absent where no device is known, memory while `recompute = "auto"` is open."""
     described: dict[str, Any] = {
         "summary": parallelism_summary(config, world_size),
         "warnings": [*warnings(config, world_size), *topology(config, world_size, nodes=num_nodes).warnings()],
     }
     if config.memory.recompute == "auto":
-        return described
+        return Prediction.model_validate(described, strict=False)
     device = select_device(config)
     memory = estimate_memory(config, world_size)
     if device is not None:
@@ -40,16 +38,14 @@ def predict(config: Config, world_size: int, *, num_nodes: int) -> dict[str, Any
         per_token, per_pair = sequence_cost(config, world_size, step)
         described |= {"device": device.name, "step_seconds": step.seconds}
         described |= {"seconds_per_token": per_token, "seconds_per_pair": per_pair}
-    return described | {
-        "device_bytes": memory.device_bytes,
-        "memory_summary": memory_summary(memory),
-        "out_of_memory_advice": out_of_memory_advice(config, world_size),
-    }
+    described |= {"device_bytes": memory.device_bytes, "memory_summary": memory_summary(memory)}
+    described |= {"out_of_memory_advice": out_of_memory_advice(config, world_size)}
+    return Prediction.model_validate(described, strict=False)
 
 
 def write_prediction(path: Path, config: Config, world_size: int, *, num_nodes: int) -> None:
     """Replaces what an earlier launch predicted."""
-    write_and_fsync(path, json.dumps(predict(config, world_size, num_nodes=num_nodes)).encode())
+    write_artifact(path, predict(config, world_size, num_nodes=num_nodes))
 
 
 def main() -> int:

@@ -11,12 +11,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint.run_dir import RunDir, next_stage
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.training_stages import Recipe
-from trainer.errors import CONCLUSIVE_EXIT_CODES, EXIT_FAILURE, EXIT_SUCCESS, START_TIME_ENV, RunError
+from trainer.errors import CONCLUSIVE_EXIT_CODES, EXIT_FAILURE, EXIT_SUCCESS, START_TIME_ENV, RunError, failure_ending
 from trainer.launch.cluster import LaunchWorld
 from trainer.launch.workers import Workers
 from trainer.resilience import exit_markers
@@ -59,6 +60,10 @@ def run_with_restarts(
                     return following
                 spec, stage = following, next_stage(following.config)
             else:
+                if exit_markers.read(folder.path, attempt) is None and status not in CONCLUSIVE_EXIT_CODES:
+                    with suppress(OSError):
+                        reason = f"the workers exited with {status} and gave no reason"
+                        exit_markers.write(folder.path, failure_ending(status).marker, reason=reason, attempt=attempt)
                 has_progressed = folder.committed_checkpoints()[-1:] != previous_checkpoint
                 failures_without_progress = 0 if has_progressed else failures_without_progress + 1
                 if status in CONCLUSIVE_EXIT_CODES or workers.received_signal:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+import logging
 from pathlib import Path
 from statistics import median
+from typing import ClassVar
+
+from pydantic import PrivateAttr
+
+from trainer.artifact import Artifact, DamageError, read_artifact
+from trainer.errors import ResumeError
+
+log = logging.getLogger("trainer")
 
 MEASURED_STEPS = 3
 """Steps to measure, after the first, which compiles, allocates and connects."""
 
 
-@dataclass
-class Prediction:
-    """The fields of `prediction.json`; None where the launcher predicted nothing."""
+class Prediction(Artifact):
+    """`prediction.json`; None where the launcher predicted nothing."""
 
+    kind: ClassVar[str] = "prediction"
     device: str | None = None
     step_seconds: float | None = None
     device_bytes: float | None = None
@@ -24,10 +29,10 @@ class Prediction:
     seconds_per_pair: float | None = None
     """Of a (query, key) pair of a sequence; the mean over layers."""
     memory_summary: str | None = None
-    summary: Sequence[str] = ()
-    warnings: Sequence[str] = ()
-    out_of_memory_advice: Sequence[str] = ()
-    _measured: list[float] = field(default_factory=list)
+    summary: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    out_of_memory_advice: tuple[str, ...] = ()
+    _measured: list[float] = PrivateAttr(default_factory=list)
 
     def compare(self, seconds: float) -> dict[str, float | str | None] | None:
         """Records the seconds of a step; returns predicted and median measured seconds once, after enough steps."""
@@ -41,7 +46,11 @@ class Prediction:
 
 
 def read_prediction(path: Path) -> Prediction:
-    """The launcher's prediction; an empty one if the file is missing or unreadable."""
-    with suppress(OSError, ValueError, TypeError):
-        return Prediction(**json.loads(path.read_text()))
-    return Prediction()
+    """The launcher's prediction; an empty one, and a warning, if the file cannot be read."""
+    try:
+        return read_artifact(path, Prediction)
+    except FileNotFoundError:
+        return Prediction()
+    except (OSError, DamageError, ResumeError) as error:
+        log.warning("%s cannot be read, so nothing is predicted: %s", path, error)
+        return Prediction()

@@ -1,50 +1,70 @@
-"""Exit markers: the file DONE, REQUEUE or STOP in the run folder tells a launcher how a run ended. Imports no torch.
+"""Exit markers: a file in the run folder, named as `trainer.errors.ENDINGS` say, tells a launcher how a run ended. Imports no torch.
 
-Checkpoints decide whether a run is done. A marker only says what to do next: nothing (DONE), requeue (REQUEUE), or
-fix the reason first (STOP). A crash writes no marker; the run may be restarted at once.
+Checkpoints decide whether a run is done. A marker only says what to do next. A process that was killed writes none: the run may be
+restarted.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar
 
-from trainer.checkpoint.durable_io import fsync_path, write_atomic
+from trainer.artifact import Artifact, DamageError, parse_object, read_artifact, write_artifact
+from trainer.checkpoint.durable_io import fsync_path
+from trainer.errors import ENDINGS, ResumeError
 
-ExitMarker = Literal["DONE", "REQUEUE", "STOP"]
-EXIT_MARKERS: tuple[ExitMarker, ...] = get_args(ExitMarker)
+EXIT_MARKERS = tuple(dict.fromkeys(ending.marker for ending in ENDINGS))
 ATTEMPT_VARIABLE = "LONGHAUL_ATTEMPT"
 """Environment variable that identifies one launch of a run."""
 
 
-def write(folder: Path, marker: ExitMarker, **fields: Any) -> None:
-    """Writes a marker atomically and removes all others: a run ends in one way."""
-    write_atomic(folder / marker, (json.dumps({"time": time.time(), **fields}) + "\n").encode())
-    clear(folder, keep=marker)
+class Marker(Artifact):
+    kind: ClassVar[str] = "exit marker"
+    time: float
+    reason: str = ""
+    attempt: str | None = None
+    step: int | None = None
+    """In those of earlier versions."""
+
+    @classmethod
+    def from_unsealed(cls, data: bytes) -> tuple[dict[str, Any], int]:
+        return parse_object(data), 1
+
+
+def write(
+    folder: Path, marker: str, *, reason: str = "", attempt: str | None = None, clears_others: bool = True
+) -> None:
+    """Writes a marker atomically and removes all others, because a run ends in one way; unless they are of another launch."""
+    content = Marker(time=time.time(), reason=reason, attempt=attempt)
+    write_artifact(folder / marker, content, owner=attempt or "")
+    if clears_others:
+        clear(folder, keep=marker)
     fsync_path(folder)
 
 
-def write_if_absent(folder: Path, marker: ExitMarker, **fields: Any) -> None:
+def write_if_absent(folder: Path, marker: str, *, reason: str = "", attempt: str | None = None) -> None:
     """Writes a marker unless that kind exists: for a launch with nothing to do."""
     if not (folder / marker).exists():
-        write(folder, marker, **fields)
+        write(folder, marker, reason=reason, attempt=attempt)
 
 
-def read(folder: Path, attempt: str) -> ExitMarker | None:
+def read(folder: Path, attempt: str) -> str | None:
     """The marker of that launch, else None: a second run, refused in the same folder, may have written one too."""
-    for marker in EXIT_MARKERS:
-        with suppress(OSError, ValueError):
-            fields = json.loads((folder / marker).read_bytes())
-            if isinstance(fields, dict) and fields.get("attempt") == attempt:
-                return marker
+    found = ((marker, content_of(folder, marker)) for marker in EXIT_MARKERS)
+    return next((marker for marker, content in found if content is not None and content.attempt == attempt), None)
+
+
+def content_of(folder: Path, marker: str) -> Marker | None:
+    """None if there is no such marker, or none that can be read."""
+    with suppress(OSError, DamageError, ResumeError):
+        return read_artifact(folder / marker, Marker)
     return None
 
 
-def clear(folder: Path, *, keep: ExitMarker | None = None) -> None:
-    """Removes all markers but `keep`. Call only in the launch that holds the lock of the folder."""
+def clear(folder: Path, *, keep: str | None = None) -> None:
+    """Removes all markers but `keep`. Call only in the launch that holds the lease of the folder."""
     for marker in EXIT_MARKERS:
         if marker != keep:
             (folder / marker).unlink(missing_ok=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,8 +78,7 @@ def submit(_: Namespace, overrides: Sequence[str]) -> int:
     (folder / "job.sh").write_text(render_script(config, ["--config", str(folder / "config.toml")]))
     snapshot.write_code_version(ROOT, folder)
     job_id = scheduler.submit(folder / "job.sh")
-    metadata = {"job": job_id, "time": time.time(), "nodes": slurm.nodes, "processes": slurm.nproc_per_node}
-    (folder / "job.json").write_text(json.dumps(metadata) + "\n")
+    jobs.record_submission(folder, run_dir, job_id, config)
     size = f"{pluralize(slurm.nodes, 'node')} x {pluralize(slurm.nproc_per_node, 'rank')}"
     print_lines(
         f"job {job_id} submitted: {size}, as {folder / 'job.sh'}",

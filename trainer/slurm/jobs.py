@@ -8,19 +8,57 @@ RUN/slurm/stuck     consecutive launches without a new checkpoint
 from __future__ import annotations
 
 import json
+import logging
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from trainer.artifact import Artifact, DamageError, parse_object, read_artifact, write_artifact
 from trainer.checkpoint.run_dir import RunDir
 from trainer.commands import format_table
+from trainer.config.migrations import Migration
+from trainer.config.training_stages import Recipe
+from trainer.errors import ResumeError
 from trainer.metrics.loggers import format_duration
 from trainer.resilience import exit_markers
 from trainer.slurm import scheduler
 from trainer.slurm.scheduler import JobState, SlurmError
 from trainer.slurm.script import log_path
 
+log = logging.getLogger("trainer")
+
 TAIL_BYTES = 1 << 16  # bytes read from the end of metrics.jsonl; more than one line
+
+
+class JobRecord(Artifact):
+    """A submission, as its folder keeps it."""
+
+    kind: ClassVar[str] = "job record"
+    migrations: ClassVar[tuple[Migration, ...]] = (Migration(new_keys={"folder": None, "path": None}),)
+    job: str
+    time: float
+    nodes: int
+    processes: int
+    folder: int | None
+    """Inode of the run folder, and its path: a copy of the folder has neither. None in records of before."""
+    path: str | None
+
+    @classmethod
+    def from_unsealed(cls, data: bytes) -> tuple[dict[str, Any], int]:
+        return parse_object(data), 1
+
+
+def record_submission(folder: Path, run_dir: Path, job_id: str, config: Recipe) -> None:
+    slurm, inode = config.slurm, run_dir.stat().st_ino
+    record = JobRecord(
+        job=job_id,
+        time=time.time(),
+        nodes=slurm.nodes,
+        processes=slurm.nproc_per_node,
+        folder=inode,
+        path=str(run_dir.absolute()),
+    )
+    write_artifact(folder / "job.json", record, owner=job_id)
 
 
 def create_submission_dir(run_dir: Path) -> Path:
@@ -31,9 +69,20 @@ def create_submission_dir(run_dir: Path) -> Path:
 
 
 def submitted_job_ids(run_dir: Path) -> list[str]:
-    """The job ids of a run, oldest first."""
-    records = [_read_json(run_dir / "slurm" / str(number) / "job.json") for number in _submissions(run_dir)]
-    return [str(record["job"]) for record in records if record and "job" in record]
+    """The job ids of a run, oldest first. Those of the run that the folder was copied from are not its own."""
+    job_ids = []
+    for number in _submissions(run_dir):
+        path = run_dir / "slurm" / str(number) / "job.json"
+        try:
+            record = read_artifact(path, JobRecord)
+        except FileNotFoundError:
+            continue
+        except (OSError, DamageError, ResumeError) as error:
+            log.warning("%s cannot be read, so its job is unknown: %s", path, error)
+            continue
+        if record.folder in (None, run_dir.stat().st_ino) or record.path == str(run_dir.absolute()):
+            job_ids.append(record.job)
+    return job_ids
 
 
 def _submissions(run_dir: Path) -> list[int]:
@@ -51,8 +100,8 @@ def status_report(run_dir: Path) -> list[str]:
     jobs = submitted_job_ids(run_dir)
     lines = [("run", str(run_dir)), *((f"job {job}", text) for job, text in _queue_states(jobs))]
     lines += [("newest step", _latest_step(run_dir)), ("newest checkpoint", _latest_checkpoint(run_dir))]
-    markers = {name: _read_json(run_dir / name) for name in exit_markers.EXIT_MARKERS}
-    lines += [(name, _format_marker(marker)) for name, marker in markers.items() if marker is not None]
+    present = (name for name in exit_markers.EXIT_MARKERS if (run_dir / name).exists())
+    lines += [(name, _format_marker(exit_markers.content_of(run_dir, name))) for name in present]
     if jobs:
         lines.append(("log", str(log_path(run_dir, jobs[-1]))))
     return format_table(*lines)
@@ -89,23 +138,12 @@ def _latest_checkpoint(run_dir: Path) -> str:
     return f"{committed[-1][1].name}, written {_format_age(committed[-1][1])}" if committed else "none"
 
 
-def _format_marker(marker: dict[str, Any]) -> str:
-    fields = [f"{key} {marker[key]}" for key in ("step", "reason", "attempt") if marker.get(key) is not None]
-    if isinstance(timestamp := marker.get("time"), int | float):
-        fields.append(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(timestamp)))
-    return ", ".join(fields) or "written"
+def _format_marker(marker: exit_markers.Marker | None) -> str:
+    if marker is None:
+        return "damaged"
+    fields = [f"{key} {value}" for key in ("step", "reason", "attempt") if (value := getattr(marker, key))]
+    return ", ".join([*fields, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(marker.time))])
 
 
 def _format_age(path: Path) -> str:
     return f"{format_duration(max(0.0, time.time() - path.stat().st_mtime))} ago"
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None if the file is missing, empty if it is torn."""
-    try:
-        content = json.loads(path.read_text())
-    except OSError:
-        return None
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}

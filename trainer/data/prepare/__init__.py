@@ -10,12 +10,13 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import ClassVar
 
-from trainer.artifact import DamageError, read_artifact, write_artifact
-from trainer.checkpoint.durable_io import fsync_path, write_atomic
+from trainer.artifact import Artifact, DamageError, read_artifact, write_artifact
+from trainer.checkpoint.durable_io import fsync_path
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.data.corpus import Corpus
@@ -33,7 +34,7 @@ from trainer.data.token_dataset import (
     token_dtype,
 )
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
-from trainer.errors import DataError
+from trainer.errors import DataError, ResumeError
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,13 @@ def prepare_datasets(config: Config) -> dict[str, Path]:
     return {name: prepare(spec, tokenizer).folder for name, spec in specs.items()}
 
 
+class PreparedFolders(Artifact):
+    """What the first process of a launch tells the others: the folder of each source."""
+
+    kind: ClassVar[str] = "prepared folders"
+    folders: dict[str, str]
+
+
 def prepare_once(config: Config, launch: str | None) -> dict[str, Path]:
     """`prepare_datasets` in several processes of one launch: the first that shares a cache tells the others.
 
@@ -69,11 +77,13 @@ def prepare_once(config: Config, launch: str | None) -> dict[str, Path]:
         cache.mkdir(parents=True, exist_ok=True)
         with file_lock(path.with_suffix(".lock")) as acquired:
             if acquired and path.exists():
-                folders = {name: Path(folder) for name, folder in json.loads(path.read_bytes()).items()}
-                if all(map(is_token_dataset, folders.values())):
-                    return folders
+                with suppress(DamageError, ResumeError):
+                    folders = {name: Path(each) for name, each in read_artifact(path, PreparedFolders).folders.items()}
+                    if all(map(is_token_dataset, folders.values())):
+                        return folders
             folders = prepare_datasets(config)
-            write_atomic(path, json.dumps({name: str(folder) for name, folder in folders.items()}).encode())
+            prepared = PreparedFolders(folders={name: str(folder) for name, folder in folders.items()})
+            write_artifact(path, prepared, owner=launch)
             for other in cache.glob(".launch-*"):
                 if other.stem != path.stem:
                     other.unlink(missing_ok=True)
