@@ -51,7 +51,7 @@ def failure_ending(exit_code: int) -> Ending:
 
 
 START_TIME_ENV = "LONGHAUL_BEGAN"
-"""Environment variable: start time of the launcher."""
+"""Environment variable: when the launcher started, as the host's `boot_id` and `seconds_since_boot`."""
 STACK_DUMP_SIGNAL = signal.SIGQUIT
 """Makes a rank dump its stack and continue."""
 

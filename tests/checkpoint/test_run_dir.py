@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from trainer.config.data import PACKING_VERSION
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.errors import ConfigError
+from trainer.launch.launcher import load_and_validate
 
 
 def config(folder: Path, **sections: dict[str, Any]) -> Config:
@@ -129,7 +131,9 @@ def test_create_makes_parents_and_accepts_an_existing_folder(tmp_path: Path) -> 
 def test_a_file_in_place_of_the_folder_is_an_error(tmp_path: Path, child: str) -> None:
     (tmp_path / "taken").touch()
     path = tmp_path / "taken" / child
-    with pytest.raises(ConfigError, match=rf"^job.output_dir = {path} is not writable: (File exists|Not a dir)"):
+    with pytest.raises(
+        ConfigError, match=rf"^job.output_dir = {path} cannot be used: {tmp_path}/taken is not a folder"
+    ):
         RunDir(path).create()
 
 
@@ -341,3 +345,30 @@ def test_a_run_keeps_the_packing_version_of_its_checkpoint(tmp_path: Path) -> No
     path.write_text("{")
     seal(checkpoint)
     assert resolved() == PACKING_VERSION, "the damage is reported when the run resumes"
+
+
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "events.jsonl", "prediction.json"])
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "link to nothing"])
+def test_what_is_no_file_is_named_before_anything_starts(tmp_path: Path, name: str, kind: str) -> None:
+    path = tmp_path / name
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else "nowhere")
+    _, _, problems = load_and_validate([f"--job.output_dir={tmp_path}"], {"NGPU": "1"})
+    assert problems == [f"{path} is not a regular file"]
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "{", '"x"', "1" * 6000, '{"step": 1', '{"event": "validation", "set": "a"}', "[" * 9999]
+)
+def test_a_strange_line_is_passed_over(tmp_path: Path, line: str) -> None:
+    run_dir = RunDir(tmp_path)
+    for path in (run_dir.metrics_path, run_dir.events_path):
+        path.write_text(f"{line}\n" + '{"step": 2, "loss": 3.5}\n')
+    assert run_dir.first_validation_loss("a") is None
+    assert run_dir.first_loss() in (None, 3.5)
+    run_dir.truncate_metrics(2)
+    assert run_dir.metrics_path.read_text().endswith('{"step": 2, "loss": 3.5}\n')

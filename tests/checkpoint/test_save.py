@@ -183,6 +183,7 @@ def test_a_checkpoint_is_complete_when_it_is_renamed(run: Path, monkeypatch: pyt
 
 
 def attempt_name_of(names: dict[int, str]) -> str:
+    os.environ.pop("LONGHAUL_ATTEMPT", None)
     if name := names.get(distributed.get_rank()):
         os.environ["LONGHAUL_ATTEMPT"] = name
     return attempt_name()

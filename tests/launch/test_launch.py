@@ -79,8 +79,8 @@ def test_nnodes_multiplies_the_world_size() -> None:
 @pytest.mark.parametrize(
     ("environment", "problems"),
     [
-        ({"NGPU": "0"}, ['environment: NGPU = "0" must be an integer, at least 1']),
-        ({"NGPU": "-2"}, ['environment: NGPU = "-2" must be an integer, at least 1']),
+        ({"NGPU": "0"}, ['environment: NGPU = "0" must be an integer, 1 to 1024']),
+        ({"NGPU": "-2"}, ['environment: NGPU = "-2" must be an integer, 1 to 1024']),
         ({"NGPU": "two", "NNODES": "1.5"}, ['NGPU = "two"', 'NNODES = "1.5" must be an integer, at least 1']),
         ({"NNODES": "2"}, ["NNODES = 2 needs NODE_RANK", "NNODES = 2 needs MASTER_ADDR"]),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, ['NODE_RANK = "2" must be an integer, 0 to 1']),

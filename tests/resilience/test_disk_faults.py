@@ -171,4 +171,4 @@ def test_a_read_only_run_folder_is_rejected_at_launch(tmp_path: Path) -> None:
     with read_only(folder):
         done = forked(write_run(tmp_path), folder)
     assert done.statuses == [2]
-    assert f"error: job.output_dir = {folder} is not writable: Read-only file system" in done.said
+    assert f"error: job.output_dir = {folder} cannot be used: {folder} is not writable" in done.said

@@ -12,6 +12,7 @@ import pytest
 from tests.ranks import run_ranks
 from trainer.config.job_config import Config
 from trainer.errors import START_TIME_ENV
+from trainer.hardware.host import boot_id, seconds_since_boot
 from trainer.resilience.preemption import Decision, Preemption, job_deadline
 from trainer.resilience.signals import SignalHandler
 
@@ -53,7 +54,7 @@ def clock_decisions(late_rank: int) -> list[tuple[str, bool]]:
     from torch import distributed
 
     rank = distributed.get_rank()
-    late = preemption_of(rank, SignalHandler(), deadline=time.time() if rank == late_rank else None)
+    late = preemption_of(rank, SignalHandler(), deadline=seconds_since_boot() if rank == late_rank else None)
     saving = preemption_of(rank, SignalHandler(), checkpoint={"interval_minutes": 1e-9})
     return [(decision.stop_reason, decision.should_save) for decision in (late.check(0.0), saving.check(0.0))]
 
@@ -86,7 +87,7 @@ def test_interval_minutes_count_from_the_last_checkpoint() -> None:
 
 def stops_in_time(seconds: float) -> bool:
     """Whether a run stops this many seconds before its deadline, if checkpoints take ten seconds."""
-    preemption = preemption_of(0, SignalHandler(), deadline=time.time() + seconds)
+    preemption = preemption_of(0, SignalHandler(), deadline=seconds_since_boot() + seconds)
     return preemption.check(10.0) == Decision("time limit reached")
 
 
@@ -121,9 +122,11 @@ def test_short_steps_are_rarely_checked() -> None:
 
 def test_the_deadline_is_the_earlier_of_both_limits() -> None:
     config = Config.model_validate({"job": {"max_minutes": 2.0}})
-    assert job_deadline(config, {START_TIME_ENV: "1000"}) == 1120
-    assert job_deadline(config, {START_TIME_ENV: "1000", "SLURM_JOB_END_TIME": "1100"}) == 1100
-    assert job_deadline(Config(), {"SLURM_JOB_END_TIME": "1100"}) == 1100
+    began, now = {START_TIME_ENV: f"{boot_id()} 1000.5"}, seconds_since_boot()
+    assert job_deadline(config, began) == 1120.5
+    until = {"SLURM_JOB_END_TIME": str(int(time.time()) + 1000)}
+    assert job_deadline(config, {START_TIME_ENV: "another-host 5", **until}) == pytest.approx(now + 120, abs=5)
+    assert job_deadline(Config(), until) == pytest.approx(now + 1000, abs=5)
     assert job_deadline(Config(), {"SLURM_JOB_END_TIME": "UNLIMITED"}) is None
     assert job_deadline(Config(), {}) is None
 

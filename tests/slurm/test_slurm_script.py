@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config.parse import load
+from trainer.errors import ConfigError
 from trainer.resilience import exit_markers
 from trainer.slurm.script import BATCH_TEMPLATE, ROOT, render
 
@@ -168,3 +169,16 @@ def test_the_script_finds_the_exit_markers_of_its_attempt(tmp_path: Path, kind: 
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["0", "1", "1", "1"]
     assert (done.returncode, done.stderr) == (2, "")
+
+
+@pytest.mark.parametrize(
+    "option", ["--array=1-3", "--no-requeue", "--arr 2", "--no-req", "--output=x", "--time=1:00:00"]
+)
+def test_options_that_would_break_the_run_are_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match=r"slurm.options.*must not be --"):
+        load([f'--slurm.options=["{option}"]'])
+
+
+def test_a_line_break_does_not_become_a_line_of_the_script() -> None:
+    with pytest.raises(ConfigError, match=r"job.output_dir.*must not contain line breaks"):
+        load(["--job.output_dir=/runs/a\n#SBATCH --nodes=99"])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.artifact import DamageError
+from trainer.artifact import DamageError, open_regular, parse_object
 from trainer.checkpoint import manifest
 from trainer.checkpoint.durable_io import LineAppender, write_atomic
 from trainer.checkpoint.retention import list_quarantined
@@ -56,7 +57,9 @@ class RunDir:
         """Raises `RunFailedError` if another launch has taken the folder over. The launch that trains sets it."""
 
     def create(self) -> None:
-        """Creates the folder. Raises `ConfigError` if it is not writable."""
+        """Creates the folder. Raises `ConfigError` if it is not writable, or holds something else in place of a file."""
+        if problems := self.problems():
+            raise ConfigError(problems)
         try:
             for folder in (self.checkpoints_dir, self.logs_dir):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -64,6 +67,15 @@ class RunDir:
                 pass
         except OSError as error:
             raise ConfigError([f"job.output_dir = {self.path} is not writable: {error.strerror}"]) from None
+
+    def problems(self) -> list[str]:
+        """Why a run could not write here. Creates nothing."""
+        folder = next(each for each in (self.path.absolute(), *self.path.absolute().parents) if _exists(each))
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            reason = "is not writable" if folder.is_dir() else "is not a folder"
+            return [f"job.output_dir = {self.path} cannot be used: {folder} {reason}"]
+        files = (self.config_path, self.metrics_path, self.prediction_path, self.events_path)
+        return [f"{path} is not a regular file" for path in files if _exists(path) and not path.is_file()]
 
     def record_start(self, config: Config, step: int) -> None:
         """Writes config.toml and cuts metrics.jsonl after `step`. Called on rank 0 when a run starts or resumes."""
@@ -119,7 +131,7 @@ class RunDir:
             if event.get("event") == "start" and event.get("step") == 0:
                 first = None
             elif event.get("event") == "validation" and event.get("set") == name and first is None:
-                first = event["loss"]
+                first = event.get("loss")
         return first
 
     def truncate_metrics(self, step: int) -> None:
@@ -153,6 +165,11 @@ def raise_if_all_damaged(run_dir: RunDir, damaged: Sequence[str] = ()) -> None:
         )
 
 
+def _exists(path: Path) -> bool:
+    """Whether there is anything of this name, a link to nothing included."""
+    return path.is_symlink() or path.exists()
+
+
 def _parse_step(name: str) -> int | None:
     number = name.removeprefix("step-")
     return int(number) if number.isascii() and number.isdecimal() and str(int(number)) == number else None
@@ -160,11 +177,18 @@ def _parse_step(name: str) -> int | None:
 
 def _read_json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Every line and its object, which is empty for a torn line; nothing without a file."""
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
-        value = None
-        with suppress(ValueError):
-            value = json.loads(line)
-        yield line, value if isinstance(value, dict) else {}
+    try:
+        lines = open_regular(path)
+    except FileNotFoundError:
+        return
+    except DamageError as error:
+        raise ResumeError(f"{path} cannot be read: {error}") from None
+    with lines:
+        for line in lines:
+            value: dict[str, Any] = {}
+            with suppress(DamageError):
+                value = parse_object(line)
+            yield line, value
 
 
 def flatten_config(config: Config) -> dict[str, Any]:

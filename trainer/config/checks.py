@@ -188,8 +188,11 @@ def path_problems(data: DataSection, validation_sources: Set[str] = frozenset())
     paths = {"data.corpus": data.corpus} if DEFAULT_SOURCE in used else {}
     paths |= {f"data.sources.{name}.path": source.path for name, source in data.sources.items() if name in used}
     for key, path in paths.items():
-        is_builtin = path in (STDLIB_CORPUS, COPY_CORPUS) or path.startswith(HF_PREFIX)
-        if not is_builtin and not _path_exists(Path(path)):
+        if path in (STDLIB_CORPUS, COPY_CORPUS) or path.startswith(HF_PREFIX):
+            continue
+        if _path_exists(Path(path)) and not (Path(path).is_file() or Path(path).is_dir()):
+            yield f'{key} = "{path}" is neither a file nor a folder'
+        elif not _path_exists(Path(path)):
             yield (
                 f'{key} = "{path}" is neither "{STDLIB_CORPUS}", "{COPY_CORPUS}", a dataset ("{HF_PREFIX}NAME"), '
                 "nor an existing file or folder"

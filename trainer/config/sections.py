@@ -22,6 +22,8 @@ def require_non_empty(value: object) -> object:
 def require_path(value: object) -> object:
     if "://" in str(value):
         raise ValueError("must be a local or mounted path, not a URL")
+    if any(not character.isprintable() for character in str(value)):  # It would be a line of its own in a batch script.
+        raise ValueError("must not contain line breaks or other control characters")
     return require_non_empty(value)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from trainer.config.sections import NonNegativeInt, PositiveInt, Section
 
@@ -13,6 +13,26 @@ ShellWord = Annotated[str, Field(pattern=r"^[^\s\"'\\$`#]+$")]
 ContainerImage = Annotated[str, Field(pattern=r"^[^\s\"'\\$`]+$")]
 CommandOption = Annotated[str, Field(pattern=r"^--[A-Za-z][^\n\"'\\$`#]*$")]
 
+
+def require_allowed_option(option: str) -> str:
+    name = option.removeprefix("--").partition("=")[0].split()[0]
+    for forbidden, reason in FORBIDDEN_OPTIONS.items():
+        if forbidden.startswith(name):  # sbatch takes beginnings of names, too.
+            raise ValueError(f"must not be --{forbidden}: {reason}")
+    return option
+
+
+SET_HERE = "a key of [slurm] or the batch script itself sets it"
+FORBIDDEN_OPTIONS = {
+    "array": "every task of the array would train in the same run folder",
+    "no-requeue": "the run could not continue after its time limit",
+    "wait": "it would wait for requeued launches",
+    **dict.fromkeys(
+        ("requeue", "open-mode", "signal", "output", "error", "chdir", "job-name", "nodes", "ntasks"), SET_HERE
+    ),
+    **dict.fromkeys(("ntasks-per-node", "gpus-per-node", "cpus-per-task", "mem", "time", "partition"), SET_HERE),
+}
+SbatchOption = Annotated[CommandOption, AfterValidator(require_allowed_option)]
 MAX_LEAD_SECONDS = 65_535  # limit of sbatch --signal
 
 
@@ -55,7 +75,7 @@ class SlurmSection(Section):
     """Interpreter on the nodes: a path or name without spaces. Left out: the interpreter that renders the script, or `python3` in a container."""
     container: ContainerImage | None = None
     """Container image for the ranks, without spaces, such as `nvcr.io#nvidia/pytorch:26.01-py3`; needs the pyxis plugin."""
-    options: tuple[CommandOption, ...] = ()
+    options: tuple[SbatchOption, ...] = ()
     """More sbatch options, such as `--exclusive` or `--mail-type=FAIL`."""
     srun_options: tuple[CommandOption, ...] = ()
     """More srun options for the ranks, such as `--cpu-bind=none`."""

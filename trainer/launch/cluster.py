@@ -44,6 +44,9 @@ def launch_id(environment: Mapping[str, str]) -> str | None:
     )
 
 
+MAX_PROCESSES_PER_NODE = 1024
+
+
 def detect_launch_world(environment: Mapping[str, str], config: Config, *, gpus: int) -> LaunchWorld:
     """The world described by torchrun, srun, or NGPU and NNODES. Raises `ConfigError`."""
     rank_world = _rank_world(environment)
@@ -59,7 +62,9 @@ def detect_launch_world(environment: Mapping[str, str], config: Config, *, gpus:
         problems.append(f'environment: {name} = "{text}" must be an integer, {rule}')
         return default
 
-    nproc_per_node = read_int("NGPU", gpus or default_nproc_per_node(config), minimum=1)
+    nproc_per_node = read_int(
+        "NGPU", gpus or default_nproc_per_node(config), minimum=1, upper_bound=MAX_PROCESSES_PER_NODE + 1
+    )
     num_nodes = read_int("NNODES", 1, minimum=1)
     node_rank, port = 0, 0
     if num_nodes > 1:

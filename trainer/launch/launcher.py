@@ -168,6 +168,7 @@ def load_and_validate(
     with suppress(RunError):  # Finished stages are not checked for this world.
         stages = stages[stage.index :] if (stage := next_stage(config)) else stages
     problems = checks.problems(config, world.world_size, first_stage=stages[0].index)
+    problems += RunDir(config.output_dir).problems()
     if not stages[0].config.model.problems():
         for validate in (validate_initial_weights, validate_initial_tokenizer):
             with collecting(problems):

@@ -18,6 +18,7 @@ from trainer.checkpoint.run_dir import RunDir, next_stage
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.training_stages import Recipe
 from trainer.errors import CONCLUSIVE_EXIT_CODES, EXIT_FAILURE, EXIT_SUCCESS, START_TIME_ENV, RunError, failure_ending
+from trainer.hardware.host import boot_id, seconds_since_boot
 from trainer.launch.cluster import LaunchWorld
 from trainer.launch.workers import Workers
 from trainer.resilience import exit_markers
@@ -42,7 +43,7 @@ def run_with_restarts(
     config = spec.config
     folder, workers = RunDir(config.output_dir), Workers()
     start_time, launch_index, failures_without_progress, stage = time.time(), 0, 0, next_stage(config)
-    os.environ.setdefault(START_TIME_ENV, str(start_time))
+    os.environ.setdefault(START_TIME_ENV, f"{boot_id()} {seconds_since_boot()}")
     with workers.forward_signals():
         while True:
             attempt = os.environ[exit_markers.ATTEMPT_VARIABLE] = (

@@ -26,6 +26,7 @@ from typing import ClassVar, Literal, NamedTuple
 from trainer.artifact import Artifact, DamageError, read_artifact, seal
 from trainer.checkpoint.durable_io import write_and_fsync
 from trainer.errors import ResumeError, RunFailedError, RunFolderHeldElsewhereError, RunFolderInUseError
+from trainer.hardware.host import boot_id
 
 log = logging.getLogger("trainer")
 
@@ -73,7 +74,7 @@ class Lease:
         self._owner = LeaseOwner(
             folder=folder.stat().st_ino,
             host=socket.gethostname(),
-            boot=_boot_id(),
+            boot=boot_id(),
             pid_namespace=_pid_namespace(),
             pid=os.getpid(),
             started=_start_time(os.getpid()) or "",
@@ -198,12 +199,6 @@ class Lease:
             if self._is_lost:
                 return
             self._last_touch = time.monotonic()
-
-
-def _boot_id() -> str:
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
 
 
 def _pid_namespace() -> str:

@@ -11,6 +11,7 @@ from signal import Signals
 from parallelisms.collectives import max_over_ranks
 from trainer.config.job_config import Config
 from trainer.errors import START_TIME_ENV
+from trainer.hardware.host import boot_id, seconds_since_boot
 from trainer.resilience.signals import SignalHandler
 
 CHECK_INTERVAL_SECONDS = 1.0
@@ -38,13 +39,13 @@ class Preemption:
     def __init__(
         self, config: Config, signals: SignalHandler, *, is_leader: bool, deadline: float | None = None
     ) -> None:
-        """The run must have exited by `deadline` (seconds since the epoch). The leader's clock decides."""
+        """The run must have exited by `deadline`, in `seconds_since_boot`. The leader's clock decides."""
         self._signals, self._is_leader = signals, is_leader
         self._save_interval_minutes = config.checkpoint.interval_minutes
         self._deadline = deadline if is_leader and deadline is not None else inf
         self._steps_since_check, self._steps_per_check = 0, 1
         self._last_check = self._last_save = time.monotonic()
-        self._default_save_seconds = min(DEFAULT_SAVE_SECONDS, 0.1 * (self._deadline - time.time()))
+        self._default_save_seconds = min(DEFAULT_SAVE_SECONDS, 0.1 * (self._deadline - seconds_since_boot()))
 
     def record_save(self) -> None:
         """Restarts the `checkpoint.interval_minutes` clock."""
@@ -60,7 +61,7 @@ class Preemption:
         steps_per_check = min(max(1, int(CHECK_INTERVAL_SECONDS / max(step_seconds, 1e-6))), 2 * self._steps_per_check)
         expected_save_seconds = self._default_save_seconds if save_seconds is None else save_seconds
         seconds_needed = 2 * step_seconds * steps_per_check + 2 * expected_save_seconds + MARGIN_SECONDS
-        deadline_near = time.time() + seconds_needed >= self._deadline
+        deadline_near = seconds_since_boot() + seconds_needed >= self._deadline
         save_due = (
             self._is_leader
             and self._save_interval_minutes is not None
@@ -76,10 +77,14 @@ class Preemption:
 
 
 def job_deadline(config: Config, environ: Mapping[str, str]) -> float | None:
-    """The earlier of `job.max_minutes` after the launcher's start and SLURM's end time, in seconds since the epoch."""
-    deadlines = []
+    """The earlier of `job.max_minutes` after the launcher's start and SLURM's end time, in `seconds_since_boot`.
+
+    The wall clock is read once, for SLURM's limit: it may be set while the run goes.
+    """
+    deadlines, now = [], seconds_since_boot()
     if config.job.max_minutes is not None:
-        deadlines.append(float(environ.get(START_TIME_ENV) or time.time()) + 60 * config.job.max_minutes)
+        host, _, seconds = environ.get(START_TIME_ENV, "").partition(" ")
+        deadlines.append((float(seconds) if host == boot_id() else now) + 60 * config.job.max_minutes)
     if environ.get("SLURM_JOB_END_TIME", "").isdecimal():
-        deadlines.append(float(environ["SLURM_JOB_END_TIME"]))
+        deadlines.append(now + float(environ["SLURM_JOB_END_TIME"]) - time.time())
     return min(deadlines, default=None)

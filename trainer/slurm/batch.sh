@@ -9,7 +9,7 @@
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
-LONGHAUL_BEGAN=$(date +%s) # what job.max_minutes counts from
+LONGHAUL_BEGAN="$(cat /proc/sys/kernel/random/boot_id) $(cut -d " " -f 1 /proc/uptime)" # what job.max_minutes counts from
 export LONGHAUL_BEGAN
 
 # ---- helpers

@@ -7,13 +7,12 @@ RUN/slurm/stuck     consecutive launches without a new checkpoint
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainer.artifact import Artifact, DamageError, parse_object, read_artifact, write_artifact
+from trainer.artifact import Artifact, DamageError, open_regular, parse_object, read_artifact, write_artifact
 from trainer.checkpoint.run_dir import RunDir
 from trainer.commands import format_table
 from trainer.config.migrations import Migration
@@ -122,14 +121,17 @@ def _queue_states(jobs: list[str]) -> list[tuple[str, str]]:
 
 def _latest_step(run_dir: Path) -> str:
     path = RunDir(run_dir).metrics_path
-    if not path.exists():
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            complete_lines = [line for line in file if line.endswith(b"\n")]
+        metrics = parse_object(complete_lines[-1]) if complete_lines else {}
+    except FileNotFoundError:
         return "none"
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        complete_lines = [line for line in file if line.endswith(b"\n")]
-    metrics = json.loads(complete_lines[-1]) if complete_lines else {}
+    except (OSError, DamageError) as error:
+        return f"unknown: {path} cannot be read: {error}"
     numbers = {key: metrics.get(key) for key in ("loss", "grad_norm", "step_seconds")}
-    fields = [f"{key} {value:.5g}" for key, value in numbers.items() if value is not None]
+    fields = [f"{key} {value:.5g}" for key, value in numbers.items() if isinstance(value, int | float)]
     return ", ".join([f"step {metrics.get('step', 'unknown')}", *fields, f"written {_format_age(path)}"])
 
 

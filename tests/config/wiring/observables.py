@@ -40,6 +40,7 @@ from trainer.distributed import World, resolve_auto_recompute
 from trainer.errors import START_TIME_ENV, RunError
 from trainer.evaluation.validation import Validator
 from trainer.hardware.device import choose_attention_kernel
+from trainer.hardware.host import boot_id
 from trainer.launch.cluster import LaunchWorld
 from trainer.launch.restarts import run_with_restarts
 from trainer.launch.workers import Workers
@@ -350,7 +351,7 @@ def script(recipe: Recipe) -> str:
 
 
 def deadline(recipe: Recipe) -> float | None:
-    return job_deadline(recipe, {START_TIME_ENV: "0"})
+    return job_deadline(recipe, {START_TIME_ENV: f"{boot_id()} 0"})
 
 
 def restart_delays(recipe: Recipe) -> list[float]:
