@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from models.config import ModelConfig
+from models.files import UnusableFileError, open_regular, read_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +52,7 @@ class HuggingFaceError(Exception):
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of the folder's config.json. Raises `HuggingFaceError`."""
     try:
-        values = json.loads((folder / CONFIG_FILE).read_bytes())
+        values = json.loads(read_regular(folder / CONFIG_FILE))
     except OSError as error:
         raise HuggingFaceError(
             [f"{folder / CONFIG_FILE} cannot be read: {error.strerror} (models are not downloaded)"]
@@ -239,9 +240,11 @@ class SafetensorsReader:
 
         if (path, framework) not in self._open_files:
             try:
+                open_regular(path).close()
                 self._open_files[path, framework] = safe_open(path, framework)
             except (SafetensorError, OSError) as error:
-                raise HuggingFaceError([f"{path} cannot be read: {error}"]) from None
+                reason = error.strerror if isinstance(error, UnusableFileError) else error
+                raise HuggingFaceError([f"{path} cannot be read: {reason}"]) from None
         return self._open_files[path, framework]
 
 
@@ -255,7 +258,7 @@ def _read_index(folder: Path) -> dict[str, Path]:
             problem += f"; {pickles[0]} is a pickle file, which is not read because it can execute code"
         raise HuggingFaceError([problem])
     try:
-        content = json.loads(index.read_bytes())
+        content = json.loads(read_regular(index))
     except (OSError, ValueError, RecursionError) as error:
         raise HuggingFaceError([f"{index} cannot be read: {error}"]) from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import stat
 from collections.abc import Mapping
 from io import BufferedReader
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from models import files
 from trainer import __version__
 from trainer.checkpoint.durable_io import write_atomic
 from trainer.config.migrations import Migration, apply_migrations
@@ -177,17 +176,16 @@ def first_problem(error: ValidationError) -> str:
 
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:
-    """The bytes of a regular file. Raises `DamageError` for a pipe, device or folder and for too many bytes; OSError."""
-    with open_regular(path) as file:
-        if (size := os.fstat(file.fileno()).st_size) > max_bytes:
-            raise DamageError(f"it has {size:,} bytes, more than {max_bytes:,}")
-        return file.read(size)
+    """As `models.files.read_regular`, with `DamageError` for what is not such a file."""
+    try:
+        return files.read_regular(path, max_bytes=max_bytes)
+    except files.UnusableFileError as error:
+        raise DamageError(error.strerror) from None
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """A regular file, to be read. Raises `DamageError` for a pipe, device or folder, and OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # A pipe would wait for a writer.
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return open(descriptor, "rb")  # noqa: PTH123 - no path
-    os.close(descriptor)
-    raise DamageError("it is not a regular file")
+    """As `models.files.open_regular`, with `DamageError` for what is not such a file."""
+    try:
+        return files.open_regular(path)
+    except files.UnusableFileError as error:
+        raise DamageError(error.strerror) from None

@@ -12,6 +12,7 @@ EXIT_BAD_CONFIG = 2
 EXIT_DOES_NOT_FIT = 3
 EXIT_NO_RETRY = 78
 """Stopped for a reason that a retry cannot fix."""
+MAX_PROBLEM_CHARS = 4000
 CONCLUSIVE_EXIT_CODES = (EXIT_NO_RETRY, EXIT_BAD_CONFIG)
 
 
@@ -56,14 +57,22 @@ STACK_DUMP_SIGNAL = signal.SIGQUIT
 """Makes a rank dump its stack and continue."""
 
 
+def shorten(problem: str) -> str:
+    """A problem that quotes something long, without its middle."""
+    if len(problem) <= MAX_PROBLEM_CHARS:
+        return problem
+    half = MAX_PROBLEM_CHARS // 2
+    return f"{problem[:half]} [... {len(problem) - 2 * half:,} characters ...] {problem[-half:]}"
+
+
 class RunError(Exception):
     """Ends a run with the exit code `status`, after each of `problems` is printed on a line."""
 
     status = EXIT_FAILURE
 
     def __init__(self, *problems: str) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = [*problems]
+        self.problems = [*map(shorten, problems)]
+        super().__init__("\n".join(self.problems))
 
 
 class RankFailedError(RunError):

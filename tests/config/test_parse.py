@@ -59,7 +59,10 @@ def load_problems(*argv: str) -> list[str]:
         ("[optimizer]\nbetas = 0.9", "optimizer.betas = 0.9 must be a list, not a float"),
         ("[schedule]\nmin_lr_factor = 1.5", "schedule.min_lr_factor = 1.5 must be at most 1"),
         ("[job]\nname = 5", "job.name = 5 must be text, not an integer"),
-        ("[job]\nname = 'a b'", 'job.name = "a b" must match ^[A-Za-z0-9][A-Za-z0-9._-]*$ (Name of the run: letters'),
+        (
+            "[job]\nname = 'a b'",
+            'job.name = "a b" must match ^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$ (Name of the run: letters',
+        ),
         ("[job]\noutput_dir = []", "job.output_dir = [] must be text, not an array"),
         ("[job.name]\nx = 1", "[job.name] must be text, not a table"),
         ("training = 5", "training = 5 must be a section, not an integer"),

@@ -70,6 +70,12 @@ class RunDir:
 
     def problems(self) -> list[str]:
         """Why a run could not write here. Creates nothing."""
+        try:
+            return self._problems()
+        except OSError as error:
+            return [f"job.output_dir = {self.path} cannot be used: {error.strerror}"]
+
+    def _problems(self) -> list[str]:
         folder = next(each for each in (self.path.absolute(), *self.path.absolute().parents) if _exists(each))
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             reason = "is not writable" if folder.is_dir() else "is not a folder"

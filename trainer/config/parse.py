@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
+from models.files import read_regular
 from trainer.config import aliases
 from trainer.config.migrations import migrate_file, renamed_message, replaced_value_message
 from trainer.config.sections import Section
@@ -214,18 +215,17 @@ def find_config_file(name: str) -> Path:
 def read_toml(path: Path) -> dict[str, Any]:
     name = show_path(path)
     try:
-        return tomli.loads(path.read_bytes().decode("utf-8-sig"))
+        return tomli.loads(read_regular(path).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError([f"{name}: cannot be read: {error.strerror}"]) from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        problem = f"{name}:{line}: byte {error.start} (0x{error.object[error.start]:02x}) is not valid UTF-8"
-        raise ConfigError([problem]) from error
+        byte = f"byte {error.start} (0x{error.object[error.start]:02x})"
+        raise ConfigError([f"{name}:{line}: {byte} is not valid UTF-8"]) from error
     except tomli.TOMLDecodeError as error:
         lines = [*error.doc.splitlines(), ""]
         text = lines[min(error.lineno, len(lines)) - 1].strip()
-        is_duplicate = error.msg == "Cannot overwrite a value" or error.msg.endswith("twice")
-        rule = "defined twice" if is_duplicate else error.msg
+        rule = "defined twice" if error.msg.endswith(("Cannot overwrite a value", "twice")) else error.msg
         raise ConfigError([f"{name}:{error.lineno}: {rule}: {_shorten(text)}"]) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError([f"{name}: {error}"]) from error

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from math import prod
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from parallelisms.parallel_dims import AXES
@@ -19,12 +20,22 @@ def require_non_empty(value: object) -> object:
     return value
 
 
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095  # of Linux
+
+
 def require_path(value: object) -> object:
     if "://" in str(value):
         raise ValueError("must be a local or mounted path, not a URL")
     if any(not character.isprintable() for character in str(value)):  # It would be a line of its own in a batch script.
         raise ValueError("must not contain line breaks or other control characters")
     return require_non_empty(value)
+
+
+def require_possible_name(path: Path) -> Path:
+    parts = [len(os.fsencode(part)) for part in path.parts]
+    if max(parts, default=0) > MAX_NAME_BYTES or sum(parts) + len(parts) > MAX_PATH_BYTES:
+        raise ValueError(f"must have names of at most {MAX_NAME_BYTES} bytes, and {MAX_PATH_BYTES} in all")
+    return path
 
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -52,9 +63,9 @@ class Section(BaseModel):
 
 
 class JobSection(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
-    """Name of the run: letters, digits, `.`, `_` and `-`."""
-    output_dir: NonEmptyPath | None = None
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")] = "run"
+    """Name of the run: letters, digits, `.`, `_` and `-`, at most 200."""
+    output_dir: Annotated[NonEmptyPath, AfterValidator(require_possible_name)] | None = None
     """The run folder: configuration, metrics, checkpoints, TensorBoard files; a local or mounted path. Left out: `outputs/<job.name>`."""
     max_minutes: PositiveFloat | None = None
     """Time limit of the run from the launcher's start, restarts included; the run saves and exits in time to be started again. Left out: SLURM's limit, if there is one (SLURM_JOB_END_TIME)."""

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from models.files import read_regular
 from trainer.config.job_config import BYTE_VOCAB_SIZE
 from trainer.data.byte_level_bpe import LLAMA3_PATTERN
 from trainer.data.file_types import SENTENCEPIECE, TIKTOKEN, detect_file_type, sha256_of
@@ -169,7 +170,7 @@ def load_tokenizer(kind: str, path: Path | None) -> Tokenizer:
     if kind not in kinds or path is None:
         raise DataError(f'tokenizer.kind = "{kind}" with tokenizer.path = {path} is not a tokenizer')
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise DataError(f'tokenizer.path = "{path}" cannot be read: {error.strerror}') from error
     expected, factory = kinds[kind]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from models.files import read_regular
 from trainer.config.data import TOKENIZER_FILE, tokenizer_folder
 from trainer.data.file_types import HUGGING_FACE, detect_file_type
 from trainer.errors import DataError
@@ -27,7 +28,7 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
     """Raises DataError if tokenizer.json cannot be read or is not JSON."""
     folder = tokenizer_folder(path)
     try:
-        files = {TOKENIZER_FILE: (folder / TOKENIZER_FILE).read_bytes()}
+        files = {TOKENIZER_FILE: read_regular(folder / TOKENIZER_FILE)}
         files |= {name: (folder / name).read_bytes() for name in OPTIONAL_FILES if (folder / name).is_file()}
     except OSError as error:
         raise DataError(f'tokenizer.path = "{path}": {error.filename} cannot be read: {error.strerror}') from error

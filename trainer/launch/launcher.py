@@ -28,6 +28,7 @@ from trainer.errors import (
     ConfigError,
     RunError,
     failure_ending,
+    shorten,
 )
 from trainer.hardware.device_specs import select_device
 from trainer.hardware.host import GIB, node_memory_bytes
@@ -198,7 +199,7 @@ def format_problems(problems: Sequence[str], argv: Sequence[str], world: LaunchW
         name = show_path(find_config_file(name))
     for_world = f" for {world}" if world else ""
     prefix = f"[rank {world.rank}] " if world and world.rank else ""
-    lines = [f"error: {prefix}{name_flags(problem, argv)}\n" for problem in problems]
+    lines = [f"error: {prefix}{shorten(name_flags(problem, argv))}\n" for problem in problems]
     return "".join([*lines, f"nothing was started: {pluralize(len(problems), 'problem')} with {name}{for_world}\n"])
 
 
