@@ -197,6 +197,21 @@ def test_a_state_of_another_step_than_its_tensors_is_refused(run: Path, change: 
         CheckpointManager(config, folder, trainer.world).resume(trainer)
 
 
+def test_a_checkpoint_of_otherwise_packed_data_is_refused(run: Path) -> None:
+    config = configured(run, run.parent / "run")
+    run_here(config)
+    folder = RunDir(config.output_dir)
+    (_, newest), *_ = reversed(folder.committed_checkpoints())
+    assert [*state(newest)["plans"]] == ["corpus"]
+    forge(newest / "state.json", lambda state: state["plans"].update(corpus="another"))
+    reseal(newest)
+    with (
+        trainer_of(config) as trainer,
+        pytest.raises(ResumeError, match='was trained on otherwise packed data: corpus was "another" and is now "'),
+    ):
+        CheckpointManager(config, folder, trainer.world).resume(trainer)
+
+
 def test_another_version_is_said(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = configured(run, run.parent / "run")
     folder = RunDir(config.output_dir)
