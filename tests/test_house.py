@@ -42,6 +42,7 @@ DOORS = {
         "trainer.export.checkpoint_cli",
         "trainer.hardware.device_specs",
         "trainer.metrics.prediction",
+        "trainer.resilience.exit_markers",
     },
     "pydantic_core": {"trainer.config.parse", "trainer.hardware.device_specs"},
     "pydantic_settings": {"trainer.config.parse"},

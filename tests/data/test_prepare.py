@@ -288,7 +288,7 @@ def test_a_damaged_prepared_folder_raises(damage: str, source: Make) -> None:
 def test_a_token_outside_the_vocabulary_raises(source: Make) -> None:
     spec = source({"a": "abc", "b": "def"})
     dataset = prepare(spec, ByteTokenizer(), shard_tokens=4)
-    forge(dataset.folder / "meta.json", lambda meta: meta.update(vocab_size=ord("c")))
+    forge(dataset.folder / "meta.json", lambda meta: meta.update(vocab_size=ord("c"), bos=0, eos=1))
     again = TokenDataset(dataset.folder)
     assert again.read(1, 3).tolist() == dataset.read(1, 3).tolist() == [ord("a"), ord("b")]
     with pytest.raises(DataError, match=r"shard-00000.bin is damaged: token 3 is 99, but vocab_size = 99"):

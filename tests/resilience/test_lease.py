@@ -128,7 +128,7 @@ def test_a_lease_that_says_nothing_is_replaced(folder: Path, damage: Callable[[P
     assert seconds_to_hold(folder) < 0.8
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
+@pytest.mark.parametrize("kind", ["folder", "pipe", "/dev/zero", "nowhere", "lease"])
 def test_what_is_no_file_is_replaced(folder: Path, kind: str) -> None:
     path = folder / "lease"
     if kind == "folder":
@@ -136,7 +136,7 @@ def test_what_is_no_file_is_replaced(folder: Path, kind: str) -> None:
     elif kind == "pipe":
         os.mkfifo(path)
     else:
-        path.symlink_to("/dev/zero")
+        path.symlink_to(kind)
     assert seconds_to_hold(folder) < 0.8
 
 

@@ -109,7 +109,7 @@ def test_the_shipped_run_of_a_million_tokens_needs_less_than_4_gib(tmp_path: Pat
     done = forked(Path("debug_1m.toml"), tmp_path / "run", *options, processes=2, seconds=1200)
     assert done.statuses == [0, 0], done.said
     ((tokens, loss, rss),) = metrics(tmp_path / "run", "tokens", "loss", "rss_gib")
-    assert tokens == 1 << 20
+    assert 0.98 * (1 << 20) < tokens <= 1 << 20, "the rest is padding"
     assert 5.3 < loss < 5.9, "loss of a uniform prediction: log(264) = 5.58"
     assert rss < 4
 

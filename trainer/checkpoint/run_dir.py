@@ -36,6 +36,8 @@ from trainer.errors import ResumeError as ResumeError
 
 log = logging.getLogger("trainer")
 
+MAX_LINE_BYTES = 1 << 24
+
 # Values that must not change on resume. The path of the corpus may change: its fingerprint is compared instead.
 IDENTITY_KEYS = ("model.", "tokenizer.kind.", "data.", "training.seq_len.", "training.seed.", "optimizer.name.")
 NON_IDENTITY_KEYS = ("model.model_type", "data.cache_dir", "data.bad_files", "data.corpus")
@@ -190,7 +192,9 @@ def _read_json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     except DamageError as error:
         raise ResumeError(f"{path} cannot be read: {error}") from None
     with lines:
-        for line in lines:
+        while line := lines.readline(MAX_LINE_BYTES + 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise ResumeError(f"{path} cannot be read: a line has more than {MAX_LINE_BYTES:,} bytes")
             value: dict[str, Any] = {}
             with suppress(DamageError):
                 value = parse_object(line)

@@ -13,10 +13,10 @@ import json
 import mmap
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from models.ranges import concatenated_ranges, cut_ranges
@@ -41,11 +41,16 @@ MAX_INDEX_BYTES = 1 << 36
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
+MAX_SHARD_BYTES = 1 << 44
+MAX_VOCAB_SIZE = 1 << 31
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
 class TokenShard(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     name: str = Field(pattern=r"^shard-[0-9-]+$")
-    tokens: int = Field(ge=1)
-    documents: int = Field(ge=1)
+    tokens: int = Field(ge=1, le=MAX_SHARD_BYTES)
+    documents: int = Field(ge=1, le=MAX_SHARD_BYTES)
     bin_sha256: str
     idx_sha256: str
     blocks_sha256: str = ""
@@ -67,20 +72,29 @@ class TokenDatasetMeta(Artifact):
     # Version 1 is of before files were sealed; its shards are hashed as a whole.
     migrations: ClassVar[tuple[Migration, ...]] = (Migration(new_keys={"block_bytes": None}),)
     dtype: Literal["uint16", "int32"]
-    vocab_size: int
+    vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
     bos: int | None
     eos: int
     tokens: int
     documents: int
-    longest: int
-    files: int
-    skipped: int
+    longest: Count
+    files: Count
+    skipped: Count
     tokenizer: str
     separators: str
     max_document: int | None
     shards: list[TokenShard]
-    block_bytes: int | None = Field(ge=1)
+    block_bytes: int | None = Field(ge=1, le=MAX_SHARD_BYTES)
     """None: a shard is one block."""
+
+    @model_validator(mode="after")
+    def _require_sums(self) -> Self:
+        for name in ("tokens", "documents"):
+            if getattr(self, name) != sum(getattr(shard, name) for shard in self.shards):
+                raise ValueError(f"{name} must be the sum over shards")
+        if not all(0 <= token < self.vocab_size for token in (self.eos, 0 if self.bos is None else self.bos)):
+            raise ValueError(f"bos and eos must be tokens of the {self.vocab_size}")
+        return self
 
     @classmethod
     def from_unsealed(cls, data: bytes) -> tuple[dict[str, Any], int]:

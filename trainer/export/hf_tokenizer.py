@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from models.files import read_regular
 from trainer.config.data import TOKENIZER_FILE, tokenizer_folder
 from trainer.data.byte_level_bpe import LLAMA3_PATTERN, bytes_to_unicode
 from trainer.data.file_types import SENTENCEPIECE, TIKTOKEN, detect_file_type
@@ -54,10 +55,10 @@ def hf_tokenizer_files(kind: str, path: Path | None, *, max_length: int) -> tupl
             "add_eos_token": False,
             **tokenizer.special_token_names,
         }
-        return tokenizer, {Path("tokenizer.model"): path.read_bytes(), Path("tokenizer_config.json"): _to_json(config)}
+        return tokenizer, {Path("tokenizer.model"): read_regular(path), Path("tokenizer_config.json"): _to_json(config)}
     files, tokenizer_json, specials = dict[Path, bytes](), byte_tokenizer_json(), BYTE_SPECIALS
     if path is not None and kind != "byte":
-        files, specials = {META_TOKENIZER_PATH: path.read_bytes()}, LLAMA3_SPECIAL_TOKENS
+        files, specials = {META_TOKENIZER_PATH: read_regular(path)}, LLAMA3_SPECIAL_TOKENS
         ranks = read_ranks(files[META_TOKENIZER_PATH])
         tokenizer_json = byte_level_bpe(ranks, specials, pattern=LLAMA3_PATTERN)
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": specials[0], "eos_token": specials[1]}
@@ -68,7 +69,7 @@ def hf_tokenizer_files(kind: str, path: Path | None, *, max_length: int) -> tupl
 def copied_files(folder: Path, *, max_length: int) -> dict[Path, bytes]:
     """The tokenizer, chat template and generation files of a folder, of which only a lower `model_max_length` changes."""
     paths = {folder / name for name in COPIED_FILES}.union(*map(folder.glob, COPIED_PATTERNS))
-    files = {path.relative_to(folder): path.read_bytes() for path in sorted(paths) if path.is_file()}
+    files = {path.relative_to(folder): read_regular(path) for path in sorted(paths) if path.is_file()}
     for name in files:
         _require_own(folder / name, folder)
     config = read_json_file(folder / CONFIG_FILE)
@@ -91,7 +92,7 @@ def _require_own(path: Path, folder: Path) -> None:
 
 def changes_of_copy(folder: Path, files: Mapping[Path, bytes]) -> list[str]:
     """What differs from the files of the folder, one line each."""
-    changed = [name for name, content in files.items() if (folder / name).read_bytes() != content]
+    changed = [name for name, content in files.items() if read_regular(folder / name) != content]
     return [f"{name}: model_max_length raised to the trained length, all else as it was" for name in changed]
 
 
@@ -116,7 +117,7 @@ def bos_remarks(folder: Path) -> Iterator[str]:
 
 def read_json_file(path: Path) -> dict[str, Any]:
     """The object in a file; {} if there is none."""
-    return read_object({path.name: path.read_bytes()} if path.is_file() else {}, path.name)
+    return read_object({path.name: read_regular(path)} if path.is_file() else {}, path.name)
 
 
 def byte_tokenizer_json() -> dict[str, Any]:
@@ -186,14 +187,14 @@ def detect_tokenizer(folder: Path) -> tuple[str, Path | None] | None:
         return ("byte", None) if _is_byte_tokenizer(folder / TOKENIZER_FILE) else ("huggingface", folder)
     for path in (folder / "tokenizer.model", folder / META_TOKENIZER_PATH):
         kinds = {TIKTOKEN: "tiktoken", SENTENCEPIECE: "sentencepiece"}
-        if path.is_file() and (kind := kinds.get(detect_file_type(path.read_bytes()))):
+        if path.is_file() and (kind := kinds.get(detect_file_type(read_regular(path)))):
             return kind, path
     return None
 
 
 def _is_byte_tokenizer(path: Path) -> bool:
     try:
-        tokenizer_json = json.loads(path.read_bytes())
+        tokenizer_json = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
         return False
     return bool(tokenizer_json == byte_tokenizer_json())

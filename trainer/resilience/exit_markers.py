@@ -11,18 +11,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pydantic import Field
+
 from trainer.artifact import Artifact, DamageError, parse_object, read_artifact, write_artifact
 from trainer.checkpoint.durable_io import fsync_path
 from trainer.errors import ENDINGS, ResumeError
 
 EXIT_MARKERS = tuple(dict.fromkeys(ending.marker for ending in ENDINGS))
+MAX_TIME = 1e11  # seconds: the year 5138
 ATTEMPT_VARIABLE = "LONGHAUL_ATTEMPT"
 """Environment variable that identifies one launch of a run."""
 
 
 class Marker(Artifact):
     kind: ClassVar[str] = "exit marker"
-    time: float
+    time: float = Field(ge=0, le=MAX_TIME)
     reason: str = ""
     attempt: str | None = None
     step: int | None = None

@@ -144,11 +144,10 @@ class Lease:
 
     def _look(self) -> tuple[LeaseOwner | None, _Sighting]:
         """The owner, None if the file cannot be understood. Raises FileNotFoundError."""
-        status = self._path.lstat()
-        try:
-            owner = read_artifact(self._path, LeaseOwner)
-        except (DamageError, ResumeError):
-            owner = None
+        status, owner = self._path.lstat(), None
+        if not stat.S_ISLNK(status.st_mode):  # Nobody writes a link.
+            with suppress(DamageError, ResumeError):
+                owner = read_artifact(self._path, LeaseOwner)
         return owner, _Sighting(status.st_ino, status.st_mtime_ns)
 
     def _create(self) -> bool:

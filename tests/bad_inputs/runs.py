@@ -1,0 +1,182 @@
+"""Runs a command on a damaged copy of a run folder, in a forked process, and says what should not have happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.bad_inputs.cases import EXECUTED, Case
+from tests.system.runs import train_rank
+from trainer import hf
+from trainer.checkpoint import __main__ as checkpoint_command
+from trainer.checkpoint.run_dir import RunDir
+from trainer.config.parse import load
+from trainer.data.prepare import __main__ as prepare_command
+from trainer.errors import ENDINGS
+from trainer.resilience import exit_markers
+from trainer.resilience.lease import Lease
+from trainer.slurm import __main__ as slurm_command
+from trainer.slurm import jobs
+
+SECONDS = 10.0
+MAX_LINES, MAX_CHARS = 25, 6000
+CONFIG = """
+[model]
+family = "llama3"
+size = "debug"
+num_layers = 1
+dim = 16
+num_heads = 2
+num_kv_heads = 1
+head_dim = 8
+ffn_dim = 32
+[data]
+corpus = "prepared/corpus"
+cache_dir = "prepared"
+[training]
+seq_len = 64
+global_batch_size = 2
+dtype = "float32"
+[schedule]
+kind = "constant" # the same learning rates with 4 and with 6 steps
+[checkpoint]
+interval = 2
+[metrics]
+log_interval = 1
+tensorboard = false
+"""
+TRAIN = ["--config", "config.toml", "--job.output_dir=run", "--training.steps=6"]
+COMMANDS: dict[str, Callable[[], int | None]] = {
+    "train": lambda: train_rank(TRAIN),
+    "verify": lambda: checkpoint_command.main(["verify", "run", "--all"]),
+    "inspect": lambda: prepare_command.main(["inspect", "prepared/corpus", "--verify", "--config", "config.toml"]),
+    "import": lambda: hf.main(["import", "hf", "imported.toml"]),
+    "status": lambda: slurm_command.main(["status", "run"]),
+}
+
+
+class Outcome(NamedTuple):
+    code: int
+    """Negative: the signal that ended the process."""
+    said: str
+    seconds: float
+
+
+def make_folder(root: Path) -> None:
+    """A run that stands at step 4 of 6, its prepared corpus, its export, and what a launcher leaves."""
+    (root / "text").mkdir(parents=True)
+    for number in range(20):
+        (root / "text" / f"{number:02}.txt").write_text(
+            f"the {number} quick brown foxes jump over lazy dogs. " * (1 + number % 5)
+        )
+    (root / "config.toml").write_text(CONFIG)
+
+    def prepare() -> int:
+        return prepare_command.main(["--corpus", "text", "--output", "prepared/corpus", "--config", "config.toml"])
+
+    def train() -> int:
+        return train_rank([*TRAIN, "--training.steps=4"])
+
+    def leave() -> int:
+        status = hf.main(["export", "run", "hf"])
+        folder = jobs.create_submission_dir(Path("run"))
+        jobs.record_submission(folder, Path("run").absolute(), "41", load(TRAIN))
+        exit_markers.write(Path("run"), "REQUEUE", reason="SIGTERM", attempt="41.0.0")
+        with Lease(Path("run/logs")):
+            shutil.copy("run/logs/lease", "run/logs/left")
+        return status
+
+    for part in (prepare, train, leave):
+        outcome = run_forked(part, root, seconds=60)
+        if outcome.code:
+            raise RuntimeError(outcome.said)
+
+
+def run_forked(function: Callable[[], int | None], folder: Path, *, seconds: float = SECONDS) -> Outcome:
+    log = folder / "said"
+    began = time.monotonic()
+    if not (child := os.fork()):
+        _become(function, folder, log)
+    code: int | None = None
+    while code is None and time.monotonic() - began < seconds:
+        done, status = os.waitpid(child, os.WNOHANG)
+        code = os.waitstatus_to_exitcode(status) if done else None
+        time.sleep(0.01)
+    if code is None:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    spent = time.monotonic() - began
+    return Outcome(-signal.SIGALRM if code is None else code, log.read_text(errors="replace"), spent)
+
+
+def _become(function: Callable[[], int | None], folder: Path, log: Path) -> None:
+    """Never returns."""
+    status = 99
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(folder)
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+        }
+        torch.set_num_threads(1)
+        status = function() or 0
+    except BaseException:  # noqa: BLE001 - it is what this looks for
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def problems(case: Case, template: Path, folder: Path, expected: Sequence[Any]) -> list[str]:
+    """What went wrong in a case, run in `folder`; `expected`: loss of each step of the undisturbed run."""
+    shutil.copytree(template, folder, symlinks=True)
+    if case.file == "run/logs/lease":  # Only there: taking one over takes a second.
+        (folder / "run/logs/left").rename(folder / case.file)
+    case.apply(folder / case.file)
+    committed = {path.name for path in (folder / "run/checkpoints").glob("step-*")}
+    outcome = run_forked(COMMANDS[case.command], folder)
+    found = [f"{outcome.seconds:.0f} s"] * (outcome.code == -signal.SIGALRM)
+    codes = {ending.exit_code for ending in ENDINGS}
+    found += [f"exit code {outcome.code}"] * (outcome.code not in codes and not found)
+    found += ["a traceback"] * ("Traceback (most recent call last)" in outcome.said)
+    found += ["something executed the file"] * any(folder.rglob(EXECUTED))
+    lines = outcome.said.splitlines()
+    failed = outcome.code in codes - {0}
+    found += ["no message"] * (failed and not any(line.startswith(("error: ", "run/", "prepared/")) for line in lines))
+    found += [f"{len(lines)} lines"] * (failed and len(lines) > MAX_LINES)
+    longest = max(map(len, lines), default=0)
+    found += [f"a line of {longest} characters"] * (longest > MAX_CHARS)
+    kept = {path.name.removeprefix("bad-").split("-2026")[0] for path in (folder / "run/checkpoints").glob("*step-*")}
+    if lost := {name for name in committed if name not in kept and name != Path(case.file).parent.name}:
+        found.append(f"lost {', '.join(sorted(lost))}")
+    if case.command == "train" and not outcome.code:
+        losses = [json.loads(line)["loss"] for line in RunDir(folder / "run").metrics_path.read_text().splitlines()]
+        found += [f"trained otherwise: losses {losses[-2:]}, not {expected[-2:]}"] * (losses[-2:] != expected[-2:])
+    if found:
+        found.append(outcome.said[-600:])
+    shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def expected_losses(template: Path, folder: Path) -> list[float]:
+    shutil.copytree(template, folder, symlinks=True)
+    outcome = run_forked(COMMANDS["train"], folder, seconds=60)
+    if outcome.code:
+        raise RuntimeError(outcome.said)
+    return [json.loads(line)["loss"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
