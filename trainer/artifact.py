@@ -17,7 +17,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from models import files
 from trainer import __version__
@@ -80,9 +80,10 @@ A = TypeVar("A", bound=Artifact)
 WRITER = f"longhaul {__version__}"
 
 
-class _Envelope(Artifact):
-    kind: str  # type: ignore[misc]  # a field here
-    schema_: int
+class _Envelope(BaseModel):
+    model_config = Artifact.model_config
+    kind: str
+    version: int = Field(alias="schema", ge=1)
     made_from: str
     writer: str
     owner: str
@@ -141,17 +142,13 @@ def unseal(data: bytes, kind: type[A]) -> tuple[A, Sealed]:
     body = data[:-SEAL_BYTES] + b"\n}"
     if data[-SEAL_BYTES:] != SEAL.format(hashlib.sha256(body).hexdigest()).encode():
         raise DamageError("it does not match its own checksum")
-    values = parse_object(body)
-    values["schema_"] = values.pop("schema", None)
     try:
-        envelope = _Envelope.model_validate(values)
+        envelope = _Envelope.model_validate(parse_object(body))
     except ValidationError as error:
         raise DamageError(first_problem(error)) from None
     if envelope.kind != kind.kind:
         raise DamageError(f'it is a "{envelope.kind[:80]}", not a {kind.kind}')
-    if envelope.schema_ < 1:
-        raise DamageError(f"it has version {envelope.schema_}")
-    content = kind.validated(envelope.content, version=envelope.schema_)
+    content = kind.validated(envelope.content, version=envelope.version)
     return content, Sealed(envelope.made_from, envelope.writer, envelope.owner)
 
 
