@@ -42,10 +42,11 @@ class Preemption:
         """The run must have exited by `deadline`, in `seconds_since_boot`. The leader's clock decides."""
         self._signals, self._is_leader = signals, is_leader
         self._save_interval_minutes = config.checkpoint.interval_minutes
-        self._deadline = deadline if is_leader and deadline is not None else inf
+        seconds_left = deadline - seconds_since_boot() if is_leader and deadline is not None else inf
+        self._deadline = time.monotonic() + seconds_left
         self._steps_since_check, self._steps_per_check = 0, 1
         self._last_check = self._last_save = time.monotonic()
-        self._default_save_seconds = min(DEFAULT_SAVE_SECONDS, 0.1 * (self._deadline - seconds_since_boot()))
+        self._default_save_seconds = min(DEFAULT_SAVE_SECONDS, 0.1 * seconds_left)
 
     def record_save(self) -> None:
         """Restarts the `checkpoint.interval_minutes` clock."""
@@ -61,7 +62,7 @@ class Preemption:
         steps_per_check = min(max(1, int(CHECK_INTERVAL_SECONDS / max(step_seconds, 1e-6))), 2 * self._steps_per_check)
         expected_save_seconds = self._default_save_seconds if save_seconds is None else save_seconds
         seconds_needed = 2 * step_seconds * steps_per_check + 2 * expected_save_seconds + MARGIN_SECONDS
-        deadline_near = seconds_since_boot() + seconds_needed >= self._deadline
+        deadline_near = now + seconds_needed >= self._deadline
         save_due = (
             self._is_leader
             and self._save_interval_minutes is not None
