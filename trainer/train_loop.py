@@ -112,6 +112,10 @@ class TrainLoop:
             self._arm_long_timeout("the first step")
             if not self.trainer.step:
                 self._validate()
+            elif self.checkpoints.has_resumed_from_memory and self.checkpoints.should_save(
+                self.trainer.step, self.stage
+            ):
+                self._save()
             while True:
                 try:
                     reason = self._run_steps(progress)
@@ -159,17 +163,24 @@ class TrainLoop:
         if check_interval is not None and (should_save or step_result.step % check_interval == 0):
             self._check_replicas()
         if should_save:
-            self.metrics.flush()  # Metrics of all steps in a checkpoint are on disk before it is.
-            self._arm_long_timeout("the previous checkpoint", HANG_FACTOR * (self._slowest_save_seconds or 0.0))
-            self.checkpoints.save(self.trainer)
-            self.metrics.rollbacks = 0
-            self.preemption.record_save()
+            self._save()
+        elif self.checkpoints.should_copy(step_result.step):
+            self.metrics.flush()
+            self.checkpoints.copy_to_memory(self.trainer)
         return stop_reason
+
+    def _save(self) -> None:
+        self.metrics.flush()  # Metrics of all steps in a checkpoint are on disk before it is.
+        self._arm_long_timeout("the previous checkpoint", HANG_FACTOR * (self._slowest_save_seconds or 0.0))
+        self.checkpoints.save(self.trainer)
+        self.metrics.rollbacks = 0
+        self.preemption.record_save()
 
     def _check_replicas(self) -> None:
         """Raises RunFailedError on all ranks if copies of a weight or moment differ."""
         if drifted := find_drifted_ranks(self.trainer.state_dict()):
             self.metrics.record_drifted_ranks(drifted)
+            self.checkpoints.discard_memory()
             named = "; ".join(map(str, drifted[:MAX_NAMED_RANKS]))
             raise RunFailedError(f"replicas differ after step {self.trainer.step}: {named}")
 
@@ -208,7 +219,7 @@ class TrainLoop:
         if not self.checkpoints.has_checkpoint:
             log.warning("not rolled back: there is no checkpoint")
             return
-        checkpoint = self.checkpoints.resume(self.trainer)
+        checkpoint = self.checkpoints.roll_back(self.trainer)
         first = self.trainer.next_sequence
         self.trainer.next_sequence = max(first, spike.next_sequence)
         self.metrics.record_rollback(spike, checkpoint, (first, self.trainer.next_sequence))

@@ -20,8 +20,9 @@ from tests.ranks import run_ranks
 from tests.system.in_process import configured, dataset_of, run_here, saved_by, trainer_of
 from tests.system.runs import checkpoints, digests, lines, mounted, state, tensors, timeless, write_run
 from trainer.checkpoint import manifest, save
+from trainer.checkpoint.background_save import Save
 from trainer.checkpoint.durable_io import fsync_path
-from trainer.checkpoint.manager import CheckpointManager, Save
+from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.run_dir import RunDir
 from trainer.checkpoint.save import HostStaging
 from trainer.distributed import World, attempt_name

@@ -144,13 +144,15 @@ def test_a_signal_reaches_all_workers_and_prevents_restarts(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_a_signal_between_two_launches_ends_the_run(tmp_path: Path, *, is_saved: bool) -> None:
-    run = Run(tmp_path, "commit(launch)\nsys.exit(1)" if is_saved else "sys.exit(1)")
+    # After a checkpoint the next launch starts at once.
+    run = Run(tmp_path, "if launch == 1: commit(launch)\nsys.exit(1)" if is_saved else "sys.exit(1)")
     process = run.start("--distributed.restart_seconds", "60")
-    assert wait_for(lambda: (run.folder / "events.jsonl").exists())
+    events = run.folder / "events.jsonl"
+    assert wait_for(lambda: events.exists() and len(lines(events)) == 1 + is_saved)
     time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=10)
-    assert (process.returncode, run.launches) == (0 if is_saved else 1, 1)
+    assert (process.returncode, run.launches) == ((0, 2) if is_saved else (1, 1))
     assert (run.folder / "REQUEUE").exists() == is_saved
     assert ("stopping: SIGTERM; the same command resumes from" in stderr) == is_saved
 

@@ -80,6 +80,7 @@ NOT_VARIED = {
     "checkpoint.interval_minutes": "a launch is saved at its end",
     "checkpoint.enabled": "with a level of checkpoint",
     "checkpoint.keep": "deletes files",
+    "checkpoint.memory_interval": "used after a crash: tests/resilience/test_in_memory.py",
     "checkpoint.keep_every": "deletes files",
     "checkpoint.initial_load_path": "tests/checkpoint/test_initial_weights.py",
     "data.sources.path": "a folder",

@@ -7,85 +7,33 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
-from threading import Thread
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from trainer.checkpoint import resume
+from parallelisms.collectives import all_gather_object
+from trainer.checkpoint import manifest, resume
+from trainer.checkpoint.background_save import Save
 from trainer.checkpoint.durable_io import format_bytes
+from trainer.checkpoint.in_memory import InMemoryCheckpoints
 from trainer.checkpoint.initial_weights import is_hugging_face
-from trainer.checkpoint.rank_sync import PhaseError, describe_error
 from trainer.checkpoint.retention import checkpoints_to_delete, delete_checkpoint, valid_checkpoints
 from trainer.checkpoint.run_dir import RunDir, flatten_config, stage_position
-from trainer.checkpoint.save import HostStaging, SaveRequest, without_staging, write_checkpoint
+from trainer.checkpoint.save import HostStaging, LocalTensorsGetter, SaveRequest, without_staging, write_checkpoint
 from trainer.checkpoint.train_state import TrainerState, TrainState
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.migrations import SCHEMA_VERSION
 from trainer.distributed import World, attempt_name, gloo_group
-from trainer.errors import EXIT_FAILURE, RankFailedError, ResumeError, RunFailedError
+from trainer.errors import CONCLUSIVE_EXIT_CODES, RunError
 from trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 FAILURE_TIMEOUT_SECONDS = 60.0
 """How long a failed run waits for a save in progress: other ranks may be gone."""
-
-
-class Save:
-    """A save, in a background thread or synchronous, and its outcome.
-
-    The thread is a daemon: a process that exits on an error must not wait for ranks that are gone.
-    """
-
-    def __init__(self, step: int, path: Path, start_time: float) -> None:
-        """Training has been blocked since `start_time`."""
-        self.step, self._start_time = step, start_time
-        self.path: Path | None = path
-        """None for a failed save; `problem` then has the reason."""
-        self.problem: str | None = None
-        self.bytes, self.seconds = 0, 0.0
-        self.blocked_seconds = 0.0
-        """Time for which training was blocked: by the copy of the state and by waits for the end of the save."""
-        self._error: BaseException | None = None
-        self._thread: Thread | None = None
-
-    def start(self, write: Callable[[], int], *, threaded: bool) -> None:
-        """Calls `write`, which commits the checkpoint and returns its bytes."""
-        if threaded:
-            self._thread = Thread(target=self._run, args=(write,), name=f"checkpoint of step {self.step}", daemon=True)
-            self._thread.start()
-        else:
-            self._run(write)
-        self.blocked_seconds = time.monotonic() - self._start_time
-
-    @property
-    def is_done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self, timeout: float | None = None) -> None:
-        started = time.monotonic()
-        if self._thread is not None:
-            self._thread.join(timeout)
-        self.blocked_seconds += time.monotonic() - started
-
-    def raise_if_aborted(self) -> None:
-        """Raises `RankFailedError` if the ranks could not agree on an outcome; no further save is possible."""
-        if self._error is not None:
-            message = f"checkpoint of step {self.step} aborted: {describe_error(self._error)}"
-            raise RankFailedError(EXIT_FAILURE, message) from self._error
-
-    def _run(self, write: Callable[[], int]) -> None:
-        try:
-            self.bytes = write()
-        except (PhaseError, ResumeError, RunFailedError) as error:
-            self.path, self.problem = None, str(error)
-        except BaseException as error:  # noqa: BLE001 - `raise_if_aborted` raises it in the main thread
-            self._error = error
-        self.seconds = time.monotonic() - self._start_time
 
 
 class CheckpointManager:
@@ -97,7 +45,12 @@ class CheckpointManager:
         self._protected: list[Path] = []
         """Checkpoints that this launch resumed from or loaded initial weights from."""
         self._last_saved_step: int | None = None
-        """Step of the newest checkpoint that this launch loaded or saved."""
+        """Step of the newest checkpoint on disk that this launch loaded or saved."""
+        self._committed_step = -1
+        """Of the newest checkpoint on disk; -1: none."""
+        self._in_memory: InMemoryCheckpoints | None = None
+        self.has_resumed_from_memory = False
+        """At a step whose checkpoint may be missing on disk."""
         self._last_saved_bytes = 0
         """Size of the newest checkpoint that this launch saved."""
         self._pending_save: Save | None = None
@@ -107,22 +60,58 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: object) -> None:
         """Waits for a save in progress; after an error at most `FAILURE_TIMEOUT_SECONDS`."""
         if self._pending_save is not None:
-            self._pending_save.wait(None if kind is None else FAILURE_TIMEOUT_SECONDS)
+            self._pending_save.wait(None if error is None else FAILURE_TIMEOUT_SECONDS)
+        if self._in_memory is not None:
+            if error is None:
+                self._in_memory.wait()
+            if error is None or (isinstance(error, RunError) and error.status in CONCLUSIVE_EXIT_CODES):
+                self._in_memory.remove()
 
     def should_save(self, step: int, stage: TrainingStage, *, requested: bool = False) -> bool:
         """Whether to save after this step. `requested` must be the same on all ranks."""
         section = self.config.checkpoint
         return section.enabled and (requested or step % section.interval == 0 or step == stage.end_step)
 
+    def should_copy(self, step: int) -> bool:
+        """Whether to copy the state to memory after this step, if it is not saved."""
+        interval = self.config.checkpoint.memory_interval
+        return interval is not None and step % interval == 0
+
     @property
     def has_checkpoint(self) -> bool:
-        """Whether this launch loaded or saved a checkpoint. The same on all ranks while no save is in progress."""
-        return self._last_saved_step is not None
+        """Whether there is a checkpoint on disk. The same on all ranks while no save is in progress."""
+        return self._committed_step >= 0
 
     def resume(self, trainer: Trainer) -> Path | None:
+        """From memory, or as `resume_from_disk`. Returns what the run resumed from; None for the initial weights."""
+        if self.config.checkpoint.memory_interval is None:
+            return self.resume_from_disk(trainer)
+        committed = all_gather_object(self.run_dir.committed_checkpoints()[-1:])[0]
+        self._committed_step = committed[0][0] if committed else -1
+        tensors, group = _tensors(trainer), gloo_group(self.config.distributed)
+        self._in_memory = InMemoryCheckpoints(self.run_dir, trainer.world, group, tensors)
+        current = _current_state(trainer)
+        state = self._in_memory.load_newest(tensors, current, committed_step=self._committed_step)
+        if state is None:
+            return self.resume_from_disk(trainer)
+        trainer.load_train_state(state.trainer.model_dump())
+        self.has_resumed_from_memory = True
+        return self._in_memory.folder
+
+    def roll_back(self, trainer: Trainer) -> Path | None:
+        """To the newest checkpoint on disk; there is one."""
+        self.discard_memory()
+        return self.resume_from_disk(trainer)
+
+    def discard_memory(self) -> None:
+        """Nothing resumes from the in-memory checkpoints so far."""
+        if self._in_memory is not None:
+            self._in_memory.discard()
+
+    def resume_from_disk(self, trainer: Trainer) -> Path | None:
         """As `resume.resume`, and protects the checkpoint and the initial weights from pruning."""
         checkpoint = resume.resume(self.config, self.run_dir, trainer, self._group)
         initial = self.config.checkpoint.initial_load_path
@@ -130,7 +119,7 @@ class CheckpointManager:
             self._protected.append(Path(initial).expanduser())
         if checkpoint is not None:
             self._protected.append(checkpoint)
-            self._last_saved_step = trainer.step
+            self._last_saved_step = self._committed_step = trainer.step
         return checkpoint
 
     # ---- saving
@@ -144,34 +133,37 @@ class CheckpointManager:
         if trainer.step == self._last_saved_step:
             return
         start_time, threaded = time.monotonic(), self.config.checkpoint.asynchronous
-        tensors = {name: tensor.detach() for name, tensor in trainer.state_dict().items()}
-        state = TrainState(
-            step=trainer.step,
-            trainer=TrainerState.model_validate(trainer.train_state()),
-            stage=stage_position(trainer.stage),
-            data=trainer.dataset.fingerprints,
-            plans=trainer.dataset.plan_fingerprints,
-            config=flatten_config(trainer.config),
-            schema_version=SCHEMA_VERSION,
-            degrees=trainer.mesh.degrees,
-            torch=str(torch.__version__),
-            optimizer_steps=None,
-        )
+        tensors = _tensors(trainer)
+        state = _current_state(trainer)
         request = SaveRequest(
             checkpoints_dir=self.run_dir.checkpoints_dir,
             step=trainer.step,
             attempt=self._attempt,
             tensors=tensors,
-            get_local_tensors=self._staging.start_copy(tensors) if threaded else without_staging(tensors),
+            get_local_tensors=self._local_tensors(tensors, state, threaded=threaded),
             state=state,
             require_lease=self.run_dir.require_lease,
-            prune=self._prune,
+            prune=self._make_room,
             previous_bytes=self._last_saved_bytes,
         )
         self._pending_save = Save(request.step, request.final_path, start_time)
         self._pending_save.start(partial(self._write, request, self._group), threaded=threaded)
         if not threaded:
             self._collect_pending()
+
+    def _local_tensors(self, tensors: dict[str, Tensor], state: TrainState, *, threaded: bool) -> LocalTensorsGetter:
+        """What a save writes: the in-memory checkpoint of this step, another copy, or the tensors themselves."""
+        get_copy: LocalTensorsGetter | None = None
+        if self._in_memory is not None:
+            get_copy = self._in_memory.copy(tensors, state, to_disk=threaded)
+        elif threaded:
+            get_copy = self._staging.start_copy(tensors)
+        return get_copy if threaded and get_copy else without_staging(tensors)
+
+    def copy_to_memory(self, trainer: Trainer) -> None:
+        """Copies the state to memory. Training may continue when this returns."""
+        if self._in_memory is not None:
+            self._in_memory.copy(_tensors(trainer), _current_state(trainer), to_disk=False)
 
     def wait(self) -> Save | None:
         """Waits for the save in progress; returns the newest save, if any.
@@ -196,11 +188,14 @@ class CheckpointManager:
             return
         save.raise_if_aborted()
         if save.problem is None:
-            self._last_saved_step, self._last_saved_bytes = save.step, save.bytes
+            self._last_saved_step = self._committed_step = save.step
+            self._last_saved_bytes = save.bytes
             log_args = (save.path, format_bytes(save.bytes), save.seconds, save.blocked_seconds)
             log.info("checkpoint %s: %s in %.1f s, training blocked for %.1f s", *log_args)
         elif self.world.rank == 0:
             log.warning("checkpoint of step %d failed: %s", save.step, save.problem)
+        if self._in_memory is not None:
+            self._in_memory.release(self._committed_step)
         self._last_save = save
         self._finished_saves.append(save)
 
@@ -213,6 +208,13 @@ class CheckpointManager:
         if self.world.rank == 0:
             self._prune()
         return num_bytes
+
+    def _make_room(self) -> None:
+        """Deletes superfluous checkpoints, if one that remains is known to be whole."""
+        newest = self.run_dir.committed_checkpoints()[-1:]
+        if self._last_saved_step is None and newest:  # Resumed from memory.
+            manifest.read_intact(newest[0][1], check_hashes=True)
+        self._prune()
 
     def _prune(self) -> None:
         """Deletes superfluous checkpoints."""
@@ -233,3 +235,22 @@ class CheckpointManager:
     @cached_property
     def _attempt(self) -> str:
         return attempt_name()
+
+
+def _tensors(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in trainer.state_dict().items()}
+
+
+def _current_state(trainer: Trainer) -> TrainState:
+    return TrainState(
+        step=trainer.step,
+        trainer=TrainerState.model_validate(trainer.train_state()),
+        stage=stage_position(trainer.stage),
+        data=trainer.dataset.fingerprints,
+        plans=trainer.dataset.plan_fingerprints,
+        config=flatten_config(trainer.config),
+        schema_version=SCHEMA_VERSION,
+        degrees=trainer.mesh.degrees,
+        torch=str(torch.__version__),
+        optimizer_steps=None,
+    )

@@ -215,14 +215,14 @@ def _disk_full_message(free: int, needed: int) -> str:
 
 
 class HostStaging:
-    """Host buffers for this rank's shards, as large as the state, allocated by the first copy.
+    """Host buffers for this rank's shards, as large as the state: those given, or allocated by the first copy.
 
     For state on a CUDA device the buffers are pinned. The copies run on the current stream, so they precede the next
     change of the state.
     """
 
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+    def __init__(self, buffers: Mapping[str, Tensor] | None = None) -> None:
+        self._buffers = dict(buffers or {})
 
     def start_copy(self, tensors: Mapping[str, Tensor]) -> LocalTensorsGetter:
         """Starts to overwrite the buffers. The returned function raises the error if the copy could not start."""

@@ -208,6 +208,8 @@ class CheckpointSection(Section):
     """Checkpoints at multiples of this step are never deleted."""
     asynchronous: bool = Field(default=True, alias="async")
     """Whether to write checkpoints while training continues, from a host copy as large as the state."""
+    memory_interval: PositiveInt | None = None
+    """Steps between in-memory checkpoints, two per rank in the shared memory of its node and, with several nodes, two in that of the next; after a crash, a run resumes from them where they survive. Left out: none."""
     initial_load_path: Annotated[str, BeforeValidator(require_non_empty)] | None = None
     """Initial weights of a new run, with a fresh optimizer: `hf:` and the folder of a model in Hugging Face's format (`hf-text:`, its language model alone), or the folder of another run or checkpoint. Left out: random."""
 

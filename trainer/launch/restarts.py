@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from trainer.checkpoint.memory_folder import newest_steps
 from trainer.checkpoint.run_dir import RunDir, next_stage
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.training_stages import Recipe
@@ -49,7 +50,7 @@ def run_with_restarts(
             attempt = os.environ[exit_markers.ATTEMPT_VARIABLE] = (
                 f"{socket.gethostname()}-{os.getpid()}-{start_time:.0f}.{launch_index}"
             )
-            previous_checkpoint = folder.committed_checkpoints()[-1:]
+            previous_progress = _progress(folder)
             status = workers.run(script, [spec.to_json()], cluster)
             if exit_markers.read(folder.path, attempt) == "REQUEUE":
                 return EXIT_SUCCESS
@@ -65,7 +66,7 @@ def run_with_restarts(
                     with suppress(OSError):
                         reason = f"the workers exited with {status} and gave no reason"
                         exit_markers.write(folder.path, failure_ending(status).marker, reason=reason, attempt=attempt)
-                has_progressed = folder.committed_checkpoints()[-1:] != previous_checkpoint
+                has_progressed = _progress(folder) != previous_progress
                 failures_without_progress = 0 if has_progressed else failures_without_progress + 1
                 if status in CONCLUSIVE_EXIT_CODES or workers.received_signal:
                     return status
@@ -101,7 +102,8 @@ def _restart_delay(
         launches = f"{failures_without_progress} consecutive launches without a new checkpoint"
         _report(folder, f"giving up: {launches} (distributed.restarts = {limits.restarts})")
         return None
-    delay: float = min(limits.restart_seconds * 2 ** max(0, failures_without_progress - 1), MAX_BACKOFF_SECONDS)
+    backoff = limits.restart_seconds * 2 ** (failures_without_progress - 1) if failures_without_progress else 0.0
+    delay: float = min(backoff, MAX_BACKOFF_SECONDS)
     _report(folder, f"restarting in {delay:g} s from {_newest_checkpoint(folder)}")
     folder.log_event("restart", life=launch_index, without_progress=failures_without_progress)
     return delay
@@ -125,9 +127,17 @@ def _prepare_following_stage(
     return prepare(config, cluster)
 
 
-def _newest_checkpoint(folder: RunDir) -> str:
+def _progress(folder: RunDir) -> int:
+    """Step of the newest checkpoint, on disk or in memory; -1 without any."""
     committed = folder.committed_checkpoints()
-    return str(committed[-1][1]) if committed else "step 0: there is no checkpoint yet"
+    return max(newest_steps(folder.logs_dir)[0], committed[-1][0] if committed else -1)
+
+
+def _newest_checkpoint(folder: RunDir) -> str:
+    step, committed = _progress(folder), folder.committed_checkpoints()
+    if committed and committed[-1][0] == step:
+        return str(committed[-1][1])
+    return "step 0: there is no checkpoint yet" if step < 0 else f"step {step}, in memory"
 
 
 def _report(folder: RunDir, line: str) -> None:

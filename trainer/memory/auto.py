@@ -43,9 +43,10 @@ def fit_memory_options(
 
     `host_bytes` is the memory of one node. Raises NothingFitsError, or ConfigError if every candidate breaks a rule.
     """
-    if config.memory.recompute != "auto":
-        return config
     device_limit, host_limit = device_bytes * DEVICE_FRACTION, host_bytes * HOST_FRACTION
+    if config.memory.recompute != "auto":
+        _require_in_memory_checkpoints_fit(config, world_size, ranks_per_node, host_limit)
+        return config
     budget_gib = config.memory.host_budget_gib
     offload_limit = host_limit if budget_gib is None else budget_gib * GIB
     found_problems: list[str] = []
@@ -75,6 +76,22 @@ def fit_memory_options(
     minimum = f"the minimum is {closest[0] / GIB:.1f} GiB, with {describe_memory_options(closest[1])}"
     device = f"{device_limit / GIB:.1f} GiB per device ({DEVICE_FRACTION:.0%} of it)"
     raise NothingFitsError([f"{refusal} {device} and {host}; {minimum}"], closest[1])
+
+
+def _require_in_memory_checkpoints_fit(config: Config, world_size: int, ranks_per_node: int, host_limit: float) -> None:
+    if config.checkpoint.memory_interval is None:
+        return
+    estimate = estimate_memory(config, world_size)
+    needed = estimate.host_bytes * ranks_per_node
+    if needed > host_limit:
+        copies = estimate.item("in-memory checkpoints").host_bytes * ranks_per_node
+        raise ConfigError(
+            [
+                f"checkpoint.memory_interval = {config.checkpoint.memory_interval}: a node needs {needed / GIB:.1f} GiB "
+                f"of host memory, {copies / GIB:.1f} GiB of it for in-memory checkpoints, and {host_limit / GIB:.1f} GiB "
+                f"are usable ({HOST_FRACTION:.0%} of it)"
+            ]
+        )
 
 
 def describe_memory_options(config: Config) -> str:

@@ -64,7 +64,7 @@ class StepMemory:
     @cached_property
     def _always(self) -> Tensors:
         rank, on_host = self.rank, self.rank.optimizer_on_host
-        staged = rank.config.checkpoint.enabled and rank.config.checkpoint.asynchronous
+        staged, in_memory = rank.checkpoint_copies
         weights = MemoryTensor("shards of weights", (rank.local_numel,), rank.master_dtype)
         moments = MemoryTensor("shards of both moments", (2, rank.local_numel), rank.moment_dtype)
         batch = MemoryTensor("tokens, labels, positions and document ids", (4, rank.tokens), "int64")
@@ -84,6 +84,14 @@ class StepMemory:
                 "while a checkpoint is written",
                 weights._replace(copies=staged),
                 moments._replace(copies=staged),
+                on_host=True,
+            ),
+            *tensors(
+                "in-memory checkpoints",
+                "trainer/checkpoint/in_memory.py: InMemoryCheckpoints",
+                RUN,
+                weights._replace(copies=in_memory),
+                moments._replace(copies=in_memory),
                 on_host=True,
             ),
             *tensors("batch", accumulate, STEP, batch._replace(copies=self._batches_on_device)),

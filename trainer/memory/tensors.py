@@ -24,6 +24,7 @@ LINES = (
     "pipeline messages",
     "matmul workspaces",
     "async-checkpoint staging",
+    "in-memory checkpoints",
     "batch",
 )
 SAVED_ACTIVATIONS, TRANSIENT_ACTIVATIONS = "saved activations", "transient activations"

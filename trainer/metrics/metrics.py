@@ -16,8 +16,8 @@ from socket import gethostname
 from typing import Any
 
 from parallelisms.collectives import all_gather_object, max_over_ranks
+from trainer.checkpoint.background_save import Save
 from trainer.checkpoint.durable_io import LineAppender, format_bytes
-from trainer.checkpoint.manager import Save
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
 from trainer.data.deal import Cost

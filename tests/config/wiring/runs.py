@@ -19,7 +19,7 @@ from torch import Tensor, distributed
 import train
 from tests.system.runs import lines
 from trainer import train_loop
-from trainer.checkpoint import manager, save
+from trainer.checkpoint import in_memory, manager, save
 from trainer.config.training_stages import Recipe
 from trainer.data.prepare import prepare_datasets
 from trainer.metrics import loggers
@@ -94,14 +94,20 @@ def _record(run: Run, patch: pytest.MonkeyPatch) -> None:
         run.writers.append(threading.current_thread().name)
         return write(*arguments)
 
+    def publish(*arguments: Any) -> int:
+        run.writers.append(f"in memory: {threading.current_thread().name}")
+        return publish_in_memory(*arguments)
+
     def find_drifted_ranks(state: dict[str, Tensor]) -> list[DriftedRank]:
         run.replica_checks.append(len(state))
         return check(state)
 
     check, write = replicas.find_drifted_ranks, save.write_checkpoint
+    publish_in_memory = in_memory.InMemoryCheckpoints._publish
     patch.setattr(train_loop, "find_drifted_ranks", find_drifted_ranks)
     patch.setattr(train_loop, "Watchdog", RecordingWatchdog)
     patch.setattr(manager, "write_checkpoint", write_checkpoint)
+    patch.setattr(in_memory.InMemoryCheckpoints, "_publish", publish)
 
 
 def _run(recipe: Recipe) -> Run:

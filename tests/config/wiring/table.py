@@ -286,6 +286,7 @@ RUN: Cases = {
     "checkpoint.keep": case(runs.run_files, (1, 2), EVERY_STEP),
     "checkpoint.keep_every": case(runs.run_files, (None, 2), {**EVERY_STEP, "checkpoint.keep": 1}),
     "checkpoint.async": case(runs.checkpoint_threads, (None, False), FOUR),
+    "checkpoint.memory_interval": case(runs.checkpoint_threads, (None, 2), FOUR),
     "checkpoint.initial_load_path": case(runs.run_losses, (None, "initial"), FOUR),
     "metrics.log_interval": case(runs.logged_steps, (1, 2), FOUR),
     "metrics.peak_flops": case(runs.stated_peak, (None, 2e12), FOUR),

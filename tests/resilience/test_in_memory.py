@@ -1,0 +1,328 @@
+"""In-memory checkpoints: resumed from what is whole on every rank, here or on the next node, and from nothing else."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, distributed
+
+from tests.ranks import run_ranks
+from tests.system.in_process import configured, saved_by, trainer_of
+from tests.system.runs import forked, lines, metrics, steps, train_rank, write_run
+from trainer import train_loop
+from trainer.artifact import HEADER_BYTES
+from trainer.checkpoint import in_memory, manager
+from trainer.checkpoint import memory_folder as memory
+from trainer.checkpoint.in_memory import InMemoryCheckpoints
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.rank_sync import PhaseError
+from trainer.checkpoint.run_dir import RunDir
+from trainer.checkpoint.save import SaveRequest, write_checkpoint
+from trainer.checkpoint.train_state import SpikeState, StagePosition, TrainerState, TrainState
+from trainer.distributed import World
+from trainer.errors import ConfigError, RunFailedError
+from trainer.launch.restarts import _progress
+from trainer.memory.auto import fit_memory_options
+from trainer.memory.estimator import estimate_memory
+from trainer.trainer import StepResult
+
+EXACT = ("step", "loss", "grad_norm")
+RANKS, NODES = 4, 2
+STATE_BYTES = 1 << 14
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Path]:
+    """The configuration of a run in `run`, whose memory is freed afterwards."""
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    yield write_run(tmp_path)
+    memory.remove_memory_folder(memory.memory_folder(tmp_path / "run"))
+
+
+# ---- on two nodes of two ranks, without training
+
+
+def state_of(step: int) -> TrainState:
+    scalars = TrainerState(
+        step=step, next_sequence=6 * step, tokens=0, skipped=0, sources={}, losses=SpikeState(), goodput=None
+    )
+    return TrainState(
+        step=step,
+        trainer=scalars,
+        stage=StagePosition(name="", index=0, start_step=0),
+        data={"corpus": "abc"},
+        plans={},
+        config={"optimizer.lr": 0.1, "schedule.kind": "constant"},
+        schema_version=1,
+        degrees={"dp_shard": RANKS},
+        torch="2",
+        optimizer_steps=None,
+    )
+
+
+def tensors_of(rank: int, step: int) -> dict[str, Tensor]:
+    """Shapes differ between ranks, as for stages of a pipeline."""
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    return {
+        "model.weight": torch.randn(3 + rank, 5, generator=draw),
+        "model.bias": torch.randn(0 if rank else 7, generator=draw),
+        "optimizer.weight.exp_avg": torch.randn(3 + rank, 5, generator=draw).bfloat16(),
+        "optimizer.weight.step": torch.tensor(float(step)),
+    }
+
+
+def damages(cases: int) -> Iterator[dict[str, str]]:
+    """What happens to each file: one node lost, nothing, both copies of one rank's newest, of any step, and random ones."""
+    names = [f"{kind}-{rank}.{index}" for kind, rank, index in product(("rank", "held"), range(RANKS), range(2))]
+    for node in range(NODES):  # A rank's copies are held on the other node.
+        lost = {f"{kind}-{rank}" for rank in range(RANKS) for kind in (("held", "rank")[rank // 2 == node],)}
+        yield {name: "deleted" for name in names if name.partition(".")[0] in lost}
+    yield {}
+    yield {"rank-1.0": "bit of a shard", "held-1.0": "shortened"}
+    yield {name: "deleted" for name in names if "-3." in name}
+    draw = random.Random(1)
+    for _ in range(cases):
+        share = draw.choice((0.1, 0.3, 0.5))
+        yield {name: draw.choice(KINDS) for name in names if draw.random() < share}
+
+
+KINDS = ("deleted", "shortened", "bit of the header", "bit of the state", "bit of a shard", "of an earlier step")
+
+
+def damage(path: Path, kind: str, content: bytearray, other: bytes) -> None:
+    """`other` is the rank's file of another step."""
+    if kind == "deleted":
+        path.unlink()
+        return
+    if kind == "shortened":
+        del content[-1:]
+    elif kind == "of an earlier step":  # Its data: the header is of this step.
+        content[HEADER_BYTES:] = other[HEADER_BYTES:]
+    else:
+        at = {"bit of the header": 200, "bit of the state": HEADER_BYTES + 300}.get(kind, HEADER_BYTES + STATE_BYTES)
+        content[at] ^= 4
+    path.write_bytes(content)
+
+
+def expected_step(found: dict[str, str], step_of: dict[str, int]) -> int | None:
+    """The newest step of which every rank's part is whole somewhere."""
+    whole = {(name.partition(".")[0].partition("-")[2], step) for name, step in step_of.items() if name not in found}
+    return next((step for step in (9, 8) if all((str(rank), step) in whole for rank in range(RANKS))), None)
+
+
+def load_after_damage(root: Path, cases: int) -> list[tuple[dict[str, str], int | None, int | None]]:
+    """(damage, the step that is loaded, the step that should be) for each case; checks the loaded values."""
+    rank, results = distributed.get_rank(), []
+    group = distributed.group.WORLD
+    assert group is not None
+    world, run_dir = World(rank, RANKS, torch.device("cpu"), NODES), RunDir(root)
+    in_memory.STATE_BYTES = STATE_BYTES
+    for found in damages(cases):
+        if rank == 0:
+            memory.remove_memory_folder(memory.memory_folder(root))
+        distributed.barrier()
+        copies = InMemoryCheckpoints(run_dir, world, group, tensors_of(rank, 0))
+        for step in (7, 8, 9):
+            copies.copy(tensors_of(rank, step), state_of(step), to_disk=False)
+        copies.wait()
+        distributed.barrier()
+        assert memory.newest_steps(run_dir.logs_dir)[0] == 9
+        step_of = {
+            file.path.name: header.step for file in (*copies._files, *copies._held) if (header := file.read_header())
+        }
+        everywhere: list[dict[str, int]] = [{}] * RANKS
+        distributed.all_gather_object(everywhere, step_of)
+        if rank == 0:
+            contents = {path.name: path.read_bytes() for path in copies.folder.iterdir()}
+            for name, kind in found.items():
+                other = contents[name[:-1] + str(1 - int(name[-1]))]
+                damage(copies.folder / name, kind, bytearray(contents[name]), other)
+        distributed.barrier()
+        copies = InMemoryCheckpoints(run_dir, world, group, tensors_of(rank, 0))  # The next launch.
+        loaded = tensors_of(rank, 0)
+        state = copies.load_newest(loaded, state_of(0), committed_step=4)
+        if state is not None:
+            assert state.model_copy(update={"optimizer_steps": None}) == state_of(state.step)
+        wanted = tensors_of(rank, 0 if state is None else state.step)
+        assert all(torch.equal(value, wanted[name]) for name, value in loaded.items())
+        expected = expected_step(found, {name: step for part in everywhere for name, step in part.items()})
+        results.append((found, state.step if state else None, expected))
+        if state is not None:  # The next copy goes in place of another step, on every rank.
+            copies.copy(tensors_of(rank, 10), state_of(10), to_disk=False)
+            copies.wait()
+            distributed.barrier()
+            (newest,) = [file for file in copies._files if (header := file.read_header()) and header.step == 10]
+            newest.clear()
+            for file in copies._held:
+                file.clear()
+            copies = InMemoryCheckpoints(run_dir, world, group, tensors_of(rank, 0))
+            again = copies.load_newest(loaded, state_of(0), committed_step=4)
+            assert again is not None
+            assert again.step == state.step
+    return results
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("cases", [5, pytest.param(200, marks=pytest.mark.slow)])
+def test_the_newest_step_that_is_whole_somewhere_is_loaded_whatever_is_damaged(run: Path, cases: int) -> None:
+    by_rank = run_ranks(load_after_damage, RANKS, run.parent / "run", cases, timeout=600)
+    assert by_rank == by_rank[:1] * RANKS
+    assert [case for case in by_rank[0] if case[1] != case[2]] == []
+    assert [loaded for _, loaded, _ in by_rank[0][:5]] == [9, 9, 9, 8, None]
+
+
+# ---- runs
+
+
+def crash_after_step_8(argv: list[str]) -> int:
+    """A rank of two nodes that ends with a traceback. Its last checkpoint is in memory, and did not reach the disk."""
+    after_step = train_loop.TrainLoop._after_step
+
+    def crash(loop: train_loop.TrainLoop, result: StepResult) -> str:
+        reason = after_step(loop, result)
+        if result.step == 8:
+            memory_of(loop.checkpoints).wait()
+            raise RuntimeError("crash")
+        return reason
+
+    def fail_at_step_8(request: SaveRequest, group: distributed.ProcessGroup) -> int:
+        if request.step == 8:
+            raise PhaseError("disk full")
+        return write_checkpoint(request, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "write_checkpoint", fail_at_step_8)
+        patch.setattr(train_loop.TrainLoop, "_after_step", crash)
+        return on_two_nodes(argv)
+
+
+def on_two_nodes(argv: list[str]) -> int:
+    os.environ["LOCAL_WORLD_SIZE"] = str(RANKS // NODES)
+    return train_rank(argv)
+
+
+@pytest.mark.ranks
+def test_a_run_whose_node_is_lost_continues_bitwise_from_the_memory_of_the_other(run: Path) -> None:
+    root, folder = run.parent, run.parent / "run"
+    options: tuple[str, ...] = ("--training.steps", "10", "--checkpoint.interval", "4")
+    assert forked(run, root / "whole", *options, processes=RANKS).statuses == [0] * RANKS
+    options += ("--checkpoint.memory_interval", "3")
+    crashed = forked(run, folder, *options, processes=RANKS, train=crash_after_step_8)
+    assert 1 in crashed.statuses
+    assert "RuntimeError: crash" in crashed.said
+    shared = memory.memory_folder(folder)
+    assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-4"]
+    for path in [*shared.glob("rank-[23].*"), *shared.glob("held-[01].*")]:
+        path.unlink()
+    done = forked(run, folder, *options, processes=RANKS, train=on_two_nodes)
+    assert done.statuses == [0] * RANKS, done.said
+    assert f"resumed from {shared}: continuing with step 9" in done.said
+    assert "step 8 of ranks [2, 3] is restored from the memory of the next node" in done.said
+    assert steps(folder) == [*range(1, 11)]
+    assert metrics(folder, *EXACT) == metrics(root / "whole", *EXACT)
+    # What was missing on the disk is saved at once, and a run that is done leaves nothing in memory.
+    saved = [event["step"] for event in lines(folder / "events.jsonl") if event["event"] == "checkpoint"]
+    assert saved == [4, 8, 10]
+    assert not shared.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "removed", "expected"),
+    [
+        ((), None, 5),
+        (("--optimizer.lr", "3e-3"), None, 4),
+        (("--checkpoint.keep", "7"), None, 4),
+        ((), "step-4", 2),  # By a person who goes back.
+    ],
+)
+def test_a_changed_run_and_one_whose_checkpoint_was_removed_resume_from_the_disk(
+    run: Path, changes: tuple[str, ...], removed: str | None, expected: int
+) -> None:
+    options = ("--checkpoint.interval", "2", "--checkpoint.memory_interval", "1")
+    config = configured(run, run.parent / "run", *options)
+    folder = RunDir(config.output_dir)
+    with trainer_of(config) as trainer:
+        checkpoints = CheckpointManager(config, folder, trainer.world)
+        assert checkpoints.resume(trainer) is None
+        results = trainer.train_steps()
+        for step in range(1, 6):
+            assert next(results).step == step
+            if checkpoints.should_save(step, trainer.stage):
+                saved_by(checkpoints, trainer)
+            elif checkpoints.should_copy(step):
+                checkpoints.copy_to_memory(trainer)
+        del results
+        memory_of(checkpoints).wait()
+        assert memory.newest_steps(folder.logs_dir) == (5, 4)
+        assert _progress(folder) == 5
+    if removed is not None:
+        (folder.checkpoints_dir / removed).rename(folder.checkpoints_dir / "set aside")
+    disk = folder.checkpoints_dir / f"step-{expected}"
+    changed = configured(run, run.parent / "run", *options, *changes)
+    with trainer_of(changed) as trainer:
+        checkpoints = CheckpointManager(changed, folder, trainer.world)
+        assert checkpoints.resume(trainer) == (memory.memory_folder(folder.path) if expected == 5 else disk)
+        assert trainer.step == expected
+        assert memory.newest_steps(folder.logs_dir) == (expected if expected == 5 else -1, min(expected, 4))
+        if expected == 5:  # After a spike, nothing in memory is used.
+            assert checkpoints.roll_back(trainer) == folder.checkpoints_dir / "step-4"
+            assert checkpoints.resume(trainer) == folder.checkpoints_dir / "step-4"
+
+
+def memory_of(checkpoints: CheckpointManager) -> InMemoryCheckpoints:
+    assert checkpoints._in_memory is not None
+    return checkpoints._in_memory
+
+
+def test_too_little_memory_is_an_error_that_names_the_key(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured(run, run.parent / "run", "--checkpoint.memory_interval", "1")
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    with trainer_of(config) as trainer, pytest.raises(RunFailedError) as raised:
+        CheckpointManager(config, RunDir(config.output_dir), trainer.world).resume(trainer)
+    assert "checkpoint.memory_interval needs " in str(raised.value)
+    assert "in /dev/shm, which has" in str(raised.value)
+
+
+def no_space(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_the_plan_counts_in_memory_checkpoints_and_refuses_what_a_node_cannot_hold(run: Path) -> None:
+    options = ("--checkpoint.memory_interval", "1", "--parallelism.ranks_per_node", "2")
+    config = configured(run, run.parent / "run", *options)
+    shards = config.model.build().num_parameters * (4 + 8)
+    for world_size, copies in ((2, 2), (4, 4)):
+        estimate = estimate_memory(config, world_size)
+        assert estimate.item("in-memory checkpoints").host_bytes == pytest.approx(
+            copies * shards / world_size, rel=0.01
+        )
+        assert estimate.item("async-checkpoint staging").host_bytes == 0
+    with pytest.raises(ConfigError, match=r"checkpoint.memory_interval = 1: a node needs .* for in-memory checkpoints"):
+        fit_memory_options(config, 2, ranks_per_node=2, device_bytes=0, host_bytes=shards)
+    fit_memory_options(config, 2, ranks_per_node=2, device_bytes=0, host_bytes=1000 * shards)
+
+
+def test_memory_of_ended_runs_is_freed_and_that_of_others_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "SHARED_MEMORY", tmp_path)
+    (tmp_path / "run").mkdir()
+    own = memory.memory_folder(tmp_path / "run")
+    old, recent = (tmp_path / f"longhaul-{os.geteuid()}-{name}" for name in ("old", "recent"))
+    for folder in (old, recent):
+        folder.mkdir()
+    long_ago = time.time() - memory.ABANDONED_SECONDS - 1
+    os.utime(old, (long_ago, long_ago))
+    memory.create_memory_folder(own)
+    assert (old.exists(), recent.exists(), own.exists()) == (False, True, True)
+    memory.create_memory_folder(own)
+    own.chmod(0o777)
+    with pytest.raises(RunFailedError, match="is not a folder that only this user can write to"):
+        memory.create_memory_folder(own)
