@@ -6,7 +6,9 @@
 A small model on CPU processes, started as a user starts it, with a checkpoint every ten steps. recovery: seconds from
 the fault to the first step after the restart, and to the first step that the run had not reached before. What a start
 costs is mostly importing torch, on cores that all ranks share; on a cluster loading a checkpoint comes to it. goodput: a
-rank is killed at a fixed interval; goodput is read from metrics.jsonl.
+rank is killed at a fixed interval, with checkpoints on disk only and with in-memory ones. Goodput is the time of the steps
+that counted over the time since the first model was built, less what as many starts cost without any checkpoint: from the
+new processes to the start of their first step, the median of several.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 from benchmarks.data import machine, say
+from trainer.checkpoint.manifest import read_state
 
 CONFIG = """\
 [model]
@@ -52,8 +56,8 @@ hang_minutes = 0.1
 class Run:
     """A run and the process that started it."""
 
-    def __init__(self, root: Path, ranks: int) -> None:
-        self.folder, self.ranks = root / "run", ranks
+    def __init__(self, root: Path, ranks: int, *options: str) -> None:
+        self.folder, self.ranks, self.options = root / "run", ranks, options
         self.config = root / "run.toml"
         self.config.write_text(CONFIG)
         self.log = (root / "log").open("a")
@@ -62,6 +66,7 @@ class Run:
     def launch(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "trainer.launch", "--config", str(self.config)]
         command += ["--job.output_dir", str(self.folder), "--data.cache_dir", str(self.folder.parent / "prepared")]
+        command += self.options
         environment = os.environ | {"NGPU": str(self.ranks), "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
         return subprocess.Popen(command, env=environment, stdout=self.log, stderr=self.log)
 
@@ -82,12 +87,13 @@ class Run:
         path = Path(f"/proc/{self.launcher.pid}/task/{self.launcher.pid}/children")
         return [int(pid) for pid in path.read_text().split()]
 
-    def wait_for_steps(self, steps: int = 25) -> None:
-        """Wait for that many steps and a checkpoint."""
-        wait_for(lambda: self.step() >= steps and any((self.folder / "checkpoints").glob("step-*")))
+    def wait_for_steps(self, steps: int = 25, *, saved: bool = True) -> None:
+        """Wait for that many steps and, if `saved`, a checkpoint."""
+        wait_for(lambda: self.step() >= steps and (not saved or any((self.folder / "checkpoints").glob("step-*"))))
 
     def end(self) -> None:
-        self.launcher.kill()
+        """Gently: a run that is done leaves nothing in memory."""
+        self.launcher.terminate()
         self.launcher.wait()
         self.log.close()
 
@@ -162,7 +168,7 @@ def recovery(run: Run, fault: Callable[[Run], None]) -> tuple[float, float, floa
     at = run.step()
     fault(run)
     wait_for(lambda: run.starts() > starts)
-    resumed = int(str([line for line in run.lines("events.jsonl") if line["event"] == "start"][-1]["step"]))
+    resumed = resumed_step(run)
     wait_for(lambda: run.step() > resumed)
     first = time.monotonic() - began
     wait_for(lambda: run.step() > at)
@@ -170,21 +176,86 @@ def recovery(run: Run, fault: Callable[[Run], None]) -> tuple[float, float, floa
 
 
 def measure_goodput(ranks: int, minutes: float, every: float) -> None:
+    start = start_seconds(ranks)
+    say(
+        f"{machine()}; {ranks} ranks, kill -9 of one every {every:.0f} s; a start without a checkpoint takes {start:.2f} s\n"
+    )
+    say("| checkpoints | faults | steps | mean step, ms | goodput |")
+    say("|---|---|---|---|---|")
+    for name, options in CHECKPOINTS.items():
+        with tempfile.TemporaryDirectory() as root:
+            run = Run(Path(root), ranks, *options, "--metrics.log_interval", "10")
+            run.wait_for_steps(1, saved=False)
+            faults, began = 0, time.monotonic()
+            while time.monotonic() - began < 60 * minutes:
+                time.sleep(every - (time.monotonic() - began) % every)
+                kill_and_wait(run)
+                faults += 1
+            time.sleep(every / 2)
+            run.end()
+            wall, useful, steps = measured(run)
+        share = useful / (wall - faults * start)
+        say(f"| {name} | {faults} | {steps} | {1000 * useful / steps:.0f} | {100 * share:.1f} % |")
+
+
+CHECKPOINTS: dict[str, tuple[str, ...]] = {
+    "on disk, every 10 steps": (),
+    "on disk, every 100 steps": ("--checkpoint.interval", "100"),
+    "on disk, every 100 steps, and in memory, every 2": (
+        "--checkpoint.interval",
+        "100",
+        "--checkpoint.memory_interval",
+        "2",
+    ),
+}
+
+
+def kill_and_wait(run: Run) -> None:
+    starts = run.starts()
+    kill_a_rank(run)
+    wait_for(lambda: run.starts() > starts)
+
+
+def measured(run: Run) -> tuple[float, float, int]:
+    """Of a run that was told to stop: seconds since its first model was built, those of the steps that count, and steps."""
+    end = next(line for line in run.lines("events.jsonl") if line["event"] == "preempted")
+    state = read_state(run.folder / "checkpoints" / f"step-{end['step']}").trainer
+    if state.goodput is None:
+        raise RuntimeError(f"{run.folder} does not measure goodput")
+    return float(str(end["time"])) - state.goodput.start_time, state.goodput.productive_seconds, state.step
+
+
+def resumed_step(run: Run) -> int:
+    return int(str([line for line in run.lines("events.jsonl") if line["event"] == "start"][-1]["step"]))
+
+
+def start_seconds(ranks: int, rounds: int = 5) -> float:
+    """From the processes of a restart to the start of their first step, without a checkpoint to resume from."""
+    options = (
+        "--checkpoint.interval",
+        "1000000",
+        "--distributed.restarts",
+        str(rounds),
+        "--distributed.restart_seconds",
+        "0",
+    )
+    found = []
     with tempfile.TemporaryDirectory() as root:
-        run = Run(Path(root), ranks)
-        began = time.monotonic()
-        run.wait_for_steps(1)
-        faults = 0
-        while time.monotonic() - began < 60 * minutes:
-            time.sleep(every - (time.monotonic() - began) % every)
-            kill_a_rank(run)
-            faults += 1
-        wait_for(lambda: run.starts() > faults and run.step() > 0)
-        time.sleep(every / 2)
-        goodput = float(str(run.lines("metrics.jsonl")[-1]["goodput_pct"]))
+        run = Run(Path(root), ranks, *options)
+        for _ in range(rounds):
+            run.wait_for_steps(5, saved=False)
+            found.append(seconds_of_a_start(run))
         run.end()
-        say(f"{machine()}; {ranks} ranks, {faults} times kill -9 of a rank, every {every:.0f} s")
-        say(f"goodput {goodput:.1f} %, {run.step()} steps")
+    return median(found)
+
+
+def seconds_of_a_start(run: Run) -> float:
+    old, starts = set(run.workers()), run.starts()
+    kill_a_rank(run)
+    wait_for(lambda: len(set(run.workers()) - old) == run.ranks)
+    began = time.monotonic()
+    wait_for(lambda: run.starts() > starts and run.step() == 1)
+    return time.monotonic() - began - float(str(run.lines("metrics.jsonl")[0]["step_seconds"]))
 
 
 def main() -> None:
