@@ -96,6 +96,8 @@ class Cluster:
     def __init__(self) -> None:
         self.name = f"{PREFIX}-{os.getpid()}"
         self.folder = Path(tempfile.gettempdir()) / self.name
+        self.small_disk = self.folder / "disk"
+        """A file system of its own that all nodes share."""
 
     def __enter__(self) -> Cluster:
         sweep()
@@ -110,8 +112,9 @@ class Cluster:
         _remove(self.folder)
 
     def _up(self) -> None:
-        for name in ("", "state", "log", "run", "munge"):
+        for name in ("", "state", "log", "run", "munge", "disk"):
             (self.folder / name).mkdir(mode=0o755)
+        _run("mount", "-t", "tmpfs", "-o", "size=48m", self.name, str(self.small_disk))
         hosts = "".join(f"{address} {name}\n" for name, address in NODES.items())
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
         configuration = CONFIGURATION.format(folder=self.folder, cpus=CPUS, grace=GRACE)
@@ -254,6 +257,8 @@ def _remove(folder: Path) -> None:
         pid = int((folder / "munge" / "pid").read_text())
         if str(folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():  # Otherwise the pid was reused.
             _kill(pid, signal.SIGTERM)
+    while os.path.ismount(folder / "disk"):
+        _run("umount", "-l", str(folder / "disk"))
     for _ in range(50):  # Processes that end may write once more.
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

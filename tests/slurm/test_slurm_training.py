@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.artifacts import content
 from tests.slurm.cluster import Cluster
 from tests.slurm.job import Job
 from tests.system.runs import command_of, digests, forked, metrics, write_run
+from trainer.artifact import seal
+from trainer.resilience.lease import LeaseOwner
 
 pytestmark = pytest.mark.slurm
 STEPS = 44  # of 20 to 500 ms each, so that faults come before the end
@@ -148,3 +154,60 @@ def test_a_node_failure_and_recovery_changes_nothing(
         cluster.start_node("n2")
     require_same_results(job, uninterrupted)
     assert cluster.state(job.number).requeues >= 1
+
+
+@pytest.mark.slow
+def test_the_lease_of_a_dead_node_is_waited_for_and_taken_over(
+    cluster: Cluster, uninterrupted: Uninterrupted, tmp_path: Path
+) -> None:
+    job = training(cluster, uninterrupted, tmp_path / "run")
+    hold_lease_elsewhere(job.folder)
+    job.submit()
+    require_same_results(job, uninterrupted)
+    assert "waiting for the lease of process 7 on lost of job 41" in job.log()
+    assert "taking over the lease of process 7 on lost of job 41" in job.log()
+    assert f"attempt {job.number}.0.0 exited with 0" in job.log()
+
+
+@pytest.mark.slow
+def test_a_lease_held_elsewhere_is_tried_again_until_its_owner_ends(
+    cluster: Cluster, uninterrupted: Uninterrupted, tmp_path: Path
+) -> None:
+    job = training(cluster, uninterrupted, tmp_path / "run")
+    lease = hold_lease_elsewhere(job.folder)
+    job.submit()
+    while f"attempt {job.number}.0.0 exited with " not in job.log():
+        os.utime(lease)
+        time.sleep(0.5)
+    assert content(job.folder / "RETRY")["reason"] == f"{job.folder} is in use by process 7 on lost of job 41"
+    lease.unlink()
+    require_same_results(job, uninterrupted)
+    assert f"attempt {job.number}.0.0 exited with 1" in job.log()
+
+
+def hold_lease_elsewhere(folder: Path) -> Path:
+    """As a launch on a node that is not there any more."""
+    logs = folder / "logs"
+    logs.mkdir(parents=True)
+    owner = LeaseOwner(
+        folder=logs.stat().st_ino, host="lost", boot="lost", pid_namespace="", pid=7, started="1", job="41", attempt=""
+    )
+    (logs / "lease").write_bytes(seal(owner))
+    return logs / "lease"
+
+
+@pytest.mark.slow
+def test_a_full_disk_that_is_made_room_on_changes_nothing(cluster: Cluster, uninterrupted: Uninterrupted) -> None:
+    job = training(cluster, uninterrupted, cluster.small_disk / "run")
+    job.submit()
+    job.wait_progress()
+    filler = cluster.small_disk / "filler"
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+    kill_a_rank(job)
+    time.sleep(15)  # Launches on a full disk.
+    filler.unlink()
+    require_same_results(job, uninterrupted)
+    assert cluster.state(job.number).requeues == 0
+    shutil.rmtree(job.folder)

@@ -257,7 +257,7 @@ class DistributedSection(Section):
     restarts: NonNegativeInt = 2
     """Consecutive restarts of failed workers without a new checkpoint in between; 0: never restart."""
     restart_seconds: NonNegativeInt = 10
-    """Delay before a restart in seconds; doubles each time, up to five minutes."""
+    """Delay in seconds before the restart that follows a launch without a new checkpoint; doubles each time, up to five minutes."""
 
 
 class PlanSection(Section):

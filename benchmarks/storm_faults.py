@@ -1,0 +1,390 @@
+"""The faults of the storm (benchmarks/storm.py): of processes, disks, clocks, leases and nodes, and damage to files."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.artifact import seal
+from trainer.checkpoint.memory_folder import memory_folder
+from trainer.resilience.lease import LeaseOwner
+
+if TYPE_CHECKING:
+    from benchmarks.storm import Run
+
+Restore = Callable[[], None]
+NODE_NAMES = ("longhaul-storm-0", "longhaul-storm-1")
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    strike: Callable[[Run, random.Random], Restore | None]
+    """Returns what puts a damaged file back, as a person would. Leaves no launcher in `Run` if it must be started again."""
+    needs_person: bool = False
+    """Whether the run may end with 78 or 2."""
+    needs_two_checkpoints: bool = False
+    needs_root: bool = False
+    needs_nodes: bool = False
+    goes_on: bool = False
+    """Whether the launch that it strikes survives it."""
+    fits_nodes: bool = False
+    """Whether it can strike a run on two nodes."""
+
+
+def every_fault() -> list[Fault]:
+    return [*process_faults(), *file_faults(), *disk_faults(), *other_faults(), *node_faults()]
+
+
+# ---- processes
+
+
+def process_faults() -> Iterator[Fault]:
+    for rank in range(4):
+        yield Fault(f"kill -9 of rank {rank}", partial(signal_rank, number=signal.SIGKILL, rank=rank))
+    kill_one = partial(signal_rank, number=signal.SIGKILL)
+    yield Fault("kill -9 of a rank in a save", lambda run, draw: in_a_save(run, lambda: kill_one(run, draw)))
+    yield Fault("kill -9 of the launcher", kill_launcher, fits_nodes=True)
+    yield Fault("kill -9 of launcher and ranks", lambda run, _: run.kill(), fits_nodes=True)
+    yield Fault("kill -9 of all in a save", lambda run, _: in_a_save(run, run.kill))
+    yield Fault("SIGSTOP of a rank", partial(signal_rank, number=signal.SIGSTOP))
+    yield Fault("SIGSTOP of the launcher for 3 s", stop_launcher, goes_on=True)
+    yield Fault("SIGTERM to the launcher", lambda run, _: run.launchers[0].terminate(), fits_nodes=True)
+    yield Fault("SIGTERM in a save", lambda run, _: in_a_save(run, run.launchers[0].terminate))
+    yield Fault("SIGUSR1 to a rank", partial(signal_rank, number=signal.SIGUSR1))
+
+
+def signal_rank(run: Run, draw: random.Random, *, number: signal.Signals, rank: int | None = None) -> None:
+    """Without `rank`, to any."""
+    with suppress(ProcessLookupError, IndexError):  # It ended meanwhile.
+        os.kill(run.workers()[draw.randrange(4) if rank is None else rank], number)
+
+
+def kill_launcher(run: Run, _: random.Random) -> None:
+    """Its ranks end by themselves."""
+    pids = run.workers()
+    run.launchers[0].kill()
+    for each in run.launchers:
+        each.wait()
+    deadline = time.monotonic() + 5
+    while any(map(is_alive, pids)):
+        if time.monotonic() > deadline:
+            raise RuntimeError("ranks outlive their launcher")
+        time.sleep(0.02)
+    run.launchers.clear()
+
+
+def stop_launcher(run: Run, _: random.Random) -> None:
+    run.launchers[0].send_signal(signal.SIGSTOP)
+    time.sleep(3)
+    run.launchers[0].send_signal(signal.SIGCONT)
+
+
+def in_a_save(run: Run, strike: Callable[[], None]) -> None:
+    """Between the creation of a temporary folder and its commit."""
+    deadline = time.monotonic() + 30
+    while not any((run.folder / "checkpoints").glob(".tmp-step-*")) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    strike()
+
+
+# ---- files
+
+
+def file_faults() -> Iterator[Fault]:
+    kinds = (*DAMAGES,)
+    for name, kind in product(("manifest.json", ".metadata", "state.json", "__0_0.distcp"), kinds):
+        yield damage_fault(f"{name} of the newest checkpoint", newest(name), kind, needs_two_checkpoints=True)
+    for pattern, kind in product(("*.plan", "shard-*.bin", "shard-*.idx", "shard-*.blocks", "meta.json"), kinds):
+        yield damage_fault(pattern, prepared(pattern), kind, needs_person=True)
+    for name, kind in product(("config.toml", "prediction.json", "events.jsonl", "STOP"), kinds):
+        yield damage_fault(name, in_run(name), kind, needs_person=kind == "made a pipe")
+    for name, kind in product(("lease", "newest_checkpoints", "rank-0.log"), kinds):
+        yield damage_fault(f"logs/{name}", in_run(f"logs/{name}"), kind, needs_person=kind == "made a pipe")
+    for kind in ("a bit flipped", "cut off", "deleted", "made a pipe"):
+        yield Fault(f"metrics.jsonl: {kind}", damage_metrics(kind), needs_person=kind == "made a pipe")
+        yield Fault(f"an in-memory checkpoint: {kind}", damage_memory(kind))
+
+
+def flip(path: Path, draw: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    if content:
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
+
+
+def cut(path: Path, draw: random.Random) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: draw.randrange(max(len(content), 1))])
+
+
+def delete(path: Path, _: random.Random) -> None:
+    path.unlink()
+
+
+def make_a_pipe(path: Path, _: random.Random) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
+    "a bit flipped": flip,
+    "cut off": cut,
+    "deleted": delete,
+    "made a pipe": make_a_pipe,
+}
+Find = Callable[["Run", random.Random], Path]
+
+
+def newest(name: str) -> Find:
+    return lambda run, _: run.checkpoints()[-1] / name
+
+
+def prepared(pattern: str) -> Find:
+    return lambda run, draw: draw.choice(sorted((run.root / "prepared").rglob(pattern)))
+
+
+def in_run(name: str) -> Find:
+    return lambda run, _: run.folder / name
+
+
+def damage_fault(
+    name: str, find: Find, kind: str, *, needs_person: bool = False, needs_two_checkpoints: bool = False
+) -> Fault:
+    def strike(run: Run, draw: random.Random) -> Restore:
+        run.kill()
+        path = find(run, draw)
+        if not path.exists():
+            path.write_text("not written by a run")
+        content = path.read_bytes()
+        DAMAGES[kind](path, draw)
+
+        def restore() -> None:
+            if path.parent.exists():  # Else it was set aside.
+                path.unlink(missing_ok=True)
+                path.write_bytes(content)
+
+        return restore
+
+    return Fault(f"{name}: {kind}", strike, needs_person, needs_two_checkpoints)
+
+
+def damage_metrics(kind: str) -> Callable[[Run, random.Random], Restore | None]:
+    """A person puts the lines back that a launch then misses: it cannot know of them."""
+
+    def strike(run: Run, draw: random.Random) -> Restore | None:
+        run.kill()
+        path = run.folder / "metrics.jsonl"
+        content = path.read_bytes()
+        by_step = {json.loads(line)["step"]: line for line in content.splitlines(keepends=True) if line.endswith(b"\n")}
+        DAMAGES[kind](path, draw)
+        if kind == "made a pipe":
+
+            def restore() -> None:
+                path.unlink(missing_ok=True)
+                path.write_bytes(content)
+
+            return restore
+        reached = max(by_step)
+        run.start()
+        deadline = time.monotonic() + 120
+        while run.step() <= reached + 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        run.kill()
+        for line in path.read_bytes().splitlines(keepends=True):
+            with suppress(ValueError, KeyError, TypeError):
+                by_step.setdefault(json.loads(line)["step"], line)
+        path.write_bytes(b"".join(by_step[step] for step in sorted(by_step)))
+        return None
+
+    return strike
+
+
+def damage_memory(kind: str) -> Callable[[Run, random.Random], None]:
+    def strike(run: Run, draw: random.Random) -> None:
+        run.kill()
+        run.start("--checkpoint.memory_interval", "1")
+        reached, deadline = run.step(), time.monotonic() + 120
+        while run.step() <= reached + 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        run.kill()
+        files = sorted(memory_folder(run.folder).glob("rank-*"))
+        for path in draw.sample(files, min(2, len(files))):
+            DAMAGES[kind](path, draw)
+        run.start("--checkpoint.memory_interval", "1")
+
+    return strike
+
+
+# ---- disks, of a small file system of its own
+
+
+def mount_disk(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "storm", folder], check=True)
+
+
+def unmount_disk(folder: Path) -> None:
+    subprocess.run(["umount", "-l", folder], check=False, capture_output=True)
+
+
+def disk_faults() -> Iterator[Fault]:
+    yield Fault("a full disk for 3 s", fill_disk, needs_root=True, goes_on=True)
+    yield Fault("a full disk until the run ends", fill_disk_and_kill, needs_root=True)
+    yield Fault("a read-only disk for 3 s", make_read_only, needs_root=True, goes_on=True)
+    yield Fault("a slow disk for 3 s", slow_disk, goes_on=True)
+
+
+def fill(run: Run) -> Path:
+    path = run.folder / "filler"
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+    return path
+
+
+def fill_disk(run: Run, _: random.Random) -> None:
+    path = fill(run)
+    time.sleep(3)
+    path.unlink()
+
+
+def fill_disk_and_kill(run: Run, _: random.Random) -> None:
+    path = fill(run)
+    run.kill()
+    run.start()
+    deadline = time.monotonic() + 60
+    while run.ending() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    path.unlink()
+
+
+def make_read_only(run: Run, _: random.Random) -> None:
+    """Files that are open already can still be written."""
+    subprocess.run(["mount", "--bind", run.folder, run.folder], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", run.folder], check=True)
+        time.sleep(3)
+    finally:
+        unmount_disk(run.folder)
+
+
+def slow_disk(run: Run, _: random.Random) -> None:
+    (run.root / "slow").touch()
+    time.sleep(3)
+    (run.root / "slow").unlink()
+
+
+# ---- clocks and leases
+
+
+def other_faults() -> Iterator[Fault]:
+    yield Fault("the clock set forward by a day", partial(set_clock, seconds=86400.0), goes_on=True)
+    yield Fault("the clock set back by a day", partial(set_clock, seconds=-86400.0), goes_on=True)
+    yield Fault("a second launch in the folder", launch_twice, goes_on=True)
+    yield Fault("the lease of a dead node", hold_lease_of_dead_node)
+
+
+def set_clock(run: Run, _: random.Random, *, seconds: float) -> None:
+    (run.root / "clock").write_text(str(seconds))
+
+
+def launch_twice(run: Run, _: random.Random) -> None:
+    first, run.launchers = run.launchers, []
+    run.start()
+    second, run.launchers = run.launchers, first
+    codes = [each.wait(60) for each in second]
+    if codes != [2] * len(codes):
+        raise RuntimeError(f"a second launch in the folder ended with {codes}")
+
+
+def hold_lease_of_dead_node(run: Run, _: random.Random) -> None:
+    run.kill()
+    logs = run.folder / "logs"
+    owner = LeaseOwner(
+        folder=logs.stat().st_ino, host="lost", boot="lost", pid_namespace="", pid=7, started="1", job="", attempt=""
+    )
+    (logs / "lease").write_bytes(seal(owner))
+
+
+# ---- nodes
+
+
+def node_faults() -> Iterator[Fault]:
+    yield Fault("the cable of a node pulled", pull_cable, needs_root=True, needs_nodes=True)
+    yield Fault("a node lost with its memory", lose_node, needs_root=True, needs_nodes=True)
+
+
+def connect_nodes(count: int) -> list[list[str]]:
+    """Two network namespaces with a cable between; returns what to put before a command to run it there."""
+    disconnect_nodes()
+    for name in NODE_NAMES[:count]:
+        ip("netns", "add", name)
+        ip("-n", name, "link", "set", "lo", "up")
+    ip("link", "add", "eth0", "netns", NODE_NAMES[0], "type", "veth", "peer", "name", "eth0", "netns", NODE_NAMES[1])
+    for index, name in enumerate(NODE_NAMES[:count]):
+        ip("-n", name, "addr", "add", f"10.98.0.{index + 1}/24", "dev", "eth0")
+        ip("-n", name, "link", "set", "eth0", "up")
+    return [["ip", "netns", "exec", name] for name in NODE_NAMES[:count]]
+
+
+def disconnect_nodes() -> None:
+    for name in NODE_NAMES:
+        if Path("/run/netns", name).exists():
+            ip("netns", "del", name)
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+def pull_cable(run: Run, _: random.Random) -> None:
+    ip("-n", NODE_NAMES[1], "link", "set", "eth0", "down")
+    deadline = time.monotonic() + 200
+    while run.ending() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ip("-n", NODE_NAMES[1], "link", "set", "eth0", "up")
+
+
+def lose_node(run: Run, _: random.Random) -> None:
+    """The second one, with the in-memory checkpoints of its ranks and those that it holds for the first."""
+    run.launchers[1].kill()
+    for each in run.launchers:
+        each.wait()
+    shared = memory_folder(run.folder)
+    for path in [*shared.glob("rank-[23].*"), *shared.glob("held-[01].*")]:
+        path.unlink(missing_ok=True)
+
+
+# ---- /proc
+
+
+def children(pid: int) -> list[int]:
+    """The ranks of a launcher, in order."""
+    with suppress(OSError):
+        found = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [each for each in found if b"train.py" in command_of(each)]
+    return []
+
+
+def command_of(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def is_alive(pid: int) -> bool:
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
