@@ -281,6 +281,19 @@ def memory_of(checkpoints: CheckpointManager) -> InMemoryCheckpoints:
     return checkpoints._in_memory
 
 
+def test_what_says_nothing_about_newest_steps_is_none(tmp_path: Path) -> None:
+    path = tmp_path / memory.STEPS_FILE
+    assert memory.newest_steps(tmp_path) == (-1, -1)
+    for content in (b"", b"3", b"a b", b"1 2 3", b"\xff", bytes(1000)):
+        path.write_bytes(content)
+        assert memory.newest_steps(tmp_path) == (-1, -1)
+    path.unlink()
+    os.mkfifo(path)
+    assert memory.newest_steps(tmp_path) == (-1, -1)
+    memory.write_newest_steps(tmp_path, 9, 4)
+    assert memory.newest_steps(tmp_path) == (9, 4)
+
+
 def test_too_little_memory_is_an_error_that_names_the_key(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(run, run.parent / "run", "--checkpoint.memory_interval", "1")
     monkeypatch.setattr(os, "posix_fallocate", no_space)

@@ -19,6 +19,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from models.files import read_regular
 from trainer.artifact import Artifact
 from trainer.checkpoint.durable_io import write_atomic
 from trainer.errors import RunFailedError
@@ -76,6 +77,6 @@ def write_newest_steps(logs_dir: Path, in_memory: int, on_disk: int) -> None:
 def newest_steps(logs_dir: Path) -> tuple[int, int]:
     """Of the newest checkpoint (in memory, on disk) that a run with in-memory checkpoints ever had; -1: none."""
     with suppress(OSError, ValueError):
-        in_memory, on_disk = map(int, (logs_dir / STEPS_FILE).read_text().split())
+        in_memory, on_disk = map(int, read_regular(logs_dir / STEPS_FILE, max_bytes=100).split())
         return in_memory, on_disk
     return -1, -1

@@ -82,7 +82,8 @@ class RunDir:
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             reason = "is not writable" if folder.is_dir() else "is not a folder"
             return [f"job.output_dir = {self.path} cannot be used: {folder} {reason}"]
-        files = (self.config_path, self.metrics_path, self.prediction_path, self.events_path)
+        files = [self.config_path, self.metrics_path, self.prediction_path, self.events_path]
+        files += self.logs_dir.glob("rank-*.log")
         return [f"{path} is not a regular file" for path in files if _exists(path) and not path.is_file()]
 
     def record_start(self, config: Config, step: int) -> None:
