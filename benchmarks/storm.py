@@ -36,6 +36,7 @@ from typing import Any
 from benchmarks import storm_faults
 from benchmarks.data import machine, say
 from benchmarks.storm_faults import Fault, children, is_alive
+from models.files import open_regular
 from trainer.checkpoint.manifest import read_state
 from trainer.checkpoint.memory_folder import memory_folder, remove_memory_folder
 from trainer.checkpoint.retention import PIN_FILE
@@ -168,7 +169,7 @@ class Run:
     def step(self) -> int:
         """Of the last line of metrics."""
         try:
-            with (self.folder / "metrics.jsonl").open("rb") as file:
+            with open_regular(self.folder / "metrics.jsonl") as file:
                 file.seek(-min(8192, file.seek(0, os.SEEK_END)), os.SEEK_END)
                 whole = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
             return int(json.loads(whole)["step"])

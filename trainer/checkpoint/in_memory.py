@@ -32,6 +32,7 @@ from trainer.checkpoint.memory_folder import (
     memory_folder,
     newest_steps,
     remove_memory_folder,
+    remove_others,
     write_newest_steps,
 )
 from trainer.checkpoint.rank_sync import run_and_gather, run_on_all_ranks, run_on_rank_zero
@@ -131,11 +132,14 @@ class InMemoryCheckpoints:
         self.folder = run_on_all_ranks(lambda: memory_folder(run_dir.path), group)
         run_on_all_ranks(lambda: create_memory_folder(self.folder), group)
         sizes = run_and_gather(lambda: self._layout.size, group)
+        kinds = ("rank", "held") if world.num_nodes > 1 else ("rank",)
+        run_on_all_ranks(lambda: remove_others(self.folder, kinds, world.size), group)
         self._files = run_on_all_ranks(lambda: self._open("rank", world.rank, sizes), group)
         held = self._previous if world.num_nodes > 1 else None
         self._held = [] if held is None else run_on_all_ranks(lambda: self._open("held", held, sizes), group)
         self._staging = {file.path: HostStaging(self._layout.map(file.bytes)) for file in self._files}
         self._pending: Save | None = None
+        self._is_reported = False
         self._newest, self._recording = {"in_memory": -1, "on_disk": -1}, Lock()
         self._in_use: MemoryFile | None = None
         """Being written to disk."""
@@ -177,15 +181,19 @@ class InMemoryCheckpoints:
                 self._newest |= newest
                 write_newest_steps(self.run_dir.logs_dir, **self._newest)
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self) -> None:
         """For the newest copy to be complete on all ranks."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        pending.wait(timeout)
+        pending.wait()
         pending.raise_if_aborted()
         if pending.problem is not None and self._rank == 0:
             log.warning("in-memory checkpoint of step %d failed: %s", pending.step, pending.problem)
+        elif not self._is_reported:
+            self._is_reported = True
+            size = format_bytes(FILES_PER_RANK * pending.bytes * (2 if self._held else 1))
+            log.info("in-memory checkpoints: %s per rank, the first complete after %.1f s", size, pending.seconds)
 
     def _publish(self, file: MemoryFile, get_shards: LocalTensorsGetter, state: TrainState) -> int:
         """In the background thread."""

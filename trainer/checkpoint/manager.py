@@ -96,7 +96,9 @@ class CheckpointManager:
         current = _current_state(trainer)
         state = self._in_memory.load_newest(tensors, current, committed_step=self._committed_step)
         if state is None:
-            return self.resume_from_disk(trainer)
+            checkpoint = self.resume_from_disk(trainer)
+            self._in_memory.release(self._committed_step)
+            return checkpoint
         trainer.load_train_state(state.trainer.model_dump())
         self.has_resumed_from_memory = True
         return self._in_memory.folder
@@ -117,6 +119,7 @@ class CheckpointManager:
         initial = self.config.checkpoint.initial_load_path
         if initial is not None and not is_hugging_face(initial):
             self._protected.append(Path(initial).expanduser())
+        self._committed_step = -1
         if checkpoint is not None:
             self._protected.append(checkpoint)
             self._last_saved_step = self._committed_step = trainer.step

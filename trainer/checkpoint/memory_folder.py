@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
@@ -51,12 +52,23 @@ def memory_folder(run_dir: Path) -> Path:
 
 
 def create_memory_folder(folder: Path) -> None:
-    """Creates the folder, and frees what ended runs left. Raises `RunFailedError` if another user made it."""
+    """Creates the folder, and frees what ended runs left. Raises `RunFailedError` if it cannot be used."""
     _remove_abandoned(folder)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise RunFailedError(f"checkpoint.memory_interval: {folder} cannot be created: {error.strerror}") from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise RunFailedError(f"{folder} is not a folder that only this user can write to; remove it")
+
+
+def remove_others(folder: Path, kinds: Sequence[str], num_ranks: int) -> None:
+    """Removes the files of ranks that this launch does not have."""
+    names = {f"{kind}-{rank}" for kind in kinds for rank in range(num_ranks)}
+    for path in folder.iterdir():
+        if path.stem not in names:
+            path.unlink(missing_ok=True)
 
 
 def remove_memory_folder(folder: Path) -> None:

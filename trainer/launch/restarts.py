@@ -66,7 +66,7 @@ def run_with_restarts(
                     with suppress(OSError):
                         reason = f"the workers exited with {status} and gave no reason"
                         exit_markers.write(folder.path, failure_ending(status).marker, reason=reason, attempt=attempt)
-                has_progressed = _progress(folder) != previous_progress
+                has_progressed = _progress(folder) > previous_progress
                 failures_without_progress = 0 if has_progressed else failures_without_progress + 1
                 if status in CONCLUSIVE_EXIT_CODES or workers.received_signal:
                     return status
