@@ -1,6 +1,6 @@
 """A storm of faults: does a run that survives it equal one that nothing happened to?
 
-    python -m benchmarks.storm [--faults 120] [--seed 1] [--only TEXT] [--folder DIR] [--nodes]
+    python -m benchmarks.storm [--faults 120] [--seed 1] [--only TEXT] [--folder DIR] [--nodes] [--write]
 
 A small model on four CPU processes, on three meshes one after the other. Faults of every kind follow each other a few steps
 apart: of processes, disks, clocks, leases, nodes, and damage to every kind of file (`benchmarks/storm_faults.py`). Half of
@@ -35,6 +35,7 @@ from typing import Any
 
 from benchmarks import storm_faults
 from benchmarks.data import machine, say
+from benchmarks.pages import replace_block
 from benchmarks.storm_faults import Fault, children, is_alive
 from models.files import open_regular
 from trainer.checkpoint.manifest import read_state
@@ -234,15 +235,17 @@ class Storm:
         """Whether the run was saved: a signal before the first step of a launch ends it with 1."""
         return bool(self.run.launchers) and set(self.run.ending() or (1,)) == {0}
 
-    def start(self) -> None:
+    def start(self, *options: str) -> None:
         self.run.launchers.clear()
-        self.run.start(*self.draw.choice(((), ("--checkpoint.memory_interval", "3"))))
+        self.run.start(*(options or self.draw.choice(((), ("--checkpoint.memory_interval", "3")))))
 
     def suffer(self, fault: Fault) -> None:
         began, reached, last_start = time.monotonic(), self.run.step(), self.last_start()
         restore = fault.strike(self.run, self.draw)
+        if fault.launches:
+            began, reached, last_start = time.monotonic(), self.run.step(), self.last_start()
         if not self.run.launchers:
-            self.start()
+            self.start(*("--checkpoint.memory_interval", "1") * fault.launches)
         restore_by_person = restore if fault.needs_person else None
         ending = self.recover(reached + 1, restore_by_person, fault.name, None if fault.goes_on else last_start)
         seconds = time.monotonic() - began
@@ -338,8 +341,9 @@ def table(recoveries: Sequence[Recovery]) -> list[str]:
     return lines
 
 
-def campaign(root: Path, faults: int, seed: int, only: str, *, nodes: bool) -> list[str]:
-    """Prints what happens; returns the differences."""
+def campaign(root: Path, faults: int, seed: int, only: str, *, nodes: bool) -> tuple[list[Recovery], list[str]]:
+    """Prints what happens; returns the recoveries, and what differs. Fewer faults than meshes: as many meshes."""
+    meshes = MESHES[:faults]
     kinds = [fault for fault in storm_faults.every_fault() if only in fault.name]
     missing = [] if os.geteuid() == 0 else [fault.name for fault in kinds if fault.needs_root]
     for name in missing:
@@ -352,8 +356,8 @@ def campaign(root: Path, faults: int, seed: int, only: str, *, nodes: bool) -> l
     shuffled = chain.from_iterable(draw.sample(elsewhere, len(elsewhere)) for _ in cycle((0,)))
     say(f"{machine()}; {RANKS} ranks, {faults} faults of {len(kinds)} kinds, seed {seed}\n")
     try:
-        for index, mesh in enumerate(MESHES):
-            share = [*islice(shuffled, faults * (index + 1) // 3 - faults * index // 3)]
+        for index, mesh in enumerate(meshes):
+            share = [*islice(shuffled, faults * (index + 1) // len(meshes) - faults * index // len(meshes))]
             places: Sequence[list[str]] = ((),)  # type: ignore[assignment]
             if nodes and on_nodes and index == 2 and not missing:
                 places, share = storm_faults.connect_nodes(2), [fault for fault in share if fault.fits_nodes]
@@ -362,7 +366,8 @@ def campaign(root: Path, faults: int, seed: int, only: str, *, nodes: bool) -> l
             storm.pass_over(mesh, share, places)
         storm.run.nodes = ((),)  # type: ignore[assignment]
         say(f"\n{len(storm.recoveries)} faults in {storm.ends[-1]} steps; training {storm.ends} undisturbed")
-        return differences(storm.run, train_undisturbed(root / "whole", MESHES, storm.ends), storm.ends)
+        whole = train_undisturbed(root / "whole", meshes, storm.ends)
+        return storm.recoveries, differences(storm.run, whole, storm.ends)
     finally:
         storm.run.kill()
         storm_faults.disconnect_nodes()
@@ -379,11 +384,15 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="kinds whose name has this text")
     parser.add_argument("--folder", type=Path, help="where the runs are kept; left out: a temporary folder")
     parser.add_argument("--nodes", action="store_true", help="the third mesh runs as two nodes in network namespaces")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/reliability.md")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         root = options.folder or Path(temporary)
-        found = campaign(root.absolute(), options.faults, options.seed, options.only, nodes=options.nodes)
+        recoveries, found = campaign(root.absolute(), options.faults, options.seed, options.only, nodes=options.nodes)
     say("\nbitwise equal to the undisturbed run" if not found else f"\nDIFFERENT: {found[:10]}")
+    if options.write and not found:
+        page = ROOT / "docs" / "reliability.md"
+        page.write_text(replace_block(page.read_text(), "storm", table(recoveries)))
     sys.exit(bool(found))
 
 

@@ -37,6 +37,8 @@ class Fault:
     needs_two_checkpoints: bool = False
     needs_root: bool = False
     needs_nodes: bool = False
+    launches: bool = False
+    """Whether the strike itself starts and kills launches."""
     goes_on: bool = False
     """Whether the launch that it strikes survives it."""
     fits_nodes: bool = False
@@ -113,8 +115,8 @@ def file_faults() -> Iterator[Fault]:
     for name, kind in product(("lease", "newest_checkpoints", "rank-0.log"), kinds):
         yield damage_fault(f"logs/{name}", in_run(f"logs/{name}"), kind, needs_person=kind == "made a pipe")
     for kind in ("a bit flipped", "cut off", "deleted", "made a pipe"):
-        yield Fault(f"metrics.jsonl: {kind}", damage_metrics(kind), needs_person=kind == "made a pipe")
-        yield Fault(f"an in-memory checkpoint: {kind}", damage_memory(kind))
+        yield Fault(f"metrics.jsonl: {kind}", damage_metrics(kind), needs_person=kind == "made a pipe", launches=True)
+        yield Fault(f"an in-memory checkpoint: {kind}", damage_memory(kind), launches=True)
 
 
 def flip(path: Path, draw: random.Random) -> None:
@@ -222,7 +224,6 @@ def damage_memory(kind: str) -> Callable[[Run, random.Random], None]:
         files = sorted(memory_folder(run.folder).glob("rank-*"))
         for path in draw.sample(files, min(2, len(files))):
             DAMAGES[kind](path, draw)
-        run.start("--checkpoint.memory_interval", "1")
 
     return strike
 

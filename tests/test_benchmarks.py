@@ -23,7 +23,17 @@ pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).resolve().parents[1]
 OURS = {"models", "parallelisms", "trainer", "train"}
 FILES = sorted((ROOT / "benchmarks").glob("*.py"))
-LIBRARIES = {"counted", "gpu_parts", "gpu_product", "gpu_rows", "gpu_steps", "op_counter", "pages", "torchtitan_cpu"}
+LIBRARIES = {
+    "counted",
+    "gpu_parts",
+    "gpu_product",
+    "gpu_rows",
+    "gpu_steps",
+    "op_counter",
+    "pages",
+    "storm_faults",
+    "torchtitan_cpu",
+}
 """Modules that other scripts import, and one that runs in an environment of its own."""
 QUICK = {
     "balance": "--documents 10000",
@@ -38,6 +48,7 @@ QUICK = {
     "plans": "--folder {tmp} debug",
     "published": "",
     "replicas": "--mib 1 --rounds 1",
+    "storm": "--faults 2 --only save",
 }
 SLOW = {
     "checkpoint": "--params-millions 0.2 --saves 1 --ranks 1 --folder {tmp}",

@@ -85,7 +85,7 @@ def damages(cases: int) -> Iterator[dict[str, str]]:
         lost = {f"{kind}-{rank}" for rank in range(RANKS) for kind in (("held", "rank")[rank // 2 == node],)}
         yield {name: "deleted" for name in names if name.partition(".")[0] in lost}
     yield {}
-    yield {"rank-1.0": "bit of a shard", "held-1.0": "shortened"}
+    yield {"rank-1.0": "bit of a shard", "held-1.0": "a pipe"}
     yield {name: "deleted" for name in names if "-3." in name}
     draw = random.Random(1)
     for _ in range(cases):
@@ -93,13 +93,23 @@ def damages(cases: int) -> Iterator[dict[str, str]]:
         yield {name: draw.choice(KINDS) for name in names if draw.random() < share}
 
 
-KINDS = ("deleted", "shortened", "bit of the header", "bit of the state", "bit of a shard", "of an earlier step")
+KINDS = (
+    "deleted",
+    "a pipe",
+    "shortened",
+    "bit of the header",
+    "bit of the state",
+    "bit of a shard",
+    "of an earlier step",
+)
 
 
 def damage(path: Path, kind: str, content: bytearray, other: bytes) -> None:
     """`other` is the rank's file of another step."""
-    if kind == "deleted":
+    if kind in ("deleted", "a pipe"):
         path.unlink()
+        if kind == "a pipe":
+            os.mkfifo(path)
         return
     if kind == "shortened":
         del content[-1:]
@@ -166,6 +176,8 @@ def load_after_damage(root: Path, cases: int) -> list[tuple[dict[str, str], int 
             again = copies.load_newest(loaded, state_of(0), committed_step=4)
             assert again is not None
             assert again.step == state.step
+            copies = InMemoryCheckpoints(run_dir, world, group, tensors_of(rank, 0))
+            assert copies.load_newest(loaded, state_of(0), committed_step=again.step) is None
     return results
 
 
@@ -176,6 +188,26 @@ def test_the_newest_step_that_is_whole_somewhere_is_loaded_whatever_is_damaged(r
     assert by_rank == by_rank[:1] * RANKS
     assert [case for case in by_rank[0] if case[1] != case[2]] == []
     assert [loaded for _, loaded, _ in by_rank[0][:5]] == [9, 9, 9, 8, None]
+
+
+def copy_while_one_is_written(root: Path) -> tuple[bool, bool, int]:
+    group = distributed.group.WORLD
+    assert group is not None
+    copies = InMemoryCheckpoints(RunDir(root), World(0, 1, torch.device("cpu")), group, tensors_of(0, 0))
+    get_written = copies.copy(tensors_of(0, 1), state_of(1), to_disk=True)
+    for step in (2, 3, 4):
+        copies.copy(tensors_of(0, step), state_of(step), to_disk=False)
+    unchanged = all(torch.equal(value, tensors_of(0, 1)[name]) for name, value in get_written().items())
+    copies.release(1)
+    copies.copy(tensors_of(0, 5), state_of(5), to_disk=False)
+    copies.wait()
+    is_reused = all(torch.equal(value, tensors_of(0, 5)[name]) for name, value in get_written().items())
+    return unchanged, is_reused, len([*copies.folder.iterdir()])
+
+
+@pytest.mark.ranks
+def test_what_a_save_writes_is_not_overwritten_before_it_ends(run: Path) -> None:
+    assert run_ranks(copy_while_one_is_written, 1, run.parent / "run") == [(True, True, 2)]
 
 
 # ---- runs

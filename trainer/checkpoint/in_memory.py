@@ -55,6 +55,8 @@ class MemoryFile:
     def __init__(self, path: Path, size: int) -> None:
         """Raises `RunFailedError` if memory is short. Keeps the content of a file of the same size."""
         self.path = path
+        if path.is_symlink() or (path.exists() and not path.is_file()):  # To open a pipe would wait for a reader.
+            path.unlink()
         with path.open("ab") as file:
             if file.tell() != size:
                 file.truncate(0)
