@@ -10,7 +10,7 @@ same steps are trained on the same meshes undisturbed, and every tensor of the l
 metrics and the position in the data must be equal, bit by bit. Exits with 1 if not, if a fault ends the run in a class that
 is not its own, or if a run does not recover within minutes.
 
-Mounts of small and read-only disks and network namespaces (`--nodes`: the third mesh runs as two nodes) need root; without
+Mounts of small and read-only disks and network namespaces (`--nodes`: another leg on the third mesh, as two nodes) need root; without
 it, those faults are left out, which is said.
 """
 
@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,6 @@ from benchmarks.storm_faults import Fault, children, is_alive
 from models.files import open_regular
 from trainer.checkpoint.manifest import read_state
 from trainer.checkpoint.memory_folder import memory_folder, remove_memory_folder
-from trainer.checkpoint.retention import PIN_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4
@@ -122,7 +122,7 @@ class Run:
 
     root: Path
     mesh: dict[str, int] = field(default_factory=dict)
-    nodes: Sequence[list[str]] = ((),)  # type: ignore[assignment]
+    nodes: Sequence[list[str]] = field(default_factory=lambda: [[]])
     """What to put before the command of each node's launcher."""
     options: tuple[str, ...] = ()
     launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -181,9 +181,10 @@ class Run:
         found = (self.folder / "checkpoints").glob("step-*")
         return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
-    def pin(self, step: int) -> None:
-        """Keeps a checkpoint."""
-        (self.folder / "checkpoints" / f"step-{step}" / PIN_FILE).touch()
+    def keep(self, step: int) -> None:
+        """Copies a checkpoint to `ends`, where no fault strikes."""
+        name = f"step-{step}"
+        shutil.copytree(self.folder / "checkpoints" / name, self.root / "ends" / name)
 
     def metrics(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_bytes().splitlines()]
@@ -229,7 +230,7 @@ class Storm:
             self.run.launchers[0].terminate()
             wait_for(lambda: self.run.ending() is not None)
         self.ends.append(self.run.step())
-        self.run.pin(self.ends[-1])
+        self.run.keep(self.ends[-1])
 
     def is_stopped(self) -> bool:
         """Whether the run was saved: a signal before the first step of a launch ends it with 1."""
@@ -297,7 +298,7 @@ def train_undisturbed(root: Path, meshes: Sequence[dict[str, int]], ends: Sequen
         wait_for(lambda: run.ending() is not None, 1200)
         if run.ending() != [0]:
             raise StormError(f"the undisturbed run fails; see {run.log}")
-        run.pin(end)
+        run.keep(end)
     return run
 
 
@@ -305,7 +306,7 @@ def differences(storm: Run, whole: Run, ends: Sequence[int]) -> list[str]:
     """What differs between the runs, by checkpoint and by line of metrics."""
     found = []
     for end in ends:
-        one, other = (run.folder / "checkpoints" / f"step-{end}" for run in (storm, whole))
+        one, other = (run.root / "ends" / f"step-{end}" for run in (storm, whole))
         if digests_of(one) != digests_of(other):
             found.append(f"tensors of step {end}")
         states = [read_state(each) for each in (one, other)]
@@ -349,24 +350,27 @@ def campaign(root: Path, faults: int, seed: int, only: str, *, nodes: bool) -> t
     for name in missing:
         say(f"left out, needs root: {name}")
     kinds = [fault for fault in kinds if fault.name not in missing]
-    on_nodes, elsewhere = ([fault for fault in kinds if fault.needs_nodes == side] for side in (True, False))
+    elsewhere = [fault for fault in kinds if not fault.needs_nodes]
     draw, storm = random.Random(seed), Storm(root / "storm", seed)
     if os.geteuid() == 0:
         storm_faults.mount_disk(storm.run.folder)
     shuffled = chain.from_iterable(draw.sample(elsewhere, len(elsewhere)) for _ in cycle((0,)))
-    say(f"{machine()}; {RANKS} ranks, {faults} faults of {len(kinds)} kinds, seed {seed}\n")
+    shares = [faults * (index + 1) // len(meshes) - faults * index // len(meshes) for index in range(len(meshes))]
+    legs = [(mesh, [*islice(shuffled, share)], 1) for mesh, share in zip(meshes, shares, strict=True)]
+    if nodes and not missing:
+        pairs = zip(
+            (fault for fault in kinds if fault.needs_nodes),
+            (fault for fault in kinds if fault.fits_nodes),
+            strict=False,
+        )
+        legs.append((meshes[-1], [fault for pair in pairs for fault in pair] * 2, 2))
+    say(f"{machine()}; {RANKS} ranks, {sum(len(leg[1]) for leg in legs)} faults of {len(kinds)} kinds, seed {seed}\n")
     try:
-        for index, mesh in enumerate(meshes):
-            share = [*islice(shuffled, faults * (index + 1) // len(meshes) - faults * index // len(meshes))]
-            places: Sequence[list[str]] = ((),)  # type: ignore[assignment]
-            if nodes and on_nodes and index == 2 and not missing:
-                places, share = storm_faults.connect_nodes(2), [fault for fault in share if fault.fits_nodes]
-                share = [each for pair in zip(share, cycle(on_nodes), strict=False) for each in pair][: len(share) + 4]
-            say(f"mesh {mesh}, {len(places)} nodes")
-            storm.pass_over(mesh, share, places)
-        storm.run.nodes = ((),)  # type: ignore[assignment]
+        for mesh, share, num_nodes in legs:
+            say(f"mesh {mesh}, {num_nodes} nodes")
+            storm.pass_over(mesh, share, storm_faults.connect_nodes(2) if num_nodes > 1 else [[]])
         say(f"\n{len(storm.recoveries)} faults in {storm.ends[-1]} steps; training {storm.ends} undisturbed")
-        whole = train_undisturbed(root / "whole", meshes, storm.ends)
+        whole = train_undisturbed(root / "whole", [leg[0] for leg in legs], storm.ends)
         return storm.recoveries, differences(storm.run, whole, storm.ends)
     finally:
         storm.run.kill()
@@ -383,7 +387,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", metavar="TEXT", help="kinds whose name has this text")
     parser.add_argument("--folder", type=Path, help="where the runs are kept; left out: a temporary folder")
-    parser.add_argument("--nodes", action="store_true", help="the third mesh runs as two nodes in network namespaces")
+    parser.add_argument(
+        "--nodes", action="store_true", help="another leg on the third mesh, as two nodes in network namespaces"
+    )
     parser.add_argument("--write", action="store_true", help="write the table to docs/reliability.md")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

@@ -184,7 +184,7 @@ def load_after_damage(root: Path, cases: int) -> list[tuple[dict[str, str], int 
 @pytest.mark.ranks
 @pytest.mark.parametrize("cases", [5, pytest.param(200, marks=pytest.mark.slow)])
 def test_the_newest_step_that_is_whole_somewhere_is_loaded_whatever_is_damaged(run: Path, cases: int) -> None:
-    by_rank = run_ranks(load_after_damage, RANKS, run.parent / "run", cases, timeout=600)
+    by_rank = run_ranks(load_after_damage, RANKS, run.parent / "run", cases, timeout=30 + 2 * cases)
     assert by_rank == by_rank[:1] * RANKS
     assert [case for case in by_rank[0] if case[1] != case[2]] == []
     assert [loaded for _, loaded, _ in by_rank[0][:5]] == [9, 9, 9, 8, None]
