@@ -17,6 +17,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.job import Job
 from tests.system.runs import command_of, digests, forked, metrics, write_run
 from trainer.artifact import seal
+from trainer.checkpoint.memory_folder import memory_folder, newest_steps
 from trainer.resilience.lease import LeaseOwner
 
 pytestmark = pytest.mark.slurm
@@ -154,6 +155,18 @@ def test_a_node_failure_and_recovery_changes_nothing(
         cluster.start_node("n2")
     require_same_results(job, uninterrupted)
     assert cluster.state(job.number).requeues >= 1
+
+
+@pytest.mark.slow
+def test_a_killed_rank_resumes_from_memory(cluster: Cluster, uninterrupted: Uninterrupted, tmp_path: Path) -> None:
+    job = training(cluster, uninterrupted, tmp_path / "run")
+    job.options += ("--checkpoint.interval", "1000", "--checkpoint.memory_interval", "1")
+    job.submit()
+    cluster.wait_for(lambda: newest_steps(job.folder / "logs")[0] > 4, PATIENCE, "in-memory checkpoints")
+    kill_a_rank(job)
+    require_same_results(job, uninterrupted)
+    assert "resumed from /dev/shm/longhaul-" in job.log()
+    assert not memory_folder(job.folder).exists()
 
 
 @pytest.mark.slow
