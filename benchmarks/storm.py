@@ -124,7 +124,6 @@ class Run:
     mesh: dict[str, int] = field(default_factory=dict)
     nodes: Sequence[list[str]] = field(default_factory=lambda: [[]])
     """What to put before the command of each node's launcher."""
-    options: tuple[str, ...] = ()
     launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -138,7 +137,7 @@ class Run:
         """On the present mesh. `options` come last."""
         mesh = [word for axis, size in self.mesh.items() for word in (f"--parallelism.{axis}", str(size))]
         command = [sys.executable, "-P", "-m", "trainer.launch", "--config", str(self.root / "run.toml")]
-        command += ["--job.output_dir", str(self.folder), *mesh, *self.options, *options]
+        command += ["--job.output_dir", str(self.folder), *mesh, *options]
         environment = os.environ | {"PYTHONPATH": f"{self.root / 'shim'}:{ROOT}", "STORM": str(self.root)}
         environment |= {"OMP_NUM_THREADS": "1", "NGPU": str(RANKS // len(self.nodes))}
         with self.log.open("ab") as log:
