@@ -175,14 +175,14 @@ def recovery(run: Run, fault: Callable[[Run], None]) -> tuple[float, float, floa
     return first, time.monotonic() - began, max(0, at - resumed)
 
 
-def measure_goodput(ranks: int, minutes: float, every: float) -> None:
+def measure_goodput(ranks: int, minutes: float, every: float, only: str) -> None:
     start = start_seconds(ranks)
     say(
         f"{machine()}; {ranks} ranks, kill -9 of one every {every:.0f} s; a start without a checkpoint takes {start:.2f} s\n"
     )
     say("| checkpoints | faults | steps | mean step, ms | goodput |")
     say("|---|---|---|---|---|")
-    for name, options in CHECKPOINTS.items():
+    for name, options in ((name, options) for name, options in CHECKPOINTS.items() if only in name):
         with tempfile.TemporaryDirectory() as root:
             run = Run(Path(root), ranks, *options, "--metrics.log_interval", "10")
             run.wait_for_steps(1, saved=False)
@@ -263,16 +263,16 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     recovering, working = commands.add_parser("recovery"), commands.add_parser("goodput")
     recovering.add_argument("--rounds", type=int, default=1)
-    recovering.add_argument("--only", default="", metavar="TEXT", help="faults whose name has this text")
     working.add_argument("--minutes", type=float, default=6)
     working.add_argument("--every", type=float, default=60)
     for command in (recovering, working):
         command.add_argument("--ranks", type=int, default=2)
+        command.add_argument("--only", default="", metavar="TEXT", help="rows whose name has this text")
     options = parser.parse_args()
     if options.command == "recovery":
         measure_recovery(options.ranks, options.rounds, options.only)
     else:
-        measure_goodput(options.ranks, options.minutes, options.every)
+        measure_goodput(options.ranks, options.minutes, options.every, options.only)
 
 
 if __name__ == "__main__":

@@ -110,9 +110,9 @@ def file_faults() -> Iterator[Fault]:
         yield damage_fault(f"{name} of the newest checkpoint", newest(name), kind, needs_two_checkpoints=True)
     for pattern, kind in product(("*.plan", "shard-*.bin", "shard-*.idx", "shard-*.blocks", "meta.json"), kinds):
         yield damage_fault(pattern, prepared(pattern), kind, needs_person=True)
-    for name, kind in product(("config.toml", "prediction.json", "events.jsonl", "STOP"), kinds):
+    for name, kind in product(("config.toml", "prediction.json", "events.jsonl", "STOP", "checkpoints/newest"), kinds):
         yield damage_fault(name, in_run(name), kind, needs_person=kind == "made a pipe")
-    for name, kind in product(("lease", "newest_checkpoints", "rank-0.log"), kinds):
+    for name, kind in product(("lease", "rank-0.log"), kinds):
         yield damage_fault(f"logs/{name}", in_run(f"logs/{name}"), kind, needs_person=kind == "made a pipe")
     for kind in ("a bit flipped", "cut off", "deleted", "made a pipe"):
         yield Fault(f"metrics.jsonl: {kind}", damage_metrics(kind), needs_person=kind == "made a pipe", launches=True)

@@ -48,7 +48,7 @@ QUICK = {
     "plans": "--folder {tmp} debug",
     "published": "",
     "replicas": "--mib 1 --rounds 1",
-    "storm": "--faults 2 --only save",
+    "storm": "--faults 1 --only save",
 }
 SLOW = {
     "checkpoint": "--params-millions 0.2 --saves 1 --ranks 1 --folder {tmp}",

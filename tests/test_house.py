@@ -266,7 +266,7 @@ def test_every_file_can_be_read_in_one_go() -> None:
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
-CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 107, 16_750, 31_800
+CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 107, 16_900, 31_950
 """What `import train` reaches by any import statement, and all of models, parallelisms, trainer and train.py.
 
 With a complete memory ledger, the first GPU minute, one engine for any block, families, windows and their own tokenizers.

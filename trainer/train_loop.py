@@ -11,6 +11,7 @@ import torch
 
 from trainer.build import require_right_gradients
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.memory_folder import Newest
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config, TrainingStage
 from trainer.data.holdout import ValidationSet
@@ -76,7 +77,10 @@ def train(
             raise RankFailedError(EXIT_NO_RETRY, str(error)) from error
         except torch.OutOfMemoryError as error:
             # Before the first step and checkpoint, a restart cannot help; later, fragmentation may be the cause.
-            has_run = run_dir.committed_checkpoints() or (loop is not None and loop.slowest_step_seconds)
+            in_memory = Newest.read(run_dir.checkpoints_dir).in_memory
+            has_run = (
+                run_dir.committed_checkpoints() or in_memory >= 0 or (loop is not None and loop.slowest_step_seconds)
+            )
             status = EXIT_FAILURE if has_run else EXIT_NO_RETRY
             raise RankFailedError(status, profilers.report_out_of_memory(error)) from error
 

@@ -41,7 +41,7 @@ STATE_BYTES = 1 << 14
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Path]:
     """The configuration of a run in `run`, whose memory is freed afterwards."""
-    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     yield write_run(tmp_path)
     memory.remove_memory_folder(memory.memory_folder(tmp_path / "run"))
 
@@ -144,7 +144,7 @@ def load_after_damage(root: Path, cases: int) -> list[tuple[dict[str, str], int 
             copies.copy(tensors_of(rank, step), state_of(step), to_disk=False)
         copies.wait()
         distributed.barrier()
-        assert memory.newest_steps(run_dir.logs_dir)[0] == 9
+        assert memory.Newest.read(run_dir.checkpoints_dir).in_memory == 9
         step_of = {
             file.path.name: header.step for file in (*copies._files, *copies._held) if (header := file.read_header())
         }
@@ -293,7 +293,7 @@ def test_a_changed_run_and_one_whose_checkpoint_was_removed_resume_from_the_disk
                 checkpoints.copy_to_memory(trainer)
         del results
         memory_of(checkpoints).wait()
-        assert memory.newest_steps(folder.logs_dir) == (5, 4)
+        assert memory.Newest.read(folder.checkpoints_dir)[:2] == (5, 4)
         assert _progress(folder) == 5
     if removed is not None:
         (folder.checkpoints_dir / removed).rename(folder.checkpoints_dir / "set aside")
@@ -303,7 +303,7 @@ def test_a_changed_run_and_one_whose_checkpoint_was_removed_resume_from_the_disk
         checkpoints = CheckpointManager(changed, folder, trainer.world)
         assert checkpoints.resume(trainer) == (memory.memory_folder(folder.path) if expected == 5 else disk)
         assert trainer.step == expected
-        assert memory.newest_steps(folder.logs_dir) == (expected if expected == 5 else -1, min(expected, 4))
+        assert memory.Newest.read(folder.checkpoints_dir)[:2] == (expected if expected == 5 else -1, min(expected, 4))
         if expected == 5:  # After a spike, nothing in memory is used.
             assert checkpoints.roll_back(trainer) == folder.checkpoints_dir / "step-4"
             assert checkpoints.resume(trainer) == folder.checkpoints_dir / "step-4"
@@ -315,16 +315,16 @@ def memory_of(checkpoints: CheckpointManager) -> InMemoryCheckpoints:
 
 
 def test_what_says_nothing_about_newest_steps_is_none(tmp_path: Path) -> None:
-    path = tmp_path / memory.STEPS_FILE
-    assert memory.newest_steps(tmp_path) == (-1, -1)
-    for content in (b"", b"3", b"a b", b"1 2 3", b"\xff", bytes(1000)):
+    path = tmp_path / memory.RECORD_FILE
+    assert memory.Newest.read(tmp_path) == (-1, -1, "")
+    for content in (b"", b"3", b"a b c", b"1 2", b"\xff", bytes(1000)):
         path.write_bytes(content)
-        assert memory.newest_steps(tmp_path) == (-1, -1)
+        assert memory.Newest.read(tmp_path) == (-1, -1, "")
     path.unlink()
     os.mkfifo(path)
-    assert memory.newest_steps(tmp_path) == (-1, -1)
-    memory.write_newest_steps(tmp_path, 9, 4)
-    assert memory.newest_steps(tmp_path) == (9, 4)
+    assert memory.Newest.read(tmp_path) == (-1, -1, "")
+    memory.Newest(9, 4, "abc").write(tmp_path)
+    assert memory.Newest.read(tmp_path) == (9, 4, "abc")
 
 
 def test_too_little_memory_is_an_error_that_names_the_key(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +366,12 @@ def test_memory_of_ended_runs_is_freed_and_that_of_others_refused(
         folder.mkdir()
     long_ago = time.time() - memory.ABANDONED_SECONDS - 1
     os.utime(old, (long_ago, long_ago))
+    descriptor = memory.hold(old)
+    memory.remove_abandoned()
+    assert (old.exists(), recent.exists()) == (True, True)
+    os.close(descriptor)
     memory.create_memory_folder(own)
+    memory.remove_abandoned()
     assert (old.exists(), recent.exists(), own.exists()) == (False, True, True)
     memory.create_memory_folder(own)
     own.chmod(0o777)

@@ -17,7 +17,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.job import Job
 from tests.system.runs import command_of, digests, forked, metrics, write_run
 from trainer.artifact import seal
-from trainer.checkpoint.memory_folder import memory_folder, newest_steps
+from trainer.checkpoint.memory_folder import Newest, memory_folder
 from trainer.resilience.lease import LeaseOwner
 
 pytestmark = pytest.mark.slurm
@@ -162,7 +162,7 @@ def test_a_killed_rank_resumes_from_memory(cluster: Cluster, uninterrupted: Unin
     job = training(cluster, uninterrupted, tmp_path / "run")
     job.options += ("--checkpoint.interval", "1000", "--checkpoint.memory_interval", "1")
     job.submit()
-    cluster.wait_for(lambda: newest_steps(job.folder / "logs")[0] > 4, PATIENCE, "in-memory checkpoints")
+    cluster.wait_for(lambda: Newest.read(job.folder / "checkpoints").in_memory > 4, PATIENCE, "in-memory checkpoints")
     kill_a_rank(job)
     require_same_results(job, uninterrupted)
     assert "resumed from /dev/shm/longhaul-" in job.log()

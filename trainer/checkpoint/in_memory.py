@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
 from threading import Lock
 
 import torch
@@ -28,12 +29,13 @@ from trainer.checkpoint.durable_io import format_bytes
 from trainer.checkpoint.memory_folder import (
     FILES_PER_RANK,
     InMemoryCheckpoint,
+    Newest,
     create_memory_folder,
+    hold,
     memory_folder,
-    newest_steps,
+    remove_abandoned,
     remove_memory_folder,
     remove_others,
-    write_newest_steps,
 )
 from trainer.checkpoint.rank_sync import run_and_gather, run_on_all_ranks, run_on_rank_zero
 from trainer.checkpoint.run_dir import RunDir
@@ -131,20 +133,28 @@ class InMemoryCheckpoints:
         """Holds a copy of this rank's checkpoint: on the next node."""
         self._previous = (world.rank - self._ranks_per_node) % world.size
         self._layout = Layout({name: to_local(tensor.detach()) for name, tensor in tensors.items()})
+        self._launch = run_and_gather(lambda: token_hex(8), group)[0]
         self.folder = run_on_all_ranks(lambda: memory_folder(run_dir.path), group)
         run_on_all_ranks(lambda: create_memory_folder(self.folder), group)
+        self._descriptor = run_on_all_ranks(lambda: hold(self.folder), group)
+        run_on_all_ranks(remove_abandoned, group)
         sizes = run_and_gather(lambda: self._layout.size, group)
         kinds = ("rank", "held") if world.num_nodes > 1 else ("rank",)
         run_on_all_ranks(lambda: remove_others(self.folder, kinds, world.size), group)
-        self._files = run_on_all_ranks(lambda: self._open("rank", world.rank, sizes), group)
         held = self._previous if world.num_nodes > 1 else None
-        self._held = [] if held is None else run_on_all_ranks(lambda: self._open("held", held, sizes), group)
+        try:
+            self._files = run_on_all_ranks(lambda: self._open("rank", world.rank, sizes), group)
+            self._held = [] if held is None else run_on_all_ranks(lambda: self._open("held", held, sizes), group)
+        except RunFailedError:
+            self.remove()
+            raise
         self._staging = {file.path: HostStaging(self._layout.map(file.bytes)) for file in self._files}
         self._pending: Save | None = None
         self._is_reported = False
-        self._newest, self._recording = {"in_memory": -1, "on_disk": -1}, Lock()
+        self._newest, self._recording = Newest(), Lock()
         self._in_use: MemoryFile | None = None
-        """Being written to disk."""
+        """Being written to disk, by any rank: all ranks overwrite the files of the same step."""
+        self._has_released = True
 
     def _open(self, kind: str, rank: int, sizes: list[int]) -> list[MemoryFile]:
         files = [MemoryFile(self.folder / f"{kind}-{rank}.{index}", sizes[rank]) for index in range(FILES_PER_RANK)]
@@ -163,8 +173,11 @@ class InMemoryCheckpoints:
         """
         self.wait()
         start_time = time.monotonic()
+        if to_disk:  # The save before has ended on all ranks.
+            self._in_use = None
         file = min((each for each in self._files if each is not self._in_use), key=_step)
-        self._in_use = file if to_disk else self._in_use
+        if to_disk:
+            self._in_use, self._has_released = file, False
         file.clear()
         get_shards = self._staging[file.path].start_copy(tensors)
         self._pending = Save(state.step, file.path, start_time)
@@ -173,15 +186,21 @@ class InMemoryCheckpoints:
 
     def release(self, committed_step: int) -> None:
         """The save to disk has ended; the newest checkpoint there is of this step."""
-        self._in_use = None
+        self._has_released = True
         self._record(on_disk=committed_step)
 
-    def _record(self, **newest: int) -> None:
-        """So that the launcher knows of progress, and the next launch of checkpoints that a person removed."""
+    def _record(self, **changed: int) -> None:
+        """What the launcher counts as progress, and what the next launch may resume from.
+
+        A disk that cannot be written does not end the run; it then lacks metrics, too, and steps since are not resumed from.
+        """
         if self._rank == 0:
             with self._recording:
-                self._newest |= newest
-                write_newest_steps(self.run_dir.logs_dir, **self._newest)
+                self._newest = self._newest._replace(launch=self._launch, **changed)
+                try:
+                    self._newest.write(self.run_dir.checkpoints_dir)
+                except OSError as error:
+                    log.warning("in-memory checkpoints are not recorded: %s", error.strerror)
 
     def wait(self) -> None:
         """For the newest copy to be complete on all ranks."""
@@ -204,6 +223,8 @@ class InMemoryCheckpoints:
         run_on_all_ranks(lambda: self._complete(file, get_shards, state), self._group)
         if self._held:
             run_on_all_ranks(lambda: self._exchange(file), self._group)
+        if all(run_and_gather(lambda: self._has_released, self._group)):
+            self._in_use = None
         self._record(in_memory=state.step)
         return file.bytes.nbytes
 
@@ -215,6 +236,7 @@ class InMemoryCheckpoints:
         file.bytes[HEADER_BYTES:][: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         header = InMemoryCheckpoint(
             step=state.step,
+            launch=self._launch,
             layout=self._layout.sha256,
             state_bytes=len(content),
             sha256=file.compute_sha256(),
@@ -234,6 +256,7 @@ class InMemoryCheckpoints:
     def discard(self) -> None:
         """What is in memory must not be resumed from: it has a loss spike, or copies that differ."""
         self.wait()
+        self._record(in_memory=-1)
         for file in (*self._files, *self._held):
             file.clear()
 
@@ -258,19 +281,28 @@ class InMemoryCheckpoints:
             return {step: state for step, state in states if state is not None}
 
         loaded: TrainState | None = None
+        newest = run_on_rank_zero(lambda: Newest.read(self.run_dir.checkpoints_dir), self._group)
+        for file in (*self._files, *self._held):
+            header = file.read_header()
+            if header is None or header.launch != newest.launch or header.step > newest.in_memory:
+                file.clear()
         steps_held = {_step(file) for file in self._held}
         offered = set[int]().union(*run_and_gather(lambda: {*states_by_step()} | steps_held, self._group))
-        if run_on_rank_zero(lambda: newest_steps(self.run_dir.logs_dir)[1] > committed_step, self._group):
+        if newest.on_disk > committed_step:
             offered = set()
         for step in sorted(offered, reverse=True):
-            if step > committed_step and (file := self._assemble(step, states_by_step)) is not None:
-                for name, shard in self._layout.map(file.bytes).items():
+            if step > committed_step and (whole := self._assemble(step, states_by_step)) is not None:
+                for name, shard in self._layout.map(whole.bytes).items():
                     to_local(tensors[name].detach()).copy_(shard)
                 loaded = states_by_step()[step]
                 break
         for file in (*self._files, *self._held):
-            if loaded is None or _step(file) != loaded.step:
+            header = file.read_header()
+            if loaded is not None and header is not None and header.step == loaded.step:
+                file.write_header(header.model_copy(update={"launch": self._launch}))
+            else:
                 file.clear()  # The next copy must not go in place of the step that all ranks have.
+        run_on_all_ranks(lambda: None, self._group)
         self._record(in_memory=-1 if loaded is None else loaded.step, on_disk=committed_step)
         return loaded
 

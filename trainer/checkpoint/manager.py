@@ -20,6 +20,7 @@ from trainer.checkpoint.background_save import Save
 from trainer.checkpoint.durable_io import format_bytes
 from trainer.checkpoint.in_memory import InMemoryCheckpoints
 from trainer.checkpoint.initial_weights import is_hugging_face
+from trainer.checkpoint.memory_folder import forget
 from trainer.checkpoint.retention import checkpoints_to_delete, delete_checkpoint, valid_checkpoints
 from trainer.checkpoint.run_dir import RunDir, flatten_config, stage_position
 from trainer.checkpoint.save import HostStaging, LocalTensorsGetter, SaveRequest, without_staging, write_checkpoint
@@ -88,6 +89,7 @@ class CheckpointManager:
     def resume(self, trainer: Trainer) -> Path | None:
         """From memory, or as `resume_from_disk`. Returns what the run resumed from; None for the initial weights."""
         if self.config.checkpoint.memory_interval is None:
+            forget(self.run_dir.path, self.run_dir.checkpoints_dir)
             return self.resume_from_disk(trainer)
         committed = all_gather_object(self.run_dir.committed_checkpoints()[-1:])[0]
         self._committed_step = committed[0][0] if committed else -1
@@ -96,7 +98,12 @@ class CheckpointManager:
         current = _current_state(trainer)
         state = self._in_memory.load_newest(tensors, current, committed_step=self._committed_step)
         if state is None:
-            checkpoint = self.resume_from_disk(trainer)
+            try:
+                checkpoint = self.resume_from_disk(trainer)
+            except RunError as error:
+                if error.status in CONCLUSIVE_EXIT_CODES:
+                    self._in_memory.remove()
+                raise
             self._in_memory.release(self._committed_step)
             return checkpoint
         trainer.load_train_state(state.trainer.model_dump())

@@ -8,6 +8,7 @@ A file is a sealed header of a page, the training state, and the rank's shards.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -16,7 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from pydantic import Field
 
@@ -30,7 +31,7 @@ ABANDONED_SECONDS = 3600.0
 """Since a run last wrote a checkpoint here; the next run on the node then frees the memory."""
 FILES_PER_RANK = 2
 """While one is written, the other is whole."""
-STEPS_FILE = "newest_checkpoints"
+RECORD_FILE = "newest"
 
 
 class InMemoryCheckpoint(Artifact):
@@ -38,6 +39,8 @@ class InMemoryCheckpoint(Artifact):
 
     kind: ClassVar[str] = "in-memory checkpoint"
     step: int = Field(ge=0)
+    launch: str
+    """Random, of the launch that wrote it or resumed from it: steps of two launches must not be mixed."""
     layout: str
     """Hash of names, shapes and dtypes of the shards."""
     state_bytes: int = Field(ge=0)
@@ -52,8 +55,7 @@ def memory_folder(run_dir: Path) -> Path:
 
 
 def create_memory_folder(folder: Path) -> None:
-    """Creates the folder, and frees what ended runs left. Raises `RunFailedError` if it cannot be used."""
-    _remove_abandoned(folder)
+    """Creates the folder. Raises `RunFailedError` if it cannot be used."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
@@ -75,20 +77,49 @@ def remove_memory_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_abandoned(own: Path) -> None:
+def hold(folder: Path) -> int:
+    """Keeps other runs from freeing the folder as long as this process lives; returns the descriptor."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+def remove_abandoned() -> None:
+    """Frees what runs left that nobody holds or continues."""
     for folder in SHARED_MEMORY.glob(f"longhaul-{os.geteuid()}-*"):
         with suppress(OSError):
-            if folder != own and time.time() - folder.stat().st_mtime > ABANDONED_SECONDS:
-                remove_memory_folder(folder)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - folder.stat().st_mtime > ABANDONED_SECONDS:
+                    remove_memory_folder(folder)
+            finally:
+                os.close(descriptor)
 
 
-def write_newest_steps(logs_dir: Path, in_memory: int, on_disk: int) -> None:
-    write_atomic(logs_dir / STEPS_FILE, f"{in_memory} {on_disk}\n".encode())
+class Newest(NamedTuple):
+    """What the newest launch of a run with in-memory checkpoints recorded beside the checkpoints on disk."""
+
+    in_memory: int = -1
+    """Step of the newest in-memory checkpoint that all ranks completed; -1: none."""
+    on_disk: int = -1
+    """Of the newest checkpoint on disk at the time."""
+    launch: str = ""
+
+    def write(self, checkpoints_dir: Path) -> None:
+        write_atomic(checkpoints_dir / RECORD_FILE, f"{self.in_memory} {self.on_disk} {self.launch}\n".encode())
+
+    @classmethod
+    def read(cls, checkpoints_dir: Path) -> Newest:
+        with suppress(OSError, ValueError):
+            in_memory, on_disk, launch = read_regular(checkpoints_dir / RECORD_FILE, max_bytes=100).split()
+            return cls(int(in_memory), int(on_disk), launch.decode())
+        return cls()
 
 
-def newest_steps(logs_dir: Path) -> tuple[int, int]:
-    """Of the newest checkpoint (in memory, on disk) that a run with in-memory checkpoints ever had; -1: none."""
-    with suppress(OSError, ValueError):
-        in_memory, on_disk = map(int, read_regular(logs_dir / STEPS_FILE, max_bytes=100).split())
-        return in_memory, on_disk
-    return -1, -1
+def forget(run_dir: Path, checkpoints_dir: Path) -> None:
+    """A launch without in-memory checkpoints takes another course: no later one must resume from those there are."""
+    with suppress(OSError):
+        (checkpoints_dir / RECORD_FILE).unlink()
+    remove_memory_folder(memory_folder(run_dir))
+    remove_abandoned()

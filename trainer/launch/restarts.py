@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.checkpoint.memory_folder import newest_steps
+from trainer.checkpoint.memory_folder import Newest
 from trainer.checkpoint.run_dir import RunDir, next_stage
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.training_stages import Recipe
@@ -130,7 +130,7 @@ def _prepare_following_stage(
 def _progress(folder: RunDir) -> int:
     """Step of the newest checkpoint, on disk or in memory; -1 without any."""
     committed = folder.committed_checkpoints()
-    return max(newest_steps(folder.logs_dir)[0], committed[-1][0] if committed else -1)
+    return max(Newest.read(folder.checkpoints_dir).in_memory, committed[-1][0] if committed else -1)
 
 
 def _newest_checkpoint(folder: RunDir) -> str:

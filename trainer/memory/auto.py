@@ -82,9 +82,12 @@ def _require_in_memory_checkpoints_fit(config: Config, world_size: int, ranks_pe
     if config.checkpoint.memory_interval is None:
         return
     estimate = estimate_memory(config, world_size)
-    needed = estimate.host_bytes * ranks_per_node
+    counted = estimate.item("in-memory checkpoints").host_bytes
+    # The estimate's nodes are those of parallelism.ranks_per_node; these are the launch's.
+    ratio = (1 + (world_size > ranks_per_node)) / (1 + (world_size > config.parallelism.ranks_per_node))
+    copies = counted * ratio * ranks_per_node
+    needed = (estimate.host_bytes - counted) * ranks_per_node + copies
     if needed > host_limit:
-        copies = estimate.item("in-memory checkpoints").host_bytes * ranks_per_node
         raise ConfigError(
             [
                 f"checkpoint.memory_interval = {config.checkpoint.memory_interval}: a node needs {needed / GIB:.1f} GiB "

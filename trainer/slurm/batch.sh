@@ -21,7 +21,7 @@ srun_pid=0                         # process id of the ranks' srun; 0 if none is
 log() { echo "job $SLURM_JOB_ID: $*"; }
 
 newest() { # the number of the newest checkpoint, on disk or in memory, 0 without any
-    local name most=0 in_memory="$RUN/logs/newest_checkpoints"
+    local name most=0 in_memory="$RUN/checkpoints/newest"
     for name in "$RUN"/checkpoints/step-* "/step-$([[ -f $in_memory ]] && cut -d " " -f 1 "$in_memory")"; do
         name=${name##*/step-}
         if [[ $name =~ ^(0|[1-9][0-9]*)$ ]] && ((name > most)); then most=$name; fi
