@@ -200,7 +200,8 @@ def copy_while_one_is_written(root: Path) -> tuple[bool, bool, int]:
         copies.copy(tensors_of(0, step), state_of(step), to_disk=False)
     unchanged = all(torch.equal(value, tensors_of(0, 1)[name]) for name, value in get_written().items())
     copies.release(1)
-    copies.copy(tensors_of(0, 5), state_of(5), to_disk=False)
+    for step in (4, 5):  # The first agrees that no rank writes it any more.
+        copies.copy(tensors_of(0, step), state_of(step), to_disk=False)
     copies.wait()
     is_reused = all(torch.equal(value, tensors_of(0, 5)[name]) for name, value in get_written().items())
     return unchanged, is_reused, len([*copies.folder.iterdir()])
@@ -273,6 +274,7 @@ def test_a_run_whose_node_is_lost_continues_bitwise_from_the_memory_of_the_other
         (("--optimizer.lr", "3e-3"), None, 4),
         (("--checkpoint.keep", "7"), None, 4),
         ((), "step-4", 2),  # By a person who goes back.
+        ((), "newest", 4),
     ],
 )
 def test_a_changed_run_and_one_whose_checkpoint_was_removed_resume_from_the_disk(
@@ -295,7 +297,14 @@ def test_a_changed_run_and_one_whose_checkpoint_was_removed_resume_from_the_disk
         memory_of(checkpoints).wait()
         assert memory.Newest.read(folder.checkpoints_dir)[:2] == (5, 4)
         assert _progress(folder) == 5
-    if removed is not None:
+    if removed == "newest":  # By a launch without in-memory checkpoints, which takes its own course from step 4.
+        without = configured(run, run.parent / "run", "--checkpoint.interval", "2")
+        with trainer_of(without) as trainer:
+            checkpoints = CheckpointManager(without, folder, trainer.world)
+            assert checkpoints.resume(trainer) == folder.checkpoints_dir / "step-4"
+        assert not memory.memory_folder(folder.path).exists()
+        assert not (folder.checkpoints_dir / memory.RECORD_FILE).exists()
+    elif removed is not None:
         (folder.checkpoints_dir / removed).rename(folder.checkpoints_dir / "set aside")
     disk = folder.checkpoints_dir / f"step-{expected}"
     changed = configured(run, run.parent / "run", *options, *changes)
@@ -312,6 +321,69 @@ def test_a_changed_run_and_one_whose_checkpoint_was_removed_resume_from_the_disk
 def memory_of(checkpoints: CheckpointManager) -> InMemoryCheckpoints:
     assert checkpoints._in_memory is not None
     return checkpoints._in_memory
+
+
+def mix_launches(root: Path) -> list[int | None]:
+    """Node 0 took part in a second launch, which went back to step 4 of the disk; node 1 was unreachable meanwhile."""
+    rank, run_dir = distributed.get_rank(), RunDir(root)
+    group = distributed.group.WORLD
+    assert group is not None
+    world, kept = World(rank, RANKS, torch.device("cpu"), NODES), dict[Path, bytes]()
+    for course in range(2):
+        copies = InMemoryCheckpoints(run_dir, world, group, tensors_of(rank, 0))
+        if course:
+            copies.discard()
+        for step in (8, 9):
+            copies.copy(tensors_of(rank, step + 100 * course), state_of(step), to_disk=False)
+        copies.wait()
+        distributed.barrier()
+        if not course and rank == 0:
+            lost = [*copies.folder.glob("rank-[23].*"), *copies.folder.glob("held-[01].*")]
+            kept = {path: path.read_bytes() for path in lost}
+        distributed.barrier()
+    for path, content in kept.items():
+        path.write_bytes(content)
+    distributed.barrier()
+    loaded = tensors_of(rank, 0)
+    state = InMemoryCheckpoints(run_dir, world, group, loaded).load_newest(loaded, state_of(0), committed_step=4)
+    return run_steps(loaded, rank, state)
+
+
+def run_steps(loaded: dict[str, Tensor], rank: int, state: TrainState | None) -> list[int | None]:
+    same = [
+        step
+        for step in (0, 8, 9, 108, 109)
+        if torch.equal(loaded["model.weight"], tensors_of(rank, step)["model.weight"])
+    ]
+    return [*same, None if state is None else state.step]
+
+
+@pytest.mark.ranks
+def test_steps_of_two_launches_are_not_mixed(run: Path) -> None:
+    """What node 1 has is of the first launch; its part of the second comes from node 0."""
+    assert run_ranks(mix_launches, RANKS, run.parent / "run") == [[109, 9]] * RANKS
+
+
+@pytest.mark.ranks
+def test_a_disk_that_cannot_be_written_does_not_end_the_run(run: Path) -> None:
+    assert run_ranks(copy_without_a_disk, 1, run.parent / "run") == [(3, None)]
+
+
+def copy_without_a_disk(root: Path) -> tuple[int, int | None]:
+    """(the newest step that is recorded, what is resumed from): metrics since may be missing."""
+    group = distributed.group.WORLD
+    assert group is not None
+    run_dir, world, write = RunDir(root), World(0, 1, torch.device("cpu")), memory.Newest.write
+    copies = InMemoryCheckpoints(run_dir, world, group, tensors_of(0, 0))
+    for step in (3, 4, 5):
+        copies.copy(tensors_of(0, step), state_of(step), to_disk=False)
+        copies.wait()
+        memory.Newest.write = no_space  # type: ignore[method-assign, assignment]
+    memory.Newest.write = write  # type: ignore[method-assign]
+    recorded = memory.Newest.read(run_dir.checkpoints_dir).in_memory
+    loaded = tensors_of(0, 0)
+    state = InMemoryCheckpoints(run_dir, world, group, loaded).load_newest(loaded, state_of(0), committed_step=2)
+    return recorded, None if state is None else state.step
 
 
 def test_what_says_nothing_about_newest_steps_is_none(tmp_path: Path) -> None:
