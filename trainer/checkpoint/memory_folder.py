@@ -121,5 +121,6 @@ def forget(run_dir: Path, checkpoints_dir: Path) -> None:
     """A launch without in-memory checkpoints takes another course: no later one must resume from those there are."""
     with suppress(OSError):
         (checkpoints_dir / RECORD_FILE).unlink()
-    remove_memory_folder(memory_folder(run_dir))
+    with suppress(FileNotFoundError):  # The folder of a run that saves nothing.
+        remove_memory_folder(memory_folder(run_dir))
     remove_abandoned()
