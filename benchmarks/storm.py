@@ -345,14 +345,13 @@ def campaign(root: Path, faults: int, seed: int, only: str, *, nodes: bool) -> t
     """Prints what happens; returns the recoveries, and what differs. Fewer faults than meshes: as many meshes."""
     meshes = MESHES[:faults]
     kinds = [fault for fault in storm_faults.every_fault() if only in fault.name]
-    missing = [] if os.geteuid() == 0 else [fault.name for fault in kinds if fault.needs_root]
+    draw, storm = random.Random(seed), Storm(root / "storm", seed)
+    may_mount = storm_faults.mount_disk(storm.run.folder)
+    missing = [] if may_mount else [fault.name for fault in kinds if fault.needs_root]
     for name in missing:
         say(f"left out, needs root: {name}")
     kinds = [fault for fault in kinds if fault.name not in missing]
     elsewhere = [fault for fault in kinds if not fault.needs_nodes]
-    draw, storm = random.Random(seed), Storm(root / "storm", seed)
-    if os.geteuid() == 0:
-        storm_faults.mount_disk(storm.run.folder)
     shuffled = chain.from_iterable(draw.sample(elsewhere, len(elsewhere)) for _ in cycle((0,)))
     shares = [faults * (index + 1) // len(meshes) - faults * index // len(meshes) for index in range(len(meshes))]
     legs = [(mesh, [*islice(shuffled, share)], 1) for mesh, share in zip(meshes, shares, strict=True)]

@@ -89,7 +89,7 @@ def test_workers_die_with_their_launcher_during_imports(tmp_path: Path, processe
 @pytest.mark.parametrize(
     ("how", "kills", "num_steps"),
     [
-        ("forked", 2, 12),
+        pytest.param("forked", 2, 12, marks=pytest.mark.slow),  # The storm kills in the default check.
         pytest.param("launched", 4, 24, marks=pytest.mark.slow),
         pytest.param("forked", 20, 200, marks=pytest.mark.slow),
     ],
