@@ -36,6 +36,7 @@ from typing import Any
 
 from benchmarks import storm_faults
 from benchmarks.data import machine, say
+from benchmarks.faults import wait_for
 from benchmarks.pages import replace_block
 from benchmarks.storm_faults import Fault, children, is_alive
 from models.files import open_regular
@@ -197,14 +198,6 @@ def write_corpus(folder: Path) -> None:
             draw.choice(("river", "stone", "over", "under", "light", "a", "the")) for _ in range(draw.randint(20, 800))
         )
         (folder / f"{number:03}.txt").write_text(" ".join(words))
-
-
-def wait_for(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise StormError("nothing happened for too long")
-        time.sleep(0.02)
 
 
 class Storm:

@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.faults import wait_for
 from trainer.artifact import seal
 from trainer.checkpoint.memory_folder import memory_folder
 from trainer.resilience.lease import LeaseOwner
@@ -79,11 +80,7 @@ def kill_launcher(run: Run, _: random.Random) -> None:
     run.launchers[0].kill()
     for each in run.launchers:
         each.wait()
-    deadline = time.monotonic() + 5
-    while any(map(is_alive, pids)):
-        if time.monotonic() > deadline:
-            raise RuntimeError("ranks outlive their launcher")
-        time.sleep(0.02)
+    wait_for(lambda: not any(map(is_alive, pids)), 5)
     run.launchers.clear()
 
 
@@ -95,9 +92,7 @@ def stop_launcher(run: Run, _: random.Random) -> None:
 
 def in_a_save(run: Run, strike: Callable[[], None]) -> None:
     """Between the creation of a temporary folder and its commit."""
-    deadline = time.monotonic() + 30
-    while not any((run.folder / "checkpoints").glob(".tmp-step-*")) and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_for(lambda: any((run.folder / "checkpoints").glob(".tmp-step-*")), 60)
     strike()
 
 
@@ -200,9 +195,7 @@ def damage_metrics(kind: str) -> Callable[[Run, random.Random], Restore | None]:
             return restore
         reached = max(by_step)
         run.start()
-        deadline = time.monotonic() + 120
-        while run.step() <= reached + 1 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_for(lambda: run.step() > reached + 1, 120)
         run.kill()
         for line in path.read_bytes().splitlines(keepends=True):
             with suppress(ValueError, KeyError, TypeError):
@@ -217,9 +210,8 @@ def damage_memory(kind: str) -> Callable[[Run, random.Random], None]:
     def strike(run: Run, draw: random.Random) -> None:
         run.kill()
         run.start("--checkpoint.memory_interval", "1")
-        reached, deadline = run.step(), time.monotonic() + 120
-        while run.step() <= reached + 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        reached = run.step()
+        wait_for(lambda: run.step() > reached + 2, 120)
         run.kill()
         files = sorted(memory_folder(run.folder).glob("rank-*"))
         for path in draw.sample(files, min(2, len(files))):
@@ -267,9 +259,7 @@ def fill_disk_and_kill(run: Run, _: random.Random) -> None:
     path = fill(run)
     run.kill()
     run.start()
-    deadline = time.monotonic() + 60
-    while run.ending() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for(lambda: run.ending() is not None, 60)
     path.unlink()
 
 
@@ -354,9 +344,7 @@ def ip(*words: str) -> None:
 
 def pull_cable(run: Run, _: random.Random) -> None:
     ip("-n", NODE_NAMES[1], "link", "set", "eth0", "down")
-    deadline = time.monotonic() + 200
-    while run.ending() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: run.ending() is not None, 200)
     ip("-n", NODE_NAMES[1], "link", "set", "eth0", "up")
 
 
