@@ -252,7 +252,7 @@ class Storm:
         self, target: int, restore: Callable[[], None] | None, fault: str, last_start: dict[str, Any] | None = None
     ) -> str:
         """Starts again what ended, until the step is reached, by another launch than `last_start`; returns the ending."""
-        deadline, ending = time.monotonic() + PATIENCE_SECONDS, "goes on" if last_start is None else "restarted"
+        deadline, ending = time.monotonic() + PATIENCE_SECONDS, "trains on" if last_start is None else "restarted"
         while self.run.step() < target or self.last_start() == last_start:
             if time.monotonic() > deadline:
                 raise StormError(f"{fault}: no recovery within {PATIENCE_SECONDS:.0f} s; see {self.run.log}")
@@ -325,7 +325,7 @@ def digests_of(checkpoint: Path) -> dict[str, str]:
 
 def table(recoveries: Sequence[Recovery]) -> list[str]:
     lines = ["| fault | times | endings | median s | longest s | most steps repeated |", "|---|---|---|---|---|---|"]
-    for name in dict.fromkeys(each.fault for each in recoveries):
+    for name in sorted({each.fault for each in recoveries}, key=str.lower):
         of_kind = [each for each in recoveries if each.fault == name]
         endings = ", ".join(sorted({each.ending for each in of_kind}))
         seconds = [each.seconds for each in of_kind]
