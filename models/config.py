@@ -9,74 +9,13 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
-from models.layers import EMBEDDING, HEAD, LETTERS, LayerKind, Parameter, Sizes
-
-ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_length"),
-    "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "truncate", "attention_factor"),
-    "longrope": ("factor", "original_length", "short_factors", "long_factors", "attention_factor"),
-}
-"""The fields that each `rope.kind` uses in addition to theta and precision."""
-EXCLUSIVE_MINIMUMS = {"theta": 1, "factor": 1, "original_length": 1} | dict.fromkeys(
-    ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"), 0
-)
+from models.layers import EMBEDDING, HEAD, LETTERS, Activation, LayerKind, Parameter, Sizes
+from models.rope_config import RopeConfig
 
 SOFTCAP_PROBLEM = (
     'attention kernel "{kernel}" has no soft-capped scores (softcap = {softcap}): torch gives no CUDA kernel the cap; '
     '"plain" has it, and holds the scores of a document in memory'
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding (Su et al., 2021) and its context-extension scaling; see `models/rope_scaling.py`."""
-
-    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_length: int = 8192
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float | None = None
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-    precision: Literal["float64", "float32"] = "float64"
-
-    def problems(self, head_dim: int, *, section: str = "model.rope") -> list[str]:
-        values = {key: getattr(self, key) for key in ("theta", *ROPE_FIELDS[self.kind])}
-        problems = [
-            f'{section}.{key} = {values[key]} must be above {minimum} for {section}.kind = "{self.kind}"'
-            for key, minimum in EXCLUSIVE_MINIMUMS.items()
-            if values.get(key) is not None and not values[key] > minimum
-        ]
-        problems += [
-            f"{section}.{low} = {values[low]} must be below {section}.{high} = {values[high]}"
-            for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"))
-            if low in values and not values[low] < values[high]
-        ]
-        for key in ("short_factors", "long_factors") if self.kind == "longrope" else ():
-            count, half = len(values[key]), head_dim // 2
-            if count != half:
-                problems.append(
-                    f"{section}.{key} has {count} values, and must have {half}: half of model.head_dim = {head_dim}"
-                )
-            if any(not factor > 0 for factor in values[key]):
-                problems.append(f"{section}.{key} holds {min(values[key])}; every factor must be above 0")
-        return problems
-
-    def unused_keys(self, keys: Iterable[str], *, section: str = "model.rope") -> list[str]:
-        """One problem for each key that only other kinds use."""
-        problems = []
-        for key in keys:
-            kinds = " or ".join(f'"{kind}"' for kind, used in ROPE_FIELDS.items() if key in used)
-            if kinds and key not in ROPE_FIELDS[self.kind]:
-                problems.append(f'{section}.{key} is only used with {section}.kind = {kinds}, not "{self.kind}"')
-        return problems
 
 
 MAX_LAYERS = 10_000
@@ -113,7 +52,7 @@ class StageSpec:
 
 
 class BlockProducts(NamedTuple):
-    """Weights in the matrix products of a block, by what runs them."""
+    """Weights in the matrix products of a block, by what runs them; of experts, those of a token."""
 
     every: int
     recomputed: int
@@ -133,7 +72,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     ffn_dim: int
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Activation = "silu"
     norm_eps: float = 1e-5
     norms: Literal["pre", "post", "sandwich"] = "pre"
     zero_centered_norms: bool = False
@@ -146,6 +85,26 @@ class ModelConfig:
     sink: bool = False
     softcap: float | None = None
     nope_every: int | None = None
+    feed_forward: str = "gated"
+    router_bias: bool = False
+    expert_bias: bool = False
+    shared_expert: bool = False
+    correction_bias: bool = False
+    num_experts: int = 0
+    top_k: int = 0
+    """Experts of a token."""
+    expert_dim: int = 0
+    """Feed-forward dim of an expert."""
+    shared_expert_dim: int = 0
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """From a logit to a score."""
+    normalize_top_k: bool = True
+    """Whether the scores of a token's experts are divided by their sum."""
+    router_scaling: float = 1.0
+    """Multiplies the weights of experts."""
+    expert_groups: int = 1
+    """Groups of experts; a token chooses among those of the best `top_k_groups` groups (DeepSeek-V3)."""
+    top_k_groups: int = 1
     layers: tuple[LayerKind, ...] = ()
     """Kinds of layers, which repeat in this order; without it layers differ by `nope_every` only."""
     rope: RopeConfig = field(default_factory=RopeConfig)
@@ -173,7 +132,11 @@ class ModelConfig:
             problems.append(f"model.head_dim = {self.head_dim} must be even: rotary embedding rotates pairs")
         if self.has_local_rope:
             problems += self.local_rope.problems(self.head_dim, section="model.local_rope")
-        positive = ("attention_scale", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_softcap")
+        problems += self._moe_problems()
+        positive = (
+            *("attention_scale", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_softcap"),
+            "router_scaling",
+        )
         values = {name: getattr(self, name) for name in positive}
         problems += [
             f"model.{name} = {value} must be above 0"
@@ -190,6 +153,38 @@ class ModelConfig:
             ]
             problems += [f"model.{name} must be set in each kind of model.layers instead" for name in alike]
         return problems
+
+    @property
+    def has_experts(self) -> bool:
+        return any(kind.feed_forward == "moe" for kind in self.kinds)
+
+    def _moe_problems(self) -> Iterable[str]:
+        if not self.has_experts:
+            unused = [name for name in MOE_FIELDS if getattr(self, name) != getattr(ModelConfig, name)]
+            yield from (f'model.{name} is only used with model.feed_forward = "moe"' for name in unused)
+            return
+        needed = [
+            "num_experts",
+            "top_k",
+            "expert_dim",
+            *["shared_expert_dim"] * any(k.shared_expert for k in self.kinds),
+        ]
+        values = {name: getattr(self, name) for name in needed}
+        yield from (f"model.{name} = {value} must be above 0" for name, value in values.items() if value < 1)
+        experts, groups, kept = self.num_experts, self.expert_groups, self.top_k_groups
+        if experts < 1:
+            return
+        if self.top_k > experts:
+            yield f"model.top_k = {self.top_k} must be at most model.num_experts = {experts}"
+        if groups < 1 or experts % groups:
+            yield f"model.expert_groups = {groups} must divide model.num_experts = {experts}"
+        elif not 1 <= kept <= groups:
+            yield f"model.top_k_groups = {kept} must be from 1 to model.expert_groups = {groups}"
+        elif self.top_k > experts // groups * kept:
+            yield (
+                f"model.top_k = {self.top_k} must be at most {experts // groups * kept}, the experts in "
+                f"model.top_k_groups = {kept} of model.expert_groups = {groups} groups"
+            )
 
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -256,7 +251,10 @@ class ModelConfig:
         return dict(
             zip(
                 LETTERS,
-                (self.vocab_size, self.dim, self.ffn_dim, heads, kv_heads, self.head_dim, self.num_heads),
+                (
+                    *(self.vocab_size, self.dim, self.ffn_dim, heads, kv_heads, self.head_dim, self.num_heads),
+                    *(self.num_experts, self.expert_dim, self.shared_expert_dim),
+                ),
                 strict=True,
             )
         )
@@ -272,6 +270,15 @@ class ModelConfig:
         head = {name: each for name, each in HEAD.items() if not (self.tie_embeddings and each.is_matrix)}
         return {name: self._centered(each) for name, each in (EMBEDDING | blocks | head).items()}
 
+    @cached_property
+    def buffers(self) -> dict[str, Parameter]:
+        """By name: vectors that no gradient changes."""
+        return {
+            f"blocks.{layer}.{name}": each._replace(hf_name=each.hf_name and f"model.layers.{layer}.{each.hf_name}")
+            for layer, kind in enumerate(self.layer_kinds)
+            for name, each in kind.buffers.items()
+        }
+
     def _centered(self, parameter: Parameter) -> Parameter:
         """Zero-centered norms start at 0."""
         is_centered = self.zero_centered_norms and parameter.initial == "ones"
@@ -279,7 +286,7 @@ class ModelConfig:
 
     def declared(self, name: str) -> Parameter:
         """By its name in the model or a pipeline stage. Raises ValueError if it is not declared."""
-        if (found := self.parameters.get(name) or HEAD.get(name)) is None:
+        if (found := self.parameters.get(name) or self.buffers.get(name) or HEAD.get(name)) is None:
             raise ValueError(f"parameter {name} is not declared in models/layers.py")
         return found
 
@@ -300,12 +307,18 @@ class ModelConfig:
     def products_of(self, kind: LayerKind, tp: int = 1) -> BlockProducts:
         """Of one of `tp` ranks. With fewer KV heads than ranks, each multiplies by the part of one head."""
         sizes, declared = {**self.sizes, "K": max(self.sizes["K"], tp * self.head_dim)}, kind.parameters
-        weights = {name: prod(each.local_shape(sizes, tp)) for name, each in declared.items() if each.is_matrix}
+        weights = {
+            name: self._active(each, prod(each.local_shape(sizes, tp)))
+            for name, each in declared.items()
+            if each.is_matrix
+        }
         every = sum(weights.values())
         if not kind.in_pieces:
             return BlockProducts(every, every, 0)
         inputs = {name for name in weights if declared[name].initial != "residual"}
-        last = {name.split(".")[0]: weights[name] for name in weights.keys() - inputs}
+        last = Counter[str]()
+        for name in weights.keys() - inputs:
+            last[name.split(".")[0]] += weights[name]
         read = sum(weights[name] for name in inputs if name.startswith("attention."))
         # Norms need their input again: of heads the projection, of a sublayer's output its last product.
         normed = sum(weights.get(name.replace("_norm.", "_proj."), 0) for name in declared if "_norm." in name)
@@ -326,6 +339,15 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """All parameters; tied embeddings count once."""
         return sum(prod(each.shape_of(self.sizes)) for each in self.parameters.values())
+
+    @cached_property
+    def num_active_parameters(self) -> int:
+        """Those that compute with a token: of experts, `top_k`."""
+        return sum(self._active(each, prod(each.shape_of(self.sizes))) for each in self.parameters.values())
+
+    def _active(self, parameter: Parameter, count: int) -> int:
+        """Of `count` numbers of a parameter, those that compute with a token."""
+        return count * self.top_k // self.num_experts if parameter.per_expert else count
 
     def saved_width(self, kind: LayerKind) -> int:
         """Numbers that autograd saves of a token in such a block, besides those of norms."""
@@ -369,6 +391,11 @@ class ModelConfig:
         return executed + self.attention_flops(repeated, pairs) + 2 * recomputed * tokens
 
 
+MOE_FIELDS = (
+    *("num_experts", "top_k", "expert_dim", "shared_expert_dim", "router", "normalize_top_k", "router_scaling"),
+    *("expert_groups", "top_k_groups"),
+)
+"""Those of `ModelConfig` that only layers with experts read."""
 ALIKE_OPTIONS = tuple(
     each.name for each in fields(LayerKind) if each.name in ModelConfig.__dataclass_fields__ and each.name != "rope"
 )

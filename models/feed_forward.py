@@ -16,6 +16,8 @@ from models.config import ModelConfig
 from models.layers import LayerKind
 from models.sublayer import SublayerModule, Weights
 
+CLAMP, CLAMPED_SLOPE = 7.0, 1.702
+
 
 class SwiGLU(torch.autograd.Function):
     """`silu(gate) * up`, differentiated within four tensors of this size, the gradients of gate and up included.
@@ -50,7 +52,13 @@ def geglu(gate_G: Tensor, up_G: Tensor) -> Tensor:
     return F.gelu(gate_G, approximate="tanh") * up_G
 
 
-GATES = {"silu": swiglu, "gelu_tanh": geglu}
+def clamped_swiglu(gate_G: Tensor, up_G: Tensor) -> Tensor:
+    """gpt-oss's: both within a limit, and one added to `up`."""
+    gate_G, up_G = gate_G.clamp(max=CLAMP), up_G.clamp(min=-CLAMP, max=CLAMP)
+    return (up_G + 1) * gate_G * torch.sigmoid(CLAMPED_SLOPE * gate_G)
+
+
+GATES = {"silu": swiglu, "gelu_tanh": geglu, "clamped_swiglu": clamped_swiglu}
 """From gate and up to their product, by `LayerKind.activation`."""
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from models.config import ALIKE_OPTIONS, MAX_LAYERS, ModelConfig, RopeConfig
+from models.config import ALIKE_OPTIONS, MAX_LAYERS, ModelConfig
 from models.hf import HuggingFaceError, format_value, read_config, text_model_values
 from models.hf_families import BASE_DEFAULTS, COMMON_KEYS, FAMILIES, FULL, OFF, SLIDING, Family
 from models.hf_rope import (
@@ -24,6 +24,7 @@ from models.hf_rope import (
     without_default_factor,
 )
 from models.layers import LayerKind
+from models.rope_config import RopeConfig
 
 ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 ROPES = ("rope", "local_rope")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from models.config import ROPE_FIELDS
+from models.rope_config import ROPE_FIELDS
 
 Values = Mapping[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from models.config import ROPE_FIELDS, RopeConfig
 from models.hf import format_value
+from models.rope_config import ROPE_FIELDS, RopeConfig
 from models.rope_scaling import attention_factor
 
 ORIGINAL_LENGTH_KEY = "original_max_position_embeddings"

@@ -7,7 +7,7 @@ A kind of mixer or feed-forward is declared in `MIXERS` or `FEED_FORWARDS`. Its 
 the same name in those of `models/transformer.py`.
 
 Letters of a shape: V vocabulary, E model dim, G feed-forward dim, Q query heads x head dim, K KV heads x head dim,
-H head dim, N query heads.
+H head dim, N query heads, X experts, M feed-forward dim of an expert, Z feed-forward dim of the shared expert.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-LETTERS = "VEGQKHN"
+LETTERS = "VEGQKHNXMZ"
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 Sizes = Mapping[str, int]
 """Of every letter, in one model."""
-ParallelStyle = Literal["replicate", "replicate_heads", "colwise", "rowwise", "vocab"]
-"""As torch's: colwise shards dimension 0, rowwise dimension 1. Ranks use `replicate_heads` for their own heads."""
+ParallelStyle = Literal["replicate", "replicate_partial", "colwise", "rowwise", "vocab"]
+"""As torch's: colwise shards the outputs of a weight [outputs, inputs], rowwise its inputs. Of `replicate_partial` each rank
+computes a part of the gradient, also without sequence parallelism: that of its own heads."""
 
 
 class Parameter(NamedTuple):
@@ -34,11 +36,13 @@ class Parameter(NamedTuple):
     """`residual`: normal, of a projection that writes to the residual stream."""
     option: str = ""
     weight_decay: bool | None = None
+    per_expert: bool = False
+    """Whether dimension 0 counts experts: the others are those of one expert, and `{}` in `hf_name` is its index."""
 
     @property
     def is_matrix(self) -> bool:
         """A matrix product has it, except for the embedding."""
-        return len(self.shape) == 2
+        return len(self.shape) == 2 + self.per_expert
 
     @property
     def decays(self) -> bool:
@@ -51,10 +55,15 @@ class Parameter(NamedTuple):
         """With fewer KV heads than ranks, their projections are replicated."""
         return "replicate" if self.shape[0] == "K" and sizes["K"] < tp * sizes["H"] else self.style
 
-    def local_shape(self, sizes: Sizes, tp: int) -> tuple[int, ...]:
-        """Of one of `tp` ranks."""
-        cut = {"colwise": 0, "vocab": 0, "rowwise": 1}.get(self.style_over(sizes, tp))
-        return tuple(size // tp if dim == cut else size for dim, size in enumerate(self.shape_of(sizes)))
+    def tp_dim(self, sizes: Sizes, tp: int) -> int | None:
+        """The dimension that `tp` ranks shard."""
+        dim = {"colwise": 0, "vocab": 0, "rowwise": 1}.get(self.style_over(sizes, tp))
+        return None if dim is None else dim + self.per_expert
+
+    def local_shape(self, sizes: Sizes, tp: int, ep: int = 1) -> tuple[int, ...]:
+        """Of one of `tp` x `ep` ranks."""
+        parts = {self.tp_dim(sizes, tp): tp} | ({0: ep} if self.per_expert else {})
+        return tuple(size // parts.get(dim, 1) for dim, size in enumerate(self.shape_of(sizes)))
 
 
 EMBEDDING = {"embed.weight": Parameter("VE", "vocab", "model.embed_tokens.weight")}
@@ -69,6 +78,8 @@ class SublayerKind(NamedTuple):
 
     parameters: Mapping[str, Parameter]
     """By name within its module; their Hugging Face names are those within a layer."""
+    buffers: Mapping[str, Parameter] = {}
+    """Vectors that no gradient changes, in the dtype of sums; an empty Hugging Face name: it has none."""
     options: frozenset[str] = frozenset()
     """The fields of `LayerKind` that it reads, besides those that parameters depend on."""
     saved: str = ""
@@ -99,6 +110,26 @@ NORMS = {
     },
 }
 """By placement and module: of the input of a sublayer, or, if a name ends in `_post_norm`, of its output."""
+
+
+def _expert(
+    shape: str,
+    style: ParallelStyle,
+    name: str,
+    initial: Literal["normal", "residual", "zeros"] = "normal",
+    option: str = "",
+) -> Parameter:
+    """Of every expert."""
+    return Parameter(shape, style, f"mlp.experts.{{}}.{name}", initial, option, per_expert=True)
+
+
+def _shared(
+    shape: str, style: ParallelStyle, name: str, initial: Literal["normal", "residual"] = "normal"
+) -> Parameter:
+    """Of the shared expert."""
+    return Parameter(shape, style, f"mlp.shared_experts.{name}", initial, "shared_expert")
+
+
 MIXERS = {
     "attention": SublayerKind(
         {
@@ -109,8 +140,8 @@ MIXERS = {
             "v_proj.weight": Parameter("KE", "colwise", "self_attn.v_proj.weight"),
             "v_proj.bias": Parameter("K", "colwise", "self_attn.v_proj.bias", "zeros", "qkv_bias"),
             "o_proj.weight": Parameter("EQ", "rowwise", "self_attn.o_proj.weight", "residual"),
-            "q_norm.weight": Parameter("H", "replicate_heads", "self_attn.q_norm.weight", "ones", "qk_norm"),
-            "k_norm.weight": Parameter("H", "replicate_heads", "self_attn.k_norm.weight", "ones", "qk_norm"),
+            "q_norm.weight": Parameter("H", "replicate_partial", "self_attn.q_norm.weight", "ones", "qk_norm"),
+            "k_norm.weight": Parameter("H", "replicate_partial", "self_attn.k_norm.weight", "ones", "qk_norm"),
             "wide_q_norm.weight": Parameter("Q", "colwise", "self_attn.q_norm.weight", "ones", "full_qk_norm"),
             "wide_k_norm.weight": Parameter("K", "colwise", "self_attn.k_norm.weight", "ones", "full_qk_norm"),
             "sinks": Parameter("N", "colwise", "self_attn.sinks", "zeros", "sink"),
@@ -129,7 +160,31 @@ FEED_FORWARDS = {
         },
         options=frozenset({"activation"}),
         saved="GG",
-    )
+    ),
+    "moe": SublayerKind(
+        {
+            "router.weight": Parameter("XE", "replicate", "mlp.gate.weight"),
+            "router.bias": Parameter("X", "replicate", "mlp.gate.bias", "zeros", "router_bias"),
+            "experts.gate_proj": _expert("XME", "colwise", "gate_proj.weight"),
+            "experts.gate_bias": _expert("XM", "colwise", "gate_proj.bias", "zeros", "expert_bias"),
+            "experts.up_proj": _expert("XME", "colwise", "up_proj.weight"),
+            "experts.up_bias": _expert("XM", "colwise", "up_proj.bias", "zeros", "expert_bias"),
+            "experts.down_proj": _expert("XEM", "rowwise", "down_proj.weight", "residual"),
+            "experts.down_bias": _expert("XE", "replicate_partial", "down_proj.bias", "zeros", "expert_bias"),
+            "shared_gate_proj.weight": _shared("ZE", "colwise", "gate_proj.weight"),
+            "shared_up_proj.weight": _shared("ZE", "colwise", "up_proj.weight"),
+            "shared_down_proj.weight": _shared("EZ", "rowwise", "down_proj.weight", "residual"),
+        },
+        buffers={
+            "last_load": Parameter("X", "replicate", "", "ones"),
+            "correction_bias": Parameter(
+                "X", "replicate", "mlp.gate.e_score_correction_bias", "zeros", "correction_bias"
+            ),
+        },
+        options=frozenset({"activation"}),
+        saved="GG",
+        in_pieces=True,
+    ),
 }
 
 
@@ -154,7 +209,15 @@ class LayerKind:
     """Whether each query head has a learned logit that takes part in the softmax's sum and has no value."""
     softcap: float | None = None
     """c of the scores c tanh(score / c) (Gemma 2)."""
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Activation = "silu"
+    router_bias: bool = False
+    """Whether the router's logits have a bias (gpt-oss)."""
+    expert_bias: bool = False
+    """Whether the products of experts have biases (gpt-oss)."""
+    shared_expert: bool = False
+    """Whether an expert sees every token, beside those that the router chooses."""
+    correction_bias: bool = False
+    """Whether a bias that no gradient changes is added to the scores where experts are chosen (DeepSeek-V3)."""
 
     def problems(self) -> list[str]:
         """Every broken rule, with its values."""
@@ -162,7 +225,7 @@ class LayerKind:
             if getattr(self, name) not in known:
                 return [f'{name} = "{getattr(self, name)}" is unknown; there are {", ".join(known)}']
         read = {"mixer", "feed_forward", "norms"}.union(*(kind.options for kind in self.sublayers.values()))
-        options = {each.option for each in self._declared.values()} - {""}
+        options = {each.option for each in (self._declared | self._declared_buffers).values()} - {""}
         problems = [
             f'{each.name} is read neither by mixer "{self.mixer}" nor by feed_forward "{self.feed_forward}"'
             for each in fields(self)
@@ -207,6 +270,20 @@ class LayerKind:
             declared |= NORMS[self.norms][module] | {f"{module}.{name}": each for name, each in kind.parameters.items()}
         return declared
 
+    @property
+    def _declared_buffers(self) -> dict[str, Parameter]:
+        """With every option."""
+        kinds = self.sublayers.items()
+        return {f"{module}.{name}": each for module, kind in kinds for name, each in kind.buffers.items()}
+
+    @cached_property
+    def buffers(self) -> dict[str, Parameter]:
+        """By name within the block."""
+        return self._with_option(self._declared_buffers)
+
+    def _with_option(self, declared: Mapping[str, Parameter]) -> dict[str, Parameter]:
+        return {name: each for name, each in declared.items() if not each.option or getattr(self, each.option)}
+
     def has_post_norm(self, module: str) -> bool:
         """Whether the output of a sublayer is normed."""
         return any(name.endswith("_post_norm.weight") for name in NORMS[self.norms][module])
@@ -216,7 +293,12 @@ class LayerKind:
         prefix = f"{module}."
         return {name.removeprefix(prefix): each for name, each in self.parameters.items() if name.startswith(prefix)}
 
+    def buffers_of(self, module: str) -> dict[str, Parameter]:
+        """By name within a module of the block."""
+        prefix = f"{module}."
+        return {name.removeprefix(prefix): each for name, each in self.buffers.items() if name.startswith(prefix)}
+
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
         """By name within the block."""
-        return {name: each for name, each in self._declared.items() if not each.option or getattr(self, each.option)}
+        return self._with_option(self._declared)

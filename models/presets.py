@@ -6,8 +6,9 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from models.config import ModelConfig, RopeConfig
+from models.config import ModelConfig
 from models.layers import LayerKind
+from models.rope_config import RopeConfig
 
 COLUMNS = ("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
 QWEN2_5: dict[str, Any] = {"model_type": "qwen2", "qkv_bias": True, "rope": RopeConfig(theta=1_000_000.0)}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from models import rope_scaling
-from models.config import RopeConfig
+from models.rope_config import RopeConfig
 
 
 @lru_cache(maxsize=64)

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-from models.config import ModelConfig, RopeConfig
+from models.config import ModelConfig
+from models.rope_config import RopeConfig
 
 
 def frequencies(config: RopeConfig, head_dim: int, *, seq_len: int) -> list[float]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from models.config import ModelConfig
 from models.layers import LayerKind
 from models.linear import Linear, local_parameter, local_parameters
 from models.norm import RMSNorm, config_norm
+from models.tiling import bytes_per_token
 
 Weights = Mapping[str, Tensor]
 """Parameters as this rank computes with them, by name."""
@@ -35,34 +36,47 @@ Piece = Callable[[Sequence[Tensor], Weights], Sequence[Tensor]]
 Restore = Callable[[int], Tensor]
 
 
+class ExpertWeights(nn.Module):
+    """The parameters of experts. FSDP gathers them while it runs something."""
+
+    def forward(self, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        return run(*inputs)
+
+
 class SublayerModule(nn.Module):
     """What a sublayer does between its norms."""
 
     module_name: ClassVar[str] = "feed_forward"
     """In a block."""
-    linears: ClassVar[tuple[str, ...]]
+    linears: ClassVar[tuple[str, ...]] = ()
     """The linear layers that take the input."""
-    last: ClassVar[str]
-    """The linear layer that gives the output; it has no bias."""
+    last: ClassVar[str] = ""
+    """The linear layer that gives the output; it has no bias. None: the sublayer is one piece, and `forward` its own."""
 
     def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
         """Adds the linear layers, norms and other parameters that are declared."""
         super().__init__()
         declared = kind.parameters_of(self.module_name)
         last = declared.get(f"{self.last}.weight")
-        if last is None or last.initial != "residual" or f"{self.last}.bias" in declared:
+        if self.last and (last is None or last.initial != "residual" or f"{self.last}.bias" in declared):
             raise ValueError(
                 f'{self.module_name}.{self.last} gives the output: its weight must be declared with initial "residual", '
                 "and no bias"
             )
         for name, parameter in declared.items():
             (layer, _, attribute), shape = name.rpartition("."), parameter.shape_of(config.sizes)
-            if not layer:
+            if parameter.per_expert:
+                experts = self._modules.setdefault(layer, ExpertWeights())
+                cast(ExpertWeights, experts).register_parameter(attribute, nn.Parameter(torch.empty(shape)))
+            elif not layer:
                 self.register_parameter(name, nn.Parameter(torch.empty(shape)))
             elif attribute == "weight" and parameter.is_matrix:
                 self.add_module(layer, Linear(shape[1], shape[0], bias=f"{layer}.bias" in declared))
             elif attribute == "weight":
                 self.add_module(layer, config_norm(config, *shape))
+        for name, buffer in kind.buffers_of(self.module_name).items():
+            initial = torch.ones if buffer.initial == "ones" else torch.zeros
+            self.register_buffer(name, initial(buffer.shape_of(config.sizes), dtype=torch.get_default_dtype()))
 
     def inner(self, products: Sequence[Tensor], rotation_2BS1F: Tensor, weights: Weights) -> Sequence[Tensor]:
         """From the products of `linears`: queries, keys and values for `core`, or the input of `last`."""
@@ -96,6 +110,16 @@ class SublayerModule(nn.Module):
         """Normed, if the norm is declared."""
         norm = self._modules.get(name)
         return norm.normalize(x, weights[f"{name}.weight"]) if isinstance(norm, RMSNorm) else x
+
+    def gathered(self, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """`run(*inputs)` while the weights that FSDP gathers apart from those of the block are gathered."""
+        experts = self._modules.get("experts")
+        return run(*inputs) if experts is None else experts(run, *inputs)
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Of the backward pass of a tile."""
+        ffn_dim, dim = local_parameter(self.get_submodule(self.linears[0])).shape
+        return bytes_per_token(dim, ffn_dim, itemsize)
 
     def is_in_product(self, name: str) -> bool:
         """Whether a parameter belongs to one of the linear layers, rather than to `inner`."""

@@ -21,12 +21,14 @@ def split_into_tiles(num_tokens: int, max_tokens: int | None = None) -> list[sli
     return [slice(start, end) for start, end in pairwise(starts)]
 
 
-def bytes_per_token(dim: int, ffn_dim: int, itemsize: int) -> int:
+def bytes_per_token(dim: int, ffn_dim: int, itemsize: int, *, rows: int = 0) -> int:
     """Peak bytes per token in the feed-forward's backward pass, at `itemsize` bytes per number.
 
-    Gate, up and the buffers of their gradients; then these gradients and two input gradients; plus the normed input.
+    Gate, up and the buffers of their gradients; then these gradients and two input gradients; plus the normed input. With
+    experts, for each of a token's `rows`; besides them, its input and the gradient of its output as rows.
     """
-    return (2 * ffn_dim + 2 * max(ffn_dim, dim) + dim) * itemsize
+    numbers = 2 * ffn_dim + 2 * max(ffn_dim, dim)
+    return (rows * (numbers + 2 * dim) + 2 * dim if rows else numbers + dim) * itemsize
 
 
 class TokenTiles:

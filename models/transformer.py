@@ -22,6 +22,7 @@ from models.feed_forward import FeedForward
 from models.layers import NORMS, LayerKind
 from models.linear import Embedding, accumulation_dtype, identity
 from models.loss_head import LossHead
+from models.moe import MixtureOfExperts, RouterStep
 from models.norm import RMSNorm, config_norm
 from models.sublayer import Sublayer, SublayerModule
 
@@ -41,7 +42,7 @@ BlockForward = Callable[["TransformerBlock", Tensor, Tensor, Tensor], Tensor]
 
 Build = Callable[[ModelConfig, LayerKind], SublayerModule]
 MIXERS: dict[str, Build] = {"attention": Attention}
-FEED_FORWARDS: dict[str, Build] = {"gated": FeedForward}
+FEED_FORWARDS: dict[str, Build] = {"gated": FeedForward, "moe": MixtureOfExperts}
 
 
 class TransformerBlock(nn.Module):
@@ -103,6 +104,9 @@ class Transformer(nn.Module):
         # Keyed by layer index, so that parameter names do not depend on the pipeline split.
         self.blocks = nn.ModuleDict({str(index): TransformerBlock(config, index) for index in stage.layers})
         self.head = LossHead(config, chunk_mib=loss_chunk_mib) if stage.has_head else None
+        self.router_step = RouterStep()
+        for layer in self.expert_layers():
+            layer.step = self.router_step
         # Called on the residual stream before each block and after the last one. The trainer sets it to track progress.
         self.block_boundary_hook: Callable[[Tensor], Tensor] = identity
         if config.tie_embeddings and self.embed is not None and self.head is not None:
@@ -112,6 +116,10 @@ class Transformer(nn.Module):
 
     def transformer_blocks(self) -> list[TransformerBlock]:
         return [cast(TransformerBlock, block) for block in self.blocks.values()]
+
+    def expert_layers(self) -> list[MixtureOfExperts]:
+        modules = [block.feed_forward for block in self.transformer_blocks()]
+        return [module for module in modules if isinstance(module, MixtureOfExperts)]
 
     def init_mean_std(self, name: str) -> tuple[float, float]:
         """Mean and standard deviation of a parameter's initial values: norms start at 1, biases at 0.
@@ -145,6 +153,7 @@ class Transformer(nn.Module):
         if x_BSE is None:
             raise ValueError("a pipeline stage without embedding needs the hidden states of the previous stage")
         rotations = self._rotations(batch.positions, accumulation_dtype(x_BSE.dtype))
+        self.router_step.begin(batch.labels)
         for block in self.transformer_blocks():
             x_BSE = block(self.block_boundary_hook(x_BSE), rotations[block.kind.rope], batch.boundaries)
         x_BSE = self.block_boundary_hook(x_BSE)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from models.attention import Attention
 from models.sublayer import SublayerModule
 from models.transformer import Transformer, TransformerBlock, default_block_forward
+from parallelisms import fsdp
 from parallelisms.activation_offload import HostActivationPool, SavedTensor
 from parallelisms.block_recompute import AttentionOutputs, BlockCompute, Tiling
 from parallelisms.parallel_dims import head_groups_problem
@@ -100,16 +101,23 @@ class BlockRunner:
         compute = BlockCompute(block, x_BSE, rotation_2BT1F, boundaries_BD, self._config.tiling)
         if not torch.is_grad_enabled():
             outputs = [out for out, _ in compute.attention_forward(x_BSE)]
-            return compute.feed_forward(compute.output_projection(x_BSE, outputs))
+            hidden_BSE = compute.output_projection(x_BSE, outputs)
+            return block.feed_forward.gathered(compute.feed_forward, hidden_BSE)
         previous = self._previous._latest() if self._previous is not None else None
         activations = BlockActivations(compute, self._config, previous, saves_input=self._saves_input)
         self._latest = ref(activations)
         hidden_BSE = BlockHalf.apply(
             x_BSE, activations.attention_forward, activations.attention_backward, *compute.attention_weights()
         )
-        out_BSE: Tensor = BlockHalf.apply(
-            hidden_BSE, compute.feed_forward, activations.feed_forward_backward, *compute.feed_forward_weights()
-        )
+
+        def feed_forward(hidden_BSE: Tensor) -> Tensor:
+            weights = compute.feed_forward_weights()
+            out_BSE: Tensor = BlockHalf.apply(
+                hidden_BSE, compute.feed_forward, activations.feed_forward_backward, *weights
+            )
+            return out_BSE
+
+        out_BSE = block.feed_forward.gathered(feed_forward, hidden_BSE)
         if self._is_last and self._config.host_pool is not None:
             self._config.host_pool.release_offloaded()  # The loss head needs the memory.
         return out_BSE
@@ -231,10 +239,9 @@ class BlockActivations:
 @contextmanager
 def _unsharded(block: TransformerBlock, *, reshard_after_forward: bool) -> Iterator[None]:
     """Gathers the weights of a block outside its own forward and backward, where FSDP does not."""
-    fsdp_module = cast(Any, block)
-    if not reshard_after_forward or not hasattr(fsdp_module, "unshard"):
+    if not reshard_after_forward:
         yield
         return
-    fsdp_module.unshard()
+    fsdp.unshard(block)
     yield
-    fsdp_module.reshard()
+    fsdp.reshard(block)

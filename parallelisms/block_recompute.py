@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from models.attention import SINKS, Attention
-from models.linear import local_parameter
+from models.moe import MixtureOfExperts
 from models.sublayer import LocalGraph, Weights, weight_grad
-from models.tiling import TokenTiles, bytes_per_token
+from models.tiling import TokenTiles
 from models.transformer import TransformerBlock
+from parallelisms.expert_recompute import ExpertHalf
 from parallelisms.sublayer_pass import Compile, SublayerPass
 
 AttentionOutputs = list[tuple[Tensor, Tensor]]
@@ -95,10 +96,11 @@ class BlockCompute:
         self._rotation_2BT1F, self._boundaries_BD = rotation_2BT1F, boundaries_BD
         max_tile_tokens = None
         if tiling.tile_bytes is not None:
-            feed_forward = block.feed_forward
-            ffn_dim, dim = local_parameter(feed_forward.get_submodule(feed_forward.linears[0])).shape
-            max_tile_tokens = tiling.tile_bytes // bytes_per_token(dim, ffn_dim, x_BSE.element_size()) // x_BSE.shape[0]
+            per_token = block.feed_forward.bytes_per_token(x_BSE.element_size())
+            max_tile_tokens = tiling.tile_bytes // per_token // x_BSE.shape[0]
         self.token_tiles = TokenTiles(x_BSE.shape[1], rotation_2BT1F.shape[2], max_tile_tokens)
+        has_experts = isinstance(block.feed_forward, MixtureOfExperts)
+        self._experts = ExpertHalf(self._feed_forward, self.token_tiles) if has_experts else None
 
     # FSDP frees and gathers weights between passes, so each pass reads them.
 
@@ -238,6 +240,8 @@ class BlockCompute:
     # ---- feed-forward
 
     def feed_forward(self, hidden_BSE: Tensor) -> Tensor:
+        if self._experts is not None:
+            return self._experts.forward(hidden_BSE)
         run = self._feed_forward_pass()
         linear_weights = run.linear_weights()
 
@@ -256,7 +260,10 @@ class BlockCompute:
         self, grad_BSE: Tensor, x_BSE: Tensor, attention_outputs: list[Tensor]
     ) -> tuple[Tensor, ...]:
         """Gradients of the hidden state between the halves, and of the weights."""
-        attention, run = self._attention_pass(), self._feed_forward_pass()
+        attention = self._attention_pass()
+        if self._experts is not None:
+            return self._experts.backward(grad_BSE, partial(self._hidden, attention, x_BSE, attention_outputs))
+        run = self._feed_forward_pass()
         linear_weights = run.linear_weights()
 
         def compute_tile(tile: slice) -> list[Tensor]:

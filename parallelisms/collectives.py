@@ -81,6 +81,11 @@ class AsyncHandle:
     def __init__(self, result: Tensor, send_buffer: Tensor, works: Sequence[distributed.Work]) -> None:
         self._in_flight = (result, send_buffer, works)
 
+    @property
+    def result(self) -> Tensor:
+        """What `wait` returns, before it has arrived."""
+        return self._in_flight[0]
+
     def wait(self) -> Tensor:
         """The received tensor. On CUDA the current stream waits, not the host. Call once."""
         result, _, works = self._in_flight

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.transformer import Transformer
+from parallelisms.collectives import to_local
 
 
 def apply(
     model: Transformer,
     mesh: DeviceMesh,
     *,
+    expert_mesh: DeviceMesh | None = None,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool,
@@ -22,7 +25,8 @@ def apply(
 ) -> None:
     """Shards the model over a 1-D mesh, or over the second dimension of a 2-D one whose first holds replicas.
 
-    FSDP units are the embedding, each block and the head; tied weights belong to the root. Gradients are *summed*:
+    FSDP units are the embedding, each block and the head; tied weights belong to the root. With expert parallelism the
+    experts of a block are a unit of their own, sharded over `expert_mesh`. Gradients are *summed*:
     the loss is already divided by the global number of targets. `cpu_offload` keeps sharded weights, gradients and
     optimizer state in host memory.
     """
@@ -37,14 +41,33 @@ def apply(
         embedding_and_head = ((model.embed, reshard_after_forward), (model.head, False))
         # The head runs last in forward and first in backward: resharding it would only repeat the all-gather.
         units += [(unit, reshard) for unit, reshard in embedding_and_head if unit is not None]
+    options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload_policy}
+    for layer in [] if expert_mesh is None else model.expert_layers():
+        experts, place = (
+            layer.get_submodule("experts"),
+            partial(_expert_placement, num_shards=cast(DeviceMesh, expert_mesh).size(-1)),
+        )
+        fully_shard(
+            experts, mesh=expert_mesh, shard_placement_fn=place, reshard_after_forward=reshard_after_forward, **options
+        )
     for unit, reshard in [*units, (model, False)]:
-        fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload_policy, reshard_after_forward=reshard)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, **options)
     if isinstance(model.embed, FSDPModule):
         model.embed.set_unshard_in_backward(False)
     for unit in fsdp_modules(model):
         unit.set_gradient_divide_factor(1.0)
         # Without it the divide factor makes FSDP2 use PREMUL_SUM, which gloo lacks.
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def _expert_placement(parameter: nn.Parameter, *, num_shards: int) -> Any:
+    """Whole experts if they are enough, else parts of each, along a dimension that nothing else shards."""
+    from torch.distributed.tensor import Shard
+
+    sharded = {placement.dim for placement in cast(Any, parameter).placements if placement.is_shard()}
+    sizes = to_local(parameter).shape
+    dims = [0, *(dim for dim in range(len(sizes)) if dim not in sharded)]
+    return Shard(next((dim for dim in dims if sizes[dim] % num_shards == 0), 0))
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
@@ -66,6 +89,12 @@ def set_gradient_reduction(model: nn.Module, *, reduces: bool) -> None:
         model.set_requires_gradient_sync(reduces)
         model.set_is_last_backward(reduces)
         model.set_reshard_after_backward(False)
+
+
+def unshard(model: nn.Module) -> None:
+    """Gathers the weights."""
+    for unit in fsdp_modules(model):
+        unit.unshard()
 
 
 def reshard(model: nn.Module) -> None:

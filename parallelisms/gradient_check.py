@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from models.batch import Batch
-from models.config import ModelConfig, RopeConfig
+from models.config import ModelConfig
+from models.rope_config import RopeConfig
 from models.tiling import bytes_per_token
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint

@@ -29,15 +29,23 @@ def initialize(model: Transformer, *, seed: int | None, device: torch.device) ->
             elif std == 0:
                 parameter.fill_(mean)
             else:
-                rows, columns = local_ranges(parameter)
-                values = normal_rows(
-                    parameter.shape, std=std, key=f"{seed}/{name}", first_row=rows.start, end_row=rows.stop
-                )
-                to_local(parameter).copy_(values[:, columns.start : columns.stop])
+                *experts, rows, columns = local_ranges(parameter)
+                keys = [f"{seed}/{name}/{index}" for index in experts[0]] if experts else [f"{seed}/{name}"]
+                local = to_local(parameter).view(-1, len(rows), len(columns))
+                for key, matrix in zip(keys, local, strict=True):
+                    values = normal_rows(
+                        parameter.shape[-2:], std=std, key=key, first_row=rows.start, end_row=rows.stop
+                    )
+                    matrix.copy_(values[:, columns.start : columns.stop])
+    for name, buffer in model.named_buffers():
+        buffer.fill_(model.init_mean_std(name)[0])
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
     """`nn.Module.to_empty`, but a parameter that two modules share stays shared."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
     materialized: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

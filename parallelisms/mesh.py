@@ -26,13 +26,15 @@ from parallelisms.parallel_dims import AXES
 from parallelisms.process_groups import coordinate, format_ranks, process_group_ranks, rank_groups
 
 WEIGHT_DIMS = ("pp", "dp_replicate", "fsdp", "tp")
+EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep", "tp")
 
 
 class Mesh:
     """The process groups and device meshes of this rank. Collective.
 
     The product of `degrees`, the size of each dimension, must be the world size. `ulysses_degree` splits cp for
-    `hybrid`: that many neighbouring ranks exchange heads, and KV rotates among such groups.
+    `hybrid`: that many neighbouring ranks exchange heads, and KV rotates among such groups. `ep` neighbours of
+    dp_shard x cp hold different experts.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Mesh:
         *,
         rank: int,
         ulysses_degree: int | None = None,
+        ep: int = 1,
         timeout: timedelta | None = None,
     ) -> None:
         self.degrees = degrees = {axis: degrees[axis] for axis in AXES}
@@ -53,7 +56,7 @@ class Mesh:
         """The same on all pp, cp and tp ranks, which read the same sequences."""
         self._groups = {
             name: _new_group(name, grouped_ranks, rank=rank, timeout=timeout)
-            for name, grouped_ranks in process_group_ranks(degrees, ulysses_degree).items()
+            for name, grouped_ranks in process_group_ranks(degrees, ulysses_degree, ep).items()
         }
         self.pp_group = self._groups["pp"]
         self.dp_cp_group = self._groups["dp_cp"]
@@ -65,8 +68,21 @@ class Mesh:
         self.fsdp_mesh = weight_mesh["dp_replicate", "fsdp"] if degrees["dp_replicate"] > 1 else weight_mesh["fsdp"]
         """1-D, or 2-D (replicas, shards) for HSDP."""
         self.tp_mesh = weight_mesh["tp"]
+        self.ep_group, self.tp_group = (
+            self._groups[name] if size > 1 else None for name, size in (("ep", ep), ("tp", degrees["tp"]))
+        )
+        self.expert_mesh, self.expert_fsdp_mesh = self.tp_mesh, self.fsdp_mesh
+        """Of the dimensions over which an expert's rank has a part, and of those that FSDP shards the rest over."""
+        if ep > 1:
+            expert_mesh = self._device_mesh(device_type, EXPERT_DIMS, range(self.size))
+            self.expert_mesh = expert_mesh["ep", "tp"] if degrees["tp"] > 1 else expert_mesh["ep"]
+            self.expert_fsdp_mesh = (
+                expert_mesh["dp_replicate", "efsdp"] if degrees["dp_replicate"] > 1 else expert_mesh["efsdp"]
+            )
         cp_ranks = next(ranks for ranks in rank_groups(degrees, "cp") if rank in ranks)
         cp_names = [name for name in ("cp", "rotate", "exchange") if name in self._groups]
+        self.cp_groups = [self._groups[name] for name in cp_names]
+        """Their ranks share a sequence; with several, a sum over one after the other is over all."""
         self._cp_mesh = self._device_mesh(device_type, cp_names, cp_ranks) if cp_names else None
 
     def _device_mesh(self, device_type: str, names: Sequence[str], ranks: range) -> DeviceMesh:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from models.transformer import Transformer
-from parallelisms import activation_checkpoint, fsdp, tensor_parallel
+from parallelisms import activation_checkpoint, expert_parallel, fsdp, tensor_parallel
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.context.context_parallel import ContextParallel, set_attention_core
 from parallelisms.mesh import Mesh
@@ -29,16 +29,19 @@ def parallelize(
     """Changes the model in place; its parameters may still be on the meta device."""
     set_attention_core(model, core, kernel=kernel)
     tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    if model.config.has_experts:
+        expert_parallel.apply(model, mesh, sequence_parallel=sequence_parallel)
     activation_checkpoint.apply(model, recompute_config)
     if compiled and recompute_config.policy == "none":  # Recomputed blocks compile their tile operations.
         for block in model.transformer_blocks():
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=block.feed_forward.last != "")  # The host waits for the counts of experts.
     stored_dtype = next(model.parameters()).dtype
     if mesh.fsdp_mesh.size() == 1 and param_dtype == stored_dtype and not cpu_offload:
         return  # Nothing to shard, cast or offload.
     fsdp.apply(
         model,
         mesh.fsdp_mesh,
+        expert_mesh=None if mesh.ep_group is None else mesh.expert_fsdp_mesh,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         reshard_after_forward=reshard_after_forward,

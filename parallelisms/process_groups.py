@@ -22,22 +22,25 @@ def rank_groups(degrees: Mapping[str, int], *axes: str) -> Iterator[range]:
     )
 
 
-def process_group_ranks(degrees: Mapping[str, int], ulysses_degree: int | None = None) -> dict[str, list[range]]:
+def process_group_ranks(
+    degrees: Mapping[str, int], ulysses_degree: int | None = None, ep: int = 1
+) -> dict[str, list[range]]:
     """The ranks of every process group by name, in the order in which a mesh creates them.
 
     `pp` and `tp` carry activations, `fsdp` and `dp_replicate` weights and gradients. Attention has separate groups, so
     that its messages never queue behind FSDP's: `cp`, or for `hybrid` `exchange` (heads, among `ulysses_degree`
-    neighbours) and `rotate` (KV). `dp_cp` reduces over a stage's part of the global batch, `loss` also over stages.
+    neighbours) and `rotate` (KV). With experts on `ep` ranks, `ep` carries tokens, and `efsdp` the weights and gradients of
+    experts. `dp_cp` reduces over a stage's part of the global batch, `loss` also over stages.
     """
-    return {name: [*groups] for name, groups in _named_groups(degrees, ulysses_degree).items()}
+    return {name: [*groups] for name, groups in _named_groups(degrees, ulysses_degree, ep).items()}
 
 
-def rank_zero_groups(degrees: Mapping[str, int], ulysses_degree: int | None = None) -> dict[str, range]:
+def rank_zero_groups(degrees: Mapping[str, int], ulysses_degree: int | None = None, ep: int = 1) -> dict[str, range]:
     """Rank 0's group of every name, without listing the thousands of others."""
-    return {name: next(groups) for name, groups in _named_groups(degrees, ulysses_degree).items()}
+    return {name: next(groups) for name, groups in _named_groups(degrees, ulysses_degree, ep).items()}
 
 
-def _named_groups(degrees: Mapping[str, int], ulysses_degree: int | None) -> dict[str, Iterator[range]]:
+def _named_groups(degrees: Mapping[str, int], ulysses_degree: int | None, ep: int) -> dict[str, Iterator[range]]:
     cp = ("rotate", "exchange")
     split_cp = {"rotate": degrees["cp"] // (ulysses_degree or 1), "exchange": ulysses_degree or 1}
     split_degrees = {axis: degrees[axis] for axis in AXES[:3]} | split_cp | {"tp": degrees["tp"]}
@@ -52,7 +55,17 @@ def _named_groups(degrees: Mapping[str, int], ulysses_degree: int | None) -> dic
         axes_by_group["metrics"] = ("pp", *axes_by_group["dp_cp"])
     if degrees["cp"] > 1:
         axes_by_group |= {"cp": cp} if ulysses_degree is None else {axis: (axis,) for axis in cp}
-    return {name: rank_groups(split_degrees, *axes) for name, axes in axes_by_group.items()}
+    groups = {name: rank_groups(split_degrees, *axes) for name, axes in axes_by_group.items()}
+    if ep > 1:
+        with_experts = expert_degrees(degrees, ep)
+        groups |= {name: rank_groups(with_experts, name) for name in ("efsdp", "ep")}
+    return groups
+
+
+def expert_degrees(degrees: Mapping[str, int], ep: int) -> dict[str, int]:
+    """The mesh dimensions over which experts are sharded: dp_shard x cp, split into `efsdp` and `ep`."""
+    outer = {axis: degrees[axis] for axis in ("pp", "dp_replicate")}
+    return outer | {"efsdp": degrees["dp_shard"] * degrees["cp"] // ep, "ep": ep, "tp": degrees["tp"]}
 
 
 def coordinate(degrees: Mapping[str, int], rank: int) -> dict[str, int]:

@@ -30,7 +30,7 @@ from models.layers import ParallelStyle
 from models.linear import Embedding, set_local_view
 from models.loss_head import LossHead, VocabShard
 from models.norm import RMSNorm
-from models.transformer import SequenceParallelComm, Transformer
+from models.transformer import SequenceParallelComm, Transformer, TransformerBlock
 from parallelisms import collectives
 from parallelisms.parallel_dims import tensor_parallel_problems
 
@@ -47,17 +47,7 @@ def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss
     _require_divisible(config, mesh.size(), replicate_vocab=config.tie_embeddings and not loss_parallel)
     parallelizer = TensorParallelizer(mesh, sequence_parallel=sequence_parallel)
     for block in model.transformer_blocks():
-        for name, parameter in block.kind.parameters.items():
-            prefix, _, attribute = name.rpartition(".")
-            module, style = block.get_submodule(prefix), parameter.style_over(config.sizes, mesh.size())
-            parallelizer.distribute(module, style, attribute)
-            if parameter.initial == "ones" and parameter.style == "colwise":  # A norm over all heads.
-                cast(RMSNorm, module).mean_of = parallelizer.mean_over_ranks()
-            if style != parameter.style:
-                parallelizer.select_kv_head(module, config.num_kv_heads, attribute)
-        block.sp_comm = parallelizer.sequence_parallel_comm()
-        for sublayer in block.sublayers:
-            parallelizer.add_region_hooks(sublayer.module)
+        parallelizer.parallelize_block(block, config)
     replicate_vocab = not loss_parallel
     if model.embed is not None:
         parallelizer.parallelize_embedding(model.embed, replicate=replicate_vocab and config.tie_embeddings)
@@ -97,6 +87,22 @@ class TensorParallelizer:
         self._sequence_parallel = sequence_parallel
         self._group_name = self._group.group_name
 
+    def parallelize_block(self, block: TransformerBlock, config: ModelConfig) -> None:
+        """All but its experts, which `expert_parallel.apply` shards."""
+        for name, parameter in block.kind.parameters.items():
+            prefix, _, attribute = name.rpartition(".")
+            module, style = block.get_submodule(prefix), parameter.style_over(config.sizes, self._size)
+            if not parameter.per_expert:
+                self.distribute(module, style, attribute)
+            if parameter.initial == "ones" and parameter.style == "colwise":  # A norm over all heads.
+                cast(RMSNorm, module).mean_of = self.mean_over_ranks()
+            if style != parameter.style:
+                self.select_kv_head(module, config.num_kv_heads, attribute)
+        block.sp_comm = self.sequence_parallel_comm()
+        for sublayer in block.sublayers:
+            if sublayer.module.last:
+                self.add_region_hooks(sublayer.module)
+
     def distribute(self, module: nn.Module, style: ParallelStyle, name: str = "weight") -> None:
         """Replaces a parameter by a DTensor, of which this rank computes with its local shard."""
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -105,15 +111,17 @@ class TensorParallelizer:
         sharded = distribute_tensor(getattr(module, name), self._mesh, [placement], src_data_rank=None)
         setattr(module, name, nn.Parameter(sharded))
         # The ranks use a replicated weight for different heads or tokens, so each has a part of its gradient.
-        is_partial = style == "replicate_heads" or (style == "replicate" and self._sequence_parallel)
-        set_local_view(module, name, partial(_replicated, group_name=self._group_name) if is_partial else _local)
+        is_partial = style == "replicate_partial" or (style == "replicate" and self._sequence_parallel)
+        set_local_view(
+            module, name, partial(replicated_part, group_name=self._group_name) if is_partial else local_part
+        )
 
     def select_kv_head(self, projection: nn.Module, num_kv_heads: int, name: str = "weight") -> None:
         """With fewer KV heads than ranks the projection is replicated, and each rank computes only the head it needs."""
         head_dim = getattr(projection, name).shape[0] // num_kv_heads
         first = self._rank * num_kv_heads // self._size * head_dim
         rows = slice(first, first + head_dim)
-        set_local_view(projection, name, partial(_replicated, group_name=self._group_name, rows=rows))
+        set_local_view(projection, name, partial(replicated_part, group_name=self._group_name, rows=rows))
 
     def mean_over_ranks(self) -> tuple[int, Callable[[Tensor], Tensor]]:
         """Of numbers of which each rank has a shard; a head that several ranks compute counts as often for each head."""
@@ -167,14 +175,14 @@ class TensorParallelizer:
         return (ReduceScatter if self._sequence_parallel else AllReduce).apply(x_BTE, self._group_name, self._size)
 
 
-def _local(weight: Tensor) -> Tensor:
+def local_part(weight: Tensor) -> Tensor:
     local: Tensor = cast(Any, weight).to_local()
     return local
 
 
-def _replicated(weight: Tensor, *, group_name: str, rows: slice | None = None) -> Tensor:
+def replicated_part(weight: Tensor, *, group_name: str, rows: slice | None = None) -> Tensor:
     """A replicated weight, or these rows of it, whose gradient is summed over the tp ranks."""
-    local: Tensor = CopyWeightToTP.apply(_local(weight), group_name, 0)
+    local: Tensor = CopyWeightToTP.apply(local_part(weight), group_name, 0)
     return local if rows is None else local[rows]
 
 

@@ -8,14 +8,15 @@ Shape suffixes: B batch, S tokens, N heads, H head dim, F rotary frequencies, E 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from models.batch import IGNORE_INDEX, Batch
-from models.config import ModelConfig, RopeConfig
+from models.config import ModelConfig
+from models.rope_config import RopeConfig
 from models.rope_scaling import attention_factor, frequencies
 from models.transformer import Transformer
 from tests.models.dense_attention import dense
@@ -23,22 +24,42 @@ from tests.models.dense_attention import dense
 Weights = Mapping[str, Tensor]
 
 
-def dense_gradients(model: Transformer, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+class RouterLosses(NamedTuple):
+    """Weights of the losses of routers, means over the tokens with a target."""
+
+    balance: float = 0.0
+    balances_sequences: bool = False
+    z: float = 0.0
+
+
+NO_ROUTER_LOSSES = RouterLosses()
+
+
+def dense_gradients(
+    model: Transformer, batch: Batch, router_losses: RouterLosses = NO_ROUTER_LOSSES
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Losses, and the gradient of their mean over targets for each of the model's weights."""
     weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
-    losses_BS = dense_losses(model.config, weights, batch)
-    (losses_BS.sum() / (batch.labels != IGNORE_INDEX).sum()).backward()
+    added = list[Tensor]()
+    losses_BS = dense_losses(model.config, weights | dict(model.named_buffers()), batch, router_losses, added)
+    ((losses_BS.sum() + sum(added)) / (batch.labels != IGNORE_INDEX).sum()).backward()
     return losses_BS.detach(), {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
 
 
-def dense_losses(config: ModelConfig, weights: Weights, batch: Batch) -> Tensor:
-    """[B, S], zero where there is no label."""
+def dense_losses(
+    config: ModelConfig,
+    weights: Weights,
+    batch: Batch,
+    router_losses: RouterLosses = NO_ROUTER_LOSSES,
+    added: list[Tensor] | None = None,
+) -> Tensor:
+    """[B, S], zero where there is no label. To `added` go the sums of the losses of routers."""
     x_BSE = weights["embed.weight"][batch.tokens] * config.embedding_multiplier
     for layer in range(config.num_layers):
         prefix = f"blocks.{layer}."
         own = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
         kind: Any = config.layers[layer % len(config.layers)] if config.layers else config
-        x_BSE = _block(config, kind, _rope(config, layer), own, x_BSE, batch)
+        x_BSE = _block(config, kind, _rope(config, layer), own, x_BSE, batch, router_losses, added)
     x_BSE = _norm(config, x_BSE, weights["head.norm.weight"])
     logits_BSV = x_BSE @ weights.get("head.proj.weight", weights["embed.weight"]).T / config.logits_scaling
     if config.logit_softcap is not None:
@@ -54,7 +75,14 @@ def _rope(config: ModelConfig, layer: int) -> RopeConfig | None:
 
 
 def _block(
-    config: ModelConfig, kind: Any, rope: RopeConfig | None, weights: Weights, x_BSE: Tensor, batch: Batch
+    config: ModelConfig,
+    kind: Any,
+    rope: RopeConfig | None,
+    weights: Weights,
+    x_BSE: Tensor,
+    batch: Batch,
+    router_losses: RouterLosses,
+    added: list[Tensor] | None,
 ) -> Tensor:
     """`kind`: the layer's options, which a configuration without a pattern of layers has itself."""
     for module, norm in (("attention", "attention"), ("feed_forward", "ffn")):
@@ -64,8 +92,13 @@ def _block(
         own = {name.removeprefix(f"{module}."): each for name, each in weights.items() if name.startswith(f"{module}.")}
         if module == "attention":
             out_BSE = _attention(config, kind, rope, own, out_BSE, batch)
+        elif kind.feed_forward == "moe":
+            if added is not None:
+                added.append(_router_loss(config, own, out_BSE, batch.labels != IGNORE_INDEX, router_losses))
+            out_BSE = _mixture(config, kind, own, out_BSE)
         else:
-            out_BSE = _feed_forward(kind, own, out_BSE)
+            products = (out_BSE @ own[f"{name}_proj.weight"].T for name in ("gate", "up"))
+            out_BSE = _gated(kind, *products) @ own["down_proj.weight"].T
         if kind.norms in ("post", "sandwich"):
             out_BSE = _norm(config, out_BSE, weights[f"{norm}_post_norm.weight"])
         x_BSE = x_BSE + config.residual_multiplier * out_BSE
@@ -108,10 +141,70 @@ def _rotated(x_BSNH: Tensor, rope: RopeConfig, positions_BS: Tensor) -> Tensor:
     return torch.cat((rotated.real, rotated.imag), -1)
 
 
-def _feed_forward(kind: Any, weights: Weights, x_BSE: Tensor) -> Tensor:
-    gate, up = (x_BSE @ weights[f"{name}_proj.weight"].T for name in ("gate", "up"))
+def _gated(kind: Any, gate: Tensor, up: Tensor) -> Tensor:
     if kind.activation == "silu":
-        gate = gate * gate.sigmoid()
-    else:
-        gate = gate / 2 * (1 + ((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh())
-    return (gate * up) @ weights["down_proj.weight"].T
+        return gate * gate.sigmoid() * up
+    if kind.activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        return (up + 1) * gate * (1.702 * gate).sigmoid()
+    return gate / 2 * (1 + ((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh()) * up
+
+
+def _mixture(config: ModelConfig, kind: Any, weights: Weights, x_BSE: Tensor) -> Tensor:
+    """Every expert of every token, most of them times zero."""
+    logits_BSX = _router_logits(weights, x_BSE)
+    scores_BSX = _router_scores(config, logits_BSX)
+    weight_BSX = scores_BSX * _chosen(config, weights, scores_BSX)
+    if config.normalize_top_k:
+        weight_BSX = weight_BSX / weight_BSX.sum(-1, keepdim=True)
+    out_BSE = torch.zeros_like(x_BSE)
+    for expert in range(config.num_experts):
+        own = {
+            name.removeprefix("experts."): each[expert] for name, each in weights.items() if name.startswith("experts.")
+        }
+        gate, up = (x_BSE @ own[f"{name}_proj"].T + own.get(f"{name}_bias", 0) for name in ("gate", "up"))
+        expert_BSE = _gated(kind, gate, up) @ own["down_proj"].T + own.get("down_bias", 0)
+        out_BSE = out_BSE + config.router_scaling * weight_BSX[..., expert, None] * expert_BSE
+    if kind.shared_expert:
+        gate, up = (x_BSE @ weights[f"shared_{name}_proj.weight"].T for name in ("gate", "up"))
+        out_BSE = out_BSE + _gated(kind, gate, up) @ weights["shared_down_proj.weight"].T
+    return out_BSE
+
+
+def _router_logits(weights: Weights, x_BSE: Tensor) -> Tensor:
+    return x_BSE @ weights["router.weight"].T + weights.get("router.bias", 0)
+
+
+def _router_scores(config: ModelConfig, logits_BSX: Tensor) -> Tensor:
+    return logits_BSX.sigmoid() if config.router == "sigmoid" else logits_BSX.softmax(-1)
+
+
+def _chosen(config: ModelConfig, weights: Weights, scores_BSX: Tensor) -> Tensor:
+    """1 for the experts of a token, else 0."""
+    chosen_BSX = torch.zeros_like(scores_BSX)
+    corrected_BSX = (scores_BSX + weights.get("correction_bias", 0)).detach()
+    size = config.num_experts // config.expert_groups
+    for corrected, chosen in zip(
+        corrected_BSX.flatten(0, 1).tolist(), chosen_BSX.view(-1, chosen_BSX.shape[-1]), strict=True
+    ):
+        groups = [[*range(first, first + size)] for first in range(0, config.num_experts, size)]
+        groups.sort(key=lambda group: -sum(sorted((corrected[each] for each in group), reverse=True)[:2]))
+        allowed = sorted(expert for group in groups[: config.top_k_groups] for expert in group)
+        for expert in sorted(allowed, key=lambda each: -corrected[each])[: config.top_k]:
+            chosen[expert] = 1
+    return chosen_BSX
+
+
+def _router_loss(
+    config: ModelConfig, weights: Weights, x_BSE: Tensor, is_target_BS: Tensor, losses: RouterLosses
+) -> Tensor:
+    """Summed over tokens with a target."""
+    logits_BSX = _router_logits(weights, x_BSE)
+    scores_BSX = _router_scores(config, logits_BSX)
+    share_BSX = scores_BSX / scores_BSX.sum(-1, keepdim=True)
+    load_BSX = weights["last_load"].expand_as(share_BSX)
+    if losses.balances_sequences:
+        counts_B1X = (_chosen(config, weights, scores_BSX) * is_target_BS[..., None]).sum(1, keepdim=True)
+        load_BSX = counts_B1X / counts_B1X.mean(-1, keepdim=True)
+    loss_BS = losses.balance * (load_BSX * share_BSX).sum(-1) + losses.z * logits_BSX.logsumexp(-1) ** 2
+    return (loss_BS * is_target_BS).sum()

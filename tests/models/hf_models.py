@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from models import hf
-from models.config import ModelConfig, RopeConfig
+from models.config import ModelConfig
 from models.hf_config import model_config_to_hf
 from models.hf_families import FULL, SLIDING
 from models.hf_write import write_safetensors
+from models.rope_config import RopeConfig
 from models.transformer import Transformer
 from tests.models.small_models import packed
 

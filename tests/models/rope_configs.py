@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.config import RopeConfig
+from models.rope_config import RopeConfig
 
 SHORT, LONG = (tuple(1 + step * i for i in range(64)) for step in (0.01, 0.5))
 KINDS = {

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from models.batch import IGNORE_INDEX, Batch
-from models.config import ModelConfig, RopeConfig
+from models.config import ModelConfig
 from models.feed_forward import FeedForward
 from models.layers import LayerKind
+from models.rope_config import RopeConfig
 from models.transformer import Transformer
 
 SMALL = ModelConfig(
@@ -47,6 +48,39 @@ GEMMA = replace(
 )
 GRANITE = replace(SMALL, attention_scale=0.2, embedding_multiplier=3.0, residual_multiplier=0.7, logits_scaling=2.0)
 OLMO = replace(SMALL, norms="post", full_qk_norm=True)
+EXPERTS: dict[str, Any] = {"feed_forward": "moe", "num_experts": 8, "top_k": 2, "expert_dim": 12}
+GPT_OSS = replace(
+    SMALL,
+    num_experts=8,
+    top_k=3,
+    expert_dim=12,
+    layers=tuple(
+        LayerKind(
+            feed_forward="moe",
+            window=window,
+            sink=True,
+            router_bias=True,
+            expert_bias=True,
+            activation="clamped_swiglu",
+        )
+        for window in (5, None)
+    ),
+)
+DEEPSEEK = replace(
+    SMALL,
+    num_layers=3,
+    num_experts=8,
+    top_k=2,
+    expert_dim=12,
+    shared_expert_dim=8,
+    router="sigmoid",
+    router_scaling=2.5,
+    expert_groups=4,
+    top_k_groups=2,
+    layers=(LayerKind(), *[LayerKind(feed_forward="moe", shared_expert=True, correction_bias=True)] * 2),
+)
+"""A layer without experts, then experts in groups, and one of all tokens."""
+OLMOE = replace(SMALL, **EXPERTS, full_qk_norm=True, normalize_top_k=False)
 TIED = replace(SMALL, tie_embeddings=True)
 NORMED = replace(SMALL, qk_norm=True)
 BIASED = replace(SMALL, qkv_bias=True)
@@ -63,6 +97,8 @@ def small_model(config: ModelConfig = SMALL, *, dtype: torch.dtype = torch.float
         for parameter in model.parameters():
             values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(1 + values / 5 if parameter.ndim == 1 else values / 3)
+        for buffer in model.buffers():
+            buffer.copy_(torch.rand(buffer.shape, generator=generator, dtype=torch.float64) * 2)
     return model
 
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from models import hf
-from models.config import ModelConfig, RopeConfig
+from models.config import ModelConfig
 from models.hf import HuggingFaceError, read_config
 from models.hf_config import config_differences, model_config_from_hf, model_config_to_hf
 from models.layers import LayerKind
 from models.presets import FAMILIES
+from models.rope_config import RopeConfig
 from models.rope_scaling import attention_factor
 from tests.models.hf_models import (
     LENGTH,

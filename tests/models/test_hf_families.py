@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models import hf
 from models.attention import Attention
-from models.config import ModelConfig, RopeConfig
+from models.config import ModelConfig
 from models.hf import HuggingFaceError, read_config, text_model_values
 from models.hf_config import (
     config_differences,
@@ -28,6 +28,7 @@ from models.hf_families import FAMILIES, FULL, SLIDING
 from models.layers import LayerKind
 from models.presets import FAMILIES as PRESETS
 from models.rope import cos_sin_table
+from models.rope_config import RopeConfig
 from tests.models.hf_models import (
     LENGTH,
     MADE,

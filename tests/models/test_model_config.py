@@ -9,9 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import tiling
-from models.config import ModelConfig, RopeConfig
+from models.config import ModelConfig
 from models.layers import LayerKind
 from models.presets import FAMILIES
+from models.rope_config import RopeConfig
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig

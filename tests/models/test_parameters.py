@@ -119,7 +119,7 @@ def test_a_weight_added_to_a_piece_has_its_gradient(
         return q, k, v * weights["v_scale"]
 
     monkeypatch.setattr(Attention, "inner", scaled)
-    declared = Parameter("H", "replicate_heads", "self_attn.v_scale", "ones")
+    declared = Parameter("H", "replicate_partial", "self_attn.v_scale", "ones")
     monkeypatch.setitem(MIXERS["attention"].parameters, "v_scale", declared)
     config, batch = replace(CONFIG), packed([9, 15], vocab_size=10)
     losses, expected = gradients(small_model(config), batch)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models import rope
-from models.config import RopeConfig
+from models.rope_config import RopeConfig
 from tests.models.rope_configs import KINDS
 from tests.models.small_models import remember, unchanged
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from models import rope, rope_scaling
-from models.config import RopeConfig
 from models.presets import FAMILIES
+from models.rope_config import RopeConfig
 from tests.models.rope_configs import KINDS, LONG
 from tests.models.small_models import SMALL
 

@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from models import rope
 from models.batch import IGNORE_INDEX, Batch
-from models.config import ModelConfig, RopeConfig, StageSpec
+from models.config import ModelConfig, StageSpec
 from models.layers import LayerKind
 from models.presets import FAMILIES
+from models.rope_config import RopeConfig
 from models.transformer import Transformer
 from tests.models.dense_model import dense_gradients
 from tests.models.small_models import (

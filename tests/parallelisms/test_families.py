@@ -29,7 +29,7 @@ from parallelisms.mesh import Mesh
 from parallelisms.parallel_dims import AXES, CPMethod, head_groups_problem
 from parallelisms.parallelize import parallelize
 from tests.models import small_models
-from tests.models.dense_model import dense_gradients
+from tests.models.dense_model import RouterLosses, dense_gradients
 from tests.models.small_models import largest_difference, packed, small_model
 from tests.parallelisms.context.cores import build_core
 from tests.parallelisms.context.whole_batches import shard_batch
@@ -46,7 +46,11 @@ CONFIGS: dict[str, ModelConfig] = {
     # Fewer KV heads than four tensor-parallel ranks, which replicate the norm of all key heads.
     "windowed, two KV heads": replace(small_models.WINDOWED, **SIZES | {"num_kv_heads": 2}),
     "olmo, two KV heads": replace(small_models.OLMO, **SIZES | {"num_kv_heads": 2}, window=5, sink=True),
+    "gpt-oss": replace(small_models.GPT_OSS, **SIZES),
+    "deepseek": replace(small_models.DEEPSEEK, **SIZES),
+    "olmoe": replace(small_models.OLMOE, **SIZES),
 }
+ROUTER_LOSSES = {"deepseek": RouterLosses(0.7, balances_sequences=True), "olmoe": RouterLosses(0.3, z=0.2)}
 DOCUMENTS = [9, 1, 14], [1, 2, 3, 4, 5, 6, 3]
 """Of a token, shorter than the windows, as long, and longer; they differ between the sequences."""
 
@@ -74,6 +78,7 @@ class Case:
     cp_method: CPMethod = "ring"
     sequence_parallel: bool = True
     options: Options = Options()
+    ep: int = 1
 
     @property
     def ranks(self) -> int:
@@ -87,6 +92,8 @@ class Case:
     def is_valid(self) -> bool:
         """Head groups divide the KV heads of a tensor-parallel rank."""
         config, groups = CONFIGS[self.config], self.options.head_groups
+        if self.ep > 1 and not config.has_experts:
+            return False
         return not head_groups_problem(config, groups) and config.num_kv_heads % (groups * self.degrees["tp"]) == 0
 
 
@@ -101,6 +108,15 @@ MESHES: list[dict[str, Any]] = [
     *({"sizes": {"cp": 4}, "cp_method": method} for method in ("ring", "allgather", "alltoall", "ulysses", "hybrid")),
     *({"sizes": {"cp": 2, "tp": 2}, "cp_method": method} for method in ("ring", "allgather", "ulysses")),
     {"sizes": {"dp_shard": 2, "cp": 2}, "cp_method": "allgather"},
+    {"sizes": {"dp_shard": 2}, "ep": 2},
+    {"sizes": {"cp": 2}, "cp_method": "ring", "ep": 2},
+    {"sizes": {"dp_shard": 2, "cp": 2}, "cp_method": "ulysses", "ep": 4},
+    {"sizes": {"dp_shard": 2, "cp": 2}, "cp_method": "alltoall", "ep": 2},
+    {"sizes": {"dp_replicate": 2, "cp": 2}, "cp_method": "allgather", "ep": 2},
+    {"sizes": {"cp": 4}, "cp_method": "hybrid", "ep": 4},
+    {"sizes": {"dp_shard": 2, "tp": 2}, "ep": 2},
+    {"sizes": {"cp": 2, "tp": 2}, "cp_method": "allgather", "ep": 2},
+    {"sizes": {"cp": 2, "tp": 2}, "sequence_parallel": False, "ep": 2},
 ]
 RECOMPUTATION = [
     Options(),
@@ -128,7 +144,7 @@ def whole_batch() -> Batch:
 
 @cache
 def reference(config: str) -> tuple[Tensor, dict[str, Tensor]]:
-    return dense_gradients(small_model(CONFIGS[config]), whole_batch())
+    return dense_gradients(small_model(CONFIGS[config]), whole_batch(), ROUTER_LOSSES.get(config, RouterLosses()))
 
 
 def errors(cases: list[Case]) -> list[float]:
@@ -139,7 +155,7 @@ def error(case: Case) -> float:
     """The largest difference of this rank's losses, and of the gradients over all ranks, from the reference."""
     config, degrees = CONFIGS[case.config], case.degrees
     core, ulysses = None, 2 if case.cp_method == "hybrid" else None
-    mesh = Mesh("cpu", degrees, rank=distributed.get_rank(), ulysses_degree=ulysses)
+    mesh = Mesh("cpu", degrees, rank=distributed.get_rank(), ulysses_degree=ulysses, ep=case.ep)
     if degrees["cp"] > 1:
         heads = {"heads": config.num_heads // degrees["tp"], "kv_heads": max(1, config.num_kv_heads // degrees["tp"])}
         tp = degrees["tp"] if case.sequence_parallel else 1
@@ -163,11 +179,14 @@ def error(case: Case) -> float:
     )
     if options.compiled and options.policy == "none":
         for block in model.transformer_blocks():
-            block.compile(fullgraph=True, backend="aot_eager")
+            block.compile(fullgraph=not config.has_experts, backend="aot_eager")
     # Gradients are gathered in an order that torch warns of.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     batch, (expected_losses, expected) = whole_batch(), reference(case.config)
     targets = batch.num_targets()
+    losses_of = ROUTER_LOSSES.get(case.config, RouterLosses())
+    model.router_step.balance_loss, model.router_step.z_loss = losses_of.balance, losses_of.z
+    model.router_step.balances_sequences, model.router_step.num_targets = losses_of.balances_sequences, targets
     own = slice(mesh.dp_rank, None, mesh.dp_degree)
     batch = replace(batch.map_tokens(lambda x_BT: x_BT[own]), boundaries=batch.boundaries[own])
     losses = model(batch if core is None else shard_batch(core, batch))

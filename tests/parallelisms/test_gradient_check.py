@@ -104,7 +104,7 @@ def test_a_run_does_not_start_with_a_weight_that_recomputation_would_lose(monkey
 
     monkeypatch.setattr(Attention, "inner", scaled)
     monkeypatch.setattr(model_section, "_build_model_config", model_section._build_model_config.__wrapped__)
-    declared = Parameter("H", "replicate_heads", "self_attn.v_scale", "ones")
+    declared = Parameter("H", "replicate_partial", "self_attn.v_scale", "ones")
     monkeypatch.setitem(MIXERS["attention"].parameters, "v_scale", declared)
     lost = (
         r'memory\.recompute = "full" cannot be used here: recomputation found no gradient of v_scale: no piece uses it'

@@ -61,7 +61,7 @@ def shared_weights() -> Results:
     _, size, rank = world()
     parallelizer = TensorParallelizer(init_device_mesh("cpu", (size,)), sequence_parallel=True)
     norm, projection = RMSNorm(512, eps=1e-6).to(HALF), Linear(64, 8).to(HALF)
-    parallelizer.distribute(norm, "replicate_heads")
+    parallelizer.distribute(norm, "replicate_partial")
     parallelizer.distribute(projection, "replicate")
     parallelizer.select_kv_head(projection, 1)
     results = {}

@@ -7,10 +7,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from models.config import ModelConfig, RopeConfig
+from models.config import ModelConfig
 from models.hf import HuggingFaceError, SafetensorsReader
 from models.hf_config import config_differences, read_model
 from models.layers import LayerKind
+from models.rope_config import RopeConfig
 from trainer.checkpoint import manifest
 from trainer.checkpoint.initial_weights import is_hugging_face, is_text_only, resolve_initial_path
 from trainer.checkpoint.run_dir import RunDir

@@ -194,7 +194,11 @@ def _replicated_grad_calls(rank: RankMemory) -> TPCalls:
     weights = []
     for each, blocks in ((each, count) for kind, count in rank.kinds.items() for each in kind.parameters.values()):
         style = each.style_over(model.sizes, rank.tp)
-        if style != each.style or style == "replicate_heads" or (style == "replicate" and rank.block.sequence_parallel):
+        if (
+            style != each.style
+            or style == "replicate_partial"
+            or (style == "replicate" and rank.block.sequence_parallel)
+        ):
             weights.append((prod(each.shape_of(model.sizes)), blocks))
     if rank.block.sequence_parallel:
         weights.append((model.dim, last))

@@ -16,7 +16,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from models.config import ModelConfig, RopeConfig
+from models.config import ModelConfig
+from models.rope_config import RopeConfig
 from parallelisms.parallel_dims import AXES, ContextPlan
 from parallelisms.pipeline_plan import PipelinePlan
 from trainer.config import checks

@@ -1,0 +1,249 @@
+"""Expert parallelism (GShard, Lepikhin et al., 2020): each of `ep` ranks holds some of the experts.
+
+The ranks are those of dp_shard x cp, in groups of `ep` neighbours, so that expert parallelism needs no ranks of its own.
+FSDP shards the experts over what remains. Tensor parallelism cuts inside an expert:
+
+    tokens of a rank --all-to-all over ep--> rows of its experts --gather over tp--> rows of all tp ranks, a part of each
+    expert --reduce over tp--> rows --all-to-all over ep--> tokens
+
+With sequence parallelism every tp rank sends its own tokens, so each goes over ep once; without it all tp ranks have and
+send the same tokens.
+
+Shape suffixes: N tokens of a tile on this rank, E model dim, X experts of this rank, K experts of a token, R rows,
+P ranks of ep, Q ranks of tp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from models.dispatch import Rows, inverse_of, linear_map, reorder, sort_by_expert, to_rows, to_tokens
+from models.linear import set_local_view
+from models.transformer import Transformer
+from parallelisms import collectives
+from parallelisms.mesh import Mesh
+from parallelisms.tensor_parallel import local_part, replicated_part
+
+
+def apply(model: Transformer, mesh: Mesh, *, sequence_parallel: bool) -> None:
+    """Shards the experts in place, and sets their dispatchers."""
+    tp_group, ep_group = mesh.tp_group, mesh.ep_group
+    for block in model.transformer_blocks():
+        for name, parameter in block.kind.parameters.items():
+            prefix, _, attribute = name.rpartition(".")
+            if parameter.per_expert and (tp_group is not None or ep_group is not None):
+                is_partial = parameter.style == "replicate_partial" and tp_group is not None
+                tp_dim = parameter.tp_dim(model.config.sizes, mesh.degrees["tp"])
+                _distribute(block.get_submodule(prefix), attribute, mesh, tp_dim, tp_group if is_partial else None)
+    for layer in model.expert_layers():
+        layer.dispatcher = RankDispatcher(ep_group, tp_group, mesh.cp_groups, sequence_parallel=sequence_parallel)
+
+
+def _distribute(module: nn.Module, name: str, mesh: Mesh, tp_dim: int | None, sum_group: ProcessGroup | None) -> None:
+    """Replaces a parameter of experts by a DTensor over ep and tp, of which this rank computes with its local shard."""
+    from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+    placements: list[Placement] = [Shard(0)] if mesh.ep_group is not None else []
+    if mesh.tp_group is not None:
+        placements.append(Replicate() if tp_dim is None else Shard(tp_dim))
+    sharded = distribute_tensor(getattr(module, name), mesh.expert_mesh, placements, src_data_rank=None)
+    setattr(module, name, nn.Parameter(sharded))
+    view = local_part if sum_group is None else partial(replicated_part, group_name=sum_group.group_name)
+    set_local_view(module, name, view)
+
+
+class Route(NamedTuple):
+    """How the rows of a tile travel."""
+
+    ep_counts: tuple[list[int], list[int]]
+    """Rows sent to, and received from, each ep rank."""
+    tp_counts: list[int]
+    """Rows of each tp rank, which all of them have."""
+    by_expert: Tensor
+    """[R], where each row, sorted by expert, is among those that arrive by rank."""
+    by_rank: Tensor
+    """Its inverse."""
+
+
+class RankDispatcher:
+    """The token dispatcher of a rank; a group of None is the rank by itself."""
+
+    def __init__(
+        self,
+        ep_group: ProcessGroup | None,
+        tp_group: ProcessGroup | None,
+        cp_groups: Sequence[ProcessGroup],
+        *,
+        sequence_parallel: bool,
+    ) -> None:
+        self._ep_group, self._tp_group, self._cp_groups = ep_group, tp_group, cp_groups
+        self._gather_group = tp_group if sequence_parallel else None
+        self._copy_group = None if sequence_parallel else tp_group
+        self.tp_rank = 0 if self._gather_group is None else self._gather_group.rank()
+        self.bias_scale = 1.0 if tp_group is None else 1 / tp_group.size()
+
+    # ---- counts
+
+    def agree(self, num_tiles: int) -> int:
+        groups = [group for group in (self._ep_group, self._gather_group) if group is not None]
+        for group in groups:
+            num_tiles = int(collectives.max_over_ranks(group, [num_tiles])[0])
+        return num_tiles
+
+    def rows(self, experts_NK: Sequence[Tensor], num_experts: int) -> list[Rows]:
+        ordered = [sort_by_expert(experts, num_experts) for experts in experts_NK]
+        counts = torch.stack([counts_X for *_, counts_X in ordered])  # [tiles, experts of all ranks]
+        by_ep = counts[None] if self._ep_group is None else collectives.all_gather_async(counts, self._ep_group).wait()
+        by_tp = (
+            by_ep[None]
+            if self._gather_group is None
+            else collectives.all_gather_async(by_ep, self._gather_group).wait()
+        )
+        return [
+            self._route(rows, by_tp_tile) for (rows, _), by_tp_tile in zip(ordered, by_tp.cpu().unbind(2), strict=True)
+        ]
+
+    def _route(self, rows: Rows, counts_QPX: Tensor) -> Rows:
+        """From the rows of each tp and ep rank for each expert."""
+        ep_rank, ep = (0, 1) if self._ep_group is None else (self._ep_group.rank(), self._ep_group.size())
+        by_owner_QPPX = counts_QPX.unflatten(2, (ep, -1))
+        own_QPX = by_owner_QPPX[:, :, ep_rank]
+        sent_P, received_P = by_owner_QPPX[self.tp_rank, ep_rank].sum(-1), own_QPX[self.tp_rank].sum(-1)
+        by_expert = _sorted_by_expert(own_QPX.flatten(0, 1)).to(rows.slots.device, non_blocking=True)
+        route = Route(
+            (sent_P.tolist(), received_P.tolist()), own_QPX.sum((1, 2)).tolist(), by_expert, inverse_of(by_expert)
+        )
+        return rows._replace(counts=own_QPX.sum((0, 1)).tolist(), route=route)
+
+    # ---- tokens
+
+    def dispatch(self, x_NE: Tensor, weight_NK: Tensor, rows: Rows) -> tuple[AllToAll, AllToAll]:
+        x_NE, weight_NK = self._copy(x_NE), self._copy(weight_NK)
+        x_RE, weight_R = (AllToAll(x, self._ep_group, rows.route.ep_counts) for x in to_rows(x_NE, weight_NK, rows))
+        return x_RE, weight_R
+
+    def wait(self, pending: tuple[AllToAll, AllToAll], rows: Rows) -> tuple[Tensor, Tensor]:
+        route: Route = rows.route
+        x_RE, weight_R = (
+            reorder(self._gather(each.wait(), route.tp_counts), route.by_expert, route.by_rank) for each in pending
+        )
+        return x_RE, weight_R
+
+    def combine(self, out_RE: Tensor, rows: Rows, *, is_needed: bool) -> Tensor:
+        route: Route = rows.route
+        out_RE = reorder(out_RE, route.by_rank, route.by_expert, is_needed=is_needed)
+        out_RE = self._reduce(out_RE, route.tp_counts, is_needed=is_needed)
+        sent, received = route.ep_counts
+        out_RE = AllToAll(out_RE, self._ep_group, (received, sent), is_needed=is_needed).wait()
+        return self._sum_copies(to_tokens(out_RE, rows, is_needed=is_needed), is_needed=is_needed)
+
+    def shared(self, x_NE: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        if self._gather_group is None:
+            return self._sum_copies(run(self._copy(x_NE)))
+        counts = [len(x_NE)] * self._gather_group.size()
+        return self._reduce(run(self._gather(x_NE, counts)), counts)
+
+    def sum_over_sequence(self, counts: Tensor) -> Tensor:
+        for group in (*self._cp_groups, *([] if self._gather_group is None else [self._gather_group])):
+            collectives.all_reduce(group, counts)
+        return counts
+
+    # ---- tensor parallelism
+
+    def _copy(self, x: Tensor) -> Tensor:
+        """To the tp ranks, which all have it; each computes a part of its gradient."""
+        if (group := self._copy_group) is None:
+            return x
+        return linear_map(x, lambda each: each, partial(_all_reduce, group=group))
+
+    def _sum_copies(self, x: Tensor, *, is_needed: bool = True) -> Tensor:
+        """Of the parts that tp ranks have."""
+        if (group := self._copy_group) is None:
+            return x
+        return linear_map(
+            x, partial(_all_reduce, group=group), lambda grad: grad, skipped=None if is_needed else len(x)
+        )
+
+    def _gather(self, x: Tensor, counts: list[int]) -> Tensor:
+        """Concatenates the rows of the tp ranks."""
+        if (group := self._gather_group) is None:
+            return x
+        return linear_map(
+            x, partial(_gather_rows, group=group, counts=counts), partial(_reduce_rows, group=group, counts=counts)
+        )
+
+    def _reduce(self, x: Tensor, counts: list[int], *, is_needed: bool = True) -> Tensor:
+        """Sums over the tp ranks, and keeps the rows of this one."""
+        if (group := self._gather_group) is None:
+            return x
+        gather, reduce = (partial(each, group=group, counts=counts) for each in (_gather_rows, _reduce_rows))
+        return linear_map(x, reduce, gather, skipped=None if is_needed else counts[group.rank()])
+
+
+class AllToAll:
+    """An all-to-all of rows that overlaps what is computed before `wait`, and in the backward pass what was."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        group: ProcessGroup | None,
+        counts: tuple[list[int], list[int]],
+        *,
+        is_needed: bool = True,
+    ) -> None:
+        self._group, self._counts = group, counts
+        self._pending: collectives.AsyncHandle | None = None
+        self._skipped = None if is_needed else sum(counts[1])
+        self._buffer = x if group is None else linear_map(x, self._start, self._finish, skipped=self._skipped)
+
+    def wait(self) -> Tensor:
+        if self._group is None:
+            return self._buffer
+        return linear_map(self._buffer, self._finish, self._start_back, skipped=self._skipped)
+
+    def _start(self, x: Tensor) -> Tensor:
+        """Returns what is received before it is."""
+        self._pending = self._exchange(x, *self._counts)
+        return self._pending.result
+
+    def _start_back(self, grad: Tensor) -> Tensor:
+        """Returns its argument, because of its shape."""
+        self._pending = self._exchange(grad, *reversed(self._counts))
+        return grad
+
+    def _finish(self, _: Tensor) -> Tensor:
+        pending, self._pending = cast(collectives.AsyncHandle, self._pending), None
+        return pending.wait()
+
+    def _exchange(self, x: Tensor, sent: list[int], received: list[int]) -> collectives.AsyncHandle:
+        return collectives.all_to_all_tokens_async(cast(ProcessGroup, self._group), x, sent, received)
+
+
+def _sorted_by_expert(counts_SX: Tensor) -> Tensor:
+    """The rows of every source, which arrive one source after the other, ordered by expert instead."""
+    starts_SX = (counts_SX.flatten().cumsum(0) - counts_SX.flatten()).view_as(counts_SX)
+    counts, starts = counts_SX.T.flatten(), starts_SX.T.flatten()
+    before = counts.cumsum(0) - counts
+    return torch.arange(int(counts.sum()), device=counts.device) + (starts - before).repeat_interleave(counts)
+
+
+def _all_reduce(x: Tensor, *, group: ProcessGroup) -> Tensor:
+    return collectives.all_reduce(group, x.clone(memory_format=torch.contiguous_format))
+
+
+def _gather_rows(x: Tensor, *, group: ProcessGroup, counts: list[int]) -> Tensor:
+    copies = x.contiguous().repeat(group.size(), *[1] * (x.ndim - 1))
+    return collectives.all_to_all_tokens_async(group, copies, [len(x)] * group.size(), counts).wait()
+
+
+def _reduce_rows(x: Tensor, *, group: ProcessGroup, counts: list[int]) -> Tensor:
+    own = counts[group.rank()]
+    parts = collectives.all_to_all_tokens_async(group, x, counts, [own] * group.size()).wait()
+    total: Tensor = parts.unflatten(0, (group.size(), own)).sum(0)
+    return total

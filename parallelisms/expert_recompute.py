@@ -1,0 +1,80 @@
+"""Forward and backward of a feed-forward half with experts, tile by tile, below the autograd graph of the model.
+
+The experts of all tiles are chosen first, so that the host waits for their counts once. Each tile's backward pass is
+autograd's, over the tile alone; what it computes again ends before the last product of the experts, whose output no
+gradient needs.
+
+Shape suffixes: B sequences, S tokens of this rank, C tokens of a tile, E width of the residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from torch import Tensor
+
+from models.moe import MixtureOfExperts, TileRouting
+from models.sublayer import LocalGraph, Sublayer, Weights, as_leaves
+from models.tiling import GradAccumulator, TokenTiles
+
+
+class ExpertHalf:
+    """Of one block and batch."""
+
+    def __init__(self, sublayer: Sublayer, tiles: TokenTiles) -> None:
+        self._sublayer, self._tiles = sublayer, tiles
+        self._module = cast(MixtureOfExperts, sublayer.module)
+        self._routings: list[TileRouting] = []
+
+    def forward(self, hidden_BSE: Tensor) -> Tensor:
+        """The first call chooses the experts; later ones use its choice."""
+        weights = self._sublayer.weights()
+        if not self._routings:
+            self._agree_on_tiles()
+            logits = [self._logits(hidden_BSE[:, tile], weights)[1] for tile in self._tiles.tiles]
+            self._routings = self._module.route(logits)
+            del logits
+        routings = iter(self._routings)
+        (out_BSE,) = self._tiles.map_tiles(
+            lambda tile: [hidden_BSE[:, tile] + self._added(hidden_BSE[:, tile], next(routings), weights)]
+        )
+        return out_BSE
+
+    def backward(self, grad_BSE: Tensor, hidden: Callable[[slice], Tensor]) -> tuple[Tensor, ...]:
+        """Gradients of the hidden state between the halves, whose tiles `hidden` gives, and of the weights."""
+        weights, routings = as_leaves(self._sublayer.weights()), iter(self._routings)
+        grads = GradAccumulator(weights)
+        needs_output = self._sublayer.post_norm is not None
+
+        def compute_tile(tile: slice) -> list[Tensor]:
+            routing = next(routings)
+
+            def added(inputs: Sequence[Tensor], given: Weights) -> list[Tensor]:
+                return [self._added(inputs[0], routing, given, needs_output=needs_output)]
+
+            graph, grad_BCE = LocalGraph(added, [hidden(tile)], weights), grad_BSE[:, tile]
+            (grad_hidden_BCE,), weight_grads = graph.backward([grad_BCE])
+            grads.add(weight_grads)
+            return [grad_hidden_BCE.add_(grad_BCE)]
+
+        (grad_hidden_BSE,) = self._tiles.map_tiles(compute_tile)
+        return grad_hidden_BSE, *grads.pop_grads()
+
+    def _agree_on_tiles(self) -> None:
+        """Ranks exchange tokens in every tile, and evaluation has sequences of any length."""
+        tiles, end = self._tiles.tiles, self._tiles.tiles[-1].stop
+        if self._module.step.num_targets is None:
+            tiles += [slice(end, end)] * (self._module.dispatcher.agree(len(tiles)) - len(tiles))
+
+    def _logits(self, hidden_BCE: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+        """With the normed input that they are of."""
+        normed_BCE = self._sublayer.before(hidden_BCE, weights)
+        return normed_BCE, self._module.logits(normed_BCE, weights)
+
+    def _added(
+        self, hidden_BCE: Tensor, routing: TileRouting, weights: Weights, *, needs_output: bool = True
+    ) -> Tensor:
+        """What the residual connection adds."""
+        out_BCE = self._module.mix(*self._logits(hidden_BCE, weights), routing, weights, needs_output=needs_output)
+        return self._sublayer.after(out_BCE, weights)
