@@ -81,6 +81,7 @@ class ModelConfig:
     qk_norm: bool = False
     full_qk_norm: bool = False
     qkv_bias: bool = False
+    o_bias: bool = False
     window: int | None = None
     sink: bool = False
     softcap: float | None = None
@@ -128,8 +129,6 @@ class ModelConfig:
         if self.num_heads % self.num_kv_heads:
             heads, kv_heads = self.num_heads, self.num_kv_heads
             problems.append(f"model.num_heads = {heads} must be a multiple of model.num_kv_heads = {kv_heads}")
-        if self.head_dim % 2:
-            problems.append(f"model.head_dim = {self.head_dim} must be even: rotary embedding rotates pairs")
         if self.has_local_rope:
             problems += self.local_rope.problems(self.head_dim, section="model.local_rope")
         problems += self._moe_problems()

@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from models import mxfp4
 from models.config import ModelConfig
 from models.files import UnusableFileError, open_regular, read_regular
+from models.hf_tensors import FUSED_TENSORS, LAYERS, RENAMED_TENSORS, TensorSpec, stored_tensors, tensor_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,18 +26,11 @@ TEXT_CONFIG = "text_config"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 LM_HEAD = "lm_head.weight"
-LAYERS = "model.layers."
-FUSED_TENSORS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "phi3": {
-        "self_attn.qkv_proj.weight": tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
-        "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    }
-}
-"""By `model_type`: tensors of a layer that hold several of the others, one after the other."""
 TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."}
 """Of the language model's tensors in a model of several modalities (of transformers 4; 5), and what replaces them."""
 TIED_HEAD_ROWS = 4096
 """Rows compared at once."""
+QUANTIZED_SUFFIXES = (mxfp4.BLOCKS, mxfp4.SCALES)
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 SUPPORTED_DTYPES = {"F64", "F32", "F16", "BF16"}
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -88,40 +83,9 @@ def format_value(value: object) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-class TensorSpec(NamedTuple):
-    """Where a parameter is in Hugging Face's format: some rows of a tensor, or all of it."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Of the parameter."""
-    first_row: int = 0
-    fused_rows: int | None = None
-    """Rows of the tensor, if it holds several parameters."""
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        return self.shape if self.fused_rows is None else (self.fused_rows, *self.shape[1:])
-
-
-def tensor_specs(model: ModelConfig) -> dict[str, TensorSpec]:
-    """The Hugging Face tensor of every parameter, by our name, in model order; without a tied head."""
-    specs = {name: TensorSpec(each.hf_name, each.shape_of(model.sizes)) for name, each in model.parameters.items()}
-    return dict(_fuse(specs, FUSED_TENSORS.get(model.model_type, {})))
-
-
-def _fuse(specs: dict[str, TensorSpec], fused: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, TensorSpec]]:
-    """With the tensors of layers that hold several of ours, one after the other."""
-    rows = {spec.name: spec.shape[0] for spec in specs.values()}
-    for ours, spec in specs.items():
-        layer, _, name = spec.name.removeprefix(LAYERS).partition(".")
-        for whole, parts in fused.items() if spec.name.startswith(LAYERS) else ():
-            if name in parts:
-                sizes = [rows[f"{LAYERS}{layer}.{part}"] for part in parts]
-                first_row = sum(sizes[: parts.index(name)])
-                yield ours, TensorSpec(f"{LAYERS}{layer}.{whole}", spec.shape, first_row, sum(sizes))
-                break
-        else:
-            yield ours, spec
+def is_extra(name: str, model: ModelConfig) -> bool:
+    """Whether a tensor is of the layer after the last with which GLM-4.5 predicts further tokens. transformers ignores it."""
+    return model.model_type == "glm4_moe" and name.startswith(f"{LAYERS}{model.num_layers}.")
 
 
 # ---- reading
@@ -150,6 +114,10 @@ class SafetensorsReader:
         others = self._file_of.keys() - self._stored_names.values()
         return Counter(name.removeprefix("model.").split(".")[0] for name in sorted(others))
 
+    def num_extra_tensors(self, model: ModelConfig) -> int:
+        """That are not read; see `is_extra`."""
+        return sum(is_extra(name, model) for name in self._stored_names)
+
     def _text_name(self, name: str) -> str | None:
         """A tensor's name in the language model; None if it does not belong to it."""
         if not self._text_only:
@@ -171,7 +139,7 @@ class SafetensorsReader:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 tensor = file.get_slice(name)
                 shapes[name], found_in[name], dtype = tuple(tensor.get_shape()), path, tensor.get_dtype()
-                if dtype not in SUPPORTED_DTYPES:
+                if dtype not in SUPPORTED_DTYPES and not (dtype == "U8" and name.endswith(QUANTIZED_SUFFIXES)):
                     supported = ", ".join(sorted(SUPPORTED_DTYPES))
                     problems.append(f"{path.name}: {name} is {dtype}; supported are {supported}")
         if problems:
@@ -182,13 +150,16 @@ class SafetensorsReader:
             if found_in.get(name) != self._file_of.get(name)
         ]
         shapes = {text: shapes[name] for text, name in self._stored_names.items()}
-        expected = {entry.name: entry.stored_shape for entry in tensor_specs(model).values()}
+        expected = self._expected_shapes(model)
         tied_head = {LM_HEAD: (model.vocab_size, model.dim)} if model.tie_embeddings else {}
         missing = [f"{name} is missing" for name in expected if name not in shapes]
         unexpected = [
             f"{name} {list(shapes[name])} is unexpected"
             for name in shapes
-            if name not in expected and not name.endswith(IGNORED_SUFFIX) and shapes[name] != tied_head.get(name)
+            if name not in expected
+            and not name.endswith(IGNORED_SUFFIX)
+            and not is_extra(name, model)
+            and shapes[name] != tied_head.get(name)
         ]
         misshaped = [
             f"{name} has shape {list(shapes[name])}, expected {list(shape)}"
@@ -196,6 +167,18 @@ class SafetensorsReader:
             if shapes.get(name, shape) != shape
         ]
         return misplaced + missing + unexpected + misshaped
+
+    def _expected_shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Of each tensor, quantized or not as the files are."""
+        expected = dict[str, tuple[int, ...]]()
+        for name, stored in stored_tensors(model).items():
+            if self.has_tensor(f"{name}{mxfp4.BLOCKS}"):
+                experts, inputs, outputs = stored.shape
+                shapes = mxfp4.stored_shapes((experts, outputs, inputs))
+                expected |= {f"{name}{suffix}": shape for suffix, shape in shapes.items()}
+            else:
+                expected[name] = stored.shape
+        return expected
 
     def tied_head_problems(self, model: ModelConfig, ranges: Sequence[range] | None = None) -> list[str]:
         """A head of its own, where the model's is the embedding. `ranges`: the part of both to compare."""
@@ -212,23 +195,46 @@ class SafetensorsReader:
 
     def read(self, spec: TensorSpec, ranges: Sequence[range] | None = None) -> Tensor:
         """A tensor or, with one range per dimension, a slice; reads nothing else. Raises `HuggingFaceError`."""
-        if not self.has_tensor(spec.name):
-            raise HuggingFaceError([f"{spec.name} is missing"])
-        name = self._stored_names[spec.name]
-        path, (rows, *others) = self._file_of[name], ranges or [*map(range, spec.shape)]
+        ranges = [*(ranges or map(range, spec.shape))]
+        if spec.is_per_expert:
+            import torch
+
+            return torch.stack([self.read(spec.of_expert(expert), ranges[1:]) for expert in ranges[0]])
+        if self.has_tensor(f"{spec.name}{mxfp4.BLOCKS}"):
+            return self._read_quantized(spec, ranges)
+        return spec.select(self._slice(spec.name, spec.stored_shape, spec.stored_ranges(ranges)))
+
+    def _read_quantized(self, spec: TensorSpec, ranges: list[range]) -> Tensor:
+        """Of MXFP4, whose outputs come before the inputs."""
+        experts, outputs, inputs = spec._replace(is_transposed=False).stored_ranges(ranges)
+        blocks, stored = mxfp4.block_range(inputs), spec._replace(is_transposed=False).stored_shape
+        shapes = mxfp4.stored_shapes((stored[0], stored[1], stored[2]))
+        of_blocks, of_scales = (
+            self._slice(f"{spec.name}{suffix}", shape, [experts, outputs, blocks, *map(range, shape[3:])])
+            for suffix, shape in shapes.items()
+        )
+        first = inputs.start - blocks.start * mxfp4.BLOCK_SIZE
+        values = mxfp4.dequantize(of_blocks, of_scales)[..., first : first + len(inputs)]
+        return spec._replace(is_transposed=False).select(values)
+
+    def _slice(self, name: str, shape: tuple[int, ...], ranges: Sequence[range]) -> Tensor:
+        if not self.has_tensor(name):
+            raise HuggingFaceError([f"{name} is missing"])
+        name = self._stored_names[name]
+        path = self._file_of[name]
         try:
             stored = self._open(path, "pt").get_slice(name)
-            if tuple(stored.get_shape()) == spec.stored_shape:
-                first = slice(spec.first_row + rows.start, spec.first_row + rows.stop)
-                tensor: Tensor = stored[(first, *(slice(bound.start, bound.stop) for bound in others))]
+            if tuple(stored.get_shape()) == shape:
+                tensor: Tensor = stored[tuple(slice(bound.start, bound.stop) for bound in ranges)]
                 return tensor
         except Exception as error:  # SafetensorError, KeyError, OSError and others.
             raise HuggingFaceError([f"{path}: {name} cannot be read: {error}"]) from error
-        shapes = f"has shape {stored.get_shape()}, expected {list(spec.stored_shape)}"
-        raise HuggingFaceError([f"{path}: {name} {shapes}"])
+        raise HuggingFaceError([f"{path}: {name} has shape {stored.get_shape()}, expected {list(shape)}"])
 
     def specs(self, model: ModelConfig) -> dict[str, TensorSpec]:
         """As `tensor_specs`, fused or not as the files are."""
+        if model.model_type in RENAMED_TENSORS:
+            return tensor_specs(model)
         found = (kind for kind, fused in FUSED_TENSORS.items() if self.has_tensor(f"{LAYERS}0.{next(iter(fused))}"))
         return tensor_specs(dataclasses.replace(model, model_type=next(found, "")))
 

@@ -1,4 +1,4 @@
-"""Conversion between Hugging Face's config.json and `ModelConfig`. Imports no torch.
+"""From Hugging Face's config.json to `ModelConfig`. Imports no torch.
 
 `models/hf_families.py` has what each `model_type` means. An export takes the first one whose config.json, read back, is
 the same model again.
@@ -7,30 +7,24 @@ the same model again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from models.config import ALIKE_OPTIONS, MAX_LAYERS, ModelConfig
 from models.hf import HuggingFaceError, format_value, read_config, text_model_values
-from models.hf_families import BASE_DEFAULTS, COMMON_KEYS, FAMILIES, FULL, OFF, SLIDING, Family
+from models.hf_families import BASE_DEFAULTS, FAMILIES
+from models.hf_family import COMMON_KEYS, FULL, OFF, SLIDING, Family
 from models.hf_rope import (
-    ORIGINAL_LENGTH_KEY,
     is_number,
-    rope_fields,
     rope_from_hf,
-    rope_to_hf,
     unsupported,
-    without_default_factor,
 )
-from models.layers import LayerKind
+from models.layers import EXPERT_OPTIONS, LayerKind
 from models.rope_config import RopeConfig
 
-ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clamped_swiglu": "silu"}
 ROPES = ("rope", "local_rope")
-
-
-# ---- Hugging Face -> ModelConfig
 
 
 def read_model(folder: Path, *, text_only: bool = False) -> ModelConfig:
@@ -44,21 +38,24 @@ def model_config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise HuggingFaceError([unsupported("model_type", model_type, tuple(FAMILIES))])
+    values, problems = _without_aliases(values, family)
     present = _with_defaults(values, family)
-    problems = [*_feature_problems(values, family)]
+    problems += _feature_problems(values, family)
     fields = _read_fields(present, problems)
     ropes = _read_ropes(present, family, problems)
     kinds = [] if problems else [*_read_layers(present, family, problems)]
     if problems:
         raise HuggingFaceError(problems)
-    for key, (option, read, _) in family.keys.items():
+    for key, (option, read, _, rule) in family.keys.items():
         value = present.get(key)
-        if value is not None and not (is_number(value) and value > 0):
-            problems.append(f"config.json: {key} = {format_value(value)} must be a number above 0")
+        if value is not None and not VALID[rule](value):
+            problems.append(f"config.json: {key} = {format_value(value)} must be {rule}")
             continue
         fields[option] = None if value is None else read(value)
     if problems:
         raise HuggingFaceError(problems)
+    if "n_shared_experts" in family.expert_keys:
+        fields["shared_expert_dim"] = present["n_shared_experts"] * fields["expert_dim"]
     if family.scales_embeddings:
         fields["embedding_multiplier"] = fields["dim"] ** 0.5
     if fields.get("attention_scale") == fields["head_dim"] ** -0.5:
@@ -68,6 +65,18 @@ def model_config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     if model_problems := [*model.problems(), *_shape_problems(model, family)]:
         raise HuggingFaceError([f"config.json: {problem}" for problem in model_problems])
     return model
+
+
+def _without_aliases(values: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+    """With the usual names of keys, and what disagrees."""
+    found, problems = dict(values), list[str]()
+    for alias, key in family.aliases.items():
+        if alias in found:
+            value = found.pop(alias)
+            if found.setdefault(key, value) != value:
+                stated = f"{alias} = {format_value(value)} and {key} = {format_value(found[key])}"
+                problems.append(f"config.json: {stated} disagree")
+    return found, problems
 
 
 def _with_defaults(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -94,7 +103,11 @@ def _feature_problems(values: Mapping[str, Any], family: Family) -> Iterable[str
     }
     if family.architecture == "Qwen2ForCausalLM":  # q, k and v have biases, and o has none, whatever the key says.
         del allowed["attention_bias"]
-    allowed = {key: only for key, only in allowed.items() if key not in family.keys}
+    allowed = {key: only for key, only in {**allowed, **family.allowed}.items() if key not in family.keys}
+    if family.has_partial_rotary:
+        del allowed["partial_rotary_factor"]
+    if is_mxfp4(values, family):
+        del allowed["quantization_config"]
     count: Any = values.get("num_hidden_layers")
     has_window = family.has_window and values.get("sliding_window", 0) is not None
     all_full = [FULL] * count if is_count(count, MAX_LAYERS) and not has_window else None
@@ -108,6 +121,13 @@ def _feature_problems(values: Mapping[str, Any], family: Family) -> Iterable[str
                 yield unsupported(key, value, (None,))
             elif not is_all_full:
                 yield f"config.json: {key} = {format_value(value)} is unknown for model_type {values['model_type']}"
+
+
+def is_mxfp4(values: Mapping[str, Any], family: Family) -> bool:
+    """Whether the weights of experts are MXFP4, which is read."""
+    config = values.get("quantization_config")
+    is_known = family.architecture == "GptOssForCausalLM"
+    return is_known and isinstance(config, dict) and config.get("quant_method") == "mxfp4"
 
 
 def _read_fields(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -149,6 +169,8 @@ def _read_ropes(values: Mapping[str, Any], family: Family, problems: list[str]) 
     for name, view in views.items():
         if (rope := rope_from_hf(view, problems, default_theta=default_thetas[name])) is not None:
             ropes[name] = rope
+            if rope.partial != 1 and not family.has_partial_rotary:
+                problems.append(unsupported("partial_rotary_factor", rope.partial, (1,)))
             if rope.kind not in family.rope_kinds:
                 problems.append(unsupported("rope_type", rope.kind, family.rope_kinds))
     return ropes
@@ -185,6 +207,7 @@ def _read_layers(values: Mapping[str, Any], family: Family, problems: list[str])
     if types is None and unread not in (None, pattern):
         problems.append(unsupported("_sliding_window_pattern", unread, (pattern,)))
     ropes = _rotated_layers(values, family, problems)
+    problems += _expert_key_problems(values, family)
     if problems:
         return
     window = None if switch is False else window
@@ -196,8 +219,24 @@ def _read_layers(values: Mapping[str, Any], family: Family, problems: list[str])
             return
         is_local = has_window and family.has_local_rope
         yield LayerKind(
-            window=window if has_window else None, rope="local" if is_local else "global" if ropes[layer] else "none"
+            window=window if has_window else None,
+            rope="local" if is_local else "global" if ropes[layer] else "none",
+            feed_forward="moe" if family.has_experts(given, layer) else "gated",
         )
+
+
+def _expert_key_problems(values: Mapping[str, Any], family: Family) -> Iterable[str]:
+    """Of the keys that say which layers have experts."""
+    least = {"decoder_sparse_step": 1, "first_k_dense_replace": 0, "n_shared_experts": 1}
+    for key in sorted(family.expert_keys & least.keys()):
+        if not is_count(value := values.get(key), least=least[key]):
+            rule = "an integer above 0" if least[key] else "an integer of at least 0"
+            yield f"config.json: {key} = {format_value(value)} must be {rule}"
+    layers = values.get("mlp_only_layers", [])
+    if "mlp_only_layers" in family.expert_keys and not (
+        isinstance(layers, list) and all(is_count(each, least=0) for each in layers)
+    ):
+        yield f"config.json: mlp_only_layers = {format_value(layers)} must be a list of integers of at least 0"
 
 
 def _rotated_layers(values: Mapping[str, Any], family: Family, problems: list[str]) -> list[int]:
@@ -220,7 +259,14 @@ def _rotated_layers(values: Mapping[str, Any], family: Family, problems: list[st
 def with_layers(model: ModelConfig, kinds: list[LayerKind]) -> ModelConfig:
     """The model whose layers also differ as these do: options of all layers, or the shortest pattern that repeats."""
     defaults = {name: getattr(model, name) for name in ALIKE_OPTIONS}
-    kinds = [dataclasses.replace(kind, **defaults | {"window": kind.window}) for kind in kinds]
+    without_experts = {"feed_forward": "gated"} | dict.fromkeys(EXPERT_OPTIONS, False)
+    kinds = [
+        dataclasses.replace(
+            kind,
+            **defaults | {"window": kind.window} | (without_experts if kind.feed_forward == "gated" else {}),
+        )
+        for kind in kinds
+    ]
     # Numbers compare faster, for ten thousand layers.
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     order = [numbers[kind] for kind in kinds]
@@ -241,138 +287,9 @@ def _shape_problems(model: ModelConfig, family: Family) -> Iterable[str]:
         yield f"model.dim = {dim} must be a multiple of model.num_heads = {heads} for transformers' {name}"
 
 
-# ---- ModelConfig -> Hugging Face
-
-
-def model_config_to_hf(
-    model: ModelConfig, *, max_length: int, dtype: str, bos: int | None = None, eos: int | None = None
-) -> dict[str, Any]:
-    """The config.json of a model trained on `max_length` tokens. Raises `HuggingFaceError` for what it cannot express."""
-    if problems := model.problems():
-        raise HuggingFaceError(problems)
-    nearest = list[str]()
-    for model_type in sorted(FAMILIES, key=lambda name: name != model.model_type):
-        values = _write(model, model_type, max_length)
-        try:
-            changes = config_differences(model_config_from_hf(values), model)
-            problems = [
-                f"model.{key} = {_shorten(ours)} has no equivalent in transformers' {model_type}"
-                for key, (_, ours) in changes.items()
-            ]
-        except HuggingFaceError as error:
-            if model_type != model.model_type:
-                continue
-            problems = [problem.removeprefix("config.json: ") for problem in error.problems]
-        if not problems:
-            return values | {
-                "initializer_range": 0.02,
-                "use_cache": True,
-                "bos_token_id": bos,
-                "eos_token_id": eos,
-                "pad_token_id": None,
-                "dtype": dtype,
-                "torch_dtype": dtype,
-            }
-        nearest = min(nearest or problems, problems, key=len)
-    raise HuggingFaceError(nearest)
-
-
-def _write(model: ModelConfig, model_type: str, max_length: int) -> dict[str, Any]:
-    """What this family can say of the model."""
-    family, kinds = FAMILIES[model_type], model.layer_kinds
-    activation = ACTIVATIONS[family.options.get("activation", "silu")]
-    values: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
-    values |= {theirs: getattr(model, ours) for theirs, ours in COMMON_KEYS.items()}
-    values |= dict.fromkeys(family.activation_keys, activation) | {"max_position_embeddings": max_length}
-    values |= {
-        key: None if (value := _option(model, option)) is None else write(value)
-        for key, (option, _, write) in family.keys.items()
-    }
-    values |= dict.fromkeys(family.bias_keys, False) | {"attention_dropout": 0.0}
-    if family.derives_head_dim:
-        del values["head_dim"]
-    values |= _write_ropes(model, family) | _write_layers(kinds, family)
-    if family.states_longrope_by_length and model.rope.kind == "longrope":
-        scaling, original = values["rope_scaling"], model.rope.original_length
-        values["rope_scaling"] = {"type": "longrope", **{key: scaling[key] for key in ("short_factor", "long_factor")}}
-        values["max_position_embeddings"] = round(model.rope.factor * original)
-    return values
-
-
-def _option(model: ModelConfig, name: str) -> Any:
-    """Of the model, or of its first layer."""
-    if name == "attention_scale" and model.attention_scale is None:
-        return model.head_dim**-0.5
-    return getattr(model.layer_kinds[0] if name in ALIKE_OPTIONS else model, name)
-
-
-def _write_ropes(model: ModelConfig, family: Family) -> dict[str, Any]:
-    scaling = rope_to_hf(model.rope)
-    values: dict[str, Any] = {
-        "rope_theta": model.rope.theta,
-        "rope_scaling": None if model.rope.kind == "default" else scaling,
-        "rope_parameters": scaling | {"rope_theta": model.rope.theta},
-    }
-    if model.rope.kind == "longrope":
-        # transformers 4 reads it here, and falls back to `max_position_embeddings`.
-        values[ORIGINAL_LENGTH_KEY] = model.rope.original_length
-    if family.has_local_rope:
-        local_rope = model.local_rope if model.has_local_rope else RopeConfig(theta=model.rope.theta)
-        local = rope_to_hf(local_rope) | {"rope_theta": local_rope.theta}
-        values["rope_parameters"] = {FULL: values["rope_parameters"], SLIDING: local}
-        if family.local_theta_key not in values:
-            values[family.local_theta_key] = local_rope.theta
-    return values
-
-
-def _write_layers(kinds: tuple[LayerKind, ...], family: Family) -> dict[str, Any]:
-    windows = [kind.window for kind in kinds]
-    values: dict[str, Any] = {}
-    if family.has_window:
-        values["sliding_window"] = next((window for window in windows if window is not None), None)
-    if "use_sliding_window" in family.window_keys:
-        values["use_sliding_window"] = values["sliding_window"] is not None
-    elif family.has_layer_types and values["sliding_window"] is None:
-        # transformers computes the mask of windows even if no layer has one.
-        values["sliding_window"] = family.defaults["sliding_window"]
-    if family.has_layer_types:
-        values["layer_types"] = [FULL if window is None else SLIDING for window in windows]
-    if "no_rope_layers" in family.window_keys:
-        values["no_rope_layers"] = [int(kind.rope != "none") for kind in kinds]
-    return values
-
-
-# ---- comparison
-
-
-def config_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """(their value, our value) of every field that differs, including the `rope.` fields that either kind uses.
-
-    Options of layers are compared for all layers at once where they agree, else as `layers`; which layers rotate, as `rope.layers`.
-    """
-    keys = {each.name for each in dataclasses.fields(ModelConfig)}
-    keys -= {*ROPES, *ALIKE_OPTIONS, "layers", "nope_every", "model_type"}
-    pairs: dict[str, tuple[Any, Any]] = {key: (getattr(theirs, key), getattr(ours, key)) for key in sorted(keys)}
-    pairs["attention_scale"] = _option(theirs, "attention_scale"), _option(ours, "attention_scale")
-    common = [model.common_options for model in (theirs, ours)]
-    alike = common[0].keys() & common[1].keys()
-    pairs |= {name: (common[0][name], common[1][name]) for name in sorted(alike)}
-    pairs["rope.layers"] = _by_layer(theirs, ["rope"]), _by_layer(ours, ["rope"])
-    differing = [each.name for each in dataclasses.fields(LayerKind) if each.name not in {"rope", *alike}]
-    pairs["layers"] = _by_layer(theirs, differing), _by_layer(ours, differing)
-    for name in ROPES:
-        if name == "local_rope" and not (theirs.has_local_rope and ours.has_local_rope):
-            continue
-        their_rope, our_rope = (without_default_factor(getattr(model, name)) for model in (theirs, ours))
-        for key in rope_fields(their_rope) | rope_fields(our_rope):
-            pairs[f"{name}.{key}"] = getattr(their_rope, key), getattr(our_rope, key)
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _by_layer(model: ModelConfig, options: list[str]) -> list[dict[str, Any]]:
-    return [{name: getattr(kind, name) for name in options} for kind in model.layer_kinds]
-
-
-def _shorten(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+VALID: Mapping[str, Callable[[Any], bool]] = {
+    "a number above 0": lambda value: is_number(value) and value > 0,
+    "an integer above 0": is_count,
+    "true or false": lambda value: isinstance(value, bool),
+}
+"""By the rule of a key."""

@@ -5,140 +5,21 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from models.rope_config import ROPE_FIELDS
-
-Values = Mapping[str, Any]
-FULL, SLIDING = "full_attention", "sliding_attention"
-COMMON_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "dim",
-    "intermediate_size": "ffn_dim",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "rms_norm_eps": "norm_eps",
-    "tie_word_embeddings": "tie_embeddings",
-}
-"""Of every family: its key in config.json and ours."""
-ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
-UNUSED_KEYS = {
-    *(
-        "_name_or_path",
-        "architectures",
-        "model_type",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "max_position_embeddings",
-    ),
-    *("initializer_range", "use_cache", "cache_implementation", "tokenizer_class", "torchscript", "return_dict"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "prefix"),
-    *("output_attentions", "output_hidden_states", "use_return_dict", "chunk_size_feed_forward", "use_bfloat16"),
-    *(
-        "id2label",
-        "label2id",
-        "problem_type",
-        "finetuning_task",
-        "task_specific_params",
-        "_attn_implementation_autoset",
-    ),
-    *("forced_bos_token_id", "forced_eos_token_id", "max_length", "min_length", "do_sample", "temperature", "top_p"),
-    *("router_aux_loss_coef", "_attn_implementation", "attn_implementation"),
-}
-"""What does not change the numbers that a model computes."""
-OFF: Mapping[str, tuple[object, ...]] = {
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "attention_dropout": (0, None),
-    "resid_pdrop": (0, None),
-    "embd_pdrop": (0, None),
-    "partial_rotary_factor": (1, None),
-    "num_experts": (0, None),
-    "num_local_experts": (0, None),
-    "quantization_config": (None,),
-    "auto_map": (None,),
-    "is_encoder_decoder": (False, None),
-    "add_cross_attention": (False, None),
-    "tie_encoder_decoder": (False, None),
-    "cross_attention_hidden_size": (None,),
-    "pruned_heads": ({}, None),
-    "is_decoder": (False, True, None),
-    "use_mrope": (False, None),
-    "use_bidirectional_attention": (False, None),
-    "pretraining_tp": (1, None),
-    "attn_logit_softcapping": (None,),  # Of scores. Gemma 3's configuration has it, and no layer reads it.
-}
-"""Features that our model does not have: the values that switch them off."""
-
-
-class Key(NamedTuple):
-    """A key of config.json that one of our options follows from."""
-
-    option: str
-    read: Callable[[Any], Any] = lambda value: value
-    write: Callable[[Any], Any] = lambda value: value
-
-
-def every(interval: int) -> Callable[[Values, int], bool]:
-    """Whether a layer has a window: all but each `interval`-th."""
-    return lambda _, layer: (layer + 1) % interval != 0
-
-
-def every_stated(values: Values, layer: int) -> bool:
-    return bool((layer + 1) % values["sliding_window_pattern"])
-
-
-def from_layer_on(values: Values, layer: int) -> bool:
-    return bool(values["use_sliding_window"] and layer >= values["max_window_layers"])
-
-
-def without_rope(values: Values, layer: int) -> bool:
-    return bool(values["use_sliding_window"] and not values["no_rope_layers"][layer])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """A `model_type` of transformers."""
-
-    architecture: str
-    options: Values = field(default_factory=dict)
-    """What its models always are, as options of `ModelConfig`."""
-    keys: Mapping[str, Key] = field(default_factory=dict)
-    """In addition to COMMON_KEYS."""
-    activation_keys: tuple[str, ...] = ("hidden_act",)
-    defaults: Values = field(default_factory=dict)
-    """transformers' values of absent keys, where they are not those of BASE_DEFAULTS."""
-    has_window: Callable[[Values, int], bool] | None = None
-    """Whether a layer has a window where `layer_types` does not say. None: no layer has one."""
-    window_keys: frozenset[str] = frozenset()
-    """Keys that `has_window` reads."""
-    has_layer_types: bool = False
-    has_local_rope: bool = False
-    """Whether windowed layers have a rotary embedding of their own."""
-    local_theta_key: str = "rope_theta"
-    derives_head_dim: bool = False
-    """Whether head_dim is always dim / num_heads."""
-    needs_even_heads: bool = False
-    """Whether num_heads must divide dim, though head_dim is stated."""
-    scales_embeddings: bool = False
-    """Whether embeddings are multiplied by sqrt(dim)."""
-    bias_keys: tuple[str, ...] = ("attention_bias",)
-    """Keys that say that linear layers have no bias."""
-    rope_kinds: tuple[str, ...] = (*ROPE_FIELDS,)
-    states_longrope_by_length: bool = False
-    """Whether transformers 4 takes longrope's factor from the longest length, and no other key."""
-
-    @property
-    def known_keys(self) -> set[str]:
-        keys = {*COMMON_KEYS, *ROPE_KEYS, *UNUSED_KEYS, *OFF, *self.keys, *self.activation_keys, *self.window_keys}
-        keys |= {"layer_types"} if self.has_layer_types else set()
-        return keys | {self.local_theta_key} | ({"sliding_window"} if self.has_window else set())
-
+from models.hf_family import (
+    Family,
+    Key,
+    Values,
+    count,
+    every,
+    every_stated,
+    flag,
+    from_layer_on,
+    has_layer_after_dense,
+    is_sparse,
+    without_rope,
+)
 
 BASE_DEFAULTS: Values = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0}
 QWEN: dict[str, Any] = {
@@ -175,6 +56,7 @@ GEMMA_DEFAULTS = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
+EXPERTS: dict[str, Any] = {"feed_forward": "moe"}
 FAMILIES: dict[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", needs_even_heads=True, bias_keys=("attention_bias", "mlp_bias")),
     "qwen2": Family(
@@ -263,6 +145,140 @@ FAMILIES: dict[str, Family] = {
         has_local_rope=True,
         local_theta_key="rope_local_base_freq",
         **GEMMA | {"options": {**GEMMA["options"], "qk_norm": True}},
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        options={**EXPERTS, "qk_norm": True},
+        keys={
+            "num_experts": count("num_experts"),
+            "num_experts_per_tok": count("top_k"),
+            "moe_intermediate_size": count("expert_dim"),
+            "norm_topk_prob": flag("normalize_top_k"),
+        },
+        aliases={"num_local_experts": "num_experts"},
+        defaults={
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        allowed={"use_sliding_window": (False, None)},
+        has_experts=is_sparse,
+        expert_keys=frozenset({"decoder_sparse_step", "mlp_only_layers", "max_window_layers"}),
+    ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        options=EXPERTS,
+        keys={
+            "intermediate_size": count("expert_dim"),
+            "num_local_experts": count("num_experts"),
+            "num_experts_per_tok": count("top_k"),
+        },
+        aliases={"num_experts": "num_local_experts"},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rope_theta": 1_000_000.0,
+        },
+        allowed={"router_jitter_noise": (0.0, None)},
+        has_experts=lambda *_: True,
+        bias_keys=(),
+    ),
+    "olmoe": Family(
+        architecture="OlmoeForCausalLM",
+        options={**EXPERTS, "full_qk_norm": True},
+        keys={
+            "intermediate_size": count("expert_dim"),
+            "num_experts": count("num_experts"),
+            "num_experts_per_tok": count("top_k"),
+            "norm_topk_prob": flag("normalize_top_k"),
+        },
+        aliases={"num_local_experts": "num_experts"},
+        defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+        allowed={"clip_qkv": (None,)},
+        has_experts=lambda *_: True,
+        derives_head_dim=True,
+    ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM",
+        options={
+            **EXPERTS,
+            "qkv_bias": True,
+            "o_bias": True,
+            "sink": True,
+            "router_bias": True,
+            "expert_bias": True,
+            "activation": "clamped_swiglu",
+        },
+        keys={
+            "intermediate_size": count("expert_dim"),
+            "num_local_experts": count("num_experts"),
+            "num_experts_per_tok": count("top_k"),
+        },
+        aliases={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150_000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        allowed={"attention_bias": (True,), "swiglu_limit": (7.0, None), "swiglu_alpha": (1.702, None)},
+        has_window=every(2),
+        has_layer_types=True,
+        has_experts=lambda *_: True,
+        bias_keys=(),
+    ),
+    "glm4_moe": Family(
+        architecture="Glm4MoeForCausalLM",
+        options={**EXPERTS, "router": "sigmoid", "shared_expert": True, "correction_bias": True},
+        keys={
+            "attention_bias": flag("qkv_bias"),
+            "use_qk_norm": flag("qk_norm"),
+            "n_routed_experts": count("num_experts"),
+            "num_experts_per_tok": count("top_k"),
+            "moe_intermediate_size": count("expert_dim"),
+            "norm_topk_prob": flag("normalize_top_k"),
+            "routed_scaling_factor": Key("router_scaling"),
+            "n_group": count("expert_groups"),
+            "topk_group": count("top_k_groups"),
+        },
+        aliases={"num_local_experts": "n_routed_experts"},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "attention_bias": False,
+            "use_qk_norm": False,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "partial_rotary_factor": 0.5,
+        },
+        has_experts=has_layer_after_dense,
+        expert_keys=frozenset({"first_k_dense_replace", "n_shared_experts", "partial_rotary_factor"}),
+        has_partial_rotary=True,
+        bias_keys=(),
     ),
 }
 """In the order in which an export tries them."""

@@ -22,6 +22,7 @@ ROPE_KEYS = {
     "short_factors": "short_factor",
     "long_factors": "long_factor",
 }
+PARTIAL_KEY = "partial_rotary_factor"
 OPTIONAL_ROPE_KEYS = {"beta_fast", "beta_slow", "truncate", "attention_factor"}
 ROPE_TYPE_KEYS = {"rope_type", "type", "rope_theta"}
 MSCALES = ("mscale", "mscale_all_dim")  # DeepSeek's form of yarn's attention factor.
@@ -57,15 +58,14 @@ def _parse_rope(name: str, rope: dict[str, Any], values: Mapping[str, Any], prob
         return None
     field_of, num_problems = {key: field for field, key in _rope_keys(kind).items()}, len(problems)
     present = rope | _derived_rope_values(kind, rope, values)
-    known = field_of.keys() | ROPE_TYPE_KEYS | (set(MSCALES) if kind == "yarn" else set())
+    known = field_of.keys() | ROPE_TYPE_KEYS | {PARTIAL_KEY} | (set(MSCALES) if kind == "yarn" else set())
     problems += [
-        unsupported(f"{name}.{key}", value, (None,))
-        for key, value in sorted(present.items())
-        if key not in known and (key, value) != ("partial_rotary_factor", 1)
+        unsupported(f"{name}.{key}", value, (None,)) for key, value in sorted(present.items()) if key not in known
     ]
     missing = field_of.keys() - present.keys() - OPTIONAL_ROPE_KEYS
     problems += [f'config.json: {name} of rope_type "{kind}" needs {key}' for key in sorted(missing)]
-    fields: dict[str, Any] = {"theta": present["rope_theta"]}
+    partial = present.get(PARTIAL_KEY, values.get(PARTIAL_KEY))
+    fields: dict[str, Any] = {"theta": present["rope_theta"], "partial": 1.0 if partial is None else partial}
     for key, field in field_of.items():
         if key in present:
             fields[field] = tuple(present[key]) if isinstance(present[key], list) else present[key]
@@ -74,7 +74,7 @@ def _parse_rope(name: str, rope: dict[str, Any], values: Mapping[str, Any], prob
             is_valid = isinstance(value, tuple) and all(map(is_number, value))
         else:
             is_valid = isinstance(value, bool) if key == "truncate" else is_number(value) and value > 0
-        if not is_valid:
+        if not is_valid or (key == "partial" and value > 1):
             problems.append(f"config.json: {name} has an invalid {key} = {format_value(value)}")
     if len(problems) > num_problems:
         return None
@@ -115,17 +115,19 @@ def _derived_rope_values(kind: str, rope: dict[str, Any], values: Mapping[str, A
 
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     """Kind and scaling, without theta."""
+    partial = {} if rope.partial == 1 else {PARTIAL_KEY: rope.partial}
     if rope.kind == "default":
-        return {"rope_type": "default"}
+        return {"rope_type": "default"} | partial
     fields = {theirs: getattr(rope, ours) for ours, theirs in _rope_keys(rope.kind).items()}
     if rope.kind == "longrope":  # transformers 4 would derive another one from the trained length.
         fields["attention_factor"] = attention_factor(rope)
-    return {"rope_type": rope.kind} | {key: value for key, value in fields.items() if value is not None}
+    return {"rope_type": rope.kind} | partial | {key: value for key, value in fields.items() if value is not None}
 
 
 def rope_fields(rope: RopeConfig) -> dict[str, None]:
     """The fields that this kind uses, in order."""
-    return dict.fromkeys(("kind", "theta", *ROPE_FIELDS[rope.kind]))
+    partial = ("partial",) if rope.partial != 1 else ()
+    return dict.fromkeys(("kind", "theta", *partial, *ROPE_FIELDS[rope.kind]))
 
 
 def unsupported(key: str, value: object, allowed: tuple[object, ...]) -> str:

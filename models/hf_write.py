@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from models.config import ModelConfig
-from models.hf import INDEX_FILE, SINGLE_FILE, HuggingFaceError, TensorSpec, tensor_specs
+from models.hf import INDEX_FILE, SINGLE_FILE, HuggingFaceError
+from models.hf_tensors import stored_tensors
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+MAX_PARTS = 3
+"""Parameters in one tensor: each is read once for the tensors of all its experts, which follow each other."""
 
 
 def write_safetensors(
@@ -31,15 +36,13 @@ def write_safetensors(
     """
     from safetensors.torch import save_file
 
-    parts = dict[str, list[str]]()
-    """Our parameters in each tensor."""
-    for ours, spec in (specs := tensor_specs(model)).items():
-        parts.setdefault(spec.name, []).append(ours)
-    files = _assign_files({spec.name: spec for spec in specs.values()}, dtype.itemsize, file_bytes)
+    stored = stored_tensors(model)
+    read_once = lru_cache(maxsize=MAX_PARTS)(lambda ours: read(ours).to(dtype))
+    files = _assign_files({name: each.shape for name, each in stored.items()}, dtype.itemsize, file_bytes)
     names = [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
     names = names if len(files) > 1 else [SINGLE_FILE]
     for name, members in zip(names, files, strict=True):
-        tensors = {each: _join([read(ours).to(dtype) for ours in parts[each]]) for each in members}
+        tensors = {each: stored[each].join(read_once) for each in members}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors creates it readable by the owner only.
         _verify_file(folder / name, tensors)
@@ -51,17 +54,11 @@ def write_safetensors(
         yield folder / INDEX_FILE
 
 
-def _join(parts: list[Tensor]) -> Tensor:
-    import torch
-
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
-
-
-def _assign_files(specs: dict[str, TensorSpec], itemsize: int, max_bytes: int) -> list[list[str]]:
+def _assign_files(shapes: dict[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> list[list[str]]:
     """Names of tensors in order, grouped into files of at most `max_bytes`, with at least one per file."""
     files, remaining_bytes = list[list[str]](), 0
-    for name, spec in specs.items():
-        tensor_bytes = prod(spec.stored_shape) * itemsize
+    for name, shape in shapes.items():
+        tensor_bytes = prod(shape) * itemsize
         if not files or tensor_bytes > remaining_bytes:
             files.append([])
             remaining_bytes = max_bytes

@@ -140,6 +140,7 @@ MIXERS = {
             "v_proj.weight": Parameter("KE", "colwise", "self_attn.v_proj.weight"),
             "v_proj.bias": Parameter("K", "colwise", "self_attn.v_proj.bias", "zeros", "qkv_bias"),
             "o_proj.weight": Parameter("EQ", "rowwise", "self_attn.o_proj.weight", "residual"),
+            "o_proj.bias": Parameter("E", "replicate", "self_attn.o_proj.bias", "zeros", "o_bias"),
             "q_norm.weight": Parameter("H", "replicate_partial", "self_attn.q_norm.weight", "ones", "qk_norm"),
             "k_norm.weight": Parameter("H", "replicate_partial", "self_attn.k_norm.weight", "ones", "qk_norm"),
             "wide_q_norm.weight": Parameter("Q", "colwise", "self_attn.q_norm.weight", "ones", "full_qk_norm"),
@@ -188,6 +189,10 @@ FEED_FORWARDS = {
 }
 
 
+EXPERT_OPTIONS = ("router_bias", "expert_bias", "shared_expert", "correction_bias")
+"""The options of layers with experts only."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """One layer. Options that its mixer and feed-forward do not read must keep their defaults."""
@@ -203,6 +208,8 @@ class LayerKind:
     full_qk_norm: bool = False
     """Of all query heads at once, and of all key heads (OLMo 2)."""
     qkv_bias: bool = False
+    o_bias: bool = False
+    """Whether attention's output projection has a bias (gpt-oss)."""
     window: int | None = None
     """Keys that a query sees at most, its own included; None: all of its document up to itself."""
     sink: bool = False

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,7 +146,7 @@ class MixtureOfExperts(SublayerModule):
     def _loads(self, counts_BX: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """[N, X] for each tile of these lengths."""
         if not self.step.balances_sequences:
-            return [cast(Tensor, self.last_load).expand(len(counts_BX) * length, -1) for length in lengths]
+            return [self.get_buffer("last_load").expand(len(counts_BX) * length, -1) for length in lengths]
         counts_BX = self.dispatcher.sum_over_sequence(counts_BX.clone())
         load_BX = counts_BX / counts_BX.mean(-1, keepdim=True).clamp(min=SUM_FLOOR)
         return [load_BX.repeat_interleave(length, dim=0) for length in lengths]
@@ -171,7 +171,7 @@ class MixtureOfExperts(SublayerModule):
 
     def reset_statistics(self) -> None:
         """At the start of a step."""
-        load_X = cast(Tensor, self.last_load)
+        load_X = self.get_buffer("last_load")
         self.statistics = load_X.new_zeros(router_statistics(len(load_X)), dtype=torch.float64)
 
     def _add_statistics(self, counts_X: Tensor, logits_BSX: Sequence[Tensor], targets_BS: Sequence[Tensor]) -> None:

@@ -13,6 +13,17 @@ from models.rope_config import RopeConfig
 COLUMNS = ("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
 QWEN2_5: dict[str, Any] = {"model_type": "qwen2", "qkv_bias": True, "rope": RopeConfig(theta=1_000_000.0)}
 MISTRAL: dict[str, Any] = {"model_type": "mistral", "norm_eps": 1e-5}
+EXPERT_COLUMNS = (*COLUMNS, "num_experts", "top_k", "expert_dim")
+GPT_OSS = LayerKind(
+    feed_forward="moe",
+    qkv_bias=True,
+    o_bias=True,
+    sink=True,
+    router_bias=True,
+    expert_bias=True,
+    activation="clamped_swiglu",
+)
+GLM = LayerKind(feed_forward="moe", shared_expert=True, correction_bias=True, qkv_bias=True)
 OLMO: dict[str, Any] = {"norms": "post", "full_qk_norm": True}
 GEMMA = LayerKind(norms="sandwich", qk_norm=True, activation="gelu_tanh")
 
@@ -40,6 +51,25 @@ def _gemma3(
     }
 
 
+def _glm4_moe(
+    name: str, sizes: tuple[int, ...], *, dense: int, qk_norm: bool, scaling: float
+) -> dict[str, ModelConfig]:
+    """The first layers have no experts."""
+    sparse = replace(GLM, qk_norm=qk_norm)
+    without = LayerKind(qkv_bias=True, qk_norm=qk_norm)
+    return _family(
+        {name: sizes},
+        vocab_size=151_552,
+        model_type="glm4_moe",
+        norm_eps=1e-5,
+        router="sigmoid",
+        router_scaling=scaling,
+        shared_expert_dim=sizes[-1],
+        layers=(*(without,) * dense, *(sparse,) * (sizes[1] - dense)),
+        rope=RopeConfig(theta=1_000_000.0, partial=0.5),
+    )
+
+
 def _family(
     sizes: dict[str, tuple[int, ...]], *, vocab_size: int, tied: Collection[str] = (), **common: Any
 ) -> dict[str, ModelConfig]:
@@ -47,7 +77,7 @@ def _family(
         size: ModelConfig(
             vocab_size=264 if size == "debug" else vocab_size,  # The byte tokenizer's.
             tie_embeddings=size in tied,
-            **dict(zip(COLUMNS, row, strict=True)) | common,
+            **dict(zip(EXPERT_COLUMNS, row, strict=False)) | common,
         )
         for size, row in sizes.items()
     }
@@ -185,4 +215,56 @@ FAMILIES: dict[str, dict[str, ModelConfig]] = {
     | _gemma3({"1b": (1152, 26, 4, 1, 256, 6912)}, window=512, vocab_size=262_144, factor=1.0)
     | _gemma3({"4b": (2560, 34, 8, 4, 256, 10_240), "12b": (3840, 48, 16, 8, 256, 15_360)}, window=1024)
     | _gemma3({"27b": (5376, 62, 32, 16, 128, 21_504)}, window=1024, attention_scale=168**-0.5),
+    "qwen3_moe": _family(
+        {
+            "debug": (256, 4, 8, 4, 64, 704, 8, 2, 176),
+            "30b-a3b": (2048, 48, 32, 4, 128, 6144, 128, 8, 768),
+            "235b-a22b": (4096, 94, 64, 4, 128, 12_288, 128, 8, 1536),
+        },
+        vocab_size=151_936,
+        norm_eps=1e-6,
+        model_type="qwen3_moe",
+        feed_forward="moe",
+        qk_norm=True,
+        rope=RopeConfig(theta=1_000_000.0),
+    ),
+    "mixtral": _family(
+        {"8x7b": (4096, 32, 32, 8, 128, 14_336, 8, 2, 14_336)},
+        vocab_size=32_000,
+        norm_eps=1e-5,
+        model_type="mixtral",
+        feed_forward="moe",
+        rope=RopeConfig(theta=1_000_000.0),
+    )
+    | _family(
+        {"8x22b": (6144, 56, 48, 8, 128, 16_384, 8, 2, 16_384)},
+        vocab_size=32_768,
+        norm_eps=1e-5,
+        model_type="mixtral",
+        feed_forward="moe",
+        rope=RopeConfig(theta=1_000_000.0),
+    ),
+    "olmoe": _family(
+        {"1b-7b": (2048, 16, 16, 16, 128, 1024, 64, 8, 1024)},
+        vocab_size=50_304,
+        norm_eps=1e-5,
+        model_type="olmoe",
+        feed_forward="moe",
+        full_qk_norm=True,
+        normalize_top_k=False,
+    ),
+    "gpt_oss": _family(
+        {
+            "20b": (2880, 24, 64, 8, 64, 2880, 32, 4, 2880),
+            "120b": (2880, 36, 64, 8, 64, 2880, 128, 4, 2880),
+        },
+        vocab_size=201_088,
+        norm_eps=1e-5,
+        model_type="gpt_oss",
+        # Layers with a window of 128 and without one take turns.
+        layers=(replace(GPT_OSS, window=128), GPT_OSS),
+        rope=RopeConfig(theta=150_000.0, kind="yarn", factor=32.0, original_length=4096, truncate=False),
+    ),
+    "glm4_moe": _glm4_moe("4.5", (5120, 92, 96, 8, 128, 12_288, 160, 8, 1536), dense=3, qk_norm=True, scaling=2.5)
+    | _glm4_moe("4.5-air", (4096, 46, 96, 8, 128, 10_944, 128, 8, 1408), dense=1, qk_norm=False, scaling=1.0),
 }

@@ -81,7 +81,13 @@ def apply_rotary(x_BSNH: Tensor, cos_BS1F: Tensor, sin_BS1F: Tensor, *, directio
 
 
 def apply_rotary_emb(x_BSNH: Tensor, cos_sin_2BS1F: Tensor) -> Tensor:
-    """Rotates each pair (x[i], x[i + F]) by its angle, computed in the table's dtype; returns x's dtype."""
+    """Rotates each pair (x[i], x[i + F]) by its angle, computed in the table's dtype; returns x's dtype. Dimensions from
+    2 F on stay as they are.
+    """
+    rotary_dim = 2 * cos_sin_2BS1F.shape[-1]
+    if rotary_dim < x_BSNH.shape[-1]:
+        rotated, rest = x_BSNH.tensor_split([rotary_dim], dim=-1)
+        return torch.cat((apply_rotary_emb(rotated, cos_sin_2BS1F), rest), dim=-1)
     cos_BS1F, sin_BS1F = cos_sin_2BS1F.unbind(0)
     if torch.compiler.is_compiling():  # Dynamo of torch 2.11 loses the gradient of the function below.
         left, right = x_BSNH.to(cos_BS1F.dtype).chunk(2, dim=-1)

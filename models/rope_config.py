@@ -35,7 +35,13 @@ class RopeConfig:
     attention_factor: float | None = None
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    partial: float = 1.0
+    """Fraction of a head's dimensions that is rotated: the first ones (GLM-4.5)."""
     precision: Literal["float64", "float32"] = "float64"
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Dimensions of a head that are rotated."""
+        return int(head_dim * self.partial)
 
     def problems(self, head_dim: int, *, section: str = "model.rope") -> list[str]:
         values = {key: getattr(self, key) for key in ("theta", *ROPE_FIELDS[self.kind])}
@@ -50,13 +56,16 @@ class RopeConfig:
             if low in values and not values[low] < values[high]
         ]
         for key in ("short_factors", "long_factors") if self.kind == "longrope" else ():
-            count, half = len(values[key]), head_dim // 2
+            count, half = len(values[key]), self.rotary_dim(head_dim) // 2
             if count != half:
                 problems.append(
                     f"{section}.{key} has {count} values, and must have {half}: half of model.head_dim = {head_dim}"
                 )
             if any(not factor > 0 for factor in values[key]):
                 problems.append(f"{section}.{key} holds {min(values[key])}; every factor must be above 0")
+        if (rotated := self.rotary_dim(head_dim)) % 2 or rotated < 2:
+            part = "" if self.partial == 1 else f" * {section}.partial = {self.partial}"
+            problems.append(f"model.head_dim = {head_dim}{part} must be even: rotary embedding rotates pairs")
         return problems
 
     def unused_keys(self, keys: Iterable[str], *, section: str = "model.rope") -> list[str]:

@@ -51,17 +51,16 @@ class SublayerModule(nn.Module):
     linears: ClassVar[tuple[str, ...]] = ()
     """The linear layers that take the input."""
     last: ClassVar[str] = ""
-    """The linear layer that gives the output; it has no bias. None: the sublayer is one piece, and `forward` its own."""
+    """The linear layer that gives the output, to which `Sublayer.after` adds its bias. Empty: the sublayer is one piece."""
 
     def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
         """Adds the linear layers, norms and other parameters that are declared."""
         super().__init__()
         declared = kind.parameters_of(self.module_name)
         last = declared.get(f"{self.last}.weight")
-        if self.last and (last is None or last.initial != "residual" or f"{self.last}.bias" in declared):
+        if self.last and (last is None or last.initial != "residual"):
             raise ValueError(
-                f'{self.module_name}.{self.last} gives the output: its weight must be declared with initial "residual", '
-                "and no bias"
+                f'{self.module_name}.{self.last} gives the output: its weight must be declared with initial "residual"'
             )
         for name, parameter in declared.items():
             (layer, _, attribute), shape = name.rpartition("."), parameter.shape_of(config.sizes)
@@ -123,7 +122,7 @@ class SublayerModule(nn.Module):
 
     def is_in_product(self, name: str) -> bool:
         """Whether a parameter belongs to one of the linear layers, rather than to `inner`."""
-        return name.rpartition(".")[0] in (*self.linears, self.last)
+        return name.rpartition(".")[0] in self.linears or name == f"{self.last}.weight"
 
 
 class Sublayer:
@@ -138,27 +137,37 @@ class Sublayer:
         multiplier: float = 1.0,
     ) -> None:
         self.module, self.norm, self.post_norm, self.multiplier = module, norm, post_norm, multiplier
+        bias = f"{module.last}.bias"
+        self.bias_name = bias if any(name == bias for name, _ in module.named_parameters()) else None
+        """Of the last product."""
+        self.has_after = post_norm is not None or multiplier != 1 or self.bias_name is not None
 
     def __call__(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
         """Leaves the backward pass to autograd."""
-        weights = self.norm_weights()
+        weights = self.own_weights()
         out_BSE = self.module(self.before(x_BSE, weights), rotation_2BS1F, boundaries_BD)
         return x_BSE + self.after(out_BSE, weights)
 
-    def norm_weights(self) -> dict[str, Tensor]:
+    def own_weights(self) -> dict[str, Tensor]:
+        """Those that `before` and `after` take."""
         norms = {"norm.weight": self.norm, "post_norm.weight": self.post_norm}
-        return {name: local_parameter(norm) for name, norm in norms.items() if norm is not None}
+        weights = {name: local_parameter(norm) for name, norm in norms.items() if norm is not None}
+        if self.bias_name is not None:
+            weights[self.bias_name] = local_parameter(self.module.get_submodule(self.module.last), "bias")
+        return weights
 
     def weights(self) -> dict[str, Tensor]:
         """Every parameter as this rank computes with it, by name."""
-        return self.norm_weights() | local_parameters(self.module)
+        return local_parameters(self.module) | self.own_weights()
 
     def before(self, x_BSE: Tensor, weights: Weights) -> Tensor:
         """The input of `linears`."""
         return x_BSE if self.norm is None else self.norm.normalize(x_BSE, weights["norm.weight"])
 
     def after(self, out_BSE: Tensor, weights: Weights) -> Tensor:
-        """What the residual connection adds, from the output of `last`."""
+        """What the residual connection adds, from the product of `last`."""
+        if self.bias_name is not None:
+            out_BSE = out_BSE + weights[self.bias_name]
         if self.post_norm is not None:
             out_BSE = self.post_norm.normalize(out_BSE, weights["post_norm.weight"])
         return out_BSE if self.multiplier == 1 else out_BSE * self.multiplier

@@ -117,6 +117,18 @@ class Transformer(nn.Module):
     def transformer_blocks(self) -> list[TransformerBlock]:
         return [cast(TransformerBlock, block) for block in self.blocks.values()]
 
+    def named_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the model: parameters, and the buffers of routers."""
+        return {name: each.detach() for name, each in (*self.named_parameters(), *self.named_buffers())}
+
+    def cast(self, dtype: torch.dtype) -> Transformer:
+        """Weights in `dtype`, and buffers in the dtype of its sums."""
+        self.to(dtype)
+        for layer in self.expert_layers():
+            for name, buffer in layer.named_buffers(recurse=False):
+                setattr(layer, name, buffer.to(accumulation_dtype(dtype)))
+        return self
+
     def expert_layers(self) -> list[MixtureOfExperts]:
         modules = [block.feed_forward for block in self.transformer_blocks()]
         return [module for module in modules if isinstance(module, MixtureOfExperts)]
@@ -135,7 +147,7 @@ class Transformer(nn.Module):
         config, needed = self.config, {block.kind.rope for block in self.transformer_blocks()}
         ropes = {"global": config.rope, "local": config.local_rope}
         tables = {
-            name: rope.cos_sin_table(each, config.head_dim, positions_BS, dtype, seq_len=self.seq_len)
+            name: rope.cos_sin_table(each, each.rotary_dim(config.head_dim), positions_BS, dtype, seq_len=self.seq_len)
             for name, each in ropes.items()
             if name in needed or (name == "global" and "none" in needed)
         }

@@ -31,8 +31,8 @@ def initialize(model: Transformer, *, seed: int | None, device: torch.device) ->
             else:
                 *experts, rows, columns = local_ranges(parameter)
                 keys = [f"{seed}/{name}/{index}" for index in experts[0]] if experts else [f"{seed}/{name}"]
-                local = to_local(parameter).view(-1, len(rows), len(columns))
-                for key, matrix in zip(keys, local, strict=True):
+                local = to_local(parameter)
+                for key, matrix in zip(keys, local if experts else [local], strict=True):
                     values = normal_rows(
                         parameter.shape[-2:], std=std, key=key, first_row=rows.start, end_row=rows.stop
                     )

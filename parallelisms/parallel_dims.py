@@ -219,13 +219,23 @@ def head_groups_problem(model: ModelConfig, head_groups: int) -> str | None:
     )
 
 
-def tensor_parallel_problems(
-    tp: int, *, heads: int, kv_heads: int, ffn_dim: int, vocab_size: int, replicate_vocab: bool = False
-) -> list[str]:
+def expert_parallel_problems(model: ModelConfig, ep: int, *, num_shards: int) -> list[str]:
+    """Every rule of expert parallelism that is broken. `num_shards`: dp_shard x cp."""
+    if ep > 1 and not model.has_experts:
+        return [f"parallelism.ep = {ep} must be 1: no layer has experts"]
+    rules = {"model.num_experts": model.num_experts, "parallelism.dp_shard x cp": num_shards}
+    return [
+        f"parallelism.ep = {ep} must divide {name} = {size}" for name, size in rules.items() if ep > 1 and size % ep
+    ]
+
+
+def tensor_parallel_problems(model: ModelConfig, tp: int, *, replicate_vocab: bool = False) -> list[str]:
     """Every rule of tensor parallelism that the model breaks, one message each."""
-    sizes = {"model.num_heads": heads, "model.ffn_dim": ffn_dim}
-    if not replicate_vocab:
-        sizes["model.vocab_size"] = vocab_size
+    kinds, kv_heads = model.kinds, model.num_kv_heads
+    names = ["num_heads", *["ffn_dim"] * any(kind.feed_forward == "gated" for kind in kinds)]
+    names += ["expert_dim"] * model.has_experts + ["shared_expert_dim"] * any(kind.shared_expert for kind in kinds)
+    names += ["vocab_size"] * (not replicate_vocab)
+    sizes = {f"model.{name}": getattr(model, name) for name in names}
     problems = [f"parallelism.tp = {tp} must divide {name} = {size}" for name, size in sizes.items() if size % tp]
     if kv_heads % tp and tp % kv_heads:
         problems.append(

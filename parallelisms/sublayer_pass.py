@@ -41,7 +41,7 @@ class SublayerPass:
         self._before: Callable[..., Tensor] = before if sublayer.norm is None else compile_piece(before)
         self._inner = compile_piece(type(sublayer.module).inner)
         self._after = compile_piece(type(sublayer).after)
-        self.has_after = sublayer.post_norm is not None or sublayer.multiplier != 1
+        self.has_after = sublayer.has_after
         self._weights = sublayer.weights()
         self._piece_weights = as_leaves(
             {name: x for name, x in self._weights.items() if not self._module.is_in_product(name)}
@@ -110,7 +110,11 @@ class SublayerPass:
     def last_grad(self, grad_BCE: Tensor, last_input: Tensor) -> Tensor:
         """Gradient of the last product, from that of the residual stream. Where a norm follows, it needs the product."""
         if self._sublayer.post_norm is None:
-            return grad_BCE * self._sublayer.multiplier
+            grad_last_BCE = grad_BCE * self._sublayer.multiplier
+            if self._sublayer.bias_name is not None:
+                dtype = accumulation_dtype(grad_BCE.dtype)
+                self.grads.add({self._sublayer.bias_name: grad_last_BCE.flatten(0, -2).sum(0, dtype=dtype)})
+            return grad_last_BCE
         graph = LocalGraph(
             lambda inputs, weights: [self._after(self._sublayer, *inputs, weights)],
             [self._tp_comm.reduce(self.last_product(last_input))],

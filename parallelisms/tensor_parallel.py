@@ -58,8 +58,7 @@ def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss
 
 
 def _require_divisible(config: ModelConfig, tp: int, *, replicate_vocab: bool) -> None:
-    sizes = {"heads": config.num_heads, "kv_heads": config.num_kv_heads, "ffn_dim": config.ffn_dim}
-    if problems := tensor_parallel_problems(tp, **sizes, vocab_size=config.vocab_size, replicate_vocab=replicate_vocab):
+    if problems := tensor_parallel_problems(config, tp, replicate_vocab=replicate_vocab):
         raise ValueError("; ".join(problems))
 
 

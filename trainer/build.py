@@ -53,6 +53,7 @@ class ParallelModel:
             config.parallelism.degrees(world.size),
             rank=world.rank,
             ulysses_degree=context_plan.hybrid_ulysses_degree,
+            ep=config.parallelism.ep,
             timeout=timedelta(minutes=config.distributed.start_timeout_minutes),
         )
         self.kernel = kernel or choose_attention_kernel(config, world.device)
@@ -80,7 +81,7 @@ class ParallelModel:
         with torch.device("meta"):
             model_config, chunk = config.model.build(), config.memory.loss_chunk_mib
             model = Transformer(model_config, stage=stage, seq_len=training.seq_len, loss_chunk_mib=chunk)
-            model.to(stored_dtype)
+            model.cast(stored_dtype)
         parallelize(
             model,
             self.mesh,

@@ -104,12 +104,11 @@ def load_model(resolved: ResolvedCheckpoint, device: torch.device) -> Transforme
     config = resolved.config
     with torch.device("meta"):
         model = Transformer(config.model.build(), seq_len=config.training.seq_len)
-    model = model.to(getattr(torch, config.training.dtype))
+        model = model.cast(getattr(torch, config.training.dtype))
     materialize(model, device)
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    reader = open_model(resolved.checkpoint, shapes, max_shown=1)
-    read_tensors(reader, {f"{MODEL_PREFIX}{name}": each for name, each in parameters.items()}, no_dist=True)
+    tensors = model.named_tensors()
+    reader = open_model(resolved.checkpoint, {name: each.shape for name, each in tensors.items()}, max_shown=1)
+    read_tensors(reader, {f"{MODEL_PREFIX}{name}": each for name, each in tensors.items()}, no_dist=True)
     return model
 
 

@@ -13,12 +13,8 @@ from typing import Any
 from models import hf
 from models.config import ModelConfig
 from models.hf import HuggingFaceError, read_config, text_model_values
-from models.hf_config import (
-    ROPES,
-    config_differences,
-    model_config_from_hf,
-    model_config_to_hf,
-)
+from models.hf_config import ROPES, model_config_from_hf
+from models.hf_config_write import config_differences, model_config_to_hf
 from models.hf_rope import rope_fields
 from models.hf_write import write_safetensors
 from models.layers import LayerKind
@@ -96,7 +92,9 @@ def export(options: Namespace) -> None:
     hf_config = model_config_to_hf(model, max_length=seq_len, dtype=dtype, bos=bos, eos=eos)
     written = dataclasses.replace(model, model_type=hf_config["model_type"])
     manifest.read_intact(checkpoint, check_hashes=True)
-    reader = open_model(checkpoint, {name: entry.shape for name, entry in hf.tensor_specs(model).items()})
+    reader = open_model(
+        checkpoint, {name: each.shape_of(model.sizes) for name, each in (model.parameters | model.buffers).items()}
+    )
     print_lines(f"{checkpoint}: {model.num_parameters:,} parameters as {dtype}, context of {seq_len:,} tokens")
     with atomic_folder(output) as folder:
         for path in write_safetensors(
@@ -163,6 +161,8 @@ def import_model(folder: Path, output: Path | None, *, text_only: bool = False) 
         raise HuggingFaceError([f"{folder}: {problem}" for problem in problems])
     check_tokenizer(folder, model)
     left_out = [f"left out: {name} ({count} tensors)" for name, count in weights.left_out.items()]
+    if count := weights.num_extra_tensors(model):
+        left_out.append(f"left out: the layer after the last, which predicts further tokens ({count} tensors)")
     lines = config_lines(folder, model, values.get("max_position_embeddings"), text_only=text_only)
     text = "\n".join([*(f"# {line}" for line in left_out), *lines]) + "\n"
     if output is None:
@@ -225,19 +225,21 @@ def nearest_preset(model: ModelConfig) -> tuple[str, str, dict[str, Any]]:
     if differing.keys() & {"layers", "rope.layers"} or overrides.get("window", 0) is None:
         inherited = {each.name: each.default for each in dataclasses.fields(LayerKind)} | preset.common_options
         overrides |= {key: value for key, value in model.common_options.items() if value != inherited[key]}
-        overrides = {**overrides, "window": None, "layers": layer_tables(model)}
+        overrides = {**overrides, "window": None, "layers": layer_tables(model, inherited)}
     if preset.model_type != model.model_type:
         overrides["model_type"] = model.model_type
     return family, size, {key: value for key, value in overrides.items() if value is not None}
 
 
-def layer_tables(model: ModelConfig) -> list[dict[str, Any]]:
-    """The items of `model.layers`, without what all layers share."""
+def layer_tables(model: ModelConfig, inherited: dict[str, Any]) -> list[dict[str, Any]]:
+    """The items of `model.layers`, without what all layers share, or what they inherit from the preset."""
     tables = list[dict[str, Any]]()
     shared = model.common_options.keys() - {"window"}
     pattern = model.layers or model.layer_kinds[: model.nope_every or 1]
     for kind in pattern:
-        defaults = {each.name: each.default for each in dataclasses.fields(kind)}
+        defaults = {each.name: each.default for each in dataclasses.fields(kind)} | {
+            name: value for name, value in inherited.items() if name != "window"
+        }
         table = {
             name: value
             for name, default in defaults.items()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from models.batch import Batch
+from models.moe import router_statistics
 from parallelisms.collectives import all_reduce
 from parallelisms.fsdp import fsdp_modules
 from trainer.build import ParallelModel, build_pipeline
@@ -28,6 +29,7 @@ from trainer.hardware.device import AsyncHostCopy, Stopwatch
 from trainer.metrics.step_metrics import MetricAccumulator, MetricLayout, safe_divide
 from trainer.optim.lr_schedule import learning_rate
 from trainer.optim.optimizer import Optimizer
+from trainer.optim.routers import Routers, expert_layers
 from trainer.resilience.anomalies import Goodput, LossSpikeDetector
 
 
@@ -57,7 +59,7 @@ class StepResult:
                 f"step {self.step}: context-parallel rank{'s'[: len(differing) > 1]} {', '.join(map(str, differing))} of "
                 f"{len(checksums)} read other documents than the rest: the prepared corpus differs between ranks"
             )
-        scalars = {name: values[0] for name, values in metrics.items()}
+        scalars = {name: values[0] for name, values in metrics.items() if values}
         by_position, by_shard, by_source = (
             safe_divide(metrics[f"loss_by_{key}"], metrics[f"targets_by_{key}"])
             for key in ("position", "shard", "source")
@@ -75,6 +77,8 @@ class StepResult:
             loss_by_shard=by_shard if self.layout.num_shards > 1 else None,
             loss_by_source=by_source,
             tokens_by_source=metrics["tokens_by_source"],
+            router_sums=metrics["routers"],
+            targets=scalars["targets"],
         )
 
 
@@ -97,6 +101,9 @@ class StepMetrics:
     loss_by_source: list[float | None]
     tokens_by_source: list[float]
     """Since the run began."""
+    router_sums: list[float]
+    """Statistics of every router; see `trainer.optim.routers`."""
+    targets: float
 
 
 class Trainer:
@@ -110,7 +117,7 @@ class Trainer:
         kernel: str | None = None,
     ) -> None:
         """`config` and `dataset` are those of `stage`, a training stage of the run; `kernel` as in `ParallelModel`."""
-        self.config = config
+        self.config, model = config, config.model.build()
         self.stage = stage or config.training_stages[0]
         self.world = world
         self.dataset = dataset
@@ -139,12 +146,19 @@ class Trainer:
             plan_attention=parallel_model.plan_attention,
             pin_memory=world.device.type == "cuda",
         )
+        splits_tokens = config.parallelism.sequence_parallel and self.mesh.tp_group is not None
+        self.routers = Routers(
+            [*self.stage_modules.values()], config.training, self.mesh.tp_group if splits_tokens else None
+        )
         self.config_changes: list[str] = []
         """Configuration keys that differ from the resumed checkpoint."""
         self.step = 0
         self.next_sequence = 0
         """Within the training stage."""
-        self.accumulator = MetricAccumulator(self.mesh, world.device, num_sources=len(dataset.names))
+        router_sums = len(expert_layers(model)) * router_statistics(model.num_experts)
+        self.accumulator = MetricAccumulator(
+            self.mesh, world.device, num_sources=len(dataset.names), router_sums=router_sums
+        )
         self.counters = torch.zeros(2 + len(dataset.names), dtype=torch.int64, device=world.device)
         """Tokens seen, steps skipped and tokens of each source since the run began."""
         self.loss_spikes, self.goodput = LossSpikeDetector(config), Goodput()
@@ -190,10 +204,12 @@ class Trainer:
         num_targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum().to(device, non_blocking=True)
         global_num_targets = all_reduce(self.mesh.dp_cp_group, num_targets).clamp(min=1)
         values = self.accumulator.new_vector(micro_batches)
+        self.routers.begin_step(global_num_targets)
         forward_backward = self.forward_backward if self.pipeline is None else self.pipeline.run
         forward_backward(
             (batch.to(device) for batch in micro_batches), global_num_targets, partial(self.accumulator.add, values)
         )
+        self.routers.end_step(self.accumulator.layout.split(values)["routers"])
         return values
 
     def forward_backward(
@@ -212,6 +228,7 @@ class Trainer:
         metrics = self.accumulator.all_reduce(values)
         self.counters += torch.cat((metrics["tokens"], (~finite).view(1), metrics["tokens_by_source"])).long()
         metrics["grad_norm"][0], metrics["finite"][0], metrics["tokens_seen"][0] = norm, finite, self.counters[0]
+        self.routers.update(metrics["routers"], finite)
         metrics["tokens_by_source"].copy_(self.counters[2:])
         return values
 
@@ -219,7 +236,8 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every tensor of a checkpoint by a mesh-independent name; loading writes into these tensors."""
-        weights = {f"model.{name}": parameter.detach() for name, parameter in self.optimizer.parameters_by_name.items()}
+        modules = self.stage_modules.values()
+        weights = {f"model.{name}": each for module in modules for name, each in module.named_tensors().items()}
         return weights | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_dict().items()}
 
     def train_state(self) -> dict[str, Any]:

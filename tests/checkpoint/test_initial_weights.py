@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from models import hf
-from models.hf_config import model_config_to_hf
+from models.hf_config_write import model_config_to_hf
+from models.hf_tensors import tensor_specs
 from models.hf_write import write_safetensors
 from models.transformer import Transformer
 from parallelisms.collectives import full_tensor, to_local
@@ -38,7 +39,7 @@ def write_hf_model(run: Path, folder: Path, *options: str, dtype: torch.dtype = 
     """Writes a Hugging Face model with random weights; returns the tensors by parameter name."""
     model = configured(run, run.parent / "run", *options).model.build()
     torch.manual_seed(1)
-    weights = {name: torch.randn(entry.shape).to(dtype) for name, entry in hf.tensor_specs(model).items()}
+    weights = {name: torch.randn(entry.shape).to(dtype) for name, entry in tensor_specs(model).items()}
     folder.mkdir()
     (folder / hf.CONFIG_FILE).write_text(
         json.dumps(model_config_to_hf(model, max_length=64, dtype=str(dtype).partition(".")[2]))

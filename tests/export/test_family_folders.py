@@ -10,7 +10,9 @@ import torch
 
 from models import hf
 from models.hf import read_config
-from models.hf_config import config_differences, read_model
+from models.hf_config import read_model
+from models.hf_config_write import config_differences
+from models.hf_tensors import tensor_specs
 from tests.huggingface_folders import write_family
 from tests.models.hf_models import MADE, load, logits_of, logits_there, made
 from tests.models.test_hf_families import assert_close, in_float32
@@ -60,12 +62,12 @@ def test_a_folder_goes_in_and_comes_out(name: str, tmp_path: Path, capsys: pytes
 
     # Every weight is the checkpoint's, and transformers computes with it what we do.
     saved, weights = tensors(run / "checkpoints/step-2"), hf.SafetensorsReader(output)
-    for parameter, spec in hf.tensor_specs(config).items():
+    for parameter, spec in tensor_specs(config).items():
         assert torch.equal(weights.read(spec), saved[f"model.{parameter}"]), parameter
     model = load(output, in_float32(config))
     tokens, logits = logits_of(model, in_float32(config))
     assert_close(logits, logits_there(output, tokens))
-    before = hf.SafetensorsReader(source).read(hf.tensor_specs(config)["blocks.0.attention.q_proj.weight"])
+    before = hf.SafetensorsReader(source).read(tensor_specs(config)["blocks.0.attention.q_proj.weight"])
     assert not torch.equal(before, saved["model.blocks.0.attention.q_proj.weight"]), "trained"
 
 

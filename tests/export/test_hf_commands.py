@@ -12,7 +12,9 @@ from torch import Tensor
 
 from models import hf
 from models.hf import read_config
-from models.hf_config import config_differences, model_config_from_hf
+from models.hf_config import model_config_from_hf
+from models.hf_config_write import config_differences
+from models.hf_tensors import tensor_specs
 from models.presets import FAMILIES
 from tests.artifacts import forge
 from tests.huggingface_folders import write_family
@@ -46,7 +48,7 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
     model = model_config_from_hf(read_config(folder))
     weights = hf.SafetensorsReader(folder)
     assert weights.problems(model) == []
-    return {name: weights.read(entry) for name, entry in hf.tensor_specs(model).items()}
+    return {name: weights.read(entry) for name, entry in tensor_specs(model).items()}
 
 
 def run_main(*argv: object) -> int:

@@ -127,18 +127,21 @@ def _attention(
         q = q * config.attention_scale * config.head_dim**0.5  # `dense` divides by the root.
     sinks = weights["sinks"] if kind.sink else None
     out_BSNH, _ = dense(q, k, v, batch.boundaries, sinks, window=kind.window, softcap=kind.softcap)
-    return out_BSNH.flatten(-2) @ weights["o_proj.weight"].T
+    projected_BSE: Tensor = out_BSNH.flatten(-2) @ weights["o_proj.weight"].T + weights.get("o_proj.bias", 0)
+    return projected_BSE
 
 
 def _rotated(x_BSNH: Tensor, rope: RopeConfig, positions_BS: Tensor) -> Tensor:
     """Each pair (x[i], x[i + F]) as a complex number, times that of its angle."""
-    half = x_BSNH.shape[-1] // 2
+    rotated_dim = int(x_BSNH.shape[-1] * rope.partial)
+    x_BSNH, rest_BSNH = x_BSNH[..., :rotated_dim], x_BSNH[..., rotated_dim:]
+    half = rotated_dim // 2
     frequencies_F = rope.theta ** (-torch.arange(half, dtype=torch.float64) / half)
     if rope.kind != "default":
         frequencies_F = torch.tensor(frequencies(rope, 2 * half, seq_len=0), dtype=torch.float64)
     turns_BS1F = torch.exp(1j * positions_BS[..., None, None] * frequencies_F) * attention_factor(rope)
     rotated = torch.complex(x_BSNH[..., :half], x_BSNH[..., half:]) * turns_BS1F
-    return torch.cat((rotated.real, rotated.imag), -1)
+    return torch.cat((rotated.real, rotated.imag, rest_BSNH), -1)
 
 
 def _gated(kind: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -172,7 +175,8 @@ def _mixture(config: ModelConfig, kind: Any, weights: Weights, x_BSE: Tensor) ->
 
 
 def _router_logits(weights: Weights, x_BSE: Tensor) -> Tensor:
-    return x_BSE @ weights["router.weight"].T + weights.get("router.bias", 0)
+    logits_BSX: Tensor = x_BSE @ weights["router.weight"].T + weights.get("router.bias", 0)
+    return logits_BSX
 
 
 def _router_scores(config: ModelConfig, logits_BSX: Tensor) -> Tensor:
@@ -207,4 +211,5 @@ def _router_loss(
         counts_B1X = (_chosen(config, weights, scores_BSX) * is_target_BS[..., None]).sum(1, keepdim=True)
         load_BSX = counts_B1X / counts_B1X.mean(-1, keepdim=True)
     loss_BS = losses.balance * (load_BSX * share_BSX).sum(-1) + losses.z * logits_BSX.logsumexp(-1) ** 2
-    return (loss_BS * is_target_BS).sum()
+    total: Tensor = (loss_BS * is_target_BS).sum()
+    return total

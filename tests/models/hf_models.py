@@ -16,8 +16,9 @@ from torch import Tensor
 
 from models import hf
 from models.config import ModelConfig
-from models.hf_config import model_config_to_hf
-from models.hf_families import FULL, SLIDING
+from models.hf_config_write import model_config_to_hf
+from models.hf_family import FULL, SLIDING
+from models.hf_tensors import tensor_specs
 from models.hf_write import write_safetensors
 from models.rope_config import RopeConfig
 from models.transformer import Transformer
@@ -43,7 +44,7 @@ def write(folder: Path, config: ModelConfig, model: Transformer, *, file_bytes: 
     folder.mkdir(parents=True, exist_ok=True)
     values = model_config_to_hf(config, max_length=LENGTH, dtype="float32", bos=1, eos=2)
     (folder / hf.CONFIG_FILE).write_text(json.dumps(values))
-    parameters = dict(model.named_parameters())
+    parameters = model.named_tensors()
     read = cast(Callable[[str], Tensor], lambda name: parameters[name].detach())
     given: dict[str, Any] = {"dtype": torch.float32, "file_bytes": file_bytes} | options
     assert [*write_safetensors(folder, config, read, **given)] == sorted(folder.glob("model*"))
@@ -51,12 +52,13 @@ def write(folder: Path, config: ModelConfig, model: Transformer, *, file_bytes: 
 
 
 def load(folder: Path, config: ModelConfig) -> Transformer:
-    weights, known = hf.SafetensorsReader(folder), hf.tensor_specs(config)
+    weights, known = hf.SafetensorsReader(folder), tensor_specs(config)
     assert weights.problems(config) == []
     model = Transformer(config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights.read(known[name]))
+        for name, tensor in model.named_tensors().items():
+            if name in known:
+                tensor.copy_(weights.read(known[name]))
     return model
 
 
@@ -107,6 +109,9 @@ def made_by_transformers(kind: str, dtype: torch.dtype, *, std: float = 0.3, **o
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1 and not kind.startswith("Gemma")), std=std)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=std)
     return model.to(dtype)
 
 
@@ -177,6 +182,51 @@ MADE: dict[str, dict[str, Any]] = {
         "rope_theta": 500.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "rope_local_base_freq": 50.0,
+    },
+    "Qwen3Moe": {
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 4,
+        "mlp_only_layers": [1],
+    },
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "Olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
+    "GptOss": {
+        "head_dim": 8,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+        "num_hidden_layers": 3,
+        "layer_types": [SLIDING, FULL, SLIDING],
+        "rope_theta": 500.0,
+        "rope_scaling": YARN | {"truncate": False},
+    },
+    "Glm4Moe": {
+        "head_dim": 8,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "num_nextn_predict_layers": 0,
+    },
+    "Glm4Moe small": {
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "norm_topk_prob": False,
+        "num_hidden_layers": 2,
+        "num_nextn_predict_layers": 0,
     },
 }
 """Options of transformers' configurations, by the name of the class, and what is special."""

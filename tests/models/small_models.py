@@ -59,6 +59,8 @@ GPT_OSS = replace(
             feed_forward="moe",
             window=window,
             sink=True,
+            qkv_bias=True,
+            o_bias=True,
             router_bias=True,
             expert_bias=True,
             activation="clamped_swiglu",
@@ -77,6 +79,8 @@ DEEPSEEK = replace(
     router_scaling=2.5,
     expert_groups=4,
     top_k_groups=2,
+    head_dim=8,
+    rope=RopeConfig(theta=500.0, partial=0.5),
     layers=(LayerKind(), *[LayerKind(feed_forward="moe", shared_expert=True, correction_bias=True)] * 2),
 )
 """A layer without experts, then experts in groups, and one of all tokens."""

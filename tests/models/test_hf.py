@@ -16,7 +16,9 @@ from torch import Tensor
 from models import hf
 from models.config import ModelConfig
 from models.hf import HuggingFaceError, read_config
-from models.hf_config import config_differences, model_config_from_hf, model_config_to_hf
+from models.hf_config import model_config_from_hf
+from models.hf_config_write import config_differences, model_config_to_hf
+from models.hf_tensors import tensor_specs
 from models.layers import LayerKind
 from models.presets import FAMILIES
 from models.rope_config import RopeConfig
@@ -274,8 +276,8 @@ UNSUPPORTED = {
         ['architectures = ["LlamaForSequenceClassification"] is not supported; only ["LlamaForCausalLM"]'],
     ),
     "model": (
-        {"model_type": "qwen3_moe"},
-        ['model_type = "qwen3_moe" is not supported; only "llama" or "qwen2" or "qwen3"'],
+        {"model_type": "qwen3_next"},
+        ['model_type = "qwen3_next" is not supported; only "llama" or "qwen2" or "qwen3"'],
     ),
     "rope": (
         {"rope_parameters": "absent", "rope_scaling": {"rope_type": "dynamic", "factor": 2}},
@@ -354,12 +356,12 @@ def problems_of(folder: Path, config: ModelConfig = LLAMA) -> list[str]:
 
 
 def test_slices_of_a_tensor_are_read_alone(folder: Path) -> None:
-    weights, entry = hf.SafetensorsReader(folder), hf.tensor_specs(LLAMA)["blocks.1.feed_forward.down_proj.weight"]
+    weights, entry = hf.SafetensorsReader(folder), tensor_specs(LLAMA)["blocks.1.feed_forward.down_proj.weight"]
     whole = weights.read(entry)
     assert torch.equal(weights.read(entry, [range(3, 9), range(5, 20)]), whole[3:9, 5:20])
     assert torch.equal(weights.read(entry, [range(24), range(7)]), whole[:, :7])
     assert weights.read(entry, [range(24, 24), range(20)]).shape == (0, 20)
-    norm = hf.tensor_specs(LLAMA)["head.norm.weight"]
+    norm = tensor_specs(LLAMA)["head.norm.weight"]
     assert torch.equal(weights.read(norm, [range(2, 5)]), weights.read(norm)[2:5])
 
 
@@ -420,7 +422,7 @@ def test_truncated_file_is_named(folder: Path, size: int) -> None:
     (line,) = problems_of(folder)
     assert line.startswith(f"{first} cannot be read: ")
     with pytest.raises(HuggingFaceError, match=r"embed_tokens.*cannot be read|cannot be read"):
-        hf.SafetensorsReader(folder).read(hf.tensor_specs(LLAMA)["embed.weight"])
+        hf.SafetensorsReader(folder).read(tensor_specs(LLAMA)["embed.weight"])
 
 
 def test_index_that_disagrees_with_the_files_is_reported(folder: Path) -> None:
@@ -452,7 +454,7 @@ def test_files_are_filled_to_the_limit_and_verified(tmp_path: Path) -> None:
     assert all(path.stat().st_size < 4000 + 2000 for path in files)
     index = json.loads((folder / hf.INDEX_FILE).read_text())
     assert index["metadata"]["total_size"] == LLAMA.num_parameters * 2
-    assert hf.SafetensorsReader(folder).read(hf.tensor_specs(LLAMA)["embed.weight"]).dtype == torch.bfloat16
+    assert hf.SafetensorsReader(folder).read(tensor_specs(LLAMA)["embed.weight"]).dtype == torch.bfloat16
 
 
 def test_file_that_differs_from_what_was_written_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,14 +17,11 @@ from models import hf
 from models.attention import Attention
 from models.config import ModelConfig
 from models.hf import HuggingFaceError, read_config, text_model_values
-from models.hf_config import (
-    config_differences,
-    model_config_from_hf,
-    model_config_to_hf,
-    read_model,
-    with_layers,
-)
-from models.hf_families import FAMILIES, FULL, SLIDING
+from models.hf_config import model_config_from_hf, read_model, with_layers
+from models.hf_config_write import config_differences, model_config_to_hf
+from models.hf_families import FAMILIES
+from models.hf_family import FULL, SLIDING
+from models.hf_tensors import TensorSpec, tensor_specs
 from models.layers import LayerKind
 from models.presets import FAMILIES as PRESETS
 from models.rope import cos_sin_table
@@ -78,11 +75,29 @@ def test_logits_and_gradients_are_those_of_transformers(name: str, folders: dict
     torch.nn.functional.cross_entropy(expected[0, :-1], tokens[0, 1:]).backward()
     parameters = dict(reference.named_parameters())
     covered = dict.fromkeys(parameters, 0)
-    for ours, spec in hf.tensor_specs(config).items():
-        grad = parameters[spec.name].grad[spec.first_row : spec.first_row + spec.shape[0]]
+    for ours, spec in tensor_specs(config).items():
+        if ours in config.buffers:
+            continue
+        theirs_name, grad = their_gradient(parameters, spec)
         assert (found[ours] - grad).norm() <= 1e-5 * grad.norm() + 1e-7, ours
-        covered[spec.name] += spec.shape[0]
-    assert covered == {their: len(parameter) for their, parameter in parameters.items()}
+        covered[theirs_name] += grad.numel()
+    assert covered == {their: parameter.numel() for their, parameter in parameters.items()}
+
+
+def their_gradient(parameters: dict[str, Any], spec: TensorSpec) -> tuple[str, Tensor]:
+    """The parameter of transformers, which holds all experts of a layer and fuses gate and up, and the part of its gradient."""
+    name = spec.name
+    if spec.is_per_expert:
+        layer, _, projection = name.replace("block_sparse_moe", "mlp").partition(".experts.{}.")
+        projection = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(projection[:2], projection)
+        name = f"{layer}.experts.{'down_proj' if projection.startswith('down') else 'gate_up_proj'}"
+        grad = parameters[name].grad
+        if name.endswith("gate_up_proj"):
+            grad = grad.chunk(2, dim=1)[projection.startswith("up")]
+        return name, grad
+    name = name if name in parameters else name.replace("block_sparse_moe", "mlp")
+    grad = parameters[name].grad[spec.first_row : spec.first_row + spec.shape[0]]
+    return name, spec.select(grad)
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -149,9 +164,14 @@ def test_an_unknown_key_is_named(name: str) -> None:
 def values_of(name: str) -> dict[str, Any]:
     """The config.json of a small model of this type."""
     family = FAMILIES[name]
+    experts: dict[str, Any] = (
+        {"num_experts": 8, "top_k": 2, "expert_dim": 704} if "feed_forward" in family.options else {}
+    )
+    experts |= {"shared_expert_dim": 704} if "shared_expert" in family.options else {}
     model = replace(
         PRESETS["llama3"]["debug"],
         **family.options,
+        **experts,
         model_type=name,
         embedding_multiplier=16.0 if family.scales_embeddings else 1.0,
     )
@@ -167,6 +187,21 @@ def values_of(name: str) -> dict[str, Any]:
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = true is not supported"),
         ("gemma2", {"hidden_activation": "gelu"}, 'hidden_activation = "gelu" is not supported; only "gelu_pytorch_tanh"'),
         ("mistral", {"sliding_window": 0}, "sliding_window = 0 must be an integer above 0"),
+        ("qwen3_moe", {"num_experts": 0}, "num_experts = 0 must be an integer above 0"),
+        ("qwen3_moe", {"num_local_experts": 4}, "num_local_experts = 4 and num_experts = 8 disagree"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "model.top_k = 9 must be at most model.num_experts = 8"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob = 1 must be true or false"),
+        ("qwen3_moe", {"mlp_only_layers": [-1]}, "mlp_only_layers = [-1] must be a list of integers of at least 0"),
+        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window = true is not supported"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias = false is not supported; only true"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit = 6.0 is not supported"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace = -1 must be an integer of at least 0"),
+        ("glm4_moe", {"n_group": 3}, "model.expert_groups = 3 must divide model.num_experts = 8"),
+        ("llama", {"num_experts": 4}, "num_experts = 4 is not supported"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         ("mistral", {"sliding_window": "4096"}, 'sliding_window = "4096" must be an integer above 0'),
         ("qwen3", {"layer_types": [SLIDING] * 4}, 'layer_types names "sliding_attention", but no sliding_window is used'),
         ("qwen3", {"use_sliding_window": 1}, "use_sliding_window = 1 must be true or false"),
@@ -250,7 +285,7 @@ def test_the_language_model_of_several_modalities(prefix: str, folders: dict[str
     weights = hf.SafetensorsReader(tmp_path, text_only=True)
     assert weights.problems(config) == []
     assert weights.left_out == {"multi_modal_projector": 1, "vision_tower": 1}
-    for spec in hf.tensor_specs(config).values():
+    for spec in tensor_specs(config).values():
         assert torch.equal(weights.read(spec), tensors[spec.name])
 
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import hf, layers, transformer
+from models import layers, transformer
 from models.config import ModelConfig
 from models.decode import Decoder
 from models.hf import HuggingFaceError
-from models.hf_config import config_differences, model_config_to_hf
+from models.hf_config_write import config_differences, model_config_to_hf
+from models.hf_tensors import tensor_specs
 from models.layers import LayerKind, Parameter, SublayerKind
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint, gradient_check
@@ -102,12 +103,11 @@ def declared_with(**changes: Parameter) -> SublayerKind:
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
-        (declared_with(down_proj__bias=Parameter("E", "replicate", "b", "zeros")), "down_proj gives the output"),
         (declared_with(down_proj__weight=Parameter("EG", "rowwise", "w")), 'must be declared with initial "residual"'),
         (declared_with(scale=Parameter("G", "colwise", "s")), "feed_forward.scale is no matrix: its initial values"),
         (
-            declared_with(scale=Parameter("X", "colwise", "s", "ones")),
-            "feed_forward.scale has a width that is unknown: X",
+            declared_with(scale=Parameter("W", "colwise", "s", "ones")),
+            "feed_forward.scale has a width that is unknown: W",
         ),
         (declared_with(scale=Parameter("G", "colwise", "s", "ones", "scaled")), "scaled is no option of LayerKind"),
     ],
@@ -157,7 +157,7 @@ def test_counts_are_sums_over_layers() -> None:
     assert MIXED_KINDS.matrix_parameters == matrices + sizes["V"] * dim
     assert MIXED_KINDS.flops(tokens=0, pairs=10) == 12 * 4 * queries * 10
     assert MIXED_KINDS.num_parameters == sum(x.numel() for x in Transformer(MIXED_KINDS).parameters())
-    assert hf.tensor_specs(MIXED_KINDS)["blocks.2.attention.in_proj.weight"][:2] == (
+    assert tensor_specs(MIXED_KINDS)["blocks.2.attention.in_proj.weight"][:2] == (
         "model.layers.2.shift.in_proj.weight",
         (queries, dim),
     )

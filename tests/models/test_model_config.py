@@ -59,14 +59,41 @@ PUBLISHED = {
     ("gemma3", "4b"): 3_880_263_168,  # Of gemma3, the language model's.
     ("gemma3", "12b"): 11_766_034_176,
     ("gemma3", "27b"): 27_009_346_304,
+    ("qwen3_moe", "30b-a3b"): 30_532_122_624,
+    ("qwen3_moe", "235b-a22b"): 235_093_634_560,
+    ("mixtral", "8x7b"): 46_702_792_704,
+    ("mixtral", "8x22b"): 140_630_071_296,
+    ("olmoe", "1b-7b"): 6_919_161_856,
+    ("gpt_oss", "20b"): 20_914_757_184,
+    ("gpt_oss", "120b"): 116_829_156_672,
+    ("glm4_moe", "4.5"): 352_797_814_784,
+    ("glm4_moe", "4.5-air"): 106_852_245_504,
 }
-DEBUG_FAMILIES = ["llama3", "qwen2.5", "qwen3", "gemma3"]
+DEBUG_FAMILIES = ["llama3", "qwen2.5", "qwen3", "gemma3", "qwen3_moe"]
 PRESETS = [(family, size) for family, sizes in FAMILIES.items() for size in sizes]
 
 
 @pytest.mark.parametrize(("family", "size"), PUBLISHED)
 def test_parameter_count_is_the_published_one(family: str, size: str) -> None:
     assert FAMILIES[family][size].num_parameters == PUBLISHED[family, size]
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "billions"),
+    [
+        ("qwen3_moe", "30b-a3b", 3.35),
+        ("qwen3_moe", "235b-a22b", 22.2),
+        ("mixtral", "8x7b", 12.9),
+        ("mixtral", "8x22b", 39.2),
+        ("olmoe", "1b-7b", 1.28),
+        # Published without the input embedding: 3.61 and 5.13.
+        ("gpt_oss", "20b", 3.61 + 0.58),
+        ("gpt_oss", "120b", 5.13 + 0.58),
+        ("glm4_moe", "4.5-air", 13.4),
+    ],
+)
+def test_active_parameters_are_the_published_ones(family: str, size: str, billions: float) -> None:
+    assert FAMILIES[family][size].num_active_parameters / 1e9 == pytest.approx(billions, rel=0.004)
 
 
 @pytest.mark.parametrize(("family", "size"), PRESETS)
@@ -88,8 +115,11 @@ def test_debug_models_are_divisible_by_eight_ranks(family: str) -> None:
     assert all(size % 8 == 0 for size in (config.vocab_size, config.dim, config.num_heads, config.ffn_dim))
     assert (config.num_layers >= 4, config.num_kv_heads) == (True, 4)
     options = config.common_options
-    assert (options["qk_norm"], options["qkv_bias"]) == (family in ("qwen3", "gemma3"), family == "qwen2.5")
-    assert config.tie_embeddings == (family != "llama3")
+    assert (options["qk_norm"], options["qkv_bias"]) == (
+        family in ("qwen3", "gemma3", "qwen3_moe"),
+        family == "qwen2.5",
+    )
+    assert config.tie_embeddings == (family not in ("llama3", "qwen3_moe"))
 
 
 @pytest.mark.parametrize("size", ["1b", "3b"])
@@ -218,6 +248,6 @@ def test_invalid_config_is_reported_with_its_values() -> None:
     broken = replace(SMALL, num_heads=5, num_kv_heads=2, head_dim=7, rope=rope)
     assert broken.problems() == [
         "model.rope.low_freq_factor = 4.0 must be below model.rope.high_freq_factor = 4.0",
-        "model.num_heads = 5 must be a multiple of model.num_kv_heads = 2",
         "model.head_dim = 7 must be even: rotary embedding rotates pairs",
+        "model.num_heads = 5 must be a multiple of model.num_kv_heads = 2",
     ]

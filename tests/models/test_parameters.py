@@ -15,6 +15,7 @@ from torch import distributed
 from models import hf
 from models.attention import Attention
 from models.config import ModelConfig
+from models.hf_tensors import tensor_specs
 from models.hf_write import write_safetensors
 from models.layers import FEED_FORWARDS, MIXERS, LayerKind, Parameter
 from models.linear import Linear
@@ -138,7 +139,7 @@ def test_counts_and_files_follow_the_declaration(monkeypatch: pytest.MonkeyPatch
     after = replace(CONFIG)
     assert after.num_parameters - counted == 2 * 16 * 8
     assert after.flops(tokens=1, pairs=0) - products == 6 * 2 * 16 * 8
-    assert hf.tensor_specs(after)[f"blocks.1.{GATE}"][:2] == (HF_GATE, (16, 8))
+    assert tensor_specs(after)[f"blocks.1.{GATE}"][:2] == (HF_GATE, (16, 8))
 
 
 @pytest.mark.parametrize(("tp", "kv_rows"), [(1, 8), (2, 4), (4, 8)])
@@ -195,14 +196,14 @@ def test_import_names_what_only_one_side_has(tmp_path: Path, monkeypatch: pytest
         (without, with_gate, f"{HF_GATE} is missing"),
         (with_gate, without, f"{HF_GATE} [16, 8] is unexpected"),
     ):
-        weights = {name: torch.zeros(entry.shape) for name, entry in hf.tensor_specs(written).items()}
+        weights = {name: torch.zeros(entry.shape) for name, entry in tensor_specs(written).items()}
         assert [*write_safetensors(tmp_path, written, weights.__getitem__, dtype=torch.float32, file_bytes=1 << 20)]
         assert problem in hf.SafetensorsReader(tmp_path).problems(expected)
 
 
 def test_export_names_what_only_one_side_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without, with_gate = (
-        {name: entry.shape for name, entry in hf.tensor_specs(config).items()}
+        {name: entry.shape for name, entry in tensor_specs(config).items()}
         for config in without_and_with_head_gate(monkeypatch)
     )
     for saved, expected, problem in (

@@ -346,7 +346,7 @@ def test_tile_bytes_cover_the_tokens_of_all_ranks(*, sequence: bool) -> None:
 
 
 def test_problems_name_values_and_divisors() -> None:
-    problems = partial(tensor_parallel_problems, heads=8, kv_heads=2, ffn_dim=20, vocab_size=44)
+    problems = partial(tensor_parallel_problems, CONFIG)
     assert problems(1) == problems(2) == problems(4) == []
     assert problems(3) == [
         "parallelism.tp = 3 must divide model.num_heads = 8",
@@ -450,7 +450,5 @@ def apply_to(config: ModelConfig) -> str:
 @pytest.mark.ranks
 def test_a_model_that_the_ranks_do_not_divide_is_refused() -> None:
     config = replace(CONFIG, vocab_size=45, num_heads=3, num_kv_heads=3, ffn_dim=33)
-    expected = "; ".join(
-        tensor_parallel_problems(2, heads=3, kv_heads=3, ffn_dim=33, vocab_size=45, replicate_vocab=False)
-    )
+    expected = "; ".join(tensor_parallel_problems(config, 2))
     assert run_ranks(apply_to, 2, config) == [expected] * 2

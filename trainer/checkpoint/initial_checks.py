@@ -9,7 +9,8 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.hf import HuggingFaceError, SafetensorsReader
-from models.hf_config import config_differences, read_model
+from models.hf_config import read_model
+from models.hf_config_write import config_differences
 from models.layers import LayerKind
 from models.rope_config import RopeConfig
 from trainer.checkpoint import manifest

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 
 from models.config import SOFTCAP_PROBLEM
-from parallelisms.parallel_dims import head_groups_problem, tensor_parallel_problems
+from parallelisms.parallel_dims import expert_parallel_problems, head_groups_problem, tensor_parallel_problems
 from trainer.config.data import (
     COPY_CORPUS,
     DEFAULT_SOURCE,
@@ -158,6 +158,24 @@ def _single_stage_problems(config: Config, world_size: int) -> Iterator[str]:
         decay, kind = config.schedule.decay_steps, config.schedule.kind
         yield f'schedule.decay_steps = {decay} is only used with schedule.kind = "wsd", not "{kind}"'
     yield from _batch_problems(config)
+    if not model_problems:
+        yield from _router_problems(config)
+
+
+def _router_problems(config: Config) -> Iterator[str]:
+    training, model = config.training, config.model.build()
+    for key in ("balance_loss", "balance_over", "router_z_loss", "correction_bias_rate"):
+        value, default = getattr(training, key), type(training).model_fields[key].default
+        if value == default:
+            continue
+        if not model.has_experts:
+            yield f"training.{key} = {toml_value(value)} is not used: no layer of the model has experts"
+        elif key == "correction_bias_rate" and not model.buffers.keys() - {
+            name for name in model.buffers if name.endswith("last_load")
+        }:
+            yield f"training.{key} = {value} needs model.correction_bias = true"
+        elif key == "balance_over" and not training.balance_loss:
+            yield f"training.{key} = {toml_value(value)} is only used with training.balance_loss"
 
 
 def _vocab_size_problems(config: Config, required_vocab_size: int) -> Iterator[str]:
@@ -287,14 +305,13 @@ def _parallelism_problems(config: Config, world_size: int) -> Iterator[str]:
         missing = [requirement for requirement, is_met in requirements.items() if not is_met]
         yield f"parallelism.async_tp = true needs {' and '.join(missing)}"
     yield from tensor_parallel_problems(
+        model,
         section.tp,
-        heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
-        ffn_dim=model.ffn_dim,
-        vocab_size=model.vocab_size,
         # Only a tied embedding is replicated with its output projection.
         replicate_vocab=model.tie_embeddings and not section.loss_parallel,
     )
+    degrees = section.degrees(world_size)
+    yield from expert_parallel_problems(model, section.ep, num_shards=degrees["dp_shard"] * degrees["cp"])
     others = sorted({kind.mixer for kind in model.kinds if not kind.sublayers["attention"].attends})
     if section.cp > 1 and others:
         yield f"parallelism.cp = {section.cp} must be 1: mixer {', '.join(others)} has no context parallelism"

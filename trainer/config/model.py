@@ -11,7 +11,7 @@ from pydantic import Field
 
 from models.config import ALIKE_OPTIONS, MAX_LAYERS, ModelConfig
 from models.hf_families import FAMILIES as MODEL_TYPES
-from models.layers import LayerKind
+from models.layers import EXPERT_OPTIONS, LayerKind
 from models.presets import FAMILIES
 from trainer.config.sections import MAX_SEQ_LEN, PositiveFloat, PositiveInt, Section
 
@@ -45,6 +45,8 @@ class RopeSection(Section):
     """`longrope`: divisor of each frequency when training.seq_len is at most `original_length`; head_dim / 2 values."""
     long_factors: tuple[float, ...] | None = None
     """`longrope`: divisor of each frequency for longer sequences; head_dim / 2 values."""
+    partial: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Fraction of a head's dimensions that is rotated, the first ones; 0.5 in GLM-4.5."""
     precision: Literal["float64", "float32"] | None = None
     """Type of the angles. `float32` is off by 0.05 rad at position 1M and matches Hugging Face bit by bit."""
 
@@ -70,11 +72,26 @@ class LayerSection(Section):
     """Whether queries and keys are normalized over all heads."""
     qkv_bias: bool | None = None
     """Whether the query, key and value projections have biases."""
-    activation: Literal["silu", "gelu_tanh"] | None = None
+    o_bias: bool | None = None
+    """Whether attention's output projection has a bias."""
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] | None = None
     """Activation of the feed-forward's gate."""
+
+    feed_forward: Literal["gated", "moe"] | None = None
+    """Feed-forward of every token, or of the experts that a router chooses."""
+    router_bias: bool | None = None
+    """Whether the router's logits have a bias."""
+    expert_bias: bool | None = None
+    """Whether the products of experts have biases."""
+    shared_expert: bool | None = None
+    """Whether an expert sees every token."""
+    correction_bias: bool | None = None
+    """Whether a bias that no gradient changes is added to scores where experts are chosen."""
 
     def kinds(self, defaults: dict[str, Any]) -> list[LayerKind]:
         given = {key: value for key, value in self if value is not None and key != "repeat"}
+        if (defaults | given).get("feed_forward", "gated") == "gated":
+            defaults = {key: value for key, value in defaults.items() if key not in EXPERT_OPTIONS}
         return [LayerKind(**defaults | {"window": None} | given)] * self.repeat
 
 
@@ -99,8 +116,8 @@ class ModelSection(Section):
     """Dimension of a head."""
     ffn_dim: PositiveInt | None = None
     """Hidden dimension of the feed-forward network."""
-    activation: Literal["silu", "gelu_tanh"] | None = None
-    """Activation of the feed-forward's gate: SwiGLU, or GeGLU with tanh's approximation, as in Gemma."""
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] | None = None
+    """Activation of the feed-forward's gate: SwiGLU; GeGLU with tanh's approximation, as in Gemma; or gpt-oss's SwiGLU with limits."""
     norm_eps: PositiveFloat | None = None
     """Epsilon of every RMSNorm."""
     norms: Literal["pre", "post", "sandwich"] | None = None
@@ -115,6 +132,8 @@ class ModelSection(Section):
     """Whether queries and keys are normalized over all heads at once, as in OLMo 2."""
     qkv_bias: bool | None = None
     """Whether the query, key and value projections have biases, as in Qwen2.5."""
+    o_bias: bool | None = None
+    """Whether attention's output projection has a bias, as in gpt-oss."""
     window: Window | None = None
     """Sliding window of all layers: tokens that a query attends to at most, its own included. Left out: as in the preset. `layers` gives some layers a window."""
     sink: bool | None = None
@@ -131,6 +150,34 @@ class ModelSection(Section):
     """Divides the logits, as in Granite."""
     logit_softcap: PositiveFloat | None = None
     """Soft cap c of the logits, c tanh(logit / c), as in Gemma 2."""
+    feed_forward: Literal["gated", "moe"] | None = None
+    """Feed-forward: `gated`, of every token, or `moe`, a mixture of experts."""
+    num_experts: PositiveInt | None = None
+    """Experts of a layer."""
+    top_k: PositiveInt | None = None
+    """Experts of a token."""
+    expert_dim: PositiveInt | None = None
+    """Hidden dimension of an expert."""
+    shared_expert: bool | None = None
+    """Whether an expert sees every token, beside those that the router chooses."""
+    shared_expert_dim: PositiveInt | None = None
+    """Hidden dimension of the shared expert."""
+    router: Literal["softmax", "sigmoid"] | None = None
+    """How the router's logits become scores; `sigmoid` as in DeepSeek-V3."""
+    normalize_top_k: bool | None = None
+    """Whether the scores of a token's experts are divided by their sum."""
+    router_scaling: PositiveFloat | None = None
+    """Multiplies the weights of a token's experts."""
+    expert_groups: PositiveInt | None = None
+    """Groups of experts, as in DeepSeek-V3."""
+    top_k_groups: PositiveInt | None = None
+    """Groups in which a token's experts are."""
+    router_bias: bool | None = None
+    """Whether the router's logits have a bias, as in gpt-oss."""
+    expert_bias: bool | None = None
+    """Whether the products of experts have biases, as in gpt-oss."""
+    correction_bias: bool | None = None
+    """Whether a bias that no gradient changes is added to scores where experts are chosen, as in DeepSeek-V3; `training.correction_bias_rate` adjusts it."""
     nope_every: PositiveInt | None = None
     """Every layer whose 1-based number is a multiple of this has no rotary embedding; 4 in SmolLM3. Left out: as in the preset."""
     layers: tuple[LayerSection, ...] = ()

@@ -41,6 +41,7 @@ def require_possible_name(path: Path) -> Path:
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
 NonEmptyPath = Annotated[Path, BeforeValidator(require_path)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -88,6 +89,14 @@ class TrainingSection(Section):
     """Type of gradient reductions in bfloat16 runs; float32 and float64 runs reduce in their own type."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "plain", "fa3", "fa4"] = "auto"
     """Attention kernel on CUDA; `auto` chooses by device, type and packing, and logs its choice. CPUs have one kernel."""
+    balance_loss: NonNegativeFloat = 0.0
+    """Weight of the load-balance loss of experts, summed over layers; 0.01 is common. 1 is its value for equal loads."""
+    balance_over: Literal["step", "sequence"] = "step"
+    """Which tokens' load `balance_loss` takes: those of a whole step (in its gradient, the step before), or those of each sequence."""
+    router_z_loss: NonNegativeFloat = 0.0
+    """Weight of the mean squared log-sum-exp of the router's logits, summed over layers (ST-MoE)."""
+    correction_bias_rate: NonNegativeFloat = 0.0
+    """Balances experts without a loss: by how much a step changes the bias of an expert whose load is not the mean, with model.correction_bias = true (DeepSeek-V3: 0.001)."""
     compile: bool = False
     """Compile each block with torch.compile."""
     deterministic: bool = False
@@ -123,6 +132,8 @@ class ParallelismSection(Section):
     """Whether tp ranks shard the vocabulary of the output projection and loss."""
     async_tp: bool = False
     """Overlap tp communication with matrix products; needs torch.compile and CUDA devices joined by NVLink."""
+    ep: PositiveInt = 1
+    """Ranks of dp_shard x cp among which experts are distributed (expert parallelism); the rest of dp_shard x cp shards them as FSDP does."""
     pp: PositiveInt = 1
     """Ranks that share the layers (pipeline parallelism)."""
     pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "1F1B"
@@ -232,6 +243,8 @@ class HealthSection(Section):
     """What to do about a loss spike: log a warning, or `roll_back`: resume from the newest checkpoint and skip the sequences trained on since."""
     straggler_ratio: Annotated[float, Field(gt=1)] = 1.3
     """A rank counts as a straggler if its compute or data wait is this many times the median for three consecutive metrics lines; the log names it."""
+    max_dead_experts_pct: Annotated[float, Field(ge=0, le=100)] = 50.0
+    """Experts of a layer without tokens, in percent, above which the layer's router counts as collapsed after ten steps; the log names it."""
     replica_check_interval: PositiveInt | None = None
     """Steps between checks that weights and optimizer moments held as copies by several ranks are bitwise equal; with it, also before every checkpoint. Left out: never."""
 

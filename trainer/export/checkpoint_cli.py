@@ -101,9 +101,9 @@ def load_parallel_model(resolved: ResolvedCheckpoint) -> Iterator[tuple[Parallel
     with process_group(resolved.config.distributed) as world:
         parallel_model = ParallelModel(resolved.config, world)
         weights: dict[str, torch.Tensor] = {
-            f"{MODEL_PREFIX}{name}": parameter.detach()
+            f"{MODEL_PREFIX}{name}": each
             for module in parallel_model.stage_modules.values()
-            for name, parameter in module.named_parameters()
+            for name, each in module.named_tensors().items()
         }
         load_tensors(resolved.checkpoint, weights, parallel_model.mesh.pp_group, prefix=MODEL_PREFIX)
         log.info("%s on %d x %s", resolved.checkpoint, world.size, world.device.type)

@@ -128,7 +128,7 @@ class StepMemory:
         ropes = {self.rank.model.layer_kinds[layer].rope for layer in self.rank.layers_by_stage[stage]}
         angles = MemoryTensor(
             "cosines and sines of rotary angles",
-            (self.rank.tokens, self.rank.model.head_dim),
+            (self.rank.tokens, self.rank.model.rope.rotary_dim(self.rank.model.head_dim)),
             self.rank.master_dtype,
             copies=len({"global" if each == "none" else each for each in ropes}),
         )

@@ -28,7 +28,8 @@ from trainer.hardware.host import GIB
 from trainer.metrics.loggers import ConsoleLogger, Record, TensorBoardLogger, format_losses, format_or_dash
 from trainer.metrics.prediction import read_prediction
 from trainer.metrics.step_metrics import finite_or_none, position_bucket_names
-from trainer.resilience.anomalies import MAX_ROLLBACKS, LossSpikeError, StragglerDetector
+from trainer.optim.routers import expert_layers, router_metrics
+from trainer.resilience.anomalies import MAX_ROLLBACKS, CollapseDetector, LossSpikeError, StragglerDetector
 from trainer.resilience.replicas import DriftedRank
 from trainer.trainer import StepMetrics, StepResult, Trainer
 
@@ -62,6 +63,8 @@ class MetricsProcessor:
         self.last_metrics: StepMetrics | None = None
         self.straggler_detector = StragglerDetector(self.config.health.straggler_ratio)
         self.compute_probe, self.hostname = ComputeProbe(self.device), gethostname()
+        self.expert_layers = expert_layers(self.model)
+        self.expert_collapse = CollapseDetector(self.config.health.max_dead_experts_pct)
         self.rollbacks = 0
         """Since the newest checkpoint."""
         self.failed_saves = 0
@@ -319,10 +322,22 @@ class MetricsProcessor:
                 zip(position_bucket_names(), map(finite_or_none, metrics.loss_by_position), strict=True)
             ),
             "loss_by_shard": [*map(finite_or_none, metrics.loss_by_shard)] if metrics.loss_by_shard else None,
+            **self._router_metrics(metrics),
             "stage": self.stage.name,
             "sources": self._source_metrics(result, metrics),
         }
         return record | {"skipped": True} if metrics.skipped else record
+
+    def _router_metrics(self, metrics: StepMetrics) -> Mapping[str, object]:
+        """Also warns of layers whose tokens go to few experts."""
+        found = router_metrics(self.model, metrics.router_sums, metrics.targets)
+        loads: Any = found.get("expert_load", ())
+        for layer in self.expert_collapse.observe(loads):
+            log.warning(
+                "layer %d has collapsed: most of its experts had no token for ten steps", self.expert_layers[layer]
+            )
+            self._log_event("expert_collapse", layer=self.expert_layers[layer])
+        return found
 
     def dp_imbalance(self, busiest_pairs: float, mean_pairs: float) -> float:
         """Predicted work of the busiest data-parallel rank over the mean, in one step."""

@@ -34,6 +34,8 @@ class MetricLayout:
     num_shards: int
     """Context-parallel ranks."""
     num_sources: int = 1
+    router_sums: int = 0
+    """Statistics of all routers."""
 
     @property
     def widths(self) -> dict[str, int]:
@@ -44,7 +46,7 @@ class MetricLayout:
         summed = dict.fromkeys(("loss", "targets", "tokens", "pairs", "attended"), 1)
         # Set after the all-reduce; zero before.
         set_later = dict.fromkeys(("attention_imbalance", "grad_norm", "finite", "tokens_seen"), 1)
-        return summed | by_position | by_shard | by_source | set_later
+        return summed | by_position | by_shard | by_source | {"routers": self.router_sums} | set_later
 
     def split(self, vector: Vector) -> dict[str, Vector]:
         """Slices of the vector by name; views if it is a tensor."""
@@ -59,8 +61,8 @@ class MetricAccumulator:
     In a pipeline, only the last stage adds, because it has the losses.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, *, num_sources: int = 1) -> None:
-        self.layout = MetricLayout(mesh.degrees["cp"], num_sources)
+    def __init__(self, mesh: Mesh, device: torch.device, *, num_sources: int = 1, router_sums: int = 0) -> None:
+        self.layout = MetricLayout(mesh.degrees["cp"], num_sources, router_sums)
         self._mesh = mesh
         self._zeros = torch.zeros(sum(self.layout.widths.values()), dtype=torch.float64, device=device)
         self._position_edges = torch.tensor(POSITION_EDGES, device=device)

@@ -21,6 +21,8 @@ MIN_LOSSES = 32
 """Losses in the window before a loss can count as a spike."""
 MAX_ROLLBACKS = 3
 """Rollbacks to one checkpoint, after which spikes are only logged."""
+COLLAPSE_STEPS = 10
+"""Consecutive logged steps after which a layer's experts count as collapsed."""
 MIN_CONSECUTIVE_LAGS = 3
 """Consecutive observations in which a rank must lag to be reported."""
 
@@ -65,6 +67,21 @@ class LossSpikeDetector:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._window = deque(state_dict["losses"], maxlen=LOSS_WINDOW)
         self.consecutive_skips = state_dict["consecutive_skips"]
+
+
+class CollapseDetector:
+    """Finds layers most of whose experts get no tokens."""
+
+    def __init__(self, max_dead_pct: float) -> None:
+        self._max_dead_pct = max_dead_pct
+        self._consecutive: dict[int, int] = {}
+
+    def observe(self, loads: Sequence[Sequence[float]]) -> list[int]:
+        """Adds a logged step, given the load of each expert of each layer. Returns the layers that collapse with it."""
+        for layer, load in enumerate(loads):
+            is_collapsed = 100 * sum(not each for each in load) > self._max_dead_pct * len(load)
+            self._consecutive[layer] = self._consecutive.get(layer, 0) + 1 if is_collapsed else 0
+        return [layer for layer, count in self._consecutive.items() if count == COLLAPSE_STEPS]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models import kernel_check
-from models.hf_config import model_config_to_hf
+from models.hf_config_write import model_config_to_hf
 from models.norm import RMSNorm
 from parallelisms.block_recompute import eager
 from tests.config.wiring import runs

@@ -1,0 +1,38 @@
+"""MXFP4 weights (OCP Microscaling 1.0), as gpt-oss is published: 4-bit floats with an 8-bit exponent for each 32.
+
+Two tensors stand for a weight [experts, outputs, inputs]: `_blocks` [experts, outputs, inputs / 32, 16], two numbers in
+a byte, the lower half first; and `_scales` [experts, outputs, inputs / 32].
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCKS, SCALES = "_blocks", "_scales"
+BLOCK_SIZE, EXPONENT_BIAS = 32, 127
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of the lower three bits; the fourth is the sign."""
+
+
+def stored_shapes(shape: tuple[int, int, int]) -> dict[str, tuple[int, ...]]:
+    """Of both tensors by suffix, for a weight [experts, outputs, inputs]."""
+    experts, outputs, inputs = shape
+    scales = (experts, outputs, inputs // BLOCK_SIZE)
+    return {BLOCKS: (*scales, BLOCK_SIZE // 2), SCALES: scales}
+
+
+def block_range(inputs: range) -> range:
+    """The blocks that hold these inputs."""
+    return range(inputs.start // BLOCK_SIZE, -(-inputs.stop // BLOCK_SIZE))
+
+
+def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
+    """float32 [experts, outputs, inputs]; every value is exact."""
+    import torch
+
+    values = torch.tensor([*VALUES, *(-value for value in VALUES)], device=blocks.device)
+    halves = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(-2).int()
+    return torch.ldexp(values[halves], scales.int().unsqueeze(-1) - EXPONENT_BIAS).flatten(-2)
