@@ -9,6 +9,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
+from models.expert_rules import expert_problems
 from models.layers import EMBEDDING, HEAD, LETTERS, Activation, LayerKind, Parameter, Sizes
 from models.rope_config import RopeConfig
 
@@ -97,6 +98,7 @@ class ModelConfig:
     expert_dim: int = 0
     """Feed-forward dim of an expert."""
     shared_expert_dim: int = 0
+    """Of the expert that sees every token; 0: as the others."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """From a logit to a score."""
     normalize_top_k: bool = True
@@ -131,7 +133,7 @@ class ModelConfig:
             problems.append(f"model.num_heads = {heads} must be a multiple of model.num_kv_heads = {kv_heads}")
         if self.has_local_rope:
             problems += self.local_rope.problems(self.head_dim, section="model.local_rope")
-        problems += self._moe_problems()
+        problems += expert_problems(self)
         positive = (
             *("attention_scale", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_softcap"),
             "router_scaling",
@@ -156,34 +158,6 @@ class ModelConfig:
     @property
     def has_experts(self) -> bool:
         return any(kind.feed_forward == "moe" for kind in self.kinds)
-
-    def _moe_problems(self) -> Iterable[str]:
-        if not self.has_experts:
-            unused = [name for name in MOE_FIELDS if getattr(self, name) != getattr(ModelConfig, name)]
-            yield from (f'model.{name} is only used with model.feed_forward = "moe"' for name in unused)
-            return
-        needed = [
-            "num_experts",
-            "top_k",
-            "expert_dim",
-            *["shared_expert_dim"] * any(k.shared_expert for k in self.kinds),
-        ]
-        values = {name: getattr(self, name) for name in needed}
-        yield from (f"model.{name} = {value} must be above 0" for name, value in values.items() if value < 1)
-        experts, groups, kept = self.num_experts, self.expert_groups, self.top_k_groups
-        if experts < 1:
-            return
-        if self.top_k > experts:
-            yield f"model.top_k = {self.top_k} must be at most model.num_experts = {experts}"
-        if groups < 1 or experts % groups:
-            yield f"model.expert_groups = {groups} must divide model.num_experts = {experts}"
-        elif not 1 <= kept <= groups:
-            yield f"model.top_k_groups = {kept} must be from 1 to model.expert_groups = {groups}"
-        elif self.top_k > experts // groups * kept:
-            yield (
-                f"model.top_k = {self.top_k} must be at most {experts // groups * kept}, the experts in "
-                f"model.top_k_groups = {kept} of model.expert_groups = {groups} groups"
-            )
 
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -252,7 +226,7 @@ class ModelConfig:
                 LETTERS,
                 (
                     *(self.vocab_size, self.dim, self.ffn_dim, heads, kv_heads, self.head_dim, self.num_heads),
-                    *(self.num_experts, self.expert_dim, self.shared_expert_dim),
+                    *(self.num_experts, self.expert_dim, self.shared_expert_dim or self.expert_dim),
                 ),
                 strict=True,
             )
@@ -390,11 +364,6 @@ class ModelConfig:
         return executed + self.attention_flops(repeated, pairs) + 2 * recomputed * tokens
 
 
-MOE_FIELDS = (
-    *("num_experts", "top_k", "expert_dim", "shared_expert_dim", "router", "normalize_top_k", "router_scaling"),
-    *("expert_groups", "top_k_groups"),
-)
-"""Those of `ModelConfig` that only layers with experts read."""
 ALIKE_OPTIONS = tuple(
     each.name for each in fields(LayerKind) if each.name in ModelConfig.__dataclass_fields__ and each.name != "rope"
 )

@@ -74,7 +74,7 @@ def _write(model: ModelConfig, model_type: str, max_length: int) -> dict[str, An
 def _write_experts(model: ModelConfig, family: Family) -> dict[str, Any]:
     """Which layers have experts, and how many each token has."""
     dense = [layer for layer, kind in enumerate(model.layer_kinds) if kind.feed_forward == "gated"]
-    shared = model.shared_expert_dim // model.expert_dim if model.expert_dim else 0
+    shared = model.sizes["Z"] // model.expert_dim if model.expert_dim else 0
     known = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": dense,
@@ -142,6 +142,7 @@ def config_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tupl
     keys = {each.name for each in dataclasses.fields(ModelConfig)}
     keys -= {*ROPES, *ALIKE_OPTIONS, "layers", "nope_every", "model_type"}
     pairs: dict[str, tuple[Any, Any]] = {key: (getattr(theirs, key), getattr(ours, key)) for key in sorted(keys)}
+    pairs["shared_expert_dim"] = theirs.sizes["Z"], ours.sizes["Z"]
     pairs["attention_scale"] = _option(theirs, "attention_scale"), _option(ours, "attention_scale")
     common = [model.common_options for model in (theirs, ours)]
     alike = common[0].keys() & common[1].keys()

@@ -137,7 +137,7 @@ class Sublayer:
         multiplier: float = 1.0,
     ) -> None:
         self.module, self.norm, self.post_norm, self.multiplier = module, norm, post_norm, multiplier
-        bias = f"{module.last}.bias"
+        bias = f"{getattr(module, 'last', '')}.bias"
         self.bias_name = bias if any(name == bias for name, _ in module.named_parameters()) else None
         """Of the last product."""
         self.has_after = post_norm is not None or multiplier != 1 or self.bias_name is not None

@@ -233,7 +233,7 @@ def tensor_parallel_problems(model: ModelConfig, tp: int, *, replicate_vocab: bo
     """Every rule of tensor parallelism that the model breaks, one message each."""
     kinds, kv_heads = model.kinds, model.num_kv_heads
     names = ["num_heads", *["ffn_dim"] * any(kind.feed_forward == "gated" for kind in kinds)]
-    names += ["expert_dim"] * model.has_experts + ["shared_expert_dim"] * any(kind.shared_expert for kind in kinds)
+    names += ["expert_dim"] * model.has_experts + ["shared_expert_dim"] * (model.shared_expert_dim > 0)
     names += ["vocab_size"] * (not replicate_vocab)
     sizes = {f"model.{name}": getattr(model, name) for name in names}
     problems = [f"parallelism.tp = {tp} must divide {name} = {size}" for name, size in sizes.items() if size % tp]

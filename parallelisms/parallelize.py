@@ -34,7 +34,7 @@ def parallelize(
     activation_checkpoint.apply(model, recompute_config)
     if compiled and recompute_config.policy == "none":  # Recomputed blocks compile their tile operations.
         for block in model.transformer_blocks():
-            block.compile(fullgraph=block.feed_forward.last != "")  # The host waits for the counts of experts.
+            block.compile(fullgraph=block.kind.feed_forward != "moe")  # The host waits for the counts of experts.
     stored_dtype = next(model.parameters()).dtype
     if mesh.fsdp_mesh.size() == 1 and param_dtype == stored_dtype and not cpu_offload:
         return  # Nothing to shard, cast or offload.

@@ -228,7 +228,7 @@ class Trainer:
         metrics = self.accumulator.all_reduce(values)
         self.counters += torch.cat((metrics["tokens"], (~finite).view(1), metrics["tokens_by_source"])).long()
         metrics["grad_norm"][0], metrics["finite"][0], metrics["tokens_seen"][0] = norm, finite, self.counters[0]
-        self.routers.update(metrics["routers"], finite)
+        self.routers.adjust(metrics["routers"], finite)
         metrics["tokens_by_source"].copy_(self.counters[2:])
         return values
 

@@ -150,7 +150,8 @@ def _gated(kind: Any, gate: Tensor, up: Tensor) -> Tensor:
     if kind.activation == "clamped_swiglu":
         gate, up = gate.clamp(max=7), up.clamp(-7, 7)
         return (up + 1) * gate * (1.702 * gate).sigmoid()
-    return gate / 2 * (1 + ((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh()) * up
+    gelu: Tensor = gate / 2 * (1 + ((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh())
+    return gelu * up
 
 
 def _mixture(config: ModelConfig, kind: Any, weights: Weights, x_BSE: Tensor) -> Tensor:

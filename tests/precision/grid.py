@@ -75,6 +75,7 @@ ACCUMULATORS = [
     Accumulator("head norm: chunks", local.head_norm, THOUSANDS, (256,)),
     Accumulator("norm statistics: width", local.norm_statistics, THOUSANDS, (1 << 16,), WIDE),
     Accumulator("norm weight: tokens", local.norm_backward, THOUSANDS, (1 << 16,), WIDE),
+    Accumulator("experts: rows of a token", local.expert_rows, THOUSANDS, (256,)),
     Accumulator("weight gradients: tiles", local.tile_grads, THOUSANDS, (4096,)),
     Accumulator("block: tiles", local.block_tiles, (8, 256), (64,)),
     Accumulator("block: head groups", local.head_groups, (2, 8), (4,)),

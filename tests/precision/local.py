@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from models import norm
 from models.attention import Attention, QKVGrads
+from models.dispatch import sort_by_expert, to_rows, to_tokens
 from models.linear import Embedding, accumulation_dtype
 from models.loss_head import LinearCrossEntropy, VocabShard
 from models.norm import RMSNormFunction
@@ -97,6 +98,18 @@ def tile_grads(parts: int) -> Results:
         accumulator.add({"matrix": matrix, "norm": vector})
     found = zip(weights, accumulator.pop_grads(), grads, strict=True)
     return {name: (total, parts_.double().sum(0)) for name, total, parts_ in found}
+
+
+def expert_rows(parts: int) -> Results:
+    """A token of as many experts, on the way back from their rows and in the gradient of the way there."""
+    rows = sort_by_expert(torch.arange(parts)[None], parts)[0]
+    given = positive(parts, DIM)
+    tokens = torch.zeros(1, DIM, dtype=torch.bfloat16, requires_grad=True)
+    taken, _ = to_rows(tokens, torch.ones(1, parts), rows)
+    taken.backward(given)
+    assert tokens.grad is not None
+    exact = given.double().sum(0)
+    return {"combine": (to_tokens(given, rows)[0], exact), "dispatch": (tokens.grad[0], exact)}
 
 
 # ---- a whole block

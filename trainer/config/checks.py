@@ -26,6 +26,7 @@ from trainer.config.data import (
     tokenizer_folder,
 )
 from trainer.config.job_config import BYTE_VOCAB_SIZE, Config
+from trainer.config.router_checks import router_problems
 from trainer.config.sections import MAX_SEQ_LEN, MemorySection
 from trainer.config.slurm import SlurmSection, parse_time_limit
 from trainer.config.toml_format import toml_value
@@ -159,23 +160,7 @@ def _single_stage_problems(config: Config, world_size: int) -> Iterator[str]:
         yield f'schedule.decay_steps = {decay} is only used with schedule.kind = "wsd", not "{kind}"'
     yield from _batch_problems(config)
     if not model_problems:
-        yield from _router_problems(config)
-
-
-def _router_problems(config: Config) -> Iterator[str]:
-    training, model = config.training, config.model.build()
-    for key in ("balance_loss", "balance_over", "router_z_loss", "correction_bias_rate"):
-        value, default = getattr(training, key), type(training).model_fields[key].default
-        if value == default:
-            continue
-        if not model.has_experts:
-            yield f"training.{key} = {toml_value(value)} is not used: no layer of the model has experts"
-        elif key == "correction_bias_rate" and not model.buffers.keys() - {
-            name for name in model.buffers if name.endswith("last_load")
-        }:
-            yield f"training.{key} = {value} needs model.correction_bias = true"
-        elif key == "balance_over" and not training.balance_loss:
-            yield f"training.{key} = {toml_value(value)} is only used with training.balance_loss"
+        yield from router_problems(config.training, config.model.build())
 
 
 def _vocab_size_problems(config: Config, required_vocab_size: int) -> Iterator[str]:

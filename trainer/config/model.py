@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from models.config import ALIKE_OPTIONS, MAX_LAYERS, ModelConfig
+from models.expert_rules import EXPERT_FIELDS
 from models.hf_families import FAMILIES as MODEL_TYPES
 from models.layers import EXPERT_OPTIONS, LayerKind
 from models.presets import FAMILIES
@@ -161,7 +162,7 @@ class ModelSection(Section):
     shared_expert: bool | None = None
     """Whether an expert sees every token, beside those that the router chooses."""
     shared_expert_dim: PositiveInt | None = None
-    """Hidden dimension of the shared expert."""
+    """Hidden dimension of the shared expert. Left out: `expert_dim`."""
     router: Literal["softmax", "sigmoid"] | None = None
     """How the router's logits become scores; `sigmoid` as in DeepSeek-V3."""
     normalize_top_k: bool | None = None
@@ -233,4 +234,8 @@ def _build_model_config(section: ModelSection) -> ModelConfig:
     elif preset.layers:
         given["layers"] = tuple(dataclasses.replace(kind, **of_layers) for kind in preset.layers)
         given |= {key: getattr(ModelConfig, key) for key in of_layers}
-    return dataclasses.replace(preset, **given)
+    model = dataclasses.replace(preset, **given)
+    if not model.has_experts:  # A preset's, if its layers are overridden.
+        unused = {key: getattr(ModelConfig, key) for key in EXPERT_FIELDS if key not in given}
+        model = dataclasses.replace(model, **unused)
+    return model

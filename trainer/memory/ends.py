@@ -111,7 +111,7 @@ def sum_over_tp(rank: RankMemory) -> Tensors:
     """Of the gradient of a weight that every tp rank has, and uses for its own tokens."""
     rows, dim = rank.embed_shapes[0]
     return transient(
-        "parallelisms/tensor_parallel.py: _replicated",
+        "parallelisms/tensor_parallel.py: replicated_part",
         "while it runs",
         MemoryTensor("gradient of the weight, widened", (rows, dim), rank.master_dtype, copies=rank.is_mixed),
         MemoryTensor("its sum over the tp ranks", (rows, dim), rank.master_dtype),

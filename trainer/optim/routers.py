@@ -56,7 +56,7 @@ class Routers:
             all_reduce(self._tp_group, own)
         sums.view(-1, own.shape[1])[[*self._layers]] = own
 
-    def update(self, sums: Tensor, finite: Tensor) -> None:
+    def adjust(self, sums: Tensor, finite: Tensor) -> None:
         """Takes the load from the statistics of all ranks, unless the step is skipped; without a host sync."""
         for place, layer in self._layers.items():
             load_X, bias_X = layer.get_buffer("last_load"), layer._buffers.get("correction_bias")

@@ -30,6 +30,7 @@ RESUMED_MESHES: dict[str, ConfigValues | None] = {
     "dp_shard 2 x cp 2": {"dp_shard": 2, "cp": 2, "cp_method": "allgather"},
     "tp 2": {"tp": 2},
     "pp 2": {"pp": 2, "pp_schedule": "Interleaved1F1B"},
+    "dp_shard 2, ep 2": {"dp_shard": 2, "ep": 2},
 }
 """The mesh on which a run is resumed, or on which its second stage runs."""
 SOURCES: ConfigValues = {
@@ -41,11 +42,14 @@ SOURCES: ConfigValues = {
     ],
 }
 
+EXPERTS = _keys(model__feed_forward="moe", model__num_experts=6, model__top_k=2, model__expert_dim=24)
+
 FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
     # Mesh
     **_key("parallelism.dp_replicate", (1, 2, 3)),
     **_key("parallelism.dp_shard", (1, 2, 3)),
     **_key("parallelism.cp", (1, 2, 3, 4)),
+    **_key("parallelism.ep", (1, 2, 3)),
     **_key("parallelism.tp", (1, 2, 4)),
     **_key("parallelism.pp", (1, 2, 3)),
     **_key("parallelism.cp_method", ("auto", "allgather", "ring", "alltoall", "ulysses", "hybrid")),
@@ -79,6 +83,7 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
     "model.family": {"llama3": {}, "qwen3": {"model.family": "qwen3"}},
     **_key("model.qk_norm", (None, True)),
     **_key("model.qkv_bias", (None, True)),
+    **_key("model.o_bias", (None, True)),
     **_key("model.tie_embeddings", (False, True)),
     "model.num_layers": {
         "2": _keys(model__num_layers=2),
@@ -90,6 +95,25 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
         f"{heads} / {kv_heads}": _keys(model__num_heads=heads, model__num_kv_heads=kv_heads)
         for heads, kv_heads in ((4, 2), (8, 4), (6, 3), (8, 1))
     },
+    "model.feed_forward": {
+        "gated": {},
+        "softmax": EXPERTS,
+        "biases": EXPERTS | _keys(model__router_bias=True, model__expert_bias=True, model__normalize_top_k=False),
+        "sigmoid": EXPERTS
+        | _keys(
+            model__router="sigmoid",
+            model__router_scaling=2.5,
+            model__expert_groups=3,
+            model__top_k_groups=2,
+            model__correction_bias=True,
+            training__correction_bias_rate=0.05,
+            model__shared_expert=True,
+            model__shared_expert_dim=16,
+        ),
+    },
+    **_key("training.balance_loss", (0.0, 0.1)),
+    **_key("training.balance_over", ("step", "sequence")),
+    **_key("training.router_z_loss", (0.0, 0.05)),
     **_key("model.ffn_dim", (48, 2056)),
     **_key("model.vocab_size", (264, 8448)),
     **_key("model.dim", (32, 24)),
@@ -110,7 +134,7 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
     **_key("model.softcap", (None, 2.0)),
     **_key("model.norms", ("pre", "post", "sandwich")),
     **_key("model.full_qk_norm", (None, True)),
-    **_key("model.activation", ("silu", "gelu_tanh")),
+    **_key("model.activation", ("silu", "gelu_tanh", "clamped_swiglu")),
     "model.multipliers": {
         "none": {},
         "all": _keys(
@@ -123,6 +147,7 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
         ),
     },
     **_key("model.rope.precision", (None, "float32")),
+    **_key("model.rope.partial", (None, 0.5)),
     "model.rope.kind": {
         "default": {},
         "linear": _keys(model__rope__kind="linear", model__rope__factor=2.0, model__rope__theta=500.0),
@@ -203,6 +228,11 @@ NEEDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "memory.loss_chunk_mib": {"model.vocab_size": ["8448"]},
     # Unrotated, a bias of keys moves all scores of a query alike: its gradient is only rounding.
     "model.qkv_bias": {"model.nope_every": ["None"], "model.layers": ["alike", "windows", "window 20"]},
+    **_need(
+        {"model.feed_forward": ["softmax", "biases", "sigmoid"]}, "training.balance_loss", "training.router_z_loss"
+    ),
+    "parallelism.ep": {"model.feed_forward": ["softmax", "biases", "sigmoid"]},
+    "training.balance_over": {"training.balance_loss": ["0.1"]},
     "checkpoint.mesh": {"checkpoint": ["resume", "asynchronous", "stage"]},
     **_need(_above_one("cp"), "parallelism.cp_method", "parallelism.cp_layout"),
     **_need(_above_one("tp"), "parallelism.sequence_parallel", "parallelism.loss_parallel"),

@@ -306,6 +306,16 @@ def spike_reaction(recipe: Recipe) -> str:
     return "continue"
 
 
+def collapses(recipe: Recipe) -> list[bool]:
+    """Whether a layer counts as collapsed of whose eight experts 2, 5 or 7 have no tokens."""
+    with metrics_processor(recipe) as (processor, _):
+        found = []
+        for dead in (2, 5, 7):
+            processor.expert_collapse.observe([[1.0] * 8])
+            found.append(any(processor.expert_collapse.observe([[0.0] * dead + [1.0] * (8 - dead)]) for _ in range(10)))
+        return found
+
+
 def stragglers(recipe: Recipe) -> list[bool]:
     """Whether a rank counts as a straggler that takes 1.2 to 2 times as long as the others."""
     found = []

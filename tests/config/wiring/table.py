@@ -44,6 +44,8 @@ LONG = {"model.rope": {"kind": "longrope", "factor": 4.0, "original_length": 32,
 SHORT = {"model.rope": {"kind": "longrope", "factor": 4.0, "original_length": 128, **FACTORS}}
 
 TWO_KINDS = {"model.layers": [{}, {"window": 5}], "model.num_layers": 2}
+EXPERTS = {"model.family": "qwen3_moe"}
+SPARSE_KINDS = {**EXPERTS, **TWO_KINDS}
 ALL_LOCAL = {"model.layers": [{"rope": "local"}]}
 
 ROPE: Cases = {
@@ -58,6 +60,7 @@ ROPE: Cases = {
     "model.rope.attention_factor": losses((None, 2.0), YARN),
     "model.rope.short_factors": losses(([1.0, 2.0, 3.0, 4.0], [1.0, 1.0, 1.0, 1.0]), SHORT),
     "model.rope.long_factors": losses(([2.0, 3.0, 4.0, 5.0], [1.0, 1.0, 1.0, 1.0]), LONG),
+    "model.rope.partial": losses((1.0, 0.5)),
     "model.rope.precision": losses(("float64", "float32"), {"training.dtype": "float64"}),
 }
 
@@ -109,6 +112,27 @@ MODEL: Cases = {
     "model.layers.full_qk_norm": losses((False, True), TWO_KINDS),
     "model.layers.qkv_bias": steps((False, True), TWO_KINDS),
     "model.layers.activation": losses(("silu", "gelu_tanh"), TWO_KINDS),
+    "model.o_bias": (steps((False, True)), case(see.weight_shapes, (False, True))),
+    "model.feed_forward": losses(("moe", "gated"), EXPERTS),
+    "model.num_experts": losses((8, 4), EXPERTS),
+    "model.top_k": losses((2, 1), EXPERTS),
+    "model.expert_dim": losses((16, 24), EXPERTS),
+    "model.shared_expert": losses((False, True), EXPERTS),
+    "model.shared_expert_dim": losses((8, 24), {**EXPERTS, "model.shared_expert": True}),
+    "model.router": losses(("softmax", "sigmoid"), EXPERTS),
+    "model.normalize_top_k": losses((True, False), EXPERTS),
+    "model.router_scaling": losses((1.0, 2.5), EXPERTS),
+    "model.expert_groups": losses((1, 4), EXPERTS),
+    "model.top_k_groups": losses((1, 2), {**EXPERTS, "model.expert_groups": 4}),
+    "model.router_bias": (steps((False, True), EXPERTS), case(see.weight_shapes, (False, True), EXPERTS)),
+    "model.expert_bias": (steps((False, True), EXPERTS), case(see.weight_shapes, (False, True), EXPERTS)),
+    "model.correction_bias": case(see.state_dtypes, (False, True), EXPERTS),
+    "model.layers.o_bias": steps((False, True), TWO_KINDS),
+    "model.layers.feed_forward": losses(("moe", "gated"), SPARSE_KINDS),
+    "model.layers.shared_expert": losses((False, True), SPARSE_KINDS),
+    "model.layers.router_bias": steps((False, True), SPARSE_KINDS),
+    "model.layers.expert_bias": steps((False, True), SPARSE_KINDS),
+    "model.layers.correction_bias": case(see.state_dtypes, (False, True), SPARSE_KINDS),
     "model.rope.kind": losses(("linear", "yarn"), {"model.family": "llama3.1", "model.size": "8b"}),
     **ROPE,
     "model.local_rope.kind": of_local_rope(losses(("linear", "yarn"), {"model.local_rope": {"factor": 2.0}})),
@@ -188,6 +212,11 @@ TRAINING: Cases = {
     "training.dtype": (losses(("float32", "float64")), losses(("float32", "bfloat16"))),
     "training.reduce_dtype": ranks(see.collectives, ("float32", "bfloat16"), BF16),
     "training.attention": (case(see.kernel, ("auto", "efficient"), BF16), case(see.kernel_calls, ("auto", "plain"))),
+    # The load of the first step counts from the second on.
+    "training.balance_loss": steps((0.0, 0.5), EXPERTS),
+    "training.balance_over": steps(("step", "sequence"), {**EXPERTS, "training.balance_loss": 0.5}),
+    "training.router_z_loss": steps((0.0, 0.5), EXPERTS),
+    "training.correction_bias_rate": steps((0.0, 0.5), {**EXPERTS, "model.correction_bias": True}),
     "training.compile": (
         case(see.compiled, (False, True)),
         case(see.compiled, (False, True), {"memory.recompute": "none"}),
@@ -240,6 +269,7 @@ PARALLELISM: Cases = {
     ),
     "parallelism.cp_reduce_dtype": ranks(see.collectives, ("float32", "bfloat16"), {**CP, **BF16}),
     "parallelism.ranks_per_node": ranks(see.collectives, (1, 2), HYBRID),
+    "parallelism.ep": ranks(see.weight_shapes, (1, 2), {**EXPERTS, "parallelism.dp_shard": 2}),
     "parallelism.tp": ranks(see.weight_shapes, (1, 2)),
     "parallelism.sequence_parallel": ranks(see.collectives, (True, False), TP),
     "parallelism.loss_parallel": ranks(see.weight_shapes, (True, False), TP),
@@ -294,6 +324,7 @@ RUN: Cases = {
     "health.max_consecutive_skips": case(see.skips_until_failure, (10, 3)),
     "health.spike_sigmas": case(see.spikes, (6.0, 4.0)),
     "health.on_spike": case(see.spike_reaction, ("warn", "roll_back")),
+    "health.max_dead_experts_pct": case(see.collapses, (50.0, 80.0)),
     "health.straggler_ratio": case(see.stragglers, (1.3, 1.7)),
     "health.replica_check_interval": (
         case(runs.replica_checks, (None, 4), FOUR),
