@@ -9,7 +9,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
-from models.expert_rules import expert_problems
+from models.expert_config import ExpertConfig
 from models.layers import EMBEDDING, HEAD, LETTERS, Activation, LayerKind, Parameter, Sizes
 from models.rope_config import RopeConfig
 
@@ -63,7 +63,7 @@ class BlockProducts(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(ExpertConfig):
     """A decoder-only Transformer."""
 
     vocab_size: int
@@ -92,22 +92,6 @@ class ModelConfig:
     expert_bias: bool = False
     shared_expert: bool = False
     correction_bias: bool = False
-    num_experts: int = 0
-    top_k: int = 0
-    """Experts of a token."""
-    expert_dim: int = 0
-    """Feed-forward dim of an expert."""
-    shared_expert_dim: int = 0
-    """Of the expert that sees every token; 0: as the others."""
-    router: Literal["softmax", "sigmoid"] = "softmax"
-    """From a logit to a score."""
-    normalize_top_k: bool = True
-    """Whether the scores of a token's experts are divided by their sum."""
-    router_scaling: float = 1.0
-    """Multiplies the weights of experts."""
-    expert_groups: int = 1
-    """Groups of experts; a token chooses among those of the best `top_k_groups` groups (DeepSeek-V3)."""
-    top_k_groups: int = 1
     layers: tuple[LayerKind, ...] = ()
     """Kinds of layers, which repeat in this order; without it layers differ by `nope_every` only."""
     rope: RopeConfig = field(default_factory=RopeConfig)
@@ -133,10 +117,9 @@ class ModelConfig:
             problems.append(f"model.num_heads = {heads} must be a multiple of model.num_kv_heads = {kv_heads}")
         if self.has_local_rope:
             problems += self.local_rope.problems(self.head_dim, section="model.local_rope")
-        problems += expert_problems(self)
+        problems += self.expert_problems(self.kinds)
         positive = (
             *("attention_scale", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_softcap"),
-            "router_scaling",
         )
         values = {name: getattr(self, name) for name in positive}
         problems += [

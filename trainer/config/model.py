@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from models.config import ALIKE_OPTIONS, MAX_LAYERS, ModelConfig
-from models.expert_rules import EXPERT_FIELDS
+from models.expert_config import EXPERT_FIELDS
 from models.hf_families import FAMILIES as MODEL_TYPES
 from models.layers import EXPERT_OPTIONS, LayerKind
 from models.presets import FAMILIES

@@ -269,7 +269,7 @@ PARALLELISM: Cases = {
     ),
     "parallelism.cp_reduce_dtype": ranks(see.collectives, ("float32", "bfloat16"), {**CP, **BF16}),
     "parallelism.ranks_per_node": ranks(see.collectives, (1, 2), HYBRID),
-    "parallelism.ep": ranks(see.weight_shapes, (1, 2), {**EXPERTS, "parallelism.dp_shard": 2}),
+    "parallelism.ep": ranks(see.collectives, (1, 2), {**EXPERTS, "parallelism.dp_shard": 2}),
     "parallelism.tp": ranks(see.weight_shapes, (1, 2)),
     "parallelism.sequence_parallel": ranks(see.collectives, (True, False), TP),
     "parallelism.loss_parallel": ranks(see.weight_shapes, (True, False), TP),
