@@ -307,7 +307,8 @@ class ModelConfig(ExpertConfig):
 
     def saved_width(self, kind: LayerKind) -> int:
         """Numbers that autograd saves of a token in such a block, besides those of norms."""
-        return sum(self.sizes[letter] for each in kind.sublayers.values() for letter in each.saved)
+        of_experts = self.top_k * (self.dim + 2 * self.expert_dim) if kind.feed_forward == "moe" else 0
+        return of_experts + sum(self.sizes[letter] for each in kind.sublayers.values() for letter in each.saved)
 
     def attention_flops(self, kinds: Iterable[LayerKind], pairs: float) -> float:
         """Of the forward pass of these layers: two products per pair of tokens; `pairs` is the mean over the layers."""

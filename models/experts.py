@@ -102,12 +102,12 @@ def _gate_and_up(x_RE: Tensor, counts: Sequence[int], weights: Sequence[Tensor])
 
 
 def _times(x_RI: Tensor, weight_R: Tensor | None) -> Tensor:
-    return x_RI if weight_R is None else (x_RI * weight_R.unsqueeze(-1)).to(x_RI.dtype)
+    return x_RI if weight_R is None else x_RI * weight_R.to(x_RI.dtype).unsqueeze(-1)
 
 
 def _row_dots(x_RI: Tensor, y_RI: Tensor) -> Tensor:
     """In the dtype of sums."""
-    dots_R: Tensor = (x_RI.to(accumulation_dtype(x_RI.dtype)) * y_RI).sum(-1)
+    dots_R: Tensor = (x_RI * y_RI).sum(-1, dtype=accumulation_dtype(x_RI.dtype))
     return dots_R
 
 

@@ -183,8 +183,6 @@ FEED_FORWARDS = {
             ),
         },
         options=frozenset({"activation"}),
-        saved="GG",
-        in_pieces=True,
     ),
 }
 

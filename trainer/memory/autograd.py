@@ -5,6 +5,7 @@ Shapes are those of `block.py`.
 
 from __future__ import annotations
 
+from trainer.memory import experts
 from trainer.memory.attention_operator import operator_moments
 from trainer.memory.block import (
     ATTENTION,
@@ -68,6 +69,11 @@ def whole_block_moment(block: BlockMemory) -> Tensors:
 
 
 def _feed_forward_moments(block: BlockMemory) -> Moments:
+    if block.has_experts:
+        yield from experts.autograd_moments(block)
+        if block.is_normed("feed_forward"):
+            yield "the norm before the feed-forward", _residual(block, "feed_forward") + _norm_backward(block)
+        return
     if block.is_normed("feed_forward", output=True):
         saved = block.feed_forward_saved() + block.output_norm_saved("feed_forward")
         yield FEED_FORWARD_NORM, saved + _norm_backward(block)

@@ -64,6 +64,12 @@ class BlockMemory:
     """Whether sequences are padded for cp and tp ranks; the padding is attended to by a call of its own."""
     layout: SeqLayout | None = None
     """Of a sequence over the ring."""
+    ep: int = 1
+    """Ranks among which experts are distributed."""
+
+    @property
+    def has_experts(self) -> bool:
+        return self.kind.feed_forward == "moe"
 
     @property
     def compute_bytes(self) -> int:
@@ -328,7 +334,7 @@ class BlockMemory:
         mixer = self.kind.sublayers["attention"]
         if not mixer.attends:
             activations = self.numbers("activations of the mixer", self.tokens, self.width(mixer.saved), copies=copies)
-            return saved_tensors(ATTENTION, UNTIL_BACKWARD, *self._norm_saved("attention", copies), activations)
+            return saved_tensors(ATTENTION, UNTIL_BACKWARD, *self.norm_saved("attention", copies), activations)
         exchanged = self.queries("attention outputs, back at their tokens", copies=copies * (self.ulysses_degree > 1))
         after = saved_tensors(ATTENTION, UNTIL_BACKWARD, exchanged) + self.output_norm_saved("attention", copies)
         return self.attention_operator_saved(copies) + after
@@ -348,7 +354,7 @@ class BlockMemory:
         return saved_tensors(
             ATTENTION,
             UNTIL_BACKWARD,
-            *self._norm_saved("attention", copies),
+            *self.norm_saved("attention", copies),
             self.numbers("heads before their norms", self.tokens, heads, self.model.head_dim, copies=copies_of_heads),
             self.sums(
                 "inverse RMS of heads", self.tokens, 2 if self.kind.full_qk_norm else heads, copies=copies_of_heads
@@ -360,14 +366,14 @@ class BlockMemory:
         return saved_tensors(
             FEED_FORWARD,
             UNTIL_BACKWARD,
-            *self._norm_saved("feed_forward", copies),
+            *self.norm_saved("feed_forward", copies),
             self.numbers("activations of the feed-forward", self.tokens, self.width(activations), copies=copies),
             self.numbers(
                 "their product, which the compiler saves", self.tokens, self.ffn_dim, copies=copies * self.compiled
             ),
         )
 
-    def _norm_saved(self, module: str, copies: float) -> tuple[MemoryTensor, ...]:
+    def norm_saved(self, module: str, copies: float) -> tuple[MemoryTensor, ...]:
         title, of_norm = TITLES[module], copies * self.is_normed(module)
         return (
             self.stream(f"residual streams before {title}", of_norm),
@@ -385,7 +391,7 @@ class BlockMemory:
         if self.mlp_tile_bytes is None:
             return 1
         shards = self.sequence_shards * sequences
-        return -(-(self.tokens // shards) // max(1, self.mlp_tile_bytes // self._tile_bytes_per_token() // shards))
+        return -(-(self.tokens // shards) // max(1, self.mlp_tile_bytes // self.tile_bytes_per_token() // shards))
 
     @property
     def tile_tokens(self) -> int:
@@ -393,6 +399,6 @@ class BlockMemory:
         shards = self.sequence_shards
         return -(-(self.tokens // shards) // self.num_tiles()) * shards
 
-    def _tile_bytes_per_token(self) -> int:
+    def tile_bytes_per_token(self) -> int:
         dim, ffn_dim = self.model.dim, self.model.ffn_dim // self.tp
         return self.compute_bytes * (2 * ffn_dim + 2 * max(ffn_dim, dim) + dim)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import chain
+from math import prod
 from sys import maxsize
 
 from models.layers import LayerKind
@@ -19,12 +19,13 @@ from trainer.checkpoint.memory_folder import FILES_PER_RANK
 from trainer.config.job_config import Config
 from trainer.hardware.host import GIB
 from trainer.memory.block import BlockMemory
+from trainer.memory.experts import block_of
 from trainer.memory.tensors import DTYPE_BYTES, Tensors, total_bytes
 
 KERNELS = {"bfloat16": "flash", "float32": "efficient", "float64": "plain"}
 """That `training.attention = "auto"` takes on a GPU, as in models/kernels.py."""
-Shapes = tuple[tuple[int, int], ...]
-"""(rows, columns) of the parameters on one tp rank; norms have one column."""
+Shapes = tuple[tuple[int, ...], ...]
+"""(rows, columns) of the parameters on one tp and ep rank; norms have one column. A third number: ep ranks that have others."""
 
 
 class RankMemory:
@@ -35,6 +36,7 @@ class RankMemory:
         self.config, self.pp_rank, self.model = config, pp_rank, config.model.build()
         degrees = parallelism.degrees(world_size)
         self.tp, self.pipeline = degrees["tp"], config.pipeline_plan(world_size)
+        self.ep = parallelism.ep
         self.num_shards, self.num_replicas = degrees["dp_shard"] * degrees["cp"], degrees["dp_replicate"]
         self.num_micro_batches = config.micro_batches(world_size)[1]
         is_bfloat16 = training.dtype == "bfloat16"
@@ -74,7 +76,9 @@ class RankMemory:
             training.deterministic,
             padded_len != seq_len,
             self.layout,
+            self.ep,
         )
+        self.block = block_of(self.block, self.block.kind)
         self.ranks_per_node = min(world_size, parallelism.ranks_per_node)
         self.num_nodes = -(-world_size // self.ranks_per_node)
         stages = self.pipeline.stages_of(pp_rank)
@@ -87,15 +91,19 @@ class RankMemory:
         }
         self.kinds = Counter(chain.from_iterable(self.kinds_by_stage.values()))
         """Layers of this rank."""
-        self.blocks = {kind: replace(self.block, kind=kind) for kind in self.kinds}
+        self.blocks = {kind: block_of(self.block, kind) for kind in self.kinds}
         self.has_first_stage, self.has_last_stage = 0 in stages, self.pipeline.num_stages - 1 in stages
 
     # ---- parameters
 
-    def weights_of(self, kind: LayerKind) -> dict[str, tuple[int, int]]:
+    def weights_of(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
         """Of one block, by name; norms have one column."""
-        shapes = {name: each.local_shape(self.model.sizes, self.tp) for name, each in kind.parameters.items()}
-        return {name: (rows, columns[0] if columns else 1) for name, (rows, *columns) in shapes.items()}
+        declared = kind.parameters.items()
+        shapes = {name: each.local_shape(self.model.sizes, self.tp, self.ep) for name, each in declared}
+        by_name = {
+            name: (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (*shape, 1) for name, shape in shapes.items()
+        }
+        return {name: (*by_name[name], self.ep if each.per_expert else 1) for name, each in declared}
 
     @cached_property
     def block_shapes(self) -> Shapes:
@@ -272,9 +280,17 @@ class RankMemory:
 
 @lru_cache(maxsize=4096)
 def _sharded_numel(shapes: Shapes, num_shards: int) -> int:
-    return sum(-(-rows // num_shards) * columns for rows, columns in shapes)
+    return sum(-(-rows // (num_shards // (ep[0] if ep else 1))) * columns for rows, columns, *ep in shapes)
 
 
 @lru_cache(maxsize=4096)
 def numel(shapes: Shapes) -> int:
-    return sum(rows * columns for rows, columns in shapes)
+    return sum(rows * columns for rows, columns, *_ in shapes)
+
+
+@lru_cache(maxsize=4096)
+def padded_numel(shapes: Shapes, num_shards: int) -> int:
+    """Of gathered shards."""
+    return sum(
+        _sharded_numel((shape,), num_shards) * (num_shards // (shape[2] if len(shape) > 2 else 1)) for shape in shapes
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from trainer.memory import experts
 from trainer.memory.attention_operator import operator_moments
 from trainer.memory.block import WHILE_RUNNING, BlockMemory, Moments, transient
 from trainer.memory.tensors import MemoryTensor, Tensors, total_bytes
@@ -94,6 +95,8 @@ def recomputed_input(block: BlockMemory) -> Tensors:
 
 def feed_forward_pass(block: BlockMemory) -> Tensors:
     """In the forward pass of a feed-forward, beside the input and the attention output of its block."""
+    if block.has_experts:
+        return experts.forward_pass(block)
     tile, dim = block.tile_tokens, block.model.dim
     part = partial(transient, f"{RECOMPUTE}.feed_forward", WHILE_RUNNING)
     output = block.numbers("a tile of the output", tile, dim)
@@ -137,9 +140,12 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
         block.stream("gradient of the hidden state", tiled),
         block.queries("attention output"),
         block.sums("log-sum-exp", block.heads, block.tokens),
-        block.sums("sums of weight gradients", 3, dim, ffn_dim, copies=tiled),
-        block.numbers("a tile of the hidden state", local, dim),
+        block.sums("sums of weight gradients", 3, dim, ffn_dim, copies=tiled and not block.has_experts),
+        block.numbers("a tile of the hidden state", local, dim, copies=not block.has_experts),
     )
+    if block.has_experts:
+        yield from experts.recompute_moments(block, held)
+        return
     part = partial(transient, "models/feed_forward.py: SwiGLU.backward", WHILE_RUNNING)
     gathered: tuple[MemoryTensor, ...] = (
         block.numbers("a tile of the normalized input", local, dim, copies=not block.is_gathered and is_normed),

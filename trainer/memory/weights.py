@@ -7,7 +7,7 @@ from typing import Literal
 
 from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
 from trainer.memory.passes import Pass
-from trainer.memory.rank import RankMemory, Shapes, numel
+from trainer.memory.rank import RankMemory, Shapes, numel, padded_numel
 from trainer.memory.tensors import TRANSIENT_ACTIVATIONS, MemoryTensor, Tensors, tensors
 
 FSDP = "parallelisms/fsdp.py: apply"
@@ -31,7 +31,7 @@ class WeightMemory:
         padded: bool = False,
         lifetime: str = "while the unit runs",
     ) -> Tensors:
-        size = self.rank.sharded_numel(shapes) * self.rank.num_shards if padded else numel(shapes)
+        size = padded_numel(shapes, self.rank.num_shards) if padded else numel(shapes)
         return tensors(line, FSDP, lifetime, MemoryTensor(name, (size,), dtype, copies=copies))
 
     def gathered(self, name: str, shapes: Shapes, copies: float = 1) -> Tensors:

@@ -131,9 +131,9 @@ class RankTimeModel:
         """FLOP/s of a block's matmuls."""
         tokens = self.block.tile_tokens if self.rank.recomputes else self.rank.tokens
         shapes = [shape for shape in self.rank.block_shapes if shape[1] > 1]
-        flops = sum(rows * columns for rows, columns in shapes)
+        flops = sum(rows * columns for rows, columns, *_ in shapes)
         effective_flops = sum(
-            rows * columns * (1 + MATMUL_HALF_RATE_DIM / min(rows, columns, tokens)) for rows, columns in shapes
+            rows * columns * (1 + MATMUL_HALF_RATE_DIM / min(rows, columns, tokens)) for rows, columns, *_ in shapes
         )
         return self._dtype_factor * self.device.matmul_share * self.device.matmul_flops * flops / effective_flops
 

@@ -1,0 +1,173 @@
+"""What a feed-forward with experts holds. Imports no torch.
+
+A row is a token at one of its experts. Without expert parallelism a rank has `top_k` rows for each of its tokens; with it
+as many in the mean, and the busiest rank `ASSUMED_LOAD` times as many.
+
+Shapes are those of `block.py`; R rows, X experts, M feed-forward dim of an expert on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import partial
+
+from models.layers import LayerKind
+from trainer.memory.block import UNTIL_BACKWARD, WHILE_RUNNING, BlockMemory, Moments, saved_tensors, transient
+from trainer.memory.tensors import MemoryTensor, Tensors, total_bytes
+
+EXPERTS, DISPATCH = "models/experts.py: GroupedFeedForward", "models/dispatch.py: to_rows"
+ROUTER, HALF = "models/moe.py: MixtureOfExperts.route", "parallelisms/expert_recompute.py: ExpertHalf"
+ASSUMED_LOAD = 1.1
+"""Rows of the busiest expert-parallel rank over the mean: an assumption of plans. `expert_load_max` logs it per expert."""
+
+
+class ExpertMemory:
+    """Tensors of a feed-forward with experts for `tokens` tokens of all tp ranks."""
+
+    def __init__(self, block: BlockMemory, tokens: int) -> None:
+        self.block, self.model, self.tokens = block, block.model, tokens
+        load = ASSUMED_LOAD if block.ep > 1 else 1.0
+        self.num_rows = round(tokens * self.model.top_k * load)
+        self.local_tokens = tokens // block.sequence_shards
+        self.expert_dim = self.model.expert_dim // block.tp
+        self.shared_dim = self.model.sizes["Z"] // block.tp if block.kind.shared_expert else 0
+
+    def rows(self, name: str, copies: float = 1) -> MemoryTensor:
+        """[R, E]."""
+        return self.block.numbers(name, self.num_rows, self.model.dim, copies=copies)
+
+    def inner(self, name: str, copies: float = 1) -> MemoryTensor:
+        """[R, M]."""
+        return self.block.numbers(name, self.num_rows, self.expert_dim, copies=copies)
+
+    def shared(self, name: str, copies: float = 1) -> MemoryTensor:
+        return self.block.numbers(name, self.tokens, self.shared_dim, copies=copies)
+
+    def local(self, name: str, copies: float = 1) -> MemoryTensor:
+        """[N, E]."""
+        return self.block.numbers(name, self.local_tokens, self.model.dim, copies=copies)
+
+    def weights(self, name: str, copies: float = 1) -> MemoryTensor:
+        """[X, M, E], of the experts of a rank."""
+        experts = self.model.num_experts // self.block.ep
+        return self.block.numbers(name, experts, self.expert_dim, self.model.dim, copies=copies)
+
+    def router(self, copies: float = 1) -> Iterator[MemoryTensor]:
+        """What the router saves: its input in the dtype of sums, scores, and which experts."""
+        block, experts = self.block, self.model.num_experts
+        slots = self.local_tokens * self.model.top_k
+        yield block.sums(
+            "the router's input, widened", self.local_tokens, self.model.dim, copies=copies * block.is_mixed
+        )
+        yield block.sums("the router's scores", 1, self.local_tokens, experts, copies=copies)
+        yield MemoryTensor("experts, slots and rows", (3, slots), "int64", copies=copies)
+        yield block.sums("weights of experts, on either side", 3, slots, copies=copies)
+
+    def saved_inputs(self, copies: float = 1) -> Iterator[MemoryTensor]:
+        """Of the experts."""
+        yield from self.router(copies)
+        yield self.rows("tokens as rows", copies)
+        # Without sequence parallelism it is the normalized input itself.
+        is_gathered = bool(self.shared_dim) * self.block.is_gathered
+        yield self.block.numbers(
+            "gathered tokens of the shared expert", self.tokens, self.model.dim, copies=copies * is_gathered
+        )
+
+
+class ExpertBlock(BlockMemory):
+    """A block whose feed-forward has experts."""
+
+    def feed_forward_saved(self, copies: float = 1) -> Tensors:
+        experts = ExpertMemory(self, self.tokens)
+        return saved_tensors(
+            EXPERTS,
+            UNTIL_BACKWARD,
+            *self.norm_saved("feed_forward", copies),
+            *experts.saved_inputs(copies),
+            experts.inner("gate and up of the experts", 2 * copies),
+            experts.shared("gate and up of the shared expert", 2 * copies * bool(experts.shared_dim)),
+        )
+
+    def tile_bytes_per_token(self) -> int:
+        dim, expert_dim, rows = self.model.dim, self.model.expert_dim // self.tp, self.model.top_k
+        return self.compute_bytes * (rows * (2 * expert_dim + 2 * max(expert_dim, dim) + 2 * dim) + 2 * dim)
+
+
+def block_of(block: BlockMemory, kind: LayerKind) -> BlockMemory:
+    """The same with layers of this kind."""
+    values = {each.name: getattr(block, each.name) for each in fields(block)} | {"kind": kind}
+    return (ExpertBlock if kind.feed_forward == "moe" else BlockMemory)(**values)
+
+
+def autograd_moments(block: BlockMemory) -> Moments:
+    """The backward pass of the experts, beside what is saved."""
+    experts, saved = ExpertMemory(block, block.tokens), block.feed_forward_saved()
+    stream = transient(HALF, WHILE_RUNNING, block.stream("gradient of the output"))
+    for name, alive in _backward(experts, has_products=True):
+        yield name, saved + stream + alive
+
+
+def recompute_moments(block: BlockMemory, held: Tensors) -> Moments:
+    """Of a tile. `held`: what the block holds meanwhile."""
+    experts = ExpertMemory(block, block.tile_tokens)
+    inputs = transient(
+        HALF,
+        WHILE_RUNNING,
+        experts.local("a tile of the hidden state, and normalized", 1 + block.is_normed("feed_forward")),
+        *experts.saved_inputs(),
+        experts.weights("sums of weight gradients", 3 * (block.num_tiles() > 1)),
+    )
+    for name, alive in _backward(experts, has_products=False):
+        yield name, held + inputs + alive
+
+
+def forward_pass(block: BlockMemory) -> Tensors:
+    """Of a tile, beside the input of the block and the attention output."""
+    experts = ExpertMemory(block, block.tile_tokens)
+    part = partial(transient, EXPERTS, WHILE_RUNNING)
+    inner = part(experts.inner("gate, up, their product, and the same times the weight", 4))
+    output = part(experts.inner("the product", 1), experts.rows("outputs of the experts"))
+    combined = part(
+        experts.rows("outputs of the experts"),
+        block.sums("their sum", experts.local_tokens, block.model.dim, copies=2),
+    )
+    return part(
+        block.stream("hidden state"),
+        block.stream("output", block.num_tiles() > 1),
+        experts.local("a tile of the normalized input", block.is_normed("feed_forward")),
+        *experts.saved_inputs(),
+    ) + max(inner, output, combined, key=total_bytes)
+
+
+def _backward(experts: ExpertMemory, *, has_products: bool) -> Moments:
+    """In the order of `GroupedFeedForward.backward`."""
+    part = partial(transient, f"{EXPERTS}.backward", WHILE_RUNNING)
+    gradient = experts.rows("gradients of the outputs of experts")
+    products = 2.0 - 1.0 * has_products  # A saved gate is not copied.
+    yield (
+        "the experts' feed-forward",
+        part(
+            gradient,
+            experts.inner("gate, up, activated gate and product", products + 2),
+            experts.inner("gradient of the product, and the product of both", 2),
+            experts.weights("weight gradient"),
+        ),
+    )
+    yield (
+        "the input gradient of the experts' feed-forward",
+        part(
+            gradient,
+            experts.inner("gradients of gate and up", 2),
+            experts.weights("weight gradients", 3),
+            experts.rows("input gradients, by matrix", 2),
+        ),
+    )
+    yield (
+        "the way back of the experts' feed-forward",
+        part(
+            experts.rows("input gradients"),
+            experts.weights("weight gradients", 3),
+            experts.block.sums("their sum", experts.local_tokens, experts.model.dim, copies=2),
+        ),
+    )
