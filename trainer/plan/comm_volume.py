@@ -58,7 +58,8 @@ def sent_bytes(kind: str, size: float, ranks: int) -> float:
 def comm_volumes(rank: RankMemory) -> list[CommVolume]:
     """Of the busiest rank with that pp rank, merged by channel, kind, phase and payload."""
     by_key: dict[tuple[str, ...], CommVolume] = {}
-    for message in (*_fsdp_volumes(rank), *_tp_volumes(rank), *_cp_volumes(rank), *_pp_volumes(rank)):
+    volumes = (_fsdp_volumes, _tp_volumes, _cp_volumes, _expert_volumes, _pp_volumes)
+    for message in (each for volumes_of in volumes for each in volumes_of(rank)):
         key = (message.channel, message.kind, message.phase, message.what)
         previous = by_key.get(key)
         if previous is not None:
@@ -89,6 +90,12 @@ class FSDPUnit:
     """All-gathers of one unit, by phase."""
     reduce_scatters: float
     """Reduce-scatters of one unit."""
+    channel: str = "fsdp"
+
+    @property
+    def ep(self) -> int:
+        """Ranks that have other parts of it."""
+        return max((shape[2] for shape in self.shapes if len(shape) > 2), default=1)
 
 
 def fsdp_units(rank: RankMemory) -> Iterator[FSDPUnit]:
@@ -98,7 +105,7 @@ def fsdp_units(rank: RankMemory) -> Iterator[FSDPUnit]:
     if rank.pipeline.pp > 1:
         times = rank.num_micro_batches if rank.pipeline.reduces_per_micro_batch else 1
         for kind, count in rank.kinds.items():
-            yield FSDPUnit("blocks", rank.shapes_of(kind), {"step": count}, times * count)
+            yield from _block_units(rank, kind, {"step": count}, times * count)
         if rank.has_first_stage:
             yield FSDPUnit("embedding", rank.embed_shapes, {"step": 1}, times)
         if rank.has_last_stage:
@@ -111,7 +118,7 @@ def fsdp_units(rank: RankMemory) -> Iterator[FSDPUnit]:
         if rank.config.parallelism.reshard_after_forward:
             again = rank.num_recomputed_blocks * count / rank.num_blocks
             gathers |= {"backward": block_runs, "recompute": micro_batches * again}
-        yield FSDPUnit("blocks", rank.shapes_of(kind), gathers, block_runs)
+        yield from _block_units(rank, kind, gathers, block_runs)
     if rank.model.tie_embeddings:
         yield FSDPUnit("tied embedding", (*rank.embed_shapes, final_norm), {"forward": micro_batches}, micro_batches)
         return
@@ -119,18 +126,30 @@ def fsdp_units(rank: RankMemory) -> Iterator[FSDPUnit]:
     yield FSDPUnit("loss head", head, {"forward": micro_batches}, micro_batches)
 
 
+def _block_units(
+    rank: RankMemory, kind: LayerKind, all_gathers: dict[Phase, float], reduce_scatters: float
+) -> Iterator[FSDPUnit]:
+    """Experts that are distributed over ranks are a unit of their own."""
+    shapes = rank.shapes_of(kind)
+    experts = tuple(shape for shape in shapes if len(shape) > 2 and shape[2] > 1)
+    yield FSDPUnit("blocks", tuple(each for each in shapes if each not in experts), all_gathers, reduce_scatters)
+    if experts:
+        yield FSDPUnit("experts", experts, all_gathers, reduce_scatters, channel="efsdp")
+
+
 def _fsdp_volumes(rank: RankMemory) -> Iterator[CommVolume]:
     reduces_once = rank.pipeline.pp > 1 and not rank.pipeline.reduces_per_micro_batch
     reduce_phase: Phase = "step" if reduces_once else "backward"
-    shards, replicas = rank.num_shards, rank.config.parallelism.dp_replicate
+    replicas = rank.config.parallelism.dp_replicate
     for unit in fsdp_units(rank):
+        shards, channel = rank.num_shards // unit.ep, unit.channel
         shard = rank.sharded_numel(unit.shapes)
         weights, gradients = f"weights of {unit.name}", f"gradients of {unit.name}"
         for phase, calls in unit.all_gathers.items():
             size = rank.compute_bytes * shard
-            yield from _volume("fsdp", "all_gather", phase, weights, size=size, ranks=shards, calls=calls)
+            yield from _volume(channel, "all_gather", phase, weights, size=size, ranks=shards, calls=calls)
         size, calls = rank.reduce_bytes * shard, unit.reduce_scatters
-        yield from _volume("fsdp", "reduce_scatter", reduce_phase, gradients, size=size, ranks=shards, calls=calls)
+        yield from _volume(channel, "reduce_scatter", reduce_phase, gradients, size=size, ranks=shards, calls=calls)
         yield from _volume(
             "dp_replicate", "all_reduce", reduce_phase, gradients, size=size, ranks=replicas, calls=calls
         )
@@ -290,6 +309,28 @@ def _ring_volumes(
         bytes=num_runs * hops * size,
         calls=num_runs * (1 if plan.rotate_method == "allgather" else hops),
     )
+
+
+def _expert_volumes(rank: RankMemory) -> Iterator[CommVolume]:
+    """Tokens and weights of experts: over ep, to the experts and back; over tp, each tp rank's rows to all of them."""
+    model, sequence_shards = rank.model, rank.block.sequence_shards
+    layers = sum(count for kind, count in rank.kinds.items() if kind.feed_forward == "moe")
+    tiles = rank.block.num_tiles() if rank.recomputes else 1
+    rows = rank.tokens // sequence_shards * model.top_k / tiles
+    calls = layers * rank.num_micro_batches * tiles
+    x, weights = rank.compute_bytes * model.dim * rows, rank.master_bytes * rows
+    # The recomputation needs no outputs, and so no way back.
+    counts = 8.0 * model.num_experts * tiles
+    yield from _volume(
+        "ep", "all_gather", "forward", "counts of experts", size=counts, ranks=rank.ep, calls=layers * rank.num_micro_batches
+    )
+    ways: list[tuple[Phase, float, float]] = [("forward", 1, 1), ("backward", 1, 1), ("recompute", rank.recomputes, 0)]
+    for phase, there, back in ways:
+        for what, size, count in (("tokens", x, there + back), ("weights of experts", weights, there)):
+            yield from _volume("ep", "all_to_all", phase, what, size=size, ranks=rank.ep, calls=calls * count)
+            if sequence_shards > 1:
+                gathered = size * sequence_shards
+                yield from _volume("tp", "all_to_all", phase, what, size=gathered, ranks=rank.tp, calls=calls * count)
 
 
 def _pp_volumes(rank: RankMemory) -> Iterator[CommVolume]:

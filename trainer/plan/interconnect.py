@@ -34,7 +34,7 @@ def group_topologies(config: Config, world_size: int, device: DeviceSpec) -> dic
     """The worst-placed group of each channel, with consecutive ranks filling one link domain after the other."""
     plan = config.context_plan()
     degrees = config.parallelism.degrees(world_size)
-    first_group_ranks = rank_zero_groups(degrees, plan.hybrid_ulysses_degree)
+    first_group_ranks = rank_zero_groups(degrees, plan.hybrid_ulysses_degree, config.parallelism.ep)
     return {
         name: _worst_placement(ranks, world_size, device.link_domain_size) for name, ranks in first_group_ranks.items()
     }

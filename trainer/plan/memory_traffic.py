@@ -43,6 +43,10 @@ class BlockTraffic:
         self.qk = self.queries + rank.block.kv_heads * rank.model.head_dim * rank.tokens
         self.angles = rank.model.head_dim // 2 * rank.tokens
         self.ffn = rank.model.ffn_dim * rank.tokens // rank.tp
+        self.rows = rank.tokens * rank.model.top_k * self.block.has_experts
+        """Tokens at each of their experts."""
+        if self.rows:
+            self.ffn = (self.rows * rank.model.expert_dim + rank.tokens * rank.model.sizes["Z"]) // rank.tp
 
     def moved(self, elements: float, operation: tuple[tuple[int, int], ...]) -> float:
         in_compute_dtype, in_stats_dtype = operation[-1 if self.compiled else 0]
@@ -63,7 +67,8 @@ class BlockTraffic:
     def feed_forward(self) -> float:
         """Two residual additions, all norms of the residual stream but one, and the SwiGLU gate."""
         norms = (self.num_norms - 1) * self.moved(self.hidden, NORM)
-        return 2 * self.moved(self.hidden, ADD) + norms + self.moved(self.ffn, SWIGLU)
+        dispatched = 2 * self.moved(self.rows * self.rank.model.dim / self.block.sequence_shards, COPY)
+        return 2 * self.moved(self.hidden, ADD) + norms + self.moved(self.ffn, SWIGLU) + dispatched
 
     @cached_property
     def exchange(self) -> float:
@@ -171,7 +176,7 @@ def _fsdp_copies(rank: RankMemory) -> defaultdict[str, float]:
     """
     copies = defaultdict[str, float](float)
     for unit in fsdp_units(rank) if rank.is_sharded else ():
-        shard, ranks = rank.sharded_numel(unit.shapes), rank.num_shards
+        shard, ranks = rank.sharded_numel(unit.shapes), rank.num_shards // unit.ep
         copied_out = 2 * rank.compute_bytes * shard * ranks * (ranks > 1)
         for phase, num_gathers in unit.all_gathers.items():
             gather_bytes = shard * (rank.master_bytes + rank.compute_bytes) + copied_out

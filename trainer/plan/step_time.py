@@ -49,7 +49,9 @@ CHANNEL_LABELS = {
     "pp": "stages (pp)",
     "dp_replicate": "gradients (dp_replicate)",
     "fsdp": "weights (fsdp)",
+    "efsdp": "weights of experts (efsdp)",
     "tp": "activations (tp)",
+    "ep": "tokens (ep)",
     "cp": "attention (cp)",
     "rotate": "KV (cp)",
     "exchange": "head exchange (cp)",
@@ -204,7 +206,7 @@ class RankTimeModel:
             overlap = ASYNC_TP_OVERLAP if self.config.parallelism.async_tp else 0
         elif message.channel in ("cp", "rotate", "exchange"):
             overlap, overlaps_with = self._attention_overlap_fraction(message), "attention"
-        elif message.phase == "recompute":  # Recomputation needs it immediately.
+        elif message.channel == "ep" or message.phase == "recompute":  # Experts and recomputation need it immediately.
             return CommCost(message.channel, seconds)
         else:
             exposed = min(1.0, EXPOSED_FSDP_UNITS / (self.rank.num_blocks + EXPOSED_FSDP_UNITS))
