@@ -33,8 +33,9 @@ class ExpertConfig:
     def expert_problems(self, kinds: Sequence[LayerKind]) -> Iterator[str]:
         """Every broken rule, with its values."""
         if all(kind.feed_forward != "moe" for kind in kinds):
-            unused = [each.name for each in fields(ExpertConfig) if getattr(self, each.name) != each.default]
-            yield from (f'model.{name} is only used with model.feed_forward = "moe"' for name in unused)
+            for each in fields(ExpertConfig):
+                if (value := getattr(self, each.name)) != each.default:
+                    yield f'model.{each.name} = {value} is only used with model.feed_forward = "moe"'
             return
         values = {name: getattr(self, name) for name in ("num_experts", "top_k", "expert_dim", "router_scaling")}
         yield from (f"model.{name} = {value} must be above 0" for name, value in values.items() if not value > 0)

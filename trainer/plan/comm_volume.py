@@ -322,7 +322,13 @@ def _expert_volumes(rank: RankMemory) -> Iterator[CommVolume]:
     # The recomputation needs no outputs, and so no way back.
     counts = 8.0 * model.num_experts * tiles
     yield from _volume(
-        "ep", "all_gather", "forward", "counts of experts", size=counts, ranks=rank.ep, calls=layers * rank.num_micro_batches
+        "ep",
+        "all_gather",
+        "forward",
+        "counts of experts",
+        size=counts,
+        ranks=rank.ep,
+        calls=layers * rank.num_micro_batches,
     )
     ways: list[tuple[Phase, float, float]] = [("forward", 1, 1), ("backward", 1, 1), ("recompute", rank.recomputes, 0)]
     for phase, there, back in ways:

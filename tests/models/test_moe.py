@@ -1,0 +1,221 @@
+"""Mixtures of experts: choice, grouped products, the edges of routing, MXFP4."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from models import experts, mxfp4
+from models.config import ModelConfig
+from models.hf import SafetensorsReader
+from models.hf_tensors import tensor_specs
+from models.moe import MixtureOfExperts
+from tests.models.dense_model import RouterLosses, dense_gradients
+from tests.models.small_models import DEEPSEEK, GPT_OSS, OLMOE, gradients, largest_difference, packed, small_model
+
+MIXTURES = {"gpt-oss": GPT_OSS, "deepseek": DEEPSEEK, "olmoe": OLMOE}
+
+
+def layer_of(config: ModelConfig) -> MixtureOfExperts:
+    return small_model(config).expert_layers()[0]
+
+
+@pytest.mark.parametrize("config", MIXTURES.values(), ids=MIXTURES)
+def test_equal_scores_go_to_the_lower_index(config: ModelConfig) -> None:
+    layer = layer_of(config)
+    for buffer in layer.buffers(recurse=False):
+        buffer.zero_()
+    expected = [*range(config.top_k)]
+    assert layer.choose(torch.zeros(3, config.num_experts, dtype=torch.float64)).tolist() == [expected] * 3
+
+
+@pytest.mark.parametrize("config", MIXTURES.values(), ids=MIXTURES)
+@pytest.mark.parametrize("tokens", [1, 2, 17])
+def test_every_number_of_tokens_equals_the_dense_reference(config: ModelConfig, tokens: int) -> None:
+    """Of one token, most experts have none."""
+    model, batch = small_model(config), packed([1, tokens + 1], vocab_size=config.vocab_size)
+    losses, expected = dense_gradients(model, batch)
+    found_losses, found = gradients(model, batch)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, expected[name], rtol=0, atol=1e-12)
+    assert float((found_losses - losses).abs().max()) <= 1e-12
+
+
+def test_all_tokens_at_the_same_experts() -> None:
+    """The router sees nothing: its weights are zero, and the bias chooses."""
+    model, batch = small_model(GPT_OSS), packed([9, 4], vocab_size=GPT_OSS.vocab_size)
+    with torch.no_grad():
+        for layer in model.expert_layers():
+            layer.get_parameter("router.weight").zero_()
+    losses, expected = dense_gradients(model, batch)
+    found_losses, found = gradients(model, batch)
+    assert largest_difference(found, expected) <= 1e-12
+    assert float((found_losses - losses).abs().max()) <= 1e-12
+    idle = model.expert_layers()[0].get_parameter("experts.gate_proj").grad
+    assert idle is not None
+    assert int((idle.flatten(1).abs().sum(1) == 0).sum()) == GPT_OSS.num_experts - GPT_OSS.top_k
+
+
+def test_a_router_with_nan_gives_nan_and_no_error() -> None:
+    """The step is skipped then, as for any other weight."""
+    model, batch = small_model(OLMOE), packed([9, 4], vocab_size=OLMOE.vocab_size)
+    with torch.no_grad():
+        model.expert_layers()[0].get_parameter("router.weight")[0, 0] = torch.nan
+    losses, _ = gradients(model, batch)
+    assert losses.isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"top_k": 9}, "model.top_k = 9 must be at most model.num_experts = 8"),
+        ({"expert_dim": 0}, "model.expert_dim = 0 must be above 0"),
+        ({"expert_groups": 3}, "model.expert_groups = 3 must divide model.num_experts = 8"),
+        ({"top_k_groups": 5}, "model.top_k_groups = 5 must be from 1 to model.expert_groups = 4"),
+        ({"top_k": 5}, "model.top_k = 5 must be at most 4, the experts in model.top_k_groups = 2 of"),
+        ({"layers": (), "num_experts": 8}, 'model.num_experts = 8 is only used with model.feed_forward = "moe"'),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(changes: dict[str, Any], problem: str) -> None:
+    assert any(problem in each for each in replace(DEEPSEEK, **changes).problems())
+
+
+# ---- grouped products
+
+COUNTS = [[3, 0, 8, 5], [0, 0, 0, 16], [8, 8, 8, 8], [1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_the_grouped_kernel_gives_what_the_loop_gives(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's kernel takes groups that begin at multiples of eight rows, which padding makes; on a CPU it is a fallback."""
+    generator = torch.Generator().manual_seed(0)
+    rows = sum(counts)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    x, weight, grad = normal(rows, 16), normal(4, 24, 16), normal(rows, 24)
+    looped = experts.grouped_product(x, weight, counts), experts.grouped_weight_grad(grad, x, counts)
+    monkeypatch.setattr(experts, "_has_kernel", lambda _: True)
+    for found, expected in zip(
+        (experts.grouped_product(x, weight, counts), experts.grouped_weight_grad(grad, x, counts)), looped, strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    assert float(experts.grouped_weight_grad(grad, x, counts)[counts.index(0) if 0 in counts else 0].abs().sum()) == (
+        0 if 0 in counts else float(looped[1][0].abs().sum())
+    )
+
+
+def test_skipped_outputs_leave_all_gradients_as_they_are() -> None:
+    generator = torch.Generator().manual_seed(0)
+    counts, names = [3, 0, 4], [*experts.PRODUCTS, *experts.BIASES]
+    shapes = ([3, 6, 4], [3, 6, 4], [3, 4, 6], [3, 6], [3, 6], [3, 4])
+    found = []
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ([7, 4], [7], *shapes)]
+    for needs_output in (True, False):
+        leaves = [each.clone().requires_grad_() for each in inputs]
+        parameters = dict(zip(names, leaves[2:], strict=True))
+        options: dict[str, Any] = {"activation": "silu", "needs_output": needs_output}
+        out = experts.run_experts(leaves[0], leaves[1], counts, parameters, bias_scale=0.5, **options)
+        out.backward(torch.ones(7, 4, dtype=torch.float64))
+        found.append([leaf.grad for leaf in leaves])
+    for with_output, without in zip(*found, strict=True):
+        torch.testing.assert_close(with_output, without, rtol=0, atol=1e-14)
+
+
+# ---- MXFP4
+
+
+def quantized(experts: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks, scales, and the values that they stand for, one number at a time."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = mxfp4.stored_shapes((experts, outputs, inputs))
+    blocks = torch.randint(0, 256, shapes[mxfp4.BLOCKS], generator=generator, dtype=torch.uint8)
+    scales = torch.randint(120, 132, shapes[mxfp4.SCALES], generator=generator, dtype=torch.uint8)
+    values = torch.empty(experts, outputs, inputs)
+    table = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    for e in range(experts):
+        for o in range(outputs):
+            for i in range(inputs):
+                byte = int(blocks[e, o, i // 32, i % 32 // 2])
+                code = byte >> 4 if i % 2 else byte & 15
+                values[e, o, i] = table[code & 7] * (-1) ** (code >> 3) * 2.0 ** (int(scales[e, o, i // 32]) - 127)
+    return blocks, scales, values
+
+
+def test_mxfp4_is_dequantized_exactly() -> None:
+    blocks, scales, values = quantized(2, 3, 64)
+    assert torch.equal(mxfp4.dequantize(blocks, scales), values)
+
+
+def test_quantized_experts_are_read_slice_by_slice(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    config = replace(
+        GPT_OSS,
+        dim=32,
+        expert_dim=64,
+        num_experts=2,
+        top_k=1,
+        model_type="gpt_oss",
+        layers=GPT_OSS.layers[:1],
+        num_layers=1,
+    )
+    blocks, scales, values = quantized(2, 128, 32)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    save_file({f"{name}_blocks": blocks, f"{name}_scales": scales}, tmp_path / "model.safetensors")
+    reader, specs = SafetensorsReader(tmp_path), tensor_specs(config)
+    prefix = "blocks.0.feed_forward.experts"
+    for ours, turn in (("gate_proj", 0), ("up_proj", 1)):
+        spec = specs[f"{prefix}.{ours}"]
+        assert torch.equal(reader.read(spec), values[:, turn::2])
+        ranges = [range(1, 2), range(3, 40), range(8, 30)]
+        assert torch.equal(reader.read(spec, ranges), values[1:2, turn::2][:, 3:40, 8:30])
+    missing = reader.problems(config)
+    assert not any("gate_up_proj_blocks" in each or "gate_up_proj_scales" in each for each in missing)
+    assert "model.layers.0.mlp.experts.down_proj is missing" in missing
+
+
+# ---- losses of routers
+
+
+def test_router_losses_equal_the_dense_reference_with_padding() -> None:
+    """Tokens without a target count in no mean."""
+    for losses in (RouterLosses(0.7), RouterLosses(0.7, balances_sequences=True), RouterLosses(z=0.4)):
+        model, batch = small_model(DEEPSEEK), packed([5, 9, 1], [3, 3, 9], vocab_size=DEEPSEEK.vocab_size)
+        step = model.router_step
+        step.balance_loss, step.balances_sequences, step.z_loss = losses
+        step.num_targets = batch.num_targets()
+        _, expected = dense_gradients(model, batch, losses)
+        found_losses = model(batch)
+        (found_losses.sum() / batch.num_targets()).backward()
+        found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        assert largest_difference(found, expected) <= 1e-12
+
+
+def test_evaluation_counts_nothing_and_adds_no_loss() -> None:
+    model, batch = small_model(OLMOE), packed([9, 4], vocab_size=OLMOE.vocab_size)
+    model.router_step.balance_loss = 5.0
+    for layer in model.expert_layers():
+        layer.reset_statistics()
+    _, found = gradients(model, batch)
+    _, expected = dense_gradients(model, batch)
+    assert largest_difference(found, expected) <= 1e-12
+    assert all(
+        float(layer.statistics.abs().sum()) == 0 for layer in model.expert_layers() if layer.statistics is not None
+    )
+
+
+def test_a_batch_of_weights_in_bfloat16_routes_in_float32() -> None:
+    layer = layer_of(OLMOE).bfloat16()
+    x = torch.randn(1, 5, OLMOE.dim).bfloat16()
+    weights = {name: each.detach() for name, each in layer.named_parameters()}
+    logits = layer.logits(x, weights)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, F.linear(x.float(), weights["router.weight"].float()))
