@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from math import lcm, prod
+from typing import ClassVar
 
 from models.config import ModelConfig
 from models.layers import NORMS, LayerKind
@@ -67,9 +68,7 @@ class BlockMemory:
     ep: int = 1
     """Ranks among which experts are distributed."""
 
-    @property
-    def has_experts(self) -> bool:
-        return self.kind.feed_forward == "moe"
+    has_experts: ClassVar[bool] = False
 
     @property
     def compute_bytes(self) -> int:
@@ -300,11 +299,8 @@ class BlockMemory:
         return self.block_input() + (self.attention_output() if policy == "keep_attention" else ())
 
     def all_saved(self, copies: float = 1) -> Tensors:
-        return (
-            self.attention_saved(copies)
-            + self.feed_forward_saved(copies)
-            + self.output_norm_saved("feed_forward", copies)
-        )
+        saved = self.attention_saved(copies) + self.feed_forward_saved(copies)
+        return saved + self.output_norm_saved("feed_forward", copies)
 
     def output_norm_saved(self, module: str, copies: float = 1) -> Tensors:
         """What the norm of a sublayer's output saves."""

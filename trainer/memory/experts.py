@@ -78,6 +78,8 @@ class ExpertMemory:
 class ExpertBlock(BlockMemory):
     """A block whose feed-forward has experts."""
 
+    has_experts = True
+
     def feed_forward_saved(self, copies: float = 1) -> Tensors:
         experts = ExpertMemory(self, self.tokens)
         return saved_tensors(

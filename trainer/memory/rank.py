@@ -35,8 +35,7 @@ class RankMemory:
         training, parallelism = config.training, config.parallelism
         self.config, self.pp_rank, self.model = config, pp_rank, config.model.build()
         degrees = parallelism.degrees(world_size)
-        self.tp, self.pipeline = degrees["tp"], config.pipeline_plan(world_size)
-        self.ep = parallelism.ep
+        self.tp, self.ep, self.pipeline = degrees["tp"], parallelism.ep, config.pipeline_plan(world_size)
         self.num_shards, self.num_replicas = degrees["dp_shard"] * degrees["cp"], degrees["dp_replicate"]
         self.num_micro_batches = config.micro_batches(world_size)[1]
         is_bfloat16 = training.dtype == "bfloat16"
@@ -56,12 +55,10 @@ class RankMemory:
         self.layout = SeqLayout(context_plan.resolved_layout, context_plan.ring_degree, (0, seq_len, padded_len))
         """Of a sequence that is one document; padding is another."""
         self.tokens = training.micro_batch_size * padded_len // degrees["cp"]
-        self.block = BlockMemory(
+        largest = self._largest_kind()
+        block = BlockMemory(
             self.model,
-            max(
-                self.model.kinds,
-                key=lambda kind: (self.recomputes and not kind.in_pieces, self.model.saved_width(kind)),
-            ),
+            largest,
             self.tokens,
             self.compute_dtype,
             self.master_dtype,
@@ -78,7 +75,7 @@ class RankMemory:
             self.layout,
             self.ep,
         )
-        self.block = block_of(self.block, self.block.kind)
+        self.block = block_of(block, largest)
         self.ranks_per_node = min(world_size, parallelism.ranks_per_node)
         self.num_nodes = -(-world_size // self.ranks_per_node)
         stages = self.pipeline.stages_of(pp_rank)
@@ -93,6 +90,13 @@ class RankMemory:
         """Layers of this rank."""
         self.blocks = {kind: block_of(self.block, kind) for kind in self.kinds}
         self.has_first_stage, self.has_last_stage = 0 in stages, self.pipeline.num_stages - 1 in stages
+
+    def _largest_kind(self) -> LayerKind:
+        """Of which a block saves most."""
+        return max(
+            self.model.kinds,
+            key=lambda kind: (self.recomputes and not kind.in_pieces, self.model.saved_width(kind)),
+        )
 
     # ---- parameters
 

@@ -43,6 +43,16 @@ TENSORBOARD_TAGS = {
     "rss_gib": "memory/rss_gib",
 }
 
+EXPERT_TAGS = {
+    "balance_loss": "experts/balance_loss",
+    "router_z_loss": "experts/router_z_loss",
+    "router_entropy": "experts/router_entropy",
+    "expert_load_max": "experts/load_max",
+    "dead_experts": "experts/dead",
+}
+"""Of models with experts only."""
+MAX_SHOWN_LOAD = 2.0
+"""White in the image of loads; black is none, and the mean is in the middle."""
 
 # TensorBoard's custom dashboard: category, chart, tags.
 DASHBOARD = {
@@ -58,6 +68,7 @@ DASHBOARD = {
         "utilisation": ["perf/mfu", "perf/hfu"],
         "tokens per second": ["perf/tokens_per_second"],
         "attention imbalance": ["perf/attention_imbalance"],
+        "expert load": ["experts/load_max"],
         "GiB": ["memory/.*"],
     },
 }
@@ -73,6 +84,9 @@ class TensorBoardLogger:
 
     def write(self, record: Record) -> None:
         scalars = {tag: record[key] for key, tag in TENSORBOARD_TAGS.items()}
+        if loads := record.get("expert_load"):
+            scalars |= {tag: record[key] for key, tag in EXPERT_TAGS.items()}
+            self._add_image("experts/load by layer", loads, record["step"])
         scalars |= {f"position/{name}": loss for name, loss in record["loss_by_position"].items()}
         scalars |= {f"loss_by_shard/{shard}": loss for shard, loss in enumerate(record["loss_by_shard"] or ())}
         if len(record["sources"]) > 1:
@@ -88,6 +102,16 @@ class TensorBoardLogger:
                 for tag, value in scalars.items():
                     if value is not None:
                         self._writer.add_scalar(tag, value, step)
+
+    def _add_image(self, tag: str, loads: list[list[float]], step: int) -> None:
+        """A row for each layer, a column for each expert."""
+        import torch
+
+        with self._disable_on_error():
+            if self._is_enabled:
+                self._writer = self._writer or self._open_writer()
+                image = torch.tensor(loads).div(MAX_SHOWN_LOAD).clamp(max=1)
+                self._writer.add_image(tag, image[None], step)
 
     def close(self) -> None:
         with self._disable_on_error():
@@ -176,6 +200,7 @@ def format_step(record: Record, *, total_steps: int, eta_seconds: float, num_tok
         f"rss {format_bytes(record['rss_gib'] * GIB)}",
         f"data wait {record['data_wait_pct']:.1f}%",
         f"attn imbalance {record['attention_imbalance']:.2f}" if num_token_ranks > 1 else "",
+        f"expert load {record['expert_load_max']:.2f}" if "expert_load_max" in record else "",
         f"dp imbalance {record['dp_imbalance']:.2f}" if record["dp_imbalance"] != 1 else "",
         f"eta {format_duration(eta_seconds)}",
     )

@@ -179,19 +179,21 @@ def _block_calls(rank: RankMemory) -> TPCalls:
 
 
 def _block_collectives(rank: RankMemory) -> Iterator[tuple[bool, Phase, float, int]]:
-    """(gather rather than reduce, phase, count, tiles) over all blocks."""
+    """(gather rather than reduce, phase, count, tiles) over all blocks; feed-forwards with experts have others."""
     blocks, tiles = rank.num_blocks, rank.block.num_tiles(rank.config.training.micro_batch_size)
+    dense = blocks - sum(count for kind, count in rank.kinds.items() if kind.feed_forward == "moe")
+    again = rank.num_recomputed_blocks
     both: tuple[Phase, Phase] = ("forward", "backward")
     if not rank.recomputes:
-        yield from ((is_input, phase, 2 * blocks, 1) for phase in both for is_input in (True, False))
+        yield from ((is_input, phase, blocks + dense, 1) for phase in both for is_input in (True, False))
         return
     for phase in both:
         yield True, phase, blocks, 1  # Shared by all head groups.
-        yield True, phase, blocks, tiles
-        yield False, phase, 2 * blocks, tiles
+        yield True, phase, dense, tiles
+        yield False, phase, blocks + dense, tiles
     yield True, "recompute", blocks * (1 + rank.attention_recompute_fraction), 1
-    yield True, "recompute", blocks + rank.num_recomputed_blocks, tiles
-    yield False, "recompute", blocks + 2 * rank.num_recomputed_blocks, tiles
+    yield True, "recompute", dense * (1 + again / blocks), tiles
+    yield False, "recompute", blocks + again * (1 + dense / blocks), tiles
 
 
 def _embedding_and_head_calls(rank: RankMemory) -> TPCalls:
