@@ -60,8 +60,8 @@ class TokenDispatcher(Protocol):
     def combine(self, out_RE: Tensor, rows: Rows, *, is_needed: bool) -> Tensor:
         """[N, E]: the sum over the experts of each token. If not `is_needed`, only its gradient is right."""
 
-    def shared(self, x_NE: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-        """`run(x_NE)`, of which each tp rank computes a part."""
+    def shared(self, x_NE: Tensor, run: Callable[[Tensor], Tensor], *, is_needed: bool) -> Tensor:
+        """`run(x_NE)`, of which each tp rank computes a part. If not `is_needed`, only its gradient is right."""
 
     def sum_over_sequence(self, counts: Tensor) -> Tensor:
         """In place, over the ranks that share the tokens of a sequence."""
@@ -90,7 +90,8 @@ class LocalDispatcher:
     def combine(self, out_RE: Tensor, rows: Rows, *, is_needed: bool) -> Tensor:
         return to_tokens(out_RE, rows, is_needed=is_needed)
 
-    def shared(self, x_NE: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    def shared(self, x_NE: Tensor, run: Callable[[Tensor], Tensor], *, is_needed: bool) -> Tensor:
+        del is_needed
         return run(x_NE)
 
     def sum_over_sequence(self, counts: Tensor) -> Tensor:

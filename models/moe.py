@@ -222,7 +222,7 @@ class MixtureOfExperts(SublayerModule):
             options: dict[str, Any] = {"activation": self.activation, "needs_output": needs_output}
             return run_experts(x_TE, None, [len(x_TE)], parameters, **options)
 
-        return self.dispatcher.shared(x_NE, run)
+        return self.dispatcher.shared(x_NE, run, is_needed=needs_output)
 
 
 def router_statistics(num_experts: int) -> int:

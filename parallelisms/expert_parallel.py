@@ -143,11 +143,11 @@ class RankDispatcher:
         out_RE = AllToAll(out_RE, self._ep_group, (received, sent), is_needed=is_needed).wait()
         return self._sum_copies(to_tokens(out_RE, rows, is_needed=is_needed), is_needed=is_needed)
 
-    def shared(self, x_NE: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    def shared(self, x_NE: Tensor, run: Callable[[Tensor], Tensor], *, is_needed: bool) -> Tensor:
         if self._gather_group is None:
-            return self._sum_copies(run(self._copy(x_NE)))
+            return self._sum_copies(run(self._copy(x_NE)), is_needed=is_needed)
         counts = [len(x_NE)] * self._gather_group.size()
-        return self._reduce(run(self._gather(x_NE, counts)), counts)
+        return self._reduce(run(self._gather(x_NE, counts)), counts, is_needed=is_needed)
 
     def sum_over_sequence(self, counts: Tensor) -> Tensor:
         for group in (*self._cp_groups, *([] if self._gather_group is None else [self._gather_group])):

@@ -317,6 +317,7 @@ def _expert_volumes(rank: RankMemory) -> Iterator[CommVolume]:
     """Tokens and weights of experts: over ep, to the experts and back; over tp, each tp rank's rows to all of them."""
     model, sequence_shards = rank.model, rank.block.sequence_shards
     layers = sum(count for kind, count in rank.kinds.items() if kind.feed_forward == "moe")
+    shared = sum(count for kind, count in rank.kinds.items() if kind.shared_expert)
     tiles = rank.block.num_tiles() if rank.recomputes else 1
     rows = rank.tokens // sequence_shards * model.top_k / tiles
     calls = layers * rank.num_micro_batches * tiles
@@ -334,6 +335,10 @@ def _expert_volumes(rank: RankMemory) -> Iterator[CommVolume]:
     )
     ways: list[tuple[Phase, float, float]] = [("forward", 1, 1), ("backward", 1, 1), ("recompute", rank.recomputes, 0)]
     for phase, there, back in ways:
+        if sequence_shards > 1:
+            size, runs = rank.compute_bytes * model.dim * rank.tokens / tiles, shared * rank.num_micro_batches * tiles
+            what = "tokens of the shared expert"
+            yield from _volume("tp", "all_to_all", phase, what, size=size, ranks=rank.tp, calls=runs * (there + back))
         for what, size, count in (("tokens", x, there + back), ("weights of experts", weights, there)):
             yield from _volume("ep", "all_to_all", phase, what, size=size, ranks=rank.ep, calls=calls * count)
             if sequence_shards > 1:
