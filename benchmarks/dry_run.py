@@ -10,18 +10,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from math import prod
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from benchmarks.op_counter import HOST, OpCounterMode, fake_process_group
 from models.batch import Batch
+from models.dispatch import LocalDispatcher, Rows, sort_by_expert
 from models.transformer import Transformer
+from parallelisms.expert_parallel import RankDispatcher
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
@@ -92,7 +97,7 @@ def dry_run(
     if problems:
         raise ConfigError(problems)
     counter = OpCounterMode()
-    with fake_process_group(rank, world_size), counter.enable():
+    with fake_process_group(rank, world_size), counter.enable(), balanced_experts(counter):
         nodes = max(1, world_size // config.parallelism.ranks_per_node)
         world = World(rank, world_size, torch.device("cpu"), nodes)
         trainer = Trainer(_dry_run_config(config), world, cast(BlendedDataset, NoData()))
@@ -108,6 +113,33 @@ def dry_run(
             trainer.optimizer_step(accumulated, config.optimizer.lr)
             del accumulated
     return _result(counter, trainer, states)
+
+
+@contextmanager
+def balanced_experts(counter: OpCounterMode) -> Iterator[None]:
+    """Gives every expert as many tokens: fake scores choose none."""
+
+    def counts_of(experts_NK: Tensor, num_experts: int) -> list[int]:
+        size, remainder = divmod(experts_NK.numel(), num_experts)
+        return [size + (expert < remainder) for expert in range(num_experts)]
+
+    def rows_of_one(_: Any, experts: Sequence[Tensor], num_experts: int) -> list[Rows]:
+        return [sort_by_expert(each, num_experts)[0]._replace(counts=counts_of(each, num_experts)) for each in experts]
+
+    def rows_of_ranks(self: Any, experts: Sequence[Tensor], num_experts: int) -> list[Rows]:
+        found = []
+        for each, (rows, _) in zip(experts, [sort_by_expert(each, num_experts) for each in experts], strict=True):
+            with unset_fake_temporarily():
+                groups = [1 if group is None else group.size() for group in (self._gather_group, self._ep_group)]
+                counts = torch.tensor(counts_of(each, num_experts)).expand(*groups, -1)
+                routed = self._route(rows._replace(slots=torch.empty(0)), counts)
+            index = [counter.new_int64(sum(routed.counts)) for _ in range(2)]
+            route = routed.route._replace(by_expert=index[0], by_rank=index[1])
+            found.append(routed._replace(slots=rows.slots, route=route))
+        return found
+
+    with patch.object(LocalDispatcher, "rows", rows_of_one), patch.object(RankDispatcher, "rows", rows_of_ranks):
+        yield
 
 
 class NoData:

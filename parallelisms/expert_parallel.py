@@ -200,12 +200,14 @@ class AllToAll:
         self._group, self._counts = group, counts
         self._pending: collectives.AsyncHandle | None = None
         self._skipped = None if is_needed else sum(counts[1])
-        self._buffer = x if group is None else linear_map(x, self._start, self._finish, skipped=self._skipped)
+        self._buffers = [x if group is None else linear_map(x, self._start, self._finish, skipped=self._skipped)]
 
     def wait(self) -> Tensor:
+        # Its graph holds this object, which must not hold it: a cycle would live until the next garbage collection.
+        buffer = self._buffers.pop()
         if self._group is None:
-            return self._buffer
-        return linear_map(self._buffer, self._finish, self._start_back, skipped=self._skipped)
+            return buffer
+        return linear_map(buffer, self._finish, self._start_back, skipped=self._skipped)
 
     def _start(self, x: Tensor) -> Tensor:
         """Returns what is received before it is."""
