@@ -81,7 +81,7 @@ class GroupedFeedForward(torch.autograd.Function):
             if has_biases:
                 grad_weight_R += bias_scale * _row_dots(_by_row(weights[-1], counts), grad_RE)
             grad_weight_R = grad_weight_R.to(weight_R.dtype)
-        bias_grads = [_sum_by_expert(_times(grad_RE, weight_R) * bias_scale, counts)] * has_biases
+        bias_grads = [_sum_by_expert(_times(grad_RE, weight_R) * bias_scale, counts)] if has_biases else []
         graph.outputs.clear()
         del inner_RM
         product_grads, _ = graph.backward([_times(grad_inner_RM, weight_R)])

@@ -82,10 +82,14 @@ class ExpertBlock(BlockMemory):
 
     def feed_forward_saved(self, copies: float = 1) -> Tensors:
         experts = ExpertMemory(self, self.tokens)
+        *norm, _ = self.norm_saved("feed_forward", copies)
+        # The router saves a widened copy instead.
+        is_saved = not self.is_mixed or (bool(experts.shared_dim) and not self.is_gathered)
         return saved_tensors(
             EXPERTS,
             UNTIL_BACKWARD,
-            *self.norm_saved("feed_forward", copies),
+            *norm,
+            self.stream("normalized inputs of the router", copies * is_saved),
             *experts.saved_inputs(copies),
             experts.inner("gate and up of the experts", 2 * copies),
             experts.shared("gate and up of the shared expert", 2 * copies * bool(experts.shared_dim)),
@@ -160,7 +164,7 @@ def _backward(experts: ExpertMemory, *, has_products: bool) -> Moments:
         "the input gradient of the experts' feed-forward",
         part(
             gradient,
-            experts.inner("gradients of gate and up", 2),
+            experts.inner("gradient of gate or up"),
             experts.weights("weight gradients", 3),
             experts.rows("input gradients, by matrix", 2),
         ),
