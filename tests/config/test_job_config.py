@@ -41,11 +41,13 @@ CLUSTER_CONFIGS = {
     "qwen25_7b_128k": 8,
     "mistral_7b_128k": 8,
     "gemma3_4b_128k": 8,
+    "qwen3_30b_a3b_1m": 8,
+    "gpt_oss_20b_128k": 8,
     "prolong_8b_512k": 32,
     "llama31_8b_128k": 64,
     "ultralong_8b_1m": 32,
 }
-LAPTOP_CONFIGS = {"debug", "debug_1m", "debug_window", "copy", "stages_debug"}
+LAPTOP_CONFIGS = {"debug", "debug_1m", "debug_moe", "debug_window", "copy", "stages_debug"}
 
 
 def warnings(config: Config, world_size: int) -> list[str]:

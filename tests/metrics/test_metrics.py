@@ -32,7 +32,7 @@ from trainer.config.job_config import Config
 from trainer.data.loader import MicroBatchLoader
 from trainer.errors import RunFailedError
 from trainer.hardware.device import AsyncHostCopy, Stopwatch
-from trainer.metrics.loggers import TENSORBOARD_TAGS, ConsoleLogger, format_duration, format_step
+from trainer.metrics.loggers import EXPERT_TAGS, TENSORBOARD_TAGS, ConsoleLogger, format_duration, format_step
 from trainer.metrics.metrics import MetricsProcessor
 from trainer.metrics.step_metrics import MetricAccumulator, MetricLayout, position_bucket_names
 from trainer.trainer import StepMetrics, StepResult, Trainer
@@ -492,7 +492,7 @@ def test_the_dashboard_only_has_known_tags(events: EventAccumulator) -> None:
     assert [category.title for category in layout.category] == ["training", "validation", "performance"]
     shown = [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
     groups = ("position", "loss_by_shard", "loss_by_source", "memory", "validation", "validation_context")
-    assert set(shown) - {f"{group}/.*" for group in groups} <= set(TENSORBOARD_TAGS.values())
+    assert set(shown) - {f"{group}/.*" for group in groups} <= {*TENSORBOARD_TAGS.values(), *EXPERT_TAGS.values()}
     assert {"train/loss", "train/grad_norm", "perf/mfu", "position/.*", "loss_by_shard/.*"} <= set(shown)
 
 

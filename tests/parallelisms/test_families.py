@@ -220,6 +220,27 @@ def test_mixtures_equal_the_reference() -> None:
     require_equal([case for case in cases(2, chosen) if CONFIGS[case.config].has_experts])
 
 
+EIGHT: list[tuple[tuple[tuple[str, int], ...], CPMethod, int]] = [
+    ((("dp_shard", 2), ("cp", 4)), "ring", 8),
+    ((("dp_shard", 2), ("cp", 4)), "allgather", 8),
+    ((("cp", 4), ("tp", 2)), "ulysses", 4),
+    ((("dp_shard", 2), ("cp", 2), ("tp", 2)), "alltoall", 4),
+    ((("dp_replicate", 2), ("cp", 2), ("tp", 2)), "ring", 2),
+]
+
+
+@pytest.mark.slow
+def test_mixtures_equal_the_reference_on_eight_ranks() -> None:
+    chosen = [
+        Case(config, sizes, method, options=options, ep=ep)
+        for config in CONFIGS
+        if CONFIGS[config].has_experts
+        for sizes, method, ep in EIGHT
+        for options in (RECOMPUTATION[0], RECOMPUTATION[2])
+    ]
+    require_equal(chosen)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("options", RECOMPUTATION, ids=lambda options: str(options) or "plain")

@@ -30,7 +30,6 @@ RESUMED_MESHES: dict[str, ConfigValues | None] = {
     "dp_shard 2 x cp 2": {"dp_shard": 2, "cp": 2, "cp_method": "allgather"},
     "tp 2": {"tp": 2},
     "pp 2": {"pp": 2, "pp_schedule": "Interleaved1F1B"},
-    "dp_shard 2, ep 2": {"dp_shard": 2, "ep": 2},
 }
 """The mesh on which a run is resumed, or on which its second stage runs."""
 SOURCES: ConfigValues = {

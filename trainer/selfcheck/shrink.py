@@ -32,6 +32,7 @@ NUM_STEPS = 3
 SEQ_LEN, SEQ_LEN_MULTIPLE = 192, 16
 """Sequence length and its divisor, which is a multiple of that of any folded mesh."""
 MAX_VOCAB_SIZE = 2048
+NUM_EXPERTS, EXPERT_DIM = 8, 24
 MODEL_WIDTHS = {"dim": 32, "head_dim": 8, "ffn_dim": 96}
 LEARNING_RATE = 1e-2
 """High, so that one step changes the weights noticeably."""
@@ -147,6 +148,7 @@ def _parallelism_values(run: FullRun, axes: tuple[str, ...]) -> ConfigValues:
         values |= {"cp_method": plan.resolved_method, "cp_layout": plan.resolved_layout}
         if plan.resolved_method == "hybrid":
             values |= {"cp_ulysses": min(2, plan.ulysses_degree), "cp_outer_method": plan.rotate_method}
+    values["ep"] = gcd(run.config.parallelism.ep, values["dp_shard"] * values["cp"], NUM_EXPERTS)
     if "pp" in axes:
         values |= {"pp_layers": _reduced_stage_blocks(run.pipeline_plan)}
     return values
@@ -207,6 +209,7 @@ def _reduced_values(run: FullRun, global_batch_size: int) -> ConfigValues:
         | {name: _reduced_rope(getattr(model, name), length / training.seq_len) for name in ("rope", "local_rope")}
         | {"nope_every": model.nope_every and min(model.nope_every, sum(layers))}
         | _reduced_layers(model, length / training.seq_len)
+        | _reduced_experts(model)
         | {"num_layers": sum(layers), "num_heads": num_heads, "num_kv_heads": num_kv_heads}
         | {"vocab_size": min(MAX_VOCAB_SIZE, model.vocab_size // 2 * 2)},
         "data": {
@@ -240,8 +243,19 @@ def _reduced_layers(model: ModelConfig, scale: float) -> ConfigValues:
     options = [dataclasses.asdict(kind) for kind in model.kinds]
     for each in options:
         each["window"] = each["window"] and max(2, round(each["window"] * scale))
-        del each["mixer"], each["feed_forward"]
+        del each["mixer"]
     return {"layers": options, "window": None}
+
+
+def _reduced_experts(model: ModelConfig) -> ConfigValues:
+    """Fewer and narrower ones, in as many groups if they are enough."""
+    if not model.has_experts:
+        return {}
+    groups = gcd(model.expert_groups, NUM_EXPERTS)
+    top_k_groups = min(model.top_k_groups, groups)
+    values = {"num_experts": NUM_EXPERTS, "expert_groups": groups, "top_k_groups": top_k_groups}
+    values |= {"top_k": min(model.top_k, 2, NUM_EXPERTS // groups * top_k_groups), "expert_dim": EXPERT_DIM}
+    return values | ({"shared_expert_dim": EXPERT_DIM} if model.shared_expert_dim else {})
 
 
 def _reduced_rope(rope: RopeConfig, scale: float) -> ConfigValues:
