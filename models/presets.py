@@ -14,6 +14,12 @@ COLUMNS = ("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_di
 QWEN2_5: dict[str, Any] = {"model_type": "qwen2", "qkv_bias": True, "rope": RopeConfig(theta=1_000_000.0)}
 MISTRAL: dict[str, Any] = {"model_type": "mistral", "norm_eps": 1e-5}
 EXPERT_COLUMNS = (*COLUMNS, "num_experts", "top_k", "expert_dim")
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral",
+    "norm_eps": 1e-5,
+    "feed_forward": "moe",
+    "rope": RopeConfig(theta=1_000_000.0),
+}
 GPT_OSS = LayerKind(
     feed_forward="moe",
     qkv_bias=True,
@@ -228,22 +234,8 @@ FAMILIES: dict[str, dict[str, ModelConfig]] = {
         qk_norm=True,
         rope=RopeConfig(theta=1_000_000.0),
     ),
-    "mixtral": _family(
-        {"8x7b": (4096, 32, 32, 8, 128, 14_336, 8, 2, 14_336)},
-        vocab_size=32_000,
-        norm_eps=1e-5,
-        model_type="mixtral",
-        feed_forward="moe",
-        rope=RopeConfig(theta=1_000_000.0),
-    )
-    | _family(
-        {"8x22b": (6144, 56, 48, 8, 128, 16_384, 8, 2, 16_384)},
-        vocab_size=32_768,
-        norm_eps=1e-5,
-        model_type="mixtral",
-        feed_forward="moe",
-        rope=RopeConfig(theta=1_000_000.0),
-    ),
+    "mixtral": _family({"8x7b": (4096, 32, 32, 8, 128, 14_336, 8, 2, 14_336)}, vocab_size=32_000, **MIXTRAL)
+    | _family({"8x22b": (6144, 56, 48, 8, 128, 16_384, 8, 2, 16_384)}, vocab_size=32_768, **MIXTRAL),
     "olmoe": _family(
         {"1b-7b": (2048, 16, 16, 16, 128, 1024, 64, 8, 1024)},
         vocab_size=50_304,

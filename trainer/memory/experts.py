@@ -16,8 +16,7 @@ from models.layers import LayerKind
 from trainer.memory.block import UNTIL_BACKWARD, WHILE_RUNNING, BlockMemory, Moments, saved_tensors, transient
 from trainer.memory.tensors import MemoryTensor, Tensors, total_bytes
 
-EXPERTS, DISPATCH = "models/experts.py: GroupedFeedForward", "models/dispatch.py: to_rows"
-ROUTER, HALF = "models/moe.py: MixtureOfExperts.route", "parallelisms/expert_recompute.py: ExpertHalf"
+EXPERTS, HALF = "models/experts.py: GroupedFeedForward", "parallelisms/expert_recompute.py: ExpertHalf"
 ASSUMED_LOAD = 1.1
 """Rows of the busiest expert-parallel rank over the mean: an assumption of plans. `expert_load_max` logs it per expert."""
 

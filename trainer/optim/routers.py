@@ -27,7 +27,7 @@ class Routers:
         self, stage_modules: Sequence[Transformer], section: TrainingSection, tp_group: ProcessGroup | None
     ) -> None:
         self._section, self._tp_group = section, tp_group
-        self._steps = [module.router_step for module in stage_modules]
+        self._steps = [module.router_step for module in stage_modules if module.expert_layers()]
         for step in self._steps:
             step.balance_loss, step.z_loss = section.balance_loss, section.router_z_loss
             step.balances_sequences = section.balance_over == "sequence"

@@ -322,7 +322,6 @@ def _expert_volumes(rank: RankMemory) -> Iterator[CommVolume]:
     rows = rank.tokens // sequence_shards * model.top_k / tiles
     calls = layers * rank.num_micro_batches * tiles
     x, weights = rank.compute_bytes * model.dim * rows, rank.master_bytes * rows
-    # The recomputation needs no outputs, and so no way back.
     counts = 8.0 * model.num_experts * tiles
     yield from _volume(
         "ep",
@@ -333,6 +332,7 @@ def _expert_volumes(rank: RankMemory) -> Iterator[CommVolume]:
         ranks=rank.ep,
         calls=layers * rank.num_micro_batches,
     )
+    # The recomputation needs no outputs, and so no way back.
     ways: list[tuple[Phase, float, float]] = [("forward", 1, 1), ("backward", 1, 1), ("recompute", rank.recomputes, 0)]
     for phase, there, back in ways:
         if sequence_shards > 1:

@@ -46,7 +46,8 @@ class BlockTraffic:
         self.rows = rank.tokens * rank.model.top_k * self.block.has_experts
         """Tokens at each of their experts."""
         if self.rows:
-            self.ffn = (self.rows * rank.model.expert_dim + rank.tokens * rank.model.sizes["Z"]) // rank.tp
+            shared = rank.tokens * rank.model.sizes["Z"] * self.block.kind.shared_expert
+            self.ffn = (self.rows * rank.model.expert_dim + shared) // rank.tp
 
     def moved(self, elements: float, operation: tuple[tuple[int, int], ...]) -> float:
         in_compute_dtype, in_stats_dtype = operation[-1 if self.compiled else 0]
