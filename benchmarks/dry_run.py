@@ -117,7 +117,7 @@ def dry_run(
 
 @contextmanager
 def balanced_experts(counter: OpCounterMode) -> Iterator[None]:
-    """Gives every expert as many tokens: fake scores choose none."""
+    """Gives every expert as many tokens: fake scores choose none. All compute at once, as in a kernel for groups."""
 
     def counts_of(experts_NK: Tensor, num_experts: int) -> list[int]:
         size, remainder = divmod(experts_NK.numel(), num_experts)
@@ -138,7 +138,11 @@ def balanced_experts(counter: OpCounterMode) -> Iterator[None]:
             found.append(routed._replace(slots=rows.slots, route=route))
         return found
 
-    with patch.object(LocalDispatcher, "rows", rows_of_one), patch.object(RankDispatcher, "rows", rows_of_ranks):
+    with (
+        patch.object(LocalDispatcher, "rows", rows_of_one),
+        patch.object(RankDispatcher, "rows", rows_of_ranks),
+        patch("models.experts.ROWS_AT_ONCE", sys.maxsize),
+    ):
         yield
 
 

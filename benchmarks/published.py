@@ -150,16 +150,17 @@ def upipe() -> Iterator[Row]:
 
 def others() -> Iterator[Row]:
     """Single rows of single systems."""
-    trl = configured(
-        "8b",
-        M,
-        family="qwen3",
-        training={"attention": "cudnn"},
-        parallelism={"cp": 8, "cp_method": "allgather"},
-        memory=LONG,
-    )
-    note = "its weights and optimizer state are bfloat16"
-    yield Row("TRL", "Qwen3-8B, 1M, 8 x H100", trl, H100, M / 8 / 380, 56.2e9 / GIB, note, OTHER)
+    for family, size, seconds, held in (("qwen3", "8b", 380, 56.2e9), ("qwen3_moe", "30b-a3b", 483, 46.0e9)):
+        trl = configured(
+            size,
+            M,
+            family=family,
+            training={"attention": "cudnn"},
+            parallelism={"cp": 8, "cp_method": "allgather"},
+            memory=LONG,
+        )
+        note = "its weights and optimizer state are bfloat16"
+        yield Row("TRL", f"{family} {size}, 1M, 8 x H100", trl, H100, M / 8 / seconds, held / GIB, note, OTHER)
     for tokens, ranks, percent in (
         (500_000, 1, 21.9),
         (1_100_000, 8, 22.4),
@@ -210,6 +211,40 @@ def _nemo(size: str, family: str, tokens: int, rows: int, mesh: dict[str, int]) 
         parallelism={**mesh, "cp_method": "ring"},
         memory={"recompute": "none"},
     )
+
+
+def mixtures() -> Iterator[Row]:
+    """NVIDIA's mixtures of experts of 4,096 tokens, tokens spread over experts by force: Megatron Core's figure of Mixtral with
+    its mapping, and tables of Megatron Bridge (container 25.11). Qwen3-235B is left out: its line lacks the batch. torchtitan
+    publishes no table of mixtures.
+    """
+    host = "128 small experts: by its guide, the host cannot keep up"
+    for system, family, size, device, rate, rows, micro_batch, mesh, why in (
+        ("Megatron Core 0.9", "mixtral", "8x7b", H100, 468e12, 256, 1, (4, 8, 16), "mapping of its release 0.8"),
+        ("Megatron Bridge", "gpt_oss", "120b", H100, 5630.0, 512, 4, (4, 1, 16), ""),
+        ("Megatron Bridge", "gpt_oss", "120b", B200, 8213.0, 512, 4, (1, 1, 64), "B200 rates are largely estimated"),
+        ("Megatron Bridge, FP8", "qwen3_moe", "30b-a3b", H100, 5275.0, 512, 2, (2, 24, 8), host),
+        ("Megatron Bridge, FP8", "qwen3_moe", "30b-a3b", B200, 9299.0, 512, 1, (1, 1, 8), host),
+    ):
+        stages, chunks, sharded = mesh
+        pipeline: Values = (
+            {"pp": stages, "pp_schedule": "Interleaved1F1B" if chunks > 1 else "1F1B"} if stages > 1 else {}
+        )
+        config = configured(
+            size,
+            4 * K,
+            family=family,
+            rows=rows,
+            training={"micro_batch_size": micro_batch, "attention": "cudnn"},
+            parallelism={"dp_shard": sharded, "ep": 8, **pipeline},
+            memory={"recompute": "none"},
+        )
+        if rate > 1e12:
+            rate /= config.model.build().flops(tokens=1, pairs=config.model.build().mean_pairs(4 * K) / (4 * K))
+        narrow = in_eight_bits(device) if "FP8" in system else device
+        group = HELD_OUT if narrow is H100 else OTHER
+        setting = f"{family} {size}, 4K, {stages * sharded} x {'H100' if device is H100 else 'B200'}"
+        yield Row(system, setting, config, narrow, rate, None, why, group)
 
 
 def torchtitan() -> Iterator[Row]:
@@ -284,7 +319,7 @@ def _largest(tokens: int, rows: int, micro_batch: int, mesh: Values) -> Config:
 
 
 def rows() -> list[Row]:
-    return [*upipe(), *others(), *nemo(), *torchtitan()]
+    return [*upipe(), *others(), *nemo(), *mixtures(), *torchtitan()]
 
 
 def report(found: Sequence[Row]) -> list[str]:

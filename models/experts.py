@@ -6,8 +6,8 @@ O outputs of a product.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from models.linear import accumulation_dtype
 from models.sublayer import LocalGraph
 
 PRODUCTS, BIASES = ("gate_proj", "up_proj", "down_proj"), ("gate_bias", "up_bias", "down_bias")
+ROWS_AT_ONCE = 2048
+"""Of a loop over experts, at least."""
 GROUP_ALIGNMENT = 8
 """Rows that torch's grouped product needs a multiple of: 16 bytes of bfloat16."""
 
@@ -53,45 +55,111 @@ class GroupedFeedForward(torch.autograd.Function):
         if not needs_output:
             ctx.save_for_backward(x_RE, weight_R, *weights)
             return x_RE.new_zeros(()).expand_as(x_RE)
-        products = _gate_and_up(x_RE, counts, weights)
-        ctx.save_for_backward(x_RE, weight_R, *weights, *products)
-        out_RE = grouped_product(_times(GATES[activation](*products), weight_R), weights[2], counts)
-        if len(weights) > len(PRODUCTS):
-            out_RE += _times(_by_row(weights[-1], counts), weight_R) * bias_scale
+        kept = list[Tensor]()
+
+        def run(part: Part) -> Tensor:
+            products = _gate_and_up(part.x, part.counts, part.parameters)
+            kept.extend(products)
+            inner_RM = _weigh_(GATES[activation](*products), part.weight)
+            out_RE = grouped_product(inner_RM, part.parameters[2], part.counts)
+            if len(weights) > len(PRODUCTS):
+                out_RE += _weigh_(_by_row(part.parameters[-1], part.counts), part.weight) * bias_scale
+            return out_RE
+
+        out_RE = _joined(map(run, _parts(counts, x_RE, weight_R, weights)), len(x_RE))
+        ctx.save_for_backward(x_RE, weight_R, *weights, *kept)
         return out_RE
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_RE,), (x_RE, weight_R, *weights) = grads, ctx.saved_tensors
         counts, activation, bias_scale, has_products = ctx.options
-        if has_products:
-            *weights, gate_RM, up_RM = weights
-            products = [gate_RM, up_RM.clone() if activation == "silu" else up_RM]  # SwiGLU overwrites it.
-            del gate_RM, up_RM
-        else:
-            products = _gate_and_up(x_RE, counts, weights)
-        graph = LocalGraph(lambda inputs, _: [GATES[activation](*inputs)], products, weights={})
-        del products
-        (inner_RM,) = graph.outputs
-        weight_grads = [grouped_weight_grad(grad_RE, _times(inner_RM, weight_R), counts)]
-        grad_inner_RM, grad_weight_R = grouped_product(grad_RE, weights[2].mT, counts), None
-        has_biases = len(weights) > len(PRODUCTS)
-        if weight_R is not None:
-            grad_weight_R = _row_dots(inner_RM, grad_inner_RM)
-            if has_biases:
-                grad_weight_R += bias_scale * _row_dots(_by_row(weights[-1], counts), grad_RE)
-            grad_weight_R = grad_weight_R.to(weight_R.dtype)
-        bias_grads = [_sum_by_expert(_times(grad_RE, weight_R) * bias_scale, counts)] if has_biases else []
-        graph.outputs.clear()
-        del inner_RM
-        product_grads, _ = graph.backward([_times(grad_inner_RM, weight_R)])
-        del grad_inner_RM
-        weight_grads = [grouped_weight_grad(grad, x_RE, counts) for grad in product_grads] + weight_grads
+        x_RE, weight_R, *saved = ctx.saved_tensors
+        num_weights = len(ctx.needs_input_grad) - 3
+        weights, kept = saved[:num_weights], saved[num_weights:]
+        del saved
+        parts, others = _parts(counts, x_RE, weight_R, weights), list[list[Tensor]]()
+
+        def run(part: Part, grad_RE: Tensor) -> Tensor:
+            products = [kept.pop(0), kept.pop(0)] if has_products else None
+            grad_x_RE, *rest = _part_backward(part, grad_RE, products, activation, bias_scale)
+            others.append(rest)
+            return grad_x_RE
+
+        grads_RE = grads[0].split([len(part.x) for part in parts])
+        grad_x_RE = _joined(map(run, parts, grads_RE), len(x_RE))
+        joined = [_joined(each, sum(map(len, each))) for each in zip(*others, strict=True)]
+        return grad_x_RE, None if weight_R is None else joined.pop(0), None, *joined
+
+
+class Part(NamedTuple):
+    """Rows that are computed together, and their experts."""
+
+    counts: Sequence[int]
+    x: Tensor
+    """[R, E]."""
+    weight: Tensor | None
+    """[R], of each row."""
+    parameters: Sequence[Tensor]
+
+
+def _parts(counts: Sequence[int], x_RE: Tensor, weight_R: Tensor | None, weights: Sequence[Tensor]) -> list[Part]:
+    """All at once with a kernel for groups. A loop takes few experts at a time: less memory, and most of it in cache."""
+    if _has_kernel(x_RE) or len(x_RE) <= ROWS_AT_ONCE:
+        return [Part(counts, x_RE, weight_R, weights)]
+    parts, first, start = list[Part](), 0, 0
+    for last in range(1, len(counts) + 1):
+        rows = sum(counts[first:last])
+        if rows >= ROWS_AT_ONCE or last == len(counts):
+            of_part = slice(start, start + rows)
+            scale_R = None if weight_R is None else weight_R[of_part]
+            parts.append(Part(counts[first:last], x_RE[of_part], scale_R, [each[first:last] for each in weights]))
+            first, start = last, start + rows
+    return parts
+
+
+def _joined(pieces: Iterable[Tensor], num_rows: int) -> Tensor:
+    """One after the other; what has all rows is not copied."""
+    joined, start = torch.empty(0), 0
+    for number, piece in enumerate(pieces):
+        if number == 0:
+            joined = piece if len(piece) == num_rows else piece.new_empty(num_rows, *piece.shape[1:])
+        if joined is not piece:
+            joined[start : start + len(piece)] = piece
+        start += len(piece)
+    return joined
+
+
+def _part_backward(
+    part: Part, grad_RE: Tensor, products: list[Tensor] | None, activation: str, bias_scale: float
+) -> list[Tensor]:
+    """Gradients of the rows, of their weights if there are, and of the experts. `products`: gate and up, if saved."""
+    counts, x_RE, weight_R, weights = part
+    if products is None:
+        products = _gate_and_up(x_RE, counts, weights)
+    elif activation == "silu":
+        products = [products[0], products[1].clone()]  # SwiGLU overwrites it.
+    graph = LocalGraph(lambda inputs, _: [GATES[activation](*inputs)], products, weights={})
+    del products
+    (inner_RM,) = graph.outputs
+    grad_inner_RM, router_grads = grouped_product(grad_RE, weights[2].mT, counts), list[Tensor]()
+    has_biases = len(weights) > len(PRODUCTS)
+    if weight_R is not None:
+        dots_R = _row_dots(inner_RM, grad_inner_RM)
         if has_biases:
-            bias_grads = [_sum_by_expert(grad, counts) for grad in product_grads] + bias_grads
-        grad_x_RE = grouped_product(product_grads.pop(0), weights[0].mT, counts)
-        grad_x_RE += grouped_product(product_grads.pop(0), weights[1].mT, counts)
-        return grad_x_RE, grad_weight_R, None, *weight_grads, *bias_grads
+            dots_R += bias_scale * _row_dots(_by_row(weights[-1], counts), grad_RE)
+        router_grads = [dots_R.to(weight_R.dtype)]
+    weight_grads = [grouped_weight_grad(grad_RE, _weigh_(inner_RM, weight_R), counts)]
+    bias_grads = [_sum_by_expert(_weigh_(grad_RE * bias_scale, weight_R), counts)] if has_biases else []
+    graph.outputs.clear()
+    del inner_RM
+    product_grads, _ = graph.backward([_weigh_(grad_inner_RM, weight_R)])
+    del grad_inner_RM
+    weight_grads = [grouped_weight_grad(grad, x_RE, counts) for grad in product_grads] + weight_grads
+    if has_biases:
+        bias_grads = [_sum_by_expert(grad, counts) for grad in product_grads] + bias_grads
+    grad_x_RE = grouped_product(product_grads.pop(0), weights[0].mT, counts)
+    grad_x_RE += grouped_product(product_grads.pop(0), weights[1].mT, counts)
+    return [grad_x_RE, *router_grads, *weight_grads, *bias_grads]
 
 
 def _gate_and_up(x_RE: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> list[Tensor]:
@@ -101,8 +169,9 @@ def _gate_and_up(x_RE: Tensor, counts: Sequence[int], weights: Sequence[Tensor])
     return products
 
 
-def _times(x_RI: Tensor, weight_R: Tensor | None) -> Tensor:
-    return x_RI if weight_R is None else x_RI * weight_R.to(x_RI.dtype).unsqueeze(-1)
+def _weigh_(x_RI: Tensor, weight_R: Tensor | None) -> Tensor:
+    """In place."""
+    return x_RI if weight_R is None else x_RI.mul_(weight_R.to(x_RI.dtype).unsqueeze(-1))
 
 
 def _row_dots(x_RI: Tensor, y_RI: Tensor) -> Tensor:

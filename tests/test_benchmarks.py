@@ -43,6 +43,7 @@ QUICK = {
     "data": "rows --rounds 1 --seq-len 65536",
     "doc_tables": "--check",
     "growth": "--toy",
+    "moe_block": "--rounds 1 --steps 1 --tokens 16",
     "loss_curve": "{tmp}/metrics.jsonl {tmp}/loss.svg",
     "moments": "--steps 3",
     "plans": "--folder {tmp} debug",

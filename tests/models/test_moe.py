@@ -112,21 +112,22 @@ def test_the_grouped_kernel_gives_what_the_loop_gives(counts: list[int], monkeyp
     )
 
 
-def test_skipped_outputs_leave_all_gradients_as_they_are() -> None:
+def test_skipped_outputs_and_few_experts_at_once_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
-    counts, names = [3, 0, 4], [*experts.PRODUCTS, *experts.BIASES]
-    shapes = ([3, 6, 4], [3, 6, 4], [3, 4, 6], [3, 6], [3, 6], [3, 4])
-    found = []
+    counts, names = [3, 0, 4, 0], [*experts.PRODUCTS, *experts.BIASES]
+    shapes = ([4, 6, 4], [4, 6, 4], [4, 4, 6], [4, 6], [4, 6], [4, 4])
+    found = list[list[Tensor | None]]()
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ([7, 4], [7], *shapes)]
-    for needs_output in (True, False):
+    for needs_output, rows_at_once in ((True, 7), (False, 7), (True, 1), (False, 4), (True, 4)):
+        monkeypatch.setattr(experts, "ROWS_AT_ONCE", rows_at_once)
         leaves = [each.clone().requires_grad_() for each in inputs]
         parameters = dict(zip(names, leaves[2:], strict=True))
         options: dict[str, Any] = {"activation": "silu", "needs_output": needs_output}
         out = experts.run_experts(leaves[0], leaves[1], counts, parameters, bias_scale=0.5, **options)
         out.backward(torch.ones(7, 4, dtype=torch.float64))
-        found.append([leaf.grad for leaf in leaves])
-    for with_output, without in zip(*found, strict=True):
-        torch.testing.assert_close(with_output, without, rtol=0, atol=1e-14)
+        found.append([out.detach() if needs_output else found[0][0], *(leaf.grad for leaf in leaves)])
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0], rtol=0, atol=1e-14)
 
 
 # ---- MXFP4

@@ -131,7 +131,7 @@ def forward_pass(block: BlockMemory) -> Tensors:
     """Of a tile, beside the input of the block and the attention output."""
     experts = ExpertMemory(block, block.tile_tokens)
     part = partial(transient, EXPERTS, WHILE_RUNNING)
-    inner = part(experts.inner("gate, up, their product, and the same times the weight", 4))
+    inner = part(experts.inner("gate, up and their product", 3))
     output = part(experts.inner("the product", 1), experts.rows("outputs of the experts"))
     combined = part(
         experts.rows("outputs of the experts"),

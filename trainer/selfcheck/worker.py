@@ -22,6 +22,7 @@ from trainer.data.prepare import prepare_datasets
 from trainer.distributed import World, destroy_process_group, init_single_host
 from trainer.errors import RunFailedError
 from trainer.evaluation.validation import Validator
+from trainer.optim.routers import router_metrics
 from trainer.selfcheck.comparison import StepDifference
 from trainer.selfcheck.launches import Launch
 from trainer.trainer import Trainer
@@ -61,7 +62,7 @@ def run_and_compare(launch: Launch, world: World, *, reference: Path) -> list[St
     torch.compiler.set_stance("default", force_backend="aot_eager")
     folders, stage = prepare_datasets(launch.config), launch.config.training_stages[launch.stage]
     trainer = Trainer(stage.config, world, build_train_dataset(stage.config, folders, stage=stage.index), stage=stage)
-    steps, checkpoint = list[StepDifference](), launch.config.checkpoint
+    steps, checkpoint, model = list[StepDifference](), launch.config.checkpoint, stage.config.model.build()
     with CheckpointManager(launch.config, RunDir(launch.config.output_dir), world) as checkpoints:
         checkpoints.resume(trainer)
         with closing(trainer.train_steps()) as results:
@@ -72,6 +73,8 @@ def run_and_compare(launch: Launch, world: World, *, reference: Path) -> list[St
                 values = {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "lr": result.lr}
                 values |= {"tokens": metrics.tokens_seen, "attended pairs": metrics.attended_pairs}
                 values |= {"skipped": float(metrics.skipped)}
+                routers = router_metrics(model, metrics.router_sums, metrics.targets)
+                values |= {name: value for name, value in routers.items() if isinstance(value, float)}
                 steps.append(StepDifference(values=values, tensor_errors={}))
                 if result.step in launch.compared_steps:
                     record_state = save_state if launch.is_reference else compare_state
