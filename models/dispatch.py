@@ -42,8 +42,8 @@ class TokenDispatcher(Protocol):
 
     tp_rank: int
     """Which part of the tokens this rank has, of those that tp ranks share."""
-    bias_scale: float
-    """1 / number of ranks that add the bias of an expert's last product."""
+    tp_degree: int
+    """Ranks that each have a part of every expert, and add its bias."""
 
     def agree(self, num_tiles: int) -> int:
         """The most tiles of any rank. Collective; the host waits."""
@@ -70,7 +70,7 @@ class TokenDispatcher(Protocol):
 class LocalDispatcher:
     """Of a rank that has all experts, and all of each."""
 
-    tp_rank, bias_scale = 0, 1.0
+    tp_rank, tp_degree = 0, 1
 
     def agree(self, num_tiles: int) -> int:
         return num_tiles

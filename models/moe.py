@@ -26,7 +26,7 @@ from models.config import ModelConfig
 from models.dispatch import LocalDispatcher, Rows, TokenDispatcher
 from models.experts import run_experts
 from models.layers import LayerKind
-from models.linear import accumulation_dtype, local_parameter, local_parameters
+from models.linear import accumulation_dtype, local_parameters
 from models.sublayer import SublayerModule, Weights
 from models.tiling import bytes_per_token
 
@@ -89,8 +89,8 @@ class MixtureOfExperts(SublayerModule):
         return self.mix(x_BSE, logits_BSX, routing, weights)
 
     def bytes_per_token(self, itemsize: int) -> int:
-        _, expert_dim, dim = local_parameter(self.get_submodule("experts"), "gate_proj").shape
-        return bytes_per_token(dim, expert_dim, itemsize, rows=self.config.top_k)
+        config = self.config  # Between passes, FSDP may hold a part of each expert.
+        return bytes_per_token(config.dim, config.expert_dim // self.dispatcher.tp_degree, itemsize, rows=config.top_k)
 
     # ---- the router
 
@@ -200,7 +200,7 @@ class MixtureOfExperts(SublayerModule):
         del pending
         parameters = {name.removeprefix("experts."): each for name, each in weights.items()}
         options: dict[str, Any] = {"activation": self.activation, "needs_output": needs_output}
-        out_RE = run_experts(row_RE, weight_R, rows.counts, parameters, bias_scale=dispatcher.bias_scale, **options)
+        out_RE = run_experts(row_RE, weight_R, rows.counts, parameters, bias_scale=1 / dispatcher.tp_degree, **options)
         out_NE = dispatcher.combine(out_RE, rows, is_needed=needs_output)
         out_NE = out_NE if shared_NE is None else out_NE + shared_NE
         # Not a view: FSDP2 warns if a wrapped module returns one.

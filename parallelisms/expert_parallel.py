@@ -86,7 +86,7 @@ class RankDispatcher:
         self._gather_group = tp_group if sequence_parallel else None
         self._copy_group = None if sequence_parallel else tp_group
         self.tp_rank = 0 if self._gather_group is None else self._gather_group.rank()
-        self.bias_scale = 1.0 if tp_group is None else 1 / tp_group.size()
+        self.tp_degree = 1 if tp_group is None else tp_group.size()
 
     # ---- counts
 

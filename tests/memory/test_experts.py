@@ -18,6 +18,7 @@ MESHES = {
     "ep": (2, "parallelism.ep=2"),
     "tp": (2, "parallelism.tp=2"),
     "ep x tp": (4, "parallelism.ep=2 parallelism.tp=2"),
+    "256 ranks": (256, "parallelism.cp=4 parallelism.ep=8 parallelism.tp=2 training.micro_batch_size=2"),
 }
 OPTIONS = {
     "autograd": "training.dtype=float32 memory.recompute=none",
@@ -27,7 +28,13 @@ OPTIONS = {
     "wide": "training.dtype=float32 memory.recompute=full model.expert_dim=512",
     "shared": "training.dtype=bfloat16 memory.recompute=full model.shared_expert=true model.expert_dim=96",
 }
-DEFAULT = {("one", "recomputed"), ("one", "autograd, bfloat16"), ("ep", "tiled"), ("ep x tp", "shared")}
+DEFAULT = {
+    ("256 ranks", "tiled"),
+    ("one", "recomputed"),
+    ("one", "autograd, bfloat16"),
+    ("ep", "tiled"),
+    ("ep x tp", "shared"),
+}
 CASES = [
     pytest.param(mesh, options, marks=[] if (mesh, options) in DEFAULT else pytest.mark.slow)
     for mesh in MESHES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -111,6 +112,24 @@ def test_five_steps_of_a_mixture_equal_one_process(mesh: dict[str, int], folder:
     assert {"balance_loss", "expert_load_max"} < expected[0].values.keys()
     errors = errors_by_kind(expected, worst_over_ranks(expected, found[1]))
     assert {kind: error for kind, error in errors.items() if error > TOLERANCES[kind]} == {}, case
+
+
+def test_a_resumed_run_repeats_every_bit_and_takes_another_ep(folder: Path) -> None:
+    case = {"model.feed_forward": "sigmoid", "training.global_batch_size": "2", "training.balance_loss": "0.1"}
+
+    def run(name: str, mesh: dict[str, int], last_step: int) -> list[StepDifference]:
+        values = values_of(dict.fromkeys(AXES, 1) | mesh, case, folder, name)
+        config = Config.model_validate(deep_merge(values, {"checkpoint": {"enabled": True, "async": False}}))
+        launch = Launch(config=config, world_size=prod(config.parallelism.degrees(1).values()), last_step=last_step)
+        return TestPool().run(launch, reference=folder / "tensors")[0]
+
+    straight = run("straight", {"dp_shard": 2, "ep": 2}, 4)
+    first = run("resumed", {"dp_shard": 2, "ep": 2}, 2)
+    shutil.copytree(folder / "resumed", folder / "other")
+    assert [*first, *run("resumed", {"dp_shard": 2, "ep": 2}, 4)] == straight
+    other = run("other", {"dp_shard": 2, "cp": 2, "ep": 4}, 4)
+    errors = errors_by_kind(straight[2:], worst_over_ranks(straight[2:], [other]))
+    assert max(errors.values()) <= 1e-11
 
 
 def test_the_grid_has_every_degree_of_expert_parallelism_with_every_axis() -> None:

@@ -150,15 +150,9 @@ def _backward(experts: ExpertMemory, *, has_products: bool) -> Moments:
     part = partial(transient, f"{EXPERTS}.backward", WHILE_RUNNING)
     gradient = experts.rows("gradients of the outputs of experts")
     products = 2.0 - 1.0 * has_products  # A saved gate is not copied.
-    yield (
-        "the experts' feed-forward",
-        part(
-            gradient,
-            experts.inner("gate, up, activated gate and product", products + 2),
-            experts.inner("gradient of the product, and the product of both", 2),
-            experts.weights("weight gradient"),
-        ),
-    )
+    inner = experts.inner("gate, up, activated gate, product and its gradient", products + 3)
+    yield "the experts' feed-forward", part(gradient, inner, experts.inner("the product of both"))
+    yield "the experts' feed-forward", part(gradient, inner, experts.weights("weight gradient"))
     yield (
         "the input gradient of the experts' feed-forward",
         part(
