@@ -38,7 +38,7 @@ def draw(curves: Mapping[str, Curve], captions: Sequence[str], *, is_cut: bool) 
         f'<text x="{LEFT - 8}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss:g}</text>'
         for loss in (round(low + number * tick, 6) for number in range(round((high - low) / tick) + 1))
     )
-    every = max(1, int(last - first) // 7)
+    every = max(1, 10 ** (len(str(int(last - first))) - 1) // 2)
     ticks = "".join(
         f'<text x="{x(step):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{step}</text>'
         for step in range(every * math.ceil(first / every), int(last) + 1, every)

@@ -301,6 +301,13 @@ class ModelConfig(ExpertConfig):
         """Those that compute with a token: of experts, `top_k`."""
         return sum(self._active(each, prod(each.shape_of(self.sizes))) for each in self.parameters.values())
 
+    @property
+    def parameter_summary(self) -> str:
+        active = self.num_active_parameters
+        return f"{self.num_parameters:,} parameters" + (
+            f", {active:,} of them active for a token" if active < self.num_parameters else ""
+        )
+
     def _active(self, parameter: Parameter, count: int) -> int:
         """Of `count` numbers of a parameter, those that compute with a token."""
         return count * self.top_k // self.num_experts if parameter.per_expert else count

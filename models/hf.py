@@ -139,8 +139,9 @@ class SafetensorsReader:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 tensor = file.get_slice(name)
                 shapes[name], found_in[name], dtype = tuple(tensor.get_shape()), path, tensor.get_dtype()
-                if dtype not in SUPPORTED_DTYPES and not (dtype == "U8" and name.endswith(QUANTIZED_SUFFIXES)):
-                    supported = ", ".join(sorted(SUPPORTED_DTYPES))
+                allowed = {"U8"} if name.endswith(QUANTIZED_SUFFIXES) else SUPPORTED_DTYPES
+                if dtype not in allowed:
+                    supported = ", ".join(sorted(allowed))
                     problems.append(f"{path.name}: {name} is {dtype}; supported are {supported}")
         if problems:
             return problems
@@ -172,7 +173,7 @@ class SafetensorsReader:
         """Of each tensor, quantized or not as the files are."""
         expected = dict[str, tuple[int, ...]]()
         for name, stored in stored_tensors(model).items():
-            if self.has_tensor(f"{name}{mxfp4.BLOCKS}"):
+            if self.has_tensor(f"{name}{mxfp4.BLOCKS}") and mxfp4.can_store(stored.shape):
                 experts, inputs, outputs = stored.shape
                 shapes = mxfp4.stored_shapes((experts, outputs, inputs))
                 expected |= {f"{name}{suffix}": shape for suffix, shape in shapes.items()}

@@ -25,6 +25,7 @@ from models.rope_config import RopeConfig
 
 ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clamped_swiglu": "silu"}
 ROPES = ("rope", "local_rope")
+DEFAULTS = {each.name: each.default for each in dataclasses.fields(ModelConfig)}
 
 
 def read_model(folder: Path, *, text_only: bool = False) -> ModelConfig:
@@ -48,7 +49,8 @@ def model_config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
         raise HuggingFaceError(problems)
     for key, (option, read, _, rule) in family.keys.items():
         value = present.get(key)
-        if value is not None and not VALID[rule](value):
+        is_required = isinstance(DEFAULTS.get(option), int | float) and rule != "true or false"
+        if not VALID[rule](value) and (value is not None or is_required):
             problems.append(f"config.json: {key} = {format_value(value)} must be {rule}")
             continue
         fields[option] = None if value is None else read(value)
@@ -223,6 +225,9 @@ def _read_layers(values: Mapping[str, Any], family: Family, problems: list[str])
             rope="local" if is_local else "global" if ropes[layer] else "none",
             feed_forward="moe" if family.has_experts(given, layer) else "gated",
         )
+    if family.expert_keys and not any(family.has_experts(given, layer) for layer in range(count)):
+        stated = ", ".join(f"{key} = {format_value(given.get(key))}" for key in sorted(family.expert_keys))
+        problems.append(f"config.json: no layer has experts: {stated}")
 
 
 def _expert_key_problems(values: Mapping[str, Any], family: Family) -> Iterable[str]:

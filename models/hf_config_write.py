@@ -143,6 +143,11 @@ def config_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tupl
     keys -= {*ROPES, *ALIKE_OPTIONS, "layers", "nope_every", "model_type"}
     pairs: dict[str, tuple[Any, Any]] = {key: (getattr(theirs, key), getattr(ours, key)) for key in sorted(keys)}
     pairs["shared_expert_dim"] = theirs.sizes["Z"], ours.sizes["Z"]
+    kinds = [*theirs.layer_kinds, *ours.layer_kinds]
+    if not any(kind.shared_expert for kind in kinds):
+        del pairs["shared_expert_dim"]
+    if all(kind.feed_forward == "moe" for kind in kinds):
+        del pairs["ffn_dim"]
     pairs["attention_scale"] = _option(theirs, "attention_scale"), _option(ours, "attention_scale")
     common = [model.common_options for model in (theirs, ours)]
     alike = common[0].keys() & common[1].keys()

@@ -6,15 +6,21 @@ a byte, the lower half first; and `_scales` [experts, outputs, inputs / 32].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
-BLOCK_SIZE, EXPONENT_BIAS = 32, 127
+BLOCK_SIZE, EXPONENT_BIAS, NAN_SCALE = 32, 127, 255
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the lower three bits; the fourth is the sign."""
+
+
+def can_store(shape: Sequence[int]) -> bool:
+    """Whether a tensor [experts, inputs, outputs] can be stored so."""
+    return len(shape) == 3 and shape[1] % BLOCK_SIZE == 0
 
 
 def stored_shapes(shape: tuple[int, int, int]) -> dict[str, tuple[int, ...]]:
@@ -30,9 +36,10 @@ def block_range(inputs: range) -> range:
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """float32 [experts, outputs, inputs]; every value is exact."""
+    """float32 [experts, outputs, inputs]; exact, infinite where float32 is, and NaN for a scale of 255."""
     import torch
 
     values = torch.tensor([*VALUES, *(-value for value in VALUES)], device=blocks.device)
     halves = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(-2).int()
-    return torch.ldexp(values[halves], scales.int().unsqueeze(-1) - EXPONENT_BIAS).flatten(-2)
+    numbers = torch.ldexp(values[halves], scales.int().unsqueeze(-1) - EXPONENT_BIAS)
+    return numbers.masked_fill_((scales == NAN_SCALE).unsqueeze(-1), torch.nan).flatten(-2)

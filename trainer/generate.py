@@ -145,7 +145,7 @@ def generate(options: Namespace, resolved: ResolvedCheckpoint) -> None:
     capacity = prompt_len + options.tokens
     model, kernel = load_model(resolved, device), choose_attention_kernel(config, device)
     print_status(
-        f"model {config.model.family} {config.model.size}: {model.config.num_parameters:,} parameters, "
+        f"model {config.model.family} {config.model.size}: {model.config.parameter_summary}, "
         f"{config.training.dtype} on {device}; checkpoint {resolved.checkpoint}, step {resolved.step:,}"
     )
     if capacity > seq_len:

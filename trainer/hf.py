@@ -95,7 +95,7 @@ def export(options: Namespace) -> None:
     reader = open_model(
         checkpoint, {name: each.shape_of(model.sizes) for name, each in (model.parameters | model.buffers).items()}
     )
-    print_lines(f"{checkpoint}: {model.num_parameters:,} parameters as {dtype}, context of {seq_len:,} tokens")
+    print_lines(f"{checkpoint}: {model.parameter_summary} as {dtype}, context of {seq_len:,} tokens")
     with atomic_folder(output) as folder:
         for path in write_safetensors(
             folder,
@@ -163,6 +163,8 @@ def import_model(folder: Path, output: Path | None, *, text_only: bool = False) 
     left_out = [f"left out: {name} ({count} tensors)" for name, count in weights.left_out.items()]
     if count := weights.num_extra_tensors(model):
         left_out.append(f"left out: the layer after the last, which predicts further tokens ({count} tensors)")
+    if (loss := values.get("router_aux_loss_coef")) is not None:
+        left_out.append(f"left out: router_aux_loss_coef = {loss}; see training.balance_loss")
     lines = config_lines(folder, model, values.get("max_position_embeddings"), text_only=text_only)
     text = "\n".join([*(f"# {line}" for line in left_out), *lines]) + "\n"
     if output is None:
@@ -170,9 +172,7 @@ def import_model(folder: Path, output: Path | None, *, text_only: bool = False) 
         return
     output.write_text(text)
     rope = ", ".join(f"{key} {json.dumps(getattr(model.rope, key))}" for key in rope_fields(model.rope))
-    print_lines(
-        f"{model.num_parameters:,} parameters; every tensor found", *left_out, f"rope: {rope}", f"wrote {output}"
-    )
+    print_lines(f"{model.parameter_summary}; every tensor found", *left_out, f"rope: {rope}", f"wrote {output}")
 
 
 def check_tokenizer(folder: Path, model: ModelConfig) -> None:
@@ -188,7 +188,7 @@ def config_lines(folder: Path, model: ModelConfig, max_positions: object, *, tex
     from trainer.export.hf_tokenizer import bos_remarks, detect_tokenizer
 
     family, size, overrides = nearest_preset(model)
-    yield f"# {model.num_parameters:,} parameters; max_position_embeddings = {json.dumps(max_positions)}"
+    yield f"# {model.parameter_summary}; max_position_embeddings = {json.dumps(max_positions)}"
     yield from ("[model]", f'family = "{family}"', f'size = "{size}"')
     yield from (f"{key} = {toml_value(value)}" for key, value in overrides.items())
     for name in ROPES if model.has_local_rope else ROPES[:1]:

@@ -38,6 +38,8 @@ from tests.models.hf_models import (
     write,
 )
 from tests.models.small_models import gradients, packed, small_model
+from trainer.config.parse import load as load_config
+from trainer.hf import config_lines
 
 
 def in_float32(config: ModelConfig) -> ModelConfig:
@@ -133,6 +135,20 @@ def read_file(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
+@pytest.mark.parametrize("name", MADE)
+def test_what_an_import_writes_is_read_as_the_same_model(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    model = read_model(folders[name])
+    (tmp_path / "model.toml").write_text("\n".join(config_lines(folders[name], model, 64)))
+    assert config_differences(load_config(["--config", str(tmp_path / "model.toml")]).model.build(), model) == {}
+
+
+@pytest.mark.parametrize("family", [name for name, sizes in PRESETS.items() if next(iter(sizes.values())).num_experts])
+def test_widths_that_no_layer_has_are_no_reason_to_refuse_an_export(family: str) -> None:
+    model = replace(next(iter(PRESETS[family].values())), expert_dim=96)
+    written = model_config_to_hf(model, max_length=64, dtype="float32")
+    assert config_differences(model_config_from_hf(written), model) == {}
+
+
 @pytest.mark.parametrize("family", PRESETS)
 def test_presets_have_the_parameters_that_transformers_counts(family: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -199,6 +215,9 @@ def values_of(name: str) -> dict[str, Any]:
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit = 6.0 is not supported"),
         ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace = -1 must be an integer of at least 0"),
+        ("glm4_moe", {"first_k_dense_replace": 9}, "no layer has experts: first_k_dense_replace = 9"),
+        ("glm4_moe", {"routed_scaling_factor": None}, "routed_scaling_factor = null must be a number above 0"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, "no layer has experts: decoder_sparse_step = 1, max_window_"),
         ("glm4_moe", {"n_group": 3}, "model.expert_groups = 3 must divide model.num_experts = 8"),
         ("llama", {"num_experts": 4}, "num_experts = 4 is not supported"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),

@@ -153,6 +153,28 @@ def quantized(experts: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor, 
 def test_mxfp4_is_dequantized_exactly() -> None:
     blocks, scales, values = quantized(2, 3, 64)
     assert torch.equal(mxfp4.dequantize(blocks, scales), values)
+    scales[1, 2, 1] = 255
+    assert torch.equal(mxfp4.dequantize(blocks, scales).isnan().nonzero()[:, 2], torch.arange(32, 64))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "dtype", "of", "problem"),
+    [
+        (32, torch.bfloat16, "mlp.experts.gate_up_proj", "_blocks is BF16; supported are U8"),
+        (40, torch.uint8, "mlp.experts.gate_up_proj", "gate_up_proj_blocks [2, 128, 1, 16] is unexpected"),
+        (32, torch.uint8, "self_attn.q_proj.weight", "q_proj.weight_blocks [2, 128, 1, 16] is unexpected"),
+    ],
+)
+def test_what_is_no_quantized_weight_is_named(
+    inputs: int, dtype: torch.dtype, of: str, problem: str, tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    config = replace(GPT_OSS, dim=inputs, expert_dim=64, num_experts=2, top_k=1, model_type="gpt_oss", num_layers=1)
+    blocks, scales, _ = quantized(2, 128, 32)
+    name = f"model.layers.0.{of}"
+    save_file({f"{name}_blocks": blocks.to(dtype), f"{name}_scales": scales}, tmp_path / "model.safetensors")
+    assert any(problem in each for each in SafetensorsReader(tmp_path).problems(config))
 
 
 def test_quantized_experts_are_read_slice_by_slice(tmp_path: Path) -> None:

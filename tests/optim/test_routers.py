@@ -29,12 +29,13 @@ def test_load_and_bias_follow_the_counts_of_each_layer() -> None:
     model = small_model(DEEPSEEK)
     routers = Routers([model], TrainingSection(correction_bias_rate=0.25), None)
     before = [layer.get_buffer("correction_bias").clone() for layer in model.expert_layers()]
-    counts = [[8.0, 0, 2, 2, 2, 2, 0, 0], [0.0, 0, 0, 0, 0, 0, 0, 16]]
+    counts = [[8.0, 0, 2, 2, 2, 2, 0, 0], [0.0, 0, 0, 0, 0, 0, 1, 1]]  # The second: of one token.
     routers.adjust(sums_of(counts), torch.ones((), dtype=torch.bool))
     for layer, was, of_layer in zip(model.expert_layers(), before, counts, strict=True):
-        assert layer.get_buffer("last_load").tolist() == [count / 2 for count in of_layer]
+        mean = sum(of_layer) / 8
+        assert layer.get_buffer("last_load").tolist() == [count / mean for count in of_layer]
         moved = (layer.get_buffer("correction_bias") - was).tolist()
-        assert moved == pytest.approx([0.25 * ((count < 2) - (count > 2)) for count in of_layer])
+        assert moved == pytest.approx([0.25 * ((count < mean) - (count > mean)) for count in of_layer])
 
 
 @pytest.mark.parametrize(("counts", "finite"), [([[1.0] * 8] * 2, False), ([[0.0] * 8] * 2, True)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 NO_EQUIVALENT = "no equivalent: "
 NO_LOGGER = f"{NO_EQUIVALENT}metrics go to TensorBoard and metrics.jsonl"
+NO_DROPPED_TOKENS = f"{NO_EQUIVALENT}no token is dropped"
 
 TORCHTITAN = {
     "job.dump_folder": "job.output_dir",
@@ -38,6 +39,8 @@ TORCHTITAN = {
     "parallelism.context_parallel_degree": "parallelism.cp",
     "parallelism.context_parallel_rotate_method": "parallelism.cp_method",
     "parallelism.context_parallel_load_balancer": "parallelism.cp_layout",
+    "parallelism.expert_parallel_degree": "parallelism.ep",
+    "parallelism.expert_tensor_parallel_degree": "parallelism.tp (it cuts experts too)",
     "parallelism.pipeline_parallel_degree": "parallelism.pp",
     "parallelism.pipeline_parallel_schedule": "parallelism.pp_schedule",
     "parallelism.pipeline_parallel_microbatch_size": "training.micro_batch_size",
@@ -69,6 +72,8 @@ MEGATRON = {
     "--num-layers-per-virtual-pipeline-stage": "parallelism.pp_layers",
     "--context-parallel-size": "parallelism.cp",
     "--cp-comm-type": "parallelism.cp_method",
+    "--expert-model-parallel-size": "parallelism.ep",
+    "--expert-tensor-parallel-size": "parallelism.tp (it cuts experts too)",
     "--use-distributed-optimizer": "parallelism.dp_shard",
     "--recompute-granularity": "memory.recompute",
     "--num-layers": "model.num_layers",
@@ -76,6 +81,22 @@ MEGATRON = {
     "--ffn-hidden-size": "model.ffn_dim",
     "--num-attention-heads": "model.num_heads",
     "--num-query-groups": "model.num_kv_heads",
+    "--num-experts": "model.num_experts",
+    "--moe-ffn-hidden-size": "model.expert_dim",
+    "--moe-shared-expert-intermediate-size": "model.shared_expert_dim",
+    "--moe-layer-freq": "model.feed_forward (one of model.layers)",
+    "--moe-router-topk": "model.top_k",
+    "--moe-router-score-function": "model.router",
+    "--moe-router-num-groups": "model.expert_groups",
+    "--moe-router-group-topk": "model.top_k_groups",
+    "--moe-router-topk-scaling-factor": "model.router_scaling",
+    "--moe-router-enable-expert-bias": "model.correction_bias",
+    "--moe-router-bias-update-rate": "training.correction_bias_rate",
+    "--moe-router-load-balancing-type": "training.balance_over",
+    "--moe-aux-loss-coeff": "training.balance_loss",
+    "--moe-z-loss-coeff": "training.router_z_loss",
+    "--moe-expert-capacity-factor": NO_DROPPED_TOKENS,
+    "--moe-grouped-gemm": f"{NO_EQUIVALENT}experts are always grouped",
     "--norm-epsilon": "model.norm_eps",
     "--rotary-base": "model.rope.theta",
     "--data-path": "data.corpus",
@@ -107,6 +128,12 @@ HUGGING_FACE = {
     "num_attention_heads": "model.num_heads",
     "num_key_value_heads": "model.num_kv_heads",
     "rope_theta": "model.rope.theta",
+    "num_local_experts": "model.num_experts",
+    "num_experts_per_tok": "model.top_k",
+    "moe_intermediate_size": "model.expert_dim",
+    "norm_topk_prob": "model.normalize_top_k",
+    "routed_scaling_factor": "model.router_scaling",
+    "router_aux_loss_coef": "training.balance_loss",
 }
 ALIASES = TORCHTITAN | MEGATRON | HUGGING_FACE
 

@@ -27,6 +27,9 @@ def parallelism_summary(config: Config, world_size: int) -> list[str]:
     lines = [rope_summary(config.model.build(), config.training.seq_len)]
     if section.cp > 1:
         lines.append(f"context parallelism: {config.context_plan().summary()}; {_attention_imbalance(config)}")
+    if section.ep > 1:
+        each = config.model.build().num_experts // section.ep
+        lines.append(f"expert parallelism: {section.ep} ranks with {each} experts of each layer")
     if section.tp > 1:
         sharded = {"tokens": section.sequence_parallel, "vocabulary": section.loss_parallel}
         details = ", ".join(
@@ -76,9 +79,7 @@ def warnings(config: Config, world_size: int) -> Iterator[str]:
     for key in ("pp_layers", "pp_stages_per_rank"):
         if degrees["pp"] == 1 and getattr(config.parallelism, key) is not None:
             yield f"parallelism.{key} is not used with parallelism.pp = 1"
-    num_layers, stated = config.model.build().num_layers, sum(each.repeat for each in config.model.layers)
-    if stated > num_layers:
-        yield f"model.layers states {stated} layers, of which model.num_layers = {num_layers} uses the first {num_layers}"
+    yield from _model_warnings(config)
     length, plan = config.training.seq_len, config.context_plan()
     if length % plan.seq_len_divisor:
         padding = -length % plan.seq_len_divisor
@@ -87,3 +88,15 @@ def warnings(config: Config, world_size: int) -> Iterator[str]:
             f"training.seq_len = {length} is not a multiple of {plan.seq_len_divisor} ({axes}): "
             f"every sequence is padded by {padding} token{'s' if padding > 1 else ''}"
         )
+
+
+def _model_warnings(config: Config) -> Iterator[str]:
+    model, training = config.model.build(), config.training
+    if model.num_experts and not training.balance_loss and not training.correction_bias_rate:
+        yield (
+            "nothing balances the load of experts: training.balance_loss = 0 and training.correction_bias_rate = 0; most "
+            "tokens may go to a few"
+        )
+    num_layers, stated = model.num_layers, sum(each.repeat for each in config.model.layers)
+    if stated > num_layers:
+        yield f"model.layers states {stated} layers, of which model.num_layers = {num_layers} uses the first {num_layers}"

@@ -111,8 +111,8 @@ class MetricsProcessor:
         for config_change in trainer.config_changes:
             log.info("changed since the checkpoint: %s", config_change)
         degrees = ", ".join(f"{axis} {size}" for axis, size in trainer.mesh.degrees.items() if size > 1) or "1 process"
-        model, parameters = f"{self.config.model.family} {self.config.model.size}", f"{self.model.num_parameters:,}"
-        log.info("model %s, %s parameters, on %s: %s", model, parameters, self.device.type, degrees)
+        model = f"{self.config.model.family} {self.config.model.size}"
+        log.info("model %s, %s, on %s: %s", model, self.model.parameter_summary, self.device.type, degrees)
         for text in filter(
             None, (*self.prediction.summary, self._expected_imbalance(), self.prediction.memory_summary)
         ):

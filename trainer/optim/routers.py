@@ -63,7 +63,7 @@ class Routers:
             counts_X = sums.view(-1, router_statistics(len(load_X)))[place, : len(load_X)]
             mean = counts_X.mean()
             is_counted = finite & (mean > 0)
-            load_X.copy_(torch.where(is_counted, counts_X / mean.clamp(min=1), load_X))
+            load_X.copy_(torch.where(is_counted, counts_X / mean, load_X))
             if bias_X is not None:
                 step_X = self._section.correction_bias_rate * (mean - counts_X).sign()
                 bias_X.add_(torch.where(is_counted, step_X, 0))

@@ -207,11 +207,16 @@ def enumerate_layouts(config: Config, world_size: int, device: DeviceSpec) -> It
             SEARCHED_CP_METHODS if cp > 1 else ("auto",),
             PP_SCHEDULES if pp > 1 else PP_SCHEDULES[:1],
         ):
-            for ulysses in _ulysses_sizes(method, cp, tp, model.num_heads, device):
+            choices = product(
+                _ulysses_sizes(method, cp, tp, model.num_heads, device),
+                _ep_sizes(model.num_experts, dp // replicas * cp, tp, device),
+            )
+            for ulysses, ep in choices:
                 yield {
                     **mesh,
                     "parallelism.dp_replicate": replicas,
                     "parallelism.dp_shard": dp // replicas,
+                    "parallelism.ep": ep,
                     "parallelism.cp_method": method,
                     "parallelism.cp_ulysses": ulysses,
                     "parallelism.pp_schedule": schedule,
@@ -252,8 +257,14 @@ def _ulysses_sizes(method: str, cp: int, tp: int, heads: int, device: DeviceSpec
             yield count
 
 
+def _ep_sizes(num_experts: int, ranks: int, tp: int, device: DeviceSpec) -> list[int]:
+    """One, the most in a link domain, and the most of all."""
+    possible = [size for size in divisors(ranks) if num_experts % size == 0] if num_experts else [1]
+    return sorted({1, max([1, *(size for size in possible if size * tp <= device.link_domain_size)]), possible[-1]})
+
+
 def _fastest_per_mesh(plans: Iterable[TrainingPlan]) -> list[TrainingPlan]:
-    """Fastest first, without layouts that differ from a faster one only in cp method, schedule or batching."""
+    """Fastest first, without layouts that differ from a faster one only in ep, cp method, schedule or batching."""
     by_mesh: dict[tuple[int, ...], TrainingPlan] = {}
     for plan in sorted(plans, key=attrgetter("step_seconds")):
         by_mesh.setdefault(tuple(plan.mesh.values()), plan)
@@ -332,6 +343,7 @@ def describe_layout(plan: TrainingPlan) -> str:
     ulysses = f" (ulysses {config.context_plan().ulysses_degree})" if parallelism.cp_ulysses else ""
     phrases = {
         " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "1 rank": True,
+        f"ep {parallelism.ep}": parallelism.ep > 1,
         f"{method}{ulysses}": parallelism.cp > 1,
         parallelism.pp_schedule + (f" with {stages} stages per rank" if stages else ""): parallelism.pp > 1,
         "gradients reduced per micro-batch": parallelism.pp > 1
