@@ -260,7 +260,7 @@ def _ulysses_sizes(method: str, cp: int, tp: int, heads: int, device: DeviceSpec
 def _ep_sizes(num_experts: int, ranks: int, tp: int, device: DeviceSpec) -> list[int]:
     """One, the most in a link domain, and the most of all."""
     possible = [size for size in divisors(ranks) if num_experts % size == 0] if num_experts else [1]
-    return sorted({1, max([1, *(size for size in possible if size * tp <= device.link_domain_size)]), possible[-1]})
+    return sorted({1, max(size for size in possible if size * tp <= device.link_domain_size), possible[-1]})
 
 
 def _fastest_per_mesh(plans: Iterable[TrainingPlan]) -> list[TrainingPlan]:

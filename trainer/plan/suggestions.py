@@ -69,7 +69,7 @@ def _faster_values(config: Config, device: DeviceSpec) -> dict[str, tuple[Any, .
         "training.reduce_dtype": ("bfloat16",),
         "training.micro_batch_size": (2 * training.micro_batch_size,),
     }
-    if parallelism.ep > 1 or config.model.build().num_experts:
+    if config.model.build().num_experts:
         values["parallelism.ep"] = (2 * parallelism.ep, max(1, parallelism.ep // 2))
     if parallelism.pp == 1:
         values["parallelism.reshard_after_forward"] = (False,)
