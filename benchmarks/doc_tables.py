@@ -20,7 +20,7 @@ from typing import Any
 import trainer.errors
 from benchmarks.gpu_steps import residual_multiple
 from models.presets import FAMILIES
-from parallelisms.parallel_dims import ContextPlan
+from parallelisms.context.context_plan import ContextPlan
 from parallelisms.pipeline_plan import PipelinePlan, PipelineSchedule
 from trainer.config.job_config import Config
 from trainer.config.parse import load

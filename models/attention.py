@@ -1,4 +1,4 @@
-"""Grouped-query attention module, and `AttentionCore`, the interface through which context parallelism replaces its core.
+"""Grouped-query attention module.
 
 Shape suffixes: B batch, S tokens of this rank, N query heads, K KV heads, H head dim, D document boundaries, E model dim.
 """
@@ -6,13 +6,12 @@ Shape suffixes: B batch, S tokens of this rank, N query heads, K KV heads, H hea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from models import attention_op, kernels, rope
+from models import rope
+from models.attention_core import AttentionCore, LocalAttentionCore
 from models.config import ModelConfig
 from models.layers import LayerKind
 from models.linear import local_parameters
@@ -20,86 +19,6 @@ from models.sublayer import SublayerModule, Weights
 
 SINKS = "sinks"
 """The parameter of logits without a key, one per query head."""
-QKVGrads = tuple[Tensor, Tensor, Tensor, Tensor]
-"""dq, dk, dv, and that of the sink: [N], empty without one."""
-
-
-class AttentionCore(Protocol):
-    """Causal attention inside documents, over rotated queries and keys and over values.
-
-    `boundaries_BD` (int32, on the CPU) holds the document starts and the length of the *full* sequence, also where the
-    rank holds only a shard of it. `sink_N` is a logit per query head that has no key. `__call__` is differentiable.
-    `start`, `forward` and `backward` do the same below autograd; only they look into what `start` returns.
-    `parallelisms.context.context_parallel.set_attention_core` sets the core of each layer.
-    """
-
-    def __call__(
-        self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, sink_N: Tensor | None = None
-    ) -> Tensor:
-        """Output [B, S, N, H]."""
-
-    def prepare(self, boundaries_BD: Tensor) -> object:
-        """Computes what a batch needs on the host. It is found later if the result still exists."""
-
-    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Any:
-        """Starts to send what other ranks need."""
-
-    def forward(self, pending: Any, boundaries_BD: Tensor, sink_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Output [B, S, N, H] and log-sum-exp."""
-
-    def backward(
-        self,
-        grad_BSNH: Tensor,
-        pending: Any,
-        out_BSNH: Tensor,
-        lse: Tensor,
-        boundaries_BD: Tensor,
-        sink_N: Tensor | None = None,
-    ) -> QKVGrads: ...
-
-
-@dataclass(frozen=True)
-class LocalAttentionCore:
-    """Attention of a rank that holds full sequences."""
-
-    kernel: str = "auto"
-    window: int | None = None
-    softcap: float | None = None
-
-    def __call__(
-        self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, sink_N: Tensor | None = None
-    ) -> Tensor:
-        return self.forward((q_BSNH, k_BSKH, v_BSKH), boundaries_BD, sink_N)[0]
-
-    def prepare(self, boundaries_BD: Tensor) -> object:
-        seq_len = int(boundaries_BD[0, -1])
-        blocks = attention_op.document_blocks(boundaries_BD, len(boundaries_BD), seq_len, self.window)
-        kernels.prepare(blocks, self.kernel)
-        return blocks
-
-    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> tuple[Tensor, ...]:
-        del boundaries_BD
-        return q_BSNH, k_BSKH, v_BSKH
-
-    def forward(
-        self, pending: tuple[Tensor, ...], boundaries_BD: Tensor, sink_N: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        options = (self.kernel, self.window, self.softcap)
-        out_BSNH, lse = attention_op.attend(*pending, boundaries_BD, sink_N, *options)
-        return out_BSNH, lse
-
-    def backward(
-        self,
-        grad_BSNH: Tensor,
-        pending: tuple[Tensor, ...],
-        out_BSNH: Tensor,
-        lse: Tensor,
-        boundaries_BD: Tensor,
-        sink_N: Tensor | None = None,
-    ) -> QKVGrads:
-        inputs = (grad_BSNH, *pending, out_BSNH, lse, boundaries_BD, sink_N)
-        dq, dk, dv, grad_sink_N = attention_op.attend_backward(*inputs, self.kernel, self.window, self.softcap)
-        return dq, dk, dv, grad_sink_N
 
 
 class Attention(SublayerModule):

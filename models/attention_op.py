@@ -18,8 +18,8 @@ from torch import Tensor
 
 from models import kernels
 from models.batch import concatenated_boundaries, remembered
+from models.dtypes import accumulation_dtype
 from models.kernels import Grads
-from models.linear import accumulation_dtype
 from models.online_softmax import OnlineSoftmax, add_sink, sink_grad
 from models.score_blocks import CAUSAL, ScoreBlocks, block_rows
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from models import attention_op
-from models.attention import Attention, AttentionCore
+from models.attention import Attention
+from models.attention_core import AttentionCore
 from models.batch import IGNORE_INDEX, Batch
 from models.online_softmax import add_sink
 from models.score_blocks import CAUSAL, ScoreBlocks, block_rows, rows_before

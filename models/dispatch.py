@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from models.linear import accumulation_dtype
+from models.dtypes import accumulation_dtype
 
 
 class Rows(NamedTuple):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from models.dtypes import accumulation_dtype
 from models.feed_forward import GATES
-from models.linear import accumulation_dtype
 from models.sublayer import LocalGraph
 
 PRODUCTS, BIASES = ("gate_proj", "up_proj", "down_proj"), ("gate_bias", "up_bias", "down_bias")

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.config import SOFTCAP_PROBLEM
-from models.linear import accumulation_dtype
+from models.dtypes import accumulation_dtype
 from models.score_blocks import ScoreBlock, ScoreBlocks, TokenIndex, VarlenBatch
+from models.score_pairs import SOFTCAP_PROBLEM
 
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""Linear and Embedding modules, the part of a parameter that a rank computes with, and the dtype of every sum.
+"""Linear and Embedding modules, and the part of a parameter that a rank computes with.
 
 Shape suffixes: B batch, S tokens of this rank, E model dim, I inputs, O outputs, V vocabulary rows of this rank.
 """
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.dtypes import accumulation_dtype
+
 EMBEDDING_GRAD_COLUMNS = 64  # in `accumulation_dtype` at once: 32 MiB for a vocabulary of 128K
 LocalView = Callable[[Tensor], Tensor]
 """Maps a parameter to the tensor that this rank computes with: the identity, or what tensor parallelism sets."""
@@ -20,11 +22,6 @@ LocalView = Callable[[Tensor], Tensor]
 
 def identity(x: Tensor) -> Tensor:
     return x
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for statistics, sums and log-sum-exps over tensors of `dtype`: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def set_local_view(module: nn.Module, name: str, view: LocalView) -> None:

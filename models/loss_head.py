@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from models.batch import IGNORE_INDEX
 from models.config import ModelConfig
-from models.linear import Linear, accumulation_dtype, identity, local_parameter
+from models.dtypes import accumulation_dtype
+from models.linear import Linear, identity, local_parameter
 from models.norm import config_norm
 
 

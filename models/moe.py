@@ -24,9 +24,10 @@ from torch.nn import functional as F
 from models.batch import IGNORE_INDEX
 from models.config import ModelConfig
 from models.dispatch import LocalDispatcher, Rows, TokenDispatcher
+from models.dtypes import accumulation_dtype
 from models.experts import run_experts
 from models.layers import LayerKind
-from models.linear import accumulation_dtype, local_parameters
+from models.linear import local_parameters
 from models.sublayer import SublayerModule, Weights
 from models.tiling import bytes_per_token
 

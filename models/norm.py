@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from models.config import ModelConfig
-from models.linear import accumulation_dtype, identity, local_parameter
+from models.dtypes import accumulation_dtype
+from models.linear import identity, local_parameter
 
 AllReduce = Callable[[Tensor], Tensor]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.linear import accumulation_dtype
+from models.dtypes import accumulation_dtype
 from models.score_blocks import TokenIndex
 
 

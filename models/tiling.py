@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from models.linear import accumulation_dtype
+from models.dtypes import accumulation_dtype
 
 
 def split_into_tiles(num_tokens: int, max_tokens: int | None = None) -> list[slice]:

@@ -18,9 +18,10 @@ from models import rope
 from models.attention import Attention
 from models.batch import Batch
 from models.config import ModelConfig, StageSpec
+from models.dtypes import accumulation_dtype
 from models.feed_forward import FeedForward
 from models.layers import NORMS, LayerKind
-from models.linear import Embedding, accumulation_dtype, identity
+from models.linear import Embedding, identity
 from models.loss_head import LossHead
 from models.moe import MixtureOfExperts, RouterStep
 from models.norm import RMSNorm, config_norm

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from models.attention import Attention
+from models.attention_core import LocalAttentionCore
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint, expert_parallel, fsdp, tensor_parallel
 from parallelisms.activation_checkpoint import RecomputeConfig
-from parallelisms.context.context_parallel import ContextParallel, set_attention_core
+from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.mesh import Mesh
 
 
@@ -47,3 +51,18 @@ def parallelize(
         reshard_after_forward=reshard_after_forward,
         cpu_offload=cpu_offload,
     )
+
+
+def set_attention_core(model: Transformer, core: ContextParallel | None, *, kernel: str) -> None:
+    """Sets the attention core of every block, with its window and soft cap; None: full sequences on each rank.
+
+    Raises ValueError for a mixer that is not attention: no context-parallel method knows what it needs of other ranks.
+    """
+    for block in model.transformer_blocks():
+        if isinstance(block.attention, Attention):
+            options: Any = {"window": block.kind.window, "softcap": block.kind.softcap}
+            block.attention.core = (
+                LocalAttentionCore(kernel, **options) if core is None else core.with_options(**options)
+            )
+        elif core is not None:
+            raise ValueError(f'mixer "{block.kind.mixer}" has no context parallelism: parallelism.cp must be 1')

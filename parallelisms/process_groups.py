@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from parallelisms.parallel_dims import AXES, ContextPlan
+from parallelisms.context.context_plan import ContextPlan
+from parallelisms.parallel_dims import AXES
 
 MAX_SHOWN_GROUPS = 4
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.attention import SINKS
-from models.linear import accumulation_dtype
+from models.dtypes import accumulation_dtype
 from models.sublayer import LocalGraph, Restore, Sublayer, Weights, as_leaves, input_grad, weight_grad
 from models.tiling import GradAccumulator, TokenTiles
 from models.transformer import SequenceParallelComm

@@ -269,7 +269,7 @@ def test_every_file_can_be_read_in_one_go() -> None:
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
-CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 119, 19_100, 34_500
+CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 123, 19_100, 34_600
 """What `import train` reaches by any import statement, and all of models, parallelisms, trainer and train.py.
 
 With a complete memory ledger, the first GPU minute, one engine for any block, families, windows and their own tokenizers.

@@ -26,7 +26,7 @@ from models.batch import remembered
 from models.ranges import concatenated_ranges, is_first_of_run
 from models.score_blocks import CAUSAL, FULL, ScoreBlocks, block_rows, rows_before, to_device
 from parallelisms.context.batch_layout import BatchLayout, Spans, batch_layout
-from parallelisms.parallel_dims import ShardLayout
+from parallelisms.context.context_plan import ShardLayout
 
 
 class RankAttentionPlan:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from models.batch import concatenated_boundaries, remembered
-from models.config import causal_pairs
 from models.ranges import concatenated_ranges, is_first_of_run
+from models.score_pairs import causal_pairs
+from parallelisms.context.context_plan import ShardLayout
 from parallelisms.context.shard_layout import chunks_of, doc_headtail_tokens, mirrored, require_divisible
-from parallelisms.parallel_dims import ShardLayout
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from models import kernels
-from models.attention import Attention, LocalAttentionCore, QKVGrads
+from models.attention_core import LocalAttentionCore, QKVGrads
 from models.batch import require_ascending, require_boundaries
-from models.transformer import Transformer
 from parallelisms import collectives
 from parallelisms.context.batch_layout import BatchLayout, batch_layout
+from parallelisms.context.context_plan import ContextPlan
 from parallelisms.context.ring import RingAttentionCore
 from parallelisms.context.ulysses import SeqToHeads, UlyssesGroup
-from parallelisms.parallel_dims import ContextPlan
 
 
 class ContextParallel:
-    """Context-parallel attention core (`models.attention.AttentionCore`), with sharding and unsharding of tensors.
+    """Context-parallel attention core (`models.attention_core.AttentionCore`), with sharding and unsharding of tensors.
 
     `mesh` has one dimension or, for `hybrid`, two: ring, then Ulysses. 16-bit gradients of keys and values are sent in
     `reduce_dtype`. Raises ValueError on all ranks, for everything that cannot be computed exactly and if the ranks'
@@ -241,21 +240,6 @@ class ContextParallel:
         else:
             return
         raise ValueError(f"{problem} {', '.join(f'{tuple(x.shape)} {x.dtype}' for x in (q, k, v))}")
-
-
-def set_attention_core(model: Transformer, core: ContextParallel | None, *, kernel: str) -> None:
-    """Sets the attention core of every block, with its window and soft cap; None: full sequences on each rank.
-
-    Raises ValueError for a mixer that is not attention: no context-parallel method knows what it needs of other ranks.
-    """
-    for block in model.transformer_blocks():
-        if isinstance(block.attention, Attention):
-            options: Any = {"window": block.kind.window, "softcap": block.kind.softcap}
-            block.attention.core = (
-                LocalAttentionCore(kernel, **options) if core is None else core.with_options(**options)
-            )
-        elif core is not None:
-            raise ValueError(f'mixer "{block.kind.mixer}" has no context parallelism: parallelism.cp must be 1')
 
 
 def one_document(batch_size: int, seq_len: int) -> Tensor:

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from models import attention_op, kernels
-from models.attention import QKVGrads
-from models.linear import accumulation_dtype
+from models.attention_core import QKVGrads
+from models.dtypes import accumulation_dtype
 from models.online_softmax import OnlineSoftmax, add_sink
 from models.score_blocks import ScoreBlocks
 from parallelisms import collectives
 from parallelisms.context.attention_plan import RankAttentionPlan, rank_attention_plan
+from parallelisms.context.context_plan import ShardLayout
 from parallelisms.context.shard_layout import halo_fits
-from parallelisms.parallel_dims import ShardLayout
 
 
 class Waitable(Protocol):

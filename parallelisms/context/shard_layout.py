@@ -19,8 +19,8 @@ from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from models.config import causal_pairs
-from parallelisms.parallel_dims import ShardLayout
+from models.score_pairs import causal_pairs
+from parallelisms.context.context_plan import ShardLayout
 
 # `balanced` takes the fewest chunks per rank whose imbalance (busiest rank over mean) is at most this...
 TARGET_IMBALANCE = 1.01

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parallelisms import collectives
-from parallelisms.parallel_dims import kv_head_repeats
+from parallelisms.context.context_plan import kv_head_repeats
 
 
 class UlyssesGroup(NamedTuple):

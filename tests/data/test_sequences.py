@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models.batch import IGNORE_INDEX
-from models.config import Windows
+from models.score_pairs import Windows
 from trainer.artifact import write_artifact
 from trainer.config.data import DataSection
 from trainer.data.packing import PackedDataset, Packing, load_or_build_plan, pack_documents

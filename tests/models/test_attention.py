@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from models import rope
-from models.attention import Attention, LocalAttentionCore
+from models.attention import Attention
+from models.attention_core import LocalAttentionCore
 from tests.models.dense_attention import inputs
 from tests.models.small_models import SMALL, packed, starts
 

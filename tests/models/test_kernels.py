@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import attention_op, kernels
-from models.linear import accumulation_dtype
+from models.dtypes import accumulation_dtype
 from models.score_blocks import CAUSAL, ScoreBlock, ScoreBlocks, block_rows, rows_before
 from tests.models.dense_attention import dense, inputs, run
 from tests.models.small_models import starts

@@ -23,7 +23,7 @@ from models.transformer import Transformer
 from parallelisms import activation_checkpoint, gradient_check
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.block_recompute import Tiling
-from parallelisms.context.context_parallel import set_attention_core
+from parallelisms.parallelize import set_attention_core
 from tests.models.other_kinds import MIXED_KINDS, other_kinds
 from tests.models.small_models import NORMED, SMALL, gradients, largest_difference, packed, small_model
 from tests.models.test_model_config import flops_of_addition

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models import tiling
-from models.attention import Attention, LocalAttentionCore, QKVGrads
+from models.attention import Attention
+from models.attention_core import LocalAttentionCore, QKVGrads
 from models.config import ModelConfig
 from models.norm import RMSNorm
 from models.sublayer import Sublayer

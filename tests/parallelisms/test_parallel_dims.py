@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from parallelisms.parallel_dims import (
+from parallelisms.context.context_plan import (
     LAYOUTS_BY_ROTATE_METHOD,
     ROTATE_METHODS,
     ContextPlan,

@@ -24,8 +24,9 @@ from parallelisms.activation_offload import HostActivationPool
 from parallelisms.block_recompute import Tiling, compiler, eager
 from parallelisms.collectives import full_tensor
 from parallelisms.context.context_parallel import ContextParallel
+from parallelisms.context.context_plan import CPMethod
 from parallelisms.mesh import Mesh
-from parallelisms.parallel_dims import AXES, CPMethod
+from parallelisms.parallel_dims import AXES
 from parallelisms.parallelize import parallelize
 from parallelisms.pipeline import Pipeline
 from parallelisms.pipeline_plan import PipelinePlan

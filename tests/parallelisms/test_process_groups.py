@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parallelisms.parallel_dims import AXES, ContextPlan, CPMethod
+from parallelisms.context.context_plan import ContextPlan, CPMethod
+from parallelisms.parallel_dims import AXES
 from parallelisms.process_groups import Topology, coordinate, format_ranks, process_group_ranks, rank_groups
 
 

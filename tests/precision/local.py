@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models import norm
-from models.attention import Attention, QKVGrads
+from models.attention import Attention
+from models.attention_core import QKVGrads
 from models.dispatch import sort_by_expert, to_rows, to_tokens
-from models.linear import Embedding, accumulation_dtype
+from models.dtypes import accumulation_dtype
+from models.linear import Embedding
 from models.loss_head import LinearCrossEntropy, VocabShard
 from models.norm import RMSNormFunction
 from models.rope import identity_rotation

@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import prod
 from pathlib import Path
 
-from models.config import SOFTCAP_PROBLEM
+from models.score_pairs import SOFTCAP_PROBLEM
 from parallelisms.parallel_dims import expert_parallel_problems, head_groups_problem, tensor_parallel_problems
 from trainer.config.data import (
     COPY_CORPUS,

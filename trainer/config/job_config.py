@@ -7,7 +7,7 @@ from functools import cached_property
 from math import prod
 from pathlib import Path
 
-from parallelisms.parallel_dims import ContextPlan
+from parallelisms.context.context_plan import ContextPlan
 from parallelisms.pipeline_plan import PipelinePlan
 from trainer.config import sections
 from trainer.config.data import DataSection, TokenizerSection, ValidationSection

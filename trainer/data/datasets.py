@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 
-from models.config import FULL_ATTENTION, Windows
+from models.score_pairs import FULL_ATTENTION, Windows
 from trainer.config.data import PACKING_VERSION, DataSection
 from trainer.config.job_config import Config
 from trainer.data.copy_task import CopyDataset

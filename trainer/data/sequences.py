@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from models.batch import IGNORE_INDEX, Batch
-from models.config import FULL_ATTENTION, Windows, causal_pairs, mean_pairs
 from models.ranges import concatenated_ranges, cut_ranges
+from models.score_pairs import FULL_ATTENTION, Windows, causal_pairs, mean_pairs
 
 MAX_PERIOD = 100_000  # sequences after which the order of sources repeats
 

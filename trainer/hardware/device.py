@@ -14,7 +14,7 @@ import torch.nn.attention
 from torch import Tensor
 
 from models import kernel_check, kernels
-from parallelisms.parallel_dims import kv_head_repeats
+from parallelisms.context.context_plan import kv_head_repeats
 from trainer.config.job_config import Config
 from trainer.errors import EXIT_BAD_CONFIG, RankFailedError
 from trainer.hardware.specs import find_table, table_peak_flops

@@ -15,8 +15,8 @@ from typing import ClassVar
 
 from models.config import ModelConfig
 from models.layers import NORMS, LayerKind
+from parallelisms.context.context_plan import ContextPlan
 from parallelisms.context.shard_layout import SeqLayout, TokenSpan, halo_fits, halo_traffic
-from parallelisms.parallel_dims import ContextPlan
 from trainer.memory.tensors import (
     DTYPE_BYTES,
     SAVED_ACTIVATIONS,

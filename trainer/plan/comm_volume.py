@@ -11,7 +11,7 @@ from math import prod
 from typing import Literal
 
 from models.layers import LayerKind
-from parallelisms.parallel_dims import ContextPlan
+from parallelisms.context.context_plan import ContextPlan
 from trainer.memory.rank import RankMemory, Shapes
 
 Phase = Literal["forward", "backward", "recompute", "step"]

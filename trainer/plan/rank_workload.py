@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from models.config import causal_pairs
+from models.score_pairs import causal_pairs
 from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import fsdp_units
 from trainer.plan.memory_traffic import memory_traffic, optimizer_traffic

@@ -7,7 +7,8 @@ from itertools import permutations
 from operator import attrgetter
 from typing import Any
 
-from parallelisms.parallel_dims import AXES, CP_METHODS
+from parallelisms.context.context_plan import CP_METHODS
+from parallelisms.parallel_dims import AXES
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.memory.report import Change, change_of, memory_changes, valid_changes, with_overrides

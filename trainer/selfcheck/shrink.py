@@ -18,7 +18,8 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.rope_config import RopeConfig
-from parallelisms.parallel_dims import AXES, ContextPlan
+from parallelisms.context.context_plan import ContextPlan
+from parallelisms.parallel_dims import AXES
 from parallelisms.pipeline_plan import PipelinePlan
 from trainer.config import checks
 from trainer.config.job_config import Config

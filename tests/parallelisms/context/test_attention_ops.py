@@ -25,7 +25,8 @@ from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.block_recompute import Tiling, compiler
 from parallelisms.collectives import all_reduce
 from parallelisms.context import ring, ulysses
-from parallelisms.context.context_parallel import ContextParallel, set_attention_core
+from parallelisms.context.context_parallel import ContextParallel
+from parallelisms.parallelize import set_attention_core
 from tests.models.dense_attention import dense, inputs, run
 from tests.models.small_models import SMALL, gradients, packed, small_model, starts
 from tests.parallelisms.context.cores import build_core

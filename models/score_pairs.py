@@ -1,0 +1,33 @@
+"""Counts of the (query, key) pairs that attention computes. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+SOFTCAP_PROBLEM = (
+    'attention kernel "{kernel}" has no soft-capped scores (softcap = {softcap}): torch gives no CUDA kernel the cap; '
+    '"plain" has it, and holds the scores of a document in memory'
+)
+
+Tokens = TypeVar("Tokens", bound=Any)
+"""int, or an int64 tensor."""
+
+
+def causal_pairs(tokens: Tokens, window: int | None = None) -> Tokens:
+    """(query, key) pairs of a document of `tokens`, in which a query sees at most `window` keys, its own included."""
+    pairs: Tokens = tokens * (tokens + 1) // 2
+    if window is None:
+        return pairs
+    beyond = (tokens - window) * (tokens > window)
+    return cast(Tokens, pairs - beyond * (beyond + 1) // 2)
+
+
+Windows = Mapping[int | None, int]
+"""How many layers have each window; None: without one."""
+FULL_ATTENTION: Windows = {None: 1}
+
+
+def mean_pairs(windows: Windows, pairs: Callable[[int | None], float]) -> float:
+    """The mean over such layers of what `pairs` gives for a window."""
+    return sum(layers * pairs(window) for window, layers in windows.items()) / sum(windows.values())
