@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m examples.context_parallel [--rotation ring|alltoall|allgather] [--compile]
 
 The same task as PyTorch's context-parallel tutorial, but without patching the attention function: shard the sequence,
-call attention on the shards, unshard the result.
+call attention on the shards, gather the result.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def main() -> None:
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
     )
     expected = torch.autograd.grad(full.square().sum(), (q, k, v))
-    unsharded = [cp.unshard(x) for x in (out, *grads)]
+    gathered = [cp.gather(x) for x in (out, *grads)]
     for name, actual, reference in zip(
-        ["out", "dq", "dk", "dv"], unsharded, (full.transpose(1, 2), *expected), strict=True
+        ["out", "dq", "dk", "dv"], gathered, (full.transpose(1, 2), *expected), strict=True
     ):
         torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-4)
         if mesh.get_local_rank() == 0:

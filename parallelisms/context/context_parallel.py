@@ -4,7 +4,7 @@
     cp = ContextParallel(mesh, ContextPlan(cp=4, method="ring", heads=8, kv_heads=4))
     q, k, v = (cp.shard(x) for x in (q, k, v))  # [B, T, heads, head_dim] -> [B, S, heads, head_dim]
     out = cp(q, k, v)
-    out = cp.unshard(out)
+    out = cp.gather(out)
 
 Shape suffixes: B batch, S tokens of this rank, T tokens of the full sequence, N query heads, K KV heads, H head dim,
 D document boundaries.
@@ -31,7 +31,7 @@ from parallelisms.context.ulysses import SeqToHeads, UlyssesGroup
 
 
 class ContextParallel:
-    """Context-parallel attention core (`models.attention_core.AttentionCore`), with sharding and unsharding of tensors.
+    """Context-parallel attention core (`models.attention_core.AttentionCore`), with sharding and gathering of tensors.
 
     `mesh` has one dimension or, for `hybrid`, two: ring, then Ulysses. 16-bit gradients of keys and values are sent in
     `reduce_dtype`. Raises ValueError on all ranks, for everything that cannot be computed exactly and if the ranks'
@@ -169,7 +169,7 @@ class ContextParallel:
         """Selects this rank's tokens of a tensor [B, T, ...]; differentiable. Raises ValueError if T is not divisible."""
         return _select_tokens(x_BT, self._permutation(x_BT, boundaries_BD).chunk(self.plan.cp, dim=1)[self.rank])
 
-    def unshard(self, x_BS: Tensor, boundaries_BD: Tensor | None = None) -> Tensor:
+    def gather(self, x_BS: Tensor, boundaries_BD: Tensor | None = None) -> Tensor:
         """All-gathers the full sequences, in order: [B, T, ...]. Not differentiable."""
         with torch.no_grad():
             # Ulysses ranks hold adjacent parts of a ring rank's tokens, so they are gathered first.

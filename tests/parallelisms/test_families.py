@@ -192,7 +192,7 @@ def error(case: Case) -> float:
     batch = replace(batch.map_tokens(lambda x_BT: x_BT[own]), boundaries=batch.boundaries[own])
     losses = model(batch if core is None else shard_batch(core, batch))
     (losses.sum() / targets).backward()
-    losses = losses.detach() if core is None else core.unshard(losses.detach(), batch.boundaries)
+    losses = losses.detach() if core is None else core.gather(losses.detach(), batch.boundaries)
     found = {name: full_tensor(each.grad) for name, each in model.named_parameters() if each.grad is not None}
     return max(largest_difference(found, expected), float((losses - expected_losses[own]).abs().max()))
 

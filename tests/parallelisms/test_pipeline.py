@@ -177,7 +177,7 @@ class PipelineRank:
         def record(losses_BS: Tensor, batch: Batch) -> None:
             assert not losses_BS.requires_grad
             assert numbers[id(batch)] not in outcome.losses
-            full_losses = self.context.unshard(losses_BS, batch.boundaries) if self.context else losses_BS
+            full_losses = self.context.gather(losses_BS, batch.boundaries) if self.context else losses_BS
             outcome.losses[numbers[id(batch)]] = full_losses.clone()
 
         for module in self.modules.values():

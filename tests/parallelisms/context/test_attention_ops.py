@@ -103,7 +103,7 @@ class ReplacedCall:
     """A core with a replaced `__call__`."""
 
     def __init__(self, core: ContextParallel, function: Any) -> None:
-        self.shard, self.unshard, self.function = core.shard, core.unshard, function
+        self.shard, self.gather, self.function = core.shard, core.gather, function
 
     def __call__(self, *arguments: Tensor) -> Tensor:
         out: Tensor = self.function(*arguments)
@@ -144,7 +144,7 @@ def kernel_calls_and_error(method: str, *, compiled: bool, policies: tuple[str, 
             forward_backward(model, core)
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             ours = forward_backward(model, core)
-        worst = abs(core.unshard(ours, BATCH.boundaries) - losses).max().item()
+        worst = abs(core.gather(ours, BATCH.boundaries) - losses).max().item()
         for parameter_name, parameter in model.named_parameters():
             assert parameter.grad is not None
             distributed.all_reduce(parameter.grad)

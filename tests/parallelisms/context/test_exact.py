@@ -96,7 +96,7 @@ def shared(core: ContextParallel, given: Sequence[Tensor], boundaries_BD: Tensor
     out = core(q, k, v, boundaries_BD, *sinks)
     weights = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     grads = torch.autograd.grad(out, (q, k, v, *sinks), core.shard(weights.to(out.dtype), boundaries_BD))
-    sharded = [core.unshard(x.detach(), boundaries_BD) for x in (out, *grads[:3])]
+    sharded = [core.gather(x.detach(), boundaries_BD) for x in (out, *grads[:3])]
     return sharded + [all_reduce(None, x) for x in grads[3:]]
 
 
@@ -162,7 +162,7 @@ class SingleRank:
         del boundaries_BD
         return x.clone()
 
-    unshard = shard
+    gather = shard
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, boundaries_BD: Tensor) -> Tensor:
         from models import attention_op

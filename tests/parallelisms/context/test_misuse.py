@@ -254,7 +254,7 @@ def sharding_errors() -> dict[str, str]:
         "other boundaries": error_message(headtail.shard, torch.ones(2, 20), batch.boundaries),
         "int64": error_message(headtail.shard, torch.ones(2, 24), batch.boundaries.long()),
         "device": error_message(headtail.shard, torch.ones(2, 24), batch.boundaries.to("meta")),
-        "unshard": error_message(headtail.unshard, torch.ones(2, 9)),
+        "gather": error_message(headtail.gather, torch.ones(2, 9)),
     }
 
 
@@ -267,5 +267,5 @@ def test_sharding_rejects_indivisible_lengths() -> None:
             "other boundaries": WRONG_LENGTH.format(20),
             "int64": "boundaries must be int32 on the CPU, not torch.int64 on cpu",
             "device": "boundaries must be int32 on the CPU, not torch.int32 on meta",
-            "unshard": 'sequence length 18 must be a multiple of 4 for layout "headtail" over 2 ranks',
+            "gather": 'sequence length 18 must be a multiple of 4 for layout "headtail" over 2 ranks',
         }

@@ -1,4 +1,4 @@
-"""Sharding and unsharding of sequences: all per-token tensors use one permutation, which is invertible."""
+"""Sharding and gathering of sequences: all per-token tensors use one permutation, which is invertible."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def round_trip_failures(shape: tuple[int, ...], options: list[Options]) -> tuple
             distributed.broadcast(x, 0)
             for boundaries_BD in (None, rows):
                 part = core.shard(x, boundaries_BD)
-                back = core.unshard(part.requires_grad_(), boundaries_BD)
+                back = core.gather(part.requires_grad_(), boundaries_BD)
                 if part.shape != (2, 48 // core.plan.cp, *width) or not torch.equal(back, x) or back.requires_grad:
                     wrong.append(f"{one}, {width}")
         row = torch.zeros(2, 48, requires_grad=True)
@@ -251,7 +251,7 @@ def round_trip_failures(shape: tuple[int, ...], options: list[Options]) -> tuple
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_unshard_inverts_shard_and_shard_is_differentiable() -> None:
+def test_gather_inverts_shard_and_shard_is_differentiable() -> None:
     for shape, options in [*all_plans(4), ((3,), [{"method": "ring"}]), ((3, 2), [{"outer_method": "ring"}])]:
         by_rank = run_ranks(round_trip_failures, torch.Size(shape).numel(), shape, options)
         assert [wrong for wrong, _ in by_rank] == [[]] * len(by_rank)

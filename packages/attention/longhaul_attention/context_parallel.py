@@ -1,0 +1,229 @@
+"""`ContextParallel`: the ranks that share a sequence. Shards batches, and computes attention over the full sequences.
+
+Shape suffixes: B sequences, S tokens of this rank, T tokens of the full sequence, N query heads, K KV heads, H head dim,
+D document boundaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from longhaul_attention import batch as batches
+from longhaul_attention.batch import Documents
+from models.batch import IGNORE_INDEX
+from parallelisms import collectives
+from parallelisms.context import context_parallel
+from parallelisms.context.context_plan import ContextPlan
+
+VERIFIED_BATCHES = 3
+"""How many of the first batches are compared between the ranks, before anything is computed from them."""
+_contexts = WeakValueDictionary[int, "ContextParallel"]()
+_keys = count()
+
+
+class ContextParallel(context_parallel.ContextParallel):
+    """Exact attention over sequences sharded over the ranks of `mesh`. Collective.
+
+    A mesh with one dimension; with two, ring x Ulysses, for the method `hybrid`. `method`: allgather, ring, alltoall,
+    ulysses, hybrid, or auto, which chooses by `heads` and `kv_heads`, those of a rank. `layout`: how tokens are dealt to the
+    ranks. `kernel`: that of `torch` which computes attention. 16-bit gradients of keys and values are summed in
+    `reduce_dtype`. Raises ValueError on all ranks, with every broken rule, and if the ranks' arguments differ.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        method: Any = "auto",
+        layout: Any = "auto",
+        kernel: str = "auto",
+        packs_documents: bool = True,
+        reduce_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if method == "auto" and mesh.ndim == 2:
+            method = "hybrid"
+        if method == "auto" and heads is None:
+            raise ValueError('method "auto" chooses by the heads of a rank: give heads and kv_heads, or a method')
+        plan = ContextPlan(
+            cp=mesh.size(),
+            method=method,
+            layout=layout,
+            cp_ulysses=mesh.size(1) if mesh.ndim == 2 else None,
+            heads=mesh.size() if heads is None else heads,
+            kv_heads=kv_heads or heads or mesh.size(),
+            packs_documents=packs_documents,
+            ranks_per_node=mesh.size(),  # A mesh of one dimension has no Ulysses groups.
+        )
+        super().__init__(mesh, plan, reduce_dtype=reduce_dtype, kernel=kernel)
+        # Layers may have other heads than these; what was chosen by them stays.
+        self.plan = replace(plan, method=plan.resolved_method, layout=plan.resolved_layout)
+        self._variants: dict[tuple[Any, ...], context_parallel.ContextParallel] = {}
+        self._num_verified = 0
+        self.key = next(_keys)
+        _contexts[self.key] = self
+
+    def attention(
+        self,
+        q_BSNH: Tensor,
+        k_BSKH: Tensor,
+        v_BSKH: Tensor,
+        boundaries: Documents | Tensor | None = None,
+        *,
+        window: int | None = None,
+        sink: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Causal attention inside documents, scale H ** -0.5: [B, S, N, H]. Queries and keys are rotated already.
+
+        `boundaries`: the batch's "documents" or int32 [B, D] on the CPU, document starts of the *full* sequences and their
+        length; None: one document each. `window`: how many keys a query sees at most, its own included. `sink`: a logit
+        per query head without a key, [N]; sum its gradient over the ranks, like that of any parameter. `softcap`: scores
+        are c tanh(score / c). Raises ValueError for shapes, heads and boundaries that do not fit.
+        """
+        if isinstance(boundaries, Documents):
+            self._verify(boundaries)
+            boundaries = boundaries.boundaries_BD
+        heads, kv_heads = q_BSNH.shape[2], k_BSKH.shape[2]
+        key = (window, softcap, heads, kv_heads)
+        if key not in self._variants:
+            self._variants[key] = self._variant(window, softcap, heads, kv_heads)
+        return self._variants[key](q_BSNH, k_BSKH, v_BSKH, boundaries, sink)
+
+    def _variant(
+        self, window: int | None, softcap: float | None, heads: int, kv_heads: int
+    ) -> context_parallel.ContextParallel:
+        plan = replace(self.plan, heads=heads, kv_heads=kv_heads)
+        problems = plan.problems()
+        if window is not None and window < 1:
+            problems.append(f"sliding window {window} must be at least 1")
+        if softcap is not None and not softcap > 0:
+            problems.append(f"soft cap {softcap} must be above 0")
+        if problems:
+            raise ValueError("; ".join(problems))
+        variant = self.with_options(window=window, softcap=softcap)
+        variant.plan = plan
+        return variant
+
+    # ---- batches
+
+    def shard_batch(self, batch: Mapping[str, Any], boundaries: Tensor | None = None) -> dict[str, Any]:
+        """The tokens of this rank of a batch of full sequences, the same on all ranks of the mesh: for any model of transformers.
+
+        `input_ids` [B, T], with any of `labels` (those of transformers: each at its own token), `shift_labels`,
+        `position_ids`, `attention_mask` (padding) and further tensors [B, T, ...]. Documents are `boundaries`, [D] or
+        [B, D], else what `position_ids` say; a length that the layout cannot split is padded.
+
+        Returns the tensors [B, S, ...], labels shifted before they are sharded, `documents`, and `num_items_in_batch`:
+        with it, the mean over the ranks of the loss and of every gradient is that of one process. Raises ValueError for
+        what it does not understand. Not collective, and does no arithmetic on a device: call it in the collator.
+        """
+        tokens_BT = batch.get("input_ids")
+        if tokens_BT is None or tokens_BT.ndim != 2:
+            raise ValueError(
+                "a batch needs input_ids [batch, tokens]"
+                + ("" if tokens_BT is None else f", not {list(tokens_BT.shape)}")
+            )
+        seq_len = tokens_BT.shape[1]
+        boundaries_BD = batches.find_boundaries(batch, boundaries)
+        padded_length = self.plan.padded_length(seq_len)
+        padded_BD = batches.pad_boundaries(boundaries_BD, seq_len, padded_length)
+        full = dict(batch)
+        for key in ("attention_mask", *batches.VARLEN_KEYS):
+            full.pop(key, None)  # The documents say as much.
+        if full.get("position_ids") is None:
+            given = boundaries_BD if boundaries is not None else torch.tensor([[0, seq_len]], device="cpu").int()
+            full["position_ids"] = batches.positions_of(given, seq_len).to(tokens_BT.device)
+        full["position_ids"] = full["position_ids"].expand(len(tokens_BT), -1)
+        self._shift_labels(full)
+        shards = {key: self._shard_value(key, value, seq_len, padded_BD) for key, value in full.items()}
+        if "shift_labels" in shards:
+            # In front one more, as before a shift: a loss that shifts labels itself is refused by their length.
+            shards["labels"] = F.pad(shards["shift_labels"], (1, 0), value=IGNORE_INDEX)
+        checksum = batches.checksum(tokens_BT, padded_BD)
+        longest = self._longest(full["position_ids"], padded_BD)
+        shards["documents"] = Documents(padded_BD, seq_len, self.key, checksum, longest, {*shards, "documents"})
+        return shards
+
+    def _shift_labels(self, full: dict[str, Any]) -> None:
+        labels_BT, shifted_BT = full.pop("labels", None), full.get("shift_labels")
+        if labels_BT is not None and shifted_BT is None:
+            if labels_BT.shape != full["input_ids"].shape:
+                raise ValueError(
+                    f"labels {list(labels_BT.shape)} must have the shape of input_ids {list(full['input_ids'].shape)}"
+                )
+            full["shift_labels"] = batches.shift(labels_BT)
+        if full.get("shift_labels") is not None:
+            batches.require_shift(full["input_ids"], full["shift_labels"])
+            num_items = full.get("num_items_in_batch")
+            if num_items is None:
+                num_items = (full["shift_labels"] != IGNORE_INDEX).sum()
+            full["num_items_in_batch"] = num_items / self.plan.cp
+
+    def _shard_value(self, key: str, value: Any, seq_len: int, boundaries_BD: Tensor) -> Any:
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            return value
+        if value.shape[:2] != (len(boundaries_BD), seq_len):
+            raise ValueError(
+                f"{key} has shape {list(value.shape)}; a batch holds tensors [{len(boundaries_BD)}, {seq_len}, ...]"
+            )
+        return self.shard(_pad(value, int(boundaries_BD[0, -1]), batches.PADDING.get(key, 0)), boundaries_BD)
+
+    def _longest(self, positions_BT: Tensor, boundaries_BD: Tensor) -> tuple[int, int]:
+        """One more than the last position, of the batch and of the rank where it is the smallest."""
+        padded_BT = _pad(positions_BT, int(boundaries_BD[0, -1]))
+        by_rank = padded_BT.gather(1, self._permutation(padded_BT, boundaries_BD)).unflatten(1, (self.plan.cp, -1))
+        last = (by_rank.amax((0, 2)) + 1).tolist()
+        return max(last), min(last)
+
+    def gather(self, x_BS: Tensor, boundaries: Documents | Tensor | None = None) -> Tensor:
+        """The full sequences of a sharded tensor [B, S, ...], in order and without padding: [B, T, ...]. Not differentiable.
+
+        `boundaries`: the batch's "documents", or what `shard_batch` was given. Collective.
+        """
+        if not isinstance(boundaries, Documents):
+            return super().gather(x_BS, boundaries)
+        return super().gather(x_BS, boundaries.boundaries_BD)[:, : boundaries.seq_len]
+
+    def _verify(self, documents: Documents) -> None:
+        """Raises ValueError on all ranks if they shard different batches: the commonest mistake, and a silent one."""
+        if torch.compiler.is_compiling() or documents.is_verified or self._num_verified >= VERIFIED_BATCHES:
+            return
+        documents.is_verified = True
+        self._num_verified += 1
+        per_rank = [documents.checksum.tolist()]
+        for group in reversed(self._groups):
+            per_rank = [each for gathered in collectives.all_gather_object(per_rank, group) for each in gathered]
+        others = [rank for rank, each in enumerate(per_rank) if each != per_rank[0]]
+        if others:
+            raise ValueError(
+                f"the ranks of a context-parallel group must be given the same batch; those of ranks {others} differ from "
+                "rank 0's (does a sampler give every rank other sequences?)"
+            )
+
+
+def _pad(x_BT: Tensor, length: int, value: int = 0) -> Tensor:
+    """[B, length, ...]."""
+    if x_BT.shape[1] == length:
+        return x_BT
+    return F.pad(x_BT, ((0,) * 2 * (x_BT.ndim - 2)) + (0, length - x_BT.shape[1]), value=value)
+
+
+def context_of(documents: Documents) -> ContextParallel:
+    """The `ContextParallel` that sharded a batch. Raises ValueError if it does not exist in this process any more."""
+    try:
+        return _contexts[documents.context_key]
+    except KeyError:
+        raise ValueError(
+            "the ContextParallel that sharded this batch does not exist any more; keep a reference to it"
+        ) from None

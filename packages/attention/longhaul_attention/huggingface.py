@@ -1,0 +1,209 @@
+"""Attention for models of `transformers`, through its interfaces for attention functions and for masks.
+
+No model is patched. What a model asks of attention and of its mask is either computed exactly or refused by name: a mask
+that is no causal one, a window on which both disagree, dropout, biases, layers that are not attention.
+
+Shape suffixes: B sequences, S tokens of this rank, N query heads, K KV heads, H head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from inspect import getclosurevars
+from math import isclose
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longhaul_attention.batch import Documents
+from longhaul_attention.context_parallel import context_of
+
+NAME = "longhaul"
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+DROPOUTS = (
+    "attn_pdrop",
+    "dropout",
+    "embd_pdrop",
+    "embedding_dropout",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "resid_pdrop",
+    "residual_dropout",
+)
+HARMLESS = {
+    "attention_mask",
+    "cache_position",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "max_length_k",
+    "max_length_q",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "shift_labels",
+    "use_cache",
+}
+"""What models pass to attention functions and attention does not depend on."""
+
+
+def register_transformers(name: str = NAME) -> str:
+    """Registers attention for `attn_implementation=name` in transformers, and its mask; returns the name.
+
+    Models then take what `ContextParallel.shard_batch` returns. Raises ImportError without transformers 4.57 or later.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, causal_mask)
+    return name
+
+
+class CausalMask:
+    """Stands for a causal mask inside documents. Not a tensor: a layer that computes with its mask itself must fail."""
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+
+
+# ---- the mask
+
+
+def causal_mask(
+    *, mask_function: Callable[..., Any], config: Any = None, attention_mask: Tensor | None = None, **_: Any
+) -> CausalMask:
+    """What a model builds before its first layer. Raises ValueError for models and masks that cannot be exact."""
+    problems = [] if config is None else [*config_problems(config)]
+    if attention_mask is not None and not bool(attention_mask.all()):
+        problems.append("attention_mask hides tokens; give it to shard_batch, which makes documents of it")
+    parts = [*_mask_parts(mask_function)]
+    problems += [
+        f"mask function {name} is unknown; causal masks and sliding windows are known" for name, _ in parts if name
+    ]
+    if problems:
+        raise ValueError(f"{NAME} attention cannot be exact: {'; '.join(problems)}")
+    return CausalMask(min((window for _, window in parts if window), default=None))
+
+
+def _mask_parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str | None, int | None]]:
+    """The parts of which a mask function is the intersection: (its name, if it is unknown; its window, if it has one)."""
+    known = getattr(mask_function, "__module__", "") == "transformers.masking_utils"
+    name = getattr(mask_function, "__qualname__", repr(mask_function)).partition(".")[0]
+    inside = getclosurevars(mask_function).nonlocals if known else {}
+    if known and name == "and_masks":
+        for part in inside["mask_functions"]:
+            yield from _mask_parts(part)
+    elif known and name in ("remap_positions_for_packed_sequence", "add_offsets_to_mask_function"):
+        yield from _mask_parts(inside["mask_function"])
+    elif known and name == "sliding_window_overlay":
+        yield None, inside["sliding_window"]
+    # The documents are known already: those that transformers finds here are of this rank's tokens.
+    elif not (known and name in ("causal_mask_function", "packed_sequence_mask_function")):
+        yield name, None
+
+
+def config_problems(config: Any) -> Iterator[str]:
+    """What of a model's configuration its ranks could not compute as one process does."""
+    layers = set(getattr(config, "layer_types", None) or LAYER_TYPES) - LAYER_TYPES
+    if layers:
+        yield f"layer_types {', '.join(sorted(layers))} need the tokens of other ranks"
+    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
+        yield "ALiBi adds a bias to scores"
+    if getattr(config, "output_router_logits", False):
+        yield "output_router_logits = True adds a balance loss, which is not a mean over tokens"
+    if getattr(config, "is_encoder_decoder", False):
+        yield "an encoder-decoder model has attention without a causal mask"
+
+
+def rope_problems(config: Any, longest: tuple[int, int]) -> Iterator[str]:
+    """Rotations that depend on the last position that a rank has. `longest`: that of `Documents`."""
+    stated = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for rope in [stated, *(each for each in stated.values() if isinstance(each, dict))]:
+        kind = rope.get("rope_type", rope.get("type", ""))
+        limit = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        limit = limit or config.max_position_embeddings
+        of_batch, of_rank = longest
+        if (kind == "longrope" and of_rank <= limit < of_batch) or ("dynamic" in kind and of_batch > limit):
+            yield (
+                f"rope_type {kind} takes its frequencies from the last position of a rank, which may be {of_rank} of "
+                f"{of_batch}; all must be on one side of {limit} (head-tail layouts and longer documents help)"
+                if kind == "longrope"
+                else f"rope_type {kind} takes its frequencies from the last position of a rank, beyond {limit} positions"
+            )
+
+
+# ---- attention
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: CausalMask | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    documents: Documents | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Queries, keys and values [B, heads, S, H] of this rank's tokens; output [B, S, N, H], and no attention weights.
+
+    Raises ValueError, before anything is sent, for what it would have to ignore.
+    """
+    problems = [*_problems(module, attention_mask, dropout, sliding_window, is_causal=is_causal)]
+    if documents is None:
+        problems.append("no documents reached attention: give the model what shard_batch returns, whole")
+    else:
+        problems += rope_problems(module.config, documents.longest)
+    if documents is not None and (
+        unknown := {name for name, given in others.items() if given is not None and given is not False}
+        - HARMLESS
+        - documents.keys
+    ):
+        problems.append(f"attention is given {', '.join(sorted(unknown))}, which it does not know")
+    if query.shape[2] != key.shape[2]:
+        problems.append(
+            f"{key.shape[2]} keys for {query.shape[2]} queries: a KV cache of transformers holds no shards; use_cache = False"
+        )
+    if problems or documents is None or attention_mask is None:
+        raise ValueError(f"{NAME} attention in {type(module).__name__}: {'; '.join(problems)}")
+    q_BSNH, k_BSKH, v_BSKH = (x.transpose(1, 2) for x in _of_equal_width(query, key, value))
+    factor = q_BSNH.shape[-1] ** 0.5 * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if not isclose(factor, 1, rel_tol=1e-12):
+        q_BSNH = q_BSNH * factor
+    out_BSNH = context_of(documents).attention(
+        q_BSNH, k_BSKH, v_BSKH, documents, window=attention_mask.window, sink=s_aux, softcap=softcap
+    )
+    return out_BSNH[..., : value.shape[-1]], None
+
+
+def _problems(
+    module: nn.Module, mask: CausalMask | None, dropout: float, sliding_window: int | None, *, is_causal: bool | None
+) -> Iterator[str]:
+    if not isinstance(mask, CausalMask):
+        given = "none" if mask is None else type(mask).__name__
+        yield f"the mask ({given}) was not made by transformers' mask interface; its pairs are not known"
+    elif sliding_window is not None and mask.window != sliding_window:
+        yield f"the layer's window is {sliding_window} and that of its mask is {mask.window}"
+    if dropout > 0:
+        yield f"attention dropout {dropout}: ranks would drop other pairs than one process"
+    for name in DROPOUTS if module.training else ():
+        if rate := getattr(module.config, name, None):
+            yield f"{name} = {rate}: ranks would drop other values than one process"
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        yield "attention without a causal mask"
+
+
+def _of_equal_width(*heads: Tensor) -> list[Tensor]:
+    """Padded with zeros to the widest head: neither scores nor the other columns of the output change."""
+    width = max(x.shape[-1] for x in heads)
+    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in heads]
