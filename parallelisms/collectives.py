@@ -44,6 +44,13 @@ def all_gather_object(value: T, group: ProcessGroup | None = None) -> list[T]:
     return values
 
 
+def broadcast(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Rank 0's values of `x`, in place; returns `x`, which is contiguous."""
+    if group.size() > 1:
+        distributed.broadcast(x, group=group, group_src=0)
+    return x
+
+
 def to_local(x: Tensor) -> Tensor:
     """The local shard of a DTensor; a plain tensor unchanged."""
     convert = getattr(x, "to_local", None)

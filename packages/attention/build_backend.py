@@ -31,12 +31,12 @@ COPIED = ("pyproject.toml", "README.md", "build_backend.py", "MANIFEST.in")
 
 def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
     with sources():
-        return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+        return str(build_meta.build_wheel(wheel_directory, config_settings, metadata_directory))
 
 
 def build_sdist(sdist_directory: str, config_settings: Any = None) -> str:
     with sources():
-        return build_meta.build_sdist(sdist_directory, config_settings)
+        return str(build_meta.build_sdist(sdist_directory, config_settings))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from parallelisms.context.batch_layout import BatchLayout, batch_layout
 from parallelisms.context.context_plan import ContextPlan
 from parallelisms.context.ring import RingAttentionCore
 from parallelisms.context.ulysses import SeqToHeads, UlyssesGroup
+
+T = TypeVar("T")
 
 
 class ContextParallel:
@@ -69,7 +71,7 @@ class ContextParallel:
             )
         if kernel not in kernels.KERNELS:
             problems.append(f'attention kernel "{kernel}" is unknown; choose from {", ".join(kernels.KERNELS)}')
-        self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        self.kernel, self.groups = kernel, [mesh.get_group(dim) for dim in range(mesh.ndim)]
         own_options = {"reduce_dtype": reduce_dtype, "window": window, "softcap": softcap}
         self._require_same(vars(plan) | own_options | {"problems": problems})
         if problems:
@@ -79,14 +81,14 @@ class ContextParallel:
             plan.ring_degree,
             plan.seq_len_divisor,
         )
-        self.ulysses_group = UlyssesGroup(self._groups[-1].group_name, plan.ulysses_degree)
+        self.ulysses_group = UlyssesGroup(self.groups[-1].group_name, plan.ulysses_degree)
         self._core: LocalAttentionCore | RingAttentionCore = LocalAttentionCore(kernel, window, softcap)
         """Attention to the tokens of all Ulysses ranks, once heads are exchanged."""
         if plan.rotate_method is not None and self.ring_degree > 1:
-            options = (self.layout, self._groups[0].group_name, reduce_dtype, kernel, window, softcap)
+            options = (self.layout, self.groups[0].group_name, reduce_dtype, kernel, window, softcap)
             self._core = RingAttentionCore(plan.rotate_method, *options)
         self.rank = 0
-        for group in self._groups:
+        for group in self.groups:
             self.rank = self.rank * group.size() + group.rank()
 
     def with_options(self, *, window: int | None, softcap: float | None) -> ContextParallel:
@@ -173,7 +175,7 @@ class ContextParallel:
         """All-gathers the full sequences, in order: [B, T, ...]. Not differentiable."""
         with torch.no_grad():
             # Ulysses ranks hold adjacent parts of a ring rank's tokens, so they are gathered first.
-            for group in reversed(self._groups):
+            for group in reversed(self.groups):
                 x_BS = torch.cat(tuple(collectives.all_gather_async(x_BS, group).wait()), dim=1)
             return _select_tokens(x_BS, self._permutation(x_BS, boundaries_BD).argsort(dim=1))
 
@@ -192,11 +194,16 @@ class ContextParallel:
         ring_rank, ulysses_degree = self.rank // self.ulysses_group.size, self.ulysses_group.size
         return self._batch_layout(boundaries_BD).pairs_per_rank(window)[ring_rank] // ulysses_degree
 
+    def all_gather_object(self, value: T) -> list[T]:
+        """Every rank's value, by rank; pickled."""
+        per_rank = [value]
+        for group in reversed(self.groups):
+            per_rank = [each for gathered in collectives.all_gather_object(per_rank, group) for each in gathered]
+        return per_rank
+
     def _require_same(self, values: dict[str, Any]) -> None:
-        per_rank = [values]
         # All ranks compare before any raises; otherwise the others would wait in a collective for the failed ones.
-        for group in reversed(self._groups):
-            per_rank = [value for gathered in collectives.all_gather_object(per_rank, group) for value in gathered]
+        per_rank = self.all_gather_object(values)
         mismatches = [
             f"{key} is {per_rank[0][key]} on rank 0 and {other[key]} on rank {rank}"
             for rank, other in enumerate(per_rank)

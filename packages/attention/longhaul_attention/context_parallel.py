@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from longhaul_attention import batch as batches
 from longhaul_attention.batch import Documents
 from models.batch import IGNORE_INDEX
-from parallelisms import collectives
 from parallelisms.context import context_parallel
 from parallelisms.context.context_plan import ContextPlan
 
@@ -201,9 +200,7 @@ class ContextParallel(context_parallel.ContextParallel):
             return
         documents.is_verified = True
         self._num_verified += 1
-        per_rank = [documents.checksum.tolist()]
-        for group in reversed(self._groups):
-            per_rank = [each for gathered in collectives.all_gather_object(per_rank, group) for each in gathered]
+        per_rank = self.all_gather_object(documents.checksum.tolist())
         others = [rank for rank, each in enumerate(per_rank) if each != per_rank[0]]
         if others:
             raise ValueError(

@@ -9,6 +9,7 @@ Shape suffixes: B sequences, S tokens of this rank, N query heads, K KV heads, H
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from inspect import getclosurevars
 from math import isclose
 from typing import Any
@@ -160,29 +161,35 @@ def attention_forward(
     Raises ValueError, before anything is sent, for what it would have to ignore.
     """
     problems = [*_problems(module, attention_mask, dropout, sliding_window, is_causal=is_causal)]
-    if documents is None:
-        problems.append("no documents reached attention: give the model what shard_batch returns, whole")
-    else:
+    sharded_layer: Any = getattr(key, "sharded_layer", None)  # Of `generation.ShardedCache`, which has the keys.
+    keys = HARMLESS
+    if documents is not None:
+        keys = HARMLESS | documents.keys
         problems += rope_problems(module.config, documents.longest)
-    if documents is not None and (
-        unknown := {name for name, given in others.items() if given is not None and given is not False}
-        - HARMLESS
-        - documents.keys
-    ):
+    elif sharded_layer is None:
+        problems.append(
+            "no documents reached attention: give the model what shard_batch returns, whole (to generate, use "
+            "longhaul_attention.generation; it supports models that attend to the keys and values that they keep)"
+        )
+    if unknown := {name for name, given in others.items() if given is not None and given is not False} - keys:
         problems.append(f"attention is given {', '.join(sorted(unknown))}, which it does not know")
     if query.shape[2] != key.shape[2]:
         problems.append(
-            f"{key.shape[2]} keys for {query.shape[2]} queries: a KV cache of transformers holds no shards; use_cache = False"
+            f"{key.shape[2]} keys for {query.shape[2]} queries: a KV cache of transformers holds no shards; "
+            "set use_cache = False, or generate with longhaul_attention.generation"
         )
-    if problems or documents is None or attention_mask is None:
+    if problems or attention_mask is None:
         raise ValueError(f"{NAME} attention in {type(module).__name__}: {'; '.join(problems)}")
-    q_BSNH, k_BSKH, v_BSKH = (x.transpose(1, 2) for x in _of_equal_width(query, key, value))
+    q_BSNH, k_BSKH, v_BSKH = (x.transpose(1, 2) for x in of_equal_width(query, key, value))
     factor = q_BSNH.shape[-1] ** 0.5 * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if not isclose(factor, 1, rel_tol=1e-12):
         q_BSNH = q_BSNH * factor
-    out_BSNH = context_of(documents).attention(
-        q_BSNH, k_BSKH, v_BSKH, documents, window=attention_mask.window, sink=s_aux, softcap=softcap
+    attend = (
+        partial(context_of(documents).attention, boundaries=documents)
+        if documents is not None
+        else sharded_layer.attend
     )
+    out_BSNH = attend(q_BSNH, k_BSKH, v_BSKH, window=attention_mask.window, sink=s_aux, softcap=softcap)
     return out_BSNH[..., : value.shape[-1]], None
 
 
@@ -203,7 +210,7 @@ def _problems(
         yield "attention without a causal mask"
 
 
-def _of_equal_width(*heads: Tensor) -> list[Tensor]:
+def of_equal_width(*heads: Tensor) -> list[Tensor]:
     """Padded with zeros to the widest head: neither scores nor the other columns of the output change."""
     width = max(x.shape[-1] for x in heads)
     return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in heads]

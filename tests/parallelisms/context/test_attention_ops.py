@@ -67,7 +67,7 @@ def opcheck_results(name: str) -> set[str]:
         heads = core.ulysses_group.seq_to_heads(q)
         return set(torch.library.opcheck(ulysses._heads_to_seq, (heads.requires_grad_(), *core.ulysses_group)).values())
     sink_N = torch.randn(q.shape[2], dtype=q.dtype, generator=torch.Generator().manual_seed(3))
-    options = (name, core.layout, core._groups[0].group_name, torch.float32, "auto", 3, None)
+    options = (name, core.layout, core.groups[0].group_name, torch.float32, "auto", 3, None)
     out, lse = ring.attention(q, k, v, boundaries_BD, sink_N, *options)
     backward = (torch.ones_like(out), q, k, v, out, lse, boundaries_BD, sink_N, *options)
     found = set(torch.library.opcheck(ring.attention_backward, backward).values())
@@ -309,7 +309,7 @@ def errors_below_autograd(method: str) -> dict[str, float]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("method", mark_slow_except(METHODS, "ring", "hybrid"))
-def test_core_below_autograd_equals_autograd_for_head_groups(method: str) -> None:
+def test_core_below_autograd_equals_autograd_for_headgroups(method: str) -> None:
     for found in run_ranks(errors_below_autograd, prod(METHODS[method]), method):
         assert len(found) == 10
         assert {name: error for name, error in found.items() if not error <= 1e-13} == {}
