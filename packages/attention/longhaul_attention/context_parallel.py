@@ -7,6 +7,7 @@ D document boundaries.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -67,7 +68,7 @@ class ContextParallel(context_parallel.ContextParallel):
         super().__init__(mesh, plan, reduce_dtype=reduce_dtype, kernel=kernel)
         # Layers may have other heads than these; what was chosen by them stays.
         self.plan = replace(plan, method=plan.resolved_method, layout=plan.resolved_layout)
-        self._variants: dict[tuple[Any, ...], context_parallel.ContextParallel] = {}
+        self._variants: dict[tuple[Any, ...], ContextParallel] = {}
         self._num_verified = 0
         self.key = next(_keys)
         _contexts[self.key] = self
@@ -99,9 +100,7 @@ class ContextParallel(context_parallel.ContextParallel):
             self._variants[key] = self._variant(window, softcap, heads, kv_heads)
         return self._variants[key](q_BSNH, k_BSKH, v_BSKH, boundaries, sink)
 
-    def _variant(
-        self, window: int | None, softcap: float | None, heads: int, kv_heads: int
-    ) -> context_parallel.ContextParallel:
+    def _variant(self, window: int | None, softcap: float | None, heads: int, kv_heads: int) -> ContextParallel:
         plan = replace(self.plan, heads=heads, kv_heads=kv_heads)
         problems = plan.problems()
         if window is not None and window < 1:
@@ -110,8 +109,9 @@ class ContextParallel(context_parallel.ContextParallel):
             problems.append(f"soft cap {softcap} must be above 0")
         if problems:
             raise ValueError("; ".join(problems))
-        variant = self.with_options(window=window, softcap=softcap)
-        variant.plan = plan
+        variant = copy(self)
+        variant._core, variant.plan = replace(self._core, window=window, softcap=softcap), plan
+        variant._variants = {}  # Not a circle: process groups must not outlive their last user.
         return variant
 
     # ---- batches

@@ -1,0 +1,111 @@
+"""Losses of every token of long sequences, and what is read from them: perplexity, and numbers hidden in text.
+
+Shape suffixes: B sequences, S tokens of this rank, T tokens of the full sequence, E model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longhaul_attention.context_parallel import ContextParallel
+
+CHUNK_BYTES = 1 << 28
+"""Of float32 logits that exist at once."""
+MARKER, END = "\nThe secret number is: ", ".\n"
+
+
+class TokenScores(NamedTuple):
+    """How well each token is predicted from those before it: [B, T - 1], in order, on all ranks."""
+
+    losses: Tensor
+    """In nats, float32."""
+    is_likeliest: Tensor
+
+
+def token_scores(model: Any, cp: ContextParallel, input_ids: Tensor) -> TokenScores:
+    """Scores of sequences [B, T], the same on all ranks, by a causal language model of transformers. Collective.
+
+    Its attention implementation is that of `register_transformers`. Logits of few tokens exist at a time.
+    """
+    shard = cp.shard_batch({"input_ids": input_ids, "labels": input_ids})
+    labels_BS = shard.pop("shift_labels")
+    del shard["labels"]
+    with torch.no_grad():
+        output = model.base_model(**shard, use_cache=False)
+        hidden_BSE = output.last_hidden_state
+        tokens = max(1, CHUNK_BYTES // (4 * len(input_ids) * model.config.get_text_config().vocab_size))
+        found = [
+            _scores(logits, labels)
+            for logits, labels in zip(
+                _logits(model, output, hidden_BSE.split(tokens, 1)), labels_BS.split(tokens, 1), strict=True
+            )
+        ]
+        scores = [cp.gather(torch.cat(parts, 1), shard["documents"])[:, :-1] for parts in zip(*found, strict=True)]
+    return TokenScores(*scores)
+
+
+def _scores(logits_BSV: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+    labels_BS = labels_BS.clamp(min=0)  # Of a sequence's last token, which `token_scores` leaves out.
+    log_probabilities = logits_BSV.float().log_softmax(-1)
+    return -log_probabilities.gather(-1, labels_BS[..., None])[..., 0], logits_BSV.argmax(-1) == labels_BS
+
+
+def _logits(model: Any, output: Any, chunks_BSE: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Of chunks of hidden states, by the model's own forward: some scale or cap their logits."""
+    for hidden_BSE in chunks_BSE:
+        given = copy(output)
+        given["last_hidden_state"] = hidden_BSE
+        with _returns(model.base_model, given):
+            yield model(input_ids=hidden_BSE[..., 0].long(), use_cache=False).logits
+
+
+@contextmanager
+def _returns(module: Any, output: Any) -> Iterator[None]:
+    """The module returns this instead of computing it."""
+    module.forward = lambda *_, **__: output
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+class Needle(NamedTuple):
+    """A number hidden in text: tokens [T], of which the last `num_answer` are the number, asked for again."""
+
+    tokens: Tensor
+    num_answer: int
+
+
+def hide_number(tokenizer: Any, text_T: Tensor, length: int, depth: float, trial: int) -> Needle:
+    """A five-digit number, at this depth (0 to 1) of as much text as fits. Raises ValueError if it does not fit.
+
+    After Mohtashami & Jaggi, 2023 (passkey), and Kamradt, 2023.
+    """
+    # Each part is encoded by itself, so that the number has the same tokens in both places.
+    marker, end, answer = (
+        torch.tensor(tokenizer.encode(part, add_special_tokens=False))
+        for part in (MARKER, END, str(random.Random(trial).randint(10_000, 99_999)))
+    )
+    first = torch.tensor([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id], dtype=torch.int64)
+    room = length - len(first) - 2 * len(marker) - 2 * len(answer) - len(end)
+    if room < 0 or len(text_T) < room:
+        raise ValueError(f"a needle of {length} tokens needs {max(room, 0)} tokens of text; there are {len(text_T)}")
+    start = random.Random(-trial - 1).randint(0, len(text_T) - room)
+    text_T, place = text_T[start : start + room], round(depth * room)
+    parts = (first, text_T[:place], marker, answer, end, text_T[place:], marker, answer)
+    return Needle(torch.cat(parts), len(answer))
+
+
+def finds(model: Any, cp: ContextParallel, needle: Needle) -> tuple[bool, float]:
+    """Whether each token of the number is the likeliest after those before it, and its mean log-probability. Collective."""
+    device = next(model.parameters()).device
+    scores = token_scores(model, cp, needle.tokens[None].to(device))
+    answer = slice(-needle.num_answer, None)
+    return bool(scores.is_likeliest[0, answer].all()), -float(scores.losses[0, answer].double().mean())
