@@ -204,10 +204,10 @@ def backward_of(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tu
 
     def autograd_backward(ctx: Any, grad_BSNH: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
         del grad_lse
+        saved = ctx.saved_tensors  # Once: activation checkpointing recomputes them for the first access only.
         # A kernel may cache a plan for the strides of its first call.
-        *grads, grad_sink_N = operator(grad_BSNH.contiguous(), *ctx.saved_tensors, *ctx.options)
-        without_sink = ctx.saved_tensors[-1] is None
-        return *grads, None, None if without_sink else grad_sink_N, *[None] * len(ctx.options)
+        *grads, grad_sink_N = operator(grad_BSNH.contiguous(), *saved, *ctx.options)
+        return *grads, None, None if saved[-1] is None else grad_sink_N, *[None] * len(ctx.options)
 
     return autograd_backward
 

@@ -1,0 +1,44 @@
+"""transformers' Trainer: a sampler, a collator, and the model's attention.
+
+torchrun --nproc-per-node 4 transformers_trainer.py
+"""
+
+import tempfile
+
+import tiny
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from longhaul_attention import ContextParallel, RepeatSampler, register_transformers
+
+
+class ContextParallelTrainer(Trainer):
+    def _get_train_sampler(self, *arguments):
+        ranks = distributed.get_world_size()  # All that share a sequence.
+        return RepeatSampler(super()._get_train_sampler(*arguments), self.args.train_batch_size, ranks)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(folder, per_device_train_batch_size=len(tiny.LENGTHS), **tiny.ARGUMENTS)
+        cp = ContextParallel(init_device_mesh("cpu", (distributed.get_world_size(),)), method="allgather")
+        flatten = DataCollatorWithFlattening()
+        seen = []
+
+        def collate(examples):
+            seen.append([example["input_ids"] for example in examples])
+            return cp.shard_batch(flatten(examples))
+
+        dataset = [{"input_ids": text} for text in tiny.documents()]
+        model = tiny.model(register_transformers())
+        trainer = ContextParallelTrainer(model, arguments, train_dataset=dataset, data_collator=collate)
+        with tiny.recorded(model) as proof:
+            proof.loss = trainer.train().training_loss
+        proof.check("transformers Trainer", tiny.packed(seen[0]))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
