@@ -1,15 +1,20 @@
 #!/usr/bin/env bash
-# ./run_tests.sh [--all] [--torch RELEASE] [PYTEST ARGUMENT]...: the whole check, as CI runs it; --all adds the slow tests.
+# ./run_tests.sh [--all] [--torch RELEASE] [PYTEST ARGUMENT]...: the whole check, as CI runs it; --all adds the slow tests,
+# and installs the trainers with which those of longhaul-attention run.
 # --torch 2.11: the tests on that release, and, where it is a CUDA build, the host's side of CUDA without a GPU.
 set -euo pipefail
 
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup_env.sh"
 
 marks="not slow"
+extras=(dev)
 arguments=()
 while (($#)); do
     case $1 in
-        --all) marks="" ;;
+        --all)
+            marks=""
+            extras+=(integrations)
+            ;;
         --torch)
             with_torch "${2:-}"
             shift
@@ -18,7 +23,7 @@ while (($#)); do
     esac
     shift
 done
-setup_env dev
+setup_env "${extras[@]}"
 # Commands that tests start take the same interpreter.
 if [[ -n ${TORCH:-} ]]; then export PATH=${PYTHON%/*}:$PATH; fi
 cd -- "$ROOT"

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by run_train.sh and run_tests.sh. `setup_env [EXTRA]` sets PYTHON to an interpreter with pyproject.toml's
+# Sourced by run_train.sh and run_tests.sh. `setup_env [EXTRA]...` sets PYTHON to an interpreter with pyproject.toml's
 # requirements: the active one, else that of .venv, which it creates or completes if necessary. After `with_torch VERSION`
 # it is that of .venv-torchVERSION.
 
@@ -19,7 +19,7 @@ with_torch() {
     PYTHONS="python3.12 $PYTHONS"
 }
 
-# Prints the requirements of pyproject.toml with the extra $2. Fails if interpreter $1 lacks one or cannot tell.
+# Prints the requirements of pyproject.toml with the extras $2. Fails if interpreter $1 lacks one or cannot tell.
 # Reads package metadata, because importing torch would cost a second on every start.
 requirements() {
     "$1" -P - "$ROOT/pyproject.toml" "${2:-}" "$TORCH" <<'PYTHON'
@@ -46,7 +46,7 @@ def holds(requirement):
 
 with open(sys.argv[1], "rb") as file:
     project = tomllib.load(file)["project"]
-wanted = project["dependencies"] + (project["optional-dependencies"][sys.argv[2]] if sys.argv[2] else [])
+wanted = project["dependencies"] + [each for extra in sys.argv[2].split() for each in project["optional-dependencies"][extra]]
 wanted += sys.argv[3:] if sys.argv[3] else []
 print("\n".join(wanted))
 sys.exit(not all(map(holds, wanted)))
@@ -93,7 +93,7 @@ make_venv() {
 }
 
 setup_env() {
-    local extra=${1:-} active
+    local extra="$*" active
     for active in python python3; do
         if [[ -z $TORCH ]] && requirements "$active" "$extra" >/dev/null 2>&1; then
             PYTHON=$(command -v "$active")

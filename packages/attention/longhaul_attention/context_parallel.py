@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import replace
 from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ from parallelisms.context.context_plan import ContextPlan
 
 VERIFIED_BATCHES = 3
 """How many of the first batches are compared between the ranks, before anything is computed from them."""
-_contexts = WeakValueDictionary[int, "ContextParallel"]()
+# Not a WeakValueDictionary: the compiler does not know it.
+_contexts: dict[int, ref[ContextParallel]] = {}
 _keys = count()
 
 
@@ -71,7 +72,7 @@ class ContextParallel(context_parallel.ContextParallel):
         self._variants: dict[tuple[Any, ...], ContextParallel] = {}
         self._num_verified = 0
         self.key = next(_keys)
-        _contexts[self.key] = self
+        _contexts[self.key] = ref(self)
 
     def attention(
         self,
@@ -218,9 +219,7 @@ def _pad(x_BT: Tensor, length: int, value: int = 0) -> Tensor:
 
 def context_of(documents: Documents) -> ContextParallel:
     """The `ContextParallel` that sharded a batch. Raises ValueError if it does not exist in this process any more."""
-    try:
-        return _contexts[documents.context_key]
-    except KeyError:
-        raise ValueError(
-            "the ContextParallel that sharded this batch does not exist any more; keep a reference to it"
-        ) from None
+    found = _contexts[documents.context_key]() if documents.context_key in _contexts else None
+    if found is None:
+        raise ValueError("the ContextParallel that sharded this batch does not exist any more; keep a reference to it")
+    return found

@@ -14,6 +14,7 @@ from inspect import getclosurevars
 from math import isclose
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -58,7 +59,7 @@ def register_transformers(name: str = NAME) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, causal_mask)
+    AttentionMaskInterface.register(name, torch.compiler.disable(causal_mask))
     return name
 
 
