@@ -130,6 +130,9 @@ def messages_of_batches() -> dict[str, str]:
         "labels that are shifted": told(labels=tokens.roll(-1, 1)),
         "shift_labels that are not": told(labels=None, shift_labels=tokens),
         "a mask with holes": message_of(cp.shard_batch, {"input_ids": tokens, "attention_mask": holes}),
+        "labels of padding": message_of(
+            cp.shard_batch, {"input_ids": tokens, "labels": tokens, "attention_mask": (torch.arange(45) > 4).expand(2, -1)}
+        ),
         "a mask and documents": told(attention_mask=mask),
         "a mask of pairs": told(attention_mask=torch.ones(2, 1, 45, 45)),
         "positions in three dimensions": told(position_ids=positions.expand(3, 2, 45)),
@@ -147,6 +150,7 @@ REFUSED_BATCHES = {
     "labels that are shifted": "labels are shifted already, and would be shifted again: give them as shift_labels",
     "shift_labels that are not": "shift_labels are input_ids, not shifted: give them as labels",
     "a mask with holes": "attention_mask hides tokens between others; it may hide padding at the ends only",
+    "labels of padding": "tokens that attention_mask hides have labels to predict",
     "a mask and documents": "attention_mask is given and position_ids restart: transformers takes such a sequence for one document",
     "a mask of pairs": "attention_mask must hide padding, [2, 45], and not have shape (2, 1, 45, 45)",
     "positions in three dimensions": "position_ids must be [2, 45], not [3, 2, 45]",

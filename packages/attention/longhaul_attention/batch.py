@@ -147,8 +147,15 @@ def shift(labels_BT: Tensor) -> Tensor:
     return F.pad(labels_BT[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
-def require_shift(tokens_BT: Tensor, shifted_BT: Tensor) -> None:
-    """Raises ValueError for labels that are not those of the next token, as far as the tokens themselves tell."""
+def require_shift(tokens_BT: Tensor, shifted_BT: Tensor, mask_BT: Tensor | None) -> None:
+    """Raises ValueError for labels that are not those of the next token, as far as the tokens themselves tell, and for
+    those of tokens that the mask hides.
+    """
+    if mask_BT is not None and bool((shifted_BT[~mask_BT.bool()] != IGNORE_INDEX).any()):
+        raise ValueError(
+            "tokens that attention_mask hides have labels to predict, from whatever transformers lets them see: set the "
+            "label of the first token after padding to -100"
+        )
     next_BT = shift(tokens_BT)
     if _equal_targets(shifted_BT, next_BT):
         return

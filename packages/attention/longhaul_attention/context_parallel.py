@@ -145,7 +145,7 @@ class ContextParallel(context_parallel.ContextParallel):
             given = boundaries_BD if boundaries is not None else torch.tensor([[0, seq_len]], device="cpu").int()
             full["position_ids"] = batches.positions_of(given, seq_len).to(tokens_BT.device)
         full["position_ids"] = full["position_ids"].expand(len(tokens_BT), -1)
-        self._shift_labels(full)
+        self._shift_labels(full, batch.get("attention_mask"))
         shards = {key: self._shard_value(key, value, seq_len, padded_BD) for key, value in full.items()}
         if "shift_labels" in shards:
             # In front one more, as before a shift: a loss that shifts labels itself is refused by their length.
@@ -155,20 +155,22 @@ class ContextParallel(context_parallel.ContextParallel):
         shards["documents"] = Documents(padded_BD, seq_len, self.key, checksum, longest, {*shards, "documents"})
         return shards
 
-    def _shift_labels(self, full: dict[str, Any]) -> None:
+    def _shift_labels(self, full: dict[str, Any], mask_BT: Tensor | None) -> None:
         labels_BT, shifted_BT = full.pop("labels", None), full.get("shift_labels")
         if labels_BT is not None and shifted_BT is None:
             if labels_BT.shape != full["input_ids"].shape:
-                raise ValueError(
+                shapes = (
                     f"labels {list(labels_BT.shape)} must have the shape of input_ids {list(full['input_ids'].shape)}"
                 )
-            full["shift_labels"] = batches.shift(labels_BT)
-        if full.get("shift_labels") is not None:
-            batches.require_shift(full["input_ids"], full["shift_labels"])
-            num_items = full.get("num_items_in_batch")
-            if num_items is None:
-                num_items = (full["shift_labels"] != IGNORE_INDEX).sum()
-            full["num_items_in_batch"] = num_items / self.plan.cp
+                raise ValueError(shapes)
+            full["shift_labels"] = shifted_BT = batches.shift(labels_BT)
+        if shifted_BT is None:
+            return
+        batches.require_shift(full["input_ids"], shifted_BT, mask_BT)
+        num_items = full.get("num_items_in_batch")
+        if num_items is None:
+            num_items = (shifted_BT != IGNORE_INDEX).sum()
+        full["num_items_in_batch"] = num_items / self.plan.cp
 
     def _shard_value(self, key: str, value: Any, seq_len: int, boundaries_BD: Tensor) -> Any:
         if not isinstance(value, Tensor) or value.ndim == 0:

@@ -1,0 +1,160 @@
+"""Batches as collators make them: every token, label and position reaches one rank, and padding changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from longhaul_attention import ContextParallel, RepeatSampler, register_transformers
+from longhaul_attention.batch import find_boundaries
+from tests.longhaul_attention.in_float64 import float64_throughout
+from tests.longhaul_attention.test_refusals import flat_mesh
+from tests.longhaul_attention.test_transformers_models import METHODS, contexts, model, run
+from tests.models.dense_attention import dense, inputs
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+T = 45
+Run = tuple[Tensor, Tensor, list[Tensor]]
+
+
+def packed_positions() -> Tensor:
+    return torch.cat([torch.arange(length) for length in (17, 1, 20, 7)])
+
+
+def gathered() -> list[str]:
+    """What comes back from the ranks in another way than it was given, for every method."""
+    generator = torch.Generator().manual_seed(distributed.get_world_size())
+    full: dict[str, Any] = {
+        "input_ids": torch.randint(1000, (2, T), generator=generator),
+        "position_ids": torch.stack((packed_positions(), packed_positions().roll(8))),
+        "loss_weights": torch.rand(2, T, generator=generator),
+        "embeddings": torch.rand(2, T, 3, generator=generator),
+        "use_cache": False,
+    }
+    full["labels"] = full["input_ids"].where(torch.rand(2, T, generator=generator) > 0.2, -100)
+    wrong = []
+    for method, cp in contexts(METHODS):
+        shard = cp.shard_batch(full)
+        back = {
+            key: cp.gather(value, shard["documents"])
+            for key, value in shard.items()
+            if isinstance(value, Tensor) and value.ndim > 1 and key != "labels"
+        }
+        expected = {key: full[key] for key in ("input_ids", "position_ids", "loss_weights", "embeddings")}
+        expected["shift_labels"] = torch.cat((full["labels"][:, 1:], torch.full((2, 1), -100)), dim=1)
+        wrong += [
+            f"{method}: {key}" for key in expected if key not in back or not torch.equal(back[key], expected[key])
+        ]
+        wrong += [f"{method}: more {key}" for key in back.keys() - expected.keys()]
+        count = (expected["shift_labels"] != -100).sum() / distributed.get_world_size()
+        if shard["num_items_in_batch"] != count or shard["use_cache"] is not False:
+            wrong.append(f"{method}: {shard['num_items_in_batch']} instead of {count}")
+        # In front one more: a loss that shifts labels itself has other lengths, and counting them in either way is right.
+        if not torch.equal(shard["labels"][:, 1:], shard["shift_labels"]) or (shard["labels"][:, 0] != -100).any():
+            wrong.append(f"{method}: labels")
+        if cp.shard_batch(full | {"num_items_in_batch": 12})["num_items_in_batch"] != 12 / distributed.get_world_size():
+            wrong.append(f"{method}: a given count")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_token_label_and_position_reaches_one_rank(ranks: int) -> None:
+    assert run_ranks(gathered, ranks) == [[]] * ranks
+
+
+def padded_errors() -> dict[str, float]:
+    """Of loss and gradients, for padding at either end, hidden by a mask, and for documents that are given."""
+    register_transformers()
+    cp = ContextParallel(flat_mesh(), method="ring")
+    tokens = torch.randint(40, (2, T), generator=torch.Generator().manual_seed(1))
+    found = {}
+    with float64_throughout():
+        eager, sharded = model("Llama", "eager"), model("Llama", "longhaul")
+        for name, hidden in {"left": [slice(0, 6), slice(0, 1)], "right": [slice(40, T), slice(20, T)]}.items():
+            mask = torch.ones_like(tokens)
+            for row, part in zip(mask, hidden, strict=True):
+                row[part] = 0
+            predicted = mask.bool() & mask.roll(1, 1).bool()  # Not the first token after padding.
+            given = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(predicted, -100)}
+            found[name] = error(run(eager, given), run(sharded, cp.shard_batch(given)), cp)
+        lengths = torch.tensor([0, 9, 10, 33, T])
+        positions = torch.cat([torch.arange(length) for length in lengths.diff().tolist()]).expand(2, -1)
+        labels = {"input_ids": tokens, "labels": tokens}
+        expected = run(eager, labels | {"position_ids": positions})
+        found["given"] = error(expected, run(sharded, cp.shard_batch(labels, lengths)), cp)
+    return found
+
+
+def error(expected: Run, found: Run, cp: ContextParallel) -> float:
+    loss, grads = found[0], found[2]
+    for x in (loss, *grads):
+        distributed.all_reduce(x)
+        x /= cp.plan.cp
+    pairs = zip((loss, *grads), (expected[0], *expected[2]), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def test_padding_and_given_documents_change_nothing() -> None:
+    pytest.importorskip("transformers")
+    for found in run_ranks(padded_errors, 2):
+        assert found.keys() == {"left", "right", "given"}
+        assert max(found.values()) < 1e-11, found
+
+
+def attention_errors(method: str) -> float:
+    """Of `attention`, for heads, windows, sinks and caps that differ from layer to layer."""
+    ((_, cp),) = contexts((method,))
+    boundaries = torch.tensor([[0, 5, 6, 40, 48], [0, 17, 48, 48, 48]], dtype=torch.int32)
+    worst = 0.0
+    cases: list[tuple[tuple[int, int], dict[str, Any]]] = [
+        ((4, 4), {}), ((8, 2), {"window": 9}), ((4, 1), {"softcap": 1.5}), ((8, 2), {"window": 3}),
+    ]  # fmt: skip
+    for heads, scores in cases:
+        q, k, v = inputs(boundaries, heads)[:3]
+        sink = torch.linspace(-1, 1, heads[0], dtype=torch.float64) if "window" in scores else None
+        expected = dense(q, k, v, boundaries, sink, **scores)[0]
+        shards = [cp.shard(x.detach(), boundaries) for x in (q, k, v)]
+        ours = cp.attention(shards[0], shards[1], shards[2], boundaries, sink=sink, **scores)
+        found = cp.gather(ours, boundaries)
+        worst = max(worst, (found - expected).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_attention_takes_any_heads_windows_sinks_and_caps(method: str) -> None:
+    assert max(run_ranks(attention_errors, 4, method)) < 1e-12
+
+
+def test_documents_are_those_that_transformers_finds() -> None:
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [5, 6, 7, 8, 0, 0, 1, 2]])
+    found = find_boundaries({"input_ids": tokens, "position_ids": positions}, None)
+    assert found.tolist() == [[0, 3, 8, 8], [0, 4, 5, 8]]
+    assert find_boundaries(
+        {"input_ids": tokens, "position_ids": positions[:1, :1] + torch.arange(8)}, None
+    ).tolist() == ([[0, 8]] * 2)
+    lengths = torch.tensor([0, 3, 8, 12, 13, 16])
+    assert find_boundaries(
+        {"input_ids": tokens, "position_ids": positions, "cu_seq_lens_q": lengths}, None
+    ).tolist() == (found.tolist())
+
+
+def test_ranks_that_share_a_sequence_are_dealt_the_same_batches() -> None:
+    """As accelerate deals them: batch i to rank i, modulo the ranks."""
+    for batch_size, ranks, groups in ((1, 2, 1), (1, 4, 1), (3, 2, 2)):
+        sampler = RepeatSampler(SequentialSampler(range(13)), batch_size, ranks)
+        batches = [*BatchSampler(sampler, batch_size, drop_last=False)]
+        assert len(sampler) == sum(map(len, batches))
+        world = ranks * groups
+        for first in range(0, len(batches) - world + 1, world):
+            for group in range(groups):
+                dealt = batches[first + group * ranks : first + (group + 1) * ranks]
+                assert dealt == [dealt[0]] * ranks
+        assert [*dict.fromkeys(index for batch in batches for index in batch)] == [
+            *range(13 // batch_size * batch_size)
+        ]
