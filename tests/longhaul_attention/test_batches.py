@@ -112,7 +112,7 @@ def attention_errors(method: str) -> float:
     boundaries = torch.tensor([[0, 5, 6, 40, 48], [0, 17, 48, 48, 48]], dtype=torch.int32)
     worst = 0.0
     cases: list[tuple[tuple[int, int], dict[str, Any]]] = [
-        ((4, 4), {}), ((8, 2), {"window": 9}), ((4, 1), {"softcap": 1.5}), ((8, 2), {"window": 3}),
+        ((4, 4), {}), ((8, 2), {"window": 9}), ((4, 1), {"softcap": 1.5}), ((8, 2), {"window": 3}), ((8, 2), {}),
     ]  # fmt: skip
     for heads, scores in cases:
         q, k, v = inputs(boundaries, heads)[:3]
@@ -132,7 +132,7 @@ def test_attention_takes_any_heads_windows_sinks_and_caps(method: str) -> None:
 
 def test_documents_are_those_that_transformers_finds() -> None:
     tokens = torch.zeros(2, 8, dtype=torch.int64)
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [5, 6, 7, 8, 0, 0, 1, 2]])
+    positions = torch.tensor([[0, 1, 2, 9, 10, 11, 12, 13], [5, 6, 7, 8, 0, 0, 1, 2]])
     found = find_boundaries({"input_ids": tokens, "position_ids": positions}, None)
     assert found.tolist() == [[0, 3, 8, 8], [0, 4, 5, 8]]
     assert find_boundaries(
