@@ -36,6 +36,7 @@ LIBRARIES = {
 }
 """Modules that other scripts import, and one that runs in an environment of its own."""
 QUICK = {
+    "attention_package": "--rounds 1 --tokens 20000",
     "balance": "--documents 10000",
     "config_pages": "--check",
     "cpu_floor": "--steps 3 --seq-len 64 --layers 1",

@@ -20,7 +20,9 @@ from trainer.config.parse import load
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted({ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")})
+PAGES = sorted(
+    {ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "packages/attention/README.md", *DOCS.glob("*.md")}
+)
 MAX_WORDS = 27_700
 MODULES = {command: module for command, (module, _) in COMMANDS.items()}
 """Modules of the subcommands of `longhaul`."""
@@ -100,7 +102,7 @@ def check_arguments(module: str, arguments: list[str]) -> None:
         for word in arguments[:1]
         if not word.startswith("-") and re.search(rf"(?<![-\w/]){re.escape(word)}(?![-\w/])", help_text(module))
     ]
-    needs_command = module in {"trainer.hf", "trainer.checkpoint", "trainer.slurm"}
+    needs_command = module in {"longhaul_attention", "trainer.hf", "trainer.checkpoint", "trainer.slurm"}
     has_help_per_command = needs_command or module == "trainer.data.prepare"
     usage = help_text(module, *subcommand) if has_help_per_command else help_text(module)
     assert subcommand or not needs_command or not arguments, f"{module} has no subcommand {arguments[0]}"

@@ -50,8 +50,8 @@ def build_parser() -> ArgumentParser:
         "perplexity": "loss and perplexity of text, cut into sequences",
         "needle": "whether a number hidden in text is found, by depth and length",
     }
-    for name, told in helps.items():
-        command = commands.add_parser(name, help=told, description=told)
+    for name, description in helps.items():
+        command = commands.add_parser(name, help=description, description=description)
         add = command.add_argument
         add("model", metavar="MODEL", help="folder or name of a causal language model")
         add("text", metavar="FILE", type=Path, nargs="+", help="text files, read one after the other")
@@ -61,7 +61,7 @@ def build_parser() -> ArgumentParser:
         add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
         add("--json", metavar="FILE", type=Path, help="also write the results to FILE")
         if name == "perplexity":
-            add("--sequences", metavar="N", type=int, default=8, help="at most so many per length (default: 8)")
+            add("--sequences", metavar="N", type=int, default=8, help="at most per length (default: 8)")
         else:
             add("--depths", metavar="N", type=int, default=5, help="evenly spaced (default: 5)")
             add("--trials", metavar="N", type=int, default=2, help="numbers per depth and length (default: 2)")
