@@ -105,7 +105,9 @@ def messages() -> dict[str, str]:
         "padded prompts": message_of(
             generation.generate, llama, cp, tokens, attention_mask=torch.tensor([[0] * 2 + [1] * 7])
         ),
-        "keys made of what is kept": message_of(generation.generate, model("DeepseekV3", "longhaul"), cp, tokens),
+        "keys made of what is kept": message_of(
+            generation.generate, model("DeepseekV3", "longhaul").float(), cp, tokens
+        ),
         "transformers alone": message_of(llama.generate, tokens),
     }
 
