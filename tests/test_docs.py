@@ -21,7 +21,7 @@ from trainer.config.parse import load
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(
-    {ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "packages/attention/README.md", *DOCS.glob("*.md")}
+    {ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "packages/attention").glob("*.md"), *DOCS.glob("*.md")}
 )
 MAX_WORDS = 27_700
 MODULES = {command: module for command, (module, _) in COMMANDS.items()}

@@ -16,7 +16,7 @@ from tests.longhaul_attention.test_refusals import flat_mesh, message_of
 from tests.longhaul_attention.test_transformers_models import METHODS, model
 from tests.ranks import run_ranks
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.ranks
 Found = tuple[float, bool, list[int], int]
 

@@ -12,6 +12,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from longhaul_attention import ContextParallel, register_transformers
+from longhaul_attention.huggingface import causal_mask
 from tests.longhaul_attention.test_transformers_models import batch, model
 from tests.ranks import run_ranks
 
@@ -87,7 +88,7 @@ REFUSED_MODELS = {
     "dropout": "attention dropout 0.1: ranks would drop other pairs than one process",
     "residual dropout": "resid_pdrop = 0.1: ranks would drop other values than one process",
     "ALiBi": "ALiBi adds a bias to scores",
-    "chunks": "mask function chunked_overlay is unknown; causal masks and sliding windows are known",
+    "chunks": "layer_types chunked_attention need the tokens of other ranks",
     "linear layers": "layer_types linear_attention need the tokens of other ranks",
     "balance loss": "output_router_logits = True adds a balance loss, which is not a mean over tokens",
     "mask of the user": "the mask (Tensor) was not made by transformers' mask interface; its pairs are not known",
@@ -109,6 +110,25 @@ def test_models_that_cannot_be_exact_are_refused() -> None:
         if "Got unexpected arguments" in found["ALiBi"]:  # transformers 4, whose Bloom takes no `documents`.
             found["ALiBi"] = REFUSED_MODELS["ALiBi"]
         assert {case: told for case, told in found.items() if REFUSED_MODELS[case] not in told} == {}
+
+
+def test_masks_are_taken_apart_and_unknown_parts_refused() -> None:
+    masks = pytest.importorskip("transformers.masking_utils")
+    causal, window = masks.causal_mask_function, masks.sliding_window_causal_mask_function(7)
+    packed = masks.packed_sequence_mask_function(torch.zeros(1, 4))
+    assert causal_mask(mask_function=causal).window is None
+    assert causal_mask(mask_function=masks.and_masks(window, packed)).window == 7
+
+    def prefix(*_: Any) -> bool:
+        return True
+
+    for function, name in (
+        (masks.or_masks(causal, prefix), "or_masks"),
+        (masks.and_masks(causal, prefix), "test_masks_are_taken_apart_and_unknown_parts_refused"),
+        (masks.chunked_overlay(4, torch.zeros(1)), "chunked_overlay"),
+        (prefix, "test_masks_are_taken_apart_and_unknown_parts_refused"),
+    ):
+        assert f"mask function {name} is unknown" in message_of(causal_mask, mask_function=function)
 
 
 # ---- batches
