@@ -35,14 +35,14 @@ T = TypeVar("T")
 class ContextParallel:
     """Context-parallel attention core (`models.attention_core.AttentionCore`), with sharding and gathering of tensors.
 
-    `mesh` has one dimension or, for `hybrid`, two: ring, then Ulysses. 16-bit gradients of keys and values are sent in
+    `mesh` has one dimension or, for `hybrid`, two: ring, then Ulysses; None is a single rank. 16-bit gradients of keys and values are sent in
     `reduce_dtype`. Raises ValueError on all ranks, for everything that cannot be computed exactly and if the ranks'
     arguments differ.
     """
 
     def __init__(
         self,
-        mesh: DeviceMesh,
+        mesh: DeviceMesh | None,
         plan: ContextPlan,
         *,
         reduce_dtype: torch.dtype = torch.float32,
@@ -64,14 +64,14 @@ class ContextParallel:
         if softcap is not None and not softcap > 0:
             problems.append(f"soft cap {softcap} must be above 0")
         # Of a plan with problems, the mesh is not known.
-        if not plan.problems() and tuple(mesh.shape) != plan.mesh_shape:
+        shape = (1,) if mesh is None else tuple(mesh.shape)
+        if not plan.problems() and shape != plan.mesh_shape:
             problems.append(
-                f'cp_method "{plan.resolved_method}" over {plan.cp} ranks needs a mesh of shape {plan.mesh_shape}, not '
-                f"{tuple(mesh.shape)}"
+                f'cp_method "{plan.resolved_method}" over {plan.cp} ranks needs a mesh of shape {plan.mesh_shape}, not {shape}'
             )
         if kernel not in kernels.KERNELS:
             problems.append(f'attention kernel "{kernel}" is unknown; choose from {", ".join(kernels.KERNELS)}')
-        self.kernel, self.groups = kernel, [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        self.kernel, self.groups = kernel, [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
         own_options = {"reduce_dtype": reduce_dtype, "window": window, "softcap": softcap}
         self._require_same(vars(plan) | own_options | {"problems": problems})
         if problems:
@@ -81,7 +81,8 @@ class ContextParallel:
             plan.ring_degree,
             plan.seq_len_divisor,
         )
-        self.ulysses_group = UlyssesGroup(self.groups[-1].group_name, plan.ulysses_degree)
+        name = self.groups[-1].group_name if self.groups else ""
+        self.ulysses_group = UlyssesGroup(name, plan.ulysses_degree)
         self._core: LocalAttentionCore | RingAttentionCore = LocalAttentionCore(kernel, window, softcap)
         """Attention to the tokens of all Ulysses ranks, once heads are exchanged."""
         if plan.rotate_method is not None and self.ring_degree > 1:

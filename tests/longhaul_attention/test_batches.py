@@ -144,6 +144,23 @@ def test_documents_are_those_that_transformers_finds() -> None:
     ).tolist() == (found.tolist())
 
 
+def test_documents_may_be_lists_and_differ_between_sequences() -> None:
+    batch = {"input_ids": torch.zeros(2, 8, dtype=torch.int64)}
+    assert find_boundaries(batch, [0, 3, 8]).tolist() == [[0, 3, 8]] * 2
+    assert find_boundaries(batch, [[0, 3, 5, 8], [0, 8]]).tolist() == [[0, 3, 5, 8], [0, 8, 8, 8]]
+    assert find_boundaries(batch, torch.tensor([[0, 3, 8], [0, 8, 8]])).tolist() == [[0, 3, 8], [0, 8, 8]]
+
+
+def test_without_a_mesh_it_is_plain_attention() -> None:
+    boundaries = torch.tensor([[0, 5, 6, 40, 48], [0, 17, 48, 48, 48]], dtype=torch.int32)
+    q, k, v = inputs(boundaries, (4, 2))[:3]
+    cp = ContextParallel(None, method="ring")
+    shard = cp.shard_batch({"input_ids": torch.arange(96).view(2, 48)}, boundaries)
+    assert torch.equal(cp.gather(shard["input_ids"], shard["documents"]), torch.arange(96).view(2, 48))
+    expected = dense(q, k, v, boundaries, window=9)[0]
+    torch.testing.assert_close(cp.attention(q, k, v, shard["documents"], window=9), expected, rtol=1e-12, atol=1e-12)
+
+
 def test_ranks_that_share_a_sequence_are_dealt_the_same_batches() -> None:
     """As accelerate deals them: batch i to rank i, modulo the ranks."""
     for batch_size, ranks, groups in ((1, 2, 1), (1, 4, 1), (3, 2, 2)):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from longhaul_attention import ContextParallel, register_transformers
 from tests.longhaul_attention.test_refusals import flat_mesh
@@ -74,3 +74,27 @@ def test_compiled_models_find_the_same_gradients_for_any_documents(method: str) 
     for error, further_graphs in run_ranks(compiled, 2, "Qwen3 windows", method, timeout=400, fresh=True):
         assert error < 1e-5
         assert further_graphs == 0
+
+
+def compiled_in_checkpoints() -> float:
+    """The largest difference of gradients of two compiled layers, each in a checkpoint."""
+    from torch.utils.checkpoint import checkpoint
+
+    cp = ContextParallel(flat_mesh(), method="ring")
+    boundaries = torch.tensor([[0, 5, 6, 40, 48]], dtype=torch.int32)
+    torch.manual_seed(distributed.get_rank())
+    q, k = torch.randn(1, 24, 4, 8, requires_grad=True), torch.randn(1, 24, 2, 8, requires_grad=True)
+
+    def layers(window: int) -> Tensor:
+        out = q
+        for _ in range(2):
+            out = checkpoint(cp.attention, out, k, k, boundaries, window=window, use_reentrant=False)
+        return out.square().sum()
+
+    found = torch.autograd.grad(torch.compile(layers, backend="aot_eager", fullgraph=True)(9), (q, k))
+    expected = torch.autograd.grad(layers(9), (q, k))
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+
+
+def test_checkpoints_of_a_compiled_model_change_no_gradient() -> None:
+    assert max(run_ranks(compiled_in_checkpoints, 2, timeout=120)) < 1e-5

@@ -151,6 +151,7 @@ def messages_of_batches() -> dict[str, str]:
         "labels of another length": told(labels=tokens[:, 1:]),
         "labels that are shifted": told(labels=tokens.roll(-1, 1)),
         "shift_labels that are not": told(labels=None, shift_labels=tokens),
+        "both labels": told(shift_labels=tokens),
         "a mask with holes": message_of(cp.shard_batch, {"input_ids": tokens, "attention_mask": holes}),
         "labels of padding": message_of(
             cp.shard_batch, {"input_ids": tokens, "labels": tokens, "attention_mask": (torch.arange(45) > 4).expand(2, -1)}
@@ -171,6 +172,7 @@ REFUSED_BATCHES = {
     "labels of another length": "labels [2, 44] must have the shape of input_ids [2, 45]",
     "labels that are shifted": "labels are shifted already, and would be shifted again: give them as shift_labels",
     "shift_labels that are not": "shift_labels are input_ids, not shifted: give them as labels",
+    "both labels": "labels and shift_labels are both given",
     "a mask with holes": "attention_mask hides tokens between others; it may hide padding at the ends only",
     "labels of padding": "tokens that attention_mask hides have labels to predict",
     "a mask and documents": "attention_mask is given and position_ids restart: transformers takes such a sequence for one document",
@@ -198,7 +200,7 @@ def messages_of_ranks() -> dict[str, str]:
     other = batch(packed=True)
     if rank:
         other["input_ids"] = other["input_ids"].flip(0)
-    q, k = torch.ones(1, 4, 4, 8), torch.ones(1, 4, 2, 8)
+    q, k, whole = torch.ones(1, 4, 4, 8), torch.ones(1, 4, 2, 8), torch.tensor([[0, 8]], dtype=torch.int32)
 
     def compare() -> None:
         cp.attention(q, k, k, cp.shard_batch(other)["documents"])
@@ -210,9 +212,15 @@ def messages_of_ranks() -> dict[str, str]:
         "no heads to choose by": message_of(ContextParallel, mesh),
         "another method": message_of(ContextParallel, mesh, method=("ring", "ulysses")[rank]),
         "an unknown method": message_of(ContextParallel, mesh, method="striped"),
-        "heads that Ulysses cannot split": message_of(ContextParallel(mesh, method="ulysses").attention, q[:, :, :3], k[:, :, :1], k[:, :, :1]),
-        "a window of nothing": message_of(cp.attention, q, k, k, window=0),
-        "a cap of nothing": message_of(cp.attention, q, k, k, softcap=0.0),
+        "heads that Ulysses cannot split": message_of(ContextParallel(mesh, method="ulysses").attention, q[:, :, :3], k[:, :, :1], k[:, :, :1], whole),
+        "a window of flash": message_of(cp.attention, q, k, k, whole, window=(3, 0)),
+        "a sink of each key head": message_of(cp.attention, q, k, k, whole, sink=torch.ones(2)),
+        "no documents": message_of(cp.attention, q, k, k, None),
+        "heads before tokens": message_of(cp.attention, *(x.transpose(1, 2)[:, :2] for x in (q, k, k)), whole),
+        "a process group": message_of(ContextParallel, distributed.group.WORLD, method="ring"),
+        "one dimension for two": message_of(ContextParallel, mesh, method="hybrid"),
+        "a window of nothing": message_of(cp.attention, q, k, k, whole, window=0),
+        "a cap of nothing": message_of(cp.attention, q, k, k, whole, softcap=0.0),
         "a ContextParallel that is gone": message_of(tiny(), **cp.shard_batch(batch(packed=True)) | {"documents": lost}),
     }  # fmt: skip
 
@@ -223,7 +231,13 @@ REFUSED_RANKS = {
     "another method": "context-parallel ranks have different plans: method is ring on rank 0 and ulysses on rank 1",
     "an unknown method": 'cp_method = "striped" must be one of auto, allgather, ring, alltoall, ulysses, hybrid',
     "heads that Ulysses cannot split": "splits heads over 2 ranks, which must divide the 3 query heads of a rank",
-    "a window of nothing": "sliding window 0 must be at least 1",
+    "a window of nothing": "sliding window 0 must be a number of keys, at least 1",
+    "a window of flash": "sliding window (3, 0) must be a number of keys",
+    "a sink of each key head": "a sink is a logit per query head, [4], not [2]",
+    "no documents": "attention needs documents or boundaries, not None; those of one document are [[0, tokens]]",
+    "heads before tokens": "boundaries end at 8, and 2 ranks have 2 tokens each: queries are [batch, tokens, heads, width]",
+    "a process group": "mesh must be a DeviceMesh, such as init_device_mesh makes, not ProcessGroup",
+    "one dimension for two": 'method "hybrid" needs a mesh of two dimensions, ring and Ulysses, not 1',
     "a cap of nothing": "soft cap 0.0 must be above 0",
     "a ContextParallel that is gone": "the ContextParallel that sharded this batch does not exist any more",
 }

@@ -11,6 +11,7 @@ titan.use_cpu()
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torchtitan.train import Trainer
 
 from longhaul_attention import ContextParallel
@@ -29,29 +30,27 @@ class Attention(nn.Module):
 
 class ContextParallelTrainer(Trainer):
     def __init__(self, config):
+        assert not config.validation.enable, "torchtitan's validator shards batches itself"
         super().__init__(config)
-        self.cp = ContextParallel(self.parallel_dims.get_mesh("cp"), method="ring")
-        self.attentions = [Attention(self.cp) for part in self.model_parts for _ in part.layers]
+        # torchtitan sums gradients over the ranks, and divides losses by all targets.
+        self.cp = ContextParallel(self.parallel_dims.get_optional_mesh("cp"), method="ring")
         blocks = [block for part in self.model_parts for block in part.layers.values()]
+        self.attentions = [Attention(self.cp) for _ in blocks]
         for block, attention in zip(blocks, self.attentions, strict=True):
             block.attention.inner_attention = attention
 
     def post_dataloading_process(self, input_dict, labels):
         tokens = input_dict["input"]
-        ends = (tokens[0] == titan.EOS).nonzero().flatten() + 1  # A document ends with EOS.
-        boundaries = torch.cat((ends.new_zeros(1), ends, ends.new_tensor([tokens.shape[1]]))).unique()
-        shard = self.cp.shard_batch({"input_ids": tokens, "shift_labels": labels}, boundaries)
+        starts = F.pad(tokens[:, :-1] == titan.EOS, (1, 0), value=True)  # A document ends with EOS.
+        positions = (places := torch.arange(tokens.shape[1])) - (places * starts).cummax(1).values
+        shard = self.cp.shard_batch({"input_ids": tokens, "shift_labels": labels, "position_ids": positions})
         for attention in self.attentions:
             attention.documents = shard["documents"]
         return shard["input_ids"], shard["shift_labels"], {"positions": shard["position_ids"]}, {}
 
 
-def main() -> None:
+if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         trainer = ContextParallelTrainer(titan.config(folder, ranks=4))
         titan.prove(trainer)
         trainer.close()
-
-
-if __name__ == "__main__":
-    main()

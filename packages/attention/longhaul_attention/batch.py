@@ -57,7 +57,7 @@ class Documents:
         return f"Documents({self.boundaries_BD.tolist()})"
 
 
-def find_boundaries(batch: Mapping[str, Any], boundaries: Tensor | None) -> Tensor:
+def find_boundaries(batch: Mapping[str, Any], boundaries: Any) -> Tensor:
     """int32 [B, D] on the CPU: those given or, as transformers finds them, the places where `position_ids` do not go up by
     one; padding that `attention_mask` hides is a document of its own. Else each sequence is one document.
 
@@ -71,7 +71,7 @@ def find_boundaries(batch: Mapping[str, Any], boundaries: Tensor | None) -> Tens
             "causal masks and documents are made from the boundaries"
         )
     if boundaries is not None:
-        boundaries_BD = boundaries.to("cpu", torch.int32).reshape(-1, boundaries.shape[-1]).expand(batch_size, -1)
+        boundaries_BD = _stated(boundaries, seq_len).expand(batch_size, -1)
         require_ascending(boundaries_BD, seq_len)
         starts_BT = torch.zeros(batch_size, seq_len + 1, dtype=torch.bool, device="cpu")
         starts_BT[torch.arange(batch_size, device="cpu")[:, None], boundaries_BD.long()] = True
@@ -86,6 +86,14 @@ def find_boundaries(batch: Mapping[str, Any], boundaries: Tensor | None) -> Tens
                 f"{key} = {batch[key].tolist()} are not the documents of position_ids: {found_BD.tolist()}"
             )
     return found_BD
+
+
+def _stated(boundaries: Any, seq_len: int) -> Tensor:
+    """int32 [1 or B, D] of a tensor or a list: for all sequences, or for each."""
+    rows = boundaries.tolist() if isinstance(boundaries, Tensor) else [*boundaries]
+    rows = rows if rows and isinstance(rows[0], list) else [rows]
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[seq_len] * (longest - len(row))] for row in rows], dtype=torch.int32, device="cpu")
 
 
 def _position_starts(batch: Mapping[str, Any]) -> Tensor:

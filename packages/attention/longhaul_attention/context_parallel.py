@@ -34,15 +34,16 @@ _keys = count()
 class ContextParallel(context_parallel.ContextParallel):
     """Exact attention over sequences sharded over the ranks of `mesh`. Collective.
 
-    A mesh with one dimension; with two, ring x Ulysses, for the method `hybrid`. `method`: allgather, ring, alltoall,
-    ulysses, hybrid, or auto, which chooses by `heads` and `kv_heads`, those of a rank. `layout`: how tokens are dealt to the
-    ranks. `kernel`: that of `torch` which computes attention. 16-bit gradients of keys and values are summed in
-    `reduce_dtype`. Raises ValueError on all ranks, with every broken rule, and if the ranks' arguments differ.
+    A mesh with one dimension; with two, ring x Ulysses, for the method `hybrid`; None for a single rank. `method`: allgather,
+    ring, alltoall, ulysses, hybrid, or auto, which chooses by `heads` and `kv_heads`, those of a rank, and by whether
+    sequences are packed (`packs_documents`). `layout`: how tokens are dealt to the ranks. `kernel`: that of torch which
+    computes attention. 16-bit gradients of keys and values are summed in `reduce_dtype`. Raises ValueError on all ranks, with
+    every broken rule, and if the ranks' arguments differ.
     """
 
     def __init__(
         self,
-        mesh: DeviceMesh,
+        mesh: DeviceMesh | None,
         *,
         heads: int | None = None,
         kv_heads: int | None = None,
@@ -52,19 +53,24 @@ class ContextParallel(context_parallel.ContextParallel):
         packs_documents: bool = True,
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
-        if method == "auto" and mesh.ndim == 2:
+        if mesh is not None and not hasattr(mesh, "ndim"):
+            raise TypeError(f"mesh must be a DeviceMesh, such as init_device_mesh makes, not {type(mesh).__name__}")
+        ranks, dimensions = (1, 1) if mesh is None else (mesh.size(), mesh.ndim)
+        if method == "auto" and dimensions == 2:
             method = "hybrid"
+        if method == "hybrid" and dimensions != 2:
+            raise ValueError(f'method "hybrid" needs a mesh of two dimensions, ring and Ulysses, not {dimensions}')
         if method == "auto" and heads is None:
             raise ValueError('method "auto" chooses by the heads of a rank: give heads and kv_heads, or a method')
         plan = ContextPlan(
-            cp=mesh.size(),
+            cp=ranks,
             method=method,
             layout=layout,
-            cp_ulysses=mesh.size(1) if mesh.ndim == 2 else None,
-            heads=mesh.size() if heads is None else heads,
-            kv_heads=kv_heads or heads or mesh.size(),
+            cp_ulysses=mesh.size(1) if mesh is not None and dimensions == 2 else None,
+            heads=ranks if heads is None else heads,
+            kv_heads=kv_heads or heads or ranks,
             packs_documents=packs_documents,
-            ranks_per_node=mesh.size(),  # A mesh of one dimension has no Ulysses groups.
+            ranks_per_node=ranks,  # A mesh of one dimension has no Ulysses groups.
         )
         super().__init__(mesh, plan, reduce_dtype=reduce_dtype, kernel=kernel)
         # Layers may have other heads than these; what was chosen by them stays.
@@ -79,7 +85,7 @@ class ContextParallel(context_parallel.ContextParallel):
         q_BSNH: Tensor,
         k_BSKH: Tensor,
         v_BSKH: Tensor,
-        boundaries: Documents | Tensor | None = None,
+        boundaries: Documents | Tensor,
         *,
         window: int | None = None,
         sink: Tensor | None = None,
@@ -88,24 +94,42 @@ class ContextParallel(context_parallel.ContextParallel):
         """Causal attention inside documents, scale H ** -0.5: [B, S, N, H]. Queries and keys are rotated already.
 
         `boundaries`: the batch's "documents" or int32 [B, D] on the CPU, document starts of the *full* sequences and their
-        length; None: one document each. `window`: how many keys a query sees at most, its own included. `sink`: a logit
-        per query head without a key, [N]; sum its gradient over the ranks, like that of any parameter. `softcap`: scores
-        are c tanh(score / c). Raises ValueError for shapes, heads and boundaries that do not fit.
+        length, repeated in rows with fewer documents. `window`: how many keys a query sees at most, its own included.
+        `sink`: a logit per query head without a key, [N]; sum its gradient over the ranks, like that of any parameter.
+        `softcap`: scores are c tanh(score / c). Raises ValueError for shapes, heads and boundaries that do not fit.
         """
         if isinstance(boundaries, Documents):
             self._verify(boundaries)
             boundaries = boundaries.boundaries_BD
+        self._require_inputs(q_BSNH, boundaries, sink)
         heads, kv_heads = q_BSNH.shape[2], k_BSKH.shape[2]
         key = (window, softcap, heads, kv_heads)
-        if key not in self._variants:
-            self._variants[key] = self._variant(window, softcap, heads, kv_heads)
-        return self._variants[key](q_BSNH, k_BSKH, v_BSKH, boundaries, sink)
+        variant = self._variants.get(key)
+        if variant is None:
+            variant = self._variant(window, softcap, heads, kv_heads)
+            if not torch.compiler.is_compiling():  # Which cannot trace it inside a checkpoint.
+                self._variants[key] = variant
+        return variant(q_BSNH, k_BSKH, v_BSKH, boundaries, sink)
+
+    def _require_inputs(self, q_BSNH: Tensor, boundaries_BD: Any, sink_N: Tensor | None) -> None:
+        if not isinstance(boundaries_BD, Tensor):
+            raise TypeError(
+                f"attention needs documents or boundaries, not {boundaries_BD}; those of one document are [[0, tokens]]"
+            )
+        is_compiling = torch.compiler.is_compiling()  # Which cannot look at the boundaries; the operator does.
+        if q_BSNH.ndim == 4 and not is_compiling and q_BSNH.shape[1] * self.plan.cp != boundaries_BD[0, -1]:
+            raise ValueError(
+                f"boundaries end at {int(boundaries_BD[0, -1])}, and {self.plan.cp} ranks have {q_BSNH.shape[1]} tokens each: "
+                f"queries are [batch, tokens, heads, width], not {list(q_BSNH.shape)}, and boundaries those of padded sequences"
+            )
+        if sink_N is not None and sink_N.shape != q_BSNH.shape[2:3]:
+            raise ValueError(f"a sink is a logit per query head, [{q_BSNH.shape[2]}], not {list(sink_N.shape)}")
 
     def _variant(self, window: int | None, softcap: float | None, heads: int, kv_heads: int) -> ContextParallel:
         plan = replace(self.plan, heads=heads, kv_heads=kv_heads)
         problems = plan.problems()
-        if window is not None and window < 1:
-            problems.append(f"sliding window {window} must be at least 1")
+        if window is not None and not (isinstance(window, int) and window >= 1):
+            problems.append(f"sliding window {window} must be a number of keys, at least 1")
         if softcap is not None and not softcap > 0:
             problems.append(f"soft cap {softcap} must be above 0")
         if problems:
@@ -117,12 +141,12 @@ class ContextParallel(context_parallel.ContextParallel):
 
     # ---- batches
 
-    def shard_batch(self, batch: Mapping[str, Any], boundaries: Tensor | None = None) -> dict[str, Any]:
+    def shard_batch(self, batch: Mapping[str, Any], boundaries: Any = None) -> dict[str, Any]:
         """The tokens of this rank of a batch of full sequences, the same on all ranks of the mesh: for any model of transformers.
 
         `input_ids` [B, T], with any of `labels` (those of transformers: each at its own token), `shift_labels`,
-        `position_ids`, `attention_mask` (padding) and further tensors [B, T, ...]. Documents are `boundaries`, [D] or
-        [B, D], else what `position_ids` say; a length that the layout cannot split is padded.
+        `position_ids`, `attention_mask` (padding) and further tensors [B, T, ...]. Documents are `boundaries`, starts and T,
+        for all sequences or for each, else what `position_ids` say; a length that the layout cannot split is padded.
 
         Returns the tensors [B, S, ...], labels shifted before they are sharded, `documents`, and `num_items_in_batch`:
         with it, the mean over the ranks of the loss and of every gradient is that of one process. Raises ValueError for
@@ -157,7 +181,11 @@ class ContextParallel(context_parallel.ContextParallel):
 
     def _shift_labels(self, full: dict[str, Any], mask_BT: Tensor | None) -> None:
         labels_BT, shifted_BT = full.pop("labels", None), full.get("shift_labels")
-        if labels_BT is not None and shifted_BT is None:
+        if labels_BT is not None and shifted_BT is not None:
+            raise ValueError(
+                "labels and shift_labels are both given: labels are shifted here, shift_labels are already"
+            )
+        if labels_BT is not None:
             if labels_BT.shape != full["input_ids"].shape:
                 shapes = (
                     f"labels {list(labels_BT.shape)} must have the shape of input_ids {list(full['input_ids'].shape)}"
