@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed
-from torch.utils.data import BatchSampler, SequentialSampler
 
-from longhaul_attention import ContextParallel, RepeatSampler, register_transformers
+from longhaul_attention import ContextParallel, register_transformers
 from longhaul_attention.batch import find_boundaries
 from tests.longhaul_attention.in_float64 import float64_throughout
 from tests.longhaul_attention.test_refusals import flat_mesh
@@ -159,19 +158,3 @@ def test_without_a_mesh_it_is_plain_attention() -> None:
     assert torch.equal(cp.gather(shard["input_ids"], shard["documents"]), torch.arange(96).view(2, 48))
     expected = dense(q, k, v, boundaries, window=9)[0]
     torch.testing.assert_close(cp.attention(q, k, v, shard["documents"], window=9), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_ranks_that_share_a_sequence_are_dealt_the_same_batches() -> None:
-    """As accelerate deals them: batch i to rank i, modulo the ranks."""
-    for batch_size, ranks, groups in ((1, 2, 1), (1, 4, 1), (3, 2, 2)):
-        sampler = RepeatSampler(SequentialSampler(range(13)), batch_size, ranks)
-        batches = [*BatchSampler(sampler, batch_size, drop_last=False)]
-        assert len(sampler) == sum(map(len, batches))
-        world = ranks * groups
-        for first in range(0, len(batches) - world + 1, world):
-            for group in range(groups):
-                dealt = batches[first + group * ranks : first + (group + 1) * ranks]
-                assert dealt == [dealt[0]] * ranks
-        assert [*dict.fromkeys(index for batch in batches for index in batch)] == [
-            *range(13 // batch_size * batch_size)
-        ]

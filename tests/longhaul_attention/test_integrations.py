@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -74,3 +75,36 @@ def test_integrations_are_short_and_all_of_them_run() -> None:
     lengths = {path.stem: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
     assert {*lengths} - helpers == {*NEEDS, "torchtitan_trainer"}
     assert {name: length for name, length in lengths.items() if name not in helpers and length >= MAX_LINES} == {}
+
+
+def trained(folder: Path, kind: str, ranks: int, *options: str) -> dict[tuple[int, str], float]:
+    """What a run logs, by step and name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    module = ["-m", "tests.longhaul_attention.trainer_runs", str(folder / "found.json"), kind, *options]
+    done = subprocess.run(
+        [sys.executable, *launcher, *module],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{PACKAGE}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {(step, name): value for step, name, value in json.loads((folder / "found.json").read_text())}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["trainer", "sft"])
+def test_trainers_log_what_one_process_does_in_training_evaluation_and_after_resuming(
+    kind: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("trl", reason="needs pip install 'longhaul-attention[integrations]'")
+    one = trained(tmp_path / "one", kind, 1)
+    assert {name for _, name in one} >= {"loss", "grad_norm", "eval_loss"}
+    assert len([step for step, name in one if name == "loss"]) == 6
+    assert trained(tmp_path / "four", kind, 4, "--cp", "4") == pytest.approx(one, rel=1e-4)
+    trained(tmp_path / "resumed", kind, 4, "--cp", "4", "--stop", "4")  # In the second epoch.
+    assert trained(tmp_path / "resumed", kind, 4, "--cp", "4", "--resume") == pytest.approx(one, rel=1e-4)
+    two = trained(tmp_path / "two", kind, 2)
+    assert trained(tmp_path / "both", kind, 4, "--cp", "2") == pytest.approx(two, rel=1e-4)

@@ -92,7 +92,7 @@ REFUSED_MODELS = {
     "linear layers": "layer_types linear_attention need the tokens of other ranks",
     "balance loss": "output_router_logits = True adds a balance loss, which is not a mean over tokens",
     "mask of the user": "the mask (Tensor) was not made by transformers' mask interface; its pairs are not known",
-    "mask that hides tokens": "attention_mask hides tokens; give it to shard_batch, which makes documents of it",
+    "mask that hides tokens": "attention_mask hides tokens: shard_batch makes documents of it; prompts to generate must be equally long",
     "static cache": "64 keys for 23 queries: a KV cache of transformers holds no shards",
     "both ways": "attention without a causal mask",
     "dynamic rope": "rope_type dynamic takes its frequencies from the last position of a rank, beyond 16 positions",

@@ -8,9 +8,9 @@ import torch
 from accelerate import Accelerator
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 
-from longhaul_attention import ContextParallel, RepeatSampler, register_transformers
+from longhaul_attention import ContextParallel, register_transformers, share_batches
 
 
 def main() -> None:
@@ -20,14 +20,11 @@ def main() -> None:
     cp = ContextParallel(mesh["cp"], method="ulysses")
     # Two sequences with as many targets each: the mean of their losses is that of all tokens.
     sequences = [tiny.packed(tiny.documents()), tiny.packed(tiny.documents()[::-1])]
-    loader = DataLoader(
-        sequences,
-        sampler=RepeatSampler(SequentialSampler(sequences), batch_size=1, ranks=2),
-        collate_fn=lambda rows: cp.shard_batch(rows[0]),
-    )
+    loader = DataLoader(sequences, collate_fn=lambda rows: cp.shard_batch(rows[0]))
     model = tiny.model(register_transformers())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     replicated, prepared, loader = accelerator.prepare(model, optimizer, loader)
+    share_batches(loader, cp)
     with tiny.recorded(model) as proof:
         for batch in loader:
             loss = replicated(**batch).loss

@@ -1,4 +1,4 @@
-"""transformers' Trainer: a sampler, a collator, and the model's attention.
+"""transformers' Trainer: a class in front of it, and the model's attention.
 
 torchrun --nproc-per-node 4 transformers_trainer.py
 """
@@ -10,13 +10,11 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from longhaul_attention import ContextParallel, RepeatSampler, register_transformers
+from longhaul_attention import ContextParallel, ContextParallelTrainer, register_transformers
 
 
-class ContextParallelTrainer(Trainer):
-    def _get_train_sampler(self, *arguments):
-        ranks = distributed.get_world_size()  # All that share a sequence.
-        return RepeatSampler(super()._get_train_sampler(*arguments), self.args.train_batch_size, ranks)
+class ShardedTrainer(ContextParallelTrainer, Trainer):
+    """Trainer, for ranks that share sequences."""
 
 
 def main() -> None:
@@ -28,11 +26,11 @@ def main() -> None:
 
         def collate(examples):
             seen.append([example["input_ids"] for example in examples])
-            return cp.shard_batch(flatten(examples))
+            return flatten(examples)
 
         dataset = [{"input_ids": text} for text in tiny.documents()]
         model = tiny.model(register_transformers())
-        trainer = ContextParallelTrainer(model, arguments, train_dataset=dataset, data_collator=collate)
+        trainer = ShardedTrainer(model, arguments, train_dataset=dataset, data_collator=collate, cp=cp)
         with tiny.recorded(model) as proof:
             proof.loss = trainer.train().training_loss
         proof.check("transformers Trainer", tiny.packed(seen[0]))

@@ -13,13 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from longhaul_attention import ContextParallel, RepeatSampler, register_transformers
+from longhaul_attention import ContextParallel, ContextParallelTrainer, register_transformers
 
 
-class ContextParallelSFTTrainer(SFTTrainer):
-    def _get_train_sampler(self, *arguments):
-        ranks = distributed.get_world_size()  # All that share a sequence.
-        return RepeatSampler(super()._get_train_sampler(*arguments), self.args.train_batch_size, ranks)
+class ShardedSFTTrainer(ContextParallelTrainer, SFTTrainer):
+    """SFTTrainer, for ranks that share sequences."""
 
 
 def main() -> None:
@@ -34,17 +32,11 @@ def main() -> None:
         cp = ContextParallel(init_device_mesh("cpu", (distributed.get_world_size(),)), method="allgather")
         dataset = Dataset.from_dict({"input_ids": tiny.documents()})
         model = tiny.model(register_transformers())
-        trainer = ContextParallelSFTTrainer(model, arguments, train_dataset=dataset, processing_class=tokenizer)
-        collate, seen = trainer.data_collator, []
-
-        def shard(examples):
-            seen.append(collate(examples))
-            return cp.shard_batch(seen[-1])
-
-        trainer.data_collator = shard
+        trainer = ShardedSFTTrainer(model, arguments, train_dataset=dataset, processing_class=tokenizer, cp=cp)
+        whole = [trainer._collate_whole([row]) for row in trainer.train_dataset]  # One packed sequence.
         with tiny.recorded(model) as proof:
             proof.loss = trainer.train().training_loss
-        proof.check("TRL SFTTrainer", {key: seen[0][key] for key in ("input_ids", "position_ids", "labels")})
+        proof.check("TRL SFTTrainer", {key: whole[0][key] for key in ("input_ids", "position_ids", "labels")})
     distributed.barrier()
     distributed.destroy_process_group()
 

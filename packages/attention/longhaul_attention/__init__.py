@@ -13,7 +13,7 @@ from __future__ import annotations
 from longhaul_attention.batch import Documents
 from longhaul_attention.context_parallel import ContextParallel
 from longhaul_attention.huggingface import register_transformers
-from longhaul_attention.sampler import RepeatSampler
+from longhaul_attention.huggingface_trainer import ContextParallelTrainer, share_batches
 
 __version__ = "0.1.0"
-__all__ = ["ContextParallel", "Documents", "RepeatSampler", "register_transformers"]
+__all__ = ["ContextParallel", "ContextParallelTrainer", "Documents", "register_transformers", "share_batches"]

@@ -161,8 +161,8 @@ def require_shift(tokens_BT: Tensor, shifted_BT: Tensor, mask_BT: Tensor | None)
     """
     if mask_BT is not None and bool((shifted_BT[~mask_BT.bool()] != IGNORE_INDEX).any()):
         raise ValueError(
-            "tokens that attention_mask hides have labels to predict, from whatever transformers lets them see: set the "
-            "label of the first token after padding to -100"
+            "tokens that attention_mask hides have labels to predict: with padding on the left, set the label of the first "
+            "token after it to -100, or pad on the right"
         )
     next_BT = shift(tokens_BT)
     if _equal_targets(shifted_BT, next_BT):

@@ -76,7 +76,7 @@ class ContextParallel(context_parallel.ContextParallel):
         # Layers may have other heads than these; what was chosen by them stays.
         self.plan = replace(plan, method=plan.resolved_method, layout=plan.resolved_layout)
         self._variants: dict[tuple[Any, ...], ContextParallel] = {}
-        self._num_verified = 0
+        self._num_verified = {True: 0, False: 0}  # In training, and in evaluation.
         self.key = next(_keys)
         _contexts[self.key] = ref(self)
 
@@ -227,10 +227,12 @@ class ContextParallel(context_parallel.ContextParallel):
 
     def _verify(self, documents: Documents) -> None:
         """Raises ValueError on all ranks if they shard different batches: the commonest mistake, and a silent one."""
-        if torch.compiler.is_compiling() or documents.is_verified or self._num_verified >= VERIFIED_BATCHES:
+        if torch.compiler.is_compiling() or documents.is_verified:
             return
-        documents.is_verified = True
-        self._num_verified += 1
+        documents.is_verified, training = True, torch.is_grad_enabled()
+        self._num_verified[training] += 1
+        if self._num_verified[training] > VERIFIED_BATCHES:
+            return
         per_rank = self.all_gather_object(documents.checksum.tolist())
         others = [rank for rank, each in enumerate(per_rank) if each != per_rank[0]]
         if others:

@@ -79,7 +79,9 @@ def causal_mask(
     """What a model builds before its first layer. Raises ValueError for models and masks that cannot be exact."""
     problems = [] if config is None else [*config_problems(config)]
     if attention_mask is not None and not bool(attention_mask.all()):
-        problems.append("attention_mask hides tokens; give it to shard_batch, which makes documents of it")
+        problems.append(
+            "attention_mask hides tokens: shard_batch makes documents of it; prompts to generate must be equally long"
+        )
     parts = [*_mask_parts(mask_function)]
     problems += [
         f"mask function {name} is unknown; causal masks and sliding windows are known" for name, _ in parts if name
@@ -172,7 +174,8 @@ def attention_forward(
             "no documents reached attention: give the model what shard_batch returns, whole (to generate, use "
             "longhaul_attention.generation; it supports models that attend to the keys and values that they keep)"
         )
-    if unknown := {name for name, given in others.items() if given is not None and given is not False} - keys:
+    unknown = {name for name, given in others.items() if given is not None and given is not False} - keys
+    if unknown and (documents is not None or sharded_layer is not None):
         problems.append(f"attention is given {', '.join(sorted(unknown))}, which it does not know")
     if query.shape[2] != key.shape[2]:
         problems.append(
