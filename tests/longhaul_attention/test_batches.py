@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def gathered() -> list[str]:
         back = {
             key: cp.gather(value, shard["documents"])
             for key, value in shard.items()
-            if isinstance(value, Tensor) and value.ndim > 1 and key != "labels"
+            if isinstance(value, Tensor) and value.ndim > 1 and key not in ("labels", "attention_mask")
         }
         expected = {key: full[key] for key in ("input_ids", "position_ids", "loss_weights", "embeddings")}
         expected["shift_labels"] = torch.cat((full["labels"][:, 1:], torch.full((2, 1), -100)), dim=1)
@@ -56,6 +57,9 @@ def gathered() -> list[str]:
         # In front one more: a loss that shifts labels itself has other lengths, and counting them in either way is right.
         if not torch.equal(shard["labels"][:, 1:], shard["shift_labels"]) or (shard["labels"][:, 0] != -100).any():
             wrong.append(f"{method}: labels")
+        mask = shard["attention_mask"]
+        if mask.shape[1] != shard["input_ids"].shape[1] + 1 or mask[:, 0].any() or not mask[:, 1:].all():
+            wrong.append(f"{method}: mask")
         if cp.shard_batch(full | {"num_items_in_batch": 12})["num_items_in_batch"] != 12 / distributed.get_world_size():
             wrong.append(f"{method}: a given count")
     return wrong
@@ -158,3 +162,16 @@ def test_without_a_mesh_it_is_plain_attention() -> None:
     assert torch.equal(cp.gather(shard["input_ids"], shard["documents"]), torch.arange(96).view(2, 48))
     expected = dense(q, k, v, boundaries, window=9)[0]
     torch.testing.assert_close(cp.attention(q, k, v, shard["documents"], window=9), expected, rtol=1e-12, atol=1e-12)
+
+
+def sharded_elsewhere() -> bool:
+    """Whether a data loader's worker that does not share this process's memory shards a batch as this rank does."""
+    cp = ContextParallel(flat_mesh(), method="ring")
+    batch = {"input_ids": torch.arange(90).view(2, 45), "position_ids": packed_positions().expand(2, -1)}
+    here, there = (each.shard_batch(batch) for each in (cp, pickle.loads(pickle.dumps(cp))))
+    tokens = cp.gather(there["input_ids"], pickle.loads(pickle.dumps(there["documents"])))
+    return torch.equal(here["input_ids"], there["input_ids"]) and torch.equal(tokens, batch["input_ids"])
+
+
+def test_workers_of_a_data_loader_shard_batches() -> None:
+    assert run_ranks(sharded_elsewhere, 2) == [True, True]

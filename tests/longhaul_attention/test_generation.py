@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from math import ceil
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from longhaul_attention import ContextParallel, register_transformers
 from tests.longhaul_attention.in_float64 import float64_throughout
-from tests.longhaul_attention.test_refusals import flat_mesh, message_of
+from tests.longhaul_attention.test_refusals import flat_mesh, message_of, tiny
 from tests.longhaul_attention.test_transformers_models import METHODS, model
 from tests.ranks import run_ranks
 
@@ -87,6 +88,75 @@ def test_a_prompt_of_8192_tokens_on_four_ranks() -> None:
         check(found, 4, 8192 + 32)
 
 
+class AfterRank:
+    """Stops at another token on every rank."""
+
+    def __call__(self, input_ids: Any, *_: Any, **__: Any) -> Any:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 12 + distributed.get_rank())
+
+
+def drawn() -> tuple[list[Any], list[Any], int]:
+    """Three draws by transformers and by ranks, one after the other, and how many tokens there are if rank 0 stops at 12."""
+    from longhaul_attention import generation
+
+    register_transformers()
+    cp, options = (
+        ContextParallel(flat_mesh(), method="ring"),
+        {"do_sample": True, "max_new_tokens": 8, "pad_token_id": 0},
+    )
+    tokens = torch.randint(40, (1, 9), generator=torch.Generator().manual_seed(2))
+    with float64_throughout():
+        plain, sharded = model("Llama", "eager"), model("Llama", "longhaul")
+        torch.manual_seed(5)
+        expected = [
+            plain.generate(tokens, attention_mask=torch.ones_like(tokens), **options).tolist() for _ in range(3)
+        ]
+        torch.manual_seed(5 + distributed.get_rank())
+        found = [generation.generate(sharded, cp, tokens, **options).tolist() for _ in range(3)]
+        stopped = generation.generate(sharded, cp, tokens, stopping_criteria=[AfterRank()], **options)
+    return expected, found, stopped.shape[1]
+
+
+def test_ranks_draw_on_and_stop_together() -> None:
+    for expected, found, stopped in run_ranks(drawn, 2):
+        assert found == expected
+        assert expected[0] != expected[1]
+        assert stopped == 12
+
+
+def shared_keys(shared: int) -> float:
+    """Of the logits of a model whose last layers attend to the keys of others."""
+    from longhaul_attention import generation
+
+    register_transformers()
+    cp, tokens = ContextParallel(flat_mesh(), method="ring"), torch.randint(40, (2, 15))
+    sizes = {"num_hidden_layers": 4, "num_kv_shared_layers": shared, "laurel_rank": 4, "head_dim": 8, "sliding_window": 6,
+             "layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+             "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40, "pad_token_id": 0}  # fmt: skip
+    asked: dict[str, Any] = {
+        "max_new_tokens": 6,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "eos_token_id": None,
+    }
+    torch.manual_seed(0)
+    sharded = tiny("Gemma3nText", **sizes).double()
+    plain = transformers.AutoModelForCausalLM.from_config(
+        deepcopy(sharded.config), attn_implementation="eager"
+    ).double()
+    plain.load_state_dict(sharded.state_dict())
+    with float64_throughout():
+        torch.manual_seed(1)
+        tokens = torch.randint(40, (2, 15))
+        expected = plain.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, **asked)
+        found = generation.generate(sharded, cp, tokens, do_sample=False, **asked)
+    return float(max((a - b).abs().max() for a, b in zip(found.logits, expected.logits, strict=True)))
+
+
+def test_layers_that_share_keys_keep_each_token_once() -> None:
+    assert max(run_ranks(shared_keys, 2, 2)) < 1e-11
+
+
 def test_ranks_sample_the_same_tokens_as_one_process() -> None:
     options = {"do_sample": True, "temperature": 1.5, "top_k": 0}
     for found in run_ranks(generated, 2, "Llama", "ulysses", 1, 20, options):
@@ -109,6 +179,12 @@ def messages() -> dict[str, str]:
             generation.generate, model("DeepseekV3", "longhaul").float(), cp, tokens
         ),
         "transformers alone": message_of(llama.generate, tokens),
+        "no cache": message_of(generation.generate, llama, cp, tokens, use_cache=False),
+        "a clock": message_of(generation.generate, llama, cp, tokens, max_time=1.0),
+        "one key for two values": message_of(generation.generate, tiny("DiffLlama", num_hidden_layers=2), cp, tokens),
+        "no attention": message_of(
+            generation.generate, tiny("Mamba", state_size=4, num_hidden_layers=2, expand=1), cp, tokens
+        ),
     }
 
 
@@ -117,7 +193,9 @@ def test_what_needs_a_cache_of_another_kind_is_refused() -> None:
         assert "the sharded cache holds 1 sequences and 2 are generated: beams" in told["beams"]
         assert "a sharded cache cannot be cropped, repeated or reordered" in told["beams without a prompt"]
         assert "attention_mask hides tokens" in told["padded prompts"]
-        assert (
-            "it supports models that attend to the keys and values that they keep" in told["keys made of what is kept"]
-        )
+        assert "with models that attend to the keys and values that they keep" in told["keys made of what is kept"]
         assert "no documents reached attention" in told["transformers alone"]
+        assert "use_cache = False leaves nothing to share" in told["no cache"]
+        assert "max_time is read from each rank's clock" in told["a clock"]
+        assert "it attends to other keys or values than those that it keeps" in told["one key for two values"]
+        assert "nothing was refused" not in told["no attention"]

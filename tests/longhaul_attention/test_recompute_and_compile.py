@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 
 
 def gradients(trained: Any, shard: dict[str, Any], forward: Any = None) -> list[Tensor]:
-    loss = (trained if forward is None else forward)(**shard, use_cache=False).loss
+    loss = (trained if forward is None else forward)(**shard).loss
     trained.zero_grad()
     loss.backward()
     return [loss.detach(), *(parameter.grad.clone() for parameter in trained.parameters())]

@@ -46,6 +46,11 @@ def tiny(kind: str = "Llama", **options: Any) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="longhaul")
 
 
+def with_attention(model: Any, implementation: str) -> Any:
+    model.set_attn_implementation(implementation)
+    return model
+
+
 def flat_mesh() -> Any:
     return init_device_mesh("cpu", (distributed.get_world_size(),))
 
@@ -74,7 +79,19 @@ def messages_of_models() -> dict[str, str]:
         "balance loss": message_of(tiny("Mixtral", output_router_logits=True), **shard),
         "mask of the user": message_of(tiny(), **shard | {"attention_mask": torch.zeros(2, 1, 23, 23)}),
         "mask that hides tokens": message_of(tiny(), **shard | {"attention_mask": torch.tensor([[1] * 20 + [0] * 3] * 2)}),
-        "static cache": message_of(static, **shard | {"past_key_values": cache}),
+        "attention forgotten": message_of(with_attention(tiny(), "sdpa"), **shard),
+        "eager attention": message_of(with_attention(tiny(), "eager"), **shard),
+        "no attention": message_of(tiny("Mamba", state_size=4, expand=1), **shard),
+        "positions of RoBERTa": message_of(
+            tiny("Roberta", is_decoder=True, max_position_embeddings=64), **cp.shard_batch({"input_ids": shard["input_ids"]})
+        ),
+        "Llama 4's temperature": message_of(
+            tiny("Llama4Text", attention_chunk_size=None, num_local_experts=2, no_rope_layers=[1, 0]), **shard
+        ),
+        "layers that are dropped": message_of(
+            tiny("OPT", ffn_dim=20, word_embed_proj_dim=24, dropout=0.0, layerdrop=0.1, pad_token_id=0).train(), **shard
+        ),
+        "static cache": message_of(static, **shard | {"past_key_values": cache, "use_cache": True}),
         "both ways": message_of(attending_both_ways, **shard),
         "dynamic rope": message_of(tiny(max_position_embeddings=16, rope_scaling=rope), **cp.shard_batch(batch(packed=False))),
         "longrope": message_of(model("Phi3", "longhaul"), **cp.shard_batch({"input_ids": torch.ones(1, 6).long()})),
@@ -93,6 +110,12 @@ REFUSED_MODELS = {
     "balance loss": "output_router_logits = True adds a balance loss, which is not a mean over tokens",
     "mask of the user": "the mask (Tensor) was not made by transformers' mask interface; its pairs are not known",
     "mask that hides tokens": "attention_mask hides tokens: shard_batch makes documents of it; prompts to generate must be equally long",
+    "attention forgotten": "RuntimeError",
+    "eager attention": "RuntimeError",
+    "no attention": "RuntimeError",
+    "positions of RoBERTa": "roberta counts positions from another number than 0: give position_ids",
+    "Llama 4's temperature": "attn_temperature_tuning counts the tokens of a rank",
+    "layers that are dropped": "layerdrop = 0.1: ranks would drop other values than one process",
     "static cache": "64 keys for 23 queries: a KV cache of transformers holds no shards",
     "both ways": "attention without a causal mask",
     "dynamic rope": "rope_type dynamic takes its frequencies from the last position of a rank, beyond 16 positions",
@@ -147,6 +170,7 @@ def messages_of_batches() -> dict[str, str]:
 
     return {
         "no tokens": message_of(cp.shard_batch, {}),
+        "nothing": message_of(cp.shard_batch, {"input_ids": tokens[:, :0]}),
         "one sequence without a batch": message_of(cp.shard_batch, {"input_ids": tokens[0]}),
         "labels of another length": told(labels=tokens[:, 1:]),
         "labels that are shifted": told(labels=tokens.roll(-1, 1)),
@@ -168,6 +192,7 @@ def messages_of_batches() -> dict[str, str]:
 
 REFUSED_BATCHES = {
     "no tokens": "a batch needs input_ids [batch, tokens]",
+    "nothing": "input_ids [2, 0] hold no tokens",
     "one sequence without a batch": "a batch needs input_ids [batch, tokens], not [45]",
     "labels of another length": "labels [2, 44] must have the shape of input_ids [2, 45]",
     "labels that are shifted": "labels are shifted already, and would be shifted again: give them as shift_labels",

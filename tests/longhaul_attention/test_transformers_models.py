@@ -85,7 +85,7 @@ def with_masks(inputs: dict[str, Tensor], window: int) -> dict[str, Any]:
 
 def run(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Loss, logits and gradients."""
-    output = model(**inputs, use_cache=False)
+    output = model(**inputs | {"use_cache": False})
     model.zero_grad()
     output.loss.backward()
     grads = [torch.zeros_like(x) if x.grad is None else x.grad.clone() for x in model.parameters()]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     from datasets import Dataset
     from tokenizers import Tokenizer, models
-    from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
-    from trl import SFTConfig, SFTTrainer
+
+    transformers, trl = import_module("transformers"), import_module("trl")
 
     given: dict[str, Any] = {
         "per_device_train_batch_size": 1 if options.kind == "sft" else 2,
@@ -54,27 +55,27 @@ def main() -> None:
         "save_strategy": "steps", "save_steps": 4, "report_to": "none", "use_cpu": True, "disable_tqdm": True,
         "learning_rate": 1e-2, "lr_scheduler_type": "constant", "bf16": False, "seed": 1,
     }  # fmt: skip
-    arguments: Any = (SFTConfig if options.kind == "sft" else TrainingArguments)(
+    arguments: Any = (trl.SFTConfig if options.kind == "sft" else transformers.TrainingArguments)(
         str(options.output.parent / "run"), **given
     )
     implementation = register_transformers() if options.cp > 1 else "sdpa"
-    config = MistralConfig(
+    config = transformers.MistralConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, sliding_window=24, use_cache=False, attn_implementation=implementation,
         bos_token_id=0, eos_token_id=1, pad_token_id=2,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = MistralForCausalLM(config).double()
+    model = transformers.MistralForCausalLM(config).double()
     train, held_out = (Dataset.from_dict({"input_ids": rows(*each)}) for each in ((26, 0), (8, 1)))
     more: dict[str, Any] = {"train_dataset": train, "eval_dataset": held_out}
-    kind: Any = Trainer
+    kind: Any = transformers.Trainer
     if options.kind == "sft":
         words = {str(number): number for number in range(64)}
-        tokenizer = PreTrainedTokenizerFast(
+        tokenizer = transformers.PreTrainedTokenizerFast(
             tokenizer_object=Tokenizer(models.WordLevel(words)), eos_token="1", pad_token="2"
         )
         arguments.packing, arguments.max_length = True, 128
-        kind, more["processing_class"] = SFTTrainer, tokenizer
+        kind, more["processing_class"] = trl.SFTTrainer, tokenizer
     else:
         more["data_collator"] = padded
     if options.cp > 1:

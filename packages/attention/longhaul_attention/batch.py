@@ -30,25 +30,22 @@ class Documents:
     """
 
     def __init__(
-        self,
-        boundaries_BD: Tensor,
-        seq_len: int,
-        context_key: int,
-        checksum: Tensor,
-        longest: tuple[int, int],
-        keys: set[str],
+        self, boundaries_BD: Tensor, *, seq_len: int, checksum: Tensor, longest: tuple[int, int], **context: Any
     ) -> None:
         self.boundaries_BD = boundaries_BD
         """int32 on the CPU: the document starts of each sequence, then its padded length, repeated."""
         self.seq_len = seq_len
         """Tokens of each sequence, without the padding of `shard_batch`."""
-        self.context_key = context_key
-        """Of the `ContextParallel` that sharded the batch."""
         self.checksum = checksum
         """int64 [2], of tokens and boundaries: equal on ranks that were given the same batch."""
         self.longest = longest
         """Positions of the batch, and of the rank where the last position is the smallest: what its last one is, plus 1."""
-        self.keys = frozenset(keys)
+        self.context_key: int = context["key"]
+        """Of the `ContextParallel` that sharded the batch."""
+        self.plan: tuple[Any, ...] = context["plan"]
+        """How it sharded it."""
+        self.positions_given: bool = context["positions_given"]
+        self.keys = frozenset[str](context["keys"])
         """Those of the batch: a model may pass them all on to attention."""
         self.is_verified = False
         """Whether the ranks have compared their checksums."""

@@ -158,6 +158,8 @@ class ContextParallel(context_parallel.ContextParallel):
                 "a batch needs input_ids [batch, tokens]"
                 + ("" if tokens_BT is None else f", not {list(tokens_BT.shape)}")
             )
+        if not tokens_BT.numel():
+            raise ValueError(f"input_ids {list(tokens_BT.shape)} hold no tokens")
         seq_len = tokens_BT.shape[1]
         boundaries_BD = batches.find_boundaries(batch, boundaries)
         padded_length = self.plan.padded_length(seq_len)
@@ -174,10 +176,30 @@ class ContextParallel(context_parallel.ContextParallel):
         if "shift_labels" in shards:
             # In front one more, as before a shift: a loss that shifts labels itself is refused by their length.
             shards["labels"] = F.pad(shards["shift_labels"], (1, 0), value=IGNORE_INDEX)
-        checksum = batches.checksum(tokens_BT, padded_BD)
-        longest = self._longest(full["position_ids"], padded_BD)
-        shards["documents"] = Documents(padded_BD, seq_len, self.key, checksum, longest, {*shards, "documents"})
+        # One column more, and hidden: a model that takes another attention for this batch, or none, fails by its shape, unless
+        # it makes a cache, which would have the shape of the tokens.
+        shards.setdefault("use_cache", False)
+        shards["attention_mask"] = F.pad(torch.ones_like(shards["input_ids"]), (1, 0))
+        shards["documents"] = Documents(
+            padded_BD,
+            seq_len=seq_len,
+            checksum=batches.checksum(tokens_BT, padded_BD),
+            longest=self._longest(full["position_ids"], padded_BD),
+            key=self.key,
+            plan=self._sharding,
+            positions_given=boundaries is not None or batch.get("position_ids") is not None,
+            keys={*shards, "documents"},
+        )
         return shards
+
+    @property
+    def _sharding(self) -> tuple[Any, ...]:
+        """What must be the same where a batch is sharded and where attention is computed."""
+        return self.plan.resolved_method, self.layout, self.plan.mesh_shape, self.rank
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a data loader's worker needs to shard batches: no process groups."""
+        return vars(self) | {"groups": [], "_core": None, "_variants": {}}
 
     def _shift_labels(self, full: dict[str, Any], mask_BT: Tensor | None) -> None:
         labels_BT, shifted_BT = full.pop("labels", None), full.get("shift_labels")
@@ -223,6 +245,8 @@ class ContextParallel(context_parallel.ContextParallel):
         """
         if not isinstance(boundaries, Documents):
             return super().gather(x_BS, boundaries)
+        if context_of(boundaries) is not self:
+            raise ValueError("the batch was sharded by another ContextParallel")
         return super().gather(x_BS, boundaries.boundaries_BD)[:, : boundaries.seq_len]
 
     def _verify(self, documents: Documents) -> None:
@@ -254,4 +278,6 @@ def context_of(documents: Documents) -> ContextParallel:
     found = _contexts[documents.context_key]() if documents.context_key in _contexts else None
     if found is None:
         raise ValueError("the ContextParallel that sharded this batch does not exist any more; keep a reference to it")
+    if found._sharding != documents.plan:
+        raise ValueError(f"the batch was sharded by {documents.plan}, and attention by {found._sharding}")
     return found

@@ -1,4 +1,4 @@
-"""Losses of every token of long sequences, and what is read from them: perplexity, and numbers hidden in text.
+"""Losses of every token of long sequences: perplexity, and numbers hidden in text; and whether a model is the same on ranks.
 
 Shape suffixes: B sequences, S tokens of this rank, T tokens of the full sequence, E model dim, V vocabulary.
 """
@@ -18,6 +18,8 @@ from longhaul_attention.context_parallel import ContextParallel
 
 CHUNK_BYTES = 1 << 28
 """Of float32 logits that exist at once."""
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Of logits, over the largest: transformers computes parts of any model in float32."""
 MARKER, END = "\nThe secret number is: ", ".\n"
 
 
@@ -38,7 +40,7 @@ def token_scores(model: Any, cp: ContextParallel, input_ids: Tensor) -> TokenSco
     labels_BS = shard.pop("shift_labels")
     del shard["labels"]
     with torch.no_grad():
-        output = model.base_model(**shard, use_cache=False)
+        output = model.base_model(**shard)
         hidden_BSE = output.last_hidden_state
         tokens = max(1, CHUNK_BYTES // (4 * len(input_ids) * model.config.get_text_config().vocab_size))
         found = [
@@ -109,3 +111,36 @@ def finds(model: Any, cp: ContextParallel, needle: Needle) -> tuple[bool, float]
     scores = token_scores(model, cp, needle.tokens[None].to(device))
     answer = slice(-needle.num_answer, None)
     return bool(scores.is_likeliest[0, answer].all()), -float(scores.losses[0, answer].double().mean())
+
+
+def check(model: Any, cp: ContextParallel, *, tokens: int = 128) -> float:
+    """The largest difference of logits from those of the model's own attention on whole sequences, over the largest. Collective.
+
+    Of random tokens, without gradients; for models that nobody has tried. Raises ValueError if they are not the same model.
+    """
+    config, parameter = model.config, next(model.parameters())
+    tokens = min(tokens, getattr(config.get_text_config(), "max_position_embeddings", tokens) // 2)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.get_text_config().vocab_size, (1, tokens), generator=generator).to(parameter.device)
+    positions, ours, is_training = (
+        torch.arange(tokens, device=ids.device)[None],
+        config._attn_implementation,
+        model.training,
+    )
+    model.eval()
+    try:
+        with torch.no_grad():
+            shard = cp.shard_batch({"input_ids": ids, "position_ids": positions})
+            found = cp.gather(model(**shard).logits, shard["documents"])
+            model.set_attn_implementation("eager")
+            expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    finally:
+        model.set_attn_implementation(ours)
+        model.train(is_training)
+    difference = float((found - expected).abs().max() / expected.abs().max())
+    if not difference <= TOLERANCES[parameter.dtype]:
+        raise ValueError(
+            f"{type(model).__name__} gives other logits on {cp.plan.cp} ranks than on one: {difference:.1e} of the largest; "
+            "it has layers that need the tokens of other ranks and do not ask attention for them"
+        )
+    return difference

@@ -10,13 +10,14 @@ Shape suffixes: B sequences, S new tokens, C tokens that a buffer has room for, 
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_right
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Cache, LogitsProcessor, LogitsProcessorList
+from transformers import Cache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 
 from longhaul_attention.batch import Documents
@@ -38,13 +39,21 @@ def generate(model: Any, cp: ContextParallel, input_ids: Tensor, **options: Any)
     The model's attention implementation is that of `register_transformers`; `input_ids` [B, T] are the same on all ranks,
     prompts of equal length. Raises ValueError for what needs a cache that is rearranged, such as beams.
     """
+    refused = {
+        name: getattr(options.get("generation_config"), name, None) for name in ("max_time", "use_cache")
+    } | options
+    if refused.get("max_time") is not None:
+        raise ValueError("max_time is read from each rank's clock, and ranks would stop at different tokens")
+    if options.get("use_cache") is False:
+        raise ValueError("use_cache = False leaves nothing to share: every rank would compute the whole sequence")
     cache = prefill(model, cp, input_ids[:, :-1])
-    scores = LogitsProcessorList([*options.pop("logits_processor", []), FirstRanksScores(cp)])
-    options |= {_cache_argument(model): cache, "logits_processor": scores}
+    decided = [FirstRanksDecision(cp, each) for each in options.pop("stopping_criteria", None) or []]
+    scores = LogitsProcessorList([*(options.pop("logits_processor", None) or []), FirstRanksScores(cp)])
+    options |= {_cache_argument(model): cache, "logits_processor": scores, "use_cache": True}
+    options |= {"stopping_criteria": StoppingCriteriaList(decided)} if decided else {}
     options.setdefault("attention_mask", torch.ones_like(input_ids))
-    devices = [input_ids.device] if input_ids.device.type != "cpu" else []
-    with torch.random.fork_rng(devices), torch.no_grad():
-        torch.manual_seed(int(_of_first_rank(cp, torch.tensor(torch.initial_seed() % 2**62, device=input_ids.device))))
+    _share_random_state(cp, input_ids.device)
+    with torch.no_grad():
         return model.generate(input_ids, **options)
 
 
@@ -61,7 +70,9 @@ def prefill(model: Any, cp: ContextParallel, input_ids: Tensor) -> ShardedCache:
     with torch.no_grad():
         # One token first: what would be refused after the prompt is refused before it.
         model.base_model(input_ids[:, :1], **{argument: ShardedCache(cp)}, use_cache=True)
-        model.base_model(**shard, **{argument: cache}, use_cache=True)
+        model.base_model(**shard | {argument: cache, "use_cache": True})
+    if not cache.layers:
+        raise ValueError(f"{type(model).__name__} has no layer that keeps keys and values")
     cache.prompt = None
     return cache
 
@@ -69,6 +80,24 @@ def prefill(model: Any, cp: ContextParallel, input_ids: Tensor) -> ShardedCache:
 def _cache_argument(model: Any) -> str:
     # Since transformers 5.24; the other is deprecated.
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _share_random_state(cp: ContextParallel, device: torch.device) -> None:
+    """Rank 0's on all ranks, which then draw the same tokens."""
+    torch.set_rng_state(_of_first_rank(cp, torch.get_rng_state().to(device)).cpu())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(_of_first_rank(cp, torch.cuda.get_rng_state(device).to(device)).cpu(), device)
+
+
+class FirstRanksDecision(StoppingCriteria):
+    """Whether rank 0 stops: one that stopped alone would leave the others waiting."""
+
+    def __init__(self, cp: ContextParallel, criterion: Any) -> None:
+        self._cp, self._criterion = cp, criterion
+
+    def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Any:
+        decision = torch.as_tensor(self._criterion(input_ids, scores, **options), device=input_ids.device)
+        return _of_first_rank(self._cp, decision.expand(len(input_ids)).to(torch.uint8)).bool()
 
 
 class FirstRanksScores(LogitsProcessor):
@@ -107,6 +136,9 @@ class ShardedLayer(DynamicLayer):
         self._buffers: tuple[Tensor, ...] = ()
         """Keys and values [B, C, K, H], of equal width."""
         self._batch_size = 0
+        self._new: tuple[Tensor, ...] = ()
+        self._is_kept = False
+        """Whether the newest keys and values are held already: layers may attend to those of another."""
         self._counts = [0] * cache.cp.plan.cp
         """Tokens that each rank holds."""
 
@@ -121,6 +153,7 @@ class ShardedLayer(DynamicLayer):
         """Keeps a prompt's tokens of this rank, or marks new ones for `attend`; returns what was given."""
         self.lazy_initialization(key_states)
         if self._cache.prompt is None:
+            self._new, self._is_kept = (key_states, value_states), False
             cast(Any, key_states).sharded_layer = self
         else:
             self._keep_prompt(self._cache.prompt, key_states, value_states)
@@ -147,17 +180,23 @@ class ShardedLayer(DynamicLayer):
         sink: Tensor | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Attention of new tokens to all before them and to themselves: [B, S, N, H], equal on all ranks. Collective."""
+        """Attention of new tokens to all before them and to themselves: [B, S, N, H], equal on all ranks. Collective.
+
+        Raises ValueError if the cache holds another number of sequences.
+        """
         cp, held = self._cache.cp, self._batch_size or len(q_BSNH)
         if held != len(q_BSNH):
             raise ValueError(
                 f"the sharded cache holds {held} sequences and {len(q_BSNH)} are generated: beams and several answers to a "
                 "prompt are not supported; repeat the prompt instead"
             )
+        if not self._is_kept:
+            for k_BKH, v_BKH in zip(k_BSKH.unbind(1), v_BSKH.unbind(1), strict=True):
+                self._append(k_BKH, v_BKH)
+        self._is_kept, first = True, self.get_seq_length() - q_BSNH.shape[1]
         found = []
-        for q_BNH, k_BKH, v_BKH in zip(*(x.unbind(1) for x in (q_BSNH, k_BSKH, v_BSKH)), strict=True):
-            self._append(k_BKH, v_BKH)
-            out_BNH, lse_NB = self._attend_held(q_BNH, window, softcap)
+        for position, q_BNH in enumerate(q_BSNH.unbind(1), first):
+            out_BNH, lse_NB = self._attend_held(q_BNH, position, window, softcap)
             found.append(torch.cat((out_BNH.to(lse_NB.dtype), lse_NB.T[..., None]), dim=-1))
         by_rank = _of_all_ranks(cp, torch.cat(found))
         softmax = OnlineSoftmax.of_no_keys(q_BSNH.transpose(0, 1).flatten(0, 1))
@@ -182,12 +221,16 @@ class ShardedLayer(DynamicLayer):
             buffer[:, len(self.positions)] = x_BKH
         self.positions.append(position)
 
-    def _attend_held(self, q_BNH: Tensor, window: int | None, softcap: float | None) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of the newest token over the keys of this rank."""
-        held, first = len(self.positions), 0
-        if window is not None:  # A window's keys are the last ones.
-            oldest = self.get_seq_length() - window
-            first = next((i for i in range(held, 0, -1) if self.positions[i - 1] < oldest), 0)
+    def keeps(self, key_states: Tensor, value_states: Tensor) -> bool:
+        """Whether these are the newest keys and values."""
+        return len(self._new) == 2 and key_states is self._new[0] and value_states is self._new[1]
+
+    def _attend_held(
+        self, q_BNH: Tensor, position: int, window: int | None, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of a token over the keys of this rank."""
+        held = bisect_right(self.positions, position)
+        first = 0 if window is None else bisect_right(self.positions, position - window)
         if first == held:
             softmax = OnlineSoftmax.of_no_keys(q_BNH)
             return softmax.out_XNH, softmax.lse_NX

@@ -23,16 +23,34 @@ from longhaul_attention.context_parallel import context_of
 
 NAME = "longhaul"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+WITHOUT_TOKENS_OF_OTHERS = {"dense", "mlp", "moe", "sparse"}
+"""Layers that are not attention, and need no other tokens."""
 DROPOUTS = (
+    "activation_dropout",
     "attn_pdrop",
+    "decoder_layerdrop",
     "dropout",
     "embd_pdrop",
     "embedding_dropout",
     "hidden_dropout",
     "hidden_dropout_prob",
+    "input_jitter_noise",
+    "layerdrop",
+    "mlp_dropout",
+    "moe_jitter_eps",
     "resid_pdrop",
     "residual_dropout",
+    "router_jitter_noise",
 )
+POSITIONS_FROM_PADDING = {
+    "camembert",
+    "data2vec-text",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+}
+"""Model types that count positions from another number than 0, unless they are given."""
 HARMLESS = {
     "attention_mask",
     "cache_position",
@@ -69,16 +87,26 @@ class CausalMask:
     def __init__(self, window: int | None) -> None:
         self.window = window
 
+    def __getitem__(self, places: Any) -> CausalMask:
+        """The whole of it."""
+        for place in places if isinstance(places, tuple) else (places,):
+            if place is not Ellipsis and place not in (slice(None), slice(0, None)):
+                raise ValueError(f"{NAME} attention has no part {place} of a mask: this model selects pairs itself")
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{NAME} attention has no mask with {name}: this model computes with its mask itself")
+
 
 # ---- the mask
 
 
 def causal_mask(
-    *, mask_function: Callable[..., Any], config: Any = None, attention_mask: Tensor | None = None, **_: Any
+    *, mask_function: Callable[..., Any], config: Any = None, attention_mask: Tensor | None = None, **given: Any
 ) -> CausalMask:
     """What a model builds before its first layer. Raises ValueError for models and masks that cannot be exact."""
     problems = [] if config is None else [*config_problems(config)]
-    if attention_mask is not None and not bool(attention_mask.all()):
+    if attention_mask is not None and not (bool(attention_mask.all()) or _is_ours(attention_mask, given)):
         problems.append(
             "attention_mask hides tokens: shard_batch makes documents of it; prompts to generate must be equally long"
         )
@@ -89,6 +117,20 @@ def causal_mask(
     if problems:
         raise ValueError(f"{NAME} attention cannot be exact: {'; '.join(problems)}")
     return CausalMask(min((window for _, window in parts if window), default=None))
+
+
+def _is_ours(mask_BS: Tensor, given: dict[str, Any]) -> bool:
+    """Whether a mask is that of `shard_batch`: one column more than there are tokens, the first, which is hidden."""
+    places = given.get("cache_position")  # transformers 4.
+    is_first, tokens = (
+        (given["q_offset"] == 0, given["q_length"]) if places is None else (bool(places[0] == 0), len(places))
+    )
+    return (
+        bool(is_first)
+        and mask_BS.shape[1] == tokens + 1
+        and not bool(mask_BS[:, 0].any())
+        and bool(mask_BS[:, 1:].all())
+    )
 
 
 def _mask_parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str | None, int | None]]:
@@ -110,13 +152,15 @@ def _mask_parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str | None,
 
 def config_problems(config: Any) -> Iterator[str]:
     """What of a model's configuration its ranks could not compute as one process does."""
-    layers = set(getattr(config, "layer_types", None) or LAYER_TYPES) - LAYER_TYPES
+    layers = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES - WITHOUT_TOKENS_OF_OTHERS
     if layers:
         yield f"layer_types {', '.join(sorted(layers))} need the tokens of other ranks"
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         yield "ALiBi adds a bias to scores"
     if getattr(config, "output_router_logits", False):
         yield "output_router_logits = True adds a balance loss, which is not a mean over tokens"
+    if getattr(config, "attn_temperature_tuning", False) and "llama4" in str(getattr(config, "model_type", "")):
+        yield "attn_temperature_tuning counts the tokens of a rank"
     if getattr(config, "is_encoder_decoder", False):
         yield "an encoder-decoder model has attention without a causal mask"
 
@@ -129,7 +173,7 @@ def rope_problems(config: Any, longest: tuple[int, int]) -> Iterator[str]:
         limit = rope.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None
         )
-        limit = limit or config.max_position_embeddings
+        limit = limit or getattr(config, "max_position_embeddings", None) or 0
         of_batch, of_rank = longest
         if (kind == "longrope" and of_rank <= limit < of_batch) or ("dynamic" in kind and of_batch > limit):
             yield (
@@ -165,15 +209,21 @@ def attention_forward(
     """
     problems = [*_problems(module, attention_mask, dropout, sliding_window, is_causal=is_causal)]
     sharded_layer: Any = getattr(key, "sharded_layer", None)  # Of `generation.ShardedCache`, which has the keys.
+    config: Any = module.config
     keys = HARMLESS
     if documents is not None:
         keys = HARMLESS | documents.keys
-        problems += rope_problems(module.config, documents.longest)
+        if not documents.positions_given and getattr(config, "model_type", "") in POSITIONS_FROM_PADDING:
+            problems.append(f"{config.model_type} counts positions from another number than 0: give position_ids")
+        problems += rope_problems(config, documents.longest)
     elif sharded_layer is None:
         problems.append(
-            "no documents reached attention: give the model what shard_batch returns, whole (to generate, use "
-            "longhaul_attention.generation; it supports models that attend to the keys and values that they keep)"
+            "no documents reached attention: give the model what shard_batch returns, whole, if it passes its inputs on to "
+            "attention (to generate, use longhaul_attention.generation, with models that attend to the keys and values that "
+            "they keep, and without other forward passes)"
         )
+    if sharded_layer is not None and not sharded_layer.keeps(key, value):
+        problems.append("it attends to other keys or values than those that it keeps")
     unknown = {name for name, given in others.items() if given is not None and given is not False} - keys
     if unknown and (documents is not None or sharded_layer is not None):
         problems.append(f"attention is given {', '.join(sorted(unknown))}, which it does not know")
