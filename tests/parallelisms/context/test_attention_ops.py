@@ -309,7 +309,7 @@ def errors_below_autograd(method: str) -> dict[str, float]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("method", mark_slow_except(METHODS, "ring", "hybrid"))
-def test_core_below_autograd_equals_autograd_for_headgroups(method: str) -> None:
+def test_core_below_autograd_equals_autograd_for_head_groups(method: str) -> None:
     for found in run_ranks(errors_below_autograd, prod(METHODS[method]), method):
         assert len(found) == 10
         assert {name: error for name, error in found.items() if not error <= 1e-13} == {}
