@@ -36,7 +36,6 @@ LIBRARIES = {
 }
 """Modules that other scripts import, and one that runs in an environment of its own."""
 QUICK = {
-    "attention_package": "--rounds 1 --tokens 20000",
     "balance": "--documents 10000",
     "config_pages": "--check",
     "cpu_floor": "--steps 3 --seq-len 64 --layers 1",
@@ -50,9 +49,10 @@ QUICK = {
     "plans": "--folder {tmp} debug",
     "published": "",
     "replicas": "--mib 1 --rounds 1",
-    "storm": "--faults 1 --only save",
 }
 SLOW = {
+    "storm": "--faults 1 --only save",
+    "attention_package": "--rounds 1 --tokens 20000",
     "checkpoint": "--params-millions 0.2 --saves 1 --ranks 1 --folder {tmp}",
     "compare_commits": "HEAD HEAD --runs one_process",
     "cpu_pairs": ". --pairs 2 --rehearse --only full",

@@ -65,7 +65,7 @@ def gathered() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_every_token_label_and_position_reaches_one_rank(ranks: int) -> None:
     assert run_ranks(gathered, ranks) == [[]] * ranks
 
@@ -128,7 +128,9 @@ def attention_errors(method: str) -> float:
     return worst
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(each, marks=[] if each in ("ring", "hybrid") else pytest.mark.slow) for each in METHODS]
+)
 def test_attention_takes_any_heads_windows_sinks_and_caps(method: str) -> None:
     assert max(run_ranks(attention_errors, 4, method)) < 1e-12
 

@@ -68,7 +68,7 @@ def check(found: Found, ranks: int, total: int) -> None:
     ("name", "ranks", "method"),
     [
         pytest.param("GptOss", 4, "ring"),
-        pytest.param("Gemma2", 4, "hybrid"),
+        pytest.param("Gemma2", 4, "hybrid", marks=pytest.mark.slow),
         *(
             pytest.param(name, ranks, method, marks=pytest.mark.slow)
             for name in ("Llama", "Qwen3Moe", "GptOss", "Gemma2", "Qwen3 windows")
@@ -83,6 +83,7 @@ def test_tokens_and_logits_equal_one_process(name: str, ranks: int, method: str)
         check(found, ranks, 37 + 12)
 
 
+@pytest.mark.slow
 def test_a_prompt_of_8192_tokens_on_four_ranks() -> None:
     for found in run_ranks(generated, 4, "Llama", "ring", 8192, 32, {}, timeout=300):
         check(found, 4, 8192 + 32)

@@ -63,6 +63,7 @@ def results(folder: Path, ranks: int, *arguments: str) -> Any:
     return json.loads((folder / "results.json").read_text())
 
 
+@pytest.mark.slow
 def test_perplexity_is_that_of_transformers(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     arguments = ("perplexity", ".", "text.txt", "--tokens", "301", "--sequences", "3", "--method", "ring")
