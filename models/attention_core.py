@@ -61,7 +61,12 @@ class LocalAttentionCore:
     def __call__(
         self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, sink_N: Tensor | None = None
     ) -> Tensor:
-        return self.forward((q_BSNH, k_BSKH, v_BSKH), boundaries_BD, sink_N)[0]
+        return self.with_scores(self.window, self.softcap, q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N)
+
+    def with_scores(self, window: int | None, softcap: float | None, *inputs: Tensor | None) -> Tensor:
+        """Attention of a layer with another window or soft cap."""
+        out_BSNH: Tensor = attention_op.attend(*inputs, self.kernel, window, softcap)[0]
+        return out_BSNH
 
     def prepare(self, boundaries_BD: Tensor) -> object:
         seq_len = int(boundaries_BD[0, -1])

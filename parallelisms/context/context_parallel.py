@@ -110,13 +110,19 @@ class ContextParallel:
 
         Raises ValueError for shapes that do not match the plan, and boundaries that do not match the sequence.
         """
-        self._require_shapes(q_BSNH, k_BSKH, v_BSKH)
+        self._require_shapes(q_BSNH, k_BSKH, v_BSKH, self.plan.heads, self.plan.kv_heads)
         if boundaries_BD is None:
             boundaries_BD = one_document(q_BSNH.shape[0], q_BSNH.shape[1] * self.plan.cp)
+        scores = (self._core.window, self._core.softcap)
+        return self._attend(*scores, q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N)
+
+    def _attend(self, window: int | None, softcap: float | None, *inputs: Any) -> Tensor:
+        *qkv, boundaries_BD, sink_N = inputs
         if self.ulysses_group.size == 1:
-            return self._core(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N)
-        q, k, v = (self.ulysses_group.seq_to_heads(x) for x in (q_BSNH, k_BSKH, v_BSKH))
-        return self.ulysses_group.heads_to_seq(self._core(q, k, v, boundaries_BD, self._own_heads(sink_N)))
+            return self._core.with_scores(window, softcap, *inputs)
+        qkv = [self.ulysses_group.seq_to_heads(x) for x in qkv]
+        out_BTMH = self._core.with_scores(window, softcap, *qkv, boundaries_BD, self._own_heads(sink_N))
+        return self.ulysses_group.heads_to_seq(out_BTMH)
 
     def prepare(self, boundaries_BD: Tensor) -> object:
         return self._core.prepare(boundaries_BD)
@@ -232,9 +238,9 @@ class ContextParallel:
         seq_len = int(boundaries_BD[0, -1])
         return batch_layout(boundaries_BD, len(boundaries_BD), seq_len, self.layout, self.ring_degree)
 
-    def _require_shapes(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+    @staticmethod
+    def _require_shapes(q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int) -> None:
         # Checked before sending: a rank that raises later would leave the others waiting.
-        heads, kv_heads = self.plan.heads, self.plan.kv_heads
         is_same_size = q.shape[:2] == k.shape[:2] and q.shape[-1] == k.shape[-1] and k.shape == v.shape
         if not q.ndim == k.ndim == v.ndim == 4:
             problem = "queries, keys and values must be [batch, tokens, heads, head_dim], not"

@@ -12,7 +12,7 @@ of a block, R ranks, N query heads, K KV heads, H head dim, D document boundarie
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -216,8 +216,12 @@ class RingAttentionCore:
     def __call__(
         self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, sink_N: Tensor | None = None
     ) -> Tensor:
-        options = [getattr(self, each.name) for each in fields(self)]
-        out_BSNH: Tensor = attend(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N, *options)[0]
+        return self.with_scores(self.window, self.softcap, q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N)
+
+    def with_scores(self, window: int | None, softcap: float | None, *inputs: Tensor | None) -> Tensor:
+        """Attention of a layer with another window or soft cap."""
+        ring = (self.rotate_method, self.layout, self.group_name, self.reduce_dtype)
+        out_BSNH: Tensor = attend(*inputs, *ring, self.kernel, window, softcap)[0]
         return out_BSNH
 
     def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> StartedQKV:

@@ -7,7 +7,6 @@ D document boundaries.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -75,7 +74,8 @@ class ContextParallel(context_parallel.ContextParallel):
         super().__init__(mesh, plan, reduce_dtype=reduce_dtype, kernel=kernel)
         # Layers may have other heads than these; what was chosen by them stays.
         self.plan = replace(plan, method=plan.resolved_method, layout=plan.resolved_layout)
-        self._variants: dict[tuple[Any, ...], ContextParallel] = {}
+        self._known = set[tuple[Any, ...]]()
+        """Windows, soft caps and heads of layers that were checked."""
         self._num_verified = {True: 0, False: 0}  # In training, and in evaluation.
         self.key = next(_keys)
         _contexts[self.key] = ref(self)
@@ -104,12 +104,12 @@ class ContextParallel(context_parallel.ContextParallel):
         self._require_inputs(q_BSNH, boundaries, sink)
         heads, kv_heads = q_BSNH.shape[2], k_BSKH.shape[2]
         key = (window, softcap, heads, kv_heads)
-        variant = self._variants.get(key)
-        if variant is None:
-            variant = self._variant(window, softcap, heads, kv_heads)
-            if not torch.compiler.is_compiling():  # Which cannot trace it inside a checkpoint.
-                self._variants[key] = variant
-        return variant(q_BSNH, k_BSKH, v_BSKH, boundaries, sink)
+        if key not in self._known:
+            self._require_layer(window, softcap, heads, kv_heads)
+            if not torch.compiler.is_compiling():  # Which cannot keep it inside a checkpoint.
+                self._known.add(key)
+        self._require_shapes(q_BSNH, k_BSKH, v_BSKH, heads, kv_heads)
+        return self._attend(window, softcap, q_BSNH, k_BSKH, v_BSKH, boundaries, sink)
 
     def _require_inputs(self, q_BSNH: Tensor, boundaries_BD: Any, sink_N: Tensor | None) -> None:
         if not isinstance(boundaries_BD, Tensor):
@@ -125,19 +125,15 @@ class ContextParallel(context_parallel.ContextParallel):
         if sink_N is not None and sink_N.shape != q_BSNH.shape[2:3]:
             raise ValueError(f"a sink is a logit per query head, [{q_BSNH.shape[2]}], not {list(sink_N.shape)}")
 
-    def _variant(self, window: int | None, softcap: float | None, heads: int, kv_heads: int) -> ContextParallel:
-        plan = replace(self.plan, heads=heads, kv_heads=kv_heads)
-        problems = plan.problems()
+    def _require_layer(self, window: int | None, softcap: float | None, heads: int, kv_heads: int) -> None:
+        """Raises ValueError for heads that the method cannot split, and for a window or cap that is none."""
+        problems = replace(self.plan, heads=heads, kv_heads=kv_heads).problems()
         if window is not None and not (isinstance(window, int) and window >= 1):
             problems.append(f"sliding window {window} must be a number of keys, at least 1")
         if softcap is not None and not softcap > 0:
             problems.append(f"soft cap {softcap} must be above 0")
         if problems:
             raise ValueError("; ".join(problems))
-        variant = copy(self)
-        variant._core, variant.plan = replace(self._core, window=window, softcap=softcap), plan
-        variant._variants = {}  # Not a circle: process groups must not outlive their last user.
-        return variant
 
     # ---- batches
 
@@ -199,7 +195,7 @@ class ContextParallel(context_parallel.ContextParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a data loader's worker needs to shard batches: no process groups."""
-        return vars(self) | {"groups": [], "_core": None, "_variants": {}}
+        return vars(self) | {"groups": [], "_core": None}
 
     def _shift_labels(self, full: dict[str, Any], mask_BT: Tensor | None) -> None:
         labels_BT, shifted_BT = full.pop("labels", None), full.get("shift_labels")
