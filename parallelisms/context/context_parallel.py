@@ -35,9 +35,9 @@ T = TypeVar("T")
 class ContextParallel:
     """Context-parallel attention core (`models.attention_core.AttentionCore`), with sharding and gathering of tensors.
 
-    `mesh` has one dimension or, for `hybrid`, two: ring, then Ulysses; None is a single rank. 16-bit gradients of keys and values are sent in
-    `reduce_dtype`. Raises ValueError on all ranks, for everything that cannot be computed exactly and if the ranks'
-    arguments differ.
+    `mesh` has one dimension or, for `hybrid`, two: ring, then Ulysses; None is a single rank. 16-bit gradients of keys and
+    values are sent in `reduce_dtype`. Raises ValueError on all ranks, for everything that cannot be computed exactly and if
+    the ranks' arguments differ.
     """
 
     def __init__(
@@ -181,10 +181,8 @@ class ContextParallel:
     def gather(self, x_BS: Tensor, boundaries_BD: Tensor | None = None) -> Tensor:
         """All-gathers the full sequences, in order: [B, T, ...]. Not differentiable."""
         with torch.no_grad():
-            # Ulysses ranks hold adjacent parts of a ring rank's tokens, so they are gathered first.
-            for group in reversed(self.groups):
-                x_BS = torch.cat(tuple(collectives.all_gather_async(x_BS, group).wait()), dim=1)
-            return _select_tokens(x_BS, self._permutation(x_BS, boundaries_BD).argsort(dim=1))
+            x_BT = self.all_gather(x_BS).movedim(0, 1).flatten(1, 2)
+            return _select_tokens(x_BT, self._permutation(x_BT, boundaries_BD).argsort(dim=1))
 
     def spans(self, boundaries_D: Tensor) -> tuple[Tensor, Tensor]:
         """int64: starts and lengths of this rank's parts of a sequence with these boundaries, in the order held."""
@@ -200,6 +198,14 @@ class ContextParallel:
         """(query, key) pairs that this rank computes in sequences with these boundaries."""
         ring_rank, ulysses_degree = self.rank // self.ulysses_group.size, self.ulysses_group.size
         return self._batch_layout(boundaries_BD).pairs_per_rank(window)[ring_rank] // ulysses_degree
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's tensor, by rank: [ranks, *x.shape]."""
+        # Ulysses ranks are neighbours, so they are gathered first.
+        x = x[None]
+        for group in reversed(self.groups):
+            x = collectives.all_gather_async(x, group).wait().flatten(0, 1)
+        return x
 
     def all_gather_object(self, value: T) -> list[T]:
         """Every rank's value, by rank; pickled."""

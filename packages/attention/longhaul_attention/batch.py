@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.batch import IGNORE_INDEX, require_ascending
+from models.ranges import concatenated_ranges
 
 VARLEN_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What collators give to variable-length kernels: it repeats the documents of `position_ids`."""
@@ -30,7 +31,16 @@ class Documents:
     """
 
     def __init__(
-        self, boundaries_BD: Tensor, *, seq_len: int, checksum: Tensor, longest: tuple[int, int], **context: Any
+        self,
+        boundaries_BD: Tensor,
+        *,
+        seq_len: int,
+        checksum: Tensor,
+        longest: tuple[int, int],
+        context_key: int,
+        plan: tuple[Any, ...],
+        positions_given: bool,
+        keys: set[str],
     ) -> None:
         self.boundaries_BD = boundaries_BD
         """int32 on the CPU: the document starts of each sequence, then its padded length, repeated."""
@@ -40,12 +50,12 @@ class Documents:
         """int64 [2], of tokens and boundaries: equal on ranks that were given the same batch."""
         self.longest = longest
         """Positions of the batch, and of the rank where the last position is the smallest: what its last one is, plus 1."""
-        self.context_key: int = context["key"]
+        self.context_key = context_key
         """Of the `ContextParallel` that sharded the batch."""
-        self.plan: tuple[Any, ...] = context["plan"]
+        self.plan = plan
         """How it sharded it."""
-        self.positions_given: bool = context["positions_given"]
-        self.keys = frozenset[str](context["keys"])
+        self.positions_given = positions_given
+        self.keys = frozenset(keys)
         """Those of the batch: a model may pass them all on to attention."""
         self.is_verified = False
         """Whether the ranks have compared their checksums."""
@@ -142,9 +152,8 @@ def pad_boundaries(boundaries_BD: Tensor, seq_len: int, padded_length: int) -> T
 
 def positions_of(boundaries_BD: Tensor, seq_len: int) -> Tensor:
     """int64 [B, T]: each token's offset in its document."""
-    tokens_BT = torch.arange(seq_len, device="cpu").expand(len(boundaries_BD), -1).contiguous()
-    document_BT = torch.searchsorted(boundaries_BD.contiguous(), tokens_BT.int(), right=True) - 1
-    return tokens_BT - boundaries_BD.long().gather(1, document_BT)
+    lengths = boundaries_BD.long().diff(dim=1).flatten()
+    return concatenated_ranges(torch.zeros_like(lengths), lengths).view(-1, seq_len)
 
 
 def shift(labels_BT: Tensor) -> Tensor:

@@ -164,7 +164,7 @@ class ContextParallel(context_parallel.ContextParallel):
         for key in ("attention_mask", *batches.VARLEN_KEYS):
             full.pop(key, None)  # The documents say as much.
         if full.get("position_ids") is None:
-            given = boundaries_BD if boundaries is not None else torch.tensor([[0, seq_len]], device="cpu").int()
+            given = boundaries_BD if boundaries is not None else context_parallel.one_document(1, seq_len)
             full["position_ids"] = batches.positions_of(given, seq_len).to(tokens_BT.device)
         full["position_ids"] = full["position_ids"].expand(len(tokens_BT), -1)
         self._shift_labels(full, batch.get("attention_mask"))
@@ -181,7 +181,7 @@ class ContextParallel(context_parallel.ContextParallel):
             seq_len=seq_len,
             checksum=batches.checksum(tokens_BT, padded_BD),
             longest=self._longest(full["position_ids"], padded_BD),
-            key=self.key,
+            context_key=self.key,
             plan=self._sharding,
             positions_given=boundaries is not None or batch.get("position_ids") is not None,
             keys={*shards, "documents"},

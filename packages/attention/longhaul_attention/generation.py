@@ -39,10 +39,8 @@ def generate(model: Any, cp: ContextParallel, input_ids: Tensor, **options: Any)
     The model's attention implementation is that of `register_transformers`; `input_ids` [B, T] are the same on all ranks,
     prompts of equal length. Raises ValueError for what needs a cache that is rearranged, such as beams.
     """
-    refused = {
-        name: getattr(options.get("generation_config"), name, None) for name in ("max_time", "use_cache")
-    } | options
-    if refused.get("max_time") is not None:
+    max_time = getattr(options.get("generation_config"), "max_time", None)
+    if options.get("max_time", max_time) is not None:
         raise ValueError("max_time is read from each rank's clock, and ranks would stop at different tokens")
     if options.get("use_cache") is False:
         raise ValueError("use_cache = False leaves nothing to share: every rank would compute the whole sequence")
@@ -198,7 +196,7 @@ class ShardedLayer(DynamicLayer):
         for position, q_BNH in enumerate(q_BSNH.unbind(1), first):
             out_BNH, lse_NB = self._attend_held(q_BNH, position, window, softcap)
             found.append(torch.cat((out_BNH.to(lse_NB.dtype), lse_NB.T[..., None]), dim=-1))
-        by_rank = _of_all_ranks(cp, torch.cat(found))
+        by_rank = cp.all_gather(torch.cat(found))
         softmax = OnlineSoftmax.of_no_keys(q_BSNH.transpose(0, 1).flatten(0, 1))
         for found_XNH in by_rank:
             softmax.merge(slice(None), found_XNH[..., :-1], found_XNH[..., -1].T)
@@ -253,12 +251,4 @@ def _of_first_rank(cp: ContextParallel, x: Tensor) -> Tensor:
     x = x.contiguous()
     for group in cp.groups:
         collectives.broadcast(x, group)
-    return x
-
-
-def _of_all_ranks(cp: ContextParallel, x: Tensor) -> Tensor:
-    """[ranks, *x.shape]."""
-    x = x[None]
-    for group in reversed(cp.groups):
-        x = collectives.all_gather_async(x, group).wait().flatten(0, 1)
     return x
