@@ -176,13 +176,13 @@ class ContextParallel:
 
     def shard(self, x_BT: Tensor, boundaries_BD: Tensor | None = None) -> Tensor:
         """Selects this rank's tokens of a tensor [B, T, ...]; differentiable. Raises ValueError if T is not divisible."""
-        return _select_tokens(x_BT, self._permutation(x_BT, boundaries_BD).chunk(self.plan.cp, dim=1)[self.rank])
+        return select_tokens(x_BT, self._permutation(x_BT, boundaries_BD).chunk(self.plan.cp, dim=1)[self.rank])
 
     def gather(self, x_BS: Tensor, boundaries_BD: Tensor | None = None) -> Tensor:
         """All-gathers the full sequences, in order: [B, T, ...]. Not differentiable."""
         with torch.no_grad():
             x_BT = self.all_gather(x_BS).movedim(0, 1).flatten(1, 2)
-            return _select_tokens(x_BT, self._permutation(x_BT, boundaries_BD).argsort(dim=1))
+            return select_tokens(x_BT, self._permutation(x_BT, boundaries_BD).argsort(dim=1))
 
     def spans(self, boundaries_D: Tensor) -> tuple[Tensor, Tensor]:
         """int64: starts and lengths of this rank's parts of a sequence with these boundaries, in the order held."""
@@ -267,6 +267,7 @@ def one_document(batch_size: int, seq_len: int) -> Tensor:
     return torch.tensor([[0, seq_len]] * batch_size, dtype=torch.int32, device="cpu")
 
 
-def _select_tokens(x_BT: Tensor, index_BS: Tensor) -> Tensor:
+def select_tokens(x_BT: Tensor, index_BS: Tensor) -> Tensor:
+    """Those of each sequence, in this order: [B, S, ...]."""
     batch_indices = torch.arange(x_BT.shape[0], device=x_BT.device)
     return x_BT[batch_indices[:, None], index_BS]

@@ -168,7 +168,14 @@ class ContextParallel(context_parallel.ContextParallel):
             full["position_ids"] = batches.positions_of(given, seq_len).to(tokens_BT.device)
         full["position_ids"] = full["position_ids"].expand(len(tokens_BT), -1)
         self._shift_labels(full, batch.get("attention_mask"))
-        shards = {key: self._shard_value(key, value, seq_len, padded_BD) for key, value in full.items()}
+        full = {key: self._padded(key, value, seq_len, padded_BD) for key, value in full.items()}
+        # Once for all tensors, because it takes as long as they do together.
+        by_rank = self._permutation(full["input_ids"], padded_BD).unflatten(1, (self.plan.cp, -1))
+        own_BS = by_rank[:, self.rank]
+        shards = {
+            key: context_parallel.select_tokens(value, own_BS) if isinstance(value, Tensor) and value.ndim else value
+            for key, value in full.items()
+        }
         if "shift_labels" in shards:
             # In front one more, as before a shift: a loss that shifts labels itself is refused by their length.
             shards["labels"] = F.pad(shards["shift_labels"], (1, 0), value=IGNORE_INDEX)
@@ -180,7 +187,7 @@ class ContextParallel(context_parallel.ContextParallel):
             padded_BD,
             seq_len=seq_len,
             checksum=batches.checksum(tokens_BT, padded_BD),
-            longest=self._longest(full["position_ids"], padded_BD),
+            longest=_longest(full["position_ids"], by_rank),
             context_key=self.key,
             plan=self._sharding,
             positions_given=boundaries is not None or batch.get("position_ids") is not None,
@@ -218,21 +225,14 @@ class ContextParallel(context_parallel.ContextParallel):
             num_items = (shifted_BT != IGNORE_INDEX).sum()
         full["num_items_in_batch"] = num_items / self.plan.cp
 
-    def _shard_value(self, key: str, value: Any, seq_len: int, boundaries_BD: Tensor) -> Any:
+    def _padded(self, key: str, value: Any, seq_len: int, boundaries_BD: Tensor) -> Any:
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
         if value.shape[:2] != (len(boundaries_BD), seq_len):
             raise ValueError(
                 f"{key} has shape {list(value.shape)}; a batch holds tensors [{len(boundaries_BD)}, {seq_len}, ...]"
             )
-        return self.shard(_pad(value, int(boundaries_BD[0, -1]), batches.PADDING.get(key, 0)), boundaries_BD)
-
-    def _longest(self, positions_BT: Tensor, boundaries_BD: Tensor) -> tuple[int, int]:
-        """One more than the last position, of the batch and of the rank where it is the smallest."""
-        padded_BT = _pad(positions_BT, int(boundaries_BD[0, -1]))
-        by_rank = padded_BT.gather(1, self._permutation(padded_BT, boundaries_BD)).unflatten(1, (self.plan.cp, -1))
-        last = (by_rank.amax((0, 2)) + 1).tolist()
-        return max(last), min(last)
+        return _pad(value, int(boundaries_BD[0, -1]), batches.PADDING.get(key, 0))
 
     def gather(self, x_BS: Tensor, boundaries: Documents | Tensor | None = None) -> Tensor:
         """The full sequences of a sharded tensor [B, S, ...], in order and without padding: [B, T, ...]. Not differentiable.
@@ -267,6 +267,13 @@ def _pad(x_BT: Tensor, length: int, value: int = 0) -> Tensor:
     if x_BT.shape[1] == length:
         return x_BT
     return F.pad(x_BT, ((0,) * 2 * (x_BT.ndim - 2)) + (0, length - x_BT.shape[1]), value=value)
+
+
+def _longest(positions_BT: Tensor, by_rank: Tensor) -> tuple[int, int]:
+    """One more than the last position, of the batch and of the rank where it is the smallest."""
+    positions = positions_BT.gather(1, by_rank.flatten(1)).view_as(by_rank)
+    last = (positions.amax((0, 2)) + 1).tolist()
+    return max(last), min(last)
 
 
 def context_of(documents: Documents) -> ContextParallel:
