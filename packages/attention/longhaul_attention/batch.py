@@ -122,8 +122,9 @@ def _mask_starts(mask_BT: Tensor | None, batch: Mapping[str, Any]) -> Tensor:
     """Where padding begins or ends. Raises ValueError for hidden tokens between others."""
     starts_BT = torch.zeros(batch["input_ids"].shape, dtype=torch.bool, device="cpu")
     if mask_BT is not None:
-        starts_BT[:, 1:] = mask_BT.cpu().bool().int().diff(dim=1) != 0
-        is_inside = (mask_BT.cpu().bool().int().diff(dim=1, prepend=torch.zeros(len(mask_BT), 1)) > 0).sum(1) > 1
+        changes_BT = F.pad(mask_BT.cpu().bool().int(), (1, 0)).diff(dim=1)
+        starts_BT[:, 1:] = changes_BT[:, 1:] != 0
+        is_inside = (changes_BT > 0).sum(1) > 1
         if bool(is_inside.any()):
             raise ValueError("attention_mask hides tokens between others; it may hide padding at the ends only")
     return starts_BT
