@@ -169,7 +169,8 @@ def messages() -> dict[str, str]:
 
     register_transformers()
     cp, llama = ContextParallel(flat_mesh(), method="ring"), model("Llama", "longhaul")
-    tokens = torch.ones(1, 9).long()
+    tokens, hurried = torch.ones(1, 9).long(), model("Llama", "longhaul")
+    hurried.generation_config.max_time = 1.0
     return {
         "beams": message_of(generation.generate, llama, cp, tokens, num_beams=2),
         "beams without a prompt": message_of(generation.generate, llama, cp, tokens[:, :1], num_beams=2),
@@ -181,6 +182,7 @@ def messages() -> dict[str, str]:
         ),
         "transformers alone": message_of(llama.generate, tokens),
         "no cache": message_of(generation.generate, llama, cp, tokens, use_cache=False),
+        "a clock of the model": message_of(generation.generate, hurried, cp, tokens),
         "a clock": message_of(generation.generate, llama, cp, tokens, max_time=1.0),
         "one key for two values": message_of(generation.generate, tiny("DiffLlama", num_hidden_layers=2), cp, tokens),
         "no attention": message_of(
@@ -198,5 +200,6 @@ def test_what_needs_a_cache_of_another_kind_is_refused() -> None:
         assert "no documents reached attention" in told["transformers alone"]
         assert "use_cache = False leaves nothing to share" in told["no cache"]
         assert "max_time is read from each rank's clock" in told["a clock"]
+        assert "max_time is read from each rank's clock" in told["a clock of the model"]
         assert "it attends to other keys or values than those that it keeps" in told["one key for two values"]
         assert "nothing was refused" not in told["no attention"]

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from longhaul_attention import ContextParallel, register_transformers
 from longhaul_attention.huggingface import causal_mask
 from tests.longhaul_attention.test_transformers_models import batch, model
+from tests.models.hf_models import SIZES
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -31,18 +32,9 @@ def message_of(function: Callable[..., Any], *arguments: Any, **options: Any) ->
 
 
 def tiny(kind: str = "Llama", **options: Any) -> Any:
-    sizes = {
-        "vocab_size": 40,
-        "hidden_size": 24,
-        "intermediate_size": 20,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "attn_implementation": "longhaul",
-    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = getattr(transformers, f"{kind}Config")(**sizes | options)
+        config = getattr(transformers, f"{kind}Config")(**SIZES | options)
         return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="longhaul")
 
 

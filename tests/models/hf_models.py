@@ -91,21 +91,23 @@ def logits_there(folder: Path, tokens: Tensor) -> Tensor:
         return cast(Tensor, theirs(folder)(tokens).logits)
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "pad_token_id": None,  # The gradient of its embedding would be zero.
+}
+
+
 def made_by_transformers(kind: str, dtype: torch.dtype, *, std: float = 0.3, **options: Any) -> Any:
     """`kind`: of the configuration's class, whose model of language is made."""
     transformers = pytest.importorskip("transformers")
-    sizes = {
-        "vocab_size": 40,
-        "hidden_size": 24,
-        "intermediate_size": 20,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": LENGTH,
-        "pad_token_id": None,  # The gradient of its embedding would be zero.
-    }
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**sizes | options)
+    config = getattr(transformers, f"{kind}Config")(**SIZES | options)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1 and not kind.startswith("Gemma")), std=std)

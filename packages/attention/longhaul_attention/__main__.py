@@ -25,7 +25,7 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from longhaul_attention import ContextParallel, register_transformers
-from longhaul_attention.evaluation import finds, hide_number, token_scores
+from longhaul_attention.evaluation import beginning, finds, hide_number, token_scores
 from parallelisms.context.context_plan import CP_METHODS
 
 
@@ -123,7 +123,7 @@ def perplexity(
     options: Namespace, model: Any, tokenizer: Any, cp: ContextParallel, text_T: Tensor
 ) -> list[dict[str, float]]:
     """The mean loss per length: sequences of text, one after the other, each behind the token that begins a text."""
-    first = torch.tensor([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id], dtype=torch.int64)
+    first = beginning(tokenizer)
     device, results = next(model.parameters()).device, list[dict[str, float]]()
     for length in options.tokens:
         losses = []

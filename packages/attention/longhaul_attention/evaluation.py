@@ -85,6 +85,11 @@ class Needle(NamedTuple):
     num_answer: int
 
 
+def beginning(tokenizer: Any) -> Tensor:
+    """The token that begins a text, if the tokenizer has one."""
+    return torch.tensor([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id], dtype=torch.int64)
+
+
 def hide_number(tokenizer: Any, text_T: Tensor, length: int, depth: float, trial: int) -> Needle:
     """A five-digit number, at this depth (0 to 1) of as much text as fits. Raises ValueError if it does not fit.
 
@@ -95,7 +100,7 @@ def hide_number(tokenizer: Any, text_T: Tensor, length: int, depth: float, trial
         torch.tensor(tokenizer.encode(part, add_special_tokens=False))
         for part in (MARKER, END, str(random.Random(trial).randint(10_000, 99_999)))
     )
-    first = torch.tensor([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id], dtype=torch.int64)
+    first = beginning(tokenizer)
     room = length - len(first) - 2 * len(marker) - 2 * len(answer) - len(end)
     if room < 0 or len(text_T) < room:
         raise ValueError(f"a needle of {length} tokens needs {max(room, 0)} tokens of text; there are {len(text_T)}")

@@ -39,8 +39,8 @@ def generate(model: Any, cp: ContextParallel, input_ids: Tensor, **options: Any)
     The model's attention implementation is that of `register_transformers`; `input_ids` [B, T] are the same on all ranks,
     prompts of equal length. Raises ValueError for what needs a cache that is rearranged, such as beams.
     """
-    max_time = getattr(options.get("generation_config"), "max_time", None)
-    if options.get("max_time", max_time) is not None:
+    stated = options.get("generation_config") or model.generation_config
+    if options.get("max_time", stated.max_time) is not None:
         raise ValueError("max_time is read from each rank's clock, and ranks would stop at different tokens")
     if options.get("use_cache") is False:
         raise ValueError("use_cache = False leaves nothing to share: every rank would compute the whole sequence")
