@@ -6,6 +6,7 @@ functions call collectives in both directions.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, TypeVar, cast
@@ -15,6 +16,15 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+
+MAX_VALUE_BYTES = 64 << 20
+"""Of one rank's value as JSON. A rank that announces more is refused before memory is allocated for it."""
+MAX_VALUES_BYTES = 1 << 30
+"""Of the values of all ranks, each padded to the longest."""
+
+
+class ValueExchangeError(RuntimeError):
+    """What a rank sent as a value is too large, or is no JSON."""
 
 
 def all_reduce(group: ProcessGroup | None, x: Tensor) -> Tensor:
@@ -36,19 +46,20 @@ def max_over_ranks(group: ProcessGroup | None, values: list[float]) -> list[floa
     return all_reduce_max(group, torch.tensor(values, dtype=torch.float64)).tolist()
 
 
-def all_gather_object(value: T, group: ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, by rank; pickled, so only for start-up and checkpoints."""
-    values: list[Any] = [value] * distributed.get_world_size(group)
-    if len(values) > 1:
-        distributed.all_gather_object(values, value, group=group)
-    return values
-
-
 def broadcast(x: Tensor, group: ProcessGroup) -> Tensor:
     """Rank 0's values of `x`, in place; returns `x`, which is contiguous."""
     if group.size() > 1:
         distributed.broadcast(x, group=group, group_src=0)
     return x
+
+
+def scatter(buffer: Tensor, parts: list[Tensor] | None, group: ProcessGroup) -> Tensor:
+    """Fills `buffer` with this rank's part of rank 0's `parts`, which is None on the other ranks; returns `buffer`."""
+    if group.size() > 1:
+        distributed.scatter(buffer, parts, group=group, group_src=0)
+    elif parts is not None:
+        buffer.copy_(parts[0])
+    return buffer
 
 
 def to_local(x: Tensor) -> Tensor:
@@ -70,6 +81,90 @@ def full_tensor(x: Tensor) -> Tensor:
     """The global value of a DTensor; a plain tensor unchanged."""
     full = getattr(x, "full_tensor", None)
     return x if full is None else full()
+
+
+# ---- values
+
+
+def all_gather_values(value: T, group: ProcessGroup | None = None) -> list[T]:
+    """Every rank's value, by rank. Values travel as JSON: a pickle would run code of whoever reached the group.
+
+    A value is None, a bool, int, float or str, or a list of values, or a dict of values by str. Blocks the host. Raises
+    TypeError on the rank whose value is another one, and `ValueExchangeError`.
+    """
+    content, size = _encode(value), distributed.get_world_size(group)
+    if size == 1:
+        return [value]
+    lengths, padded = _pad_to_longest(content, group)
+    gathered = padded.new_empty(size, padded.numel())
+    _all_gather_single(gathered.view(-1), padded, group=group)
+    return [_decode(row, length, rank) for rank, (row, length) in enumerate(zip(gathered.cpu(), lengths, strict=True))]
+
+
+def gather_values(value: T, group: ProcessGroup) -> list[T]:
+    """On rank 0 every rank's value, by rank; on the others an empty list. Else as `all_gather_values`."""
+    content = _encode(value)
+    if group.size() == 1:
+        return [value]
+    lengths, padded = _pad_to_longest(content, group)
+    gathered = [torch.empty_like(padded) for _ in lengths] if group.rank() == 0 else []
+    distributed.gather(padded, gathered or None, group=group, group_dst=0)
+    return [_decode(row.cpu(), length, rank) for rank, (row, length) in enumerate(zip(gathered, lengths, strict=False))]
+
+
+def _encode(value: object) -> bytes:
+    _require_plain(value)
+    return json.dumps(value).encode()
+
+
+def _require_plain(value: object) -> None:
+    """Raises TypeError for what JSON has no word for, and for what it would change: tuples, and keys that are no str."""
+    if type(value) is dict:
+        for key, each in value.items():
+            if type(key) is not str:
+                raise TypeError(f"the key {key!r} is a {type(key).__name__}; keys of values sent to other ranks must be str")
+            _require_plain(each)
+    elif type(value) is list:
+        for each in value:
+            _require_plain(each)
+    elif type(value) not in (bool, int, float, str, type(None)):
+        raise TypeError(
+            f"{value!r} is a {type(value).__name__}; values sent to other ranks must be None, bool, int, float, str, list or dict"
+        )
+
+
+def _pad_to_longest(content: bytes, group: ProcessGroup | None) -> tuple[list[int], Tensor]:
+    """The bytes of every rank's content, and this rank's, padded to the most. Collective."""
+    device = _device_of(group)
+    size = distributed.get_world_size(group)
+    gathered = torch.empty(size, dtype=torch.int64, device=device)
+    _all_gather_single(gathered, torch.tensor([len(content)], device=device), group=group)
+    lengths: list[int] = gathered.tolist()
+    for rank, length in enumerate(lengths):
+        if not 0 < length <= MAX_VALUE_BYTES:
+            raise ValueExchangeError(f"rank {rank} sends a value of {length:,} bytes; allowed are 1 to {MAX_VALUE_BYTES:,}")
+    longest = max(lengths)
+    if longest * size > MAX_VALUES_BYTES:
+        raise ValueExchangeError(
+            f"{size:,} ranks send values of up to {longest:,} bytes; allowed are {MAX_VALUES_BYTES:,} for all of them"
+        )
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return lengths, padded.to(device)
+
+
+def _decode(row: Tensor, length: int, rank: int) -> Any:
+    try:
+        return json.loads(row[:length].numpy().tobytes().decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueExchangeError(f"what rank {rank} sent is not JSON: {error}") from None
+
+
+def _device_of(group: ProcessGroup | None) -> torch.device:
+    """The host where the group reaches it, else this rank's GPU."""
+    backends = distributed.get_backend_config(group)
+    on_host = any(part.startswith("cpu:") for part in backends.split(","))
+    return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
 
 
 # ---- called inside operators

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from parallelisms.collectives import all_gather_object, max_over_ranks
+from parallelisms.collectives import all_gather_values, max_over_ranks
 from trainer.checkpoint.run_dir import flatten_config, is_source_path
 from trainer.config.job_config import Config
 from trainer.config.sections import DistributedSection
@@ -27,6 +27,7 @@ from trainer.errors import ConfigError, RunFailedError
 from trainer.hardware.device import bind_to_numa_node, choose_device
 from trainer.hardware.host import GIB, node_memory_bytes
 from trainer.resilience.exit_markers import ATTEMPT_VARIABLE
+from trainer.run_spec import STORE_SOCKET_ENV
 
 log = logging.getLogger("trainer")
 
@@ -66,7 +67,7 @@ def require_same_config(config: Config, data_facts: Mapping[str, str]) -> None:
     """Raises ConfigError on all ranks if their configurations or data fingerprints differ. Collective."""
     values = flatten_config(config) | dict(data_facts)
     values = {key: value for key, value in values.items() if key not in NODE_LOCAL_KEYS and not is_source_path(key)}
-    first, *others = all_gather_object(values)
+    first, *others = all_gather_values(values)
     if problems := [
         f"{key} is {json.dumps(first.get(key))} on rank 0 and {json.dumps(other.get(key))} on rank {rank}"
         for rank, other in enumerate(others, 1)
@@ -78,7 +79,7 @@ def require_same_config(config: Config, data_facts: Mapping[str, str]) -> None:
 
 def require_same_checkpoint(checkpoint: str) -> None:
     """Raises RunFailedError on all ranks if they see different checkpoints, as on a lagging shared file system."""
-    checkpoints = all_gather_object(checkpoint)
+    checkpoints = all_gather_values(checkpoint)
     if differing_rank := next((rank for rank, seen in enumerate(checkpoints) if seen != checkpoints[0]), None):
         raise RunFailedError(
             f"rank 0 would start {checkpoints[0]}, but rank {differing_rank} {checkpoints[differing_rank]}: "
@@ -112,7 +113,7 @@ def resolve_auto_recompute(config: Config, world: World, prediction_path: Path) 
         "host_bytes": host_bytes,
         "prediction_path": str(prediction_path),
     }
-    answer, *_ = all_gather_object(_run_planner(request) if world.rank == 0 else {})
+    answer, *_ = all_gather_values(_run_planner(request) if world.rank == 0 else {})
     if answer["problems"]:
         raise ConfigError(answer["problems"])
     if world.rank == 0:
@@ -140,12 +141,13 @@ def process_group(config: DistributedSection) -> Iterator[World]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     bind_to_numa_node(device)
+    timeout = timedelta(minutes=config.start_timeout_minutes)
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=distributed.HashStore() if size == 1 else None,
+        store=_store(rank, size, timeout),
         rank=rank,
         world_size=size,
-        timeout=timedelta(minutes=config.start_timeout_minutes),
+        timeout=timeout,
     )
     is_clean_exit = size == 1
     try:
@@ -155,6 +157,22 @@ def process_group(config: DistributedSection) -> Iterator[World]:
         # Not after an error: peers may be inside a collective, and the exit must not wait for them.
         if is_clean_exit:
             distributed.destroy_process_group()
+
+
+def _store(rank: int, size: int, timeout: timedelta) -> distributed.Store | None:
+    """Where ranks find each other. None: at MASTER_ADDR and MASTER_PORT, as torchrun and srun set them."""
+    if size == 1:
+        return distributed.HashStore()
+    if STORE_SOCKET_ENV not in os.environ:
+        return None
+    descriptor = None
+    if rank == 0:  # It listens already, so no other process can have taken the port.
+        descriptor = int(os.environ[STORE_SOCKET_ENV])
+        os.set_inheritable(descriptor, False)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return distributed.TCPStore(
+        address, port, size, is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor
+    )
 
 
 def gloo_group(config: DistributedSection) -> distributed.ProcessGroup:
@@ -167,7 +185,7 @@ def gloo_group(config: DistributedSection) -> distributed.ProcessGroup:
 def attempt_name() -> str:
     """The name of this launch on all ranks: `LONGHAUL_ATTEMPT`, else random. Collective."""
     name = re.sub(r"[^A-Za-z0-9_-]", "-", os.environ.get(ATTEMPT_VARIABLE, ""))[:64] or token_hex(4)
-    return all_gather_object(name)[0]
+    return all_gather_values(name)[0]
 
 
 def init_single_host(

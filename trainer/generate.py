@@ -108,7 +108,7 @@ def load_model(resolved: ResolvedCheckpoint, device: torch.device) -> Transforme
     materialize(model, device)
     tensors = model.named_tensors()
     reader = open_model(resolved.checkpoint, {name: each.shape for name, each in tensors.items()}, max_shown=1)
-    read_tensors(reader, {f"{MODEL_PREFIX}{name}": each for name, each in tensors.items()}, no_dist=True)
+    read_tensors(reader, {f"{MODEL_PREFIX}{name}": each for name, each in tensors.items()})
     return model
 
 

@@ -73,7 +73,8 @@ class ContextParallel:
             problems.append(f'attention kernel "{kernel}" is unknown; choose from {", ".join(kernels.KERNELS)}')
         self.kernel, self.groups = kernel, [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
         own_options = {"reduce_dtype": reduce_dtype, "window": window, "softcap": softcap}
-        self._require_same(vars(plan) | own_options | {"problems": problems})
+        options = vars(plan) | own_options | {"problems": problems}
+        self._require_same({name: str(value) for name, value in options.items()})
         if problems:
             raise ValueError("; ".join(problems))
         self.layout, self.ring_degree, self.seq_len_divisor = (
@@ -207,16 +208,16 @@ class ContextParallel:
             x = collectives.all_gather_async(x, group).wait().flatten(0, 1)
         return x
 
-    def all_gather_object(self, value: T) -> list[T]:
-        """Every rank's value, by rank; pickled."""
+    def all_gather_values(self, value: T) -> list[T]:
+        """Every rank's value, by rank."""
         per_rank = [value]
         for group in reversed(self.groups):
-            per_rank = [each for gathered in collectives.all_gather_object(per_rank, group) for each in gathered]
+            per_rank = [each for gathered in collectives.all_gather_values(per_rank, group) for each in gathered]
         return per_rank
 
-    def _require_same(self, values: dict[str, Any]) -> None:
+    def _require_same(self, values: dict[str, str]) -> None:
         # All ranks compare before any raises; otherwise the others would wait in a collective for the failed ones.
-        per_rank = self.all_gather_object(values)
+        per_rank = self.all_gather_values(values)
         mismatches = [
             f"{key} is {per_rank[0][key]} on rank 0 and {other[key]} on rank {rank}"
             for rank, other in enumerate(per_rank)

@@ -214,7 +214,7 @@ def test_a_non_tensor_entry_is_refused_and_not_unpickled(saved: Path, tmp_path: 
     reader = CheckpointReader(saved)
     reader.metadata, reader.path = metadata_of(folder), folder
     with pytest.raises(ResumeError, match="hostile is not a tensor"):
-        read_tensors(reader, cast(Any, {"hostile": None}), no_dist=True)
+        read_tensors(reader, cast(Any, {"hostile": None}))
     assert not marker.exists()
 
 
@@ -354,7 +354,7 @@ def test_a_hostile_state_is_refused(saved: Path, content: str) -> None:
 
 def test_a_tensor_is_converted_to_the_requested_dtype(saved: Path) -> None:
     tensors_by_name = {NAME: torch.empty(64, dtype=torch.float64)}
-    read_tensors(CheckpointReader(saved), tensors_by_name, no_dist=True)
+    read_tensors(CheckpointReader(saved), tensors_by_name)
     assert torch.equal(tensors_by_name[NAME], tensors(saved)[NAME].double())
 
 

@@ -60,13 +60,13 @@ class SlowFsync:
 
 def test_training_during_a_save_does_not_change_the_checkpoint(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(run, run.parent / "run")
-    changed, write = Event(), save._write_tensors
+    changed, write = Event(), save.write_tensors
 
     def wait_and_write(*arguments: Any) -> None:
         assert changed.wait(60)
         write(*arguments)
 
-    monkeypatch.setattr(save, "_write_tensors", wait_and_write)
+    monkeypatch.setattr(save, "write_tensors", wait_and_write)
     with trainer_of(config) as trainer, CheckpointManager(config, RunDir(config.output_dir), trainer.world) as manager:
         steps = trainer.train_steps()
         next(steps)

@@ -51,7 +51,7 @@ def generated(name: str, method: str, prompt_tokens: int, new_tokens: int, optio
     return (
         error,
         torch.equal(found.sequences, expected.sequences),
-        cp.all_gather_object(cache.held_tokens),
+        cp.all_gather_values(cache.held_tokens),
         cache.get_seq_length(),
     )
 

@@ -38,7 +38,7 @@ def run_all(dtype: torch.dtype) -> dict[str, Any]:
         "all_gather": collectives.all_gather_async(x, group).wait(),
         "reduce_scatter": collectives.reduce_scatter_async(parts, group).wait(),
         "all_to_all": collectives.all_to_all_async(parts, group).wait(),
-        "all_gather_object": collectives.all_gather_object({"rank": rank}, group),
+        "all_gather_values": collectives.all_gather_values({"rank": rank}, group),
     }
     assert torch.equal(x, before[0])
     assert torch.equal(parts, before[1])
@@ -68,7 +68,7 @@ def test_every_collective_returns_its_definition(dtype: torch.dtype) -> None:
         near = 0 if dtype == torch.float64 else 2**-7
         torch.testing.assert_close(found["reduce_scatter"].double(), parts[:, rank].double().sum(0), rtol=near, atol=0)
         assert torch.equal(found["all_to_all"], parts[:, rank])
-        assert found["all_gather_object"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        assert found["all_gather_values"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
         assert found["all_reduce_max"].tolist() == [2.0, 0.0]
         assert found["all_reduce"].tolist() == [3.0, 3.0]
         assert found["max_over_ranks"] == [2.0, 0.0]

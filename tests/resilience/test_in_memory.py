@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
+from parallelisms.collectives import all_gather_values
 from tests.ranks import run_ranks
 from tests.system.in_process import configured, saved_by, trainer_of
 from tests.system.runs import forked, lines, metrics, steps, train_rank, write_run
@@ -148,8 +149,7 @@ def load_after_damage(root: Path, cases: int) -> list[tuple[dict[str, str], int 
         step_of = {
             file.path.name: header.step for file in (*copies._files, *copies._held) if (header := file.read_header())
         }
-        everywhere: list[dict[str, int]] = [{}] * RANKS
-        distributed.all_gather_object(everywhere, step_of)
+        everywhere = all_gather_values(step_of)
         if rank == 0:
             contents = {path.name: path.read_bytes() for path in copies.folder.iterdir()}
             for name, kind in found.items():

@@ -281,13 +281,13 @@ class InMemoryCheckpoints:
             return {step: state for step, state in states if state is not None}
 
         loaded: TrainState | None = None
-        newest = run_on_rank_zero(lambda: Newest.read(self.run_dir.checkpoints_dir), self._group)
+        newest = Newest(*run_on_rank_zero(lambda: list(Newest.read(self.run_dir.checkpoints_dir)), self._group))
         for file in (*self._files, *self._held):
             header = file.read_header()
             if header is None or header.launch != newest.launch or header.step > newest.in_memory:
                 file.clear()
         steps_held = {_step(file) for file in self._held}
-        offered = set[int]().union(*run_and_gather(lambda: {*states_by_step()} | steps_held, self._group))
+        offered = set[int]().union(*run_and_gather(lambda: sorted({*states_by_step()} | steps_held), self._group))
         if newest.on_disk > committed_step:
             offered = set()
         for step in sorted(offered, reverse=True):
@@ -327,7 +327,7 @@ class InMemoryCheckpoints:
 
         holds = next((each for each in self._held if _step(each) == step), None)
         file = run_on_all_ranks(intact_file, self._group)
-        found = run_and_gather(lambda: (file is not None, holds is not None), self._group)
+        found = run_and_gather(lambda: [file is not None, holds is not None], self._group)
         missing = [rank for rank, (is_intact, _) in enumerate(found) if not is_intact]
         holders = [(rank + self._ranks_per_node) % self._size for rank in missing]
         if not all(found[holder][1] for holder in holders):

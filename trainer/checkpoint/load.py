@@ -30,7 +30,7 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from parallelisms.collectives import all_gather_object
+from parallelisms.collectives import all_gather_values
 from trainer.artifact import DamageError, read_regular
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import MAX_RETRIES, TRANSIENT_ERRNOS, retry_io
@@ -139,9 +139,9 @@ def load_tensors(
     """
     reader = run_on_all_ranks(lambda: CheckpointReader(checkpoint), group)
 
-    def describe(shape: torch.Size, dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
+    def describe(shape: torch.Size, dtype: torch.dtype) -> str:
         # memory.optimizer_dtype may change on resume. Only optimizer moments can be bfloat16.
-        return tuple(shape), torch.float32 if dtype is torch.bfloat16 else dtype
+        return str((tuple(shape), torch.float32 if dtype is torch.bfloat16 else dtype))
 
     saved = {
         name: describe(entry.size, entry.properties.dtype)
@@ -149,9 +149,9 @@ def load_tensors(
         if name.startswith(prefix)
     }
     own = {name: describe(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    expected = {name: entry for stage in all_gather_object(own, pp_group) for name, entry in stage.items()}
+    expected = {name: entry for stage in all_gather_values(own, pp_group) for name, entry in stage.items()}
     require_matching_tensors(checkpoint, saved, expected)
-    read_tensors(reader, tensors, group=group)
+    run_on_all_ranks(lambda: read_tensors(reader, tensors), group)
 
 
 def require_matching_tensors(
@@ -171,21 +171,16 @@ def require_matching_tensors(
         raise ResumeError(f"{checkpoint} does not match the model: {len(mismatches)} tensors differ:{listed}")
 
 
-def read_tensors(
-    reader: CheckpointReader, tensors: dict[str, Tensor], *, group: ProcessGroup | None = None, no_dist: bool = False
-) -> None:
-    """Fills the tensors, each rank its shards; with `no_dist`, in a process without a process group.
+def read_tensors(reader: CheckpointReader, tensors: dict[str, Tensor]) -> None:
+    """Fills the tensors, or this rank's shards of them. Raises `ResumeError` or `RunFailedError`.
 
-    Raises `ResumeError` or `RunFailedError`, the same on all ranks.
+    A rank finds what it needs in `.metadata` by itself: torch's own plan of all ranks would be sent as pickles.
     """
     for attempt in range(MAX_RETRIES + 1):
         try:
             with warnings.catch_warnings():
-                if no_dist:
-                    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(
-                    tensors, storage_reader=reader, planner=TensorLoadPlanner(), process_group=group, no_dist=no_dist
-                )
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(tensors, storage_reader=reader, planner=TensorLoadPlanner(), no_dist=True)
             return
         except (Exception, CheckpointException) as error:
             is_transient = getattr(root_cause(error), "errno", None) in TRANSIENT_ERRNOS
@@ -198,7 +193,7 @@ def read_full_tensor(reader: CheckpointReader, name: str) -> Tensor:
     """An unsharded tensor of a checkpoint, read in this process."""
     entry = reader.tensor_metadata[name]
     state_dict = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
-    read_tensors(reader, state_dict, no_dist=True)
+    read_tensors(reader, state_dict)
     return state_dict[name]
 
 

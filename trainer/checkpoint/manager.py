@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallelisms.collectives import all_gather_object
+from parallelisms.collectives import all_gather_values
 from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.background_save import Save
 from trainer.checkpoint.durable_io import format_bytes
@@ -91,8 +91,8 @@ class CheckpointManager:
         if self.config.checkpoint.memory_interval is None:
             forget(self.run_dir.path, self.run_dir.checkpoints_dir)
             return self.resume_from_disk(trainer)
-        committed = all_gather_object(self.run_dir.committed_checkpoints()[-1:])[0]
-        self._committed_step = committed[0][0] if committed else -1
+        committed = self.run_dir.committed_checkpoints()
+        self._committed_step = all_gather_values(committed[-1][0] if committed else -1)[0]
         tensors, group = _tensors(trainer), gloo_group(self.config.distributed)
         self._in_memory = InMemoryCheckpoints(self.run_dir, trainer.world, group, tensors)
         current = _current_state(trainer)

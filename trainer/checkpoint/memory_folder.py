@@ -8,8 +8,10 @@ A file is a sealed header of a page, the training state, and the rank's shards.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import stat
@@ -25,6 +27,8 @@ from models.files import read_regular
 from trainer.artifact import Artifact
 from trainer.checkpoint.durable_io import write_atomic
 from trainer.errors import RunFailedError
+
+log = logging.getLogger("trainer")
 
 SHARED_MEMORY = Path("/dev/shm")
 ABANDONED_SECONDS = 3600.0
@@ -74,27 +78,49 @@ def remove_others(folder: Path, kinds: Sequence[str], num_ranks: int) -> None:
 
 
 def remove_memory_folder(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    """Removes the folder if it is one of this user."""
+    with suppress(OSError):
+        os.close(open_own_folder(folder))
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def hold(folder: Path) -> int:
     """Keeps other runs from freeing the folder as long as this process lives; returns the descriptor."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_own_folder(folder)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+def open_own_folder(path: Path) -> int:
+    """A descriptor of a folder of this user. Raises OSError for what is none, and does not wait for a pipe's writer.
+
+    Every user of the host can create files in shared memory, by any name.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if os.fstat(descriptor).st_uid != os.geteuid():
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, "it is of another user", str(path))
     return descriptor
 
 
 def remove_abandoned() -> None:
     """Frees what runs left that nobody holds or continues."""
-    for folder in SHARED_MEMORY.glob(f"longhaul-{os.geteuid()}-*"):
-        with suppress(OSError):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if time.time() - folder.stat().st_mtime > ABANDONED_SECONDS:
-                    remove_memory_folder(folder)
-            finally:
-                os.close(descriptor)
+    for folder in sorted(SHARED_MEMORY.glob(f"longhaul-{os.geteuid()}-*")):
+        try:
+            descriptor = open_own_folder(folder)
+        except FileNotFoundError:  # Another rank was quicker.
+            continue
+        except OSError as error:
+            log.info("%s is left alone: %s", folder, error.strerror)
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(descriptor).st_mtime > ABANDONED_SECONDS:
+                remove_memory_folder(folder)
+        except OSError:  # Its run lives.
+            continue
+        finally:
+            os.close(descriptor)
 
 
 class Newest(NamedTuple):

@@ -7,10 +7,9 @@ from typing import TypeVar
 
 from torch import distributed
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import CheckpointException
 
-from parallelisms.collectives import all_gather_object
-from trainer.errors import ResumeError, RunFailedError
+from parallelisms.collectives import all_gather_values
+from trainer.errors import ResumeError, RunFailedError, UnreadableError
 
 T = TypeVar("T")
 MAX_REPORTED_PROBLEMS = 3
@@ -21,33 +20,38 @@ class PhaseError(Exception):
     """A phase of a save failed on some rank. All ranks raise it."""
 
 
+SHARED_ERRORS: dict[str, type[Exception]] = {
+    error_type.__name__: error_type for error_type in (PhaseError, ResumeError, UnreadableError, RunFailedError)
+}
+"""What one rank may raise for all, by the name that it sends; every other error becomes a `PhaseError`."""
+
+
 def run_and_gather(function: Callable[[], T], group: ProcessGroup | None) -> list[T]:
     """The function's values of all ranks, by rank, once it has succeeded on all. Collective.
 
-    If any rank fails, all ranks raise `ResumeError` or `RunFailedError` if a rank raised that, else `PhaseError`.
+    A value is what `all_gather_values` takes. If any rank fails, all ranks raise `ResumeError`, `RunFailedError` or
+    `UnreadableError` if a rank raised that, else `PhaseError`.
     """
     value: T | None = None
-    error_type: type[Exception] = PhaseError
-    problems: dict[int, str] = {}
-    rank = distributed.get_rank(group)
+    error_name, problem = "", ""
     try:
         value = function()
-    except (ResumeError, RunFailedError, PhaseError) as error:
-        error_type, problems = type(error), {rank: str(error)}
-    except CheckpointException as error:  # Raised on all ranks, with the failures by rank.
-        problems = {rank: describe_error(failure) for rank, (failure, _) in error.failures.items()}
     except Exception as error:  # noqa: BLE001 - reported to the other ranks, which would wait for this one
-        problems = {rank: describe_error(error)}
-    outcomes = all_gather_object((value, error_type, problems), group)
-    if problems_by_rank := {rank: problem for _, _, problems in outcomes for rank, problem in sorted(problems.items())}:
-        raised_type = next(kind for _, kind, problems in outcomes if problems)
+        shared = [each.__name__ for each in type(error).__mro__ if each in SHARED_ERRORS.values()]
+        error_name = shared[0] if shared else PhaseError.__name__
+        problem = str(error) if shared else describe_error(error)
+    outcomes = all_gather_values([value, error_name, problem], group)
+    failures = {rank: (name, problem) for rank, (_, name, problem) in enumerate(outcomes) if name}
+    if failures:
+        raised_name, _ = next(iter(failures.values()))
+        raised_type = SHARED_ERRORS.get(raised_name, PhaseError)
         # A damaged checkpoint looks the same to every rank.
         omit_ranks = raised_type is not PhaseError or len(outcomes) == 1
         messages = dict.fromkeys(
-            problem if omit_ranks else f"[rank {rank}] {problem}" for rank, problem in problems_by_rank.items()
+            problem if omit_ranks else f"[rank {rank}] {problem}" for rank, (_, problem) in failures.items()
         )
         raise raised_type("; ".join([*messages][:MAX_REPORTED_PROBLEMS]))
-    return [value for value, _, _ in outcomes]  # type: ignore[misc]  # Set, because no rank failed.
+    return [value for value, _, _ in outcomes]
 
 
 def run_on_all_ranks(function: Callable[[], T], group: ProcessGroup | None) -> T:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -18,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from models.config import ModelConfig
 from models.hf import HuggingFaceError, SafetensorsReader
-from parallelisms.collectives import all_gather_object, to_local
+from parallelisms.collectives import all_gather_values, to_local
 from parallelisms.init_weights import local_ranges
 from trainer.artifact import DamageError
 from trainer.checkpoint import manifest
@@ -106,7 +107,7 @@ def _log_other_versions(written: Manifest) -> None:
 def _load_initial_weights(initial: str, trainer: Trainer, group: ProcessGroup) -> None:
     """Raises `RankFailedError` for a Hugging Face model that only this rank cannot read."""
     # Rank 0 chooses: the other run may commit a checkpoint while the ranks look.
-    folder = run_and_gather(lambda: resolve_initial_path(initial), group)[0]
+    folder = Path(run_and_gather(lambda: str(resolve_initial_path(initial)), group)[0])
     if is_hugging_face(initial):
         try:
             reader = SafetensorsReader(folder, text_only=is_text_only(initial))
@@ -142,9 +143,9 @@ def latest_verified_checkpoint(run_dir: RunDir, group: ProcessGroup) -> Path | N
     Quarantines damaged checkpoints as `bad-step-*`, and those that the device cannot read, once one before them is intact.
     Raises `ResumeError` if all are damaged, or `RunFailedError`.
     """
-    committed = all_gather_object(run_dir.committed_checkpoints(), group)[0]
+    committed = all_gather_values([str(path) for _, path in run_dir.committed_checkpoints()], group)[0]
     unreadable = dict[Path, UnreadableError]()
-    for _, checkpoint in reversed(committed):
+    for checkpoint in map(Path, reversed(committed)):
         try:
             problems = verify_checkpoint(checkpoint, group)
         except UnreadableError as error:
@@ -170,16 +171,19 @@ def require_verified(checkpoint: Path, group: ProcessGroup | None) -> None:
 def verify_checkpoint(checkpoint: Path, group: ProcessGroup | None) -> list[str]:
     """Damage of a checkpoint's files, the same on all ranks. Collective. Raises `ResumeError` or `RunFailedError`."""
 
-    def check_sizes() -> manifest.Manifest | list[str]:
+    def read_manifest() -> dict[str, Any]:
         try:
             found = manifest.read_validated(checkpoint)
         except DamageError as error:
-            return [str(error)]
-        return manifest.find_damage(checkpoint, found, found.files, check_hashes=False) or found
+            return {"damage": [str(error)]}
+        damage = manifest.find_damage(checkpoint, found, found.files, check_hashes=False)
+        return {"damage": damage, "manifest": found.model_dump_json()}
 
-    found = run_on_rank_zero(check_sizes, group)
-    if isinstance(found, list):
-        return found
+    # Of rank 0 for all: another may not see the file yet.
+    answer = run_on_rank_zero(read_manifest, group)
+    if answer["damage"]:
+        return list(answer["damage"])
+    found = Manifest.model_validate_json(answer["manifest"])
     rank_files = sorted(found.files)[distributed.get_rank(group) :: distributed.get_world_size(group)]
     damage = [*chain(*run_and_gather(lambda: manifest.find_damage(checkpoint, found, rank_files), group))]
     return damage or run_on_rank_zero(lambda: find_metadata_damage(checkpoint), group)

@@ -14,14 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from parallelisms.collectives import num_replicas, to_local
 from trainer import __version__
@@ -32,6 +29,7 @@ from trainer.checkpoint.manifest import Manifest
 from trainer.checkpoint.rank_sync import PhaseError, run_and_gather, run_on_all_ranks, run_on_rank_zero
 from trainer.checkpoint.retention import remove_temporary_folders
 from trainer.checkpoint.train_state import STATE_FILE, TrainState
+from trainer.checkpoint.write_tensors import StagedSavePlanner, write_tensors
 from trainer.errors import ResumeError
 
 LocalTensorsGetter = Callable[[], Mapping[str, Tensor]]
@@ -85,7 +83,8 @@ def write_checkpoint(request: SaveRequest, group: ProcessGroup) -> int:
         return existing_bytes
     try:
         run_on_all_ranks(lambda: _create_temporary_folder(request.temporary_path), group)
-        run_on_all_ranks(lambda: _write_tensors(request, local_tensors, group), group)
+        write_tensors(request.tensors, StagedSavePlanner(local_tensors), _writer(request, local_tensors), group)
+        run_on_rank_zero(lambda: _write_state(request, local_tensors), group)
         rank_files = run_and_gather(lambda: _hash_own_files(request.temporary_path, group.rank()), group)
         files = {name: entry for own_files in rank_files for name, entry in own_files.items()}
         run_on_rank_zero(lambda: _commit(request, files, group.size()), group)
@@ -126,15 +125,15 @@ def _create_temporary_folder(temporary: Path) -> None:
         raise PhaseError(f"{temporary.parent} is missing: {SHARED_FILE_SYSTEM_HINT}") from None
 
 
-def _write_tensors(request: SaveRequest, local_tensors: Mapping[str, Tensor], group: ProcessGroup) -> None:
+def _writer(request: SaveRequest, local_tensors: Mapping[str, Tensor]) -> dcp.FileSystemWriter:
     # Copy-ahead synchronizes with all queued device work, including training. Host tensors do not need it.
     copy_ahead_bytes = 0 if all(shard.device.type == "cpu" for shard in local_tensors.values()) else COPY_AHEAD_BYTES
-    writer = dcp.FileSystemWriter(request.temporary_path, per_thread_copy_ahead=copy_ahead_bytes)
-    planner = StagedSavePlanner(local_tensors)
-    dcp.save(dict(request.tensors), storage_writer=writer, planner=planner, process_group=group)
-    if group.rank() == 0:
-        state = request.state.model_copy(update={"optimizer_steps": optimizer_steps(local_tensors)})
-        write_and_fsync(request.temporary_path / STATE_FILE, seal(state, owner=request.attempt))
+    return dcp.FileSystemWriter(request.temporary_path, per_thread_copy_ahead=copy_ahead_bytes)
+
+
+def _write_state(request: SaveRequest, local_tensors: Mapping[str, Tensor]) -> None:
+    state = request.state.model_copy(update={"optimizer_steps": optimizer_steps(local_tensors)})
+    write_and_fsync(request.temporary_path / STATE_FILE, seal(state, owner=request.attempt))
 
 
 def current_versions() -> dict[str, str]:
@@ -257,14 +256,3 @@ class HostStaging:
 def without_staging(tensors: Mapping[str, Tensor]) -> LocalTensorsGetter:
     """The shards themselves, without a copy, for a synchronous save."""
     return lambda: {name: to_local(tensor) for name, tensor in tensors.items()}
-
-
-class StagedSavePlanner(DefaultSavePlanner):
-    """Plans by the placement of the state's tensors and writes the data of their host copies."""
-
-    def __init__(self, local_tensors: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self._local_tensors = local_tensors
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self._local_tensors[index.fqn]

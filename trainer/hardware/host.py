@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 GIB = 1 << 30
+LOOPBACK_INTERFACE = "lo"
 
 
 def node_memory_bytes() -> float:
@@ -29,3 +31,13 @@ def boot_id() -> str:
 def seconds_since_boot() -> float:
     """A clock that all processes of this host share and that nobody sets; it counts while the host sleeps."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def loopback_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What keeps the sockets of gloo and NCCL on loopback, for ranks of one host; what is set already stays.
+
+    By default both listen on the interface of the host's name, where other hosts reach them.
+    """
+    has_loopback = any(name == LOOPBACK_INTERFACE for _, name in socket.if_nameindex())
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if has_loopback else ()
+    return {name: LOOPBACK_INTERFACE for name in names if name not in environment}

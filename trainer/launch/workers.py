@@ -18,8 +18,10 @@ from pathlib import Path
 from types import FrameType
 
 from trainer.errors import CONCLUSIVE_EXIT_CODES, EXIT_FAILURE, EXIT_SUCCESS, STACK_DUMP_SIGNAL
+from trainer.hardware.host import loopback_environment
 from trainer.launch.cluster import LaunchWorld
 from trainer.resilience.signals import LAUNCHER_PID_ENV, handle_stop_signals, restoring_handlers
+from trainer.run_spec import STORE_SOCKET_ENV
 
 GRACE_SECONDS = 3.0
 """Grace period in which the peers of a failed rank can report their own errors."""
@@ -37,21 +39,22 @@ class Workers:
         """Runs the workers until all have exited; returns the exit status. Starts none after a stop signal."""
         if self.received_signal:
             return EXIT_FAILURE
-        first_rank = cluster.node_rank * cluster.nproc_per_node
         command = [sys.executable, "-u", str(script), *argv]
-        environment = os.environ | _rank_environment(cluster)
         workers: list[subprocess.Popen[bytes]] = []
         self._processes = workers
-        try:
-            for local_rank in range(cluster.nproc_per_node):
-                rank_variables = {"RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
-                workers.append(subprocess.Popen(command, env=environment | rank_variables))
-            if self.received_signal:
-                self._signal_workers()  # It arrived during the loop; workers ignore repeats.
-            return _wait_for_all(workers)
-        finally:
-            _dump_stacks_and_kill([worker for worker in workers if worker.poll() is None])
-            self._processes = []
+        # Until all workers have ended the port belongs to this attempt; the next one gets another.
+        with _store_socket(cluster) as store:
+            try:
+                for local_rank in range(cluster.nproc_per_node):
+                    own_descriptors = [store.fileno()] if store is not None and local_rank == 0 else []
+                    environment = os.environ | _rank_environment(cluster, local_rank, store)
+                    workers.append(subprocess.Popen(command, env=environment, pass_fds=own_descriptors))
+                if self.received_signal:
+                    self._signal_workers()  # It arrived during the loop; workers ignore repeats.
+                return _wait_for_all(workers)
+            finally:
+                _dump_stacks_and_kill([worker for worker in workers if worker.poll() is None])
+                self._processes = []
 
     @contextmanager
     def forward_signals(self) -> Iterator[None]:
@@ -86,22 +89,37 @@ def _dump_stacks_and_kill(workers: Sequence[subprocess.Popen[bytes]]) -> None:
         worker.wait()
 
 
-def _rank_environment(cluster: LaunchWorld) -> dict[str, str]:
+@contextmanager
+def _store_socket(cluster: LaunchWorld) -> Iterator[socket.socket | None]:
+    """Listens on a free port of loopback, for the store of ranks that are all on this host. None for other worlds."""
+    if cluster.num_nodes > 1 or cluster.world_size == 1:
+        yield None
+        return
+    try:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=cluster.world_size)
+    except OSError:  # A host with IPv6 alone.
+        listener = socket.create_server(("::1", 0), family=socket.AF_INET6, backlog=cluster.world_size)
+    with listener:
+        yield listener
+
+
+def _rank_environment(cluster: LaunchWorld, local_rank: int, store: socket.socket | None) -> dict[str, str]:
     address, _, port = cluster.master_endpoint.rpartition(":")
-    variables = {
+    variables: dict[str, object] = {
+        "RANK": cluster.node_rank * cluster.nproc_per_node + local_rank,
+        "LOCAL_RANK": local_rank,
         "WORLD_SIZE": cluster.world_size,
         "LOCAL_WORLD_SIZE": cluster.nproc_per_node,
         "MASTER_ADDR": address,
-        "MASTER_PORT": port if int(port) else free_port(address),
+        "MASTER_PORT": port,
         LAUNCHER_PID_ENV: os.getpid(),
     }
+    if store is not None:
+        variables["MASTER_ADDR"], variables["MASTER_PORT"], *_ = store.getsockname()
+        variables[STORE_SOCKET_ENV] = store.fileno()
+    if cluster.num_nodes == 1:
+        variables |= loopback_environment(os.environ)
     return {key: str(value) for key, value in variables.items()}
-
-
-def free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-from parallelisms.collectives import all_gather_object, max_over_ranks
+from parallelisms.collectives import all_gather_values, max_over_ranks
 from trainer.checkpoint.background_save import Save
 from trainer.checkpoint.durable_io import LineAppender, format_bytes
 from trainer.checkpoint.run_dir import RunDir
@@ -279,7 +279,7 @@ class MetricsProcessor:
 
     def _check_stragglers(self, seconds: float, data_wait_seconds: float) -> None:
         """Logs a rank that the others wait for. Collective."""
-        ranks = all_gather_object((self.hostname, data_wait_seconds, self.compute_probe.seconds()))
+        ranks = all_gather_values([self.hostname, data_wait_seconds, self.compute_probe.seconds()])
         straggler = self.straggler_detector.observe(ranks, seconds) if self.is_rank_zero else None
         if straggler is not None:
             log.warning("%s", straggler)

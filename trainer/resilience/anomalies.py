@@ -105,7 +105,7 @@ class StragglerDetector:
         self._previous: tuple[int, str] | None = None
         self._consecutive = 0
 
-    def observe(self, ranks: Sequence[tuple[str, float, float]], interval_seconds: float) -> Straggler | None:
+    def observe(self, ranks: Sequence[Sequence[Any]], interval_seconds: float) -> Straggler | None:
         """Adds a logging interval, given (host, seconds of data wait, seconds of compute) of each rank in it.
 
         Returns a straggler once, at its `MIN_CONSECUTIVE_LAGS`-th consecutive interval.

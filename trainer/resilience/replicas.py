@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from socket import gethostname
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from parallelisms.collectives import all_gather_object, num_replicas, to_local
+from parallelisms.collectives import all_gather_values, num_replicas, to_local
+
+T = TypeVar("T")
 
 CHUNK_ELEMENTS = 1 << 20
 """Words hashed at once: two temporary tensors of 8 MiB."""
@@ -41,12 +43,13 @@ class DriftedRank:
 def find_drifted_ranks(state: Mapping[str, Tensor]) -> list[DriftedRank]:
     """Compares the copies of every tensor; the same result on all ranks. Collective. Waits for the device."""
     hashes = _hash_copies(state)
-    digests = {ranks: blake2b(repr(each).encode(), digest_size=16).digest() for ranks, each in hashes.items()}
-    gathered = all_gather_object(digests)
+    digests = {ranks: blake2b(repr(each).encode(), digest_size=16).hexdigest() for ranks, each in hashes.items()}
+    gathered = _gather_by_ranks(digests)
     differing = {ranks for each in gathered for ranks, digest in each.items() if digest != gathered[ranks[0]][ranks]}
     if not differing:
         return []
-    hosts, details = zip(*all_gather_object((gethostname(), {key: hashes.get(key) for key in differing})), strict=True)
+    hosts = all_gather_values(gethostname())
+    details = _gather_by_ranks({ranks: each for ranks, each in hashes.items() if ranks in differing})
     tensors_by_rank: defaultdict[int, list[str]] = defaultdict(list)
     for ranks in differing:
         for name in details[ranks[0]][ranks]:
@@ -57,6 +60,12 @@ def find_drifted_ranks(state: Mapping[str, Tensor]) -> list[DriftedRank]:
                     tensors_by_rank[rank].append(name)
     found = sorted(tensors_by_rank.items())
     return [DriftedRank(rank, hosts[rank], len(names), sorted(names)[:MAX_NAMED_TENSORS]) for rank, names in found]
+
+
+def _gather_by_ranks(values: Mapping[tuple[int, ...], T]) -> list[dict[tuple[int, ...], T]]:
+    """Every rank's values by the ranks that hold the same copies. Collective."""
+    gathered = all_gather_values([[list(ranks), value] for ranks, value in values.items()])
+    return [{tuple(ranks): value for ranks, value in each} for each in gathered]
 
 
 def _hash_copies(state: Mapping[str, Tensor]) -> dict[tuple[int, ...], dict[str, int]]:

@@ -253,7 +253,7 @@ class ContextParallel(context_parallel.ContextParallel):
         self._num_verified[training] += 1
         if self._num_verified[training] > VERIFIED_BATCHES:
             return
-        per_rank = self.all_gather_object(documents.checksum.tolist())
+        per_rank = self.all_gather_values(documents.checksum.tolist())
         others = [rank for rank, each in enumerate(per_rank) if each != per_rank[0]]
         if others:
             raise ValueError(

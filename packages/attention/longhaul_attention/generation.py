@@ -166,7 +166,7 @@ class ShardedLayer(DynamicLayer):
         self._buffers = tuple(
             x.transpose(1, 2)[:, index].contiguous() for x in of_equal_width(key_states, value_states)
         )
-        self._batch_size, self._counts = len(key_states), cp.all_gather_object(len(self.positions))
+        self._batch_size, self._counts = len(key_states), cp.all_gather_values(len(self.positions))
 
     def attend(
         self,
