@@ -122,7 +122,9 @@ def _require_plain(value: object) -> None:
     if type(value) is dict:
         for key, each in value.items():
             if type(key) is not str:
-                raise TypeError(f"the key {key!r} is a {type(key).__name__}; keys of values sent to other ranks must be str")
+                raise TypeError(
+                    f"the key {key!r} is a {type(key).__name__}; keys of values sent to other ranks must be str"
+                )
             _require_plain(each)
     elif type(value) is list:
         for each in value:
@@ -142,7 +144,9 @@ def _pad_to_longest(content: bytes, group: ProcessGroup | None) -> tuple[list[in
     lengths: list[int] = gathered.tolist()
     for rank, length in enumerate(lengths):
         if not 0 < length <= MAX_VALUE_BYTES:
-            raise ValueExchangeError(f"rank {rank} sends a value of {length:,} bytes; allowed are 1 to {MAX_VALUE_BYTES:,}")
+            raise ValueExchangeError(
+                f"rank {rank} sends a value of {length:,} bytes; allowed are 1 to {MAX_VALUE_BYTES:,}"
+            )
     longest = max(lengths)
     if longest * size > MAX_VALUES_BYTES:
         raise ValueExchangeError(

@@ -85,17 +85,26 @@ COLLECTIVES = {
 OTHER_COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
-    "all_gather_object",
     "all_to_all",
     "all_to_all_single",
     "batch_isend_irecv",
     "broadcast",
-    "broadcast_object_list",
     "irecv",
     "isend",
+    "gather",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "scatter",
 )
+PICKLING = (
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+)
+"""A rank that unpickles runs what it is sent; so do `dcp.save`, and `dcp.load` without `no_dist`."""
 # Reads that wait for a device, or of boundaries and what follows from them, which is on the host by contract.
 WAITS = {
     "models.batch": {"require_ascending"},
@@ -105,7 +114,7 @@ WAITS = {
     "models.score_blocks": {"__init__", "blocks", "host_varlen_batches"},
     "parallelisms.context.attention_plan": {"halo_received"},
     "parallelisms.context.batch_layout": {"_chunks", "pairs_before", "pairs_by_document", "pairs_per_rank"},
-    "parallelisms.collectives": {"max_over_ranks"},
+    "parallelisms.collectives": {"_pad_to_longest", "max_over_ranks"},  # values of the host
     "trainer.generate": {"generate"},  # the end of a prompt, which is on the host
     "trainer.hardware.device": {"seconds", "read"},
     "trainer.metrics.step_metrics": {"new_vector"},
@@ -260,6 +269,21 @@ def test_ranks_wait_for_each_other_in_few_places() -> None:
         or (name in OTHER_COLLECTIVES and NAMES[path] != "parallelisms.collectives")
     }
     assert wrong == set()
+
+
+def test_no_rank_unpickles_what_another_sent() -> None:
+    wrong = [
+        (NAMES[path], ast.unparse(node.func))
+        for path in FILES
+        for node in ast.walk(TREES[path])
+        if isinstance(node, ast.Call)
+        and (
+            ast.unparse(node.func).rpartition(".")[2] in PICKLING
+            or ast.unparse(node.func) in ("dcp.save", "dcp.async_save")
+            or (ast.unparse(node.func) == "dcp.load" and "no_dist" not in {each.arg for each in node.keywords})
+        )
+    ]
+    assert wrong == []
 
 
 def test_numbers_leave_the_device_in_few_places() -> None:

@@ -168,11 +168,9 @@ def _store(rank: int, size: int, timeout: timedelta) -> distributed.Store | None
     descriptor = None
     if rank == 0:  # It listens already, so no other process can have taken the port.
         descriptor = int(os.environ[STORE_SOCKET_ENV])
-        os.set_inheritable(descriptor, False)
+        os.set_inheritable(descriptor, False)  # noqa: FBT003 - it takes no keyword
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return distributed.TCPStore(
-        address, port, size, is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor
-    )
+    return distributed.TCPStore(address, port, size, is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor)
 
 
 def gloo_group(config: DistributedSection) -> distributed.ProcessGroup:

@@ -7,7 +7,6 @@ from pathlib import Path
 from trainer.config.sections import Section
 from trainer.config.training_stages import Recipe
 
-
 STORE_SOCKET_ENV = "LONGHAUL_STORE_SOCKET"
 """Environment variable of the workers of one node: the file descriptor on which rank 0, which alone has it, serves the store."""
 

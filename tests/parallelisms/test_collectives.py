@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,3 +125,144 @@ def deprecation_warnings() -> list[str]:
 
 def test_no_collective_uses_a_deprecated_name() -> None:
     assert run_ranks(deprecation_warnings, RANKS) == [[]] * RANKS
+
+
+# ---- values
+
+VALUES: list[Any] = [
+    None,
+    True,
+    0,
+    -(2**70),
+    -0.0,
+    1e-310,
+    float("inf"),
+    float("-inf"),
+    "",
+    "\udc80 \n \0 é 中",
+    [],
+    {},
+    {"a": [1, {"b": [None, 2.5]}], "": "x" * 3_000_000},
+]
+
+
+def exchange_values() -> list[tuple[list[str], list[str]]]:
+    """Each rank sends other values; what all get, and what rank 0 gets, as text, which tells -0.0 from 0."""
+    rank, group = distributed.get_rank(), init_device_mesh("cpu", (RANKS,)).get_group()
+    found = []
+    for number in range(len(VALUES)):
+        value = VALUES[(number + rank) % len(VALUES)]
+        found.append(
+            ([*map(repr, collectives.all_gather_values(value))], [*map(repr, collectives.gather_values(value, group))])
+        )
+    return found
+
+
+def test_values_of_every_kind_and_length_arrive_unchanged() -> None:
+    expected = [[repr(VALUES[(number + rank) % len(VALUES)]) for rank in range(RANKS)] for number in range(len(VALUES))]
+    for rank, found in enumerate(run_ranks(exchange_values, RANKS)):
+        assert [everywhere for everywhere, _ in found] == expected
+        assert [gathered for _, gathered in found] == (expected if rank == 0 else [[]] * len(VALUES))
+
+
+def values_of_groups() -> tuple[list[str], list[str], bool]:
+    """Of groups of one rank and of two, and that a value that is not a number arrives."""
+    rank, mesh = distributed.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    alone = init_device_mesh("cpu", (4, 1)).get_group(1)
+    (nan,) = collectives.all_gather_values(float("nan"), alone)
+    sent = collectives.all_gather_values([float("nan")])[1][0]
+    pair = collectives.all_gather_values(f"rank {rank}", mesh.get_group("outer"))
+    return pair, collectives.all_gather_values(f"rank {rank}", alone), nan != nan and sent != sent
+
+
+def test_a_group_exchanges_values_of_its_own_ranks() -> None:
+    for rank, (pair, alone, is_nan) in enumerate(run_ranks(values_of_groups, 4)):
+        assert pair == [f"rank {rank % 2}", f"rank {rank % 2 + 2}"]
+        assert alone == [f"rank {rank}"]
+        assert is_nan
+
+
+def scatter_from_rank_zero() -> list[float]:
+    group = init_device_mesh("cpu", (RANKS,)).get_group()
+    parts = [torch.full((2,), float(rank)) for rank in range(RANKS)]
+    return collectives.scatter(torch.empty(2), parts if group.rank() == 0 else None, group).tolist()
+
+
+def test_scatter_gives_every_rank_its_part() -> None:
+    assert run_ranks(scatter_from_rank_zero, RANKS) == [[float(rank)] * 2 for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ((1, 2), r"\(1, 2\) is a tuple"),
+        ([{"a": {1, 2}}], r"\{1, 2\} is a set"),
+        (Path("x"), "is a PosixPath"),
+        ({1: "a"}, "the key 1 is a int"),
+        ([torch.float32], "torch.float32 is a dtype"),
+        (b"abc", "is a bytes"),
+    ],
+)
+def test_a_value_that_json_has_no_word_for_is_an_error_of_its_sender(value: object, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        collectives._encode(value)
+
+
+class Hostile:
+    """Creates a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+class Announced(bytes):
+    """Says that it is longer than it is."""
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+
+def receive_from_a_stranger(content: bytes) -> str:
+    """What this rank says when rank 1 sends `content` for a value."""
+    if distributed.get_rank() == 1:
+        collectives._encode = lambda _: Announced() if content == b"announced" else content
+    try:
+        return str(collectives.all_gather_values("honest"))
+    except collectives.ValueExchangeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a pickle", "what rank 1 sent is not JSON"),
+        (b"\xff\xfe", "what rank 1 sent is not JSON"),
+        (b'{"a": 1', "what rank 1 sent is not JSON"),
+        (b"[" * 100_000, "what rank 1 sent is not JSON"),
+        (b"1" * 5_000, "what rank 1 sent is not JSON"),
+        (b"", "rank 1 sends a value of 0 bytes; allowed are 1 to 67,108,864"),
+        (b"announced", "rank 1 sends a value of 1,099,511,627,776 bytes; allowed are 1 to 67,108,864"),
+    ],
+    ids=["pickle", "no text", "cut", "nested", "number", "empty", "announced"],
+)
+def test_what_a_stranger_sends_is_refused_and_never_run(tmp_path: Path, content: bytes, message: str) -> None:
+    if content == b"a pickle":
+        content = pickle.dumps(Hostile(tmp_path / "run"))
+    for said in run_ranks(receive_from_a_stranger, 2, content):
+        assert message in said
+    assert not (tmp_path / "run").exists()
+
+
+def send_more_than_all_may() -> str:
+    collectives.MAX_VALUES_BYTES = 1000
+    with pytest.raises(collectives.ValueExchangeError) as raised:
+        collectives.all_gather_values("x" * 598 * distributed.get_rank())
+    return str(raised.value)
+
+
+def test_the_values_of_all_ranks_are_bounded_together() -> None:
+    allowed = "allowed are 1,000 for all of them"
+    assert run_ranks(send_more_than_all_may, 2) == [f"2 ranks send values of up to 600 bytes; {allowed}"] * 2

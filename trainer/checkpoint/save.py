@@ -86,7 +86,7 @@ def write_checkpoint(request: SaveRequest, group: ProcessGroup) -> int:
         write_tensors(request.tensors, StagedSavePlanner(local_tensors), _writer(request, local_tensors), group)
         run_on_rank_zero(lambda: _write_state(request, local_tensors), group)
         rank_files = run_and_gather(lambda: _hash_own_files(request.temporary_path, group.rank()), group)
-        files = {name: entry for own_files in rank_files for name, entry in own_files.items()}
+        files = {name: (size, digest) for own_files in rank_files for name, [size, digest] in own_files.items()}
         run_on_rank_zero(lambda: _commit(request, files, group.size()), group)
     except PhaseError as error:
         disk_full_note = run_on_rank_zero(lambda: _clean_up(request, num_bytes), group)
@@ -153,13 +153,13 @@ def optimizer_steps(local_tensors: Mapping[str, Tensor]) -> int | None:
     return int(least)
 
 
-def _hash_own_files(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
-    """Size and sha256 of the files that this rank wrote, by name."""
+def _hash_own_files(folder: Path, rank: int) -> dict[str, list[int | str]]:
+    """[size, sha256] of the files that this rank wrote, by name."""
     # `iterdir` raises if the folder is gone, `glob` does not.
     own_files = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
     if rank == 0:
         own_files += [folder / manifest.METADATA_FILE, folder / STATE_FILE]
-    return {path.name: manifest.hash_file(path) for path in own_files}
+    return {path.name: [*manifest.hash_file(path)] for path in own_files}
 
 
 def _require_visible(folder: Path, files: Mapping[str, tuple[int, str]]) -> None:

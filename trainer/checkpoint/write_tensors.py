@@ -91,7 +91,7 @@ def read_item(described: list[Any]) -> WriteItem:
     name, kind, offsets, sizes, dtype_name, shape = described
     dtype = getattr(torch, dtype_name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{dtype_name} is no dtype")
+        raise TypeError(f"{dtype_name} is no dtype")
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     return WriteItem(
         MetadataIndex(name, offsets),

@@ -1,0 +1,157 @@
+"""A run opens no door: its sockets are on loopback, no other process can take its port, and no rank unpickles what it is sent."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from torch.distributed import distributed_c10d
+
+from tests.system.runs import SETS, forked, launch, lines, steps, train_rank, wait_for, workers, write_run
+from trainer.hardware.host import loopback_environment
+from trainer.launch.cluster import LaunchWorld
+from trainer.launch.workers import Workers
+from trainer.run_spec import STORE_SOCKET_ENV
+
+LISTENS = "0A"
+"""State of a socket in /proc/net/tcp."""
+
+
+def listening(table: str) -> Iterator[tuple[str, int, str]]:
+    """Address, port and inode of every socket of this host that listens."""
+    for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+        _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
+        if state == LISTENS:
+            address, port = local.split(":")
+            words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
+            family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+            yield socket.inet_ntop(family, b"".join(words)), int(port, 16), inode
+
+
+def sockets_of(pid: int) -> set[str]:
+    """Inodes of the sockets that a process has open."""
+    found = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            target = str(descriptor.readlink())
+            if target.startswith("socket:["):
+                found.add(target.removeprefix("socket:[").removesuffix("]"))
+    return found
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    content = Path(f"/proc/{pid}/environ").read_bytes().decode()
+    return dict(entry.split("=", 1) for entry in content.split("\0") if "=" in entry)
+
+
+@pytest.mark.ranks
+def test_a_run_on_one_node_listens_on_loopback_alone_and_its_port_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where MASTER_PORT is set and taken."""
+    config, folder = write_run(tmp_path), tmp_path / "run"
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        launcher = launch(config, folder, "--training.steps", "100000", "--checkpoint.interval", "100000", processes=2)
+        try:
+            assert wait_for(lambda: (folder / "metrics.jsonl").exists() and lines(folder / "metrics.jsonl"))
+            by_rank = {int(environment_of(pid)["RANK"]): pid for pid in workers(launcher.pid)}
+            port = int(environment_of(by_rank[0])["MASTER_PORT"])
+            held = {pid: sockets_of(pid) for pid in (launcher.pid, *by_rank.values())}
+            found = [
+                (address, number, inode)
+                for table in ("tcp", "tcp6")
+                for address, number, inode in listening(table)
+                if any(inode in inodes for inodes in held.values())
+            ]
+            (store,) = {inode for _, number, inode in found if number == port}
+            holders = {pid for pid, inodes in held.items() if store in inodes}
+        finally:
+            launcher.send_signal(signal.SIGKILL)
+            launcher.wait()
+    assert {address for address, _, _ in found} == {"127.0.0.1"}
+    assert len({inode for _, _, inode in found}) >= 3, "the store, and gloo on each rank"
+    assert holders == {launcher.pid, by_rank[0]}
+
+
+MEETING = f"""
+import os, socket, sys
+descriptor = int(os.environ["{STORE_SOCKET_ENV}"])
+if os.environ["RANK"] == "0":
+    with socket.socket(fileno=descriptor) as server:
+        peer, _ = server.accept()
+        sys.exit(peer.recv(99).decode() != sys.argv[1])
+try:
+    is_socket = bool(socket.socket(fileno=descriptor).getsockname())
+except OSError:
+    is_socket = False
+assert not is_socket, "rank 1 has the store's socket"
+with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as peer:
+    peer.send(sys.argv[1].encode())
+"""
+
+
+def test_launches_of_the_same_moment_each_find_their_own_rank_zero(tmp_path: Path) -> None:
+    script = tmp_path / "meet.py"
+    script.write_text(MEETING)
+
+    def meet(number: int) -> int:
+        return Workers().run(script, [f"launch {number}"], LaunchWorld(nproc_per_node=2))
+
+    with ThreadPoolExecutor(8) as launchers:
+        assert [*launchers.map(meet, range(24))] == [0] * 24
+
+
+def test_the_interface_that_the_user_chose_stays() -> None:
+    assert loopback_environment({}) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert loopback_environment({"GLOO_SOCKET_IFNAME": "eth1"}) == {"NCCL_SOCKET_IFNAME": "lo"}
+
+
+# ---- pickles
+
+
+class UnpickledError(Exception):
+    pass
+
+
+def refuse(*_: object) -> None:
+    raise UnpickledError
+
+
+def train_without_pickles(argv: list[str]) -> int:
+    """Trains where neither pickle nor torch.distributed can make or read one, but for files that are read class by class."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("load", "loads", "dumps", "Unpickler"):
+            patch.setattr(pickle, name, refuse)
+        for name in ("_tensor_to_object", "_object_to_tensor", "_pickler", "_unpickler"):
+            patch.setattr(distributed_c10d, name, refuse)
+        return train_rank(argv)
+
+
+EVERYTHING = (
+    "--checkpoint.memory_interval=1",
+    "--health.replica_check_interval=2",
+    "--validation.interval=2",
+)
+
+
+@pytest.mark.ranks
+def test_ranks_send_each_other_no_pickles(tmp_path: Path) -> None:
+    """Steps of a pipeline and of replicas, validation, saves, in-memory checkpoints, and resuming on another mesh."""
+    config, folder = write_run(tmp_path), tmp_path / "run"
+    config.write_text(config.read_text() + SETS)
+    mesh = ("--parallelism.pp=2", "--parallelism.dp_replicate=2")
+    done = forked(config, folder, *EVERYTHING, *mesh, "--training.steps=3", processes=4, train=train_without_pickles)
+    assert done.statuses == [0] * 4, done.said
+    other = ("--parallelism.tp=2", "--parallelism.cp=2", "--checkpoint.async=false")
+    done = forked(config, folder, *EVERYTHING, *other, processes=4, train=train_without_pickles)
+    assert done.statuses == [0] * 4, done.said
+    assert steps(folder) == [1, 2, 3, 4, 5, 6]
