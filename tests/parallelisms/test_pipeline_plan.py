@@ -13,6 +13,7 @@ from typing import Any, get_args
 import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from models.presets import FAMILIES
 from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, PipelinePlan, PipelineSchedule
 from tests.test_house import ROOT
 
@@ -207,3 +208,21 @@ def test_bubble_fraction_follows_narayanan() -> None:
 
 def test_summary_is_one_line() -> None:
     assert PLAN.summary() == "1F1B: 4 stages on 4 ranks, blocks 8 8 8 8; 8 micro-batches, pipeline bubble at least 27%"
+
+
+def test_the_page_of_limits_names_the_families_that_refuse_pipelines() -> None:
+    (row,) = [line for line in (ROOT / "docs/status.md").read_text().splitlines() if line.startswith("| Pipelines |")]
+    names = {
+        "llama3.2": "Llama 3.2",
+        "qwen2.5": "Qwen 2.5 (to 3B)",
+        "qwen3": "Qwen 3 (to 4B)",
+        "smollm3": "SmolLM3",
+        "gemma3": "Gemma 3",
+    }
+    tied = {
+        family: [size for size, model in sizes.items() if model.tie_embeddings] for family, sizes in FAMILIES.items()
+    }
+    assert {family for family, sizes in tied.items() if sizes} == names.keys()
+    assert all(name in row for name in names.values())
+    assert (tied["qwen2.5"][-1], tied["qwen3"][-1]) == ("3b", "4b")
+    assert all(len(tied[family]) == len(FAMILIES[family]) for family in ("llama3.2", "smollm3", "gemma3"))
