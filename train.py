@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from parallelisms.collectives import ValueExchangeError
 from trainer.checkpoint.run_dir import RunDir, finished_message, next_stage
 from trainer.config.job_config import Config, TrainingStage
 from trainer.data.datasets import build_train_dataset, build_validation_sets
@@ -98,6 +99,8 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
     except RunFolderHeldElsewhereError as error:
         write_marker(folder, "RETRY", str(error), clears_others=False)
         return report_failure(None, error.status, str(error))
+    except ValueExchangeError as error:  # All ranks receive the same.
+        return report_failure(folder, EXIT_FAILURE, *((str(error),) if should_report else ()))
     except RunError as error:
         return report_failure(folder, error.status, *(prefix + problem for problem in error.problems if should_report))
     return EXIT_SUCCESS

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import distributed_c10d
 
+from parallelisms import collectives
 from tests.system.runs import SETS, forked, launch, lines, steps, train_rank, wait_for, workers, write_run
 from trainer.hardware.host import loopback_environment
 from trainer.launch.cluster import LaunchWorld
@@ -155,3 +157,29 @@ def test_ranks_send_each_other_no_pickles(tmp_path: Path) -> None:
     done = forked(config, folder, *EVERYTHING, *other, processes=4, train=train_without_pickles)
     assert done.statuses == [0] * 4, done.said
     assert steps(folder) == [1, 2, 3, 4, 5, 6]
+
+
+class Hostile:
+    """Creates a file where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("unpickled"),)
+
+
+def train_beside_a_stranger(argv: list[str]) -> int:
+    """Rank 1 sends a pickle that runs a command wherever ranks exchange values."""
+    if os.environ["RANK"] == "1":
+        collectives._encode = lambda _: pickle.dumps(Hostile())
+    os.chdir(Path(argv[argv.index("--config") + 1]).parent)
+    return train_rank(argv)
+
+
+@pytest.mark.ranks
+def test_a_stranger_in_a_run_ends_it_with_one_line_and_runs_nothing(tmp_path: Path) -> None:
+    done = forked(write_run(tmp_path), tmp_path / "run", processes=2, train=train_beside_a_stranger)
+    assert done.statuses == [1, 1]
+    assert [line.partition(": '")[0] for line in done.said.splitlines() if "error" in line] == [
+        "error: what rank 1 sent is not JSON"
+    ]
+    assert "Traceback" not in done.said
+    assert not (tmp_path / "unpickled").exists()
