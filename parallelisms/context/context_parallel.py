@@ -73,8 +73,7 @@ class ContextParallel:
             problems.append(f'attention kernel "{kernel}" is unknown; choose from {", ".join(kernels.KERNELS)}')
         self.kernel, self.groups = kernel, [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
         own_options = {"reduce_dtype": reduce_dtype, "window": window, "softcap": softcap}
-        options = vars(plan) | own_options | {"problems": problems}
-        self._require_same({name: str(value) for name, value in options.items()})
+        self._require_same(vars(plan) | own_options | {"problems": problems})
         if problems:
             raise ValueError("; ".join(problems))
         self.layout, self.ring_degree, self.seq_len_divisor = (
@@ -215,9 +214,9 @@ class ContextParallel:
             per_rank = [each for gathered in collectives.all_gather_values(per_rank, group) for each in gathered]
         return per_rank
 
-    def _require_same(self, values: dict[str, str]) -> None:
+    def _require_same(self, values: dict[str, Any]) -> None:
         # All ranks compare before any raises; otherwise the others would wait in a collective for the failed ones.
-        per_rank = self.all_gather_values(values)
+        per_rank = self.all_gather_values({key: str(value) for key, value in values.items()})
         mismatches = [
             f"{key} is {per_rank[0][key]} on rank 0 and {other[key]} on rank {rank}"
             for rank, other in enumerate(per_rank)

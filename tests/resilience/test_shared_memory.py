@@ -66,7 +66,7 @@ def make_foreign(path: Path) -> None:
     os.chown(path, 65534, 65534)
 
 
-KINDS = {
+KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "pipe": (os.mkfifo, "Not a directory"),
     "socket": (make_socket, "Not a directory"),
     "file": (Path.touch, "Not a directory"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import distributed
 from torch.distributed import ProcessGroup
@@ -40,7 +40,8 @@ def run_and_gather(function: Callable[[], T], group: ProcessGroup | None) -> lis
         shared = [each.__name__ for each in type(error).__mro__ if each in SHARED_ERRORS.values()]
         error_name = shared[0] if shared else PhaseError.__name__
         problem = str(error) if shared else describe_error(error)
-    outcomes = all_gather_values([value, error_name, problem], group)
+    outcome: list[Any] = [value, error_name, problem]
+    outcomes = all_gather_values(outcome, group)
     failures = {rank: (name, problem) for rank, (_, name, problem) in enumerate(outcomes) if name}
     if failures:
         raised_name, _ = next(iter(failures.values()))

@@ -64,8 +64,8 @@ def find_drifted_ranks(state: Mapping[str, Tensor]) -> list[DriftedRank]:
 
 def _gather_by_ranks(values: Mapping[tuple[int, ...], T]) -> list[dict[tuple[int, ...], T]]:
     """Every rank's values by the ranks that hold the same copies. Collective."""
-    gathered = all_gather_values([[list(ranks), value] for ranks, value in values.items()])
-    return [{tuple(ranks): value for ranks, value in each} for each in gathered]
+    rows: list[Any] = [[list(ranks), value] for ranks, value in values.items()]
+    return [{tuple(ranks): value for ranks, value in each} for each in all_gather_values(rows)]
 
 
 def _hash_copies(state: Mapping[str, Tensor]) -> dict[tuple[int, ...], dict[str, int]]:
