@@ -25,6 +25,7 @@ from trainer.checkpoint.durable_io import fsync_path
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.run_dir import RunDir
 from trainer.checkpoint.save import HostStaging
+from trainer.checkpoint.write_tensors import write_tensors
 from trainer.distributed import World, attempt_name
 from trainer.errors import RankFailedError, RunFailedError
 from trainer.trainer import Trainer
@@ -60,7 +61,7 @@ class SlowFsync:
 
 def test_training_during_a_save_does_not_change_the_checkpoint(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(run, run.parent / "run")
-    changed, write = Event(), save.write_tensors
+    changed, write = Event(), write_tensors
 
     def wait_and_write(*arguments: Any) -> None:
         assert changed.wait(60)
@@ -380,7 +381,7 @@ def write_elsewhere(patched: pytest.MonkeyPatch, root: Path, name: str = ".") ->
 def cut_after_hashing(patched: pytest.MonkeyPatch, _: Path) -> None:
     hashed = save._hash_own_files
 
-    def cut(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
+    def cut(folder: Path, rank: int) -> dict[str, list[int | str]]:
         files = hashed(folder, rank)
         os.truncate(folder / "__1_0.distcp", 1000)
         return files

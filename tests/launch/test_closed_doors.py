@@ -169,8 +169,13 @@ class Hostile:
 
 def train_beside_a_stranger(argv: list[str]) -> int:
     """Rank 1 sends a pickle that runs a command wherever ranks exchange values."""
+
+    def send(value: object) -> bytes:
+        del value
+        return pickle.dumps(Hostile())
+
     if os.environ["RANK"] == "1":
-        collectives._encode = lambda _: pickle.dumps(Hostile())
+        collectives._encode = send
     os.chdir(Path(argv[argv.index("--config") + 1]).parent)
     return train_rank(argv)
 
