@@ -22,6 +22,7 @@ from trainer.launch.cluster import LaunchWorld
 from trainer.launch.workers import Workers
 from trainer.run_spec import STORE_SOCKET_ENV
 
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LISTENS = "0A"
 """State of a socket in /proc/net/tcp."""
 
@@ -59,7 +60,7 @@ def test_a_run_on_one_node_listens_on_loopback_alone_and_its_port_is_its_own(
 ) -> None:
     """Also where MASTER_PORT is set and taken."""
     config, folder = write_run(tmp_path), tmp_path / "run"
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    for name in INTERFACES:
         monkeypatch.delenv(name, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
@@ -68,6 +69,7 @@ def test_a_run_on_one_node_listens_on_loopback_alone_and_its_port_is_its_own(
             assert wait_for(lambda: (folder / "metrics.jsonl").exists() and lines(folder / "metrics.jsonl"))
             by_rank = {int(environment_of(pid)["RANK"]): pid for pid in workers(launcher.pid)}
             port = int(environment_of(by_rank[0])["MASTER_PORT"])
+            interfaces = {environment_of(pid)[name] for pid in by_rank.values() for name in INTERFACES}
             held = {pid: sockets_of(pid) for pid in (launcher.pid, *by_rank.values())}
             found = [
                 (address, number, inode)
@@ -83,6 +85,7 @@ def test_a_run_on_one_node_listens_on_loopback_alone_and_its_port_is_its_own(
     assert {address for address, _, _ in found} == {"127.0.0.1"}
     assert len({inode for _, _, inode in found}) >= 3, "the store, and gloo on each rank"
     assert holders == {launcher.pid, by_rank[0]}
+    assert interfaces == {"lo"}, "where the host's name is that of loopback, gloo listens there anyway"
 
 
 MEETING = f"""
@@ -109,8 +112,8 @@ def test_launches_of_the_same_moment_each_find_their_own_rank_zero(tmp_path: Pat
     def meet(number: int) -> int:
         return Workers().run(script, [f"launch {number}"], LaunchWorld(nproc_per_node=2))
 
-    with ThreadPoolExecutor(8) as launchers:
-        assert [*launchers.map(meet, range(24))] == [0] * 24
+    with ThreadPoolExecutor(6) as launchers:
+        assert [*launchers.map(meet, range(12))] == [0] * 12
 
 
 def test_the_interface_that_the_user_chose_stays() -> None:
