@@ -29,10 +29,8 @@ OPTIONS = {
     "shared": "training.dtype=bfloat16 memory.recompute=full model.shared_expert=true model.expert_dim=96",
 }
 DEFAULT = {
-    ("256 ranks", "tiled"),
     ("one", "recomputed"),
     ("one", "autograd, bfloat16"),
-    ("ep", "tiled"),
     ("ep x tp", "shared"),
 }
 CASES = [

@@ -76,7 +76,7 @@ def test_results_have_distinct_meshes_and_reasons() -> None:
 
 
 def test_layouts_that_do_not_fit_name_their_shortage() -> None:
-    found = search(configured(), 8, replace(H100, memory=4 * GIB))
+    found = search(configured(), 4, replace(H100, memory=4 * GIB))
     assert not found.best
     assert found.not_fitting
     assert "a device needs" in found.not_fitting[0].memory_shortages[0]
