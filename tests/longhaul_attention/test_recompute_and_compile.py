@@ -96,6 +96,5 @@ def compiled_in_checkpoints() -> float:
     return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.slow
 def test_checkpoints_of_a_compiled_model_change_no_gradient() -> None:
     assert max(run_ranks(compiled_in_checkpoints, 2, timeout=120)) < 1e-5
