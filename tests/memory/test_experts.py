@@ -30,7 +30,6 @@ OPTIONS = {
 }
 DEFAULT = {
     ("one", "recomputed"),
-    ("one", "autograd, bfloat16"),
     ("ep x tp", "shared"),
 }
 CASES = [

@@ -147,6 +147,7 @@ def test_tp_gathers_and_scatters_four_times_per_block() -> None:
     assert {(message.channel, message.kind) for message in found.small_messages} >= {("tp", "all_reduce")}
 
 
+@pytest.mark.slow
 def test_a_ring_sends_kv_in_both_directions_and_gradients_backward() -> None:
     found = dry(f"{LONG} parallelism.cp=8 {RING} {HALF} {KEEP}", 8)
     kv = 2 * 2048 * 2 * 32 * 2  # K and V: tokens, heads, head dimension, bytes.
