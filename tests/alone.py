@@ -20,7 +20,7 @@ GREEN = {0, 5}
 """pytest's exit status if all tests passed, and if the file has only slow ones."""
 
 
-def test_files(paths: list[str]) -> list[Path]:
+def files(paths: list[str]) -> list[Path]:
     """The files among `paths`, and those below its folders."""
     given = [ROOT / path for path in paths]
     inside = [file for path in given for file in sorted(path.rglob("test_*.py"))]
@@ -43,13 +43,13 @@ def main() -> int:
     parser.add_argument("paths", nargs="*", metavar="PATH", default=["tests"], help="files or folders; default: tests")
     parser.add_argument("--seed", type=integer(minimum=0), help="run files, and the tests in each, in a random order")
     options = parser.parse_args()
-    files = test_files(options.paths)
+    chosen = files(options.paths)
     order = []
     if options.seed is not None:
-        random.Random(options.seed).shuffle(files)
+        random.Random(options.seed).shuffle(chosen)
         order = [f"--order-seed={options.seed}"]
     red = []
-    for file in files:
+    for file in chosen:
         started = time.monotonic()
         result = run_file(file, order)
         green = result.returncode in GREEN
@@ -59,7 +59,7 @@ def main() -> int:
             red.append(file)
             sys.stdout.write(result.stdout)
         sys.stdout.flush()
-    sys.stdout.write(f"{len(files) - len(red)} of {len(files)} files are green alone\n")
+    sys.stdout.write(f"{len(chosen) - len(red)} of {len(chosen)} files are green alone\n")
     return int(bool(red))
 
 

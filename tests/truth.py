@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 NO_LABEL = -100
 K, M = 1024, 1024 * 1024
@@ -153,8 +152,3 @@ def mxfp4(packed: Sequence[int], scale: int) -> list[float]:
     halves = [half for byte in packed for half in (byte % 16, byte // 16)]
     signed = [-FP4[half - 8] if half >= 8 else FP4[half] for half in halves]
     return [math.nan if scale == 255 else number * 2.0 ** (scale - 127) for number in signed]
-
-
-def bounds(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Start and end of each document."""
-    return [*pairwise([0, *accumulate(lengths)])]
