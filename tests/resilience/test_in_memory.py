@@ -274,7 +274,7 @@ def test_a_run_whose_node_is_lost_continues_bitwise_from_the_memory_of_the_other
         (("--optimizer.lr", "3e-3"), None, 4),
         pytest.param(("--checkpoint.keep", "7"), None, 4, marks=pytest.mark.slow),
         ((), "step-4", 2),  # By a person who goes back.
-        pytest.param((), "newest", 4, marks=pytest.mark.slow),
+        ((), "newest", 4),
     ],
 )
 def test_a_changed_run_and_one_whose_checkpoint_was_removed_resume_from_the_disk(
