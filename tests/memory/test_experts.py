@@ -29,6 +29,7 @@ OPTIONS = {
     "shared": "training.dtype=bfloat16 memory.recompute=full model.shared_expert=true model.expert_dim=96",
 }
 DEFAULT = {
+    ("256 ranks", "tiled"),
     ("one", "recomputed"),
     ("ep x tp", "shared"),
 }
