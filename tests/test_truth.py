@@ -21,6 +21,7 @@ from models.config import ModelConfig
 from models.feed_forward import GATES
 from models.loss_head import LogitTransform
 from models.ranges import concatenated_ranges
+from models.rope_config import RopeConfig
 from models.score_pairs import Windows, causal_pairs
 from parallelisms.context.batch_layout import BatchLayout
 from parallelisms.context.context_plan import LAYOUTS_BY_ROTATE_METHOD, RotateMethod, ShardLayout
@@ -187,6 +188,11 @@ def test_soft_caps_of_logits_equal_the_definition(cap: float) -> None:
     found, _ = LogitTransform(scaling=2.0, softcap=cap).apply(torch.tensor(INPUTS, dtype=torch.float64))
     expected = torch.tensor([truth.soft_cap(x / 2, cap) for x in INPUTS], dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def test_a_part_of_a_head_has_the_dimensions_that_lie_in_it_wholly() -> None:
+    for head_dim, fraction in product((6, 8, 10, 64, 80), (0.25, 0.3, 0.4, 0.5, 0.55, 0.75, 0.95, 1.0)):
+        assert RopeConfig(partial=fraction).rotary_dim(head_dim) == truth.rotated_dimensions(head_dim, fraction)
 
 
 # ---- sequences

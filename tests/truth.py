@@ -86,6 +86,11 @@ def soft_cap(x: float, cap: float) -> float:
     return cap * math.tanh(x / cap)
 
 
+def rotated_dimensions(head_dim: int, fraction: float) -> int:
+    """Of a head whose first `fraction` is rotated: those that lie in it wholly."""
+    return sum(dimension <= head_dim * fraction for dimension in range(1, head_dim + 1))
+
+
 # ---- targets and their losses
 
 
