@@ -81,7 +81,8 @@ def test_attention_sees_the_pairs_that_the_mask_allows(documents: list[int], win
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, sum(documents), 2, 4, generator=generator, dtype=torch.float64) for _ in range(3))
     allowed = torch.tensor(truth.mask(truth.document_of(documents), window))
-    expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=allowed)
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
     found, _ = attention_op.attention(q, k, v, starts(documents), window=window)
     torch.testing.assert_close(found, expected.transpose(1, 2), rtol=0, atol=1e-12)
 
