@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 
 import pytest
 
@@ -10,6 +11,18 @@ from tests.garbage import freeze_imports
 
 # Before torch is imported. Several tests run at a time, and tiny tensors gain nothing from threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--order-seed", type=int, metavar="N", help="run the tests in a random order, drawn with this seed"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("--order-seed")
+    if seed is not None:
+        random.Random(seed).shuffle(items)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 
 from benchmarks.pages import replace_block
 from tests.mutants import PAGE, ROOT, failed_tests, known_mutants, table
@@ -15,11 +16,20 @@ def test_there_are_200_mutants_by_distinct_names() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
 
 
+@cache
+def text_of(path: str) -> str:
+    return (ROOT / path).read_text()
+
+
+@cache
+def tree_of(path: str) -> str:
+    return ast.dump(ast.parse(text_of(path)))
+
+
 def test_every_mutant_applies_and_is_python() -> None:
     for mutant in MUTANTS:
-        text = (ROOT / mutant.file).read_text()
-        broken = mutant.apply(text)
-        assert ast.dump(ast.parse(broken)) != ast.dump(ast.parse(text)), mutant.name
+        broken = mutant.apply(text_of(mutant.file))
+        assert ast.dump(ast.parse(broken)) != tree_of(mutant.file), mutant.name
 
 
 def test_the_tests_of_every_mutant_exist() -> None:
@@ -27,7 +37,7 @@ def test_the_tests_of_every_mutant_exist() -> None:
         for test in mutant.tests:
             path, _, name = test.partition("::")
             function = name.partition("[")[0]
-            assert f"def {function}(" in (ROOT / path).read_text() if name else (ROOT / path).is_file(), (
+            assert f"def {function}(" in text_of(path) if name else (ROOT / path).is_file(), (
                 mutant.name,
                 test,
             )

@@ -92,10 +92,14 @@ MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "tied, tp 2, fsdp 2": (4, ("--parallelism.tp=2", "--model.tie_embeddings=true")),
     "optimizer on the host": (2, ("--memory.optimizer_placement=host",)),
 }
+QUICK = ("fsdp 3, uneven", "biases, tp 4, replicated KV heads", "pp 2, fsdp 2", "tied, tp 2, fsdp 2")
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("ranks", "options"), MESHES.values(), ids=list(MESHES))
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [pytest.param(*mesh, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, mesh in MESHES.items()],
+)
 def test_every_rank_reads_exactly_its_shards(run: Path, ranks: int, options: tuple[str, ...]) -> None:
     folder = run.parent / "model"
     dtype = torch.bfloat16 if ranks == 3 else torch.float32

@@ -108,8 +108,18 @@ def test_a_full_disk_makes_room_by_superfluous_checkpoints(run: Path, monkeypatc
     assert checkpoints(folder.path) == ["step-3", "step-4"]
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "state.json", ".metadata", "__0_0.distcp"])
-@pytest.mark.parametrize("unreadable", [["step-6"], ["step-4", "step-6"], ["step-2", "step-4", "step-6"]])
+QUICK = (("manifest.json", 1), ("state.json", 3), (".metadata", 2), ("__0_0.distcp", 1))
+"""Unreadable file, and of how many checkpoints."""
+
+
+@pytest.mark.parametrize(
+    ("name", "unreadable"),
+    [
+        pytest.param(name, unreadable, marks=() if (name, len(unreadable)) in QUICK else pytest.mark.slow)
+        for name in ("manifest.json", "state.json", ".metadata", "__0_0.distcp")
+        for unreadable in (["step-6"], ["step-4", "step-6"], ["step-2", "step-4", "step-6"])
+    ],
+)
 def test_a_checkpoint_that_the_device_cannot_read_is_passed_over_if_one_before_it_can(
     run: Path, monkeypatch: pytest.MonkeyPatch, name: str, unreadable: list[str]
 ) -> None:

@@ -176,7 +176,7 @@ def _peak(connection: Connection, given: CorpusSpec) -> None:
         ("txt", 90),
         pytest.param("txt.gz", 90, marks=pytest.mark.slow),
         pytest.param("jsonl", 350, marks=pytest.mark.slow),
-        ("parquet", 90),
+        pytest.param("parquet", 90, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.usefixtures("shared_server")

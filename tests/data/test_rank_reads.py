@@ -56,7 +56,7 @@ def differences(data: DataSection, seq_len: int) -> list[str]:
     meshes = {shape: init_device_mesh("cpu", shape) for shape in sorted({shape for shape, _ in CONFIGURATIONS})}
     for shape, options in CONFIGURATIONS:
         core = build_core(meshes[shape], heads=4, kv_heads=2, **options)
-        for first in range(0, 14, 2):
+        for first in (0, 6):
             indices = [first, None, first + 1]
             whole = shard_batch(core, dataset.read(indices, FullSequence(core.plan.seq_len_divisor)))
             result += [f"{options} rows {indices}: {name}" for name in same(dataset.read(indices, core), whole)]
@@ -119,7 +119,7 @@ def targets(dataset: BlendedDataset, indices: range) -> Counter[tuple[int, int]]
     return Counter({pair: count for pair, count in result.items() if pair[1] != IGNORE_INDEX})
 
 
-@pytest.mark.parametrize("seq_len", [4, 7, 64])
+@pytest.mark.parametrize("seq_len", [7, 64])
 @pytest.mark.parametrize("packing", ["best_fit", "concat", "single"])
 def test_over_an_epoch_of_all_ranks_every_token_but_the_first_of_a_document_is_a_target_once(
     packing: str, seq_len: int, section: Callable[..., DataSection]

@@ -163,9 +163,8 @@ def compare(world_size: int, cases: tuple[str, ...]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "world_size", [pytest.param(size, marks=pytest.mark.slow if size > 1 else ()) for size in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", CASES)
 def test_estimates_match_counted_peaks(world_size: int) -> None:
     compare(world_size, CASES[world_size])
 

@@ -31,8 +31,6 @@ OPTIONS = {
 DEFAULT = {
     ("256 ranks", "tiled"),
     ("one", "recomputed"),
-    ("one", "autograd, bfloat16"),
-    ("ep", "tiled"),
     ("ep x tp", "shared"),
 }
 CASES = [

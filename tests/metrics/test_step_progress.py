@@ -119,7 +119,9 @@ MESHES = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=() if mesh in ("offload", "pipeline") else pytest.mark.slow) for mesh in MESHES]
+)
 def test_every_block_counts_once_forward_and_once_backward(tmp_path: Path, mesh: str) -> None:
     ranks, options = MESHES[mesh]
     blocks, micro_batches = 2, 3 if mesh == "fsdp" else 6

@@ -44,7 +44,7 @@ def assert_close_log_probs(logits_V: Tensor, expected_V: Tensor, dtype: torch.dt
     torch.testing.assert_close(logits_V.log_softmax(-1), expected_V, rtol=0, atol=TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("config", [SMALL, TIED, GROUPED, BIASED, WINDOWED, CAPPED, GRANITE, OLMO])
 def test_decoding_token_by_token_equals_training_log_probs(config: ModelConfig, dtype: torch.dtype) -> None:
     reader, expected_SV = decoder(config, dtype), log_probs(config, dtype)
@@ -52,8 +52,10 @@ def test_decoding_token_by_token_equals_training_log_probs(config: ModelConfig, 
         assert_close_log_probs(reader.next_token_logits(token_S), expected_V, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("chunk", [1, 2, 5, LENGTH - 1, LENGTH, 100])
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "chunk", [1, 5, LENGTH, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, LENGTH - 1, 100))]
+)
 def test_prefill_of_any_length_in_chunks_of_any_size(chunk: int, dtype: torch.dtype) -> None:
     reader, expected_SV = decoder(GROUPED, dtype, chunk=chunk), log_probs(GROUPED, dtype)
     for length in range(1, LENGTH):
@@ -72,7 +74,7 @@ def test_sequence_may_arrive_in_parts_of_any_length(cuts: tuple[int, ...], kerne
 
 
 @pytest.mark.parametrize("config", [WINDOWED, CAPPED, OLMO])
-@pytest.mark.parametrize("chunk", [1, 3, 6])
+@pytest.mark.parametrize("chunk", [1, pytest.param(3, marks=pytest.mark.slow), 6])
 def test_windows_reach_into_the_cache_and_not_past_them(chunk: int, config: ModelConfig) -> None:
     """Windows of 3, 4 and 5 tokens, with chunks that are shorter, as long and longer."""
     expected_SV = log_probs(config)

@@ -178,7 +178,7 @@ def flops_of_addition(_: object, left: torch.Size, right: torch.Size, **__: obje
 TILE = 5 * tiling.bytes_per_token(SMALL.dim, SMALL.ffn_dim, 8)  # Five tokens, in double precision.
 
 
-@pytest.mark.parametrize("config", [TIED, replace(BIASED, qk_norm=True)])
+@pytest.mark.parametrize("config", [pytest.param(TIED, marks=pytest.mark.slow), replace(BIASED, qk_norm=True)])
 @pytest.mark.parametrize(
     ("policy", "every", "pieces"),
     [

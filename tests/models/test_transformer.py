@@ -107,7 +107,9 @@ def test_tied_gradient_is_the_sum_of_embedding_and_projection() -> None:
 
 
 @dynamo
-@pytest.mark.parametrize("config", [SMALL, TIED, BIASED, MIXED])
+@pytest.mark.parametrize(
+    "config", [MIXED, *(pytest.param(config, marks=pytest.mark.slow) for config in (SMALL, TIED, BIASED))]
+)
 def test_compiled_blocks_equal_eager(config: ModelConfig) -> None:
     torch._dynamo.reset()
     eager, compiled = small_model(config), small_model(config)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models import layers
+from models.config import ModelConfig
 from models.layers import Parameter
 from tests.models.small_models import SMALL
 from trainer.config.sections import OptimizerSection
@@ -27,12 +28,17 @@ def declare(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(layers.HEAD, name, Parameter(shape, "replicate", name))
 
 
+def configured() -> ModelConfig:
+    """Another object for every model: it remembers the declarations of the test that first asks for them."""
+    return replace(SMALL)
+
+
 class Model(nn.Module):
     """A matrix and a vector."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
-        self.config = SMALL
+        self.config = configured()
         generator = torch.Generator().manual_seed(0)
         self.matrix = nn.Parameter(torch.randn(3, 4, dtype=dtype, generator=generator))
         self.norm = nn.Parameter(torch.randn(4, dtype=dtype, generator=generator))
@@ -280,7 +286,7 @@ class TwoLayers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config = SMALL
+        self.config = configured()
         self.first, self.second = (nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(2))
         self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
 

@@ -66,7 +66,11 @@ def local(x: Tensor) -> Tensor:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("poison", ["gradient", "infinite gradient", "loss"])
-@pytest.mark.parametrize("plan", [Plan(), Plan(dp_shard=3), Plan(dp_replicate=2, dp_shard=2)], ids=["1", "3", "2x2"])
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(), pytest.param(Plan(dp_shard=3), marks=pytest.mark.slow), Plan(dp_replicate=2, dp_shard=2)],
+    ids=["1", "3", "2x2"],
+)
 def test_non_finite_values_on_one_rank_skip_the_step_on_all(plan: Plan, poison: Poison) -> None:
     for finite, skipped, after, steps in run_ranks(skip, plan.ranks, plan, poison):
         assert finite == [True, True, False, True]

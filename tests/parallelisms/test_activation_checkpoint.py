@@ -218,10 +218,10 @@ def test_a_block_of_another_kind_is_checkpointed_whole(blocks_per_checkpoint: in
     ("config", "dtype", "tile_bytes"),
     [
         (SMALL, torch.float64, TILE),
-        (TIED, torch.float32, None),
+        pytest.param(TIED, torch.float32, None, marks=pytest.mark.slow),
         (SMALL, torch.bfloat16, None),
-        (MIXED, torch.bfloat16, TILE),
-        (TIED, torch.bfloat16, TILE),
+        pytest.param(MIXED, torch.bfloat16, TILE, marks=pytest.mark.slow),
+        pytest.param(TIED, torch.bfloat16, TILE, marks=pytest.mark.slow),
     ],
 )
 def test_results_are_bitwise_equal_for_every_policy_and_placement(
@@ -246,8 +246,10 @@ def test_policy_none_leaves_blocks_to_autograd() -> None:
     assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("tile_bytes", [None, TILE])
-@pytest.mark.parametrize("head_groups", [1, 2])
+@pytest.mark.parametrize(
+    ("head_groups", "tile_bytes"),
+    [(2, TILE), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, None), (1, TILE), (2, None)))],
+)
 @pytest.mark.parametrize("config", [DEEP, NORMED, BIASED], ids=["plain", "normed", "biased"])
 def test_bfloat16_error_is_comparable_to_autograd(
     config: ModelConfig, head_groups: int, tile_bytes: int | None
@@ -398,12 +400,12 @@ OUTPUT = 2 * 24 * SMALL.num_heads * (SMALL.head_dim + 1) * 8
 @pytest.mark.parametrize(
     ("policy", "blocks_per_checkpoint", "inputs", "outputs"),
     [
-        ("full", 1, 6, 0),
+        pytest.param("full", 1, 6, 0, marks=pytest.mark.slow),
         ("full", 2, 3, 0),
-        ("keep_attention", 1, 6, 6),
-        ("keep_attention", 2, 3, 6),
+        pytest.param("keep_attention", 1, 6, 6, marks=pytest.mark.slow),
+        pytest.param("keep_attention", 2, 3, 6, marks=pytest.mark.slow),
         ("keep_attention", 4, 2, 6),
-        ("keep_attention", 6, 1, 6),
+        pytest.param("keep_attention", 6, 1, 6, marks=pytest.mark.slow),
     ],
 )
 def test_blocks_save_only_inputs_and_attention_outputs(
@@ -546,7 +548,9 @@ def gradient_sums(config: ModelConfig) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("order", [(0, 2, 1), (1, 2, 0), (2, 1, 0)], ids=str)
+@pytest.mark.parametrize(
+    "order", [(1, 2, 0), *(pytest.param(order, marks=pytest.mark.slow) for order in ((0, 2, 1), (2, 1, 0)))], ids=str
+)
 @pytest.mark.parametrize("blocks_per_checkpoint", [1, 2])
 @pytest.mark.parametrize("offload", [False, True])
 def test_pending_batches_may_run_backward_in_any_order(

@@ -44,7 +44,7 @@ def lost_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rope, "apply_rotary_emb", detached)
 
 
-@pytest.mark.parametrize("policy", ["none", "keep_attention"])
+@pytest.mark.parametrize("policy", [pytest.param("none", marks=pytest.mark.slow), "keep_attention"])
 def test_compiled_blocks_have_the_gradients_of_eager_ones(policy: RecomputePolicy) -> None:
     gradient_check.verify_gradients(NORMED, policy, COMPILED)
 

@@ -249,7 +249,7 @@ ODD_PLANS = {
 
 @pytest.mark.parametrize(
     "plan",
-    [pytest.param(plan, marks=pytest.mark.slow if plan.pp == 4 else ()) for plan in PLANS],
+    [pytest.param(plan, marks=() if plan == PLANS[0] else pytest.mark.slow) for plan in PLANS],
     ids=lambda plan: f"{plan.schedule}-{plan.pp}",
 )
 def test_every_schedule_equals_one_process(plan: PipelinePlan) -> None:
@@ -269,6 +269,7 @@ def test_recomputation_in_stages_equals_one_process(
     require_equal(Case(plan, policy=policy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", [pytest.param(PLANS[0], marks=pytest.mark.slow), PLANS[2]], ids=lambda plan: plan.schedule
 )
@@ -413,10 +414,12 @@ def test_messages_are_kept_until_they_are_sent() -> None:
         assert run_ranks(messages_not_awaited, 2, Case(plan)) == [0, 0]
 
 
+@pytest.mark.slow
 def test_replicated_stages_equal_one_process() -> None:
     require_equal(Case(PLANS[0], dp_replicate=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", [PLANS[0], pytest.param(PLANS[2], marks=pytest.mark.slow)], ids=lambda plan: plan.schedule
 )

@@ -56,7 +56,8 @@ REAL = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [pytest.param(size, marks=[pytest.mark.slow] * (size > 1)) for size in REAL])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", REAL)
 def test_peak_matches_a_real_run(world_size: int) -> None:
     by_rank = run_ranks(counted, world_size, REAL[world_size], timeout=300)
     for changes, *ranks in zip(REAL[world_size], *by_rank, strict=True):
@@ -71,7 +72,13 @@ def test_peak_matches_a_real_run(world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", ["", KEEP, f"{KEEP} memory.blocks_per_checkpoint=2", f"model.qk_norm=true {TILES} {FULL}"]
+    "changes",
+    [
+        "",
+        KEEP,
+        f"{KEEP} memory.blocks_per_checkpoint=2",
+        pytest.param(f"model.qk_norm=true {TILES} {FULL}", marks=pytest.mark.slow),
+    ],
 )
 def test_flops_match_the_models_formula(changes: str) -> None:
     config, found = configured(changes), dry(changes)
@@ -93,7 +100,9 @@ def test_attention_flops_respect_documents() -> None:
     assert found.matmul_flops == dry("").matmul_flops
 
 
-@pytest.mark.parametrize("method", [RING, GATHER, ULYSSES])
+@pytest.mark.parametrize(
+    "method", [RING, *(pytest.param(method, marks=pytest.mark.slow) for method in (GATHER, ULYSSES))]
+)
 def test_cp_splits_flops_evenly(method: str) -> None:
     alone, shared = dry(""), dry(f"parallelism.cp=2 {method}", 2)
     assert 2 * sum(shared.attention_flops.values()) == sum(alone.attention_flops.values())
@@ -138,6 +147,7 @@ def test_tp_gathers_and_scatters_four_times_per_block() -> None:
     assert {(message.channel, message.kind) for message in found.small_messages} >= {("tp", "all_reduce")}
 
 
+@pytest.mark.slow
 def test_a_ring_sends_kv_in_both_directions_and_gradients_backward() -> None:
     found = dry(f"{LONG} parallelism.cp=8 {RING} {HALF} {KEEP}", 8)
     kv = 2 * 2048 * 2 * 32 * 2  # K and V: tokens, heads, head dimension, bytes.
@@ -152,7 +162,7 @@ def test_ulysses_exchanges_heads_by_all_to_all() -> None:
     assert by_kind["cp", "all_to_all"] == (3 * 2 * (2 * q + 2 * k) / 2, 3 * 8)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_stages_send_activations_and_gradients(rank: int) -> None:
     assert sent(dry(FOUR, 2, rank))["pp", "send"] == (4 * 4 * 1024 * 128, 4)
 

@@ -57,7 +57,10 @@ def exchanged(folder: Path, options: tuple[str, ...]) -> tuple[dict[str, float],
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if number in (0, 4) else pytest.mark.slow) for number, name in enumerate(CASES)],
+)
 def test_plans_count_the_bytes_of_token_dispatch(name: str, tmp_path: Path) -> None:
     write_run(tmp_path)
     found = run_ranks(exchanged, 2, tmp_path, CASES[name])

@@ -68,7 +68,7 @@ def test_search_finds_the_exhaustive_optimum(gib: int) -> None:
 
 
 def test_results_have_distinct_meshes_and_reasons() -> None:
-    found = search(configured(), 16, H100)
+    found = search(configured(), 8, H100)
     meshes = [tuple(plan.mesh.values()) for plan in found.best]
     assert len(meshes) == len({*meshes}) == 5
     assert all(why_slower(plan, found.best[0]) for plan in found.best[1:])
@@ -76,7 +76,7 @@ def test_results_have_distinct_meshes_and_reasons() -> None:
 
 
 def test_layouts_that_do_not_fit_name_their_shortage() -> None:
-    found = search(configured(), 8, replace(H100, memory=4 * GIB))
+    found = search(configured(), 4, replace(H100, memory=4 * GIB))
     assert not found.best
     assert found.not_fitting
     assert "a device needs" in found.not_fitting[0].memory_shortages[0]
@@ -85,12 +85,12 @@ def test_layouts_that_do_not_fit_name_their_shortage() -> None:
 
 def test_the_printed_toml_reproduces_the_plan(tmp_path: Path) -> None:
     shipped = ROOT / "train_configs" / "llama3_8b_128k.toml"
-    for plan in search(with_seq_len(configured(), 65_536), 16, H100).best:
+    for plan in search(with_seq_len(configured(), 65_536), 8, H100).best:
         (tmp_path / "whole.toml").write_text(replace_sections(shipped.read_text(), layout_toml(plan.config)))
         config = load(["--config", str(tmp_path / "whole.toml")])
         assert config.training.seq_len == 65_536
-        assert checks.layout_problems(config, 16) == []
-        assert plan_stage(config, 16, H100).step_seconds == plan.step_seconds
+        assert checks.layout_problems(config, 8) == []
+        assert plan_stage(config, 8, H100).step_seconds == plan.step_seconds
 
 
 def replace_sections(text: str, pasted: str) -> str:

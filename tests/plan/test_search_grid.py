@@ -63,7 +63,8 @@ def shortest(found: SearchResult) -> float:
     return min((plan.step_seconds for plan in found.best), default=float("inf"))
 
 
-@pytest.mark.parametrize("seed", DRAWN)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(MANY))
 def test_what_search_returns_is_legal_and_fits(seed: int) -> None:
     config, world_size, device = draw_run(seed)
     for plan in (found := search(config, world_size, device)).best:
@@ -127,7 +128,8 @@ def recomputed_flops(config: Config | None) -> float:
     )
 
 
-@pytest.mark.parametrize("seed", DRAWN)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(MANY))
 def test_what_auto_chooses_is_legal_and_fits(seed: int) -> None:
     ((config, world_size),) = islice(automatic_cases(seed), seed, seed + 1)
     most = estimate_memory(with_overrides(config, {"memory.recompute": "none"}), world_size).device_bytes

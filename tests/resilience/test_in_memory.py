@@ -272,7 +272,7 @@ def test_a_run_whose_node_is_lost_continues_bitwise_from_the_memory_of_the_other
     [
         ((), None, 5),
         (("--optimizer.lr", "3e-3"), None, 4),
-        (("--checkpoint.keep", "7"), None, 4),
+        pytest.param(("--checkpoint.keep", "7"), None, 4, marks=pytest.mark.slow),
         ((), "step-4", 2),  # By a person who goes back.
         ((), "newest", 4),
     ],

@@ -168,7 +168,7 @@ def run(tmp_path: Path) -> Path:
     ("ranks", "cases"),
     [
         pytest.param(2, TWO, id="2 ranks"),
-        pytest.param(4, FOUR, id="4 ranks"),
+        pytest.param(4, FOUR, id="4 ranks", marks=pytest.mark.slow),
         pytest.param(6, SIX, id="6 ranks"),
         pytest.param(2, TWO_MORE, id="2 ranks, more", marks=pytest.mark.slow),
         pytest.param(4, FOUR_MORE, id="4 ranks, more", marks=pytest.mark.slow),

@@ -114,6 +114,7 @@ def test_five_steps_of_a_mixture_equal_one_process(mesh: dict[str, int], folder:
     assert {kind: error for kind, error in errors.items() if error > TOLERANCES[kind]} == {}, case
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_every_bit_and_takes_another_ep(folder: Path) -> None:
     case = {"model.feed_forward": "sigmoid", "training.global_batch_size": "2", "training.balance_loss": "0.1"}
 

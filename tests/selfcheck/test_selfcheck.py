@@ -104,7 +104,8 @@ def test_a_timeout_kills_the_ranks(tmp_path: Path) -> None:
         pool.run(mesh_case.launch, reference=tmp_path / "tensors")
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_self_check(number: int, tmp_path: Path) -> None:
     checking = subprocess.Popen(
         command("--config", "copy"),

@@ -47,6 +47,7 @@ def files_of_third_step(place: tuple[int, int, int, Path], argv: list[str]) -> t
     return status, tracer.files
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_the_third_step_of_a_ring_of_two_ranks_enters_few_files(tmp_path: Path) -> None:
     options = ("--parallelism.cp=2", "--parallelism.cp_method=ring", "--checkpoint.enabled=false")

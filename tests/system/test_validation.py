@@ -45,7 +45,13 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
         ("--parallelism.pp=2", "--parallelism.pp_schedule=Interleaved1F1B", "--model.num_layers=4"),
     ),
 }
-SLOW_CASES = ("a pipeline", "FSDP, recomputed", "activations on the host", "FSDP without resharding")
+SLOW_CASES = (
+    "deferred updates on the host",
+    "a pipeline",
+    "FSDP, recomputed",
+    "activations on the host",
+    "FSDP without resharding",
+)
 
 
 @pytest.mark.parametrize(

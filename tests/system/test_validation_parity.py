@@ -48,7 +48,6 @@ MESHES: dict[int, list[Options]] = {
     3: [mesh(cp=3, cp_method="alltoall"), mesh(dp_shard=3)],
     4: [mesh(cp=2, cp_method="ring", pp=2), mesh(dp_shard=2, tp=2)],
 }
-QUICK = next(iter(MESHES.items()))
 MORE_MESHES: dict[int, list[Options]] = {
     2: [
         mesh(cp=2, cp_method="alltoall"),
@@ -154,11 +153,12 @@ def test_context_length_changes_the_loss_but_not_the_targets(alone: tuple[Found,
     assert len({short["loss"], middle["loss"], long["loss"]}) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "meshes"),
     [
-        pytest.param(*item, marks=[] if item is QUICK else [pytest.mark.slow])
-        for item in (QUICK, *[*MESHES.items()][1:], *MORE_MESHES.items())
+        *MESHES.items(),
+        *MORE_MESHES.items(),
     ],
 )
 def test_every_mesh_matches_one_rank(

@@ -40,7 +40,7 @@ METHODS = {"ring": (2,), "alltoall": (2,), "allgather": (2,), "ulysses": (2,), "
 
 POLICIES = ("none", "full", "keep_attention", "one input of two", "groups")
 COMPILED = POLICIES[:3]  # The others are made of the same bodies.
-FAST = [("ring", False, POLICIES)]
+FAST = [("ring", False, POLICIES[:3])]
 NUM_LAYERS = {False: SMALL.num_layers, True: 1}  # Each block compiles anew.
 
 
@@ -166,6 +166,7 @@ def forward_backward(model: Transformer, core: ContextParallel) -> Tensor:
     [
         pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
         for case in (
+            *FAST,
             *((method, False, POLICIES) for method in METHODS),
             *((method, True, COMPILED) for method in METHODS),
             ("ring", True, ("none",)),

@@ -322,7 +322,7 @@ def worst_imbalance(kind: ShardLayout, distribution: Distribution, tokens: int, 
     )
 
 
-@pytest.mark.parametrize("ring", [4, 8, 16])
+@pytest.mark.parametrize("ring", [4, *(pytest.param(ring, marks=pytest.mark.slow) for ring in (8, 16))])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_doc_headtail_is_balanced_in_every_ring_step(distribution: Distribution, ring: int) -> None:
     assert worst_imbalance("doc_headtail", distribution, 128 * 1024, ring) <= 1.01
