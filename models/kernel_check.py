@@ -138,7 +138,7 @@ SAMPLES: dict[str, Callable[[ScoreBlocks, Heads, torch.device, torch.dtype], Sam
 
 
 def compare(where: str, actual: Results, expected: Reference, tolerance: float) -> dict[str, float]:
-    """The largest error of each output over MAX_ROWS tokens. On the CPU: a device may compute nothing, not even errors.
+    """The largest error of each output over MAX_ROWS tokens.
 
     Raises ValueError, with the worst token, for an error that is not below the tolerance.
     """
@@ -147,9 +147,7 @@ def compare(where: str, actual: Results, expected: Reference, tolerance: float) 
         token_dim = 1 if name == "log-sum-exp" else 0
         stride = ceil(tensors[0].shape[token_dim] / MAX_ROWS)
         first = (tensors[0].shape[token_dim] - 1) % stride  # So that the last token is among them.
-        rows = (x.movedim(token_dim, 0)[first::stride] for x in tensors)
-        ours, exact, terms = (x.flatten(1).cpu().double() for x in rows)
-        errors = (ours - exact).abs().amax(1) / row_scales(exact, terms)
+        errors = row_errors(*(x.movedim(token_dim, 0)[first::stride] for x in tensors))
         error = float(errors.max())  # NaN, if there is one.
         if not error < tolerance:
             token = first + stride * int(errors.nan_to_num(torch.inf).argmax())
@@ -157,6 +155,12 @@ def compare(where: str, actual: Results, expected: Reference, tolerance: float) 
             raise ValueError(f"attention kernel {where}: relative error {error:.1e} {which}, above {tolerance:g}")
         found[name] = error
     return found
+
+
+def row_errors(actual: Tensor, exact: Tensor, terms: Tensor) -> Tensor:
+    """Of the tensors' rows, in float64. On the CPU: a device may compute nothing, not even errors."""
+    actual, exact, terms = (x.flatten(1).cpu().double() for x in (actual, exact, terms))
+    return (actual - exact).abs().amax(1) / row_scales(exact, terms)
 
 
 def row_scales(exact: Tensor, terms: Tensor) -> Tensor:
