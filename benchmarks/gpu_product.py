@@ -49,7 +49,7 @@ def command(bench: Bench, run: Path, *more: str) -> list[str]:
     options = {
         "job.output_dir": run,
         "data.corpus": "copy",
-        "training.seq_len": bench.size(32 * K),
+        "training.seq_len": K if bench.rehearse else 32 * K,
         "training.global_batch_size": 2,
         "training.steps": STEPS,
         "training.deterministic": "true",
@@ -81,6 +81,7 @@ def run_to_end(bench: Bench, output: Path, words: Sequence[str]) -> float:
         status = child.wait(max(1, bench.left()))
     finally:
         child.kill()
+        child.wait()
     if status:
         lines = [line for line in log.read_text().splitlines() if line.strip()]
         raise RuntimeError(f"status {status}: {' / '.join(lines[-3:])}")
@@ -102,7 +103,7 @@ def resumed(bench: Bench, run: Path, expected: dict[str, float]) -> None:
         while str(KILLED_AFTER) not in losses(run):
             if child.poll() is not None or bench.left() < 0:
                 raise RuntimeError(f"the run ended with {child.poll()} before step {KILLED_AFTER}")
-            time.sleep(0.1)
+            time.sleep(0.02)  # Before a tiny run ends.
     finally:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

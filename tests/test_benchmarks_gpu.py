@@ -112,7 +112,8 @@ def rehearse(arguments: Sequence[str], path: Path) -> str:
     gpu_parts.GPU_TESTS = ("tests/models/test_attention_op.py",)
     torch.compiler.set_stance("default", force_backend="aot_eager")
     patched: Any = gpu_product
-    patched.start, patched.STEPS, patched.KILLED_AFTER = Forked, 6, 4
+    # Long enough for a signal to come before the end.
+    patched.start, patched.STEPS, patched.KILLED_AFTER = Forked, 16, 4
     with redirect_stdout(StringIO()) as printed:
         main([*arguments, "--rehearse", "--worker=first", f"--deadline={time.time() + 540}", f"--output={path}"])
     return printed.getvalue()
@@ -171,8 +172,10 @@ def test_the_product_is_rehearsed(tmp_path: Path) -> None:
     _, found = rehearsed(["--part=4"], tmp_path / "rows.jsonl")
     said = {row["what"]: row["result"] for row in found if "what" in row}
     assert said["calibrated"].startswith("width_128")
-    assert re.fullmatch(r"\d+ s, loss \d\.\d+ to \d\.\d+", said["6 steps of 1B through run_train.sh, with checkpoints"])
-    assert re.search(r"of 3 losses after step 3, 3 are bitwise those", said["killed in step 4, started again"])
+    assert re.fullmatch(
+        r"\d+ s, loss \d\.\d+ to \d\.\d+", said["16 steps of 1B through run_train.sh, with checkpoints"]
+    )
+    assert re.search(r"of (\d+) losses after step \d+, \1 are bitwise those", said["killed in step 4, started again"])
     assert re.search(r"trace.*MB", said["trace of a step"])
 
 
