@@ -6,7 +6,7 @@
     python -m benchmarks.gpu --part 4     the product: calibrate, a run with checkpoints, kill -9, resume, trace
     python -m benchmarks.gpu --part 5     the record: one exact step of 786,432 tokens; called again, of 1M
     python -m benchmarks.gpu --longest 8b     the longest sequence that a device holds, found with two of the layers
-    python -m benchmarks.gpu --part 1 --rehearse     tiny sizes, also on a CPU: a test of this script
+    python -m benchmarks.gpu --part 1 --rehearse     tiny sizes, also on a CPU: a test of this script, which fails if a row does
 
 Every row is on disk (`--output`, else outputs/gpu/part_N.jsonl) as soon as it is known, with commit, torch, clocks, kernel, and
 memory and seconds predicted and measured. Called again, a part resumes where it ended. A row that fails, hangs, loses the
@@ -45,7 +45,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.gpu_parts import KEPT, ROOT, attention, environment, gpu_tests, parity, truth
 from benchmarks.gpu_parts import report as report_result
 from benchmarks.gpu_product import product
-from benchmarks.gpu_rows import Bench, K, Report, entries, found_host_bytes, output
+from benchmarks.gpu_rows import Bench, K, Report, entries, failed_rows, found_host_bytes, output
 from benchmarks.gpu_steps import (
     MODELS,
     begin_memory,
@@ -282,7 +282,16 @@ def main(argv: Sequence[str]) -> int:
         return 0
     run, deadline = uuid.uuid4().hex[:8], time.time() + 60 * given.minutes
     worker = [sys.executable, "-m", "benchmarks.gpu", *argv, f"--worker={run}", f"--deadline={deadline}"]
-    return supervise(worker, given.output, run)
+    status = supervise(worker, given.output, run)
+    return status or (given.rehearse and report_failed(given.output, run))
+
+
+def report_failed(path: Path, run: str) -> int:
+    """The status of a rehearsal: 1, with their names, if rows failed or were left out."""
+    failed = failed_rows(path, run)
+    for row in failed:
+        sys.stderr.write(f"error: {row.get('what', row)}: {row.get('result', '')}\n")
+    return int(bool(failed))
 
 
 def supervise(worker: Sequence[str], path: Path, run: str) -> int:

@@ -38,6 +38,9 @@ from trainer.trainer import Trainer
 
 KEPT = "--memory.recompute keep_attention"
 ROOT = Path(__file__).resolve().parents[1]
+GPU_TESTS = ("tests/models",)
+ROUNDED = 1e-6
+"""Of the largest norm: what rounding leaves of a gradient that vanishes."""
 
 
 # ---- 0: the machine
@@ -79,13 +82,16 @@ def gpu_tests(bench: Bench) -> None:
     """The project's tests that need a CUDA device."""
 
     def run() -> str:
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/models"]
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *GPU_TESTS]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=bench.left(), check=False)
         lines = [line for line in done.stdout.splitlines() if line.strip()]
         for line in (line for line in lines if line.startswith(("FAILED", "ERROR"))):
             report(bench, "gpu tests", line)
-        report(bench, "gpu tests", lines[-1] if lines else done.stderr[-160:])
-        return lines[-1]
+        summary = lines[-1] if lines else done.stderr[-160:]
+        if done.returncode:
+            raise RuntimeError(summary)
+        report(bench, "gpu tests", summary)
+        return summary
 
     bench.attempt("gpu tests", run, needs=60 * bench.cuda)
 
@@ -207,8 +213,18 @@ def seen_by(bench: Bench, options: str) -> Seen:
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str:
     if ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours):
         return "bitwise the same"
-    far = torch.stack([(ours[name].double() - x.double()).norm() / x.double().norm() for name, x in theirs.items()])
+    far = torch.tensor([*distances(ours, theirs).values()])
     return f"{float(far.max()):.1e} of a tensor's norm apart" if far.isfinite().all() else "WRONG: not finite"
+
+
+def distances(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
+    """Between tensors of a name, over the norm of theirs. One of rounding errors beside the largest counts as none."""
+    norms = {name: x.double().norm() for name, x in theirs.items()}
+    least = ROUNDED * torch.stack([*norms.values()]).max()
+    return {
+        name: float((ours[name].double() - x.double()).norm() / norms[name].clamp(min=least))
+        for name, x in theirs.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -242,8 +258,8 @@ def ring_job(bench: Bench, kernel: str, tokens: int, ranks: int = 4) -> tuple[Ca
         grad, q, k, v = (x[None] for x in parts[rank])
         kv, exchange = torch.cat((k, v)), ring.Ring(shares[rank], rotate, torch.float32)
         out, lse = ring.forward(q, k, v, rotate(kv), exchange, kernel=kernel)
-        grads = ring.backward(grad, q, k, v, rotate(kv), out, lse, exchange, kernel=kernel)
-        return [x[0] for x in (out, *grads)]
+        dq, dk, dv, _ = ring.backward(grad, q, k, v, rotate(kv), out, lse, exchange, kernel=kernel)
+        return [x[0] for x in (out, dq, dk, dv)]
 
     def shared() -> list[Tensor]:
         hops = {(rank, hop): SimpleQueue[Tensor]() for rank in range(ranks) for hop in range(4 * ranks)}
@@ -257,10 +273,7 @@ def ring_job(bench: Bench, kernel: str, tokens: int, ranks: int = 4) -> tuple[Ca
 def ring_parity(bench: Bench) -> bool:
     alone, in_order, _ = ring_job(bench, "flash" if bench.cuda else "auto", bench.size(8 * K))
     names = ("output", "dq", "dk", "dv")
-    far = {
-        name: float((a.float() - b.float()).norm() / b.float().norm())
-        for name, a, b in zip(names, in_order(), alone(), strict=True)
-    }
+    far = distances(*(dict(zip(names, given(), strict=True)) for given in (in_order, alone)))
     report(bench, "4 ranks of a ring against one", ", ".join(f"{name} {error:.1e}" for name, error in far.items()))
     return True
 

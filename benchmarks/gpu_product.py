@@ -38,7 +38,7 @@ def calibrate(bench: Bench, folder: Path) -> None:
     table = folder / "device.toml"
     extended = (find_table(torch.cuda.get_device_name()) if bench.cuda else None) or "h100-80gb"
     command = [sys.executable, "-m", "trainer.plan", "calibrate", "--extends", extended, "--output", str(table)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=max(1, bench.left()))
+    run_to_end(bench, table, command)
     for line in table.read_text().splitlines():
         if "value =" in line or "forward =" in line:
             report(bench, "calibrated", line.partition(", source")[0])
@@ -49,7 +49,7 @@ def command(bench: Bench, run: Path, *more: str) -> list[str]:
     options = {
         "job.output_dir": run,
         "data.corpus": "copy",
-        "training.seq_len": bench.size(32 * K),
+        "training.seq_len": K if bench.rehearse else 32 * K,
         "training.global_batch_size": 2,
         "training.steps": STEPS,
         "training.deterministic": "true",
@@ -64,21 +64,32 @@ def command(bench: Bench, run: Path, *more: str) -> list[str]:
     return [str(ROOT / "run_train.sh"), "--config", "debug", *model.split(), *given, *more]
 
 
-def run_to_end(bench: Bench, *words: str) -> float:
-    """Seconds. Raises RuntimeError with the end of the log of a run that fails."""
-    begin = time.perf_counter()
+def start(words: Sequence[str], log: Path, *, is_apart: bool = False) -> subprocess.Popen[bytes]:
+    """`is_apart`: in a process group of its own, which can be killed as one."""
     environment = os.environ | {"NGPU": "1"}
-    done = subprocess.run(
-        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=max(1, bench.left()), check=False
-    )
-    if done.returncode:
-        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        raise RuntimeError(f"status {done.returncode}: {' / '.join(lines[-3:])}")
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            words, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=is_apart
+        )
+
+
+def run_to_end(bench: Bench, output: Path, words: Sequence[str]) -> float:
+    """Seconds. Raises RuntimeError with the end of the log, beside the output, of a command that fails."""
+    begin, log = time.perf_counter(), output.with_suffix(".log")
+    child = start(words, log)
+    try:
+        status = child.wait(max(1, bench.left()))
+    finally:
+        child.kill()
+        child.wait()
+    if status:
+        lines = [line for line in log.read_text().splitlines() if line.strip()]
+        raise RuntimeError(f"status {status}: {' / '.join(lines[-3:])}")
     return time.perf_counter() - begin
 
 
 def losses_of_run(bench: Bench, run: Path) -> dict[str, float]:
-    seconds = run_to_end(bench, *command(bench, run))
+    seconds = run_to_end(bench, run, command(bench, run))
     found = losses(run)
     report(bench, f"{STEPS} steps of 1B through run_train.sh, with checkpoints", f"{seconds:.0f} s, {shown(found)}")
     rmtree(run)  # A checkpoint of 1B has 15 GB.
@@ -87,36 +98,31 @@ def losses_of_run(bench: Bench, run: Path) -> dict[str, float]:
 
 def resumed(bench: Bench, run: Path, expected: dict[str, float]) -> None:
     """Kills every process of a run, starts it again, and compares its losses with those of an undisturbed one."""
-    child = subprocess.Popen(
-        command(bench, run),
-        cwd=ROOT,
-        env=os.environ | {"NGPU": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    child = start(command(bench, run), run.with_suffix(".log"), is_apart=True)
     try:
         while str(KILLED_AFTER) not in losses(run):
             if child.poll() is not None or bench.left() < 0:
                 raise RuntimeError(f"the run ended with {child.poll()} before step {KILLED_AFTER}")
-            time.sleep(0.1)
+            time.sleep(0.02)  # Before a tiny run ends.
     finally:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     begin = max((int(path.name.removeprefix("step-")) for path in run.glob("checkpoints/step-*")), default=0)
-    seconds = run_to_end(bench, *command(bench, run))
+    seconds = run_to_end(bench, run, command(bench, run))
     after = {step: loss for step, loss in losses(run).items() if int(step) > begin}
     same = sum(loss == expected.get(step) for step, loss in after.items())
     result = (
         f"{seconds:.0f} s; of {len(after)} losses after step {begin}, {same} are bitwise those of an undisturbed run"
     )
+    if not same == len(after) > 0:
+        raise RuntimeError(result)
     report(bench, f"killed in step {KILLED_AFTER}, started again", result)
     rmtree(run)
 
 
 def traced(bench: Bench, run: Path) -> None:
-    run_to_end(bench, *command(bench, run, "--profiler.trace_step", "3"))
+    run_to_end(bench, run, command(bench, run, "--profiler.trace_step", "3"))
     traces = [path for path in run.rglob("*") if "trace" in path.name and path.is_file()]
     if not traces:
         raise RuntimeError("no trace was written")

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from models import attention_op
-from models.kernels import accumulate_grads, attend_blocks_backward
+from models.kernel_reference import OUTPUTS, Reference, Results, Sample, forward_backward, reference
 from models.score_blocks import ScoreBlock, ScoreBlocks
 
 SHORT_LENGTHS = (2, 3, 63, 64, 65, 127, 128, 129)
 LENGTHS = (*SHORT_LENGTHS, 1000, 4097)
 """Of documents: around the tile sizes of kernels, and beyond several tiles."""
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 5e-4, torch.float16: 0.03, torch.bfloat16: 0.15}
-OUTPUTS = ("output", "log-sum-exp", "dq", "dk", "dv")
 FLOOR = 0.25
 """Of a tensor's largest number, added to a row's: rows that cancel to zero in float64 do not in other dtypes."""
+CANCELLED = 0.0625
+"""Of the sizes of terms, a row's and the mean of all rows': the least scale, where they cancel in a whole tensor."""
 MAX_ELEMENTS = 2**31 - 1
 """That a kernel which counts in 32 bits can address."""
 LONG_DOCUMENT, FEW_TOKENS, MAX_SCORES, MAX_ROWS = 1024, 256, 1 << 24, 1 << 14
@@ -36,19 +36,6 @@ class Heads(NamedTuple):
     num: int
     kv: int
     dim: int
-
-
-class Sample(NamedTuple):
-    """Gradient of the output and queries [X, N, H], keys and values [Y, K, H]."""
-
-    grad: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
-Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Output [X, N, H], log-sum-exp [N, X], dq, dk and dv."""
 
 
 def verify_kernel(
@@ -71,11 +58,11 @@ def verify_kernel(
     for name, blocks in check_cases(lengths, windows).items():
         for inputs, draw in SAMPLES.items():
             sample = draw(blocks, heads, device, dtype)
-            actual = _forward_backward(sample, blocks, kernel)
-            found = _compare(f'"{kernel}" on {name}, {inputs}', actual, reference(sample, blocks), TOLERANCES[dtype])
+            actual = forward_backward(sample, blocks, kernel)
+            found = compare(f'"{kernel}" on {name}, {inputs}', actual, reference(sample, blocks), TOLERANCES[dtype])
             errors = {output: max(error, found[output]) for output, error in errors.items()}
             if deterministic:
-                again = _forward_backward(sample, blocks, kernel)
+                again = forward_backward(sample, blocks, kernel)
                 for output, one, other in zip(OUTPUTS, actual, again, strict=True):
                     if (one != other).any():
                         raise ValueError(
@@ -150,33 +137,17 @@ SAMPLES: dict[str, Callable[[ScoreBlocks, Heads, torch.device, torch.dtype], Sam
 # ---- comparison
 
 
-def reference(sample: Sample, blocks: ScoreBlocks) -> Results:
-    """In float64, one KV head at a time, which bounds the memory."""
-    by_head = zip(*(x.double().chunk(sample.k.shape[1], dim=1) for x in sample), strict=True)
-    out, lse, dq, dk, dv = zip(*(_forward_backward(Sample(*head), blocks, "plain") for head in by_head), strict=True)
-    return torch.cat(out, 1), torch.cat(lse, 0), torch.cat(dq, 1), torch.cat(dk, 1), torch.cat(dv, 1)
+def compare(where: str, actual: Results, expected: Reference, tolerance: float) -> dict[str, float]:
+    """The largest error of each output over MAX_ROWS tokens.
 
-
-def _forward_backward(sample: Sample, blocks: ScoreBlocks, kernel: str) -> Results:
-    """Of blocks that cover all queries."""
-    grad, q, k, v = sample
-    out, lse = attention_op.forward(q, k, v, blocks, kernel=kernel)
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    accumulate_grads((dq, dk, dv), attend_blocks_backward(grad, q, k, v, out, lse, blocks, kernel=kernel))
-    return out, lse, dq, dk, dv
-
-
-def _compare(where: str, actual: Results, expected: Results, tolerance: float) -> dict[str, float]:
-    """The largest error of each output over MAX_ROWS tokens. On the CPU: a device may compute nothing, not even errors."""
+    Raises ValueError, with the worst token, for an error that is not below the tolerance.
+    """
     found = {}
-    for name, actual_tensor, expected_tensor in zip(OUTPUTS, actual, expected, strict=True):
+    for name, *tensors in zip(OUTPUTS, actual, *expected, strict=True):
         token_dim = 1 if name == "log-sum-exp" else 0
-        stride = ceil(actual_tensor.shape[token_dim] / MAX_ROWS)
-        first = (actual_tensor.shape[token_dim] - 1) % stride  # So that the last token is among them.
-        pair = (x.movedim(token_dim, 0)[first::stride] for x in (actual_tensor, expected_tensor))
-        ours, exact = (x.flatten(1).cpu().double() for x in pair)
-        largest = exact.abs().amax(1)
-        errors = (ours - exact).abs().amax(1) / (largest + FLOOR * largest.max())
+        stride = ceil(tensors[0].shape[token_dim] / MAX_ROWS)
+        first = (tensors[0].shape[token_dim] - 1) % stride  # So that the last token is among them.
+        errors = row_errors(*(x.movedim(token_dim, 0)[first::stride] for x in tensors))
         error = float(errors.max())  # NaN, if there is one.
         if not error < tolerance:
             token = first + stride * int(errors.nan_to_num(torch.inf).argmax())
@@ -184,6 +155,23 @@ def _compare(where: str, actual: Results, expected: Results, tolerance: float) -
             raise ValueError(f"attention kernel {where}: relative error {error:.1e} {which}, above {tolerance:g}")
         found[name] = error
     return found
+
+
+def row_errors(actual: Tensor, exact: Tensor, terms: Tensor) -> Tensor:
+    """Of the tensors' rows, in float64. On the CPU: a device may compute nothing, not even errors."""
+    actual, exact, terms = (x.flatten(1).cpu().double() for x in (actual, exact, terms))
+    return (actual - exact).abs().amax(1) / row_scales(exact, terms)
+
+
+def row_scales(exact: Tensor, terms: Tensor) -> Tensor:
+    """By row, what errors are relative to; above zero, whatever cancels.
+
+    Where all terms are zero there is nothing to round: any other number is wrong.
+    """
+    largest, sizes = exact.abs().amax(1), terms.amax(1)
+    of_numbers = largest + FLOOR * largest.max()
+    of_terms = CANCELLED * (sizes + sizes.mean())
+    return torch.maximum(of_numbers, of_terms).clamp(min=torch.finfo(exact.dtype).tiny)
 
 
 # ---- tensors that 32 bits cannot index
@@ -215,7 +203,7 @@ def verify_wide(
         drawn: Any = {"device": device, "dtype": dtype, "generator": torch.Generator(device).manual_seed(0)}
         shapes = [(q1, heads.num)] * 2 + [(k1, heads.kv)] * 2
         sample = Sample(*(torch.randn(*shape, heads.dim, **drawn) for shape in shapes))
-        out, lse, dq, dk, dv = _forward_backward(sample, blocks, kernel)
+        out, lse, dq, dk, dv = forward_backward(sample, blocks, kernel)
         step = q1 - q0 if mask == "causal" else max(1, MAX_SCORES // (k1 - k0))
         chunks = [(start, min(start + step, q1 - q0), 0, k1 - k0) for start in range(0, q1 - q0, step)]
         work, ratio = ScoreBlocks(chunks, causal=mask == "causal"), heads.num // heads.kv
@@ -225,4 +213,4 @@ def verify_wide(
             actual = out[queries], lse[queries[::-1]], dq[queries], dk[keys], dv[keys]
             part = Sample(sample.grad[queries], sample.q[queries], sample.k[keys], sample.v[keys])
             where = f'"{kernel}" on {name}, in tensors of {max(x.numel() for x in sample):,} elements'
-            _compare(where, actual, reference(part, work), TOLERANCES[dtype])
+            compare(where, actual, reference(part, work), TOLERANCES[dtype])

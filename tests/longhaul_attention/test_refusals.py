@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from longhaul_attention import ContextParallel, register_transformers
+from longhaul_attention import ContextParallel, evaluation, register_transformers
 from longhaul_attention.huggingface import causal_mask
 from tests.longhaul_attention.test_transformers_models import batch, model
 from tests.models.hf_models import SIZES
@@ -224,6 +224,8 @@ def messages_of_ranks() -> dict[str, str]:
 
     lost = ContextParallel(mesh, method="ring").shard_batch(other)["documents"]
     register_transformers()
+    blank = tiny()
+    torch.nn.init.zeros_(blank.lm_head.weight)
     return {
         "other sequences": message_of(compare),
         "no heads to choose by": message_of(ContextParallel, mesh),
@@ -238,6 +240,7 @@ def messages_of_ranks() -> dict[str, str]:
         "one dimension for two": message_of(ContextParallel, mesh, method="hybrid"),
         "a window of nothing": message_of(cp.attention, q, k, k, whole, window=0),
         "a cap of nothing": message_of(cp.attention, q, k, k, whole, softcap=0.0),
+        "a model whose logits are zero": message_of(evaluation.check, blank, cp),
         "a ContextParallel that is gone": message_of(tiny(), **cp.shard_batch(batch(packed=True)) | {"documents": lost}),
     }  # fmt: skip
 
@@ -256,6 +259,7 @@ REFUSED_RANKS = {
     "a process group": "mesh must be a DeviceMesh, such as init_device_mesh makes, not ProcessGroup",
     "one dimension for two": 'method "hybrid" needs a mesh of two dimensions, ring and Ulysses, not 1',
     "a cap of nothing": "soft cap 0.0 must be above 0",
+    "a model whose logits are zero": "LlamaForCausalLM gives logits of 0.0 only: they say nothing about its layers",
     "a ContextParallel that is gone": "the ContextParallel that sharded this batch does not exist any more",
 }
 

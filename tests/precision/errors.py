@@ -58,8 +58,9 @@ class Factor:
 
 
 def rms_error(found: Tensor, reference: Tensor) -> float:
-    """Root mean square of the differences, relative to that of the reference; infinite for NaN."""
-    return float(((found.double() - reference).norm() / reference.norm()).nan_to_num(nan=torch.inf))
+    """Root mean square of the differences, relative to that of the reference; infinite for NaN, 0 if both are zero."""
+    scale = reference.norm().clamp(min=torch.finfo(torch.float64).tiny)
+    return float(((found.double() - reference).norm() / scale).nan_to_num(nan=torch.inf))
 
 
 @cache

@@ -22,7 +22,7 @@ from trainer.selfcheck.comparison import (
     within_tolerance,
     worst_over_ranks,
 )
-from trainer.selfcheck.worker import max_relative_error
+from trainer.selfcheck.worker import kind_of_state, least_scales, max_relative_error
 
 VALUES = {"loss": 5.0, "grad_norm": 0.5, "tokens": 96.0}
 MOMENT, A, B = "optimizer.exp_avg.a", "model.a", "model.b"
@@ -95,6 +95,23 @@ def test_errors_are_relative_and_infinite_if_undefined() -> None:
         == math.inf
     )
     assert relative_error(math.nan, math.nan) == relative_error(1.0, 0.0) == relative_error(1.0, math.inf) == math.inf
+
+
+def test_a_moment_that_vanishes_is_compared_on_the_scale_of_its_kind() -> None:
+    """One process finds zeros, a mesh rounding errors: as for queries and keys where each query sees one key."""
+    zeros = torch.zeros(3, dtype=torch.float64)
+    state = {A: zeros + 4, MOMENT: zeros - 1e-2, "optimizer.exp_avg.b": zeros, "optimizer.exp_avg_sq.a": zeros}
+    least = least_scales(state)
+    assert least == {
+        "model": pytest.approx(4e-5),
+        "optimizer.exp_avg": pytest.approx(1e-7),
+        "optimizer.exp_avg_sq": 0.0,
+    }
+    scale = least[kind_of_state("optimizer.exp_avg.b")]
+    assert max_relative_error(zeros + 1e-18, zeros, least=scale) < TENSOR_TOLERANCE
+    for wrong in (1e-15, 1e-3, math.inf, math.nan):
+        assert max_relative_error(zeros + wrong, zeros, least=scale) > TENSOR_TOLERANCE
+    assert max_relative_error(zeros + 1e-18, zeros, least=least["optimizer.exp_avg_sq"]) == math.inf
 
 
 # ---- command line

@@ -28,6 +28,8 @@ from trainer.selfcheck.launches import Launch
 from trainer.trainer import Trainer
 
 NamedTensors = dict[str, Tensor]
+ROUNDED = 1e-5
+"""Of the largest number of a kind: smaller tensors are compared on this scale."""
 
 
 def run_task(rank: int, launch: Launch, store: Path, reference: Path, device_type: str) -> list[StepDifference]:
@@ -112,13 +114,32 @@ def save_state(trainer: Trainer, path: Path) -> dict[str, float]:
 def compare_state(trainer: Trainer, path: Path) -> dict[str, float]:
     """The error of this rank's shard of each weight and moment."""
     expected: NamedTensors = torch.load(path, weights_only=True, mmap=True)
-    return {name: max_relative_error(tensor, expected.get(name)) for name, tensor in rank_state(trainer).items()}
+    least = least_scales(expected)
+    return {
+        name: max_relative_error(tensor, expected.get(name), least=least.get(kind_of_state(name), 0.0))
+        for name, tensor in rank_state(trainer).items()
+    }
 
 
-def max_relative_error(actual: Tensor, expected: Tensor | None) -> float:
-    """The largest difference of this rank's shard, over the largest value of the whole `expected`.
+def kind_of_state(name: str) -> str:
+    """Weights, or one of the optimizer's moments: what has numbers of one size."""
+    first, _, rest = name.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == "optimizer" else first
 
-    Infinite if not finite or not comparable.
+
+def least_scales(state: NamedTensors) -> dict[str, float]:
+    """By kind: `ROUNDED` of the largest number. A moment that vanishes has rounding errors, which no mesh repeats."""
+    largest: dict[str, float] = {}
+    for name, tensor in state.items():
+        kind = kind_of_state(name)
+        largest[kind] = max(largest.get(kind, 0.0), float(tensor.abs().max()))
+    return {kind: ROUNDED * number for kind, number in largest.items()}
+
+
+def max_relative_error(actual: Tensor, expected: Tensor | None, *, least: float = 0.0) -> float:
+    """The largest difference of this rank's shard, over the largest value of the whole `expected`, `least` at least.
+
+    Infinite if not finite or not comparable, and for any difference from a scale of zero.
     """
     if expected is None or actual.shape != expected.shape:
         return math.inf
@@ -128,5 +149,5 @@ def max_relative_error(actual: Tensor, expected: Tensor | None) -> float:
         return 0.0
     if shard.shape != expected_shard.shape:
         return math.inf
-    error = float((shard - expected_shard).abs().max().cpu() / expected.abs().max())
+    error = float((shard - expected_shard).abs().max().cpu() / expected.abs().max().clamp(min=least))
     return error if math.isfinite(error) else math.inf
