@@ -14,34 +14,37 @@ from typing import Any
 from models.config import ALIKE_OPTIONS, MAX_LAYERS, ModelConfig
 from models.hf import HuggingFaceError, format_value, read_config, text_model_values
 from models.hf_families import BASE_DEFAULTS, FAMILIES
-from models.hf_family import COMMON_KEYS, FULL, OFF, SLIDING, Family
-from models.hf_rope import (
-    is_number,
-    rope_from_hf,
-    unsupported,
-)
+from models.hf_family import COMMON_KEYS, FULL, SLIDING, Family
+from models.hf_keys import dtype_remarks, id_remarks, is_count, review_keys
+from models.hf_rope import is_number, rope_from_hf, rope_stated_twice, unsupported
 from models.layers import EXPERT_OPTIONS, LayerKind
 from models.rope_config import RopeConfig
 
-ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clamped_swiglu": "silu"}
 ROPES = ("rope", "local_rope")
 DEFAULTS = {each.name: each.default for each in dataclasses.fields(ModelConfig)}
 
 
-def read_model(folder: Path, *, text_only: bool = False) -> ModelConfig:
+def read_model(folder: Path, *, text_only: bool = False, ignore_keys: Iterable[str] = ()) -> ModelConfig:
     """The model that the folder's config.json describes. Raises `HuggingFaceError`."""
-    return model_config_from_hf(text_model_values(read_config(folder), text_only=text_only))
+    return model_config_from_hf(text_model_values(read_config(folder), text_only=text_only), ignore_keys)
 
 
-def model_config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
-    """The model that a config.json describes. Raises `HuggingFaceError` with everything unsupported."""
-    model_type = values.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        raise HuggingFaceError([unsupported("model_type", model_type, tuple(FAMILIES))])
+def config_remarks(values: Mapping[str, Any], ignore_keys: Iterable[str] = ()) -> list[str]:
+    """A line for everything that a config.json states and `model_config_from_hf` does not read."""
+    values, _ = _without_aliases(values, family := _family(values))
+    return [*review_keys(values, family, ignore_keys).ignored, *id_remarks(values), *dtype_remarks(values)]
+
+
+def model_config_from_hf(values: Mapping[str, Any], ignore_keys: Iterable[str] = ()) -> ModelConfig:
+    """The model that a config.json describes. Raises `HuggingFaceError` with everything unsupported.
+
+    `ignore_keys`: keys that are not known, and need not be.
+    """
+    family, model_type = _family(values), values["model_type"]
     values, problems = _without_aliases(values, family)
     present = _with_defaults(values, family)
-    problems += _feature_problems(values, family)
+    problems += review_keys(values, family, ignore_keys).problems
+    problems += rope_stated_twice(values, family.local_theta_key)
     fields = _read_fields(present, problems)
     ropes = _read_ropes(present, family, problems)
     kinds = [] if problems else [*_read_layers(present, family, problems)]
@@ -63,10 +66,17 @@ def model_config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     if fields.get("attention_scale") == fields["head_dim"] ** -0.5:
         fields["attention_scale"] = None
     options: dict[str, Any] = {**fields, **family.options, **ropes}
-    model = with_layers(ModelConfig(**options, model_type=str(model_type)), kinds)
+    model = with_layers(ModelConfig(**options, model_type=model_type), kinds)
     if model_problems := [*model.problems(), *_shape_problems(model, family)]:
         raise HuggingFaceError([f"config.json: {problem}" for problem in model_problems])
     return model
+
+
+def _family(values: Mapping[str, Any]) -> Family:
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise HuggingFaceError([unsupported("model_type", model_type, tuple(FAMILIES))])
+    return FAMILIES[model_type]
 
 
 def _without_aliases(values: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
@@ -95,43 +105,6 @@ def _with_defaults(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return present
 
 
-def _feature_problems(values: Mapping[str, Any], family: Family) -> Iterable[str]:
-    """Keys that are not known, and values of features that our model does not have."""
-    activation = ACTIVATIONS[family.options.get("activation", "silu")]
-    allowed = {
-        **OFF,
-        "architectures": ([family.architecture], None),
-        **dict.fromkeys(family.activation_keys, (activation, None)),
-    }
-    if family.architecture == "Qwen2ForCausalLM":  # q, k and v have biases, and o has none, whatever the key says.
-        del allowed["attention_bias"]
-    allowed = {key: only for key, only in {**allowed, **family.allowed}.items() if key not in family.keys}
-    if family.has_partial_rotary:
-        del allowed["partial_rotary_factor"]
-    if is_mxfp4(values, family):
-        del allowed["quantization_config"]
-    count: Any = values.get("num_hidden_layers")
-    has_window = family.has_window and values.get("sliding_window", 0) is not None
-    all_full = [FULL] * count if is_count(count, MAX_LAYERS) and not has_window else None
-    for key, value in values.items():
-        if key in allowed:
-            if value not in allowed[key]:
-                yield unsupported(key, value, allowed[key])
-        elif key not in family.known_keys and value is not None:
-            is_all_full = key == "layer_types" and value == all_full
-            if key in ("sliding_window", "layer_types") and not is_all_full:
-                yield unsupported(key, value, (None,))
-            elif not is_all_full:
-                yield f"config.json: {key} = {format_value(value)} is unknown for model_type {values['model_type']}"
-
-
-def is_mxfp4(values: Mapping[str, Any], family: Family) -> bool:
-    """Whether the weights of experts are MXFP4, which is read."""
-    config = values.get("quantization_config")
-    is_known = family.architecture == "GptOssForCausalLM"
-    return is_known and isinstance(config, dict) and config.get("quant_method") == "mxfp4"
-
-
 def _read_fields(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     fields = {}
     for theirs, ours in COMMON_KEYS.items():
@@ -148,10 +121,6 @@ def _read_fields(values: Mapping[str, Any], problems: list[str]) -> dict[str, An
             problems.append(f"config.json: {theirs} = {format_value(value)} must be {rule}")
         fields[ours] = value
     return fields
-
-
-def is_count(value: object, largest: int = 2**31 - 1, *, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= largest
 
 
 def _read_ropes(values: Mapping[str, Any], family: Family, problems: list[str]) -> dict[str, RopeConfig]:

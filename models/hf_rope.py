@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 from models.hf import format_value
+from models.hf_family import FULL, SLIDING
 from models.rope_config import ROPE_FIELDS, RopeConfig
 from models.rope_scaling import attention_factor
 
+DIALECTS = ("rope_parameters", "rope_scaling")
 ORIGINAL_LENGTH_KEY = "original_max_position_embeddings"
 # Our rope field -> their key, where the names differ.
 ROPE_KEYS = {
@@ -32,7 +34,7 @@ def rope_from_hf(values: Mapping[str, Any], problems: list[str], *, default_thet
     """Reads the rope from either format; if both are present they must agree."""
     theta = values.get("rope_theta")
     default = {"rope_theta": default_theta if theta is None else theta}
-    dialects = {key: values[key] for key in ("rope_parameters", "rope_scaling") if values.get(key) is not None}
+    dialects = {key: values[key] for key in DIALECTS if values.get(key) is not None}
     if not dialects or (theta is not None and "rope_scaling" not in dialects and "rope_scaling" in values):
         dialects["rope_scaling"] = {}
     ropes = {}
@@ -49,6 +51,28 @@ def rope_from_hf(values: Mapping[str, Any], problems: list[str], *, default_thet
             f"rope_scaling = {format_value(values.get('rope_scaling'))} disagree"
         )
     return next(iter(ropes.values()), None)
+
+
+def rope_stated_twice(values: Mapping[str, Any], local_theta_key: str) -> Iterator[str]:
+    """What a config.json says of a rope at its top and, otherwise, in `rope_parameters` or `rope_scaling`."""
+    for name in DIALECTS:
+        stated = values.get(name)
+        ropes = {name: ("rope_theta", stated)}
+        if isinstance(stated, dict) and stated.keys() & {FULL, SLIDING}:
+            theta_keys = {FULL: "rope_theta", SLIDING: local_theta_key}
+            ropes = {f"{name}.{layers}": (key, stated.get(layers)) for layers, key in theta_keys.items()}
+        for path, (theta_key, rope) in ropes.items():
+            if isinstance(rope, dict):
+                keys = {"rope_theta": theta_key, ORIGINAL_LENGTH_KEY: ORIGINAL_LENGTH_KEY, PARTIAL_KEY: PARTIAL_KEY}
+                yield from _disagreements(path, rope, {key: (top, values.get(top)) for key, top in keys.items()})
+                yield from _disagreements(path, rope, {"rope_type": (f"{path}.type", rope.get("type"))})
+
+
+def _disagreements(path: str, rope: Mapping[str, Any], others: Mapping[str, tuple[str, Any]]) -> Iterator[str]:
+    for key, (name, other) in others.items():
+        if None not in (other, rope.get(key)) and other != rope[key]:
+            stated = f"{name} = {format_value(other)} and {path}.{key} = {format_value(rope[key])}"
+            yield f"config.json: {stated} disagree"
 
 
 def _parse_rope(name: str, rope: dict[str, Any], values: Mapping[str, Any], problems: list[str]) -> RopeConfig | None:
