@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from models.config import MAX_LAYERS
 from models.hf import format_value
-from models.hf_family import FULL, OFF, Family
+from models.hf_family import FULL, OFF, SLIDING, Family
 from models.hf_rope import unsupported
 
 ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clamped_swiglu": "silu"}
@@ -166,6 +166,19 @@ def id_remarks(values: Mapping[str, Any]) -> Iterator[str]:
         ids = stated if isinstance(stated, list) else [stated]
         if is_count(size) and any(each is not None and not is_count(each, size - 1, least=0) for each in ids):
             yield f"ignored: {key} = {format_value(stated)}: not in the vocabulary of {size}"
+
+
+def pattern_remarks(values: Mapping[str, Any]) -> Iterator[str]:
+    """Of a pattern of windows beside `layer_types`, which decides."""
+    types = values.get("layer_types")
+    for key in ("sliding_window_pattern", "_sliding_window_pattern") if isinstance(types, list) else ():
+        every = values.get(key)
+        if every is not None and not (is_count(every) and types == _windows_but_every(every, len(types))):
+            yield f"ignored: {key} = {format_value(every)}: layer_types says which layers have windows"
+
+
+def _windows_but_every(interval: int, count: int) -> list[str]:
+    return [SLIDING if (layer + 1) % interval else FULL for layer in range(count)]
 
 
 def dtype_remarks(values: Mapping[str, Any]) -> Iterator[str]:

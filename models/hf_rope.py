@@ -30,7 +30,9 @@ ROPE_TYPE_KEYS = {"rope_type", "type", "rope_theta"}
 MSCALES = ("mscale", "mscale_all_dim")  # DeepSeek's form of yarn's attention factor.
 
 
-def rope_from_hf(values: Mapping[str, Any], problems: list[str], *, default_theta: float) -> RopeConfig | None:
+def rope_from_hf(
+    values: Mapping[str, Any], problems: list[str], *, default_theta: float, theta_key: str = "rope_theta"
+) -> RopeConfig | None:
     """Reads the rope from either format; if both are present they must agree."""
     theta = values.get("rope_theta")
     default = {"rope_theta": default_theta if theta is None else theta}
@@ -43,7 +45,8 @@ def rope_from_hf(values: Mapping[str, Any], problems: list[str], *, default_thet
             problems.append(f"config.json: {name} = {format_value(rope)} must be an object")
             continue
         present = default | {key: value for key, value in rope.items() if value is not None}
-        if (parsed := _parse_rope(name, present, values, problems)) is not None:
+        theta_name = f"{name}.rope_theta" if rope.get("rope_theta") is not None else theta_key
+        if (parsed := _parse_rope(name, present, values, problems, theta_name)) is not None:
             ropes[name] = parsed
     if len(ropes) == 2 and ropes["rope_parameters"] != ropes["rope_scaling"]:
         problems.append(
@@ -54,7 +57,13 @@ def rope_from_hf(values: Mapping[str, Any], problems: list[str], *, default_thet
 
 
 def rope_stated_twice(values: Mapping[str, Any], local_theta_key: str) -> Iterator[str]:
-    """What a config.json says of a rope at its top and, otherwise, in `rope_parameters` or `rope_scaling`."""
+    """What a config.json says of a rope at its top and, otherwise, in `rope_parameters` or `rope_scaling`.
+
+    Also a length that nobody could use.
+    """
+    length = values.get(ORIGINAL_LENGTH_KEY)
+    if length is not None and not (is_number(length) and length > 0):
+        yield f"config.json: {ORIGINAL_LENGTH_KEY} = {format_value(length)} must be a number above 0"
     for name in DIALECTS:
         stated = values.get(name)
         ropes = {name: ("rope_theta", stated)}
@@ -75,7 +84,9 @@ def _disagreements(path: str, rope: Mapping[str, Any], others: Mapping[str, tupl
             yield f"config.json: {stated} disagree"
 
 
-def _parse_rope(name: str, rope: dict[str, Any], values: Mapping[str, Any], problems: list[str]) -> RopeConfig | None:
+def _parse_rope(
+    name: str, rope: dict[str, Any], values: Mapping[str, Any], problems: list[str], theta_name: str
+) -> RopeConfig | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_FIELDS:
         problems.append(unsupported(f"{name}.rope_type", kind, tuple(ROPE_FIELDS)))
@@ -84,7 +95,9 @@ def _parse_rope(name: str, rope: dict[str, Any], values: Mapping[str, Any], prob
     present = rope | _derived_rope_values(kind, rope, values)
     known = field_of.keys() | ROPE_TYPE_KEYS | {PARTIAL_KEY} | (set(MSCALES) if kind == "yarn" else set())
     problems += [
-        unsupported(f"{name}.{key}", value, (None,)) for key, value in sorted(present.items()) if key not in known
+        f'config.json: {name}.{key} = {format_value(value)} is not supported for rope_type "{kind}"'
+        for key, value in sorted(present.items())
+        if key not in known
     ]
     missing = field_of.keys() - present.keys() - OPTIONAL_ROPE_KEYS
     problems += [f'config.json: {name} of rope_type "{kind}" needs {key}' for key in sorted(missing)]
@@ -99,7 +112,14 @@ def _parse_rope(name: str, rope: dict[str, Any], values: Mapping[str, Any], prob
         else:
             is_valid = isinstance(value, bool) if key == "truncate" else is_number(value) and value > 0
         if not is_valid or (key == "partial" and value > 1):
-            problems.append(f"config.json: {name} has an invalid {key} = {format_value(value)}")
+            stated = (
+                theta_name
+                if key == "theta"
+                else PARTIAL_KEY
+                if key == "partial"
+                else f"{name}.{ROPE_KEYS.get(key, key)}"
+            )
+            problems.append(f"config.json: {stated} = {format_value(value)} is invalid")
     if len(problems) > num_problems:
         return None
     return without_default_factor(RopeConfig(**{"kind": kind} | fields))
