@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.museum import pages
 from models import hf
 from models.config import ModelConfig
 from models.hf import HuggingFaceError
@@ -117,6 +118,10 @@ def test_a_release_that_cannot_be_read_is_refused_for_one_key(name: str) -> None
 @pytest.mark.parametrize("name", SIZES)
 def test_a_release_has_its_published_size(name: str) -> None:
     assert READ[name].read().num_parameters == PUBLISHED[SIZES[name]]
+
+
+def test_the_lists_of_the_docs_are_current() -> None:
+    assert [page.name for page, text in pages().items() if page.read_text() != text] == []
 
 
 # ---- keys of releases that no file of the museum has
