@@ -57,6 +57,10 @@ MEANINGLESS = (
 )
 
 
+WINDOW_KEYS = ("sliding_window", "layer_types")
+"""Known, but only of some types: others have no window."""
+
+
 class KeyReview(NamedTuple):
     problems: list[str]
     ignored: list[str]
@@ -69,30 +73,29 @@ def review_keys(values: Mapping[str, Any], family: Family, ignore_keys: Iterable
     `ignore_keys`: unknown ones that a user vouches for.
     """
     vouched, model_type = set(ignore_keys), values["model_type"]
-    review, allowed = KeyReview([], []), _allowed_values(values, family)
-    all_full = _all_full(values, family)
+    allowed, all_full = _allowed_values(values, family), _all_full(values, family)
+    problems, ignored = list[str](), list[str]()
     for key, value in values.items():
         stated = f"{key} = {format_value(value)}"
         if key in allowed and value in allowed[key]:
             continue
-        if value is not None and (entry := _meaningless(key, model_type)):
-            problem = _meaningful(entry, value, values)
-            review.problems.extend([problem] if problem else [])
-            review.ignored.extend([] if problem else [f"ignored: {stated}: {entry.why}"])
-        elif key in allowed:
-            review.problems.append(unsupported(key, value, allowed[key]))
-        elif key not in family.known_keys and value is not None:
-            if key in ("sliding_window", "layer_types"):
-                review.problems.extend(
-                    [] if key == "layer_types" and value == all_full else [unsupported(key, value, (None,))]
-                )
-            elif key in vouched:
-                review.ignored.append(f"ignored: {stated}: --ignore-key")
+        if value is not None and (entry := _meaningless(key, model_type)) is not None:
+            if problem := _meaning(entry, value, values):
+                problems.append(problem)
             else:
-                unknown = f"config.json: {stated} is unknown for model_type {model_type}"
-                review.problems.append(f"{unknown}; --ignore-key {key} imports the model without it")
-    review.problems.extend(_ignore_key_problems(vouched, values, family))
-    return review
+                ignored.append(f"ignored: {stated}: {entry.why}")
+        elif key in allowed:
+            problems.append(unsupported(key, value, allowed[key]))
+        elif value is None or key in family.known_keys or (key == "layer_types" and value == all_full):
+            continue
+        elif key in WINDOW_KEYS:
+            problems.append(unsupported(key, value, (None,)))
+        elif key in vouched:
+            ignored.append(f"ignored: {stated}: --ignore-key")
+        else:
+            unknown = f"config.json: {stated} is unknown for model_type {model_type}"
+            problems.append(f"{unknown}; --ignore-key {key} imports the model without it")
+    return KeyReview([*problems, *_ignore_key_problems(vouched, values, family)], ignored)
 
 
 def _allowed_values(values: Mapping[str, Any], family: Family) -> dict[str, tuple[object, ...]]:
@@ -136,7 +139,7 @@ def _meaningless(key: str, model_type: str) -> Meaningless | None:
     return next((each for each in entries if not each.model_types or model_type in each.model_types), None)
 
 
-def _meaningful(entry: Meaningless, value: object, values: Mapping[str, Any]) -> str | None:
+def _meaning(entry: Meaningless, value: object, values: Mapping[str, Any]) -> str | None:
     """Why this value cannot be ignored."""
     if entry.values is not None and value not in entry.values:
         return unsupported(entry.key, value, entry.values)
@@ -147,7 +150,7 @@ def _meaningful(entry: Meaningless, value: object, values: Mapping[str, Any]) ->
 
 
 def _ignore_key_problems(vouched: Iterable[str], values: Mapping[str, Any], family: Family) -> Iterator[str]:
-    known = {*family.known_keys, *family.aliases, "sliding_window", "layer_types"}
+    known = {*family.known_keys, *family.aliases, *WINDOW_KEYS}
     for key in sorted(vouched):
         if key in known or _meaningless(key, values["model_type"]):
             yield f"config.json: {key} is known for model_type {values['model_type']} and cannot be ignored"
