@@ -35,7 +35,7 @@ GENERATION_KEYS = (
     *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
 )
 MEANINGLESS = (
-    Meaningless("pretraining_tp", "products computed in so many slices, whose sum is the product"),
+    Meaningless("pretraining_tp", "products are computed in slices, whose sum is the product"),
     Meaningless("auto_map", "code of the folder, which is not executed; the model is that of model_type"),
     Meaningless("is_llama_config", "written by nanotron", (True,), frozenset({"llama"})),
     Meaningless("is_qwen2_config", "written by nanotron", (True,), frozenset({"qwen2"})),

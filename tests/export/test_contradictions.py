@@ -171,7 +171,7 @@ def test_an_unknown_key_is_ignored_at_import_and_by_the_run(
     assert "internal_version" not in said
     assert main(["import", str(folder), str(begin), "--ignore-key", "internal_version", "--ignore-key", "other"]) == 0
     said, written = capsys.readouterr().out, begin.read_text()
-    for line in ('internal_version = "7b": --ignore-key', "pretraining_tp = 2: products computed in so many slices"):
+    for line in ('internal_version = "7b": --ignore-key', "pretraining_tp = 2: products are computed in slices"):
         assert f"ignored: {line}" in said
         assert f"# ignored: {line}" in written
     assert 'initial_ignore_keys = ["internal_version", "other"]\n' in written
