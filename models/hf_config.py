@@ -17,7 +17,7 @@ from models.hf import HuggingFaceError, format_value, read_config, text_model_va
 from models.hf_families import BASE_DEFAULTS, FAMILIES
 from models.hf_family import COMMON_KEYS, FULL, SLIDING, Family
 from models.hf_keys import dtype_remarks, id_remarks, is_count, pattern_remarks, review_keys
-from models.hf_rope import ROPE_KEYS, is_number, rope_from_hf, rope_stated_twice, unsupported
+from models.hf_rope import ROPE_KEYS, is_number, rope_from_hf, rope_problems, unsupported
 from models.layers import EXPERT_OPTIONS, LayerKind
 from models.rope_config import RopeConfig
 
@@ -25,9 +25,9 @@ ROPES = ("rope", "local_rope")
 DEFAULTS = {each.name: each.default for each in dataclasses.fields(ModelConfig)}
 
 
-def read_model(folder: Path, *, text_only: bool = False, ignore_keys: Iterable[str] = ()) -> ModelConfig:
+def read_model(folder: Path, *, text_only: bool = False) -> ModelConfig:
     """The model that the folder's config.json describes. Raises `HuggingFaceError`."""
-    return model_config_from_hf(text_model_values(read_config(folder), text_only=text_only), ignore_keys)
+    return model_config_from_hf(text_model_values(read_config(folder), text_only=text_only))
 
 
 def config_remarks(values: Mapping[str, Any], ignore_keys: Iterable[str] = ()) -> list[str]:
@@ -46,7 +46,7 @@ def model_config_from_hf(values: Mapping[str, Any], ignore_keys: Iterable[str] =
     values, problems = _without_aliases(values, family)
     present = _with_defaults(values, family)
     problems += review_keys(values, family, ignore_keys).problems
-    problems += rope_stated_twice(values, family.local_theta_key)
+    problems += rope_problems(values, family.local_theta_key)
     fields = _read_fields(present, problems)
     ropes = _read_ropes(present, family, problems)
     kinds = [] if problems else [*_read_layers(present, family, problems)]

@@ -56,11 +56,8 @@ def rope_from_hf(
     return next(iter(ropes.values()), None)
 
 
-def rope_stated_twice(values: Mapping[str, Any], local_theta_key: str) -> Iterator[str]:
-    """What a config.json says of a rope at its top and, otherwise, in `rope_parameters` or `rope_scaling`.
-
-    Also a length that nobody could use.
-    """
+def rope_problems(values: Mapping[str, Any], local_theta_key: str) -> Iterator[str]:
+    """Of the keys at the top of a config.json: values that are none, or others than in `rope_parameters`, `rope_scaling`."""
     length = values.get(ORIGINAL_LENGTH_KEY)
     if length is not None and not (is_number(length) and length > 0):
         yield f"config.json: {ORIGINAL_LENGTH_KEY} = {format_value(length)} must be a number above 0"
@@ -106,19 +103,14 @@ def _parse_rope(
     for key, field in field_of.items():
         if key in present:
             fields[field] = tuple(present[key]) if isinstance(present[key], list) else present[key]
+    names = {"theta": theta_name, "partial": PARTIAL_KEY}
     for key, value in fields.items():
         if key.endswith("_factors"):
             is_valid = isinstance(value, tuple) and all(map(is_number, value))
         else:
             is_valid = isinstance(value, bool) if key == "truncate" else is_number(value) and value > 0
         if not is_valid or (key == "partial" and value > 1):
-            stated = (
-                theta_name
-                if key == "theta"
-                else PARTIAL_KEY
-                if key == "partial"
-                else f"{name}.{ROPE_KEYS.get(key, key)}"
-            )
+            stated = names.get(key, f"{name}.{ROPE_KEYS.get(key, key)}")
             problems.append(f"config.json: {stated} = {format_value(value)} is invalid")
     if len(problems) > num_problems:
         return None

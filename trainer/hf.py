@@ -194,10 +194,9 @@ def check_tokenizer(folder: Path, model: ModelConfig) -> list[str]:
     tokenizer = load_tokenizer(*detected)
     if (size := text_vocab_size(tokenizer)) > model.vocab_size:
         raise HuggingFaceError([f"{folder}: the tokenizer has {size} tokens, but the model {model.vocab_size}"])
-    missing = ", ".join(tokens_without_embedding(tokenizer, model.vocab_size))
-    return [f"ignored: special tokens that no text has, beyond the model's {model.vocab_size}: {missing}"] * bool(
-        missing
-    )
+    missing = tokens_without_embedding(tokenizer, model.vocab_size)
+    line = f"ignored: special tokens that no text has, beyond the model's {model.vocab_size}: {', '.join(missing)}"
+    return [line] if missing else []
 
 
 def config_lines(

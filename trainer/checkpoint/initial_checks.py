@@ -63,11 +63,10 @@ def _compare_with_initial(initial: str, config: Config) -> tuple[list[str], list
     text_only, model = is_text_only(initial), config.model.build()
     problems, remarks = list[str](), list[str]()
     if is_hf:
-        values, ignore_keys = (
-            text_model_values(read_config(folder), text_only=text_only),
-            config.checkpoint.initial_ignore_keys,
-        )
-        initial_model, remarks = model_config_from_hf(values, ignore_keys), config_remarks(values, ignore_keys)
+        ignore_keys = config.checkpoint.initial_ignore_keys
+        values = text_model_values(read_config(folder), text_only=text_only)
+        initial_model = model_config_from_hf(values, ignore_keys)
+        remarks += config_remarks(values, ignore_keys)
     else:
         initial_model = model_config_from_values(manifest.read_state(folder).config)
     for key, (initial_value, value) in config_differences(initial_model, model).items():
