@@ -163,7 +163,7 @@ def _ignore_key_problems(vouched: Iterable[str], values: Mapping[str, Any], fami
 
 def id_remarks(values: Mapping[str, Any]) -> Iterator[str]:
     """Ids of special tokens that are none of the vocabulary's. No weight depends on them."""
-    size = values.get("vocab_size")
+    size: Any = values.get("vocab_size")
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         stated = values.get(key)
         ids = stated if isinstance(stated, list) else [stated]
@@ -173,7 +173,7 @@ def id_remarks(values: Mapping[str, Any]) -> Iterator[str]:
 
 def pattern_remarks(values: Mapping[str, Any]) -> Iterator[str]:
     """Of a pattern of windows beside `layer_types`, which decides."""
-    types = values.get("layer_types")
+    types: Any = values.get("layer_types")
     for key in ("sliding_window_pattern", "_sliding_window_pattern") if isinstance(types, list) else ():
         every = values.get(key)
         if every is not None and not (is_count(every) and types == _windows_but_every(every, len(types))):
