@@ -17,6 +17,7 @@ from models import mxfp4
 from models.config import ModelConfig
 from models.files import UnusableFileError, open_regular, read_regular
 from models.hf_tensors import FUSED_TENSORS, LAYERS, RENAMED_TENSORS, TensorSpec, stored_tensors, tensor_specs
+from models.strict_json import load_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,12 +48,12 @@ class HuggingFaceError(Exception):
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of the folder's config.json. Raises `HuggingFaceError`."""
     try:
-        values = json.loads(read_regular(folder / CONFIG_FILE))
+        values = load_json(read_regular(folder / CONFIG_FILE))
     except OSError as error:
         raise HuggingFaceError(
             [f"{folder / CONFIG_FILE} cannot be read: {error.strerror} (models are not downloaded)"]
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise HuggingFaceError([f"config.json is not valid JSON: {error}"]) from None
     if not isinstance(values, dict):
         raise HuggingFaceError([f"config.json must be an object, not {format_value(values)}"])
@@ -129,7 +130,7 @@ class SafetensorsReader:
         """Every difference between the files' tensors and the model's."""
         shapes: dict[str, tuple[int, ...]] = {}
         found_in: dict[str, Path] = {}
-        problems = []
+        problems, twice = list[str](), list[str]()
         for path in dict.fromkeys(self._file_of.values()):
             try:
                 file = self._open(path, "numpy")
@@ -138,6 +139,8 @@ class SafetensorsReader:
                 continue
             for name in file.keys():  # noqa: SIM118 - not a dict
                 tensor = file.get_slice(name)
+                if name in found_in:
+                    twice.append(f"{name} is in {found_in[name].name} and in {path.name}")
                 shapes[name], found_in[name], dtype = tuple(tensor.get_shape()), path, tensor.get_dtype()
                 allowed = {"U8"} if name.endswith(QUANTIZED_SUFFIXES) else SUPPORTED_DTYPES
                 if dtype not in allowed:
@@ -167,7 +170,7 @@ class SafetensorsReader:
             for name, shape in expected.items()
             if shapes.get(name, shape) != shape
         ]
-        return misplaced + missing + unexpected + misshaped
+        return twice or misplaced + missing + unexpected + misshaped
 
     def _expected_shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Of each tensor, quantized or not as the files are."""
@@ -265,8 +268,8 @@ def _read_index(folder: Path) -> dict[str, Path]:
             problem += f"; {pickles[0]} is a pickle file, which is not read because it can execute code"
         raise HuggingFaceError([problem])
     try:
-        content = json.loads(read_regular(index))
-    except (OSError, ValueError, RecursionError) as error:
+        content = load_json(read_regular(index))
+    except (OSError, ValueError) as error:
         raise HuggingFaceError([f"{index} cannot be read: {error}"]) from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -281,4 +284,8 @@ def _read_index(folder: Path) -> dict[str, Path]:
     missing = [name for name in file_names if not (folder / name).is_file()]
     if missing:
         raise HuggingFaceError([f"{index} names {name}, which does not exist" for name in missing])
+    if SINGLE_FILE not in file_names and (folder / SINGLE_FILE).exists():
+        raise HuggingFaceError(
+            [f"{folder} has both {SINGLE_FILE} and {INDEX_FILE}, which does not name it; delete one"]
+        )
     return {name: folder / file for name, file in weight_map.items()}

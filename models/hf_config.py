@@ -7,6 +7,7 @@ the same model again.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,12 @@ from typing import Any
 from models.config import ALIKE_OPTIONS, MAX_LAYERS, ModelConfig
 from models.hf import HuggingFaceError, format_value, read_config, text_model_values
 from models.hf_families import BASE_DEFAULTS, FAMILIES
-from models.hf_family import COMMON_KEYS, FULL, OFF, SLIDING, Family
-from models.hf_rope import (
-    is_number,
-    rope_from_hf,
-    unsupported,
-)
+from models.hf_family import COMMON_KEYS, FULL, SLIDING, Family
+from models.hf_keys import dtype_remarks, id_remarks, is_count, pattern_remarks, review_keys
+from models.hf_rope import ROPE_KEYS, is_number, rope_from_hf, rope_problems, unsupported
 from models.layers import EXPERT_OPTIONS, LayerKind
 from models.rope_config import RopeConfig
 
-ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clamped_swiglu": "silu"}
 ROPES = ("rope", "local_rope")
 DEFAULTS = {each.name: each.default for each in dataclasses.fields(ModelConfig)}
 
@@ -33,15 +30,23 @@ def read_model(folder: Path, *, text_only: bool = False) -> ModelConfig:
     return model_config_from_hf(text_model_values(read_config(folder), text_only=text_only))
 
 
-def model_config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
-    """The model that a config.json describes. Raises `HuggingFaceError` with everything unsupported."""
-    model_type = values.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        raise HuggingFaceError([unsupported("model_type", model_type, tuple(FAMILIES))])
+def config_remarks(values: Mapping[str, Any], ignore_keys: Iterable[str] = ()) -> list[str]:
+    """A line for everything that a config.json states and `model_config_from_hf` does not read."""
+    values, _ = _without_aliases(values, family := _family(values))
+    ignored = review_keys(values, family, ignore_keys).ignored
+    return [*ignored, *id_remarks(values), *pattern_remarks(values), *dtype_remarks(values)]
+
+
+def model_config_from_hf(values: Mapping[str, Any], ignore_keys: Iterable[str] = ()) -> ModelConfig:
+    """The model that a config.json describes. Raises `HuggingFaceError` with everything unsupported.
+
+    `ignore_keys`: keys that are not known, and need not be.
+    """
+    family, model_type = _family(values), values["model_type"]
     values, problems = _without_aliases(values, family)
     present = _with_defaults(values, family)
-    problems += _feature_problems(values, family)
+    problems += review_keys(values, family, ignore_keys).problems
+    problems += rope_problems(values, family.local_theta_key)
     fields = _read_fields(present, problems)
     ropes = _read_ropes(present, family, problems)
     kinds = [] if problems else [*_read_layers(present, family, problems)]
@@ -63,10 +68,28 @@ def model_config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     if fields.get("attention_scale") == fields["head_dim"] ** -0.5:
         fields["attention_scale"] = None
     options: dict[str, Any] = {**fields, **family.options, **ropes}
-    model = with_layers(ModelConfig(**options, model_type=str(model_type)), kinds)
+    model = with_layers(ModelConfig(**options, model_type=model_type), kinds)
     if model_problems := [*model.problems(), *_shape_problems(model, family)]:
-        raise HuggingFaceError([f"config.json: {problem}" for problem in model_problems])
+        raise HuggingFaceError([f"config.json: {_with_their_keys(problem, family)}" for problem in model_problems])
     return model
+
+
+def _family(values: Mapping[str, Any]) -> Family:
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise HuggingFaceError([unsupported("model_type", model_type, tuple(FAMILIES))])
+    return FAMILIES[model_type]
+
+
+def _with_their_keys(problem: str, family: Family) -> str:
+    """What is wrong with a model, by the keys of its config.json instead of our options."""
+    ours = {option: key for key, option in COMMON_KEYS.items()} | {
+        key.option: name for name, key in family.keys.items()
+    }
+    for rope, theta_key in (("rope", "rope_theta"), ("local_rope", family.local_theta_key)):
+        keys = {**ROPE_KEYS, "kind": "rope_type", "theta": theta_key}
+        ours |= {f"{rope}.{each.name}": keys.get(each.name, each.name) for each in dataclasses.fields(RopeConfig)}
+    return re.sub(r"\bmodel\.((?:rope\.|local_rope\.)?\w+)", lambda found: ours.get(found[1], found[0]), problem)
 
 
 def _without_aliases(values: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
@@ -95,43 +118,6 @@ def _with_defaults(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return present
 
 
-def _feature_problems(values: Mapping[str, Any], family: Family) -> Iterable[str]:
-    """Keys that are not known, and values of features that our model does not have."""
-    activation = ACTIVATIONS[family.options.get("activation", "silu")]
-    allowed = {
-        **OFF,
-        "architectures": ([family.architecture], None),
-        **dict.fromkeys(family.activation_keys, (activation, None)),
-    }
-    if family.architecture == "Qwen2ForCausalLM":  # q, k and v have biases, and o has none, whatever the key says.
-        del allowed["attention_bias"]
-    allowed = {key: only for key, only in {**allowed, **family.allowed}.items() if key not in family.keys}
-    if family.has_partial_rotary:
-        del allowed["partial_rotary_factor"]
-    if is_mxfp4(values, family):
-        del allowed["quantization_config"]
-    count: Any = values.get("num_hidden_layers")
-    has_window = family.has_window and values.get("sliding_window", 0) is not None
-    all_full = [FULL] * count if is_count(count, MAX_LAYERS) and not has_window else None
-    for key, value in values.items():
-        if key in allowed:
-            if value not in allowed[key]:
-                yield unsupported(key, value, allowed[key])
-        elif key not in family.known_keys and value is not None:
-            is_all_full = key == "layer_types" and value == all_full
-            if key in ("sliding_window", "layer_types") and not is_all_full:
-                yield unsupported(key, value, (None,))
-            elif not is_all_full:
-                yield f"config.json: {key} = {format_value(value)} is unknown for model_type {values['model_type']}"
-
-
-def is_mxfp4(values: Mapping[str, Any], family: Family) -> bool:
-    """Whether the weights of experts are MXFP4, which is read."""
-    config = values.get("quantization_config")
-    is_known = family.architecture == "GptOssForCausalLM"
-    return is_known and isinstance(config, dict) and config.get("quant_method") == "mxfp4"
-
-
 def _read_fields(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     fields = {}
     for theirs, ours in COMMON_KEYS.items():
@@ -144,14 +130,13 @@ def _read_fields(values: Mapping[str, Any], problems: list[str]) -> dict[str, An
             is_valid, rule = is_count(value, MAX_LAYERS), f"an integer from 1 to {MAX_LAYERS}"
         else:
             is_valid, rule = is_count(value), "an integer above 0"
+        if ours == "head_dim":
+            sizes = [format_value(values.get(key)) for key in ("hidden_size", "num_attention_heads")]
+            rule += f"; left out, it is hidden_size / num_attention_heads = {' / '.join(sizes)}"
         if not is_valid:
             problems.append(f"config.json: {theirs} = {format_value(value)} must be {rule}")
         fields[ours] = value
     return fields
-
-
-def is_count(value: object, largest: int = 2**31 - 1, *, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= largest
 
 
 def _read_ropes(values: Mapping[str, Any], family: Family, problems: list[str]) -> dict[str, RopeConfig]:
@@ -169,7 +154,9 @@ def _read_ropes(values: Mapping[str, Any], family: Family, problems: list[str]) 
     default_thetas = {"rope": theta, "local_rope": family.defaults.get(family.local_theta_key, theta)}
     ropes = dict[str, RopeConfig]()
     for name, view in views.items():
-        if (rope := rope_from_hf(view, problems, default_theta=default_thetas[name])) is not None:
+        theta_key = family.local_theta_key if name == "local_rope" else "rope_theta"
+        rope = rope_from_hf(view, problems, default_theta=default_thetas[name], theta_key=theta_key)
+        if rope is not None:
             ropes[name] = rope
             if rope.partial != 1 and not family.has_partial_rotary:
                 problems.append(unsupported("partial_rotary_factor", rope.partial, (1,)))
@@ -193,16 +180,21 @@ def _read_layers(values: Mapping[str, Any], family: Family, problems: list[str])
     if types is not None and not (
         isinstance(types, list) and len(types) == count and all(each in (FULL, SLIDING) for each in types)
     ):
-        rule = f'must have {count} items "{FULL}" or "{SLIDING}", one per layer'
+        rule = f'must have num_hidden_layers = {count} items "{FULL}" or "{SLIDING}", one per layer'
         problems.append(f"config.json: layer_types = {format_value(types)} {rule}")
     switch = values.get("use_sliding_window")
     if not isinstance(switch, bool | None):
         problems.append(f"config.json: use_sliding_window = {format_value(switch)} must be true or false")
     smallest = {"sliding_window": 1, "max_window_layers": 0, "sliding_window_pattern": 1}
+    # A null that would be computed with. No window is no mistake.
+    needed = {"sliding_window_pattern"} | ({"max_window_layers"} if switch else set())
+    needed = needed & family.window_keys if types is None else set()
     problems += [
         f"config.json: {key} = {format_value(value)} must be an integer {'above 0' if least else 'of at least 0'}"
         for key, least in smallest.items()
-        if (value := values.get(key)) is not None and family.has_window and not is_count(value, least=least)
+        if ((value := values.get(key)) is not None or key in needed)
+        and family.has_window
+        and not is_count(value, least=least)
     ]
     # transformers writes it beside layer_types, and does not read it.
     pattern, unread = values.get("sliding_window_pattern"), values.get("_sliding_window_pattern")
@@ -232,9 +224,9 @@ def _read_layers(values: Mapping[str, Any], family: Family, problems: list[str])
 
 def _expert_key_problems(values: Mapping[str, Any], family: Family) -> Iterable[str]:
     """Of the keys that say which layers have experts."""
-    least = {"decoder_sparse_step": 1, "first_k_dense_replace": 0, "n_shared_experts": 1}
-    for key in sorted(family.expert_keys & least.keys()):
-        if not is_count(value := values.get(key), least=least[key]):
+    least = {"decoder_sparse_step": 1, "first_k_dense_replace": 0, "n_shared_experts": 1, "max_window_layers": 0}
+    for key in sorted(family.expert_keys & least.keys() & values.keys()):
+        if not is_count(value := values[key], least=least[key]):
             rule = "an integer above 0" if least[key] else "an integer of at least 0"
             yield f"config.json: {key} = {format_value(value)} must be {rule}"
     layers = values.get("mlp_only_layers", [])
@@ -255,7 +247,9 @@ def _rotated_layers(values: Mapping[str, Any], family: Family, problems: list[st
     elif stated is None:
         return [int((layer + 1) % interval != 0) for layer in range(count)]
     elif not isinstance(stated, list) or len(stated) != count or any(each not in (0, 1) for each in stated):
-        problems.append(f"config.json: no_rope_layers = {format_value(stated)} must have {count} items 0 or 1")
+        problems.append(
+            f"config.json: no_rope_layers = {format_value(stated)} must have num_hidden_layers = {count} items 0 or 1"
+        )
     else:
         return stated
     return []

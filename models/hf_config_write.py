@@ -7,9 +7,10 @@ from typing import Any
 
 from models.config import ALIKE_OPTIONS, ModelConfig
 from models.hf import HuggingFaceError
-from models.hf_config import ACTIVATIONS, ROPES, model_config_from_hf
+from models.hf_config import ROPES, model_config_from_hf
 from models.hf_families import FAMILIES
 from models.hf_family import COMMON_KEYS, FULL, SLIDING, Family
+from models.hf_keys import ACTIVATIONS
 from models.hf_rope import ORIGINAL_LENGTH_KEY, rope_fields, rope_to_hf, without_default_factor
 from models.layers import LayerKind
 from models.rope_config import RopeConfig

@@ -44,11 +44,10 @@ UNUSED_KEYS = {
         "task_specific_params",
         "_attn_implementation_autoset",
     ),
-    *("forced_bos_token_id", "forced_eos_token_id", "max_length", "min_length", "do_sample", "temperature", "top_p"),
     *("router_aux_loss_coef", "output_router_logits", "num_nextn_predict_layers", "initial_context_length"),
     *("_attn_implementation", "attn_implementation"),
 }
-"""What does not change the numbers that a model computes."""
+"""What transformers writes into any config.json, and no number that a model computes depends on."""
 OFF: Mapping[str, tuple[object, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 from models.hf import format_value
+from models.hf_family import FULL, SLIDING
 from models.rope_config import ROPE_FIELDS, RopeConfig
 from models.rope_scaling import attention_factor
 
+DIALECTS = ("rope_parameters", "rope_scaling")
 ORIGINAL_LENGTH_KEY = "original_max_position_embeddings"
 # Our rope field -> their key, where the names differ.
 ROPE_KEYS = {
@@ -28,11 +30,13 @@ ROPE_TYPE_KEYS = {"rope_type", "type", "rope_theta"}
 MSCALES = ("mscale", "mscale_all_dim")  # DeepSeek's form of yarn's attention factor.
 
 
-def rope_from_hf(values: Mapping[str, Any], problems: list[str], *, default_theta: float) -> RopeConfig | None:
+def rope_from_hf(
+    values: Mapping[str, Any], problems: list[str], *, default_theta: float, theta_key: str = "rope_theta"
+) -> RopeConfig | None:
     """Reads the rope from either format; if both are present they must agree."""
     theta = values.get("rope_theta")
     default = {"rope_theta": default_theta if theta is None else theta}
-    dialects = {key: values[key] for key in ("rope_parameters", "rope_scaling") if values.get(key) is not None}
+    dialects = {key: values[key] for key in DIALECTS if values.get(key) is not None}
     if not dialects or (theta is not None and "rope_scaling" not in dialects and "rope_scaling" in values):
         dialects["rope_scaling"] = {}
     ropes = {}
@@ -41,7 +45,8 @@ def rope_from_hf(values: Mapping[str, Any], problems: list[str], *, default_thet
             problems.append(f"config.json: {name} = {format_value(rope)} must be an object")
             continue
         present = default | {key: value for key, value in rope.items() if value is not None}
-        if (parsed := _parse_rope(name, present, values, problems)) is not None:
+        theta_name = f"{name}.rope_theta" if rope.get("rope_theta") is not None else theta_key
+        if (parsed := _parse_rope(name, present, values, problems, theta_name)) is not None:
             ropes[name] = parsed
     if len(ropes) == 2 and ropes["rope_parameters"] != ropes["rope_scaling"]:
         problems.append(
@@ -51,7 +56,34 @@ def rope_from_hf(values: Mapping[str, Any], problems: list[str], *, default_thet
     return next(iter(ropes.values()), None)
 
 
-def _parse_rope(name: str, rope: dict[str, Any], values: Mapping[str, Any], problems: list[str]) -> RopeConfig | None:
+def rope_problems(values: Mapping[str, Any], local_theta_key: str) -> Iterator[str]:
+    """Of the keys at the top of a config.json: values that are none, or others than in `rope_parameters`, `rope_scaling`."""
+    length = values.get(ORIGINAL_LENGTH_KEY)
+    if length is not None and not (is_number(length) and length > 0):
+        yield f"config.json: {ORIGINAL_LENGTH_KEY} = {format_value(length)} must be a number above 0"
+    for name in DIALECTS:
+        stated = values.get(name)
+        ropes = {name: ("rope_theta", stated)}
+        if isinstance(stated, dict) and stated.keys() & {FULL, SLIDING}:
+            theta_keys = {FULL: "rope_theta", SLIDING: local_theta_key}
+            ropes = {f"{name}.{layers}": (key, stated.get(layers)) for layers, key in theta_keys.items()}
+        for path, (theta_key, rope) in ropes.items():
+            if isinstance(rope, dict):
+                keys = {"rope_theta": theta_key, ORIGINAL_LENGTH_KEY: ORIGINAL_LENGTH_KEY, PARTIAL_KEY: PARTIAL_KEY}
+                yield from _disagreements(path, rope, {key: (top, values.get(top)) for key, top in keys.items()})
+                yield from _disagreements(path, rope, {"rope_type": (f"{path}.type", rope.get("type"))})
+
+
+def _disagreements(path: str, rope: Mapping[str, Any], others: Mapping[str, tuple[str, Any]]) -> Iterator[str]:
+    for key, (name, other) in others.items():
+        if None not in (other, rope.get(key)) and other != rope[key]:
+            stated = f"{name} = {format_value(other)} and {path}.{key} = {format_value(rope[key])}"
+            yield f"config.json: {stated} disagree"
+
+
+def _parse_rope(
+    name: str, rope: dict[str, Any], values: Mapping[str, Any], problems: list[str], theta_name: str
+) -> RopeConfig | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_FIELDS:
         problems.append(unsupported(f"{name}.rope_type", kind, tuple(ROPE_FIELDS)))
@@ -60,7 +92,9 @@ def _parse_rope(name: str, rope: dict[str, Any], values: Mapping[str, Any], prob
     present = rope | _derived_rope_values(kind, rope, values)
     known = field_of.keys() | ROPE_TYPE_KEYS | {PARTIAL_KEY} | (set(MSCALES) if kind == "yarn" else set())
     problems += [
-        unsupported(f"{name}.{key}", value, (None,)) for key, value in sorted(present.items()) if key not in known
+        f'config.json: {name}.{key} = {format_value(value)} is not supported for rope_type "{kind}"'
+        for key, value in sorted(present.items())
+        if key not in known
     ]
     missing = field_of.keys() - present.keys() - OPTIONAL_ROPE_KEYS
     problems += [f'config.json: {name} of rope_type "{kind}" needs {key}' for key in sorted(missing)]
@@ -69,13 +103,15 @@ def _parse_rope(name: str, rope: dict[str, Any], values: Mapping[str, Any], prob
     for key, field in field_of.items():
         if key in present:
             fields[field] = tuple(present[key]) if isinstance(present[key], list) else present[key]
+    names = {"theta": theta_name, "partial": PARTIAL_KEY}
     for key, value in fields.items():
         if key.endswith("_factors"):
             is_valid = isinstance(value, tuple) and all(map(is_number, value))
         else:
             is_valid = isinstance(value, bool) if key == "truncate" else is_number(value) and value > 0
         if not is_valid or (key == "partial" and value > 1):
-            problems.append(f"config.json: {name} has an invalid {key} = {format_value(value)}")
+            stated = names.get(key, f"{name}.{ROPE_KEYS.get(key, key)}")
+            problems.append(f"config.json: {stated} = {format_value(value)} is invalid")
     if len(problems) > num_problems:
         return None
     return without_default_factor(RopeConfig(**{"kind": kind} | fields))

@@ -46,6 +46,7 @@ QUICK = {
     "moe_block": "--rounds 1 --steps 1 --tokens 16",
     "loss_curve": "{tmp}/metrics.jsonl {tmp}/loss.svg",
     "moments": "--steps 3",
+    "museum": "--check",
     "plans": "--folder {tmp} debug",
     "published": "",
     "replicas": "--mib 1 --rounds 1",

@@ -13,7 +13,7 @@ from typing import Any
 from models import hf
 from models.config import ModelConfig
 from models.hf import HuggingFaceError, read_config, text_model_values
-from models.hf_config import ROPES, model_config_from_hf
+from models.hf_config import ROPES, config_remarks, model_config_from_hf
 from models.hf_config_write import config_differences, model_config_to_hf
 from models.hf_rope import rope_fields
 from models.hf_write import write_safetensors
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 def run(options: Namespace, _: Sequence[str]) -> None:
     try:
         if options.command == "import":
-            import_model(options.folder, options.output, text_only=options.text_only)
+            import_model(options.folder, options.output, text_only=options.text_only, ignore_keys=options.ignore_key)
         else:
             export(options)
     except (HuggingFaceError, ResumeError, DataError) as error:
@@ -66,6 +66,8 @@ def build_parser() -> CommandParser:
     add("folder", type=Path, metavar="HF_DIR")
     add("output", type=Path, nargs="?", metavar="OUTPUT.toml", help="default: standard output")
     add("--text-only", action="store_true", help="of a model of several modalities, import the language model")
+    help_text = "a key of config.json that is unknown, and that the model does without; may be repeated"
+    add("--ignore-key", action="append", default=[], metavar="NAME", help=help_text)
     return parser
 
 
@@ -150,22 +152,25 @@ def tokenizer_files(
 # ---- import
 
 
-def import_model(folder: Path, output: Path | None, *, text_only: bool = False) -> None:
+def import_model(
+    folder: Path, output: Path | None, *, text_only: bool = False, ignore_keys: Sequence[str] = ()
+) -> None:
     """Writes or prints a configuration that starts from the model in `folder`. Raises `HuggingFaceError`."""
     if output is not None and output.exists():
         raise HuggingFaceError([f"{output} exists already"])
     values = text_model_values(stored := read_config(folder), text_only=text_only)
     text_only = values is not stored
-    model, weights = model_config_from_hf(values), hf.SafetensorsReader(folder, text_only=text_only)
+    model, weights = model_config_from_hf(values, ignore_keys), hf.SafetensorsReader(folder, text_only=text_only)
     if problems := weights.problems(model) or weights.tied_head_problems(model):
         raise HuggingFaceError([f"{folder}: {problem}" for problem in problems])
-    check_tokenizer(folder, model)
-    left_out = [f"left out: {name} ({count} tensors)" for name, count in weights.left_out.items()]
+    left_out = [*config_remarks(values, ignore_keys), *check_tokenizer(folder, model)]
+    left_out += [f"left out: {name} ({count} tensors)" for name, count in weights.left_out.items()]
     if count := weights.num_extra_tensors(model):
         left_out.append(f"left out: the layer after the last, which predicts further tokens ({count} tensors)")
     if (loss := values.get("router_aux_loss_coef")) is not None:
         left_out.append(f"left out: router_aux_loss_coef = {loss}; see training.balance_loss")
-    lines = config_lines(folder, model, values.get("max_position_embeddings"), text_only=text_only)
+    length = values.get("max_position_embeddings")
+    lines = config_lines(folder, model, length, text_only=text_only, ignore_keys=ignore_keys)
     text = "\n".join([*(f"# {line}" for line in left_out), *lines]) + "\n"
     if output is None:
         sys.stdout.write(text)
@@ -175,16 +180,33 @@ def import_model(folder: Path, output: Path | None, *, text_only: bool = False) 
     print_lines(f"{model.parameter_summary}; every tensor found", *left_out, f"rope: {rope}", f"wrote {output}")
 
 
-def check_tokenizer(folder: Path, model: ModelConfig) -> None:
-    """Raises `DataError` for a damaged tokenizer, `HuggingFaceError` for one with more tokens than the model."""
+def check_tokenizer(folder: Path, model: ModelConfig) -> list[str]:
+    """Remarks on a tokenizer.
+
+    Raises `DataError` for a damaged one, `HuggingFaceError` for one with texts of tokens that the model does not have.
+    """
     from trainer.data.tokenizer import load_tokenizer
+    from trainer.data.vocabulary import text_vocab_size, tokens_without_embedding
     from trainer.export.hf_tokenizer import detect_tokenizer
 
-    if (detected := detect_tokenizer(folder)) and (size := load_tokenizer(*detected).vocab_size) > model.vocab_size:
+    if (detected := detect_tokenizer(folder)) is None:
+        return []
+    tokenizer = load_tokenizer(*detected)
+    if (size := text_vocab_size(tokenizer)) > model.vocab_size:
         raise HuggingFaceError([f"{folder}: the tokenizer has {size} tokens, but the model {model.vocab_size}"])
+    missing = tokens_without_embedding(tokenizer, model.vocab_size)
+    line = f"ignored: special tokens that no text has, beyond the model's {model.vocab_size}: {', '.join(missing)}"
+    return [line] if missing else []
 
 
-def config_lines(folder: Path, model: ModelConfig, max_positions: object, *, text_only: bool = False) -> Iterator[str]:
+def config_lines(
+    folder: Path,
+    model: ModelConfig,
+    max_positions: object,
+    *,
+    text_only: bool = False,
+    ignore_keys: Sequence[str] = (),
+) -> Iterator[str]:
     from trainer.export.hf_tokenizer import bos_remarks, detect_tokenizer
 
     family, size, overrides = nearest_preset(model)
@@ -206,6 +228,8 @@ def config_lines(folder: Path, model: ModelConfig, max_positions: object, *, tex
         )
     prefix = HF_TEXT_PREFIX if text_only else HF_PREFIX
     yield from ("", "[checkpoint]", f"initial_load_path = {json.dumps(f'{prefix}{folder.resolve()}')}")
+    if ignore_keys:
+        yield f"initial_ignore_keys = {toml_value(sorted(ignore_keys))}"
 
 
 def nearest_preset(model: ModelConfig) -> tuple[str, str, dict[str, Any]]:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.config import ModelConfig
-from models.hf import HuggingFaceError, SafetensorsReader
-from models.hf_config import read_model
+from models.hf import HuggingFaceError, SafetensorsReader, read_config, text_model_values
+from models.hf_config import config_remarks, model_config_from_hf
 from models.hf_config_write import config_differences
 from models.layers import LayerKind
 from models.rope_config import RopeConfig
@@ -40,36 +40,38 @@ def model_config_from_values(values: Mapping[str, Any]) -> ModelConfig:
 def validate_initial_weights(config: Config) -> None:
     """Raises `ConfigError` if a new run cannot load `checkpoint.initial_load_path`.
 
-    Only logs differences in rotary embeddings: a context extension changes them on purpose.
+    Only logs differences in rotary embeddings, which a context extension changes on purpose, and keys that are ignored.
     """
     initial = config.checkpoint.initial_load_path
     if initial is None or (config.checkpoint.enabled and RunDir(config.output_dir).committed_checkpoints()):
         return
     try:
-        problems, rope_differences = _compare_with_initial(initial, config.model.build())
+        problems, remarks = _compare_with_initial(initial, config)
     except (HuggingFaceError, ResumeError) as error:
-        problems, rope_differences = error.problems, []
+        problems, remarks = error.problems, []
     if problems:
         raise ConfigError([f'checkpoint.initial_load_path = "{initial}": {problem}' for problem in problems])
-    for line in rope_differences:
+    for line in remarks:
         log.info("checkpoint.initial_load_path: %s", line)
 
 
-def _compare_with_initial(initial: str, model: ModelConfig) -> tuple[list[str], list[str]]:
-    """(problems, rope differences) of the configured model against the initial weights."""
+def _compare_with_initial(initial: str, config: Config) -> tuple[list[str], list[str]]:
+    """(problems, remarks) of the configured model against the initial weights."""
     folder, is_hf = resolve_initial_path(initial), is_hugging_face(initial)
     if is_hf and not folder.is_dir():
         return [f"{folder} is not a folder (models are not downloaded)"], []
-    text_only = is_text_only(initial)
-    initial_model = (
-        read_model(folder, text_only=text_only)
-        if is_hf
-        else model_config_from_values(manifest.read_state(folder).config)
-    )
-    problems, rope_differences = list[str](), list[str]()
+    text_only, model = is_text_only(initial), config.model.build()
+    problems, remarks = list[str](), list[str]()
+    if is_hf:
+        ignore_keys = config.checkpoint.initial_ignore_keys
+        values = text_model_values(read_config(folder), text_only=text_only)
+        initial_model = model_config_from_hf(values, ignore_keys)
+        remarks += config_remarks(values, ignore_keys)
+    else:
+        initial_model = model_config_from_values(manifest.read_state(folder).config)
     for key, (initial_value, value) in config_differences(initial_model, model).items():
-        lines = rope_differences if key.startswith(("rope.", "local_rope.")) else problems
+        lines = remarks if key.startswith(("rope.", "local_rope.")) else problems
         lines.append(f"model.{key} = {json.dumps(value)}, but the initial weights have {json.dumps(initial_value)}")
     if not problems and is_hf:
         problems = SafetensorsReader(folder, text_only=text_only).problems(initial_model)
-    return problems, rope_differences
+    return problems, remarks

@@ -42,6 +42,7 @@ def validate_initial_tokenizer(config: Config) -> None:
 
 def _differences(config: Config, folder: Path) -> Iterator[str]:
     from trainer.data.tokenizer import load_tokenizer
+    from trainer.data.vocabulary import text_vocab_size
     from trainer.export.hf_tokenizer import detect_tokenizer
 
     detected = detect_tokenizer(folder)
@@ -55,7 +56,7 @@ def _differences(config: Config, folder: Path) -> Iterator[str]:
         return
     tokenizer = load_tokenizer(kind, path)
     if kind != "byte":  # Else reported with the problems of data.
-        require_vocab_size(config, tokenizer.vocab_size)
+        require_vocab_size(config, text_vocab_size(tokenizer, config.data.separators))
     own_kind, own_path = detected
     if kind == own_kind == "huggingface" and path and tokenizer_folder(path).resolve() == folder.resolve():
         return

@@ -47,7 +47,7 @@ def require_valid(config: Config, world_size: int, *, first_stage: int = 0) -> N
 
 
 def require_vocab_size(config: Config, required_vocab_size: int) -> None:
-    """Raises `ConfigError` unless the model has an embedding for each of the tokenizer's tokens."""
+    """Raises `ConfigError` unless the model has an embedding for each token of a document."""
     if found := [*_vocab_size_problems(config, required_vocab_size)]:
         raise ConfigError(found)
 

@@ -223,6 +223,8 @@ class CheckpointSection(Section):
     """Steps between in-memory checkpoints, two per rank in the shared memory of its node and, with several nodes, two in that of the next; after a crash, a run resumes from them where they survive. Left out: none."""
     initial_load_path: Annotated[str, BeforeValidator(require_non_empty)] | None = None
     """Initial weights of a new run, with a fresh optimizer: `hf:` and the folder of a model in Hugging Face's format (`hf-text:`, its language model alone), or the folder of another run or checkpoint. Left out: random."""
+    initial_ignore_keys: tuple[str, ...] = ()
+    """Keys of the `config.json` of `initial_load_path` that are unknown, and that the model does without, as `longhaul hf import --ignore-key` writes them."""
 
 
 class MetricsSection(Section):

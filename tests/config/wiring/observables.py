@@ -29,6 +29,7 @@ from parallelisms.block_recompute import eager
 from tests.config.wiring import runs
 from tests.config.wiring.cases import Task
 from tests.plan.counted_steps import OPERATORS
+from trainer.checkpoint.initial_checks import validate_initial_weights
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.checks import problems
 from trainer.config.job_config import Config
@@ -37,7 +38,7 @@ from trainer.config.training_stages import Recipe
 from trainer.data.datasets import build_train_dataset, build_validation_sets
 from trainer.data.prepare import prepare_datasets
 from trainer.distributed import World, resolve_auto_recompute
-from trainer.errors import START_TIME_ENV, RunError
+from trainer.errors import START_TIME_ENV, ConfigError, RunError
 from trainer.evaluation.validation import Validator
 from trainer.hardware.device import choose_attention_kernel
 from trainer.hardware.host import boot_id
@@ -88,6 +89,18 @@ def build_trainer(recipe: Recipe) -> Trainer:
     dataset = build_train_dataset(stage.config, prepare_datasets(recipe))
     world = World(distributed.get_rank(), distributed.get_world_size(), CPU)
     return Trainer(stage.config, world, dataset, stage=stage)
+
+
+def initial_problem(recipe: Recipe) -> str:
+    """Why a folder without weights, whose config.json has an unknown key, cannot be started from."""
+    values = model_config_to_hf(recipe.model.build(), max_length=64, dtype="float32") | {"house_key": 1}
+    Path("hub").mkdir(exist_ok=True)
+    Path("hub/config.json").write_text(json.dumps(values))
+    try:
+        validate_initial_weights(recipe)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 # ---- a step

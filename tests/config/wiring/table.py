@@ -318,6 +318,9 @@ RUN: Cases = {
     "checkpoint.async": case(runs.checkpoint_threads, (None, False), FOUR),
     "checkpoint.memory_interval": case(runs.checkpoint_threads, (None, 2), FOUR),
     "checkpoint.initial_load_path": case(runs.run_losses, (None, "initial"), FOUR),
+    "checkpoint.initial_ignore_keys": case(
+        see.initial_problem, ([], ["house_key"]), {"checkpoint.initial_load_path": "hf:hub"}
+    ),
     "metrics.log_interval": case(runs.logged_steps, (1, 2), FOUR),
     "metrics.peak_flops": case(runs.stated_peak, (None, 2e12), FOUR),
     "metrics.tensorboard": case(runs.run_files, (False, True), FOUR),

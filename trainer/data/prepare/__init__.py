@@ -34,6 +34,7 @@ from trainer.data.token_dataset import (
     token_dtype,
 )
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.data.vocabulary import text_vocab_size
 from trainer.errors import DataError, ResumeError
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def prepare_datasets(config: Config) -> dict[str, Path]:
     if not specs:
         return {}
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
-    checks.require_vocab_size(config, tokenizer.vocab_size)
+    checks.require_vocab_size(config, text_vocab_size(tokenizer, config.data.separators))
     return {name: prepare(spec, tokenizer).folder for name, spec in specs.items()}
 
 
