@@ -15,9 +15,13 @@ from functools import cache
 from itertools import combinations, count, product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from models.hf import HuggingFaceError
+from models.hf_config_write import model_config_to_hf
+from trainer.checkpoint.initial_weights import HF_PREFIX
 from trainer.config import checks
+from trainer.config.job_config import Config
 from trainer.config.parse import deep_merge
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
@@ -32,13 +36,15 @@ from trainer.selfcheck.factors import (
     SIMPLEST,
     ConfigValues,
 )
-from trainer.selfcheck.launches import PLAIN, Launch, reference_values
+from trainer.selfcheck.launches import EXPORT, PLAIN, Finish, Launch, reference_values
 
 Case = Mapping[str, str]
 """The level of each factor that is not at its simplest."""
 Pair = tuple[tuple[str, str], tuple[str, str]]
 """Two factors with a level each."""
 NOTHING_FIXED: Case = {}
+FIRST_RUN = "first"
+"""Folder of the run from whose weights, or whose export, a case starts."""
 
 
 def level_of(case: Case, factor: str) -> str:
@@ -126,29 +132,66 @@ def case_values(case: Case) -> ConfigValues:
 def launches_of(case: Case, folder: Path) -> list[Launch]:
     """The launches of a case; corpora and checkpoints lie in `folder`. Raises ConfigError with every problem."""
     values = _with_folders(case_values(case), folder, "mesh")
+    start = level_of(case, "start")
+    if start != "drawn":
+        path = f"{HF_PREFIX}{folder / FIRST_RUN / EXPORT}" if start == "folder" else str(folder / FIRST_RUN)
+        values = deep_merge(values, {"checkpoint": {"initial_load_path": path}})
     launches = _launches(case, values)
-    if problems := [
+    problems = [
         problem
         for launch in launches
         for problem in checks.layout_problems(launch.config, launch.world_size, first_stage=launch.stage)
-    ]:
+    ]
+    if not problems and (case.get("start") == "folder" or case.get("finish") == "export"):
+        problems += export_problems(launches[-1].config)
+    if problems:
         raise ConfigError([*dict.fromkeys(problems)])
     return launches
 
 
-def reference_launches(case: Case, folder: Path) -> list[Launch]:
-    """The same steps in one process: one launch per stage."""
+def export_problems(config: Config) -> list[str]:
+    """Why transformers has no such model."""
+    try:
+        model_config_to_hf(config.model.build(), max_length=1, dtype="float64")
+    except HuggingFaceError as error:
+        return [each if "model." in each else f"model.rope: {each}" for each in error.problems]
+    return []
+
+
+def first_launches(case: Case, folder: Path) -> list[Launch]:
+    """The run from whose weights the others start: one step in one process, from weights of another seed."""
+    start = level_of(case, "start")
+    if start == "drawn":
+        return []
+    values = reference_values(_with_folders(case_values(case), folder, FIRST_RUN))
+    training = {"steps": 1, "seed": values["training"]["seed"] + 1}
+    values = deep_merge(values, {"training": training, "checkpoint": {"enabled": True}})
+    finish: Finish = "none"
+    if start == "folder":
+        finish = "export MXFP4" if level_of(case, "start.weights") == "MXFP4" else "export"
+    return [replace(_launch(values, last_step=1), is_reference=True, finish=finish)]
+
+
+def reference_launches(case: Case, folder: Path, *, weights: Path | None = None) -> list[Launch]:
+    """The same steps in one process: one launch per stage. `weights`: the state from whose weights they start."""
     values = reference_values(_with_folders(case_values(case), folder, "reference"))
     kind = "stage" if case.get("checkpoint") == "stage" else "none"
-    launches = _launches({"checkpoint": kind, "checkpoint.mesh": "one process"}, values)
-    return [replace(launch, is_reference=True) for launch in launches]
+    one_process = {"checkpoint": kind, "checkpoint.mesh": "one process", "finish": level_of(case, "finish")}
+    first, *others = (replace(launch, is_reference=True) for launch in _launches(one_process, values))
+    return [replace(first, weights=weights), *others]
 
 
 def _launches(case: Case, values: ConfigValues) -> list[Launch]:
+    *others, last = _training_launches(case, values)
+    return [*others, replace(last, finish=cast(Finish, level_of(case, "finish")))]
+
+
+def _training_launches(case: Case, values: ConfigValues) -> list[Launch]:
     steps, kind = values["training"]["steps"], case.get("checkpoint", "none")
+    if kind != "none" or level_of(case, "finish") != "none":
+        values = deep_merge(values, {"checkpoint": {"enabled": True}})
     if kind == "none":
         return [_launch(values, last_step=steps)]
-    values = deep_merge(values, {"checkpoint": {"enabled": True}})
     mesh = RESUMED_MESHES[case.get("checkpoint.mesh", "same")]
     resumed = {**PLAIN, "parallelism": PLAIN["parallelism"] | mesh} if mesh is not None else {}
     if kind != "stage":

@@ -15,6 +15,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from parallelisms.collectives import full_tensor, to_local
 from parallelisms.init_weights import local_ranges
+from trainer.checkpoint.initial_checks import validate_initial_weights
+from trainer.checkpoint.initial_tokenizer import validate_initial_tokenizer
+from trainer.checkpoint.load import MODEL_PREFIX
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.run_dir import RunDir
 from trainer.data.datasets import build_train_dataset, build_validation_sets
@@ -24,7 +27,8 @@ from trainer.errors import RunFailedError
 from trainer.evaluation.validation import Validator
 from trainer.optim.routers import router_metrics
 from trainer.selfcheck.comparison import StepDifference
-from trainer.selfcheck.launches import Launch
+from trainer.selfcheck.finish import finish, round_experts
+from trainer.selfcheck.launches import Launch, state_path
 from trainer.trainer import Trainer
 
 NamedTensors = dict[str, Tensor]
@@ -61,10 +65,15 @@ def run_and_compare(launch: Launch, world: World, *, reference: Path) -> list[St
     # aot_eager still checks for graph breaks; generating kernels takes a C++ compiler and a minute.
     torch.compiler.set_stance("default", force_backend="aot_eager")
     folders, stage = prepare_datasets(launch.config), launch.config.training_stages[launch.stage]
+    if world.rank == 0:
+        for validate in (validate_initial_weights, validate_initial_tokenizer):
+            validate(launch.config)
     trainer = Trainer(stage.config, world, build_train_dataset(stage.config, folders, stage=stage.index), stage=stage)
     steps, checkpoint, model = list[StepDifference](), launch.config.checkpoint, stage.config.model.build()
     with CheckpointManager(launch.config, RunDir(launch.config.output_dir), world) as checkpoints:
         checkpoints.resume(trainer)
+        if launch.weights is not None:
+            take_weights(trainer, launch.weights)
         with closing(trainer.train_steps()) as results:
             for result in results:
                 if result.step > launch.last_step:
@@ -76,9 +85,11 @@ def run_and_compare(launch: Launch, world: World, *, reference: Path) -> list[St
                 routers = router_metrics(model, metrics.router_sums, metrics.targets)
                 values |= {name: value for name, value in routers.items() if isinstance(value, float)}
                 steps.append(StepDifference(values=values, tensor_errors={}))
+                if launch.finish == "export MXFP4":
+                    round_experts(trainer)
                 if result.step in launch.compared_steps:
                     record_state = save_state if launch.is_reference else compare_state
-                    steps[-1].tensor_errors.update(record_state(trainer, reference / f"{result.step}.pt"))
+                    steps[-1].tensor_errors.update(record_state(trainer, state_path(reference, result.step)))
                 if result.step == launch.last_step:
                     if checkpoint.enabled:
                         checkpoints.save(trainer)
@@ -92,6 +103,7 @@ def run_and_compare(launch: Launch, world: World, *, reference: Path) -> list[St
                 {"loss": found.loss, "accuracy": found.accuracy} if found.targets else {}
             )
             steps[-1].values.update({f"validation {validated.name} {length} {key}": scores[key] for key in scores})
+    steps[-1].values.update(finish(launch, trainer))
     return steps
 
 
@@ -99,6 +111,14 @@ def rank_state(trainer: Trainer) -> NamedTensors:
     """The weights and moments of this rank's pipeline stages, sharded as they are."""
     trainer.optimizer.flush_deferred_updates()
     return trainer.state_dict()
+
+
+def take_weights(trainer: Trainer, path: Path) -> None:
+    """Of the state that one process wrote, in one process."""
+    saved: NamedTensors = torch.load(path, weights_only=True)
+    for name, tensor in trainer.state_dict().items():
+        if name.startswith(MODEL_PREFIX):
+            to_local(tensor).copy_(saved[name])
 
 
 def save_state(trainer: Trainer, path: Path) -> dict[str, float]:
