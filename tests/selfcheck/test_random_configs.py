@@ -210,7 +210,7 @@ def test_every_level_of_every_factor_changes_the_configuration() -> None:
     plain = case_values({})
     for factor, level in LEVELS:
         values = case_values({factor: level})
-        is_launch = factor.startswith("checkpoint")  # Says how often the run is launched, not how.
+        is_launch = factor.startswith(("checkpoint", "start", "finish"))  # Says how often the run is launched, not how.
         assert (values == plain) == (level == SIMPLEST[factor]) or is_launch, (factor, level)
 
 
@@ -255,7 +255,7 @@ def test_what_is_refused_names_a_setting() -> None:
         case = normalize({factor: rng.choice([*levels]) for factor, levels in FACTORS.items()})
         for problem in problems(case):
             refused += 1
-            assert any(is_named(factor, problem) for factor in case), problem
+            assert any(is_named(factor, case, problem) for factor in case), problem
     assert refused > 60
 
 

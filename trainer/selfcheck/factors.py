@@ -253,6 +253,8 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
 LEVELS = [(factor, level) for factor, levels in FACTORS.items() for level in levels]
 SIMPLEST = {factor: next(iter(levels)) for factor, levels in FACTORS.items()}
 MESH_FACTORS = tuple(f"parallelism.{axis}" for axis in AXES)
+MODEL_FACTORS = ("model.family", "model.feed_forward")
+"""Whose levels are whole models."""
 
 
 def _above_one(axis: str) -> dict[str, list[str]]:
@@ -284,6 +286,7 @@ NEEDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "checkpoint.mesh": {"checkpoint": ["resume", "asynchronous", "stage"]},
     "start.weights": {"start": ["folder"], "model.feed_forward": ["gpt_oss"], "model.dim": ["32"]},
     "finish": {"data.corpus": ["documents"]},
+    "model.family": {"model.feed_forward": ["gated", "softmax", "biases", "sigmoid"]},
     **_need(_above_one("cp"), "parallelism.cp_method", "parallelism.cp_layout"),
     **_need(_above_one("tp"), "parallelism.sequence_parallel", "parallelism.loss_parallel"),
     **_need(_above_one("pp"), "parallelism.pp_schedule", "parallelism.pp_stages_per_rank"),
@@ -297,10 +300,10 @@ NEEDS: Mapping[str, Mapping[str, Sequence[str]]] = {
 RARE = (
     {("training.compile", "true"): 0.02}
     | {("checkpoint", kind): 0.06 for kind in ("resume", "asynchronous", "stage")}
-    | {("start", kind): 0.5 for kind in ("folder", "run")}
-    | {("finish", kind): 0.2 for kind in ("export", "evaluate", "generate")}
+    | {("start", "folder"): 0.8, ("start", "run"): 0.2, ("start.weights", "MXFP4"): 2.0}
+    | {("finish", "export"): 0.3, ("finish", "evaluate"): 0.2, ("finish", "generate"): 0.2}
 )
-"""Levels that take many times longer than the others, and how often they are drawn relative to them."""
+"""Levels that are drawn more or less often than others; several launches or a compilation take many times longer."""
 
 BASE: ConfigValues = {
     "model": {"family": "llama3", "size": "debug", "head_dim": 8},

@@ -30,6 +30,7 @@ from trainer.selfcheck.factors import (
     FACTORS,
     LEVELS,
     MESH_FACTORS,
+    MODEL_FACTORS,
     NEEDS,
     RARE,
     RESUMED_MESHES,
@@ -241,7 +242,8 @@ def world_size(case: Case) -> int:
 def random_case(rng: random.Random, *, max_processes: int, fixed: Case = NOTHING_FIXED) -> dict[str, str] | None:
     """A legal case with the levels of `fixed`, or None if none was found.
 
-    Levels that a problem names are replaced by the simplest, one at a time, until there are no problems.
+    Levels that a problem names are replaced by the simplest, one at a time, until there are no problems: first single
+    options, so that models of transformers stay what they are.
     """
     wanted, needed = without_simplest(fixed), needs_of(fixed)
     if needed is None:
@@ -251,7 +253,10 @@ def random_case(rng: random.Random, *, max_processes: int, fixed: Case = NOTHING
         if factor not in MESH_FACTORS:
             levels = needed.get(factor, [*FACTORS[factor]])
             (case[factor],) = rng.choices(levels, [RARE.get((factor, level), 1.0) for level in levels])
-    case |= rng.choice(_meshes(max_processes, tuple(tuple(needed.get(key, FACTORS[key])) for key in MESH_FACTORS)))
+    meshes = _meshes(max_processes, tuple(tuple(needed.get(key, FACTORS[key])) for key in MESH_FACTORS))
+    # By size first: of five and of seven processes there is one mesh each.
+    size = rng.choice(sorted({world_size(mesh) for mesh in meshes}))
+    case |= rng.choice([mesh for mesh in meshes if world_size(mesh) == size])
     for _ in range(len(FACTORS)):
         case = normalize(case)
         if not case.items() >= wanted.items() or world_size(case) > max_processes:
@@ -260,8 +265,9 @@ def random_case(rng: random.Random, *, max_processes: int, fixed: Case = NOTHING
         if not found:
             return case
         problem = rng.choice(found)
-        named = [factor for factor in case if factor not in needed and is_named(factor, problem)]
-        removable = named or [factor for factor in case if factor not in needed]
+        named = [factor for factor in case if factor not in needed and is_named(factor, case, problem)]
+        options = [factor for factor in named if factor not in MODEL_FACTORS]
+        removable = options or named or [factor for factor in case if factor not in needed]
         if not removable:
             return None
         del case[rng.choice(removable)]
@@ -281,9 +287,9 @@ def _meshes(max_processes: int, levels_by_axis: tuple[tuple[str, ...], ...]) -> 
     return [mesh for mesh in meshes if world_size(mesh) <= max_processes] or [{}]
 
 
-def is_named(factor: str, problem: str) -> bool:
-    """Whether the problem names a key of the factor."""
-    keys = {factor, *(key for level in FACTORS[factor].values() for key in level)}
+def is_named(factor: str, case: Case, problem: str) -> bool:
+    """Whether the problem names the factor, or a key that its level in the case sets."""
+    keys = {factor, *FACTORS[factor][level_of(case, factor)]}
     return any(re.search(rf"\b{re.escape(key)}\b", problem) for key in keys)
 
 
