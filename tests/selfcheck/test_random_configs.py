@@ -58,7 +58,6 @@ NOT_VARIED = {
     "data.packing_version": "decides sequences before the run: tests/data",
     "data.holdout": "a level of validation.sets",
     "model.size": "the widths are set one by one",
-    "model.model_type": "decides what an export writes: tests/models/test_hf_families.py",
     "model.local_rope": "theta is; all others are as in model.rope, which is varied",
     "model.layers": "patterns are levels; tests/config/test_wiring.py has every key of a kind",
     "model.head_dim": "the same for all cases: eight, four frequencies",
@@ -78,11 +77,11 @@ NOT_VARIED = {
     "schedule.min_lr_factor": "tests/optim/test_lr_schedule.py",
     "checkpoint.interval": "a launch is saved at its end",
     "checkpoint.interval_minutes": "a launch is saved at its end",
-    "checkpoint.enabled": "with a level of checkpoint",
+    "checkpoint.enabled": "with a level of checkpoint, start or finish",
     "checkpoint.keep": "deletes files",
     "checkpoint.memory_interval": "used after a crash: tests/resilience/test_in_memory.py",
     "checkpoint.keep_every": "deletes files",
-    "checkpoint.initial_load_path": "tests/checkpoint/test_initial_weights.py",
+    "checkpoint.initial_load_path": "levels of start",
     "data.sources.path": "a folder",
     "data.sources.max_document": "tests/config/test_wiring.py",
     "data.sources.separators": "tests/config/test_wiring.py",
@@ -143,6 +142,12 @@ NAMED_CASES = [
     "checkpoint=stage data.corpus=copy",
     # Micro-batches of different numbers of targets, which the reference does not have.
     "parallelism.dp_shard=2 training.global_batch_size=4",
+    # A rank without an expert; tensors with other names than those of the model_type that the preset states.
+    "parallelism.dp_shard=5 model.feed_forward=softmax model.num_experts=6 model.dim=24 start=folder finish=export",
+    # A bias that no gradient changes is a weight of the folder as well.
+    "parallelism.dp_shard=2 model.feed_forward=glm4_moe start=folder",
+    "parallelism.tp=2 model.feed_forward=gpt_oss start=folder start.weights=MXFP4 finish=generate",
+    "parallelism.dp_shard=3 start=run finish=evaluate",
 ]
 
 

@@ -287,6 +287,8 @@ NEEDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "start.weights": {"start": ["folder"], "model.feed_forward": ["gpt_oss"], "model.dim": ["32"]},
     "finish": {"data.corpus": ["documents"]},
     "model.family": {"model.feed_forward": ["gated", "softmax", "biases", "sigmoid"]},
+    # All others have biases of keys, or layers of their own.
+    "model.layers": {"model.feed_forward": ["gated", "softmax", "biases", "sigmoid", "olmoe"]},
     **_need(_above_one("cp"), "parallelism.cp_method", "parallelism.cp_layout"),
     **_need(_above_one("tp"), "parallelism.sequence_parallel", "parallelism.loss_parallel"),
     **_need(_above_one("pp"), "parallelism.pp_schedule", "parallelism.pp_stages_per_rank"),

@@ -43,6 +43,8 @@ class Launch:
     """Whether it writes them instead, for other launches to compare theirs with."""
     weights: Path | None = None
     """The state that a reference wrote, whose weights it starts from. Else as its configuration says."""
+    takes_loads: bool = True
+    """Whether it takes the loads of routers from there as well, which no Hugging Face folder has."""
     finish: Finish = "none"
 
 

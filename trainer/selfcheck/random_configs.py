@@ -179,7 +179,7 @@ def reference_launches(case: Case, folder: Path, *, weights: Path | None = None)
     kind = "stage" if case.get("checkpoint") == "stage" else "none"
     one_process = {"checkpoint": kind, "checkpoint.mesh": "one process", "finish": level_of(case, "finish")}
     first, *others = (replace(launch, is_reference=True) for launch in _launches(one_process, values))
-    return [replace(first, weights=weights), *others]
+    return [replace(first, weights=weights, takes_loads=level_of(case, "start") != "folder"), *others]
 
 
 def _launches(case: Case, values: ConfigValues) -> list[Launch]:
