@@ -33,8 +33,7 @@ from trainer.launch.launcher import load_and_validate
 from trainer.trainer import Trainer
 
 ODD = ("--model.ffn_dim=68", "--model.vocab_size=268")
-NARROW = ("--model.expert_dim=23", "--model.dim=63", "--model.head_dim=8")
-"""Experts that four ranks cannot share otherwise than by whole ones: two each, and none on the last."""
+SIX_EXPERTS = ("--model.feed_forward=moe", "--model.num_experts=6", "--model.top_k=2", "--model.expert_dim=24")
 
 
 def write_hf_model(run: Path, folder: Path, *options: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -92,7 +91,7 @@ MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp 2, fsdp 2": (4, ("--parallelism.pp=2",)),
     "dp_replicate, cp": (4, ("--parallelism.dp_replicate=2", "--parallelism.dp_shard=1", "--parallelism.cp=2")),
     "tied, tp 2, fsdp 2": (4, ("--parallelism.tp=2", "--model.tie_embeddings=true")),
-    "six experts, fsdp 4": (4, ("--model.feed_forward=moe", "--model.num_experts=6", "--model.top_k=2", *NARROW)),
+    "fsdp 4, a rank without an expert": (4, SIX_EXPERTS),
     "optimizer on the host": (2, ("--memory.optimizer_placement=host",)),
 }
 

@@ -20,12 +20,13 @@ from parallelisms.collectives import to_local
 from parallelisms.init_weights import local_ranges
 from trainer.build import ParallelModel
 from trainer.checkpoint.initial_weights import find_checkpoint
-from trainer.checkpoint.load import MODEL_PREFIX
+from trainer.checkpoint.load import MODEL_PREFIX, load_tensors
 from trainer.checkpoint.run_dir import RunDir
 from trainer.errors import RunFailedError
 from trainer.evaluation import needle, perplexity
 from trainer.evaluation.validation import evaluate_set
 from trainer.export.checkpoint_cli import ResolvedCheckpoint, load_weights
+from trainer.export.export_weights import export_weights
 from trainer.generate import load_model, sample_token
 from trainer.hf import export
 from trainer.selfcheck.launches import EXPORT, Launch
@@ -63,14 +64,23 @@ def finish(launch: Launch, trainer: Trainer) -> dict[str, float]:
 
 
 def export_and_compare(trainer: Trainer, checkpoint: Path, output: Path) -> None:
-    """Exports on rank 0; every rank reads its weights back. Raises `RunFailedError` if one is not bitwise the same."""
+    """Exports on rank 0, to both formats; every rank reads its weights back.
+
+    Raises `RunFailedError` if one is not bitwise the same.
+    """
+    weights_only = output.with_name("weights")
     if trainer.world.rank == 0:
         options = {"dtype": "float64", "max_shard_gib": MAX_SHARD_GIB, "tokenizer": None}
         export(Namespace(source=checkpoint, output=output, **options))
+        export_weights(checkpoint, weights_only)
     distributed.barrier()
-    reader = hf.SafetensorsReader(output)
+    reader, weights = hf.SafetensorsReader(output), weights_of(trainer)
     specs = reader.specs(trainer.config.model.build())
-    for name, tensor in weights_of(trainer).items():
+    read = {f"{MODEL_PREFIX}{name}": torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
+    load_tensors(weights_only, read, trainer.mesh.pp_group, prefix=MODEL_PREFIX)
+    for name, tensor in weights.items():
+        if not torch.equal(to_local(read[f"{MODEL_PREFIX}{name}"]), to_local(tensor)):
+            raise RunFailedError(f"{weights_only}: {name} is not bitwise the same")
         if name in specs and not torch.equal(reader.read(specs[name], local_ranges(tensor)), to_local(tensor)):
             raise RunFailedError(f"{output}: {specs[name].name} is not bitwise {name}")
 
