@@ -58,7 +58,7 @@ def write_folder(name: str, folder: Path) -> Path:
         return folder
     blocks = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
     made("GptOss", **bytes_only, **blocks).save_pretrained(folder)
-    quantize(folder, read_model(folder))
+    quantize(folder)
     return folder
 
 

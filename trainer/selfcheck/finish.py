@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, distributed
 
 from models import hf, mxfp4
-from models.config import ModelConfig
 from models.decode import Decoder, sequence_batch
+from models.hf_config import read_model
 from models.hf_tensors import stored_tensors
 from models.loss_head import LossHead
 from models.transformer import Transformer
@@ -50,13 +50,13 @@ def finish(launch: Launch, trainer: Trainer) -> dict[str, float]:
     if launch.finish in ("export", "export MXFP4"):
         export_and_compare(trainer, checkpoint, launch.config.output_dir / EXPORT)
         if launch.finish == "export MXFP4":
-            quantize(launch.config.output_dir / EXPORT, trainer.config.model.build())
+            quantize(launch.config.output_dir / EXPORT)
         return {}
     resolved = ResolvedCheckpoint(
         RunDir(launch.config.output_dir), checkpoint, trainer.step, trainer.config, launch.config
     )
     if launch.finish == "generate":
-        return generate(resolved, trainer.parallel_model.kernel, with_cache=not launch.is_reference)
+        return generate(resolved, trainer.parallel_model, with_cache=not launch.is_reference)
     return evaluate(resolved, trainer)
 
 
@@ -81,7 +81,7 @@ def export_and_compare(trainer: Trainer, checkpoint: Path, output: Path) -> None
     for name, tensor in weights.items():
         if not torch.equal(to_local(read[f"{MODEL_PREFIX}{name}"]), to_local(tensor)):
             raise RunFailedError(f"{weights_only}: {name} is not bitwise the same")
-        if name in specs and not torch.equal(reader.read(specs[name], local_ranges(tensor)), to_local(tensor)):
+        if name in specs and not torch.equal(reader.read(specs[name], local_ranges(tensor)), to_local(tensor).cpu()):
             raise RunFailedError(f"{output}: {specs[name].name} is not bitwise {name}")
 
 
@@ -113,19 +113,20 @@ def values_of(codes: Tensor, exponents: Tensor) -> Tensor:
     return sign * torch.where(exponent > 0, normal, subnormal).double() * scales
 
 
-def quantize(folder: Path, model: ModelConfig) -> None:
-    """Stores the experts of an exported gpt-oss as they are published."""
+def quantize(folder: Path) -> None:
+    """Stores the experts of a folder of gpt-oss as they are published."""
     from safetensors.torch import load_file, save_file
 
-    quantized = {name: each for name, each in stored_tensors(model).items() if name.endswith(("_up_proj", "down_proj"))}
+    stored = stored_tensors(read_model(folder)).items()
+    quantized = {name: each for name, each in stored if name.endswith(("_up_proj", "down_proj"))}
     tensors = {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
     for path in (*folder.glob("*.safetensors"), folder / hf.INDEX_FILE):
         path.unlink(missing_ok=True)
-    for name, stored in quantized.items():
+    for name, each in quantized.items():
         del tensors[name]
-        parts = [codes_of(ours, torch.Size(spec.shape)) for ours, spec, _ in stored.parts]
+        parts = [codes_of(ours, torch.Size(spec.shape)) for ours, spec, _ in each.parts]
         # Gate and up take turns.
-        codes, exponents = (torch.stack(each, dim=2).flatten(1, 2) for each in zip(*parts, strict=True))
+        codes, exponents = (torch.stack(turns, dim=2).flatten(1, 2) for turns in zip(*parts, strict=True))
         halves = codes.unflatten(2, (-1, mxfp4.BLOCK_SIZE // 2, 2))
         tensors[f"{name}{mxfp4.BLOCKS}"] = (halves[..., 0] + 16 * halves[..., 1]).to(torch.uint8)
         tensors[f"{name}{mxfp4.SCALES}"] = (exponents + mxfp4.EXPONENT_BIAS).to(torch.uint8)
@@ -156,18 +157,18 @@ def evaluate(resolved: ResolvedCheckpoint, trainer: Trainer) -> dict[str, float]
 # ---- generation
 
 
-def generate(resolved: ResolvedCheckpoint, kernel: str, *, with_cache: bool) -> dict[str, float]:
+def generate(resolved: ResolvedCheckpoint, parallel_model: ParallelModel, *, with_cache: bool) -> dict[str, float]:
     """The likeliest tokens after a prompt, and their log-probability, in one process.
 
     Without a KV cache the model computes all tokens so far for each new one.
     """
-    model = load_model(resolved, torch.device("cpu"))
+    model = load_model(resolved, parallel_model.device)
     vocab_size = model.config.vocab_size
     tokens = [37 * index % vocab_size for index in range(PROMPT_TOKENS)]
-    next_logits = cached_logits(model, kernel) if with_cache else uncached_logits(model)
+    next_logits = cached_logits(model, parallel_model.kernel) if with_cache else uncached_logits(model)
     log_probability = 0.0
     for _ in range(NEW_TOKENS):
-        logits_V = next_logits(tokens)
+        logits_V = next_logits(tokens).cpu()
         tokens.append(sample_token(logits_V, temperature=0.0, top_k=1, generator=torch.Generator()))
         log_probability += float(logits_V.log_softmax(0)[tokens[-1]])
     generated = {f"generated {index}": float(token) for index, token in enumerate(tokens[PROMPT_TOKENS:])}
@@ -184,7 +185,8 @@ def uncached_logits(model: Transformer) -> NextLogits:
 
     @torch.no_grad()
     def next_logits(tokens: Sequence[int]) -> Tensor:
-        hidden_BSE: Tensor = model(sequence_batch(torch.tensor([tokens]), position=0))
+        tokens_BS = torch.tensor([tokens], device=head.proj.weight.device)
+        hidden_BSE: Tensor = model(sequence_batch(tokens_BS, position=0))
         return head.logits(hidden_BSE[:, -1:])[0, 0]
 
     return next_logits
