@@ -100,12 +100,13 @@ class Decoder:
             raise ValueError(f"{tokens_S.numel()} tokens given; at least 1 is needed and {remaining} remain")
         *leading_chunks, last_chunk_S = tokens_S.to(self._head.proj.weight.device).split(self._chunk)
         for chunk_S in leading_chunks:
-            self._model(_sequence_batch(chunk_S[None], position=self.length))
-        hidden_BSE: Tensor = self._model(_sequence_batch(last_chunk_S[None], position=self.length))
+            self._model(sequence_batch(chunk_S[None], position=self.length))
+        hidden_BSE: Tensor = self._model(sequence_batch(last_chunk_S[None], position=self.length))
         return self._head.logits(hidden_BSE[:, -1:])[0, 0]
 
 
-def _sequence_batch(tokens_BS: Tensor, *, position: int) -> Batch:
+def sequence_batch(tokens_BS: Tensor, *, position: int) -> Batch:
+    """Tokens of one document from `position` on, without targets."""
     num_tokens = tokens_BS.shape[1]
     num_pairs = num_tokens * position + num_tokens * (num_tokens + 1) // 2
     return Batch(

@@ -203,7 +203,9 @@ class SafetensorsReader:
         if spec.is_per_expert:
             import torch
 
-            return torch.stack([self.read(spec.of_expert(expert), ranges[1:]) for expert in ranges[0]])
+            experts = [self.read(spec.of_expert(expert), ranges[1:]) for expert in ranges[0]]
+            # FSDP leaves ranks without an expert where there are fewer experts than ranks, or the division has a rest.
+            return torch.stack(experts) if experts else torch.empty([len(each) for each in ranges])
         if self.has_tensor(f"{spec.name}{mxfp4.BLOCKS}"):
             return self._read_quantized(spec, ranges)
         return spec.select(self._slice(spec.name, spec.stored_shape, spec.stored_ranges(ranges)))
@@ -236,11 +238,14 @@ class SafetensorsReader:
         raise HuggingFaceError([f"{path}: {name} has shape {stored.get_shape()}, expected {list(shape)}"])
 
     def specs(self, model: ModelConfig) -> dict[str, TensorSpec]:
-        """As `tensor_specs`, fused or not as the files are."""
-        if model.model_type in RENAMED_TENSORS:
-            return tensor_specs(model)
-        found = (kind for kind, fused in FUSED_TENSORS.items() if self.has_tensor(f"{LAYERS}0.{next(iter(fused))}"))
-        return tensor_specs(dataclasses.replace(model, model_type=next(found, "")))
+        """As `tensor_specs`, with the tensors that the files have, whatever `model_type` the model has."""
+        model_types = (model.model_type, "", *FUSED_TENSORS, *RENAMED_TENSORS)
+        found = [tensor_specs(dataclasses.replace(model, model_type=each)) for each in dict.fromkeys(model_types)]
+        return next((specs for specs in found if all(map(self._has, specs.values()))), found[0])
+
+    def _has(self, spec: TensorSpec) -> bool:
+        name = spec.name.format(0)
+        return self.has_tensor(name) or self.has_tensor(f"{name}{mxfp4.BLOCKS}")
 
     def has_tensor(self, name: str) -> bool:
         return name in self._stored_names

@@ -33,6 +33,7 @@ from trainer.launch.launcher import load_and_validate
 from trainer.trainer import Trainer
 
 ODD = ("--model.ffn_dim=68", "--model.vocab_size=268")
+SIX_EXPERTS = ("--model.feed_forward=moe", "--model.num_experts=6", "--model.top_k=2", "--model.expert_dim=24")
 
 
 def write_hf_model(run: Path, folder: Path, *options: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -66,7 +67,7 @@ def load_initial(run: Path, options: tuple[str, ...]) -> tuple[dict[str, Tensor]
     trainer = Trainer(config, world, dataset_of(config))
     parameters = trainer.optimizer.parameters_by_name
     assert all(bool(to_local(weight).isnan().all()) for weight in parameters.values())
-    count, read = 0, hf.SafetensorsReader.read
+    count, read = 0, hf.SafetensorsReader._slice
 
     def counting_read(self: hf.SafetensorsReader, *arguments: Any) -> Tensor:
         nonlocal count
@@ -74,9 +75,9 @@ def load_initial(run: Path, options: tuple[str, ...]) -> tuple[dict[str, Tensor]
         count += found.numel()
         return found
 
-    hf.SafetensorsReader.read = counting_read  # type: ignore[assignment, method-assign]
+    hf.SafetensorsReader._slice = counting_read  # type: ignore[method-assign]
     assert CheckpointManager(config, RunDir(config.output_dir), trainer.world).resume(trainer) is None
-    hf.SafetensorsReader.read = read  # type: ignore[method-assign]
+    hf.SafetensorsReader._slice = read  # type: ignore[method-assign]
     assert trainer.step == 0
     full_weights = {name: full_tensor(weight.detach()).clone() for name, weight in parameters.items()}
     return full_weights, count, sum(to_local(weight).numel() for weight in parameters.values())
@@ -90,6 +91,7 @@ MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp 2, fsdp 2": (4, ("--parallelism.pp=2",)),
     "dp_replicate, cp": (4, ("--parallelism.dp_replicate=2", "--parallelism.dp_shard=1", "--parallelism.cp=2")),
     "tied, tp 2, fsdp 2": (4, ("--parallelism.tp=2", "--model.tie_embeddings=true")),
+    "fsdp 4, a rank without an expert": (4, SIX_EXPERTS),
     "optimizer on the host": (2, ("--memory.optimizer_placement=host",)),
 }
 QUICK = ("fsdp 3, uneven", "biases, tp 4, replicated KV heads", "pp 2, fsdp 2", "tied, tp 2, fsdp 2")

@@ -1,4 +1,4 @@
-"""python -m tests.selfcheck.covering: writes covering_cases.txt anew, after a change of the factors.
+"""python -m tests.selfcheck.covering: completes covering_cases.txt after a change of the factors; to write it anew, empty it.
 
 Legal cases that together contain every pair of levels for which a legal case was found. The first ones, on few
 processes, contain all but the pairs with mesh dimensions of three and four ranks, and of options of two mesh dimensions.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+from trainer.errors import ConfigError
 from trainer.selfcheck.factors import LEVELS, MESH_FACTORS
 from trainer.selfcheck.random_configs import (
     Pair,
@@ -47,6 +49,20 @@ def _is_small(case: dict[str, str], pair: Pair) -> bool:
     return small_degrees and world_size(case) <= 4 and not (is_of_options and len(mesh) > 1)
 
 
+def still_legal(lines: Iterable[str]) -> Iterator[dict[str, str]]:
+    for line in lines:
+        with suppress(ConfigError):
+            if not problems(case := parse_case(line)):
+                yield case
+
+
+def completed(cases: list[dict[str, str]], wanted: set[Pair], *, max_processes: int) -> list[dict[str, str]]:
+    """With cases of the pairs that these lack, and without those whose pairs are all in others."""
+    missing = wanted.difference(*map(pairs, cases))
+    cases = without_redundant([*cases, *covering_cases(missing, max_processes=max_processes)], wanted)
+    return best_first(cases, wanted)
+
+
 def covering_cases(wanted: Iterable[Pair], *, max_processes: int) -> list[dict[str, str]]:
     """Legal cases that contain every pair for which a few draws find one; greedy: the most new pairs per second first."""
     rng, cases = random.Random(0), list[dict[str, str]]()
@@ -70,7 +86,7 @@ def covering_cases(wanted: Iterable[Pair], *, max_processes: int) -> list[dict[s
         cases.append(improved(max(candidates, key=value), value, rng, max_processes=max_processes))
         for pair in pairs(cases[-1]) & uncovered.keys():
             del uncovered[pair]
-    return best_first(without_redundant(cases, {*wanted}), {*wanted})
+    return cases
 
 
 def improved(
@@ -116,8 +132,10 @@ def best_first(cases: list[dict[str, str]], wanted: set[Pair]) -> list[dict[str,
 
 
 def main() -> None:
-    small = covering_cases(small_pairs(), max_processes=4)
-    large = covering_cases(all_pairs().difference(*map(pairs, small)), max_processes=8)
+    kept = [*still_legal(PATH.read_text().splitlines())]
+    small = completed([case for case in kept if world_size(case) <= 4], small_pairs(), max_processes=4)
+    others = all_pairs().difference(*map(pairs, small))
+    large = completed([case for case in kept if case not in small], others, max_processes=8)
     PATH.write_text("".join(f"{format_case(case)}\n" for case in small + large))
     for cases in (small, large):
         sys.stdout.write(f"{len(cases)} cases; processes {dict(Counter(map(world_size, cases)))}\n")

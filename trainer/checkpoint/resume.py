@@ -13,7 +13,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
@@ -108,30 +107,35 @@ def _load_initial_weights(initial: str, trainer: Trainer, group: ProcessGroup) -
     """Raises `RankFailedError` for a Hugging Face model that only this rank cannot read."""
     # Rank 0 chooses: the other run may commit a checkpoint while the ranks look.
     folder = Path(run_and_gather(lambda: str(resolve_initial_path(initial)), group)[0])
+    weights = {name: tensor for name, tensor in trainer.state_dict().items() if name.startswith(MODEL_PREFIX)}
     if is_hugging_face(initial):
         try:
             reader = SafetensorsReader(folder, text_only=is_text_only(initial))
-            _load_hf_weights(reader, trainer.config.model.build(), trainer.optimizer.parameters_by_name)
+            by_name = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in weights.items()}
+            _load_hf_weights(reader, trainer.config.model.build(), by_name)
         except HuggingFaceError as error:
             raise RankFailedError(EXIT_NO_RETRY, str(error)) from error
     else:
         require_verified(folder, group)
-        weights = {name: tensor for name, tensor in trainer.state_dict().items() if name.startswith(MODEL_PREFIX)}
         load_tensors(folder, weights, trainer.mesh.pp_group, prefix=MODEL_PREFIX, group=group)
     log.info("initial weights: %s", folder)
 
 
-def _load_hf_weights(weights: SafetensorsReader, model: ModelConfig, parameters: Mapping[str, Tensor]) -> None:
-    """Fills this rank's parameters, reading only its shards from safetensors. Raises `HuggingFaceError`."""
-    specs = weights.specs(model)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            values = weights.read(specs[name], local_ranges(parameter))
-            if not bool(values.isfinite().all()):
-                raise HuggingFaceError([f"{specs[name].name} has values that are not finite"])
-            to_local(parameter).copy_(values)
-            if name == "embed.weight" and (problems := weights.tied_head_problems(model, local_ranges(parameter))):
-                raise HuggingFaceError(problems)
+def _load_hf_weights(reader: SafetensorsReader, model: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+    """Fills this rank's weights, reading only its shards from safetensors. Raises `HuggingFaceError`.
+
+    The counts of routers, which no folder has, stay.
+    """
+    specs = reader.specs(model)
+    stored = [name for name in weights if name not in model.buffers or model.buffers[name].hf_name]
+    for name in stored:
+        spec, ranges = specs[name], local_ranges(weights[name])
+        values = reader.read(spec, ranges)
+        if not bool(values.isfinite().all()):
+            raise HuggingFaceError([f"{spec.name} has values that are not finite"])
+        to_local(weights[name]).copy_(values)
+        if name == "embed.weight" and (problems := reader.tied_head_problems(model, ranges)):
+            raise HuggingFaceError(problems)
 
 
 # ---- verification

@@ -100,14 +100,19 @@ def load_parallel_model(resolved: ResolvedCheckpoint) -> Iterator[tuple[Parallel
     """The model with the checkpoint's weights, in a new process group. Raises `ConfigError` or `ResumeError`."""
     with process_group(resolved.config.distributed) as world:
         parallel_model = ParallelModel(resolved.config, world)
-        weights: dict[str, torch.Tensor] = {
-            f"{MODEL_PREFIX}{name}": each
-            for module in parallel_model.stage_modules.values()
-            for name, each in module.named_tensors().items()
-        }
-        load_tensors(resolved.checkpoint, weights, parallel_model.mesh.pp_group, prefix=MODEL_PREFIX)
+        load_weights(resolved.checkpoint, parallel_model)
         log.info("%s on %d x %s", resolved.checkpoint, world.size, world.device.type)
         yield parallel_model, world
+
+
+def load_weights(checkpoint: Path, parallel_model: ParallelModel) -> None:
+    """Fills this rank's parts of the model. Collective. Raises `ResumeError`."""
+    weights: dict[str, torch.Tensor] = {
+        f"{MODEL_PREFIX}{name}": each
+        for module in parallel_model.stage_modules.values()
+        for name, each in module.named_tensors().items()
+    }
+    load_tensors(checkpoint, weights, parallel_model.mesh.pp_group, prefix=MODEL_PREFIX)
 
 
 def open_model(checkpoint: Path, shapes: Mapping[str, Sequence[int]], *, max_shown: int = 10) -> CheckpointReader:

@@ -14,8 +14,9 @@ ConfigValues = dict[str, Any]
 
 
 def _key(name: str, values: Sequence[object]) -> dict[str, dict[str, ConfigValues]]:
-    """A factor of one key."""
-    return {name: {str(value).lower() if isinstance(value, bool) else str(value): {name: value} for value in values}}
+    """A factor of one key. None: what another factor gives it, or its default."""
+    levels = {str(value).lower() if isinstance(value, bool) else str(value): value for value in values}
+    return {name: {level: {} if value is None else {name: value} for level, value in levels.items()}}
 
 
 def _keys(**values: object) -> ConfigValues:
@@ -42,11 +43,69 @@ SOURCES: ConfigValues = {
 }
 
 EXPERTS = _keys(model__feed_forward="moe", model__num_experts=6, model__top_k=2, model__expert_dim=24)
+SIGMOID = EXPERTS | _keys(
+    model__router="sigmoid",
+    model__router_scaling=2.5,
+    model__correction_bias=True,
+    training__correction_bias_rate=0.05,
+    model__shared_expert=True,
+)
+WINDOWS: ConfigValues = {"model.layers": [{"window": 5}, {}]}
+LOCAL_WINDOWS = _keys(model__layers=[{"window": 5, "rope": "local"}, {}], model__local_rope={"theta": 50.0})
+OLMO = _keys(model__norms="post", model__full_qk_norm=True)
+GEMMA = _keys(
+    model__norms="sandwich",
+    model__zero_centered_norms=True,
+    model__activation="gelu_tanh",
+    model__embedding_multiplier=32**0.5,
+)
+DENSE_MODELS: Mapping[str, ConfigValues] = {
+    "llama3": {},
+    "qwen3": {"model.family": "qwen3"},
+    "ministral": WINDOWS,
+    "olmo2": OLMO,
+    "olmo3": LOCAL_WINDOWS | OLMO | _keys(model__local_rope={"theta": 500_000.0}),
+    "granite": _keys(
+        model__attention_scale=0.3,
+        model__embedding_multiplier=3.0,
+        model__residual_multiplier=0.7,
+        model__logits_scaling=2.0,
+    ),
+    "phi3": {"model.model_type": "phi3"},
+    "gemma2": WINDOWS | GEMMA | _keys(model__softcap=2.0, model__logit_softcap=3.0),
+    "gemma3": LOCAL_WINDOWS | GEMMA | _keys(model__qk_norm=True),
+}
+"""Those of which a single level of another factor makes no model that transformers has."""
+MIXTURES: Mapping[str, ConfigValues] = {
+    "softmax": EXPERTS,
+    "biases": EXPERTS | _keys(model__router_bias=True, model__expert_bias=True, model__normalize_top_k=False),
+    "sigmoid": SIGMOID | _keys(model__expert_groups=3, model__top_k_groups=2, model__shared_expert_dim=16),
+    "qwen3_moe": EXPERTS
+    | _keys(model__qk_norm=True, model__normalize_top_k=False, model__layers=[{"feed_forward": "gated"}, {}]),
+    "olmoe": EXPERTS | _keys(model__full_qk_norm=True, model__normalize_top_k=False),
+    "gpt_oss": EXPERTS
+    | WINDOWS
+    | _keys(
+        model__expert_dim=32,
+        model__activation="clamped_swiglu",
+        model__qkv_bias=True,
+        model__o_bias=True,
+        model__sink=True,
+        model__router_bias=True,
+        model__expert_bias=True,
+    ),
+    "glm4_moe": SIGMOID
+    | _keys(
+        model__shared_expert_dim=48,
+        model__qkv_bias=True,
+        model__layers=[{"feed_forward": "gated"}, {"feed_forward": "moe", "repeat": 3}],
+    ),
+}
 
 FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
     # Mesh
     **_key("parallelism.dp_replicate", (1, 2, 3)),
-    **_key("parallelism.dp_shard", (1, 2, 3)),
+    **_key("parallelism.dp_shard", (1, 2, 3, 5, 7)),
     **_key("parallelism.cp", (1, 2, 3, 4)),
     **_key("parallelism.ep", (1, 2, 3)),
     **_key("parallelism.tp", (1, 2, 4)),
@@ -79,11 +138,11 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
     **_key("training.compile", (False, True)),
     **_key("training.deterministic", (False, True)),
     # Model. Wide enough for several tiles of 1 MiB, or several chunks of logits.
-    "model.family": {"llama3": {}, "qwen3": {"model.family": "qwen3"}},
+    "model.family": DENSE_MODELS,
     **_key("model.qk_norm", (None, True)),
     **_key("model.qkv_bias", (None, True)),
     **_key("model.o_bias", (None, True)),
-    **_key("model.tie_embeddings", (False, True)),
+    **_key("model.tie_embeddings", (None, True)),
     "model.num_layers": {
         "2": _keys(model__num_layers=2),
         "3": _keys(model__num_layers=3),
@@ -94,22 +153,8 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
         f"{heads} / {kv_heads}": _keys(model__num_heads=heads, model__num_kv_heads=kv_heads)
         for heads, kv_heads in ((4, 2), (8, 4), (6, 3), (8, 1))
     },
-    "model.feed_forward": {
-        "gated": {},
-        "softmax": EXPERTS,
-        "biases": EXPERTS | _keys(model__router_bias=True, model__expert_bias=True, model__normalize_top_k=False),
-        "sigmoid": EXPERTS
-        | _keys(
-            model__router="sigmoid",
-            model__router_scaling=2.5,
-            model__expert_groups=3,
-            model__top_k_groups=2,
-            model__correction_bias=True,
-            training__correction_bias_rate=0.05,
-            model__shared_expert=True,
-            model__shared_expert_dim=16,
-        ),
-    },
+    "model.feed_forward": {"gated": {}, **MIXTURES},
+    "model.num_experts": {"6": {}} | {f"{experts}": _keys(model__num_experts=experts) for experts in (3, 5, 7)},
     **_key("training.balance_loss", (0.0, 0.1)),
     **_key("training.balance_over", ("step", "sequence")),
     **_key("training.router_z_loss", (0.0, 0.05)),
@@ -120,7 +165,7 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
     **_key("model.nope_every", (None, 2)),
     "model.layers": {
         "alike": {},
-        "windows": _keys(model__layers=[{"window": 5, "rope": "local"}, {}], model__local_rope={"theta": 50.0}),
+        "windows": LOCAL_WINDOWS,
         "window 20": _keys(model__window=20),
         "mixed": _keys(
             model__layers=[
@@ -131,9 +176,9 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
     },
     **_key("model.sink", (None, True)),
     **_key("model.softcap", (None, 2.0)),
-    **_key("model.norms", ("pre", "post", "sandwich")),
+    **_key("model.norms", (None, "post", "sandwich")),
     **_key("model.full_qk_norm", (None, True)),
-    **_key("model.activation", ("silu", "gelu_tanh", "clamped_swiglu")),
+    **_key("model.activation", (None, "gelu_tanh", "clamped_swiglu")),
     "model.multipliers": {
         "none": {},
         "all": _keys(
@@ -200,10 +245,16 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
     # More than one launch
     "checkpoint": {"none": {}, "resume": {}, "asynchronous": {"checkpoint.async": True}, "stage": {}},
     "checkpoint.mesh": {mesh: {} for mesh in RESUMED_MESHES},
+    # What enters a run from files, and what uses its weights at the end
+    "start": {"drawn": {}, "folder": {}, "run": {}},
+    "start.weights": {"float64": {}, "MXFP4": {}},
+    "finish": {"none": {}, "export": {}, "evaluate": {}, "generate": {}},
 }
 LEVELS = [(factor, level) for factor, levels in FACTORS.items() for level in levels]
 SIMPLEST = {factor: next(iter(levels)) for factor, levels in FACTORS.items()}
 MESH_FACTORS = tuple(f"parallelism.{axis}" for axis in AXES)
+MODEL_FACTORS = ("model.family", "model.feed_forward")
+"""Whose levels are whole models."""
 
 
 def _above_one(axis: str) -> dict[str, list[str]]:
@@ -228,11 +279,16 @@ NEEDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     # Unrotated, a bias of keys moves all scores of a query alike: its gradient is only rounding.
     "model.qkv_bias": {"model.nope_every": ["None"], "model.layers": ["alike", "windows", "window 20"]},
     **_need(
-        {"model.feed_forward": ["softmax", "biases", "sigmoid"]}, "training.balance_loss", "training.router_z_loss"
+        {"model.feed_forward": [*MIXTURES]},
+        *("training.balance_loss", "training.router_z_loss", "parallelism.ep", "model.num_experts"),
     ),
-    "parallelism.ep": {"model.feed_forward": ["softmax", "biases", "sigmoid"]},
     "training.balance_over": {"training.balance_loss": ["0.1"]},
     "checkpoint.mesh": {"checkpoint": ["resume", "asynchronous", "stage"]},
+    "start.weights": {"start": ["folder"], "model.feed_forward": ["gpt_oss"], "model.dim": ["32"]},
+    "finish": {"data.corpus": ["documents"]},
+    "model.family": {"model.feed_forward": ["gated", "softmax", "biases", "sigmoid"]},
+    # All others have biases of keys, or layers of their own.
+    "model.layers": {"model.feed_forward": ["gated", "softmax", "biases", "sigmoid", "olmoe"]},
     **_need(_above_one("cp"), "parallelism.cp_method", "parallelism.cp_layout"),
     **_need(_above_one("tp"), "parallelism.sequence_parallel", "parallelism.loss_parallel"),
     **_need(_above_one("pp"), "parallelism.pp_schedule", "parallelism.pp_stages_per_rank"),
@@ -243,10 +299,13 @@ NEEDS: Mapping[str, Mapping[str, Sequence[str]]] = {
 }
 """By factor: the levels of others without which it would have no effect."""
 
-RARE = {("training.compile", "true"): 0.02} | {
-    ("checkpoint", kind): 0.06 for kind in ("resume", "asynchronous", "stage")
-}
-"""Levels that take many times longer than the others, and how often they are drawn relative to them."""
+RARE = (
+    {("training.compile", "true"): 0.02}
+    | {("checkpoint", kind): 0.06 for kind in ("resume", "asynchronous", "stage")}
+    | {("start", "folder"): 0.8, ("start", "run"): 0.2, ("start.weights", "MXFP4"): 2.0}
+    | {("finish", "export"): 0.3, ("finish", "evaluate"): 0.2, ("finish", "generate"): 0.2}
+)
+"""Levels that are drawn more or less often than others; several launches or a compilation take many times longer."""
 
 BASE: ConfigValues = {
     "model": {"family": "llama3", "size": "debug", "head_dim": 8},

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from trainer.config.job_config import Config
 
@@ -18,6 +19,12 @@ def reference_values(values: dict[str, Any]) -> dict[str, Any]:
     return (
         values | PLAIN | {"training": {**training, "compile": False, "micro_batch_size": training["global_batch_size"]}}
     )
+
+
+EXPORT = "exported"
+"""Folder of an export in the folder of its run."""
+Finish = Literal["none", "export", "export MXFP4", "evaluate", "generate"]
+"""What a launch does with its last checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,3 +41,13 @@ class Launch:
     """The steps after which weights and moments are compared."""
     is_reference: bool = False
     """Whether it writes them instead, for other launches to compare theirs with."""
+    weights: Path | None = None
+    """The state that a reference wrote, whose weights it starts from. Else as its configuration says."""
+    takes_loads: bool = True
+    """Whether it takes the loads of routers from there as well, which no Hugging Face folder has."""
+    finish: Finish = "none"
+
+
+def state_path(reference: Path, step: int) -> Path:
+    """Where a reference writes its weights and moments after a step."""
+    return reference / f"{step}.pt"

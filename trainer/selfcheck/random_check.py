@@ -26,11 +26,13 @@ from trainer.selfcheck.comparison import (
     within_tolerance,
     worst_over_ranks,
 )
-from trainer.selfcheck.launches import Launch
+from trainer.selfcheck.launches import Launch, state_path
 from trainer.selfcheck.random_configs import (
+    FIRST_RUN,
     Case,
     Pair,
     all_pairs,
+    first_launches,
     format_case,
     launches_of,
     minimize,
@@ -61,13 +63,15 @@ class CaseResult:
 
 def check_case(case: Case, pool: Pool, folder: Path) -> CaseResult:
     """Runs a case and its reference on the documents in `folder`, which also takes their checkpoints."""
-    reference = folder / "tensors"
-    for run in (reference, folder / "mesh", folder / "reference"):
+    reference, first = folder / "tensors", folder / "first tensors"
+    for run in (reference, first, *(folder / name for name in (FIRST_RUN, "mesh", "reference"))):
         shutil.rmtree(run, ignore_errors=True)
     try:
-        expected = [
-            step for each in reference_launches(case, folder) for step in pool.run(each, reference=reference)[0]
-        ]
+        before = first_launches(case, folder)
+        for each in before:
+            pool.run(each, reference=first)
+        references = reference_launches(case, folder, weights=state_path(first, 1) if before else None)
+        expected = [step for each in references for step in pool.run(each, reference=reference)[0]]
         launches = [pool.run(launch, reference=reference) for launch in launches_of(case, folder)]
     except RankFailedError as error:
         return CaseResult(f"FAILED: {error}")

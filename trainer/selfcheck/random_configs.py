@@ -15,9 +15,13 @@ from functools import cache
 from itertools import combinations, count, product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from models.hf import HuggingFaceError
+from models.hf_config_write import model_config_to_hf
+from trainer.checkpoint.initial_weights import HF_PREFIX
 from trainer.config import checks
+from trainer.config.job_config import Config
 from trainer.config.parse import deep_merge
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
@@ -26,19 +30,22 @@ from trainer.selfcheck.factors import (
     FACTORS,
     LEVELS,
     MESH_FACTORS,
+    MODEL_FACTORS,
     NEEDS,
     RARE,
     RESUMED_MESHES,
     SIMPLEST,
     ConfigValues,
 )
-from trainer.selfcheck.launches import PLAIN, Launch, reference_values
+from trainer.selfcheck.launches import EXPORT, PLAIN, Finish, Launch, reference_values
 
 Case = Mapping[str, str]
 """The level of each factor that is not at its simplest."""
 Pair = tuple[tuple[str, str], tuple[str, str]]
 """Two factors with a level each."""
 NOTHING_FIXED: Case = {}
+FIRST_RUN = "first"
+"""Folder of the run from whose weights, or whose export, a case starts."""
 
 
 def level_of(case: Case, factor: str) -> str:
@@ -126,29 +133,66 @@ def case_values(case: Case) -> ConfigValues:
 def launches_of(case: Case, folder: Path) -> list[Launch]:
     """The launches of a case; corpora and checkpoints lie in `folder`. Raises ConfigError with every problem."""
     values = _with_folders(case_values(case), folder, "mesh")
+    start = level_of(case, "start")
+    if start != "drawn":
+        path = f"{HF_PREFIX}{folder / FIRST_RUN / EXPORT}" if start == "folder" else str(folder / FIRST_RUN)
+        values = deep_merge(values, {"checkpoint": {"initial_load_path": path}})
     launches = _launches(case, values)
-    if problems := [
+    problems = [
         problem
         for launch in launches
         for problem in checks.layout_problems(launch.config, launch.world_size, first_stage=launch.stage)
-    ]:
+    ]
+    if not problems and (case.get("start") == "folder" or case.get("finish") == "export"):
+        problems += export_problems(launches[-1].config)
+    if problems:
         raise ConfigError([*dict.fromkeys(problems)])
     return launches
 
 
-def reference_launches(case: Case, folder: Path) -> list[Launch]:
-    """The same steps in one process: one launch per stage."""
+def export_problems(config: Config) -> list[str]:
+    """Why transformers has no such model."""
+    try:
+        model_config_to_hf(config.model.build(), max_length=1, dtype="float64")
+    except HuggingFaceError as error:
+        return [each if "model." in each else f"model.rope: {each}" for each in error.problems]
+    return []
+
+
+def first_launches(case: Case, folder: Path) -> list[Launch]:
+    """The run from whose weights the others start: one step in one process, from weights of another seed."""
+    start = level_of(case, "start")
+    if start == "drawn":
+        return []
+    values = reference_values(_with_folders(case_values(case), folder, FIRST_RUN))
+    training = {"steps": 1, "seed": values["training"]["seed"] + 1}
+    values = deep_merge(values, {"training": training, "checkpoint": {"enabled": True}})
+    finish: Finish = "none"
+    if start == "folder":
+        finish = "export MXFP4" if level_of(case, "start.weights") == "MXFP4" else "export"
+    return [replace(_launch(values, last_step=1), is_reference=True, finish=finish)]
+
+
+def reference_launches(case: Case, folder: Path, *, weights: Path | None = None) -> list[Launch]:
+    """The same steps in one process: one launch per stage. `weights`: the state from whose weights they start."""
     values = reference_values(_with_folders(case_values(case), folder, "reference"))
     kind = "stage" if case.get("checkpoint") == "stage" else "none"
-    launches = _launches({"checkpoint": kind, "checkpoint.mesh": "one process"}, values)
-    return [replace(launch, is_reference=True) for launch in launches]
+    one_process = {"checkpoint": kind, "checkpoint.mesh": "one process", "finish": level_of(case, "finish")}
+    first, *others = (replace(launch, is_reference=True) for launch in _launches(one_process, values))
+    return [replace(first, weights=weights, takes_loads=level_of(case, "start") != "folder"), *others]
 
 
 def _launches(case: Case, values: ConfigValues) -> list[Launch]:
+    *others, last = _training_launches(case, values)
+    return [*others, replace(last, finish=cast(Finish, level_of(case, "finish")))]
+
+
+def _training_launches(case: Case, values: ConfigValues) -> list[Launch]:
     steps, kind = values["training"]["steps"], case.get("checkpoint", "none")
+    if kind != "none" or level_of(case, "finish") != "none":
+        values = deep_merge(values, {"checkpoint": {"enabled": True}})
     if kind == "none":
         return [_launch(values, last_step=steps)]
-    values = deep_merge(values, {"checkpoint": {"enabled": True}})
     mesh = RESUMED_MESHES[case.get("checkpoint.mesh", "same")]
     resumed = {**PLAIN, "parallelism": PLAIN["parallelism"] | mesh} if mesh is not None else {}
     if kind != "stage":
@@ -198,7 +242,8 @@ def world_size(case: Case) -> int:
 def random_case(rng: random.Random, *, max_processes: int, fixed: Case = NOTHING_FIXED) -> dict[str, str] | None:
     """A legal case with the levels of `fixed`, or None if none was found.
 
-    Levels that a problem names are replaced by the simplest, one at a time, until there are no problems.
+    Levels that a problem names are replaced by the simplest, one at a time, until there are no problems: first single
+    options, so that models of transformers stay what they are.
     """
     wanted, needed = without_simplest(fixed), needs_of(fixed)
     if needed is None:
@@ -208,7 +253,10 @@ def random_case(rng: random.Random, *, max_processes: int, fixed: Case = NOTHING
         if factor not in MESH_FACTORS:
             levels = needed.get(factor, [*FACTORS[factor]])
             (case[factor],) = rng.choices(levels, [RARE.get((factor, level), 1.0) for level in levels])
-    case |= rng.choice(_meshes(max_processes, tuple(tuple(needed.get(key, FACTORS[key])) for key in MESH_FACTORS)))
+    meshes = _meshes(max_processes, tuple(tuple(needed.get(key, FACTORS[key])) for key in MESH_FACTORS))
+    # By size first: of five and of seven processes there is one mesh each.
+    size = rng.choice(sorted({world_size(mesh) for mesh in meshes}))
+    case |= rng.choice([mesh for mesh in meshes if world_size(mesh) == size])
     for _ in range(len(FACTORS)):
         case = normalize(case)
         if not case.items() >= wanted.items() or world_size(case) > max_processes:
@@ -217,8 +265,9 @@ def random_case(rng: random.Random, *, max_processes: int, fixed: Case = NOTHING
         if not found:
             return case
         problem = rng.choice(found)
-        named = [factor for factor in case if factor not in needed and is_named(factor, problem)]
-        removable = named or [factor for factor in case if factor not in needed]
+        named = [factor for factor in case if factor not in needed and is_named(factor, case, problem)]
+        options = [factor for factor in named if factor not in MODEL_FACTORS]
+        removable = options or named or [factor for factor in case if factor not in needed]
         if not removable:
             return None
         del case[rng.choice(removable)]
@@ -238,9 +287,9 @@ def _meshes(max_processes: int, levels_by_axis: tuple[tuple[str, ...], ...]) -> 
     return [mesh for mesh in meshes if world_size(mesh) <= max_processes] or [{}]
 
 
-def is_named(factor: str, problem: str) -> bool:
-    """Whether the problem names a key of the factor."""
-    keys = {factor, *(key for level in FACTORS[factor].values() for key in level)}
+def is_named(factor: str, case: Case, problem: str) -> bool:
+    """Whether the problem names the factor, or a key that its level in the case sets."""
+    keys = {factor, *FACTORS[factor][level_of(case, factor)]}
     return any(re.search(rf"\b{re.escape(key)}\b", problem) for key in keys)
 
 

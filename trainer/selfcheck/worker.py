@@ -13,8 +13,12 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from models.config import ModelConfig
 from parallelisms.collectives import full_tensor, to_local
 from parallelisms.init_weights import local_ranges
+from trainer.checkpoint.initial_checks import validate_initial_weights
+from trainer.checkpoint.initial_tokenizer import validate_initial_tokenizer
+from trainer.checkpoint.load import MODEL_PREFIX
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.run_dir import RunDir
 from trainer.data.datasets import build_train_dataset, build_validation_sets
@@ -24,8 +28,9 @@ from trainer.errors import RunFailedError
 from trainer.evaluation.validation import Validator
 from trainer.optim.routers import router_metrics
 from trainer.selfcheck.comparison import StepDifference
-from trainer.selfcheck.launches import Launch
-from trainer.trainer import Trainer
+from trainer.selfcheck.finish import finish, round_experts
+from trainer.selfcheck.launches import Launch, state_path
+from trainer.trainer import StepResult, Trainer
 
 NamedTensors = dict[str, Tensor]
 ROUNDED = 1e-5
@@ -63,29 +68,15 @@ def run_and_compare(launch: Launch, world: World, *, reference: Path) -> list[St
     # aot_eager still checks for graph breaks; generating kernels takes a C++ compiler and a minute.
     torch.compiler.set_stance("default", force_backend="aot_eager")
     folders, stage = prepare_datasets(launch.config), launch.config.training_stages[launch.stage]
+    if world.rank == 0:
+        for validate in (validate_initial_weights, validate_initial_tokenizer):
+            validate(launch.config)
     trainer = Trainer(stage.config, world, build_train_dataset(stage.config, folders, stage=stage.index), stage=stage)
-    steps, checkpoint, model = list[StepDifference](), launch.config.checkpoint, stage.config.model.build()
     with CheckpointManager(launch.config, RunDir(launch.config.output_dir), world) as checkpoints:
         checkpoints.resume(trainer)
-        with closing(trainer.train_steps()) as results:
-            for result in results:
-                if result.step > launch.last_step:
-                    break
-                metrics = result.read()
-                values = {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "lr": result.lr}
-                values |= {"tokens": metrics.tokens_seen, "attended pairs": metrics.attended_pairs}
-                values |= {"skipped": float(metrics.skipped)}
-                routers = router_metrics(model, metrics.router_sums, metrics.targets)
-                values |= {name: value for name, value in routers.items() if isinstance(value, float)}
-                steps.append(StepDifference(values=values, tensor_errors={}))
-                if result.step in launch.compared_steps:
-                    record_state = save_state if launch.is_reference else compare_state
-                    steps[-1].tensor_errors.update(record_state(trainer, reference / f"{result.step}.pt"))
-                if result.step == launch.last_step:
-                    if checkpoint.enabled:
-                        checkpoints.save(trainer)
-                    if not checkpoint.asynchronous:  # Else one more step meanwhile, if the run has one.
-                        break
+        if launch.weights is not None:
+            take_weights(trainer, launch.weights, takes_loads=launch.takes_loads)
+        steps = train(launch, trainer, checkpoints, reference)
         if (saved := checkpoints.wait()) is not None and saved.problem:
             raise RunFailedError(saved.problem)
     for validated in Validator(trainer, build_validation_sets(launch.config, folders)).validate():
@@ -94,13 +85,53 @@ def run_and_compare(launch: Launch, world: World, *, reference: Path) -> list[St
                 {"loss": found.loss, "accuracy": found.accuracy} if found.targets else {}
             )
             steps[-1].values.update({f"validation {validated.name} {length} {key}": scores[key] for key in scores})
+    steps[-1].values.update(finish(launch, trainer))
     return steps
+
+
+def train(launch: Launch, trainer: Trainer, checkpoints: CheckpointManager, reference: Path) -> list[StepDifference]:
+    """Every step up to the last of the launch, after which it saves a checkpoint, if it has any."""
+    steps, checkpoint, model = list[StepDifference](), launch.config.checkpoint, trainer.config.model.build()
+    with closing(trainer.train_steps()) as results:
+        for result in results:
+            if result.step > launch.last_step:
+                break
+            steps.append(StepDifference(values=metric_values(result, model), tensor_errors={}))
+            if launch.finish == "export MXFP4":
+                round_experts(trainer)
+            if result.step in launch.compared_steps:
+                record_state = save_state if launch.is_reference else compare_state
+                steps[-1].tensor_errors.update(record_state(trainer, state_path(reference, result.step)))
+            if result.step == launch.last_step:
+                if checkpoint.enabled:
+                    checkpoints.save(trainer)
+                if not checkpoint.asynchronous:  # Else one more step meanwhile, if the run has one.
+                    break
+    return steps
+
+
+def metric_values(result: StepResult, model: ModelConfig) -> dict[str, float]:
+    metrics = result.read()
+    values = {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "lr": result.lr}
+    values |= {"tokens": metrics.tokens_seen, "attended pairs": metrics.attended_pairs}
+    values |= {"skipped": float(metrics.skipped)}
+    routers = router_metrics(model, metrics.router_sums, metrics.targets)
+    return values | {name: value for name, value in routers.items() if isinstance(value, float)}
 
 
 def rank_state(trainer: Trainer) -> NamedTensors:
     """The weights and moments of this rank's pipeline stages, sharded as they are."""
     trainer.optimizer.flush_deferred_updates()
     return trainer.state_dict()
+
+
+def take_weights(trainer: Trainer, path: Path, *, takes_loads: bool) -> None:
+    """Of the state that one process wrote, in one process."""
+    saved: NamedTensors = torch.load(path, weights_only=True)
+    loads = {name for name, each in trainer.config.model.build().buffers.items() if not each.hf_name}
+    for name, tensor in trainer.state_dict().items():
+        if name.startswith(MODEL_PREFIX) and (takes_loads or name.removeprefix(MODEL_PREFIX) not in loads):
+            to_local(tensor).copy_(saved[name])
 
 
 def save_state(trainer: Trainer, path: Path) -> dict[str, float]:
