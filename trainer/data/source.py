@@ -24,7 +24,11 @@ class CorpusSpec:
     """`bos_eos`, `eos`, `none`, or the name of the special token that ends a document."""
     text_key: str = "text"
     """Key of a line of `.jsonl`, or column of a table, that holds the text."""
+    files: tuple[str, ...] | None = None
+    """Globs: the files of the folder that are read. None: all that are text."""
     cache_dir: Path = Path("prepared")
+    key: str = "data.corpus"
+    """The key of the configuration that names the corpus."""
 
     @property
     def document_settings(self) -> tuple[object, ...]:
@@ -39,10 +43,13 @@ class CorpusSpec:
 
 def corpus_spec(data: DataSection, name: str) -> CorpusSpec:
     """The source of this name; keys that it does not set are those of `[data]`."""
-    given = {} if name == DEFAULT_SOURCE else data.sources[name].model_dump(exclude_none=True)
+    if name == DEFAULT_SOURCE:
+        given, key = {"files": data.files}, "data.corpus"
+    else:
+        given, key = data.sources[name].model_dump(exclude_none=True), f"data.sources.{name}.path"
     inherited = ("documents", "max_document", "bad_files", "separators", "text_key", "cache_dir")
-    values = {key: getattr(data, key) for key in inherited} | given
-    return CorpusSpec(corpus=values.pop("path", data.corpus), **values)
+    values = {each: getattr(data, each) for each in inherited} | given
+    return CorpusSpec(corpus=values.pop("path", data.corpus), key=key, **values)
 
 
 def corpus_specs(config: Config) -> dict[str, CorpusSpec]:
