@@ -38,7 +38,9 @@ def test_the_corpus_of_a_configuration_is_prepared_in_the_cache(run: Run, tmp_pa
     [folder] = (tmp_path / "made").glob("text-*")
     made = TokenDataset(folder)
     tokens = sum(path.stat().st_size + 2 for path in (tmp_path / "text").iterdir())
-    assert out == (f"made/{folder.name}: {tokens:,} tokens, 5 documents, 0 skipped; fingerprint {made.fingerprint}\n")
+    assert out == (
+        f"made/{folder.name}: {tokens:,} tokens, 5 documents, 0 skipped, 0 empty; fingerprint {made.fingerprint}\n"
+    )
     assert run("--data.corpus=text", "--data.cache_dir=made")[:2] == (0, out)
 
 

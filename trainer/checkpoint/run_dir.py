@@ -40,7 +40,7 @@ MAX_LINE_BYTES = 1 << 24
 
 # Values that must not change on resume. The path of the corpus may change: its fingerprint is compared instead.
 IDENTITY_KEYS = ("model.", "tokenizer.kind.", "data.", "training.seq_len.", "training.seed.", "optimizer.name.")
-NON_IDENTITY_KEYS = ("model.model_type", "data.cache_dir", "data.bad_files", "data.corpus")
+NON_IDENTITY_KEYS = ("model.model_type", "data.cache_dir", "data.bad_files", "data.corpus", "data.files")
 
 
 class RunDir:
@@ -219,13 +219,14 @@ def run_identity(values: dict[str, Any]) -> dict[str, Any]:
         for key, value in values.items()
         if f"{key}.".startswith(IDENTITY_KEYS)
         and key not in NON_IDENTITY_KEYS
-        and not is_source_path(key)
+        and not is_source_selection(key)
         and (key.startswith(mixed_sources) or not key.startswith("data.sources."))
     }
 
 
-def is_source_path(key: str) -> bool:
-    return key.startswith("data.sources.") and key.endswith(".path")
+def is_source_selection(key: str) -> bool:
+    """Whether the key says which files a source reads; the fingerprint of their tokens must stay."""
+    return key.startswith("data.sources.") and key.endswith((".path", ".files"))
 
 
 def describe_differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:

@@ -6,7 +6,6 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
-from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
 
 from trainer.data.own_files import is_configuration
@@ -15,6 +14,7 @@ Kind = Literal["text", "lines", "table"]
 """A text; a JSON record on each line; rows of a Parquet file."""
 HEAD_BYTES = 1 << 16
 """What is looked at before a file is read."""
+SUFFIX = re.compile(r"[a-z][a-z0-9_+-]{0,15}")
 LINE_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".json")
 COMPRESSIONS = (".gz", ".zst")
 MAX_RECORDS = 20  # of a head
@@ -39,7 +39,8 @@ LEFT_OUT_SUFFIXES = {
     "compiled": ".so .dll .dylib .exe .pyc .o .class .wasm",
     "a font": ".woff .woff2 .ttf .otf .eot",
 }
-UNREAD_COMPRESSIONS = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".z", ".sz")
+BINARY_SUFFIXES = {suffix: what for what, suffixes in LEFT_OUT_SUFFIXES.items() for suffix in suffixes.split()}
+UNREAD_COMPRESSIONS = ("bz2", "xz", "lzma", "lz4", "br", "z", "sz")
 SIGNATURES = {
     "an image": (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"II*\0", b"MM\0*"),
     "a PDF": (b"%PDF-",),
@@ -64,15 +65,14 @@ ARRAY_START = re.compile(rb'\[\s*\{\s*"')
 
 def compression_suffix(name: str) -> str:
     """`.gz`, `.zst` or ""."""
-    suffix = PurePath(name).suffix.lower()
-    return suffix if suffix in COMPRESSIONS else ""
+    return next((suffix for suffix in COMPRESSIONS if name.lower().endswith(suffix)), "")
 
 
 def text_suffix(name: str) -> str:
     """The suffix in lower case, before `.gz` and `.zst`; "" if it has none, or a number."""
-    stem = name[: len(name) - len(compression_suffix(name))]
-    suffix = PurePath(stem).suffix.lower()
-    return suffix if re.fullmatch(r"\.[a-z][a-z0-9_+-]{0,15}", suffix) else ""
+    base = base_name(name)
+    stem, dot, suffix = base.removesuffix(compression_suffix(base)).rpartition(".")
+    return f".{suffix}" if stem and dot and SUFFIX.fullmatch(suffix) else ""
 
 
 def full_suffix(name: str) -> str:
@@ -85,39 +85,43 @@ def kind_of(name: str) -> Kind:
     return "table" if suffix == ".parquet" else "lines" if suffix in LINE_SUFFIXES else "text"
 
 
-def kind_before_json(name: str) -> Kind:
-    """As `kind_of`, when only `.jsonl` was read as lines, and suffixes were not in lower case."""
-    suffix = PurePath(name.removesuffix(".gz").removesuffix(".zst")).suffix
-    return "table" if suffix == ".parquet" else "lines" if suffix == ".jsonl" else "text"
+def is_read_as_before(name: str) -> bool:
+    """Whether a file is read as when only `.jsonl` was lines, and suffixes were not in lower case."""
+    stem = name.removesuffix(".gz").removesuffix(".zst")
+    before = "table" if stem.endswith(".parquet") else "lines" if stem.endswith(".jsonl") else "text"
+    return kind_of(name) == before and name.endswith(compression_suffix(name))
 
 
 def describe_binary(name: str) -> str:
     """What a file with this suffix is instead of text; "" if it may be text."""
-    suffix = text_suffix(name)
-    return next((what for what, suffixes in LEFT_OUT_SUFFIXES.items() if suffix in suffixes.split()), "")
+    return BINARY_SUFFIXES.get(text_suffix(name), "")
 
 
 def has_unread_compression(name: str) -> bool:
     """Whether a file of text, not an archive, is compressed so that it cannot be read."""
-    path = PurePath(name)
-    return path.suffix.lower() in UNREAD_COMPRESSIONS and PurePath(path.stem).suffix.lower() != ".tar"
+    stem, _, suffix = name.lower().rpartition(".")
+    return suffix in UNREAD_COMPRESSIONS and bool(stem) and not stem.endswith(".tar")
 
 
 def may_be_metadata(name: str) -> bool:
     """Whether the content decides if the file belongs to the corpus."""
-    base = PurePath(name).name.lower()
-    return base == "readme.md" or base in DATASET_DESCRIPTIONS or base.endswith(".toml")
+    base = base_name(name)
+    return base in ("readme.md", *DATASET_DESCRIPTIONS) or base.endswith(".toml")
 
 
 def describe_metadata(name: str, head: bytes) -> str:
     """What a file is that describes a corpus or a run; "" if it is none."""
-    base = PurePath(name).name.lower()
+    base = base_name(name)
     if base in DATASET_DESCRIPTIONS:
         return "a description of a Hugging Face dataset"
     if base.endswith(".toml"):
         return "a configuration of Longhaul" if is_configuration(head) else ""
-    front_matter = re.match(rb"(?s)(?:\xef\xbb\xbf)?---\r?\n(.*?)\n---", head)
+    front_matter = re.match(rb"(?s)(?:\xef\xbb\xbf)?---\r?\n(.*?)\n---", head) if base == "readme.md" else None
     return "a Hugging Face card" if front_matter and CARD_KEYS.search(front_matter[1]) else ""
+
+
+def base_name(name: str) -> str:
+    return name.rpartition("/")[2].lower()
 
 
 # ---- by content

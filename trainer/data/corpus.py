@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 
 from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
-from trainer.data.contents import compression_suffix, kind_before_json, kind_of
+from trainer.data.contents import compression_suffix, is_read_as_before, kind_of
 from trainer.data.corpus_files import CorpusFile, CorpusFiles
 from trainer.data.formats import InputSplit, row_group_sizes
 from trainer.data.hf_datasets import is_saved_dataset, open_dataset
@@ -36,7 +36,7 @@ class Corpus:
         self.files: list[CorpusFile] = []
         if self.found is not None:
             self.require_readable(thoroughly=False)
-            self.files = sorted(self.found.files, key=lambda file: (self.document_key(file.name), file.name))
+            self.files = self._in_order(self.found.files)
 
     def require_readable(self, *, thoroughly: bool) -> None:
         """Raises CorpusRefusedError for what names and first bytes show, of a sample of the files or of all."""
@@ -68,9 +68,12 @@ class Corpus:
         """
         if self.found is None:
             return [open_dataset(self.dataset or "").version]
-        files = sorted([*self.files, *self.found.binary], key=lambda file: (self.document_key(file.name), file.name))
+        files = self._in_order([*self.files, *self.found.binary]) if self.found.binary else self.files
         identity: list[object] = [self.is_stdlib, *((file.name, file.size, file.mtime_ns) for file in files)]
         return identity if all(is_read_as_before(file.name) for file in files) else ["json lines", *identity]
+
+    def _in_order(self, files: list[CorpusFile]) -> list[CorpusFile]:
+        return sorted(files, key=lambda file: (self.document_key(file.name), file.name))
 
     def partitions(self) -> list[list[InputSplit]]:
         """Groups of whole documents, at least PARTITION_BYTES each; a function of the corpus alone."""
@@ -138,8 +141,3 @@ class Corpus:
             return ""
         folder = str(PurePath(name).parent)
         return folder.partition("/")[0] if self.spec.documents == "repository" else folder
-
-
-def is_read_as_before(name: str) -> bool:
-    """Whether a file is read as it was when only `.jsonl` was lines and suffixes were not in lower case."""
-    return kind_of(name) == kind_before_json(name) and name.endswith(compression_suffix(name))

@@ -178,10 +178,11 @@ class CorpusFiles:
             self.files.append(file)
 
     def _describe_metadata(self, file: CorpusFile) -> str:
+        if not contents.may_be_metadata(file.name):
+            return ""
         head = b""
-        if contents.may_be_metadata(file.name):
-            with suppress(DataError, *READ_ERRORS):  # Reading it reports the same.
-                head, _ = read_head(file)
+        with suppress(DataError, *READ_ERRORS):  # Reading it reports the same.
+            head, _ = read_head(file)
         return contents.describe_metadata(file.name, head)
 
     def _is_inside(self, target: str) -> bool:
