@@ -352,14 +352,16 @@ def test_what_is_swapped_for_a_link_before_it_is_opened_is_not_read(swap: str, s
         ("**/*.txt", ["a.txt", "en/b.txt", "en/x/c.txt"]),
         ("en/*", ["en/b.txt"]),
         ("en/**/*.txt", ["en/b.txt", "en/x/c.txt"]),
-        ("?.[!a]xt", ["a.txt"]),
-        ("[b-z]*", []),
+        ("?.?xt", ["a.txt"]),
+        ("**", ["a.txt", "en/b.txt", "en/x/c.txt"]),
+        ("en/**", ["en/b.txt", "en/x/c.txt"]),
+        ("*[ab]*", []),
         ("e*/x/c.txt", ["en/x/c.txt"]),
         ("**/*", ["a.txt", "en/b.txt", "en/x/c.txt"]),
         ("a.tx", []),
     ],
 )
-def test_globs_are_as_in_a_shell(pattern: str, names: list[str]) -> None:
+def test_globs_match_neither_slashes_nor_hidden_names(pattern: str, names: list[str]) -> None:
     every = ["a.txt", "en/b.txt", "en/x/c.txt", ".hidden.txt", ".git/d.txt", "en/.e.txt"]
     assert [name for name in every if glob_regex(pattern).fullmatch(name)] == names
 
@@ -476,7 +478,7 @@ def test_a_folder_prepared_before_first_bytes_were_looked_at_is_looked_at(
     os.utime(path, ns=(before, before))
     assert prepare(spec, ByteTokenizer()).folder == folder
     forge(folder / "meta.json", lambda meta: meta.update(counts=None))
-    with pytest.raises(CorpusRefusedError, match="b.txt: looks like JSON"):
+    with pytest.raises(CorpusRefusedError, match=r"b.txt: looks like JSON"):
         prepare(spec, ByteTokenizer())
 
 

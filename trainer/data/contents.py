@@ -23,10 +23,13 @@ parse_json = json.JSONDecoder().decode
 LFS_POINTER = "a Git LFS pointer, whose data was not downloaded; run `git lfs pull` in its repository"
 UTF_16 = "UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW"
 NOT_READ = "compressed in a way that is not read; decompress it, or compress it by gzip or zstd"
-JSON_AS_TEXT = "looks like JSON, not text; JSON lines belong in a .jsonl file; to read it as text all the same, state it in data.files"
+JSON_AS_TEXT = (
+    "looks like JSON, not text; JSON lines belong in a .jsonl file; to read it as text all the same, state it in "
+    'data.files ("**/*" states all)'
+)
 JSON_NOT_LINES = (
     "JSON, but no record on each line; convert an array by jq -c '.[]' OLD > NEW.jsonl and an object by "
-    "jq -c . OLD > NEW.jsonl; to read it as text, state it in data.files"
+    'jq -c . OLD > NEW.jsonl; to read it as text, state it in data.files ("**/*" states all)'
 )
 OUTSIDE_LINK = "a link that leads out of the corpus; copy what it leads to, or name that as a corpus of its own"
 
@@ -42,14 +45,14 @@ LEFT_OUT_SUFFIXES = {
 BINARY_SUFFIXES = {suffix: what for what, suffixes in LEFT_OUT_SUFFIXES.items() for suffix in suffixes.split()}
 UNREAD_COMPRESSIONS = ("bz2", "xz", "lzma", "lz4", "br", "z", "sz")
 SIGNATURES = {
-    "an image": (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"II*\0", b"MM\0*"),
+    "an image": (b"\x89PNG", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*"),
     "a PDF": (b"%PDF-",),
-    "an archive": (b"PK\x03\x04", b"7z\xbc\xaf\x27\x1c", b"Rar!"),
-    "compressed": (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ"),
-    "a table": (b"ARROW1", b"PAR1", b"SQLite format 3\0"),
+    "an archive": (b"PK\x03\x04", b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a"),
+    "compressed": (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh91AY", b"\xfd7zXZ"),
+    "a table": (b"ARROW1\0", b"PAR1\x15", b"SQLite format 3\0"),
     "a program": (b"\x7fELF",),
-    "sound or film": (b"RIFF", b"OggS", b"ID3", b"fLaC"),
 }
+"""How what is no text begins, where that itself may be UTF-8 without a zero byte, or says more."""
 CARD_KEYS = re.compile(
     rb"^(dataset_info|configs|license|language|tags|task_categories|size_categories|pretty_name|annotations_creators"
     rb"|library_name|pipeline_tag|base_model):",

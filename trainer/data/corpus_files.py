@@ -21,7 +21,7 @@ from trainer.data import contents
 from trainer.data.contents import HEAD_BYTES, Contents, examine
 from trainer.data.hf_datasets import is_saved_dataset
 from trainer.data.open_file import READ_ERRORS, open_data, open_decompressed
-from trainer.data.own_files import describe_own_folder, is_token_dataset
+from trainer.data.own_files import A_MODEL, describe_own_folder, is_token_dataset
 from trainer.data.source import CorpusSpec
 from trainer.errors import CorpusRefusedError, DataError
 
@@ -29,9 +29,10 @@ from trainer.errors import CorpusRefusedError, DataError
 STDLIB_EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "encodings"}
 EXAMINED_FILES = 64
 """Of each suffix, before any is read; the others are examined when they are."""
-SMALL_FILE = 1024
+SMALL_FILE = 200
 """Bytes; a pointer of Git LFS is smaller, and few files of data are."""
 LISTED_NAMES = 3
+LISTED_KEYS = 12
 HUB_REPOSITORY = re.compile(r"(datasets|models|spaces)--.+")
 HUB_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -116,6 +117,8 @@ class CorpusFiles:
         if folder == str(self.root):
             if what in ("a run folder", "an unfinished preparation") and not self.is_stated:
                 self._refuse(".", f"{what}, not text; name what is to be read in it in data.files")
+            return False
+        if what == A_MODEL and self.is_stated:
             return False
         if folder == self._cache:
             what = "data.cache_dir"
@@ -216,19 +219,21 @@ class CorpusFiles:
         if self._is_stdlib:
             return
         for suffix, files in by_suffix(self.files).items():
-            keys: list[frozenset[str]] = []
-            for file in files if thoroughly else self._sample(files):
-                found = self.examine_file(file)
-                if found.refusal:
-                    self._refuse(file.name, found.refusal)
-                elif found.not_text and self._spec.fail_on_bad_files:
-                    self._leave_out(file.name, found.not_text)
-                if found.keys is not None:
-                    keys.append(found.keys)
-            if keys and not any(self._spec.text_key in each for each in keys):
-                known = ", ".join(sorted(set().union(*keys))[:12]) or "none"
-                reason = f'no JSON record with the key "{self._spec.text_key}" in the first lines; keys: {known}'
-                self._refuse(f"*{suffix}", f"{reason}; set data.text_key")
+            found = [(file, self.examine_file(file)) for file in (files if thoroughly else self._sample(files))]
+            if any(each.refusal for _, each in found):  # Then all of them are named.
+                found = [(file, self.examine_file(file)) for file in files]
+            for file, each in found:
+                if each.refusal:
+                    self._refuse(file.name, each.refusal)
+                elif each.not_text and self._spec.fail_on_bad_files:
+                    self._leave_out(file.name, each.not_text)
+            self._require_key(suffix, [each.keys for _, each in found if each.keys is not None])
+
+    def _require_key(self, suffix: str, keys: Sequence[frozenset[str]]) -> None:
+        if keys and not any(self._spec.text_key in each for each in keys):
+            known = ", ".join(map(escaped, sorted(frozenset().union(*keys))[:LISTED_KEYS])) or "none"
+            reason = f'no JSON record with the key "{self._spec.text_key}" in the first lines; keys: {known}'
+            self._refuse(f"*{suffix}", f"{reason}; set data.text_key")
 
     def _sample(self, files: Sequence[CorpusFile]) -> Iterator[CorpusFile]:
         """Evenly spaced, and every small file of data."""
@@ -295,17 +300,14 @@ def by_suffix(files: Iterable[CorpusFile]) -> dict[str, list[CorpusFile]]:
 
 
 def glob_regex(pattern: str) -> re.Pattern[str]:
-    """As in a shell: `*` and `?` match neither "/" nor the dot of a hidden name, and `**/` matches any folders."""
-    parts = re.split(r"(\*\*/|\*|\?|\[[^\]]*\])", pattern)
+    """`*` and `?` match neither "/" nor the dot of a hidden name, and `**/` matches any folders."""
     translated = ""
-    for part in parts:
-        at_start = "(?!\\.)" if not translated or translated.endswith(("/", ")*")) else ""
+    for part in re.split(r"(\*\*/|\*|\?)", re.sub(r"(?:^|(?<=/))\*\*$", "**/*", pattern)):
+        may_be_hidden = not translated or translated.endswith(("/", ")*"))
         if part == "**/":
-            translated += "(?:(?!\\.)[^/]+/)*"
+            translated += r"(?:(?!\.)[^/]+/)*"
         elif part in ("*", "?"):
-            translated += f"{at_start}[^/]{'*' if part == '*' else ''}"
-        elif part.startswith("[") and part.endswith("]"):
-            translated += part.replace("[!", "[^")
+            translated += (r"(?!\.)" if may_be_hidden else "") + ("[^/]*" if part == "*" else "[^/]")
         else:
             translated += re.escape(part)
     return re.compile(translated, re.DOTALL)

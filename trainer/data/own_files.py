@@ -16,6 +16,7 @@ RECORDS_FOLDER = "pieces"
 RUN_FOLDERS = {"checkpoints", "logs"}
 """What a launch creates in its run folder before anything else."""
 MODEL_FILES = {"tokenizer.json", "tokenizer_config.json", "model.safetensors", "model.safetensors.index.json"}
+A_MODEL = "a model's folder"
 TABLE_NAME = re.compile(rb"^\[+([A-Za-z_-]+)", re.MULTILINE)
 
 
@@ -36,7 +37,7 @@ def describe_own_folder(folder: Path, folders: Collection[str], files: Collectio
     if RUN_FOLDERS.issubset(folders):
         return "a run folder"
     if not MODEL_FILES.isdisjoint(files):
-        return "a model's folder"
+        return A_MODEL
     return ""
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 
 from trainer.data.contents import Kind
 from trainer.data.corpus import Corpus
-from trainer.data.corpus_files import by_suffix, escaped, list_names
+from trainer.data.corpus_files import CorpusFile, by_suffix, escaped, list_names
 from trainer.data.formats import BadText, InputSplit, read_texts
 from trainer.data.token_dataset import TextCounts
 
+LISTED_SUFFIXES = 20
 PREVIEW_CHARS = 80
 PREVIEW_TEXTS = 100
 """That are tried until one is not empty."""
@@ -23,20 +24,20 @@ def describe_reading(corpus: Corpus) -> Iterator[str]:
         first = first_characters(corpus.splits(), key)
         yield f'{corpus.name}: reading {corpus.dataset}, each row a text, from its column "{key}"; {first}'
         return
-    groups = by_suffix(corpus.files)
     total = count(len(corpus.files), "file")
-    yield f"{corpus.name}: reading {total}, {format_bytes(corpus.size)}, from {corpus.spec.corpus}"
-    for suffix, files in sorted(groups.items(), key=lambda group: -sum(file.size for file in group[1])):
+    yield f"{corpus.name}: reading {total}, {format_bytes(corpus.size)}, from {escaped(corpus.spec.corpus)}"
+    groups = sorted(by_suffix(corpus.files).items(), key=lambda group: -num_bytes(group[1]))
+    for suffix, files in groups[:LISTED_SUFFIXES]:
         splits = chain.from_iterable(map(corpus.split_file, files))
         first_split = next(splits)
-        how = describe_kind(first_split.kind, corpus, documents=len({split_key(corpus, file.name) for file in files}))
-        size = format_bytes(sum(file.size for file in files))
         first = first_characters(chain([first_split], splits), key)
-        yield f"{corpus.name}: {name_suffix(suffix)}: {count(len(files), 'file')}, {size}, {how}; {first}"
-
-
-def split_key(corpus: Corpus, name: str) -> str:
-    return corpus.document_key(name) or name
+        how = describe_kind(first_split.kind, corpus, files)
+        size = f"{count(len(files), 'file')}, {format_bytes(num_bytes(files))}"
+        yield f"{corpus.name}: {name_suffix(suffix)}: {size}, {how}; {first}"
+    if others := groups[LISTED_SUFFIXES:]:
+        rest = [file for _, files in others for file in files]
+        size = f"{count(len(rest), 'file')}, {format_bytes(num_bytes(rest))}"
+        yield f"{corpus.name}: {count(len(others), 'other suffix', 'es')}: {size}: {list_names([file.name for file in rest])}"
 
 
 def describe_left_out(corpus: Corpus) -> Iterator[str]:
@@ -52,22 +53,23 @@ def describe_left_out(corpus: Corpus) -> Iterator[str]:
 
 
 def describe_counts(name: str, counts: Mapping[str, TextCounts]) -> Iterator[str]:
-    for suffix, each in sorted(counts.items()):
-        yield f"{name}: {name_suffix(suffix)}: {count(each.texts, 'text')}, {each.empty:,} empty, {each.skipped:,} skipped"
+    """A line for each suffix; those with few texts share one."""
+    by_texts = sorted(counts.items(), key=lambda item: -item[1].texts)
+    lines = [(name_suffix(suffix), counted) for suffix, counted in by_texts[:LISTED_SUFFIXES]]
+    if others := by_texts[LISTED_SUFFIXES:]:
+        lines.append((count(len(others), "other suffix", "es"), sum((each for _, each in others), TextCounts())))
+    for what, each in lines:
+        yield f"{name}: {what}: {count(each.texts, 'text')}, {each.empty:,} empty, {each.skipped:,} skipped"
 
 
-def describe_kind(kind: Kind, corpus: Corpus, *, documents: int) -> str:
-    key = corpus.spec.text_key
-    unit = (
-        f"each one part of a {corpus.spec.documents}'s document"
-        if corpus.spec.documents != "file"
-        else "each a document"
-    )
+def describe_kind(kind: Kind, corpus: Corpus, files: Sequence[CorpusFile]) -> str:
+    documents, key = corpus.spec.documents, corpus.spec.text_key
+    unit = "each a document" if documents == "file" else f"joined to a document for each {documents}"
     if kind == "lines":
         return f'JSON lines, {unit}, from their key "{key}"'
     if kind == "table":
         return f'rows of a table, {unit}, from their column "{key}"'
-    return f"text, {count(documents, 'document')}"
+    return f"text, {count(len({corpus.document_key(file.name) or file.name for file in files}), 'document')}"
 
 
 def first_characters(splits: Iterator[InputSplit], key: str) -> str:
@@ -87,8 +89,12 @@ def name_suffix(suffix: str) -> str:
     return suffix or "files without a suffix"
 
 
-def count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def num_bytes(files: Sequence[CorpusFile]) -> int:
+    return sum(file.size for file in files)
+
+
+def count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def format_bytes(number: int) -> str:

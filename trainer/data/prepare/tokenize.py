@@ -18,6 +18,7 @@ import torch
 
 from trainer.artifact import DamageError, read_artifact, write_artifact
 from trainer.data.contents import full_suffix
+from trainer.data.corpus_files import escaped
 from trainer.data.formats import BadText, InputSplit, read_texts
 from trainer.data.own_files import RECORDS_FOLDER
 from trainer.data.shard_writer import ShardWriter
@@ -200,7 +201,7 @@ def _add_split(
                     remaining, num_bytes, tokens = max(remaining - num_bytes, 0), 0, 0
         except BadText as error:
             if job.spec.fail_on_bad_files:
-                raise DataError(f'data.bad_files = "error", and the corpus holds {error}') from error
+                raise DataError(f'data.bad_files = "error", and the corpus holds {escaped(str(error))}') from error
             writer.rollback(savepoint)
             problems.append(str(error))
         except CorpusRefusedError:
