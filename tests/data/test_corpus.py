@@ -67,7 +67,7 @@ def test_a_bad_file_is_logged_and_skipped_or_raises(
     spec = source({"a.txt": "A", name: content, "z.txt": "Z"})
     assert documents(spec) == ["A", "Z"]
     assert f"skipped {message}" in caplog.text
-    with pytest.raises(DataError, match=f"corpus holds {message}"):
+    with pytest.raises(DataError, match=message):
         documents(replace(spec, bad_files="error"))
 
 

@@ -52,7 +52,7 @@ def test_corpus_and_output_override_the_configuration(run: Run, tmp_path: Path) 
     assert "1 skipped" in out
     # A run can use the folder as its corpus.
     assert run("--corpus", "new/made")[:2] == (0, out)
-    assert run("--corpus", "a.jsonl", "--output", "new/made") == (
+    assert run("--corpus", "a.jsonl", "--data.text_key", "body", "--output", "new/made") == (
         2,
         "",
         "error: command line: --output new/made is not empty\n",

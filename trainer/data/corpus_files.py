@@ -144,16 +144,14 @@ class CorpusFiles:
         if self.is_stated and not self._matches(name):
             self.num_unstated += 1
             return
-        target = path
+        target, problem = path, ""
         try:
             status = os.lstat(path)
             if stat.S_ISLNK(status.st_mode):
-                target = os.path.realpath(path)
+                problem, target = "a link to nothing: ", os.path.realpath(path)
                 status = Path(target).stat()
         except OSError as error:
-            self._leave_out(
-                name, f"a link to nothing: {error_message(error)}" if target != path else error_message(error)
-            )
+            self._leave_out(name, problem + error_message(error))
             return
         root = str(self.root) if self._is_inside(target) else hub_repository(path, target)
         if is_hidden:

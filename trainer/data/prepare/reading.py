@@ -77,8 +77,11 @@ def first_characters(splits: Iterator[InputSplit], key: str) -> str:
     problems: list[str] = []
     texts = chain.from_iterable(read_texts(split, text_key=key) for split in splits)
     for blocks in islice(texts, PREVIEW_TEXTS):
+        text = ""
         try:
-            if text := next(blocks, ""):
+            while len(text) < PREVIEW_CHARS and (block := next(blocks, "")):
+                text += block
+            if text:
                 return f'the first begins "{escaped(text[:PREVIEW_CHARS])}"'
         except BadText as problem:
             problems.append(str(problem))
