@@ -145,7 +145,7 @@ def test_a_prepared_folder_without_its_shards_is_not_read_as_text(source: Make) 
 
 
 def test_an_unrelated_meta_json_is_no_prepared_folder(source: Make, documents: Documents) -> None:
-    spec = source({"meta.json": '{"license": "none"}', "a": "A"}, files=("*",))
+    spec = source({"meta.json": '{"license": "none"}', "a": "A"})
     assert documents(replace(spec, text_key="license")) == ["A", "none"]
 
 
