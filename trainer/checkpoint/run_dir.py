@@ -219,12 +219,12 @@ def run_identity(values: dict[str, Any]) -> dict[str, Any]:
         for key, value in values.items()
         if f"{key}.".startswith(IDENTITY_KEYS)
         and key not in NON_IDENTITY_KEYS
-        and not is_source_selection(key)
+        and not is_source_path(key)
         and (key.startswith(mixed_sources) or not key.startswith("data.sources."))
     }
 
 
-def is_source_selection(key: str) -> bool:
+def is_source_path(key: str) -> bool:
     """Whether the key says which files a source reads; the fingerprint of their tokens must stay."""
     return key.startswith("data.sources.") and key.endswith((".path", ".files"))
 

@@ -116,7 +116,7 @@ class CorpusFiles:
         what = describe_own_folder(Path(folder), folders, names)
         if folder == str(self.root):
             if what in ("a run folder", "an unfinished preparation") and not self.is_stated:
-                self._refuse(".", f"{what}, not text; name what is to be read in it in data.files")
+                self._refuse(".", f"{what}, not text; name the files to read in data.files")
             return False
         if what == A_MODEL and self.is_stated:
             return False
