@@ -118,7 +118,8 @@ class Corpus:
             yield split
 
     def _whole(self, file: CorpusFile) -> InputSplit:
-        key, kind = self.document_key(file.name), kind_of(file.name)
+        key = self.document_key(file.name)
+        kind = kind_of(file.name)
         is_stated = self.found is not None and self.found.is_stated
         if kind == "lines" and is_stated and self.found is not None:
             kind = self.found.examine_file(file).kind

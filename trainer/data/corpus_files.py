@@ -229,7 +229,7 @@ class CorpusFiles:
 
     def _require_key(self, suffix: str, keys: Sequence[frozenset[str]]) -> None:
         if keys and not any(self._spec.text_key in each for each in keys):
-            known = ", ".join(map(escaped, sorted(frozenset().union(*keys))[:LISTED_KEYS])) or "none"
+            known = ", ".join(map(escaped, sorted(frozenset[str]().union(*keys))[:LISTED_KEYS])) or "none"
             reason = f'no JSON record with the key "{self._spec.text_key}" in the first lines; keys: {known}'
             self._refuse(f"*{suffix}", f"{reason}; set data.text_key")
 

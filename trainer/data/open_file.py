@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import gzip
-import io
 import os
 import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
-from typing import IO, Any
+from typing import Any
 
 from models.files import UnusableFileError
 from trainer.data.contents import LFS_POINTER, compression_suffix, is_lfs_pointer
@@ -52,13 +51,13 @@ def open_data(root: str, path: str, name: str) -> BufferedReader:
 
 
 @contextmanager
-def open_decompressed(root: str, path: str, name: str) -> Iterator[IO[bytes] | gzip.GzipFile]:
+def open_decompressed(root: str, path: str, name: str) -> Iterator[BufferedReader | gzip.GzipFile]:
     """As `open_data`; the suffix of `name` says how the file is compressed. Raises DataError without pyarrow."""
     suffix = compression_suffix(name)
     pyarrow = import_pyarrow(name) if suffix == ".zst" else None
     with open_data(root, path, name) as file:
         if pyarrow is not None:
-            yield io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))
+            yield BufferedReader(pyarrow.input_stream(file, compression="zstd"))
         else:
             yield gzip.GzipFile(fileobj=file) if suffix == ".gz" else file
 
