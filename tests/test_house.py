@@ -34,7 +34,7 @@ DOORS = {
     "datasets": {"trainer.data.hf_datasets"},
     "jinja2": {"trainer.plan.html"},
     "numpy": set[str](),
-    "pyarrow": {"trainer.data.formats"},
+    "pyarrow": {"trainer.data.open_file"},
     "pydantic": {
         "trainer.artifact",
         "trainer.checkpoint.manifest",

@@ -113,6 +113,10 @@ class DataError(RunError, ValueError):
     status = EXIT_NO_RETRY
 
 
+class CorpusRefusedError(DataError):
+    """Files of a corpus would be read as what they are not. Commands that find it before they begin exit with 2."""
+
+
 class ResumeError(RunError):
     """No checkpoint is readable, or this configuration cannot resume from it; a retry would not help."""
 

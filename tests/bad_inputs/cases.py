@@ -125,6 +125,7 @@ FILES = {
     ),
     "verify": tuple(f"{CHECKPOINT}/{name}" for name in ("manifest.json", "state.json", ".metadata", "__0_0.distcp")),
     "inspect": tuple(f"prepared/corpus/{name}" for name in ("meta.json", *SHARD)),
+    "prepare": ("text/00.txt",),
     "import": ("hf/config.json", "hf/model.safetensors", "hf/tokenizer.json"),
     "status": ("run/slurm/1/job.json", "run/metrics.jsonl", "run/REQUEUE"),
 }

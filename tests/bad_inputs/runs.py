@@ -60,6 +60,7 @@ COMMANDS: dict[str, Callable[[], int | None]] = {
     "train": lambda: train_rank(TRAIN),
     "verify": lambda: checkpoint_command.main(["verify", "run", "--all"]),
     "inspect": lambda: prepare_command.main(["inspect", "prepared/corpus", "--verify", "--config", "config.toml"]),
+    "prepare": lambda: prepare_command.main(["--corpus", "text", "--output", "made"]),
     "import": lambda: hf.main(["import", "hf", "imported.toml"]),
     "status": lambda: slurm_command.main(["status", "run"]),
 }

@@ -56,8 +56,6 @@ BAD_FILES = {
     "bad.txt": (b"good until here \xff", "bad.txt: not UTF-8 text: byte 0xff at offset 16"),
     "cut.txt": (b"half a character \xc3", "cut.txt: not UTF-8 text: byte 0xc3 at offset 17"),
     "weights.bin": (b"PK\0\0", "weights.bin: not text: contains a zero byte"),
-    ".hidden": (b"text", ".hidden: a hidden file"),
-    ".git/config": (b"text", ".git: a hidden folder"),
 }
 
 
@@ -69,7 +67,20 @@ def test_a_bad_file_is_logged_and_skipped_or_raises(
     spec = source({"a.txt": "A", name: content, "z.txt": "Z"})
     assert documents(spec) == ["A", "Z"]
     assert f"skipped {message}" in caplog.text
-    with pytest.raises(DataError, match=f"corpus holds {message}"):
+    with pytest.raises(DataError, match=message):
+        documents(replace(spec, bad_files="error"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [(".hidden", ".hidden: a hidden file"), (".git/x", ".git: a hidden folder")]
+)
+def test_a_hidden_file_is_left_out_or_raises(
+    name: str, message: str, source: Make, documents: Documents, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = source({"a.txt": "A", name: "text"})
+    assert documents(spec) == ["A"]
+    assert f"left out {message}" in caplog.text
+    with pytest.raises(DataError, match=rf'corpus": {message}, and data.bad_files = "error"$'):
         documents(replace(spec, bad_files="error"))
 
 
@@ -91,7 +102,12 @@ def test_a_symlink_is_followed_to_a_file_and_skipped_otherwise(
     (root / "again").symlink_to(root / "a")
     (root / "nowhere.txt").symlink_to(tmp_path / "none")
     assert documents(spec) == ["A", "A"]
-    assert Corpus(spec).skipped == ["again: a symlink to a folder", "nowhere.txt: No such file or directory"]
+    found = Corpus(spec).found
+    assert found is not None
+    assert found.left_out == {
+        "a link to a folder": ["again"],
+        "a link to nothing: No such file or directory": ["nowhere.txt"],
+    }
 
 
 def test_a_large_file_is_read_in_blocks_that_end_at_line_breaks(source: Make) -> None:

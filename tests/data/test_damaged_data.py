@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -143,8 +144,9 @@ def test_a_prepared_folder_without_its_shards_is_not_read_as_text(source: Make) 
         prepare(CorpusSpec(corpus=str(folder)), ByteTokenizer())
 
 
-def test_an_unrelated_meta_json_is_text(source: Make, documents: Documents) -> None:
-    assert documents(source({"meta.json": '{"license": "none"}', "a": "A"})) == ["A", '{"license": "none"}']
+def test_an_unrelated_meta_json_is_no_prepared_folder(source: Make, documents: Documents) -> None:
+    spec = source({"meta.json": '{"license": "none"}', "a": "A"})
+    assert documents(replace(spec, text_key="license")) == ["A", "none"]
 
 
 # ---- large inputs

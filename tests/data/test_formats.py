@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trainer.data.corpus import Corpus
-from trainer.data.formats import BLOCK, count_lines_before
+from trainer.data.formats import BLOCK, InputSplit, count_lines_before
 from trainer.data.source import CorpusSpec
 from trainer.errors import DataError
 
@@ -93,7 +93,9 @@ def test_a_bad_line_is_logged_and_skipped_or_raises(
 def test_count_lines_before_counts_line_starts(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"ab\n\nc\nd")
-    assert [count_lines_before(path, start) for start in range(8)] == [0, 1, 1, 1, 2, 3, 3, 4]
+    split = InputSplit(str(path), "lines", 7, root=str(tmp_path))
+    counts = [count_lines_before(split._replace(start=start)) for start in range(8)]
+    assert counts == [0, 1, 1, 1, 2, 3, 3, 4]
 
 
 def test_a_line_above_the_limit_ends_its_file(

@@ -22,7 +22,7 @@ from trainer.config.data import DataSection
 from trainer.config.parse import load
 from trainer.data import prepare as prepare_module
 from trainer.data import shard_writer, token_dataset
-from trainer.data.corpus import Corpus
+from trainer.data.corpus_files import CorpusFiles
 from trainer.data.packing import PackedDataset
 from trainer.data.prepare import prepare, prepare_once
 from trainer.data.source import CorpusSpec
@@ -318,7 +318,7 @@ def test_a_corpus_of_before_blocks_were_hashed_is_read(source: Make) -> None:
     dataset = prepare(source({"a": "abc", "b": "def"}), ByteTokenizer())
     path = dataset.folder / "meta.json"
     values = content(path)
-    del values["block_bytes"]
+    del values["block_bytes"], values["counts"]
     for shard in values["shards"]:
         del shard["blocks_sha256"]
         (dataset.folder / f"{shard['name']}.blocks").unlink()
@@ -352,13 +352,13 @@ def test_processes_of_a_launch_look_at_a_corpus_once(tmp_path: Path, monkeypatch
     (tmp_path / "corpus/a.txt").write_text("some text")
     config = load([f"--data.corpus={tmp_path / 'corpus'}", f"--data.cache_dir={tmp_path / 'cache'}"])
     scans = list[Path]()
-    scan = Corpus._scan
+    walk = CorpusFiles._walk
 
-    def counted(corpus: Corpus) -> None:
-        scans.append(corpus._root)
-        scan(corpus)
+    def counted(found: CorpusFiles) -> None:
+        scans.append(found.root)
+        walk(found)
 
-    monkeypatch.setattr(Corpus, "_scan", counted)
+    monkeypatch.setattr(CorpusFiles, "_walk", counted)
     first = prepare_once(config, "launch-1")
     assert prepare_once(config, "launch-1") == first
     assert len(scans) == 1

@@ -38,7 +38,9 @@ def test_the_corpus_of_a_configuration_is_prepared_in_the_cache(run: Run, tmp_pa
     [folder] = (tmp_path / "made").glob("text-*")
     made = TokenDataset(folder)
     tokens = sum(path.stat().st_size + 2 for path in (tmp_path / "text").iterdir())
-    assert out == (f"made/{folder.name}: {tokens:,} tokens, 5 documents, 0 skipped; fingerprint {made.fingerprint}\n")
+    assert out == (
+        f"made/{folder.name}: {tokens:,} tokens, 5 documents, 0 skipped, 0 empty; fingerprint {made.fingerprint}\n"
+    )
     assert run("--data.corpus=text", "--data.cache_dir=made")[:2] == (0, out)
 
 
@@ -50,7 +52,7 @@ def test_corpus_and_output_override_the_configuration(run: Run, tmp_path: Path) 
     assert "1 skipped" in out
     # A run can use the folder as its corpus.
     assert run("--corpus", "new/made")[:2] == (0, out)
-    assert run("--corpus", "a.jsonl", "--output", "new/made") == (
+    assert run("--corpus", "a.jsonl", "--data.text_key", "body", "--output", "new/made") == (
         2,
         "",
         "error: command line: --output new/made is not empty\n",

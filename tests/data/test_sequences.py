@@ -100,7 +100,7 @@ def test_a_document_of_one_token_is_never_a_target(tmp_path: Path) -> None:
     hashes = {"bin_sha256": hashlib.sha256(tokens).hexdigest(), "idx_sha256": idx_sha256}
     shard = TokenShard(name="shard-00000", tokens=4, documents=3, **hashes)
     fields: dict[str, Any] = {"vocab_size": 264, "bos": None, "eos": EOS, "longest": 2, "tokenizer": ""}
-    fields |= {"dtype": "uint16", "separators": "eos", "max_document": None, "block_bytes": None}
+    fields |= {"dtype": "uint16", "separators": "eos", "max_document": None, "block_bytes": None, "counts": None}
     meta = TokenDatasetMeta(tokens=4, documents=3, files=1, skipped=0, shards=[shard], **fields)
     write_artifact(tmp_path / "meta.json", meta)
     prepared = TokenDataset(tmp_path)

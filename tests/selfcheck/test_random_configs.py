@@ -86,6 +86,8 @@ NOT_VARIED = {
     "data.sources.max_document": "tests/config/test_wiring.py",
     "data.sources.separators": "tests/config/test_wiring.py",
     "data.sources.text_key": "decides documents before the run: tests/data",
+    "data.files": "decides documents before the run: tests/data",
+    "data.sources.files": "decides documents before the run: tests/data",
     "validation.sets.source": "tests/config/test_wiring.py",
     "validation.interval": "every launch is validated at its end",
     "metrics": "files and logs",

@@ -40,7 +40,7 @@ MAX_LINE_BYTES = 1 << 24
 
 # Values that must not change on resume. The path of the corpus may change: its fingerprint is compared instead.
 IDENTITY_KEYS = ("model.", "tokenizer.kind.", "data.", "training.seq_len.", "training.seed.", "optimizer.name.")
-NON_IDENTITY_KEYS = ("model.model_type", "data.cache_dir", "data.bad_files", "data.corpus")
+NON_IDENTITY_KEYS = ("model.model_type", "data.cache_dir", "data.bad_files", "data.corpus", "data.files")
 
 
 class RunDir:
@@ -225,7 +225,8 @@ def run_identity(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_source_path(key: str) -> bool:
-    return key.startswith("data.sources.") and key.endswith(".path")
+    """Whether the key says which files a source reads; the fingerprint of their tokens must stay."""
+    return key.startswith("data.sources.") and key.endswith((".path", ".files"))
 
 
 def describe_differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:

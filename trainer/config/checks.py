@@ -221,6 +221,12 @@ def data_section_problems(data: DataSection) -> Iterator[str]:
             yield f'data.sources.{name}.path = "{COPY_CORPUS}" can only be used as data.corpus'
     if data.holdout and data.is_synthetic:
         yield f'data.holdout = {data.holdout} needs documents; data.corpus = "{COPY_CORPUS}" has none'
+    corpora = {"data": (data.corpus, data.files)} | {
+        f"data.sources.{name}": (source.path, source.files) for name, source in data.sources.items()
+    }
+    for key, (corpus, files) in corpora.items():
+        if files is not None and (corpus in (STDLIB_CORPUS, COPY_CORPUS) or corpus.startswith(HF_PREFIX)):
+            yield f'{key}.files = {toml_value([*files])} is only used with a file or folder, not "{corpus}"'
     if data.copy_period is not None and data.corpus != COPY_CORPUS:
         rule = f'only used with data.corpus = "{COPY_CORPUS}", not "{data.corpus}"'
         yield f"data.copy_period = {data.copy_period} is {rule}"

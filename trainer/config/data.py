@@ -32,6 +32,13 @@ def tokenizer_folder(path: Path) -> Path:
     return path.parent if path.name == TOKENIZER_FILE else path
 
 
+def as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, int | str) else tuple(value) if isinstance(value, list) else value
+
+
+FileGlobs = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(as_tuple), Field(min_length=1)]
+
+
 class SourceSection(Section):
     """A named corpus. Keys that are left out are as in [data]."""
 
@@ -44,7 +51,9 @@ class SourceSection(Section):
     separators: Annotated[str, BeforeValidator(require_non_empty)] | None = None
     """Tokens at the start and end of documents."""
     text_key: str | None = None
-    """Field of a `.jsonl` line, or column of a table, that holds the text."""
+    """Field of a line of JSON, or column of a table, that holds the text."""
+    files: FileGlobs | None = None
+    """Globs of the files of the folder that are read, as `data.files`; not inherited."""
 
 
 class MixSection(Section):
@@ -72,7 +81,7 @@ class MixSection(Section):
 
 class DataSection(Section):
     corpus: Annotated[str, BeforeValidator(require_non_empty)] = "python-stdlib"
-    """`python-stdlib` (the interpreter's standard library), `copy` (synthetic sequences that repeat random tokens, without text or tokenizer), a file of text, `.jsonl` or `.parquet`, a folder of them, `hf:NAME`, or a folder made by `trainer.data.prepare`."""
+    """`python-stdlib` (the interpreter's standard library), `copy` (synthetic sequences that repeat random tokens, without text or tokenizer), a file of text, lines of JSON or `.parquet`, a folder of them, `hf:NAME`, or a folder made by `trainer.data.prepare`."""
     sources: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], SourceSection] = Field({})
     """Corpora by name, for `mix`."""
     mix: tuple[MixSection, ...] = ()
@@ -80,9 +89,11 @@ class DataSection(Section):
     copy_period: PositiveInt | None = None
     """`copy` corpus: period of the repetition in tokens. Left out: half of training.seq_len."""
     documents: Literal["file", "folder", "repository"] = "file"
-    """What counts as one document: a file (or a line of `.jsonl`), or all files of one folder, or of one top-level folder, in path order."""
+    """What counts as one document: a file (or a line of JSON), or all files of one folder, or of one top-level folder, in path order."""
     text_key: Annotated[str, BeforeValidator(require_non_empty)] = "text"
-    """Field of a `.jsonl` line, or column of a table, that holds the text."""
+    """Field of a line of JSON, or column of a table, that holds the text."""
+    files: FileGlobs | None = None
+    """Globs of the files of `corpus` that are read, relative to its folder: `"*.txt"`, `["en/**/*.json.gz"]`. They are read as text even if they look like JSON or a dataset card. Left out: all files that are text."""
     max_document: Annotated[int, Field(ge=3)] | None = None
     """Maximum document length in tokens, special tokens included; longer documents are split. Left out: never split."""
     separators: Annotated[str, BeforeValidator(require_non_empty)] = "bos_eos"
@@ -112,10 +123,6 @@ class DataSection(Section):
 
 
 DEFAULT_TAIL_TOKENS = 2048
-
-
-def as_tuple(value: object) -> object:
-    return (value,) if isinstance(value, int | str) else tuple(value) if isinstance(value, list) else value
 
 
 class ValidationSetSection(Section):

@@ -1,27 +1,24 @@
-"""Reads text from plain, compressed, .jsonl and .parquet files. Only this module imports pyarrow."""
+"""Reads text from plain, compressed, JSON and Parquet files, and from datasets."""
 
 from __future__ import annotations
 
 import codecs
-import gzip
-import io
 import json
 import sys
-import zlib
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from trainer.config.data import HF_PREFIX
+from trainer.data.contents import HEAD_BYTES, Kind, examine, parse_json
+from trainer.data.corpus_files import error_message, escaped
 from trainer.data.hf_datasets import BATCH_ROWS, read_dataset
+from trainer.data.open_file import READ_ERRORS, open_beneath, open_decompressed, open_parquet
 from trainer.data.text_chunks import last_safe_split, split_text
-from trainer.errors import DataError, missing_package
+from trainer.errors import CorpusRefusedError, DataError
 
 BLOCK = 1 << 22  # bytes
 LONGEST_LINE = 1 << 30  # bytes
-parse_json = json.JSONDecoder().decode
-READ_ERRORS = (OSError, EOFError, ValueError, RecursionError, NotImplementedError, zlib.error)
 
 
 class InputSplit(NamedTuple):
@@ -31,6 +28,7 @@ class InputSplit(NamedTuple):
     """
 
     path: str
+    """Without links; or the dataset."""
     name: str
     size: int
     """Bytes; an estimate for datasets and row groups."""
@@ -40,6 +38,18 @@ class InputSplit(NamedTuple):
     start: int = 0
     stop: int = sys.maxsize
     mtime_ns: int = 0
+    root: str = ""
+    """The folder that the file is opened beneath."""
+    kind: Kind = "text"
+    is_stated: bool = False
+    """Whether data.files names it."""
+    is_library: bool = False
+    """Whether it is of the standard library, whose tests hold what is not text on purpose."""
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """What opens the file."""
+        return self.root, self.path, self.name
 
 
 class BadText(Exception):  # noqa: N818 - it discards one text, and reading continues
@@ -65,17 +75,23 @@ def read_records(split: InputSplit, key: str) -> Iterator[Record]:
     if split.path.startswith(HF_PREFIX):
         for row, value in read_dataset(split.path, split.start, split.stop, key):
             yield row, text_blocks(value, key)
-    elif uncompressed_suffix(split.name) == ".parquet":
+    elif split.kind == "table":
         yield from read_parquet(split, key)
-    elif uncompressed_suffix(split.name) == ".jsonl":
+    elif split.kind == "lines":
         yield from read_jsonl(split, key)
     else:
-        yield 0, read_blocks(Path(split.path))
+        yield 0, read_blocks(split)
 
 
-def uncompressed_suffix(name: str) -> str:
-    """The suffix before `.gz` and `.zst`."""
-    return Path(name.removesuffix(".gz").removesuffix(".zst")).suffix
+def require_kind(split: InputSplit, head: bytes, *, is_whole: bool) -> None:
+    """Raises CorpusRefusedError and ValueError if the first bytes of a file are not what it is read as."""
+    if split.is_library:
+        return
+    found = examine(split.name, head, is_whole=is_whole, is_stated=split.is_stated)
+    if found.refusal:
+        raise CorpusRefusedError(f"{escaped(split.name)}: {found.refusal}")
+    if found.not_text:
+        raise ValueError(found.not_text)
 
 
 def document_blocks(split: InputSplit, blocks: Iterator[str], number: int) -> Iterator[str]:
@@ -86,15 +102,17 @@ def document_blocks(split: InputSplit, blocks: Iterator[str], number: int) -> It
             next_text = next(blocks, "")
             yield text if next_text or not split.document_key or text.endswith("\n") else f"{text}\n"
             text = next_text
+    except DataError:
+        raise
     except READ_ERRORS as error:
         raise BadText(f"{split.name}{location(split, number)}: {error_message(error)}") from error
 
 
 def location(split: InputSplit, number: int) -> str:
     """Where in its file the record of this number is."""
-    if split.path.startswith(HF_PREFIX) or uncompressed_suffix(split.name) == ".parquet":
+    if split.path.startswith(HF_PREFIX) or split.kind == "table":
         return f": row {number}"
-    return f":{number + count_lines_before(Path(split.path), split.start)}" if number else ""
+    return f":{number + count_lines_before(split)}" if number else ""
 
 
 def raise_bad_text(problem: str) -> Iterator[str]:
@@ -102,21 +120,19 @@ def raise_bad_text(problem: str) -> Iterator[str]:
     yield
 
 
-def error_message(error: BaseException) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-
-
 # ---- plain text
 
 
-def read_blocks(path: Path) -> Iterator[str]:
+def read_blocks(split: InputSplit) -> Iterator[str]:
     """The text of a file. Raises ValueError at the first byte that is not text, possibly after valid blocks."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     remainder, offset, final = "", 0, False
-    with open_decompressed(path) as file:
+    with open_decompressed(*split.place) as file:
         while not final:
             data = file.read(BLOCK)
             final = not data
+            if not offset:
+                require_kind(split, data[:HEAD_BYTES], is_whole=len(data) < BLOCK and len(data) <= HEAD_BYTES)
             offset += len(data)
             try:
                 text = remainder + decoder.decode(data, final)
@@ -150,9 +166,11 @@ def text_blocks(value: object, key: str) -> Iterator[str]:
 
 def read_jsonl(split: InputSplit, key: str) -> Iterator[Record]:
     """The lines that start within the byte range."""
-    with open_decompressed(Path(split.path)) as file:
+    with open_decompressed(*split.place) as file:
         number = offset = 0
-        if split.start:
+        if not split.start:
+            require_kind(split, file.peek(1), is_whole=False)
+        else:
             file.seek(split.start - 1)
             offset = split.start - 1 + len(file.readline())
         while offset < split.stop and (line := file.readline(LONGEST_LINE)):
@@ -173,11 +191,11 @@ def parse_json_line(line: bytes, key: str) -> Iterator[str]:
     yield from text_blocks(record.get(key), key)
 
 
-def count_lines_before(path: Path, start: int) -> int:
-    """Number of lines that start before a byte offset. Reads the file up to there, so it is called for bad lines only."""
-    count = int(start > 0)
-    with path.open("rb") as file:
-        remaining = start - 1
+def count_lines_before(split: InputSplit) -> int:
+    """Number of lines that start before a split. Reads the file up to there, so it is called for bad lines only."""
+    count = int(split.start > 0)
+    with open_beneath(split.root, split.path) as file:
+        remaining = split.start - 1
         while remaining > 0 and (data := file.read(min(remaining, BLOCK))):
             remaining -= len(data)
             count += data.count(b"\n")
@@ -187,15 +205,15 @@ def count_lines_before(path: Path, start: int) -> int:
 # ---- tables
 
 
-def row_group_sizes(path: Path) -> list[int]:
+def row_group_sizes(split: InputSplit) -> list[int]:
     """Uncompressed bytes of each row group. Raises DataError without pyarrow, and READ_ERRORS."""
-    with open_parquet(path) as table:
+    with open_parquet(*split.place, buffer_bytes=BLOCK) as table:
         return [table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups)]
 
 
 def read_parquet(split: InputSplit, key: str) -> Iterator[Record]:
     """The rows of a range of row groups."""
-    with open_parquet(Path(split.path)) as table:
+    with open_parquet(*split.place, buffer_bytes=BLOCK) as table:
         if key not in table.schema_arrow.names:
             raise ValueError(f'no column "{key}"; its columns are {", ".join(table.schema_arrow.names)}')
         groups = range(split.start, min(split.stop, table.num_row_groups))
@@ -207,24 +225,3 @@ def read_parquet(split: InputSplit, key: str) -> Iterator[Record]:
 
 def cell_text(cell: Any, key: str) -> Iterator[str]:
     yield from text_blocks(cell.as_py(), key)
-
-
-def open_parquet(path: Path) -> Any:
-    return import_pyarrow(path).parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK)
-
-
-def import_pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise missing_package("pyarrow", path) from error
-    return pyarrow
-
-
-# ---- compressed files
-
-
-def open_decompressed(path: Path) -> IO[bytes] | gzip.GzipFile:
-    if path.suffix == ".zst":
-        return io.BufferedReader(import_pyarrow(path).input_stream(path, compression="zstd"))
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from trainer.config.data import DEFAULT_SOURCE, STDLIB_CORPUS, DataSection
 from trainer.config.job_config import Config
@@ -23,8 +23,12 @@ class CorpusSpec:
     separators: str = "bos_eos"
     """`bos_eos`, `eos`, `none`, or the name of the special token that ends a document."""
     text_key: str = "text"
-    """Key of a line of `.jsonl`, or column of a table, that holds the text."""
+    """Key of a line of JSON, or column of a table, that holds the text."""
+    files: tuple[str, ...] | None = None
+    """Globs: the files of the folder that are read. None: all that are text."""
     cache_dir: Path = Path("prepared")
+    key: str = "data.corpus"
+    """The key of the configuration that names the corpus."""
 
     @property
     def document_settings(self) -> tuple[object, ...]:
@@ -39,10 +43,14 @@ class CorpusSpec:
 
 def corpus_spec(data: DataSection, name: str) -> CorpusSpec:
     """The source of this name; keys that it does not set are those of `[data]`."""
-    given = {} if name == DEFAULT_SOURCE else data.sources[name].model_dump(exclude_none=True)
+    given: dict[str, Any] = {"files": data.files}
+    key = "data.corpus"
+    if name != DEFAULT_SOURCE:
+        given = data.sources[name].model_dump(exclude_none=True)
+        key = f"data.sources.{name}.path"
     inherited = ("documents", "max_document", "bad_files", "separators", "text_key", "cache_dir")
-    values = {key: getattr(data, key) for key in inherited} | given
-    return CorpusSpec(corpus=values.pop("path", data.corpus), **values)
+    values = {each: getattr(data, each) for each in inherited} | given
+    return CorpusSpec(corpus=values.pop("path", data.corpus), key=key, **values)
 
 
 def corpus_specs(config: Config) -> dict[str, CorpusSpec]:

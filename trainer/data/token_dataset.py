@@ -21,7 +21,6 @@ from torch import Tensor
 
 from models.ranges import concatenated_ranges, cut_ranges
 from trainer.artifact import (
-    MAX_JSON_BYTES,
     Artifact,
     DamageError,
     open_regular,
@@ -30,9 +29,9 @@ from trainer.artifact import (
     read_regular,
 )
 from trainer.config.migrations import Migration
+from trainer.data.own_files import META_FILENAME
 from trainer.errors import DataError, ResumeError
 
-META_FILENAME = "meta.json"
 DTYPES = {"uint16": torch.uint16, "int32": torch.int32}
 BLOCK_BYTES = 1 << 16
 """What is hashed before a token in it is trained on. Reading ahead takes as much anyway."""
@@ -56,13 +55,31 @@ class TokenShard(BaseModel):
     blocks_sha256: str = ""
 
 
+class TextCounts(BaseModel):
+    """Of the files with one suffix."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    texts: Count = 0
+    """With at least one character."""
+    empty: Count = 0
+    skipped: Count = 0
+
+    def __add__(self, other: TextCounts) -> TextCounts:
+        return TextCounts(
+            texts=self.texts + other.texts, empty=self.empty + other.empty, skipped=self.skipped + other.skipped
+        )
+
+
 class PartitionResult(Artifact):
     """The outcome of a tokenized partition."""
 
     kind: ClassVar[str] = "tokenized partition"
+    # Records of before texts were counted are incomplete: their partitions are tokenized again.
+    migrations: ClassVar[tuple[Migration, ...]] = (Migration(),)
     shards: list[TokenShard]
     longest: int
-    skipped: int
+    counts: dict[str, TextCounts]
+    """By suffix."""
     bad: list[str]
     """Descriptions of the first skipped files and lines."""
 
@@ -70,7 +87,10 @@ class PartitionResult(Artifact):
 class TokenDatasetMeta(Artifact):
     kind: ClassVar[str] = "prepared corpus"
     # Version 1 is of before files were sealed; its shards are hashed as a whole.
-    migrations: ClassVar[tuple[Migration, ...]] = (Migration(new_keys={"block_bytes": None}),)
+    migrations: ClassVar[tuple[Migration, ...]] = (
+        Migration(new_keys={"block_bytes": None}),
+        Migration(new_keys={"counts": None}),
+    )
     dtype: Literal["uint16", "int32"]
     vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
     bos: int | None
@@ -86,6 +106,8 @@ class TokenDatasetMeta(Artifact):
     shards: list[TokenShard]
     block_bytes: int | None = Field(ge=1, le=MAX_SHARD_BYTES)
     """None: a shard is one block."""
+    counts: dict[str, TextCounts] | None
+    """By suffix; None: texts were not counted, and first bytes not looked at."""
 
     @model_validator(mode="after")
     def _require_sums(self) -> Self:
@@ -110,14 +132,6 @@ class TokenDatasetMeta(Artifact):
 
 def token_dtype(vocab_size: int) -> Literal["uint16", "int32"]:
     return "uint16" if vocab_size <= 1 << 16 else "int32"
-
-
-def is_token_dataset(folder: Path) -> bool:
-    """Whether a folder holds prepared tokens, damaged or not, rather than text."""
-    try:
-        return b'"shards"' in read_regular(folder / META_FILENAME, max_bytes=MAX_JSON_BYTES)
-    except (OSError, DamageError):
-        return False
 
 
 class TokenDataset:

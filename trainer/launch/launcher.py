@@ -20,6 +20,8 @@ from trainer.config.job_config import Config
 from trainer.config.parse import find_config_file, load, name_flags, parse_arguments, show_path
 from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
+from trainer.data.corpus_files import corpus_problems
+from trainer.data.source import corpus_specs
 from trainer.errors import (
     EXIT_BAD_CONFIG,
     EXIT_DOES_NOT_FIT,
@@ -62,7 +64,9 @@ def main() -> int:
 
         sys.stdout.write(render_help() + "\n")
         return EXIT_SUCCESS
-    config, world, problems = load_and_validate(argv, os.environ, planning="--plan" in flags)
+    config, world, problems = load_and_validate(
+        argv, os.environ, planning="--plan" in flags, checking="--check" in flags
+    )
     if "--check" in flags and world and not world.rank and not checks.layout_problems(config, world.world_size):
         sys.stdout.write(format_resolved_config(config, world))  # Also where corpus and tokenizer are missing.
     if problems or world is None:
@@ -139,11 +143,12 @@ def _write_marker(config: Config, marker: str, reason: str) -> None:
 
 
 def load_and_validate(
-    argv: Sequence[str], environment: Mapping[str, str], *, planning: bool = False
+    argv: Sequence[str], environment: Mapping[str, str], *, planning: bool = False, checking: bool = False
 ) -> tuple[Recipe, LaunchWorld | None, list[str]]:
     """Returns the run, its world if known, and all problems of either.
 
-    With `planning`, files need not exist, and without NGPU the world size is the product of the stated degrees.
+    With `planning`, files need not exist, and without NGPU the world size is the product of the stated degrees. With
+    `checking`, the corpora's files are looked at, as the preparation of the data does otherwise.
     """
     problems: list[str] = []
     config, world = Recipe(), None
@@ -170,6 +175,7 @@ def load_and_validate(
         stages = stages[stage.index :] if (stage := next_stage(config)) else stages
     problems = checks.problems(config, world.world_size, first_stage=stages[0].index)
     problems += RunDir(config.output_dir).problems()
+    problems += corpora_problems(config) if checking else []
     if not stages[0].config.model.problems():
         for validate in (validate_initial_weights, validate_initial_tokenizer):
             with collecting(problems):
@@ -178,6 +184,11 @@ def load_and_validate(
         with collecting(problems):
             _resolve_memory(each.config, world)
     return config, world, problems
+
+
+def corpora_problems(config: Config) -> list[str]:
+    """Why the corpora that are on this machine cannot be read."""
+    return [problem for spec in corpus_specs(config).values() for problem in corpus_problems(spec)]
 
 
 @contextmanager

@@ -20,17 +20,19 @@ from trainer.checkpoint.durable_io import fsync_path
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.data.corpus import Corpus
-from trainer.data.prepare.tokenize import RECORDS_FOLDER, TokenizeJob, tokenize_partitions
+from trainer.data.corpus_files import escaped
+from trainer.data.own_files import META_FILENAME, RECORDS_FOLDER, is_token_dataset
+from trainer.data.prepare.reading import describe_counts, describe_left_out, describe_reading
+from trainer.data.prepare.tokenize import TokenizeJob, tokenize_partitions
 from trainer.data.progress import progress
 from trainer.data.shard_writer import document_separators
 from trainer.data.source import CorpusSpec, corpus_specs
 from trainer.data.token_dataset import (
     BLOCK_BYTES,
-    META_FILENAME,
     PartitionResult,
+    TextCounts,
     TokenDataset,
     TokenDatasetMeta,
-    is_token_dataset,
     token_dtype,
 )
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
@@ -125,7 +127,10 @@ def prepare(
                     publish(work_folder, folder)
     except OSError as error:
         raise DataError(f"{location} cannot be written: {error}") from error
-    return open_token_dataset(folder, source, tokenizer)
+    dataset = open_token_dataset(folder, source, tokenizer)
+    if dataset.meta.counts is None:  # Prepared when what is not text was not refused yet.
+        corpus.require_readable(thoroughly=True)
+    return dataset
 
 
 def open_token_dataset(folder: Path, source: CorpusSpec, tokenizer: Tokenizer) -> TokenDataset:
@@ -162,7 +167,9 @@ def folder_name(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_
 
 
 def cache_key(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_tokens: int) -> str:
-    options = {key: value for key, value in asdict(source).items() if key not in ("corpus", "cache_dir")}
+    options = {name: value for name, value in asdict(source).items() if name not in ("corpus", "cache_dir", "key")}
+    if source.files is None:
+        del options["files"]  # As in folders that were prepared before it existed.
     if options["bad_files"] == "error":
         options["bad_files"] = "refuse"  # As in folders that were prepared before the value was renamed.
     key_parts = [KEY_VERSION, corpus.identity, options, shard_tokens, tokenizer.fingerprint]
@@ -198,6 +205,10 @@ def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:
     pending = [(number, splits) for number, splits in partitions if job.finished_result(number) is None]
     if num_finished := len(partitions) - len(pending):
         log.info("%s: %d of %d partitions are tokenized already", job.folder, num_finished, len(partitions))
+    for line in describe_reading(corpus):
+        log.info("%s", line)
+    for line in describe_left_out(corpus):
+        log.log(corpus.log_level, "%s", line)
     size = sum(split.size for _, splits in pending for split in splits)
     with progress(f"tokenizing {corpus.name}", total_bytes=size) as advance:
         tokenize_partitions(job, pending, workers=workers, advance=advance)
@@ -215,17 +226,21 @@ def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:
 
 def build_meta(corpus: Corpus, job: TokenizeJob, results: Sequence[PartitionResult]) -> TokenDatasetMeta:
     """Sums up the partitions and logs their problems. Raises DataError if there is no text."""
-    problems = [*corpus.skipped, *(problem for result in results for problem in result.bad)]
-    level = logging.INFO if corpus.is_stdlib else logging.WARNING
+    problems = [problem for result in results for problem in result.bad]
     for problem in problems:
-        log.log(level, "skipped %s", problem)
-    skipped = len(corpus.skipped) + sum(result.skipped for result in results)
-    if skipped:
-        log.log(level, "%s: %d bad files or lines were skipped", corpus.name, skipped)
+        log.log(corpus.log_level, "skipped %s", escaped(problem))
+    counts: dict[str, TextCounts] = {}
+    for suffix, counted in (item for result in results for item in result.counts.items()):
+        counts[suffix] = counts.get(suffix, TextCounts()) + counted
+    for line in describe_counts(corpus.name, counts):
+        log.info("%s", line)
+    bad = sum(each.skipped for each in counts.values())
+    if bad:
+        log.log(corpus.log_level, "%s: %d bad files or lines were skipped", corpus.name, bad)
     shards = [shard for result in results for shard in result.shards]
     if not shards:
         files, first = len(corpus.files), f", the first {problems[0]}" if problems else ""
-        raise DataError(f"the corpus has no text: {files} files, {skipped} bad files or lines{first}")
+        raise DataError(f"the corpus has no text: {files} files, {bad} bad files or lines{first}")
     tokenizer = job.tokenizer
     return TokenDatasetMeta(
         dtype=token_dtype(tokenizer.vocab_size),
@@ -236,12 +251,13 @@ def build_meta(corpus: Corpus, job: TokenizeJob, results: Sequence[PartitionResu
         documents=sum(shard.documents for shard in shards),
         longest=max(result.longest for result in results),
         files=len(corpus.files),
-        skipped=skipped,
+        skipped=bad + corpus.num_left_out,
         tokenizer=tokenizer.fingerprint,
         separators=job.spec.separators,
         max_document=job.spec.max_document,
         shards=shards,
         block_bytes=BLOCK_BYTES,
+        counts=counts,
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from trainer.config import checks
 from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, HF_PREFIX, PACKING_VERSION, STDLIB_CORPUS
 from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
+from trainer.data.corpus_files import corpus_problems
+from trainer.data.own_files import is_token_dataset
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec, corpus_spec, corpus_specs
-from trainer.data.token_dataset import TokenDataset, is_token_dataset
+from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import load_tokenizer
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, CorpusRefusedError
 
 DESCRIPTIONS = {
     "prepare": """\
@@ -43,7 +46,7 @@ def build_parser(command: str) -> CommandParser:
         parser.add_argument("--samples", metavar="N", type=positive, default=3, help="default: 3")
         return parser
     corpus_help = (
-        f"instead of the corpora of the configuration: {STDLIB_CORPUS}, a file or folder of text, .jsonl or .parquet "
+        f"instead of the corpora of the configuration: {STDLIB_CORPUS}, a file or folder of text, lines of JSON or .parquet "
         f"(each may be .gz or .zst), or {HF_PREFIX}NAME[,split=NAME][,config=NAME][,data_files=PATH]"
     )
     parser.add_argument("--corpus", help=corpus_help)
@@ -81,9 +84,18 @@ def selected_specs(config: Recipe, corpus: str | None = None) -> dict[str, Corpu
         )
         if not problems and not specs:
             problems = [f'data.corpus = "{COPY_CORPUS}" is synthetic: there is nothing to prepare']
-    if problems:
+    if problems := problems or [problem for spec in specs.values() for problem in corpus_problems(spec)]:
         raise ConfigError([*dict.fromkeys(problems)])
     return specs
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """What reading a corpus refuses is as wrong as an argument."""
+    try:
+        yield
+    except CorpusRefusedError as error:
+        raise ConfigError(error.problems) from None
 
 
 def prepare_corpora(arguments: Namespace, overrides: Sequence[str]) -> None:
@@ -94,11 +106,18 @@ def prepare_corpora(arguments: Namespace, overrides: Sequence[str]) -> None:
         raise ConfigError([f"command line: --output {folder} is not empty" for folder in nonempty])
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
     for name, spec in specs.items():
-        dataset = prepare(spec, tokenizer, workers=arguments.workers, folder=folders[name])
+        with refusing():
+            dataset = prepare(spec, tokenizer, workers=arguments.workers, folder=folders[name])
         sys.stdout.write(
             f"{dataset.folder}: {dataset.num_tokens:,} tokens, {dataset.num_documents:,} documents, "
-            f"{dataset.meta.skipped:,} skipped; fingerprint {dataset.fingerprint}\n"
+            f"{dataset.meta.skipped:,} skipped{describe_empty(dataset)}; fingerprint {dataset.fingerprint}\n"
         )
+
+
+def describe_empty(dataset: TokenDataset) -> str:
+    """The number of empty texts, if they were counted."""
+    counts = dataset.meta.counts
+    return "" if counts is None else f", {sum(each.empty for each in counts.values()):,} empty"
 
 
 def inspect(arguments: Namespace, overrides: Sequence[str]) -> None:
@@ -112,7 +131,8 @@ def inspect(arguments: Namespace, overrides: Sequence[str]) -> None:
         raise ConfigError([f"command line: {folder} is not a prepared folder"])
     specs = {} if folder else selected_specs(config)
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
-    datasets = [TokenDataset(folder)] if folder else [prepare(spec, tokenizer) for spec in specs.values()]
+    with refusing():
+        datasets = [TokenDataset(folder)] if folder else [prepare(spec, tokenizer) for spec in specs.values()]
     for dataset in datasets:
         plan = pack_documents(
             dataset.document_lengths,

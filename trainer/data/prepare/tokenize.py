@@ -17,14 +17,16 @@ from pathlib import Path
 import torch
 
 from trainer.artifact import DamageError, read_artifact, write_artifact
+from trainer.data.contents import full_suffix
+from trainer.data.corpus_files import escaped
 from trainer.data.formats import BadText, InputSplit, read_texts
+from trainer.data.own_files import RECORDS_FOLDER
 from trainer.data.shard_writer import ShardWriter
 from trainer.data.source import CorpusSpec
-from trainer.data.token_dataset import DTYPES, PartitionResult, token_dtype
+from trainer.data.token_dataset import DTYPES, PartitionResult, TextCounts, token_dtype
 from trainer.data.tokenizer import Tokenizer
-from trainer.errors import EXIT_FAILURE, DataError, RankFailedError, ResumeError
+from trainer.errors import EXIT_FAILURE, CorpusRefusedError, DataError, RankFailedError, ResumeError
 
-RECORDS_FOLDER = "pieces"
 REPORT_BYTES = 1 << 20  # bytes of text between two progress reports
 MAX_LISTED_PROBLEMS = 20  # per partition
 
@@ -153,6 +155,7 @@ def tokenize_partition(job: TokenizeJob, partition: NumberedPartition, advance: 
 def _write_shards(job: TokenizeJob, folder: Path, partition: NumberedPartition, advance: Advance) -> PartitionResult:
     number, splits = partition
     problems: list[str] = []
+    counts: dict[str, TextCounts] = {}
     document_key = ""
     with closing(
         ShardWriter(folder, f"shard-{number:05d}", job.tokenizer, job.spec, shard_tokens=job.shard_tokens)
@@ -161,7 +164,10 @@ def _write_shards(job: TokenizeJob, folder: Path, partition: NumberedPartition, 
             if split.document_key != document_key:
                 writer.end_document()
             document_key = split.document_key
-            problems += _add_split(job, writer, split, advance)
+            bad, counted = _add_split(job, writer, split, advance)
+            problems += bad
+            suffix = full_suffix(split.name)
+            counts[suffix] = counts.get(suffix, TextCounts()) + counted
             mtime_ns = 0
             with suppress(OSError):
                 mtime_ns = Path(split.path).stat().st_mtime_ns
@@ -169,18 +175,23 @@ def _write_shards(job: TokenizeJob, folder: Path, partition: NumberedPartition, 
                 raise DataError(f"{split.path} changed while the corpus was read; run the command again")
         writer.finish()
     return PartitionResult(
-        shards=writer.shards, longest=writer.longest, skipped=len(problems), bad=problems[:MAX_LISTED_PROBLEMS]
+        shards=writer.shards, longest=writer.longest, counts=counts, bad=problems[:MAX_LISTED_PROBLEMS]
     )
 
 
-def _add_split(job: TokenizeJob, writer: ShardWriter, split: InputSplit, advance: Advance) -> list[str]:
+def _add_split(
+    job: TokenizeJob, writer: ShardWriter, split: InputSplit, advance: Advance
+) -> tuple[list[str], TextCounts]:
     """Adds the texts of a split, rolls back bad ones, and returns their descriptions."""
     problems: list[str] = []
+    num_texts = num_empty = 0
     remaining, num_bytes, tokens = split.size, 0, 0
     for blocks in read_texts(split, text_key=job.spec.text_key):
         savepoint = writer.savepoint()
+        is_empty = True
         try:
             for block, text in enumerate(blocks):
+                is_empty = False
                 ids = job.tokenizer.encode_continuation(text) if block else job.tokenizer.encode(text)
                 writer.add(ids)
                 tokens += ids.numel()
@@ -190,12 +201,17 @@ def _add_split(job: TokenizeJob, writer: ShardWriter, split: InputSplit, advance
                     remaining, num_bytes, tokens = max(remaining - num_bytes, 0), 0, 0
         except BadText as error:
             if job.spec.fail_on_bad_files:
-                raise DataError(f'data.bad_files = "error", and the corpus holds {error}') from error
+                raise DataError(f'data.bad_files = "error", and the corpus holds {escaped(str(error))}') from error
             writer.rollback(savepoint)
             problems.append(str(error))
+        except CorpusRefusedError:
+            raise
         except DataError as error:
             raise DataError(f"{split.name}: {error}") from error
+        else:
+            num_texts += not is_empty
+            num_empty += is_empty
         if not split.document_key:
             writer.end_document()
     advance(remaining, tokens)
-    return problems
+    return problems, TextCounts(texts=num_texts, empty=num_empty, skipped=len(problems))

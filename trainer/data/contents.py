@@ -1,0 +1,216 @@
+"""How a file of a corpus is read, and what it is instead of text: by its suffix and first bytes. Imports no torch."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from trainer.data.own_files import is_configuration
+
+Kind = Literal["text", "lines", "table"]
+"""A text; a JSON record on each line; rows of a Parquet file."""
+HEAD_BYTES = 1 << 16
+"""What is looked at before a file is read."""
+SUFFIX = re.compile(r"[a-z][a-z0-9_+-]{0,15}")
+LINE_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".json")
+COMPRESSIONS = (".gz", ".zst")
+MAX_RECORDS = 20  # of a head
+parse_json = json.JSONDecoder().decode
+
+LFS_POINTER = "a Git LFS pointer, whose data was not downloaded; run `git lfs pull` in its repository"
+UTF_16 = "UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW"
+NOT_READ = "compressed in a way that is not read; decompress it, or compress it by gzip or zstd"
+JSON_AS_TEXT = (
+    "looks like JSON, not text; JSON lines belong in a .jsonl file; to read it as text all the same, state it in "
+    'data.files ("**/*" states all)'
+)
+JSON_NOT_LINES = (
+    "JSON, but no record on each line; convert an array by jq -c '.[]' OLD > NEW.jsonl and an object by "
+    'jq -c . OLD > NEW.jsonl; to read it as text, state it in data.files ("**/*" states all)'
+)
+OUTSIDE_LINK = "a link that leads out of the corpus; copy what it leads to, or name that as a corpus of its own"
+
+LEFT_OUT_SUFFIXES = {
+    "an image": ".png .jpg .jpeg .gif .webp .bmp .tif .tiff .ico .heic .psd",
+    "an office document": ".pdf .djvu .doc .docx .xls .xlsx .ppt .pptx .odt .ods .odp .epub .mobi",
+    "an archive": ".zip .tar .tgz .tbz2 .txz .7z .rar .whl .jar .deb .rpm .iso .dmg",
+    "sound or film": ".mp3 .mp4 .m4a .wav .flac .ogg .opus .avi .mkv .mov .webm",
+    "binary data": ".arrow .feather .safetensors .gguf .pkl .pickle .npy .npz .pt .pth .h5 .hdf5 .sqlite .sqlite3 .onnx",
+    "compiled": ".so .dll .dylib .exe .pyc .o .class .wasm",
+    "a font": ".woff .woff2 .ttf .otf .eot",
+}
+BINARY_SUFFIXES = {suffix: what for what, suffixes in LEFT_OUT_SUFFIXES.items() for suffix in suffixes.split()}
+UNREAD_COMPRESSIONS = ("bz2", "xz", "lzma", "lz4", "br", "z", "sz")
+SIGNATURES = {
+    "an image": (b"\x89PNG", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*"),
+    "a PDF": (b"%PDF-",),
+    "an archive": (b"PK\x03\x04", b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a"),
+    "compressed": (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh91AY", b"\xfd7zXZ"),
+    "a table": (b"ARROW1\0", b"PAR1\x15", b"SQLite format 3\0"),
+    "a program": (b"\x7fELF",),
+}
+"""How what is no text begins, where that itself may be UTF-8 without a zero byte, or says more."""
+CARD_KEYS = re.compile(
+    rb"^(dataset_info|configs|license|language|tags|task_categories|size_categories|pretty_name|annotations_creators"
+    rb"|library_name|pipeline_tag|base_model):",
+    re.MULTILINE,
+)
+DATASET_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+OBJECT_START = re.compile(rb'\{\s*"(?:[^"\\\n]|\\.)*"\s*:')
+ARRAY_START = re.compile(rb'\[\s*\{\s*"')
+
+
+# ---- by name
+
+
+def compression_suffix(name: str) -> str:
+    """`.gz`, `.zst` or ""."""
+    return next((suffix for suffix in COMPRESSIONS if name.lower().endswith(suffix)), "")
+
+
+def text_suffix(name: str) -> str:
+    """The suffix in lower case, before `.gz` and `.zst`; "" if it has none, or a number."""
+    base = base_name(name)
+    stem, dot, suffix = base.removesuffix(compression_suffix(base)).rpartition(".")
+    return f".{suffix}" if stem and dot and SUFFIX.fullmatch(suffix) else ""
+
+
+def full_suffix(name: str) -> str:
+    """`.json.gz`; in lower case."""
+    return text_suffix(name) + compression_suffix(name)
+
+
+def kind_of(name: str) -> Kind:
+    suffix = text_suffix(name)
+    return "table" if suffix == ".parquet" else "lines" if suffix in LINE_SUFFIXES else "text"
+
+
+def is_read_as_before(name: str) -> bool:
+    """Whether a file is read as when only `.jsonl` was lines, and suffixes were not in lower case."""
+    stem = name.removesuffix(".gz").removesuffix(".zst")
+    before = "table" if stem.endswith(".parquet") else "lines" if stem.endswith(".jsonl") else "text"
+    return kind_of(name) == before and name.endswith(compression_suffix(name))
+
+
+def describe_binary(name: str) -> str:
+    """What a file with this suffix is instead of text; "" if it may be text."""
+    return BINARY_SUFFIXES.get(text_suffix(name), "")
+
+
+def has_unread_compression(name: str) -> bool:
+    """Whether a file of text, not an archive, is compressed so that it cannot be read."""
+    stem, _, suffix = name.lower().rpartition(".")
+    return suffix in UNREAD_COMPRESSIONS and bool(stem) and not stem.endswith(".tar")
+
+
+def may_be_metadata(name: str) -> bool:
+    """Whether the content decides if the file belongs to the corpus."""
+    base = base_name(name)
+    return base in ("readme.md", *DATASET_DESCRIPTIONS) or base.endswith(".toml")
+
+
+def describe_metadata(name: str, head: bytes) -> str:
+    """What a file is that describes a corpus or a run; "" if it is none."""
+    base = base_name(name)
+    if base in DATASET_DESCRIPTIONS:
+        return "a description of a Hugging Face dataset"
+    if base.endswith(".toml"):
+        return "a configuration of Longhaul" if is_configuration(head) else ""
+    front_matter = re.match(rb"(?s)(?:\xef\xbb\xbf)?---\r?\n(.*?)\n---", head) if base == "readme.md" else None
+    return "a Hugging Face card" if front_matter and CARD_KEYS.search(front_matter[1]) else ""
+
+
+def base_name(name: str) -> str:
+    return name.rpartition("/")[2].lower()
+
+
+# ---- by content
+
+
+class Contents(NamedTuple):
+    kind: Kind
+    refusal: str = ""
+    """Why the file cannot be part of a corpus: it would be read as what it is not."""
+    not_text: str = ""
+    """Why the file is no text."""
+    keys: frozenset[str] | None = None
+    """Of the first JSON records; None: unknown."""
+
+
+def is_lfs_pointer(head: bytes) -> bool:
+    return head.startswith(b"version https://git-lfs")
+
+
+def examine(name: str, head: bytes, *, is_whole: bool, is_stated: bool) -> Contents:
+    """Of the first bytes of a file, decompressed. `is_stated`: JSON is text where it is no lines of records."""
+    kind = kind_of(name)
+    if is_utf_16(head, is_whole=is_whole):
+        return Contents(kind, refusal=UTF_16)
+    form = json_form(head, is_whole=is_whole)
+    if kind == "lines":
+        is_wrong = form in ("array", "object") or (form == "" and text_suffix(name) == ".json" and not head.isspace())
+        if head and is_wrong:
+            return Contents("text") if is_stated else Contents(kind, refusal=JSON_NOT_LINES)
+        return Contents(kind, keys=record_keys(head, is_whole=is_whole))
+    if problem := describe_bytes(head):
+        return Contents(kind, not_text=f"not text: {problem}")
+    if form and not is_stated:
+        return Contents(kind, refusal=JSON_AS_TEXT)
+    return Contents(kind)
+
+
+def describe_bytes(head: bytes) -> str:
+    """What the bytes are instead of text; "" if they may be text."""
+    for what, signatures in SIGNATURES.items():
+        if head.startswith(signatures):
+            return what
+    return "an archive" if head[257:262] == b"ustar" else "contains a zero byte" if b"\0" in head else ""
+
+
+def is_utf_16(head: bytes, *, is_whole: bool) -> bool:
+    if not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return False
+    try:
+        codecs.getincrementaldecoder("utf-16")().decode(head, is_whole)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def json_form(head: bytes, *, is_whole: bool) -> Literal["", "lines", "array", "object"]:
+    """Records on lines, an array of records, or an object over several lines; "" for what does not look like JSON."""
+    text = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    if not text.startswith((b"{", b"[")):
+        return ""
+    lines = [*complete_lines(text, is_whole=is_whole)]
+    first = parse_line(lines[0]) if lines else None
+    if isinstance(first, dict):
+        return "lines" if first else ""
+    if ARRAY_START.match(text):
+        return "array"
+    if OBJECT_START.match(text):
+        return "object" if lines else "lines"
+    return ""
+
+
+def record_keys(head: bytes, *, is_whole: bool) -> frozenset[str] | None:
+    """The keys of the first records; None if no line is complete."""
+    lines = [*complete_lines(head.removeprefix(codecs.BOM_UTF8), is_whole=is_whole)][:MAX_RECORDS]
+    records = [parse_line(line) for line in lines]
+    return frozenset(key for record in records if isinstance(record, dict) for key in record) if lines else None
+
+
+def complete_lines(head: bytes, *, is_whole: bool) -> Iterator[bytes]:
+    """The lines that are not blank, without the last one if it may continue after the head."""
+    lines = head.split(b"\n")
+    yield from (line for line in (lines if is_whole else lines[:-1]) if line and not line.isspace())
+
+
+def parse_line(line: bytes) -> Any:
+    try:
+        return parse_json(line.decode())
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,334 @@
+"""Finds the files of a corpus, and says of every other one why it is none. Imports no torch.
+
+A file is *left out* with a line, or the corpus is *refused* because of it. What would be read as what it is not is refused:
+JSON as text, pointers of Git LFS, UTF-16, links that lead out. `data.bad_files = "error"` refuses what is left out
+too, except for what the project itself wrote.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
+from trainer.data import contents
+from trainer.data.contents import HEAD_BYTES, Contents, examine
+from trainer.data.hf_datasets import is_saved_dataset
+from trainer.data.open_file import READ_ERRORS, open_data, open_decompressed
+from trainer.data.own_files import A_MODEL, describe_own_folder, is_token_dataset
+from trainer.data.source import CorpusSpec
+from trainer.errors import CorpusRefusedError, DataError
+
+# Installed packages are no part of the library; encodings/ holds near-identical Unicode tables, which lower the loss.
+STDLIB_EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "encodings"}
+EXAMINED_FILES = 64
+"""Of each suffix, before any is read; the others are examined when they are."""
+SMALL_FILE = 200
+"""Bytes; a pointer of Git LFS is smaller, and few files of data are."""
+LISTED_NAMES = 3
+LISTED_KEYS = 12
+HUB_REPOSITORY = re.compile(r"(datasets|models|spaces)--.+")
+HUB_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+
+
+class CorpusFile(NamedTuple):
+    name: str
+    """Relative to the corpus, with slashes; of a link, its own."""
+    root: str
+    """The folder that it is opened beneath."""
+    path: str
+    """Without links."""
+    size: int
+    mtime_ns: int
+
+
+class CorpusFiles:
+    """The files of a file or folder of text, in no particular order. Nothing is raised: `refused` has what is wrong."""
+
+    def __init__(self, spec: CorpusSpec) -> None:
+        self.files: list[CorpusFile] = []
+        self.binary: list[CorpusFile] = []
+        """Left out by their suffix."""
+        self.left_out: dict[str, list[str]] = {}
+        """The names of files and folders, by the reason."""
+        self.refused: dict[str, list[str]] = {}
+        self.inner_links: list[str] = []
+        """Links to other places of the corpus; what they lead to is read twice if it is found there too."""
+        self.num_unstated = 0
+        """Files that data.files does not name."""
+        self._spec = spec
+        self._is_stdlib = spec.corpus == STDLIB_CORPUS
+        self._patterns = [(pattern, glob_regex(pattern)) for pattern in spec.files or ()]
+        self._matched: set[str] = set()
+        self._cache = os.path.realpath(spec.cache_dir)
+        given = Path(sysconfig.get_paths()["stdlib"]) if self._is_stdlib else Path(spec.corpus)
+        self.root = Path(os.path.realpath(given))
+        """The folder of the corpus, without links: that itself is one is the user's word."""
+        if self.root.is_dir():
+            self._walk()
+        else:
+            path, self.root = str(self.root), self.root.parent
+            self._add(path, decoded(given.name))
+        for pattern, _ in self._patterns:
+            if pattern not in self._matched:
+                self._refuse(f'data.files = "{pattern}"', "matches no file")
+
+    @property
+    def is_stated(self) -> bool:
+        """Whether the user has said which files are text."""
+        return self._spec.files is not None
+
+    def problems(self) -> list[str]:
+        """Why the corpus is refused; one line for each reason."""
+        corpus = f'{self._spec.key} = "{self._spec.corpus}"'
+        found = [f"{corpus}: {list_names(names)}: {reason}" for reason, names in self.refused.items()]
+        if not self.files and not found:
+            aside = [f"{list_names(names)}: {reason}" for reason, names in self.left_out.items()]
+            hint = "; set data.corpus to a text file or a folder" if self._is_stdlib else ""
+            left_out = f"; left out: {'; '.join(aside)}" if aside else ""
+            found = [f"{corpus}: no text file in {self.root}{left_out}{hint}"]
+        return found
+
+    # ---- finding
+
+    def _walk(self) -> None:
+        for folder, folders, names in os.walk(self.root, onerror=self._leave_out_unreadable):
+            folders.sort()
+            if self._is_stdlib:
+                folders[:] = [name for name in folders if name not in STDLIB_EXCLUDED_FOLDERS]
+                names = [name for name in names if name.endswith(".py")]
+            elif self._is_own(folder, folders, names):
+                folders.clear()
+                continue
+            folders[:] = [name for name in folders if self._enters(Path(folder, name))]
+            for name in sorted(names):
+                path = f"{folder.rstrip('/')}/{name}"
+                self._add(path, self._relative_name(path), is_hidden=name.startswith("."))
+
+    def _is_own(self, folder: str, folders: Sequence[str], names: Sequence[str]) -> bool:
+        """Whether the project wrote the folder, which is said."""
+        what = describe_own_folder(Path(folder), folders, names)
+        if folder == str(self.root):
+            if what in ("a run folder", "an unfinished preparation") and not self.is_stated:
+                self._refuse(".", f"{what}, not text; name the files to read in data.files")
+            return False
+        if what == A_MODEL and self.is_stated:
+            return False
+        if folder == self._cache:
+            what = "data.cache_dir"
+        if what:
+            self._leave_out(self._relative_name(folder), f"{what}, which no corpus holds", is_bad=False)
+        return bool(what)
+
+    def _enters(self, path: Path) -> bool:
+        name = self._relative_name(str(path))
+        if self.is_stated and (path.name.startswith(".") or path.is_symlink()):
+            self.num_unstated += 1
+        elif path.name.startswith("."):
+            self._leave_out(name, "a hidden folder")
+        elif not path.is_symlink():
+            return True
+        elif self._is_inside(os.path.realpath(path)):
+            self._leave_out(name, "a link to a folder")
+        else:
+            self._refuse(name, contents.OUTSIDE_LINK)
+        return False
+
+    def _add(self, path: str, name: str, *, is_hidden: bool = False) -> None:
+        if self.is_stated and not self._matches(name):
+            self.num_unstated += 1
+            return
+        target, problem = path, ""
+        try:
+            status = os.lstat(path)
+            if stat.S_ISLNK(status.st_mode):
+                problem, target = "a link to nothing: ", os.path.realpath(path)
+                status = Path(target).stat()
+        except OSError as error:
+            self._leave_out(name, problem + error_message(error))
+            return
+        root = str(self.root) if self._is_inside(target) else hub_repository(path, target)
+        if is_hidden:
+            self._leave_out(name, "a hidden file")
+        elif root is None:
+            self._refuse(name, contents.OUTSIDE_LINK)
+        elif not stat.S_ISREG(status.st_mode):
+            self._leave_out(name, "a link to a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file")
+        else:
+            if target != path and root == str(self.root):
+                self.inner_links.append(name)
+            self._add_regular(CorpusFile(name, root, target, status.st_size, status.st_mtime_ns))
+
+    def _add_regular(self, file: CorpusFile) -> None:
+        if self.is_stated or self._is_stdlib:
+            self.files.append(file)
+        elif contents.has_unread_compression(file.name):
+            self._refuse(file.name, contents.NOT_READ)
+        elif what := contents.describe_binary(file.name):
+            self._leave_out(file.name, f"{what}, by its suffix")
+            self.binary.append(file)
+        elif what := self._describe_metadata(file):
+            self._leave_out(file.name, what, is_bad=False)
+        else:
+            self.files.append(file)
+
+    def _describe_metadata(self, file: CorpusFile) -> str:
+        if not contents.may_be_metadata(file.name):
+            return ""
+        head = b""
+        with suppress(DataError, *READ_ERRORS):  # Reading it reports the same.
+            head, _ = read_head(file)
+        return contents.describe_metadata(file.name, head)
+
+    def _is_inside(self, target: str) -> bool:
+        return target.startswith(f"{str(self.root).rstrip('/')}/")
+
+    def _matches(self, name: str) -> bool:
+        matching = {pattern for pattern, regex in self._patterns if regex.fullmatch(name)}
+        self._matched |= matching
+        return bool(matching)
+
+    def _leave_out_unreadable(self, error: OSError) -> None:
+        self._leave_out(self._relative_name(error.filename), error_message(error))
+
+    def _leave_out(self, name: str, reason: str, *, is_bad: bool = True) -> None:
+        if is_bad and self._spec.fail_on_bad_files:
+            self._refuse(name, f'{reason}, and data.bad_files = "error"')
+        else:
+            self.left_out.setdefault(reason, []).append(name)
+
+    def _refuse(self, name: str, reason: str) -> None:
+        self.refused.setdefault(reason, []).append(name)
+
+    def _relative_name(self, path: str) -> str:
+        """Path relative to the corpus, with slashes."""
+        return decoded(path.removeprefix(str(self.root)).lstrip("/")) or "."
+
+    # ---- looking at first bytes
+
+    def examine(self, *, thoroughly: bool = False) -> None:
+        """Refuses what a sample of each suffix, or all of the files, shows not to be what it is read as."""
+        if self._is_stdlib:
+            return
+        for suffix, files in by_suffix(self.files).items():
+            found = [(file, self.examine_file(file)) for file in (files if thoroughly else self._sample(files))]
+            if any(each.refusal for _, each in found):  # Then all of them are named.
+                found = [(file, self.examine_file(file)) for file in files]
+            for file, each in found:
+                if each.refusal:
+                    self._refuse(file.name, each.refusal)
+                elif each.not_text and self._spec.fail_on_bad_files:
+                    self._leave_out(file.name, each.not_text)
+            self._require_key(suffix, [each.keys for _, each in found if each.keys is not None])
+
+    def _require_key(self, suffix: str, keys: Sequence[frozenset[str]]) -> None:
+        if keys and not any(self._spec.text_key in each for each in keys):
+            known = ", ".join(map(escaped, sorted(frozenset[str]().union(*keys))[:LISTED_KEYS])) or "none"
+            reason = f'no JSON record with the key "{self._spec.text_key}" in the first lines; keys: {known}'
+            self._refuse(f"*{suffix}", f"{reason}; set data.text_key")
+
+    def _sample(self, files: Sequence[CorpusFile]) -> Iterator[CorpusFile]:
+        """Evenly spaced, and every small file of data."""
+        step = -(-len(files) // EXAMINED_FILES)
+        for number, file in enumerate(files):
+            if number % step == 0 or (file.size < SMALL_FILE and contents.kind_of(file.name) != "text"):
+                yield file
+
+    def examine_file(self, file: CorpusFile) -> Contents:
+        try:
+            head, is_whole = read_head(file)
+        except CorpusRefusedError:
+            return Contents("text", refusal=contents.LFS_POINTER)
+        except (DataError, *READ_ERRORS):  # Reading it reports the same.
+            return Contents(contents.kind_of(file.name))
+        if contents.kind_of(file.name) == "table":
+            return Contents("table")
+        return examine(file.name, head, is_whole=is_whole, is_stated=self.is_stated)
+
+
+def corpus_problems(spec: CorpusSpec) -> list[str]:
+    """Why this corpus cannot be read, as far as names and first bytes say. None for datasets, prepared folders and what is absent."""
+    path = Path(spec.corpus)
+    is_text = not (spec.corpus.startswith(HF_PREFIX) or is_token_dataset(path) or is_saved_dataset(path))
+    if not is_text or not (path.exists() or spec.corpus == STDLIB_CORPUS):
+        return []
+    found = CorpusFiles(spec)
+    found.examine()
+    return found.problems()
+
+
+def read_head(file: CorpusFile) -> tuple[bytes, bool]:
+    """First bytes, decompressed, and whether they are all; none of a table.
+
+    Raises CorpusRefusedError for a Git LFS pointer, DataError without pyarrow, and READ_ERRORS.
+    """
+    if contents.kind_of(file.name) == "table":
+        open_data(file.root, file.path, file.name).close()
+        return b"", False
+    with open_decompressed(file.root, file.path, file.name) as opened:
+        head = opened.read(HEAD_BYTES + 1)
+    return head[:HEAD_BYTES], len(head) <= HEAD_BYTES
+
+
+def hub_repository(link: str, target: str) -> str | None:
+    """The folder of a repository in the Hugging Face hub's cache, if a link of its snapshots leads to one of its blobs.
+
+    REPOSITORY/snapshots/REVISION/.../FILE -> REPOSITORY/blobs/HASH
+    """
+    blob = Path(target)
+    repository = blob.parents[1]
+    is_blob = blob.parent.name == "blobs" and HUB_BLOB.fullmatch(blob.name)
+    is_hub = (
+        is_blob and HUB_REPOSITORY.fullmatch(repository.name) and Path(link).is_relative_to(repository / "snapshots")
+    )
+    return str(repository) if is_hub else None
+
+
+def by_suffix(files: Iterable[CorpusFile]) -> dict[str, list[CorpusFile]]:
+    found: dict[str, list[CorpusFile]] = {}
+    for file in files:
+        found.setdefault(contents.full_suffix(file.name), []).append(file)
+    return found
+
+
+def glob_regex(pattern: str) -> re.Pattern[str]:
+    """`*` and `?` match neither "/" nor the dot of a hidden name, and `**/` matches any folders."""
+    translated = ""
+    for part in re.split(r"(\*\*/|\*|\?)", re.sub(r"(?:^|(?<=/))\*\*$", "**/*", pattern)):
+        may_be_hidden = not translated or translated.endswith(("/", ")*"))
+        if part == "**/":
+            translated += r"(?:(?!\.)[^/]+/)*"
+        elif part in ("*", "?"):
+            translated += (r"(?!\.)" if may_be_hidden else "") + ("[^/]*" if part == "*" else "[^/]")
+        else:
+            translated += re.escape(part)
+    return re.compile(translated, re.DOTALL)
+
+
+def list_names(names: Sequence[str]) -> str:
+    """The first names, escaped, and how many more there are."""
+    listed = ", ".join(map(escaped, names[:LISTED_NAMES]))
+    return f"{listed} and {len(names) - LISTED_NAMES:,} more" if len(names) > LISTED_NAMES else listed
+
+
+def escaped(text: str) -> str:
+    """In one line: control characters, and those that are not seen or that turn the direction, as escapes."""
+    return "".join(
+        character if character.isprintable() and character != "\\" else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+def decoded(path: str) -> str:
+    """A path with slashes; bytes that are not UTF-8 are replaced."""
+    return os.fsencode(path.replace(os.sep, "/")).decode("utf-8", "replace")
+
+
+def error_message(error: BaseException) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -1,0 +1,81 @@
+"""Opens a file of a corpus: a regular one, reached without links, decompressed. Only this module imports pyarrow."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import os
+import stat
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from typing import Any
+
+from models.files import UnusableFileError
+from trainer.data.contents import LFS_POINTER, compression_suffix, is_lfs_pointer
+from trainer.errors import CorpusRefusedError, missing_package
+
+READ_ERRORS = (OSError, EOFError, ValueError, RecursionError, NotImplementedError, zlib.error)
+FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def open_beneath(root: str, path: str) -> BufferedReader:
+    """Opens the regular file at `path`, below the folder `root`, although others may change what is between them.
+
+    Raises OSError for a link at any place, and `UnusableFileError` for a pipe or a device, which it does not wait for.
+    """
+    *folders, name = path.removeprefix(root).strip("/").split("/")
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for each in folders:
+            inner = os.open(each, FLAGS | os.O_DIRECTORY, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        descriptor = os.open(name, FLAGS | os.O_NONBLOCK, dir_fd=folder)
+    finally:
+        os.close(folder)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb")  # noqa: PTH123 - no path
+    os.close(descriptor)
+    raise UnusableFileError(errno.EINVAL, "not a regular file", path)
+
+
+def open_data(root: str, path: str, name: str) -> BufferedReader:
+    """As `open_beneath`. Raises CorpusRefusedError for a Git LFS pointer."""
+    file = open_beneath(root, path)
+    if is_lfs_pointer(file.peek(1)):
+        file.close()
+        raise CorpusRefusedError(f"{name}: {LFS_POINTER}")
+    return file
+
+
+@contextmanager
+def open_decompressed(root: str, path: str, name: str) -> Iterator[BufferedReader | gzip.GzipFile]:
+    """As `open_data`; the suffix of `name` says how the file is compressed. Raises DataError without pyarrow."""
+    suffix = compression_suffix(name)
+    pyarrow = import_pyarrow(name) if suffix == ".zst" else None
+    with open_data(root, path, name) as file:
+        if pyarrow is not None:
+            yield BufferedReader(pyarrow.input_stream(file, compression="zstd"))
+        else:
+            yield gzip.GzipFile(fileobj=file) if suffix == ".gz" else file
+
+
+@contextmanager
+def open_parquet(root: str, path: str, name: str, *, buffer_bytes: int) -> Iterator[Any]:
+    """As `open_data`. Raises DataError without pyarrow."""
+    parquet = import_pyarrow(name).parquet
+    with (
+        open_data(root, path, name) as file,
+        parquet.ParquetFile(file, pre_buffer=False, buffer_size=buffer_bytes) as table,
+    ):
+        yield table
+
+
+def import_pyarrow(name: str) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise missing_package("pyarrow", name) from error
+    return pyarrow

@@ -1,0 +1,47 @@
+"""What the project itself writes, which no corpus around it should read. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from trainer.artifact import MAX_JSON_BYTES, DamageError, read_regular
+from trainer.config.training_stages import Recipe
+
+META_FILENAME = "meta.json"
+"""Of a prepared folder; written last."""
+RECORDS_FOLDER = "pieces"
+"""In an unfinished preparation: a record for each finished partition."""
+RUN_FOLDERS = {"checkpoints", "logs"}
+"""What a launch creates in its run folder before anything else."""
+MODEL_FILES = {"tokenizer.json", "tokenizer_config.json", "model.safetensors", "model.safetensors.index.json"}
+A_MODEL = "a model's folder"
+TABLE_NAME = re.compile(rb"^\[+([A-Za-z_-]+)", re.MULTILINE)
+
+
+def is_token_dataset(folder: Path) -> bool:
+    """Whether a folder holds prepared tokens, damaged or not, rather than text."""
+    try:
+        return b'"shards"' in read_regular(folder / META_FILENAME, max_bytes=MAX_JSON_BYTES)
+    except (OSError, DamageError):
+        return False
+
+
+def describe_own_folder(folder: Path, folders: Collection[str], files: Collection[str]) -> str:
+    """What kind of the project's own folders this is; "" if it is none. `folders` and `files` are the names in it."""
+    if META_FILENAME in files and is_token_dataset(folder):
+        return "a prepared folder"
+    if ".tmp" in folder.name and RECORDS_FOLDER in folders:
+        return "an unfinished preparation"
+    if RUN_FOLDERS.issubset(folders):
+        return "a run folder"
+    if not MODEL_FILES.isdisjoint(files):
+        return A_MODEL
+    return ""
+
+
+def is_configuration(content: bytes) -> bool:
+    """Whether a TOML file has the sections of a run, and no others."""
+    names = {name.decode() for name in TABLE_NAME.findall(content)}
+    return bool(names) and names.issubset(Recipe.model_fields)

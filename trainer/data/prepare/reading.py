@@ -1,0 +1,107 @@
+"""What is read of a corpus, in lines for the log: before the first token is written, and after the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
+
+from trainer.data.contents import Kind
+from trainer.data.corpus import Corpus
+from trainer.data.corpus_files import CorpusFile, by_suffix, escaped, list_names
+from trainer.data.formats import BadText, InputSplit, read_texts
+from trainer.data.token_dataset import TextCounts
+
+LISTED_SUFFIXES = 20
+PREVIEW_CHARS = 80
+PREVIEW_TEXTS = 100
+"""That are tried until one is not empty."""
+
+
+def describe_reading(corpus: Corpus) -> Iterator[str]:
+    """A line for each suffix: files, bytes, how they are read, the first characters. Reads one text of each."""
+    key = corpus.spec.text_key
+    if corpus.dataset is not None:
+        first = first_characters(corpus.splits(), key)
+        yield f'{corpus.name}: reading {corpus.dataset}, each row a text, from its column "{key}"; {first}'
+        return
+    total = count(len(corpus.files), "file")
+    yield f"{corpus.name}: reading {total}, {format_bytes(corpus.size)}, from {escaped(corpus.spec.corpus)}"
+    groups = sorted(by_suffix(corpus.files).items(), key=lambda group: -num_bytes(group[1]))
+    for suffix, files in groups[:LISTED_SUFFIXES]:
+        splits = chain.from_iterable(map(corpus.split_file, files))
+        first_split = next(splits)
+        first = first_characters(chain([first_split], splits), key)
+        how = describe_kind(first_split.kind, corpus, files)
+        size = f"{count(len(files), 'file')}, {format_bytes(num_bytes(files))}"
+        yield f"{corpus.name}: {name_suffix(suffix)}: {size}, {how}; {first}"
+    if others := groups[LISTED_SUFFIXES:]:
+        rest = [file for _, files in others for file in files]
+        size = f"{count(len(rest), 'file')}, {format_bytes(num_bytes(rest))}"
+        yield f"{corpus.name}: {count(len(others), 'other suffix', 'es')}: {size}: {list_names([file.name for file in rest])}"
+
+
+def describe_left_out(corpus: Corpus) -> Iterator[str]:
+    """A line for each reason."""
+    if corpus.found is None:
+        return
+    for reason, names in corpus.found.left_out.items():
+        yield f"{corpus.name}: left out {list_names(names)}: {reason}"
+    if corpus.found.num_unstated:
+        yield f"{corpus.name}: left out {count(corpus.found.num_unstated, 'file')} that data.files does not name"
+    if corpus.found.inner_links:
+        yield f"{corpus.name}: {list_names(corpus.found.inner_links)}: links to files of the corpus, read once more"
+
+
+def describe_counts(name: str, counts: Mapping[str, TextCounts]) -> Iterator[str]:
+    """A line for each suffix; those with few texts share one."""
+    by_texts = sorted(counts.items(), key=lambda item: -item[1].texts)
+    lines = [(name_suffix(suffix), counted) for suffix, counted in by_texts[:LISTED_SUFFIXES]]
+    if others := by_texts[LISTED_SUFFIXES:]:
+        lines.append((count(len(others), "other suffix", "es"), sum((each for _, each in others), TextCounts())))
+    for what, each in lines:
+        yield f"{name}: {what}: {count(each.texts, 'text')}, {each.empty:,} empty, {each.skipped:,} skipped"
+
+
+def describe_kind(kind: Kind, corpus: Corpus, files: Sequence[CorpusFile]) -> str:
+    documents, key = corpus.spec.documents, corpus.spec.text_key
+    unit = "each a document" if documents == "file" else f"joined to a document for each {documents}"
+    if kind == "lines":
+        return f'JSON lines, {unit}, from their key "{key}"'
+    if kind == "table":
+        return f'rows of a table, {unit}, from their column "{key}"'
+    return f"text, {count(len({corpus.document_key(file.name) or file.name for file in files}), 'document')}"
+
+
+def first_characters(splits: Iterator[InputSplit], key: str) -> str:
+    """Of the first text that is not empty, escaped; or what is wrong with the first."""
+    problems: list[str] = []
+    texts = chain.from_iterable(read_texts(split, text_key=key) for split in splits)
+    for blocks in islice(texts, PREVIEW_TEXTS):
+        text = ""
+        try:
+            while len(text) < PREVIEW_CHARS and (block := next(blocks, "")):
+                text += block
+            if text:
+                return f'the first begins "{escaped(text[:PREVIEW_CHARS])}"'
+        except BadText as problem:
+            problems.append(str(problem))
+    return f"the first cannot be read: {problems[0]}" if problems else "the first are empty"
+
+
+def name_suffix(suffix: str) -> str:
+    return suffix or "files without a suffix"
+
+
+def num_bytes(files: Sequence[CorpusFile]) -> int:
+    return sum(file.size for file in files)
+
+
+def count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+def format_bytes(number: int) -> str:
+    value, units = float(number), ["bytes", "kB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{number:,} bytes" if units[0] == "bytes" else f"{value:.1f} {units[0]}"
