@@ -96,7 +96,7 @@ def sample_lines(corpus: str) -> list[str]:
     for split in chain.from_iterable(Corpus(CorpusSpec(corpus=corpus)).partitions()):
         for text in read_texts(split, text_key="text"):
             with suppress(BadText):
-                lines += [line for block in text for line in block.split("\n") if 0 < len(line) < 16_384]
+                lines += [line for block in text.blocks for line in block.split("\n") if 0 < len(line) < 16_384]
     return Random(0).sample(lines, min(LINES, len(lines)))
 
 

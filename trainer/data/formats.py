@@ -15,7 +15,6 @@ from typing import IO, Any, NamedTuple
 
 from trainer.config.data import HF_PREFIX
 from trainer.data.hf_datasets import BATCH_ROWS, read_dataset
-from trainer.data.text_chunks import last_safe_split, split_text
 from trainer.errors import DataError, missing_package
 
 BLOCK = 1 << 22  # bytes
@@ -46,15 +45,28 @@ class BadText(Exception):  # noqa: N818 - it discards one text, and reading cont
     """Names a text that cannot be read, and the reason."""
 
 
-def read_texts(split: InputSplit, *, text_key: str) -> Iterator[Iterator[str]]:
-    """Yields each text of a split as blocks, cut at line ends where possible. Any block may raise BadText."""
+class Text(NamedTuple):
+    """A text of a split. Its blocks may end anywhere, and any of them may raise BadText."""
+
+    split: InputSplit
+    number: int
+    """See Record."""
+    blocks: Iterator[str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.split.name}{location(self.split, self.number)}"
+
+
+def read_texts(split: InputSplit, *, text_key: str) -> Iterator[Text]:
+    """Every text of a split, to be read in order."""
     try:
         for number, blocks in read_records(split, text_key):
-            yield document_blocks(split, blocks, number)
+            yield Text(split, number, document_blocks(split, blocks, number))
     except DataError:
         raise
     except READ_ERRORS as error:
-        yield raise_bad_text(f"{split.name}: {error_message(error)}")
+        yield Text(split, 0, raise_bad_text(f"{split.name}: {error_message(error)}"))
 
 
 Record = tuple[int, Iterator[str]]
@@ -112,14 +124,14 @@ def error_message(error: BaseException) -> str:
 def read_blocks(path: Path) -> Iterator[str]:
     """The text of a file. Raises ValueError at the first byte that is not text, possibly after valid blocks."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    remainder, offset, final = "", 0, False
+    offset, final = 0, False
     with open_decompressed(path) as file:
         while not final:
             data = file.read(BLOCK)
             final = not data
             offset += len(data)
             try:
-                text = remainder + decoder.decode(data, final)
+                text = decoder.decode(data, final)
             except UnicodeDecodeError as error:
                 byte_offset = offset - len(error.object) + error.start
                 raise ValueError(
@@ -127,10 +139,8 @@ def read_blocks(path: Path) -> Iterator[str]:
                 ) from error
             if "\0" in text:
                 raise ValueError("not text: contains a zero byte")
-            split_at = len(text) if final else last_safe_split(text, 0, len(text))
-            if split_at:
-                yield text[:split_at]
-            remainder = text[split_at:]
+            if text:
+                yield text
 
 
 def text_blocks(value: object, key: str) -> Iterator[str]:
@@ -139,10 +149,7 @@ def text_blocks(value: object, key: str) -> Iterator[str]:
         raise ValueError(f'no string at key "{key}"')  # noqa: TRY004
     if not value.isascii():
         value.encode()  # JSON can escape a lone surrogate
-    if len(value) <= BLOCK:
-        yield value
-    else:
-        yield from split_text(value, BLOCK)
+    yield from (value[start : start + BLOCK] for start in range(0, len(value), BLOCK))
 
 
 # ---- lines of JSON

@@ -33,7 +33,7 @@ from trainer.data.token_dataset import (
     is_token_dataset,
     token_dtype,
 )
-from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.data.tokenizer import Tokenizer, open_tokenizer
 from trainer.errors import DataError, ResumeError
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def prepare_datasets(config: Config) -> dict[str, Path]:
     specs = corpus_specs(config)
     if not specs:
         return {}
-    tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
+    tokenizer = open_tokenizer(config.tokenizer)
     checks.require_vocab_size(config, tokenizer.vocab_size)
     return {name: prepare(spec, tokenizer).folder for name, spec in specs.items()}
 

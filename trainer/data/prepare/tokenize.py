@@ -7,9 +7,10 @@ import os
 import shutil
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import groupby
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -17,9 +18,10 @@ from pathlib import Path
 import torch
 
 from trainer.artifact import DamageError, read_artifact, write_artifact
-from trainer.data.formats import BadText, InputSplit, read_texts
+from trainer.data.formats import BadText, InputSplit, Text, read_texts
 from trainer.data.shard_writer import ShardWriter
 from trainer.data.source import CorpusSpec
+from trainer.data.text_chunks import EncodingError
 from trainer.data.token_dataset import DTYPES, PartitionResult, token_dtype
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import EXIT_FAILURE, DataError, RankFailedError, ResumeError
@@ -150,52 +152,108 @@ def tokenize_partition(job: TokenizeJob, partition: NumberedPartition, advance: 
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+class _Progress:
+    """Reports what was read and written about every REPORT_BYTES; the bytes of a split add up to its size."""
+
+    def __init__(self, advance: Advance) -> None:
+        self._advance = advance
+        self._remaining = 0
+        self._num_bytes = 0
+        self.tokens = 0
+
+    def begin(self, split: InputSplit) -> None:
+        self._remaining = split.size
+
+    def count(self, blocks: Iterable[str]) -> Iterator[str]:
+        for block in blocks:
+            self._num_bytes += len(block) if block.isascii() else len(block.encode())
+            yield block
+            if self._num_bytes >= REPORT_BYTES:
+                self._report(min(self._num_bytes, self._remaining))
+
+    def end(self) -> None:
+        self._report(self._remaining)
+
+    def _report(self, num_bytes: int) -> None:
+        self._advance(num_bytes, self.tokens)
+        self._remaining -= num_bytes
+        self._num_bytes = 0
+        self.tokens = 0
+
+
 def _write_shards(job: TokenizeJob, folder: Path, partition: NumberedPartition, advance: Advance) -> PartitionResult:
     number, splits = partition
     problems: list[str] = []
-    document_key = ""
+    progress = _Progress(advance)
     with closing(
         ShardWriter(folder, f"shard-{number:05d}", job.tokenizer, job.spec, shard_tokens=job.shard_tokens)
     ) as writer:
-        for split in splits:
-            if split.document_key != document_key:
+        for document_key, group in groupby(splits, lambda split: split.document_key):
+            if document_key:
+                blocks = _document_blocks(job, group, problems, progress)
+                try:
+                    _encode(job, writer, blocks, progress)
+                except EncodingError as error:
+                    raise DataError(f"the document {document_key}: {error}") from error
                 writer.end_document()
-            document_key = split.document_key
-            problems += _add_split(job, writer, split, advance)
-            mtime_ns = 0
-            with suppress(OSError):
-                mtime_ns = Path(split.path).stat().st_mtime_ns
-            if split.mtime_ns and mtime_ns != split.mtime_ns:
-                raise DataError(f"{split.path} changed while the corpus was read; run the command again")
+            else:
+                for split in group:
+                    _add_texts(job, writer, split, problems, progress)
         writer.finish()
     return PartitionResult(
         shards=writer.shards, longest=writer.longest, skipped=len(problems), bad=problems[:MAX_LISTED_PROBLEMS]
     )
 
 
-def _add_split(job: TokenizeJob, writer: ShardWriter, split: InputSplit, advance: Advance) -> list[str]:
-    """Adds the texts of a split, rolls back bad ones, and returns their descriptions."""
-    problems: list[str] = []
-    remaining, num_bytes, tokens = split.size, 0, 0
-    for blocks in read_texts(split, text_key=job.spec.text_key):
+def _add_texts(
+    job: TokenizeJob, writer: ShardWriter, split: InputSplit, problems: list[str], progress: _Progress
+) -> None:
+    """Adds each text of a split as a document, rolls back bad ones, and describes them in `problems`."""
+    for text in _read_split(job, split, progress):
         savepoint = writer.savepoint()
         try:
-            for block, text in enumerate(blocks):
-                ids = job.tokenizer.encode_continuation(text) if block else job.tokenizer.encode(text)
-                writer.add(ids)
-                tokens += ids.numel()
-                num_bytes += len(text) if text.isascii() else len(text.encode())
-                if num_bytes >= REPORT_BYTES:
-                    advance(min(num_bytes, remaining), tokens)
-                    remaining, num_bytes, tokens = max(remaining - num_bytes, 0), 0, 0
+            _encode(job, writer, progress.count(text.blocks), progress)
+        except EncodingError as error:
+            raise DataError(f"{text.name}: {error}") from error
         except BadText as error:
-            if job.spec.fail_on_bad_files:
-                raise DataError(f'data.bad_files = "error", and the corpus holds {error}') from error
             writer.rollback(savepoint)
-            problems.append(str(error))
-        except DataError as error:
-            raise DataError(f"{split.name}: {error}") from error
-        if not split.document_key:
-            writer.end_document()
-    advance(remaining, tokens)
-    return problems
+            problems.append(_accepted(job, error))
+        writer.end_document()
+
+
+def _document_blocks(
+    job: TokenizeJob, splits: Iterable[InputSplit], problems: list[str], progress: _Progress
+) -> Iterator[str]:
+    """The text of a document of several files. Of a bad one nothing is kept, so each is read before it is passed on."""
+    for split in splits:
+        for text in _read_split(job, split, progress):
+            try:
+                yield from [*progress.count(text.blocks)]
+            except BadText as error:
+                problems.append(_accepted(job, error))
+
+
+def _read_split(job: TokenizeJob, split: InputSplit, progress: _Progress) -> Iterator[Text]:
+    """Raises DataError if the file changes meanwhile."""
+    progress.begin(split)
+    yield from read_texts(split, text_key=job.spec.text_key)
+    progress.end()
+    mtime_ns = 0
+    with suppress(OSError):
+        mtime_ns = Path(split.path).stat().st_mtime_ns
+    if split.mtime_ns and mtime_ns != split.mtime_ns:
+        raise DataError(f"{split.path} changed while the corpus was read; run the command again")
+
+
+def _accepted(job: TokenizeJob, error: BadText) -> str:
+    """The description of a bad text. Raises DataError if those are errors."""
+    if job.spec.fail_on_bad_files:
+        raise DataError(f'data.bad_files = "error", and the corpus holds {error}') from error
+    return str(error)
+
+
+def _encode(job: TokenizeJob, writer: ShardWriter, blocks: Iterator[str], progress: _Progress) -> None:
+    """Adds a text. Raises EncodingError if the tokenizer refuses it."""
+    for ids in job.tokenizer.encode_blocks(blocks):
+        writer.add(ids)
+        progress.tokens += ids.numel()
