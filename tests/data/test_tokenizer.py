@@ -1,4 +1,5 @@
 import base64
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ import pytest
 
 from tests.sentencepiece_model import train_sentencepiece
 from trainer.config.data import TokenizerSection
+from trainer.data import tiktoken_tokenizer
 from trainer.data.text_chunks import EncodingError, encode_parts
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from trainer.errors import DataError
@@ -122,6 +124,56 @@ def test_fingerprints_depend_on_the_content_not_on_the_path(tiktoken_file: Path,
     fingerprint = open_ranks(tiktoken_file).fingerprint
     assert open_ranks(copy).fingerprint == fingerprint
     assert open_ranks(other).fingerprint != fingerprint
+
+
+def test_ranks_that_are_not_llama_3s_must_state_how_they_are_read(
+    tiktoken_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = r"is not Llama 3's file of ranks, .*: set tokenizer.pattern to gpt2, llama3, qwen2, o200k or a regular"
+    with pytest.raises(DataError, match=expected):
+        load_tokenizer("tiktoken", tiktoken_file)
+    longer = tmp_path / "longer"  # As many ranks as Llama 3's, but others.
+    tokens = [*(bytes([byte]) for byte in range(256)), *(b"%06d" % number for number in range(128_000 - 256))]
+    longer.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
+    with pytest.raises(DataError, match=expected):
+        load_tokenizer("tiktoken", longer)
+    monkeypatch.setattr(tiktoken_tokenizer, "LLAMA3_SHA256", hashlib.sha256(tiktoken_file.read_bytes()).hexdigest())
+    assert load_tokenizer("tiktoken", tiktoken_file).fingerprint == open_ranks(tiktoken_file).fingerprint
+
+
+def test_stated_special_tokens_follow_the_ranks(tiktoken_file: Path) -> None:
+    ranks, names = 256 + len(MERGES), ("<start>", "<end>", "<call>")
+    tokenizer = open_ranks(tiktoken_file, "qwen2", special_tokens=names, eos="<end>")
+    assert tokenizer.special_tokens == {"<start>": ranks, "<end>": ranks + 1, "<call>": ranks + 2}
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.vocab_size) == (None, ranks + 1, ranks + 3)
+    assert len(tokenizer.encode("1234")) == 4
+    assert tokenizer.decode(tokenizer.encode("<end>").tolist()) == "<end>"
+    others = (
+        open_ranks(tiktoken_file, "llama3", special_tokens=names, eos="<end>"),
+        open_ranks(tiktoken_file, "qwen2", special_tokens=names, eos="<call>"),
+        open_ranks(tiktoken_file, "qwen2", special_tokens=names, eos="<end>", bos="<start>"),
+        open_ranks(tiktoken_file, "qwen2", special_tokens=names[:2], eos="<end>"),
+    )
+    assert len({tokenizer.fingerprint, *(each.fingerprint for each in others)}) == 5
+
+
+def test_the_fingerprint_of_llama_3s_parts_is_that_of_earlier_releases(tiktoken_file: Path) -> None:
+    assert open_ranks(tiktoken_file).fingerprint == "tiktoken-a6ba37b5538d521250394a76f552f63d"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"pattern": "gpt2"}, "tokenizer.eos must name the special token that ends documents"),
+        ({"pattern": "gpt2", "eos": "<e>"}, 'tokenizer.eos = "<e>" must be one of tokenizer.special_tokens'),
+        ({"special_tokens": ("<e>", "<e>"), "eos": "<e>"}, "tokenizer.special_tokens names a token twice"),
+        ({"bos": "<b>"}, r'tokenizer.bos = "<b>" must be one of tokenizer.special_tokens: <\|begin_of_text'),
+        ({"pattern": "(", "special_tokens": ("<e>",), "eos": "<e>"}, r'tokenizer.pattern = "\(" is not a pattern'),
+    ],
+)
+def test_what_is_stated_wrongly_is_named(keys: dict[str, Any], message: str, tiktoken_file: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        open_ranks(tiktoken_file, **keys)
 
 
 def test_a_sentencepiece_model_given_as_tiktoken_is_detected(sentencepiece_file: Path) -> None:

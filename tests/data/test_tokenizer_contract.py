@@ -201,7 +201,7 @@ GRID = {
 }
 MODELS = [dict(zip(GRID, values, strict=True)) for values in product(*GRID.values())]
 IDENTITY_BPE = {"model_type": "bpe", "normalization_rule_name": "identity"}
-LLAMA2 = {"add_dummy_prefix": True, "user_defined_symbols": [], "split_by_whitespace": True}
+LLAMA2: dict[str, Any] = {"add_dummy_prefix": True, "user_defined_symbols": [], "split_by_whitespace": True}
 
 
 def drawn_models(count: int) -> list[dict[str, Any]]:
@@ -415,7 +415,7 @@ def test_large_documents_have_the_ids_of_one_call(kind: str, size: int, names: t
     if kind == "byte":
         require_one_call(ByteTokenizer(), lambda text: [*text.encode()], size, names)
         return
-    options = {"lossless": {}, "llama2": LLAMA2, "unigram": {"model_type": "unigram"}}
+    options: dict[str, dict[str, Any]] = {"lossless": {}, "llama2": LLAMA2, "unigram": {"model_type": "unigram"}}
     path = train(
         tmp_path, **options.get(kind, {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True})
     )
