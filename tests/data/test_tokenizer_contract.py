@@ -18,9 +18,11 @@ from tests.huggingface_folders import FAMILIES, write_family
 from tests.sentencepiece_model import train_sentencepiece
 from trainer.config.data import TokenizerSection
 from trainer.data import byte_level_bpe, huggingface_tokenizer, sentencepiece_tokenizer, tiktoken_tokenizer
+from trainer.data import prepare as prepare_module
 from trainer.data.byte_level_bpe import NAMED_PATTERNS
-from trainer.data.prepare import prepare
-from trainer.data.source import CorpusSpec
+from trainer.data.corpus import Corpus
+from trainer.data.prepare import cache_key, prepare
+from trainer.data.source import CorpusSpec, Documents
 from trainer.data.text_chunks import EncodingError, cut_nowhere, find_cut, split_text
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, open_tokenizer
 from trainer.errors import DataError
@@ -374,6 +376,38 @@ def test_a_document_of_several_files_is_one_text(tmp_path: Path) -> None:
     library = sentencepiece.SentencePieceProcessor(model_file=str(path))
     assert dataset.meta.skipped == 1
     assert dataset.read(0, dataset.num_tokens).tolist() == [1, *library.encode(header), 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "documents", "suffix", "is_found"),
+    [
+        ("byte", 500_000, "file", ".txt", True),
+        ("tiktoken", 24_000, "file", ".txt", True),
+        ("tiktoken", 25_000, "file", ".txt", False),
+        ("tiktoken", 10, "folder", ".txt", False),
+        ("tiktoken", 10, "file", ".txt.gz", False),
+        ("huggingface", 390_000, "file", ".jsonl", True),
+        ("huggingface", 400_000, "file", ".txt", False),
+        ("sentencepiece", 10, "file", ".txt", False),
+    ],
+)
+def test_prepared_folders_are_found_again_where_their_ids_are_the_same(
+    kind: str,
+    size: int,
+    documents: Documents,
+    suffix: str,
+    is_found: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Named(ByteTokenizer):
+        fingerprint = f"{kind}-x"
+
+    (tmp_path / f"one{suffix}").write_text("x" * size)
+    spec = CorpusSpec(corpus=str(tmp_path), documents=documents, cache_dir=tmp_path / "prepared")
+    key = cache_key(Corpus(spec), spec, Named(), 100)
+    monkeypatch.setattr(prepare_module, "KEY_VERSION", 2)
+    assert (key == cache_key(Corpus(spec), spec, Named(), 100)) == is_found
 
 
 # ---- parts
