@@ -37,12 +37,13 @@ def split_text(blocks: Iterable[str], may_cut: MayCut, *, part_chars: int, max_c
             place = find_cut(text, may_cut, first, start + part_chars)
             if place is None:
                 break
+            require_length(place - start, max_chars)
             yield text[start:place]
             start, first = place, place + 1
         is_searched = len(text) - start > part_chars
         rest = text[start:]
         first = len(rest) if is_searched else 1
-        require_length(rest, max_chars)
+        require_length(len(rest), max_chars)
     if rest:
         yield rest
 
@@ -55,10 +56,10 @@ def find_cut(text: str, may_cut: MayCut, first: int, preferred: int) -> int | No
     return None
 
 
-def require_length(text: str, max_chars: int) -> None:
-    if len(text) > max_chars:
+def require_length(num_chars: int, max_chars: int) -> None:
+    if num_chars > max_chars:
         raise EncodingError(
-            f"a text has {len(text):,} characters or more without a place where a cut is known to change no token; at "
+            f"a text has {num_chars:,} characters or more without a place where a cut is known to change no token; at "
             f"most {max_chars:,} are encoded at once"
         )
 
