@@ -41,14 +41,15 @@ from torch import Tensor
 from parallelisms.context.batch_layout import BatchLayout
 from tests.build_datasets import build_blended_dataset
 from tests.sentencepiece_model import train_sentencepiece
-from trainer.config.data import STDLIB_CORPUS, DataSection
+from trainer.config.data import STDLIB_CORPUS, DataSection, TokenizerSection
 from trainer.data.byte_level_bpe import LLAMA3_PATTERN
 from trainer.data.corpus import Corpus
 from trainer.data.formats import BadText, read_texts
 from trainer.data.prepare import prepare
 from trainer.data.sequences import FULL_SEQUENCE
 from trainer.data.source import CorpusSpec
-from trainer.data.tokenizer import LLAMA3_SPECIAL_TOKENS, Tokenizer, load_tokenizer
+from trainer.data.tiktoken_tokenizer import LLAMA3_SPECIAL_TOKENS
+from trainer.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from trainer.export.hf_tokenizer import byte_level_bpe
 
 LINES = 100_000
@@ -96,7 +97,7 @@ def sample_lines(corpus: str) -> list[str]:
     for split in chain.from_iterable(Corpus(CorpusSpec(corpus=corpus)).partitions()):
         for text in read_texts(split, text_key="text"):
             with suppress(BadText):
-                lines += [line for block in text for line in block.split("\n") if 0 < len(line) < 16_384]
+                lines += [line for block in text.blocks for line in block.split("\n") if 0 < len(line) < 16_384]
     return Random(0).sample(lines, min(LINES, len(lines)))
 
 
@@ -107,9 +108,16 @@ def tokenizers(folder: Path, vocab_size: int, corpus: str) -> dict[str, Tokenize
     ranks = b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
     (folder / "tiktoken").write_bytes(ranks)
     tokenizer_json = byte_level_bpe(
-        dict(zip(tokens, range(len(tokens)), strict=True)), LLAMA3_SPECIAL_TOKENS, pattern=LLAMA3_PATTERN
+        dict(zip(tokens, range(len(tokens)), strict=True)),
+        LLAMA3_SPECIAL_TOKENS,
+        pattern=LLAMA3_PATTERN,
+        bos=LLAMA3_SPECIAL_TOKENS[0],
     )
-    kinds = {kind: load_tokenizer(kind, folder / kind) for kind in ("tiktoken", "sentencepiece")}
+    stated = TokenizerSection(kind="tiktoken", path=folder / "tiktoken", pattern="llama3")
+    kinds = {
+        "tiktoken": open_tokenizer(stated),
+        "sentencepiece": load_tokenizer("sentencepiece", folder / "sentencepiece"),
+    }
     for name, pattern in (("in tiktoken", LLAMA3_PATTERN), ("in tokenizers", f"(?:{LLAMA3_PATTERN})")):
         (folder / name).mkdir()
         tokenizer_json["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern

@@ -47,8 +47,8 @@ class Family:
     config: dict[str, Any] = field(default_factory=dict)
     tiktoken: bool = False
     """Whether tiktoken gives its ids."""
-    splits: bool = True
-    """Whether splits at line starts keep its ids."""
+    cuts: bool = True
+    """Whether some cuts are proved to keep its ids."""
 
 
 # ---- byte-level
@@ -215,11 +215,11 @@ FAMILIES = {
     "granite": Family(granite, "<|end_of_text|>", tiktoken=True),
     "gpt_neox": Family(gpt_neox, "<|endoftext|>"),
     "olmo2": Family(olmo2, "<|endoftext|>", tiktoken=True),
-    "falcon": Family(falcon, "<|endoftext|>"),
+    "falcon": Family(falcon, "<|endoftext|>", cuts=False),
     "llama2": Family(llama2, "</s>", "<s>", {"add_bos_token": True, **SENTENCEPIECE}),
     "mistral": Family(mistral, "</s>", "<s>", {"tokenizer_class": "LlamaTokenizerFast", **SENTENCEPIECE}),
     "metaspace_always": Family(metaspace_always, "</s>", "<s>", SENTENCEPIECE),
-    "phi3": Family(phi3, "<|endoftext|>", "<s>", {**SENTENCEPIECE, "eos_token": "<|endoftext|>"}, splits=False),
+    "phi3": Family(phi3, "<|endoftext|>", "<s>", {**SENTENCEPIECE, "eos_token": "<|endoftext|>"}),
     "gemma": Family(gemma, "</s>", "<s>", SENTENCEPIECE),
 }
 

@@ -62,9 +62,9 @@ DOORS = {
         "trainer.plan.console",
     },
     "safetensors": {"models.hf", "models.hf_write"},
-    "sentencepiece": {"trainer.data.tokenizer"},
+    "sentencepiece": {"trainer.data.sentencepiece_tokenizer"},
     "tensorboard": set[str](),
-    "tiktoken": {"trainer.data.byte_level_bpe", "trainer.data.tokenizer"},
+    "tiktoken": {"trainer.data.byte_level_bpe", "trainer.data.tiktoken_tokenizer"},
     "tokenizers": {"trainer.data.huggingface_tokenizer"},
     "tomli": {"trainer.config.parse", "trainer.hardware.specs"},
     # In functions, but for generation: not everybody who imports the package has it.

@@ -28,7 +28,7 @@ from trainer.checkpoint.run_dir import ResumeError
 from trainer.commands import CommandParser, integer, number
 from trainer.config.parse import COMMAND_LINE
 from trainer.data.shard_writer import document_separators
-from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.data.tokenizer import Tokenizer, open_tokenizer
 from trainer.data.vocabulary import text_vocab_size
 from trainer.errors import EXIT_FAILURE, ConfigError, DataError, RankFailedError
 from trainer.export.checkpoint_cli import (
@@ -125,7 +125,7 @@ def load_matching_tokenizer(resolved: ResolvedCheckpoint) -> Tokenizer:
         raise DataError(
             f'tokenizer.kind = "{kind}", but {resolved.checkpoint} was trained with tokenizer.kind = "{trained_kind}"'
         )
-    tokenizer, model_vocab_size = load_tokenizer(kind, config.tokenizer.path), config.model.build().vocab_size
+    tokenizer, model_vocab_size = open_tokenizer(config.tokenizer), config.model.build().vocab_size
     if (size := text_vocab_size(tokenizer, config.data.separators)) > model_vocab_size:
         raise DataError(
             f"{resolved.checkpoint} was trained with another tokenizer: this one has {size} tokens, "

@@ -25,7 +25,7 @@ from trainer.checkpoint.initial_checks import model_config_from_values
 from trainer.checkpoint.initial_weights import HF_PREFIX, HF_TEXT_PREFIX, find_checkpoint
 from trainer.checkpoint.run_dir import ResumeError
 from trainer.commands import CommandParser, number, print_lines, run_command
-from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, tokenizer_folder
+from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, TokenizerSection, tokenizer_folder
 from trainer.config.toml_format import toml_value
 from trainer.errors import ConfigError, DataError
 
@@ -133,8 +133,9 @@ def tokenizer_files(
     if values.get("data.corpus") == COPY_CORPUS and mix_sources == {DEFAULT_SOURCE}:
         print_lines("no tokenizer: the run trained on synthetic tokens")
         return None, None, {}
-    path, kind = tokenizer_path or values.get("tokenizer.path"), values["tokenizer.kind"]
-    tokenizer, files = hf_tokenizer_files(kind, path and Path(path), max_length=seq_len)
+    keys = {name: value for key, value in values.items() if (name := key.removeprefix("tokenizer.")) != key}
+    stated = TokenizerSection.model_validate(keys | ({"path": tokenizer_path} if tokenizer_path else {}))
+    tokenizer, files = hf_tokenizer_files(stated, max_length=seq_len)
     separators = values.get("data.separators", "bos_eos")
     if separators != "bos_eos" and tokenizer.bos is not None:
         print_lines(
@@ -142,9 +143,9 @@ def tokenizer_files(
             "its first token; call it with add_special_tokens=False"
         )
     last = tokenizer.special_tokens.get(separators, tokenizer.eos)
-    if kind != "huggingface" or path is None:
+    if stated.kind != "huggingface" or stated.path is None:
         return tokenizer.bos, last, files
-    source = tokenizer_folder(Path(path))
+    source = tokenizer_folder(stated.path)
     print_lines(f"tokenizer: the files of {source}", *changes_of_copy(source, files))
     return *model_token_ids(source, bos=tokenizer.bos, eos=last), files
 

@@ -90,7 +90,8 @@ def test_metas_file_is_accepted_for_the_tokenizer_json_made_from_it(run: Path, m
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(exported / name, model)
     path = exported / "original/tokenizer.model"
-    assert problems_of(run, model, "--tokenizer.kind=tiktoken", f"--tokenizer.path={path}") == []
+    ranks = ("--tokenizer.kind=tiktoken", f"--tokenizer.path={path}", "--tokenizer.pattern=llama3")
+    assert problems_of(run, model, *ranks) == []
     assert problems_of(run, model, *huggingface(exported)) == []
 
 

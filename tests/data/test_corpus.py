@@ -114,7 +114,7 @@ def test_a_large_file_is_read_in_blocks_that_end_at_line_breaks(source: Make) ->
     line = "a line with é in it\n"
     spec = source({"large.txt": line * (2 * BLOCK // len(line))})
     [[split]] = Corpus(spec).partitions()
-    blocks = [block for text in read_texts(split, text_key="text") for block in text]
+    blocks = [block for text in read_texts(split, text_key="text") for block in text.blocks]
     assert len(blocks) > 1
     assert all(block.endswith("\n") for block in blocks)
     assert "".join(blocks) == line * (2 * BLOCK // len(line))
@@ -152,7 +152,7 @@ def test_the_standard_library_excludes_packages_and_unicode_tables(caplog: pytes
     first = corpus.partitions()[0][0]
     assert first.document_key == "."
     source = Path(sysconfig.get_paths()["stdlib"], first.name).read_bytes().decode()
-    assert "".join(next(read_texts(first, text_key="text"))) == f"# {first.name}\n{source}"
+    assert "".join(next(read_texts(first, text_key="text")).blocks) == f"# {first.name}\n{source}"
     assert json.dumps(names[:1]) == json.dumps(["__future__.py"])
 
 

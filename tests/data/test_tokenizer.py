@@ -1,13 +1,16 @@
 import base64
-import re
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.sentencepiece_model import train_sentencepiece
-from trainer.data.text_chunks import chunk_text, encode_in_chunks
-from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.config.data import TokenizerSection
+from trainer.data import tiktoken_tokenizer
+from trainer.data.text_chunks import EncodingError, encode_parts
+from trainer.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from trainer.errors import DataError
 from trainer.evaluation.needle import PasskeySentences
 
@@ -38,6 +41,10 @@ def sentencepiece_file(tmp_path_factory: pytest.TempPathFactory, request: pytest
     )
 
 
+def open_ranks(path: Path, pattern: str = "llama3", **keys: Any) -> Tokenizer:
+    return open_tokenizer(TokenizerSection(kind="tiktoken", path=path, pattern=pattern, **keys))
+
+
 def round_trip(tokenizer: Tokenizer, text: str) -> str:
     ids = tokenizer.encode(text)
     assert int(ids.max()) < tokenizer.vocab_size
@@ -56,7 +63,7 @@ def test_byte_ids_are_bytes_and_eight_special_tokens_follow() -> None:
 
 
 def test_a_tiktoken_file_gives_its_ranks_and_the_special_tokens_of_llama_3(tiktoken_file: Path) -> None:
-    tokenizer = load_tokenizer("tiktoken", tiktoken_file)
+    tokenizer = open_ranks(tiktoken_file)
     ranks = 256 + len(MERGES)
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (ranks + 256, ranks, ranks + 1)
     assert tokenizer.encode("def aa").tolist() == [256 + MERGES.index(b"def"), 32, 256 + MERGES.index(b"aa")]
@@ -89,16 +96,8 @@ def test_encoding_line_by_line_changes_no_sentencepiece_id(sentencepiece_file: P
 @pytest.mark.parametrize("character", [" ", "a", "\n", "中"])
 def test_a_million_equal_characters_round_trip(character: str, tiktoken_file: Path) -> None:
     text = "x" + character * 1_000_000 + "y"
-    tokenizer = load_tokenizer("tiktoken", tiktoken_file)
+    tokenizer = open_ranks(tiktoken_file)
     assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
-
-
-def test_chunks_are_bounded_and_join_to_the_text() -> None:
-    words = ("word " * 30 + "\n") * 8000 + " " * 60_000 + "b" * 60_000 + ("x" * 70 + "\n\n  ") * 1000
-    chunks = list(chunk_text(words))
-    assert "".join(chunks) == words
-    assert max(map(len, chunks)) <= 400_000
-    assert max(len(run) for chunk in chunks for run in re.findall(r"\s+|\S+", chunk)) <= 25_000
 
 
 def test_a_panic_raises_with_its_offset_and_an_interrupt_propagates() -> None:
@@ -112,36 +111,69 @@ def test_a_panic_raises_with_its_offset_and_an_interrupt_propagates() -> None:
             raise KeyboardInterrupt
         return [0]
 
-    text = "some text\n" * 40_000
-    with pytest.raises(DataError, match="failed within 12 characters at 399990: stack overflow"):
-        encode_in_chunks(f"{text}!\n", encode)
+    with pytest.raises(EncodingError, match="failed within 2 characters at 10: stack overflow"):
+        [*encode_parts(["some text\n", "!\n"], encode)]
     with pytest.raises(KeyboardInterrupt):
-        encode_in_chunks("^C", encode)
-
-
-def test_a_long_text_is_split_at_line_starts() -> None:
-    text = "a line of text\n" * 60_000
-    chunks = list(chunk_text(text))
-    assert len(chunks) == 3
-    assert all(chunk.startswith("a line") and chunk.endswith("text\n") for chunk in chunks)
-    indented = "def f():\n    pass\n\n" * 60_000
-    assert all(chunk.startswith("def") for chunk in chunk_text(indented))
-
-
-def test_splitting_changes_no_token(tiktoken_file: Path) -> None:
-    tokenizer = load_tokenizer("tiktoken", tiktoken_file)
-    block = "def f(aaaaa):\n    return a\n\n\n"
-    assert len(list(chunk_text(block * 20_000))) > 1
-    assert tokenizer.encode(block * 20_000).tolist() == tokenizer.encode(block).tolist() * 20_000
+        [*encode_parts(["^C"], encode)]
 
 
 def test_fingerprints_depend_on_the_content_not_on_the_path(tiktoken_file: Path, tmp_path: Path) -> None:
     copy, other = tmp_path / "copy.model", tmp_path / "other.model"
     copy.write_bytes(tiktoken_file.read_bytes())
     other.write_bytes(b"".join(tiktoken_file.read_bytes().splitlines(keepends=True)[:-1]))
-    fingerprint = load_tokenizer("tiktoken", tiktoken_file).fingerprint
-    assert load_tokenizer("tiktoken", copy).fingerprint == fingerprint
-    assert load_tokenizer("tiktoken", other).fingerprint != fingerprint
+    fingerprint = open_ranks(tiktoken_file).fingerprint
+    assert open_ranks(copy).fingerprint == fingerprint
+    assert open_ranks(other).fingerprint != fingerprint
+
+
+def test_ranks_that_are_not_llama_3s_must_state_how_they_are_read(
+    tiktoken_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = r"is not Llama 3's file of ranks, .*: set tokenizer.pattern to gpt2, llama3, qwen2, o200k or a regular"
+    with pytest.raises(DataError, match=expected):
+        load_tokenizer("tiktoken", tiktoken_file)
+    longer = tmp_path / "longer"  # As many ranks as Llama 3's, but others.
+    tokens = [*(bytes([byte]) for byte in range(256)), *(b"%06d" % number for number in range(128_000 - 256))]
+    longer.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
+    with pytest.raises(DataError, match=expected):
+        load_tokenizer("tiktoken", longer)
+    monkeypatch.setattr(tiktoken_tokenizer, "LLAMA3_SHA256", hashlib.sha256(tiktoken_file.read_bytes()).hexdigest())
+    assert load_tokenizer("tiktoken", tiktoken_file).fingerprint == open_ranks(tiktoken_file).fingerprint
+
+
+def test_stated_special_tokens_follow_the_ranks(tiktoken_file: Path) -> None:
+    ranks, names = 256 + len(MERGES), ("<start>", "<end>", "<call>")
+    tokenizer = open_ranks(tiktoken_file, "qwen2", special_tokens=names, eos="<end>")
+    assert tokenizer.special_tokens == {"<start>": ranks, "<end>": ranks + 1, "<call>": ranks + 2}
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.vocab_size) == (None, ranks + 1, ranks + 3)
+    assert len(tokenizer.encode("1234")) == 4
+    assert tokenizer.decode(tokenizer.encode("<end>").tolist()) == "<end>"
+    others = (
+        open_ranks(tiktoken_file, "llama3", special_tokens=names, eos="<end>"),
+        open_ranks(tiktoken_file, "qwen2", special_tokens=names, eos="<call>"),
+        open_ranks(tiktoken_file, "qwen2", special_tokens=names, eos="<end>", bos="<start>"),
+        open_ranks(tiktoken_file, "qwen2", special_tokens=names[:2], eos="<end>"),
+    )
+    assert len({tokenizer.fingerprint, *(each.fingerprint for each in others)}) == 5
+
+
+def test_the_fingerprint_of_llama_3s_parts_is_that_of_earlier_releases(tiktoken_file: Path) -> None:
+    assert open_ranks(tiktoken_file).fingerprint == "tiktoken-a6ba37b5538d521250394a76f552f63d"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"pattern": "gpt2"}, "tokenizer.eos must name the special token that ends documents"),
+        ({"pattern": "gpt2", "eos": "<e>"}, 'tokenizer.eos = "<e>" must be one of tokenizer.special_tokens'),
+        ({"special_tokens": ("<e>", "<e>"), "eos": "<e>"}, "tokenizer.special_tokens names a token twice"),
+        ({"bos": "<b>"}, r'tokenizer.bos = "<b>" must be one of tokenizer.special_tokens: <\|begin_of_text'),
+        ({"pattern": "(", "special_tokens": ("<e>",), "eos": "<e>"}, r'tokenizer.pattern = "\(" is not a pattern'),
+    ],
+)
+def test_what_is_stated_wrongly_is_named(keys: dict[str, Any], message: str, tiktoken_file: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        open_ranks(tiktoken_file, **keys)
 
 
 def test_a_sentencepiece_model_given_as_tiktoken_is_detected(sentencepiece_file: Path) -> None:
@@ -209,8 +241,8 @@ def test_a_missing_file_raises(tmp_path: Path) -> None:
 def test_a_passkey_has_the_same_tokens_in_the_haystack_and_the_question(
     tiktoken_file: Path, sentencepiece_file: Path
 ) -> None:
-    for kind, path in (("byte", None), ("tiktoken", tiktoken_file), ("sentencepiece", sentencepiece_file)):
-        tokenizer = load_tokenizer(kind, path)
+    others = (load_tokenizer("byte", None), load_tokenizer("sentencepiece", sentencepiece_file))
+    for tokenizer in (open_ranks(tiktoken_file), *others):
         for trial in range(3):
             question, hidden, number = PasskeySentences(tokenizer).passkey(trial)
             assert hidden[: len(question) + len(number)] == [*question, *number]

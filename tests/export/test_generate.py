@@ -21,7 +21,10 @@ from tests.system.in_process import configured, run_here
 from tests.system.runs import reseal, tensors, write_run
 from trainer import generate
 from trainer.checkpoint.run_dir import ResumeError
-from trainer.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
+from trainer.config.data import TokenizerSection
+from trainer.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from trainer.data.tiktoken_tokenizer import TiktokenTokenizer
+from trainer.data.tokenizer import ByteTokenizer, Tokenizer
 from trainer.errors import ConfigError
 from trainer.export.checkpoint_cli import resolve_checkpoint
 from trainer.metrics import loggers
@@ -357,7 +360,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
         return ByteTokenizer()
     if request.param == "tiktoken":
         ranks = [base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)]
-        return TiktokenTokenizer(b"".join(ranks))
+        return TiktokenTokenizer(b"".join(ranks), TokenizerSection(kind="tiktoken", pattern="llama3"))
     import sentencepiece
 
     model = io.BytesIO()

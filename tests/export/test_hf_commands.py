@@ -150,7 +150,8 @@ def test_links_to_files_elsewhere_are_not_exported(run: Path, capsys: pytest.Cap
 def test_the_tokenizer_path_can_be_overridden(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = run.parent / "old", run.parent / "new"
     old.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)))
-    options = ("--tokenizer.kind=tiktoken", f"--tokenizer.path={old}", "--model.vocab_size=512")
+    ranks = ("--tokenizer.kind=tiktoken", f"--tokenizer.path={old}", "--tokenizer.pattern=llama3")
+    options = (*ranks, "--model.vocab_size=512")
     checkpoint = checkpoint_of(configured(run, run.parent / "run", *options))
     old.rename(new)
     assert run_main("export", checkpoint, run.parent / "hf") == 2

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.sentencepiece_model import train_sentencepiece
+from trainer.config.data import TokenizerSection
 from trainer.data.tokenizer import Tokenizer
 from trainer.export.hf_tokenizer import META_TOKENIZER_PATH, detect_tokenizer, hf_tokenizer_files
 
@@ -90,7 +91,9 @@ def export_tokenizer(kind: str, folder: Path) -> tuple[Tokenizer, Path]:
         path = tiktoken_file(folder)
     elif kind != "byte":
         path = sentencepiece_file(folder, dummy_prefix=kind != "sentencepiece")
-    tokenizer, files = hf_tokenizer_files("sentencepiece" if "sentence" in kind else kind, path, max_length=64)
+    stated = {"kind": "sentencepiece" if "sentence" in kind else kind, "path": path}
+    stated |= {"pattern": "llama3"} if kind == "tiktoken" else {}
+    tokenizer, files = hf_tokenizer_files(TokenizerSection.model_validate(stated), max_length=64)
     for name, content in {**files, Path("config.json"): b'{"model_type": "llama"}'}.items():
         (folder / "hf" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "hf" / name).write_bytes(content)
@@ -132,7 +135,8 @@ def test_an_exported_tokenizer_is_detected(kind: str, detected: str, name: str |
     ours, folder = export_tokenizer(kind, tmp_path)
     actual = detect_tokenizer(folder)
     assert actual == (detected, None if name is None else folder / name)
-    reloaded, files = hf_tokenizer_files(*actual, max_length=64)
+    stated = TokenizerSection.model_validate(dict(zip(("kind", "path"), actual, strict=True)))
+    reloaded, files = hf_tokenizer_files(stated, max_length=64)
     assert reloaded.encode(TEXT).tolist() == ours.encode(TEXT).tolist()
     assert (reloaded.bos, reloaded.eos, reloaded.vocab_size) == (ours.bos, ours.eos, ours.vocab_size)
     assert {name: (folder / name).read_bytes() for name in files} == files
@@ -141,8 +145,10 @@ def test_an_exported_tokenizer_is_detected(kind: str, detected: str, name: str |
 def test_metas_file_is_detected_where_there_is_no_tokenizer_json(tmp_path: Path) -> None:
     ours, folder = export_tokenizer("tiktoken", tmp_path)
     (folder / "tokenizer.json").unlink()
-    assert (actual := detect_tokenizer(folder)) == ("tiktoken", folder / META_TOKENIZER_PATH)
-    assert hf_tokenizer_files(*actual, max_length=64)[0].fingerprint == ours.fingerprint
+    actual = detect_tokenizer(folder)
+    assert actual == ("tiktoken", folder / META_TOKENIZER_PATH)
+    stated = TokenizerSection(kind="tiktoken", path=actual[1], pattern="llama3")
+    assert hf_tokenizer_files(stated, max_length=64)[0].fingerprint == ours.fingerprint
 
 
 @pytest.mark.parametrize("content", ["", "[", "{}", '{"model": {"vocab": {}}}', "[" * 100_000])

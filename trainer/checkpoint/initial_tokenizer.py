@@ -41,7 +41,7 @@ def validate_initial_tokenizer(config: Config) -> None:
 
 
 def _differences(config: Config, folder: Path) -> Iterator[str]:
-    from trainer.data.tokenizer import load_tokenizer
+    from trainer.data.tokenizer import load_tokenizer, open_tokenizer
     from trainer.data.vocabulary import text_vocab_size
     from trainer.export.hf_tokenizer import detect_tokenizer
 
@@ -54,7 +54,7 @@ def _differences(config: Config, folder: Path) -> Iterator[str]:
                 "and no tokenizer in its folder: set [tokenizer] to the one it was trained with"
             )
         return
-    tokenizer = load_tokenizer(kind, path)
+    tokenizer = open_tokenizer(config.tokenizer)
     if kind != "byte":  # Else reported with the problems of data.
         require_vocab_size(config, text_vocab_size(tokenizer, config.data.separators))
     own_kind, own_path = detected

@@ -171,6 +171,9 @@ def _vocab_size_problems(config: Config, required_vocab_size: int) -> Iterator[s
 
 
 def tokenizer_problems(tokenizer: TokenizerSection) -> Iterator[str]:
+    for name in ("pattern", "special_tokens", "bos", "eos"):
+        if getattr(tokenizer, name) and tokenizer.kind != "tiktoken":
+            yield f'tokenizer.{name} is not used by tokenizer.kind = "{tokenizer.kind}", only by "tiktoken"'
     if tokenizer.kind == "byte":
         if tokenizer.path is not None:
             yield (

@@ -22,9 +22,17 @@ PACKING_VERSION = 2
 
 class TokenizerSection(Section):
     kind: Literal["byte", "tiktoken", "sentencepiece", "huggingface"] = "byte"
-    """`byte` needs no file; `tiktoken` reads a BPE file (Llama 3's `tokenizer.model`), `sentencepiece` a model file, `huggingface` the `tokenizer.json` of a model's folder."""
+    """`byte` needs no file; `tiktoken` reads a file of ranks (Llama 3's `tokenizer.model`, or another whose pattern and special tokens are stated), `sentencepiece` a model file, `huggingface` the `tokenizer.json` of a model's folder."""
     path: NonEmptyPath | None = None
     """The tokenizer's file, for `huggingface` the model's folder; none for `byte`."""
+    pattern: Annotated[str, BeforeValidator(require_non_empty)] | None = None
+    """`tiktoken`: the pattern that splits texts into words, `gpt2`, `llama3`, `qwen2`, `o200k` or a regular expression. Left out: the file must be Llama 3's."""
+    special_tokens: tuple[Annotated[str, BeforeValidator(require_non_empty)], ...] = ()
+    """`tiktoken`: the names of the special tokens, whose ids follow the ranks in this order. Left out: those of Llama 3, with its pattern."""
+    bos: Annotated[str, BeforeValidator(require_non_empty)] | None = None
+    """`tiktoken`: the special token that begins documents. Left out: Llama 3's with its special tokens, otherwise none."""
+    eos: Annotated[str, BeforeValidator(require_non_empty)] | None = None
+    """`tiktoken`: the special token that ends documents. Left out: Llama 3's with its special tokens."""
 
 
 def tokenizer_folder(path: Path) -> Path:

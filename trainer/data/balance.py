@@ -9,13 +9,13 @@ from trainer.data.datasets import build_train_dataset
 from trainer.data.loader import MicroBatchLoader, StepWork
 from trainer.data.prepare import prepared_folder
 from trainer.data.source import corpus_specs
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenizer import open_tokenizer
 
 
 def first_steps(config: Config, world_size: int) -> StepWork | None:
     """None if the corpus is not prepared yet. Raises DataError."""
     folders = dict[str, Path]()
-    tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
+    tokenizer = open_tokenizer(config.tokenizer)
     for name, spec in corpus_specs(config).items():
         if (folder := prepared_folder(spec, tokenizer)) is None:
             return None

@@ -13,11 +13,12 @@ Two overlapping pairs (x, y) and (y, z) that form the same T are the same pair, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from trainer.data.text_chunks import split_long_runs
+from trainer.data.text_chunks import MayCut, cut_nowhere
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -31,8 +32,12 @@ O200K_PATTERN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-PATTERNS = (GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN, O200K_PATTERN)
+NAMED_PATTERNS = {"gpt2": GPT2_PATTERN, "llama3": LLAMA3_PATTERN, "qwen2": QWEN2_PATTERN, "o200k": O200K_PATTERN}
+PATTERNS = tuple(NAMED_PATTERNS.values())
 """Patterns that both libraries read alike: compared at every code point by tests/data/test_byte_level_bpe.py."""
+
+MAX_WHITESPACE = 500_000
+"""tiktoken's regular expressions panic at about twice as many whitespace characters in a row."""
 
 # A letter of each release of Unicode from 9 to 17: two libraries of different releases split these differently.
 RELEASES = "\U000104b0\U0002ceb0\u1c90\U00010fe0\U00030000\U00012f90\U00011f02\U0002ebf0\U00010d4a\U000323b0"
@@ -42,6 +47,26 @@ PROBE = (
     "中文字符 日本語かな 한국어 العربية हिन्दी ไทย e\u0301 A\u030a \u1100\u1161 🙂👩\u200d🚀🇩🇪 \u200b\ufeff"
     + "".join(f"a{letter}1{letter} {letter}'s " for letter in RELEASES)
 )
+
+
+def cuts_before_spaces(pair: str) -> bool:
+    """In none of the patterns a word goes on with a space, and only whitespace depends on what follows it."""
+    return pair[1] == " " and not pair[0].isspace()
+
+
+def cuts_at_lines(pair: str) -> bool:
+    """Whitespace up to the last line break is a word of its own, or ends one, in all patterns but GPT-2's.
+
+    There the last whitespace before a letter is a word of its own. In o200k's, a slash may follow the line break.
+    """
+    return cuts_before_spaces(pair) or (pair[0] == "\n" and pair[1].isalnum())
+
+
+def cuts_of_pattern(pattern: str) -> MayCut:
+    """Where a pattern is known to end a word, whatever precedes and follows; nowhere for other patterns."""
+    if pattern not in PATTERNS:
+        return cut_nowhere
+    return cuts_before_spaces if pattern == GPT2_PATTERN else cuts_at_lines
 
 
 def bytes_to_unicode() -> list[str]:
@@ -68,13 +93,18 @@ class TiktokenBpe:
         self._added_names = {form for name in added_names for form in (name, normalize(name))}
 
     def encode(self, text: str) -> list[int] | None:
-        """None if the text holds an added token, or a run that tiktoken's stack may not hold."""
+        """None if the text holds an added token, or so much whitespace that tiktoken panics."""
         normalized = text if text.isascii() else self._normalize(text)
         if any(name in text or name in normalized for name in self._added_names):
             return None
-        if len(next(split_long_runs(normalized), "")) < len(normalized):
+        if longest_whitespace(normalized) > MAX_WHITESPACE:
             return None
         return self._encoding.encode_ordinary(normalized)
+
+
+def longest_whitespace(text: str) -> int:
+    """The characters of the longest run of whitespace; 0 if the text is too short to matter."""
+    return max(map(len, re.findall(r"\s+", text)), default=0) if len(text) > MAX_WHITESPACE else 0
 
 
 def split_pattern(definition: Mapping[str, Any]) -> str | None:

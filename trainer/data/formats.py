@@ -14,7 +14,6 @@ from trainer.data.contents import HEAD_BYTES, Kind, examine, parse_json
 from trainer.data.corpus_files import error_message, escaped
 from trainer.data.hf_datasets import BATCH_ROWS, read_dataset
 from trainer.data.open_file import READ_ERRORS, open_beneath, open_decompressed, open_parquet
-from trainer.data.text_chunks import last_safe_split, split_text
 from trainer.errors import CorpusRefusedError, DataError
 
 BLOCK = 1 << 22  # bytes
@@ -56,15 +55,28 @@ class BadText(Exception):  # noqa: N818 - it discards one text, and reading cont
     """Names a text that cannot be read, and the reason."""
 
 
-def read_texts(split: InputSplit, *, text_key: str) -> Iterator[Iterator[str]]:
-    """Yields each text of a split as blocks, cut at line ends where possible. Any block may raise BadText."""
+class Text(NamedTuple):
+    """A text of a split. Its blocks may end anywhere, and any of them may raise BadText."""
+
+    split: InputSplit
+    number: int
+    """See Record."""
+    blocks: Iterator[str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.split.name}{location(self.split, self.number)}"
+
+
+def read_texts(split: InputSplit, *, text_key: str) -> Iterator[Text]:
+    """Every text of a split, to be read in order."""
     try:
         for number, blocks in read_records(split, text_key):
-            yield document_blocks(split, blocks, number)
+            yield Text(split, number, document_blocks(split, blocks, number))
     except DataError:
         raise
     except READ_ERRORS as error:
-        yield raise_bad_text(f"{split.name}: {error_message(error)}")
+        yield Text(split, 0, raise_bad_text(f"{split.name}: {error_message(error)}"))
 
 
 Record = tuple[int, Iterator[str]]
@@ -126,7 +138,7 @@ def raise_bad_text(problem: str) -> Iterator[str]:
 def read_blocks(split: InputSplit) -> Iterator[str]:
     """The text of a file. Raises ValueError at the first byte that is not text, possibly after valid blocks."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    remainder, offset, final = "", 0, False
+    offset, final = 0, False
     with open_decompressed(*split.place) as file:
         while not final:
             data = file.read(BLOCK)
@@ -135,7 +147,7 @@ def read_blocks(split: InputSplit) -> Iterator[str]:
                 require_kind(split, data[:HEAD_BYTES], is_whole=len(data) < BLOCK and len(data) <= HEAD_BYTES)
             offset += len(data)
             try:
-                text = remainder + decoder.decode(data, final)
+                text = decoder.decode(data, final)
             except UnicodeDecodeError as error:
                 byte_offset = offset - len(error.object) + error.start
                 raise ValueError(
@@ -143,10 +155,8 @@ def read_blocks(split: InputSplit) -> Iterator[str]:
                 ) from error
             if "\0" in text:
                 raise ValueError("not text: contains a zero byte")
-            split_at = len(text) if final else last_safe_split(text, 0, len(text))
-            if split_at:
-                yield text[:split_at]
-            remainder = text[split_at:]
+            if text:
+                yield text
 
 
 def text_blocks(value: object, key: str) -> Iterator[str]:
@@ -155,10 +165,7 @@ def text_blocks(value: object, key: str) -> Iterator[str]:
         raise ValueError(f'no string at key "{key}"')  # noqa: TRY004
     if not value.isascii():
         value.encode()  # JSON can escape a lone surrogate
-    if len(value) <= BLOCK:
-        yield value
-    else:
-        yield from split_text(value, BLOCK)
+    yield from (value[start : start + BLOCK] for start in range(0, len(value), BLOCK))
 
 
 # ---- lines of JSON

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import chain, product, repeat, starmap
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
 
 from trainer.config.data import TOKENIZER_FILE
-from trainer.data import text_chunks
 from trainer.data.byte_level_bpe import (
     PROBE,
     TiktokenBpe,
@@ -25,7 +24,8 @@ from trainer.data.byte_level_bpe import (
     tiktoken_ranks,
 )
 from trainer.data.file_types import sha256_of
-from trainer.data.text_chunks import encode_chunks, last_line_start
+from trainer.data.huggingface_cuts import TokenCuts, proved_cuts
+from trainer.data.text_chunks import MayCut, cut_nowhere, encode_parts, joined, split_text
 from trainer.data.tokenizer_folder import (
     ADDED_TOKENS_FILE,
     CONFIG_FILE,
@@ -42,33 +42,14 @@ from trainer.data.tokenizer_folder import (
 )
 from trainer.errors import DataError
 
-MIN_TIKTOKEN_CHARS = 256
+MIN_PLANNED_CHARS = 256
 """Shorter texts, such as prompts, do not wait until the tokenizer is compared with tiktoken, about a second."""
 
-# Before and after a line break at which texts are split.
-LINE_ENDS = (
-    "a",
-    "1",
-    "x = 1;",
-    "don'",
-    "the ",
-    "\t",
-    "  \n ",
-    "\n",
-    "\n\n\n",
-    "\r",
-    "/",
-    "!\n/",
-    "_",
-    "é",
-    "中",
-    "🙂",
-    "</s>",
-)
-LINE_STARTS = ("a", "A", "1", "12345", "s", "S're", "re ", "a b", "x\n", "the quick", "é", "Ünï", "ﬁ", "中文")
-LINE_START = re.compile(r"\n(?=[^\W_])")
-TOKEN_ACROSS_LINES = re.compile(r"[\nĊ](?![ĠĊčĉ▁])[\w\u00d7]")
-"""In byte-level vocabularies Ċ is a line break; Ġ, č and ĉ are other whitespace, and U+00D7 begins Hebrew letters."""
+PART_CHARS = 400_000
+TOKEN_CUTS_PART_CHARS = 1000
+"""The time per character of a BPE that does not split into words grows with the length of the text."""
+MAX_CHARS = 1 << 24
+"""In one call: 100 to 360 bytes of memory per character, the most for characters of several tokens."""
 
 
 def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
@@ -80,48 +61,70 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
         raise DataError(f'tokenizer.path = "{path}": {error}') from error
 
 
+class Plan(NamedTuple):
+    """What of a tokenizer.json only long texts need, and other processes need not find out again."""
+
+    may_cut: MayCut
+    tiktoken: TiktokenBpe | None
+    """The same tokenizer in tiktoken, if that gives the same ids."""
+
+
 class HuggingFaceTokenizer:
-    """Raises DataError for files that tokenizers cannot read, and for a tokenizer that cannot delimit documents."""
+    """Raises DataError for files that tokenizers cannot read, and for a tokenizer that cannot delimit documents.
+
+    In other processes only the library's tokenizer is built again; all that is found out here is sent to them.
+    """
 
     def __init__(self, files: Files) -> None:
         self._files = files
         self._tokenizer = build_tokenizer(files)
-        self._definition = read_object(files, TOKENIZER_FILE)
-        ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size: int = max(ids.values()) + 1
+        definition = read_object(files, TOKENIZER_FILE)
+        added = self._tokenizer.get_added_tokens_decoder()
+        vocab = definition["model"]["vocab"]
+        last = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=0)
+        self.vocab_size: int = max(last, *added) + 1
         self.bos: int | None = first_token(self._tokenizer)
-        self.eos: int = ids[end_token(self._tokenizer, files)]
+        eos = self._tokenizer.token_to_id(end_token(self._tokenizer, files))
+        assert eos is not None  # noqa: S101 - `end_token` names a token of the tokenizer
+        self.eos: int = eos
         self.stop_tokens = frozenset({self.eos, *end_token_ids(files)})
-        self._added: dict[int, AddedToken] = self._tokenizer.get_added_tokens_decoder()
-        self.special_tokens: dict[str, int] = self._find_special_tokens()
-        identity = (canonical_json(self._definition), describe_added_tokens(self._added), self.bos, self.eos)
+        unknown = definition["model"].get("unk_token")
+        self.special_tokens: dict[str, int] = {
+            token.content: token_id  # All but the token of unknown characters, which `encode` may return.
+            for token_id, token in added.items()
+            if token.special and (token.content != unknown or token_id in (self.bos, self.eos))
+        }
+        identity = (canonical_json(definition), describe_added_tokens(added), self.bos, self.eos)
         self.fingerprint = "huggingface-" + sha256_of(identity)
         self._newline = self._encode_with_library("\n")
         # Some tokenizers put a space before every text, which must not stand where a text was split.
         self._has_prefix = self._encode_with_library("\na") != self._newline + self._encode_with_library("a")
         self._inside_misread_names = self._find_misread_names()
 
-    def __reduce__(self) -> tuple[type[HuggingFaceTokenizer], tuple[Files]]:
-        return HuggingFaceTokenizer, (self._files,)
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_plan": self._plan} | {name: value for name, value in vars(self).items() if name != "_tokenizer"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._tokenizer = build_tokenizer(self._files)
 
     def encode(self, text: str) -> Tensor:
-        encoders = chain((self._encode_text,), repeat(self._encode_part))
-        return encode_chunks(self._split(text), lambda part: next(encoders)(part))
+        return joined(self.encode_blocks([text]))
 
-    def encode_continuation(self, text: str) -> Tensor:
-        return encode_chunks(self._split(text), self._encode_part)
+    def encode_blocks(self, blocks: Iterable[str]) -> Iterator[Tensor]:
+        may_cut: MayCut = cut_nowhere
+        part_chars = PART_CHARS
+        blocks, beginning = iter(blocks), ""
+        while len(beginning) < MIN_PLANNED_CHARS and (block := next(blocks, "")):
+            beginning += block
+        if len(beginning) >= MIN_PLANNED_CHARS:
+            may_cut = self._plan.may_cut
+            part_chars = TOKEN_CUTS_PART_CHARS if isinstance(may_cut, TokenCuts) else PART_CHARS
+        parts = split_text(chain([beginning], blocks), may_cut, part_chars=part_chars, max_chars=MAX_CHARS)
+        return encode_parts(parts, self._encode_text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    def _find_special_tokens(self) -> dict[str, int]:
-        """All but the token of unknown characters, which `encode` may return."""
-        unknown = self._definition["model"].get("unk_token")
-        return {
-            token.content: token_id
-            for token_id, token in self._added.items()
-            if token.special and (token.content != unknown or token_id in (self.bos, self.eos))
-        }
 
     def _find_misread_names(self) -> re.Pattern[str] | None:
         """Matches after the first character of names that the model would read as their token. Raises DataError."""
@@ -131,26 +134,26 @@ class HuggingFaceTokenizer:
         places = (f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in misread)
         return re.compile("|".join(places)) if misread else None
 
-    def _split(self, text: str) -> Iterator[str]:
-        """Parts that are encoded one by one: as long as possible, but at most MAX_CHUNK_CHARS if splits are exact."""
-        limit, chunks = text_chunks.MAX_CHUNK_CHARS, iter((text,))
-        if len(text) > limit and self._splits_at_lines:
-            chunks = split_at_line_starts(text, limit)
-        if self._inside_misread_names is None:
-            return chunks
-        return chain.from_iterable(map(self._inside_misread_names.split, chunks))
-
     def _encode_text(self, text: str) -> list[int]:
-        if len(text) >= MIN_TIKTOKEN_CHARS and self._tiktoken is not None:
-            ids = self._tiktoken.encode(text)
+        if self._inside_misread_names is None:
+            return self._encode_part(text)
+        first, *others = self._inside_misread_names.split(text)
+        ids = self._encode_part(first)
+        for part in others:
+            ids += self._encode_later_part(part)
+        return ids
+
+    def _encode_part(self, text: str) -> list[int]:
+        if len(text) >= MIN_PLANNED_CHARS and self._plan.tiktoken is not None:
+            ids = self._plan.tiktoken.encode(text)
             if ids is not None:
                 return ids
         return self._encode_with_library(text)
 
-    def _encode_part(self, text: str) -> list[int]:
+    def _encode_later_part(self, text: str) -> list[int]:
         if not self._has_prefix:
-            return self._encode_text(text)
-        return self._encode_text(f"\n{text}")[len(self._newline) :]
+            return self._encode_part(text)
+        return self._encode_part(f"\n{text}")[len(self._newline) :]
 
     def _encode_with_library(self, text: str) -> list[int]:
         # Of a batch, because only batches leave out the offsets of tokens, a third of the time.
@@ -159,39 +162,24 @@ class HuggingFaceTokenizer:
         return ids
 
     @cached_property
-    def _splits_at_lines(self) -> bool:
-        """Whether splits at line starts change no ids, by structure and by a probe."""
-        matched = [token for token in self._added.values() if not token.special]
-        names = [*self._tokenizer.get_vocab(with_added_tokens=False), *(token.content for token in matched)]
-        return (
-            self._definition["model"].get("type") == "BPE"
-            and has_local_normalizer(self._definition)
-            and not any(token.lstrip or token.rstrip for token in matched)
-            and not any(self._has_prefix and token.content.endswith("\n") for token in matched)
-            and not any(map(TOKEN_ACROSS_LINES.search, names))
-            and all(starmap(self._splits_between, product(LINE_ENDS, LINE_STARTS)))
-        )
-
-    def _splits_between(self, end: str, start: str) -> bool:
-        first, second = f"{end}\n", start
-        return self._encode_with_library(first + second) == [
-            *self._encode_with_library(first),
-            *self._encode_part(second),
-        ]
-
-    @cached_property
-    def _tiktoken(self) -> TiktokenBpe | None:
-        """The same tokenizer in tiktoken, if that gives the same ids."""
-        pattern = split_pattern(self._definition)
-        if pattern is None or not is_plain_bpe(self._definition):
-            return None
-        with merges_alone(self._tokenizer.model) as builds:
-            ranks = tiktoken_ranks(self._definition["model"], builds)
-        if ranks is None:
-            return None
+    def _plan(self) -> Plan:
+        definition = read_object(self._files, TOKENIZER_FILE)
+        added = [*self._tokenizer.get_added_tokens_decoder().values()]
         normalizer = self._tokenizer.normalizer
         normalize = normalizer.normalize_str if normalizer else str
-        matched = [token.content for token in self._added.values() if not token.special]
+        return Plan(proved_cuts(definition, added, normalize), self._find_tiktoken(definition, added, normalize))
+
+    def _find_tiktoken(
+        self, definition: Mapping[str, Any], added: Sequence[AddedToken], normalize: Callable[[str], str]
+    ) -> TiktokenBpe | None:
+        pattern = split_pattern(definition)
+        if pattern is None or not is_plain_bpe(definition):
+            return None
+        with merges_alone(self._tokenizer.model) as builds:
+            ranks = tiktoken_ranks(definition["model"], builds)
+        if ranks is None:
+            return None
+        matched = [token.content for token in added if not token.special]
         candidate = TiktokenBpe(ranks, pattern, normalize=normalize, added_names=matched)
         return candidate if candidate.encode(PROBE) == self._encode_with_library(PROBE) else None
 
@@ -202,15 +190,14 @@ class HuggingFaceTokenizer:
 def build_tokenizer(files: Files) -> Tokenizer:
     """The tokenizer of tokenizer.json with the added and special tokens of the other files. Raises DataError."""
     try:
-        built = Tokenizer.from_str(files[TOKENIZER_FILE].decode())
+        built = Tokenizer.from_buffer(files[TOKENIZER_FILE])
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # tokenizers raises Exception itself, and Rust panics
         raise DataError(f"{TOKENIZER_FILE} is damaged, or of a newer format: {error}") from error
-    definition = read_object(files, TOKENIZER_FILE)
     if not built.get_vocab_size():
         raise DataError(f"{TOKENIZER_FILE} has an empty vocabulary")
-    if dropout := definition["model"].get("dropout"):
+    if dropout := getattr(built.model, "dropout", None):
         raise DataError(f"{TOKENIZER_FILE} has model.dropout = {dropout}, which makes ids random; set it to null")
     built.no_truncation()
     built.no_padding()
@@ -264,7 +251,8 @@ def end_token(built: Tokenizer, files: Files) -> str:
 
 def canonical_json(definition: Mapping[str, Any]) -> str:
     """What ids of texts depend on, for any way to write the same file."""
-    model = without_defaults(definition["model"])
+    options = {key: value for key, value in definition["model"].items() if key != "vocab"}
+    model = without_defaults(options) | {"vocab": definition["model"]["vocab"]}
     if model.get("type") == "BPE":
         model["merges"] = merge_list(model)
     steps = (without_defaults(definition.get(key)) for key in ("normalizer", "pre_tokenizer"))
@@ -289,32 +277,6 @@ def describe_added_tokens(added: Mapping[int, AddedToken]) -> list[tuple[object,
         else (token_id, token.content, token.single_word, token.lstrip, token.rstrip, token.normalized)
         for token_id, token in sorted(added.items())
     ]
-
-
-def has_local_normalizer(definition: Mapping[str, Any]) -> bool:
-    """Whether a line is normalized as it is within a text."""
-    step = definition.get("normalizer") or {"type": "NFC"}
-    return all(map(is_local, step.get("normalizers", [step])))
-
-
-def is_local(normalizer: Mapping[str, Any]) -> bool:
-    if normalizer["type"] == "Replace":
-        return "\n" not in normalizer["pattern"].get("String", "\n")  # A regular expression may match anything.
-    return normalizer["type"] in ("NFC", "Prepend")
-
-
-def split_at_line_starts(text: str, max_chars: int) -> Iterator[str]:
-    """Parts of at most `max_chars`, or up to the next line that starts with a letter or a digit."""
-    start = 0
-    while len(text) - start > max_chars:
-        stop = last_line_start(text, start, start + max_chars, str.isalnum)
-        if stop is None:
-            following = LINE_START.search(text, start + max_chars - 1)
-            stop = following.end() if following else len(text)
-        yield text[start:stop]
-        start = stop
-    if start < len(text):
-        yield text[start:]
 
 
 @contextmanager

@@ -1,8 +1,7 @@
-"""Texts of any length, in parts that tokenizers encode alike and without failing."""
+"""Texts of any length, in parts whose tokens are those of the whole."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
@@ -11,77 +10,94 @@ from torch import Tensor
 
 from trainer.errors import DataError
 
-# tiktoken panics on about a million equal whitespace characters; these are the limits of Llama 3's tokenizer.
-MAX_CHUNK_CHARS = 400_000
-MAX_RUN_CHARS = 25_000
+MayCut = Callable[[str], bool]
+"""Whether a text may be cut between two characters, because no token spans them wherever they stand."""
+
+MIN_YIELDED_IDS = 1 << 16
 
 
-def encode_in_chunks(text: str, encode: Callable[[str], list[int]]) -> Tensor:
-    """[tokens] int32 of a text of any length. Raises DataError where the tokenizer fails."""
-    return encode_chunks(chunk_text(text), encode)
+class EncodingError(DataError):
+    """A text that a tokenizer's library cannot encode."""
 
 
-def encode_chunks(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Tensor:
-    """[tokens] int32 of consecutive parts of a text. Raises DataError where the tokenizer fails."""
+def cut_nowhere(_: str) -> bool:
+    return False
+
+
+def split_text(blocks: Iterable[str], may_cut: MayCut, *, part_chars: int, max_chars: int) -> Iterator[str]:
+    """The text of consecutive blocks in parts of at most `part_chars`, or longer, up to the next place for a cut.
+
+    Raises EncodingError for a part of more than `max_chars`.
+    """
+    rest, first = "", 1  # the first place of `rest` that was not looked at
+    for block in blocks:
+        text, start = rest + block, 0
+        first = max(first, 1)
+        while len(text) - start > part_chars:
+            place = find_cut(text, may_cut, first, start + part_chars)
+            if place is None:
+                break
+            require_length(place - start, max_chars)
+            yield text[start:place]
+            start, first = place, place + 1
+        is_searched = len(text) - start > part_chars
+        rest = text[start:]
+        first = len(rest) if is_searched else 1
+        require_length(len(rest), max_chars)
+    if rest:
+        yield rest
+
+
+def find_cut(text: str, may_cut: MayCut, first: int, preferred: int) -> int | None:
+    """The last place from `first` to `preferred` between two characters that may be cut, or else the next one."""
+    for place in chain(range(preferred, first - 1, -1), range(max(preferred + 1, first), len(text))):
+        if may_cut(text[place - 1 : place + 1]):
+            return place
+    return None
+
+
+def require_length(num_chars: int, max_chars: int) -> None:
+    if num_chars > max_chars:
+        raise EncodingError(
+            f"a text has {num_chars:,} characters or more without a place where a cut is known to change no token; at "
+            f"most {max_chars:,} are encoded at once"
+        )
+
+
+def encode_parts(parts: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[Tensor]:
+    """[tokens] int32 of consecutive parts of a text. Raises EncodingError where the tokenizer fails.
+
+    A later part is encoded behind the character before it, whose ids are left out: some tokenizers put a space before
+    every text.
+    """
     ids: list[int] = []
-    offset = 0
-    for chunk in chunks:
+    before, offset = "", 0
+    for part in parts:
         try:
-            ids += encode(chunk)
-        except (KeyboardInterrupt, SystemExit):
+            skipped = len(encode(before)) if before else 0
+            ids += encode(before + part)[skipped:]
+        except (KeyboardInterrupt, SystemExit, DataError):
             raise
         except BaseException as error:  # a Rust panic is not an Exception
-            raise DataError(f"the tokenizer failed within {len(chunk)} characters at {offset}: {error}") from error
-        offset += len(chunk)
-    return torch.tensor(ids, dtype=torch.int32)
+            raise EncodingError(f"the tokenizer failed within {len(part)} characters at {offset}: {error}") from error
+        before, offset = part[-1], offset + len(part)
+        if len(ids) >= MIN_YIELDED_IDS:
+            yield torch.tensor(ids, dtype=torch.int32)
+            ids = []
+    if ids:
+        yield torch.tensor(ids, dtype=torch.int32)
 
 
-def chunk_text(text: str) -> Iterator[str]:
-    """Chunks of at most MAX_CHUNK_CHARS, with runs of whitespace or non-whitespace of at most MAX_RUN_CHARS."""
-    return chain.from_iterable(map(split_long_runs, split_text(text, MAX_CHUNK_CHARS)))
+def joined(tensors: Iterable[Tensor]) -> Tensor:
+    """[tokens] int32 of all parts."""
+    parts = [*tensors]
+    return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=torch.int32), *parts])
 
 
-def split_text(text: str, max_chars: int) -> Iterator[str]:
-    start = 0
-    while start < len(text):
-        stop = len(text) if len(text) - start <= max_chars else last_safe_split(text, start, start + max_chars)
-        yield text[start:stop]
-        start = stop
-
-
-def last_safe_split(text: str, start: int, stop: int) -> int:
-    """The last index in (start, stop] where a line starts with a letter or digit, else with another visible character.
-
-    `stop` if there is none. Splitting where a line starts does not change the tokens.
-    """
-    # Some tokenizers put line breaks and the punctuation after them into one token.
-    found = last_line_start(text, start, stop, str.isalnum) or last_line_start(text, start, stop, is_visible)
-    return found or stop
-
-
-def last_line_start(text: str, start: int, stop: int, is_start: Callable[[str], bool]) -> int | None:
-    """The last index in (start, stop] after a line break and before such a character."""
-    newline = text.rfind("\n", start, stop)
-    while newline >= 0 and (newline + 1 == len(text) or not is_start(text[newline + 1])):
-        newline = text.rfind("\n", start, newline)
-    return newline + 1 if newline >= 0 else None
-
-
-def is_visible(character: str) -> bool:
-    return not character.isspace()
-
-
-def split_long_runs(text: str) -> Iterator[str]:
-    half = MAX_RUN_CHARS // 2
-    windows = (text[at : at + half] for at in range(0, len(text) - half + 1, half))
-    # Fast path: a run that is too long covers one of these windows.
-    if not any(window.isspace() or window.split(maxsplit=1) == [window] for window in windows):
-        yield text
-        return
-    start = 0
-    for run in re.finditer(r"\s+|\S+", text):
-        while run.end() - max(run.start(), start) > MAX_RUN_CHARS:
-            split_at = max(run.start(), start) + MAX_RUN_CHARS
-            yield text[start:split_at]
-            start = split_at
-    yield text[start:]
+def neighbours(tokens: Iterable[str], *, space: str) -> frozenset[str]:
+    """Every two characters that stand side by side in a token, also with a space for the character that stands for it."""
+    pairs = {token[at : at + 2] for token in tokens for at in range(len(token) - 1)}
+    with_space = {pair for pair in pairs if space in pair}
+    left = {pair.replace(space, " ", 1) for pair in with_space}
+    right = {pair[0] + pair[1].replace(space, " ") for pair in with_space}
+    return frozenset(pairs | left | right | {pair.replace(space, " ") for pair in with_space})

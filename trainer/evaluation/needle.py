@@ -39,7 +39,7 @@ from trainer.data.sequences import BlendedDataset
 from trainer.data.shuffle import splitmix64
 from trainer.data.source import corpus_spec
 from trainer.data.token_dataset import TokenDataset
-from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.data.tokenizer import Tokenizer, open_tokenizer
 from trainer.data.vocabulary import text_vocab_size
 from trainer.errors import ConfigError, DataError
 from trainer.evaluation.validation import assign_sequences
@@ -150,7 +150,7 @@ def build_datasets(config: Config, lengths: Sequence[int], *, depths: int, trial
     """One dataset per length, from the run's held-out documents if it has any. Raises `ConfigError` or `DataError`."""
     if config.data.is_synthetic:
         raise ConfigError([f'data.corpus = "{config.data.corpus}" has no text to hide a number in; set --data.corpus'])
-    tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
+    tokenizer = open_tokenizer(config.tokenizer)
     checks.require_vocab_size(config, text_vocab_size(tokenizer, config.data.separators))
     sentences = PasskeySentences(tokenizer)
     overhead = sentences.max_overhead(trials)

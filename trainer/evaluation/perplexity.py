@@ -22,7 +22,7 @@ from trainer.config.job_config import Config
 from trainer.data.datasets import build_validation_sets
 from trainer.data.holdout import ValidationSet
 from trainer.data.prepare import prepare_datasets
-from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.data.tokenizer import Tokenizer, open_tokenizer
 from trainer.errors import ConfigError, DataError
 from trainer.evaluation.validation import ValidationResult, evaluate_set
 from trainer.export.checkpoint_cli import (
@@ -107,7 +107,7 @@ def run(options: Namespace, overrides: Sequence[str]) -> None:
     resolved = resolve_for_evaluation(options.checkpoint, overrides)
     config = resolved.config
     sets = evaluation_sets(config, resolved.run_config)
-    tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
+    tokenizer = open_tokenizer(config.tokenizer)
     tokens_per_batch = config.training.micro_batch_size * config.training.seq_len
     with load_parallel_model(resolved) as (parallel_model, world):
         results = [evaluate_set(each, parallel_model, step=resolved.step, max_tokens=tokens_per_batch) for each in sets]

@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from models.files import read_regular
-from trainer.config.data import TOKENIZER_FILE, tokenizer_folder
-from trainer.data.byte_level_bpe import LLAMA3_PATTERN, bytes_to_unicode
+from trainer.config.data import TOKENIZER_FILE, TokenizerSection, tokenizer_folder
+from trainer.data.byte_level_bpe import PATTERNS, PROBE, bytes_to_unicode
 from trainer.data.file_types import SENTENCEPIECE, TIKTOKEN, detect_file_type
-from trainer.data.tokenizer import (
-    LLAMA3_SPECIAL_TOKENS,
-    SentencePieceTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    read_ranks,
-)
+from trainer.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from trainer.data.tiktoken_tokenizer import TiktokenTokenizer
+from trainer.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from trainer.data.tokenizer_folder import (
     ADDED_TOKENS_FILE,
     CONFIG_FILE,
@@ -37,10 +33,10 @@ COPIED_FILES = (
 COPIED_PATTERNS = ("*.jinja", "additional_chat_templates/*.jinja")
 
 
-def hf_tokenizer_files(kind: str, path: Path | None, *, max_length: int) -> tuple[Tokenizer, dict[Path, bytes]]:
-    """The tokenizer and its Hugging Face files by name. Raises `DataError` as `load_tokenizer`."""
-    tokenizer = load_tokenizer(kind, path)
-    if kind == "huggingface" and path is not None:
+def hf_tokenizer_files(stated: TokenizerSection, *, max_length: int) -> tuple[Tokenizer, dict[Path, bytes]]:
+    """The tokenizer and its Hugging Face files by name. Raises `DataError` as `open_tokenizer`."""
+    tokenizer, path = open_tokenizer(stated), stated.path
+    if stated.kind == "huggingface" and path is not None:
         return tokenizer, copied_files(tokenizer_folder(path), max_length=max_length)
     inputs = ["input_ids", "attention_mask"]  # By default transformers 4 adds token_type_ids, which models reject.
     config = dict[str, Any](clean_up_tokenization_spaces=False, model_max_length=max_length, model_input_names=inputs)
@@ -56,14 +52,31 @@ def hf_tokenizer_files(kind: str, path: Path | None, *, max_length: int) -> tupl
             **tokenizer.special_token_names,
         }
         return tokenizer, {Path("tokenizer.model"): read_regular(path), Path("tokenizer_config.json"): _to_json(config)}
-    files, tokenizer_json, specials = dict[Path, bytes](), byte_tokenizer_json(), BYTE_SPECIALS
-    if path is not None and kind != "byte":
-        files, specials = {META_TOKENIZER_PATH: read_regular(path)}, LLAMA3_SPECIAL_TOKENS
-        ranks = read_ranks(files[META_TOKENIZER_PATH])
-        tokenizer_json = byte_level_bpe(ranks, specials, pattern=LLAMA3_PATTERN)
-    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": specials[0], "eos_token": specials[1]}
-    contents = {"tokenizer.json": tokenizer_json, "tokenizer_config.json": config}
-    return tokenizer, files | {Path(name): _to_json(content) for name, content in contents.items()}
+    files, tokenizer_json = dict[Path, bytes](), byte_tokenizer_json()
+    bos: str | None = BYTE_SPECIALS[0]
+    eos = BYTE_SPECIALS[1]
+    if path is not None and isinstance(tokenizer, TiktokenTokenizer):
+        files = {META_TOKENIZER_PATH: read_regular(path)}
+        bos, eos = tokenizer.bos_name, tokenizer.eos_name
+        tokenizer_json = byte_level_bpe(
+            tokenizer.ranks, tokenizer.special_token_names, pattern=tokenizer.pattern, bos=bos
+        )
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}
+    contents = {TOKENIZER_FILE: _to_json(tokenizer_json), CONFIG_FILE: _to_json(config)}
+    if isinstance(tokenizer, TiktokenTokenizer) and tokenizer.pattern not in PATTERNS:
+        _require_same_ids(tokenizer, contents)
+    return tokenizer, files | {Path(name): content for name, content in contents.items()}
+
+
+def _require_same_ids(tokenizer: TiktokenTokenizer, contents: dict[str, bytes]) -> None:
+    """Raises `DataError` if Hugging Face's library reads a stated pattern otherwise than tiktoken."""
+    from trainer.data.huggingface_tokenizer import HuggingFaceTokenizer
+
+    if HuggingFaceTokenizer(contents).encode(PROBE).tolist() != tokenizer.encode(PROBE).tolist():
+        raise DataError(
+            f'tokenizer.pattern = "{tokenizer.pattern}" splits texts otherwise in Hugging Face\'s library than in '
+            "tiktoken, so that no tokenizer.json gives the ids of training"
+        )
 
 
 def copied_files(folder: Path, *, max_length: int) -> dict[Path, bytes]:
@@ -122,11 +135,14 @@ def read_json_file(path: Path) -> dict[str, Any]:
 
 def byte_tokenizer_json() -> dict[str, Any]:
     """The contents of tokenizer.json for `tokenizer.kind` = "byte"."""
-    return byte_level_bpe({bytes([byte]): byte for byte in range(256)}, BYTE_SPECIALS, pattern=None)
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    return byte_level_bpe(ranks, BYTE_SPECIALS, pattern=None, bos=BYTE_SPECIALS[0])
 
 
-def byte_level_bpe(ranks: dict[bytes, int], specials: tuple[str, ...], *, pattern: str | None) -> dict[str, Any]:
-    """The contents of tokenizer.json. Special tokens follow the ranks; the first one is prepended to every text."""
+def byte_level_bpe(
+    ranks: dict[bytes, int], specials: tuple[str, ...], *, pattern: str | None, bos: str | None
+) -> dict[str, Any]:
+    """The contents of tokenizer.json. Special tokens follow the ranks; `bos`, one of them, is prepended to every text."""
     byte_chars = bytes_to_unicode()
     token_strings = {rank: "".join(byte_chars[byte] for byte in token) for token, rank in ranks.items()}
     first_special_id = len(ranks)
@@ -135,8 +151,6 @@ def byte_level_bpe(ranks: dict[bytes, int], specials: tuple[str, ...], *, patter
     if pattern:
         pattern_step = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         pre_tokenizer = {"type": "Sequence", "pretokenizers": [pattern_step, byte_level_step]}
-    bos_item = {"SpecialToken": {"id": specials[0], "type_id": 0}}
-    first_sequence, second_sequence = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
     return {
         "version": "1.0",
         "truncation": None,
@@ -148,17 +162,7 @@ def byte_level_bpe(ranks: dict[bytes, int], specials: tuple[str, ...], *, patter
         ],
         "normalizer": None,
         "pre_tokenizer": pre_tokenizer,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [bos_item, first_sequence],
-            "pair": [
-                bos_item,
-                first_sequence,
-                bos_item | {"SpecialToken": {"id": specials[0], "type_id": 1}},
-                second_sequence,
-            ],
-            "special_tokens": {specials[0]: {"id": specials[0], "ids": [first_special_id], "tokens": [specials[0]]}},
-        },
+        "post_processor": None if bos is None else prepend_token(bos, first_special_id + specials.index(bos)),
         "decoder": byte_level_step,
         "model": {
             "type": "BPE",
@@ -169,6 +173,18 @@ def byte_level_bpe(ranks: dict[bytes, int], specials: tuple[str, ...], *, patter
             "vocab": {token_strings[rank]: rank for rank in sorted(token_strings)},
             "merges": [[token_strings[left], token_strings[right]] for left, right in bpe_merges(ranks)],
         },
+    }
+
+
+def prepend_token(name: str, token: int) -> dict[str, Any]:
+    """The post-processor that puts a special token before every text."""
+    first_sequence, second_sequence = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
+    item, second_item = ({"SpecialToken": {"id": name, "type_id": type_id}} for type_id in (0, 1))
+    return {
+        "type": "TemplateProcessing",
+        "single": [item, first_sequence],
+        "pair": [item, first_sequence, second_item, second_sequence],
+        "special_tokens": {name: {"id": name, "ids": [token], "tokens": [name]}},
     }
 
 

@@ -141,7 +141,9 @@ MODEL: Cases = {
 
 # ---- data
 
-BPE = {"model.vocab_size": 600, "tokenizer": {"kind": "tiktoken", "path": "first.model"}}
+BPE = {"model.vocab_size": 600, "tokenizer": {"kind": "tiktoken", "path": "first.model", "pattern": "llama3"}}
+ENDS = ("<first>", "<second>")
+STATED_BPE = {"model.vocab_size": 600, "tokenizer": BPE["tokenizer"] | {"special_tokens": ENDS, "eos": "<first>"}}
 WEB = {"data.sources": {"web": {"path": "others"}}, "data.mix": [{"source": "web"}]}
 JSON_WEB = {"data.sources": {"web": {"path": "lines.jsonl"}}, "data.mix": [{"source": "web"}]}
 MIX = {"data.sources": {"web": {"path": "others"}}, "data.mix": [{"source": "web"}, {"source": "corpus"}]}
@@ -157,6 +159,10 @@ DATA: Cases = {
     # One file cannot be both: sentencepiece refuses it.
     "tokenizer.kind": losses(("tiktoken", "sentencepiece"), BPE),
     "tokenizer.path": losses(("first.model", "second.model"), BPE),
+    "tokenizer.pattern": losses(("gpt2", "llama3"), STATED_BPE),
+    "tokenizer.special_tokens": losses((("<first>",), ("<other>", "<first>")), STATED_BPE),
+    "tokenizer.bos": losses(("<first>", "<second>"), STATED_BPE),
+    "tokenizer.eos": losses(("<first>", "<second>"), STATED_BPE),
     "data.corpus": losses(("corpus", "others")),
     "data.sources.path": losses(("corpus", "others"), WEB),
     "data.sources.documents": losses((None, "folder"), WEB),

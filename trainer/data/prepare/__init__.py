@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -35,15 +36,17 @@ from trainer.data.token_dataset import (
     TokenDatasetMeta,
     token_dtype,
 )
-from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.data.tokenizer import Tokenizer, open_tokenizer
 from trainer.data.vocabulary import text_vocab_size
 from trainer.errors import DataError, ResumeError
 
 log = logging.getLogger(__name__)
 
 SHARD_TOKENS = 1 << 29
-KEY_VERSION = 2
+KEY_VERSION = 3
 """A change tokenizes every corpus again."""
+UNCUT_BYTES = {"byte": sys.maxsize, "tiktoken": 25_000, "huggingface": 400_000}
+"""Files of fewer bytes had the same ids in version 2, which cut longer texts. sentencepiece encoded lines."""
 
 
 def prepare_datasets(config: Config) -> dict[str, Path]:
@@ -54,7 +57,7 @@ def prepare_datasets(config: Config) -> dict[str, Path]:
     specs = corpus_specs(config)
     if not specs:
         return {}
-    tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
+    tokenizer = open_tokenizer(config.tokenizer)
     checks.require_vocab_size(config, text_vocab_size(tokenizer, config.data.separators))
     return {name: prepare(spec, tokenizer).folder for name, spec in specs.items()}
 
@@ -172,8 +175,20 @@ def cache_key(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_to
         del options["files"]  # As in folders that were prepared before it existed.
     if options["bad_files"] == "error":
         options["bad_files"] = "refuse"  # As in folders that were prepared before the value was renamed.
-    key_parts = [KEY_VERSION, corpus.identity, options, shard_tokens, tokenizer.fingerprint]
+    version = 2 if had_same_ids(corpus, source, tokenizer) else KEY_VERSION
+    key_parts = [version, corpus.identity, options, shard_tokens, tokenizer.fingerprint]
     return hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()[:16]
+
+
+def had_same_ids(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer) -> bool:
+    """Whether every document had the ids of one call also in folders of version 2, which are then found again."""
+    kind = tokenizer.fingerprint.partition("-")[0]
+    if kind == "byte":
+        return True
+    is_by_file = source.documents == "file" and bool(corpus.files)
+    largest = max((file.size for file in corpus.files), default=0)
+    is_plain = all(Path(file.name).suffix not in (".gz", ".zst", ".parquet") for file in corpus.files)
+    return is_by_file and is_plain and largest < UNCUT_BYTES.get(kind, 0)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from trainer.data.own_files import is_token_dataset
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec, corpus_spec, corpus_specs
 from trainer.data.token_dataset import TokenDataset
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenizer import open_tokenizer
 from trainer.errors import ConfigError, CorpusRefusedError
 
 DESCRIPTIONS = {
@@ -104,7 +104,7 @@ def prepare_corpora(arguments: Namespace, overrides: Sequence[str]) -> None:
     folders = {name: output / name if output and len(specs) > 1 else output for name in specs}
     if nonempty := [folder for folder in folders.values() if folder and folder.exists() and any(folder.iterdir())]:
         raise ConfigError([f"command line: --output {folder} is not empty" for folder in nonempty])
-    tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
+    tokenizer = open_tokenizer(config.tokenizer)
     for name, spec in specs.items():
         with refusing():
             dataset = prepare(spec, tokenizer, workers=arguments.workers, folder=folders[name])
@@ -130,7 +130,7 @@ def inspect(arguments: Namespace, overrides: Sequence[str]) -> None:
     if folder is not None and not is_token_dataset(folder):
         raise ConfigError([f"command line: {folder} is not a prepared folder"])
     specs = {} if folder else selected_specs(config)
-    tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
+    tokenizer = open_tokenizer(config.tokenizer)
     with refusing():
         datasets = [TokenDataset(folder)] if folder else [prepare(spec, tokenizer) for spec in specs.values()]
     for dataset in datasets:

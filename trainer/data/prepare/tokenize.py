@@ -7,9 +7,10 @@ import os
 import shutil
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import groupby
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -19,13 +20,14 @@ import torch
 from trainer.artifact import DamageError, read_artifact, write_artifact
 from trainer.data.contents import full_suffix
 from trainer.data.corpus_files import escaped
-from trainer.data.formats import BadText, InputSplit, read_texts
+from trainer.data.formats import BadText, InputSplit, Text, read_texts
 from trainer.data.own_files import RECORDS_FOLDER
 from trainer.data.shard_writer import ShardWriter
 from trainer.data.source import CorpusSpec
+from trainer.data.text_chunks import EncodingError
 from trainer.data.token_dataset import DTYPES, PartitionResult, TextCounts, token_dtype
 from trainer.data.tokenizer import Tokenizer
-from trainer.errors import EXIT_FAILURE, CorpusRefusedError, DataError, RankFailedError, ResumeError
+from trainer.errors import EXIT_FAILURE, DataError, RankFailedError, ResumeError
 
 REPORT_BYTES = 1 << 20  # bytes of text between two progress reports
 MAX_LISTED_PROBLEMS = 20  # per partition
@@ -152,66 +154,130 @@ def tokenize_partition(job: TokenizeJob, partition: NumberedPartition, advance: 
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+class _Progress:
+    """Reports what was read and written about every REPORT_BYTES; the bytes of a split add up to its size."""
+
+    def __init__(self, advance: Advance) -> None:
+        self._advance = advance
+        self._remaining = 0
+        self._num_bytes = 0
+        self.tokens = 0
+
+    def begin(self, split: InputSplit) -> None:
+        self._remaining = split.size
+
+    def count(self, blocks: Iterable[str]) -> Iterator[str]:
+        for block in blocks:
+            self._num_bytes += len(block) if block.isascii() else len(block.encode())
+            yield block
+            if self._num_bytes >= REPORT_BYTES:
+                self._report(min(self._num_bytes, self._remaining))
+
+    def end(self) -> None:
+        self._report(self._remaining)
+
+    def _report(self, num_bytes: int) -> None:
+        self._advance(num_bytes, self.tokens)
+        self._remaining -= num_bytes
+        self._num_bytes = 0
+        self.tokens = 0
+
+
+class _TextLog:
+    """Counts the texts of a partition by suffix, and describes the bad ones."""
+
+    def __init__(self, *, fail_on_bad_files: bool) -> None:
+        self.counts: dict[str, TextCounts] = {}
+        self.problems: list[str] = []
+        self._fail_on_bad_files = fail_on_bad_files
+
+    def read(self, text: Text) -> Iterator[str]:
+        """The blocks of a text, which is counted after the last one."""
+        is_empty = True
+        for block in text.blocks:
+            is_empty = False
+            yield block
+        self._add(text.split, TextCounts(empty=1) if is_empty else TextCounts(texts=1))
+
+    def skip(self, text: Text, error: BadText) -> None:
+        """Raises DataError if bad files are errors."""
+        if self._fail_on_bad_files:
+            raise DataError(f'data.bad_files = "error", and the corpus holds {escaped(str(error))}') from error
+        self.problems.append(str(error))
+        self._add(text.split, TextCounts(skipped=1))
+
+    def _add(self, split: InputSplit, counted: TextCounts) -> None:
+        suffix = full_suffix(split.name)
+        self.counts[suffix] = self.counts.get(suffix, TextCounts()) + counted
+
+
 def _write_shards(job: TokenizeJob, folder: Path, partition: NumberedPartition, advance: Advance) -> PartitionResult:
     number, splits = partition
-    problems: list[str] = []
-    counts: dict[str, TextCounts] = {}
-    document_key = ""
+    texts = _TextLog(fail_on_bad_files=job.spec.fail_on_bad_files)
+    progress = _Progress(advance)
     with closing(
         ShardWriter(folder, f"shard-{number:05d}", job.tokenizer, job.spec, shard_tokens=job.shard_tokens)
     ) as writer:
-        for split in splits:
-            if split.document_key != document_key:
+        for document_key, group in groupby(splits, lambda split: split.document_key):
+            if document_key:
+                blocks = _document_blocks(job, group, texts, progress)
+                try:
+                    _encode(job, writer, blocks, progress)
+                except EncodingError as error:
+                    raise DataError(f"the document {document_key}: {error}") from error
                 writer.end_document()
-            document_key = split.document_key
-            bad, counted = _add_split(job, writer, split, advance)
-            problems += bad
-            suffix = full_suffix(split.name)
-            counts[suffix] = counts.get(suffix, TextCounts()) + counted
-            mtime_ns = 0
-            with suppress(OSError):
-                mtime_ns = Path(split.path).stat().st_mtime_ns
-            if split.mtime_ns and mtime_ns != split.mtime_ns:
-                raise DataError(f"{split.path} changed while the corpus was read; run the command again")
+            else:
+                for split in group:
+                    _add_texts(job, writer, split, texts, progress)
         writer.finish()
     return PartitionResult(
-        shards=writer.shards, longest=writer.longest, counts=counts, bad=problems[:MAX_LISTED_PROBLEMS]
+        shards=writer.shards,
+        longest=writer.longest,
+        counts=texts.counts,
+        bad=texts.problems[:MAX_LISTED_PROBLEMS],
     )
 
 
-def _add_split(
-    job: TokenizeJob, writer: ShardWriter, split: InputSplit, advance: Advance
-) -> tuple[list[str], TextCounts]:
-    """Adds the texts of a split, rolls back bad ones, and returns their descriptions."""
-    problems: list[str] = []
-    num_texts = num_empty = 0
-    remaining, num_bytes, tokens = split.size, 0, 0
-    for blocks in read_texts(split, text_key=job.spec.text_key):
+def _add_texts(job: TokenizeJob, writer: ShardWriter, split: InputSplit, texts: _TextLog, progress: _Progress) -> None:
+    """Adds each text of a split as a document, and rolls back bad ones."""
+    for text in _read_split(job, split, progress):
         savepoint = writer.savepoint()
-        is_empty = True
         try:
-            for block, text in enumerate(blocks):
-                is_empty = False
-                ids = job.tokenizer.encode_continuation(text) if block else job.tokenizer.encode(text)
-                writer.add(ids)
-                tokens += ids.numel()
-                num_bytes += len(text) if text.isascii() else len(text.encode())
-                if num_bytes >= REPORT_BYTES:
-                    advance(min(num_bytes, remaining), tokens)
-                    remaining, num_bytes, tokens = max(remaining - num_bytes, 0), 0, 0
+            _encode(job, writer, progress.count(texts.read(text)), progress)
+        except EncodingError as error:
+            raise DataError(f"{text.name}: {error}") from error
         except BadText as error:
-            if job.spec.fail_on_bad_files:
-                raise DataError(f'data.bad_files = "error", and the corpus holds {escaped(str(error))}') from error
             writer.rollback(savepoint)
-            problems.append(str(error))
-        except CorpusRefusedError:
-            raise
-        except DataError as error:
-            raise DataError(f"{split.name}: {error}") from error
-        else:
-            num_texts += not is_empty
-            num_empty += is_empty
-        if not split.document_key:
-            writer.end_document()
-    advance(remaining, tokens)
-    return problems, TextCounts(texts=num_texts, empty=num_empty, skipped=len(problems))
+            texts.skip(text, error)
+        writer.end_document()
+
+
+def _document_blocks(
+    job: TokenizeJob, splits: Iterable[InputSplit], texts: _TextLog, progress: _Progress
+) -> Iterator[str]:
+    """The text of a document of several files. Of a bad one nothing is kept, so each is read before it is passed on."""
+    for split in splits:
+        for text in _read_split(job, split, progress):
+            try:
+                yield from [*progress.count(texts.read(text))]
+            except BadText as error:
+                texts.skip(text, error)
+
+
+def _read_split(job: TokenizeJob, split: InputSplit, progress: _Progress) -> Iterator[Text]:
+    """Raises DataError if the file changes meanwhile."""
+    progress.begin(split)
+    yield from read_texts(split, text_key=job.spec.text_key)
+    progress.end()
+    mtime_ns = 0
+    with suppress(OSError):
+        mtime_ns = Path(split.path).stat().st_mtime_ns
+    if split.mtime_ns and mtime_ns != split.mtime_ns:
+        raise DataError(f"{split.path} changed while the corpus was read; run the command again")
+
+
+def _encode(job: TokenizeJob, writer: ShardWriter, blocks: Iterator[str], progress: _Progress) -> None:
+    """Adds a text. Raises EncodingError if the tokenizer refuses it."""
+    for ids in job.tokenizer.encode_blocks(blocks):
+        writer.add(ids)
+        progress.tokens += ids.numel()

@@ -1,0 +1,110 @@
+"""Where a text may be cut for a tokenizer.json: proved from the file, or nowhere.
+
+- Byte-level tokenizers split a text into words by a pattern, and encode each word by itself. Known patterns end a word at
+  some places whatever stands around them (`byte_level_bpe.cuts_of_pattern`).
+- A BPE of converted sentencepiece models joins neighbours only into a token. Where no token holds the characters on both
+  sides of a place side by side, none spans it. Unknown characters must be bytes, or be known before the cut: several in a
+  row become one token.
+
+The normalizer must work character by character, but for composition (NFC), which joins nothing to what follows a place of
+the first kind, and for a space before the text: a later part is encoded behind the character before it. Added tokens are
+matched before that, and cut the text themselves: they may not span the place, reach it by taking whitespace, or look at
+the characters beside them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.data.byte_level_bpe import cuts_of_pattern, split_pattern
+from trainer.data.text_chunks import MayCut, cut_nowhere, neighbours
+
+SPACE = "▁"
+BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
+JOINED_BYTES = re.compile(r"<0x[0-9A-F]{2}>.|.<0x[0-9A-F]{2}>", re.DOTALL)
+TO_SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+PREPEND = {"type": "Prepend", "prepend": SPACE}
+SPLIT_AT_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+
+
+@dataclass(frozen=True)
+class WordCuts:
+    """A pattern's places, but not beside whitespace that an added token may take."""
+
+    ends_word: MayCut
+    takes_left: bool
+    takes_right: bool
+
+    def __call__(self, pair: str) -> bool:
+        is_taken = (self.takes_left and pair[1].isspace()) or (self.takes_right and pair[0].isspace())
+        return self.ends_word(pair) and not is_taken
+
+
+@dataclass(frozen=True)
+class TokenCuts:
+    """Between characters that stand together in no token, and where no added token begins or ends."""
+
+    together: frozenset[str]
+    known: frozenset[str] | None
+    """Characters of the vocabulary, one of which must precede the place; None where bytes stand for the others."""
+    starts: frozenset[str]
+    ends: frozenset[str]
+    takes_left: bool
+    takes_right: bool
+
+    def __call__(self, pair: str) -> bool:
+        left, right = pair[0], pair[1]
+        if pair in self.together or left in self.ends or right in self.starts:
+            return False
+        if (self.takes_left and right.isspace()) or (self.takes_right and left.isspace()):
+            return False
+        return self.known is None or left in self.known
+
+
+def proved_cuts(definition: Mapping[str, Any], added: Sequence[Any], normalize: Callable[[str], str]) -> MayCut:
+    """`added`: the added tokens, of which special ones are matched as text, and may only hide another token."""
+    matched = [token for token in added if not token.special]
+    if definition["model"].get("type") != "BPE" or any(token.single_word for token in matched):
+        return cut_nowhere
+    takes_left = any(token.lstrip for token in matched)
+    takes_right = any(token.rstrip for token in matched)
+    pattern = split_pattern(definition)
+    if pattern is not None and (definition.get("normalizer") or {"type": "NFC"}) == {"type": "NFC"}:
+        ends_word = cuts_of_pattern(pattern)
+        names = {form for token in added for form in (token.content, normalize(token.content))}
+        is_spanned = any(ends_word(name[at : at + 2]) for name in names for at in range(len(name) - 1))
+        # A run of spaces that is a token is one word, as the pattern reads it; a token "\n" beside a letter is one, too.
+        return cut_nowhere if is_spanned else WordCuts(ends_word, takes_left, takes_right)
+    if not is_by_character(definition) or any(token.normalized for token in matched):
+        return cut_nowhere
+    model, vocab = definition["model"], definition["model"]["vocab"]
+    if model.get("byte_fallback") and any(
+        len(token) > 6 and "<0x" in token and JOINED_BYTES.search(token) for token in vocab
+    ):
+        return cut_nowhere
+    has_bytes = model.get("byte_fallback") and vocab.keys() >= BYTE_TOKENS
+    known = {token for token in vocab if len(token) == 1}
+    return TokenCuts(
+        together=neighbours([*vocab, *(token.content for token in added)], space=SPACE),
+        known=None if has_bytes else frozenset(known | ({" "} if SPACE in known else set())),
+        starts=frozenset(token.content[:1] for token in matched),
+        ends=frozenset(token.content[-1:] for token in matched),
+        takes_left=takes_left,
+        takes_right=takes_right,
+    )
+
+
+def is_by_character(definition: Mapping[str, Any]) -> bool:
+    """Whether a BPE reads characters as they are, with another one for a space, and at most splits at spaces."""
+    model, normalizer = definition["model"], definition.get("normalizer")
+    if any(map(model.get, ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))):
+        return False
+    steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
+    if any(step not in (TO_SPACE, PREPEND) for step in steps):
+        return False
+    splitting = definition.get("pre_tokenizer")
+    is_metaspace = splitting is not None and splitting["type"] == "Metaspace" and splitting["replacement"] == SPACE
+    return splitting is None or is_metaspace or (splitting == SPLIT_AT_SPACES and TO_SPACE in steps)

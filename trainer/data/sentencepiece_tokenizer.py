@@ -1,0 +1,99 @@
+"""A sentencepiece model. A document's ids are those of one call of the library, in parts only where that is proved.
+
+A BPE model joins neighbours only into a piece. Where no piece holds the characters on both sides of a place side by side,
+no piece spans it, and each side is joined as if it stood alone. That needs a text that is normalized character by
+character: no rules, no removal of spaces, and no space after the text. A space before the text does not matter, because a
+later part is encoded behind the character before it. Runs of unknown characters become one id unless bytes stand for them:
+then the character before the cut must be a piece.
+
+A unigram model has such places too, but adds up scores from the beginning of the text, in 32 bits: its choice between
+nearly equal scores depends on the length of what stands before. It gets the whole text, as do all other models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from trainer.data.file_types import sha256_of
+from trainer.data.text_chunks import MayCut, cut_nowhere, encode_parts, joined, neighbours, split_text
+from trainer.errors import DataError
+
+PART_CHARS = 1000
+"""A BPE's time per character grows with the length of the text."""
+MAX_CHARS = 1 << 25
+"""In one call: 54 bytes of memory per character, and the ids."""
+SPACE = "▁"
+
+
+class SentencePieceTokenizer:
+    """Raises DataError for a model that cannot end documents."""
+
+    def __init__(self, content: bytes) -> None:
+        import sentencepiece
+
+        model = sentencepiece.SentencePieceProcessor(model_proto=content)
+        if model.eos_id() < 0:
+            raise DataError("no end-of-sentence piece, which must end every document")
+        self._model = model
+        self.vocab_size: int = model.get_piece_size()
+        self.bos: int | None = model.bos_id() if model.bos_id() >= 0 else None
+        self.eos: int = model.eos_id()
+        self.stop_tokens = frozenset({self.eos})
+        specials = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
+        self.special_token_names: dict[str, str] = {
+            role: model.id_to_piece(token) for role, token in specials.items() if token >= 0
+        }
+        self.special_tokens: dict[str, int] = {
+            model.id_to_piece(token): token for token in range(self.vocab_size) if model.is_control(token)
+        }
+        self.add_dummy_prefix: bool = model.encode("a", out_type=str)[0] != "a"
+        """Whether the model prepends a space to every text."""
+        # The pieces and a probe of the normalization. The file also holds paths of the machine it was trained on.
+        pieces = [(model.id_to_piece(n), model.get_score(n), model.is_control(n)) for n in range(self.vocab_size)]
+        self.fingerprint = "sentencepiece-" + sha256_of((pieces, model.encode(" a  b\tC\n\n \uff21\u00e9e\u0301 ")))
+
+    def encode(self, text: str) -> Tensor:
+        return joined(self.encode_blocks([text]))
+
+    def encode_blocks(self, blocks: Iterable[str]) -> Iterator[Tensor]:
+        parts = split_text(blocks, self.may_cut, part_chars=PART_CHARS, max_chars=MAX_CHARS)
+        return encode_parts(parts, self._model.encode)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._model.decode(list(ids)))
+
+    @cached_property
+    def may_cut(self) -> MayCut:
+        from sentencepiece import sentencepiece_model_pb2
+
+        protobuf: Any = sentencepiece_model_pb2
+        return proved_cuts(protobuf.ModelProto.FromString(self._model.serialized_model_proto()))
+
+
+@dataclass(frozen=True)
+class PieceCuts:
+    """A text may be cut between characters that stand together in no piece."""
+
+    together: frozenset[str]
+    known: frozenset[str] | None
+    """Characters that are pieces, one of which must precede the place; None where bytes stand for the others."""
+
+    def __call__(self, pair: str) -> bool:
+        return pair not in self.together and (self.known is None or pair[0] in self.known)
+
+
+def proved_cuts(proto: Any) -> MayCut:
+    """Where a text may be cut, by the model's definition."""
+    normalizer, trainer, types = proto.normalizer_spec, proto.trainer_spec, proto.SentencePiece
+    is_by_character = not normalizer.precompiled_charsmap and normalizer.escape_whitespaces
+    has_free_ends = not normalizer.remove_extra_whitespaces and not trainer.treat_whitespace_as_suffix
+    if trainer.model_type != trainer.BPE or not is_by_character or not has_free_ends:
+        return cut_nowhere
+    pieces = {each.piece for each in proto.pieces if each.type in (types.NORMAL, types.USER_DEFINED, types.UNUSED)}
+    known = None if trainer.byte_fallback else frozenset(pieces | ({" "} if SPACE in pieces else set()))
+    return PieceCuts(neighbours(pieces, space=SPACE), known)
