@@ -25,7 +25,7 @@ from trainer.config.job_config import Config
 from trainer.config.sections import DistributedSection
 from trainer.errors import ConfigError, RunFailedError
 from trainer.hardware.device import bind_to_numa_node, choose_device
-from trainer.hardware.host import GIB, node_memory_bytes
+from trainer.hardware.host import GIB, loopback_environment, node_memory_bytes
 from trainer.resilience.exit_markers import ATTEMPT_VARIABLE
 from trainer.run_spec import STORE_SOCKET_ENV
 
@@ -189,11 +189,15 @@ def attempt_name() -> str:
 def init_single_host(
     config: DistributedSection, *, rank: int, size: int, store: Path, device_type: str = "cpu"
 ) -> World:
-    """Creates a process group that meets in the file `store`: on the CPU, even if there are GPUs, or a GPU per rank."""
+    """Creates a process group that meets in the file `store`: on the CPU, even if there are GPUs, or a GPU per rank.
+
+    The sockets of its ranks are on loopback.
+    """
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
+    os.environ.update(loopback_environment(os.environ))
     distributed.init_process_group(
         "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl",
         store=distributed.FileStore(str(store), size),

@@ -20,7 +20,6 @@ from pathlib import Path
 from threading import Thread
 
 from trainer.errors import EXIT_FAILURE, EXIT_SUCCESS, RankFailedError
-from trainer.hardware.host import loopback_environment
 from trainer.selfcheck.comparison import StepDifference
 from trainer.selfcheck.launches import Launch
 
@@ -127,7 +126,6 @@ def _rank_main(connection: Connection) -> None:
     with Path(os.devnull).open("w") as devnull:  # Every rank would repeat the libraries' warnings.
         os.dup2(devnull.fileno(), 1)
         os.dup2(devnull.fileno(), 2)
-    os.environ.update(loopback_environment(os.environ))
     from trainer.selfcheck.worker import clean_up, run_task  # Imports torch.
 
     gc.freeze()
