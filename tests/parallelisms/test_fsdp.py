@@ -146,7 +146,7 @@ def together() -> list[ParameterSet]:
         choice = (plan.config, plan.policy, plan.reshard_after_forward, plan.micro_batch_size)
         # Each mesh runs half of the pairs, the next mesh the other half.
         fast = choice in PAIRS and PAIRS.index(choice) % 2 == number * len(MESHES) // len(GRID) % 2
-        fast = fast and (plan.dp_replicate, plan.dp_shard, plan.config) == (2, 2, TIED)
+        fast = fast and (plan.dp_replicate, plan.dp_shard) == (2, 2)
         groups.setdefault(f"{'' if fast else 'slow '}{plan.dp_replicate}x{plan.dp_shard}", []).append(plan)
     for config, policy in itertools.product((SMALL, TIED), get_args(activation_checkpoint.RecomputePolicy)):
         plan = Plan(config, dp_shard=2, policy=policy, compiled=True)

@@ -126,7 +126,7 @@ def test_every_cp_method_is_exact(ranks: int, every: int, scores: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "scores"), [*zip(cycle((3, 4)), SCORES, strict=False)])
 def test_a_sample_over_several_ranks_is_exact(ranks: int, scores: str) -> None:
-    require_exact(ranks, 61, scores)
+    require_exact(ranks, 37, scores)
 
 
 def require_exact(ranks: int, every: int, scores: str) -> None:
