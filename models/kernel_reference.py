@@ -101,7 +101,7 @@ def _weights(sample: Sample, lse_NX: Tensor, block: ScoreBlock, window: int | No
     """The softmax over all blocks of a query, here of one block of one KV head: [N, P, R]."""
     queries, keys = slice(block.q0, block.q1), slice(block.k0, block.k1)
     scores_NPR = sample.q[queries].transpose(0, 1) @ sample.k[keys, 0].T * sample.q.shape[-1] ** -0.5
-    weights_NPR = (scores_NPR - lse_NX[:, queries, None]).exp()
+    weights_NPR: Tensor = (scores_NPR - lse_NX[:, queries, None]).exp()
     if block.mask == "flipped":
         return weights_NPR.triu()
     if block.mask == "causal":
