@@ -44,7 +44,7 @@ from trainer.selfcheck.shrink import write_sample_documents
 from trainer.selfcheck.worker import run_and_compare
 
 CASES = read_cases()
-NUM_DEFAULT = 10
+NUM_DEFAULT = 12
 """Cases of the covering array in the default check; they have more than half of the pairs of small meshes."""
 RANDOM_SECONDS = 6.0
 # Keys that random configurations do not vary, and why.
