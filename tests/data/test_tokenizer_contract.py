@@ -45,16 +45,11 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in MODULES:
         monkeypatch.setattr(module, "PART_CHARS", 7)
     monkeypatch.setattr(huggingface_tokenizer, "TOKEN_CUTS_PART_CHARS", 7)
-    monkeypatch.setattr(huggingface_tokenizer, "MIN_PLANNED_CHARS", 1)
+    monkeypatch.setattr(huggingface_tokenizer, "MIN_TIKTOKEN_CHARS", 1)
 
 
 def places(tokenizer: Any, text: str) -> int:
-    may_cut = (
-        tokenizer.may_cut
-        if isinstance(tokenizer, sentencepiece_tokenizer.SentencePieceTokenizer)
-        else tokenizer._plan.may_cut
-    )
-    return sum(may_cut(text[at - 1 : at + 1]) for at in range(1, len(text)))
+    return sum(tokenizer.may_cut(text[at - 1 : at + 1]) for at in range(1, len(text)))
 
 
 # ---- sentencepiece
