@@ -72,7 +72,7 @@ def measure(subject: str, folder: Path) -> None:
     load: dict[str, Callable[[], object]] = {
         "library": lambda: Tokenizer.from_buffer(content),
         "parent": lambda: load_huggingface_tokenizer(folder),
-        "parent, for long texts": lambda: load_huggingface_tokenizer(folder)._plan,
+        "parent, for long texts": lambda: load_huggingface_tokenizer(folder)._tiktoken,
         "worker": lambda: pickle.loads(content),
     }
     before, began = peak_mebibytes(), time.process_time()

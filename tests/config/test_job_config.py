@@ -73,6 +73,7 @@ PROBLEMS: list[tuple[dict[str, dict[str, object]], int, str]] = [
         2,
         'tokenizer.path = "x" is not used by tokenizer.kind = "byte"; set tokenizer.kind to "tiktoken"',
     ),
+    ({"tokenizer": {"eos": "<e>"}}, 2, 'tokenizer.eos is not used by tokenizer.kind = "byte", only by "tiktoken"'),
     ({"tokenizer": {"kind": "tiktoken"}}, 2, 'tokenizer.kind = "tiktoken" needs tokenizer.path'),
     ({"tokenizer": {"kind": "tiktoken", "path": "no"}}, 2, 'tokenizer.path = "no" is not a file'),
     ({"tokenizer": {"kind": "tiktoken", "path": "n" * 5000}}, 2, "is not a file"),

@@ -70,14 +70,14 @@ def their_ids(folder: Path, text: str) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def tiktoken_for_short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_tokenizer, "MIN_PLANNED_CHARS", 1)
+    monkeypatch.setattr(huggingface_tokenizer, "MIN_TIKTOKEN_CHARS", 1)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_gives_the_ids_of_transformers(name: str, root: Path) -> None:
     folder, family = family_folder(root, name), FAMILIES[name]
     ours, theirs = ours_of(folder), theirs_of(folder)
-    assert (ours._plan.tiktoken is not None, ours._plan.may_cut != cut_nowhere) == (family.tiktoken, family.cuts)
+    assert (ours._tiktoken is not None, ours.may_cut != cut_nowhere) == (family.tiktoken, family.cuts)
     assert (ours.vocab_size, ours.eos) == (len(theirs), theirs.eos_token_id)
     prefix = [] if family.bos is None else [theirs.convert_tokens_to_ids(family.bos)]
     assert ours.bos == (prefix[0] if prefix else None)
@@ -176,8 +176,8 @@ def test_workers_get_the_same_tokenizer_and_only_build_the_librarys(
                 patched.delattr(huggingface_tokenizer, finding)
             patched.setattr(HuggingFaceTokenizer, "_find_misread_names", None)
             copy = pickle.loads(pickled)
-            assert copy._plan.may_cut == ours._plan.may_cut
-            assert (copy._plan.tiktoken is None) == (ours._plan.tiktoken is None)
+            assert copy.may_cut == ours.may_cut
+            assert (copy._tiktoken is None) == (ours._tiktoken is None)
         assert copy.encode(NAMES + TEXTS[-1]).tolist() == ours.encode(NAMES + TEXTS[-1]).tolist()
         assert copy.fingerprint == ours.fingerprint
 

@@ -17,6 +17,7 @@ import pytest
 from tests.sentencepiece_model import train_sentencepiece
 from trainer.config.data import TokenizerSection
 from trainer.data.tokenizer import Tokenizer
+from trainer.errors import DataError
 from trainer.export.hf_tokenizer import META_TOKENIZER_PATH, detect_tokenizer, hf_tokenizer_files
 
 ODD = (
@@ -149,6 +150,29 @@ def test_metas_file_is_detected_where_there_is_no_tokenizer_json(tmp_path: Path)
     assert actual == ("tiktoken", folder / META_TOKENIZER_PATH)
     stated = TokenizerSection(kind="tiktoken", path=actual[1], pattern="llama3")
     assert hf_tokenizer_files(stated, max_length=64)[0].fingerprint == ours.fingerprint
+
+
+STATED = {"kind": "tiktoken", "special_tokens": ("<first>", "<end>"), "eos": "<end>"}
+
+
+@pytest.mark.parametrize("pattern", ["qwen2", "gpt2", r"\p{L}+|[^\p{L}]+"])
+def test_stated_ranks_are_exported_as_they_are_read(pattern: str, tmp_path: Path) -> None:
+    stated = TokenizerSection.model_validate(STATED | {"path": tiktoken_file(tmp_path), "pattern": pattern})
+    ours, files = hf_tokenizer_files(stated, max_length=64)
+    for name, content in files.items():
+        (tmp_path / "hf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "hf" / name).write_bytes(content)
+    theirs = load_with_transformers(tmp_path / "hf")
+    text = TEXT[:20_000]
+    assert theirs(text, verbose=False)["input_ids"] == ours.encode(text).tolist()
+    assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (None, ours.eos, ours.vocab_size)
+
+
+def test_a_pattern_that_is_read_otherwise_is_not_exported(tmp_path: Path) -> None:
+    """In Hugging Face's library every line begins as a text does."""
+    values = {"path": tiktoken_file(tmp_path), "pattern": r"^\p{L}+|[\s\S]"}
+    with pytest.raises(DataError, match="splits texts otherwise in Hugging Face's library than in tiktoken"):
+        hf_tokenizer_files(TokenizerSection.model_validate(STATED | values), max_length=64)
 
 
 @pytest.mark.parametrize("content", ["", "[", "{}", '{"model": {"vocab": {}}}', "[" * 100_000])

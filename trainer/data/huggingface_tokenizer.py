@@ -7,9 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
@@ -25,7 +24,7 @@ from trainer.data.byte_level_bpe import (
 )
 from trainer.data.file_types import sha256_of
 from trainer.data.huggingface_cuts import TokenCuts, proved_cuts
-from trainer.data.text_chunks import MayCut, cut_nowhere, encode_parts, joined, split_text
+from trainer.data.text_chunks import MayCut, encode_parts, joined, split_text
 from trainer.data.tokenizer_folder import (
     ADDED_TOKENS_FILE,
     CONFIG_FILE,
@@ -42,7 +41,7 @@ from trainer.data.tokenizer_folder import (
 )
 from trainer.errors import DataError
 
-MIN_PLANNED_CHARS = 256
+MIN_TIKTOKEN_CHARS = 256
 """Shorter texts, such as prompts, do not wait until the tokenizer is compared with tiktoken, about a second."""
 
 PART_CHARS = 400_000
@@ -59,14 +58,6 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
         return HuggingFaceTokenizer(files)
     except DataError as error:
         raise DataError(f'tokenizer.path = "{path}": {error}') from error
-
-
-class Plan(NamedTuple):
-    """What of a tokenizer.json only long texts need, and other processes need not find out again."""
-
-    may_cut: MayCut
-    tiktoken: TiktokenBpe | None
-    """The same tokenizer in tiktoken, if that gives the same ids."""
 
 
 class HuggingFaceTokenizer:
@@ -96,13 +87,15 @@ class HuggingFaceTokenizer:
         }
         identity = (canonical_json(definition), describe_added_tokens(added), self.bos, self.eos)
         self.fingerprint = "huggingface-" + sha256_of(identity)
+        self.may_cut: MayCut = proved_cuts(definition, [*added.values()], self._normalize)
+        self._suits_tiktoken = split_pattern(definition) is not None and is_plain_bpe(definition)
         self._newline = self._encode_with_library("\n")
         # Some tokenizers put a space before every text, which must not stand where a text was split.
         self._has_prefix = self._encode_with_library("\na") != self._newline + self._encode_with_library("a")
         self._inside_misread_names = self._find_misread_names()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_plan": self._plan} | {name: value for name, value in vars(self).items() if name != "_tokenizer"}
+        return {"_tiktoken": self._tiktoken} | {name: each for name, each in vars(self).items() if name != "_tokenizer"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -112,15 +105,8 @@ class HuggingFaceTokenizer:
         return joined(self.encode_blocks([text]))
 
     def encode_blocks(self, blocks: Iterable[str]) -> Iterator[Tensor]:
-        may_cut: MayCut = cut_nowhere
-        part_chars = PART_CHARS
-        blocks, beginning = iter(blocks), ""
-        while len(beginning) < MIN_PLANNED_CHARS and (block := next(blocks, "")):
-            beginning += block
-        if len(beginning) >= MIN_PLANNED_CHARS:
-            may_cut = self._plan.may_cut
-            part_chars = TOKEN_CUTS_PART_CHARS if isinstance(may_cut, TokenCuts) else PART_CHARS
-        parts = split_text(chain([beginning], blocks), may_cut, part_chars=part_chars, max_chars=MAX_CHARS)
+        part_chars = TOKEN_CUTS_PART_CHARS if isinstance(self.may_cut, TokenCuts) else PART_CHARS
+        parts = split_text(blocks, self.may_cut, part_chars=part_chars, max_chars=MAX_CHARS)
         return encode_parts(parts, self._encode_text)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -144,8 +130,8 @@ class HuggingFaceTokenizer:
         return ids
 
     def _encode_part(self, text: str) -> list[int]:
-        if len(text) >= MIN_PLANNED_CHARS and self._plan.tiktoken is not None:
-            ids = self._plan.tiktoken.encode(text)
+        if len(text) >= MIN_TIKTOKEN_CHARS and self._tiktoken is not None:
+            ids = self._tiktoken.encode(text)
             if ids is not None:
                 return ids
         return self._encode_with_library(text)
@@ -161,26 +147,29 @@ class HuggingFaceTokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    @cached_property
-    def _plan(self) -> Plan:
-        definition = read_object(self._files, TOKENIZER_FILE)
-        added = [*self._tokenizer.get_added_tokens_decoder().values()]
+    def _normalize(self, text: str) -> str:
         normalizer = self._tokenizer.normalizer
-        normalize = normalizer.normalize_str if normalizer else str
-        return Plan(proved_cuts(definition, added, normalize), self._find_tiktoken(definition, added, normalize))
+        return str(normalizer.normalize_str(text)) if normalizer else text
 
-    def _find_tiktoken(
-        self, definition: Mapping[str, Any], added: Sequence[AddedToken], normalize: Callable[[str], str]
-    ) -> TiktokenBpe | None:
-        pattern = split_pattern(definition)
-        if pattern is None or not is_plain_bpe(definition):
+    @cached_property
+    def _tiktoken(self) -> TiktokenBpe | None:
+        """The same tokenizer in tiktoken, if that gives the same ids."""
+        if not self._suits_tiktoken:
             return None
+        definition = read_object(self._files, TOKENIZER_FILE)
+        pattern = split_pattern(definition)
         with merges_alone(self._tokenizer.model) as builds:
             ranks = tiktoken_ranks(definition["model"], builds)
-        if ranks is None:
+        if pattern is None or ranks is None:
             return None
-        matched = [token.content for token in added if not token.special]
-        candidate = TiktokenBpe(ranks, pattern, normalize=normalize, added_names=matched)
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        normalizer = self._tokenizer.normalizer
+        candidate = TiktokenBpe(
+            ranks,
+            pattern,
+            normalize=normalizer.normalize_str if normalizer else str,
+            added_names=[token.content for token in added if not token.special],
+        )
         return candidate if candidate.encode(PROBE) == self._encode_with_library(PROBE) else None
 
 
