@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -281,7 +282,8 @@ class InMemoryCheckpoints:
             return {step: state for step, state in states if state is not None}
 
         loaded: TrainState | None = None
-        newest = Newest(*run_on_rank_zero(lambda: list(Newest.read(self.run_dir.checkpoints_dir)), self._group))
+        recorded: list[Any] = run_on_rank_zero(lambda: [*Newest.read(self.run_dir.checkpoints_dir)], self._group)
+        newest = Newest(*recorded)
         for file in (*self._files, *self._held):
             header = file.read_header()
             if header is None or header.launch != newest.launch or header.step > newest.in_memory:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -85,7 +86,9 @@ def write_checkpoint(request: SaveRequest, group: ProcessGroup) -> int:
         run_on_all_ranks(lambda: _create_temporary_folder(request.temporary_path), group)
         write_tensors(request.tensors, StagedSavePlanner(local_tensors), _writer(request, local_tensors), group)
         run_on_rank_zero(lambda: _write_state(request, local_tensors), group)
-        rank_files = run_and_gather(lambda: _hash_own_files(request.temporary_path, group.rank()), group)
+        rank_files: list[dict[str, Any]] = run_and_gather(
+            lambda: _hash_own_files(request.temporary_path, group.rank()), group
+        )
         files = {name: (size, digest) for own_files in rank_files for name, [size, digest] in own_files.items()}
         run_on_rank_zero(lambda: _commit(request, files, group.size()), group)
     except PhaseError as error:
@@ -153,7 +156,7 @@ def optimizer_steps(local_tensors: Mapping[str, Tensor]) -> int | None:
     return int(least)
 
 
-def _hash_own_files(folder: Path, rank: int) -> dict[str, list[int | str]]:
+def _hash_own_files(folder: Path, rank: int) -> dict[str, Any]:
     """[size, sha256] of the files that this rank wrote, by name."""
     # `iterdir` raises if the folder is gone, `glob` does not.
     own_files = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
