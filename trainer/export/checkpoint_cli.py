@@ -53,7 +53,7 @@ class ResolvedCheckpoint:
     step: int
     config: Config
     """Configuration of the stage that wrote the checkpoint, with the overrides."""
-    run_config: Recipe
+    run_config: Config
     """Configuration of the whole run, which defines its validation sets, with the overrides."""
 
 

@@ -141,9 +141,10 @@ MODEL: Cases = {
 
 # ---- data
 
-BPE = {"model.vocab_size": 600, "tokenizer": {"kind": "tiktoken", "path": "first.model", "pattern": "llama3"}}
+RANKS = {"kind": "tiktoken", "path": "first.model", "pattern": "llama3"}
 ENDS = ("<first>", "<second>")
-STATED_BPE = {"model.vocab_size": 600, "tokenizer": BPE["tokenizer"] | {"special_tokens": ENDS, "eos": "<first>"}}
+BPE = {"model.vocab_size": 600, "tokenizer": RANKS}
+STATED_BPE = {"model.vocab_size": 600, "tokenizer": {**RANKS, "special_tokens": ENDS, "eos": "<first>"}}
 WEB = {"data.sources": {"web": {"path": "others"}}, "data.mix": [{"source": "web"}]}
 JSON_WEB = {"data.sources": {"web": {"path": "lines.jsonl"}}, "data.mix": [{"source": "web"}]}
 MIX = {"data.sources": {"web": {"path": "others"}}, "data.mix": [{"source": "web"}, {"source": "corpus"}]}

@@ -76,10 +76,10 @@ def first_characters(splits: Iterator[InputSplit], key: str) -> str:
     """Of the first text that is not empty, escaped; or what is wrong with the first."""
     problems: list[str] = []
     texts = chain.from_iterable(read_texts(split, text_key=key) for split in splits)
-    for blocks in islice(texts, PREVIEW_TEXTS):
+    for found in islice(texts, PREVIEW_TEXTS):
         text = ""
         try:
-            while len(text) < PREVIEW_CHARS and (block := next(blocks, "")):
+            while len(text) < PREVIEW_CHARS and (block := next(found.blocks, "")):
                 text += block
             if text:
                 return f'the first begins "{escaped(text[:PREVIEW_CHARS])}"'
