@@ -238,7 +238,7 @@ class SafetensorsReader:
         raise HuggingFaceError([f"{path}: {name} has shape {stored.get_shape()}, expected {list(shape)}"])
 
     def specs(self, model: ModelConfig) -> dict[str, TensorSpec]:
-        """As `tensor_specs`, with the tensors that the files have, whatever `model_type` the model has."""
+        """The `tensor_specs` for the tensors that the files have, whatever `model_type` the model has."""
         model_types = (model.model_type, "", *FUSED_TENSORS, *RENAMED_TENSORS)
         found = [tensor_specs(dataclasses.replace(model, model_type=each)) for each in dict.fromkeys(model_types)]
         return next((specs for specs in found if all(map(self._has, specs.values()))), found[0])

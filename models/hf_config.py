@@ -82,7 +82,7 @@ def _family(values: Mapping[str, Any]) -> Family:
 
 
 def _with_their_keys(problem: str, family: Family) -> str:
-    """What is wrong with a model, by the keys of its config.json instead of our options."""
+    """A model's problem, with the keys of its config.json in place of our options."""
     ours = {option: key for key, option in COMMON_KEYS.items()} | {
         key.option: name for name, key in family.keys.items()
     }

@@ -47,7 +47,7 @@ UNUSED_KEYS = {
     *("router_aux_loss_coef", "output_router_logits", "num_nextn_predict_layers", "initial_context_length"),
     *("_attn_implementation", "attn_implementation"),
 }
-"""What transformers writes into any config.json, and no number that a model computes depends on."""
+"""Keys that transformers writes into any config.json; no number that a model computes depends on them."""
 OFF: Mapping[str, tuple[object, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),

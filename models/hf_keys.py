@@ -21,7 +21,7 @@ class Meaningless(NamedTuple):
     values: tuple[object, ...] | None = None
     """With which it means nothing; any other one is refused. None: all."""
     model_types: frozenset[str] = frozenset()
-    """Of which it means nothing. Empty: all."""
+    """The families in which it means nothing; empty: all."""
     same_as: str | None = None
     """The key whose value it repeats; any other value is refused."""
 
@@ -99,7 +99,7 @@ def review_keys(values: Mapping[str, Any], family: Family, ignore_keys: Iterable
 
 
 def _allowed_values(values: Mapping[str, Any], family: Family) -> dict[str, tuple[object, ...]]:
-    """Of features that our model does not have: the values that switch them off."""
+    """By key of a feature that our model does not have: the values that switch it off."""
     activation = ACTIVATIONS[family.options.get("activation", "silu")]
     allowed: dict[str, tuple[object, ...]] = {
         **OFF,
@@ -172,7 +172,7 @@ def id_remarks(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def pattern_remarks(values: Mapping[str, Any]) -> Iterator[str]:
-    """Of a pattern of windows beside `layer_types`, which decides."""
+    """Remarks on a pattern of windows beside `layer_types`, which decides."""
     types: Any = values.get("layer_types")
     for key in ("sliding_window_pattern", "_sliding_window_pattern") if isinstance(types, list) else ():
         every = values.get(key)

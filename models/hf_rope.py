@@ -57,7 +57,7 @@ def rope_from_hf(
 
 
 def rope_problems(values: Mapping[str, Any], local_theta_key: str) -> Iterator[str]:
-    """Of the keys at the top of a config.json: values that are none, or others than in `rope_parameters`, `rope_scaling`."""
+    """Problems of rope keys at the top of a config.json: invalid values, and others than in `rope_parameters` or `rope_scaling`."""
     length = values.get(ORIGINAL_LENGTH_KEY)
     if length is not None and not (is_number(length) and length > 0):
         yield f"config.json: {ORIGINAL_LENGTH_KEY} = {format_value(length)} must be a number above 0"

@@ -24,7 +24,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 5e-4, torch.float16: 0.03, to
 FLOOR = 0.25
 """Of a tensor's largest number, added to a row's: rows that cancel to zero in float64 do not in other dtypes."""
 CANCELLED = 0.0625
-"""Of the sizes of terms, a row's and the mean of all rows': the least scale, where they cancel in a whole tensor."""
+"""The least scale where terms cancel in a whole tensor: this share of their sizes, a row's plus the mean of all rows'."""
 MAX_ELEMENTS = 2**31 - 1
 """That a kernel which counts in 32 bits can address."""
 LONG_DOCUMENT, FEW_TOKENS, MAX_SCORES, MAX_ROWS = 1024, 256, 1 << 24, 1 << 14
@@ -158,7 +158,7 @@ def compare(where: str, actual: Results, expected: Reference, tolerance: float) 
 
 
 def row_errors(actual: Tensor, exact: Tensor, terms: Tensor) -> Tensor:
-    """Of the tensors' rows, in float64. On the CPU: a device may compute nothing, not even errors."""
+    """Rows of the tensors in float64, on the CPU: a device may compute nothing, not even errors."""
     actual, exact, terms = (x.flatten(1).cpu().double() for x in (actual, exact, terms))
     return (actual - exact).abs().amax(1) / row_scales(exact, terms)
 

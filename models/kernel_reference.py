@@ -1,4 +1,4 @@
-"""What an attention kernel is compared with: matrix products in float64, and the sizes of the terms that they add up.
+"""The reference of attention kernels: matrix products in float64, and the sizes of the terms that they add up.
 
 Terms may cancel: a query of one key has no gradient, whatever its key and value. A result of zero does not say how large a
 rounding error may be; its terms do.
@@ -19,7 +19,7 @@ from models.score_blocks import ScoreBlock, ScoreBlocks
 
 OUTPUTS = ("output", "log-sum-exp", "dq", "dk", "dv")
 HOST_TOLERANCE = 1e-10
-"""Of float64 on a device against float64 on the host."""
+"""Tolerance of float64 on a device against float64 on the host."""
 
 
 class Sample(NamedTuple):
@@ -63,7 +63,7 @@ def _join_heads(results: list[Results]) -> Results:
 
 
 def forward_backward(sample: Sample, blocks: ScoreBlocks, kernel: str) -> Results:
-    """Of blocks that cover all queries."""
+    """Runs both passes over blocks that cover all queries."""
     grad, q, k, v = sample
     out, lse = attention_op.forward(q, k, v, blocks, kernel=kernel)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
@@ -75,7 +75,7 @@ def forward_backward(sample: Sample, blocks: ScoreBlocks, kernel: str) -> Result
 
 
 def term_sizes(sample: Sample, lse_NX: Tensor, blocks: ScoreBlocks) -> Results:
-    """Of one KV head: the root of the sum of the squares of each number's terms, one for each pair of query and key.
+    """For one KV head: the root of the sum of the squares of each number's terms, one for each pair of query and key.
 
     A term of dq is p g_h v_h k H ** -0.5 for each of the H products in the gradient of a weight p, before the softmax
     subtracts their mean; one of dk has q in the place of k. The log-sum-exp has the size 1: its absolute error is the

@@ -18,13 +18,13 @@ from torch.distributed import ProcessGroup
 T = TypeVar("T")
 
 MAX_VALUE_BYTES = 64 << 20
-"""Of one rank's value as JSON. A rank that announces more is refused before memory is allocated for it."""
+"""Largest value of one rank as JSON. A rank that announces more is refused before memory is allocated for it."""
 MAX_VALUES_BYTES = 1 << 30
-"""Of the values of all ranks, each padded to the longest."""
+"""Largest sum of the values of all ranks, each padded to the longest."""
 
 
 class ValueExchangeError(RuntimeError):
-    """What a rank sent as a value is too large, or is no JSON."""
+    """A rank sent a value that is too large, or that is not JSON."""
 
 
 def all_reduce(group: ProcessGroup | None, x: Tensor) -> Tensor:

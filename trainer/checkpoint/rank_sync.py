@@ -23,7 +23,7 @@ class PhaseError(Exception):
 SHARED_ERRORS: dict[str, type[Exception]] = {
     error_type.__name__: error_type for error_type in (PhaseError, ResumeError, UnreadableError, RunFailedError)
 }
-"""What one rank may raise for all, by the name that it sends; every other error becomes a `PhaseError`."""
+"""Errors that one rank may raise for all, by the name that it sends; every other one becomes a `PhaseError`."""
 
 
 def run_and_gather(function: Callable[[], T], group: ProcessGroup | None) -> list[T]:

@@ -13,7 +13,7 @@ from trainer.data.own_files import is_configuration
 Kind = Literal["text", "lines", "table"]
 """A text; a JSON record on each line; rows of a Parquet file."""
 HEAD_BYTES = 1 << 16
-"""What is looked at before a file is read."""
+"""Bytes that are looked at before a file is read."""
 SUFFIX = re.compile(r"[a-z][a-z0-9_+-]{0,15}")
 LINE_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".json")
 COMPRESSIONS = (".gz", ".zst")
@@ -96,7 +96,7 @@ def is_read_as_before(name: str) -> bool:
 
 
 def describe_binary(name: str) -> str:
-    """What a file with this suffix is instead of text; "" if it may be text."""
+    """The kind of binary file that this suffix names; "" if the file may be text."""
     return BINARY_SUFFIXES.get(text_suffix(name), "")
 
 
@@ -113,7 +113,7 @@ def may_be_metadata(name: str) -> bool:
 
 
 def describe_metadata(name: str, head: bytes) -> str:
-    """What a file is that describes a corpus or a run; "" if it is none."""
+    """The kind of file that describes a corpus or a run; "" for any other file."""
     base = base_name(name)
     if base in DATASET_DESCRIPTIONS:
         return "a description of a Hugging Face dataset"
@@ -137,7 +137,7 @@ class Contents(NamedTuple):
     not_text: str = ""
     """Why the file is no text."""
     keys: frozenset[str] | None = None
-    """Of the first JSON records; None: unknown."""
+    """Keys of the first JSON records; None: unknown."""
 
 
 def is_lfs_pointer(head: bytes) -> bool:
@@ -145,7 +145,7 @@ def is_lfs_pointer(head: bytes) -> bool:
 
 
 def examine(name: str, head: bytes, *, is_whole: bool, is_stated: bool) -> Contents:
-    """Of the first bytes of a file, decompressed. `is_stated`: JSON is text where it is no lines of records."""
+    """Judges a file by its first bytes, decompressed. `is_stated`: JSON other than lines of records is text."""
     kind = kind_of(name)
     if is_utf_16(head, is_whole=is_whole):
         return Contents(kind, refusal=UTF_16)
@@ -163,7 +163,7 @@ def examine(name: str, head: bytes, *, is_whole: bool, is_stated: bool) -> Conte
 
 
 def describe_bytes(head: bytes) -> str:
-    """What the bytes are instead of text; "" if they may be text."""
+    """The kind of binary data that the bytes are; "" if they may be text."""
     for what, signatures in SIGNATURES.items():
         if head.startswith(signatures):
             return what

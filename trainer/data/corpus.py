@@ -52,7 +52,7 @@ class Corpus:
 
     @property
     def log_level(self) -> int:
-        """Of lines about what is not read: the standard library's tests hold such files on purpose."""
+        """Log level of lines on what is not read: the standard library's tests hold such files on purpose."""
         return logging.INFO if self.is_stdlib else logging.WARNING
 
     @property

@@ -28,7 +28,7 @@ from trainer.errors import CorpusRefusedError, DataError
 # Installed packages are no part of the library; encodings/ holds near-identical Unicode tables, which lower the loss.
 STDLIB_EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "encodings"}
 EXAMINED_FILES = 64
-"""Of each suffix, before any is read; the others are examined when they are."""
+"""Files of each suffix that are examined before any is read; the others are examined when they are read."""
 SMALL_FILE = 200
 """Bytes; a pointer of Git LFS is smaller, and few files of data are."""
 LISTED_NAMES = 3

@@ -47,7 +47,7 @@ class InputSplit(NamedTuple):
 
     @property
     def place(self) -> tuple[str, str, str]:
-        """What opens the file."""
+        """The arguments that open the file."""
         return self.root, self.path, self.name
 
 

@@ -42,7 +42,7 @@ def open_beneath(root: str, path: str) -> BufferedReader:
 
 
 def open_data(root: str, path: str, name: str) -> BufferedReader:
-    """As `open_beneath`. Raises CorpusRefusedError for a Git LFS pointer."""
+    """Opens as `open_beneath` does. Raises CorpusRefusedError for a Git LFS pointer."""
     file = open_beneath(root, path)
     if is_lfs_pointer(file.peek(1)):
         file.close()
@@ -52,7 +52,7 @@ def open_data(root: str, path: str, name: str) -> BufferedReader:
 
 @contextmanager
 def open_decompressed(root: str, path: str, name: str) -> Iterator[BufferedReader | gzip.GzipFile]:
-    """As `open_data`; the suffix of `name` says how the file is compressed. Raises DataError without pyarrow."""
+    """Opens as `open_data` does; the suffix of `name` says how the file is compressed. Raises DataError without pyarrow."""
     suffix = compression_suffix(name)
     pyarrow = import_pyarrow(name) if suffix == ".zst" else None
     with open_data(root, path, name) as file:
@@ -64,7 +64,7 @@ def open_decompressed(root: str, path: str, name: str) -> Iterator[BufferedReade
 
 @contextmanager
 def open_parquet(root: str, path: str, name: str, *, buffer_bytes: int) -> Iterator[Any]:
-    """As `open_data`. Raises DataError without pyarrow."""
+    """Opens as `open_data` does. Raises DataError without pyarrow."""
     parquet = import_pyarrow(name).parquet
     with (
         open_data(root, path, name) as file,

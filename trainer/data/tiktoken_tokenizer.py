@@ -32,7 +32,7 @@ MAX_CHARS = 1 << 25
 WHITESPACE_PART = 25_000  # as in Llama 3's tokenizer
 
 LLAMA3_SHA256 = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"
-"""Of `original/tokenizer.model` of Llama 3, 3.1, 3.2 and 3.3."""
+"""Digest of the ranks in `original/tokenizer.model` of Llama 3, 3.1, 3.2 and 3.3."""
 LLAMA3_SPECIAL_TOKENS = (
     "<|begin_of_text|>",
     "<|end_of_text|>",

@@ -56,7 +56,7 @@ class TokenShard(BaseModel):
 
 
 class TextCounts(BaseModel):
-    """Of the files with one suffix."""
+    """Numbers of texts in the files with one suffix."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     texts: Count = 0

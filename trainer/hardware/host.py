@@ -34,7 +34,7 @@ def seconds_since_boot() -> float:
 
 
 def loopback_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What keeps the sockets of gloo and NCCL on loopback, for ranks of one host; what is set already stays.
+    """Variables that keep the sockets of gloo and NCCL on loopback, for ranks of one host; what is set already stays.
 
     By default both listen on the interface of the host's name, where other hosts reach them.
     """

@@ -75,7 +75,7 @@ DENSE_MODELS: Mapping[str, ConfigValues] = {
     "gemma2": WINDOWS | GEMMA | _keys(model__softcap=2.0, model__logit_softcap=3.0),
     "gemma3": LOCAL_WINDOWS | GEMMA | _keys(model__qk_norm=True),
 }
-"""Those of which a single level of another factor makes no model that transformers has."""
+"""Factors of which a single level of another one makes no model that transformers has."""
 MIXTURES: Mapping[str, ConfigValues] = {
     "softmax": EXPERTS,
     "biases": EXPERTS | _keys(model__router_bias=True, model__expert_bias=True, model__normalize_top_k=False),

@@ -1,4 +1,4 @@
-"""What uses a run's last checkpoint: an export to a Hugging Face folder, evaluations on its mesh, and generation."""
+"""Uses of a run's last checkpoint: an export to a Hugging Face folder, evaluations on its mesh, and generation."""
 
 from __future__ import annotations
 

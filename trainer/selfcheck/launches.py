@@ -24,7 +24,7 @@ def reference_values(values: dict[str, Any]) -> dict[str, Any]:
 EXPORT = "exported"
 """Folder of an export in the folder of its run."""
 Finish = Literal["none", "export", "export MXFP4", "evaluate", "generate"]
-"""What a launch does with its last checkpoint."""
+"""The use that a launch makes of its last checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from trainer.trainer import StepResult, Trainer
 
 NamedTensors = dict[str, Tensor]
 ROUNDED = 1e-5
-"""Of the largest number of a kind: smaller tensors are compared on this scale."""
+"""Share of the largest number of a kind: smaller tensors are compared on this scale."""
 
 
 def run_task(rank: int, launch: Launch, store: Path, reference: Path, device_type: str) -> list[StepDifference]:
@@ -126,7 +126,7 @@ def rank_state(trainer: Trainer) -> NamedTensors:
 
 
 def take_weights(trainer: Trainer, path: Path, *, takes_loads: bool) -> None:
-    """Of the state that one process wrote, in one process."""
+    """Reads the state that one process wrote, in one process."""
     saved: NamedTensors = torch.load(path, weights_only=True)
     loads = {name for name, each in trainer.config.model.build().buffers.items() if not each.hf_name}
     for name, tensor in trainer.state_dict().items():

@@ -91,7 +91,7 @@ def selected_specs(config: Recipe, corpus: str | None = None) -> dict[str, Corpu
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """What reading a corpus refuses is as wrong as an argument."""
+    """Turns the refusal of a corpus into a wrong argument."""
     try:
         yield
     except CorpusRefusedError as error:

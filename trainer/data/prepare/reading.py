@@ -1,4 +1,4 @@
-"""What is read of a corpus, in lines for the log: before the first token is written, and after the last one."""
+"""Log lines on what is read of a corpus: before the first token is written, and after the last one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.data.token_dataset import TextCounts
 LISTED_SUFFIXES = 20
 PREVIEW_CHARS = 80
 PREVIEW_TEXTS = 100
-"""That are tried until one is not empty."""
+"""Texts that are tried until one is not empty."""
 
 
 def describe_reading(corpus: Corpus) -> Iterator[str]:
@@ -73,7 +73,7 @@ def describe_kind(kind: Kind, corpus: Corpus, files: Sequence[CorpusFile]) -> st
 
 
 def first_characters(splits: Iterator[InputSplit], key: str) -> str:
-    """Of the first text that is not empty, escaped; or what is wrong with the first."""
+    """First characters of the first text that is not empty, escaped; or what is wrong with the first."""
     problems: list[str] = []
     texts = chain.from_iterable(read_texts(split, text_key=key) for split in splits)
     for found in islice(texts, PREVIEW_TEXTS):
