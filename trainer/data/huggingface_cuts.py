@@ -30,19 +30,6 @@ SPLIT_AT_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "Mer
 
 
 @dataclass(frozen=True)
-class WordCuts:
-    """A pattern's places, but not beside whitespace that an added token may take."""
-
-    ends_word: MayCut
-    takes_left: bool
-    takes_right: bool
-
-    def __call__(self, pair: str) -> bool:
-        is_taken = (self.takes_left and pair[1].isspace()) or (self.takes_right and pair[0].isspace())
-        return self.ends_word(pair) and not is_taken
-
-
-@dataclass(frozen=True)
 class TokenCuts:
     """Between characters that stand together in no token, and where no added token begins or ends."""
 
@@ -71,8 +58,7 @@ def proved_cuts(definition: Mapping[str, Any], added: Sequence[Any], normalize: 
         ends_word = cuts_of_pattern(pattern)
         names = {form for token in added for form in (token.content, normalize(token.content))}
         is_spanned = any(ends_word(name[at : at + 2]) for name in names for at in range(len(name) - 1))
-        # A run of spaces that is a token is one word, as the pattern reads it; a token "\n" beside a letter is one, too.
-        return cut_nowhere if is_spanned else WordCuts(ends_word, takes_left, takes_right)
+        return cut_nowhere if is_spanned or takes_left or takes_right else ends_word
     if not is_by_character(definition) or any(token.normalized for token in matched):
         return cut_nowhere
     model, vocab = definition["model"], definition["model"]["vocab"]
