@@ -50,7 +50,7 @@ PROBE = (
 
 
 def cuts_before_spaces(pair: str) -> bool:
-    """In none of the patterns a word goes on with a space, and only whitespace depends on what follows it."""
+    """A space ends the word before it in all of the patterns, and only whitespace depends on what follows it."""
     return pair[1] == " " and not pair[0].isspace()
 
 

@@ -3,11 +3,11 @@
 - Byte-level tokenizers split a text into words by a pattern, and encode each word by itself. Known patterns end a word at
   some places whatever stands around them (`byte_level_bpe.cuts_of_pattern`).
 - A BPE of converted sentencepiece models joins neighbours only into a token. Where no token holds the characters on both
-  sides of a place side by side, none spans it. Unknown characters must be bytes, or be known before the cut: several in a
-  row become one token.
+  sides of a place side by side, none spans it.
 
 The normalizer must work character by character, but for composition (NFC), which joins nothing to what follows a place of
-the first kind, and for a space before the text: a later part is encoded behind the character before it. Added tokens are
+the first kind, and for a space before the text, which does not matter, like a run of unknown characters that becomes one
+token: a later part is encoded behind the character before it, whose ids are left out. Added tokens are
 matched before that, and cut the text themselves: they may not span the place, reach it by taking whitespace, or look at
 the characters beside them.
 """
@@ -23,7 +23,6 @@ from trainer.data.byte_level_bpe import cuts_of_pattern, split_pattern
 from trainer.data.text_chunks import MayCut, cut_nowhere, neighbours
 
 SPACE = "▁"
-BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
 JOINED_BYTES = re.compile(r"<0x[0-9A-F]{2}>.|.<0x[0-9A-F]{2}>", re.DOTALL)
 TO_SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 PREPEND = {"type": "Prepend", "prepend": SPACE}
@@ -31,25 +30,10 @@ SPLIT_AT_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "Mer
 
 
 @dataclass(frozen=True)
-class WordCuts:
-    """A pattern's places, but not beside whitespace that an added token may take."""
-
-    ends_word: MayCut
-    takes_left: bool
-    takes_right: bool
-
-    def __call__(self, pair: str) -> bool:
-        is_taken = (self.takes_left and pair[1].isspace()) or (self.takes_right and pair[0].isspace())
-        return self.ends_word(pair) and not is_taken
-
-
-@dataclass(frozen=True)
 class TokenCuts:
     """Between characters that stand together in no token, and where no added token begins or ends."""
 
     together: frozenset[str]
-    known: frozenset[str] | None
-    """Characters of the vocabulary, one of which must precede the place; None where bytes stand for the others."""
     starts: frozenset[str]
     ends: frozenset[str]
     takes_left: bool
@@ -59,9 +43,7 @@ class TokenCuts:
         left, right = pair[0], pair[1]
         if pair in self.together or left in self.ends or right in self.starts:
             return False
-        if (self.takes_left and right.isspace()) or (self.takes_right and left.isspace()):
-            return False
-        return self.known is None or left in self.known
+        return not (self.takes_left and right.isspace()) and not (self.takes_right and left.isspace())
 
 
 def proved_cuts(definition: Mapping[str, Any], added: Sequence[Any], normalize: Callable[[str], str]) -> MayCut:
@@ -76,8 +58,7 @@ def proved_cuts(definition: Mapping[str, Any], added: Sequence[Any], normalize: 
         ends_word = cuts_of_pattern(pattern)
         names = {form for token in added for form in (token.content, normalize(token.content))}
         is_spanned = any(ends_word(name[at : at + 2]) for name in names for at in range(len(name) - 1))
-        # A run of spaces that is a token is one word, as the pattern reads it; a token "\n" beside a letter is one, too.
-        return cut_nowhere if is_spanned else WordCuts(ends_word, takes_left, takes_right)
+        return cut_nowhere if is_spanned or takes_left or takes_right else ends_word
     if not is_by_character(definition) or any(token.normalized for token in matched):
         return cut_nowhere
     model, vocab = definition["model"], definition["model"]["vocab"]
@@ -85,11 +66,8 @@ def proved_cuts(definition: Mapping[str, Any], added: Sequence[Any], normalize: 
         len(token) > 6 and "<0x" in token and JOINED_BYTES.search(token) for token in vocab
     ):
         return cut_nowhere
-    has_bytes = model.get("byte_fallback") and vocab.keys() >= BYTE_TOKENS
-    known = {token for token in vocab if len(token) == 1}
     return TokenCuts(
         together=neighbours([*vocab, *(token.content for token in added)], space=SPACE),
-        known=None if has_bytes else frozenset(known | ({" "} if SPACE in known else set())),
         starts=frozenset(token.content[:1] for token in matched),
         ends=frozenset(token.content[-1:] for token in matched),
         takes_left=takes_left,

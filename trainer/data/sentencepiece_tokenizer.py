@@ -2,9 +2,9 @@
 
 A BPE model joins neighbours only into a piece. Where no piece holds the characters on both sides of a place side by side,
 no piece spans it, and each side is joined as if it stood alone. That needs a text that is normalized character by
-character: no rules, no removal of spaces, and no space after the text. A space before the text does not matter, because a
-later part is encoded behind the character before it. Runs of unknown characters become one id unless bytes stand for them:
-then the character before the cut must be a piece.
+character: no rules, no removal of spaces, and no space after the text. A space before the text, and a run of unknown
+characters, which becomes one id, do not matter: a later part is encoded behind the character before it, whose ids are left
+out, and with them the space and the rest of the run.
 
 A unigram model has such places too, but adds up scores from the beginning of the text, in 32 bits: its choice between
 nearly equal scores depends on the length of what stands before. It gets the whole text, as do all other models.
@@ -80,11 +80,9 @@ class PieceCuts:
     """A text may be cut between characters that stand together in no piece."""
 
     together: frozenset[str]
-    known: frozenset[str] | None
-    """Characters that are pieces, one of which must precede the place; None where bytes stand for the others."""
 
     def __call__(self, pair: str) -> bool:
-        return pair not in self.together and (self.known is None or pair[0] in self.known)
+        return pair not in self.together
 
 
 def proved_cuts(proto: Any) -> MayCut:
@@ -95,5 +93,4 @@ def proved_cuts(proto: Any) -> MayCut:
     if trainer.model_type != trainer.BPE or not is_by_character or not has_free_ends:
         return cut_nowhere
     pieces = {each.piece for each in proto.pieces if each.type in (types.NORMAL, types.USER_DEFINED, types.UNUSED)}
-    known = None if trainer.byte_fallback else frozenset(pieces | ({" "} if SPACE in pieces else set()))
-    return PieceCuts(neighbours(pieces, space=SPACE), known)
+    return PieceCuts(neighbours(pieces, space=SPACE))
