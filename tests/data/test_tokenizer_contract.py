@@ -156,6 +156,7 @@ def write_ranks(folder: Path) -> Path:
         b"\r\n",
         b" \n",
         b"/\n",
+        b"\n/",
         b"aa",
         b"aaaa",
         b"st",
