@@ -191,8 +191,9 @@ def json_form(head: bytes, *, is_whole: bool) -> Literal["", "lines", "array", "
         return "lines" if first else ""
     if ARRAY_START.match(text):
         return "array"
-    if OBJECT_START.match(text):
-        return "object" if lines else "lines"
+    if OBJECT_START.match(text):  # A damaged line is followed by other records.
+        are_lines = len(lines) < 2 or lines[1].lstrip().startswith(b"{")
+        return "lines" if are_lines else "object"
     return ""
 
 

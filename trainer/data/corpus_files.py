@@ -228,8 +228,9 @@ class CorpusFiles:
             self._require_key(suffix, [each.keys for _, each in found if each.keys is not None])
 
     def _require_key(self, suffix: str, keys: Sequence[frozenset[str]]) -> None:
-        if keys and not any(self._spec.text_key in each for each in keys):
-            known = ", ".join(map(escaped, sorted(frozenset[str]().union(*keys))[:LISTED_KEYS])) or "none"
+        found = frozenset[str]().union(*keys)
+        if found and self._spec.text_key not in found:  # Lines without any key are damaged, and skipped.
+            known = ", ".join(map(escaped, sorted(found)[:LISTED_KEYS]))
             reason = f'no JSON record with the key "{self._spec.text_key}" in the first lines; keys: {known}'
             self._refuse(f"*{suffix}", f"{reason}; set data.text_key")
 
