@@ -186,7 +186,7 @@ def open_pattern(folder: Path, pattern: str) -> tuple[Tokenizer, Callable[[str],
 def test_ranks_give_the_ids_of_one_call(pattern: str, tmp_path: Path) -> None:
     tokenizer, one_call = open_pattern(tmp_path, pattern)
     require_one_call(tokenizer, one_call, 4000)
-    slashes = "a !\n/ b\n\n/c\n 1\n\n\nd \n\ne\n\u0301f\n²g\n\u0661h \x1f i\x85 j\n" * 20
+    slashes = "abcde!\n/" * 20 + "a !\n/ b\n\n/c\n 1\n\n\nd \n\ne\n\u0301f\n²g\n\u0661h \x1f i\x85 j\n" * 20
     assert ids_of(tokenizer, slashes, 30) == one_call(slashes)
 
 
