@@ -61,7 +61,7 @@ DOORS = {
         "trainer.data.progress",
         "trainer.plan.console",
     },
-    "safetensors": {"models.hf", "models.hf_write"},
+    "safetensors": {"models.hf", "models.hf_write", "trainer.selfcheck.finish"},
     "sentencepiece": {"trainer.data.sentencepiece_tokenizer"},
     "tensorboard": set[str](),
     "tiktoken": {"trainer.data.byte_level_bpe", "trainer.data.tiktoken_tokenizer"},
@@ -307,7 +307,7 @@ def test_every_file_can_be_read_in_one_go() -> None:
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
-CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 123, 19_320, 34_820
+CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 126, 19_900, 37_100
 PACKAGE_LINES = 1_450
 """What `import train` reaches by any import statement, and all of models, parallelisms, trainer and train.py; the wheel's own.
 

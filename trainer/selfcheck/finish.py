@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from models import hf, mxfp4
 from models.decode import Decoder, sequence_batch
@@ -21,6 +21,7 @@ from parallelisms.init_weights import local_ranges
 from trainer.build import ParallelModel
 from trainer.checkpoint.initial_weights import find_checkpoint
 from trainer.checkpoint.load import MODEL_PREFIX, load_tensors
+from trainer.checkpoint.rank_sync import run_on_rank_zero
 from trainer.checkpoint.run_dir import RunDir
 from trainer.errors import RunFailedError
 from trainer.evaluation import needle, perplexity
@@ -69,11 +70,13 @@ def export_and_compare(trainer: Trainer, checkpoint: Path, output: Path) -> None
     Raises `RunFailedError` if one is not bitwise the same.
     """
     weights_only = output.with_name("weights")
-    if trainer.world.rank == 0:
+
+    def write() -> None:
         options = {"dtype": "float64", "max_shard_gib": MAX_SHARD_GIB, "tokenizer": None}
         export(Namespace(source=checkpoint, output=output, **options))
         export_weights(checkpoint, weights_only)
-    distributed.barrier()
+
+    run_on_rank_zero(write, None)
     reader, weights = hf.SafetensorsReader(output), weights_of(trainer)
     specs = reader.specs(trainer.config.model.build())
     read = {f"{MODEL_PREFIX}{name}": torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
