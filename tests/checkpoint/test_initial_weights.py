@@ -75,7 +75,7 @@ def load_initial(run: Path, options: tuple[str, ...]) -> tuple[dict[str, Tensor]
         count += found.numel()
         return found
 
-    hf.SafetensorsReader._slice = counting_read  # type: ignore[assignment,method-assign]
+    hf.SafetensorsReader._slice = counting_read  # type: ignore[assignment, method-assign]
     assert CheckpointManager(config, RunDir(config.output_dir), trainer.world).resume(trainer) is None
     hf.SafetensorsReader._slice = read  # type: ignore[method-assign]
     assert trainer.step == 0

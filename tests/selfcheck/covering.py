@@ -134,7 +134,7 @@ def best_first(cases: list[dict[str, str]], wanted: set[Pair]) -> list[dict[str,
 def main() -> None:
     kept = [*still_legal(PATH.read_text().splitlines())]
     small = completed([case for case in kept if world_size(case) <= 4], small_pairs(), max_processes=4)
-    others = set(all_pairs()).difference(*map(pairs, small))
+    others = {*all_pairs()}.difference(*map(pairs, small))
     large = completed([case for case in kept if case not in small], others, max_processes=8)
     PATH.write_text("".join(f"{format_case(case)}\n" for case in small + large))
     for cases in (small, large):

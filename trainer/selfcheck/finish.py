@@ -23,6 +23,7 @@ from trainer.checkpoint.initial_weights import find_checkpoint
 from trainer.checkpoint.load import MODEL_PREFIX, load_tensors
 from trainer.checkpoint.rank_sync import run_on_rank_zero
 from trainer.checkpoint.run_dir import RunDir
+from trainer.config.training_stages import Recipe
 from trainer.errors import RunFailedError
 from trainer.evaluation import needle, perplexity
 from trainer.evaluation.validation import evaluate_set
@@ -53,9 +54,8 @@ def finish(launch: Launch, trainer: Trainer) -> dict[str, float]:
         if launch.finish == "export MXFP4":
             quantize(launch.config.output_dir / EXPORT)
         return {}
-    resolved = ResolvedCheckpoint(
-        RunDir(launch.config.output_dir), checkpoint, trainer.step, trainer.config, launch.config
-    )
+    run_dir, run_config = RunDir(launch.config.output_dir), cast(Recipe, launch.config)
+    resolved = ResolvedCheckpoint(run_dir, checkpoint, trainer.step, trainer.config, run_config)
     if launch.finish == "generate":
         return generate(resolved, trainer.parallel_model, with_cache=not launch.is_reference)
     return evaluate(resolved, trainer)
