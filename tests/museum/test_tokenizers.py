@@ -42,21 +42,21 @@ def folder_of(name: str) -> Path:
 
 
 def ours(name: str, folder: Path) -> Tokenizer:
-    files = [folder / Path(file).name for file in SHIPPED[name].files]
-    if files[0].name == "tokenizer.json":
-        return load_tokenizer("huggingface", folder)
-    return load_tokenizer("tiktoken" if "Meta" in name else "sentencepiece", files[0])
+    shipped = SHIPPED[name]
+    return load_tokenizer(
+        shipped.kind, folder if shipped.kind == "huggingface" else folder / Path(shipped.files[0]).name
+    )
 
 
 def library(name: str, folder: Path) -> Callable[[str], list[int]]:
     """Ids of the library that the file is written for, of the whole text in one call."""
     file = folder / Path(SHIPPED[name].files[0]).name
-    if file.name == "tokenizer.json":
+    if SHIPPED[name].kind == "huggingface":
         from tokenizers import Tokenizer as HuggingFace
 
         built = HuggingFace.from_file(str(file))
         return lambda text: list(built.encode(text, add_special_tokens=False).ids)
-    if "Meta" in name:
+    if SHIPPED[name].kind == "tiktoken":
         import tiktoken
         from tiktoken.load import load_tiktoken_bpe
 
@@ -81,7 +81,7 @@ def test_ids_are_those_of_the_library(name: str) -> None:
     assert tokenizer.eos < tokenizer.vocab_size
 
 
-@pytest.mark.parametrize("name", [name for name, shipped in SHIPPED.items() if "tokenizer.json" in shipped.files[0]])
+@pytest.mark.parametrize("name", [name for name, shipped in SHIPPED.items() if shipped.kind == "huggingface"])
 def test_ids_are_those_of_transformers(name: str) -> None:
     folder = folder_of(name)
     transformers: Any = pytest.importorskip("transformers")
