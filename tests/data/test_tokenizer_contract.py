@@ -73,8 +73,8 @@ def drawn_models(count: int) -> list[dict[str, Any]]:
     """Half of them with proved cuts, which one in twenty-four of the grid has, and those that lack one condition for it."""
     draw = random.Random(44)
     proved = [options for options in MODELS if has_proved_cuts(options)]
-    lacking = ("model_type", "unigram"), ("normalization_rule_name", "nmt_nfkc")
-    lacking += ("remove_extra_whitespaces", True), ("treat_whitespace_as_suffix", True)
+    lacking: list[tuple[str, Any]] = [("model_type", "unigram"), ("normalization_rule_name", "nmt_nfkc")]
+    lacking += [("remove_extra_whitespaces", True), ("treat_whitespace_as_suffix", True)]
     nearly = [options | dict([each]) for options, each in zip(proved, lacking, strict=False)]
     return nearly + draw.sample(proved, min(count // 2, len(proved))) + draw.sample(MODELS, count - count // 2)
 
