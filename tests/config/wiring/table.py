@@ -141,10 +141,11 @@ MODEL: Cases = {
 
 # ---- data
 
-BPE = {"model.vocab_size": 600, "tokenizer": {"kind": "tiktoken", "path": "first.model", "pattern": "llama3"}}
-UNSTATED_BPE = {"model.vocab_size": 600, "tokenizer": {"kind": "tiktoken", "path": "first.model"}}
-ENDS = ("<first>", "<second>")
-STATED_BPE = {"model.vocab_size": 600, "tokenizer": BPE["tokenizer"] | {"special_tokens": ENDS, "eos": "<first>"}}
+RANKS = {"kind": "tiktoken", "path": "first.model"}
+UNSTATED_BPE = {"model.vocab_size": 600, "tokenizer": RANKS}
+BPE = {"model.vocab_size": 600, "tokenizer": {**RANKS, "pattern": "llama3"}}
+ENDS: dict[str, Any] = {"pattern": "llama3", "special_tokens": ("<first>", "<second>"), "eos": "<first>"}
+STATED_BPE = {"model.vocab_size": 600, "tokenizer": {**RANKS, **ENDS}}
 WEB = {"data.sources": {"web": {"path": "others"}}, "data.mix": [{"source": "web"}]}
 JSON_WEB = {"data.sources": {"web": {"path": "lines.jsonl"}}, "data.mix": [{"source": "web"}]}
 MIX = {"data.sources": {"web": {"path": "others"}}, "data.mix": [{"source": "web"}, {"source": "corpus"}]}
