@@ -141,11 +141,11 @@ MODEL: Cases = {
 
 # ---- data
 
-RANKS = {"kind": "tiktoken", "path": "first.model", "pattern": "llama3"}
-ENDS = ("<first>", "<second>")
-BPE = {"model.vocab_size": 600, "tokenizer": RANKS}
-UNSTATED_BPE = {"model.vocab_size": 600, "tokenizer": {"kind": "tiktoken", "path": "first.model"}}
-STATED_BPE = {"model.vocab_size": 600, "tokenizer": {**RANKS, "special_tokens": ENDS, "eos": "<first>"}}
+RANKS = {"kind": "tiktoken", "path": "first.model"}
+UNSTATED_BPE = {"model.vocab_size": 600, "tokenizer": RANKS}
+BPE = {"model.vocab_size": 600, "tokenizer": {**RANKS, "pattern": "llama3"}}
+ENDS: dict[str, Any] = {"pattern": "llama3", "special_tokens": ("<first>", "<second>"), "eos": "<first>"}
+STATED_BPE = {"model.vocab_size": 600, "tokenizer": {**RANKS, **ENDS}}
 WEB = {"data.sources": {"web": {"path": "others"}}, "data.mix": [{"source": "web"}]}
 JSON_WEB = {"data.sources": {"web": {"path": "lines.jsonl"}}, "data.mix": [{"source": "web"}]}
 MIX = {"data.sources": {"web": {"path": "others"}}, "data.mix": [{"source": "web"}, {"source": "corpus"}]}
@@ -171,7 +171,6 @@ DATA: Cases = {
     "data.sources.max_document": losses((None, 9), WEB),
     "data.sources.separators": losses((None, "eos"), WEB),
     "data.sources.text_key": losses((None, "body"), JSON_WEB),
-    "data.sources.files": losses((None, ("a/*",)), WEB),
     "data.mix.source": losses(("corpus", "web"), TWICE),
     "data.mix.weight": losses((1.0, 5.0), {**MIX, "training.global_batch_size": 4}),
     "data.mix.min_length": losses((None, 40), WEB),
@@ -180,7 +179,6 @@ DATA: Cases = {
     "data.copy_period": losses((8, 16), {"data.corpus": "copy"}),
     "data.documents": losses(("file", "folder")),
     "data.text_key": losses(("text", "body"), {"data.corpus": "lines.jsonl"}),
-    "data.files": losses((None, ("a/*",))),
     "data.max_document": losses((None, 9)),
     "data.separators": losses(("bos_eos", "eos")),
     "data.holdout": (losses((0.0, 0.5)), case(see.validation, (0.25, 0.5), HELD_SAME)),
@@ -328,9 +326,6 @@ RUN: Cases = {
     "checkpoint.async": case(runs.checkpoint_threads, (None, False), FOUR),
     "checkpoint.memory_interval": case(runs.checkpoint_threads, (None, 2), FOUR),
     "checkpoint.initial_load_path": case(runs.run_losses, (None, "initial"), FOUR),
-    "checkpoint.initial_ignore_keys": case(
-        see.initial_problem, ([], ["house_key"]), {"checkpoint.initial_load_path": "hf:hub"}
-    ),
     "metrics.log_interval": case(runs.logged_steps, (1, 2), FOUR),
     "metrics.peak_flops": case(runs.stated_peak, (None, 2e12), FOUR),
     "metrics.tensorboard": case(runs.run_files, (False, True), FOUR),
