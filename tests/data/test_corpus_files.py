@@ -92,7 +92,7 @@ def test_one_record_without_a_line_break_is_a_line(source: Make, documents: Docu
         ("a.json", json.dumps({"text": "a"}, indent=1)),
         ("a.json", "// a comment\n{}"),
         ("a.jsonl", json.dumps([{"text": "a"}])),
-        ("a.json.gz", gzip.compress(json.dumps([{"text": "a"}]).encode())),
+        ("a.json.gz", gzip.compress(json.dumps([{"text": "a"}]).encode(), mtime=0)),
     ],
 )
 def test_json_without_lines_is_refused_unless_it_is_stated(
