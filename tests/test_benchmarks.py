@@ -50,6 +50,7 @@ QUICK = {
     "plans": "--folder {tmp} debug",
     "published": "",
     "replicas": "--mib 1 --rounds 1",
+    "tokenizer_loading": "--tokens 2000 --rounds 1",
 }
 SLOW = {
     "storm": "--faults 1 --only save",

@@ -11,8 +11,8 @@ from torch import Tensor
 from trainer.data import corpus
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec
+from trainer.data.text_chunks import EncodingError
 from trainer.data.tokenizer import ByteTokenizer
-from trainer.errors import DataError
 
 STEPS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 PARTITION_BYTES = 60
@@ -54,7 +54,7 @@ class Fatal(ByteTokenizer):
         parent = multiprocessing.parent_process()
         if text.startswith(self.text):
             if self.target == "error":
-                raise DataError("no such text")
+                raise EncodingError("no such text")
             if self.target == "bug":
                 raise ZeroDivisionError("a bug")
             assert parent is not None

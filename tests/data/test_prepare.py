@@ -26,6 +26,7 @@ from trainer.data.corpus_files import CorpusFiles
 from trainer.data.packing import PackedDataset
 from trainer.data.prepare import prepare, prepare_once
 from trainer.data.source import CorpusSpec
+from trainer.data.text_chunks import EncodingError
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import DataError
@@ -220,7 +221,7 @@ def test_a_foreign_folder_is_not_overwritten(source: Make) -> None:
 def test_a_tokenizer_error_names_the_file(source: Make) -> None:
     class Refusing(ByteTokenizer):
         def encode(self, text: str) -> Tensor:
-            raise DataError(f"cannot encode {text}")
+            raise EncodingError(f"cannot encode {text}")
 
     with pytest.raises(DataError, match=r"b.txt: cannot encode B"):
         prepare(source({"b.txt": "B"}), Refusing())

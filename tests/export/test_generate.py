@@ -223,7 +223,7 @@ def test_help_names_the_options_and_the_keys(capsys: pytest.CaptureFixture[str])
         (["{run}", "--model.num_layers", "1"], 78, "step-2 does not match the model: 9 tensors differ"),
         (["{run}", "--model.ffn_dim", "95"], 78, "step-2 does not match the model: 6 tensors differ"),
         (["{run}", "--tokenizer.kind", "tiktoken"], 78, 'tokenizer.kind = "tiktoken", but '),
-        (["{run}", "--model.vocab_size", "263"], 78, "this one has 264 tokens, the model's vocabulary 263"),
+        (["{run}", "--model.vocab_size", "257"], 78, "this one has 258 tokens, the model's vocabulary 257"),
     ],
 )
 def test_an_error_is_one_line(

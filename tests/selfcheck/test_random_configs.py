@@ -82,6 +82,7 @@ NOT_VARIED = {
     "checkpoint.memory_interval": "used after a crash: tests/resilience/test_in_memory.py",
     "checkpoint.keep_every": "deletes files",
     "checkpoint.initial_load_path": "levels of start",
+    "checkpoint.initial_ignore_keys": "no number depends on it: tests/export/test_contradictions.py",
     "data.sources.path": "a folder",
     "data.sources.max_document": "tests/config/test_wiring.py",
     "data.sources.separators": "tests/config/test_wiring.py",

@@ -87,7 +87,9 @@ def test_the_error_of_a_rank_is_reported(tmp_path: Path, capsys: pytest.CaptureF
     lost = altered(mesh_case, "data", corpus=str(tmp_path / "lost"))
     assert compare(replace(small, mesh_cases=[lost]), tmp_path) == 1
     said = capsys.readouterr().out
-    assert re.search(r"\ndp_shard 2: FAILED: rank [01]: DataError: data.corpus = .*/lost \(corpus.py:\d+\)\n", said)
+    assert re.search(
+        r"\ndp_shard 2: FAILED: rank [01]: CorpusRefusedError: data.corpus = .*/lost \(corpus.py:\d+\)\n", said
+    )
     assert "MISMATCH: dp_shard 2 (" in said
 
 
