@@ -110,6 +110,8 @@ def _with_defaults(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     thetas = {"rope_theta", family.local_theta_key}
     defaults = {key: value for key, value in {**BASE_DEFAULTS, **family.defaults}.items() if key not in thetas}
     present = {**defaults, **values}
+    if present.get("rope_parameters") is None:
+        present["rope_parameters"] = defaults.get("rope_parameters")
     heads, width = present.get("num_attention_heads"), present.get("hidden_size")
     if present.get("num_key_value_heads") is None:
         present["num_key_value_heads"] = heads

@@ -228,9 +228,9 @@ FAMILIES: dict[str, Family] = {
             "num_local_experts": 128,
             "num_experts_per_tok": 4,
             "sliding_window": 128,
+            "rope_theta": 150_000.0,
             "rope_parameters": {
                 "rope_type": "yarn",
-                "rope_theta": 150_000.0,
                 "factor": 32.0,
                 "beta_fast": 32.0,
                 "beta_slow": 1.0,

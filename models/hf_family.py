@@ -65,6 +65,7 @@ OFF: Mapping[str, tuple[object, ...]] = {
     "cross_attention_hidden_size": (None,),
     "pruned_heads": ({}, None),
     "is_decoder": (False, True, None),
+    "is_causal": (True,),  # transformers takes null for false.
     "use_mrope": (False, None),
     "use_bidirectional_attention": (False, None),
     "pretraining_tp": (1, None),

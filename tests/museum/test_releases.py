@@ -156,6 +156,7 @@ def test_a_key_that_means_nothing_is_ignored_with_a_line(model_type: str, keys: 
         ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8 is not supported"),
         ("gemma2", {"sliding_window_size": 8}, "sliding_window_size = 8 and sliding_window = 4096 disagree"),
         ("llama", {"qkv_bias": False}, "qkv_bias = false is unknown for model_type llama; --ignore-key qkv_bias"),
+        ("llama", {"is_causal": None}, "is_causal = null is not supported; only true"),
     ],
 )
 def test_a_value_that_changes_the_model_is_refused(model_type: str, keys: dict[str, Any], problem: str) -> None:
@@ -236,3 +237,13 @@ def test_a_tiny_model_keeps_what_its_release_is() -> None:
         kinds = [whole.layer_kinds[layer] for layer in range(small.num_layers)]
         assert [kind.rope for kind in small.layer_kinds] == [kind.rope for kind in kinds], release.name
         assert [bool(kind.window) for kind in small.layer_kinds] == [bool(kind.window) for kind in kinds], release.name
+
+
+@pytest.mark.parametrize("stated", [{}, {"rope_theta": 10_000.0}, {"rope_parameters": None}, {"rope_scaling": None}])
+def test_the_rope_that_a_gpt_oss_folder_leaves_out_is_that_of_transformers(stated: dict[str, Any]) -> None:
+    left_out = ("rope_theta", "rope_parameters", "rope_scaling")
+    values = {key: value for key, value in values_of("gpt_oss").items() if key not in left_out} | stated
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.GptOssConfig.from_dict(dict(values)).rope_parameters
+    ours = model_config_from_hf(values).rope
+    assert (ours.kind, ours.theta, ours.factor) == (theirs["rope_type"], theirs["rope_theta"], theirs["factor"])
