@@ -87,7 +87,7 @@ CASES = [
     ),
     case("pp 2 GPipe", mesh(pp=2, schedule="GPipe"), slow=True),
     case("dp_shard 2 x pp 2 Interleaved1F1B", mesh(dp_shard=2, pp=2, schedule="Interleaved1F1B"), slow=True),
-    case("tp 2 x pp 2", mesh(tp=2, pp=2), KEEP),
+    case("tp 2 x pp 2", mesh(tp=2, pp=2), KEEP, slow=True),
     case("cp 2 x tp 2 x pp 2", mesh(cp=2, tp=2, pp=2, method="ring", schedule="Interleaved1F1B"), KEEP, slow=True),
     case("tied, dp_shard 2 x tp 2", mesh(dp_shard=2, tp=2), TIED, slow=True),
     # Heads normalised, some layers not rotated, frequencies stretched
