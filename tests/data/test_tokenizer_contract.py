@@ -130,6 +130,60 @@ def test_every_sentencepiece_model_of_the_grid_gives_the_ids_of_one_call(tmp_pat
         check_sentencepiece(train(tmp_path, **options), options, 2500)
 
 
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+PIECES: dict[str, int] = {"<unk>": UNKNOWN, "<s>": CONTROL, "</s>": CONTROL}
+PIECES |= dict.fromkeys(["▁▁", "ab", "▁a", "abc", *"abc▁"], NORMAL)
+
+
+def write_pieces(path: Path, pieces: dict[str, int], **flags: object) -> Path:
+    """A BPE model of pieces and their types, the first of which are joined first."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    protobuf: Any = sentencepiece_model_pb2
+    proto = protobuf.ModelProto()
+    for number, (piece, kind) in enumerate(pieces.items()):
+        proto.pieces.add(piece=piece, type=kind, score=-number)
+    proto.trainer_spec.model_type = proto.trainer_spec.BPE
+    proto.normalizer_spec.remove_extra_whitespaces = False
+    for name, value in flags.items():
+        spec = proto.normalizer_spec if name in proto.normalizer_spec.DESCRIPTOR.fields_by_name else proto.trainer_spec
+        setattr(spec, name, value)
+    path.write_bytes(proto.SerializeToString())
+    return path
+
+
+def random_texts(parts: str, count: int = 400) -> list[str]:
+    draw = random.Random(44)
+    return ["".join(draw.choices(parts, k=draw.randint(1, 12))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("add_dummy_prefix", [True, False])
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"x☃": USER_DEFINED, "a\nb": USER_DEFINED, "\n\n": USER_DEFINED},
+        {"▁▁▁": USER_DEFINED, "▁x": USER_DEFINED, "c▁": USER_DEFINED},
+        {"a b": USER_DEFINED, " x": USER_DEFINED, "\n": USER_DEFINED},
+        {"bca": UNUSED, "▁b": UNUSED, "x": UNUSED},
+        {"x": CONTROL, "ba": CONTROL, "▁b": CONTROL},
+    ],
+)
+def test_unknown_characters_of_a_sentencepiece_model_keep_their_ids(
+    others: dict[str, int],
+    add_dummy_prefix: bool,  # noqa: FBT001
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sentencepiece_tokenizer, "PART_CHARS", 2)
+    path = write_pieces(tmp_path / "model", PIECES | others, add_dummy_prefix=add_dummy_prefix)
+    tokenizer = load_tokenizer("sentencepiece", path)
+    assert places(tokenizer, "cacb ac") > 2
+    one_call = sentencepiece.SentencePieceProcessor(model_file=str(path)).encode
+    for text in random_texts("abc  ▁x☃中\n"):
+        assert ids_of(tokenizer, text, 5) == one_call(text), text
+
+
 def test_a_sentencepiece_model_that_cannot_be_cut_refuses_a_long_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

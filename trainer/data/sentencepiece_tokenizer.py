@@ -2,9 +2,9 @@
 
 A BPE model joins neighbours only into a piece. Where no piece holds the characters on both sides of a place side by side,
 no piece spans it, and each side is joined as if it stood alone. That needs a text that is normalized character by
-character: no rules, no removal of spaces, and no space after the text. A space before the text, and a run of unknown
-characters, which becomes one id, do not matter: a later part is encoded behind the character before it, whose ids are left
-out, and with them the space and the rest of the run.
+character: no rules, no removal of spaces, and no space after the text. A space before the text does not matter: a later
+part is encoded behind the character before it, whose ids are left out, and with them the space. That character must be
+known by itself, because a run of unknown characters becomes one id.
 
 A unigram model has such places too, but adds up scores from the beginning of the text, in 32 bits: its choice between
 nearly equal scores depends on the length of what stands before. It gets the whole text, as do all other models.
@@ -77,12 +77,14 @@ class SentencePieceTokenizer:
 
 @dataclass(frozen=True)
 class PieceCuts:
-    """A text may be cut between characters that stand together in no piece."""
+    """A text may be cut between characters that stand together in no piece, behind one that is never unknown."""
 
     together: frozenset[str]
+    known: frozenset[str] | None
+    """None if bytes replace unknown characters."""
 
     def __call__(self, pair: str) -> bool:
-        return pair not in self.together
+        return pair not in self.together and (self.known is None or pair[0] in self.known)
 
 
 def proved_cuts(proto: Any) -> MayCut:
@@ -93,4 +95,9 @@ def proved_cuts(proto: Any) -> MayCut:
     if trainer.model_type != trainer.BPE or not is_by_character or not has_free_ends:
         return cut_nowhere
     pieces = {each.piece for each in proto.pieces if each.type in (types.NORMAL, types.USER_DEFINED, types.UNUSED)}
-    return PieceCuts(neighbours(pieces, space=SPACE))
+    together = neighbours(pieces, space=SPACE)
+    if trainer.byte_fallback:  # The library requires all 256 bytes.
+        return PieceCuts(together, known=None)
+    known = {each.piece for each in proto.pieces if each.type in (types.NORMAL, types.USER_DEFINED)}
+    characters = {piece for piece in known if len(piece) == 1}
+    return PieceCuts(together, frozenset(characters | ({" "} if SPACE in characters else set())))
