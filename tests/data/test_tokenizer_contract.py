@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import random
 from collections.abc import Callable
 from itertools import product
@@ -272,6 +273,64 @@ def test_a_family_gives_the_ids_of_one_call(name: str, tmp_path: Path) -> None:
     require_one_call(tokenizer, tokenizer._encode_with_library, 3000)
     added = "<think> a</think>\n<tool_call>b <table>  c\n|||IP_ADDRESS||| d<|code|>  \n e<unused0>f  <|code|>\ng" * 20
     assert ids_of(tokenizer, added, 30) == tokenizer._encode_with_library(added)
+
+
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+LOWERCASE = {"type": "Lowercase"}
+VOCAB = ("</s>", "<unk>", *"abc▁", "▁▁", "ab", "▁a", "abc")
+MERGES = (("▁", "▁"), ("a", "b"), ("▁", "a"), ("ab", "c"))
+BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+WHOLE_WORDS = ("▁bc", "bca", "▁bca")
+
+
+def write_bpe(
+    folder: Path,
+    *vocab: str,
+    merges: tuple[tuple[str, str], ...] = (),
+    pre_tokenizer: Any = METASPACE,
+    normalizer: Any = None,
+    **options: Any,
+) -> Path:
+    """A BPE over characters: VOCAB and MERGES, and those stated."""
+    numbers = {token: number for number, token in enumerate((*VOCAB, *vocab))}
+    model = {"type": "BPE", "vocab": numbers, "merges": [*map(list, MERGES + merges)]} | options
+    end = {"id": 0, "content": "</s>", "special": True}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    definition = {"version": "1.0", "added_tokens": [end], "model": model}
+    definition |= {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("definition", "is_cut"),
+    [
+        ({"unk_token": "<unk>"}, True),
+        ({"unk_token": "<unk>", "fuse_unk": True}, True),
+        ({"byte_fallback": True, "vocab": BYTES}, True),
+        ({"byte_fallback": True, "vocab": BYTES[:200], "unk_token": "<unk>"}, False),
+        ({}, False),
+        ({"byte_fallback": True, "vocab": BYTES[:200]}, False),
+        ({"unk_token": "<unk>", "vocab": ("<unk>a",), "merges": (("<unk>", "a"),)}, False),
+        ({"unk_token": "<unk>", "vocab": WHOLE_WORDS, "ignore_merges": True}, False),
+    ],
+)
+def test_unknown_characters_of_a_tokenizer_json_keep_their_ids(
+    definition: dict[str, Any],
+    is_cut: bool,  # noqa: FBT001
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(huggingface_tokenizer, "TOKEN_CUTS_PART_CHARS", 2)
+    for splits in (True, False):
+        options = definition | {"pre_tokenizer": METASPACE | {"split": splits}}
+        tokenizer = load_tokenizer("huggingface", write_bpe(tmp_path, *options.pop("vocab", ()), **options))
+        assert isinstance(tokenizer, huggingface_tokenizer.HuggingFaceTokenizer)
+        assert (tokenizer.may_cut != cut_nowhere) == is_cut
+        for text in random_texts("abc  ▁x☃中😀\n"):
+            assert ids_of(tokenizer, text, 5) == tokenizer._encode_with_library(text), text
 
 
 def test_a_tokenizer_json_that_cannot_be_cut_refuses_a_long_text(
