@@ -22,6 +22,7 @@ from trainer.data import byte_level_bpe, huggingface_tokenizer, sentencepiece_to
 from trainer.data import prepare as prepare_module
 from trainer.data.byte_level_bpe import NAMED_PATTERNS
 from trainer.data.corpus import Corpus
+from trainer.data.file_types import sha256_of
 from trainer.data.prepare import cache_key, prepare
 from trainer.data.source import CorpusSpec, Documents
 from trainer.data.text_chunks import EncodingError, cut_nowhere, find_cut, split_text
@@ -131,7 +132,8 @@ def test_every_sentencepiece_model_of_the_grid_gives_the_ids_of_one_call(tmp_pat
         check_sentencepiece(train(tmp_path, **options), options, 2500)
 
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 PIECES: dict[str, int] = {"<unk>": UNKNOWN, "<s>": CONTROL, "</s>": CONTROL}
 PIECES |= dict.fromkeys(["▁▁", "ab", "▁a", "abc", *"abc▁"], NORMAL)
 
@@ -183,6 +185,61 @@ def test_unknown_characters_of_a_sentencepiece_model_keep_their_ids(
     one_call = sentencepiece.SentencePieceProcessor(model_file=str(path)).encode
     for text in random_texts("abc  ▁x☃中\n"):
         assert ids_of(tokenizer, text, 5) == one_call(text), text
+
+
+USUAL = {"byte_fallback": True, "add_dummy_prefix": True}
+
+
+@pytest.mark.parametrize(
+    ("others", "flags"),
+    [
+        ({"cab": USER_DEFINED}, {}),
+        ({"cab": UNUSED}, {}),
+        ({}, {"model_type": 1}),
+        ({}, {"treat_whitespace_as_suffix": True}),
+        ({}, {"escape_whitespaces": False}),
+        ({}, {"remove_extra_whitespaces": True}),
+        ({}, {"add_dummy_prefix": False}),
+        ({}, {"bos_piece": "</s>", "eos_piece": "<s>"}),
+    ],
+)
+def test_what_ids_of_a_sentencepiece_model_depend_on_is_in_the_fingerprint(
+    others: dict[str, int], flags: dict[str, object], tmp_path: Path
+) -> None:
+    pieces = PIECES | dict.fromkeys(["cab", "\n"], NORMAL) | dict.fromkeys(BYTES, BYTE)
+    usual = load_tokenizer("sentencepiece", write_pieces(tmp_path / "usual", pieces, **USUAL))
+    other = load_tokenizer("sentencepiece", write_pieces(tmp_path / "other", pieces | others, **USUAL | flags))
+    assert usual.fingerprint != other.fingerprint
+
+
+def test_rules_of_normalization_are_in_the_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "rules").write_text("41\t61\n")
+    first = train(tmp_path, normalization_rule_tsv=str(tmp_path / "rules"))
+    fingerprint = load_tokenizer("sentencepiece", first).fingerprint
+    (tmp_path / "rules").write_text("42\t62\n")
+    proto = sentencepiece.SentencePieceProcessor(model_file=str(first)).serialized_model_proto()
+    second = train(tmp_path, normalization_rule_tsv=str(tmp_path / "rules"))
+    changed = with_charsmap_of(proto, second.read_bytes())
+    second.write_bytes(changed)
+    assert load_tokenizer("sentencepiece", second).fingerprint != fingerprint
+
+
+def with_charsmap_of(content: bytes, other: bytes) -> bytes:
+    from sentencepiece import sentencepiece_model_pb2
+
+    protobuf: Any = sentencepiece_model_pb2
+    proto, another = (protobuf.ModelProto.FromString(each) for each in (content, other))
+    proto.normalizer_spec.precompiled_charsmap = another.normalizer_spec.precompiled_charsmap
+    return bytes(proto.SerializeToString())
+
+
+def test_models_of_the_usual_kind_keep_their_fingerprint(tmp_path: Path) -> None:
+    for options in ({}, LLAMA2):
+        path = train(tmp_path, **options)
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        pieces = [(model.id_to_piece(n), model.get_score(n), model.is_control(n)) for n in range(len(model))]
+        expected = sha256_of((pieces, model.encode(" a  b\tC\n\n \uff21\u00e9e\u0301 ")))
+        assert load_tokenizer("sentencepiece", path).fingerprint == f"sentencepiece-{expected}"
 
 
 def test_a_sentencepiece_model_that_cannot_be_cut_refuses_a_long_text(
@@ -279,7 +336,6 @@ METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first
 LOWERCASE = {"type": "Lowercase"}
 VOCAB = ("</s>", "<unk>", *"abc▁", "▁▁", "ab", "▁a", "abc")
 MERGES = (("▁", "▁"), ("a", "b"), ("▁", "a"), ("ab", "c"))
-BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 WHOLE_WORDS = ("▁bc", "bca", "▁bca")
 
 

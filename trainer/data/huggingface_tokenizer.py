@@ -50,6 +50,11 @@ TOKEN_CUTS_PART_CHARS = 1000
 MAX_CHARS = 1 << 24
 """In one call: 100 to 360 bytes of memory per character, the most for characters of several tokens."""
 
+ON_BY_DEFAULT = {"ByteLevel": "use_regex", "Metaspace": "split"}
+"""Options of pre-tokenizers that are on if the file does not have them."""
+OFF_OR_NOTHING = "strip_accents"
+"""An option of a normalizer that does what another one says if the file does not have it, and may be off."""
+
 
 def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
     """The tokenizer of a folder, or of the folder of a tokenizer.json. Raises DataError."""
@@ -249,12 +254,19 @@ def canonical_json(definition: Mapping[str, Any]) -> str:
 
 
 def without_defaults(value: Any) -> Any:
-    """Without options that are off, and one that moves offsets only."""
+    """Without options that are off, and one that moves offsets only; options that are on if nothing is said are stated."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return [without_defaults(item) for item in value]
     if not isinstance(value, dict):
         return value
-    kept = {key: item for key, item in value.items() if item is not None and item is not False and item != ""}
+    kept = {
+        key: item
+        for key, item in value.items()
+        if item is not None and item != "" and (item is not False or key == OFF_OR_NOTHING)
+    }
+    stated = ON_BY_DEFAULT.get(str(value.get("type")))
+    if stated is not None and value.get(stated) is None:
+        kept[stated] = True
     return {key: without_defaults(item) for key, item in kept.items() if key != "trim_offsets"}
 
 
