@@ -308,6 +308,32 @@ def test_the_fingerprint_depends_on_ids(name: str, root: Path, tmp_path: Path) -
     ) == is_same
 
 
+@pytest.mark.parametrize(
+    ("key", "step", "option"),
+    [
+        ("pre_tokenizer", {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}, "use_regex"),
+        ("pre_tokenizer", {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never"}, "split"),
+        (
+            "normalizer",
+            {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "lowercase": True},
+            "strip_accents",
+        ),
+    ],
+)
+def test_an_option_that_is_on_unless_the_file_says_otherwise_is_in_the_fingerprint(
+    key: str, step: dict[str, Any], option: str, tmp_path: Path
+) -> None:
+    fingerprints = []
+    for number, stated in enumerate(({}, {option: False}, {option: True})):
+        folder = write_family(tmp_path / str(number), "granite")
+        definition = {key: {"type": "Sequence", key.replace("_", "") + "s": [step | stated]}}
+        rewrite(folder, "tokenizer.json", lambda content, changed=definition: content.update(changed))
+        fingerprints.append(load_huggingface_tokenizer(folder).fingerprint)
+    unstated, off, on = fingerprints
+    assert unstated != off != on
+    assert (unstated == on) == (option != "strip_accents")
+
+
 def test_another_end_token_is_another_fingerprint(root: Path, tmp_path: Path) -> None:
     folder = write_family(tmp_path, "qwen2", eos_token="<|endoftext|>")
     assert load_huggingface_tokenizer(folder).fingerprint != ours_of(family_folder(root, "qwen2")).fingerprint

@@ -169,6 +169,16 @@ def test_the_fingerprint_of_llama_3s_parts_is_that_of_earlier_releases(tiktoken_
         ({"special_tokens": ("<e>", "<e>"), "eos": "<e>"}, "tokenizer.special_tokens names a token twice"),
         ({"bos": "<b>"}, r'tokenizer.bos = "<b>" must be one of tokenizer.special_tokens: <\|begin_of_text'),
         ({"pattern": "(", "special_tokens": ("<e>",), "eos": "<e>"}, r'tokenizer.pattern = "\(" is not a pattern'),
+        (
+            {"pattern": "cl100k_base", "special_tokens": ("<e>",), "eos": "<e>"},
+            'tokenizer.pattern = "cl100k_base" is none of gpt2, llama3, qwen2, o200k, and as a regular expression',
+        ),
+        (
+            {"pattern": r"\w+", "special_tokens": ("<e>",), "eos": "<e>"},
+            r"loses what it does not match, such as ' ' in 'The quick bro'",
+        ),
+        ({"pattern": ".", "special_tokens": ("<e>",), "eos": "<e>"}, r"such as '\\n' in ' a/b//c !\\n/ "),
+        ({"pattern": "a*", "special_tokens": ("<e>",), "eos": "<e>"}, "does not split texts"),
     ],
 )
 def test_what_is_stated_wrongly_is_named(keys: dict[str, Any], message: str, tiktoken_file: Path) -> None:

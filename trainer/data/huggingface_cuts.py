@@ -61,13 +61,10 @@ def proved_cuts(definition: Mapping[str, Any], added: Sequence[Any], normalize: 
         return cut_nowhere if is_spanned or takes_left or takes_right else ends_word
     if not is_by_character(definition) or any(token.normalized for token in matched):
         return cut_nowhere
-    model, vocab = definition["model"], definition["model"]["vocab"]
-    if model.get("byte_fallback") and any(
-        len(token) > 6 and "<0x" in token and JOINED_BYTES.search(token) for token in vocab
-    ):
+    if not keeps_unknown_apart(definition["model"]):
         return cut_nowhere
     return TokenCuts(
-        together=neighbours([*vocab, *(token.content for token in added)], space=SPACE),
+        together=neighbours([*definition["model"]["vocab"], *(token.content for token in added)], space=SPACE),
         starts=frozenset(token.content[:1] for token in matched),
         ends=frozenset(token.content[-1:] for token in matched),
         takes_left=takes_left,
@@ -78,7 +75,8 @@ def proved_cuts(definition: Mapping[str, Any], added: Sequence[Any], normalize: 
 def is_by_character(definition: Mapping[str, Any]) -> bool:
     """Whether a BPE reads characters as they are, with another one for a space, and at most splits at spaces."""
     model, normalizer = definition["model"], definition.get("normalizer")
-    if any(map(model.get, ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))):
+    # With `ignore_merges`, a whole word may be a token that merges do not build.
+    if any(map(model.get, ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges"))):
         return False
     steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     if any(step not in (TO_SPACE, PREPEND) for step in steps):
@@ -86,3 +84,17 @@ def is_by_character(definition: Mapping[str, Any]) -> bool:
     splitting = definition.get("pre_tokenizer")
     is_metaspace = splitting is not None and splitting["type"] == "Metaspace" and splitting["replacement"] == SPACE
     return splitting is None or is_metaspace or (splitting == SPLIT_AT_SPACES and TO_SPACE in steps)
+
+
+def keeps_unknown_apart(model: Mapping[str, Any]) -> bool:
+    """Whether a BPE has a token, or 256 for bytes, for every unknown character, and joins them to nothing else.
+
+    Characters without a token are dropped, and what stands on both sides of them is joined.
+    """
+    vocab, unknown = model["vocab"], model.get("unk_token")
+    if unknown is not None and any(unknown in token and token != unknown for token in vocab):
+        return False
+    if not model.get("byte_fallback"):
+        return unknown in vocab
+    joins_bytes = any(len(token) > 6 and "<0x" in token and JOINED_BYTES.search(token) for token in vocab)
+    return not joins_bytes and all(f"<0x{byte:02X}>" in vocab for byte in range(256))

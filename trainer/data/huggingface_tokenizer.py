@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from trainer.data.byte_level_bpe import (
 )
 from trainer.data.file_types import sha256_of
 from trainer.data.huggingface_cuts import TokenCuts, proved_cuts
-from trainer.data.text_chunks import MayCut, encode_parts, joined, split_text
+from trainer.data.text_chunks import EncodingError, MayCut, encode_parts, joined, split_text
 from trainer.data.tokenizer_folder import (
     ADDED_TOKENS_FILE,
     CONFIG_FILE,
@@ -49,6 +50,11 @@ TOKEN_CUTS_PART_CHARS = 1000
 """The time per character of a BPE that does not split into words grows with the length of the text."""
 MAX_CHARS = 1 << 24
 """In one call: 100 to 360 bytes of memory per character, the most for characters of several tokens."""
+
+ON_BY_DEFAULT = {"ByteLevel": "use_regex", "Metaspace": "split"}
+"""Options of pre-tokenizers that are on if the file does not have them."""
+OFF_OR_NOTHING = "strip_accents"
+"""An option of a normalizer that does what another one says if the file does not have it, and may be off."""
 
 
 def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
@@ -95,7 +101,8 @@ class HuggingFaceTokenizer:
         self._inside_misread_names = self._find_misread_names()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_tiktoken": self._tiktoken} | {name: each for name, each in vars(self).items() if name != "_tokenizer"}
+        kept = {name: each for name, each in vars(self).items() if name not in ("_tokenizer", "_is_special")}
+        return {"_tiktoken": self._tiktoken} | kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -107,10 +114,26 @@ class HuggingFaceTokenizer:
     def encode_blocks(self, blocks: Iterable[str]) -> Iterator[Tensor]:
         part_chars = TOKEN_CUTS_PART_CHARS if isinstance(self.may_cut, TokenCuts) else PART_CHARS
         parts = split_text(blocks, self.may_cut, part_chars=part_chars, max_chars=MAX_CHARS)
-        return encode_parts(parts, self._encode_text)
+        return map(self._require_text, encode_parts(parts, self._encode_text))
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def _require_text(self, ids: Tensor) -> Tensor:
+        """Raises EncodingError where normalization or merges make the token of a special name of other text."""
+        special = self._is_special.index_select(0, ids)  # a hundredth of the time of the encoding
+        if special.any():
+            found = {*ids[special].tolist()}
+            names = ", ".join(f'"{name}"' for name, token in self.special_tokens.items() if token in found)
+            raise EncodingError(f"a text is encoded as the special token {names}, which would end it or begin another")
+        return ids
+
+    @cached_property
+    def _is_special(self) -> Tensor:
+        """[vocab_size] bool"""
+        is_special = torch.zeros(self.vocab_size, dtype=torch.bool)
+        is_special[[*self.special_tokens.values()]] = True
+        return is_special
 
     def _find_misread_names(self) -> re.Pattern[str] | None:
         """Matches after the first character of names that the model would read as their token. Raises DataError."""
@@ -249,12 +272,19 @@ def canonical_json(definition: Mapping[str, Any]) -> str:
 
 
 def without_defaults(value: Any) -> Any:
-    """Without options that are off, and one that moves offsets only."""
+    """Without options that are off, and one that moves offsets only; options that are on if nothing is said are stated."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return [without_defaults(item) for item in value]
     if not isinstance(value, dict):
         return value
-    kept = {key: item for key, item in value.items() if item is not None and item is not False and item != ""}
+    kept = {
+        key: item
+        for key, item in value.items()
+        if item is not None and item != "" and (item is not False or key == OFF_OR_NOTHING)
+    }
+    stated = ON_BY_DEFAULT.get(str(value.get("type")))
+    if stated is not None and value.get(stated) is None:
+        kept[stated] = True
     return {key: without_defaults(item) for key, item in kept.items() if key != "trim_offsets"}
 
 

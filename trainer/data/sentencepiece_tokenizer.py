@@ -2,9 +2,9 @@
 
 A BPE model joins neighbours only into a piece. Where no piece holds the characters on both sides of a place side by side,
 no piece spans it, and each side is joined as if it stood alone. That needs a text that is normalized character by
-character: no rules, no removal of spaces, and no space after the text. A space before the text, and a run of unknown
-characters, which becomes one id, do not matter: a later part is encoded behind the character before it, whose ids are left
-out, and with them the space and the rest of the run.
+character: no rules, no removal of spaces, and no space after the text. A space before the text does not matter: a later
+part is encoded behind the character before it, whose ids are left out, and with them the space. That character must be
+known by itself, because a run of unknown characters becomes one id.
 
 A unigram model has such places too, but adds up scores from the beginning of the text, in 32 bits: its choice between
 nearly equal scores depends on the length of what stands before. It gets the whole text, as do all other models.
@@ -12,6 +12,7 @@ nearly equal scores depends on the length of what stands before. It gets the who
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,7 +56,8 @@ class SentencePieceTokenizer:
         """Whether the model prepends a space to every text."""
         # The pieces and a probe of the normalization. The file also holds paths of the machine it was trained on.
         pieces = [(model.id_to_piece(n), model.get_score(n), model.is_control(n)) for n in range(self.vocab_size)]
-        self.fingerprint = "sentencepiece-" + sha256_of((pieces, model.encode(" a  b\tC\n\n \uff21\u00e9e\u0301 ")))
+        identity = (pieces, model.encode(" a  b\tC\n\n \uff21\u00e9e\u0301 "), *unusual_parts(self._definition))
+        self.fingerprint = "sentencepiece-" + sha256_of(identity)
 
     def encode(self, text: str) -> Tensor:
         return joined(self.encode_blocks([text]))
@@ -67,22 +69,28 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode(list(ids)))
 
-    @cached_property
-    def may_cut(self) -> MayCut:
+    @property
+    def _definition(self) -> Any:
         from sentencepiece import sentencepiece_model_pb2
 
         protobuf: Any = sentencepiece_model_pb2
-        return proved_cuts(protobuf.ModelProto.FromString(self._model.serialized_model_proto()))
+        return protobuf.ModelProto.FromString(self._model.serialized_model_proto())
+
+    @cached_property
+    def may_cut(self) -> MayCut:
+        return proved_cuts(self._definition)
 
 
 @dataclass(frozen=True)
 class PieceCuts:
-    """A text may be cut between characters that stand together in no piece."""
+    """A text may be cut between characters that stand together in no piece, behind one that is never unknown."""
 
     together: frozenset[str]
+    known: frozenset[str] | None
+    """None if bytes replace unknown characters."""
 
     def __call__(self, pair: str) -> bool:
-        return pair not in self.together
+        return pair not in self.together and (self.known is None or pair[0] in self.known)
 
 
 def proved_cuts(proto: Any) -> MayCut:
@@ -93,4 +101,47 @@ def proved_cuts(proto: Any) -> MayCut:
     if trainer.model_type != trainer.BPE or not is_by_character or not has_free_ends:
         return cut_nowhere
     pieces = {each.piece for each in proto.pieces if each.type in (types.NORMAL, types.USER_DEFINED, types.UNUSED)}
-    return PieceCuts(neighbours(pieces, space=SPACE))
+    together = neighbours(pieces, space=SPACE)
+    if trainer.byte_fallback:  # The library requires all 256 bytes.
+        return PieceCuts(together, known=None)
+    known = {each.piece for each in proto.pieces if each.type in (types.NORMAL, types.USER_DEFINED)}
+    characters = {piece for piece in known if len(piece) == 1}
+    return PieceCuts(together, frozenset(characters | ({" "} if SPACE in characters else set())))
+
+
+# ---- what ids depend on
+
+
+def unusual_parts(proto: Any) -> tuple[object, ...]:
+    """What ids depend on beside pieces and scores; nothing for a model of the kind of Llama 2's and of docs/data.md."""
+    normalizer, trainer = proto.normalizer_spec, proto.trainer_spec
+    parts = {
+        "types": [(number, piece.type) for number, piece in enumerate(proto.pieces) if piece.type != usual_type(piece)],
+        "model_type": trainer.model_type,
+        "byte_fallback": trainer.byte_fallback,
+        "treat_whitespace_as_suffix": trainer.treat_whitespace_as_suffix,
+        "charsmap": normalizer.precompiled_charsmap.hex(),
+        "remove_extra_whitespaces": normalizer.remove_extra_whitespaces,
+        "escape_whitespaces": normalizer.escape_whitespaces,
+        "ends": (trainer.bos_piece, trainer.eos_piece),
+    }
+    usual = {
+        "types": [],
+        "model_type": trainer.BPE,
+        "byte_fallback": True,
+        "treat_whitespace_as_suffix": False,
+        "charsmap": "",
+        "remove_extra_whitespaces": False,
+        "escape_whitespaces": True,
+        "ends": ("<s>", "</s>"),
+    }
+    return () if parts == usual else (parts, normalizer.add_dummy_prefix)
+
+
+def usual_type(piece: Any) -> int:
+    """The type that the text of a piece suggests. Whether it is a control piece is known otherwise."""
+    if piece.type == piece.CONTROL:
+        return int(piece.CONTROL)
+    if re.fullmatch("<0x[0-9A-F]{2}>", piece.piece):
+        return int(piece.BYTE)
+    return int({"<unk>": piece.UNKNOWN, "\n": piece.USER_DEFINED}.get(piece.piece, piece.NORMAL))

@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from trainer.data.byte_level_bpe import (
     LLAMA3_PATTERN,
     MAX_WHITESPACE,
     NAMED_PATTERNS,
+    PROBE,
     cuts_of_pattern,
     longest_whitespace,
 )
@@ -26,10 +28,15 @@ from trainer.data.file_types import sha256_of
 from trainer.data.text_chunks import encode_parts, joined, split_text
 from trainer.errors import DataError
 
+if TYPE_CHECKING:
+    from tiktoken import Encoding
+
 PART_CHARS = 400_000
 MAX_CHARS = 1 << 25
 """In one call: about 100 bytes of memory per character, and the ids."""
 WHITESPACE_PART = 25_000  # as in Llama 3's tokenizer
+REGULAR_EXPRESSION = frozenset(r"\.^$*+?{}[]|()")
+"""Characters with a meaning there. Without them, a pattern is rather a name."""
 
 LLAMA3_SHA256 = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"
 """Digest of the ranks in `original/tokenizer.model` of Llama 3, 3.1, 3.2 and 3.3."""
@@ -63,6 +70,7 @@ class TiktokenTokenizer:
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise DataError(f'tokenizer.pattern = "{stated.pattern}" is not a pattern for tiktoken: {error}') from error
+        require_whole_texts(self._encoding, stated.pattern)
         self.vocab_size = first + len(self.special_tokens)
         self.bos: int | None = self.special_tokens[self.bos_name] if self.bos_name else None
         self.eos: int = self.special_tokens[self.eos_name]
@@ -111,6 +119,28 @@ def stated_parts(content: bytes, stated: TokenizerSection) -> tuple[str, tuple[s
                 f'tokenizer.{key} = "{name}" must be one of tokenizer.special_tokens: {", ".join(names[:8])}'
             )
     return pattern, names, bos, eos
+
+
+def require_whole_texts(encoding: Encoding, pattern: str | None) -> None:
+    """Raises DataError for a pattern that leaves out some of a text: tiktoken drops that without a word."""
+    try:
+        kept = encoding.decode(encoding.encode_ordinary(PROBE))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # tiktoken panics at matches of no character
+        raise DataError(f'tokenizer.pattern = "{pattern}" does not split texts: {error}') from error
+    if kept == PROBE:
+        return
+    if pattern is not None and REGULAR_EXPRESSION.isdisjoint(pattern):
+        raise DataError(
+            f'tokenizer.pattern = "{pattern}" is none of {", ".join(NAMED_PATTERNS)}, and as a regular expression it '
+            "loses what it does not match"
+        )
+    at = next(at for at in range(len(PROBE)) if kept[: at + 1] != PROBE[: at + 1])
+    raise DataError(
+        f'tokenizer.pattern = "{pattern}" loses what it does not match, such as {PROBE[at]!r} in '
+        f"{PROBE[max(at - 9, 0) : at + 10]!r}; append |[\\s\\S] for all of that"
+    )
 
 
 def split_whitespace(text: str) -> Iterator[str]:
