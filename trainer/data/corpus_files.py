@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
 from trainer.data import contents
-from trainer.data.contents import HEAD_BYTES, Contents, examine
+from trainer.data.contents import Contents, examine
 from trainer.data.hf_datasets import is_saved_dataset
-from trainer.data.open_file import READ_ERRORS, open_data, open_decompressed
+from trainer.data.open_file import READ_ERRORS, open_parquet, read_head
 from trainer.data.own_files import A_MODEL, describe_own_folder, is_token_dataset
 from trainer.data.source import CorpusSpec
 from trainer.errors import CorpusRefusedError, DataError
@@ -28,11 +28,10 @@ from trainer.errors import CorpusRefusedError, DataError
 # Installed packages are no part of the library; encodings/ holds near-identical Unicode tables, which lower the loss.
 STDLIB_EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "encodings"}
 EXAMINED_FILES = 64
-"""Files of each suffix that are examined before any is read; the others are examined when they are read."""
+"""Files of each suffix that are examined at first; the others are examined before the first token is written."""
 SMALL_FILE = 200
 """Bytes; a pointer of Git LFS is smaller, and few files of data are."""
 LISTED_NAMES = 3
-LISTED_KEYS = 12
 HUB_REPOSITORY = re.compile(r"(datasets|models|spaces)--.+")
 HUB_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -46,6 +45,11 @@ class CorpusFile(NamedTuple):
     """Without links."""
     size: int
     mtime_ns: int
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """The arguments that open the file."""
+        return self.root, self.path, self.name
 
 
 class CorpusFiles:
@@ -66,6 +70,7 @@ class CorpusFiles:
         self._is_stdlib = spec.corpus == STDLIB_CORPUS
         self._patterns = [(pattern, glob_regex(pattern)) for pattern in spec.files or ()]
         self._matched: set[str] = set()
+        self._examined: dict[str, Contents] = {}
         self._cache = os.path.realpath(spec.cache_dir)
         given = Path(sysconfig.get_paths()["stdlib"]) if self._is_stdlib else Path(spec.corpus)
         self.root = Path(os.path.realpath(given))
@@ -87,7 +92,7 @@ class CorpusFiles:
     def problems(self) -> list[str]:
         """Why the corpus is refused; one line for each reason."""
         corpus = f'{self._spec.key} = "{self._spec.corpus}"'
-        found = [f"{corpus}: {list_names(names)}: {reason}" for reason, names in self.refused.items()]
+        found = [f"{corpus}: {list_names(names)}: {escaped(reason)}" for reason, names in self.refused.items()]
         if not self.files and not found:
             aside = [f"{list_names(names)}: {reason}" for reason, names in self.left_out.items()]
             hint = "; set data.corpus to a text file or a folder" if self._is_stdlib else ""
@@ -183,7 +188,7 @@ class CorpusFiles:
             return ""
         head = b""
         with suppress(DataError, *READ_ERRORS):  # Reading it reports the same.
-            head, _ = read_head(file)
+            head, _ = read_head(*file.place)
         return contents.describe_metadata(file.name, head)
 
     def _is_inside(self, target: str) -> bool:
@@ -216,7 +221,7 @@ class CorpusFiles:
         """Refuses what a sample of each suffix, or all of the files, shows not to be what it is read as."""
         if self._is_stdlib:
             return
-        for suffix, files in by_suffix(self.files).items():
+        for files in by_suffix(self.files).values():
             found = [(file, self.examine_file(file)) for file in (files if thoroughly else self._sample(files))]
             if any(each.refusal for _, each in found):  # Then all of them are named.
                 found = [(file, self.examine_file(file)) for file in files]
@@ -225,14 +230,6 @@ class CorpusFiles:
                     self._refuse(file.name, each.refusal)
                 elif each.not_text and self._spec.fail_on_bad_files:
                     self._leave_out(file.name, each.not_text)
-            self._require_key(suffix, [each.keys for _, each in found if each.keys is not None])
-
-    def _require_key(self, suffix: str, keys: Sequence[frozenset[str]]) -> None:
-        found = frozenset[str]().union(*keys)
-        if found and self._spec.text_key not in found:  # Lines without any key are damaged, and skipped.
-            known = ", ".join(map(escaped, sorted(found)[:LISTED_KEYS]))
-            reason = f'no JSON record with the key "{self._spec.text_key}" in the first lines; keys: {known}'
-            self._refuse(f"*{suffix}", f"{reason}; set data.text_key")
 
     def _sample(self, files: Sequence[CorpusFile]) -> Iterator[CorpusFile]:
         """Evenly spaced, and every small file of data."""
@@ -242,15 +239,26 @@ class CorpusFiles:
                 yield file
 
     def examine_file(self, file: CorpusFile) -> Contents:
-        try:
-            head, is_whole = read_head(file)
-        except CorpusRefusedError:
-            return Contents("text", refusal=contents.LFS_POINTER)
-        except (DataError, *READ_ERRORS):  # Reading it reports the same.
-            return Contents(contents.kind_of(file.name))
-        if contents.kind_of(file.name) == "table":
-            return Contents("table")
-        return examine(file.name, head, is_whole=is_whole, is_stated=self.is_stated)
+        """Looks into the file once."""
+        if file.name not in self._examined:
+            kind = contents.kind_of(file.name)
+            try:
+                self._examined[file.name] = self._examine_table(file) if kind == "table" else self._examine_text(file)
+            except CorpusRefusedError:
+                self._examined[file.name] = Contents(kind, refusal=contents.LFS_POINTER)
+            except (DataError, *READ_ERRORS):  # Reading it reports the same.
+                self._examined[file.name] = Contents(kind)
+        return self._examined[file.name]
+
+    def _examine_table(self, file: CorpusFile) -> Contents:
+        with open_parquet(*file.place, buffer_bytes=contents.HEAD_BYTES) as table:
+            return contents.examine_columns(table.schema_arrow.names, key=self._spec.text_key)
+
+    def _examine_text(self, file: CorpusFile) -> Contents:
+        if self._is_stdlib:
+            return Contents("text")
+        head, is_whole = read_head(*file.place)
+        return examine(file.name, head, key=self._spec.text_key, is_whole=is_whole, is_stated=self.is_stated)
 
 
 def corpus_problems(spec: CorpusSpec) -> list[str]:
@@ -262,19 +270,6 @@ def corpus_problems(spec: CorpusSpec) -> list[str]:
     found = CorpusFiles(spec)
     found.examine()
     return found.problems()
-
-
-def read_head(file: CorpusFile) -> tuple[bytes, bool]:
-    """First bytes, decompressed, and whether they are all; none of a table.
-
-    Raises CorpusRefusedError for a Git LFS pointer, DataError without pyarrow, and READ_ERRORS.
-    """
-    if contents.kind_of(file.name) == "table":
-        open_data(file.root, file.path, file.name).close()
-        return b"", False
-    with open_decompressed(file.root, file.path, file.name) as opened:
-        head = opened.read(HEAD_BYTES + 1)
-    return head[:HEAD_BYTES], len(head) <= HEAD_BYTES
 
 
 def hub_repository(link: str, target: str) -> str | None:

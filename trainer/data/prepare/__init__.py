@@ -133,6 +133,7 @@ def prepare(
     dataset = open_token_dataset(folder, source, tokenizer)
     if dataset.meta.counts is None:  # Prepared when what is not text was not refused yet.
         corpus.require_readable(thoroughly=True)
+        corpus.require_lines_by_suffix(folder)
     return dataset
 
 
@@ -212,6 +213,7 @@ def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:
     """Writes all shards and `meta.json` to `job.folder`, which may hold finished partitions of an interrupted call."""
     if (job.folder / META_FILENAME).exists():
         return
+    corpus.require_readable(thoroughly=True)
     partitions = list(enumerate(corpus.partitions()))
     records = job.folder / RECORDS_FOLDER
     records.mkdir(parents=True, exist_ok=True)
