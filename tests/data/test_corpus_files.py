@@ -431,11 +431,29 @@ def test_what_is_swapped_for_a_link_before_it_is_opened_is_not_read(swap: str, s
         ("e*/x/c.txt", ["en/x/c.txt"]),
         ("**/*", ["a.txt", "en/b.txt", "en/x/c.txt"]),
         ("a.tx", []),
+        ("**/**/x/**/*", ["en/x/c.txt"]),
+        ("**/en/**/c*", ["en/x/c.txt"]),
+        ("*.*t*t", ["a.txt"]),
+        ("**.txt", ["a.txt"]),
     ],
 )
 def test_globs_match_neither_slashes_nor_hidden_names(pattern: str, names: list[str]) -> None:
     every = ["a.txt", "en/b.txt", "en/x/c.txt", ".hidden.txt", ".git/d.txt", "en/.e.txt"]
     assert [name for name in every if glob_regex(pattern).fullmatch(name)] == names
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "matches"),
+    [
+        ("*a" * 30 + "b", "a" * 200, False),
+        ("*a" * 30 + "*b", "a" * 200 + "b", True),
+        ("**/" * 30 + "x", "a/" * 200 + "y", False),
+        ("**/a/" * 30 + "x", "a/" * 200 + "y", False),
+        ("**/*a/" * 30 + "**/x", "a/" * 200 + "x", True),
+    ],
+)
+def test_globs_end_although_many_places_match(pattern: str, name: str, *, matches: bool) -> None:
+    assert bool(glob_regex(pattern).fullmatch(name)) == matches
 
 
 def test_data_files_states_what_is_read(source: Make, documents: Documents, command: Prepare) -> None:

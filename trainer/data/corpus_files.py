@@ -293,18 +293,31 @@ def by_suffix(files: Iterable[CorpusFile]) -> dict[str, list[CorpusFile]]:
     return found
 
 
+FOLDER = r"(?!\.)[^/]+/"
+
+
 def glob_regex(pattern: str) -> re.Pattern[str]:
-    """`*` and `?` match neither "/" nor the dot of a hidden name, and `**/` matches any folders."""
-    translated = ""
-    for part in re.split(r"(\*\*/|\*|\?)", re.sub(r"(?:^|(?<=/))\*\*$", "**/*", pattern)):
-        may_be_hidden = not translated or translated.endswith(("/", ")*"))
-        if part == "**/":
-            translated += r"(?:(?!\.)[^/]+/)*"
-        elif part in ("*", "?"):
-            translated += (r"(?!\.)" if may_be_hidden else "") + ("[^/]*" if part == "*" else "[^/]")
-        else:
-            translated += re.escape(part)
-    return re.compile(translated, re.DOTALL)
+    """`*` and `?` match neither "/" nor the dot of a hidden name, and `**/` matches any folders.
+
+    What stands between two wildcards is matched where it is found first, and never tried again: that is enough, since
+    the second matches any rest. Otherwise the time is exponential in the number of wildcards.
+    """
+    runs = re.split(r"(?:^|(?<=/))(?:\*\*/)+", re.sub(r"(?:^|(?<=/))\*\*$", "**/*", pattern))
+    return re.compile(join_wildcards(f"(?:{FOLDER})", ["/".join(map(segment_regex, run.split("/"))) for run in runs]))
+
+
+def segment_regex(segment: str) -> str:
+    """A regular expression of names that a glob without "/" matches."""
+    fixed = ["".join("[^/]" if each == "?" else re.escape(each) for each in part) for part in re.split(r"\*+", segment)]
+    may_be_hidden = segment.startswith(("*", "?"))
+    return (r"(?!\.)" if may_be_hidden else "") + join_wildcards("[^/]", fixed)
+
+
+def join_wildcards(repeated: str, parts: Sequence[str]) -> str:
+    """`parts`, with any number of `repeated` between two of them."""
+    first, *between = parts
+    last = f"{repeated}*{between.pop()}" if between else ""
+    return first + "".join(f"(?>{repeated}*?{part})" for part in between) + last
 
 
 def list_names(names: Sequence[str]) -> str:
