@@ -462,7 +462,25 @@ def test_data_files_states_what_is_read(source: Make, documents: Documents, comm
     assert refusals(replace(spec, files=("*.text", "a.txt")))[0].endswith('data.files = "*.text": matches no file')
     status, out, errors = command("--corpus", "corpus", "--data.files", "*.txt")
     assert (status, "1 documents" in out) == (0, True)
-    assert "left out 3 files that data.files does not name" in errors
+    assert "left out 3 files by data.files" in errors
+
+
+def test_an_exclamation_mark_excludes(source: Make, documents: Documents) -> None:
+    spec = source({"a.txt": "A", "b.json": '{"a": 1}', "en/c.json": '{"a": 1}', "en/d.txt": "D"})
+    assert documents(replace(spec, files=("**/*", "!**/*.json"))) == ["A", "D"]
+    assert documents(replace(spec, files=("!en/*", "**/*"))) == ["A", '{"a": 1}']
+    assert documents(replace(spec, files=("!**/*.json",))) == ["A", "D"]
+    # Without another glob nothing is stated to be text.
+    assert ": b.json: no JSON record" in refusals(replace(spec, files=("!en/*",)))[0]
+    assert refusals(replace(spec, files=("!*.md",)))[0].endswith('data.files = "!*.md": matches no file')
+
+
+@pytest.mark.parametrize("pattern", ["en/{a", "[ab].txt", "../a.txt"])
+def test_what_is_no_pattern_is_said(pattern: str, source: Make) -> None:
+    problem = refusals(replace(source({"a.txt": "A"}), files=(pattern,)))[0]
+    assert problem.endswith(
+        "matches no file; only *, ? and **/ are patterns; braces, brackets and .. are not, and commas separate globs"
+    )
 
 
 def test_files_of_a_source_are_its_own(tmp_path: Path) -> None:

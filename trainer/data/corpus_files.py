@@ -32,6 +32,7 @@ EXAMINED_FILES = 64
 SMALL_FILE = 200
 """Bytes; a pointer of Git LFS is smaller, and few files of data are."""
 LISTED_NAMES = 3
+GLOB_HINT = "only *, ? and **/ are patterns; braces, brackets and .. are not, and commas separate globs"
 HUB_REPOSITORY = re.compile(r"(datasets|models|spaces)--.+")
 HUB_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -65,10 +66,10 @@ class CorpusFiles:
         self.inner_links: list[str] = []
         """Links to other places of the corpus; what they lead to is read twice if it is found there too."""
         self.num_unstated = 0
-        """Files that data.files does not name."""
+        """Files that data.files leaves out."""
         self._spec = spec
         self._is_stdlib = spec.corpus == STDLIB_CORPUS
-        self._patterns = [(pattern, glob_regex(pattern)) for pattern in spec.files or ()]
+        self._patterns = [(pattern, glob_regex(pattern.removeprefix("!"))) for pattern in spec.files or ()]
         self._matched: set[str] = set()
         self._examined: dict[str, Contents] = {}
         self._cache = os.path.realpath(spec.cache_dir)
@@ -82,12 +83,13 @@ class CorpusFiles:
             self._add(path, decoded(given.name))
         for pattern, _ in self._patterns:
             if pattern not in self._matched:
-                self._refuse(f'data.files = "{pattern}"', "matches no file")
+                hint = f"; {GLOB_HINT}" if set(pattern) & set("{}[]") or ".." in pattern else ""
+                self._refuse(f'data.files = "{pattern}"', f"matches no file{hint}")
 
     @property
     def is_stated(self) -> bool:
-        """Whether the user has said which files are text."""
-        return self._spec.files is not None
+        """Whether the user has said which files are text, rather than only which are not."""
+        return any(not pattern.startswith("!") for pattern, _ in self._patterns)
 
     def problems(self) -> list[str]:
         """Why the corpus is refused; one line for each reason."""
@@ -146,7 +148,7 @@ class CorpusFiles:
         return False
 
     def _add(self, path: str, name: str, *, is_hidden: bool = False) -> None:
-        if self.is_stated and not self._matches(name):
+        if not self._is_wanted(name):
             self.num_unstated += 1
             return
         target, problem = path, ""
@@ -194,10 +196,12 @@ class CorpusFiles:
     def _is_inside(self, target: str) -> bool:
         return target.startswith(f"{str(self.root).rstrip('/')}/")
 
-    def _matches(self, name: str) -> bool:
+    def _is_wanted(self, name: str) -> bool:
+        """Whether a glob matches and none that begins with "!" does."""
         matching = {pattern for pattern, regex in self._patterns if regex.fullmatch(name)}
         self._matched |= matching
-        return bool(matching)
+        is_excluded = any(pattern.startswith("!") for pattern in matching)
+        return not is_excluded and (bool(matching) or not self.is_stated)
 
     def _leave_out_unreadable(self, error: OSError) -> None:
         self._leave_out(self._relative_name(error.filename), error_message(error))

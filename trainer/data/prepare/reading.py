@@ -46,7 +46,7 @@ def describe_left_out(corpus: Corpus) -> Iterator[str]:
     for reason, names in corpus.found.left_out.items():
         yield f"{corpus.name}: left out {list_names(names)}: {reason}"
     if corpus.found.num_unstated:
-        yield f"{corpus.name}: left out {count(corpus.found.num_unstated, 'file')} that data.files does not name"
+        yield f"{corpus.name}: left out {count(corpus.found.num_unstated, 'file')} by data.files"
     if corpus.found.inner_links:
         yield f"{corpus.name}: {list_names(corpus.found.inner_links)}: links to files of the corpus, read once more"
 
