@@ -4,6 +4,8 @@ import gzip
 import json
 import logging
 import os
+import runpy
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
@@ -22,7 +24,7 @@ from trainer.data.prepare import cache_key, prepare
 from trainer.data.prepare.__main__ import main
 from trainer.data.source import CorpusSpec
 from trainer.data.tokenizer import ByteTokenizer
-from trainer.errors import CorpusRefusedError
+from trainer.errors import CorpusRefusedError, DataError
 from trainer.launch.launcher import load_and_validate
 
 Make = Callable[..., CorpusSpec]
@@ -530,7 +532,44 @@ def test_what_is_read_is_said_before_a_token_is_written(command: Prepare, source
     assert [line for line in lines if line not in log] == [], log
     places = [log.index(line) for line in lines]
     assert max(places[:3]) < min(places[3:])
-    assert (status, "5 documents, 1 skipped, 3 empty;" in out) == (0, True)
+    assert (status, "1 skipped, 3 empty;" in out) == (0, True)
+
+
+def test_an_empty_corpus_is_named(source: Make) -> None:
+    spec = source({"a.txt": "", "b.jsonl": '{"text": ""}\n', "c.txt": b"\xff"}, key="data.sources.x.path")
+    with pytest.raises(DataError) as error:
+        prepare(spec, ByteTokenizer())
+    assert str(error.value) == (
+        f'data.sources.x.path = "{spec.corpus}" has no text: 3 files, 2 empty texts, 1 skipped, '
+        "the first c.txt: not UTF-8 text: byte 0xff at offset 0"
+    )
+
+
+def test_what_is_left_out_is_not_skipped_and_the_end_is_said_once(source: Make, command: Prepare) -> None:
+    source({"a.txt": "A", "b.png": "", "c.txt": b"\xff"})
+    _, out, log = command("--corpus", "corpus")
+    assert "1 documents, the longest 3, 1 skipped, 0 empty; fingerprint" in out
+    assert "fingerprint" not in log
+    assert "left out b.png: an image" in log
+
+
+def test_folders_whose_names_are_not_utf_8_are_documents_of_their_own(source: Make, documents: Documents) -> None:
+    spec = source({"a/a.txt": "A"}, documents="folder")
+    for name in (b"\xfe", b"\xff"):
+        folder = Path(os.fsdecode(os.fsencode(spec.corpus) + b"/" + name))
+        folder.mkdir()
+        (folder / "b.txt").write_text("B")
+    texts = documents(spec)
+    assert [text.splitlines()[0] for text in texts] == [r"# \xfe/b.txt", r"# \xff/b.txt", "# a/a.txt"]
+
+
+def test_the_command_line_is_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delitem(sys.modules, "trainer.cli", raising=False)
+    monkeypatch.setattr(sys, "argv", ["cli", "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("trainer.cli", run_name="__main__")
+    assert end.value.code == 0
+    assert "usage: longhaul COMMAND" in capsys.readouterr().out
 
 
 def test_names_are_escaped(source: Make) -> None:

@@ -52,11 +52,6 @@ class Corpus:
             raise CorpusRefusedError(f"{folder} was prepared when {list_names(names)} was read as text; delete it")
 
     @property
-    def num_left_out(self) -> int:
-        """Files and folders."""
-        return sum(map(len, self.found.left_out.values())) if self.found is not None else 0
-
-    @property
     def log_level(self) -> int:
         """Log level of lines on what is not read: the standard library's tests hold such files on purpose."""
         return logging.INFO if self.is_stdlib else logging.WARNING

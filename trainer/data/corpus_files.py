@@ -339,8 +339,8 @@ def escaped(text: str) -> str:
 
 
 def decoded(path: str) -> str:
-    """A path with slashes; bytes that are not UTF-8 are replaced."""
-    return os.fsencode(path.replace(os.sep, "/")).decode("utf-8", "replace")
+    """A path with slashes; bytes that are not UTF-8 are escaped, so that other paths stay other paths."""
+    return os.fsencode(path.replace(os.sep, "/")).decode("utf-8", "backslashreplace")
 
 
 def error_message(error: BaseException) -> str:
