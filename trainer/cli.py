@@ -36,3 +36,7 @@ def main() -> None:
     unknown = "" if is_help else f"error: unknown command {' '.join(sys.argv[1:2]) or '(none)'}\n"
     (sys.stdout if is_help else sys.stderr).write(f"{unknown}{usage}{lines}\nlonghaul COMMAND --help: its options\n")
     sys.exit(EXIT_SUCCESS if is_help else EXIT_BAD_CONFIG)
+
+
+if __name__ == "__main__":
+    main()

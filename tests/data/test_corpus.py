@@ -166,5 +166,5 @@ def test_bad_files_of_the_standard_library_are_logged_at_info(
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
     prepare(CorpusSpec(corpus=STDLIB_CORPUS, cache_dir=tmp_path / "cache"), ByteTokenizer())
     assert "skipped bad.py: not UTF-8" in caplog.text
-    assert "python-stdlib: 1 bad files or lines were skipped" in caplog.text
+    assert "python-stdlib: .py: 1 text, 0 empty, 1 skipped" in caplog.text
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

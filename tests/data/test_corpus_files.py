@@ -4,6 +4,8 @@ import gzip
 import json
 import logging
 import os
+import runpy
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
@@ -22,7 +24,7 @@ from trainer.data.prepare import cache_key, prepare
 from trainer.data.prepare.__main__ import main
 from trainer.data.source import CorpusSpec
 from trainer.data.tokenizer import ByteTokenizer
-from trainer.errors import CorpusRefusedError
+from trainer.errors import CorpusRefusedError, DataError
 from trainer.launch.launcher import load_and_validate
 
 Make = Callable[..., CorpusSpec]
@@ -105,14 +107,40 @@ def test_json_without_lines_is_refused_unless_it_is_stated(
     assert documents(replace(spec, files=("*",))) == [text.decode(), "B"]
 
 
+@pytest.mark.parametrize("name", ["wiki_00", "a.txt", "a.txt.gz", "a.txt.zst"])
+@pytest.mark.parametrize("files", [None, ("*",)])
+@pytest.mark.parametrize("first", ["", json.dumps({"id": 1, "text": "long " * 40_000}) + "\n"])
+def test_text_that_is_lines_of_records_is_read_as_lines(
+    name: str, files: tuple[str, ...] | None, first: str, source: Make, documents: Documents
+) -> None:
+    content = (first + LINES).encode()
+    if name.endswith((".gz", ".zst")):
+        content = gzip.compress(content) if name.endswith(".gz") else zstandard(content)
+    expected = ["long " * 40_000, *TEXTS] if first else TEXTS
+    assert documents(replace(source({name: content, "z.txt": "Z"}), files=files)) == [*expected, "Z"]
+
+
+def test_the_report_says_which_texts_are_lines(source: Make, command: Prepare) -> None:
+    source({"a.txt": "A", "b.txt": LINES})
+    _, _, log = command("--corpus", "corpus")
+    assert 'corpus: .txt: 1 file, 144 bytes, JSON lines, each a document, from their key "text"' in log
+    assert "corpus: .txt: 1 file, 1 bytes, text, 1 document" in log
+
+
+NO_KEY = '{"content": "x", "id": 1}\n' * 3
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a", "a.txt.gz", "notebook.ipynb"])
-@pytest.mark.parametrize("content", [LINES, json.dumps([{"text": "a"}]), json.dumps({"cells": []}, indent=1)])
+@pytest.mark.parametrize(
+    "content", [NO_KEY, f"{LINES}no record\n", json.dumps([{"text": "a"}]), json.dumps({"cells": []}, indent=1)]
+)
 def test_text_that_looks_like_json_is_refused_unless_it_is_stated(
     name: str, content: str, source: Make, documents: Documents
 ) -> None:
     spec = source({name: gzip.compress(content.encode()) if name.endswith(".gz") else content, "b.txt": "B"})
     [problem] = refusals(spec)
-    assert f": {name}: looks like JSON, not text;" in problem
+    assert f": {name}: looks like JSON, not text;" in problem or (content == NO_KEY and "content, id" in problem)
+    assert 'to read it as text, state it in data.files ("**/*" states all)' in problem
     assert refusals(replace(spec, bad_files="error")) == [problem]
     assert sorted(documents(replace(spec, files=("*",)))) == sorted([content, "B"])
 
@@ -125,25 +153,66 @@ def test_text_with_brackets_is_text(content: str, source: Make, documents: Docum
 
 
 def test_json_lines_without_the_key_are_refused_with_their_keys(source: Make, documents: Documents) -> None:
-    spec = source({"a.json.gz": gzip.compress(b'{"content": "x", "id": 1}\n' * 3), "b.txt": "B"})
+    spec = source({"a.json.gz": gzip.compress(NO_KEY.encode()), "b.txt": "B"})
     [problem] = refusals(spec)
     assert problem.endswith(
-        '*.json.gz: no JSON record with the key "text" in the first lines; keys: content, id; set data.text_key'
+        ': a.json.gz: no JSON record with the key "text" in the first lines; keys: content, id; set data.text_key'
     )
+    assert refusals(replace(spec, files=("*",))) == [problem]
     assert documents(replace(spec, text_key="content")) == ["x", "x", "x", "B"]
 
 
-def test_a_file_behind_the_sample_is_refused_when_it_is_read(
-    source: Make, command: Prepare, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz", ""])
+def test_the_key_is_required_of_each_file(suffix: str, source: Make) -> None:
+    contents = [LINES.encode(), NO_KEY.encode()]
+    if suffix.endswith(".gz"):
+        contents = [*map(gzip.compress, contents)]
+    [problem] = refusals(source({f"a{suffix}": contents[0], f"b{suffix}": contents[1]}))
+    assert f': b{suffix}: no JSON record with the key "text"' in problem
+
+
+def test_a_table_without_the_column_is_refused_with_its_columns(source: Make, documents: Documents) -> None:
+    spec = source({"a.parquet": parquet({"text": ["A"]}), "b.parquet": parquet({"content": ["B"], "id": [1]})})
+    [problem] = refusals(spec)
+    assert problem.endswith(': b.parquet: no column "text"; columns: content, id; set data.text_key')
+    Path(spec.corpus, "a.parquet").unlink()
+    assert documents(replace(spec, text_key="content")) == ["B"]
+
+
+def test_a_checkout_of_code_is_read_once_it_is_stated(source: Make, documents: Documents) -> None:
+    texts = {
+        "a.ipynb": '{\n "cells": []\n}\n',
+        "b.md": "# B\n",
+        "package.json": '{"name": "p", "scripts": {}}',
+        "tsconfig.json": '{\n "a": 1\n}\n',
+    }
+    spec = source(dict(texts))
+    problems = refusals(spec)
+    assert len(problems) == 3
+    assert all('to read it as text, state it in data.files ("**/*" states all)' in each for each in problems)
+    assert documents(replace(spec, files=("**/*",))) == [*texts.values()]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("b.txt", '{"cells": [\n', "looks like JSON"),
+        ("b.txt", NO_KEY, "no JSON record"),
+        ("a.jsonl", NO_KEY, "no JSON record"),
+    ],
+)
+def test_a_file_behind_the_sample_is_refused_before_a_token_is_written(
+    name: str, content: str, what: str, source: Make, command: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpus_files, "EXAMINED_FILES", 1)
-    spec = source({"a.txt": "A", "b.txt": LINES})
+    spec = source({"0.jsonl": LINES, "a.txt": "A" * 200, name: content + " " * 200})
     assert corpus_problems(spec) == []
-    with pytest.raises(CorpusRefusedError, match=r"^b.txt: looks like JSON"):
+    with pytest.raises(CorpusRefusedError, match=f": {name}: {what}"):
         prepare(spec, ByteTokenizer())
     status, _, errors = command("--corpus", "corpus")
     assert status == 2
-    assert "error: b.txt: looks like JSON" in errors
+    assert f": {name}: {what}" in errors
+    assert "begins" not in errors
 
 
 # ---- other content
@@ -364,11 +433,29 @@ def test_what_is_swapped_for_a_link_before_it_is_opened_is_not_read(swap: str, s
         ("e*/x/c.txt", ["en/x/c.txt"]),
         ("**/*", ["a.txt", "en/b.txt", "en/x/c.txt"]),
         ("a.tx", []),
+        ("**/**/x/**/*", ["en/x/c.txt"]),
+        ("**/en/**/c*", ["en/x/c.txt"]),
+        ("*.*t*t", ["a.txt"]),
+        ("**.txt", ["a.txt"]),
     ],
 )
 def test_globs_match_neither_slashes_nor_hidden_names(pattern: str, names: list[str]) -> None:
     every = ["a.txt", "en/b.txt", "en/x/c.txt", ".hidden.txt", ".git/d.txt", "en/.e.txt"]
     assert [name for name in every if glob_regex(pattern).fullmatch(name)] == names
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "matches"),
+    [
+        ("*a" * 30 + "b", "a" * 200, False),
+        ("*a" * 30 + "*b", "a" * 200 + "b", True),
+        ("**/" * 30 + "x", "a/" * 200 + "y", False),
+        ("**/a/" * 30 + "x", "a/" * 200 + "y", False),
+        ("**/*a/" * 30 + "**/x", "a/" * 200 + "x", True),
+    ],
+)
+def test_globs_end_although_many_places_match(pattern: str, name: str, *, matches: bool) -> None:
+    assert bool(glob_regex(pattern).fullmatch(name)) == matches
 
 
 def test_data_files_states_what_is_read(source: Make, documents: Documents, command: Prepare) -> None:
@@ -377,7 +464,25 @@ def test_data_files_states_what_is_read(source: Make, documents: Documents, comm
     assert refusals(replace(spec, files=("*.text", "a.txt")))[0].endswith('data.files = "*.text": matches no file')
     status, out, errors = command("--corpus", "corpus", "--data.files", "*.txt")
     assert (status, "1 documents" in out) == (0, True)
-    assert "left out 3 files that data.files does not name" in errors
+    assert "left out 3 files by data.files" in errors
+
+
+def test_an_exclamation_mark_excludes(source: Make, documents: Documents) -> None:
+    spec = source({"a.txt": "A", "b.json": '{"a": 1}', "en/c.json": '{"a": 1}', "en/d.txt": "D"})
+    assert documents(replace(spec, files=("**/*", "!**/*.json"))) == ["A", "D"]
+    assert documents(replace(spec, files=("!en/*", "**/*"))) == ["A", '{"a": 1}']
+    assert documents(replace(spec, files=("!**/*.json",))) == ["A", "D"]
+    # Without another glob nothing is stated to be text.
+    assert ": b.json: no JSON record" in refusals(replace(spec, files=("!en/*",)))[0]
+    assert refusals(replace(spec, files=("!*.md",)))[0].endswith('data.files = "!*.md": matches no file')
+
+
+@pytest.mark.parametrize("pattern", ["en/{a", "[ab].txt", "../a.txt"])
+def test_what_is_no_pattern_is_said(pattern: str, source: Make) -> None:
+    problem = refusals(replace(source({"a.txt": "A"}), files=(pattern,)))[0]
+    assert problem.endswith(
+        "matches no file; only *, ? and **/ are patterns; braces, brackets and .. are not, and commas separate globs"
+    )
 
 
 def test_files_of_a_source_are_its_own(tmp_path: Path) -> None:
@@ -427,15 +532,52 @@ def test_what_is_read_is_said_before_a_token_is_written(command: Prepare, source
     assert [line for line in lines if line not in log] == [], log
     places = [log.index(line) for line in lines]
     assert max(places[:3]) < min(places[3:])
-    assert (status, "5 documents, 1 skipped, 3 empty;" in out) == (0, True)
+    assert (status, "1 skipped, 3 empty;" in out) == (0, True)
+
+
+def test_an_empty_corpus_is_named(source: Make) -> None:
+    spec = source({"a.txt": "", "b.jsonl": '{"text": ""}\n', "c.txt": b"\xff"}, key="data.sources.x.path")
+    with pytest.raises(DataError) as error:
+        prepare(spec, ByteTokenizer())
+    assert str(error.value) == (
+        f'data.sources.x.path = "{spec.corpus}" has no text: 3 files, 2 empty texts, 1 skipped, '
+        "the first c.txt: not UTF-8 text: byte 0xff at offset 0"
+    )
+
+
+def test_what_is_left_out_is_not_skipped_and_the_end_is_said_once(source: Make, command: Prepare) -> None:
+    source({"a.txt": "A", "b.png": "", "c.txt": b"\xff"})
+    _, out, log = command("--corpus", "corpus")
+    assert "1 documents, the longest 3, 1 skipped, 0 empty; fingerprint" in out
+    assert "fingerprint" not in log
+    assert "left out b.png: an image" in log
+
+
+def test_folders_whose_names_are_not_utf_8_are_documents_of_their_own(source: Make, documents: Documents) -> None:
+    spec = source({"a/a.txt": "A"}, documents="folder")
+    for name in (b"\xfe", b"\xff"):
+        folder = Path(os.fsdecode(os.fsencode(spec.corpus) + b"/" + name))
+        folder.mkdir()
+        (folder / "b.txt").write_text("B")
+    texts = documents(spec)
+    assert [text.splitlines()[0] for text in texts] == [r"# \xfe/b.txt", r"# \xff/b.txt", "# a/a.txt"]
+
+
+def test_the_command_line_is_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delitem(sys.modules, "trainer.cli", raising=False)
+    monkeypatch.setattr(sys, "argv", ["cli", "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("trainer.cli", run_name="__main__")
+    assert end.value.code == 0
+    assert "usage: longhaul COMMAND" in capsys.readouterr().out
 
 
 def test_names_are_escaped(source: Make) -> None:
-    assert r": bad\x1b[2Jname.txt: looks like JSON" in refusals(source({"bad\x1b[2Jname.txt": LINES}))[0]
+    assert r": bad\x1b[2Jname.txt: looks like JSON" in refusals(source({"bad\x1b[2Jname.txt": '[{"a": 1}]'}))[0]
 
 
 def test_check_and_a_run_refuse_all_at_once(source: Make, tmp_path: Path) -> None:
-    spec = source({"a.txt": LINES, "b.txt": POINTER})
+    spec = source({"a.txt": '{"cells":\n1}', "b.txt": POINTER})
     argv = [
         f"--data.corpus={spec.corpus}",
         f"--job.output_dir={tmp_path / 'run'}",
@@ -480,12 +622,15 @@ def test_a_folder_prepared_before_first_bytes_were_looked_at_is_looked_at(
     spec = source({"a.txt": "A", "b.txt": "x" * len(LINES)})
     folder, path = prepare(spec, ByteTokenizer()).folder, Path(spec.corpus, "b.txt")
     before = path.stat().st_mtime_ns
-    path.write_text(LINES)
-    os.utime(path, ns=(before, before))
-    assert prepare(spec, ByteTokenizer()).folder == folder
     forge(folder / "meta.json", lambda meta: meta.update(counts=None))
-    with pytest.raises(CorpusRefusedError, match=r"b.txt: looks like JSON"):
-        prepare(spec, ByteTokenizer())
+    for content, problem in [
+        (LINES, "was prepared when b.txt was read as text; delete it"),
+        (LINES.replace("text", "body"), "b.txt: no JSON record"),
+    ]:
+        path.write_text(content)
+        os.utime(path, ns=(before, before))
+        with pytest.raises(CorpusRefusedError, match=problem):
+            prepare(spec, ByteTokenizer())
 
 
 def test_the_key_knows_files_only_if_they_are_set(source: Make) -> None:

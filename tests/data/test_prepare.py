@@ -229,7 +229,7 @@ def test_a_tokenizer_error_names_the_file(source: Make) -> None:
 
 def test_a_corpus_without_tokens_raises_and_leaves_no_files(source: Make) -> None:
     spec = source({"a": "", "b": b"\xff"})
-    with pytest.raises(DataError, match="the corpus has no text: 2 files, 1 bad files or lines, the first b: not UTF"):
+    with pytest.raises(DataError, match="has no text: 2 files, 1 empty texts, 1 skipped, the first b: not UTF"):
         prepare(spec, ByteTokenizer())
     assert cache_entries(spec) == []
 

@@ -39,7 +39,8 @@ def test_the_corpus_of_a_configuration_is_prepared_in_the_cache(run: Run, tmp_pa
     made = TokenDataset(folder)
     tokens = sum(path.stat().st_size + 2 for path in (tmp_path / "text").iterdir())
     assert out == (
-        f"made/{folder.name}: {tokens:,} tokens, 5 documents, 0 skipped, 0 empty; fingerprint {made.fingerprint}\n"
+        f"made/{folder.name}: {tokens:,} tokens, 5 documents, the longest {made.meta.longest:,}, "
+        f"0 skipped, 0 empty; fingerprint {made.fingerprint}\n"
     )
     assert run("--data.corpus=text", "--data.cache_dir=made")[:2] == (0, out)
 
@@ -84,7 +85,7 @@ def test_the_number_of_workers_does_not_change_the_output(run: Run, tmp_path: Pa
         (["--config", "nowhere"], 2, "nowhere: no such file"),
         (["--tokenizer.kind", "tiktoken"], 2, 'tokenizer.kind = "tiktoken" needs tokenizer.path'),
         (["--tokenizer.kind", "tiktoken", "--tokenizer.path", "text/0.txt"], 78, "looks like plain text"),
-        (["--corpus", "text/empty"], 78, "the corpus has no text: 1 files"),
+        (["--corpus", "text/empty"], 78, 'data.corpus = "text/empty" has no text: 1 files'),
         (["--corpus", "hf:"], 78, "must be hf:NAME"),
         (["--corpus", "text", "--output", "text/0.txt/made"], 78, "text/0.txt/made cannot be written"),
         (["inspect"], 2, "command line: inspect needs a folder or --config"),

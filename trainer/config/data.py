@@ -101,7 +101,7 @@ class DataSection(Section):
     text_key: Annotated[str, BeforeValidator(require_non_empty)] = "text"
     """Field of a line of JSON, or column of a table, that holds the text."""
     files: FileGlobs | None = None
-    """Globs of the files of `corpus` that are read, relative to its folder: `"*.txt"`, `["en/**/*.json.gz"]`. They are read as text even if they look like JSON or a dataset card. Left out: all files that are text."""
+    """Globs of the files of `corpus` that are read, relative to its folder: `"*.txt"`, `["en/**/*.json.gz"]`. A glob that begins with `!` leaves files out. What the others name is text even if it looks like JSON or a dataset card. Left out: all files that are text."""
     max_document: Annotated[int, Field(ge=3)] | None = None
     """Maximum document length in tokens, special tokens included; longer documents are split. Left out: never split."""
     separators: Annotated[str, BeforeValidator(require_non_empty)] = "bos_eos"

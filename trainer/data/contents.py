@@ -5,7 +5,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from trainer.data.own_files import is_configuration
@@ -18,18 +19,17 @@ SUFFIX = re.compile(r"[a-z][a-z0-9_+-]{0,15}")
 LINE_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".json")
 COMPRESSIONS = (".gz", ".zst")
 MAX_RECORDS = 20  # of a head
+LISTED_KEYS = 12
 parse_json = json.JSONDecoder().decode
 
 LFS_POINTER = "a Git LFS pointer, whose data was not downloaded; run `git lfs pull` in its repository"
 UTF_16 = "UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW"
 NOT_READ = "compressed in a way that is not read; decompress it, or compress it by gzip or zstd"
-JSON_AS_TEXT = (
-    "looks like JSON, not text; JSON lines belong in a .jsonl file; to read it as text all the same, state it in "
-    'data.files ("**/*" states all)'
-)
+STATE_IT = 'to read it as text, state it in data.files ("**/*" states all)'
+JSON_AS_TEXT = f"looks like JSON, not text; {STATE_IT}"
 JSON_NOT_LINES = (
     "JSON, but no record on each line; convert an array by jq -c '.[]' OLD > NEW.jsonl and an object by "
-    'jq -c . OLD > NEW.jsonl; to read it as text, state it in data.files ("**/*" states all)'
+    f"jq -c . OLD > NEW.jsonl; {STATE_IT}"
 )
 OUTSIDE_LINK = "a link that leads out of the corpus; copy what it leads to, or name that as a corpus of its own"
 
@@ -136,30 +136,61 @@ class Contents(NamedTuple):
     """Why the file cannot be part of a corpus: it would be read as what it is not."""
     not_text: str = ""
     """Why the file is no text."""
-    keys: frozenset[str] | None = None
-    """Keys of the first JSON records; None: unknown."""
 
 
 def is_lfs_pointer(head: bytes) -> bool:
     return head.startswith(b"version https://git-lfs")
 
 
-def examine(name: str, head: bytes, *, is_whole: bool, is_stated: bool) -> Contents:
-    """Judges a file by its first bytes, decompressed. `is_stated`: JSON other than lines of records is text."""
-    kind = kind_of(name)
+def examine(name: str, head: bytes, *, key: str, is_whole: bool, is_stated: bool) -> Contents:
+    """Judges a file by its first bytes, decompressed. `is_stated`: JSON other than lines of records with the key is text."""
     if is_utf_16(head, is_whole=is_whole):
-        return Contents(kind, refusal=UTF_16)
-    form = json_form(head, is_whole=is_whole)
-    if kind == "lines":
-        is_wrong = form in ("array", "object") or (form == "" and text_suffix(name) == ".json" and not head.isspace())
-        if head and is_wrong:
-            return Contents("text") if is_stated else Contents(kind, refusal=JSON_NOT_LINES)
-        return Contents(kind, keys=record_keys(head, is_whole=is_whole))
+        return Contents(kind_of(name), refusal=UTF_16)
+    if kind_of(name) == "lines":
+        return examine_lines(name, head, key=key, is_whole=is_whole, is_stated=is_stated)
     if problem := describe_bytes(head):
-        return Contents(kind, not_text=f"not text: {problem}")
-    if form and not is_stated:
-        return Contents(kind, refusal=JSON_AS_TEXT)
-    return Contents(kind)
+        return Contents("text", not_text=f"not text: {problem}")
+    form = json_form(head, is_whole=is_whole)
+    records = first_records(head, is_whole=is_whole) if form == "lines" else []
+    if None not in records and key in record_keys(records):
+        return Contents("lines")
+    if is_stated or not form:
+        return Contents("text")
+    keys = record_keys(records)
+    lacks_key = bool(keys) and key not in keys
+    return Contents("text", refusal=f"{describe_keys(keys, key)}; or {STATE_IT}" if lacks_key else JSON_AS_TEXT)
+
+
+def examine_lines(name: str, head: bytes, *, key: str, is_whole: bool, is_stated: bool) -> Contents:
+    """Judges a file whose suffix says that a record is on each line."""
+    form = json_form(head, is_whole=is_whole)
+    is_json = text_suffix(name) == ".json"
+    is_wrong = form in ("array", "object") or (form == "" and is_json and not head.isspace())
+    if head and is_wrong:
+        return Contents("text") if is_stated else Contents("lines", refusal=JSON_NOT_LINES)
+    records = first_records(head, is_whole=is_whole)
+    keys = record_keys(records)
+    if not keys or key in keys:  # Lines without any key are damaged, and skipped.
+        return Contents("lines")
+    if is_json and len(records) == 1:  # One object: what a program writes too.
+        return (
+            Contents("text") if is_stated else Contents("lines", refusal=f"{describe_keys(keys, key)}; or {STATE_IT}")
+        )
+    return Contents("lines", refusal=describe_keys(keys, key))
+
+
+def examine_columns(columns: Sequence[str], *, key: str) -> Contents:
+    """Judges a table by the names of its columns."""
+    if key in columns:
+        return Contents("table")
+    known = ", ".join(columns[:LISTED_KEYS])
+    return Contents("table", refusal=f'no column "{key}"; columns: {known}; set data.text_key')
+
+
+def describe_keys(keys: frozenset[str], key: str) -> str:
+    """What is wrong with records that have these keys, and not the key of the text."""
+    known = ", ".join(sorted(keys)[:LISTED_KEYS])
+    return f'no JSON record with the key "{key}" in the first lines; keys: {known}; set data.text_key'
 
 
 def describe_bytes(head: bytes) -> str:
@@ -197,11 +228,15 @@ def json_form(head: bytes, *, is_whole: bool) -> Literal["", "lines", "array", "
     return ""
 
 
-def record_keys(head: bytes, *, is_whole: bool) -> frozenset[str] | None:
-    """The keys of the first records; None if no line is complete."""
-    lines = [*complete_lines(head.removeprefix(codecs.BOM_UTF8), is_whole=is_whole)][:MAX_RECORDS]
-    records = [parse_line(line) for line in lines]
-    return frozenset(key for record in records if isinstance(record, dict) for key in record) if lines else None
+def first_records(head: bytes, *, is_whole: bool) -> list[dict[str, Any] | None]:
+    """The first lines that are complete; None for one that is no object."""
+    lines = islice(complete_lines(head.removeprefix(codecs.BOM_UTF8), is_whole=is_whole), MAX_RECORDS)
+    records = map(parse_line, lines)
+    return [record if isinstance(record, dict) else None for record in records]
+
+
+def record_keys(records: Sequence[dict[str, Any] | None]) -> frozenset[str]:
+    return frozenset(key for record in records for key in record or ())
 
 
 def complete_lines(head: bytes, *, is_whole: bool) -> Iterator[bytes]:

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 
 from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
-from trainer.data.contents import compression_suffix, is_read_as_before, kind_of
-from trainer.data.corpus_files import CorpusFile, CorpusFiles
+from trainer.data.contents import Kind, compression_suffix, is_read_as_before, kind_of
+from trainer.data.corpus_files import CorpusFile, CorpusFiles, list_names
 from trainer.data.formats import InputSplit, row_group_sizes
 from trainer.data.hf_datasets import is_saved_dataset, open_dataset
 from trainer.data.open_file import READ_ERRORS
@@ -45,10 +45,11 @@ class Corpus:
             if problems := self.found.problems():
                 raise CorpusRefusedError(*problems)
 
-    @property
-    def num_left_out(self) -> int:
-        """Files and folders."""
-        return sum(map(len, self.found.left_out.values())) if self.found is not None else 0
+    def require_lines_by_suffix(self, folder: Path) -> None:
+        """Raises CorpusRefusedError if files are lines of JSON by their content, which `folder` holds as text."""
+        names = [file.name for file in self.files if self.kind(file) != kind_of(file.name)]
+        if names:
+            raise CorpusRefusedError(f"{folder} was prepared when {list_names(names)} was read as text; delete it")
 
     @property
     def log_level(self) -> int:
@@ -70,6 +71,8 @@ class Corpus:
             return [open_dataset(self.dataset or "").version]
         files = self._in_order([*self.files, *self.found.binary]) if self.found.binary else self.files
         identity: list[object] = [self.is_stdlib, *((file.name, file.size, file.mtime_ns) for file in files)]
+        if self.found.is_stated:  # Once all of it was text.
+            return ["json lines by content", *identity]
         return identity if all(is_read_as_before(file.name) for file in files) else ["json lines", *identity]
 
     def _in_order(self, files: list[CorpusFile]) -> list[CorpusFile]:
@@ -119,10 +122,7 @@ class Corpus:
 
     def _whole(self, file: CorpusFile) -> InputSplit:
         key = self.document_key(file.name)
-        kind = kind_of(file.name)
-        is_stated = self.found is not None and self.found.is_stated
-        if kind == "lines" and is_stated and self.found is not None:
-            kind = self.found.examine_file(file).kind
+        kind = self.kind(file)
         return InputSplit(
             file.path,
             file.name,
@@ -132,9 +132,12 @@ class Corpus:
             mtime_ns=file.mtime_ns,
             root=file.root,
             kind=kind,
-            is_stated=is_stated,
             is_library=self.is_stdlib,
         )
+
+    def kind(self, file: CorpusFile) -> Kind:
+        """What the file is, by its suffix and its first bytes."""
+        return kind_of(file.name) if self.found is None else self.found.examine_file(file).kind
 
     def document_key(self, name: str) -> str:
         """The folder that is one document ("." for top-level files); "" if every text is a document."""

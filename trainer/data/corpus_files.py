@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
 from trainer.data import contents
-from trainer.data.contents import HEAD_BYTES, Contents, examine
+from trainer.data.contents import Contents, examine
 from trainer.data.hf_datasets import is_saved_dataset
-from trainer.data.open_file import READ_ERRORS, open_data, open_decompressed
+from trainer.data.open_file import READ_ERRORS, open_parquet, read_head
 from trainer.data.own_files import A_MODEL, describe_own_folder, is_token_dataset
 from trainer.data.source import CorpusSpec
 from trainer.errors import CorpusRefusedError, DataError
@@ -28,11 +28,11 @@ from trainer.errors import CorpusRefusedError, DataError
 # Installed packages are no part of the library; encodings/ holds near-identical Unicode tables, which lower the loss.
 STDLIB_EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "encodings"}
 EXAMINED_FILES = 64
-"""Files of each suffix that are examined before any is read; the others are examined when they are read."""
+"""Files of each suffix that are examined at first; the others are examined before the first token is written."""
 SMALL_FILE = 200
 """Bytes; a pointer of Git LFS is smaller, and few files of data are."""
 LISTED_NAMES = 3
-LISTED_KEYS = 12
+GLOB_HINT = "only *, ? and **/ are patterns; braces, brackets and .. are not, and commas separate globs"
 HUB_REPOSITORY = re.compile(r"(datasets|models|spaces)--.+")
 HUB_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -46,6 +46,11 @@ class CorpusFile(NamedTuple):
     """Without links."""
     size: int
     mtime_ns: int
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """The arguments that open the file."""
+        return self.root, self.path, self.name
 
 
 class CorpusFiles:
@@ -61,11 +66,12 @@ class CorpusFiles:
         self.inner_links: list[str] = []
         """Links to other places of the corpus; what they lead to is read twice if it is found there too."""
         self.num_unstated = 0
-        """Files that data.files does not name."""
+        """Files that data.files leaves out."""
         self._spec = spec
         self._is_stdlib = spec.corpus == STDLIB_CORPUS
-        self._patterns = [(pattern, glob_regex(pattern)) for pattern in spec.files or ()]
+        self._patterns = [(pattern, glob_regex(pattern.removeprefix("!"))) for pattern in spec.files or ()]
         self._matched: set[str] = set()
+        self._examined: dict[str, Contents] = {}
         self._cache = os.path.realpath(spec.cache_dir)
         given = Path(sysconfig.get_paths()["stdlib"]) if self._is_stdlib else Path(spec.corpus)
         self.root = Path(os.path.realpath(given))
@@ -77,17 +83,18 @@ class CorpusFiles:
             self._add(path, decoded(given.name))
         for pattern, _ in self._patterns:
             if pattern not in self._matched:
-                self._refuse(f'data.files = "{pattern}"', "matches no file")
+                hint = f"; {GLOB_HINT}" if set(pattern) & set("{}[]") or ".." in pattern else ""
+                self._refuse(f'data.files = "{pattern}"', f"matches no file{hint}")
 
     @property
     def is_stated(self) -> bool:
-        """Whether the user has said which files are text."""
-        return self._spec.files is not None
+        """Whether the user has said which files are text, rather than only which are not."""
+        return any(not pattern.startswith("!") for pattern, _ in self._patterns)
 
     def problems(self) -> list[str]:
         """Why the corpus is refused; one line for each reason."""
         corpus = f'{self._spec.key} = "{self._spec.corpus}"'
-        found = [f"{corpus}: {list_names(names)}: {reason}" for reason, names in self.refused.items()]
+        found = [f"{corpus}: {list_names(names)}: {escaped(reason)}" for reason, names in self.refused.items()]
         if not self.files and not found:
             aside = [f"{list_names(names)}: {reason}" for reason, names in self.left_out.items()]
             hint = "; set data.corpus to a text file or a folder" if self._is_stdlib else ""
@@ -141,7 +148,7 @@ class CorpusFiles:
         return False
 
     def _add(self, path: str, name: str, *, is_hidden: bool = False) -> None:
-        if self.is_stated and not self._matches(name):
+        if not self._is_wanted(name):
             self.num_unstated += 1
             return
         target, problem = path, ""
@@ -183,16 +190,18 @@ class CorpusFiles:
             return ""
         head = b""
         with suppress(DataError, *READ_ERRORS):  # Reading it reports the same.
-            head, _ = read_head(file)
+            head, _ = read_head(*file.place)
         return contents.describe_metadata(file.name, head)
 
     def _is_inside(self, target: str) -> bool:
         return target.startswith(f"{str(self.root).rstrip('/')}/")
 
-    def _matches(self, name: str) -> bool:
+    def _is_wanted(self, name: str) -> bool:
+        """Whether a glob matches and none that begins with "!" does."""
         matching = {pattern for pattern, regex in self._patterns if regex.fullmatch(name)}
         self._matched |= matching
-        return bool(matching)
+        is_excluded = any(pattern.startswith("!") for pattern in matching)
+        return not is_excluded and (bool(matching) or not self.is_stated)
 
     def _leave_out_unreadable(self, error: OSError) -> None:
         self._leave_out(self._relative_name(error.filename), error_message(error))
@@ -216,7 +225,7 @@ class CorpusFiles:
         """Refuses what a sample of each suffix, or all of the files, shows not to be what it is read as."""
         if self._is_stdlib:
             return
-        for suffix, files in by_suffix(self.files).items():
+        for files in by_suffix(self.files).values():
             found = [(file, self.examine_file(file)) for file in (files if thoroughly else self._sample(files))]
             if any(each.refusal for _, each in found):  # Then all of them are named.
                 found = [(file, self.examine_file(file)) for file in files]
@@ -225,14 +234,6 @@ class CorpusFiles:
                     self._refuse(file.name, each.refusal)
                 elif each.not_text and self._spec.fail_on_bad_files:
                     self._leave_out(file.name, each.not_text)
-            self._require_key(suffix, [each.keys for _, each in found if each.keys is not None])
-
-    def _require_key(self, suffix: str, keys: Sequence[frozenset[str]]) -> None:
-        found = frozenset[str]().union(*keys)
-        if found and self._spec.text_key not in found:  # Lines without any key are damaged, and skipped.
-            known = ", ".join(map(escaped, sorted(found)[:LISTED_KEYS]))
-            reason = f'no JSON record with the key "{self._spec.text_key}" in the first lines; keys: {known}'
-            self._refuse(f"*{suffix}", f"{reason}; set data.text_key")
 
     def _sample(self, files: Sequence[CorpusFile]) -> Iterator[CorpusFile]:
         """Evenly spaced, and every small file of data."""
@@ -242,15 +243,26 @@ class CorpusFiles:
                 yield file
 
     def examine_file(self, file: CorpusFile) -> Contents:
-        try:
-            head, is_whole = read_head(file)
-        except CorpusRefusedError:
-            return Contents("text", refusal=contents.LFS_POINTER)
-        except (DataError, *READ_ERRORS):  # Reading it reports the same.
-            return Contents(contents.kind_of(file.name))
-        if contents.kind_of(file.name) == "table":
-            return Contents("table")
-        return examine(file.name, head, is_whole=is_whole, is_stated=self.is_stated)
+        """Looks into the file once."""
+        if file.name not in self._examined:
+            kind = contents.kind_of(file.name)
+            try:
+                self._examined[file.name] = self._examine_table(file) if kind == "table" else self._examine_text(file)
+            except CorpusRefusedError:
+                self._examined[file.name] = Contents(kind, refusal=contents.LFS_POINTER)
+            except (DataError, *READ_ERRORS):  # Reading it reports the same.
+                self._examined[file.name] = Contents(kind)
+        return self._examined[file.name]
+
+    def _examine_table(self, file: CorpusFile) -> Contents:
+        with open_parquet(*file.place, buffer_bytes=contents.HEAD_BYTES) as table:
+            return contents.examine_columns(table.schema_arrow.names, key=self._spec.text_key)
+
+    def _examine_text(self, file: CorpusFile) -> Contents:
+        if self._is_stdlib:
+            return Contents("text")
+        head, is_whole = read_head(*file.place)
+        return examine(file.name, head, key=self._spec.text_key, is_whole=is_whole, is_stated=self.is_stated)
 
 
 def corpus_problems(spec: CorpusSpec) -> list[str]:
@@ -262,19 +274,6 @@ def corpus_problems(spec: CorpusSpec) -> list[str]:
     found = CorpusFiles(spec)
     found.examine()
     return found.problems()
-
-
-def read_head(file: CorpusFile) -> tuple[bytes, bool]:
-    """First bytes, decompressed, and whether they are all; none of a table.
-
-    Raises CorpusRefusedError for a Git LFS pointer, DataError without pyarrow, and READ_ERRORS.
-    """
-    if contents.kind_of(file.name) == "table":
-        open_data(file.root, file.path, file.name).close()
-        return b"", False
-    with open_decompressed(file.root, file.path, file.name) as opened:
-        head = opened.read(HEAD_BYTES + 1)
-    return head[:HEAD_BYTES], len(head) <= HEAD_BYTES
 
 
 def hub_repository(link: str, target: str) -> str | None:
@@ -298,18 +297,31 @@ def by_suffix(files: Iterable[CorpusFile]) -> dict[str, list[CorpusFile]]:
     return found
 
 
+FOLDER = r"(?!\.)[^/]+/"
+
+
 def glob_regex(pattern: str) -> re.Pattern[str]:
-    """`*` and `?` match neither "/" nor the dot of a hidden name, and `**/` matches any folders."""
-    translated = ""
-    for part in re.split(r"(\*\*/|\*|\?)", re.sub(r"(?:^|(?<=/))\*\*$", "**/*", pattern)):
-        may_be_hidden = not translated or translated.endswith(("/", ")*"))
-        if part == "**/":
-            translated += r"(?:(?!\.)[^/]+/)*"
-        elif part in ("*", "?"):
-            translated += (r"(?!\.)" if may_be_hidden else "") + ("[^/]*" if part == "*" else "[^/]")
-        else:
-            translated += re.escape(part)
-    return re.compile(translated, re.DOTALL)
+    """`*` and `?` match neither "/" nor the dot of a hidden name, and `**/` matches any folders.
+
+    What stands between two wildcards is matched where it is found first, and never tried again: that is enough, since
+    the second matches any rest. Otherwise the time is exponential in the number of wildcards.
+    """
+    runs = re.split(r"(?:^|(?<=/))(?:\*\*/)+", re.sub(r"(?:^|(?<=/))\*\*$", "**/*", pattern))
+    return re.compile(join_wildcards(f"(?:{FOLDER})", ["/".join(map(segment_regex, run.split("/"))) for run in runs]))
+
+
+def segment_regex(segment: str) -> str:
+    """A regular expression of names that a glob without "/" matches."""
+    fixed = ["".join("[^/]" if each == "?" else re.escape(each) for each in part) for part in re.split(r"\*+", segment)]
+    may_be_hidden = segment.startswith(("*", "?"))
+    return (r"(?!\.)" if may_be_hidden else "") + join_wildcards("[^/]", fixed)
+
+
+def join_wildcards(repeated: str, parts: Sequence[str]) -> str:
+    """`parts`, with any number of `repeated` between two of them."""
+    first, *between = parts
+    last = f"{repeated}*{between.pop()}" if between else ""
+    return first + "".join(f"(?>{repeated}*?{part})" for part in between) + last
 
 
 def list_names(names: Sequence[str]) -> str:
@@ -327,8 +339,8 @@ def escaped(text: str) -> str:
 
 
 def decoded(path: str) -> str:
-    """A path with slashes; bytes that are not UTF-8 are replaced."""
-    return os.fsencode(path.replace(os.sep, "/")).decode("utf-8", "replace")
+    """A path with slashes; bytes that are not UTF-8 are escaped, so that other paths stay other paths."""
+    return os.fsencode(path.replace(os.sep, "/")).decode("utf-8", "backslashreplace")
 
 
 def error_message(error: BaseException) -> str:

@@ -10,11 +10,11 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from trainer.config.data import HF_PREFIX
-from trainer.data.contents import HEAD_BYTES, Kind, examine, parse_json
-from trainer.data.corpus_files import error_message, escaped
+from trainer.data.contents import HEAD_BYTES, Kind, describe_bytes, parse_json
+from trainer.data.corpus_files import error_message
 from trainer.data.hf_datasets import BATCH_ROWS, read_dataset
 from trainer.data.open_file import READ_ERRORS, open_beneath, open_decompressed, open_parquet
-from trainer.errors import CorpusRefusedError, DataError
+from trainer.errors import DataError
 
 BLOCK = 1 << 22  # bytes
 LONGEST_LINE = 1 << 30  # bytes
@@ -40,8 +40,6 @@ class InputSplit(NamedTuple):
     root: str = ""
     """The folder that the file is opened beneath."""
     kind: Kind = "text"
-    is_stated: bool = False
-    """Whether data.files names it."""
     is_library: bool = False
     """Whether it is of the standard library, whose tests hold what is not text on purpose."""
 
@@ -95,15 +93,10 @@ def read_records(split: InputSplit, key: str) -> Iterator[Record]:
         yield 0, read_blocks(split)
 
 
-def require_kind(split: InputSplit, head: bytes, *, is_whole: bool) -> None:
-    """Raises CorpusRefusedError and ValueError if the first bytes of a file are not what it is read as."""
-    if split.is_library:
-        return
-    found = examine(split.name, head, is_whole=is_whole, is_stated=split.is_stated)
-    if found.refusal:
-        raise CorpusRefusedError(f"{escaped(split.name)}: {found.refusal}")
-    if found.not_text:
-        raise ValueError(found.not_text)
+def require_text(split: InputSplit, head: bytes) -> None:
+    """Raises ValueError if the first bytes of a file are of something else."""
+    if (problem := describe_bytes(head)) and not split.is_library:
+        raise ValueError(f"not text: {problem}")
 
 
 def document_blocks(split: InputSplit, blocks: Iterator[str], number: int) -> Iterator[str]:
@@ -144,7 +137,7 @@ def read_blocks(split: InputSplit) -> Iterator[str]:
             data = file.read(BLOCK)
             final = not data
             if not offset:
-                require_kind(split, data[:HEAD_BYTES], is_whole=len(data) < BLOCK and len(data) <= HEAD_BYTES)
+                require_text(split, data[:HEAD_BYTES])
             offset += len(data)
             try:
                 text = decoder.decode(data, final)
@@ -175,9 +168,7 @@ def read_jsonl(split: InputSplit, key: str) -> Iterator[Record]:
     """The lines that start within the byte range."""
     with open_decompressed(*split.place) as file:
         number = offset = 0
-        if not split.start:
-            require_kind(split, file.peek(1), is_whole=False)
-        else:
+        if split.start:
             file.seek(split.start - 1)
             offset = split.start - 1 + len(file.readline())
         while offset < split.stop and (line := file.readline(LONGEST_LINE)):

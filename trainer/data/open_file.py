@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import gzip
 import os
@@ -13,11 +14,12 @@ from io import BufferedReader
 from typing import Any
 
 from models.files import UnusableFileError
-from trainer.data.contents import LFS_POINTER, compression_suffix, is_lfs_pointer
+from trainer.data.contents import HEAD_BYTES, LFS_POINTER, compression_suffix, is_lfs_pointer
 from trainer.errors import CorpusRefusedError, missing_package
 
 READ_ERRORS = (OSError, EOFError, ValueError, RecursionError, NotImplementedError, zlib.error)
 FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+LONGEST_FIRST_RECORD = 1 << 26  # bytes
 
 
 def open_beneath(root: str, path: str) -> BufferedReader:
@@ -60,6 +62,18 @@ def open_decompressed(root: str, path: str, name: str) -> Iterator[BufferedReade
             yield BufferedReader(pyarrow.input_stream(file, compression="zstd"))
         else:
             yield gzip.GzipFile(fileobj=file) if suffix == ".gz" else file
+
+
+def read_head(root: str, path: str, name: str) -> tuple[bytes, bool]:
+    """First bytes, decompressed, and whether they are all. What may be a JSON record is read to the end of its line.
+
+    Raises CorpusRefusedError for a Git LFS pointer, DataError without pyarrow, and READ_ERRORS.
+    """
+    with open_decompressed(root, path, name) as opened:
+        head = opened.read(HEAD_BYTES)
+        if b"\n" not in head and head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
+            head += opened.readline(LONGEST_FIRST_RECORD)
+        return head, not opened.read(1)
 
 
 @contextmanager

@@ -59,7 +59,22 @@ def prepare_datasets(config: Config) -> dict[str, Path]:
         return {}
     tokenizer = open_tokenizer(config.tokenizer)
     checks.require_vocab_size(config, text_vocab_size(tokenizer, config.data.separators))
-    return {name: prepare(spec, tokenizer).folder for name, spec in specs.items()}
+    datasets = {name: prepare(spec, tokenizer) for name, spec in specs.items()}
+    for dataset in datasets.values():
+        log.info("%s", describe_prepared(dataset))
+    return {name: dataset.folder for name, dataset in datasets.items()}
+
+
+def describe_prepared(dataset: TokenDataset) -> str:
+    """The line that ends a preparation. Of each text it says once whether it is in a document, empty or skipped."""
+    meta = dataset.meta
+    counts = None if meta.counts is None else meta.counts.values()
+    skipped = meta.skipped if counts is None else sum(each.skipped for each in counts)
+    empty = "" if counts is None else f", {sum(each.empty for each in counts):,} empty"
+    return (
+        f"{dataset.folder}: {meta.tokens:,} tokens, {meta.documents:,} documents, the longest {meta.longest:,}, "
+        f"{skipped:,} skipped{empty}; fingerprint {dataset.fingerprint}"
+    )
 
 
 class PreparedFolders(Artifact):
@@ -133,6 +148,7 @@ def prepare(
     dataset = open_token_dataset(folder, source, tokenizer)
     if dataset.meta.counts is None:  # Prepared when what is not text was not refused yet.
         corpus.require_readable(thoroughly=True)
+        corpus.require_lines_by_suffix(folder)
     return dataset
 
 
@@ -147,12 +163,6 @@ def open_token_dataset(folder: Path, source: CorpusSpec, tokenizer: Tokenizer) -
     if source.max_document is not None and meta.longest > source.max_document:
         limit = f"data.max_document = {source.max_document}"
         raise DataError(f"{limit}, and {prepared} documents of up to {meta.longest} tokens")
-    log.info(
-        "%s: %s tokens, %s documents, the longest %s; fingerprint %s",
-        folder,
-        *(f"{count:,}" for count in (meta.tokens, meta.documents, meta.longest)),
-        dataset.fingerprint,
-    )
     return dataset
 
 
@@ -212,6 +222,7 @@ def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:
     """Writes all shards and `meta.json` to `job.folder`, which may hold finished partitions of an interrupted call."""
     if (job.folder / META_FILENAME).exists():
         return
+    corpus.require_readable(thoroughly=True)
     partitions = list(enumerate(corpus.partitions()))
     records = job.folder / RECORDS_FOLDER
     records.mkdir(parents=True, exist_ok=True)
@@ -250,12 +261,12 @@ def build_meta(corpus: Corpus, job: TokenizeJob, results: Sequence[PartitionResu
     for line in describe_counts(corpus.name, counts):
         log.info("%s", line)
     bad = sum(each.skipped for each in counts.values())
-    if bad:
-        log.log(corpus.log_level, "%s: %d bad files or lines were skipped", corpus.name, bad)
     shards = [shard for result in results for shard in result.shards]
     if not shards:
         files, first = len(corpus.files), f", the first {problems[0]}" if problems else ""
-        raise DataError(f"the corpus has no text: {files} files, {bad} bad files or lines{first}")
+        empty = sum(each.empty for each in counts.values())
+        found = f"{files:,} files, {empty:,} empty texts, {bad:,} skipped{first}"
+        raise DataError(f'{job.spec.key} = "{job.spec.corpus}" has no text: {found}')
     tokenizer = job.tokenizer
     return TokenDatasetMeta(
         dtype=token_dtype(tokenizer.vocab_size),
@@ -266,7 +277,7 @@ def build_meta(corpus: Corpus, job: TokenizeJob, results: Sequence[PartitionResu
         documents=sum(shard.documents for shard in shards),
         longest=max(result.longest for result in results),
         files=len(corpus.files),
-        skipped=bad + corpus.num_left_out,
+        skipped=bad,
         tokenizer=tokenizer.fingerprint,
         separators=job.spec.separators,
         max_document=job.spec.max_document,

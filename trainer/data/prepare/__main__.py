@@ -17,7 +17,7 @@ from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.data.corpus_files import corpus_problems
 from trainer.data.own_files import is_token_dataset
-from trainer.data.prepare import prepare
+from trainer.data.prepare import describe_prepared, prepare
 from trainer.data.source import CorpusSpec, corpus_spec, corpus_specs
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import open_tokenizer
@@ -108,16 +108,7 @@ def prepare_corpora(arguments: Namespace, overrides: Sequence[str]) -> None:
     for name, spec in specs.items():
         with refusing():
             dataset = prepare(spec, tokenizer, workers=arguments.workers, folder=folders[name])
-        sys.stdout.write(
-            f"{dataset.folder}: {dataset.num_tokens:,} tokens, {dataset.num_documents:,} documents, "
-            f"{dataset.meta.skipped:,} skipped{describe_empty(dataset)}; fingerprint {dataset.fingerprint}\n"
-        )
-
-
-def describe_empty(dataset: TokenDataset) -> str:
-    """The number of empty texts, if they were counted."""
-    counts = dataset.meta.counts
-    return "" if counts is None else f", {sum(each.empty for each in counts.values()):,} empty"
+        sys.stdout.write(f"{describe_prepared(dataset)}\n")
 
 
 def inspect(arguments: Namespace, overrides: Sequence[str]) -> None:

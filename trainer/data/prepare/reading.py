@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 
-from trainer.data.contents import Kind
+from trainer.data.contents import Kind, full_suffix
 from trainer.data.corpus import Corpus
-from trainer.data.corpus_files import CorpusFile, by_suffix, escaped, list_names
+from trainer.data.corpus_files import CorpusFile, escaped, list_names
 from trainer.data.formats import BadText, InputSplit, read_texts
 from trainer.data.token_dataset import TextCounts
 
@@ -26,12 +26,11 @@ def describe_reading(corpus: Corpus) -> Iterator[str]:
         return
     total = count(len(corpus.files), "file")
     yield f"{corpus.name}: reading {total}, {format_bytes(corpus.size)}, from {escaped(corpus.spec.corpus)}"
-    groups = sorted(by_suffix(corpus.files).items(), key=lambda group: -num_bytes(group[1]))
-    for suffix, files in groups[:LISTED_SUFFIXES]:
+    groups = sorted(by_suffix_and_kind(corpus).items(), key=lambda group: -num_bytes(group[1]))
+    for (suffix, kind), files in groups[:LISTED_SUFFIXES]:
         splits = chain.from_iterable(map(corpus.split_file, files))
-        first_split = next(splits)
-        first = first_characters(chain([first_split], splits), key)
-        how = describe_kind(first_split.kind, corpus, files)
+        first = first_characters(splits, key)
+        how = describe_kind(kind, corpus, files)
         size = f"{count(len(files), 'file')}, {format_bytes(num_bytes(files))}"
         yield f"{corpus.name}: {name_suffix(suffix)}: {size}, {how}; {first}"
     if others := groups[LISTED_SUFFIXES:]:
@@ -47,7 +46,7 @@ def describe_left_out(corpus: Corpus) -> Iterator[str]:
     for reason, names in corpus.found.left_out.items():
         yield f"{corpus.name}: left out {list_names(names)}: {reason}"
     if corpus.found.num_unstated:
-        yield f"{corpus.name}: left out {count(corpus.found.num_unstated, 'file')} that data.files does not name"
+        yield f"{corpus.name}: left out {count(corpus.found.num_unstated, 'file')} by data.files"
     if corpus.found.inner_links:
         yield f"{corpus.name}: {list_names(corpus.found.inner_links)}: links to files of the corpus, read once more"
 
@@ -60,6 +59,14 @@ def describe_counts(name: str, counts: Mapping[str, TextCounts]) -> Iterator[str
         lines.append((count(len(others), "other suffix", "es"), sum((each for _, each in others), TextCounts())))
     for what, each in lines:
         yield f"{name}: {what}: {count(each.texts, 'text')}, {each.empty:,} empty, {each.skipped:,} skipped"
+
+
+def by_suffix_and_kind(corpus: Corpus) -> dict[tuple[str, Kind], list[CorpusFile]]:
+    """Of one suffix, some files may be lines of JSON and others text."""
+    found: dict[tuple[str, Kind], list[CorpusFile]] = {}
+    for file in corpus.files:
+        found.setdefault((full_suffix(file.name), corpus.kind(file)), []).append(file)
+    return found
 
 
 def describe_kind(kind: Kind, corpus: Corpus, files: Sequence[CorpusFile]) -> str:
