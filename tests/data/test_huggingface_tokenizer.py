@@ -308,6 +308,10 @@ def test_the_fingerprint_depends_on_ids(name: str, root: Path, tmp_path: Path) -
     ) == is_same
 
 
+def updating(values: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
+    return lambda content: content.update(values)
+
+
 @pytest.mark.parametrize(
     ("key", "step", "option"),
     [
@@ -327,7 +331,7 @@ def test_an_option_that_is_on_unless_the_file_says_otherwise_is_in_the_fingerpri
     for number, stated in enumerate(({}, {option: False}, {option: True})):
         folder = write_family(tmp_path / str(number), "granite")
         definition = {key: {"type": "Sequence", key.replace("_", "") + "s": [step | stated]}}
-        rewrite(folder, "tokenizer.json", lambda content, changed=definition: content.update(changed))
+        rewrite(folder, "tokenizer.json", updating(definition))
         fingerprints.append(load_huggingface_tokenizer(folder).fingerprint)
     unstated, off, on = fingerprints
     assert unstated != off != on
