@@ -171,6 +171,7 @@ DATA: Cases = {
     "data.sources.max_document": losses((None, 9), WEB),
     "data.sources.separators": losses((None, "eos"), WEB),
     "data.sources.text_key": losses((None, "body"), JSON_WEB),
+    "data.sources.files": losses((None, ("a/*",)), WEB),
     "data.mix.source": losses(("corpus", "web"), TWICE),
     "data.mix.weight": losses((1.0, 5.0), {**MIX, "training.global_batch_size": 4}),
     "data.mix.min_length": losses((None, 40), WEB),
@@ -179,6 +180,7 @@ DATA: Cases = {
     "data.copy_period": losses((8, 16), {"data.corpus": "copy"}),
     "data.documents": losses(("file", "folder")),
     "data.text_key": losses(("text", "body"), {"data.corpus": "lines.jsonl"}),
+    "data.files": losses((None, ("a/*",))),
     "data.max_document": losses((None, 9)),
     "data.separators": losses(("bos_eos", "eos")),
     "data.holdout": (losses((0.0, 0.5)), case(see.validation, (0.25, 0.5), HELD_SAME)),
@@ -326,6 +328,9 @@ RUN: Cases = {
     "checkpoint.async": case(runs.checkpoint_threads, (None, False), FOUR),
     "checkpoint.memory_interval": case(runs.checkpoint_threads, (None, 2), FOUR),
     "checkpoint.initial_load_path": case(runs.run_losses, (None, "initial"), FOUR),
+    "checkpoint.initial_ignore_keys": case(
+        see.initial_problem, ([], ["house_key"]), {"checkpoint.initial_load_path": "hf:hub"}
+    ),
     "metrics.log_interval": case(runs.logged_steps, (1, 2), FOUR),
     "metrics.peak_flops": case(runs.stated_peak, (None, 2e12), FOUR),
     "metrics.tensorboard": case(runs.run_files, (False, True), FOUR),
