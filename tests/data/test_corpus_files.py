@@ -6,6 +6,7 @@ import logging
 import os
 import runpy
 import sys
+import sysconfig
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
@@ -640,3 +641,17 @@ def test_the_key_knows_files_only_if_they_are_set(source: Make) -> None:
         for each in (spec, replace(spec, key="data.sources.x.path"), replace(spec, files=("*",)))
     }
     assert len(keys) == 2
+
+
+def test_a_library_whose_files_are_links_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "lib"
+    (library / "package").mkdir(parents=True)
+    (library / "package/a.py").write_text("x = 1\n")
+    (tmp_path / "elsewhere.py").write_text("y = 2\n")
+    (library / "sitecustomize.py").symlink_to(tmp_path / "elsewhere.py")
+    (library / "linked").symlink_to(tmp_path)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    found = Corpus(CorpusSpec(corpus="python-stdlib"))
+    splits = [split for partition in found.partitions() for split in partition]
+    texts = ["".join(text.blocks) for split in splits for text in formats.read_texts(split, text_key="text")]
+    assert texts == ["# package/a.py\nx = 1\n", "# sitecustomize.py\ny = 2\n"]

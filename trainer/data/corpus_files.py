@@ -141,7 +141,7 @@ class CorpusFiles:
             self._leave_out(name, "a hidden folder")
         elif not path.is_symlink():
             return True
-        elif self._is_inside(os.path.realpath(path)):
+        elif self._is_stdlib or self._is_inside(os.path.realpath(path)):
             self._leave_out(name, "a link to a folder")
         else:
             self._refuse(name, contents.OUTSIDE_LINK)
@@ -160,7 +160,7 @@ class CorpusFiles:
         except OSError as error:
             self._leave_out(name, problem + error_message(error))
             return
-        root = str(self.root) if self._is_inside(target) else hub_repository(path, target)
+        root = self._root_of(path, target)
         if is_hidden:
             self._leave_out(name, "a hidden file")
         elif root is None:
@@ -192,6 +192,14 @@ class CorpusFiles:
         with suppress(DataError, *READ_ERRORS):  # Reading it reports the same.
             head, _ = read_head(*file.place)
         return contents.describe_metadata(file.name, head)
+
+    def _root_of(self, path: str, target: str) -> str | None:
+        """The folder that a file is opened beneath; None if a link leads out of the corpus."""
+        if self._is_inside(target):
+            return str(self.root)
+        if self._is_stdlib:  # Debian keeps sitecustomize.py in /etc.
+            return str(Path(target).parent)
+        return hub_repository(path, target)
 
     def _is_inside(self, target: str) -> bool:
         return target.startswith(f"{str(self.root).rstrip('/')}/")
