@@ -52,7 +52,7 @@ if [[ -z ${TORCH:-} ]]; then
     stage "lint" "$PYTHON" -m ruff check
     stage "types" "$PYTHON" -m mypy
 fi
-# One worker per core: many tests use one process. `-n 0` runs tests one at a time.
-stage "tests" choose -n "$(nproc)" -m "${marks:+$marks and }not slurm"
+# Three workers for two cores: many tests use one process, and some wait. `-n 0` runs tests one at a time.
+stage "tests" choose -n "$(($(nproc) * 3 / 2))" -m "${marks:+$marks and }not slurm"
 # One at a time: they share a cluster whose jobs need the cores.
 stage "slurm" choose -m "${marks:+$marks and }slurm"

@@ -91,7 +91,7 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
         run_stage(config, stage, folder, dataset, validation_sets, signal_handler)
     except Interrupted:
         # No marker: when a rank fails, srun signals all others, too.
-        return report_failure(None, EXIT_FAILURE, *(["signalled before the first step"] if rank == 0 else ()))
+        return report_failure(None, EXIT_FAILURE, "signalled before the first step", is_printed=rank == 0)
     except RankFailedError as error:
         return report_failure(folder, error.status, f"[rank {rank}] {error}")
     except RunFolderInUseError as error:
@@ -100,9 +100,10 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
         write_marker(folder, "RETRY", str(error), clears_others=False)
         return report_failure(None, error.status, str(error))
     except ValueExchangeError as error:  # All ranks receive the same.
-        return report_failure(folder, EXIT_FAILURE, *((str(error),) if should_report else ()))
+        return report_failure(folder, EXIT_FAILURE, str(error), is_printed=should_report)
     except RunError as error:
-        return report_failure(folder, error.status, *(prefix + problem for problem in error.problems if should_report))
+        problems = [prefix + problem for problem in error.problems]
+        return report_failure(folder, error.status, *problems, is_printed=should_report)
     return EXIT_SUCCESS
 
 
@@ -158,11 +159,15 @@ def report_previous_hang(folder: RunDir, world_size: int) -> None:
         exit_markers.clear(folder.path)
 
 
-def report_failure(folder: RunDir | None, status: int, *problems: str) -> int:
-    """Prints the problems, and writes the marker of this ending. Returns the status."""
-    sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
-    if folder is not None and problems:
+def report_failure(folder: RunDir | None, status: int, *problems: str, is_printed: bool = True) -> int:
+    """Writes the marker of this ending, and prints the problems. Returns the status.
+
+    Every rank writes the marker: the first that exits may end the others, before one of them does.
+    """
+    if folder is not None:
         write_marker(folder, failure_ending(status).marker, "; ".join(problems))
+    if is_printed:
+        sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
     return status
 
 

@@ -49,7 +49,7 @@ def command(bench: Bench, run: Path, *more: str) -> list[str]:
     options = {
         "job.output_dir": run,
         "data.corpus": "copy",
-        "training.seq_len": K if bench.rehearse else 32 * K,
+        "training.seq_len": 256 if bench.rehearse else 32 * K,
         "training.global_batch_size": 2,
         "training.steps": STEPS,
         "training.deterministic": "true",

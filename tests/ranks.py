@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import gc
 import logging
 import multiprocessing
 import os
@@ -34,7 +33,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
-from tests.garbage import freeze_imports
+from tests.garbage import freeze_imports, settle
 
 Result = TypeVar("Result")
 
@@ -180,12 +179,11 @@ def team(tasks: Sequence[Callable[[], object]], *, fresh: bool = False) -> Itera
             worker.connection.send_bytes(job)
         yield ours
     finally:
-        kept = []
-        for rank, worker in enumerate(ours.workers):
-            if not fresh and rank in ours.found and ours.found[rank].reusable:
-                # None leaves its group before all are done, so none sees a peer vanish.
-                worker.connection.send_bytes(b"")
-                kept.append(worker)
+        # None leaves its group before all are done: one whose peer vanished could wait for it forever.
+        are_done = not fresh and len(ours.found) == len(jobs)
+        kept = [worker for rank, worker in enumerate(ours.workers) if are_done and ours.found[rank].reusable]
+        for worker in kept:
+            worker.connection.send_bytes(b"")
         for rank, worker in enumerate(ours.workers):
             if worker not in kept:
                 ours.statuses[rank] = worker.end()
@@ -297,7 +295,7 @@ class _State:
         torch.set_grad_enabled(True)
         torch.use_deterministic_algorithms(mode=False)
         become_strict()
-        gc.collect()
+        settle()
 
 
 def _loggers() -> list[logging.Logger]:

@@ -92,6 +92,7 @@ def entered() -> set[str]:
     return {file for file in files if file.startswith(("models/", "parallelisms/", "trainer/"))}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_step_of_two_ranks_can_be_read_in_30_files() -> None:
     """From the batch that the loader hands over to the updated weights, in one thread or the other."""

@@ -49,7 +49,6 @@ QUICK = {
     "plans": "--folder {tmp} debug",
     "published": "",
     "replicas": "--mib 1 --rounds 1",
-    "tokenizer_loading": "--tokens 2000 --rounds 1",
 }
 SLOW = {
     "storm": "--faults 1 --only save",
@@ -70,6 +69,7 @@ SLOW = {
     "packing_runs": "time . --rounds 1 --steps 3",
     "random_cases": "--cases 2 --max-processes 2 --records {tmp}/records.json",
     "scaling": "--quick",
+    "tokenizer_loading": "--tokens 2000 --rounds 1",
 }
 
 

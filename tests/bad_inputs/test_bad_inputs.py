@@ -19,7 +19,7 @@ def run_cases(*options: str) -> str:
 
 
 def test_a_sample_of_bad_inputs() -> None:
-    assert run_cases("--sample", "18", "--jobs", "1").startswith("18 cases, 0 wrong")
+    assert run_cases("--sample", "6", "--jobs", "1").startswith("6 cases, 0 wrong")
 
 
 @pytest.mark.slow

@@ -149,6 +149,7 @@ def check_loaded_weights(run: Path, first: Path, path: str) -> None:
         assert torch.equal(tensor, expected), name
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_initial_weights_load_on_another_mesh(run: Path) -> None:
     first = first_run(run)

@@ -58,7 +58,7 @@ MESHES = some.tuples(some.integers(1, 4), some.sampled_from([1, 2, 4]), some.int
 """dp_size, ranks that share a sequence, micro-batch size."""
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     lengths=some.lists(some.integers(1, 40), min_size=1, max_size=12),
     seq_len=some.integers(2, 24),

@@ -163,6 +163,7 @@ def test_help_lists_every_option(arguments: list[str], options: tuple[str, ...],
     assert "Exit codes: 0 success, 2 " in out
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_the_module_runs_with_workers(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]

@@ -68,7 +68,7 @@ def differences(data: DataSection, seq_len: int) -> list[str]:
     ("seq_len", "options"),
     [
         (64, {}),
-        (61, {"mask": "none"}),
+        pytest.param(61, {"mask": "none"}, marks=pytest.mark.slow),
         (67, {"packing": "concat"}),
         (72, {"mix": ({"source": "corpus", "max_len": 5},)}),
     ],

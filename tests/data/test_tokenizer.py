@@ -93,7 +93,9 @@ def test_encoding_line_by_line_changes_no_sentencepiece_id(sentencepiece_file: P
     assert load_tokenizer("sentencepiece", sentencepiece_file).encode(text).tolist() == whole
 
 
-@pytest.mark.parametrize("character", [" ", "a", "\n", "中"])
+@pytest.mark.parametrize(
+    "character", [" ", *(pytest.param(each, marks=pytest.mark.slow) for each in ("a", "\n", "中"))]
+)
 def test_a_million_equal_characters_round_trip(character: str, tiktoken_file: Path) -> None:
     text = "x" + character * 1_000_000 + "y"
     tokenizer = open_ranks(tiktoken_file)

@@ -88,7 +88,7 @@ def test_validation_time_is_not_part_of_the_step_time(run: Path, monkeypatch: py
     evaluate = ParallelModel.evaluate
 
     def slow(self: ParallelModel, batches: Iterable[Batch], record: EvaluationCallback) -> None:
-        time.sleep(1.0)
+        time.sleep(0.3)
         evaluate(self, batches, record)
 
     monkeypatch.setattr(ParallelModel, "evaluate", slow)
@@ -97,7 +97,7 @@ def test_validation_time_is_not_part_of_the_step_time(run: Path, monkeypatch: py
     run_here(config)
     validated_steps = [event["step"] for event in lines(folder / "events.jsonl") if event["event"] == "validation"]
     assert validated_steps == [0, 1, 2]
-    assert max(seconds for (seconds,) in metrics(folder, "step_seconds")) < 0.9
+    assert max(seconds for (seconds,) in metrics(folder, "step_seconds")) < 0.25
 
 
 def test_the_first_validation_loss_ignores_torn_and_other_events(tmp_path: Path) -> None:

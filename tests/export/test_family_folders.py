@@ -22,15 +22,12 @@ from trainer.hf import main
 TOKENIZERS = {"Llama": "llama3", "Mistral": "mistral", "Ministral": "mistral", "Gemma2": "gemma", "Gemma3": "gemma"}
 """By the first word of a model's name; all others have that of their own name, or of Qwen2."""
 OWN = {"Qwen3": "qwen3", "Olmo2": "olmo2", "Olmo3": "olmo2", "SmolLM3": "smollm3", "Granite": "granite", "Phi3": "phi3"}
-DEFAULT = ("Gemma3",)
-"""Two rotations, and windows."""
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in MADE]
-)
+@pytest.mark.parametrize("name", MADE)
 def test_a_folder_goes_in_and_comes_out(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
     source, begin, run, output = (tmp_path / each for each in ("source", "begin.toml", "run", "output"))

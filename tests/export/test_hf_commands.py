@@ -58,6 +58,7 @@ def run_main(*argv: object) -> int:
 # ---- export
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_checkpoint_of_four_ranks_is_exported_unsharded(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = forked(run, run.parent / "run", "--parallelism.tp=2", processes=4)

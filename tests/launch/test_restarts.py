@@ -170,6 +170,7 @@ def test_peers_of_a_failed_worker_are_killed(tmp_path: Path) -> None:
     assert not is_alive(int((run.folder / "pid-0").read_text()))
 
 
+@pytest.mark.slow
 def test_a_worker_writes_its_stack_before_it_is_killed(tmp_path: Path) -> None:
     body = (
         "import torch\n"

@@ -62,6 +62,7 @@ def test_the_wheel_is_small_and_holds_one_package_that_needs_torch(wheel: Path) 
     assert "shard_batch" in told.get_payload(), "the README is the description"
 
 
+@pytest.mark.slow
 def test_it_stands_beside_a_project_with_packages_of_the_same_names(installed: Path, tmp_path: Path) -> None:
     for name in ("models", "parallelisms", "trainer"):
         (tmp_path / name).mkdir()

@@ -16,6 +16,7 @@ MIXTURE = (
 MESHES = {
     "one": (1, ""),
     "ep": (2, "parallelism.ep=2"),
+    "ep x fsdp": (4, "parallelism.ep=2"),
     "tp": (2, "parallelism.tp=2"),
     "ep x tp": (4, "parallelism.ep=2 parallelism.tp=2"),
     "256 ranks": (256, "parallelism.cp=4 parallelism.ep=8 parallelism.tp=2 training.micro_batch_size=2"),
@@ -29,9 +30,7 @@ OPTIONS = {
     "shared": "training.dtype=bfloat16 memory.recompute=full model.shared_expert=true model.expert_dim=96",
 }
 DEFAULT = {
-    ("256 ranks", "tiled"),
     ("one", "recomputed"),
-    ("ep x tp", "shared"),
 }
 CASES = [
     pytest.param(mesh, options, marks=[] if (mesh, options) in DEFAULT else pytest.mark.slow)

@@ -26,6 +26,7 @@ sys.exit(str([name for name in optional if name in sys.modules]) if set(optional
 """
 
 
+@pytest.mark.slow
 def test_a_trace_covers_the_steps_of_its_window(tmp_path: Path) -> None:
     options = ("--profiler.trace_step", "2", "--profiler.trace_steps", "2", "--training.steps", "4")
     run_here(configured(write_run(tmp_path), tmp_path / "run", *options))
@@ -96,6 +97,7 @@ def test_each_rank_has_its_own_trace(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_disabled_features_are_not_imported(tmp_path: Path) -> None:
     argv = arguments(write_run(tmp_path), tmp_path / "run", "--training.steps", "2")
     dataset_of(load(argv))  # Preparing shows a progress bar.

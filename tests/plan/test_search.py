@@ -51,7 +51,8 @@ def exhaustive_optimum(config: Recipe, ranks: int, device: DeviceSpec) -> float:
     return best
 
 
-@pytest.mark.parametrize("gib", [*(pytest.param(gib, marks=pytest.mark.slow) for gib in (79, 60)), 44])
+@pytest.mark.slow
+@pytest.mark.parametrize("gib", [79, 60, 44])
 def test_search_finds_the_exhaustive_optimum(gib: int) -> None:
     device = replace(H100, memory=gib * GIB)
     config = configured("--training.seq_len", "32768", "--training.global_batch_size", "4")
@@ -83,6 +84,7 @@ def test_layouts_that_do_not_fit_name_their_shortage() -> None:
     assert len({describe_layout(plan) for plan in found.not_fitting}) == len(found.not_fitting)
 
 
+@pytest.mark.slow
 def test_the_printed_toml_reproduces_the_plan(tmp_path: Path) -> None:
     shipped = ROOT / "train_configs" / "llama3_8b_128k.toml"
     for plan in search(with_seq_len(configured(), 65_536), 8, H100).best:

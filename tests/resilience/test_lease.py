@@ -169,7 +169,7 @@ def contend(folder: Path, number: int) -> None:
             file.write(f"{number}\n")
 
 
-@pytest.mark.parametrize("has_links", [True, False])
+@pytest.mark.parametrize("has_links", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("left", [{"pid": 1 << 30}, ELSEWHERE], ids=["here", "elsewhere"])
 def test_of_many_launches_one_at_a_time_takes_over(
     folder: Path, monkeypatch: pytest.MonkeyPatch, left: dict[str, Any], *, has_links: bool

@@ -37,7 +37,8 @@ from trainer.resilience import exit_markers
 from trainer.resilience.signals import SignalHandler
 
 EXACT = ("step", "loss", "grad_norm")
-LONG = ("--training.steps", "30", "--checkpoint.interval", "1000", "--training.dtype", "float64")
+STEPS = 20
+LONG = ("--training.steps", str(STEPS), "--checkpoint.interval", "1000", "--training.dtype", "float64")
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +59,11 @@ def num_steps(folder: Path) -> int:
 
 
 def require_same_results(folder: Path, whole: Path) -> None:
-    assert steps(folder) == list(range(1, 31))
+    assert steps(folder) == list(range(1, STEPS + 1))
     assert metrics(folder, *EXACT) == metrics(whole / "whole", *EXACT)
-    assert digests(folder / "checkpoints" / "step-30") == digests(whole / "whole" / "checkpoints" / "step-30")
+    assert digests(folder / "checkpoints" / f"step-{STEPS}") == digests(
+        whole / "whole" / "checkpoints" / f"step-{STEPS}"
+    )
 
 
 @pytest.mark.ranks
@@ -88,7 +91,7 @@ def test_repeated_signals_save_once_and_the_resumed_run_is_bitwise_identical(
     assert left["reason"] == number.name
     assert checkpoints(folder) == [f"step-{left['step']}"]
     assert marker(folder, "REQUEUE")["reason"] == number.name
-    assert steps(folder)[-1] == left["step"] < 30
+    assert steps(folder)[-1] == left["step"] < STEPS
     assert forked(whole / "run.toml", folder, *LONG, processes=2).statuses == [0, 0]
     assert marker(folder, "DONE")
     require_same_results(folder, whole)
@@ -203,7 +206,7 @@ def test_killed_and_stopped_ranks_are_restarted_and_results_are_bitwise_identica
     whole: Path, tmp_path: Path, processes: int, faults: tuple[tuple[str, int, signal.Signals], ...] | None
 ) -> None:
     folder, draw = tmp_path / "run", random.Random(0)
-    total_steps, restarts = "30", ["--distributed.restart_seconds", "0", "--distributed.restarts", "20"]
+    total_steps, restarts = str(STEPS), ["--distributed.restart_seconds", "0", "--distributed.restarts", "20"]
     uninterrupted = whole / "whole"
     options = [*LONG, "--checkpoint.interval", "4", "--checkpoint.keep", "1000"]
     if faults:

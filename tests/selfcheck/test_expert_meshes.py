@@ -82,7 +82,6 @@ def drawn(mesh: dict[str, int], folder: Path) -> tuple[dict[str, Any], Case]:
 
 
 GRID = meshes()
-DEFAULT = ({"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "pp": 1, "ep": 2},)
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +91,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh",
-    [pytest.param(mesh, marks=[] if mesh in DEFAULT else [pytest.mark.slow]) for mesh in GRID],
-    ids=lambda mesh: "-".join(f"{axis}{degree}" for axis, degree in mesh.items() if degree > 1),
+    "mesh", GRID, ids=lambda mesh: "-".join(f"{axis}{degree}" for axis, degree in mesh.items() if degree > 1)
 )
 def test_five_steps_of_a_mixture_equal_one_process(mesh: dict[str, int], folder: Path) -> None:
     values, case = drawn(mesh, folder)

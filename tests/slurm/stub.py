@@ -70,8 +70,8 @@ class Rank:
         return self.save(None)
 
     def stop(self) -> int:
-        if self.number == 0:
-            self.mark("STOP")
+        """Every rank says so: the scheduler ends the others when the first exits."""
+        self.mark("STOP")
         return 78
 
     def refuse(self) -> int:
@@ -109,7 +109,9 @@ class Rank:
     def mark(self, marker: str, attempt: str = "") -> None:
         attempt = attempt or os.environ["LONGHAUL_ATTEMPT"]
         fields = {"step": 1, "reason": "the plan", "attempt": attempt, "time": time.time()}
-        (self.run / marker).write_text(json.dumps(fields))
+        temporary = self.run / f"{marker}-{self.number}"
+        temporary.write_text(json.dumps(fields))
+        temporary.replace(self.run / marker)
 
 
 def main(words: list[str]) -> int:

@@ -58,6 +58,7 @@ def test_an_agent_exits_with_the_status_of_its_ranks(tmp_path: Path, body: str, 
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_signalled_ranks_may_finish_saving(tmp_path: Path, number: signal.Signals) -> None:
     ready = tmp_path / "ready"

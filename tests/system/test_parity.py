@@ -245,6 +245,7 @@ RESHARDED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [pytest.param(*names, marks=[pytest.mark.slow] if slow else []) for *names, slow in RESHARDED],
@@ -265,6 +266,7 @@ def test_a_checkpoint_resumes_on_another_mesh(runs: Runs, tmp_path: Path, before
 QUICK = ("tp 2 x pp 2",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MESHES]
 )

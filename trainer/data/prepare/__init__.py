@@ -228,6 +228,8 @@ def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:
     records.mkdir(parents=True, exist_ok=True)
     for stale in (path for path in records.iterdir() if path.is_dir()):
         shutil.rmtree(stale)
+    for stale in job.folder.glob(f"{META_FILENAME}.tmp-*"):  # Of a process that was killed before it renamed the file.
+        stale.unlink()
     pending = [(number, splits) for number, splits in partitions if job.finished_result(number) is None]
     if num_finished := len(partitions) - len(pending):
         log.info("%s: %d of %d partitions are tokenized already", job.folder, num_finished, len(partitions))
