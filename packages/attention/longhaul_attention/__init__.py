@@ -12,8 +12,18 @@ from __future__ import annotations
 
 from longhaul_attention.batch import Documents
 from longhaul_attention.context_parallel import ContextParallel
+from longhaul_attention.group_loader import share_batches
 from longhaul_attention.huggingface import register_transformers
-from longhaul_attention.huggingface_trainer import ContextParallelTrainer, share_batches
+from longhaul_attention.huggingface_trainer import ContextParallelTrainer
+from longhaul_attention.parallel_model import gathers_logits, parallelize
 
 __version__ = "0.1.0"
-__all__ = ["ContextParallel", "ContextParallelTrainer", "Documents", "register_transformers", "share_batches"]
+__all__ = [
+    "ContextParallel",
+    "ContextParallelTrainer",
+    "Documents",
+    "gathers_logits",
+    "parallelize",
+    "register_transformers",
+    "share_batches",
+]

@@ -98,6 +98,7 @@ class ContextParallel(context_parallel.ContextParallel):
         `sink`: a logit per query head without a key, [N]; sum its gradient over the ranks, like that of any parameter.
         `softcap`: scores are c tanh(score / c). Raises ValueError for shapes, heads and boundaries that do not fit.
         """
+        q_BSNH, k_BSKH, v_BSKH = _in_autocast_dtype(q_BSNH, k_BSKH, v_BSKH)
         if isinstance(boundaries, Documents):
             self._verify(boundaries)
             boundaries = boundaries.boundaries_BD
@@ -109,7 +110,8 @@ class ContextParallel(context_parallel.ContextParallel):
             if not torch.compiler.is_compiling():  # Which cannot keep it inside a checkpoint.
                 self._known.add(key)
         self._require_shapes(q_BSNH, k_BSKH, v_BSKH, heads, kv_heads)
-        return self._attend(window, softcap, q_BSNH, k_BSKH, v_BSKH, boundaries, sink)
+        with torch.autocast(q_BSNH.device.type, enabled=False):  # Sums are in float32.
+            return self._attend(window, softcap, q_BSNH, k_BSKH, v_BSKH, boundaries, sink)
 
     def _require_inputs(self, q_BSNH: Tensor, boundaries_BD: Any, sink_N: Tensor | None) -> None:
         if not isinstance(boundaries_BD, Tensor):
@@ -223,7 +225,8 @@ class ContextParallel(context_parallel.ContextParallel):
         num_items = full.get("num_items_in_batch")
         if num_items is None:
             num_items = (shifted_BT != IGNORE_INDEX).sum()
-        full["num_items_in_batch"] = num_items / self.plan.cp
+        # Whatever torch's default type is: it may not count that far.
+        full["num_items_in_batch"] = torch.as_tensor(num_items, dtype=torch.float64) / self.plan.cp
 
     def _padded(self, key: str, value: Any, seq_len: int, boundaries_BD: Tensor) -> Any:
         if not isinstance(value, Tensor) or value.ndim == 0:
@@ -245,6 +248,12 @@ class ContextParallel(context_parallel.ContextParallel):
             raise ValueError("the batch was sharded by another ContextParallel")
         return super().gather(x_BS, boundaries.boundaries_BD)[:, : boundaries.seq_len]
 
+    def own_tokens(self, x_BT: Tensor, documents: Documents) -> Tensor:
+        """This rank's tokens [B, S, ...] of full sequences [B, T, ...] that `gather` returned; padding is 0."""
+        padded_BT = _pad(x_BT, int(documents.boundaries_BD[0, -1]))
+        by_rank = self._permutation(padded_BT, documents.boundaries_BD).unflatten(1, (self.plan.cp, -1))
+        return context_parallel.select_tokens(padded_BT, by_rank[:, self.rank])
+
     def _verify(self, documents: Documents) -> None:
         """Raises ValueError on all ranks if they shard different batches: the commonest mistake, and a silent one."""
         if torch.compiler.is_compiling() or documents.is_verified:
@@ -260,6 +269,15 @@ class ContextParallel(context_parallel.ContextParallel):
                 f"the ranks of a context-parallel group must be given the same batch; those of ranks {others} differ from "
                 "rank 0's (does a sampler give every rank other sequences?)"
             )
+
+
+def _in_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
+    """As scaled_dot_product_attention takes them: in autocast's type, unless they are float64."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return [*tensors]
+    dtype = torch.get_autocast_dtype(device)
+    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
 
 
 def _pad(x_BT: Tensor, length: int, value: int = 0) -> Tensor:

@@ -257,11 +257,26 @@ def _problems(
         yield f"the layer's window is {sliding_window} and that of its mask is {mask.window}"
     if dropout > 0:
         yield f"attention dropout {dropout}: ranks would drop other pairs than one process"
-    for name in DROPOUTS if module.training else ():
-        if rate := getattr(module.config, name, None):
-            yield f"{name} = {rate}: ranks would drop other values than one process"
+    yield from config_dropout_problems(module)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         yield "attention without a causal mask"
+
+
+def config_dropout_problems(module: nn.Module) -> Iterator[str]:
+    config: Any = module.config
+    for name in DROPOUTS if module.training else ():
+        if rate := getattr(config, name, None):
+            yield f"{name} = {rate}: ranks would drop other values than one process"
+
+
+def dropout_problems(model: nn.Module) -> Iterator[str]:
+    """Of every layer of a model in training, also of adapters, which its configuration does not know."""
+    if not model.training:
+        return
+    rates = {name: module.p for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p}
+    if rates:
+        name, rate = next(iter(rates.items()))
+        yield f"{name} drops {rate:.0%} (and {len(rates) - 1} more layers): ranks would drop other values than one process"
 
 
 def of_equal_width(*heads: Tensor) -> list[Tensor]:

@@ -1,38 +1,20 @@
-"""Trainers of Hugging Face: `share_batches` for loops of accelerate's, and a mixin for transformers' Trainer and TRL's."""
+"""`ContextParallelTrainer`: a mixin for transformers' Trainer and those that are built on it, such as TRL's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import isfinite
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from longhaul_attention.context_parallel import ContextParallel
-
-
-def share_batches(loader: Any, cp: ContextParallel) -> Any:
-    """Deals the ranks that share a sequence the same batches of a DataLoader that accelerate has prepared; returns it.
-
-    These ranks are neighbours. Order, resumption and epochs are those of fewer processes. Raises ValueError for a DataLoader
-    that is dealt in another way.
-    """
-    if cp.plan.cp == 1:
-        return loader
-    parts: list[Any] = [
-        part
-        for part in (getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None))
-        if hasattr(part, "num_processes") and hasattr(part, "process_index")
-    ]
-    if len(parts) != 1 or parts[0].num_processes % cp.plan.cp:
-        raise ValueError(
-            f"{type(loader).__name__} deals no batches to multiples of {cp.plan.cp} processes: give a DataLoader as accelerate "
-            "prepares it, with dispatch_batches = False"
-        )
-    parts[0].num_processes //= cp.plan.cp
-    parts[0].process_index //= cp.plan.cp
-    # What accelerate would cut off a last batch counts per process; its size is then unknown, and nothing is cut.
-    loader._drop_last = True
-    return loader
+from longhaul_attention.group_loader import NUM_ROWS, group_of, regrouped
+from longhaul_attention.parallel_model import gathers_logits, parallelize
+from longhaul_attention.trainer_arguments import argument_problems
+from models.batch import IGNORE_INDEX
 
 
 class ContextParallelTrainer:
@@ -41,57 +23,137 @@ class ContextParallelTrainer:
         class MyTrainer(ContextParallelTrainer, SFTTrainer): ...
         trainer = MyTrainer(model, arguments, train_dataset=dataset, cp=cp)
 
-    Batches are sharded behind the collator, and their losses are those of all ranks, in training and evaluation. Raises
-    ValueError for arguments that need whole sequences on a rank.
+    Ranks that share sequences are given the same batches, those of one process; the model shards them and gathers what it
+    returns, so that losses of tokens, sequences and pairs, metrics and predictions are computed from whole sequences. Raises
+    ValueError for arguments that are not exact.
     """
 
     args: Any
-    data_collator: Callable[..., Any]
+    accelerator: Any
+    model: Any
 
     def __init__(self, *arguments: Any, cp: ContextParallel, **options: Any) -> None:
-        super().__init__(*arguments, **options)
         self.cp = cp
-        needs = {
-            "average_tokens_across_devices = True": self.args.average_tokens_across_devices,
-            "label_smoothing_factor = 0": not self.args.label_smoothing_factor,
-            "no compute_metrics, which would see logits of a rank's tokens": getattr(self, "compute_metrics", None)
-            is None,
-        }
-        if missing := [name for name, given in needs.items() if not given]:
-            raise ValueError(f"a trainer whose ranks share sequences needs {'; '.join(missing)}")
-        self._collate_whole = self.data_collator
-        self.data_collator = self._collate
+        self._num_groups, self._group = group_of(cp)
+        self._has_short_batch = False
+        self._loss_of_rows, self._rows_evaluated, self._rows_of_groups = 0.0, 0, list[int]()
+        super().__init__(*arguments, **options)
+        for model in (self.model, getattr(self, "ref_model", None)):
+            if model is not None:
+                parallelize(model, cp)
 
-    def _collate(self, examples: Any) -> dict[str, Any]:
-        return self.cp.shard_batch(self._collate_whole(examples))
+    def create_accelerator_and_postprocess(self) -> None:
+        if problems := [*argument_problems(self.args)]:
+            raise ValueError(f"a trainer whose ranks share sequences: {'; '.join(problems)}")
+        self._super.create_accelerator_and_postprocess()
+        self.accelerator.prepare_data_loader = self._prepare_data_loader
 
-    def get_train_dataloader(self) -> Any:
-        return share_batches(self._super.get_train_dataloader(), self.cp)
+    # ---- batches
 
-    def get_eval_dataloader(self, *arguments: Any) -> Any:
-        return self._evaluated(self._super.get_eval_dataloader(*arguments))
+    def _prepare_data_loader(self, loader: Any, device_placement: Any = None, **_: Any) -> Any:
+        """In place of accelerate's, which deals every rank rows of its own."""
+        from accelerate.data_loader import prepare_data_loader
 
-    def get_test_dataloader(self, *arguments: Any) -> Any:
-        return self._evaluated(self._super.get_test_dataloader(*arguments))
+        rows, together = getattr(loader, "dataset", ()), (loader.batch_size or 1) * self._num_groups
+        is_even = loader.drop_last or (hasattr(rows, "__len__") and len(rows) % together == 0)
+        self._has_short_batch = self._num_groups > 1 and not is_even
+        return prepare_data_loader(
+            regrouped(loader, groups=self._num_groups, group=self._group),
+            self.accelerator.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=self.accelerator.device_placement if device_placement is None else device_placement,
+            rng_types=[*self.accelerator.rng_types],
+            dispatch_batches=False,
+            use_seedable_sampler=self.accelerator.use_seedable_sampler,
+            data_seed=self.accelerator.dataloader_config.data_seed,
+            non_blocking=self.accelerator.non_blocking,
+        )
 
-    def _evaluated(self, loader: Any) -> Any:
-        share_batches(loader, self.cp)
-        together, rows = self.args.eval_batch_size * (self.args.world_size // self.cp.plan.cp), len(loader.dataset)
-        if self.args.world_size > self.cp.plan.cp and rows % together:
-            raise ValueError(
-                f"{rows} evaluation sequences are no multiple of the {together} that all groups take at a time: some would be "
-                "counted twice"
-            )
-        return loader
+    # ---- what trainers count once for every rank
+
+    def get_tp_size(self) -> int:
+        """Of ranks that see the same batch: trainers count targets once for each."""
+        return int(self._super.get_tp_size()) * self.cp.plan.cp
+
+    @property
+    def _tp_size(self) -> int:
+        """TRL's divisor of the tokens that it counts on all ranks; it has no public name."""
+        return self._tp_size_without_cp * self.cp.plan.cp
+
+    @_tp_size.setter
+    def _tp_size(self, size: int) -> None:
+        self._tp_size_without_cp = size
+
+    def floating_point_ops(self, inputs: Any) -> Any:
+        return self._super.floating_point_ops(inputs) // self.cp.plan.cp
+
+    # ---- losses
 
     def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: Any = None, num_items_in_batch: Tensor | None = None
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
     ) -> Any:
-        if num_items_in_batch is None:  # Evaluation: trainers then take the mean over the targets of a rank.
-            num_items_in_batch = inputs["num_items_in_batch"] * self.args.world_size
+        inputs.pop(NUM_ROWS, None)
+        if self._has_short_batch and inputs.get("labels") is None:
+            raise ValueError(
+                f"losses of sequences need rows that the {self._num_groups} groups' batches divide: the last batch of an epoch "
+                "would weigh its rows otherwise than one process does (dataloader_drop_last=True, or drop rows)"
+            )
+        if not self.model.training:  # The mean of this group's targets: `prediction_step` weighs groups.
+            num_items_in_batch = None
         return self._super.compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        rows = int(inputs.pop(NUM_ROWS))
+        weight = _num_targets(inputs)
+        with gathers_logits(model, when=not prediction_loss_only):
+            loss, logits, labels = self._super.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._add_loss(loss, rows if weight is None else weight, rows)
+        return None, logits, labels
+
+    def _add_loss(self, loss: Tensor | None, weight: float, rows: int) -> None:
+        """Of a batch of all groups: its sum over their targets, divided by their number, weighed by its rows as one process does."""
+        value = 0.0 if loss is None or not weight else float(loss)
+        parts = torch.tensor([[value * weight, weight, rows]], dtype=torch.float64, device=self.args.device)
+        by_group = self.accelerator.gather(parts)[:: self.cp.plan.cp].cpu()
+        self._rows_of_groups = by_group[:, 2].long().tolist()
+        total, weights, all_rows = by_group.sum(0).tolist()
+        if loss is not None and weights and (isfinite(total) or not self.args.logging_nan_inf_filter):
+            self._loss_of_rows += total / weights * all_rows
+            self._rows_evaluated += int(all_rows)
+
+    def evaluation_loop(self, *arguments: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
+        self._loss_of_rows, self._rows_evaluated = 0.0, 0
+        self.gather_function = self._gather_rows
+        output = self._super.evaluation_loop(*arguments, metric_key_prefix=metric_key_prefix, **options)
+        if self._rows_evaluated:
+            output.metrics[f"{metric_key_prefix}_loss"] = self._loss_of_rows / self._rows_evaluated
+        return output
+
+    def _gather_rows(self, values: Any) -> Any:
+        """The rows of all groups, each once, in the order of one process."""
+        if isinstance(values, tuple | list):
+            return type(values)(self._gather_rows(each) for each in values)
+        if self._num_groups == 1:
+            return values
+        if len(values) != max(1, self._rows_of_groups[self._group]):
+            raise ValueError(f"predictions of {len(values)} rows for {self._rows_of_groups[self._group]}: rows are not told apart")
+        most = max(1, *self._rows_of_groups)
+        padded = torch.cat((values, values.new_zeros(most - len(values), *values.shape[1:])))
+        by_group = self.accelerator.gather(padded).unflatten(0, (-1, most))[:: self.cp.plan.cp]
+        return torch.cat([rows[:count] for rows, count in zip(by_group, self._rows_of_groups, strict=True)])
 
     @property
     def _super(self) -> Any:
         """The trainer that this stands before."""
         return super()
+
+
+def _num_targets(inputs: Any) -> int | None:
+    """Of a batch whose labels are those of tokens."""
+    labels = inputs.get("labels")
+    if labels is None or labels.ndim != 2:
+        return None
+    return int((inputs.get("shift_labels", labels[:, 1:]) != IGNORE_INDEX).sum())
