@@ -77,6 +77,11 @@ def find_boundaries(batch: Mapping[str, Any], boundaries: Any) -> Tensor:
             f"attention_mask must hide padding, [{batch_size}, {seq_len}], and not have shape {tuple(mask_BT.shape)}; "
             "causal masks and documents are made from the boundaries"
         )
+    if mask_BT is not None and int(mask_BT.max()) > 1:
+        raise ValueError(
+            f"attention_mask has values up to {int(mask_BT.max())}: it says which tokens are padding, with 0 and 1; give "
+            "documents as position_ids that restart, or as boundaries"
+        )
     if boundaries is not None:
         boundaries_BD = _stated(boundaries, seq_len).expand(batch_size, -1)
         require_ascending(boundaries_BD, seq_len)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from longhaul_attention import batch as batches
 from longhaul_attention.batch import Documents
+from longhaul_attention.kernel_start import verify_once
 from models.batch import IGNORE_INDEX
 from parallelisms.context import context_parallel
 from parallelisms.context.context_plan import ContextPlan
@@ -110,6 +111,9 @@ class ContextParallel(context_parallel.ContextParallel):
             if not torch.compiler.is_compiling():  # Which cannot keep it inside a checkpoint.
                 self._known.add(key)
         self._require_shapes(q_BSNH, k_BSKH, v_BSKH, heads, kv_heads)
+        if not torch.compiler.is_compiling():
+            ulysses = self.ulysses_group.size
+            verify_once(self.kernel, q_BSNH, kv_heads, ulysses=ulysses, window=window, softcap=softcap)
         with torch.autocast(q_BSNH.device.type, enabled=False):  # Sums are in float32.
             return self._attend(window, softcap, q_BSNH, k_BSKH, v_BSKH, boundaries, sink)
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isfinite
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from longhaul_attention.context_parallel import ContextParallel
 from longhaul_attention.group_loader import NUM_ROWS, group_of, regrouped
-from longhaul_attention.parallel_model import gathers_logits, parallelize
+from longhaul_attention.parallel_model import gathers_logits, has_causal_head, parallelize
 from longhaul_attention.trainer_arguments import argument_problems
 from models.batch import IGNORE_INDEX
 
@@ -35,7 +36,9 @@ class ContextParallelTrainer:
     def __init__(self, *arguments: Any, cp: ContextParallel, **options: Any) -> None:
         self.cp = cp
         self._num_groups, self._group = group_of(cp)
-        self._has_short_batch = False
+        self._is_uneven = WeakKeyDictionary[Any, bool]()
+        """Of each loader: whether its last batch has fewer rows for some groups than for others."""
+        self._reads_uneven = False
         self._loss_of_rows, self._rows_evaluated, self._rows_of_groups = 0.0, 0, list[int]()
         super().__init__(*arguments, **options)
         for model in (self.model, getattr(self, "ref_model", None)):
@@ -56,8 +59,7 @@ class ContextParallelTrainer:
 
         rows, together = getattr(loader, "dataset", ()), (loader.batch_size or 1) * self._num_groups
         is_even = loader.drop_last or (hasattr(rows, "__len__") and len(rows) % together == 0)
-        self._has_short_batch = self._num_groups > 1 and not is_even
-        return prepare_data_loader(
+        prepared = prepare_data_loader(
             regrouped(loader, groups=self._num_groups, group=self._group),
             self.accelerator.device,
             num_processes=1,
@@ -69,6 +71,13 @@ class ContextParallelTrainer:
             data_seed=self.accelerator.dataloader_config.data_seed,
             non_blocking=self.accelerator.non_blocking,
         )
+        self._is_uneven[prepared] = self._num_groups > 1 and not is_even
+        return prepared
+
+    def get_train_dataloader(self) -> Any:
+        loader = self._super.get_train_dataloader()
+        self._reads_uneven = self._is_uneven[loader]
+        return loader
 
     # ---- what trainers count once for every rank
 
@@ -94,14 +103,25 @@ class ContextParallelTrainer:
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
     ) -> Any:
         inputs.pop(NUM_ROWS, None)
-        if self._has_short_batch and inputs.get("labels") is None:
-            raise ValueError(
-                f"losses of sequences need rows that the {self._num_groups} groups' batches divide: the last batch of an epoch "
-                "would weigh its rows otherwise than one process does (dataloader_drop_last=True, or drop rows)"
-            )
+        labels = inputs.get("labels")
+        if self._num_groups > 1 and (labels is None or (self.model.training and not has_causal_head(self.model))):
+            self._require_even_rows(labels)
+            num_items_in_batch = None  # It would scale the mean of a group's rows by the number of groups.
         if not self.model.training:  # The mean of this group's targets: `prediction_step` weighs groups.
             num_items_in_batch = None
         return self._super.compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _require_even_rows(self, labels: Tensor | None) -> None:
+        if labels is not None and labels.ndim != 1:
+            raise ValueError(
+                f"labels {list(labels.shape)} of a head that takes the mean over the tokens of its own rows: with "
+                f"{self._num_groups} groups of ranks it is not that of all rows; give all ranks to one group"
+            )
+        if self._reads_uneven:
+            raise ValueError(
+                f"losses of sequences need rows that the batches of {self._num_groups} groups divide: the last batch of an "
+                "epoch would weigh its rows otherwise than one process does (dataloader_drop_last=True, or other batches)"
+            )
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -124,10 +144,12 @@ class ContextParallelTrainer:
             self._loss_of_rows += total / weights * all_rows
             self._rows_evaluated += int(all_rows)
 
-    def evaluation_loop(self, *arguments: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *arguments: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
         self._loss_of_rows, self._rows_evaluated = 0.0, 0
         self.gather_function = self._gather_rows
-        output = self._super.evaluation_loop(*arguments, metric_key_prefix=metric_key_prefix, **options)
+        in_training, self._reads_uneven = self._reads_uneven, self._is_uneven[dataloader]
+        output = self._super.evaluation_loop(dataloader, *arguments, metric_key_prefix=metric_key_prefix, **options)
+        self._reads_uneven = in_training
         if self._rows_evaluated:
             output.metrics[f"{metric_key_prefix}_loss"] = self._loss_of_rows / self._rows_evaluated
         return output

@@ -27,7 +27,7 @@ REFUSED = {
     "inputs_embeds": "tokens are sharded: give input_ids",
     "logits_to_keep": "a rank keeps the logits of its own tokens",
     "output_attentions": "no rank has the scores of all tokens",
-    "output_router_logits": "a balance loss is not a mean over tokens",
+    "output_router_logits": "a balance loss is not a mean over tokens (TRL: router_aux_loss_coef=0.0)",
     "past_key_values": "a KV cache of transformers holds no shards; generate with longhaul_attention.generation",
     "use_cache": "a KV cache of transformers holds no shards; generate with longhaul_attention.generation",
 }
@@ -65,14 +65,17 @@ def gathers_logits(model: nn.Module, *, when: bool = True) -> Iterator[None]:
 
 def _inner(model: nn.Module) -> Any:
     """The model of transformers inside wrappers."""
-    found = next((module for module in model.modules() if hasattr(module, "base_model_prefix")), None)
+    from transformers import PreTrainedModel
+
+    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if found is None:
         raise ValueError(f"{type(model).__name__} holds no model of transformers")
     return found
 
 
-def _has_causal_head(model: Any) -> bool:
-    return any(base.__name__.endswith("ForCausalLM") for base in type(model).__mro__)
+def has_causal_head(model: nn.Module) -> bool:
+    """Whether a model of transformers predicts tokens, each from those before it."""
+    return any(base.__name__.endswith("ForCausalLM") for base in type(_inner(model)).__mro__)
 
 
 _hooks: WeakKeyDictionary[nn.Module, _Hooks] = WeakKeyDictionary()
@@ -87,7 +90,7 @@ class _Hooks:
                 "register_transformers()"
             )
         self.cp, self.model = cp, model
-        self.part: Any = model if _has_causal_head(model) else model.base_model
+        self.part: Any = model if has_causal_head(model) else model.base_model
         self.gathers_logits = False
         self._parameters = [*inspect.signature(type(self.part).forward).parameters][1:]
 

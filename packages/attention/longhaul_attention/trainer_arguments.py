@@ -33,6 +33,7 @@ EXACT = {
     "label_smoothing_factor",
     # Precision and recomputation.
     *"bf16 fp16 bf16_full_eval fp16_full_eval tf32 gradient_checkpointing gradient_checkpointing_kwargs".split(),
+    *"activation_checkpointing activation_checkpointing_kwargs".split(),
     *"fp16_backend fp16_opt_level half_precision_backend torch_compile torch_compile_backend torch_compile_mode".split(),
     *"torch_empty_cache_steps use_cpu no_cuda use_mps_device local_rank".split(),
     # Of logs, files and reports.
@@ -71,8 +72,6 @@ RULES = {
     "use_liger_kernel": Rule(_off, "it replaces forward functions, and has not been tried"),
     "liger_kernel_config": Rule(lambda value: not value, "it replaces forward functions, and has not been tried"),
     "use_cache": Rule(_off, "a KV cache of transformers holds no shards"),
-    "activation_checkpointing": Rule(_off, "it has not been tried: use gradient_checkpointing"),
-    "activation_checkpointing_kwargs": Rule(lambda value: not value, "it has not been tried: use gradient_checkpointing"),
     "activation_offloading": Rule(_off, "it has not been tried"),
     "parallelism_config": Rule(_off, "ranks are given to sequences by cp"),
     "deepspeed": Rule(_off, "its engine scales and shards on its own, and has not been tried"),
