@@ -24,8 +24,8 @@ NAME = "longhaul_attention"
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
 SHARED = ("models", "parallelisms")
-ALLOWED = {*sys.stdlib_module_names, NAME, "torch", "transformers"}
-"""The last is imported in functions only: not everybody has it."""
+ALLOWED = {*sys.stdlib_module_names, NAME, "torch", "transformers", "accelerate"}
+"""The last two are imported in functions only: not everybody has them."""
 COPIED = ("pyproject.toml", "README.md", "build_backend.py", "MANIFEST.in")
 
 

@@ -44,7 +44,8 @@ def drawn(count: int, seed: int) -> list[Case]:
     legal = (
         case
         for case in cases
-        if not (case["loss"] in HEADS and case["model"] == "Gemma3") and not (case["packed"] and case["model"] == "GptOss")
+        if not (case["loss"] in HEADS and case["model"] == "Gemma3")
+        and not (case["packed"] and case["model"] == "GptOss")
     )
     return [next(legal) for _ in range(count)]
 
@@ -59,7 +60,12 @@ def build(case: Case, attention: str) -> Any:
     more: dict[str, dict[str, Any]] = {
         "Mistral": {"sliding_window": 6},
         "Gemma3": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
-        "GptOss": {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 2, "experts_implementation": "eager"},
+        "GptOss": {
+            "sliding_window": 6,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 2,
+            "experts_implementation": "eager",
+        },
     }
     name = case["model"]
     config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")

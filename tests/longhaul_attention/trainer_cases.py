@@ -1,9 +1,10 @@
 """Drawn runs of transformers' and TRL's trainers, on ranks that share sequences and in one process, compared.
 
-    python -m tests.longhaul_attention.trainer_cases [--cases 100] [--seed 0] [--case "kind=dpo ranks=4 cp=2 ..."]
+    python -m tests.longhaul_attention.trainer_cases [--cases 100] [--seed 0] [--case "kind=dpo, mesh=4x2"] [--record]
 
 A case is a trainer, a dataset, a batch, a precision, a mesh and one more argument. All cases of a mesh run in one launch,
-and all one-process runs in another. Prints every case that differs, with the command that repeats it.
+and all one-process runs in another. Prints every case that differs, with the command that repeats it. `--record` writes which cases were equal to
+`trainer_cases.json`, from which the package's README says what was tested.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tests.longhaul_attention.in_float64 import float64_throughout
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "packages" / "attention"
+RECORD = Path(__file__).with_suffix(".json")
 Case = dict[str, str]
 LEVELS: dict[str, tuple[str, ...]] = {
     "kind": ("trainer", "classifier", "sft", "sft_packed", "sft_flat", "dpo", "reward", "kto"),
@@ -62,7 +64,16 @@ LEVELS: dict[str, tuple[str, ...]] = {
 """`mesh`: all ranks x those that share a sequence."""
 TOLERANCES = {"float64": 5e-7, "float32": 1e-3, "bf16 autocast": 0.15, "fp16 autocast": 0.05, "bfloat16": 0.2}
 """Of logged values, which trainers add up in float32."""
-COMPARED = ("loss", "grad_norm", "eval_loss", "num_tokens", "rewards/margins", "rewards/chosen", "mean_token_accuracy", "margin")
+COMPARED = (
+    "loss",
+    "grad_norm",
+    "eval_loss",
+    "num_tokens",
+    "rewards/margins",
+    "rewards/chosen",
+    "mean_token_accuracy",
+    "margin",
+)
 VOCABULARY = 64
 
 
@@ -127,10 +138,21 @@ def build(case: Case, attention: str) -> Any:
         "llama": {},
         "mistral": {"sliding_window": 6},
         "qwen3": {},
-        "gemma3": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8},
-        "gpt_oss": {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 2, "experts_implementation": "eager"},
+        "gemma3": {
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 8,
+        },
+        "gpt_oss": {
+            "sliding_window": 6,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 2,
+            "experts_implementation": "eager",
+        },
     }
-    stem = {"llama": "Llama", "mistral": "Mistral", "qwen3": "Qwen3", "gemma3": "Gemma3", "gpt_oss": "GptOss"}[case["model"]]
+    stem = {"llama": "Llama", "mistral": "Mistral", "qwen3": "Qwen3", "gemma3": "Gemma3", "gpt_oss": "GptOss"}[
+        case["model"]
+    ]
     is_scored = case["kind"] in ("classifier", "reward")
     head = "ForSequenceClassification" if is_scored else "ForCausalLM"
     config_name = "Gemma3TextConfig" if case["model"] == "gemma3" else f"{stem}Config"
@@ -230,7 +252,9 @@ def trained(case: Case, folder: Path, cp: ContextParallel | None) -> list[float]
     return run_trainer(transformers, case, arguments_of(case, folder, groups, None), cp, resume=cp is not None)
 
 
-def run_trainer(transformers: Any, case: Case, given: dict[str, Any], cp: ContextParallel | None, *, resume: bool) -> list[float]:
+def run_trainer(
+    transformers: Any, case: Case, given: dict[str, Any], cp: ContextParallel | None, *, resume: bool
+) -> list[float]:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state()
@@ -270,7 +294,9 @@ def run_trainer(transformers: Any, case: Case, given: dict[str, Any], cp: Contex
     dtype = {"fp16 autocast": torch.float16}.get(case["precision"])
     context = float64_throughout() if case["precision"] == "float64" else nullcontext()
     with context:
-        trainer = base(model=model, args=config_class(**given), train_dataset=datasets[0], eval_dataset=datasets[1], **options)
+        trainer = base(
+            model=model, args=config_class(**given), train_dataset=datasets[0], eval_dataset=datasets[1], **options
+        )
         if dtype is not None:  # Accelerate has no float16 on CPUs.
             forward = trainer.compute_loss_context_manager
             trainer.compute_loss_context_manager = lambda: torch.autocast("cpu", dtype=dtype) if forward else None
@@ -283,7 +309,11 @@ def run_trainer(transformers: Any, case: Case, given: dict[str, Any], cp: Contex
             if key in entry and "train_runtime" not in entry and not (key == "num_tokens" and not counts_tokens(case))
         ]
         evaluated = trainer.evaluate()
-        found += [evaluated[f"eval_{key}"] for key in ("loss", "sum", "rewards/margins", "margin") if f"eval_{key}" in evaluated]
+        found += [
+            evaluated[f"eval_{key}"]
+            for key in ("loss", "sum", "rewards/margins", "margin")
+            if f"eval_{key}" in evaluated
+        ]
         if more == "predict":
             found += [float(abs(trainer.predict(datasets[1]).predictions).sum())]
     return found
@@ -336,7 +366,13 @@ def launched(cases: list[Case], output: Path, *, ranks: int) -> list[dict[str, A
     """Outcomes, in a launch of its own."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     (output.parent / f"cases-{ranks}.json").write_text(json.dumps(cases))
-    module = ["-m", "tests.longhaul_attention.trainer_cases", "--outcomes", str(output), str(output.parent / f"cases-{ranks}.json")]
+    module = [
+        "-m",
+        "tests.longhaul_attention.trainer_cases",
+        "--outcomes",
+        str(output),
+        str(output.parent / f"cases-{ranks}.json"),
+    ]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH") or str(PACKAGE))))
     done = subprocess.run(
         [sys.executable, *launcher, *module], cwd=output.parent, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -377,6 +413,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", action="append", default=[])
+    parser.add_argument("--record", action="store_true")
     parser.add_argument("--outcomes", nargs=2, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.outcomes:
@@ -387,6 +424,10 @@ def main() -> int:
         wrong = differences(cases, Path(folder))
     for case, told in wrong:
         sys.stdout.write(f'{told}\n  python -m tests.longhaul_attention.trainer_cases --case "{format_case(case)}"\n')
+    if options.record:
+        failed = [format_case(case) for case, _ in wrong]
+        equal = [name for name in map(format_case, cases) if name not in failed]
+        RECORD.write_text(json.dumps({"seed": options.seed, "equal": equal, "differ": failed}, indent=1) + "\n")
     sys.stdout.write(f"{len(cases)} cases, {len(wrong)} differ\n")
     return bool(wrong)
 

@@ -10,7 +10,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from longhaul_attention import ContextParallel, register_transformers, share_batches
+from longhaul_attention import ContextParallel, parallelize, register_transformers, share_batches
 
 
 def main() -> None:
@@ -20,11 +20,10 @@ def main() -> None:
     cp = ContextParallel(mesh["cp"], method="ulysses")
     # Two sequences with as many targets each: the mean of their losses is that of all tokens.
     sequences = [tiny.packed(tiny.documents()), tiny.packed(tiny.documents()[::-1])]
-    loader = DataLoader(sequences, collate_fn=lambda rows: cp.shard_batch(rows[0]))
-    model = tiny.model(register_transformers())
+    loader = share_batches(DataLoader(sequences, collate_fn=lambda rows: rows[0]), cp)
+    model = parallelize(tiny.model(register_transformers()), cp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    replicated, prepared, loader = accelerator.prepare(model, optimizer, loader)
-    share_batches(loader, cp)
+    replicated, prepared = accelerator.prepare(model, optimizer)
     with tiny.recorded(model) as proof:
         for batch in loader:
             loss = replicated(**batch).loss

@@ -56,14 +56,14 @@ class Proof:
         reference = model("eager")
         loss = reference(**batch).loss
         loss.backward()
-        largest = max(float(parameter.grad.abs().max()) for parameter in reference.parameters())
-        errors = [
-            float((self.grads[name] - parameter.grad).abs().max()) for name, parameter in reference.named_parameters()
-        ]
-        error = max(abs(self.loss - float(loss)) / float(loss), max(errors) / largest)
-        assert error < 1e-6, (
-            f"{name}: loss {self.loss} against {float(loss)}, gradients off by {max(errors) / largest:.1e}"
-        )
+        self.compare(name, float(loss), {key: parameter.grad for key, parameter in reference.named_parameters()})
+
+    def compare(self, name: str, loss: float, grads: dict[str, torch.Tensor]) -> None:
+        """Raises AssertionError unless loss and gradients are these."""
+        largest = max(float(grad.abs().max()) for grad in grads.values())
+        errors = [float((self.grads[key] - grad).abs().max()) for key, grad in grads.items()]
+        error = max(abs(self.loss - loss) / loss, max(errors) / largest)
+        assert error < 1e-6, f"{name}: loss {self.loss} against {loss}, gradients off by {max(errors) / largest:.1e}"
         if distributed.get_rank() == 0:
             print(
                 f"{name}: loss {self.loss:.6f}, largest error of loss and gradients {error:.0e} of one process",

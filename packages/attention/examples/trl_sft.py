@@ -33,7 +33,7 @@ def main() -> None:
         dataset = Dataset.from_dict({"input_ids": tiny.documents()})
         model = tiny.model(register_transformers())
         trainer = ShardedSFTTrainer(model, arguments, train_dataset=dataset, processing_class=tokenizer, cp=cp)
-        whole = [trainer._collate_whole([row]) for row in trainer.train_dataset]  # One packed sequence.
+        whole = [trainer.data_collator([row]) for row in trainer.train_dataset]  # One packed sequence.
         with tiny.recorded(model) as proof:
             proof.loss = trainer.train().training_loss
         proof.check("TRL SFTTrainer", {key: whole[0][key] for key in ("input_ids", "position_ids", "labels")})

@@ -21,7 +21,7 @@ from models.batch import IGNORE_INDEX
 T = TypeVar("T")
 NUM_ROWS = "num_rows"
 """Of a batch: how many rows it has that no other group has."""
-WITHOUT_LABELS = ("labels", "shift_labels")
+LABELS = ("labels", "shift_labels")
 
 
 def share_batches(loader: Any, cp: ContextParallel) -> Any:
@@ -35,19 +35,24 @@ def share_batches(loader: Any, cp: ContextParallel) -> Any:
     if not isinstance(loader, DataLoader) or hasattr(getattr(loader, "batch_sampler", None), "num_processes"):
         raise ValueError(f"{type(loader).__name__}: give a DataLoader of torch that accelerate has not prepared")
     if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is None:
-        raise ValueError("shuffle=True needs generator=torch.Generator().manual_seed(...), so that all ranks draw one order")
+        raise ValueError(
+            "shuffle=True needs generator=torch.Generator().manual_seed(...), so that all ranks draw one order"
+        )
     return regrouped(loader, groups=groups, group=group)
 
 
-def regrouped(loader: DataLoader[Any], *, groups: int, group: int, collate: Callable[[Any], Any] | None = None) -> Any:
-    """The same loader for one of several groups, whose batches together are those of one process."""
+def regrouped(loader: DataLoader[Any], *, groups: int, group: int, counts_rows: bool = False) -> Any:
+    """The same loader for one of several groups, whose batches together are those of one process.
+
+    `counts_rows`: batches say how many rows are this group's own, as `num_rows`.
+    """
     options: dict[str, Any] = {
         name: getattr(loader, name)
         for name in ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
     }
     if loader.num_workers:
         options |= {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
-    options["collate_fn"] = CollatedRows(collate or loader.collate_fn)
+    options["collate_fn"] = CollatedRows(loader.collate_fn, counts_rows=counts_rows)
     if isinstance(loader.dataset, IterableDataset):
         if loader.batch_size is None:
             raise ValueError("a streamed dataset needs a batch_size")
@@ -55,7 +60,9 @@ def regrouped(loader: DataLoader[Any], *, groups: int, group: int, collate: Call
         return DataLoader(rows, batch_size=loader.batch_size, **options)
     if loader.batch_size is None or loader.batch_sampler is None:
         raise ValueError("a DataLoader needs a batch_size, not a batch_sampler of its own: batches are dealt to groups")
-    sampler = GroupBatchSampler(loader.sampler, loader.batch_size, groups=groups, group=group, drop_last=loader.drop_last)
+    sampler = GroupBatchSampler(
+        loader.sampler, loader.batch_size, groups=groups, group=group, drop_last=loader.drop_last
+    )
     return DataLoader(Rows(loader.dataset), batch_sampler=sampler, **options)
 
 
@@ -63,7 +70,9 @@ def group_of(cp: ContextParallel) -> tuple[int, int]:
     """How many groups share sequences, and which is this rank's."""
     ranks, rank = (distributed.get_world_size(), distributed.get_rank()) if distributed.is_initialized() else (1, 0)
     if ranks % cp.plan.cp or rank % cp.plan.cp != cp.rank:
-        raise ValueError(f"ranks that share sequences must be neighbours: rank {rank} of {ranks} is {cp.rank} of {cp.plan.cp}")
+        raise ValueError(
+            f"ranks that share sequences must be neighbours: rank {rank} of {ranks} is {cp.rank} of {cp.plan.cp}"
+        )
     return ranks // cp.plan.cp, rank // cp.plan.cp
 
 
@@ -143,16 +152,15 @@ class StreamedRows(IterableDataset[tuple[Any, bool]]):
 class CollatedRows:
     """A collator of rows: without labels where they are another group's."""
 
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
+    def __init__(self, collate: Callable[[Any], Any], *, counts_rows: bool) -> None:
+        self.collate, self.counts_rows = collate, counts_rows
 
     def __call__(self, rows: Sequence[tuple[Any, bool]]) -> Any:
         batch = self.collate([row for row, _ in rows])
         is_own = rows[0][1]
-        if isinstance(batch, dict):
+        if self.counts_rows:
             batch[NUM_ROWS] = torch.tensor(len(rows) if is_own else 0)
-        if not is_own:
-            for key in WITHOUT_LABELS:
-                if key in batch:
-                    batch[key] = torch.full_like(batch[key], IGNORE_INDEX)
+        for key in () if is_own else LABELS:
+            if key in batch:
+                batch[key] = torch.full_like(batch[key], IGNORE_INDEX)
         return batch

@@ -60,7 +60,7 @@ class ContextParallelTrainer:
         rows, together = getattr(loader, "dataset", ()), (loader.batch_size or 1) * self._num_groups
         is_even = loader.drop_last or (hasattr(rows, "__len__") and len(rows) % together == 0)
         prepared = prepare_data_loader(
-            regrouped(loader, groups=self._num_groups, group=self._group),
+            regrouped(loader, groups=self._num_groups, group=self._group, counts_rows=True),
             self.accelerator.device,
             num_processes=1,
             process_index=0,
@@ -161,7 +161,9 @@ class ContextParallelTrainer:
         if self._num_groups == 1:
             return values
         if len(values) != max(1, self._rows_of_groups[self._group]):
-            raise ValueError(f"predictions of {len(values)} rows for {self._rows_of_groups[self._group]}: rows are not told apart")
+            raise ValueError(
+                f"predictions of {len(values)} rows for {self._rows_of_groups[self._group]}: rows are not told apart"
+            )
         most = max(1, *self._rows_of_groups)
         padded = torch.cat((values, values.new_zeros(most - len(values), *values.shape[1:])))
         by_group = self.accelerator.gather(padded).unflatten(0, (-1, most))[:: self.cp.plan.cp]

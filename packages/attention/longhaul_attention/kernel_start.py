@@ -16,7 +16,9 @@ def is_checked(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def verify_once(kernel: str, q_BSNH: Tensor, num_kv: int, *, ulysses: int, window: int | None, softcap: float | None) -> None:
+def verify_once(
+    kernel: str, q_BSNH: Tensor, num_kv: int, *, ulysses: int, window: int | None, softcap: float | None
+) -> None:
     """Raises ValueError if the kernel that computes attention of these queries is wrong on their device.
 
     `num_kv`: KV heads of a rank, of which Ulysses' ranks get a part each. Takes seconds, the first time.
@@ -36,5 +38,7 @@ def verify_once(kernel: str, q_BSNH: Tensor, num_kv: int, *, ulysses: int, windo
         with torch.enable_grad():
             kernel_check.verify_kernel(name, q_BSNH.device, q_BSNH.dtype, heads=heads, windows=windows)
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f'kernel "{name}" is wrong on {q_BSNH.device}: {error}; kernel="plain" takes matrix products') from error
+        raise ValueError(
+            f'kernel "{name}" is wrong on {q_BSNH.device}: {error}; kernel="plain" takes matrix products'
+        ) from error
     _verified.add(key)

@@ -62,7 +62,9 @@ EXACT = {
 }
 RULES = {
     "average_tokens_across_devices": Rule(bool, "losses count the targets of all ranks: leave it True"),
-    "neftune_noise_alpha": Rule(_off, "ranks would draw other noise than one process, and scale it by their own tokens"),
+    "neftune_noise_alpha": Rule(
+        _off, "ranks would draw other noise than one process, and scale it by their own tokens"
+    ),
     "auto_find_batch_size": Rule(_off, "ranks may not find the same size"),
     "include_num_input_tokens_seen": Rule(_off, "tokens would be counted once for every rank that shares them"),
     "batch_eval_metrics": Rule(_off, "it gathers what ranks share as if each had its own"),
@@ -87,7 +89,8 @@ RULES = {
     "ref_model_mixup_alpha": Rule(lambda _: True, "used by sync_ref_model alone"),
     "ref_model_sync_steps": Rule(lambda _: True, "used by sync_ref_model alone"),
     "accelerator_config": Rule(
-        lambda value: not _unlike_defaults(value), "split_batches, dispatch_batches and samplers without a seed deal other rows"
+        lambda value: not _unlike_defaults(value),
+        "split_batches, dispatch_batches and samplers without a seed deal other rows",
     ),
 }
 
