@@ -72,7 +72,9 @@ def test_loaders_that_ranks_would_read_otherwise_are_refused() -> None:
     with pytest.raises(ValueError, match=r"shuffle=True needs generator=torch.Generator\(\).manual_seed"):
         share_batches(DataLoader(range(4), batch_size=2, shuffle=True), cp)
     with pytest.raises(ValueError, match="needs a batch_size, not a batch_sampler of its own"):
-        share_batches(DataLoader(range(4), batch_sampler=BatchSampler(SequentialSampler(range(4)), 2, False)), cp)
+        share_batches(
+            DataLoader(range(4), batch_sampler=BatchSampler(SequentialSampler(range(4)), 2, drop_last=False)), cp
+        )
     with pytest.raises(ValueError, match="list: give a DataLoader of torch that accelerate has not prepared"):
         share_batches([1], cp)
     with pytest.raises(ValueError, match="a streamed dataset needs a batch_size"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
@@ -163,11 +162,8 @@ def differences(cases: list[Case]) -> list[tuple[Case, str]]:
 
     warnings.simplefilter("ignore")  # Of transformers.
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    found = []
-    for case in cases:
-        if told := is_wrong(case, ContextParallel(mesh, method=case["method"])):
-            found.append((case, told))
-    return found
+    told = ((case, is_wrong(case, ContextParallel(mesh, method=case["method"]))) for case in cases)
+    return [(case, wrong) for case, wrong in told if wrong]
 
 
 @pytest.mark.ranks

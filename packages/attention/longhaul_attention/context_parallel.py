@@ -253,7 +253,7 @@ class ContextParallel(context_parallel.ContextParallel):
         return super().gather(x_BS, boundaries.boundaries_BD)[:, : boundaries.seq_len]
 
     def own_tokens(self, x_BT: Tensor, documents: Documents) -> Tensor:
-        """This rank's tokens [B, S, ...] of full sequences [B, T, ...] that `gather` returned; padding is 0."""
+        """The tokens of this rank, [B, S, ...], of full sequences [B, T, ...] that `gather` returned; padding is 0."""
         padded_BT = _pad(x_BT, int(documents.boundaries_BD[0, -1]))
         by_rank = self._permutation(padded_BT, documents.boundaries_BD).unflatten(1, (self.plan.cp, -1))
         return context_parallel.select_tokens(padded_BT, by_rank[:, self.rank])

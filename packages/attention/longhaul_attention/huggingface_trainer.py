@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import isfinite
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -46,7 +44,7 @@ class ContextParallelTrainer:
                 parallelize(model, cp)
 
     def create_accelerator_and_postprocess(self) -> None:
-        if problems := [*argument_problems(self.args)]:
+        if problems := [*argument_problems(self.args, self._num_groups)]:
             raise ValueError(f"a trainer whose ranks share sequences: {'; '.join(problems)}")
         self._super.create_accelerator_and_postprocess()
         self.accelerator.prepare_data_loader = self._prepare_data_loader
@@ -100,7 +98,7 @@ class ContextParallelTrainer:
     # ---- losses
 
     def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
+        self, model: Any, inputs: Any, return_outputs: Any = None, num_items_in_batch: Tensor | None = None
     ) -> Any:
         inputs.pop(NUM_ROWS, None)
         labels = inputs.get("labels")
@@ -124,7 +122,7 @@ class ContextParallelTrainer:
             )
 
     def prediction_step(
-        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self, model: Any, inputs: Any, prediction_loss_only: Any, ignore_keys: list[str] | None = None
     ) -> Any:
         rows = int(inputs.pop(NUM_ROWS))
         weight = _num_targets(inputs)

@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from longhaul_attention.context_parallel import ContextParallel
 from longhaul_attention.huggingface import NAME, dropout_problems
@@ -118,7 +118,7 @@ class _Hooks:
         """The output of whole sequences."""
         del module, arguments
         if not isinstance(output, Mapping):
-            raise ValueError(f"{type(self.model).__name__} returned a {type(output).__name__}, not outputs by name")
+            raise TypeError(f"{type(self.model).__name__} returned a {type(output).__name__}, not outputs by name")
         whole = {name: self._gathered(name, value, given) for name, value in output.items()}
         return type(output)(**whole)
 
