@@ -70,6 +70,19 @@ def test_every_token_label_and_position_reaches_one_rank(ranks: int) -> None:
     assert run_ranks(gathered, ranks) == [[]] * ranks
 
 
+def test_targets_are_counted_whatever_the_default_type() -> None:
+    """bfloat16 counts to 256, and float16 to 65,504."""
+    cp = ContextParallel(None, method="ring")
+    labels = torch.zeros(1, 65_537, dtype=torch.int64)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            count = cp.shard_batch({"input_ids": labels, "shift_labels": labels})["num_items_in_batch"]
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert (count.dtype, count.item()) == (torch.float64, 65_537)
+
+
 def padded_errors() -> dict[str, float]:
     """Of loss and gradients, for padding at either end, hidden by a mask, and for documents that are given."""
     register_transformers()

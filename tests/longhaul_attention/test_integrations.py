@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.pages import replace_block
+from tests.longhaul_attention import trainer_cases
 from tests.longhaul_attention.test_wheel import PACKAGE, ROOT, installed, wheel
 
 __all__ = ["installed", "wheel"]
@@ -75,6 +77,11 @@ def test_integrations_are_short_and_all_of_them_run() -> None:
     lengths = {path.stem: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
     assert {*lengths} - helpers == {*NEEDS, "torchtitan_trainer"}
     assert {name: length for name, length in lengths.items() if name not in helpers and length >= MAX_LINES} == {}
+
+
+def test_the_readme_says_which_runs_were_equal() -> None:
+    page = (PACKAGE / "README.md").read_text()
+    assert page == replace_block(page, "trainer-cases", trainer_cases.table())
 
 
 @pytest.mark.slow

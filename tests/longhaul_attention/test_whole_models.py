@@ -130,7 +130,7 @@ def test_a_wrong_kernel_is_refused_before_it_is_used(cp: ContextParallel, monkey
     monkeypatch.setattr(kernel_check, "verify_kernel", verify)
     for _ in range(2):
         with pytest.raises(
-            ValueError, match='kernel "cpu" is wrong on cpu: dq is off by 0.3; kernel="plain" takes matrix'
+            ValueError, match=r'kernel "cpu" is wrong on cpu: dq is off by 0\.3; kernel="plain" takes matrix'
         ):
             attend(cp, 4)
 

@@ -408,6 +408,22 @@ def difference(case: Case, expected: dict[str, Any], found: dict[str, Any]) -> s
     return f"off by {error:.1e}: {b} instead of {a}" if error > TOLERANCES[case["precision"]] else ""
 
 
+def table() -> list[str]:
+    """What the recorded runs say, for the package's README."""
+    record = json.loads(RECORD.read_text())
+    cases = [*map(parse_case, record["equal"])]
+    lines = [
+        f"{len(cases)} drawn runs, each with the losses, norms, metrics and evaluation of one process; {len(record['differ'])} differ.",
+        "",
+        "| | runs |",
+        "|---|---|",
+    ]
+    for name, levels in LEVELS.items():
+        counted = {level: sum(case[name] == level for case in cases) for level in levels}
+        lines.append(f"| {name} | {', '.join(f'{level} {count}' for level, count in counted.items())} |")
+    return lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=100)
