@@ -141,7 +141,7 @@ def errors(found: tuple[float, dict[str, Tensor]], exact: tuple[float, dict[str,
 
 
 def is_wrong(case: Case, cp: Any) -> str:
-    """In float64 no digit may differ; in 16 bits the error may be twice that of one process."""
+    """In float64 no digit may differ; in 16 bits the error may be three times that of one process."""
     from longhaul_attention import parallelize, register_transformers
 
     is_exact = case["precision"] == "float64"
@@ -152,7 +152,7 @@ def is_wrong(case: Case, cp: Any) -> str:
         for grad in grads.values():
             distributed.all_reduce(grad)
             grad /= cp.plan.cp
-    allowed = 1e-11 if is_exact else 2 * errors(run(build(case, "eager"), case), exact) + 1e-3
+    allowed = 1e-11 if is_exact else 3 * errors(run(build(case, "eager"), case), exact) + 1e-3
     error = errors((loss, grads), exact)
     return "" if error <= allowed else f"{error:.1e}, allowed {allowed:.1e}"
 
