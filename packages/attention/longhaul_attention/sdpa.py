@@ -1,0 +1,82 @@
+"""`torch.nn.functional.scaled_dot_product_attention` over sequences that are sharded over ranks, in unchanged code.
+
+Shape suffixes: B sequences, S query tokens and U key tokens of this rank, N query heads, K KV heads, H head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isclose
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from parallelisms.context.context_parallel import one_document
+
+
+class ScaledDotProductAttention(TorchFunctionMode):
+    """What `ContextParallel.sdpa` returns: inside of it, the function of that name is `attention` over all ranks."""
+
+    def __init__(self, attention: Callable[..., Tensor], ranks: int) -> None:
+        super().__init__()
+        self._attention, self._ranks = attention, ranks
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+        **options: Any,
+    ) -> Tensor:
+        scale, enable_gqa = options.pop("scale", None), options.pop("enable_gqa", False)
+        problems = [f"{name} = {value} is unknown" for name, value in options.items()]
+        if attn_mask is not None:
+            problems.append(f"attn_mask {list(attn_mask.shape)}: which pairs it allows is not known; is_causal is")
+        if dropout_p > 0:
+            problems.append(f"dropout_p = {dropout_p}: ranks would drop other pairs than one process")
+        problems += _shape_problems(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa)
+        if problems:
+            raise ValueError(f"scaled_dot_product_attention over {self._ranks} ranks: {'; '.join(problems)}")
+        query, key, value = _autocast(query, key, value)
+        factor = 1.0 if scale is None else scale * query.shape[-1] ** 0.5  # Kernels scale by width ** -0.5.
+        query = query if isclose(factor, 1, rel_tol=1e-12) else query * factor
+        q_BSNH, k_BUKH, v_BUKH = (x.transpose(1, 2) for x in (query, key, value))
+        documents = one_document(len(query), query.shape[2] * self._ranks) if is_causal else None
+        return self._attention(q_BSNH, k_BUKH, v_BUKH, documents, causal=is_causal).transpose(1, 2)
+
+
+def _shape_problems(q_BNSH: Tensor, k_BKUH: Tensor, v_BKUH: Tensor, *, is_causal: bool, enable_gqa: bool) -> list[str]:
+    shapes = ", ".join(str(list(x.shape)) for x in (q_BNSH, k_BKUH, v_BKUH))
+    if not q_BNSH.ndim == k_BKUH.ndim == v_BKUH.ndim == 4:
+        return [f"query, key and value must be [batch, heads, tokens of a rank, width], not {shapes}"]
+    problems = []
+    if v_BKUH.shape != k_BKUH.shape:
+        problems.append(f"key and value must have one shape: {shapes}")
+    if is_causal and q_BNSH.shape[2] != k_BKUH.shape[2]:
+        problems.append(f"is_causal = True needs as many keys as queries: {shapes}")
+    if not enable_gqa and q_BNSH.shape[1] != k_BKUH.shape[1]:
+        problems.append(f"enable_gqa = False needs as many key heads as query heads: {shapes}")
+    return problems
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In autocast's dtype, as torch's function takes them; it leaves float64 alone."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
