@@ -161,7 +161,9 @@ def full_blocks(
     del batch_size
     require_ascending(kv_boundaries_BD, kv_len)
     require_keys(boundaries_BD, kv_boundaries_BD)
-    return ScoreBlocks(document_rows(document_ranges(boundaries_BD, seq_len), document_ranges(kv_boundaries_BD, kv_len)))
+    return ScoreBlocks(
+        document_rows(document_ranges(boundaries_BD, seq_len), document_ranges(kv_boundaries_BD, kv_len))
+    )
 
 
 @remembered

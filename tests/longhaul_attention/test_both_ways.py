@@ -5,6 +5,7 @@ Shape suffixes: B sequences, T query and U key tokens of the full sequences, N q
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, product
@@ -12,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from longhaul_attention import ContextParallel
 from tests.ranks import run_ranks
@@ -49,7 +52,9 @@ def cases(ranks: int) -> Iterator[Case]:
     methods += [("ring", "contiguous"), ("allgather", "doc_headtail")]
     if ranks == 4:
         methods += [("hybrid", "doc_headtail"), ("hybrid", "contiguous")]
-    for (method, layout), *rest in product(methods, HEADS, (False, True), LENGTHS, (False, True), ("attention", "sdpa")):
+    for (method, layout), *rest in product(
+        methods, HEADS, (False, True), LENGTHS, (False, True), ("attention", "sdpa")
+    ):
         case = Case(method, layout, *rest)
         if not (case.causal and case.keys != "equal") and not (case.packed and case.door == "sdpa"):
             yield case
@@ -59,7 +64,14 @@ def cases(ranks: int) -> Iterator[Case]:
 
 
 def truth(
-    q_BTNH: Tensor, k_BUKH: Tensor, v_BUKH: Tensor, documents: Any, *, causal: bool, sink_N: Tensor | None, softcap: float | None
+    q_BTNH: Tensor,
+    k_BUKH: Tensor,
+    v_BUKH: Tensor,
+    documents: Any,
+    *,
+    causal: bool,
+    sink_N: Tensor | None,
+    softcap: float | None,
 ) -> Tensor:
     """[B, T, N, H]: a softmax over all keys, of which some are hidden."""
     groups = q_BTNH.shape[2] // k_BUKH.shape[2]
@@ -123,9 +135,7 @@ def error(cp: ContextParallel, case: Case, scores: dict[str, Any]) -> float:
     lengths = DOCUMENTS[case.keys] if case.packed else ([[48]] * 2, [[LENGTHS[case.keys]]] * 2)
     sinks = [torch.linspace(-1, 2, case.heads[0], dtype=torch.float64, requires_grad=True)] * ("sink" in scores)
     full = [x.requires_grad_() for x in given]
-    out = truth(
-        *full, lengths, causal=case.causal, sink_N=sinks[0] if sinks else None, softcap=scores.get("softcap")
-    )
+    out = truth(*full, lengths, causal=case.causal, sink_N=sinks[0] if sinks else None, softcap=scores.get("softcap"))
     expected = [out, *torch.autograd.grad(out, (*full, *sinks), weights)]
     sides = [boundaries(side) for side in lengths]
     of_q, of_k = sides
@@ -154,9 +164,176 @@ def unchanged(cp: ContextParallel, *qkv: Tensor, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "every"), [(2, 23), (3, 23), (4, 23), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (2, 3, 4))]
+    ("ranks", "every"), [(2, 31), (3, 31), (4, 31), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (2, 3, 4))]
 )
 def test_output_and_gradients_equal_one_process(ranks: int, every: int) -> None:
     for found in run_ranks(errors, ranks, every, timeout=300):
         assert len(found) >= 200 // every
         assert {case: error for case, error in found.items() if not error <= 1e-11} == {}
+
+
+# ---- one process: which calls are ours
+
+
+def qkv(*, keys: int = 8, kv_heads: int = 4) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 4, 8, 16), (2, kv_heads, keys, 16), (2, kv_heads, keys, 16)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def is_ours() -> bool:
+    """Dropout is refused by ours alone."""
+    try:
+        F.scaled_dot_product_attention(*qkv(), dropout_p=0.5)
+    except ValueError:
+        return True
+    return False
+
+
+def test_calls_outside_of_the_context_are_not_touched() -> None:
+    cp, other = (ContextParallel(None, method="ring") for _ in range(2))
+    before = F.scaled_dot_product_attention
+    with cp.sdpa():
+        assert is_ours()
+        with other.sdpa():
+            assert is_ours()
+        assert is_ours()
+        with pytest.raises(KeyError), other.sdpa():
+            raise KeyError
+        assert is_ours()
+        assert F.softmax(torch.zeros(2), 0).tolist() == [0.5, 0.5]
+    assert not is_ours()
+    with pytest.raises(ValueError, match="dropout_p"), cp.sdpa():
+        F.scaled_dot_product_attention(*qkv(), dropout_p=0.5)
+    assert not is_ours()
+    assert F.scaled_dot_product_attention is before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"scale": 0.3}, {"is_causal": True, "scale": 2.0}, {"enable_gqa": True}],
+    ids=str,
+)
+def test_options_are_those_of_torch(options: dict[str, Any]) -> None:
+    given = qkv(kv_heads=2 if options.get("enable_gqa") else 4)
+    expected = F.scaled_dot_product_attention(*given, **options)
+    with ContextParallel(None, method="ring").sdpa():
+        found = F.scaled_dot_product_attention(*given, **options)
+        narrow = [x.detach().float() for x in given]
+        with torch.autocast("cpu", torch.bfloat16):
+            assert F.scaled_dot_product_attention(*narrow[:2], narrow[2].bfloat16(), **options).dtype == torch.bfloat16
+            assert F.scaled_dot_product_attention(*given, **options).dtype == torch.float64
+    pairs = zip(
+        torch.autograd.grad(found.sin().sum(), given), torch.autograd.grad(expected.sin().sum(), given), strict=True
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    assert max((a - b).abs().max().item() for a, b in pairs) < 1e-13
+
+
+def test_recomputation_is_exact_or_refused() -> None:
+    cp = ContextParallel(None, method="ring")
+    contexts: Any = lambda: (cp.sdpa(), cp.sdpa())  # noqa: E731
+    given = qkv()
+    expected = torch.autograd.grad(F.scaled_dot_product_attention(*given).square().sum(), given)
+    with cp.sdpa():
+        out = checkpoint(F.scaled_dot_product_attention, *given, use_reentrant=False, context_fn=contexts)
+        with pytest.raises(ValueError, match="a re-entrant checkpoint calls it again outside"):
+            checkpoint(F.scaled_dot_product_attention, *given, use_reentrant=True)
+        with torch.no_grad():
+            torch.testing.assert_close(F.scaled_dot_product_attention(*given), out, rtol=0, atol=0)
+        without = checkpoint(F.scaled_dot_product_attention, *given, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), given), expected, rtol=0, atol=1e-12)
+    with pytest.raises(CheckpointError, match="different number of tensors was saved"):
+        without.sum().backward()
+
+
+def refusals() -> Iterator[tuple[str, Callable[[], object]]]:
+    cp = ContextParallel(None, method="ring")
+    q, k, v = qkv(keys=6, kv_heads=2)
+    called = F.scaled_dot_product_attention
+    yield "attn_mask: which pairs it allows is not known", lambda: called(q, q, q, torch.ones(8, 8, dtype=torch.bool))
+    yield "dropout_p = 0.1: ranks would drop other pairs than one process", lambda: called(q, q, q, dropout_p=0.1)
+    yield "is_causal = True needs as many keys as queries", lambda: called(q, k, v, is_causal=True, enable_gqa=True)
+    yield "enable_gqa = False needs as many key heads as query heads", lambda: called(q, k, v)
+    yield "key and value must have the same shape", lambda: called(q, q, q[..., :8])
+    yield "query, key and value must be [batch, heads, tokens of a rank, width]", lambda: called(q[0], q[0], q[0])
+    yield (
+        "nn.MultiheadAttention would attend to the tokens of this rank",
+        lambda: nn.MultiheadAttention(16, 2)(*[q[0, 0].float()] * 3),
+    )
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    whole, unlike = (torch.tensor([[0, tokens]] * 2, dtype=torch.int32) for tokens in (8, 6))
+    two = torch.tensor([[0, 4, 8]] * 2, dtype=torch.int32)
+    yield "sliding window 3 needs a causal mask", lambda: cp.attention(q, k, v, None, causal=False, window=3)
+    yield "attention needs documents or boundaries, not None", lambda: cp.attention(q, q, q, None)
+    yield (
+        "kv_boundaries are those of attention without a causal mask",
+        lambda: cp.attention(q, q, q, whole, kv_boundaries=whole),
+    )
+    yield "must have equal batch, tokens, head_dim and dtype", lambda: cp.attention(q, k, v, whole)
+    yield (
+        "must have equal batch, head_dim and dtype",
+        lambda: cp.attention(q, k[..., :8], v[..., :8], None, causal=False),
+    )
+    yield "document 1 of sequence 0 has queries and no keys", lambda: cp.attention(q, k, v, two, causal=False)
+    yield (
+        "boundaries end at 8, and 1 ranks have 6 tokens each: keys are",
+        lambda: cp.attention(q, k, v, None, causal=False, kv_boundaries=whole),
+    )
+    yield (
+        "boundaries have batch size 1; q, k and v have 2",
+        lambda: cp.attention(q, k, v, None, causal=False, kv_boundaries=unlike[:1]),
+    )
+    yield "boundaries must have 2 dimensions", lambda: cp.attention(q, q, q, torch.stack((whole, whole)))
+    yield "boundaries must be int32 on the CPU", lambda: cp.attention(q, q, q, whole.long(), causal=False)
+
+
+def test_what_cannot_be_exact_is_refused_by_name() -> None:
+    cp = ContextParallel(None, method="ring")
+    for told, call in refusals():
+        with pytest.raises((ValueError, TypeError), match=re.escape(told)), cp.sdpa():
+            call()
+
+
+def test_the_documents_of_a_batch_may_be_seen_both_ways() -> None:
+    cp, lengths = ContextParallel(None, method="ring"), [[5, 1, 2], [8]]
+    q, k, v = (x.transpose(1, 2) for x in qkv())
+    documents = cp.shard_batch({"input_ids": torch.zeros(2, 8, dtype=torch.int64)}, [[0, 5, 6, 8], [0, 8]])["documents"]
+    expected = truth(q, k, v, (lengths, lengths), causal=False, sink_N=None, softcap=None)
+    torch.testing.assert_close(cp.attention(q, k, v, documents, causal=False), expected, rtol=0, atol=1e-13)
+
+
+# ---- torch.compile
+
+
+def compiled(method: str, backend: str, *lengths: int) -> tuple[float, int]:
+    """The largest error of gradients of self and cross attention, and the graphs of these lengths."""
+    cp = ContextParallel(init_device_mesh("cpu", (2,)), method=method)
+    counter = CompileCounterWithBackend(backend)
+
+    def layers(q: Tensor, kv: Tensor) -> Tensor:
+        out = F.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.4)
+        with cp.sdpa():  # Entered again, inside of the graph.
+            return F.scaled_dot_product_attention(out, kv, kv, enable_gqa=True)
+
+    graph, worst = torch.compile(layers, backend=counter, fullgraph=True), 0.0
+    for tokens in lengths:
+        generator = torch.Generator().manual_seed(distributed.get_rank())
+        shapes = ((2, 4, tokens, 8), (2, 2, tokens // 2, 8))
+        given = [torch.randn(x, generator=generator, dtype=torch.float64, requires_grad=True) for x in shapes]
+        with cp.sdpa():
+            outs = [function(*given) for function in (graph, layers)]
+        found, expected = ([out, *torch.autograd.grad(out.sin().sum(), given)] for out in outs)
+        worst = max(worst, *((a - b).abs().max().item() for a, b in zip(found, expected, strict=True)))
+    return worst, counter.frame_count
+
+
+@pytest.mark.parametrize(
+    ("method", "backend"),
+    [("ring", "eager"), *(pytest.param(method, "aot_eager", marks=pytest.mark.slow) for method in ("ring", "ulysses"))],
+)
+def test_compiled_code_has_the_same_gradients_without_a_graph_break(method: str, backend: str) -> None:
+    lengths = (8,) if backend == "eager" else (8, 12, 20)
+    for error, graphs in run_ranks(compiled, 2, method, backend, *lengths, timeout=120):
+        assert error < 1e-13
+        assert graphs == min(2, len(lengths)), "one for the first length, and one for all others"

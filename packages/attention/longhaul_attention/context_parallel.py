@@ -172,7 +172,9 @@ class ContextParallel(context_parallel.ContextParallel):
         if window is not None and not (isinstance(window, int) and window >= 1):
             problems.append(f"sliding window {window} must be a number of keys, at least 1")
         if window is not None and not causal:
-            problems.append(f"sliding window {window} needs a causal mask: without one, a window on both sides is not known")
+            problems.append(
+                f"sliding window {window} needs a causal mask: without one, a window on both sides is not known"
+            )
         if softcap is not None and not softcap > 0:
             problems.append(f"soft cap {softcap} must be above 0")
         if problems:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import isclose
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from parallelisms.context.context_parallel import one_document
 
 
 class ScaledDotProductAttention(TorchFunctionMode):
-    """What `ContextParallel.sdpa` returns: inside of it, the function of that name is `attention` over all ranks."""
+    """The context of `ContextParallel.sdpa`: calls of the function of this name are calls of `attention`, over `ranks`."""
 
     def __init__(self, attention: Callable[..., Tensor], ranks: int) -> None:
         super().__init__()
@@ -30,6 +31,10 @@ class ScaledDotProductAttention(TorchFunctionMode):
         del types
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:  # A mode does not see what such a function calls.
+            raise ValueError(
+                "nn.MultiheadAttention would attend to the tokens of this rank: call scaled_dot_product_attention"
+            )
         return func(*args, **(kwargs or {}))
 
     def _attend(
@@ -40,17 +45,28 @@ class ScaledDotProductAttention(TorchFunctionMode):
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,  # noqa: FBT001, FBT002 - torch's signature
-        **options: Any,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
     ) -> Tensor:
-        scale, enable_gqa = options.pop("scale", None), options.pop("enable_gqa", False)
-        problems = [f"{name} = {value} is unknown" for name, value in options.items()]
+        problems = []
         if attn_mask is not None:
-            problems.append(f"attn_mask {list(attn_mask.shape)}: which pairs it allows is not known; is_causal is")
+            problems.append(
+                "attn_mask: which pairs it allows is not known; is_causal is, and the documents of cp.attention"
+            )
         if dropout_p > 0:
             problems.append(f"dropout_p = {dropout_p}: ranks would drop other pairs than one process")
         problems += _shape_problems(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa)
+        if _is_in_autograd_function():
+            problems.append(
+                "a re-entrant checkpoint calls it again outside of cp.sdpa(): checkpoint with use_reentrant=False and "
+                "context_fn=lambda: (cp.sdpa(), cp.sdpa())"
+            )
         if problems:
-            raise ValueError(f"scaled_dot_product_attention over {self._ranks} ranks: {'; '.join(problems)}")
+            shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
+            raise ValueError(
+                f"scaled_dot_product_attention over {self._ranks} ranks: {'; '.join(problems)}; query, key and value are {shapes}"
+            )
         query, key, value = _autocast(query, key, value)
         factor = 1.0 if scale is None else scale * query.shape[-1] ** 0.5  # Kernels scale by width ** -0.5.
         query = query if isclose(factor, 1, rel_tol=1e-12) else query * factor
@@ -60,17 +76,24 @@ class ScaledDotProductAttention(TorchFunctionMode):
 
 
 def _shape_problems(q_BNSH: Tensor, k_BKUH: Tensor, v_BKUH: Tensor, *, is_causal: bool, enable_gqa: bool) -> list[str]:
-    shapes = ", ".join(str(list(x.shape)) for x in (q_BNSH, k_BKUH, v_BKUH))
     if not q_BNSH.ndim == k_BKUH.ndim == v_BKUH.ndim == 4:
-        return [f"query, key and value must be [batch, heads, tokens of a rank, width], not {shapes}"]
+        return ["query, key and value must be [batch, heads, tokens of a rank, width]"]
     problems = []
-    if v_BKUH.shape != k_BKUH.shape:
-        problems.append(f"key and value must have one shape: {shapes}")
+    if k_BKUH.shape != v_BKUH.shape:
+        problems.append("key and value must have the same shape")
     if is_causal and q_BNSH.shape[2] != k_BKUH.shape[2]:
-        problems.append(f"is_causal = True needs as many keys as queries: {shapes}")
+        problems.append("is_causal = True needs as many keys as queries")
     if not enable_gqa and q_BNSH.shape[1] != k_BKUH.shape[1]:
-        problems.append(f"enable_gqa = False needs as many key heads as query heads: {shapes}")
+        problems.append("enable_gqa = False needs as many key heads as query heads")
     return problems
+
+
+def _is_in_autograd_function() -> bool:
+    """Whether the `forward(ctx, ...)` of an `autograd.Function` runs: its backward calls what it likes, without a mode."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    codes = (frame.f_code for frame, _ in walk_stack(None))
+    return any(code.co_name == "forward" and code.co_varnames[:1] == ("ctx",) for code in codes)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
