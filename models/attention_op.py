@@ -97,7 +97,7 @@ def forward(
     """Output and log-sum-exp [N, X] for blocks that cover all tokens; below autograd."""
     blocks = kernels.supported_blocks(blocks, kernels.select_kernel(q_XNH, kernel, softcap=softcap))
     block_outputs = kernels.attend_blocks(q_XNH, k_XKH, v_XKH, blocks, kernel=kernel, softcap=softcap)
-    if not blocks.is_diagonal:
+    if blocks.disjoint_tokens != (len(q_XNH), len(k_XKH)):
         softmax = OnlineSoftmax.of_no_keys(q_XNH)
         for block_output in block_outputs:
             softmax.merge(*block_output)
@@ -129,18 +129,18 @@ def backward(
     blocks = kernels.supported_blocks(blocks, kernels.select_kernel(q_XNH, kernel, softcap=softcap))
     block_grads = kernels.attend_blocks_backward(*inputs, blocks, kernel=kernel, softcap=softcap)
     results: tuple[Tensor, ...] = ()
-    if not blocks.is_diagonal:
+    if blocks.disjoint_tokens != (len(q_XNH), len(k_XKH)):
         dtype = accumulation_dtype(q_XNH.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q_XNH, k_XKH, v_XKH))
         kernels.accumulate_grads((dq, dk, dv), block_grads)
         return dq.to(q_XNH.dtype), dk.to(q_XNH.dtype), dv.to(q_XNH.dtype)
-    for queries, _, *grads in block_grads:
+    for queries, keys, *grads in block_grads:
         if len(grads[0]) == len(q_XNH):
             results = tuple(x.contiguous() for x in grads)
             break
         results = results or empty_grads(q_XNH, k_XKH, v_XKH)
-        for result, grad in zip(results, grads, strict=True):
-            result[queries] = grad
+        for result, tokens, grad in zip(results, (queries, keys, keys), grads, strict=True):
+            result[tokens] = grad
     dq, dk, dv = results
     return dq, dk, dv
 

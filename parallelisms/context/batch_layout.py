@@ -102,7 +102,7 @@ class BatchLayout:
         is_first = is_first_of_run(document)
         ranges_R2 = torch.zeros(len(self._document_starts), 2, dtype=torch.int64, device="cpu")
         ranges_R2[document[is_first], 0] = spans.local_start[is_first]
-        ranges_R2[document[is_first], 1] = spans.local_end[is_first.roll(-1)]
+        ranges_R2[document[is_first], 1] = spans.local_end[is_first.roll(-1)]  # The last of each run.
         return ranges_R2
 
     @cached_property

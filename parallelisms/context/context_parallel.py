@@ -252,8 +252,8 @@ class ContextParallel:
     @staticmethod
     def _require_shapes(q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, *, causal: bool = True) -> None:
         # Checked before sending: a rank that raises later would leave the others waiting.
-        common = (0, 1, -1) if causal else (0, -1)
-        is_same_size = all(q.shape[dim] == k.shape[dim] for dim in common) and k.shape == v.shape
+        common = 2 if causal else 1  # Batch and tokens, or the batch.
+        is_same_size = q.shape[:common] == k.shape[:common] and q.shape[-1] == k.shape[-1] and k.shape == v.shape
         if not q.ndim == k.ndim == v.ndim == 4:
             problem = "queries, keys and values must be [batch, tokens, heads, head_dim], not"
         elif (q.shape[2], k.shape[2]) != (heads, kv_heads):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,8 @@ NEEDS = {
     "accelerate_loop": ("accelerate",),
     "trl_sft": ("accelerate", "datasets", "trl"),
     "lightning_module": ("lightning",),
+    "sdpa_context": (),
+    "diffusion_attention": (),
 }
 TORCHTITAN = ("torch==2.13.0", "torchtitan==0.2.2")
 MAX_LINES = 60
@@ -43,7 +46,9 @@ def proof(name: str, folder: Path, python: Path | str, installed: Path) -> str:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = (line for line in done.stdout.splitlines() if "largest error of loss and gradients" in line)
+    (line,) = (
+        line for line in done.stdout.splitlines() if re.search("largest error of (loss|output) and gradients", line)
+    )
     return line
 
 
