@@ -129,9 +129,10 @@ class ContextParallel(context_parallel.ContextParallel):
                 F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, heads, S, width], as cp.shard(x, dim=2) gives.
 
         Each sequence is one document. `is_causal`, `scale` and `enable_gqa` are those of torch; without `is_causal`, keys may
-        have another length (cross attention), sharded in the same way. Calls from elsewhere, and other functions, are not
-        touched. A backward pass that recomputes activations belongs inside of it. Raises ValueError for a mask, dropout
-        and shapes that do not fit.
+        have another length (cross attention), sharded in the same way. Positions and rotary tables are sharded like tokens.
+        Calls outside of the context, and other functions, are not touched. An activation checkpoint takes the context along by
+        use_reentrant=False and context_fn=lambda: (cp.sdpa(), cp.sdpa()). Raises ValueError for a mask, dropout, shapes that
+        do not fit, a re-entrant checkpoint and nn.MultiheadAttention.
         """
         return ScaledDotProductAttention(self.attention, self.plan.cp)
 
