@@ -15,18 +15,21 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from longhaul_attention import ContextParallel
+from parallelisms.collectives import all_reduce
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
 HEADS = ((12, 12), (12, 4), (12, 1))
-# Of two sequences, by their documents' lengths: query documents that fewer ranks hold than there are, keys without queries.
-DOCUMENTS: dict[str, tuple[list[list[int]], list[list[int]]]] = {
+Sides = tuple[list[list[int]], list[list[int]]]
+"""The lengths of each sequence's documents, of queries and of keys."""
+# Documents that fewer ranks hold than there are, and keys without queries.
+DOCUMENTS: dict[str, Sides] = {
     "equal": ([[1, 30, 17], [5, 3, 40]], [[1, 30, 17], [5, 3, 40]]),
     "others": ([[1, 30, 17], [5, 3, 40]], [[40, 1, 7], [2, 45, 1]]),
     "unlike": ([[1, 30, 17, 0], [48, 0, 0, 0]], [[9, 1, 60, 2], [3, 69, 0, 0]]),
@@ -53,17 +56,13 @@ def cases(ranks: int) -> Iterator[Case]:
     methods += [("ring", "contiguous"), ("allgather", "doc_headtail")]
     if ranks == 4:
         methods += [("hybrid", "doc_headtail"), ("hybrid", "contiguous")]
-    for (method, layout), *rest in product(
+    for (method, layout), heads, causal, keys, packed, door in product(
         methods, HEADS, (False, True), LENGTHS, (False, True), ("attention", "sdpa")
     ):
-        case = Case(method, layout, *rest)
-        is_other_case = case.keys == "others" and not case.packed
-        if (
-            not (case.causal and case.keys != "equal")
-            and not (case.packed and case.door == "sdpa")
-            and not is_other_case
-        ):
-            yield case
+        is_possible = keys == "equal" or not causal
+        is_new = packed or keys != "others"
+        if is_possible and is_new and not (packed and door == "sdpa"):
+            yield Case(method, layout, heads, causal, keys, packed, door)
 
 
 # ---- the truth
@@ -73,11 +72,11 @@ def truth(
     q_BTNH: Tensor,
     k_BUKH: Tensor,
     v_BUKH: Tensor,
-    documents: Any,
+    sink_N: Tensor | None = None,
     *,
-    causal: bool,
-    sink_N: Tensor | None,
-    softcap: float | None,
+    documents: Sides,
+    causal: bool = False,
+    softcap: float | None = None,
 ) -> Tensor:
     """[B, T, N, H]: a softmax over all keys, of which some are hidden."""
     groups = q_BTNH.shape[2] // k_BUKH.shape[2]
@@ -119,54 +118,59 @@ def drawn(case: Case) -> list[Tensor]:
 
 def errors(every: int) -> dict[str, float]:
     """The largest error of output and gradients of one case in so many; soft caps and sinks take turns."""
-    found, contexts, ranks = {}, {}, distributed.get_world_size()
-    meshes = {False: init_device_mesh("cpu", (ranks,))}
+    found: dict[str, float] = {}
+    contexts: dict[tuple[Any, ...], ContextParallel] = {}
+    meshes: dict[tuple[int, ...], DeviceMesh] = {}
+    ranks = distributed.get_world_size()
     for number, case in enumerate(cases(ranks)):
         if number % every != ranks % every:
             continue
-        is_hybrid = case.method == "hybrid"
-        if is_hybrid and True not in meshes:
-            meshes[True] = init_device_mesh("cpu", (2, 2))
-        key = (case.method, case.layout, number % 3 == 0)
+        shape = (2, 2) if case.method == "hybrid" else (ranks,)
+        if shape not in meshes:
+            meshes[shape] = init_device_mesh("cpu", shape)
+        options: dict[str, Any] = {"method": case.method, "layout": case.layout, "packs_documents": number % 3 == 0}
+        key = tuple(options.values())
         if key not in contexts:
-            method, layout, packs = key
-            contexts[key] = ContextParallel(meshes[is_hybrid], method=method, layout=layout, packs_documents=packs)
-        scores = {} if case.door == "sdpa" else [{}, {}, {"sink": True}, {"softcap": 1.5}][number % 4]
-        found[f"{case} {scores}"] = error(contexts[key], case, scores)
+            contexts[key] = ContextParallel(meshes[shape], **options)
+        turns: list[dict[str, Any]] = [{}, {}, {"has_sink": True}, {"softcap": 1.5}]
+        scores = {} if case.door == "sdpa" else turns[number % 4]
+        found[f"{case} {scores}"] = error(contexts[key], case, **scores)
     return found
 
 
-def error(cp: ContextParallel, case: Case, scores: dict[str, Any]) -> float:
-    *given, weights = drawn(case)
-    lengths = DOCUMENTS[case.keys] if case.packed else ([[48]] * 2, [[LENGTHS[case.keys]]] * 2)
-    sinks = [torch.linspace(-1, 2, case.heads[0], dtype=torch.float64, requires_grad=True)] * ("sink" in scores)
-    full = [x.requires_grad_() for x in given]
-    out = truth(*full, lengths, causal=case.causal, sink_N=sinks[0] if sinks else None, softcap=scores.get("softcap"))
-    expected = [out, *torch.autograd.grad(out, (*full, *sinks), weights)]
-    sides = [boundaries(side) for side in lengths]
-    of_q, of_k = sides
-    q, k, v = (cp.shard(x.detach(), side).requires_grad_() for x, side in zip(full, (of_q, of_k, of_k), strict=True))
+def error(cp: ContextParallel, case: Case, *, has_sink: bool = False, softcap: float | None = None) -> float:
+    q, k, v, weights = drawn(case)
+    whole: Sides = [[48]] * 2, [[LENGTHS[case.keys]]] * 2
+    documents = DOCUMENTS[case.keys] if case.packed else whole
+    sinks = [torch.linspace(-1, 2, case.heads[0], dtype=torch.float64)] if has_sink else []
+    full = [x.clone().requires_grad_() for x in (q, k, v, *sinks)]
+    right = truth(*full, documents=documents, causal=case.causal, softcap=softcap)
+    expected = [right.detach(), *torch.autograd.grad(right, full, weights)]
+
+    of_queries, of_keys = map(boundaries, documents)
+    sides = (of_queries, of_keys, of_keys)
+    q, k, v = (cp.shard(x, side).requires_grad_() for x, side in zip((q, k, v), sides, strict=True))
+    scores: dict[str, Any] = {"sink": sinks[0].requires_grad_() if sinks else None, "softcap": softcap}
     if case.door == "sdpa":
-        ours = unchanged(cp, q, k, v, is_causal=case.causal)
+        out = unchanged(cp, q, k, v, is_causal=case.causal)
+    elif case.causal:
+        out = cp.attention(q, k, v, of_queries, **scores)
+    elif case.packed:
+        out = cp.attention(q, k, v, of_queries, causal=False, kv_boundaries=of_keys, **scores)
     else:
-        options: dict[str, Any] = {"softcap": scores.get("softcap"), "sink": sinks[0] if sinks else None}
-        if not case.causal:
-            options["kv_boundaries"] = of_k if case.packed else None
-        documents = of_q if case.packed or case.causal else None
-        ours = cp.attention(q, k, v, documents, causal=case.causal, **options)
-    grads = torch.autograd.grad(ours, (q, k, v, *sinks), cp.shard(weights, of_q))
-    ours = [cp.gather(x, side) for x, side in zip((ours, *grads), (of_q, of_q, of_k, of_k), strict=False)]
-    for grad_N in grads[3:]:
-        distributed.all_reduce(grad_N)
-        ours.append(grad_N)
-    return max((a - b).abs().max().item() for a, b in zip(ours, expected, strict=True))
+        out = cp.attention(q, k, v, None, causal=False, **scores)
+    grads = torch.autograd.grad(out, (q, k, v, *sinks), cp.shard(weights, of_queries))
+    found = [cp.gather(x, side) for x, side in zip((out, *grads[:3]), (of_queries, *sides), strict=True)]
+    found += [all_reduce(None, grad_N) for grad_N in grads[3:]]
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
 
 
-def unchanged(cp: ContextParallel, *qkv: Tensor, **options: Any) -> Tensor:
+def unchanged(cp: ContextParallel, *shards_BSNH: Tensor, is_causal: bool) -> Tensor:
     """Code that knows nothing of ranks, inside the context."""
-    q, k, v = (x.transpose(1, 2) for x in qkv)
+    q, k, v = (x.transpose(1, 2) for x in shards_BSNH)
     with cp.sdpa():
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **options).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
 
 
 @pytest.mark.parametrize(
@@ -181,10 +185,13 @@ def test_output_and_gradients_equal_one_process(ranks: int, every: int) -> None:
 # ---- one process: which calls are ours
 
 
-def qkv(*, keys: int = 8, kv_heads: int = 4) -> list[Tensor]:
+def qkv(*, keys: int = 8, kv_heads: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 4, 8, 16), (2, kv_heads, keys, 16), (2, kv_heads, keys, 16)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    return drawn(2, 4, 8, 16), drawn(2, kv_heads, keys, 16), drawn(2, kv_heads, keys, 16)
 
 
 def is_ours() -> bool:
@@ -225,9 +232,9 @@ def test_options_are_those_of_torch(options: dict[str, Any]) -> None:
     expected = F.scaled_dot_product_attention(*given, **options)
     with ContextParallel(None, method="ring").sdpa():
         found = F.scaled_dot_product_attention(*given, **options)
-        narrow = [x.detach().float() for x in given]
+        q, k, v = (x.detach().float() for x in given)
         with torch.autocast("cpu", torch.bfloat16):
-            assert F.scaled_dot_product_attention(*narrow[:2], narrow[2].bfloat16(), **options).dtype == torch.bfloat16
+            assert F.scaled_dot_product_attention(q, k, v.bfloat16(), **options).dtype == torch.bfloat16
             assert F.scaled_dot_product_attention(*given, **options).dtype == torch.float64
     pairs = zip(
         torch.autograd.grad(found.sin().sum(), given), torch.autograd.grad(expected.sin().sum(), given), strict=True
@@ -306,7 +313,7 @@ def test_the_documents_of_a_batch_may_be_seen_both_ways() -> None:
     cp, lengths = ContextParallel(None, method="ring"), [[5, 1, 2], [8]]
     q, k, v = (x.transpose(1, 2) for x in qkv())
     documents = cp.shard_batch({"input_ids": torch.zeros(2, 8, dtype=torch.int64)}, [[0, 5, 6, 8], [0, 8]])["documents"]
-    expected = truth(q, k, v, (lengths, lengths), causal=False, sink_N=None, softcap=None)
+    expected = truth(q, k, v, documents=(lengths, lengths))
     torch.testing.assert_close(cp.attention(q, k, v, documents, causal=False), expected, rtol=0, atol=1e-13)
 
 
