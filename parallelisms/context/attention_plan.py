@@ -11,8 +11,8 @@ and no wasted FLOPs, for documents of any length. A window cuts the blocks furth
     queries of rank 0:  0   \     . .       own keys: causal; rank 1's keys: all of them, for the second half of the queries
                         3   x \   x x
 
-Without a causal mask, a query sees all keys of its document. Its tokens on a rank are contiguous, so there is one rectangle for
-each document and each rank that holds keys of it.
+Without a causal mask, a query sees all keys of its document. Its tokens on a rank are contiguous, so there is one
+rectangle for each document and each rank that holds keys of it.
 
 Token indices count over all sequences of the batch, concatenated as each rank holds them.
 """
@@ -204,7 +204,7 @@ def rank_attention_plan(
 
 
 def plan_of(boundaries_BD: Tensor, batch_size: int, seq_len: int, kv_len: int, *options: Any) -> RankAttentionPlan:
-    """The plan of a rank for boundaries of `models.attention_core.AttentionCore`. `kv_len`: the keys of each full sequence."""
+    """The plan of a rank for boundaries of `models.attention_core.AttentionCore`; full sequences have `kv_len` keys."""
     queries_BD, keys_BD = split_boundaries(boundaries_BD)
     keys = () if keys_BD is None else (keys_BD, kv_len)
     return rank_attention_plan(queries_BD, batch_size, seq_len, *options, *keys)

@@ -1,7 +1,7 @@
 """`ContextParallel`: the ranks that share a sequence. Shards batches, and computes attention over the full sequences.
 
-Shape suffixes: B sequences, S tokens of this rank, U its keys where they may be more or fewer, T tokens of the full sequence,
-N query heads, K KV heads, H head dim, D document boundaries.
+Shape suffixes: B sequences, S tokens of this rank, U its keys where they may be more or fewer, T tokens of the full
+sequence, N query heads, K KV heads, H head dim, D document boundaries.
 """
 
 from __future__ import annotations
@@ -126,13 +126,13 @@ class ContextParallel(context_parallel.ContextParallel):
         """A context in which unchanged code computes attention over all ranks.
 
             with cp.sdpa():
-                F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, heads, S, width], as cp.shard(x, dim=2) gives.
+                F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, heads, S, width] of cp.shard(x, dim=2)
 
-        Each sequence is one document. `is_causal`, `scale` and `enable_gqa` are those of torch; without `is_causal`, keys may
-        have another length (cross attention), sharded in the same way. Positions and rotary tables are sharded like tokens.
-        Calls outside of the context, and other functions, are not touched. An activation checkpoint takes the context along by
-        use_reentrant=False and context_fn=lambda: (cp.sdpa(), cp.sdpa()). Raises ValueError for a mask, dropout, shapes that
-        do not fit, a re-entrant checkpoint and nn.MultiheadAttention.
+        Each sequence is one document. `is_causal`, `scale` and `enable_gqa` are those of torch; without `is_causal`, keys
+        may have another length (cross attention), sharded in the same way. Shard positions and rotary tables like tokens.
+        Calls outside of the context, and other functions, are not touched. An activation checkpoint takes the context along
+        by use_reentrant=False and context_fn=lambda: (cp.sdpa(), cp.sdpa()). Raises ValueError for a mask, dropout, shapes
+        that do not fit, a re-entrant checkpoint and nn.MultiheadAttention.
         """
         return ScaledDotProductAttention(self.attention, self.plan.cp)
 
@@ -173,9 +173,7 @@ class ContextParallel(context_parallel.ContextParallel):
         if window is not None and not (isinstance(window, int) and window >= 1):
             problems.append(f"sliding window {window} must be a number of keys, at least 1")
         if window is not None and not causal:
-            problems.append(
-                f"sliding window {window} needs a causal mask: without one, a window on both sides is not known"
-            )
+            problems.append(f"sliding window {window} needs a causal mask: a window to both sides is not known")
         if softcap is not None and not softcap > 0:
             problems.append(f"soft cap {softcap} must be above 0")
         if problems:

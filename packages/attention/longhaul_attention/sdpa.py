@@ -59,14 +59,13 @@ class ScaledDotProductAttention(TorchFunctionMode):
         problems += _shape_problems(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa)
         if _is_in_autograd_function():
             problems.append(
-                "a re-entrant checkpoint calls it again outside of cp.sdpa(): checkpoint with use_reentrant=False and "
+                "a re-entrant checkpoint would call it again outside of cp.sdpa(): checkpoint with use_reentrant=False and "
                 "context_fn=lambda: (cp.sdpa(), cp.sdpa())"
             )
         if problems:
             shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
-            raise ValueError(
-                f"scaled_dot_product_attention over {self._ranks} ranks: {'; '.join(problems)}; query, key and value are {shapes}"
-            )
+            problems.append(f"query, key and value are {shapes}")
+            raise ValueError(f"scaled_dot_product_attention over {self._ranks} ranks: {'; '.join(problems)}")
         query, key, value = _autocast(query, key, value)
         factor = 1.0 if scale is None else scale * query.shape[-1] ** 0.5  # Kernels scale by width ** -0.5.
         query = query if isclose(factor, 1, rel_tol=1e-12) else query * factor
