@@ -20,8 +20,10 @@ class AttentionCore(Protocol):
     """Causal attention inside documents, over rotated queries and keys and over values.
 
     `boundaries_BD` (int32, on the CPU) holds the document starts and the length of the *full* sequence, also where the
-    rank holds only a shard of it. `sink_N` is a logit per query head that has no key. `__call__` is differentiable.
-    `start`, `forward` and `backward` do the same below autograd; only they look into what `start` returns.
+    rank holds only a shard of it. Boundaries [2, B, D], of queries and of keys, mean attention without a causal mask: a
+    query sees all keys of the document that has the number of its own. `sink_N` is a logit per query head that has no key.
+    `__call__` is differentiable. `start`, `forward` and `backward` do the same below autograd; only they look into what
+    `start` returns.
     `parallelisms.context.context_parallel.set_attention_core` sets the core of each layer.
     """
 

@@ -1,4 +1,4 @@
-"""`longhaul::attention`: causal attention inside documents, as one operator, for a rank that holds full sequences.
+"""`longhaul::attention`: attention inside documents, as one operator, for a rank that holds full sequences.
 
 As a `torch.library` operator it is one opaque node in a compiled block, whatever the documents, and a recomputation
 policy can name it. Document boundaries are integers on the CPU: the kernels get one document at a time, without a mask
@@ -17,11 +17,18 @@ import torch
 from torch import Tensor
 
 from models import kernels
-from models.batch import concatenated_boundaries, remembered
+from models.batch import (
+    concatenated_boundaries,
+    document_ranges,
+    remembered,
+    require_ascending,
+    require_keys,
+    split_boundaries,
+)
 from models.dtypes import accumulation_dtype
 from models.kernels import Grads
 from models.online_softmax import OnlineSoftmax, add_sink, sink_grad
-from models.score_blocks import CAUSAL, ScoreBlocks, block_rows
+from models.score_blocks import CAUSAL, ScoreBlocks, block_rows, document_rows
 
 
 def _attention(
@@ -38,17 +45,17 @@ def _attention(
 
     `boundaries_BD` is int32 on the CPU and covers exactly S tokens in every sequence. `window`: the keys that a query
     sees at most, its own included. `sink_N`: a logit per head without a key. `softcap`: scores are c tanh(score / c).
+    With boundaries [2, B, D], of queries and of keys, it attends to all keys of its document.
     Returns the output [B, S, N, H] and the log-sum-exp of the scores [B, N, S] (in `accumulation_dtype`), which has no
     gradient.
     """
     # Not `kernel`: Inductor passes optional arguments by keyword, and has one of that name itself.
-    batch_size, seq_len = q_BSNH.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
-    blocks = document_blocks(boundaries_BD, batch_size, seq_len, window)
+    blocks = score_blocks(q_BSNH, k_BSKH, boundaries_BD, window)
     out_XNH, lse_NX = forward(q, k, v, blocks, kernel=kernel_name, softcap=softcap)
     if sink_N is not None:
         out_XNH, lse_NX = add_sink(out_XNH, lse_NX, sink_N)
-    return out_XNH.view_as(q_BSNH), unflatten_lse(lse_NX, batch_size)
+    return out_XNH.view_as(q_BSNH), unflatten_lse(lse_NX, q_BSNH.shape[0])
 
 
 def _attention_backward(
@@ -65,9 +72,8 @@ def _attention_backward(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and that of the sink, empty if there is none."""
-    batch_size, seq_len = q_BSNH.shape[:2]
     grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH))
-    blocks, lse_NX = document_blocks(boundaries_BD, batch_size, seq_len, window), flatten_lse(lse_BNS)
+    blocks, lse_NX = score_blocks(q_BSNH, k_BSKH, boundaries_BD, window), flatten_lse(lse_BNS)
     dq, dk, dv = backward(grad, q, k, v, out, lse_NX, blocks, kernel=kernel_name, softcap=softcap)
     return dq.view_as(q_BSNH), dk.view_as(k_BSKH), dv.view_as(v_BSKH), optional_sink_grad(grad, out, lse_NX, sink_N)
 
@@ -91,7 +97,7 @@ def forward(
     """Output and log-sum-exp [N, X] for blocks that cover all tokens; below autograd."""
     blocks = kernels.supported_blocks(blocks, kernels.select_kernel(q_XNH, kernel, softcap=softcap))
     block_outputs = kernels.attend_blocks(q_XNH, k_XKH, v_XKH, blocks, kernel=kernel, softcap=softcap)
-    if not blocks.is_diagonal:
+    if blocks.disjoint_tokens != (len(q_XNH), len(k_XKH)):
         softmax = OnlineSoftmax.of_no_keys(q_XNH)
         for block_output in block_outputs:
             softmax.merge(*block_output)
@@ -123,20 +129,41 @@ def backward(
     blocks = kernels.supported_blocks(blocks, kernels.select_kernel(q_XNH, kernel, softcap=softcap))
     block_grads = kernels.attend_blocks_backward(*inputs, blocks, kernel=kernel, softcap=softcap)
     results: tuple[Tensor, ...] = ()
-    if not blocks.is_diagonal:
+    if blocks.disjoint_tokens != (len(q_XNH), len(k_XKH)):
         dtype = accumulation_dtype(q_XNH.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q_XNH, k_XKH, v_XKH))
         kernels.accumulate_grads((dq, dk, dv), block_grads)
         return dq.to(q_XNH.dtype), dk.to(q_XNH.dtype), dv.to(q_XNH.dtype)
-    for queries, _, *grads in block_grads:
+    for queries, keys, *grads in block_grads:
         if len(grads[0]) == len(q_XNH):
             results = tuple(x.contiguous() for x in grads)
             break
         results = results or empty_grads(q_XNH, k_XKH, v_XKH)
-        for result, grad in zip(results, grads, strict=True):
-            result[queries] = grad
+        for result, tokens, grad in zip(results, (queries, keys, keys), grads, strict=True):
+            result[tokens] = grad
     dq, dk, dv = results
     return dq, dk, dv
+
+
+def score_blocks(q_BSNH: Tensor, k_BSKH: Tensor, boundaries_BD: Tensor, window: int | None) -> ScoreBlocks:
+    batch_size, seq_len, kv_len = *q_BSNH.shape[:2], k_BSKH.shape[1]
+    queries_BD, keys_BD = split_boundaries(boundaries_BD)
+    if keys_BD is None:
+        return document_blocks(queries_BD, batch_size, seq_len, window)
+    return full_blocks(queries_BD, batch_size, seq_len, keys_BD, kv_len)
+
+
+@remembered
+def full_blocks(
+    boundaries_BD: Tensor, batch_size: int, seq_len: int, kv_boundaries_BD: Tensor, kv_len: int
+) -> ScoreBlocks:
+    """One rectangle per document: its queries see all its keys. Raises ValueError for invalid boundaries."""
+    del batch_size
+    require_ascending(kv_boundaries_BD, kv_len)
+    require_keys(boundaries_BD, kv_boundaries_BD)
+    return ScoreBlocks(
+        document_rows(document_ranges(boundaries_BD, seq_len), document_ranges(kv_boundaries_BD, kv_len))
+    )
 
 
 @remembered

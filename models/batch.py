@@ -95,18 +95,44 @@ def require_ascending(boundaries_BD: Tensor, seq_len: int) -> None:
             raise ValueError(f"boundaries {boundaries_D.tolist()} must ascend from 0 to the sequence length {seq_len}")
 
 
+def require_keys(boundaries_BD: Tensor, kv_boundaries_BD: Tensor) -> None:
+    """Raises ValueError for a document that has queries and no keys: a softmax over nothing."""
+    without_keys = (boundaries_BD.diff() > 0) & (kv_boundaries_BD.diff() == 0)
+    if bool(without_keys.any()):
+        sequence, document = map(int, without_keys.nonzero()[0])
+        raise ValueError(f"document {document} of sequence {sequence} has queries and no keys: each query needs a key")
+
+
+def split_boundaries(boundaries_BD: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Boundaries [B, D] of queries and of keys, which are stacked if attention is not causal; None if it is."""
+    return (boundaries_BD, None) if boundaries_BD.ndim == 2 else (boundaries_BD[0], boundaries_BD[1])
+
+
+def document_ranges(boundaries_BD: Tensor, seq_len: int) -> Tensor:
+    """int64 [R, 2]: [start, end) of the documents of all sequences, concatenated. Empty ones count, so that the documents of
+    queries and of keys have the same numbers.
+    """
+    boundaries = (boundaries_BD + _sequence_starts(boundaries_BD, seq_len)).flatten()
+    return torch.stack((boundaries[:-1], boundaries[1:]), dim=1)
+
+
 def concatenated_boundaries(boundaries_BD: Tensor, seq_len: int) -> Tensor:
     """int64: document starts of all sequences, concatenated, and their end; each once."""
-    sequence_starts_B1 = torch.arange(len(boundaries_BD), device="cpu")[:, None] * seq_len
-    boundaries: Tensor = (boundaries_BD + sequence_starts_B1).flatten().unique_consecutive()
+    boundaries: Tensor = (boundaries_BD + _sequence_starts(boundaries_BD, seq_len)).flatten().unique_consecutive()
     return boundaries
+
+
+def _sequence_starts(boundaries_BD: Tensor, seq_len: int) -> Tensor:
+    """int64 [B, 1]."""
+    return torch.arange(len(boundaries_BD), device="cpu")[:, None] * seq_len
 
 
 def remembered(
     build: Callable[Concatenate[Tensor, int, int, Options], Result],
 ) -> Callable[Concatenate[Tensor, int, int, Options], Result]:
     """Remembers results of a function of (boundaries_BD, batch_size, seq_len, ...): those that something holds, and the last
-    few. Every layer asks for the same ones; a batch holds what was computed while it was read.
+    few. Every layer asks for the same ones; a batch holds what was computed while it was read. Further arguments may be
+    int32 tensors on the CPU.
 
     Raises ValueError for boundaries that do not fit.
     """
@@ -118,9 +144,8 @@ def remembered(
         boundaries_BD: Tensor, batch_size: int, seq_len: int, /, *args: Options.args, **kwargs: Options.kwargs
     ) -> Result:
         require_boundaries(boundaries_BD, batch_size)
-        content = bytearray(boundaries_BD.nbytes)
-        torch.frombuffer(content, dtype=torch.int32).copy_(boundaries_BD.flatten())
-        key = (bytes(content), batch_size, seq_len, args, *kwargs.items())
+        content = (_content(each) if isinstance(each, Tensor) else each for each in (boundaries_BD, *args))
+        key = (*content, batch_size, seq_len, *kwargs.items())
         result: Result | None = held.get(key)
         if result is None:
             require_ascending(boundaries_BD, seq_len)
@@ -130,3 +155,9 @@ def remembered(
         return result
 
     return remember
+
+
+def _content(x: Tensor) -> bytes:
+    content = bytearray(x.nbytes)
+    torch.frombuffer(content, dtype=torch.int32).copy_(x.flatten())
+    return bytes(content)

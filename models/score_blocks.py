@@ -91,10 +91,12 @@ class ScoreBlocks:
         return tuple(map(ScoreBlock, *columns, map(MASKS.__getitem__, masks)))
 
     @cached_property
-    def is_diagonal(self) -> bool:
-        """Whether all blocks are causal, of tokens that see no others: results of a block are final."""
-        q0, _, k0, _, mask = self._rows_R5.unbind(1)
-        return bool(((mask == CAUSAL) & (q0 == k0)).all())
+    def disjoint_tokens(self) -> tuple[int, int] | None:
+        """How many queries and keys the blocks have, if none of them is in two: results of a block are final."""
+        queries_R2, keys_R2 = self._rows_R5[:, :2], self._rows_R5[:, 2:4]
+        if any(bool(_places_in_overlaps(ranges_R2).any()) for ranges_R2 in (queries_R2, keys_R2)):
+            return None
+        return int(queries_R2.diff().sum()), int(keys_R2.diff().sum())
 
     @cached_property
     def by_length(self) -> tuple[ScoreBlocks, ScoreBlocks]:
@@ -145,6 +147,12 @@ def _named(row: Sequence[int]) -> ScoreBlock:
 def block_rows(queries_R2: Tensor, keys_R2: Tensor, mask: int = FULL) -> Tensor:
     """int64 [R, 5]: blocks of these queries and keys, [start, end)."""
     return torch.cat((queries_R2, keys_R2, queries_R2.new_full((len(queries_R2), 1), mask)), dim=1)
+
+
+def document_rows(queries_R2: Tensor, keys_R2: Tensor) -> Tensor:
+    """int64 [R, 5]: all pairs of the queries and the keys of each document, for documents that have both."""
+    has_both = torch.minimum(queries_R2.diff(), keys_R2.diff()).flatten() > 0
+    return block_rows(queries_R2[has_both], keys_R2[has_both])
 
 
 def rows_before(queries_P2: Tensor, keys_P2: Tensor, window: int | None, *, shift_P2: Tensor) -> Tensor:

@@ -307,8 +307,8 @@ def test_every_file_can_be_read_in_one_go() -> None:
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
-CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 126, 19_900, 37_100
-PACKAGE_LINES = 1_450
+CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 126, 19_900, 37_200
+PACKAGE_LINES = 1_610
 """What `import train` reaches by any import statement, and all of models, parallelisms, trainer and train.py; the wheel's own.
 
 With a complete memory ledger, the first GPU minute, one engine for any block, families, windows and their own tokenizers.

@@ -11,6 +11,9 @@ and no wasted FLOPs, for documents of any length. A window cuts the blocks furth
     queries of rank 0:  0   \     . .       own keys: causal; rank 1's keys: all of them, for the second half of the queries
                         3   x \   x x
 
+Without a causal mask, a query sees all keys of its document. Its tokens on a rank are contiguous, so there is one
+rectangle for each document and each rank that holds keys of it.
+
 Token indices count over all sequences of the batch, concatenated as each rank holds them.
 """
 
@@ -18,13 +21,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from models.batch import remembered
+from models.batch import remembered, require_keys, split_boundaries
 from models.ranges import concatenated_ranges, is_first_of_run
-from models.score_blocks import CAUSAL, FULL, ScoreBlocks, block_rows, rows_before, to_device
+from models.score_blocks import CAUSAL, FULL, ScoreBlocks, block_rows, document_rows, rows_before, to_device
 from parallelisms.context.batch_layout import BatchLayout, Spans, batch_layout
 from parallelisms.context.context_plan import ShardLayout
 
@@ -32,13 +36,17 @@ from parallelisms.context.context_plan import ShardLayout
 class RankAttentionPlan:
     """The score blocks of one rank for one batch, computed once for all layers that see as many keys.
 
-    `window`: the keys that a query sees at most, its own included.
+    `window`: the keys that a query sees at most, its own included. `keys`: the layout of the keys of attention without a
+    causal mask.
     """
 
-    def __init__(self, layout: BatchLayout, rank: int, *, window: int | None = None) -> None:
+    def __init__(
+        self, layout: BatchLayout, rank: int, *, window: int | None = None, keys: BatchLayout | None = None
+    ) -> None:
         self.ring_degree, self.rank, self.window = layout.ring_degree, rank, window
-        self.tokens_per_rank = layout.tokens_per_rank
-        self._layout = layout
+        self._layout, self._keys, self._is_causal = layout, layout if keys is None else keys, keys is None
+        self.tokens_per_rank = self._keys.tokens_per_rank
+        """Of keys."""
         self._remote_kv_index: dict[torch.device, Tensor] = {}
         self._halo_index: dict[torch.device, tuple[Tensor, ...]] = {}
 
@@ -53,6 +61,8 @@ class RankAttentionPlan:
         One causal block per document, whose tokens are contiguous on the rank. In a document longer than the window, one
         per span, and those between spans.
         """
+        if not self._is_causal:
+            return self.source_blocks(self.rank)
         own, first = self._own, is_first_of_run(self._own.document_start)
         between = torch.empty(0, 5, dtype=torch.int64, device="cpu")
         if self.window is not None:
@@ -69,14 +79,14 @@ class RankAttentionPlan:
 
     def source_blocks(self, source: int) -> ScoreBlocks:
         """Blocks with the keys of another rank, `source`."""
-        return ScoreBlocks(self._blocks(self._own, self._layout.of_rank(source)))
+        return ScoreBlocks(self._blocks(self._own, self._keys.of_rank(source)))
 
     # ---- gathered keys
 
     @cached_property
     def _remote_keys(self) -> Spans:
         """Where other ranks hold the keys that this rank's queries see."""
-        return self._needed_by(self.rank, self._layout.spans)
+        return self._needed_by(self.rank, self._keys.spans)
 
     @cached_property
     def remote_blocks(self) -> ScoreBlocks:
@@ -152,6 +162,9 @@ class RankAttentionPlan:
     def _needed_by(self, rank: int, spans: Spans) -> Spans:
         """The parts of other ranks' spans that queries of `rank` attend to."""
         queries = self._layout.of_rank(rank)
+        if not self._is_causal:
+            is_in_document = torch.isin(self._keys.documents(spans), self._layout.documents(queries))
+            return spans[is_in_document & (spans.rank != rank)]
         # Its next span after the keys sees as much of them as any.
         following = torch.searchsorted(queries.start, spans.start).clamp(max=len(queries) - 1)
         start, skipped = queries.start[following], torch.zeros_like(spans.start)
@@ -164,7 +177,9 @@ class RankAttentionPlan:
         return replace(seen, start=start, local_start=local_start, length=seen.length - skipped)
 
     def _blocks(self, queries: Spans, keys: Spans) -> Tensor:
-        """int64 [R, 5]: blocks of each query span with the earlier keys of its document."""
+        """int64 [R, 5]: blocks of each query span with the keys of its document that it sees."""
+        if not self._is_causal:
+            return document_rows(self._layout.local_ranges(queries), self._keys.local_ranges(keys))
         return _rectangles(queries, keys) if self.window is None else _window_blocks(queries, keys, self.window)
 
 
@@ -177,9 +192,22 @@ def rank_attention_plan(
     ring_degree: int,
     rank: int,
     window: int | None = None,
+    kv_boundaries_BD: Tensor | None = None,
+    kv_len: int = 0,
 ) -> RankAttentionPlan:
-    """The plan of a rank, for sequences with these boundaries."""
-    return RankAttentionPlan(batch_layout(boundaries_BD, batch_size, seq_len, layout, ring_degree), rank, window=window)
+    """The plan of a rank, for sequences with these boundaries. Those of keys: for attention without a causal mask."""
+    queries, keys = batch_layout(boundaries_BD, batch_size, seq_len, layout, ring_degree), None
+    if kv_boundaries_BD is not None:
+        require_keys(boundaries_BD, kv_boundaries_BD)
+        keys = batch_layout(kv_boundaries_BD, batch_size, kv_len, layout, ring_degree)
+    return RankAttentionPlan(queries, rank, window=window, keys=keys)
+
+
+def plan_of(boundaries_BD: Tensor, batch_size: int, seq_len: int, kv_len: int, *options: Any) -> RankAttentionPlan:
+    """The plan of a rank for boundaries of `models.attention_core.AttentionCore`; full sequences have `kv_len` keys."""
+    queries_BD, keys_BD = split_boundaries(boundaries_BD)
+    keys = () if keys_BD is None else (keys_BD, kv_len)
+    return rank_attention_plan(queries_BD, batch_size, seq_len, *options, *keys)
 
 
 def _rectangles(queries: Spans, keys: Spans) -> Tensor:

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from models.batch import concatenated_boundaries, remembered
+from models.batch import concatenated_boundaries, document_ranges, remembered
 from models.ranges import concatenated_ranges, is_first_of_run
 from models.score_pairs import causal_pairs
 from parallelisms.context.context_plan import ShardLayout
@@ -90,6 +90,24 @@ class BatchLayout:
     def of_rank(self, rank: int) -> Spans:
         first, end = torch.searchsorted(self.spans_by_rank.rank, torch.tensor([rank, rank + 1], device="cpu"))
         return self.spans_by_rank[first:end]
+
+    def documents(self, spans: Spans) -> Tensor:
+        """int64 [P]: the number of each span's document, as `models.batch.document_ranges` counts them."""
+        # Of documents with the same start, all but the last are empty.
+        return torch.searchsorted(self._document_starts, spans.document_start, right=True) - 1
+
+    def local_ranges(self, spans: Spans) -> Tensor:
+        """int64 [R, 2]: [start, end) of every document among the tokens of the rank that holds these spans."""
+        document = self.documents(spans)
+        is_first = is_first_of_run(document)
+        ranges_R2 = torch.zeros(len(self._document_starts), 2, dtype=torch.int64, device="cpu")
+        ranges_R2[document[is_first], 0] = spans.local_start[is_first]
+        ranges_R2[document[is_first], 1] = spans.local_end[is_first.roll(-1)]  # The last of each run.
+        return ranges_R2
+
+    @cached_property
+    def _document_starts(self) -> Tensor:
+        return document_ranges(self._boundaries_BD, self.seq_len)[:, 0].contiguous()
 
     def pairs_per_rank(self, window: int | None = None) -> list[int]:
         """(query, key) pairs that each rank's queries attend to."""

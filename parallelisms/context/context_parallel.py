@@ -174,15 +174,20 @@ class ContextParallel:
 
     # ---- sharding
 
-    def shard(self, x_BT: Tensor, boundaries_BD: Tensor | None = None) -> Tensor:
-        """Selects this rank's tokens of a tensor [B, T, ...]; differentiable. Raises ValueError if T is not divisible."""
-        return select_tokens(x_BT, self._permutation(x_BT, boundaries_BD).chunk(self.plan.cp, dim=1)[self.rank])
+    def shard(self, x_BT: Tensor, boundaries_BD: Tensor | None = None, *, dim: int = 1) -> Tensor:
+        """Selects this rank's tokens of a tensor [B, T, ...], or with T in another dimension; differentiable.
 
-    def gather(self, x_BS: Tensor, boundaries_BD: Tensor | None = None) -> Tensor:
-        """All-gathers the full sequences, in order: [B, T, ...]. Not differentiable."""
+        Raises ValueError if T is not divisible.
+        """
+        x_BT = x_BT.movedim(dim, 1)
+        index_BS = self._permutation(x_BT, boundaries_BD).chunk(self.plan.cp, dim=1)[self.rank]
+        return select_tokens(x_BT, index_BS).movedim(1, dim)
+
+    def gather(self, x_BS: Tensor, boundaries_BD: Tensor | None = None, *, dim: int = 1) -> Tensor:
+        """All-gathers the full sequences, in order: [B, T, ...], T in dimension `dim`. Not differentiable."""
         with torch.no_grad():
-            x_BT = self.all_gather(x_BS).movedim(0, 1).flatten(1, 2)
-            return select_tokens(x_BT, self._permutation(x_BT, boundaries_BD).argsort(dim=1))
+            x_BT = self.all_gather(x_BS.movedim(dim, 1)).movedim(0, 1).flatten(1, 2)
+            return select_tokens(x_BT, self._permutation(x_BT, boundaries_BD).argsort(dim=1)).movedim(1, dim)
 
     def spans(self, boundaries_D: Tensor) -> tuple[Tensor, Tensor]:
         """int64: starts and lengths of this rank's parts of a sequence with these boundaries, in the order held."""
@@ -245,9 +250,10 @@ class ContextParallel:
         return batch_layout(boundaries_BD, len(boundaries_BD), seq_len, self.layout, self.ring_degree)
 
     @staticmethod
-    def _require_shapes(q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int) -> None:
+    def _require_shapes(q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, *, causal: bool = True) -> None:
         # Checked before sending: a rank that raises later would leave the others waiting.
-        is_same_size = q.shape[:2] == k.shape[:2] and q.shape[-1] == k.shape[-1] and k.shape == v.shape
+        common = 2 if causal else 1  # Batch and tokens, or the batch.
+        is_same_size = q.shape[:common] == k.shape[:common] and q.shape[-1] == k.shape[-1] and k.shape == v.shape
         if not q.ndim == k.ndim == v.ndim == 4:
             problem = "queries, keys and values must be [batch, tokens, heads, head_dim], not"
         elif (q.shape[2], k.shape[2]) != (heads, kv_heads):
@@ -256,7 +262,7 @@ class ContextParallel:
                 f"kv_heads = {kv_heads}"
             )
         elif not is_same_size or not q.dtype == k.dtype == v.dtype:
-            problem = "queries, keys and values must have equal batch, tokens, head_dim and dtype, not"
+            problem = f"queries, keys and values must have equal batch, {'tokens, ' * causal}head_dim and dtype, not"
         else:
             return
         raise ValueError(f"{problem} {', '.join(f'{tuple(x.shape)} {x.dtype}' for x in (q, k, v))}")

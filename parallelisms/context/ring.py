@@ -25,7 +25,7 @@ from models.dtypes import accumulation_dtype
 from models.online_softmax import OnlineSoftmax, add_sink
 from models.score_blocks import ScoreBlocks
 from parallelisms import collectives
-from parallelisms.context.attention_plan import RankAttentionPlan, rank_attention_plan
+from parallelisms.context.attention_plan import RankAttentionPlan, plan_of
 from parallelisms.context.context_plan import ShardLayout
 from parallelisms.context.shard_layout import halo_fits
 
@@ -227,13 +227,13 @@ class RingAttentionCore:
     def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> StartedQKV:
         """Starts the first transfer of keys and values."""
         # Validated before sending: a message that no rank waits for would be matched with the next receive.
-        exchange = self.exchange(q_BSNH, boundaries_BD)
+        exchange = self.exchange(q_BSNH, k_BSKH, boundaries_BD)
         return q_BSNH, k_BSKH, v_BSKH, exchange.start(k_BSKH.flatten(0, 1), v_BSKH.flatten(0, 1))
 
     def forward(
         self, pending: StartedQKV, boundaries_BD: Tensor, sink_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        exchange = self.exchange(pending[0], boundaries_BD)
+        exchange = self.exchange(*pending[:2], boundaries_BD)
         return forward(*pending, exchange, sink_N, kernel=self.kernel, softcap=self.softcap)
 
     def backward(
@@ -245,28 +245,27 @@ class RingAttentionCore:
         boundaries_BD: Tensor,
         sink_N: Tensor | None = None,
     ) -> QKVGrads:
-        exchange = self.exchange(pending[0], boundaries_BD)
+        exchange = self.exchange(*pending[:2], boundaries_BD)
         inputs = (grad_BSNH, *pending, out_BSNH, lse, exchange, sink_N)
         return backward(*inputs, kernel=self.kernel, softcap=self.softcap)
 
     def prepare(self, boundaries_BD: Tensor) -> object:
         batch_size, seq_len = len(boundaries_BD), int(boundaries_BD[0, -1])
-        exchange = self._exchange(boundaries_BD, batch_size, seq_len, self.reduce_dtype)
+        exchange = self._exchange(boundaries_BD, self.reduce_dtype, batch_size, seq_len, seq_len)
         for blocks in (exchange.plan.local_blocks, *exchange.prepare()):
             kernels.prepare(blocks, self.kernel)
         return exchange.plan
 
-    def exchange(self, q_BSNH: Tensor, boundaries_BD: Tensor) -> KVExchange:
+    def exchange(self, q_BSNH: Tensor, k_BSKH: Tensor, boundaries_BD: Tensor) -> KVExchange:
         """Raises ValueError for boundaries that do not fit the full sequences."""
-        batch_size, tokens_per_rank = q_BSNH.shape[:2]
-        seq_len = tokens_per_rank * collectives.resolve_process_group(self.group_name).size()
+        ranks = collectives.resolve_process_group(self.group_name).size()
+        seq_len, kv_len = (x.shape[1] * ranks for x in (q_BSNH, k_BSKH))
         dtype = self.reduce_dtype if q_BSNH.dtype.itemsize < 4 else q_BSNH.dtype
-        return self._exchange(boundaries_BD, batch_size, seq_len, dtype)
+        return self._exchange(boundaries_BD, dtype, len(q_BSNH), seq_len, kv_len)
 
-    def _exchange(self, boundaries_BD: Tensor, batch_size: int, seq_len: int, dtype: torch.dtype) -> KVExchange:
+    def _exchange(self, boundaries_BD: Tensor, dtype: torch.dtype, *sizes: int) -> KVExchange:
         group = collectives.resolve_process_group(self.group_name)
-        options = (self.layout, group.size(), group.rank(), self.window)
-        plan = rank_attention_plan(boundaries_BD, batch_size, seq_len, *options)
+        plan = plan_of(boundaries_BD, *sizes, self.layout, group.size(), group.rank(), self.window)
         if sends_halo(plan, self.rotate_method):
             return Halo(plan, partial(collectives.all_to_all_tokens_async, group), dtype)
         if self.rotate_method == "allgather":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,8 @@ NEEDS = {
     "trl_sft": ("accelerate", "datasets", "trl"),
     "trl_dpo": ("accelerate", "datasets", "trl"),
     "lightning_module": ("lightning",),
+    "sdpa_context": (),
+    "diffusion_attention": (),
 }
 TORCHTITAN = ("torch==2.13.0", "torchtitan==0.2.2")
 MAX_LINES = 60
@@ -45,7 +48,9 @@ def proof(name: str, folder: Path, python: Path | str, installed: Path) -> str:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = (line for line in done.stdout.splitlines() if "largest error of loss and gradients" in line)
+    (line,) = (
+        line for line in done.stdout.splitlines() if re.search("largest error of (loss|output) and gradients", line)
+    )
     return line
 
 

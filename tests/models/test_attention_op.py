@@ -180,10 +180,12 @@ def test_boundaries_of_wrong_dtype_or_device_raise(boundaries: Tensor, message: 
         attention_op.document_blocks(boundaries, 1, 23)
 
 
-@pytest.mark.parametrize("layout", ["one document", "rows with different documents"])
+@pytest.mark.parametrize("layout", ["one document", "rows with different documents", "without a causal mask"])
 def test_both_operators_pass_opcheck(layout: str) -> None:
-    boundaries_BD = LAYOUTS[layout]
+    boundaries_BD = LAYOUTS.get(layout, starts([9, 14], [23, 0]))
     given = inputs(boundaries_BD)
+    if layout == "without a causal mask":
+        boundaries_BD = torch.stack((boundaries_BD, boundaries_BD))
     out, lse = (x.detach() for x in attention_op.attention(*given, boundaries_BD))
     detached = [x.detach() for x in given]
     found = torch.library.opcheck(attention_op.attention, (*given, boundaries_BD, None, "auto"))

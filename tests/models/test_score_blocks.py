@@ -64,7 +64,7 @@ def test_pairs_of_ranges_are_moved_to_their_indices() -> None:
 @pytest.mark.parametrize("window", WINDOWS)
 def test_blocks_without_a_window_cover_the_pairs_of_those_with_it(window: int | None) -> None:
     blocks = ScoreBlocks([(0, TOKENS, 0, TOKENS)], causal=True, window=window)
-    assert blocks.is_diagonal
+    assert blocks.disjoint_tokens == (TOKENS, TOKENS)
     assert blocks.window == (window if window is not None and window < TOKENS else None)
     assert blocks.without_window.window is None
     assert torch.equal(pairs(blocks.without_window.blocks), seen(window))

@@ -109,7 +109,7 @@ def gathered_kv(reduce_dtype: torch.dtype = torch.float32) -> Results:
     boundaries_12 = torch.tensor([[0, 32 * size]], dtype=torch.int32)
     core = RingAttentionCore("allgather", "headtail", name, reduce_dtype, "plain")
     q_BSNH = torch.empty(1, 32, 1, 8, dtype=HALF)
-    exchange = core.exchange(q_BSNH, boundaries_12)
+    exchange = core.exchange(q_BSNH, q_BSNH, boundaries_12)
     dkv = torch.empty(0)
     exact_RX = torch.zeros(size * 2 * 32, 1, 8, dtype=torch.float64)
     for source in range(size):

@@ -1,7 +1,7 @@
 """`ContextParallel`: the ranks that share a sequence. Shards batches, and computes attention over the full sequences.
 
-Shape suffixes: B sequences, S tokens of this rank, T tokens of the full sequence, N query heads, K KV heads, H head dim,
-D document boundaries.
+Shape suffixes: B sequences, S tokens of this rank, U its keys where they may be more or fewer, T tokens of the full
+sequence, N query heads, K KV heads, H head dim, D document boundaries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from longhaul_attention import batch as batches
 from longhaul_attention.batch import Documents
 from longhaul_attention.kernel_start import verify_once
-from models.batch import IGNORE_INDEX
+from longhaul_attention.sdpa import ScaledDotProductAttention
+from models.batch import IGNORE_INDEX, require_boundaries
 from parallelisms.context import context_parallel
 from parallelisms.context.context_plan import ContextPlan
 
@@ -76,7 +77,7 @@ class ContextParallel(context_parallel.ContextParallel):
         # Layers may have other heads than these; what was chosen by them stays.
         self.plan = replace(plan, method=plan.resolved_method, layout=plan.resolved_layout)
         self._known = set[tuple[Any, ...]]()
-        """Windows, soft caps and heads of layers that were checked."""
+        """Masks, windows, soft caps and heads of layers that were checked."""
         self._num_verified = {True: 0, False: 0}  # In training, and in evaluation.
         self.key = next(_keys)
         _contexts[self.key] = ref(self)
@@ -84,58 +85,101 @@ class ContextParallel(context_parallel.ContextParallel):
     def attention(
         self,
         q_BSNH: Tensor,
-        k_BSKH: Tensor,
-        v_BSKH: Tensor,
-        boundaries: Documents | Tensor,
+        k_BUKH: Tensor,
+        v_BUKH: Tensor,
+        boundaries: Documents | Tensor | None,
         *,
+        causal: bool = True,
+        kv_boundaries: Documents | Tensor | None = None,
         window: int | None = None,
         sink: Tensor | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Causal attention inside documents, scale H ** -0.5: [B, S, N, H]. Queries and keys are rotated already.
+        """Attention inside documents, scale H ** -0.5: [B, S, N, H]. Queries and keys are rotated already.
 
         `boundaries`: the batch's "documents" or int32 [B, D] on the CPU, document starts of the *full* sequences and their
-        length, repeated in rows with fewer documents. `window`: how many keys a query sees at most, its own included.
+        length, repeated in rows with fewer documents. `causal=False`: each query sees all keys of its document. Keys and
+        values may then have another length (cross attention), and `kv_boundaries` of their own: document i of a sequence's
+        queries sees document i of its keys, and keys of a document without queries, such as padding, are not seen.
+        `boundaries=None` is one document per sequence there. `window`: how many keys a query sees at most, its own included.
         `sink`: a logit per query head without a key, [N]; sum its gradient over the ranks, like that of any parameter.
-        `softcap`: scores are c tanh(score / c). Raises ValueError for shapes, heads and boundaries that do not fit.
+        `softcap`: scores are c tanh(score / c). Raises ValueError for shapes, heads and boundaries that do not fit, and for
+        a window without a causal mask.
         """
-        q_BSNH, k_BSKH, v_BSKH = _in_autocast_dtype(q_BSNH, k_BSKH, v_BSKH)
-        if isinstance(boundaries, Documents):
-            self._verify(boundaries)
-            boundaries = boundaries.boundaries_BD
-        self._require_inputs(q_BSNH, boundaries, sink)
-        heads, kv_heads = q_BSNH.shape[2], k_BSKH.shape[2]
-        key = (window, softcap, heads, kv_heads)
+        q_BSNH, k_BUKH, v_BUKH = _in_autocast_dtype(q_BSNH, k_BUKH, v_BUKH)
+        if not causal:
+            boundaries_BD = self._paired_boundaries(q_BSNH, k_BUKH, boundaries, kv_boundaries)
+        elif kv_boundaries is None:
+            boundaries_BD = self._boundaries_of(q_BSNH, boundaries, "queries")
+        else:
+            raise ValueError("kv_boundaries are those of attention without a causal mask: they need causal=False")
+        heads, kv_heads = q_BSNH.shape[2], k_BUKH.shape[2]
+        if sink is not None and sink.shape != (heads,):
+            raise ValueError(f"a sink is a logit per query head, [{heads}], not {list(sink.shape)}")
+        key = (window, softcap, heads, kv_heads, causal)
         if key not in self._known:
-            self._require_layer(window, softcap, heads, kv_heads)
+            self._require_layer(window, softcap, heads, kv_heads, causal=causal)
             if not torch.compiler.is_compiling():  # Which cannot keep it inside a checkpoint.
                 self._known.add(key)
-        self._require_shapes(q_BSNH, k_BSKH, v_BSKH, heads, kv_heads)
+        self._require_shapes(q_BSNH, k_BUKH, v_BUKH, heads, kv_heads, causal=causal)
         if not torch.compiler.is_compiling():
             ulysses = self.ulysses_group.size
             verify_once(self.kernel, q_BSNH, kv_heads, ulysses=ulysses, window=window, softcap=softcap)
         with torch.autocast(q_BSNH.device.type, enabled=False):  # Sums are in float32.
-            return self._attend(window, softcap, q_BSNH, k_BSKH, v_BSKH, boundaries, sink)
+            return self._attend(window, softcap, q_BSNH, k_BUKH, v_BUKH, boundaries_BD, sink)
 
-    def _require_inputs(self, q_BSNH: Tensor, boundaries_BD: Any, sink_N: Tensor | None) -> None:
-        if not isinstance(boundaries_BD, Tensor):
+    def sdpa(self) -> ScaledDotProductAttention:
+        """A context in which unchanged code computes attention over all ranks.
+
+            with cp.sdpa():
+                F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, heads, S, width] of cp.shard(x, dim=2)
+
+        Each sequence is one document. `is_causal`, `scale` and `enable_gqa` are those of torch; without `is_causal`, keys
+        may have another length (cross attention), sharded in the same way. Shard positions and rotary tables like tokens.
+        Calls outside of the context, and other functions, are not touched. An activation checkpoint takes the context along
+        by use_reentrant=False and context_fn=lambda: (cp.sdpa(), cp.sdpa()). Raises ValueError for a mask, dropout, shapes
+        that do not fit, a re-entrant checkpoint and nn.MultiheadAttention.
+        """
+        return ScaledDotProductAttention(self.attention, self.plan.cp)
+
+    def _paired_boundaries(self, q_BSNH: Tensor, k_BUKH: Tensor, boundaries: Any, kv_boundaries: Any) -> Tensor:
+        """[2, B, D], of queries and of keys: those of fewer documents repeat their end."""
+        if kv_boundaries is None and q_BSNH.shape[1] == k_BUKH.shape[1]:
+            kv_boundaries = boundaries
+        pair = []
+        for x, given, role in ((q_BSNH, boundaries, "queries"), (k_BUKH, kv_boundaries, "keys")):
+            each = context_parallel.one_document(len(x), x.shape[1] * self.plan.cp) if given is None else given
+            pair.append(self._boundaries_of(x, each, role))
+        width = max(each.shape[1] for each in pair)
+        return torch.stack([torch.cat((each, each[:, -1:].expand(-1, width - each.shape[1])), dim=1) for each in pair])
+
+    def _boundaries_of(self, x_BSNH: Tensor, boundaries: Any, role: str) -> Tensor:
+        """[B, D], of these queries or keys. Raises TypeError and ValueError for other boundaries."""
+        if isinstance(boundaries, Documents):
+            self._verify(boundaries)
+            boundaries = boundaries.boundaries_BD
+        if not isinstance(boundaries, Tensor):
             raise TypeError(
-                f"attention needs documents or boundaries, not {boundaries_BD}; those of one document are [[0, tokens]]"
+                f"attention needs documents or boundaries, not {boundaries}; those of one document are [[0, tokens]]"
             )
+        require_boundaries(boundaries, len(x_BSNH))
         is_compiling = torch.compiler.is_compiling()  # Which cannot look at the boundaries; the operator does.
-        if q_BSNH.ndim == 4 and not is_compiling and q_BSNH.shape[1] * self.plan.cp != boundaries_BD[0, -1]:
+        if x_BSNH.ndim == 4 and not is_compiling and x_BSNH.shape[1] * self.plan.cp != boundaries[0, -1]:
             raise ValueError(
-                f"boundaries end at {int(boundaries_BD[0, -1])}, and {self.plan.cp} ranks have {q_BSNH.shape[1]} tokens each: "
-                f"queries are [batch, tokens, heads, width], not {list(q_BSNH.shape)}, and boundaries those of padded sequences"
+                f"boundaries end at {int(boundaries[0, -1])}, and {self.plan.cp} ranks have {x_BSNH.shape[1]} tokens each: "
+                f"{role} are [batch, tokens, heads, width], not {list(x_BSNH.shape)}, and boundaries those of padded sequences"
             )
-        if sink_N is not None and sink_N.shape != q_BSNH.shape[2:3]:
-            raise ValueError(f"a sink is a logit per query head, [{q_BSNH.shape[2]}], not {list(sink_N.shape)}")
+        return boundaries
 
-    def _require_layer(self, window: int | None, softcap: float | None, heads: int, kv_heads: int) -> None:
+    def _require_layer(
+        self, window: int | None, softcap: float | None, heads: int, kv_heads: int, *, causal: bool
+    ) -> None:
         """Raises ValueError for heads that the method cannot split, and for a window or cap that is none."""
         problems = replace(self.plan, heads=heads, kv_heads=kv_heads).problems()
         if window is not None and not (isinstance(window, int) and window >= 1):
             problems.append(f"sliding window {window} must be a number of keys, at least 1")
+        if window is not None and not causal:
+            problems.append(f"sliding window {window} needs a causal mask: a window to both sides is not known")
         if softcap is not None and not softcap > 0:
             problems.append(f"soft cap {softcap} must be above 0")
         if problems:
@@ -241,16 +285,16 @@ class ContextParallel(context_parallel.ContextParallel):
             )
         return _pad(value, int(boundaries_BD[0, -1]), batches.PADDING.get(key, 0))
 
-    def gather(self, x_BS: Tensor, boundaries: Documents | Tensor | None = None) -> Tensor:
+    def gather(self, x_BS: Tensor, boundaries: Documents | Tensor | None = None, *, dim: int = 1) -> Tensor:
         """The full sequences of a sharded tensor [B, S, ...], in order and without padding: [B, T, ...]. Not differentiable.
 
-        `boundaries`: the batch's "documents", or what `shard_batch` was given. Collective.
+        `boundaries`: the batch's "documents", or what `shard_batch` was given. `dim`: that of the tokens. Collective.
         """
         if not isinstance(boundaries, Documents):
-            return super().gather(x_BS, boundaries)
+            return super().gather(x_BS, boundaries, dim=dim)
         if context_of(boundaries) is not self:
             raise ValueError("the batch was sharded by another ContextParallel")
-        return super().gather(x_BS, boundaries.boundaries_BD)[:, : boundaries.seq_len]
+        return super().gather(x_BS, boundaries.boundaries_BD, dim=dim).narrow(dim, 0, boundaries.seq_len)
 
     def own_tokens(self, x_BT: Tensor, documents: Documents) -> Tensor:
         """The tokens of this rank, [B, S, ...], of full sequences [B, T, ...] that `gather` returned; padding is 0."""
