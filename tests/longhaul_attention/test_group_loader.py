@@ -24,13 +24,18 @@ class Stream(IterableDataset[int]):
         return iter(range(self.count))
 
 
+def dataset_of(rows: int) -> Any:
+    """Their numbers."""
+    return range(rows)
+
+
 def collate(rows: list[int]) -> dict[str, Any]:
     return {"input_ids": torch.tensor(rows), "labels": torch.tensor(rows)}
 
 
 def loader(rows: int, batch: int, *, shuffled: bool, streamed: bool, drop_last: bool) -> DataLoader[Any]:
     options: dict[str, Any] = {} if streamed else {"shuffle": shuffled, "generator": torch.Generator().manual_seed(3)}
-    dataset: Any = Stream(rows) if streamed else range(rows)
+    dataset: Any = Stream(rows) if streamed else dataset_of(rows)
     return DataLoader(dataset, batch_size=batch, collate_fn=collate, drop_last=drop_last, **options)
 
 
@@ -60,8 +65,8 @@ def test_the_groups_batches_together_are_those_of_one_process(kind: str, *, drop
 
 
 def test_workers_read_the_rows_of_one_process() -> None:
-    one = DataLoader(range(9), batch_size=4, collate_fn=collate, num_workers=1)
-    own = regrouped(DataLoader(range(9), batch_size=2, collate_fn=collate, num_workers=1), groups=2, group=1)
+    one: DataLoader[Any] = DataLoader(dataset_of(9), batch_size=4, collate_fn=collate, num_workers=1)
+    own = regrouped(DataLoader(dataset_of(9), batch_size=2, collate_fn=collate, num_workers=1), groups=2, group=1)
     assert [batch["input_ids"].tolist() for batch in own] == [[2, 3], [6, 7], [8]]
     assert [batch["labels"].tolist() for batch in own][-1] == [-100]
     assert [len(batch["input_ids"]) for batch in one] == [4, 4, 1]
@@ -70,10 +75,11 @@ def test_workers_read_the_rows_of_one_process() -> None:
 def test_loaders_that_ranks_would_read_otherwise_are_refused() -> None:
     cp = ContextParallel(None, method="ring")
     with pytest.raises(ValueError, match=r"shuffle=True needs generator=torch.Generator\(\).manual_seed"):
-        share_batches(DataLoader(range(4), batch_size=2, shuffle=True), cp)
+        share_batches(DataLoader(dataset_of(4), batch_size=2, shuffle=True), cp)
     with pytest.raises(ValueError, match="needs a batch_size, not a batch_sampler of its own"):
         share_batches(
-            DataLoader(range(4), batch_sampler=BatchSampler(SequentialSampler(range(4)), 2, drop_last=False)), cp
+            DataLoader(dataset_of(4), batch_sampler=BatchSampler(SequentialSampler(dataset_of(4)), 2, drop_last=False)),
+            cp,
         )
     with pytest.raises(ValueError, match="list: give a DataLoader of torch that accelerate has not prepared"):
         share_batches([1], cp)
@@ -81,5 +87,5 @@ def test_loaders_that_ranks_would_read_otherwise_are_refused() -> None:
         share_batches(DataLoader(Stream(3), batch_size=None), cp)
     assert [
         batch["input_ids"].tolist()
-        for batch in share_batches(DataLoader(range(3), batch_size=2, collate_fn=collate), cp)
+        for batch in share_batches(DataLoader(dataset_of(3), batch_size=2, collate_fn=collate), cp)
     ] == [[0, 1], [2]]

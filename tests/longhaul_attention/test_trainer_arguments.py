@@ -46,7 +46,7 @@ REFUSED = {
 class Arguments:
     """Of a release that nobody has looked at."""
 
-    learning_rate: float = 1e-3
+    learning_rate: Any = 1e-3
     average_tokens_across_devices: Any = True
     neftune_noise_alpha: Any = None
     use_liger_kernel: Any = False

@@ -121,7 +121,7 @@ def format_case(case: Case) -> str:
 
 
 def parse_case(text: str) -> Case:
-    return {name: levels[0] for name, levels in LEVELS.items()} | dict(each.split("=", 1) for each in text.split(", "))  # type: ignore[arg-type]
+    return {name: levels[0] for name, levels in LEVELS.items()} | dict(each.split("=", 1) for each in text.split(", "))
 
 
 # ---- models and rows
@@ -255,9 +255,7 @@ def trained(case: Case, folder: Path, cp: ContextParallel | None) -> list[float]
 def run_trainer(
     transformers: Any, case: Case, given: dict[str, Any], cp: ContextParallel | None, *, resume: bool
 ) -> list[float]:
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state()
+    import_module("accelerate.state").AcceleratorState._reset_state()
     kind, more = case["kind"], case["more"]
     attention = "eager" if cp is None else "longhaul"
     model = build(case, attention)
@@ -340,7 +338,7 @@ def run_all(cases: list[Case], output: Path, *, whole: bool) -> None:
     register_transformers()
     if not whole:
         distributed.init_process_group("gloo")
-    found = []
+    found: list[dict[str, Any]] = []
     for number, case in enumerate(cases):
         cp = None
         if not whole:
