@@ -31,6 +31,7 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 # Who may name a package outside the standard library; torch is everybody's.
 DOORS = {
+    "accelerate": {"longhaul_attention.huggingface_trainer"},
     "datasets": {"trainer.data.hf_datasets"},
     "jinja2": {"trainer.plan.html"},
     "numpy": set[str](),
@@ -69,6 +70,7 @@ DOORS = {
     "tomli": {"trainer.config.parse", "trainer.hardware.specs"},
     # In functions, but for generation: not everybody who imports the package has it.
     "transformers": {
+        "longhaul_attention.parallel_model",
         "longhaul_attention.__main__",
         "longhaul_attention.generation",
         "longhaul_attention.huggingface",
@@ -307,8 +309,8 @@ def test_every_file_can_be_read_in_one_go() -> None:
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
-CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 126, 19_900, 37_200
-PACKAGE_LINES = 1_610
+CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 126, 19_900, 37_300
+PACKAGE_LINES = 2_230
 """What `import train` reaches by any import statement, and all of models, parallelisms, trainer and train.py; the wheel's own.
 
 With a complete memory ledger, the first GPU minute, one engine for any block, families, windows and their own tokenizers.

@@ -162,8 +162,8 @@ def differences(cases: list[Case]) -> list[tuple[Case, str]]:
 
     warnings.simplefilter("ignore")  # Of transformers.
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    told = ((case, is_wrong(case, ContextParallel(mesh, method=case["method"]))) for case in cases)
-    return [(case, wrong) for case, wrong in told if wrong]
+    found = ((case, is_wrong(case, ContextParallel(mesh, method=case["method"]))) for case in cases)
+    return [(case, wrong) for case, wrong in found if wrong]
 
 
 @pytest.mark.ranks

@@ -76,8 +76,8 @@ GIVEN: dict[str, tuple[Callable[[ContextParallel], dict[str, Any]], str]] = {
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_inputs_that_no_rank_could_share_are_refused(name: str, model: Any, cp: ContextParallel) -> None:
-    given, told = GIVEN[name]
-    with pytest.raises(ValueError, match=re.escape(told)):
+    given, message = GIVEN[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
         model(**given(cp))
 
 

@@ -389,8 +389,8 @@ def differences(cases: list[Case], folder: Path) -> list[tuple[Case, str]]:
         own = launched([cases[place] for place in places], folder / f"ranks-{ranks}.json", ranks=ranks)
         for place, outcome in zip(places, own, strict=True):
             found[place] = outcome
-    told = [difference(case, a, b) for case, a, b in zip(cases, expected, found, strict=True)]
-    return [(case, each) for case, each in zip(cases, told, strict=True) if each]
+    messages = [difference(case, a, b) for case, a, b in zip(cases, expected, found, strict=True)]
+    return [(case, each) for case, each in zip(cases, messages, strict=True) if each]
 
 
 def difference(case: Case, expected: dict[str, Any], found: dict[str, Any]) -> str:
@@ -436,8 +436,10 @@ def main() -> int:
     cases = [parse_case(case) for case in options.case] or [*drawn(options.cases, options.seed)]
     with tempfile.TemporaryDirectory() as folder:
         wrong = differences(cases, Path(folder))
-    for case, told in wrong:
-        sys.stdout.write(f'{told}\n  python -m tests.longhaul_attention.trainer_cases --case "{format_case(case)}"\n')
+    for case, message in wrong:
+        sys.stdout.write(
+            f'{message}\n  python -m tests.longhaul_attention.trainer_cases --case "{format_case(case)}"\n'
+        )
     if options.record:
         failed = [format_case(case) for case, _ in wrong]
         equal = [name for name in map(format_case, cases) if name not in failed]

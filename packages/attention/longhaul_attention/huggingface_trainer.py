@@ -160,7 +160,7 @@ class ContextParallelTrainer:
             return values
         if len(values) != max(1, self._rows_of_groups[self._group]):
             raise ValueError(
-                f"predictions of {len(values)} rows for {self._rows_of_groups[self._group]}: rows are not told apart"
+                f"predictions of {len(values)} rows for {self._rows_of_groups[self._group]}: a collator that joins rows leaves none to gather"
             )
         most = max(1, *self._rows_of_groups)
         padded = torch.cat((values, values.new_zeros(most - len(values), *values.shape[1:])))
