@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.longhaul_attention.in_float64 import float64_throughout
 from tests.ranks import run_ranks
@@ -164,6 +165,38 @@ def differences(cases: list[Case]) -> list[tuple[Case, str]]:
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     found = ((case, is_wrong(case, ContextParallel(mesh, method=case["method"]))) for case in cases)
     return [(case, wrong) for case, wrong in found if wrong]
+
+
+def sharded_errors(method: str) -> dict[str, float]:
+    """Of loss and gradients under FSDP2, in float64 and with weights that are cast to bfloat16."""
+    from longhaul_attention import ContextParallel, parallelize, register_transformers
+
+    warnings.simplefilter("ignore")
+    cp = ContextParallel(init_device_mesh("cpu", (distributed.get_world_size(),)), method=method)
+    found = {}
+    for precision, policy in {
+        "float64": MixedPrecisionPolicy(),
+        "float32": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }.items():
+        case: Case = {name: levels[0] for name, levels in LEVELS.items()} | {"precision": precision}
+        with float64_throughout():
+            exact = run(build(case, "eager").double(), case | {"precision": "float64"})
+        with float64_throughout() if precision == "float64" else nullcontext():
+            model = parallelize(build(case, register_transformers()), cp)
+            for layer in model.model.layers:
+                fully_shard(layer, mp_policy=policy)
+            loss, grads = run(fully_shard(model, mp_policy=policy), case)
+        found[precision] = errors((loss, {name: grad.full_tensor() for name, grad in grads.items()}), exact)  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("method", ["allgather", pytest.param("ring", marks=pytest.mark.slow)])
+def test_fsdp2_and_its_mixed_precision_equal_one_process(method: str) -> None:
+    pytest.importorskip("transformers")
+    for found in run_ranks(sharded_errors, 2, method):
+        assert found["float64"] < 1e-11
+        assert found["float32"] < 0.25, "of rounding to bfloat16"
 
 
 @pytest.mark.ranks

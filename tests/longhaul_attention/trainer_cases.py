@@ -59,6 +59,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
         "resume",
         "predict",
         "lora",
+        "compiled",
     ),
 }
 """`mesh`: all ranks x those that share a sequence."""
@@ -233,6 +234,7 @@ def arguments_of(case: Case, folder: Path, groups: int, stop: int | None) -> dic
             "gradient_checkpointing": True,
             "gradient_checkpointing_kwargs": {"use_reentrant": more.startswith("reentrant")},
         }
+    given |= {"torch_compile": True, "torch_compile_backend": "aot_eager"} if more == "compiled" else {}
     given |= {"dataloader_num_workers": 1} if more == "workers" else {}
     given |= {"dataloader_drop_last": True} if more == "drop_last" else {}
     given |= {"label_smoothing_factor": 0.1} if more == "smoothing" else {}

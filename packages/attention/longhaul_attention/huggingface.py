@@ -22,6 +22,8 @@ from longhaul_attention.batch import Documents
 from longhaul_attention.context_parallel import context_of
 
 NAME = "longhaul"
+registered_names = set[str]()
+"""Those of `register_transformers` in this process."""
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 WITHOUT_TOKENS_OF_OTHERS = {"dense", "mlp", "moe", "sparse"}
 """Layers that are not attention, and need no other tokens."""
@@ -76,6 +78,7 @@ def register_transformers(name: str = NAME) -> str:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    registered_names.add(name)
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, torch.compiler.disable(causal_mask))
     return name

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from longhaul_attention.context_parallel import ContextParallel
-from longhaul_attention.huggingface import NAME, dropout_problems
+from longhaul_attention.huggingface import NAME, dropout_problems, registered_names
 
 LOSS = "num_items_in_batch"
-CACHES = ("past_key_values", "use_cache")
 REFUSED = {
     "inputs_embeds": "tokens are sharded: give input_ids",
     "logits_to_keep": "a rank keeps the logits of its own tokens",
@@ -84,7 +83,7 @@ _hooks: WeakKeyDictionary[nn.Module, _Hooks] = WeakKeyDictionary()
 class _Hooks:
     def __init__(self, cp: ContextParallel, model: Any) -> None:
         attention = getattr(model.config, "_attn_implementation", None)
-        if attention != NAME:
+        if attention not in registered_names:
             raise ValueError(
                 f'{type(model).__name__} has attention "{attention}": load it with attn_implementation="{NAME}", after '
                 "register_transformers()"
