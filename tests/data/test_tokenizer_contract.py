@@ -313,49 +313,43 @@ def test_bytes_are_bytes_however_they_come(longest: int) -> None:
         assert ids_of(ByteTokenizer(), text, longest) == [*text.encode()]
 
 
-# ---- sizes, a minute together
+# ---- sizes
 
 MB = 1_000_000
-LARGE = [(MB, tuple(TEXTS)), (5 * MB, ("lines", "one_line", "chinese")), (20 * MB, ("lines", "without_spaces"))]
+LARGE = {MB: tuple(TEXTS), 5 * MB: ("lines", "one_line", "chinese"), 20 * MB: ("lines", "without_spaces")}
+
+
+def sizes(*kinds: str, of_20_mb: tuple[str, ...]) -> pytest.MarkDecorator:
+    """Every kind at 1 and 5 MB; at 20 MB, for which a library takes up to a minute, one kind of each library."""
+    cases = [(kind, size) for size in LARGE for kind in kinds if size < 20 * MB or kind in of_20_mb]
+    return pytest.mark.parametrize(("kind", "size"), cases, ids=[f"{kind}-{size // MB} MB" for kind, size in cases])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "names"), LARGE, ids=["1 MB", "5 MB", "20 MB"])
-@pytest.mark.parametrize("kind", ["byte", "llama2", "lossless", "nmt_nfkc", "unigram"])
-def test_large_documents_have_the_ids_of_one_call(kind: str, size: int, names: tuple[str, ...], tmp_path: Path) -> None:
+@sizes("byte", "llama2", "lossless", "nmt_nfkc", "unigram", of_20_mb=("byte", "llama2"))
+def test_large_documents_have_the_ids_of_one_call(kind: str, size: int, tmp_path: Path) -> None:
     if kind == "byte":
-        require_one_call(ByteTokenizer(), lambda text: [*text.encode()], size, names)
+        require_one_call(ByteTokenizer(), lambda text: [*text.encode()], size, LARGE[size])
         return
     options: dict[str, dict[str, Any]] = {"lossless": {}, "llama2": LLAMA2, "unigram": {"model_type": "unigram"}}
     path = train(
         tmp_path, **options.get(kind, {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True})
     )
     library = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    require_one_call(load_tokenizer("sentencepiece", path), library.encode, size, names)
+    require_one_call(load_tokenizer("sentencepiece", path), library.encode, size, LARGE[size])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "names"), LARGE, ids=["1 MB", "5 MB", "20 MB"])
-@pytest.mark.parametrize("pattern", ["llama3", "gpt2"])
-def test_large_documents_have_the_ids_of_one_call_of_tiktoken(
-    pattern: str, size: int, names: tuple[str, ...], tmp_path: Path
-) -> None:
-    tokenizer, one_call = open_pattern(tmp_path, pattern)
+@sizes("llama3", "gpt2", of_20_mb=("llama3",))
+def test_large_documents_have_the_ids_of_one_call_of_tiktoken(kind: str, size: int, tmp_path: Path) -> None:
+    tokenizer, one_call = open_pattern(tmp_path, kind)
     panics = ("spaces",)  # a million of them
-    require_one_call(tokenizer, one_call, size, [name for name in names if name not in panics])
+    require_one_call(tokenizer, one_call, size, [name for name in LARGE[size] if name not in panics])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "names"), LARGE, ids=["1 MB", "5 MB", "20 MB"])
-@pytest.mark.parametrize("name", ["llama2", "qwen3", "falcon"])
-def test_large_documents_have_the_ids_of_one_call_of_tokenizers(
-    name: str, size: int, names: tuple[str, ...], tmp_path: Path
-) -> None:
-    tokenizer = load_tokenizer("huggingface", write_family(tmp_path, name))
+@sizes("llama2", "qwen3", "falcon", of_20_mb=("llama2",))
+def test_large_documents_have_the_ids_of_one_call_of_tokenizers(kind: str, size: int, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("huggingface", write_family(tmp_path, kind))
     assert isinstance(tokenizer, huggingface_tokenizer.HuggingFaceTokenizer)
-    for each in names:
-        if name == "falcon" and len(text_of(each, size)) > huggingface_tokenizer.MAX_CHARS:
-            with pytest.raises(EncodingError, match="at most 16,777,216 are encoded at once"):
-                ids_of(tokenizer, text_of(each, size), size // 4)
-        else:
-            require_one_call(tokenizer, tokenizer._encode_with_library, size, (each,))
+    require_one_call(tokenizer, tokenizer._encode_with_library, size, LARGE[size])
