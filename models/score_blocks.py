@@ -92,9 +92,10 @@ class ScoreBlocks:
 
     @cached_property
     def disjoint_tokens(self) -> tuple[int, int] | None:
-        """How many queries and keys the blocks have, if none of them is in two: results of a block are final."""
-        queries_R2, keys_R2 = self._rows_R5[:, :2], self._rows_R5[:, 2:4]
-        if any(bool(_places_in_overlaps(ranges_R2).any()) for ranges_R2 in (queries_R2, keys_R2)):
+        """How many queries and keys the blocks have, if none of them is in two, or reversed: results of a block are final."""
+        queries_R2, keys_R2, mask_R = self._rows_R5[:, :2], self._rows_R5[:, 2:4], self._rows_R5[:, 4]
+        overlaps = (bool(_places_in_overlaps(ranges_R2).any()) for ranges_R2 in (queries_R2, keys_R2))
+        if bool((mask_R == FLIPPED).any()) or any(overlaps):
             return None
         return int(queries_R2.diff().sum()), int(keys_R2.diff().sum())
 

@@ -18,6 +18,7 @@ def run_cases(*options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_sample_of_bad_inputs() -> None:
     assert run_cases("--sample", "6", "--jobs", "1").startswith("6 cases, 0 wrong")
 

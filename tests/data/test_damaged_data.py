@@ -171,6 +171,7 @@ def _peak(connection: Connection, given: CorpusSpec) -> None:
     connection.send((high() - before, dataset.num_tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kind", "mib"),

@@ -80,6 +80,7 @@ class Run:
         return len((self.folder / "launches-1").read_text())
 
 
+@pytest.mark.slow
 def test_a_crash_restarts_from_the_newest_checkpoint(tmp_path: Path) -> None:
     run = Run(
         tmp_path, "commit(launch)\nif launch < 3: os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)"

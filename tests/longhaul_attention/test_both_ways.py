@@ -351,3 +351,36 @@ def test_compiled_code_has_the_same_gradients_without_a_graph_break(method: str,
     for error, graphs in run_ranks(compiled, 2, method, backend, *lengths, timeout=120):
         assert error < 1e-13
         assert graphs == min(2, len(lengths)), "one for the first length, and one for all others"
+
+
+def messages_of_other_boundaries() -> list[str]:
+    """Of keys that were sharded with other documents than attention is given, and of boundaries in a list."""
+    from longhaul_attention import ContextParallel
+
+    cp = ContextParallel(init_device_mesh("cpu", (distributed.get_world_size(),)), method="ring")
+    x = torch.ones(1, 8, 2, 4)
+    whole, padded = (torch.tensor([ends], dtype=torch.int32) for ends in ([0, 8], [0, 7, 8]))
+    queries, keys = cp.shard(x), cp.shard(x)
+    messages = []
+    for boundaries in (padded, whole):
+        try:
+            cp.attention(queries, keys, keys, whole, causal=False, kv_boundaries=boundaries)
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+    both = cp.shard(x, padded)
+    cp.attention(queries, both, both, whole, causal=False, kv_boundaries=padded)
+    try:
+        cp.shard(x, [[0, 7, 8]])  # type: ignore[arg-type]
+    except TypeError as error:
+        messages.append(str(error))
+    return messages
+
+
+def test_keys_that_were_sharded_with_other_documents_are_refused() -> None:
+    for messages in run_ranks(messages_of_other_boundaries, 2):
+        assert messages == [
+            "keys of 8 tokens were sharded with other boundaries than [[0, 7, 8]]: give cp.shard and cp.attention the same",
+            "",
+            "boundaries must be a tensor, int32 [batch, documents + 1], not list",
+        ]

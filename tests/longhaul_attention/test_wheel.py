@@ -80,6 +80,7 @@ def test_it_stands_beside_a_project_with_packages_of_the_same_names(installed: P
     assert found[2] in ("[]", "['numpy']")  # torch imports numpy where it is installed.
 
 
+@pytest.mark.slow
 def test_it_runs_in_one_process_with_longhaul(installed: Path, tmp_path: Path) -> None:
     code = """if True:
         import torch

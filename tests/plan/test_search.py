@@ -68,6 +68,7 @@ def test_search_finds_the_exhaustive_optimum(gib: int) -> None:
     assert slower == sorted(slower)
 
 
+@pytest.mark.slow
 def test_results_have_distinct_meshes_and_reasons() -> None:
     found = search(configured(), 8, H100)
     meshes = [tuple(plan.mesh.values()) for plan in found.best]

@@ -47,6 +47,7 @@ def test_a_spike_is_rolled_back_and_its_sequences_are_skipped(
     assert state(folder / "checkpoints" / "step-9")["trainer"]["next_sequence"] == 42 + 5 * 6
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_rollback_equals_a_run_without_the_skipped_sequences(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -205,6 +205,7 @@ def test_settings_without_effect_are_no_part_of_a_case() -> None:
     assert normalize({"data.corpus": "copy", "data.mask": "none"}) == {"data.corpus": "copy"}
 
 
+@pytest.mark.slow
 def test_every_case_of_the_covering_array_is_legal_and_small() -> None:
     for case in CASES:
         assert case == normalize(case)

@@ -72,6 +72,7 @@ def test_a_mesh_matches_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert said[-1].startswith("match (losses and norms within 1e-10")
 
 
+@pytest.mark.slow
 def test_a_different_seed_is_a_mismatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small, mesh_case = reduced_run(tmp_path)
     other = altered(mesh_case, "training", seed=1)

@@ -38,7 +38,7 @@ MXFP4 = "GptOss MXFP4"
 NAMES = (*MADE, MXFP4)
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 SIZES = (2, 3, 5, 6, 7)
-DEFAULT = (("Gemma3", 2), ("Qwen3Moe", 5))
+DEFAULT = (("Qwen3Moe", 5),)
 NUM_STEPS = 2
 
 

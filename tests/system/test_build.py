@@ -74,6 +74,7 @@ def test_deferred_updates_apply_before_compiled_blocks_run(tmp_path: Path) -> No
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_async_tp_needs_peer_access(tmp_path: Path) -> None:
     options = ("--parallelism.tp=2", "--training.compile=true", "--parallelism.async_tp=true")

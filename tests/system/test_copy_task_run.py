@@ -14,6 +14,7 @@ CONFIG = ROOT / "train_configs" / "copy.toml"
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.slow
 def test_the_copy_task_starts_at_chance_on_every_shard(tmp_path: Path) -> None:
     short = ("--training.seq_len", "256", "--data.copy_period", "128", "--training.steps", "2")
     done = forked(CONFIG, tmp_path / "run", *short, "--metrics.log_interval", "1", processes=4)

@@ -108,6 +108,7 @@ def test_a_run_resumes_from_the_previous_checkpoint_bitwise(root: Path, stopped:
     assert [line["step"] for line in lines(stopped / "events.jsonl") if line["event"] == "start"] == [0, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_split_verification_and_agree_on_damage(root: Path, tmp_path: Path) -> None:
     config, folder = root / "run.toml", tmp_path / "run"

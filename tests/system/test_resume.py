@@ -76,6 +76,7 @@ def test_a_run_killed_after_three_steps_resumes_bitwise(
     assert [line["step"] for line in lines(killed / "events.jsonl") if line["event"] == "start"] == [0, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_workers_die_with_their_launcher_during_imports(tmp_path: Path, processes: int) -> None:
     victim = launch(write_run(tmp_path), tmp_path / "run", processes=processes)

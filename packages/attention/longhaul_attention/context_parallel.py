@@ -25,6 +25,8 @@ from models.batch import IGNORE_INDEX, require_boundaries
 from parallelisms.context import context_parallel
 from parallelisms.context.context_plan import ContextPlan
 
+REMEMBERED_DEALS = 64
+"""How many different documents of tensors of one length are remembered; with more, they are not compared."""
 VERIFIED_BATCHES = 3
 """How many of the first batches are compared between the ranks, before anything is computed from them."""
 # Not a WeakValueDictionary: the compiler does not know it.
@@ -78,6 +80,8 @@ class ContextParallel(context_parallel.ContextParallel):
         self.plan = replace(plan, method=plan.resolved_method, layout=plan.resolved_layout)
         self._known = set[tuple[Any, ...]]()
         """Masks, windows, soft caps and heads of layers that were checked."""
+        self._dealt = dict[int, set[tuple[Any, ...]]]()
+        """By length: the documents of tensors that `shard` dealt to the ranks."""
         self._num_verified = {True: 0, False: 0}  # In training, and in evaluation.
         self.key = next(_keys)
         _contexts[self.key] = ref(self)
@@ -150,8 +154,20 @@ class ContextParallel(context_parallel.ContextParallel):
         for x, given, role in ((q_BSNH, boundaries, "queries"), (k_BUKH, kv_boundaries, "keys")):
             each = context_parallel.one_document(len(x), x.shape[1] * self.plan.cp) if given is None else given
             pair.append(self._boundaries_of(x, each, role))
+            self._require_dealt(pair[-1], role)
         width = max(each.shape[1] for each in pair)
         return torch.stack([torch.cat((each, each[:, -1:].expand(-1, width - each.shape[1])), dim=1) for each in pair])
+
+    def _require_dealt(self, boundaries_BD: Tensor, role: str) -> None:
+        """Raises ValueError for documents with which no tensor of this length was sharded, if others were."""
+        if torch.compiler.is_compiling() or self.layout != "doc_headtail":
+            return
+        dealt = self._dealt.get(int(boundaries_BD[0, -1]), set())
+        if 0 < len(dealt) < REMEMBERED_DEALS and _documents_of(boundaries_BD) not in dealt:
+            raise ValueError(
+                f"{role} of {int(boundaries_BD[0, -1])} tokens were sharded with other boundaries than {boundaries_BD.tolist()}: "
+                "give cp.shard and cp.attention the same"
+            )
 
     def _boundaries_of(self, x_BSNH: Tensor, boundaries: Any, role: str) -> Tensor:
         """[B, D], of these queries or keys. Raises TypeError and ValueError for other boundaries."""
@@ -285,6 +301,24 @@ class ContextParallel(context_parallel.ContextParallel):
             )
         return _pad(value, int(boundaries_BD[0, -1]), batches.PADDING.get(key, 0))
 
+    def shard(self, x_BT: Tensor, boundaries_BD: Tensor | None = None, *, dim: int = 1) -> Tensor:
+        """The tokens of this rank of a tensor [B, T, ...], with T in dimension `dim`: [B, S, ...]. Differentiable.
+
+        `boundaries_BD`: int32 [B, D] on the CPU, those that attention is given; None is one document per sequence. Raises
+        ValueError if T is not divisible.
+        """
+        if boundaries_BD is not None and not isinstance(boundaries_BD, Tensor):
+            raise TypeError(
+                f"boundaries must be a tensor, int32 [batch, documents + 1], not {type(boundaries_BD).__name__}"
+            )
+        if not torch.compiler.is_compiling():
+            length = x_BT.shape[dim]
+            given = context_parallel.one_document(1, length) if boundaries_BD is None else boundaries_BD
+            dealt = self._dealt.setdefault(length, set())
+            if len(dealt) < REMEMBERED_DEALS:
+                dealt.add(_documents_of(given))
+        return super().shard(x_BT, boundaries_BD, dim=dim)
+
     def gather(self, x_BS: Tensor, boundaries: Documents | Tensor | None = None, *, dim: int = 1) -> Tensor:
         """The full sequences of a sharded tensor [B, S, ...], in order and without padding: [B, T, ...]. Not differentiable.
 
@@ -317,6 +351,12 @@ class ContextParallel(context_parallel.ContextParallel):
                 f"the ranks of a context-parallel group must be given the same batch; those of ranks {others} differ from "
                 "rank 0's (does a sampler give every rank other sequences?)"
             )
+
+
+def _documents_of(boundaries_BD: Tensor) -> tuple[Any, ...]:
+    """The same for the same documents, however often an end is repeated, and for equal sequences."""
+    rows = [tuple(sorted({*row})) for row in boundaries_BD.tolist()]
+    return (rows[0],) if len({*rows}) == 1 else (*rows,)
 
 
 def _in_autocast_dtype(*tensors: Tensor) -> list[Tensor]:

@@ -159,6 +159,7 @@ def assert_sharded_alike(parts: list[Batch], whole: Batch, *, ulysses: int) -> N
     assert 0 <= pairs(whole) - sum(shares) < len(parts)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_all_per_token_tensors_are_sharded_alike() -> None:
     given = batches(48)
