@@ -32,7 +32,7 @@ DENIALS = re.compile(
     r"\bnot yet\b|\bno\w* (?:\w+ )?(?:been )?(?:run|trained|tested|tried|measured|available|implemented|there|here)\b[^.|]{0,30}\byet\b"
     r"|\bstill to come\b|\bto be (?:built|written|done)\b|\bnot available\b|\bnot implemented\b|\bnot (?:been )?run on\b"
     r"|\bwill be added\b|\bcoming soon\b|\bTO"
-    "DO\b",
+    r"DO\b",
     re.IGNORECASE,
 )
 WITH_CLAIMS = [*PAGES, *sorted((ROOT / "train_configs").glob("*.toml")), *sorted(ROOT.glob("*.sh"))]

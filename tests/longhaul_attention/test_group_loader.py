@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from longhaul_attention import ContextParallel, share_batches
-from longhaul_attention.group_loader import NUM_ROWS, regrouped
+from longhaul_attention.group_loader import KEPT_OPTIONS, NUM_ROWS, regrouped
 
 ROWS, BATCHES, GROUPS = (1, 2, 3, 5, 6, 7, 12), (1, 2, 3), (1, 2, 3)
 
@@ -70,6 +70,13 @@ def test_workers_read_the_rows_of_one_process() -> None:
     assert [batch["input_ids"].tolist() for batch in own] == [[2, 3], [6, 7], [8]]
     assert [batch["labels"].tolist() for batch in own][-1] == [-100]
     assert [len(batch["input_ids"]) for batch in one] == [4, 4, 1]
+
+
+def test_options_that_say_nothing_of_rows_are_kept() -> None:
+    given = DataLoader(dataset_of(4), batch_size=2, num_workers=1, in_order=False, timeout=7, prefetch_factor=3)
+    own = regrouped(given, groups=2, group=0)
+    for name in (*KEPT_OPTIONS, "prefetch_factor", "persistent_workers"):
+        assert getattr(own, name) == getattr(given, name), name
 
 
 def test_loaders_that_ranks_would_read_otherwise_are_refused() -> None:

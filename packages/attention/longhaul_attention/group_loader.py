@@ -22,6 +22,16 @@ T = TypeVar("T")
 NUM_ROWS = "num_rows"
 """Of a batch: how many rows it has that no other group has."""
 LABELS = ("labels", "shift_labels")
+KEPT_OPTIONS = (
+    "generator",
+    "in_order",
+    "multiprocessing_context",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+)
+"""Of a DataLoader, which do not say which rows it reads."""
 
 
 def share_batches(loader: Any, cp: ContextParallel) -> Any:
@@ -46,10 +56,7 @@ def regrouped(loader: DataLoader[Any], *, groups: int, group: int, counts_rows: 
 
     `counts_rows`: batches say how many rows are this group's own, as `num_rows`.
     """
-    options: dict[str, Any] = {
-        name: getattr(loader, name)
-        for name in ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
-    }
+    options: dict[str, Any] = {name: getattr(loader, name) for name in KEPT_OPTIONS}
     if loader.num_workers:
         options |= {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
     options["collate_fn"] = CollatedRows(loader.collate_fn, counts_rows=counts_rows)

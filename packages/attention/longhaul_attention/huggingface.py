@@ -266,6 +266,7 @@ def _problems(
 
 
 def config_dropout_problems(module: nn.Module) -> Iterator[str]:
+    """Of what a layer's configuration drops in training, also where it is no layer of its own."""
     config: Any = module.config
     for name in DROPOUTS if module.training else ():
         if rate := getattr(config, name, None):

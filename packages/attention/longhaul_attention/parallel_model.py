@@ -81,6 +81,8 @@ _hooks: WeakKeyDictionary[nn.Module, _Hooks] = WeakKeyDictionary()
 
 
 class _Hooks:
+    """The two hooks of one model, around `part` of it."""
+
     def __init__(self, cp: ContextParallel, model: Any) -> None:
         attention = getattr(model.config, "_attn_implementation", None)
         if attention not in registered_names:
@@ -156,6 +158,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
+    """A loss of which every rank has a part, as all ranks then have it."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, cp: ContextParallel) -> Tensor:
         ctx.cp = cp
