@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from longhaul_attention.trainer_arguments import EXACT, RULES, argument_problems
+from tests.longhaul_attention.trainer_cases import ARGUMENTS, LEVELS, arguments_of
 
 CONFIGS = ("SFTConfig", "DPOConfig", "RewardConfig", "KTOConfig")
 
@@ -26,6 +28,32 @@ def test_every_argument_of_transformers_is_on_a_list() -> None:
 def test_every_argument_of_trl_is_on_a_list() -> None:
     trl = pytest.importorskip("trl", reason="needs pip install 'longhaul-attention[integrations]'")
     assert [name for config in CONFIGS for name in unlisted(getattr(trl, config))] == []
+
+
+NOT_DRAWN = {
+    "the hub, trackers and names of files": "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push "
+    "hub_revision trackio_space_id trackio_bucket_id trackio_static_space_id logging_dir overwrite_output_dir save_safetensors "
+    "include_tokens_per_second enable_jit_checkpoint restore_callback_states_from_checkpoint",
+    "what a row is, before it is a batch": "completion_only_loss assistant_only_loss chat_template_path dataset_kwargs "
+    "dataset_text_field length_column_name model_init_kwargs trust_remote_code",
+    "an accelerator, or another name of an argument": "tf32 use_mps_device no_cuda local_rank bf16_full_eval fp16_full_eval "
+    "fp16_backend fp16_opt_level half_precision_backend torch_compile_mode ddp_timeout_delta warmup_ratio "
+    "activation_checkpointing activation_checkpointing_kwargs",
+    "an optimizer, which sees averaged gradients": "optim_args optim_target_modules",
+    "a number of f_divergence_type": "f_alpha_divergence_coef",
+    "what a resumed run reads, which `resume` compares with its default": "ignore_data_skip resume_from_checkpoint",
+}
+"""Exact arguments that no drawn run has with another value than its default, by what they change."""
+
+
+def test_every_exact_argument_is_drawn_or_changes_no_batch_and_no_loss() -> None:
+    drawn = {name for by_kind in ARGUMENTS.values() for arguments in by_kind.values() for name in arguments}
+    more = ("nothing", "checkpointing", "compiled", "workers", "drop_last", "smoothing", "stream", "resume")
+    for case in ({name: levels[0] for name, levels in LEVELS.items()} | {"more": each} for each in more):
+        drawn |= arguments_of(case, Path(), 1, None).keys()
+    drawn |= {"packing", "padding_free"}
+    not_drawn = {name for names in NOT_DRAWN.values() for name in names.split()}
+    assert EXACT - drawn == not_drawn
 
 
 REFUSED = {

@@ -10,6 +10,7 @@ and all one-process runs in another. Prints every case that differs, with the co
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -61,8 +62,149 @@ LEVELS: dict[str, tuple[str, ...]] = {
         "lora",
         "compiled",
     ),
+    "arguments": (
+        "defaults",
+        "optimizer",
+        "schedule",
+        "logs",
+        "evaluation",
+        "best",
+        "loaders",
+        "determinism",
+        "loss",
+        "rows",
+        "ddp",
+        "fsdp",
+    ),
 }
 """`mesh`: all ranks x those that share a sequence."""
+DPO_LOSSES = ["sigmoid", "ipo", "robust", "apo_zero", "discopop"]
+ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
+    "optimizer": {
+        "any": {
+            "optim": "adamw_torch",
+            "weight_decay": 0.1,
+            "adam_beta1": 0.8,
+            "adam_beta2": 0.95,
+            "adam_epsilon": 1e-3,
+            "max_grad_norm": 0.5,
+        },
+    },
+    "schedule": {
+        "any": {
+            "lr_scheduler_type": "cosine_with_min_lr",
+            "lr_scheduler_kwargs": {"min_lr": 1e-3},
+            "warmup_steps": 1,
+            "learning_rate": 3e-3,
+        },
+    },
+    "logs": {
+        "any": {
+            "logging_first_step": True,
+            "logging_nan_inf_filter": False,
+            "log_on_each_node": False,
+            "log_level": "error",
+            "log_level_replica": "error",
+            "run_name": "one",
+            "project": "two",
+            "skip_memory_metrics": False,
+            "logging_strategy": "epoch",
+        },
+    },
+    "evaluation": {
+        "any": {
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "eval_delay": 1,
+            "eval_on_start": True,
+            "eval_accumulation_steps": 1,
+            "prediction_loss_only": True,
+            "eval_do_concat_batches": False,
+            "do_train": True,
+            "do_eval": True,
+            "do_predict": True,
+        },
+    },
+    "best": {
+        "any": {
+            "eval_strategy": "epoch",
+            "save_strategy": "epoch",
+            "save_only_model": True,
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "eval_loss",
+            "greater_is_better": True,
+            "save_total_limit": 1,
+            "save_on_each_node": False,
+        },
+    },
+    "loaders": {
+        "any": {
+            "dataloader_num_workers": 1,
+            "dataloader_pin_memory": False,
+            "dataloader_persistent_workers": True,
+            "dataloader_prefetch_factor": 1,
+            "dataloader_in_order": False,
+            "dataloader_multiprocessing_context": "fork",
+            "torch_empty_cache_steps": 1,
+            "train_sampling_strategy": "sequential",
+        },
+    },
+    "determinism": {"any": {"data_seed": 5, "seed": 3, "full_determinism": True}},
+    "loss": {
+        "trainer": {"label_smoothing_factor": 0.2, "label_names": ["labels"]},
+        "sft": {"loss_type": "dft"},
+        "dpo": {
+            "loss_type": DPO_LOSSES,
+            "loss_weights": [0.5 + 0.1 * place for place, _ in enumerate(DPO_LOSSES)],
+            "ld_alpha": 0.5,
+            "beta": 0.3,
+            "label_smoothing": 0.1,
+            "use_weighting": True,
+            "discopop_tau": 0.1,
+            "disable_dropout": False,
+        },
+        "reward": {"center_rewards_coefficient": 0.1, "disable_dropout": False},
+        "kto": {
+            "loss_type": "apo_zero_unpaired",
+            "beta": 0.3,
+            "desirable_weight": 1.5,
+            "undesirable_weight": 0.5,
+            "disable_dropout": False,
+        },
+    },
+    "rows": {
+        "sft": {
+            "max_length": 9,
+            "truncation_mode": "keep_start",
+            "pad_to_multiple_of": 8,
+            "shuffle_dataset": True,
+            "dataset_num_proc": 1,
+        },
+        "sft_packed": {"max_length": 32, "packing_strategy": "wrapped", "eval_packing": False, "pad_token": "3"},
+        "dpo": {
+            "f_divergence_type": "forward_kl",
+            "max_length": 12,
+            "truncation_mode": "keep_end",
+            "pad_to_multiple_of": 8,
+        },
+        "reward": {"max_length": 12, "pad_to_multiple_of": 8, "eos_token": "4"},
+        "kto": {"max_length": 12, "pad_to_multiple_of": 8},
+    },
+    "ddp": {
+        "any": {
+            "ddp_find_unused_parameters": False,
+            "ddp_bucket_cap_mb": 1,
+            "ddp_broadcast_buffers": False,
+            "ddp_static_graph": False,
+            "ddp_backend": "gloo",
+            "ddp_timeout": 600,
+        },
+    },
+    "fsdp": {"any": {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2, "min_num_params": 1}}},
+}
+OF_RANKS = ("ddp", "fsdp")
+"""Arguments that one process does not have."""
+"""Values that are not the defaults, by the kind of trainer that has them."""
 TOLERANCES = {"float64": 5e-7, "float32": 1e-3, "bf16 autocast": 0.15, "fp16 autocast": 0.05, "bfloat16": 0.4}
 """Of logged values, which trainers add up in float32."""
 COMPARED = (
@@ -85,6 +227,17 @@ def drawn(count: int, seed: int) -> Iterator[Case]:
         if is_legal(case) and (name := format_case(case)) not in seen:
             seen.add(name)
             yield case
+
+
+def of_each_argument(seed: int) -> Iterator[Case]:
+    """A drawn case of every group of arguments with every kind of trainer that has it."""
+    draw = random.Random(seed)
+    levels_of = LEVELS | {"precision": ("float64", "float32")}
+    for arguments in LEVELS["arguments"][1:]:
+        for kind in LEVELS["kind"]:
+            chosen = {"arguments": arguments, "kind": kind}
+            cases = ({name: draw.choice(levels) for name, levels in levels_of.items()} | chosen for _ in range(1000))
+            yield from itertools.islice(filter(is_legal, cases), 1)
 
 
 def is_legal(case: Case) -> bool:
@@ -111,6 +264,21 @@ def is_legal(case: Case) -> bool:
         or (kind in ("sft_packed", "sft_flat") and case["model"] == "gpt_oss")
         # A few rows may be packed into none.
         or (kind == "sft_packed" and more == "drop_last")
+        or not fits_arguments(case)
+    )
+
+
+def fits_arguments(case: Case) -> bool:
+    """Whether the kind of trainer has these arguments, and none of them is what the rest of the case asks for."""
+    arguments, more = case["arguments"], case["more"]
+    takes_steps = arguments in ("evaluation", "best", "logs", "determinism")
+    return arguments == "defaults" or (
+        not ARGUMENTS[arguments].keys().isdisjoint((case["kind"], "any"))
+        and not (more in ("resume", "stream") and takes_steps)
+        and not (more == "smoothing" and arguments == "loss")
+        and not (more == "predict" and arguments == "evaluation")
+        and not (more in ("workers", "stream", "drop_last", "resume") and arguments == "loaders")
+        and not (more == "drop_last" and arguments == "rows")
     )
 
 
@@ -245,6 +413,11 @@ def arguments_of(case: Case, folder: Path, groups: int, stop: int | None) -> dic
     return given
 
 
+def drawn_arguments(case: Case) -> dict[str, Any]:
+    by_kind = ARGUMENTS.get(case["arguments"], {})
+    return by_kind.get(case["kind"]) or by_kind.get("any", {})
+
+
 def trained(case: Case, folder: Path, cp: ContextParallel | None) -> list[float]:
     """What a run logs, and what it predicts."""
     transformers = import_module("transformers")
@@ -289,6 +462,7 @@ def run_trainer(
         given |= {} if kind == "reward" else {"router_aux_loss_coef": 0.0}
         given |= {"packing": True} if kind == "sft_packed" else {"padding_free": True} if kind == "sft_flat" else {}
         datasets = [import_module("datasets").Dataset.from_list(rows) for rows in (train, held_out)]
+    given |= drawn_arguments(case) if cp is not None or case["arguments"] not in OF_RANKS else {}
     if cp is not None:
         base, options["cp"] = type("Shared", (ContextParallelTrainer, base), {}), cp
     if more == "predict":
@@ -444,7 +618,8 @@ def main() -> int:
     if options.outcomes:
         run_all(json.loads(options.outcomes[1].read_text()), options.outcomes[0], whole="RANK" not in os.environ)
         return 0
-    cases = [parse_case(case) for case in options.case] or [*drawn(options.cases, options.seed)]
+    cases = [parse_case(case) for case in options.case] or [*of_each_argument(options.seed)][: options.cases]
+    cases += [] if options.case else [*drawn(options.cases - len(cases), options.seed)]
     with tempfile.TemporaryDirectory() as folder:
         wrong = differences(cases, Path(folder))
     for case, message in wrong:
