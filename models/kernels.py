@@ -9,19 +9,21 @@ heads, K KV heads (N is a multiple of K), H head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from models.dtypes import accumulation_dtype
+from models.kernel_choice import CUDNN_AND_FLASH, SOFTCAP_PROBLEM, AttentionNeeds, auto_choices, planned_length
 from models.score_blocks import ScoreBlock, ScoreBlocks, TokenIndex, VarlenBatch
-from models.score_pairs import SOFTCAP_PROBLEM
 
 aten = torch.ops.aten
 
-KERNELS = ("auto", "cpu", "flash", "cudnn", "efficient", "plain")
+KERNELS = ("auto", "cpu", "flash", "cudnn", CUDNN_AND_FLASH, "efficient", "plain")
+left_out = set[str]()
+"""What "auto" does not choose in this process, because it was wrong on its device; never "plain"."""
 Grads = tuple[Tensor, Tensor, Tensor]
 BlockGrads = tuple[TokenIndex, TokenIndex, Tensor, Tensor, Tensor]
 """Queries, keys, dq, dk and dv."""
@@ -49,9 +51,10 @@ def attend_blocks(
             continue
         forward = DENSE_KERNELS[name][0] if softcap is None else partial(_plain_forward, softcap=softcap)
         for block in part.blocks:
-            q, k, v = _block_tokens(block, [q_XNH], [k_YKH, v_YKH])
+            num_queries, length = block.q1 - block.q0, _call_length(name, block)
+            q, k, v = _block_tokens(block, [q_XNH], [k_YKH, v_YKH], length)
             out, lse = forward(q, k, v, block.mask != "full")
-            out_PNH, lse_NP = out[0].transpose(0, 1), lse[0]
+            out_PNH, lse_NP = out[0].transpose(0, 1)[:num_queries], lse[0, :, :num_queries]
             if block.mask == "flipped":
                 out_PNH, lse_NP = out_PNH.flip(0), lse_NP.flip(1)
             yield slice(block.q0, block.q1), out_PNH, lse_NP
@@ -84,22 +87,40 @@ def attend_blocks_backward(
             continue
         backward = DENSE_KERNELS[name][1] if softcap is None else partial(_plain_backward, softcap=softcap)
         for block in part.blocks:
-            grad, q, out, k, v = _block_tokens(block, [grad_XNH, q_XNH, out_XNH], [k_YKH, v_YKH])
+            num_queries, length = block.q1 - block.q0, _call_length(name, block)
+            grad, q, out, k, v = _block_tokens(block, [grad_XNH, q_XNH, out_XNH], [k_YKH, v_YKH], length)
             lse = lse_NX[None, :, block.q0 : block.q1]
             lse = lse.flip(2) if block.mask == "flipped" else lse
+            # A row that only fills up gets no weight, so it adds nothing to the gradients.
+            lse = lse if length is None else F.pad(lse, (0, length - num_queries), value=torch.inf)
             grads = backward(grad, q, k, v, out, lse, block.mask != "full")
-            dq, dk, dv = (x[0].transpose(0, 1) for x in grads)
+            dq, dk, dv = (x[0].transpose(0, 1)[: None if length is None else num_queries] for x in grads)
             if block.mask == "flipped":
                 dq, dk, dv = (x.flip(0) for x in (dq, dk, dv))
             yield slice(block.q0, block.q1), slice(block.k0, block.k1), dq, dk, dv
 
 
-def _block_tokens(block: ScoreBlock, queries: list[Tensor], keys: list[Tensor]) -> Iterator[Tensor]:
-    """A block's tokens of each tensor as dense kernels take them, [1, heads, P, H]; reversed if it is flipped."""
-    ranges = [slice(block.q0, block.q1)] * len(queries) + [slice(block.k0, block.k1)] * len(keys)
-    for x, tokens in zip(queries + keys, ranges, strict=True):
-        part = x[tokens].flip(0) if block.mask == "flipped" else x[tokens]
+def _block_tokens(
+    block: ScoreBlock, queries: list[Tensor], keys: list[Tensor], length: int | None = None
+) -> Iterator[Tensor]:
+    """A block's tokens of each tensor as dense kernels take them, [1, heads, P, H]; reversed if it is flipped.
+
+    `length`: that of the call, if it is not the block's own. The tokens that follow fill it up, then zeros.
+    """
+    ranges = [(block.q0, block.q1)] * len(queries) + [(block.k0, block.k1)] * len(keys)
+    for x, (start, end) in zip(queries + keys, ranges, strict=True):
+        part = x[start : end if length is None else start + length]
+        part = part.flip(0) if block.mask == "flipped" else part
+        part = part if length is None else F.pad(part, (0, 0, 0, 0, 0, length - len(part)))
         yield part[None].transpose(1, 2)
+
+
+def _call_length(kernel: str, block: ScoreBlock) -> int | None:
+    """The tokens of a causal block's call, if the kernel builds a plan for every length: a query does not see later keys."""
+    if kernel != "cudnn" or block.mask != "causal":
+        return None
+    length = planned_length(block.q1 - block.q0)
+    return length if length > block.q1 - block.q0 else None
 
 
 def accumulate_grads(accumulators: Grads, block_grads: Iterable[BlockGrads]) -> None:
@@ -120,18 +141,42 @@ def select_kernel(q_XNH: Tensor, kernel: str = "auto", *, softcap: float | None 
         raise ValueError(f'attention kernel "{kernel}" is unknown; choose from {", ".join(KERNELS)}')
     if q_XNH.device.type == "cpu":
         return "plain" if kernel == "plain" or softcap is not None else "cpu"
+    if kernel == "auto":
+        choices = _auto_choices(q_XNH.dtype, q_XNH.shape[-1], softcap, q_XNH.device)
+        return next(each for each in choices if each not in left_out)
     if softcap is not None and kernel != "plain":
         raise ValueError(SOFTCAP_PROBLEM.format(kernel=kernel, softcap=softcap))
-    if kernel != "auto":
-        return kernel
-    # Not cuDNN: reports of wrong gradients for some short lengths, and a new plan for every shape.
-    by_dtype = {torch.bfloat16: "flash", torch.float16: "flash", torch.float32: "efficient"}
-    return by_dtype.get(q_XNH.dtype, "plain")
+    return kernel
+
+
+@lru_cache
+def _auto_choices(dtype: torch.dtype, head_dim: int, softcap: float | None, device: torch.device) -> list[str]:
+    name, generation = str(dtype).removeprefix("torch."), device_generation(device)
+    return auto_choices(AttentionNeeds(dtype=name, head_dim=head_dim, softcap=softcap, generation=generation))
+
+
+GENERATIONS = {
+    (8, 0): "ampere",
+    (8, 6): "ampere",
+    (8, 9): "ada",
+    (9, 0): "hopper",
+    (10, 0): "blackwell",
+    (10, 3): "blackwell",
+}
+"""By compute capability."""
+
+
+@lru_cache
+def device_generation(device: torch.device) -> str | None:
+    """As the device tables name it; None if unknown."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return "cdna" if torch.version.hip else GENERATIONS.get(torch.cuda.get_device_capability(device))
 
 
 def supported_blocks(blocks: ScoreBlocks, kernel: str) -> ScoreBlocks:
     """The same pairs, as the kernel takes them: only flash has windows."""
-    return blocks if kernel == "flash" else blocks.without_window
+    return blocks if "flash" in kernel else blocks.without_window
 
 
 def prepare(blocks: ScoreBlocks, kernel: str) -> None:
@@ -146,7 +191,12 @@ def _assigned(blocks: ScoreBlocks, name: str) -> Iterator[tuple[str, ScoreBlocks
     cuDNN rejects a single key, and its results for a single query are unreliable: flash takes those blocks.
     """
     blocks = supported_blocks(blocks, name)
-    parts = zip(("flash", "cudnn"), blocks.by_length, strict=True) if name == "cudnn" else [(name, blocks)]
+    if name == "cudnn":
+        parts = [*zip(("flash", "cudnn"), blocks.single_and_longer, strict=True)]
+    elif name == CUDNN_AND_FLASH:
+        parts = [*zip(("flash", "cudnn"), blocks.short_and_long, strict=True)]
+    else:
+        parts = [(name, blocks)]
     return ((name, part) for name, part in parts if len(part))
 
 

@@ -28,6 +28,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from models.kernel_choice import LONG_TOKENS, planned_length
 from models.ranges import concatenated_ranges
 
 Mask = Literal["full", "causal", "flipped"]
@@ -100,11 +101,31 @@ class ScoreBlocks:
         return int(queries_R2.diff().sum()), int(keys_R2.diff().sum())
 
     @cached_property
-    def by_length(self) -> tuple[ScoreBlocks, ScoreBlocks]:
+    def single_and_longer(self) -> tuple[ScoreBlocks, ScoreBlocks]:
         """(the blocks of a single query or key, all others)."""
+        return self._divided(self._shorter_sides > 1)
+
+    @cached_property
+    def short_and_long(self) -> tuple[ScoreBlocks, ScoreBlocks]:
+        """(blocks for calls of many, blocks that are worth a call each). With a window all are short.
+
+        Of the long ones, a rectangle has lengths for which kernels have plans; a causal block need not have them, because
+        a longer call gives the same results.
+        """
+        if self.window is not None:
+            return self, ScoreBlocks(self._rows_R5[:0])
+        is_long = self._shorter_sides >= LONG_TOKENS
+        takes_a_call = [_fits_a_plan(*row) for row in self._rows_R5[is_long].tolist()]
+        is_long[is_long.clone()] = torch.tensor(takes_a_call, dtype=torch.bool, device="cpu")
+        return self._divided(is_long)
+
+    @property
+    def _shorter_sides(self) -> Tensor:
         q0, q1, k0, k1, _ = self._rows_R5.unbind(1)
-        is_single = torch.minimum(q1 - q0, k1 - k0) == 1
-        return ScoreBlocks(self._rows_R5[is_single]), ScoreBlocks(self._rows_R5[~is_single])
+        return torch.minimum(q1 - q0, k1 - k0)
+
+    def _divided(self, is_second_R: Tensor) -> tuple[ScoreBlocks, ScoreBlocks]:
+        return ScoreBlocks(self._rows_R5[~is_second_R]), ScoreBlocks(self._rows_R5[is_second_R])
 
     @cached_property
     def without_window(self) -> ScoreBlocks:
@@ -143,6 +164,12 @@ class ScoreBlocks:
 def _named(row: Sequence[int]) -> ScoreBlock:
     q0, q1, k0, k1, mask = row
     return ScoreBlock(q0, q1, k0, k1, MASKS[mask])
+
+
+def _fits_a_plan(q0: int, q1: int, k0: int, k1: int, mask: int) -> bool:
+    if mask != FULL:
+        return mask == CAUSAL
+    return all(planned_length(length) == length for length in (q1 - q0, k1 - k0))
 
 
 def block_rows(queries_R2: Tensor, keys_R2: Tensor, mask: int = FULL) -> Tensor:

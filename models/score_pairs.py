@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-SOFTCAP_PROBLEM = (
-    'attention kernel "{kernel}" has no soft-capped scores (softcap = {softcap}): torch gives no CUDA kernel the cap; '
-    '"plain" has it, and holds the scores of a document in memory'
-)
-
 Tokens = TypeVar("Tokens", bound=Any)
 """int, or an int64 tensor."""
 

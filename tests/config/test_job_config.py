@@ -191,11 +191,11 @@ def test_a_problem_of_context_parallelism_names_its_key(section: dict[str, objec
 @pytest.mark.parametrize(
     ("kernel", "dtype", "supported"),
     [
-        ("flash", "float32", "bfloat16"),
-        ("cudnn", "float64", "bfloat16"),
-        ("fa3", "float32", "bfloat16"),
-        ("fa4", "float32", "bfloat16"),
-        ("efficient", "float64", "bfloat16 or float32"),
+        ("flash", "float32", "bfloat16 or float16"),
+        ("cudnn", "float64", "bfloat16 or float16"),
+        ("fa3", "float32", "bfloat16 or float16"),
+        ("fa4", "float32", "bfloat16 or float16"),
+        ("efficient", "float64", "bfloat16 or float16 or float32"),
     ],
 )
 def test_a_kernel_without_support_for_the_dtype_is_an_error(kernel: str, dtype: str, supported: str) -> None:

@@ -124,7 +124,9 @@ class StepsFound:
 
 
 def configured(variant: str, *, blocks: int = BLOCKS) -> Config:
-    return load([*MODEL.split(), *variant.split(), "--model.num_layers", str(blocks)])
+    # What was recorded ran in the kernel that takes every length.
+    kernel = "auto" if "--training.dtype" in variant else "flash"
+    return load([*MODEL.split(), "--training.attention", kernel, *variant.split(), "--model.num_layers", str(blocks)])
 
 
 def num_ranks(config: Config) -> int:

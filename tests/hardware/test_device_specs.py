@@ -56,11 +56,17 @@ def test_the_longest_matching_name_wins() -> None:
 def test_table_values_are_plausible_and_have_sources(name: str) -> None:
     device, sections = load_device(name), tomllib.loads((TABLES_DIR / f"{name}.toml").read_text())
     entries = [*sections.pop("attention", {}).values(), *(each for each in sections.values() if isinstance(each, dict))]
-    assert [key for section in entries for key, entry in section.items() if not entry["source"]] == []
+    assert [
+        key for section in entries for key, entry in section.items() if key != "generation" and not entry["source"]
+    ] == []
     assert 0.5 * device.peak_flops < device.matmul_flops < device.peak_flops
-    rates = [rate for widths in device.attention_flops.values() for both in widths.values() for rate in both]
-    assert 0.1 * device.peak_flops < min(rates)
-    assert max(rates) < device.matmul_flops
+    by_kernel = {
+        kernel: [rate for both in widths.values() for rate in both] for kernel, widths in device.attention_flops.items()
+    }
+    for kernel, rates in by_kernel.items():
+        assert (0.03 if kernel == "efficient" else 0.1) * device.peak_flops < min(rates)
+        assert max(rates) < device.matmul_flops
+    assert device.generation is not None
     assert device.hbm_bandwidth > device.link_bandwidth > device.network_bandwidth > 1e9
     assert 20 * GIB < device.memory < 300 * GIB
     assert device.host_memory > device.devices_per_node * device.memory / 2
@@ -72,16 +78,12 @@ def test_units_follow_the_key_suffixes() -> None:
     assert device.memory == pytest.approx(79.1 * GIB)
     assert [device.peak_flops, device.hbm_bandwidth, device.launch_latency] == pytest.approx([989.4e12, 3350e9, 5e-6])
     assert [device.link_bandwidth, device.network_bandwidth] == pytest.approx([360e9, 45e9])
-    assert device.attention_rates("cudnn", 128) == (607e12, 517e12)
+    assert device.attention_rates("cudnn", 128) == (640e12, 500e12)
 
 
 def test_missing_attention_rates_fall_back_to_the_nearest() -> None:
     device = load_device("a100-80gb")
-    assert (device.attention_kernel("auto"), device.attention_kernel("fa3"), device.attention_kernel("cudnn")) == (
-        "flash",
-        "flash",
-        "cudnn",
-    )
+    assert [device.rated_kernel(kernel) for kernel in ("efficient", "fa3", "cudnn")] == ["flash", "flash", "cudnn"]
     assert device.attention_rates("flash", 96) == device.attention_rates("flash", 128)
     assert device.attention_rates("flash", 80) == device.attention_rates("flash", 64)
     assert device.attention_rates("flash", 93) == device.attention_rates("flash", 128)  # By ratio.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from longhaul_attention import ContextParallel, gathers_logits, kernel_start, parallelize, register_transformers
-from models import kernel_check
+from models import kernel_check, kernels
 
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.arange(3, 15).view(2, 6)
@@ -133,6 +133,31 @@ def test_a_wrong_kernel_is_refused_before_it_is_used(cp: ContextParallel, monkey
             ValueError, match=r'kernel "cpu" is wrong on cpu: dq is off by 0\.3; kernel="plain" takes matrix'
         ):
             attend(cp, 4)
+
+
+def test_auto_leaves_out_a_wrong_kernel_and_takes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device of the newest generations: cuDNN is wrong, and FlashAttention right."""
+
+    def verify(name: str, *_: Any, windows: tuple[int, ...], **__: Any) -> None:
+        seen.append((name, windows))
+        if name == "cudnn":
+            raise ValueError("dq is off by 0.3")
+
+    seen = list[tuple[str, tuple[int, ...]]]()
+    queries = torch.empty(1, 4, 4, 64, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(kernel_start, "is_checked", lambda _: True)
+    monkeypatch.setattr(kernel_start, "_verified", set())
+    monkeypatch.setattr(kernels, "left_out", set())
+    monkeypatch.setattr(kernels, "device_generation", lambda _: "hopper")
+    monkeypatch.setattr(kernel_check, "verify_kernel", verify)
+    kernels._auto_choices.cache_clear()
+    with pytest.warns(UserWarning, match=r"attention kernel cudnn\+flash is left out on meta: dq is off by 0\.3"):
+        kernel_start.verify_once("auto", queries, 2, ulysses=1, window=3, softcap=None)
+    assert seen == [("cudnn", ()), ("flash", (3,))]
+    kernel_start.verify_once("auto", queries, 2, ulysses=1, window=3, softcap=None)
+    assert len(seen) == 2
+    assert kernels.select_kernel(queries, "auto") == "flash"
+    kernels._auto_choices.cache_clear()
 
 
 def test_a_right_kernel_passes_the_check_on_this_device(cp: ContextParallel, monkeypatch: pytest.MonkeyPatch) -> None:

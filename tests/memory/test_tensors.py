@@ -8,13 +8,12 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import memory_grid
-from models import kernels, linear
+from models import linear
 from trainer.memory import ends
 from trainer.memory.estimator import phase_estimates
-from trainer.memory.rank import KERNELS, RankMemory
+from trainer.memory.rank import RankMemory
 from trainer.memory.tensors import DTYPE_BYTES, LINES, MemoryTensor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,12 +52,6 @@ def test_every_tensor_has_a_size_a_lifetime_and_code_that_allocates_it(count: in
         assert tensor.copies >= 0, tensor
         file, _, name = tensor.source.partition(": ")
         assert name in defined(file), tensor
-
-
-@pytest.mark.parametrize("dtype", KERNELS)
-def test_the_kernel_counted_is_the_one_that_runs_on_a_device(dtype: str) -> None:
-    on_device = torch.empty(1, 1, 1, dtype=getattr(torch, dtype), device="meta")
-    assert KERNELS[dtype] == kernels.select_kernel(on_device)
 
 
 def test_the_embedding_is_counted_in_the_columns_that_it_takes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from models import attention_op, kernel_check, kernels
 from models.kernel_check import SHORT_LENGTHS, Heads, verify_kernel, verify_wide
+from models.kernel_choice import planned_length
 from models.score_blocks import ScoreBlock, ScoreBlocks, VarlenBatch
 from trainer.config.parse import load
 from trainer.errors import RankFailedError
@@ -196,8 +198,9 @@ def cudnn_lengths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, i
 
 def test_every_length_reaches_cudnns_causal_path(cudnn_lengths: list[tuple[int, int, bool]]) -> None:
     verify("cudnn")
-    causal = {queries for queries, _, is_causal in cudnn_lengths if is_causal}
-    assert causal == {*SHORT, 65, 126}
+    causal = Counter(queries for queries, _, is_causal in cudnn_lengths if is_causal)
+    assert causal.keys() == {planned_length(length) for length in (*SHORT, 65, 126)}
+    assert causal[planned_length(65)] == 2 * causal[2], "single tokens beside it do not take it to flash"
     assert all(min(queries, keys) > 1 for queries, keys, _ in cudnn_lengths), "flash takes single tokens"
     assert any(queries != keys for queries, keys, _ in cudnn_lengths)
 
@@ -275,12 +278,12 @@ def test_the_run_checks_its_own_heads_and_tokens() -> None:
 
 
 def test_an_assertion_of_a_kernel_ends_the_run_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("head dim 192 is not supported")
 
     monkeypatch.setattr(hardware, "verify_attention_kernel", refuse)
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", lambda _: None)
-    config = load(["--data.corpus=copy", "--training.attention=fa4"])
+    config = load(["--data.corpus=copy", "--training.attention=fa4", "--training.dtype=bfloat16"])
     words = r'training\.attention = "fa4" does not work on cuda:0: head dim 192 is not'
     with FakeTensorMode(), pytest.raises(RankFailedError, match=words):
         hardware.choose_attention_kernel(config, torch.device("cuda", 0))

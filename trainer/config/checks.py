@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import prod
 from pathlib import Path
 
-from models.score_pairs import SOFTCAP_PROBLEM
+from models import kernel_choice
 from parallelisms.parallel_dims import expert_parallel_problems, head_groups_problem, tensor_parallel_problems
 from trainer.config.data import (
     COPY_CORPUS,
@@ -147,14 +147,11 @@ def _single_stage_problems(config: Config, world_size: int) -> Iterator[str]:
     yield from slurm_problems(config.slurm)
     if not model_problems:
         yield from _head_group_problems(config)
-        kernel, softcap = config.training.attention, config.model.build().score_softcap
-        if softcap is not None and kernel not in ("auto", "plain"):
-            yield f"training.attention: {SOFTCAP_PROBLEM.format(kernel=kernel, softcap=softcap)}"
+        yield from _attention_problems(config)
     yield from _optimizer_dtype_problems(config)
     yield from _world_size_problems(config, world_size)
     if not model_problems:
         yield from _parallelism_problems(config, world_size)
-    yield from _attention_problems(config)
     if config.schedule.decay_steps is not None and config.schedule.kind != "wsd":
         decay, kind = config.schedule.decay_steps, config.schedule.kind
         yield f'schedule.decay_steps = {decay} is only used with schedule.kind = "wsd", not "{kind}"'
@@ -316,13 +313,9 @@ def _parallelism_problems(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _attention_problems(config: Config) -> Iterator[str]:
-    kernel, dtype = config.training.attention, config.training.dtype
-    supported = {"efficient": ("bfloat16", "float32")} | dict.fromkeys(("flash", "cudnn", "fa3", "fa4"), ("bfloat16",))
-    if kernel == "cudnn" and config.training.deterministic:
-        yield 'training.attention = "cudnn" is not deterministic, but training.deterministic = true'
-    elif dtype not in supported.get(kernel, (dtype,)):
-        rule = f'supports {" or ".join(supported[kernel])}, not training.dtype = "{dtype}"'
-        yield f'training.attention = "{kernel}" {rule}'
+    """Those that a kernel has on every device."""
+    if config.training.attention != "auto":
+        yield from kernel_choice.problems(config.training.attention, config.attention_needs())
 
 
 def _memory_problems(memory: MemorySection) -> Iterator[str]:

@@ -7,6 +7,7 @@ from functools import cached_property
 from math import prod
 from pathlib import Path
 
+from models.kernel_choice import AttentionNeeds
 from parallelisms.context.context_plan import ContextPlan
 from parallelisms.pipeline_plan import PipelinePlan
 from trainer.config import sections
@@ -88,6 +89,17 @@ class Config(Section):
             windows=(*model.layers_by_window,),
             ranks_per_node=max(1, section.ranks_per_node // section.tp),
             tp=section.tp if section.sequence_parallel else 1,
+        )
+
+    def attention_needs(self, generation: str | None = None) -> AttentionNeeds:
+        """What attention kernels must do, on devices of a generation. The model must have no problems."""
+        training, model = self.training, self.model.build()
+        return AttentionNeeds(
+            dtype=training.dtype,
+            head_dim=model.head_dim,
+            softcap=model.score_softcap,
+            deterministic=training.deterministic,
+            generation=generation,
         )
 
     def pipeline_plan(self, world_size: int) -> PipelinePlan:

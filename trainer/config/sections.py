@@ -87,8 +87,8 @@ class TrainingSection(Section):
     """`bfloat16`: mixed precision, bfloat16 compute over float32 weights; `float32`; `float64`: everything, for parity tests."""
     reduce_dtype: Literal["bfloat16", "float32"] = "float32"
     """Type of gradient reductions in bfloat16 runs; float32 and float64 runs reduce in their own type."""
-    attention: Literal["auto", "flash", "cudnn", "efficient", "plain", "fa3", "fa4"] = "auto"
-    """Attention kernel on CUDA; `auto` chooses by device, type and packing, and logs its choice. CPUs have one kernel."""
+    attention: Literal["auto", "flash", "cudnn", "cudnn+flash", "efficient", "plain", "fa3", "fa4"] = "auto"
+    """Attention kernel on CUDA. `auto`: the fastest that passes the start-up check; `cudnn+flash`: `cudnn` for long blocks, `flash` for windows and short ones. CPUs have one kernel."""
     balance_loss: NonNegativeFloat = 0.0
     """Weight of the load-balance loss of experts, summed over layers; 0.01 is common. 1 is its value for equal loads."""
     balance_over: Literal["step", "sequence"] = "step"

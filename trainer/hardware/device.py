@@ -13,11 +13,13 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from models import kernel_check, kernels
+from models import kernel_check, kernel_choice, kernels
+from models.kernel_choice import CUDNN_AND_FLASH, FLASH_VERSIONS, kernels_of
 from parallelisms.context.context_plan import kv_head_repeats
 from trainer.config.job_config import Config
 from trainer.errors import EXIT_BAD_CONFIG, RankFailedError
-from trainer.hardware.specs import find_table, table_peak_flops
+from trainer.hardware.attention_kernels import attention_choices
+from trainer.hardware.specs import find_table, table_attention_rates, table_peak_flops
 
 log = logging.getLogger(__name__)
 
@@ -69,38 +71,66 @@ def require_peer_access(device: torch.device) -> None:
 
 
 def choose_attention_kernel(config: Config, device: torch.device) -> str:
-    """The attention kernel for this device, verified there against plain matmuls with the run's heads and dtype.
+    """The attention kernels for this device, verified there against plain matmuls with the run's heads and dtype.
 
-    Activates FlashAttention 3 or 4 if configured. Raises RankFailedError if the kernel is missing or wrong on this device.
+    `training.attention = "auto"` takes the fastest choice that is right, and logs why others are left out. Activates
+    FlashAttention 3 or 4 if chosen. Raises RankFailedError if a configured kernel is missing or wrong on this device.
     """
-    configured, compute_dtype = config.training.attention, getattr(torch, config.training.dtype)
-    is_flash_version = configured in ("fa3", "fa4")
-    queries = torch.empty(0, dtype=compute_dtype, device=device)
-    softcap = config.model.build().score_softcap
+    configured, softcap = config.training.attention, config.model.build().score_softcap
+    if device.type == "cpu":
+        return "plain" if softcap is not None or configured == "plain" else "cpu"
+    choices = _choices(config, device)
+    for choice in choices:
+        try:
+            return _verified(choice, config, device)
+        # FlashAttention 4 refuses arguments by assertions.
+        except (AssertionError, ImportError, RuntimeError, ValueError) as error:
+            if choice == choices[-1]:
+                message = f'training.attention = "{configured}" does not work on {device}: {error}'
+                raise RankFailedError(EXIT_BAD_CONFIG, message) from error
+            log.warning("attention kernel %s is left out on %s: %s", choice, device, error)
+    raise AssertionError("there is always a choice")
+
+
+def _choices(config: Config, device: torch.device) -> list[str]:
+    table = find_table(torch.cuda.get_device_name(device)) if torch.cuda.is_available() else None
+    rates = None if table is None else table_attention_rates(table)
+    return attention_choices(config, kernels.device_generation(device), rates)
+
+
+def _verified(choice: str, config: Config, device: torch.device) -> str:
+    """The choice as `models.kernels` names it. Raises an error if one of its kernels is missing or wrong."""
+    problems = kernel_choice.problems(choice, config.attention_needs(kernels.device_generation(device)))
+    if problem := next(problems, None):
+        raise ValueError(problem)
+    is_flash_version = choice in FLASH_VERSIONS
+    if is_flash_version:
+        torch.nn.attention.activate_flash_attention_impl(choice.upper())
     try:
-        name = kernels.select_kernel(queries, "flash" if is_flash_version else configured, softcap=softcap)
-        if device.type == "cpu":
-            return configured if softcap is not None else name
+        for kernel in ("flash",) if is_flash_version else kernels_of(choice):
+            takes_windows = choice != CUDNN_AND_FLASH or kernel == "flash"
+            verify_attention_kernel(config, kernel, device, takes_windows=takes_windows)
+    except BaseException:
         if is_flash_version:
-            torch.nn.attention.activate_flash_attention_impl(configured.upper())
-        verify_attention_kernel(config, name, device)
-    # FlashAttention 4 refuses arguments by assertions.
-    except (AssertionError, ImportError, RuntimeError, ValueError) as error:
-        message = f'training.attention = "{configured}" does not work on {device}: {error}'
-        raise RankFailedError(EXIT_BAD_CONFIG, message) from error
+            torch.nn.attention.restore_flash_attention_impl()
+        raise
     torch.cuda.empty_cache()
-    return name
+    return "flash" if is_flash_version else choice
 
 
-def verify_attention_kernel(config: Config, kernel: str, device: torch.device) -> None:
-    """Raises ValueError unless the kernel is right for the heads, dtype and tensor sizes of this run."""
+def verify_attention_kernel(config: Config, kernel: str, device: torch.device, *, takes_windows: bool = True) -> None:
+    """Raises ValueError unless the kernel is right for the heads, dtype and tensor sizes of this run.
+
+    `takes_windows`: whether layers with windows run in this kernel.
+    """
     plan, dtype = config.context_plan(), getattr(torch, config.training.dtype)
     groups, ulysses = config.memory.head_groups, plan.ulysses_degree
     num_kv = plan.kv_heads // groups
     num_kv = num_kv * kv_head_repeats(ulysses, num_kv) // ulysses
     heads = kernel_check.Heads(plan.heads // groups // ulysses, num_kv, plan.head_dim)
     few = heads._replace(num=min(2, num_kv) * heads.num // num_kv, kv=min(2, num_kv))
-    options: Any = {"windows": config.model.build().windows, "deterministic": config.training.deterministic}
+    windows = config.model.build().windows if takes_windows else ()
+    options: Any = {"windows": windows, "deterministic": config.training.deterministic}
     kernel_check.verify_kernel(kernel, device, dtype, heads=few, **options)
     num_tokens = config.training.micro_batch_size * plan.padded_length(config.training.seq_len) // plan.ring_degree
     try:

@@ -13,11 +13,9 @@ per direction, gib 2^30 bytes, us 1e-6 s. Keys without a suffix are counts or fr
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from math import log
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,6 +25,7 @@ from pydantic_core import ErrorDetails
 from trainer.config.job_config import Config
 from trainer.config.parse import deep_merge, read_toml, show_path
 from trainer.errors import ConfigError
+from trainer.hardware.attention_kernels import Rates, nearest_rates
 from trainer.hardware.specs import TABLES_DIR, find_table
 
 DEFAULT_DEVICE = "h100-80gb"
@@ -38,6 +37,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Kernel = Literal["flash", "cudnn", "efficient", "plain", "fa3", "fa4"]
+Generation = Literal["ampere", "ada", "hopper", "blackwell", "cdna"]
 WidthKey = Annotated[str, Field(pattern=r"^width_[1-9]\d*$")]
 
 
@@ -57,6 +57,7 @@ class DeviceSection(Section):
     matmul_share: Fraction = MATMUL_SHARE
     memory_gbps: Positive
     launch_us: Positive
+    generation: Generation | None = None
 
     @model_validator(mode="after")
     def _check_rates(self) -> DeviceSection:
@@ -107,6 +108,8 @@ class DeviceSpec:
 
     name: str
     description: str
+    generation: str | None
+    """Of NVIDIA's architectures, or "cdna"; None if unknown."""
     memory: float
     peak_flops: float
     """Dense, bfloat16."""
@@ -114,7 +117,7 @@ class DeviceSpec:
     """Highest measured rate of large matmuls."""
     matmul_share: float
     """Of that rate, which it sustains."""
-    attention_flops: Mapping[str, Mapping[int, tuple[float, float]]]
+    attention_flops: Rates
     """(forward, backward) rates of executed FLOPs under a causal mask, by kernel and head dimension."""
     hbm_bandwidth: float
     launch_latency: float
@@ -134,16 +137,15 @@ class DeviceSpec:
     host_bandwidth: float
     """Host memory bandwidth, shared by all devices."""
 
-    def attention_kernel(self, requested: str) -> str:
-        """The kernel whose rates represent `training.attention = requested`."""
-        if requested in self.attention_flops:
-            return requested
+    def rated_kernel(self, kernel: str) -> str:
+        """The kernel whose rates represent this one."""
+        if kernel in self.attention_flops:
+            return kernel
         return "flash" if "flash" in self.attention_flops else next(iter(self.attention_flops))
 
-    def attention_rates(self, requested: str, head_dim: int) -> tuple[float, float]:
+    def attention_rates(self, kernel: str, head_dim: int) -> tuple[float, float]:
         """(forward, backward) FLOP/s at the nearest measured head dimension."""
-        rates = self.attention_flops[self.attention_kernel(requested)]
-        return rates[min(rates, key=lambda measured: abs(log(measured / head_dim)))]
+        return nearest_rates(self.attention_flops, self.rated_kernel(kernel), head_dim)
 
 
 def load_device(name: str) -> DeviceSpec:
@@ -154,6 +156,7 @@ def load_device(name: str) -> DeviceSpec:
     return DeviceSpec(
         name=path.stem,
         description=table.description or path.stem,
+        generation=device.generation,
         memory=device.memory_gib * GIB,
         peak_flops=device.peak_tflops * TFLOPS,
         matmul_flops=device.matmul_tflops * TFLOPS,

@@ -33,6 +33,18 @@ def table_peak_flops(table: str) -> float:
     return 1e12 * float(stated["value"] if isinstance(stated, dict) else stated)
 
 
+def table_attention_rates(table: str) -> dict[str, dict[int, tuple[float, float]]]:
+    """(forward, backward) TFLOP/s by attention kernel and head dimension; of the table it extends where it states none."""
+    values = _read(table)
+    rates = table_attention_rates(values["extends"]) if "extends" in values else {}
+    for kernel, widths in values.get("attention", {}).items():
+        of_widths = {
+            int(key.removeprefix("width_")): (each["forward"], each["backward"]) for key, each in widths.items()
+        }
+        rates[kernel] = rates.get(kernel, {}) | of_widths
+    return rates
+
+
 @cache
 def _read(table: str) -> dict[str, Any]:
     return tomli.loads((TABLES_DIR / f"{table}.toml").read_text())

@@ -14,6 +14,7 @@ from math import lcm, prod
 from typing import ClassVar
 
 from models.config import ModelConfig
+from models.kernel_choice import kernel_for
 from models.layers import NORMS, LayerKind
 from parallelisms.context.context_plan import ContextPlan
 from parallelisms.context.shard_layout import SeqLayout, TokenSpan, halo_fits, halo_traffic
@@ -58,8 +59,8 @@ class BlockMemory:
     """Size of an MLP tile, with recomputation."""
     sequences: int = 1
     """Of a micro-batch."""
-    kernel: str = "cpu"
-    """Of attention."""
+    attention: str = "cpu"
+    """The choice of attention kernels."""
     deterministic: bool = False
     is_padded: bool = False
     """Whether sequences are padded for cp and tp ranks; the padding is attended to by a call of its own."""
@@ -73,6 +74,16 @@ class BlockMemory:
     @property
     def compute_bytes(self) -> int:
         return DTYPE_BYTES[self.compute_dtype]
+
+    @property
+    def sequence_tokens(self) -> float:
+        """Of a sequence, that a rank's attention has as queries."""
+        return self.tokens * self.ulysses_degree / self.sequences
+
+    @property
+    def kernel(self) -> str:
+        """Of attention to the tokens of a whole sequence."""
+        return kernel_for(self.attention, tokens=self.sequence_tokens, window=self.kind.window)
 
     @property
     def sequence_shards(self) -> int:

@@ -17,13 +17,12 @@ from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES
 from trainer.checkpoint.memory_folder import FILES_PER_RANK
 from trainer.config.job_config import Config
+from trainer.hardware.attention_choice import with_attention_choice
 from trainer.hardware.host import GIB
 from trainer.memory.block import BlockMemory
 from trainer.memory.experts import block_of
 from trainer.memory.tensors import DTYPE_BYTES, Tensors, total_bytes
 
-KERNELS = {"bfloat16": "flash", "float32": "efficient", "float64": "plain"}
-"""That `training.attention = "auto"` takes on a GPU, as in models/kernels.py."""
 Shapes = tuple[tuple[int, ...], ...]
 """(rows, columns) of the parameters on one tp and ep rank; norms have one column. A third number: ep ranks that have others."""
 
@@ -69,7 +68,7 @@ class RankMemory:
             config.memory.head_groups,
             None if config.memory.mlp_tile_mib is None else config.memory.mlp_tile_mib << 20,
             training.micro_batch_size,
-            "cpu" if on_cpu else KERNELS[training.dtype] if training.attention == "auto" else training.attention,
+            "cpu" if on_cpu else with_attention_choice(config).training.attention,
             training.deterministic,
             padded_len != seq_len,
             self.layout,

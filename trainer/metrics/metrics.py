@@ -15,6 +15,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
+from models import kernel_choice
 from parallelisms.collectives import all_gather_values, max_over_ranks
 from trainer.checkpoint.background_save import Save
 from trainer.checkpoint.durable_io import LineAppender, format_bytes
@@ -117,7 +118,7 @@ class MetricsProcessor:
             None, (*self.prediction.summary, self._expected_imbalance(), self.prediction.memory_summary)
         ):
             log.info("%s", text)
-        log.info("attention kernel: %s", trainer.parallel_model.kernel)
+        log.info("attention kernel: %s", kernel_choice.describe(trainer.parallel_model.kernel))
         training = self.config.training
         sources = self.dataset.summary(training.steps * training.global_batch_size)
         for each in self.run_config.training_stages[stage.index :]:

@@ -12,7 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from models.kernel_choice import kernel_for, kernels_of
 from trainer.config.job_config import Config
+from trainer.errors import ConfigError
+from trainer.hardware.attention_choice import attention_problems, with_attention_choice
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.hardware.host import GIB
 from trainer.memory import auto
@@ -62,7 +65,7 @@ class TrainingPlan:
     """Plan of one training stage."""
 
     config: Config
-    """With `memory.recompute = "auto"` resolved for this device."""
+    """With `training.attention = "auto"` and `memory.recompute = "auto"` resolved for this device."""
     world_size: int
     device: DeviceSpec
     name: str = ""
@@ -240,10 +243,11 @@ class TrainingPlan:
             notes.append(
                 "assumes one document per sequence: packed documents attend to fewer tokens and take less time"
             )
-        if training.attention != "auto" and self.device.attention_kernel(training.attention) != training.attention:
-            notes.append(
-                f'the device table has no rates for training.attention = "{training.attention}": uses those of flash'
-            )
+        notes += [
+            f'the device table has no rates for attention kernel "{kernel}": uses those of {rated}'
+            for kernel in kernels_of(training.attention)
+            if (rated := self.device.rated_kernel(kernel)) != kernel
+        ]
         if training.dtype != "bfloat16":
             notes.append(f"assumes one sixteenth of the bfloat16 rates for {training.dtype}")
         return notes
@@ -252,10 +256,16 @@ class TrainingPlan:
         """Those of the device table, which are for bfloat16."""
         if self.config.training.dtype != "bfloat16":
             return ""
-        requested, width = self.config.training.attention, self.config.model.build().head_dim
-        forward, backward = (rate / 1e12 for rate in self.device.attention_rates(requested, width))
-        kernel = self.device.attention_kernel(requested)
-        return f", {kernel} at {forward:.0f} TFLOP/s forward and {backward:.0f} backward"
+        choice, model = self.config.training.attention, self.config.model.build()
+        used = {
+            kernel_for(choice, tokens=self.config.training.seq_len, window=window) for window in model.layers_by_window
+        }
+        return "".join(map(self._rates_of, sorted(used)))
+
+    def _rates_of(self, kernel: str) -> str:
+        rates = self.device.attention_rates(kernel, self.config.model.build().head_dim)
+        forward, backward = (rate / 1e12 for rate in rates)
+        return f", {self.device.rated_kernel(kernel)} at {forward:.0f} TFLOP/s forward and {backward:.0f} backward"
 
     @cached_property
     def suggestions(self) -> list[Suggestion]:
@@ -273,7 +283,7 @@ class TrainingPlan:
 
     def _evaluate(self, change: Change) -> Suggestion | None:
         """None if it does not help."""
-        plan = TrainingPlan(change.config, change.world_size, self.device)
+        plan = TrainingPlan(with_attention_choice(change.config, self.device), change.world_size, self.device)
         freed_bytes = self.peak_memory.device_bytes - plan.peak_memory.device_bytes
         if self.memory_shortages:
             reduction = self.memory_utilization - plan.memory_utilization
@@ -315,7 +325,13 @@ class RunPlan:
 
 
 def plan_stage(config: Config, world_size: int, device: DeviceSpec, *, name: str = "") -> TrainingPlan:
-    """The configuration must be valid. If `memory.recompute = "auto"` finds nothing that fits, plans what needs least."""
+    """The configuration must be valid. If `memory.recompute = "auto"` finds nothing that fits, plans what needs least.
+
+    Raises ConfigError if the device cannot run the attention kernel that the configuration names.
+    """
+    if unable := attention_problems(config, device):
+        raise ConfigError(unable)
+    config = with_attention_choice(config, device)
     ranks_per_node, problems = min(world_size, device.devices_per_node), list[str]()
     device_gib = config.memory.device_gib
     try:

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from models.kernel_choice import kernel_for
 from trainer.config.job_config import Config
+from trainer.hardware.attention_choice import with_attention_choice
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.memory.rank import RankMemory
 from trainer.plan import interconnect
@@ -115,6 +117,7 @@ class RankTimeModel:
     def __init__(
         self, config: Config, world_size: int, pp_rank: int, device: DeviceSpec, groups: Mapping[str, GroupTopology]
     ) -> None:
+        config = with_attention_choice(config, device)
         self.config, self.device, self.groups = config, device, groups
         self.rank = RankMemory(config, world_size, pp_rank)
         self.block, self.workload, self._messages = self.rank.block, rank_workload(self.rank), comm_volumes(self.rank)
@@ -147,10 +150,12 @@ class RankTimeModel:
 
     def attention_rates(self, window: int | None) -> dict[str, float]:
         """FLOP/s by phase; a window has as few keys as a short document."""
-        forward, backward = self.device.attention_rates(self.config.training.attention, self.rank.model.head_dim)
         # In a ring, each kernel covers one rank's KV, on average half of it.
-        tokens = self.rank.tokens * self.block.ulysses_degree / self.config.training.micro_batch_size
-        tokens /= 2 if self._uses_ring_hops else 1
+        tokens = self.block.sequence_tokens / (2 if self._uses_ring_hops else 1)
+        kernel = kernel_for(self.config.training.attention, tokens=tokens, window=window)
+        if self.config.training.dtype != "bfloat16":
+            kernel = "flash"  # DTYPE_RATE_FACTOR is relative to it: the tables have rates for bfloat16.
+        forward, backward = self.device.attention_rates(kernel, self.rank.model.head_dim)
         tokens = min(tokens, window or tokens)
         efficiency = self._dtype_factor * tokens / (tokens + ATTENTION_HALF_RATE_TOKENS)
         return {"forward": forward * efficiency, "recompute": forward * efficiency, "backward": backward * efficiency}

@@ -7,14 +7,14 @@ from itertools import permutations
 from operator import attrgetter
 from typing import Any
 
+from models.kernel_choice import FLASH_VERSIONS
 from parallelisms.context.context_plan import CP_METHODS
 from parallelisms.parallel_dims import AXES
 from trainer.config.job_config import Config
+from trainer.hardware.attention_choice import attention_problems
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.memory.report import Change, change_of, memory_changes, valid_changes, with_overrides
 
-OPTIONAL_KERNELS = ("fa3", "fa4")
-"""Kernels from separate packages."""
 PACKAGE_NOTE = ", if its package is installed"
 LIGHTER_OFFLOADS = {"inputs_and_attention": ("inputs", "none"), "inputs": ("none",)}
 
@@ -47,14 +47,22 @@ def _key_changes(config: Config, world_size: int, values: dict[str, tuple[Any, .
     for key, choices in values.items():
         for value in choices:
             if value != attrgetter(key)(config):
-                note = PACKAGE_NOTE if value in OPTIONAL_KERNELS else ""
+                note = PACKAGE_NOTE if value in FLASH_VERSIONS else ""
                 yield change_of(config, world_size, {key: value}, note=note)
+
+
+def _able_flash_versions(config: Config, device: DeviceSpec) -> list[str]:
+    choices = {kernel: with_overrides(config, {"training.attention": kernel}) for kernel in FLASH_VERSIONS}
+    return [
+        kernel
+        for kernel, changed in choices.items()
+        if kernel in device.attention_flops and not attention_problems(changed, device)
+    ]
 
 
 def _faster_values(config: Config, device: DeviceSpec) -> dict[str, tuple[Any, ...]]:
     """Values that may be faster, by key."""
     memory, parallelism, training = config.memory, config.parallelism, config.training
-    kernel = device.attention_kernel(training.attention)
     values: dict[str, tuple[Any, ...]] = {
         "memory.recompute": {"none": (), "keep_attention": ("none",), "full": ("keep_attention", "none")}[
             memory.recompute
@@ -65,7 +73,7 @@ def _faster_values(config: Config, device: DeviceSpec) -> dict[str, tuple[Any, .
         "memory.blocks_per_checkpoint": (max(1, memory.blocks_per_checkpoint // 2),),
         "memory.loss_chunk_mib": (4 * memory.loss_chunk_mib,),
         "memory.optimizer_placement": ("device",),
-        "training.attention": tuple(other for other in device.attention_flops if other != kernel),
+        "training.attention": ("auto", *_able_flash_versions(config, device)),
         "training.compile": (True,),
         "training.reduce_dtype": ("bfloat16",),
         "training.micro_batch_size": (2 * training.micro_batch_size,),

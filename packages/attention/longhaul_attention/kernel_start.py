@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
 from models import kernel_check, kernels
+from models.kernel_choice import CUDNN_AND_FLASH, kernels_of
 from parallelisms.context.context_plan import kv_head_repeats
 
 _verified = set[tuple[object, ...]]()
@@ -19,26 +22,37 @@ def is_checked(device: torch.device) -> bool:
 def verify_once(
     kernel: str, q_BSNH: Tensor, num_kv: int, *, ulysses: int, window: int | None, softcap: float | None
 ) -> None:
-    """Raises ValueError if the kernel that computes attention of these queries is wrong on their device.
+    """Compares the kernels that compute attention of these queries with matrix products. Takes seconds, the first time.
 
-    `num_kv`: KV heads of a rank, of which Ulysses' ranks get a part each. Takes seconds, the first time.
+    `num_kv`: KV heads of a rank, of which Ulysses' ranks get a part each. With "auto", one that is wrong is left out from
+    then on, with a warning. Raises ValueError if a named one is wrong.
     """
     if not is_checked(q_BSNH.device):
         return
-    name = kernels.select_kernel(q_BSNH, kernel, softcap=softcap)
     own_kv = num_kv * kv_head_repeats(ulysses, num_kv) // ulysses
     per_kv = q_BSNH.shape[2] // ulysses // own_kv
     few = min(2, own_kv)
     heads = kernel_check.Heads(few * per_kv, few, q_BSNH.shape[3])
-    key = (name, q_BSNH.device, q_BSNH.dtype, heads, window)
-    if key in _verified:
-        return
-    windows = () if window is None else (window,)
-    try:
+    while True:
+        choice = kernels.select_kernel(q_BSNH, kernel, softcap=softcap)
+        key = (choice, q_BSNH.device, q_BSNH.dtype, heads, window)
+        try:
+            if key not in _verified:
+                _verify(choice, q_BSNH, heads, window)
+            _verified.add(key)
+            return
+        except (RuntimeError, ValueError) as error:
+            if kernel != "auto" or choice in ("cpu", "plain"):
+                raise ValueError(
+                    f'kernel "{choice}" is wrong on {q_BSNH.device}: {error}; kernel="plain" takes matrix products'
+                ) from error
+            warnings.warn(f"attention kernel {choice} is left out on {q_BSNH.device}: {error}", stacklevel=4)
+            kernels.left_out.add(choice)
+
+
+def _verify(choice: str, q_BSNH: Tensor, heads: kernel_check.Heads, window: int | None) -> None:
+    for name in kernels_of(choice):
+        takes_no_window = choice == CUDNN_AND_FLASH and name == "cudnn"
+        windows = () if window is None or takes_no_window else (window,)
         with torch.enable_grad():
             kernel_check.verify_kernel(name, q_BSNH.device, q_BSNH.dtype, heads=heads, windows=windows)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f'kernel "{name}" is wrong on {q_BSNH.device}: {error}; kernel="plain" takes matrix products'
-        ) from error
-    _verified.add(key)

@@ -1,0 +1,120 @@
+"""What each attention kernel can do, and which of them takes a block of scores. Imports no torch.
+
+A choice names one kernel, or two: with `CUDNN_AND_FLASH` cuDNN takes long blocks, where it is faster, and FlashAttention
+takes windows and short blocks, many in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+CUDNN_AND_FLASH = "cudnn+flash"
+LONG_TOKENS = 4096
+"""Queries and keys of a block from which on cuDNN, which takes one block a call, is faster than FlashAttention."""
+LENGTHS_PER_OCTAVE = 16
+"""For which cuDNN builds a plan, which takes it long: a block is run at the next of these lengths."""
+SOFTCAP_PROBLEM = (
+    'attention kernel "{kernel}" has no soft-capped scores (softcap = {softcap}): torch gives no CUDA kernel the cap; '
+    '"plain" has it, and holds the scores of a document in memory'
+)
+NVIDIA = ("ampere", "ada", "hopper", "blackwell")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelLimits:
+    """Where a kernel works."""
+
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
+    max_head_dim: int | None = 256
+    head_dim_multiple: int = 8
+    generations: tuple[str, ...] | None = None
+    """Of devices, as the device tables name them; None: all."""
+    is_deterministic: bool = True
+    has_softcap: bool = False
+
+
+KERNEL_LIMITS: Mapping[str, KernelLimits] = {
+    "flash": KernelLimits(),
+    "cudnn": KernelLimits(generations=NVIDIA, is_deterministic=False),
+    "efficient": KernelLimits(dtypes=("bfloat16", "float16", "float32"), max_head_dim=None),
+    "plain": KernelLimits(
+        dtypes=("bfloat16", "float16", "float32", "float64"), max_head_dim=None, head_dim_multiple=1, has_softcap=True
+    ),
+    "fa3": KernelLimits(generations=("hopper",)),
+    "fa4": KernelLimits(max_head_dim=128, generations=("hopper", "blackwell")),
+}
+FLASH_VERSIONS = ("fa3", "fa4")
+"""FlashAttention 3 and 4: torch puts one of them in the place of its FlashAttention 2, for a whole process."""
+FASTEST_FIRST: Mapping[str | None, tuple[str, ...]] = dict.fromkeys(("hopper", "blackwell"), ("cudnn", "flash"))
+"""By generation, where no table of rates is at hand; `USUAL_ORDER` for all others."""
+USUAL_ORDER = ("flash",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionNeeds:
+    """What a run asks of a kernel."""
+
+    dtype: str
+    head_dim: int
+    softcap: float | None = None
+    deterministic: bool = False
+    generation: str | None = None
+    """Of the device; None if unknown."""
+
+
+def kernels_of(choice: str) -> tuple[str, ...]:
+    return tuple(choice.split("+"))
+
+
+def problems(choice: str, needs: AttentionNeeds) -> Iterator[str]:
+    """Why the kernels of a choice other than "auto" cannot do it."""
+    for kernel in kernels_of(choice):
+        limits, name = KERNEL_LIMITS[kernel], f'training.attention = "{choice}"'
+        if needs.dtype not in limits.dtypes:
+            yield f'{name} supports {" or ".join(limits.dtypes)}, not training.dtype = "{needs.dtype}"'
+        if needs.deterministic and not limits.is_deterministic:
+            yield f"{name} is not deterministic, but training.deterministic = true"
+        if needs.softcap is not None and not limits.has_softcap:
+            yield f"training.attention: {SOFTCAP_PROBLEM.format(kernel=kernel, softcap=needs.softcap)}"
+        if limits.max_head_dim is not None and needs.head_dim > limits.max_head_dim:
+            yield f"{name} supports heads of at most {limits.max_head_dim} dimensions, not head_dim = {needs.head_dim}"
+        if needs.head_dim % limits.head_dim_multiple:
+            yield f"{name} supports heads of a multiple of {limits.head_dim_multiple} dimensions, not head_dim = {needs.head_dim}"
+        if needs.generation is not None and limits.generations and needs.generation not in limits.generations:
+            yield f"{name} runs on {' and '.join(limits.generations)} devices, not on {needs.generation}"
+
+
+def auto_choices(needs: AttentionNeeds, fastest_first: Sequence[str] | None = None) -> list[str]:
+    """What `training.attention = "auto"` takes, best first: each one for the case that those before it fail on the device.
+
+    `fastest_first`: kernels that the device has, by measured rates; None: the usual order of its generation.
+    """
+    order = FASTEST_FIRST.get(needs.generation, USUAL_ORDER) if fastest_first is None else fastest_first
+    able = [each for each in dict.fromkeys((*order, "efficient", "plain")) if not any(problems(each, needs))]
+    choices = list[str]()
+    for kernel in able:
+        if kernel != "cudnn":
+            choices.append(kernel)
+        elif "flash" in able:  # Alone it would take windows in pieces, and short blocks one by one.
+            choices.append(CUDNN_AND_FLASH)
+    return choices
+
+
+def kernel_for(choice: str, *, tokens: float, window: int | None = None) -> str:
+    """Which kernel of a choice takes blocks of this many queries and keys, in layers with this window."""
+    if choice != CUDNN_AND_FLASH:
+        return choice
+    return "flash" if window is not None or tokens < LONG_TOKENS else "cudnn"
+
+
+def describe(choice: str) -> str:
+    if choice != CUDNN_AND_FLASH:
+        return choice
+    return f"cudnn for blocks of {LONG_TOKENS:,} tokens or more, flash for shorter ones and for windows"
+
+
+def planned_length(tokens: int) -> int:
+    """The next length for which a kernel builds a plan."""
+    step = max(1, (1 << tokens.bit_length() - 1) // LENGTHS_PER_OCTAVE)
+    return -(-tokens // step) * step
