@@ -102,7 +102,7 @@ class Worker(Protocol):
         """Rows since the last call. The last row of a job has a `state`."""
 
     def close(self) -> None:
-        """Kills the process, if it still runs, with all that it has started."""
+        """Ends the process with all that it has started."""
 
 
 class Process:
@@ -134,6 +134,8 @@ class Process:
 
     def close(self) -> None:
         self._connection.close()
+        if self.job is None:  # It reads that there is no other job, and ends by itself.
+            self._process.join(5)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid or 0, signal.SIGKILL)
         self._process.kill()

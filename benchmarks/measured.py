@@ -89,7 +89,7 @@ def page(rows: Sequence[Row], left: Sequence[str]) -> str:
         plan, rival = planned(row), fastest_rival(row, rows)
         table.append(
             [
-                row["job"],
+                row["job"] if "system" in row else case(row).name,
                 _numbers(row["s_step"], mfu(row), row.get("peak_gib")),
                 "" if plan is None else _numbers(plan.step_seconds, plan.mfu, plan.peak_memory.device_bytes / GIB),
                 "" if rival is None else f"{rival['job']}: {_numbers(rival['s_step'], mfu(rival), rival['peak_gib'])}",
