@@ -36,13 +36,13 @@ import torch
 
 from benchmarks import gpu_rivals
 from benchmarks.gpu_bench import ROOT, UNKNOWN, Bench, Row, output
-from benchmarks.gpu_jobs import Job, all_jobs, compilations, digest, next_job, unknown
+from benchmarks.gpu_jobs import Job, affordable, all_jobs, compilations, digest, next_job, unknown
 from benchmarks.measured import page, read_rows
 from trainer.hardware.device import choose_device
 from trainer.hardware.host import loopback_environment
 from trainer.launch.cluster import LaunchWorld, set_worker_environment
 
-LANES = 4
+LANES = 6
 """Processes that share the device during checks and compilations."""
 FREE = 0.95
 """Share of device memory that jobs may take together; each process has a context, too."""
@@ -214,7 +214,7 @@ def run_all(schedule: Schedule, jobs: Sequence[Job], *, deadline: float) -> list
     """Checks and compilations side by side in at most half of the time, then timings alone; returns what did not run."""
     halfway = (schedule.clock.time() + deadline) / 2
     apart = [job for job in jobs if job.alone]
-    together = [*(job for job in jobs if not job.alone), *compilations(apart)]
+    together = [*(job for job in jobs if not job.alone), *compilations(affordable(apart, deadline - halfway))]
     left = schedule.run(together, deadline=halfway, lanes=LANES)
     schedule.close()  # Nothing holds memory or a context beside the timings.
     left = [job for job in left if job.kind != "compile"]

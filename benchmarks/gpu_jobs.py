@@ -82,10 +82,20 @@ def next_job(waiting: Iterable[Job], *, seconds: float, gib: float) -> Job | Non
     return next((job for job in waiting if job.seconds <= seconds and job.gib <= gib), None)
 
 
+def affordable(jobs: Iterable[Job], seconds: float) -> list[Job]:
+    """Those that will run if each takes its estimate, one after the other."""
+    chosen = []
+    for job in jobs:
+        if job.seconds <= seconds:
+            chosen.append(job)
+            seconds -= job.seconds
+    return chosen
+
+
 def compilations(jobs: Iterable[Job]) -> list[Job]:
     """Jobs that compile what these will time."""
     return [
-        Job(f"compile {job.name}", "compile", job.compilation, 30, gib=job.gib)
+        Job(f"compile {job.name}", "compile", job.compilation, 20, gib=job.gib)
         for job in jobs
         if job.compilation is not None
     ]
@@ -107,7 +117,7 @@ def pair_job(off: str, on: str) -> Job:
     """32K tokens of the 1.24B model without and with an option."""
     base = StepCase("1.24B", 32 * K, KEPT)
     measure, compiled = partial(gpu_steps.pair, case=base, off=off, on=on), compilation(base.with_option(on))
-    return Job(f"pair: {on}", "pair", measure, 30, 48, alone=True, compilation=compiled)
+    return Job(f"pair: {on}", "pair", measure, 20, 48, alone=True, compilation=compiled)
 
 
 def rival_job(case: RivalCase, seconds: float, gib: float) -> Job:
@@ -180,11 +190,11 @@ def timings() -> list[Job]:
     short = Rounds(1, 2, short=True)
     return [
         Job("machine", "machine", gpu_kernels.machine, 15, 32, ("benchmarks/gpu_kernels.py",), alone=True),
-        step_job(case(8 * K, f"{NONE} {COMPILED}"), "step", 15, 28),
-        rival_job(titan(8 * K, "none", compile=True), 30, 36),
+        step_job(case(8 * K, f"{NONE} {COMPILED}"), "step", 12, 28),
+        rival_job(titan(8 * K, "none", compile=True), 20, 36),
         step_job(case(32 * K, f"{KEPT} {COMPILED}"), "step", 20, 24),
         rival_job(titan(32 * K, "selective", compile=True), 40, 58),
-        rival_job(hugging(32 * K, "full"), 25, 26),
+        rival_job(hugging(32 * K, "full"), 20, 26),
         rate_job("cudnn", 128),
         rate_job("flash", 128),
         step_job(case(128 * K, f"{KEPT} {COMPILED}"), "step", 35, 42, short),
@@ -194,9 +204,9 @@ def timings() -> list[Job]:
         pair_job("", "--memory.head_groups 4"),
         pair_job("", "--memory.mlp_tile_mib 512"),
         pair_job("", NONE),
-        step_job(StepCase("Qwen3-30B-A3B, 4 layers", 16 * K, KEPT), "mixture", 20, 54),
+        step_job(StepCase("Qwen3-30B-A3B, 4 layers", 16 * K, KEPT), "mixture", 14, 54),
         step_job(StepCase("gpt-oss-20b, 4 layers", 32 * K, KEPT), "mixture", 25, 78),
-        step_job(StepCase("Gemma 3 1B", 32 * K, KEPT), "windowed", 20, 20),
+        step_job(StepCase("Gemma 3 1B", 32 * K, KEPT), "windowed", 14, 20),
         head_job(256),
         head_job(1024),
         ring_rate_job(8 * K),
@@ -208,10 +218,10 @@ def timings() -> list[Job]:
         step_job(case(64 * K, f"{KEPT} {COMPILED}"), "step", 20, 30, short),
         rival_job(hugging(8 * K, "none"), 20, 40),
         rival_job(titan(8 * K, "none"), 20, 48),
-        step_job(case(1024 * K, LEAN, document=16 * K), "long", 65, 115, Rounds(0, 1)),
-        Job("calibrate", "calibrate", gpu_product.calibrate, 40, 32, ("trainer/plan/calibrate.py",), alone=True),
-        step_job(case(512 * K, f"{KEPT} {COMPILED}"), "long", 150, 122, Rounds(1, 1, short=True)),
-        step_job(case(1024 * K, LEAN), "long", 520, 115, Rounds(0, 1)),
+        step_job(case(1024 * K, LEAN, document=16 * K), "step", 65, 115, Rounds(0, 1)),
+        Job("calibrate", "machine", gpu_product.calibrate, 40, 32, ("trainer/plan/calibrate.py",), alone=True),
+        step_job(case(512 * K, f"{KEPT} {COMPILED}"), "step", 150, 122, Rounds(1, 1, short=True)),
+        step_job(case(1024 * K, LEAN), "step", 520, 115, Rounds(0, 1)),
     ]
 
 

@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DAY = Path(__file__).parent / "measured" / "2026-11-26-h200.jsonl"
 BESIDE = "1.24B"
 """The model of which other libraries run steps, too."""
+PROVENANCE = ("date", "commit", "sources", "device", "torch", "clocks")
+"""Columns that say what a row was measured with."""
 K = 1 << 10
 Row = dict[str, Any]
 
@@ -99,10 +101,20 @@ def page(rows: Sequence[Row], left: Sequence[str]) -> str:
     heading = ["step", "measured", "predicted by the planner", "fastest rival", "rival's seconds over ours"]
     lines = [f"# {rows[0]['device']}, torch {rows[0]['torch']}"] if rows else []
     lines += ["", *markdown(heading, table), ""]
-    lines += [f"- {row['job']}: {row['what']}: {row['result']}" for row in rows if "what" in row]
+    lines += [f"- {row['job']}: {_cells_of(row)}" for row in rows if "s_step" not in row and "state" not in row]
     lines += [f"- {row['job']}: FAILED: {row['result']}" for row in rows if row.get("state") == "failed"]
     lines += [f"- did not run: {name}" for name in left]
     return "\n".join(lines) + "\n"
+
+
+def _cells_of(row: Row) -> str:
+    """What a row of another kind than steps says, without what it was measured with."""
+    if "what" in row:
+        return f"{row['what']}: {row['result']}"
+    cells = {name: value for name, value in row.items() if name not in ("job", *PROVENANCE) and value is not None}
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in cells.items()
+    )
 
 
 def _numbers(seconds: float, share: float | None, gib: float | None) -> str:
@@ -173,7 +185,7 @@ def kernel_rates(rows: Sequence[Row]) -> list[str]:
 
 BLOCKS = {
     "README.md": {"gpu": beside_others},
-    "docs/benchmarks.md": {"gpu-steps": own_steps, "gpu-kernels": kernel_rates},
+    "docs/benchmarks.md": {"gpu_steps": own_steps, "gpu_kernels": kernel_rates},
 }
 
 

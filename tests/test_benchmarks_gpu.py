@@ -22,7 +22,7 @@ import torch
 from benchmarks import gpu, gpu_kernels, gpu_parity, gpu_product, gpu_rivals, measured, rival_step
 from benchmarks.gpu import Process, Schedule, main, measure, run_all
 from benchmarks.gpu_bench import Bench, Row
-from benchmarks.gpu_jobs import Job, all_jobs, compilations, digest, next_job, unknown
+from benchmarks.gpu_jobs import Job, affordable, all_jobs, compilations, digest, next_job, unknown
 from benchmarks.gpu_parity import VARIANTS, distance
 from benchmarks.gpu_steps import Packed, StepCase
 from models import attention_op, kernels
@@ -82,13 +82,15 @@ class Forked:
         return status
 
 
-def first_of_each_kind() -> list[Job]:
-    jobs = {job.kind: job for job in reversed(all_jobs())}
-    return [*jobs.values(), *compilations([jobs["step"]])]
-
-
 LEFT_OUT = {"torchtitan", "tests"}
 """Kinds that are not rehearsed: torchtitan is not installed here, and pytest is not run inside of a test."""
+
+
+def rehearsed_jobs() -> list[Job]:
+    """One of each kind, and those of a kind that do more than its first."""
+    jobs = {job.kind: job for job in reversed(all_jobs()) if job.kind not in LEFT_OUT}
+    more = [job for job in all_jobs() if job.name == "calibrate" or "documents of" in job.name]
+    return [*jobs.values(), *more, *compilations([jobs["step"]])]
 
 
 def rehearse(folder: Path) -> dict[str, list[Row]]:
@@ -100,11 +102,10 @@ def rehearse(folder: Path) -> dict[str, list[Row]]:
     patched.start, patched.STEPS, patched.KILLED_AFTER = Forked, 12, 4
     vars(gpu_rivals)["answer_of"] = lambda asked: rival_step.STEPS_OF[asked["library"]](asked)
     found: dict[str, list[Row]] = {}
-    for job in first_of_each_kind():
-        if job.kind not in LEFT_OUT:
-            rows = found.setdefault(job.kind, [])
-            failed = measure(job, bench_on(folder, rows))
-            assert failed is None, (job.name, failed)
+    for job in rehearsed_jobs():
+        rows = found.setdefault(job.kind, [])
+        failed = measure(job, bench_on(folder, rows))
+        assert failed is None, (job.name, failed)
     return found
 
 
@@ -128,7 +129,8 @@ def test_a_job_of_every_kind_is_rehearsed(tmp_path: Path) -> None:
     assert re.search(r"last loss \d\.\d+, trace of .* MB", results["12 steps with checkpoints"])
     assert re.search(r"; (\d+) of \1 losses after", results["killed in step 4, started again"])
 
-    (step,) = found["step"]
+    step, packed = found["step"]
+    assert (packed["tokens"], packed["document"]) == (2048, 16384)
     assert (step["tokens"], step["n"], step["kernel"], step["head"]) == (64, 1, "cpu", "tied")
     assert (step["compile"], step["recompute"]) == (True, "none")
     assert step["mfu"] is step["peak_gib"] is None, "a CPU has none"
@@ -350,6 +352,11 @@ def test_the_first_job_that_fits_is_next() -> None:
     assert next_job([long, large, fits], seconds=5, gib=40) is None
 
 
+def test_only_jobs_that_will_fit_are_affordable() -> None:
+    jobs = [job("a", 30), job("long", 100), job("b", 20), job("c", 11)]
+    assert [each.name for each in affordable(jobs, 60)] == ["a", "b"]
+
+
 def test_only_what_is_compiled_is_compiled_before() -> None:
     found = {each.name for each in compilations(all_jobs())}
     assert "compile pair: --training.compile true" in found
@@ -455,14 +462,29 @@ def test_a_job_that_hangs_or_fails_ends_with_its_process_and_the_next_has_a_new_
 
 def test_checks_and_compilations_come_first_for_half_of_the_time_and_timings_are_alone() -> None:
     compiled = job("timed", 30, alone=True, compilation=lambda _: None)
-    jobs = [compiled, job("check 1", 100), job("check 2", 45), job("second", 30, alone=True)]
+    too_long = job("too long", 90, alone=True, compilation=lambda _: None)
+    jobs = [compiled, job("check 1", 100), job("check 2", 45), job("second", 30, alone=True), too_long]
     day = Day(takes={"compile timed": 20})
     left = run_all(day.schedule, jobs, deadline=200)
     assert day.begun == [(0, "check 1"), (0, "check 2"), (0, "compile timed"), (100, "timed"), (130, "second")]
-    assert left == []
+    assert left == [too_long], "and it was not compiled"
     day = Day()
     assert run_all(day.schedule, [job("check", 101), job("timed", 30, alone=True)], deadline=200) == []
     assert day.begun == [(0, "timed"), (30, "check")], "a check that takes longer than half waits for the timings"
+
+
+def test_four_minutes_touch_every_kind_of_job_and_seven_more_measure_what_is_left() -> None:
+    """On the 140 GiB of an H200, if every job takes its estimate."""
+    jobs = {job.name: job for job in all_jobs()}
+    first = Day(gib=gpu.FREE * 140)
+    run_all(first.schedule, unknown(jobs.values(), [], MACHINE), deadline=4 * 60 - gpu.PAGE_SECONDS)
+    touched = [name for _, name in first.begun if name in jobs]
+    assert {jobs[name].kind for name in touched} == {job.kind for job in jobs.values()}
+    second = Day(gib=gpu.FREE * 140)
+    rows = [ended(jobs[name]) for name in touched]
+    left = run_all(second.schedule, unknown(jobs.values(), rows, MACHINE), deadline=7 * 60 - gpu.PAGE_SECONDS)
+    assert {job.kind for job in left} <= {"step", "machine", "torchtitan", "transformers"}, "the last and the longest"
+    assert not {job.name for job in jobs.values() if not job.alone} & {job.name for job in left}
 
 
 # ---- rows and pages
@@ -497,8 +519,10 @@ def test_the_page_has_measured_predicted_rival_and_ratio() -> None:
 
 
 def test_the_page_says_what_failed_and_what_did_not_run() -> None:
-    rows = [MACHINE | {"job": "one", "state": "failed", "result": "out of memory"}]
+    rows: list[Row] = [MACHINE | {"job": "one", "state": "failed", "result": "out of memory"}]
+    rows.append(MACHINE | {"job": "rate", "kernel": "flash", "forward_tflops": 351.619, "clocks": "1980 MHz"})
     text = measured.page(rows, ["another"])
+    assert "- rate: kernel flash, forward_tflops 351.6\n" in text
     assert "- one: FAILED: out of memory" in text
     assert "- did not run: another" in text
 
