@@ -36,10 +36,10 @@ import torch
 
 from benchmarks import gpu_rivals
 from benchmarks.gpu_bench import ROOT, UNKNOWN, Bench, Row, output
-from benchmarks.gpu_jobs import Job, affordable, all_jobs, compilations, digest, next_job, unknown
+from benchmarks.gpu_jobs import Job, affordable, all_jobs, compilations, digest, is_current, next_job, unknown
 from benchmarks.measured import page, read_rows
 from trainer.hardware.device import choose_device
-from trainer.hardware.host import loopback_environment
+from trainer.hardware.host import GIB, loopback_environment
 from trainer.launch.cluster import LaunchWorld, set_worker_environment
 
 LANES = 6
@@ -113,7 +113,7 @@ class Process:
         self.begun = 0.0
         self._connection, theirs = SPAWN.Pipe()
         options = {"rehearse": rehearse}
-        self._process = SPAWN.Process(target=serve, args=(theirs, folder), kwargs=options, daemon=True)
+        self._process = SPAWN.Process(target=serve, args=(theirs, folder), kwargs=options)
         self._process.start()
         theirs.close()
 
@@ -227,16 +227,15 @@ def run_all(schedule: Schedule, jobs: Sequence[Job], *, deadline: float) -> list
 # ---- the command
 
 
-def machine() -> Row:
-    """What rows must share to be compared. This process makes no context on the device, whose memory jobs need."""
-    on_gpu = torch.cuda.is_available()
-    name = output("nvidia-smi", "--id=0", "--query-gpu=name", "--format=csv,noheader") if on_gpu else platform.machine()
-    return {"device": name, "torch": torch.__version__}
+def machine(*, rehearse: bool = False) -> Row:
+    """What rows must share to be compared; no row of a rehearsal is one of a measurement."""
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.machine()
+    return {"device": f"{name}, rehearsal" if rehearse else name, "torch": torch.__version__}
 
 
 def device_gib() -> float:
-    shown = output("nvidia-smi", "--id=0", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    return float(shown) / 1024 if shown.isdigit() else 1000.0
+    """Memory of the device; of a CPU, as much as jobs ask for."""
+    return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else float("inf")
 
 
 @dataclass(frozen=True)
@@ -245,10 +244,12 @@ class Report:
 
     path: Path
     common: Row
+    rows: list[Row] = field(default_factory=list)
 
     def __call__(self, job: Job, row: Row) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         full = {"job": job.name, **row, "date": now, "sources": digest(job.sources), **self.common}
+        self.rows.append(full)
         with self.path.open("a") as file:
             file.write(json.dumps(full, default=str) + "\n")
         cells = ", ".join(f"{name} {_shown(value)}" for name, value in row.items() if value not in (None, ""))
@@ -281,23 +282,25 @@ def main(argv: Sequence[str]) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     if given.wheels is not None:
         gpu_rivals.install(given.wheels.resolve(), given.out.resolve() / "rivals")
-    path, here = given.out / "rows.jsonl", machine()
-    earlier = [row for file in [*given.rows, path] for row in read_rows(file)]
-    asked = [job for job in all_jobs() if given.only in job.name]
+    path, here, jobs = given.out / "rows.jsonl", machine(rehearse=given.rehearse), all_jobs()
+    earlier = [row for file in {*given.rows, path} for row in read_rows(file)]
+    asked = [job for job in jobs if given.only in job.name]
     absent = sorted({job.library for job in asked if job.library and gpu_rivals.is_absent(job.library)})
     sys.stdout.write("".join(f"{library} is not installed: its rows are left out\n" for library in absent))
-    jobs = unknown([job for job in asked if job.library not in absent], earlier, here)
+    wanted = unknown([job for job in asked if job.library not in absent], earlier, here)
     commit = output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
     report = Report(path, here | ({} if commit == UNKNOWN else {"commit": commit}))
     schedule = Schedule(lambda: Process(given.out.resolve(), rehearse=given.rehearse), report, FREE * device_gib())
     try:
-        left = run_all(schedule, jobs, deadline=begin + 60 * given.minutes - PAGE_SECONDS)
+        left = run_all(schedule, wanted, deadline=begin + 60 * given.minutes - PAGE_SECONDS)
     finally:
         schedule.close()
-    rows = [*earlier, *read_rows(path)]
-    sys.stdout.write(page([row for row in rows if here.items() <= row.items()], [job.name for job in left]))
-    new = [row for row in read_rows(path) if row not in earlier]
-    return int(given.rehearse and (bool(left) or any(row.get("state") == "failed" for row in new)))
+    by_name = {job.name: job for job in [*jobs, *compilations(jobs)]}
+    rows = [*earlier, *report.rows]
+    current = [row for row in rows if row.get("job") in by_name and is_current(row, by_name[row["job"]], here)]
+    sys.stdout.write(page(current, [job.name for job in left]))
+    failed = any(row.get("state") == "failed" for row in report.rows)
+    return int(given.rehearse and (bool(left) or failed))
 
 
 if __name__ == "__main__":

@@ -58,16 +58,16 @@ def digest(sources: tuple[str, ...]) -> str:
 # ---- which jobs
 
 
-def is_valid(row: Row, job: Job, machine: Row) -> bool:
-    """Whether a row ends this job, was measured from the sources as they are, and on such a machine."""
-    expected = {"job": job.name, "state": "measured", "sources": digest(job.sources), **machine}
-    return all(row.get(name) == value for name, value in expected.items())
+def is_current(row: Row, job: Job, machine: Row) -> bool:
+    """Whether a row of this job was measured from the sources as they are, and on such a machine."""
+    return {"job": job.name, "sources": digest(job.sources), **machine}.items() <= row.items()
 
 
 def unknown(jobs: Iterable[Job], rows: Sequence[Row], machine: Row) -> list[Job]:
     """Jobs without a valid row, the most valuable first: one of each kind that has none, then the others as listed."""
     jobs = list(jobs)
-    known = {job.name for job in jobs if any(is_valid(row, job, machine) for row in rows)}
+    ends = [row for row in rows if row.get("state") == "measured"]
+    known = {job.name for job in jobs if any(is_current(row, job, machine) for row in ends)}
     seen = {job.kind for job in jobs if job.name in known}
     first, others = list[Job](), list[Job]()
     for job in jobs:

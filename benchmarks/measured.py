@@ -102,7 +102,9 @@ def page(rows: Sequence[Row], left: Sequence[str]) -> str:
     lines = [f"# {rows[0]['device']}, torch {rows[0]['torch']}"] if rows else []
     lines += ["", *markdown(heading, table), ""]
     lines += [f"- {row['job']}: {_cells_of(row)}" for row in rows if "s_step" not in row and "state" not in row]
-    lines += [f"- {row['job']}: FAILED: {row['result']}" for row in rows if row.get("state") == "failed"]
+    known = {row["job"] for row in rows if row.get("state") == "measured"}
+    failed = [row for row in rows if row.get("state") == "failed" and row["job"] not in known]
+    lines += [f"- {row['job']}: FAILED: {row['result']}" for row in failed]
     lines += [f"- did not run: {name}" for name in left]
     return "\n".join(lines) + "\n"
 

@@ -325,6 +325,12 @@ def test_a_row_of_the_same_sources_and_machine_is_not_measured_again(changes: Ro
     assert unknown([one], [ended(one, changes)], MACHINE) == [one] * is_measured_again
 
 
+def test_a_row_of_a_rehearsal_is_no_measurement() -> None:
+    one = job("one")
+    assert unknown([one], [ended(one, gpu.machine(rehearse=True))], gpu.machine()) == [one]
+    assert unknown([one], [ended(one, gpu.machine())], gpu.machine()) == []
+
+
 def test_one_job_of_each_kind_comes_first_and_then_the_most_valuable() -> None:
     names = ("step 1", "step 2", "pair 1", "step 3", "pair 2")
     jobs = {name: job(name, kind=name.split()[0]) for name in names}
@@ -524,6 +530,7 @@ def test_the_page_says_what_failed_and_what_did_not_run() -> None:
     text = measured.page(rows, ["another"])
     assert "- rate: kernel flash, forward_tflops 351.6\n" in text
     assert "- one: FAILED: out of memory" in text
+    assert "FAILED" not in measured.page([*rows, rows[0] | {"state": "measured"}], []), "it went well later"
     assert "- did not run: another" in text
 
 
