@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import trainer.errors
-from benchmarks.gpu_steps import residual_multiple
 from models.presets import FAMILIES
 from parallelisms.context.context_plan import ContextPlan
 from parallelisms.pipeline_plan import PipelinePlan, PipelineSchedule
@@ -28,7 +27,7 @@ from trainer.errors import ENDINGS, RankFailedError, RunError
 from trainer.hardware.device_specs import load_device
 from trainer.hardware.host import GIB
 from trainer.memory.block import BlockMemory
-from trainer.memory.estimator import estimate_memory
+from trainer.memory.estimator import MemoryEstimate, estimate_memory
 from trainer.memory.rank import RankMemory
 from trainer.memory.recompute import recompute_moments
 from trainer.memory.report import memory_savings
@@ -215,6 +214,12 @@ def estimates() -> Table:
     rows.append(["k", *(f"{multiple:.0f}" for multiple in multiples)])
     rows.append(["reached", *(one.phase.replace(", backward", "").replace(", forward", "") for one in found)])
     return markdown(["GiB of the fullest rank", *(f"`{name}`" for name in SHIPPED)], rows)
+
+
+def residual_multiple(peak: float, estimate: MemoryEstimate, rank: RankMemory) -> float:
+    """k, where the peak is parameters, gradients and optimizer state plus k times the residual stream on one rank."""
+    states = sum(item.device_bytes for item in estimate.items[:3])
+    return (peak - states) / rank.block.residual_bytes
 
 
 def savings() -> Table:

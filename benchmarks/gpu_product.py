@@ -1,51 +1,40 @@
-"""The product on one GPU, for the GPU benchmark: calibration, a run with checkpoints, kill -9, resume, trace."""
+"""Whole runs on one GPU, for the GPU benchmark: checkpoints, kill -9, resume, trace, calibration of the planner."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from shutil import rmtree
 
 import torch
 
-from benchmarks.gpu_parts import ROOT, report
-from benchmarks.gpu_rows import Bench, K, entries
-from benchmarks.gpu_steps import B1, TINY
+from benchmarks.gpu_bench import ROOT, Bench, K
+from benchmarks.gpu_steps import MODELS, TINY
 from trainer.hardware.specs import find_table
 
-STEPS, KILLED_AFTER, INTERVAL = 12, 7, 3
+STEPS, KILLED_AFTER, INTERVAL = 8, 5, 3
 
 
-def product(bench: Bench) -> None:
-    with tempfile.TemporaryDirectory(prefix="longhaul-gpu-") as folder:
-        place = Path(folder)
-        bench.attempt("calibrate", partial(calibrate, bench, place), needs=60 * bench.cuda)
-        whole = bench.attempt("an undisturbed run", partial(losses_of_run, bench, place / "whole"), needs=60)
-        job = partial(resumed, bench, place / "killed", whole or {})
-        bench.attempt("kill -9 and resume", job, needs=120)
-        bench.attempt("a run with a trace", partial(traced, bench, place / "traced"), needs=60)
-
-
-def calibrate(bench: Bench, folder: Path) -> None:
-    table = folder / "device.toml"
+def calibrate(bench: Bench) -> None:
+    """The rates of a device table, as `longhaul plan calibrate` measures them."""
+    table = bench.folder / "device.toml"
     extended = (find_table(torch.cuda.get_device_name()) if bench.cuda else None) or "h100-80gb"
     command = [sys.executable, "-m", "trainer.plan", "calibrate", "--extends", extended, "--output", str(table)]
-    run_to_end(bench, table, command)
+    run_to_end(table.with_suffix(".log"), command)
     for line in table.read_text().splitlines():
         if "value =" in line or "forward =" in line:
-            report(bench, "calibrated", line.partition(", source")[0])
+            bench.row(what="calibrated", result=line.partition(", source")[0])
 
 
 def command(bench: Bench, run: Path, *more: str) -> list[str]:
-    model = TINY if bench.rehearse else B1
+    model = TINY if bench.rehearse else f"{MODELS['parity']} --model.num_layers 8"
     options = {
         "job.output_dir": run,
         "data.corpus": "copy",
@@ -64,44 +53,48 @@ def command(bench: Bench, run: Path, *more: str) -> list[str]:
     return [str(ROOT / "run_train.sh"), "--config", "debug", *model.split(), *given, *more]
 
 
-def start(words: Sequence[str], log: Path, *, is_apart: bool = False) -> subprocess.Popen[bytes]:
-    """`is_apart`: in a process group of its own, which can be killed as one."""
+def start(words: Sequence[str], log: Path, *, own_group: bool = False) -> subprocess.Popen[bytes]:
+    """`own_group`: in a process group that can be killed as one."""
     environment = os.environ | {"NGPU": "1"}
     with log.open("ab") as file:
         return subprocess.Popen(
-            words, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=is_apart
+            words, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=own_group
         )
 
 
-def run_to_end(bench: Bench, output: Path, words: Sequence[str]) -> float:
-    """Seconds. Raises RuntimeError with the end of the log, beside the output, of a command that fails."""
-    begin, log = time.perf_counter(), output.with_suffix(".log")
-    child = start(words, log)
-    try:
-        status = child.wait(max(1, bench.left()))
-    finally:
-        child.kill()
-        child.wait()
-    if status:
+def run_to_end(log: Path, words: Sequence[str]) -> float:
+    """Seconds. Raises RuntimeError with the end of the log of a command that fails."""
+    begin = time.perf_counter()
+    if status := start(words, log).wait():
         lines = [line for line in log.read_text().splitlines() if line.strip()]
         raise RuntimeError(f"status {status}: {' / '.join(lines[-3:])}")
     return time.perf_counter() - begin
 
 
-def losses_of_run(bench: Bench, run: Path) -> dict[str, float]:
-    seconds = run_to_end(bench, run, command(bench, run))
-    found = losses(run)
-    report(bench, f"{STEPS} steps of 1B through run_train.sh, with checkpoints", f"{seconds:.0f} s, {shown(found)}")
-    rmtree(run)  # A checkpoint of 1B has 15 GB.
-    return found
+def kill_and_resume(bench: Bench) -> None:
+    """Losses of a run that was killed and started again, beside those of an undisturbed one, which writes a trace."""
+    whole, killed = (bench.folder / name for name in ("whole", "killed"))
+    for run in (whole, killed):
+        rmtree(run, ignore_errors=True)
+    seconds = run_to_end(whole.with_suffix(".log"), command(bench, whole, "--profiler.trace_step", "3"))
+    expected = losses(whole)
+    traces = [path for path in whole.rglob("*trace*") if path.is_file()]
+    if not expected or not traces:
+        raise RuntimeError("the undisturbed run wrote no losses or no trace")
+    megabytes = traces[0].stat().st_size / 1e6
+    bench.row(
+        what=f"{STEPS} steps with checkpoints",
+        result=f"{seconds:.0f} s with start-up, last loss {[*expected.values()][-1]:.4f}, trace of {megabytes:.3g} MB",
+    )
+    compare_after_kill(bench, killed, expected)
 
 
-def resumed(bench: Bench, run: Path, expected: dict[str, float]) -> None:
-    """Kills every process of a run, starts it again, and compares its losses with those of an undisturbed one."""
-    child = start(command(bench, run), run.with_suffix(".log"), is_apart=True)
+def compare_after_kill(bench: Bench, run: Path, expected: dict[str, float]) -> None:
+    """Kills every process of a run and starts it again. Raises RuntimeError unless losses equal those expected."""
+    child = start(command(bench, run), run.with_suffix(".log"), own_group=True)
     try:
         while str(KILLED_AFTER) not in losses(run):
-            if child.poll() is not None or bench.left() < 0:
+            if child.poll() is not None:
                 raise RuntimeError(f"the run ended with {child.poll()} before step {KILLED_AFTER}")
             time.sleep(0.02)  # Before a tiny run ends.
     finally:
@@ -109,32 +102,22 @@ def resumed(bench: Bench, run: Path, expected: dict[str, float]) -> None:
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     begin = max((int(path.name.removeprefix("step-")) for path in run.glob("checkpoints/step-*")), default=0)
-    seconds = run_to_end(bench, run, command(bench, run))
+    seconds = run_to_end(run.with_suffix(".log"), command(bench, run))
     after = {step: loss for step, loss in losses(run).items() if int(step) > begin}
     same = sum(loss == expected.get(step) for step, loss in after.items())
-    result = (
-        f"{seconds:.0f} s; of {len(after)} losses after step {begin}, {same} are bitwise those of an undisturbed run"
-    )
+    result = f"{seconds:.0f} s; {same} of {len(after)} losses after step {begin} bitwise those of an undisturbed run"
     if not same == len(after) > 0:
         raise RuntimeError(result)
-    report(bench, f"killed in step {KILLED_AFTER}, started again", result)
-    rmtree(run)
-
-
-def traced(bench: Bench, run: Path) -> None:
-    run_to_end(bench, run, command(bench, run, "--profiler.trace_step", "3"))
-    traces = [path for path in run.rglob("*") if "trace" in path.name and path.is_file()]
-    if not traces:
-        raise RuntimeError("no trace was written")
-    report(bench, "trace of a step", ", ".join(f"{path.name}, {path.stat().st_size / 1e6:.3g} MB" for path in traces))
+    bench.row(what=f"killed in step {KILLED_AFTER}, started again", result=result)
 
 
 def losses(run: Path) -> dict[str, float]:
-    """By step; of a step that was run twice, the last."""
-    found = (entry for path in run.rglob("metrics.jsonl") for entry in entries(path))
-    return {str(entry["step"]): entry["loss"] for entry in found if "loss" in entry and "step" in entry}
-
-
-def shown(found: dict[str, float]) -> str:
-    steps: Sequence[str] = sorted(found, key=int)
-    return f"loss {found[steps[0]]:.4f} to {found[steps[-1]]:.4f}" if steps else "no losses"
+    """By step; of a step that was run twice, the last. A line that is being written is left out."""
+    found = {}
+    for path in run.rglob("metrics.jsonl"):
+        for line in path.read_text().splitlines():
+            with suppress(json.JSONDecodeError):
+                entry = json.loads(line)
+                if "loss" in entry and "step" in entry:
+                    found[str(entry["step"])] = float(entry["loss"])
+    return found

@@ -1,19 +1,20 @@
-"""Steps of training for the GPU benchmark: Longhaul's own `Config` and `Trainer`, a row of numbers for each."""
+"""Steps of training for the GPU benchmark: Longhaul's own `Config` and `Trainer`, a row of numbers for each.
+
+Models are built from a `Config` and trained by the `Trainer`; only initial weights are drawn on the device, which takes a
+tenth of the time.
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import blake2b
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_rows import Bench, K
+from benchmarks.gpu_bench import Bench, K
 from models.batch import Batch
 from parallelisms.collectives import to_local
 from trainer.config import checks
@@ -22,35 +23,64 @@ from trainer.config.parse import load
 from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset, SequenceShard
 from trainer.distributed import process_group
-from trainer.hardware.device import peak_flops
 from trainer.hardware.host import GIB
-from trainer.memory.auto import fit_memory_options
-from trainer.memory.estimator import MemoryEstimate, phase_estimates
-from trainer.memory.rank import RankMemory
 from trainer.trainer import StepMetrics, Trainer
 
-B1 = "--model.family llama3.2 --model.size 1b"
+LLAMA_1B = "--model.family llama3.2 --model.size 1b"
 MODELS = {
-    "1b": B1,
-    "1b-128": f"{B1} --model.num_heads 16 --model.num_kv_heads 4 --model.head_dim 128",
-    "8b": "--model.family llama3 --model.size 8b",
+    # Llama 3.2 1B with half of its heads, each twice as wide: 1.24B parameters, 16 layers of 2048.
+    "1.24B": f"{LLAMA_1B} --model.num_heads 16 --model.num_kv_heads 4 --model.head_dim 128",
+    "Qwen3-30B-A3B, 4 layers": "--model.family qwen3_moe --model.size 30b-a3b --model.num_layers 4",
+    "gpt-oss-20b, 4 layers": "--model.family gpt_oss --model.size 20b --model.num_layers 4",
+    "Gemma 3 1B": "--model.family gemma3 --model.size 1b",
     "parity": "--model.vocab_size 4096 --model.dim 512 --model.num_kv_heads 4 --model.head_dim 64 --model.ffn_dim 1408",
 }
 TINY = (
     "--model.vocab_size 264 --model.dim 64 --model.num_layers 2 --model.num_heads 8 --model.num_kv_heads 4 --model.head_dim 8 "
     "--model.ffn_dim 96 --memory.loss_chunk_mib 1"
 )
+"""A model of any family in a rehearsal."""
 COMMON = (
     "--config debug --job.name gpu --data.corpus copy --training.global_batch_size 1 --training.dtype bfloat16 "
     "--memory.recompute keep_attention --checkpoint.enabled false --metrics.tensorboard false "
     "--checkpoint.initial_load_path drawn-on-the-device"  # So the trainer leaves the weights to `draw_weights`.
 )
-LINEAR = 650e12
-"""FLOP/s of matrix products that predictions assume."""
-ASSUMED = (360e12, 320e12)
-"""FLOP/s of attention, forward and backward, where none was measured."""
 SHORT = 4 * K
-"""Tokens of documents in warm-ups that would else take long."""
+"""Tokens of documents in warm-ups that would otherwise take long."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    warmups: int = 3
+    steps: int = 5
+    short: bool = False
+    """Warm-ups attend to documents of `SHORT` tokens only."""
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """What is trained, and how: all that a row needs to be predicted by the planner."""
+
+    model: str
+    tokens: int
+    options: str = ""
+    document: int | None = None
+    """Tokens of each packed document; None: one document per sequence."""
+
+    @property
+    def name(self) -> str:
+        packed = f", documents of {self.document // K}K" if self.document else ""
+        return f"{self.model}, {self.tokens // K}K{packed}{self.options and ', ' + self.options}"
+
+    def with_option(self, option: str) -> StepCase:
+        return replace(self, options=f"{self.options} {option}".strip())
+
+    def config(self, *, tiny: bool = False) -> Config:
+        """The configuration of one device. Raises ConfigError if it is refused."""
+        words = (COMMON, MODELS[self.model], TINY if tiny else "", self.options, f"--training.seq_len {self.tokens}")
+        config = load(" ".join(words).split())
+        checks.require_valid(config, 1)
+        return config
 
 
 class Packed(BlendedDataset):
@@ -83,148 +113,92 @@ class Packed(BlendedDataset):
         )
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes; None where there is no such device."""
-
-    peak: int | None
-    reserved: int | None
-    pinned: int | None
-    rss: float
-
-
-def begin_memory(bench: Bench) -> None:
-    if bench.cuda:
-        torch.cuda.reset_peak_memory_stats()
-        getattr(torch.cuda, "reset_peak_host_memory_stats", bool)()
-
-
-def memory(bench: Bench) -> Memory:
-    resident = float(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    if not bench.cuda:
-        return Memory(None, None, None, resident)
-    stats: dict[str, int] = getattr(torch.cuda, "host_memory_stats", dict)()
-    pinned = stats.get("allocated_bytes.peak")
-    return Memory(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), pinned, resident)
-
-
-def configured(bench: Bench, model: str, tokens: int, *levers: str) -> Config:
-    """The configuration of a step, on the kernel that is chosen for it."""
-    tiny = TINY if bench.rehearse else ""
-    argv = " ".join((COMMON, MODELS[model], tiny, *levers)).split()
-    argv += ["--training.seq_len", str(bench.size(tokens)), *bench.given]
-    config = load(argv)
-    if "--training.attention" not in argv:
-        config = load([*argv, "--training.attention", bench.kernel(config)])
-    checks.require_valid(config, 1)
-    room = torch.cuda.get_device_properties(bench.device).total_memory if bench.cuda else bench.host
-    return fit_memory_options(config, 1, ranks_per_node=1, device_bytes=float(room), host_bytes=bench.host)
-
-
-def seconds_of(bench: Bench, config: Config, pairs: float) -> float:
-    """Predicted: products at the assumed rate, attention at the measured one."""
-    model, levers = config.model.build(), config.memory
-    forward, backward = bench.rates.get((config.training.attention, model.head_dim), ASSUMED)
-    again = {"recompute": levers.recompute, "blocks_per_checkpoint": levers.blocks_per_checkpoint}
-    products = model.hardware_flops(tokens=config.training.seq_len, pairs=0, **again)  # type: ignore[arg-type]
-    attended = model.num_layers * model.num_heads * model.head_dim * pairs
-    passes = 1 + (levers.recompute == "full")
-    slower = 1 if bench.cuda else 1e4
-    return slower * (products / LINEAR + attended * (4 * passes / forward + 10 / backward))
-
-
-def ledger_of(config: Config) -> tuple[MemoryEstimate, float]:
-    """The fullest moment of the device, and the most bytes that the host holds at any."""
-    moments = list(phase_estimates(RankMemory(config, 1, 0)))
-    return max(moments, key=lambda moment: moment.device_bytes), max(moment.host_bytes for moment in moments)
-
-
-def state_bytes(estimate: MemoryEstimate) -> float:
-    """Parameters, gradients and optimizer state on the device."""
-    return sum(item.device_bytes for item in estimate.items[:3])
-
-
-def residual_multiple(peak: float, estimate: MemoryEstimate, rank: RankMemory) -> float:
-    """k, where the peak is the state plus k times the residual stream on one rank."""
-    return (peak - state_bytes(estimate)) / rank.block.residual_bytes
-
-
-def rounds_for(each: float, short: float, room: float) -> tuple[int, int, bool]:
-    """(warm-ups, rounds, whether warm-ups attend to short documents only) that take about `room` seconds."""
-    for warmups, rounds, is_short in ((3, 5, False), (1, 5, False), (1, 3, False), (1, 3, True), (1, 2, True)):
-        if warmups * (short if is_short else each) + rounds * each <= room:
-            return warmups, rounds, is_short
-    return 1, 1, True
-
-
-def train(
-    bench: Bench,
-    model: str,
-    tokens: int,
-    *levers: str,
-    room: float = 25,
-    document: int | None = None,
-    rounds: tuple[int, int, bool] | None = None,
-    ballast: int = 0,
-    note: str = "",
-) -> float | None:
-    """Report a row of training steps; returns their median seconds, or None."""
-    what = f"{model} {bench.size(tokens)} {' '.join(levers)}"
-    config = bench.guard(what, lambda: configured(bench, model, tokens, *levers))
-    if config is None:
-        return None
-    length = config.training.seq_len
-    each, short = (seconds_of(bench, config, length * min(length, n) / 2) for n in (document or length, SHORT))
-    tried_out = (1, 1, False) if bench.rehearse else None
-    warmups, count, is_short = rounds or tried_out or rounds_for(each, short, room)
-    config = with_steps(config, warmups + count)
-    held = ledger_of(config)[1]
-    if held > 0.75 * bench.host:
-        bench.report.row(what=what, result=f"skipped: {held / GIB:.0f} GiB of host memory")
-        return None
-    documents = [SHORT if is_short else document or length] * warmups + [document or length]
-    job = partial(run_steps, bench, config, warmups, documents, ballast)
-    needs = 1.05 * (warmups * (short if is_short else each) + count * each) + bench.cuda * (
-        60 if config.training.compile else 5
-    )
-    if 120 < needs < bench.left():
-        bench.report.row(what=what, result=f"begun, about {needs:.0f} s")
-    said = ", ".join(part for part in (note, "warmed up on short documents" if is_short else "") if part)
-
-    def measured() -> float:
-        return training_row(bench, model, config, *job(), predicted=each, note=said)
-
-    return bench.attempt(what, measured, needs=needs)
-
-
 def with_steps(config: Config, steps: int) -> Config:
     return config.model_copy(update={"training": config.training.model_copy(update={"steps": steps})})
 
 
-def with_length(config: Config, tokens: int) -> Config:
-    return config.model_copy(update={"training": config.training.model_copy(update={"seq_len": tokens})})
+def step(bench: Bench, case: StepCase, rounds: Rounds = Rounds()) -> float:
+    """Reports a row of training steps; returns their median seconds."""
+    case = replace(case, tokens=bench.size(case.tokens))
+    rounds = replace(rounds, warmups=1, steps=1) if bench.rehearse else rounds
+    config = with_steps(case.config(tiny=bench.rehearse), rounds.warmups + rounds.steps)
+    model, length = config.model.build(), case.tokens
+    measured = bench.size(case.document) if case.document else length
+    documents = [SHORT if rounds.short else measured] * rounds.warmups + [measured]
+    found, kernel, memory = run_steps(bench, config, rounds.warmups, documents)
+    times = [each.step_seconds for each in found]
+    seconds = median(times)
+    work = {"tokens": found[-1].tokens, "pairs": found[-1].attended_pairs}
+    again = {
+        "recompute": config.memory.recompute,
+        "blocks_per_checkpoint": config.memory.blocks_per_checkpoint,
+    }
+    peak = bench.peak_flops
+    bench.row(
+        model=case.model,
+        tokens=length,
+        document=case.document,
+        options=case.options,
+        recompute=config.memory.recompute,
+        compile=config.training.compile,
+        head="tied" if model.tie_embeddings else "untied",
+        kernel=kernel,
+        s_step=seconds,
+        n=len(times),
+        spread=(max(times) - min(times)) / seconds,
+        mfu=model.flops(**work) / seconds / peak if peak else None,
+        hfu=model.hardware_flops(**work, **again) / seconds / peak if peak else None,  # type: ignore[arg-type]
+        **memory,
+        loss=found[-1].loss,
+        short_warmups=rounds.short,
+    )
+    return seconds
+
+
+def compile_step(bench: Bench, case: StepCase) -> None:
+    """One step, which fills the cache of generated code."""
+    case = replace(case, tokens=bench.size(case.tokens))
+    config = with_steps(case.config(tiny=bench.rehearse), 1)
+    (found,), _, _ = run_steps(bench, config, 0, [SHORT])
+    bench.row(what="first step", result=f"{found.step_seconds:.1f} s")
+
+
+def pair(bench: Bench, case: StepCase, off: str, on: str, rounds: Rounds = Rounds(2, 3)) -> None:
+    """Steps without and with an option, one after the other in one process."""
+    first = step(bench, case.with_option(off), rounds)
+    bench.clear()
+    second = step(bench, case.with_option(on), rounds)
+    bench.row(what=f"step with {on} over {off or 'without'}", result=f"{second / first:.3f}")
 
 
 def run_steps(
-    bench: Bench, config: Config, warmups: int, documents: list[int], ballast: int = 0
-) -> tuple[list[StepMetrics], str, Memory]:
-    """Metrics of the steps after warm-up, the kernel that ran, and peak memory."""
+    bench: Bench, config: Config, warmups: int, documents: Sequence[int]
+) -> tuple[list[StepMetrics], str, dict[str, float | None]]:
+    """Metrics of the steps after warm-up, the kernel that ran, and peak memory in GiB; None where there is no device."""
     with process_group(config.distributed) as world:
-        found: list[StepMetrics] = []
-        weight = torch.empty(ballast, dtype=torch.uint8, device=world.device)
         trainer = Trainer(config, world, Packed(config, documents), kernel=bench.trusted_kernel(config))
         draw_weights(trainer, world.device)
-        begin_memory(bench)
-        for number, result in enumerate(trainer.train_steps()):
+        bench.begin_memory()
+        found: list[StepMetrics] = []
+        for result in trainer.train_steps():
             found.append(result.read())
-            if number + 1 == warmups:
-                begin_memory(bench)
-        del weight
-        return found[warmups:], trainer.parallel_model.kernel, memory(bench)
+            if len(found) == warmups:
+                bench.begin_memory()
+        return found[warmups:], trainer.parallel_model.kernel, peak_memory(bench)
+
+
+def peak_memory(bench: Bench) -> dict[str, float | None]:
+    if not bench.cuda:
+        return dict.fromkeys(("peak_gib", "reserved_gib", "pinned_gib"))
+    return {
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+        "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+        "pinned_gib": torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0) / GIB,
+    }
 
 
 def draw_weights(trainer: Trainer, device: torch.device) -> None:
-    """Initial weights, drawn on the device: a tenth of the time that the host takes. Bitwise the same in every run."""
+    """Initial weights, drawn on the device. Bitwise the same in every run."""
     (model,) = trainer.stage_modules.values()
     for name, tensor in trainer.state_dict().items():
         if name.startswith("model."):
@@ -232,64 +206,3 @@ def draw_weights(trainer: Trainer, device: torch.device) -> None:
             seed = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
             generator = torch.Generator(device).manual_seed(seed)
             weight.copy_(torch.empty_like(weight, device=device).normal_(mean, std, generator=generator))
-
-
-def training_row(
-    bench: Bench,
-    name: str,
-    config: Config,
-    found: list[StepMetrics],
-    kernel: str,
-    used: Memory,
-    *,
-    predicted: float,
-    note: str,
-) -> float:
-    model, levers, length = config.model.build(), config.memory, config.training.seq_len
-    times = [each.step_seconds for each in found]
-    seconds, work = median(times), {"tokens": found[-1].tokens, "pairs": found[-1].attended_pairs}
-    again = model.hardware_flops(**work, recompute=levers.recompute, blocks_per_checkpoint=levers.blocks_per_checkpoint)
-    peak, expected, rank = peak_flops(bench.device), ledger_of(config)[0], RankMemory(config, 1, 0)
-    bench.report.row(
-        model=f"{name}, {model.num_layers} layers",
-        heads=f"{model.num_heads}:{model.num_kv_heads} x {model.head_dim}",
-        seq_len=length,
-        attended=work["pairs"] / max(1.0, work["tokens"]),
-        policy=policy(config),
-        optimizer=levers.optimizer_placement,
-        kernel=kernel,
-        s_step=seconds,
-        n=len(times),
-        spread=(max(times) - min(times)) / seconds,
-        tok_s=work["tokens"] / seconds,
-        mfu=model.flops(**work) / seconds / peak if peak else None,
-        hfu=again / seconds / peak if peak else None,
-        peak_gib=gib(used.peak),
-        reserved_gib=gib(used.reserved),
-        rss_gib=gib(used.rss),
-        pinned_gib=gib(used.pinned),
-        predicted_s=predicted,
-        predicted_gib=gib(expected.device_bytes),
-        k=None if used.peak is None else residual_multiple(used.peak, expected, rank),
-        predicted_k=residual_multiple(expected.device_bytes, expected, rank),
-        loss=found[-1].loss,
-        note=note,
-    )
-    return seconds
-
-
-def gib(size: float | None) -> float | None:
-    return None if size is None else size / GIB
-
-
-def policy(config: Config) -> str:
-    levers = config.memory
-    said = {
-        levers.recompute: True,
-        f"{levers.offload} on the host": levers.offload != "none",
-        f"one input of {levers.blocks_per_checkpoint}": levers.blocks_per_checkpoint > 1,
-        f"{levers.head_groups} head groups": levers.head_groups > 1,
-        f"tiles of {levers.mlp_tile_mib} MiB": levers.mlp_tile_mib is not None,
-        "compiled": config.training.compile,
-    }
-    return ", ".join(part for part, holds in said.items() if holds)

@@ -25,16 +25,20 @@ OURS = {"models", "parallelisms", "trainer", "train"}
 FILES = sorted((ROOT / "benchmarks").glob("*.py"))
 LIBRARIES = {
     "counted",
-    "gpu_parts",
+    "gpu_bench",
+    "gpu_jobs",
+    "gpu_kernels",
+    "gpu_parity",
     "gpu_product",
-    "gpu_rows",
+    "gpu_rivals",
     "gpu_steps",
     "op_counter",
     "pages",
+    "rival_step",
     "storm_faults",
     "torchtitan_cpu",
 }
-"""Modules that other scripts import, and one that runs in an environment of its own."""
+"""Modules that other scripts import, and those that run in an environment or a process of their own."""
 QUICK = {
     "balance": "--documents 10000",
     "config_pages": "--check",
@@ -44,6 +48,7 @@ QUICK = {
     "doc_tables": "--check",
     "growth": "--toy",
     "loss_curve": "{tmp}/metrics.jsonl {tmp}/loss.svg",
+    "measured": "--check",
     "moments": "--steps 3",
     "museum": "--check",
     "plans": "--folder {tmp} debug",
@@ -61,7 +66,7 @@ SLOW = {
     "dry_run": "--config debug --world-size 1",
     "dry_runs": "debug",
     "faults": "recovery --only launcher",
-    "gpu": "--rehearse --part 1 --output {tmp}/rows.jsonl",
+    "gpu": "--rehearse --only flash --out {tmp}",
     "long_context": "--steps 2 --copy-steps 2 --folder {tmp} --svg {tmp}/context.svg",
     "memory": "one bytes `full` 1024",
     "moe_block": "--rounds 1 --steps 1 --tokens 16",
