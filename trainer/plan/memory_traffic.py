@@ -28,7 +28,8 @@ MERGE_BACKWARD = ((1, 2),)
 UPCAST = ((2, 2),)
 WIDEN = ((1, 2),)
 ACCUMULATE = ((1, 8),)
-LOGITS = ((2, 10),)
+# Of a chunk, beyond its product: eager, then compiled. A product that rounds to the compute dtype is widened.
+LOGITS = (1, 7), (1, 2)
 
 
 class BlockTraffic:
@@ -162,13 +163,17 @@ def _embedding_backward(rank: RankMemory) -> float:
 
 
 def _loss_head(rank: RankMemory) -> float:
-    """Forward and backward: final norm, chunked logits, and accumulation of the weight gradient."""
+    """Forward and backward: final norm, chunked logits, and the weight gradient, which the products add up by themselves."""
     head, tokens = BlockTraffic(rank, compiled=False), rank.head_tokens
     rows, dim = rank.head_shapes[0]
     chunks = -(-tokens // rank.loss_chunk_tokens)
     total = head.moved(head.hidden, NORM) + head.moved(head.hidden, NORM_BACKWARD)
-    total += head.moved(tokens * rows, LOGITS) + head.moved(tokens * dim, COPY)
-    return total + head.moved(rows * dim, ((chunks + 1, 2 * chunks + 4),))
+    logits = BlockTraffic(rank, compiled=rank.config.training.compile)
+    total += logits.moved(tokens * rows, LOGITS) + head.moved(tokens * dim, COPY)
+    total += head.moved(rows * dim, ((1, 2),))
+    if rank.has_wide_products:
+        return total
+    return total + head.moved(tokens * rows, ((1, 1),)) + head.moved(rows * dim, ((chunks, 2 * chunks),))
 
 
 def _fsdp_copies(rank: RankMemory) -> defaultdict[str, float]:
