@@ -5,7 +5,6 @@ Shape suffixes: B batch, S tokens, E model dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -37,7 +36,7 @@ from parallelisms.block_recompute import Tiling
 from parallelisms.mesh import Mesh
 from parallelisms.parallel_dims import AXES
 from parallelisms.parallelize import parallelize
-from tests.models.small_models import SMALL
+from tests.models.small_models import SMALL, TouchedElements
 
 B, S, E, V = 2, 11, 6, 13
 CHUNKS = [1, 5, 7, B * S, 1000]
@@ -384,26 +383,6 @@ def test_a_compiled_model_compiles_its_loss_head() -> None:
 # ---- passes over the logits
 
 
-class LogitTraffic(TorchDispatchMode):
-    """Counts reads and writes of tensors with at least `elements` elements, by dtype."""
-
-    def __init__(self, elements: int) -> None:
-        super().__init__()
-        self.elements = elements
-        self.accesses = Counter[torch.dtype]()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
-    ) -> Any:
-        out = function(*arguments, **(options or {}))
-        if function.overloadpacket not in (aten.gather, aten.scatter_, aten.empty_like):  # They touch few elements.
-            written = () if options and options.get("out") is not None else tree_leaves(out)
-            for tensor in (*tree_leaves(arguments), *tree_leaves(options), *written):
-                if isinstance(tensor, Tensor) and tensor.numel() >= self.elements:
-                    self.accesses[tensor.dtype] += 1
-        return out
-
-
 def wide_mm(x: Tensor, y: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
     """`torch.mm`, with CUDA's `out_dtype` on the CPU."""
     return aten.mm(x, y) if out is None and out_dtype is None else _wide(x, y, out_dtype or x.dtype, out)
@@ -447,10 +426,10 @@ def test_wide_products_round_neither_logits_nor_the_sum_of_the_weight_gradient()
 def test_eager_passes_move_30_bytes_for_each_float32_logit_of_a_16_bit_gradient() -> None:
     """The maximum reads 4, subtraction and exponential move 8 each, the sum reads 4, the gradient moves 4 + 2."""
     softmax = EagerSoftmax(torch.rand(3, 4096), torch.tensor([[5], [-1], [7]]), IDENTITY)
-    with LogitTraffic(3 * 4096) as seen:
+    with TouchedElements(3 * 4096) as seen:
         softmax.statistics()
         softmax.gradient(torch.rand(3, 1), torch.bfloat16)
-    assert seen.accesses == {torch.float32: 7, torch.bfloat16: 1}
+    assert seen.by_dtype == {torch.float32: 7 * 3 * 4096, torch.bfloat16: 3 * 4096}
 
 
 def test_only_16_bit_tensors_on_cuda_have_products_in_float32() -> None:

@@ -156,5 +156,6 @@ def _query_norm_backward(block: BlockMemory) -> Tensors:
         "models/norm.py: rms_norm_backward",
         WHILE_RUNNING,
         block.queries("gradients of queries"),
-        block.sums("products of the norm's backward pass", 3, block.q_numel),
+        block.sums("products of the norm's backward pass", 3, block.q_numel, copies=block.norms_have_temporaries),
+        block.queries("gradients of queries before their norm", copies=not block.norms_have_temporaries),
     )

@@ -62,7 +62,7 @@ def head_backward(rank: RankMemory) -> Tensors:
 def final_norm_backward(rank: RankMemory) -> Tensors:
     """In chunks."""
     tokens, dim = rank.block.local_tokens, rank.model.dim
-    chunk = min(rank.loss_chunk_tokens, tokens)
+    chunk = min(rank.loss_chunk_tokens, tokens) * (not rank.block.fuses_norms)
     return head(
         "models/norm.py: RMSNormFunction.backward",
         "while the norm runs",

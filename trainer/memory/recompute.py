@@ -239,6 +239,7 @@ def _head_gradient_moments(block: BlockMemory, share: float) -> Moments:
         block.own_kv("gradient of keys, rotated back", share / groups / 2),
     )
     yield "the rotation of gradients", group + part(block.widened(queries))
+    products = share / groups * block.norms_have_temporaries
     if block.norms_heads:
         yield (
             "norms of heads",
@@ -246,7 +247,7 @@ def _head_gradient_moments(block: BlockMemory, share: float) -> Moments:
             + part(
                 block.queries("queries and their gradient", share / groups, copies=2),
                 block.own_kv("keys", share / groups / 2),
-                block.sums("products of the norm's backward pass", 3, block.q_numel, copies=share / groups),
+                block.sums("products of the norm's backward pass", 3, block.q_numel, copies=products),
             ),
         )
     if groups > 1:

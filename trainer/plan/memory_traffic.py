@@ -16,7 +16,9 @@ from trainer.plan.comm_volume import fsdp_units
 # Reads and writes per element in the compute dtype and in the statistics dtype: eager, then compiled.
 NORM = (5, 2), (2, 0)
 NORM_BACKWARD = (7, 14), (5, 0)
-ROPE = (2, 9), (2, 0)
+FUSED_NORM = ((2, 0),)
+FUSED_NORM_BACKWARD = ((5, 0),)
+ROPE = (3, 2), (2, 0)
 ROPE_TABLES = (0, 4), (0, 2)
 SWIGLU = (5, 0), (3, 0)
 SWIGLU_BACKWARD = (14, 0), (6, 0)
@@ -54,6 +56,12 @@ class BlockTraffic:
         in_compute_dtype, in_stats_dtype = operation[-1 if self.compiled else 0]
         return elements * (in_compute_dtype * self.rank.compute_bytes + in_stats_dtype * self.rank.master_bytes)
 
+    def norm(self, elements: float) -> float:
+        return self.moved(elements, FUSED_NORM if self.block.fuses_norms else NORM)
+
+    def norm_backward(self, elements: float) -> float:
+        return self.moved(elements, FUSED_NORM_BACKWARD if self.block.fuses_norms else NORM_BACKWARD)
+
     @cached_property
     def rotation(self) -> float:
         """Of queries and keys; either reads the tables of angles."""
@@ -62,13 +70,13 @@ class BlockTraffic:
     @cached_property
     def attention_input(self) -> float:
         """Norm, query and key norms, and rotary embedding."""
-        total = self.moved(self.hidden, NORM) + self.rotation
-        return total + self.moved(self.qk, NORM) * self.block.norms_heads
+        total = self.norm(self.hidden) + self.rotation
+        return total + self.norm(self.qk) * self.block.norms_heads
 
     @cached_property
     def feed_forward(self) -> float:
         """Two residual additions, all norms of the residual stream but one, and the SwiGLU gate."""
-        norms = (self.num_norms - 1) * self.moved(self.hidden, NORM)
+        norms = (self.num_norms - 1) * self.norm(self.hidden)
         dispatched = 2 * self.moved(self.rows * self.rank.model.dim / self.block.sequence_shards, COPY)
         return 2 * self.moved(self.hidden, ADD) + norms + self.moved(self.ffn, SWIGLU) + dispatched
 
@@ -115,9 +123,9 @@ class BlockTraffic:
 
     @cached_property
     def backward(self) -> float:
-        total = self.num_norms * self.moved(self.hidden, NORM_BACKWARD) + 2 * self.moved(self.hidden, ADD)
+        total = self.num_norms * self.norm_backward(self.hidden) + 2 * self.moved(self.hidden, ADD)
         total += self.rotation + self.moved(self.ffn, SWIGLU_BACKWARD)
-        total += self.moved(self.qk, NORM_BACKWARD) * self.block.norms_heads
+        total += self.norm_backward(self.qk) * self.block.norms_heads
         if not self.rank.recomputes:
             # Autograd sums the input gradients of queries, keys and values, and of gate and up.
             total += 3 * self.moved(self.rank.model.dim * self.rank.tokens, ADD)
@@ -126,7 +134,7 @@ class BlockTraffic:
     @cached_property
     def recompute(self) -> float:
         """Without the feed-forward output."""
-        norms = (self.num_norms - 1) * self.moved(self.hidden, NORM)
+        norms = (self.num_norms - 1) * self.norm(self.hidden)
         total = self.attention_input + norms + self.moved(self.hidden, ADD) + self.exchange
         total += self.rank.attention_recompute_fraction * (self.attention_input + self.cp_attention)
         return total * self.rank.recomputes
@@ -167,7 +175,7 @@ def _loss_head(rank: RankMemory) -> float:
     head, tokens = BlockTraffic(rank, compiled=False), rank.head_tokens
     rows, dim = rank.head_shapes[0]
     chunks = -(-tokens // rank.loss_chunk_tokens)
-    total = head.moved(head.hidden, NORM) + head.moved(head.hidden, NORM_BACKWARD)
+    total = head.norm(head.hidden) + head.norm_backward(head.hidden)
     logits = BlockTraffic(rank, compiled=rank.config.training.compile)
     total += logits.moved(tokens * rows, LOGITS) + head.moved(tokens * dim, COPY)
     total += head.moved(rows * dim, ((1, 2),))
