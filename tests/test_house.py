@@ -309,7 +309,7 @@ def test_every_file_can_be_read_in_one_go() -> None:
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
-CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 126, 19_900, 37_300
+CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 126, 19_920, 37_550
 PACKAGE_LINES = 2_280
 """What `import train` reaches by any import statement, and all of models, parallelisms, trainer and train.py; the wheel's own.
 

@@ -21,6 +21,8 @@ from models.rope_config import RopeConfig
 from models.transformer import Transformer
 
 aten = torch.ops.aten
+UNTOUCHED = ("empty", "new_empty", "gather", "scatter", "mm", "addmm", "_scaled_dot", "detach", "_unsafe_view")
+"""Operators that touch no elements, or few, or belong to products and attention."""
 SMALL = ModelConfig(
     vocab_size=37,
     dim=16,
@@ -190,22 +192,28 @@ def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
 
 
 class TouchedElements(TorchDispatchMode):
-    """Counts the elements that operators read and write in tensors of at least `elements`, by dtype."""
+    """Counts the elements that operators read and write in tensors of at least `elements`, by dtype, outside of products
+    and attention.
+    """
 
     def __init__(self, elements: int) -> None:
         super().__init__()
         self.elements, self.kernels = elements, 0
         self.by_dtype = Counter[torch.dtype]()
 
+    @property
+    def bytes(self) -> int:
+        return sum(count * dtype.itemsize for dtype, count in self.by_dtype.items())
+
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
         out = function(*arguments, **(options or {}))
-        # A gather and a scatter touch few elements.
-        if function.is_view or function.overloadpacket in (aten.gather, aten.scatter_, aten.empty_like):
+        if function.is_view or function.overloadpacket.__name__.startswith(UNTOUCHED):
             return out
+        read = arguments[1:] if function.overloadpacket in (aten.copy_, aten.fill_) else arguments
         written = () if options and options.get("out") is not None else tree_leaves(out)
-        touched = [x for x in (*tree_leaves((arguments, options)), *written) if isinstance(x, Tensor)]
+        touched = [x for x in (*tree_leaves((read, options)), *written) if isinstance(x, Tensor)]
         self.kernels += any(x.numel() >= self.elements for x in touched)
         for x in touched:
             if x.numel() >= self.elements:

@@ -68,7 +68,6 @@ EXEMPT = {
     "models.kernel_reference.last_query_on_host": ("logsumexp sum", FLOAT64),
     "models.kernel_reference.term_sizes": ("+= += += += sum sum", FLOAT64),
     "models.kernels._efficient_backward": ("sum sum", "one float32 sum over query heads, each rounded once; CUDA only"),
-    "models.rope.apply_rotary": ("addcmul_ addcmul_", "two terms"),
     "parallelisms.init_weights.initialize": ("mean mean", "a number"),
     "models.experts.GroupedFeedForward.backward": ("sum", INTEGERS),
     "models.experts.GroupedFeedForward.forward.run": ("+=", "an expert's output and its bias"),

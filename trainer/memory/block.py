@@ -312,28 +312,6 @@ class BlockMemory:
             self.sums(f"inverse RMS of outputs of {TITLES[module]}", self.local_tokens, copies=copies),
         )
 
-    def norm_backward(self, gradient: str, tokens: int) -> tuple[MemoryTensor, ...]:
-        """Beside its input; a weight that 1 is added to is wide, and so is what it multiplies."""
-        is_wide = self.model.zero_centered_norms and self.is_mixed
-        if not self.norms_have_temporaries:
-            return (self.numbers(f"{gradient}, and of its input", tokens, self.model.dim, copies=2),)
-        return (
-            self.numbers(f"{gradient}, also by the norm's weight", tokens, self.model.dim, copies=2 - is_wide),
-            self.sums(f"{gradient}, by the norm's weight", tokens, self.model.dim, copies=is_wide),
-            self.sums("products of the norm's backward pass", 3, tokens, self.model.dim),
-        )
-
-    @property
-    def fuses_norms(self) -> bool:
-        """Of eager norms: `is_fused` of models/norm.py."""
-        has_wide_weight = self.model.zero_centered_norms and self.is_mixed
-        return not (has_wide_weight or self.compute_dtype == "float64" or self.kernel == "cpu")
-
-    @property
-    def norms_have_temporaries(self) -> bool:
-        """Whether norms of a block have float32 temporaries. Those of compiled norms are an upper bound."""
-        return self.compiled or not self.fuses_norms
-
     def width(self, letters: str) -> int:
         """Of activations of these widths together, on this rank."""
         return sum(self.model.sizes[letter] for letter in letters) // self.tp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from trainer.memory import norms
 from trainer.memory.rank import RankMemory, numel
 from trainer.memory.tensors import TRANSIENT_ACTIVATIONS, MemoryTensor, Tensors, tensors, total_bytes
 
@@ -62,7 +63,7 @@ def head_backward(rank: RankMemory) -> Tensors:
 def final_norm_backward(rank: RankMemory) -> Tensors:
     """In chunks."""
     tokens, dim = rank.block.local_tokens, rank.model.dim
-    chunk = min(rank.loss_chunk_tokens, tokens) * (not rank.block.fuses_norms)
+    chunk = min(rank.loss_chunk_tokens, tokens) * (not norms.are_fused(rank.block))
     return head(
         "models/norm.py: RMSNormFunction.backward",
         "while the norm runs",

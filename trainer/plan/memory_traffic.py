@@ -10,6 +10,7 @@ from collections import defaultdict
 from functools import cached_property
 
 from models.layers import LayerKind
+from trainer.memory import norms
 from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import fsdp_units
 
@@ -57,10 +58,10 @@ class BlockTraffic:
         return elements * (in_compute_dtype * self.rank.compute_bytes + in_stats_dtype * self.rank.master_bytes)
 
     def norm(self, elements: float) -> float:
-        return self.moved(elements, FUSED_NORM if self.block.fuses_norms else NORM)
+        return self.moved(elements, FUSED_NORM if norms.are_fused(self.block) else NORM)
 
     def norm_backward(self, elements: float) -> float:
-        return self.moved(elements, FUSED_NORM_BACKWARD if self.block.fuses_norms else NORM_BACKWARD)
+        return self.moved(elements, FUSED_NORM_BACKWARD if norms.are_fused(self.block) else NORM_BACKWARD)
 
     @cached_property
     def rotation(self) -> float:
