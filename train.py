@@ -33,7 +33,7 @@ from trainer.distributed import (
     rank_from_environment,
     require_same_checkpoint,
     require_same_config,
-    resolve_auto_recompute,
+    resolve_auto_memory,
 )
 from trainer.errors import (
     EXIT_FAILURE,
@@ -139,7 +139,7 @@ def run_stage(
         require_same_config(stage.config, fingerprints)
         require_same_checkpoint(f"{stage} from {folder.resume_checkpoint(config)}")
         preemption = Preemption(config, signal_handler, is_leader=rank == 0, deadline=job_deadline(config, os.environ))
-        stage = replace(stage, config=resolve_auto_recompute(stage.config, world, folder.prediction_path))
+        stage = replace(stage, config=resolve_auto_memory(stage.config, world, folder.prediction_path))
         reason = train(
             config, stage, folder, world, dataset=dataset, validation_sets=validation_sets, preemption=preemption
         )

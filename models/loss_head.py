@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,17 +29,17 @@ class VocabShard:
     num_shards: int = 1
     """Shards of equal size."""
     all_reduce_max: Callable[[Tensor], Tensor] = identity
-    """Elementwise maximum over the shards."""
+    """Elementwise maximum over the shards, in place."""
     all_reduce_sum: Callable[[Tensor], Tensor] = identity
-    """Elementwise sum over the shards."""
+    """Elementwise sum over the shards, in place."""
 
-    def argmax(self, logits_CV: Tensor, max_logit_C1: Tensor) -> Tensor:
-        """Token id of the largest logit over all shards, [C, 1]; the lowest id if several are equal."""
-        local_argmax_C1 = logits_CV.argmax(-1, keepdim=True)
+    def argmax(self, local_argmax_C1: Tensor, is_max_C1: Tensor) -> Tensor:
+        """Token id of the largest logit over all shards, [C, 1]; the lowest id if several are equal.
+
+        `local_argmax_C1`: the row of this shard's largest logit, which `is_max_C1` if no shard has a larger one.
+        """
         no_match = torch.iinfo(local_argmax_C1.dtype).max
-        candidate_C1 = (local_argmax_C1 + self.vocab_start_index).where(
-            logits_CV.gather(-1, local_argmax_C1) == max_logit_C1, no_match
-        )
+        candidate_C1 = (local_argmax_C1 + self.vocab_start_index).where(is_max_C1, no_match)
         return -self.all_reduce_max(-candidate_C1)
 
 
@@ -58,6 +59,157 @@ class LogitTransform(NamedTuple):
 
 
 IDENTITY = LogitTransform()
+
+
+CompilePiece = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+# ---- products of 16-bit tensors that are summed in float32
+
+
+def products_are_wide(x: Tensor) -> bool:
+    """Whether a product of two tensors like `x` can be returned in float32, without rounding to their dtype.
+
+    torch (2.8 or later) has the argument `out_dtype` on CUDA only.
+    """
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def logit_product(x_CE: Tensor, weight_VE: Tensor) -> Tensor:
+    """`x @ weight.T` in `accumulation_dtype`, [C, V]."""
+    dtype = accumulation_dtype(x_CE.dtype)
+    if products_are_wide(x_CE):
+        return torch.mm(x_CE, weight_VE.T, out_dtype=dtype)
+    return (x_CE @ weight_VE.T).to(dtype)
+
+
+def add_weight_grad(total_VE: Tensor, grad_CV: Tensor, x_CE: Tensor) -> None:
+    """Adds `grad.T @ x` to `total_VE`, which is in `accumulation_dtype`."""
+    if total_VE.dtype == x_CE.dtype:
+        total_VE.addmm_(grad_CV.T, x_CE)
+    elif products_are_wide(x_CE):
+        torch.addmm(total_VE, grad_CV.T, x_CE, out_dtype=total_VE.dtype, out=total_VE)
+    else:
+        total_VE += grad_CV.T @ x_CE
+
+
+# ---- softmax of a chunk
+
+
+class RowStatistics(NamedTuple):
+    """Of the logits of this rank, [C, 1] each."""
+
+    max_logit: Tensor
+    sum_exp: Tensor
+    """Sum of exp(logit - max_logit)."""
+    target_logit: Tensor
+    """0 if the target is not in the vocabulary of this rank."""
+
+
+class Softmax(Protocol):
+    """Softmax over a chunk of logits on this rank, and its gradient."""
+
+    def argmax(self) -> Tensor:
+        """Row of the largest logit, [C, 1], the lowest if several are equal. Before `statistics`."""
+
+    def statistics(self) -> RowStatistics:
+        """Once, before `gradient`."""
+
+    def gradient(self, scale_C1: Tensor, dtype: torch.dtype) -> Tensor:
+        """Gradient of the product, [C, V] in `dtype`: (sum_exp * scale * softmax, less 1 at the target) * slope.
+
+        At once, since it may overwrite the product.
+        """
+
+
+class EagerSoftmax:
+    """With torch's operators, in the memory of the product.
+
+    For each logit: a read for the maximum and one for the sum, a read and a write to subtract and to exponentiate, a
+    read and a narrow write for the gradient.
+
+    `index_C1`: the target's row in this rank's vocabulary, -1 if it has none.
+    """
+
+    def __init__(self, product_CV: Tensor, index_C1: Tensor, transform: LogitTransform) -> None:
+        self._values_CV, self._slope = transform.apply(product_CV)
+        """The logits, and from `statistics` on exp(logit - max_logit)."""
+        self._column_C1, self._is_local_C1 = index_C1.clamp(min=0), index_C1 >= 0
+
+    def argmax(self) -> Tensor:
+        return self._values_CV.argmax(-1, keepdim=True)
+
+    def statistics(self) -> RowStatistics:
+        max_logit_C1 = self._values_CV.amax(-1, keepdim=True)
+        target_logit_C1 = self._values_CV.gather(-1, self._column_C1).where(self._is_local_C1, 0)
+        sum_exp_C1 = self._values_CV.sub_(max_logit_C1).exp_().sum(-1, keepdim=True)
+        return RowStatistics(max_logit_C1, sum_exp_C1, target_logit_C1)
+
+    def gradient(self, scale_C1: Tensor, dtype: torch.dtype) -> Tensor:
+        exp_CV, slope = self._values_CV, self._slope
+        target_C1 = exp_CV.gather(-1, self._column_C1) * scale_C1 - self._is_local_C1.to(exp_CV.dtype)
+        if isinstance(slope, Tensor):
+            target_C1 *= slope.gather(-1, self._column_C1)
+            exp_CV.mul_(slope)
+        else:
+            target_C1 *= slope
+            scale_C1 = scale_C1 * slope
+        grad_CV = exp_CV if exp_CV.dtype == dtype else torch.empty_like(exp_CV, dtype=dtype)
+        torch.mul(exp_CV, scale_C1, out=grad_CV)
+        # scatter, because scatter_add has no deterministic kernel on CUDA.
+        return grad_CV.scatter_(-1, self._column_C1, target_C1.to(dtype))
+
+
+class CompiledSoftmax:
+    """With compiled functions, which read the product once each: `statistics`, and `gradient`, which writes it once."""
+
+    def __init__(
+        self, product_CV: Tensor, index_C1: Tensor, transform: LogitTransform, *, compile_piece: CompilePiece
+    ) -> None:
+        self._product_CV, self._index_C1, self._transform = product_CV, index_C1, transform
+        self._row_statistics: Callable[..., RowStatistics] = compile_piece(row_statistics)
+        self._softmax_gradient: Callable[..., Tensor] = compile_piece(softmax_gradient)
+        self._max_logit_C1 = torch.empty(0)
+
+    def argmax(self) -> Tensor:
+        return self._transform.apply(self._product_CV.clone())[0].argmax(-1, keepdim=True)
+
+    def statistics(self) -> RowStatistics:
+        statistics = self._row_statistics(self._product_CV, self._index_C1, self._transform)
+        self._max_logit_C1 = statistics.max_logit
+        return statistics
+
+    def gradient(self, scale_C1: Tensor, dtype: torch.dtype) -> Tensor:
+        row = self._max_logit_C1, scale_C1, self._index_C1
+        return self._softmax_gradient(self._product_CV, *row, self._transform, dtype)
+
+
+def row_statistics(product_CV: Tensor, index_C1: Tensor, transform: LogitTransform) -> RowStatistics:
+    """As `Softmax.statistics`. Eager, it has temporaries of the product's size."""
+    logits_CV, _ = transform.apply(product_CV.clone())
+    max_logit_C1 = logits_CV.amax(-1, keepdim=True)
+    sum_exp_C1 = (logits_CV - max_logit_C1).exp().sum(-1, keepdim=True)
+    # A column of the product: gathered logits would be written in full first.
+    target_logit_C1, _ = transform.apply(product_CV.gather(-1, index_C1.clamp(min=0)))
+    return RowStatistics(max_logit_C1, sum_exp_C1, target_logit_C1.where(index_C1 >= 0, 0))
+
+
+def softmax_gradient(
+    product_CV: Tensor,
+    max_logit_C1: Tensor,
+    scale_C1: Tensor,
+    index_C1: Tensor,
+    transform: LogitTransform,
+    dtype: torch.dtype,
+) -> Tensor:
+    """As `Softmax.gradient`. Eager, it has temporaries of the product's size."""
+    logits_CV, slope = transform.apply(product_CV.clone())
+    is_target_CV = torch.arange(product_CV.shape[-1], device=product_CV.device) == index_C1
+    grad_CV = (logits_CV - max_logit_C1).exp() * scale_C1 - is_target_CV.to(product_CV.dtype)
+    return (grad_CV * slope).to(dtype)
+
+
+# ---- the loss
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -83,46 +235,46 @@ class LinearCrossEntropy(torch.autograd.Function):
         vocab_shard: VocabShard,
         correct_BS: Tensor | None = None,
         transform: LogitTransform = IDENTITY,
+        compile_piece: CompilePiece | None = None,
     ) -> Tensor:
-        x_RE, labels_R = x_BSE.flatten(0, 1), labels_BS.flatten()
+        x_RE, labels_R1 = x_BSE.flatten(0, 1), labels_BS.flatten().unsqueeze(-1)
+        is_target_R1 = labels_R1 != IGNORE_INDEX
+        is_token_R1 = (labels_R1 >= 0) & (labels_R1 < vocab_shard.num_shards * weight_VE.shape[0])
+        index_R1 = labels_R1 - vocab_shard.vocab_start_index
+        index_R1 = index_R1.where(is_target_R1 & (index_R1 >= 0) & (index_R1 < weight_VE.shape[0]), -1)
         dtype = accumulation_dtype(x_RE.dtype)
         losses_BS = torch.zeros(labels_BS.shape, dtype=dtype, device=x_RE.device)
-        losses_R = losses_BS.view(-1)
+        losses_R1 = losses_BS.view(-1, 1)
         needs_grad = any(ctx.needs_input_grad)
         grad_x_RE = torch.empty_like(x_RE) if needs_grad else None
         grad_weight_VE = torch.zeros_like(weight_VE, dtype=dtype) if needs_grad else None
+        make_softmax: Callable[..., Softmax] = EagerSoftmax
+        if compile_piece is not None:
+            make_softmax = partial(CompiledSoftmax, compile_piece=compile_piece)
         for start in range(0, x_RE.shape[0], chunk_tokens):
             token_slice = slice(start, start + chunk_tokens)
-            x_CE, labels_C1 = x_RE[token_slice], labels_R[token_slice, None]
-            is_target_C1 = labels_C1 != IGNORE_INDEX
-            index_C1 = labels_C1 - vocab_shard.vocab_start_index
-            is_local_C1 = is_target_C1 & (index_C1 >= 0) & (index_C1 < weight_VE.shape[0])
-            index_C1 = index_C1.where(is_local_C1, 0)
-            logits_CV, slope_CV = transform.apply((x_CE @ weight_VE.T).to(dtype))
-            max_logit_C1 = vocab_shard.all_reduce_max(logits_CV.amax(-1, keepdim=True))
-            if correct_BS is not None:
-                prediction_C1 = vocab_shard.argmax(logits_CV, max_logit_C1)
-                correct_BS.view(-1)[token_slice] = (prediction_C1 == labels_C1).squeeze(-1)
-            target_logit_C1 = logits_CV.gather(-1, index_C1).where(is_local_C1, 0)
-            grad_CV = logits_CV.sub_(max_logit_C1).exp_()
+            x_CE, index_C1, is_target_C1 = (x[token_slice] for x in (x_RE, index_R1, is_target_R1))
+            softmax = make_softmax(logit_product(x_CE, weight_VE), index_C1, transform)
+            argmax_C1 = None if correct_BS is None else softmax.argmax()
+            own = softmax.statistics()
+            max_logit_C1 = vocab_shard.all_reduce_max(own.max_logit.clone())
+            if argmax_C1 is not None and correct_BS is not None:
+                prediction_C1 = vocab_shard.argmax(argmax_C1, own.max_logit == max_logit_C1)
+                correct_BS.view(-1, 1)[token_slice] = prediction_C1 == labels_R1[token_slice]
+            # From the maximum of this rank to that of all.
+            factor_C1 = (own.max_logit - max_logit_C1).exp()
             sum_exp_C1, target_logit_C1 = vocab_shard.all_reduce_sum(
-                torch.stack((grad_CV.sum(-1, keepdim=True), target_logit_C1))
+                torch.stack((own.sum_exp * factor_C1, own.target_logit))
             ).unbind()
-            is_token_C1 = (labels_C1 >= 0) & (labels_C1 < vocab_shard.num_shards * weight_VE.shape[0])
-            sum_exp_C1 = sum_exp_C1.where(is_token_C1 | ~is_target_C1, torch.nan)
-            losses_R[token_slice] = ((sum_exp_C1.log() + max_logit_C1 - target_logit_C1) * is_target_C1).squeeze(-1)
-            if grad_x_RE is None or grad_weight_VE is None:
-                del logits_CV, grad_CV, slope_CV
-                continue
-            grad_CV.mul_(is_target_C1 / sum_exp_C1)
-            # scatter, because scatter_add has no deterministic kernel on CUDA.
-            grad_CV.scatter_(-1, index_C1, grad_CV.gather(-1, index_C1) - is_local_C1.to(dtype))
-            if transform != IDENTITY:
-                grad_CV.mul_(slope_CV)
-            grad_CV = grad_CV.to(x_RE.dtype)
-            torch.mm(grad_CV, weight_VE, out=grad_x_RE[token_slice])
-            grad_weight_VE += grad_CV.T @ x_CE
-            del logits_CV, grad_CV, slope_CV  # Otherwise two chunks of logits would be alive at once.
+            sum_exp_C1 = sum_exp_C1.where(is_token_R1[token_slice] | ~is_target_C1, torch.nan)
+            losses_R1[token_slice] = (sum_exp_C1.log() + max_logit_C1 - target_logit_C1) * is_target_C1
+            if grad_x_RE is not None and grad_weight_VE is not None:
+                scale_C1 = factor_C1 * is_target_C1 / sum_exp_C1
+                grad_CV = softmax.gradient(scale_C1, x_RE.dtype)
+                torch.mm(grad_CV, weight_VE, out=grad_x_RE[token_slice])
+                add_weight_grad(grad_weight_VE, grad_CV, x_CE)
+                del grad_CV
+            del softmax  # Otherwise two chunks of logits would be alive at once.
         ctx.save_for_backward(grad_x_RE, grad_weight_VE, labels_BS)
         ctx.weight_dtype = weight_VE.dtype
         return losses_BS
@@ -137,7 +289,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         # Without targets max_grad is -inf, and the stored gradients are zero: scale by 0.
         scale = max_grad.where(max_grad == min_grad, torch.nan).where(is_target_BS.any(), 0)
         grad_x_BSE = (grad_x_RE * scale).to(grad_x_RE.dtype).unflatten(0, labels_BS.shape)
-        return grad_x_BSE, (grad_weight_VE * scale).to(ctx.weight_dtype), None, None, None, None, None
+        scaled_weight_VE = torch.empty_like(grad_weight_VE, dtype=ctx.weight_dtype)
+        torch.mul(grad_weight_VE, scale, out=scaled_weight_VE)
+        return grad_x_BSE, scaled_weight_VE, None, None, None, None, None, None
 
 
 class LossHead(nn.Module):
@@ -148,6 +302,8 @@ class LossHead(nn.Module):
         self.vocab_shard = VocabShard()
         self.transform = LogitTransform(config.logits_scaling, config.logit_softcap)
         self.chunk_mib = chunk_mib
+        self.compile_piece: CompilePiece | None = None
+        """Compiles the softmax of a chunk and its gradient; None: torch's operators. `training.compile` sets it."""
         self.reports_correct = False
         """Whether `forward` also returns which targets were predicted correctly. Evaluation sets it."""
 
@@ -165,8 +321,10 @@ class LossHead(nn.Module):
             # An autograd.Function cannot see grad mode, only whether its inputs require gradients.
             normed_BSE, weight_VE = normed_BSE.detach(), weight_VE.detach()
         correct_BS = torch.zeros_like(labels_BS) if self.reports_correct else None
+        # Evaluation is eager: its lengths would add graphs.
+        compile_piece = self.compile_piece if torch.is_grad_enabled() else None
         losses_BS: Tensor = LinearCrossEntropy.apply(
-            normed_BSE, weight_VE, labels_BS, chunk_tokens, self.vocab_shard, correct_BS, self.transform
+            normed_BSE, weight_VE, labels_BS, chunk_tokens, self.vocab_shard, correct_BS, self.transform, compile_piece
         )
         return losses_BS if correct_BS is None else torch.stack((losses_BS, correct_BS.to(losses_BS.dtype)), dim=-1)
 

@@ -10,12 +10,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from models.config import ModelConfig
 from models.dtypes import accumulation_dtype
 from models.linear import identity, local_parameter
 
 AllReduce = Callable[[Tensor], Tensor]
+
+
+def is_fused(x_E: Tensor, weight_E: Tensor) -> bool:
+    """Whether torch normalizes by kernels that read x once, keep one number per token, and compute in float32.
+
+    They exist on CUDA. They multiply by the weight before they round, unlike `rms_norm`, which rounds as Hugging Face does.
+    """
+    is_wide = accumulation_dtype(x_E.dtype) == torch.float64
+    return x_E.is_cuda and x_E.dtype == weight_E.dtype and not is_wide and not torch.compiler.is_compiling()
 
 
 def rms_norm(x_E: Tensor, weight_E: Tensor, eps: float, *mean_of: Any) -> tuple[Tensor, Tensor]:
@@ -94,7 +104,9 @@ class RMSNorm(nn.Module):
         self.mean_of: tuple[int, AllReduce] | tuple[()] = ()
         """Number of shards of the normalised dim, and the sum over them. Tensor parallelism sets it."""
         self.chunk_tokens: int | None = None
-        """Tokens per chunk, which bounds the float32 temporaries; None: all tokens at once. The loss head sets it."""
+        """Tokens per chunk, which bounds float32 temporaries; None: all tokens at once. The loss head sets it. Fused kernels
+        have no temporaries.
+        """
 
     def forward(self, x_E: Tensor) -> Tensor:
         """[..., E] in x's dtype; statistics in `accumulation_dtype`."""
@@ -103,6 +115,8 @@ class RMSNorm(nn.Module):
     def normalize(self, x_E: Tensor, weight_E: Tensor) -> Tensor:
         if self.zero_centered:  # In float32 at least: 1 + weight would lose the digits of a small weight.
             weight_E = weight_E.to(accumulation_dtype(weight_E.dtype)) + 1
+        if not self.mean_of and is_fused(x_E, weight_E):
+            return F.rms_norm(x_E, weight_E.shape, weight_E, self.eps)
         if self.chunk_tokens is None and not torch.is_grad_enabled():
             return rms_norm(x_E, weight_E, self.eps, *self.mean_of)[0]
         out: Tensor = RMSNormFunction.apply(x_E, weight_E, self.eps, self.chunk_tokens, *self.mean_of)

@@ -71,13 +71,21 @@ class ApplyRotaryEmb(torch.autograd.Function):
 
 def apply_rotary(x_BSNH: Tensor, cos_BS1F: Tensor, sin_BS1F: Tensor, *, direction: int = 1) -> Tensor:
     """`apply_rotary_emb`, below autograd; `direction` -1 rotates back."""
-    # In place, half by half: temporaries would fragment the heap of a CPU run.
-    left, right = x_BSNH.to(cos_BS1F.dtype).chunk(2, dim=-1)
-    out_BSNH = torch.empty_like(x_BSNH, dtype=cos_BS1F.dtype)
-    out_left, out_right = out_BSNH.chunk(2, dim=-1)
-    torch.mul(left, cos_BS1F, out=out_left).addcmul_(right, sin_BS1F, value=-direction)
-    torch.mul(right, cos_BS1F, out=out_right).addcmul_(left, sin_BS1F, value=direction)
-    return out_BSNH.to(x_BSNH.dtype)
+    # The kernels widen x and narrow the result, so that neither is copied; of equal dtypes the sums are in place.
+    out_BSNH = torch.empty_like(x_BSNH)
+    is_wide = x_BSNH.dtype == cos_BS1F.dtype
+    product_BSNH = out_BSNH if is_wide else torch.empty_like(x_BSNH, dtype=cos_BS1F.dtype)
+    x_BSN2F, product_BSN2F = _halves(x_BSNH), _halves(product_BSNH)
+    torch.mul(x_BSN2F, cos_BS1F.unsqueeze(-2), out=product_BSN2F)
+    (left, right), (product_left, product_right) = x_BSN2F.unbind(-2), product_BSN2F.unbind(-2)
+    out_left, out_right = _halves(out_BSNH).unbind(-2)
+    torch.addcmul(product_left, right, sin_BS1F, value=-direction, out=out_left)
+    torch.addcmul(product_right, left, sin_BS1F, value=direction, out=out_right)
+    return out_BSNH
+
+
+def _halves(x_BSNH: Tensor) -> Tensor:
+    return x_BSNH.view(*x_BSNH.shape[:-1], 2, x_BSNH.shape[-1] // 2)
 
 
 def apply_rotary_emb(x_BSNH: Tensor, cos_sin_2BS1F: Tensor) -> Tensor:

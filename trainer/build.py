@@ -79,8 +79,8 @@ class ParallelModel:
         recompute_config = build_recompute_config(config, host_pool)
         cpu_offload = config.memory.optimizer_placement == "host"
         with torch.device("meta"):
-            model_config, chunk = config.model.build(), config.memory.loss_chunk_mib
-            model = Transformer(model_config, stage=stage, seq_len=training.seq_len, loss_chunk_mib=chunk)
+            model_config, chunk_mib = config.model.build(), config.memory.loss_chunk_bytes >> 20
+            model = Transformer(model_config, stage=stage, seq_len=training.seq_len, loss_chunk_mib=chunk_mib)
             model.cast(stored_dtype)
         parallelize(
             model,

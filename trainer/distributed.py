@@ -87,21 +87,25 @@ def require_same_checkpoint(checkpoint: str) -> None:
         )
 
 
-def resolve_auto_recompute(config: Config, world: World, prediction_path: Path) -> Config:
-    """Replaces `memory.recompute = "auto"` by options that fit the smallest device and node of all ranks.
+def resolve_auto_memory(config: Config, world: World, prediction_path: Path) -> Config:
+    """Replaces the memory options that are "auto" by those that fit the smallest device and node of all ranks.
 
     A child process of rank 0 plans them and writes their prediction. Collective. Raises ConfigError on all ranks if
     nothing fits.
     """
-    if config.memory.recompute != "auto":
+    on_cpu, memory = world.device.type == "cpu", config.memory
+    if on_cpu and memory.loss_chunk_mib == "auto":
+        memory = memory.model_copy(update={"loss_chunk_mib": memory.loss_chunk_bytes >> 20})
+        config = config.model_copy(update={"memory": memory})
+    if "auto" not in (memory.recompute, memory.loss_chunk_mib):
         return config
     ranks_per_node = max(1, world.size // world.num_nodes)
     host_bytes = node_memory_bytes()
-    if world.device.type == "cuda":
-        device_bytes = float(torch.cuda.get_device_properties(world.device).total_memory)
-    else:
+    if on_cpu:
         host_bytes /= 2  # The other half stands in for device memory.
         device_bytes = host_bytes / ranks_per_node
+    else:
+        device_bytes = float(torch.cuda.get_device_properties(world.device).total_memory)
     if config.memory.device_gib is not None:
         device_bytes = config.memory.device_gib * GIB
     device_bytes, host_bytes = (-size for size in max_over_ranks(None, [-device_bytes, -host_bytes]))
@@ -117,7 +121,7 @@ def resolve_auto_recompute(config: Config, world: World, prediction_path: Path) 
     if answer["problems"]:
         raise ConfigError(answer["problems"])
     if world.rank == 0:
-        log.info('memory.recompute = "auto": %s', answer["choice"])
+        log.info('memory options that are "auto": %s', answer["choice"])
     return config.model_copy(update={"memory": config.memory.model_copy(update=answer["memory"])})
 
 
@@ -128,7 +132,7 @@ def _run_planner(request: dict[str, Any]) -> dict[str, Any]:
         command, input=json.dumps(request), env=environment, stdout=subprocess.PIPE, text=True, check=False
     )
     if child.returncode:
-        return {"problems": [f'memory.recompute = "auto": the planner failed with exit code {child.returncode}']}
+        return {"problems": [f'memory options that are "auto": the planner failed with exit code {child.returncode}']}
     answer: dict[str, Any] = json.loads(child.stdout)
     return answer
 

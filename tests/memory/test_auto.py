@@ -10,8 +10,9 @@ from trainer.config.parse import load
 from trainer.errors import ConfigError
 from trainer.hardware.device_specs import load_device
 from trainer.hardware.host import GIB
-from trainer.memory.auto import DEVICE_FRACTION, describe_memory_options, fit_memory_options
+from trainer.memory.auto import DEVICE_FRACTION, describe_choice, describe_memory_options, fit_memory_options
 from trainer.memory.estimator import estimate_memory
+from trainer.memory.rank import RankMemory
 from trainer.plan.plan import plan_stage
 
 TERABYTE = 2.0**40
@@ -95,3 +96,64 @@ def test_host_optimizer_state_does_not_count_against_the_offload_budget() -> Non
 def test_the_error_names_the_violated_rule() -> None:
     with pytest.raises(ConfigError, match=r"memory[.]head_groups"):
         chosen(400, "--memory.head_groups", "3")
+
+
+# ---- memory.loss_chunk_mib
+
+
+def chunk_of(gib: float, *words: str, world_size: int = 8) -> Config:
+    config = load(["--config", "llama3_8b_128k", "--memory.loss_chunk_mib", "auto", *words])
+    return fit_memory_options(config, world_size, ranks_per_node=8, device_bytes=gib * GIB, host_bytes=TERABYTE)
+
+
+def peak_with(mib: int) -> float:
+    config = load(["--config", "llama3_8b_128k", "--memory.loss_chunk_mib", str(mib)])
+    return estimate_memory(config, 8).device_bytes
+
+
+def test_a_chunk_of_logits_takes_memory_that_is_free() -> None:
+    assert chunk_of(500).memory.loss_chunk_mib == 4096
+
+
+def test_a_chunk_of_logits_never_raises_the_peak_of_a_full_device() -> None:
+    smallest = peak_with(256)
+    tight = chunk_of(smallest / GIB)
+    assert estimate_memory(tight, 8).device_bytes == smallest
+    assert tight.memory.loss_chunk_mib == max(mib for mib in (256, 512, 1024, 2048, 4096) if peak_with(mib) <= smallest)
+
+
+def test_a_chunk_of_logits_fills_the_device_up_to_its_limit() -> None:
+    short = ("--training.seq_len", "8192", "--parallelism.cp", "1", "--memory.recompute", "keep_attention")
+    peaks = {
+        mib: estimate_memory(load(["--config", "llama3_8b_128k", "--memory.loss_chunk_mib", str(mib), *short]), 8)
+        for mib in (256, 1024, 2048)
+    }
+    assert peaks[256].device_bytes < peaks[1024].device_bytes < peaks[2048].device_bytes
+    between = (peaks[1024].device_bytes + peaks[2048].device_bytes) / 2
+    assert chunk_of(between / DEVICE_FRACTION / GIB, *short).memory.loss_chunk_mib == 1024
+
+
+def test_a_chunk_of_logits_is_not_wider_than_all_of_them() -> None:
+    """8192 tokens of 8 sequence shards: half a GiB of logits."""
+    config = chunk_of(500, "--training.seq_len", "8192")
+    tokens = RankMemory(config, 8, 0).head_tokens
+    assert tokens * 128256 * 4 < (config.memory.loss_chunk_bytes) < 4 * tokens * 128256 * 4
+
+
+def test_a_stated_chunk_of_logits_is_kept() -> None:
+    assert chunk_of(500, "--memory.loss_chunk_mib", "300").memory.loss_chunk_mib == 300
+    assert chosen(200, "--memory.loss_chunk_mib", "300").memory.loss_chunk_mib == 300
+
+
+def test_recomputation_is_chosen_before_the_chunk_of_logits() -> None:
+    everything = estimate_memory(automatic("--memory.recompute", "none", "--memory.loss_chunk_mib", "256"), 8)
+    config = chosen(everything.device_bytes / DEVICE_FRACTION / GIB + 0.001, "--memory.loss_chunk_mib", "auto")
+    assert config.memory.recompute == "none"
+    assert estimate_memory(config, 8).device_bytes <= everything.device_bytes + 0.001 * GIB
+
+
+def test_a_choice_names_the_options_that_were_auto() -> None:
+    config = automatic("--memory.loss_chunk_mib", "auto")
+    fitted = fit_memory_options(config, 8, ranks_per_node=8, device_bytes=500 * GIB, host_bytes=TERABYTE)
+    assert describe_choice(config, fitted) == 'memory.recompute = "none", memory.loss_chunk_mib = 4096'
+    assert describe_choice(fitted, fitted) == ""

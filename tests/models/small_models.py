@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from models.batch import IGNORE_INDEX, Batch
 from models.config import ModelConfig
@@ -17,6 +20,9 @@ from models.layers import LayerKind
 from models.rope_config import RopeConfig
 from models.transformer import Transformer
 
+aten = torch.ops.aten
+UNTOUCHED = ("empty", "new_empty", "gather", "scatter", "mm", "addmm", "_scaled_dot", "detach", "_unsafe_view")
+"""Operators that touch no elements, or few, or belong to products and attention."""
 SMALL = ModelConfig(
     vocab_size=37,
     dim=16,
@@ -183,3 +189,33 @@ def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
     """The maximum over all tensors of the difference relative to the tensor's largest value."""
     assert found.keys() == expected.keys()
     return max(float((found[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in expected)
+
+
+class TouchedElements(TorchDispatchMode):
+    """Counts the elements that operators read and write in tensors of at least `elements`, by dtype, outside of products
+    and attention.
+    """
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements, self.kernels = elements, 0
+        self.by_dtype = Counter[torch.dtype]()
+
+    @property
+    def bytes(self) -> int:
+        return sum(count * dtype.itemsize for dtype, count in self.by_dtype.items())
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        out = function(*arguments, **(options or {}))
+        if function.is_view or function.overloadpacket.__name__.startswith(UNTOUCHED):
+            return out
+        read = arguments[1:] if function.overloadpacket in (aten.copy_, aten.fill_) else arguments
+        written = () if options and options.get("out") is not None else tree_leaves(out)
+        touched = [x for x in (*tree_leaves((read, options)), *written) if isinstance(x, Tensor)]
+        self.kernels += any(x.numel() >= self.elements for x in touched)
+        for x in touched:
+            if x.numel() >= self.elements:
+                self.by_dtype[x.dtype] += x.numel()
+        return out

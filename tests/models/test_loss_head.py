@@ -5,22 +5,45 @@ Shape suffixes: B batch, S tokens, E model dim, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.op_counter import fake_process_group
+from models import loss_head
 from models.batch import IGNORE_INDEX
-from models.loss_head import LinearCrossEntropy, LossHead, VocabShard
-from tests.models.small_models import SMALL
+from models.loss_head import (
+    IDENTITY,
+    CompilePiece,
+    EagerSoftmax,
+    LinearCrossEntropy,
+    LogitTransform,
+    LossHead,
+    VocabShard,
+)
+from models.transformer import Transformer
+from parallelisms.activation_checkpoint import RecomputeConfig
+from parallelisms.block_recompute import Tiling
+from parallelisms.mesh import Mesh
+from parallelisms.parallel_dims import AXES
+from parallelisms.parallelize import parallelize
+from tests.models.small_models import SMALL, TouchedElements
 
 B, S, E, V = 2, 11, 6, 13
 CHUNKS = [1, 5, 7, B * S, 1000]
+COMPILED: CompilePiece = lru_cache(partial(torch.compile, fullgraph=True, backend="aot_eager"))
+TRANSFORMS = {"plain": IDENTITY, "scaled": LogitTransform(2.0), "capped": LogitTransform(0.5, 3.0)}
+T = TypeVar("T")
+AllReduce = Callable[[Tensor], Tensor]
 
 
 def linear_cross_entropy(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, chunk: int) -> Tensor:
@@ -41,6 +64,51 @@ def plain(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor) -> Tensor:
     logits = (x_BSE @ weight_VE.T).flatten(0, 1)
     losses = F.cross_entropy(logits, labels_BS.flatten(), reduction="none", ignore_index=IGNORE_INDEX)
     return losses.view_as(labels_BS)
+
+
+def transformed(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, transform: LogitTransform) -> Tensor:
+    """`plain`, of scaled and capped logits."""
+    logits = (x_BSE @ weight_VE.T).flatten(0, 1) / transform.scaling
+    if transform.softcap is not None:
+        logits = transform.softcap * torch.tanh(logits / transform.softcap)
+    losses = F.cross_entropy(logits, labels_BS.flatten(), reduction="none", ignore_index=IGNORE_INDEX)
+    return losses.view_as(labels_BS)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("compile_piece", [None, COMPILED], ids=["eager", "compiled"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_losses_and_gradients_equal_torch_in_every_variant(
+    compile_piece: CompilePiece | None, transform: LogitTransform, parts: int
+) -> None:
+    x_BSE, weight_VE, labels_BS = inputs()
+    with torch.no_grad():
+        weight_VE = torch.cat((weight_VE, weight_VE[:1] / 2))
+    weight_VE.requires_grad_()
+    rows = weight_VE.shape[0] // parts
+
+    def run(part: int, all_reduce_max: AllReduce, all_reduce_sum: AllReduce) -> tuple[Tensor, Tensor, Tensor]:
+        shard = VocabShard(part * rows, parts, all_reduce_max, all_reduce_sum)
+        mine_VE = weight_VE.detach()[part * rows : (part + 1) * rows].requires_grad_()
+        # 22 tokens: the last chunk is shorter.
+        losses_BS = LinearCrossEntropy.apply(x_BSE, mine_VE, labels_BS, 8, shard, None, transform, compile_piece)
+        return losses_BS, *torch.autograd.grad(losses_BS.sum() / 17, (x_BSE, mine_VE))
+
+    losses, grads_x, grads_weight = zip(*on_shards(parts, run), strict=True)
+    expected_BS = transformed(x_BSE, weight_VE, labels_BS, transform)
+    expected_x, expected_weight = torch.autograd.grad(expected_BS.sum() / 17, (x_BSE, weight_VE))
+    for losses_BS in losses:
+        torch.testing.assert_close(losses_BS, expected_BS, rtol=0, atol=1e-13)
+    torch.testing.assert_close(sum(grads_x), expected_x, rtol=0, atol=1e-14)
+    torch.testing.assert_close(torch.cat(grads_weight), expected_weight, rtol=0, atol=1e-14)
+
+
+def test_compiled_label_outside_the_vocabulary_is_nan() -> None:
+    x_BSE, weight_VE, labels_BS = inputs()
+    labels_BS[0, 1] = V
+    losses_BS = LinearCrossEntropy.apply(x_BSE, weight_VE, labels_BS, 8, VocabShard(), None, IDENTITY, COMPILED)
+    assert losses_BS.isnan().nonzero().tolist() == [[0, 1]]
+    assert all(grad.isnan().any() for grad in torch.autograd.grad(losses_BS.sum(), (x_BSE, weight_VE)))
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -148,6 +216,10 @@ def test_no_grad_gives_the_same_losses_with_one_matrix_product() -> None:
     assert (training.products, evaluation.products) == (3, 1)
 
 
+aten = torch.ops.aten
+PRODUCTS = (aten.mm, aten.addmm, aten.addmm_)
+
+
 class AllocationRecorder(TorchDispatchMode):
     """Records the largest tensor allocated and the number of matrix products."""
 
@@ -158,7 +230,7 @@ class AllocationRecorder(TorchDispatchMode):
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
         out = function(*arguments, **(options or {}))
-        self.products += function.overloadpacket is torch.ops.aten.mm
+        self.products += function.overloadpacket in PRODUCTS
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
@@ -199,33 +271,42 @@ def test_head_normalizes_before_projecting() -> None:
 # ---- correct predictions
 
 
+def on_shards(parts: int, run: Callable[[int, AllReduce, AllReduce], T]) -> list[T]:
+    """Results of `run(part, all_reduce_max, all_reduce_sum)` for each part of the vocabulary.
+
+    Every part runs again for each all-reduce, with the results of those before it.
+    """
+    reduced: list[Tensor] = []
+    while True:
+        operands: list[list[tuple[str, Tensor]]] = [[] for _ in range(parts)]
+
+        def reduce(part: int, kind: str, x: Tensor) -> Tensor:
+            operands[part].append((kind, x.clone()))  # noqa: B023 - called before the next round
+            index = len(operands[part]) - 1  # noqa: B023
+            return x.copy_(reduced[index]) if index < len(reduced) else x
+
+        results = [run(part, partial(reduce, part, "max"), partial(reduce, part, "sum")) for part in range(parts)]
+        index = len(reduced)
+        if index == len(operands[0]):
+            return results
+        stacked = torch.stack([of_part[index][1] for of_part in operands])
+        reduced.append(stacked.sum(0) if operands[0][index][0] == "sum" else stacked.amax(0))
+
+
 def correct_by_shards(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, *, chunk: int, parts: int = 1) -> Tensor:
     """[B, S] with a vocabulary of `parts` shards, whose all-reduces are simulated; all shards must agree."""
     size = weight_VE.shape[0] // parts
-    waiting: list[Tensor] = []
 
-    def run(part: int, numbers: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """One shard whose all-reduces return the given values, and the operand of its next all-reduce."""
-        given, asked = iter(numbers), list[Tensor]()
-
-        def exchange(x: Tensor) -> Tensor:
-            asked.append(x.clone())
-            return next(given, x)
-
-        found_BS = torch.zeros_like(labels_BS)
-        vocabulary = VocabShard(vocab_start_index=part * size, all_reduce_max=exchange, all_reduce_sum=exchange)
+    def run(part: int, all_reduce_max: AllReduce, all_reduce_sum: AllReduce) -> Tensor:
+        correct_BS = torch.zeros_like(labels_BS)
+        shard = VocabShard(part * size, parts, all_reduce_max, all_reduce_sum)
         mine_VE = weight_VE.detach()[part * size : (part + 1) * size]
-        LinearCrossEntropy.apply(x_BSE.detach(), mine_VE, labels_BS, chunk, vocabulary, found_BS)
-        return found_BS, asked
+        LinearCrossEntropy.apply(x_BSE.detach(), mine_VE, labels_BS, chunk, shard, correct_BS)
+        return correct_BS
 
-    for _ in range(3 * -(-labels_BS.numel() // chunk)):
-        asked = [run(part, waiting)[1][len(waiting)] for part in range(parts)]
-        is_sum = len(waiting) % 3 == 2  # In every chunk: the highest, the first of the highest, sums.
-        together = torch.stack(asked)
-        waiting.append(together.sum(0) if is_sum else together.amax(0))
-    found = [run(part, waiting)[0] for part in range(parts)]
-    assert all(torch.equal(found[0], other) for other in found)
-    return found[0]
+    first, *others = on_shards(parts, run)
+    assert all(torch.equal(first, other) for other in others)
+    return first
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
@@ -260,3 +341,128 @@ def test_head_reports_correct_only_if_asked() -> None:
         logits_BSV = head.norm(x_BSE) @ head.proj.weight.T
     assert torch.equal(alone_BS, losses_BS)
     assert torch.equal(hits_BS, (logits_BSV.argmax(-1) == labels_BS).float())
+
+
+# ---- compilation
+
+
+def test_only_training_compiles_the_softmax() -> None:
+    compiled: list[str] = []
+
+    def compile_piece(piece: Callable[..., Any]) -> Callable[..., Any]:
+        compiled.append(piece.__name__)
+        return piece
+
+    head, x_BSE, labels_BS = LossHead(SMALL), torch.randn(B, S, SMALL.dim), inputs()[2]
+    torch.nn.init.ones_(head.norm.weight)
+    head.compile_piece = compile_piece
+    with torch.no_grad():
+        evaluated_BS = head(x_BSE, labels_BS)
+    assert compiled == []
+    torch.testing.assert_close(head(x_BSE, labels_BS), evaluated_BS)
+    assert compiled == ["row_statistics", "softmax_gradient"]
+
+
+def test_a_compiled_model_compiles_its_loss_head() -> None:
+    with torch.device("meta"):
+        model = Transformer(SMALL)
+    with fake_process_group(0, 1):
+        parallelize(
+            model,
+            Mesh("cpu", dict.fromkeys(AXES, 1), rank=0),
+            recompute_config=RecomputeConfig("full", tiling=Tiling(compile=COMPILED)),
+            compiled=True,
+            param_dtype=torch.float32,
+            reduce_dtype=torch.float32,
+            reshard_after_forward=True,
+        )
+    assert model.head is not None
+    assert model.head.compile_piece is COMPILED
+
+
+# ---- passes over the logits
+
+
+def wide_mm(x: Tensor, y: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+    """`torch.mm`, with CUDA's `out_dtype` on the CPU."""
+    return aten.mm(x, y) if out is None and out_dtype is None else _wide(x, y, out_dtype or x.dtype, out)
+
+
+def _wide(x: Tensor, y: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    product = aten.mm(x.double(), y.double()).to(dtype)
+    return product if out is None else out.copy_(product)
+
+
+def wide_addmm(total: Tensor, x: Tensor, y: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+    assert total.dtype == out.dtype == out_dtype == torch.float32
+    assert total is out
+    return out.addmm_(x.float(), y.float())
+
+
+@pytest.fixture
+def wide_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16-bit products that are returned in float32, as on CUDA."""
+    monkeypatch.setattr(loss_head, "products_are_wide", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(torch, "mm", wide_mm)
+    monkeypatch.setattr(torch, "addmm", wide_addmm)
+
+
+@pytest.mark.usefixtures("wide_products")
+def test_wide_products_round_neither_logits_nor_the_sum_of_the_weight_gradient() -> None:
+    x_BSE, weight_VE, labels_BS = inputs(torch.bfloat16)
+    losses_BS = linear_cross_entropy(x_BSE, weight_VE, labels_BS, 5)
+    exact = [x.detach().double().requires_grad_() for x in (x_BSE, weight_VE)]
+    expected_BS = plain(exact[0], exact[1], labels_BS)
+    torch.testing.assert_close(losses_BS.double(), expected_BS, rtol=0, atol=2e-6)
+    for ours, right in zip(
+        torch.autograd.grad(losses_BS.sum() / 17, (x_BSE, weight_VE)),
+        torch.autograd.grad(expected_BS.sum() / 17, exact),
+        strict=True,
+    ):
+        assert ours.dtype == torch.bfloat16
+        assert (ours - right).abs().max() < 0.006 * right.abs().max()
+
+
+def test_eager_passes_move_30_bytes_for_each_float32_logit_of_a_16_bit_gradient() -> None:
+    """The maximum reads 4, subtraction and exponential move 8 each, the sum reads 4, the gradient moves 4 + 2."""
+    softmax = EagerSoftmax(torch.rand(3, 4096), torch.tensor([[5], [-1], [7]]), IDENTITY)
+    with TouchedElements(3 * 4096) as seen:
+        softmax.statistics()
+        softmax.gradient(torch.rand(3, 1), torch.bfloat16)
+    assert seen.by_dtype == {torch.float32: 7 * 3 * 4096, torch.bfloat16: 3 * 4096}
+
+
+def test_only_16_bit_tensors_on_cuda_have_products_in_float32() -> None:
+    with FakeTensorMode():
+        x_CE, weight_VE = (torch.empty(n, 8, device="cuda", dtype=torch.bfloat16) for n in (7, 32))
+        assert loss_head.products_are_wide(x_CE)
+        assert not loss_head.products_are_wide(x_CE.float())
+        assert loss_head.logit_product(x_CE, weight_VE).dtype == torch.float32
+    assert not loss_head.products_are_wide(torch.empty(1, dtype=torch.bfloat16))
+
+
+def test_products_are_added_up_by_an_overload_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device, which knows the overloads of CUDA."""
+    monkeypatch.setattr(loss_head, "products_are_wide", lambda _: True)
+    x_CE, grad_CV, total_VE = (
+        torch.empty(shape, device="meta", dtype=dtype)
+        for shape, dtype in (((7, 8), torch.bfloat16), ((7, 32), torch.bfloat16), ((32, 8), torch.float32))
+    )
+    with OverloadRecorder() as seen:
+        loss_head.add_weight_grad(total_VE, grad_CV, x_CE)
+    assert seen.overloads == [aten.addmm.dtype_out]
+
+
+class OverloadRecorder(TorchDispatchMode):
+    """Records what is called, but for views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.overloads: list[Any] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        if not function.is_view:
+            self.overloads.append(function)
+        return function(*arguments, **(options or {}))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from models.norm import RMSNorm, RMSNormFunction
+from models import norm as norm_module
+from models.linear import identity
+from models.norm import RMSNorm, RMSNormFunction, is_fused
 from tests.models.small_models import remember, unchanged
 
 EPS = 1e-2
@@ -86,3 +89,63 @@ def test_chunked_norm_equals_unchunked(most: int) -> None:
         found.append((out, *grads))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
+
+
+# ---- torch's fused kernels, which exist on CUDA; on a CPU their formula is made of operators
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Takes torch's function wherever CUDA would; the number of calls."""
+    calls, torchs = [0], F.rms_norm
+
+    def rms_norm(x_E: Tensor, shape: torch.Size, weight_E: Tensor, eps: float) -> Tensor:
+        calls[0] += 1
+        return torchs(x_E, shape, weight_E, eps)
+
+    monkeypatch.setattr(norm_module, "is_fused", lambda x_E, weight_E: x_E.dtype == weight_E.dtype)
+    monkeypatch.setattr(F, "rms_norm", rms_norm)
+    return calls
+
+
+def results(norm: RMSNorm, given: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Output and both gradients."""
+    x_E, weight_E = given
+    out_E = norm.normalize(x_E, weight_E)
+    grad_E = torch.linspace(-1, 1, out_E.numel(), dtype=torch.float64).view_as(out_E).to(out_E.dtype)
+    return [out_E.detach(), *torch.autograd.grad(out_E, given, grad_E)]
+
+
+def test_fused_norm_is_as_accurate_as_ours(fused: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, given = RMSNorm(12, eps=EPS), inputs(torch.bfloat16)
+    x_E, weight_E = (x.detach().double().requires_grad_() for x in given)
+    exact = results(norm, (x_E, weight_E))
+    assert fused == [1]
+    errors = [(ours - right).abs().max() for ours, right in zip(results(norm, given), exact, strict=True)]
+    assert fused == [2]
+    monkeypatch.setattr(norm_module, "is_fused", lambda *_: False)
+    today = [(ours - right).abs().max() for ours, right in zip(results(norm, given), exact, strict=True)]
+    assert all(error <= 1.01 * before for error, before in zip(errors, today, strict=True)), (errors, today)
+
+
+def test_only_full_norms_with_a_weight_in_their_dtype_are_fused(fused: list[int]) -> None:
+    x_E = torch.ones(2, 12, dtype=torch.bfloat16)
+    centered, sharded, chunked = (RMSNorm(12, eps=EPS, zero_centered=each).bfloat16() for each in (True, False, False))
+    sharded.mean_of = (1, identity)
+    chunked.chunk_tokens = 1
+    for norm, calls in ((centered, 0), (sharded, 0), (chunked, 1)):
+        torch.nn.init.ones_(norm.weight)
+        norm(x_E)
+        assert fused == [calls]
+
+
+def test_norms_are_fused_on_cuda_except_in_float64() -> None:
+    with FakeTensorMode():
+        half, single, double = (
+            torch.empty(3, device="cuda", dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64)
+        )
+        assert is_fused(half, half)
+        assert is_fused(single, single)
+        assert not is_fused(half, single)
+        assert not is_fused(double, double)
+    assert not is_fused(torch.ones(3), torch.ones(3))

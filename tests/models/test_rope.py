@@ -12,7 +12,7 @@ from torch import Tensor
 from models import rope
 from models.rope_config import RopeConfig
 from tests.models.rope_configs import KINDS
-from tests.models.small_models import remember, unchanged
+from tests.models.small_models import TouchedElements, remember, unchanged
 
 PLAIN = RopeConfig(theta=500_000.0)
 WIDTH = 16
@@ -134,3 +134,12 @@ def test_rotation_saves_no_activation() -> None:
     with torch.autograd.graph.saved_tensors_hooks(remember(kept), unchanged):
         rope.apply_rotary_emb(x, rotation())
     assert {tensor.shape[-1] for tensor in kept} == {WIDTH // 2}
+
+
+def test_rotation_of_bfloat16_moves_14_bytes_per_number() -> None:
+    """One kernel reads x and writes float32 products; two read those and x, and write the result."""
+    table, x = rope.cos_sin_table(PLAIN, WIDTH, POSITIONS, torch.float32), draw().bfloat16()
+    with TouchedElements(x.numel() // 2) as seen:
+        rope.apply_rotary(x, *table.unbind(0))
+    assert seen.kernels == 3
+    assert seen.by_dtype == {torch.bfloat16: 3 * x.numel(), torch.float32: 2 * x.numel()}

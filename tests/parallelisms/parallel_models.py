@@ -64,6 +64,8 @@ def build(plan: Plan, mesh: Mesh) -> Transformer:
     if plan.compiled and plan.policy == "none":
         for block in model.transformer_blocks():
             block.compile(fullgraph=True, backend="aot_eager")
+    if plan.compiled and model.head is not None:
+        model.head.compile_piece = compile_piece
     parallelize(
         model,
         mesh,

@@ -111,6 +111,8 @@ def train_kinds(case: Case) -> Outcome:
     if case.compiled and case.policy == "none":
         for block in model.transformer_blocks():
             block.compile(fullgraph=True, backend="aot_eager")
+    if case.compiled and model.head is not None:
+        model.head.compile_piece = compile_piece
     # The bytes of a tile cover the tokens of all tp ranks.
     tile = 6 * tiling.bytes_per_token(case.config.dim, case.config.ffn_dim, 8) if case.tiled else None
     activation_checkpoint.apply(

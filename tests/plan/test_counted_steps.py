@@ -186,5 +186,6 @@ def counted_bytes(cases: tuple[str, ...]) -> list[int]:
 @pytest.mark.parametrize("world_size", BOUND)
 def test_memory_traffic_is_estimated_within_10_percent(world_size: int) -> None:
     for case, *found in zip(BOUND[world_size], *run_ranks(counted_bytes, world_size, BOUND[world_size]), strict=True):
-        predicted = sum(rank_workload(RankMemory(configured(case), world_size, 0)).memory_traffic.values())
+        rank = RankMemory(configured(case), world_size, 0, on_cpu=True)
+        predicted = sum(rank_workload(rank).memory_traffic.values())
         assert predicted == pytest.approx(max(found), rel=0.1), case

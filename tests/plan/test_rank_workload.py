@@ -168,7 +168,7 @@ def test_compilation_and_saved_activations_reduce_memory_traffic() -> None:
         for changes in ("", "training.compile=true", FULL)
     )
     assert all(compiled[phase] < plain[phase] for phase in ("forward", "backward"))
-    assert compiled["head"] == plain["head"]
+    assert compiled["head"] < plain["head"]
     assert plain["recompute"] == 0 < again["recompute"]
     half = rank_workload(RankMemory(configured("training.seq_len=128"), 1, 0)).memory_traffic
     assert plain["forward"] > 1.9 * half["forward"]

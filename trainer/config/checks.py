@@ -330,8 +330,11 @@ def _memory_problems(memory: MemorySection) -> Iterator[str]:
             yield f'{assignment} needs memory.recompute = "keep_attention", not "full"'
     if memory.host_budget_gib is not None and memory.offload == "none" and memory.recompute != "auto":
         yield f'memory.host_budget_gib = {memory.host_budget_gib} is not used with memory.offload = "none"'
-    if memory.device_gib is not None and memory.recompute != "auto":
-        yield f'memory.device_gib = {memory.device_gib} is only used with memory.recompute = "auto"'
+    if memory.device_gib is not None and "auto" not in (memory.recompute, memory.loss_chunk_mib):
+        yield (
+            f"memory.device_gib = {memory.device_gib} is only used with memory.recompute or memory.loss_chunk_mib = "
+            '"auto"'
+        )
 
 
 def _head_group_problems(config: Config) -> Iterator[str]:

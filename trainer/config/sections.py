@@ -155,11 +155,14 @@ class ParallelismSection(Section):
         return degrees
 
 
+MIN_LOSS_CHUNK_MIB = 256
+
+
 class MemorySection(Section):
     recompute: Literal["none", "full", "keep_attention", "auto"] = "keep_attention"
     """Activation checkpointing: what the backward pass recomputes: nothing, every block, or (`keep_attention`) everything except attention's output and log-sum-exp. `auto` takes the fastest setting that is predicted to fit, choosing those of the keys below that are not given."""
     device_gib: PositiveFloat | None = None
-    """Device memory in GiB, for `auto`. Left out: the device's; a CPU rank has its share of the machine's."""
+    """Device memory in GiB, for `recompute` and `loss_chunk_mib`, if they are `auto`. Left out: the device's; a CPU rank has its share of the machine's."""
     offload: Literal["none", "inputs", "inputs_and_attention"] = "none"
     """What blocks offload to host memory: nothing, their inputs, or also attention's output and log-sum-exp."""
     host_budget_gib: PositiveFloat | None = None
@@ -170,12 +173,17 @@ class MemorySection(Section):
     """Groups of KV heads that attention processes one after the other; divides attention's transient memory."""
     mlp_tile_mib: PositiveInt | None = None
     """Memory per tile of tokens in MiB, for everything in a block except attention. Left out: all tokens at once."""
-    loss_chunk_mib: PositiveInt = 256
-    """Memory per chunk of logits in MiB; the full logits never exist."""
+    loss_chunk_mib: PositiveInt | Literal["auto"] = "auto"
+    """Memory per chunk of logits in MiB; the full logits never exist. `auto` takes the largest power of two from 256 to 4096 with which the peak stays the same or fits the device, and 256 on a CPU."""
     optimizer_placement: Literal["device", "host"] = "device"
     """Where parameters, gradients and optimizer state are stored; `host` fetches each block when it runs and steps the optimizer on the CPU."""
     optimizer_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of AdamW's two moments in memory; they are updated in float32 and rounded to nearest. float64 runs keep their own."""
+
+    @property
+    def loss_chunk_bytes(self) -> int:
+        """Of a chunk of logits; the smallest for `auto`, until the device's memory is known."""
+        return (MIN_LOSS_CHUNK_MIB if self.loss_chunk_mib == "auto" else self.loss_chunk_mib) << 20
 
 
 class OptimizerSection(Section):

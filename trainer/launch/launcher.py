@@ -44,9 +44,9 @@ from trainer.launch.cluster import (
 )
 from trainer.launch.predict import write_prediction
 from trainer.launch.restarts import run_with_restarts
-from trainer.memory.auto import describe_memory_options, fit_memory_options
+from trainer.memory.auto import describe_choice, fit_memory_options
 from trainer.memory.estimator import estimate_memory
-from trainer.memory.report import memory_summary
+from trainer.memory.report import memory_summary, with_overrides
 from trainer.metrics import loggers
 from trainer.resilience import exit_markers
 from trainer.resilience.signals import Interrupted, SignalHandler
@@ -247,14 +247,18 @@ def _memory_summary(config: Config, world: LaunchWorld) -> list[str]:
         return []
     if resolved is None:
         return ['memory.recompute = "auto" is resolved once devices are known; set memory.device_gib to see it here']
-    lines = [f'memory.recompute = "auto" chooses {describe_memory_options(resolved)}'] * (resolved is not config)
+    choice = describe_choice(config, resolved) if config.memory.device_gib is not None else ""
+    lines = [f'memory options that are "auto": {choice}'] * bool(choice)
     return [*lines, memory_summary(estimate_memory(resolved, world.world_size))]
 
 
 def _resolve_memory(config: Config, world: LaunchWorld) -> Config | None:
     """Resolves `recompute = "auto"`; None while no device is known. Raises `ConfigError`."""
-    if config.memory.recompute == "auto" and config.memory.device_gib is None:
-        return None
+    if config.memory.device_gib is None:
+        if config.memory.recompute == "auto":
+            return None
+        # The device may have room for a larger chunk.
+        config = with_overrides(config, {"memory.loss_chunk_mib": config.memory.loss_chunk_bytes >> 20})
     return fit_memory_options(
         config,
         world.world_size,

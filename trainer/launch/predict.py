@@ -1,6 +1,6 @@
 """Predicted memory and step time: `prediction.json`, written before training so that training needs no planner.
 
-`python -m trainer.launch.predict` chooses memory options for `recompute = "auto"`: rank 0 starts it once devices are
+`python -m trainer.launch.predict` chooses the memory options that are "auto": rank 0 starts it once devices are
 known, sends a request as JSON on standard input and reads the answer from standard output. Imports no torch.
 """
 
@@ -16,7 +16,7 @@ from trainer.config.job_config import Config
 from trainer.config.summary import parallelism_summary, topology, warnings
 from trainer.errors import ConfigError
 from trainer.hardware.device_specs import select_device
-from trainer.memory.auto import describe_memory_options, fit_memory_options
+from trainer.memory.auto import describe_choice, fit_memory_options
 from trainer.memory.estimator import estimate_memory
 from trainer.memory.report import memory_summary, out_of_memory_advice
 from trainer.metrics.prediction import Prediction
@@ -61,7 +61,7 @@ def main() -> int:
         write_prediction(
             Path(request["prediction_path"]), resolved, world_size, num_nodes=world_size // request["ranks_per_node"]
         )
-        answer = {"memory": resolved.memory.model_dump(), "choice": describe_memory_options(resolved), "problems": []}
+        answer = {"memory": resolved.memory.model_dump(), "choice": describe_choice(config, resolved), "problems": []}
     json.dump(answer, sys.stdout)
     return 0
 

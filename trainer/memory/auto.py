@@ -1,4 +1,6 @@
-"""`memory.recompute = "auto"`: the fastest memory options predicted to fit. Imports no torch."""
+"""`memory.recompute = "auto"`: the fastest memory options predicted to fit; `memory.loss_chunk_mib = "auto"`: the largest
+chunk of logits that costs no memory. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,12 @@ from typing import Any
 
 from trainer.config import checks
 from trainer.config.job_config import Config
+from trainer.config.sections import MIN_LOSS_CHUNK_MIB
 from trainer.config.toml_format import toml_value
 from trainer.errors import ConfigError
 from trainer.hardware.host import GIB
 from trainer.memory.estimator import SAVED_ACTIVATIONS, estimate_memory
+from trainer.memory.rank import RankMemory
 from trainer.memory.report import with_overrides
 
 DEVICE_FRACTION, HOST_FRACTION = 0.9, 0.75
@@ -27,6 +31,8 @@ MEMORY_OPTIONS: dict[str, dict[Any, float]] = {
     "blocks_per_checkpoint": {1: 0, 2: 0, 4: 0, 8: 0},
 }
 
+LOSS_CHUNKS_MIB = (4096, 2048, 1024, 512, MIN_LOSS_CHUNK_MIB)
+
 
 class NothingFitsError(ConfigError):
     """`closest` is the legal candidate that needs least of a device."""
@@ -39,14 +45,41 @@ class NothingFitsError(ConfigError):
 def fit_memory_options(
     config: Config, world_size: int, *, ranks_per_node: int, device_bytes: float, host_bytes: float
 ) -> Config:
-    """Resolves `memory.recompute = "auto"`; keys of `memory` that the user set are kept.
+    """Resolves `memory.recompute` and `memory.loss_chunk_mib` if they are "auto"; keys of `memory` that the user set are
+    kept.
 
     `host_bytes` is the memory of one node. Raises NothingFitsError, or ConfigError if every candidate breaks a rule.
     """
-    device_limit, host_limit = device_bytes * DEVICE_FRACTION, host_bytes * HOST_FRACTION
+    host_limit = host_bytes * HOST_FRACTION
     if config.memory.recompute != "auto":
         _require_in_memory_checkpoints_fit(config, world_size, ranks_per_node, host_limit)
+        fitted = config
+    else:
+        fitted = _fit_recomputation(config, world_size, ranks_per_node, device_bytes * DEVICE_FRACTION, host_limit)
+    return _fit_loss_chunk(fitted, world_size, device_bytes * DEVICE_FRACTION)
+
+
+def _fit_loss_chunk(config: Config, world_size: int, device_limit: float) -> Config:
+    """Resolves `memory.loss_chunk_mib = "auto"`, with which all else was fitted to the smallest chunk."""
+    if config.memory.loss_chunk_mib != "auto":
         return config
+    limit = max(device_limit, estimate_memory(config, world_size).device_bytes)
+    candidates = (with_overrides(config, {"memory.loss_chunk_mib": mib}) for mib in LOSS_CHUNKS_MIB)
+    useful = (each for each in candidates if not _is_wider_than_all_logits(each, world_size))
+    return next(each for each in useful if estimate_memory(each, world_size).device_bytes <= limit)
+
+
+def _is_wider_than_all_logits(config: Config, world_size: int) -> bool:
+    """Whether half of the chunk has room for every token of a micro-batch."""
+    rank = RankMemory(config, world_size, config.parallelism.pp - 1)
+    is_smallest = config.memory.loss_chunk_bytes >> 20 == MIN_LOSS_CHUNK_MIB
+    return not is_smallest and rank.loss_chunk_tokens // 2 >= rank.head_tokens
+
+
+def _fit_recomputation(
+    config: Config, world_size: int, ranks_per_node: int, device_limit: float, host_limit: float
+) -> Config:
+    """Resolves `memory.recompute = "auto"`."""
     budget_gib = config.memory.host_budget_gib
     offload_limit = host_limit if budget_gib is None else budget_gib * GIB
     found_problems: list[str] = []
@@ -100,6 +133,14 @@ def _require_in_memory_checkpoints_fit(config: Config, world_size: int, ranks_pe
 def describe_memory_options(config: Config) -> str:
     """The non-default memory options, as TOML assignments."""
     return ", ".join(f"memory.{key} = {toml_value(value)}" for key, value in _non_default_options(config).items())
+
+
+def describe_choice(config: Config, fitted: Config) -> str:
+    """What `fit_memory_options` chose, as TOML assignments; empty if nothing was "auto"."""
+    choices = [describe_memory_options(fitted)] * (config.memory.recompute == "auto")
+    if config.memory.loss_chunk_mib == "auto":
+        choices.append(f"memory.loss_chunk_mib = {toml_value(fitted.memory.loss_chunk_mib)}")
+    return ", ".join(choices)
 
 
 def _non_default_options(config: Config) -> dict[str, Any]:

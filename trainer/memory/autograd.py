@@ -5,7 +5,7 @@ Shapes are those of `block.py`.
 
 from __future__ import annotations
 
-from trainer.memory import experts
+from trainer.memory import experts, norms
 from trainer.memory.attention_operator import operator_moments
 from trainer.memory.block import (
     ATTENTION,
@@ -141,7 +141,7 @@ def _norm_backward(block: BlockMemory) -> Tensors:
         "models/norm.py: rms_norm_backward",
         WHILE_RUNNING,
         block.stream("gradient of the residual stream"),
-        *block.norm_backward("gradient of the norm's output", block.local_tokens),
+        *norms.backward(block, "gradient of the norm's output", block.local_tokens),
     )
 
 
@@ -156,5 +156,6 @@ def _query_norm_backward(block: BlockMemory) -> Tensors:
         "models/norm.py: rms_norm_backward",
         WHILE_RUNNING,
         block.queries("gradients of queries"),
-        block.sums("products of the norm's backward pass", 3, block.q_numel),
+        block.sums("products of the norm's backward pass", 3, block.q_numel, copies=norms.have_temporaries(block)),
+        block.queries("gradients of queries before their norm", copies=not norms.have_temporaries(block)),
     )

@@ -283,9 +283,9 @@ class BlockMemory:
         return self.numbers(name, 2, self.tokens, self.kv_heads, self.model.head_dim, copies=share)
 
     def widened(self, given: MemoryTensor) -> MemoryTensor:
-        """What a rotation reads and gives, in the dtype of its angles."""
-        copies = 2 * given.copies * (self.compute_dtype != self.stats_dtype)
-        return given._replace(name=f"{given.name}, widened, and the result", dtype=self.stats_dtype, copies=copies)
+        """Products of a rotation with cosines, in the dtype of its angles."""
+        copies = given.copies * (self.compute_dtype != self.stats_dtype)
+        return given._replace(name=f"{given.name}, times cosines", dtype=self.stats_dtype, copies=copies)
 
     # ---- saved
 
@@ -321,15 +321,6 @@ class BlockMemory:
             UNTIL_BACKWARD,
             self.stream(f"outputs of {TITLES[module]}, before their norm", copies),
             self.sums(f"inverse RMS of outputs of {TITLES[module]}", self.local_tokens, copies=copies),
-        )
-
-    def norm_backward(self, gradient: str, tokens: int) -> tuple[MemoryTensor, ...]:
-        """Beside its input; a weight that 1 is added to is wide, and so is what it multiplies."""
-        is_wide = self.model.zero_centered_norms and self.is_mixed
-        return (
-            self.numbers(f"{gradient}, also by the norm's weight", tokens, self.model.dim, copies=2 - is_wide),
-            self.sums(f"{gradient}, by the norm's weight", tokens, self.model.dim, copies=is_wide),
-            self.sums("products of the norm's backward pass", 3, tokens, self.model.dim),
         )
 
     def width(self, letters: str) -> int:

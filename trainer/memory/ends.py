@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from trainer.memory import norms
 from trainer.memory.rank import RankMemory, numel
 from trainer.memory.tensors import TRANSIENT_ACTIVATIONS, MemoryTensor, Tensors, tensors, total_bytes
 
@@ -29,9 +30,12 @@ def head_forward(rank: RankMemory) -> Tensors:
     """Beside what it saves."""
     rows, dim = rank.head_shapes[0]
     logits = MemoryTensor("a chunk of logits", (min(rank.loss_chunk_tokens, rank.head_tokens), rows), rank.master_dtype)
+    is_apart = rank.is_mixed or rank.config.training.compile
     gradients = (
-        logits._replace(name="a chunk of their gradients", dtype=rank.compute_dtype, copies=rank.is_mixed),
-        MemoryTensor("a chunk's gradient of the weight", (rows, dim), rank.compute_dtype),
+        logits._replace(name="a chunk of their gradients", dtype=rank.compute_dtype, copies=is_apart),
+        MemoryTensor(
+            "a chunk's gradient of the weight", (rows, dim), rank.compute_dtype, copies=not rank.has_wide_products
+        ),
     )
     saturation = logits._replace(name="saturation of the soft cap")
     is_capped = rank.model.logit_softcap is not None
@@ -40,7 +44,7 @@ def head_forward(rank: RankMemory) -> Tensors:
         "while the head runs",
         MemoryTensor("normalized input", (rank.head_tokens, dim), rank.compute_dtype),
         logits,
-        logits._replace(name="slope of the soft cap", copies=is_capped),
+        logits._replace(name="slope of the soft cap", copies=is_capped and not rank.config.training.compile),
         *max(gradients, (saturation,) * is_capped, key=total_bytes),
     )
 
@@ -52,15 +56,14 @@ def head_backward(rank: RankMemory) -> Tensors:
         f"{SOURCE}.backward",
         "while the head runs",
         MemoryTensor("scaled gradient of the head's input", (rank.head_tokens, dim), rank.compute_dtype),
-        MemoryTensor("scaled gradient of the weight", (rows, dim), rank.master_dtype),
-        MemoryTensor("the same in the compute dtype", (rows, dim), rank.compute_dtype, copies=rank.is_mixed),
+        MemoryTensor("scaled gradient of the weight", (rows, dim), rank.compute_dtype),
     )
 
 
 def final_norm_backward(rank: RankMemory) -> Tensors:
     """In chunks."""
     tokens, dim = rank.block.local_tokens, rank.model.dim
-    chunk = min(rank.loss_chunk_tokens, tokens)
+    chunk = min(rank.loss_chunk_tokens, tokens) * (not norms.are_fused(rank.block))
     return head(
         "models/norm.py: RMSNormFunction.backward",
         "while the norm runs",

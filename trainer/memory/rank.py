@@ -175,8 +175,13 @@ class RankMemory:
         return self.tokens if has_all_tokens else self.tokens // self.tp
 
     @property
+    def has_wide_products(self) -> bool:
+        """Whether products are returned and added up in the master dtype, as in models/loss_head.py."""
+        return not self.is_mixed or self.block.kernel != "cpu"
+
+    @property
     def loss_chunk_tokens(self) -> int:
-        return max(1, (self.config.memory.loss_chunk_mib << 20) // (self.master_bytes * self.head_rows))
+        return max(1, self.config.memory.loss_chunk_bytes // (self.master_bytes * self.head_rows))
 
     # ---- saved activations
 

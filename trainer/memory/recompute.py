@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from trainer.memory import experts
+from trainer.memory import experts, norms
 from trainer.memory.attention_operator import operator_moments
 from trainer.memory.block import WHILE_RUNNING, BlockMemory, Moments, transient
 from trainer.memory.tensors import MemoryTensor, Tensors, total_bytes
@@ -60,7 +60,7 @@ def _output_norm(block: BlockMemory) -> Tensors:
         block.sums("log-sum-exp", block.heads, block.tokens),
         block.stream("gradient of the last product", block.num_tiles() > 1),
         block.numbers("a tile of the last product", local, block.model.dim),
-        *block.norm_backward("a tile of the gradient", local),
+        *norms.backward(block, "a tile of the gradient", local),
     )
 
 
@@ -156,7 +156,7 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
     if block.is_normed("feed_forward", output=True):
         inner = block.numbers("gate, up, activated gate, and product", 4, tile, ffn_dim)
         product = block.numbers("a tile of the last product", local, dim)
-        norm = block.norm_backward("a tile of the gradient", local)
+        norm = norms.backward(block, "a tile of the gradient", local)
         yield "the norm of the feed-forward's output", held + part(gathered[0], inner, product, *norm)
     gate = block.numbers("gate, up, and both gradients", 4 + 2 * block.is_gelu, tile, ffn_dim)
     yield "feed-forward", held + part(*gathered, last, gate, weight)
@@ -182,7 +182,7 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
         "the norm before the feed-forward",
         held
         + part(
-            *block.norm_backward("a tile of the gradient", local)[: 3 * is_normed],
+            *norms.backward(block, "a tile of the gradient", local)[: 3 * is_normed],
             weights,
             block.numbers("the gradient of the tile before", local, dim, copies=tiled),
         ),
@@ -219,7 +219,7 @@ def _projection_moments(block: BlockMemory) -> Moments:
         held
         + part(
             weights,
-            *block.norm_backward("a tile of the input gradient", local)[: 3 * block.is_normed("attention")],
+            *norms.backward(block, "a tile of the input gradient", local)[: 3 * block.is_normed("attention")],
         ),
     )
 
@@ -239,6 +239,7 @@ def _head_gradient_moments(block: BlockMemory, share: float) -> Moments:
         block.own_kv("gradient of keys, rotated back", share / groups / 2),
     )
     yield "the rotation of gradients", group + part(block.widened(queries))
+    products = share / groups * norms.have_temporaries(block)
     if block.norms_heads:
         yield (
             "norms of heads",
@@ -246,7 +247,7 @@ def _head_gradient_moments(block: BlockMemory, share: float) -> Moments:
             + part(
                 block.queries("queries and their gradient", share / groups, copies=2),
                 block.own_kv("keys", share / groups / 2),
-                block.sums("products of the norm's backward pass", 3, block.q_numel, copies=share / groups),
+                block.sums("products of the norm's backward pass", 3, block.q_numel, copies=products),
             ),
         )
     if groups > 1:

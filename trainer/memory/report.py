@@ -86,8 +86,8 @@ def _memory_saving_values(config: Config) -> Iterator[tuple[str, Any]]:
         yield "memory.optimizer_placement", "host"
     if memory.optimizer_dtype == "float32":
         yield "memory.optimizer_dtype", "bfloat16"
-    if memory.loss_chunk_mib >= 4:
-        yield "memory.loss_chunk_mib", memory.loss_chunk_mib // 4
+    if (chunk_mib := memory.loss_chunk_bytes >> 20) >= 4:
+        yield "memory.loss_chunk_mib", chunk_mib // 4
     if training.micro_batch_size >= 2:
         yield "training.micro_batch_size", training.micro_batch_size // 2
 

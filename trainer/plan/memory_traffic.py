@@ -10,13 +10,16 @@ from collections import defaultdict
 from functools import cached_property
 
 from models.layers import LayerKind
+from trainer.memory import norms
 from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import fsdp_units
 
 # Reads and writes per element in the compute dtype and in the statistics dtype: eager, then compiled.
 NORM = (5, 2), (2, 0)
 NORM_BACKWARD = (7, 14), (5, 0)
-ROPE = (2, 9), (2, 0)
+FUSED_NORM = ((2, 0),)
+FUSED_NORM_BACKWARD = ((5, 0),)
+ROPE = (3, 2), (2, 0)
 ROPE_TABLES = (0, 4), (0, 2)
 SWIGLU = (5, 0), (3, 0)
 SWIGLU_BACKWARD = (14, 0), (6, 0)
@@ -28,7 +31,8 @@ MERGE_BACKWARD = ((1, 2),)
 UPCAST = ((2, 2),)
 WIDEN = ((1, 2),)
 ACCUMULATE = ((1, 8),)
-LOGITS = ((2, 10),)
+# Of a chunk, beyond its product: eager, then compiled. A product that rounds to the compute dtype is widened.
+LOGITS = (1, 7), (1, 2)
 
 
 class BlockTraffic:
@@ -53,6 +57,12 @@ class BlockTraffic:
         in_compute_dtype, in_stats_dtype = operation[-1 if self.compiled else 0]
         return elements * (in_compute_dtype * self.rank.compute_bytes + in_stats_dtype * self.rank.master_bytes)
 
+    def norm(self, elements: float) -> float:
+        return self.moved(elements, FUSED_NORM if norms.are_fused(self.block) else NORM)
+
+    def norm_backward(self, elements: float) -> float:
+        return self.moved(elements, FUSED_NORM_BACKWARD if norms.are_fused(self.block) else NORM_BACKWARD)
+
     @cached_property
     def rotation(self) -> float:
         """Of queries and keys; either reads the tables of angles."""
@@ -61,13 +71,13 @@ class BlockTraffic:
     @cached_property
     def attention_input(self) -> float:
         """Norm, query and key norms, and rotary embedding."""
-        total = self.moved(self.hidden, NORM) + self.rotation
-        return total + self.moved(self.qk, NORM) * self.block.norms_heads
+        total = self.norm(self.hidden) + self.rotation
+        return total + self.norm(self.qk) * self.block.norms_heads
 
     @cached_property
     def feed_forward(self) -> float:
         """Two residual additions, all norms of the residual stream but one, and the SwiGLU gate."""
-        norms = (self.num_norms - 1) * self.moved(self.hidden, NORM)
+        norms = (self.num_norms - 1) * self.norm(self.hidden)
         dispatched = 2 * self.moved(self.rows * self.rank.model.dim / self.block.sequence_shards, COPY)
         return 2 * self.moved(self.hidden, ADD) + norms + self.moved(self.ffn, SWIGLU) + dispatched
 
@@ -114,9 +124,9 @@ class BlockTraffic:
 
     @cached_property
     def backward(self) -> float:
-        total = self.num_norms * self.moved(self.hidden, NORM_BACKWARD) + 2 * self.moved(self.hidden, ADD)
+        total = self.num_norms * self.norm_backward(self.hidden) + 2 * self.moved(self.hidden, ADD)
         total += self.rotation + self.moved(self.ffn, SWIGLU_BACKWARD)
-        total += self.moved(self.qk, NORM_BACKWARD) * self.block.norms_heads
+        total += self.norm_backward(self.qk) * self.block.norms_heads
         if not self.rank.recomputes:
             # Autograd sums the input gradients of queries, keys and values, and of gate and up.
             total += 3 * self.moved(self.rank.model.dim * self.rank.tokens, ADD)
@@ -125,7 +135,7 @@ class BlockTraffic:
     @cached_property
     def recompute(self) -> float:
         """Without the feed-forward output."""
-        norms = (self.num_norms - 1) * self.moved(self.hidden, NORM)
+        norms = (self.num_norms - 1) * self.norm(self.hidden)
         total = self.attention_input + norms + self.moved(self.hidden, ADD) + self.exchange
         total += self.rank.attention_recompute_fraction * (self.attention_input + self.cp_attention)
         return total * self.rank.recomputes
@@ -162,13 +172,17 @@ def _embedding_backward(rank: RankMemory) -> float:
 
 
 def _loss_head(rank: RankMemory) -> float:
-    """Forward and backward: final norm, chunked logits, and accumulation of the weight gradient."""
+    """Forward and backward: final norm, chunked logits, and the weight gradient, which the products add up by themselves."""
     head, tokens = BlockTraffic(rank, compiled=False), rank.head_tokens
     rows, dim = rank.head_shapes[0]
     chunks = -(-tokens // rank.loss_chunk_tokens)
-    total = head.moved(head.hidden, NORM) + head.moved(head.hidden, NORM_BACKWARD)
-    total += head.moved(tokens * rows, LOGITS) + head.moved(tokens * dim, COPY)
-    return total + head.moved(rows * dim, ((chunks + 1, 2 * chunks + 4),))
+    total = head.norm(head.hidden) + head.norm_backward(head.hidden)
+    logits = BlockTraffic(rank, compiled=rank.config.training.compile)
+    total += logits.moved(tokens * rows, LOGITS) + head.moved(tokens * dim, COPY)
+    total += head.moved(rows * dim, ((1, 2),))
+    if rank.has_wide_products:
+        return total
+    return total + head.moved(tokens * rows, ((1, 1),)) + head.moved(rows * dim, ((chunks, 2 * chunks),))
 
 
 def _fsdp_copies(rank: RankMemory) -> defaultdict[str, float]:

@@ -172,7 +172,17 @@ class RankTimeModel:
 
     @cached_property
     def head_seconds(self) -> float:
-        return self.matmul_seconds("head") + self.memory_seconds("head")
+        return self.matmul_seconds("head") + self.memory_seconds("head") + self._exposed_accumulation
+
+    @property
+    def _exposed_accumulation(self) -> float:
+        """Seconds in which the product of the head's weight gradient waits for the sum that it reads and writes in every
+        chunk of tokens.
+        """
+        rank, (rows, dim) = self.rank, self.rank.head_shapes[0]
+        chunks = rank.num_micro_batches * -(-rank.head_tokens // rank.loss_chunk_tokens) * rank.has_last_stage
+        moved = chunks * 2 * rank.master_bytes * rows * dim
+        return max(0.0, moved / (HBM_EFFICIENCY * self.device.hbm_bandwidth) - self.matmul_seconds("head") / 3)
 
     def kernel_seconds(self, phase: str) -> float:
         return self.matmul_seconds(phase) + self.memory_seconds(phase) + self.attention_seconds(phase)

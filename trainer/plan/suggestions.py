@@ -71,7 +71,7 @@ def _faster_values(config: Config, device: DeviceSpec) -> dict[str, tuple[Any, .
         "memory.mlp_tile_mib": (None, *((4 * memory.mlp_tile_mib,) if memory.mlp_tile_mib else ())),
         "memory.head_groups": (max(1, memory.head_groups // 2),),
         "memory.blocks_per_checkpoint": (max(1, memory.blocks_per_checkpoint // 2),),
-        "memory.loss_chunk_mib": (4 * memory.loss_chunk_mib,),
+        "memory.loss_chunk_mib": (4 * memory.loss_chunk_bytes >> 20,),
         "memory.optimizer_placement": ("device",),
         "training.attention": ("auto", *_able_flash_versions(config, device)),
         "training.compile": (True,),

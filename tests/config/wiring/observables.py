@@ -37,7 +37,7 @@ from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
 from trainer.data.datasets import build_train_dataset, build_validation_sets
 from trainer.data.prepare import prepare_datasets
-from trainer.distributed import World, resolve_auto_recompute
+from trainer.distributed import World, resolve_auto_memory
 from trainer.errors import START_TIME_ENV, ConfigError, RunError
 from trainer.evaluation.validation import Validator
 from trainer.hardware.device import choose_attention_kernel
@@ -399,7 +399,7 @@ def auto_memory(recipe: Recipe) -> dict[str, Any]:
     world = World(distributed.get_rank(), distributed.get_world_size(), CPU)
     config: Config = recipe.training_stages[0].config
     with tempfile.TemporaryDirectory() as folder:
-        return resolve_auto_recompute(config, world, Path(folder) / "prediction.json").memory.model_dump()
+        return resolve_auto_memory(config, world, Path(folder) / "prediction.json").memory.model_dump()
 
 
 def planned_device(recipe: Recipe) -> str:

@@ -1,0 +1,29 @@
+"""What norms hold while they run. Imports no torch."""
+
+from __future__ import annotations
+
+from trainer.memory.block import BlockMemory
+from trainer.memory.tensors import MemoryTensor
+
+
+def are_fused(block: BlockMemory) -> bool:
+    """Whether eager norms run as kernels without float32 temporaries: `is_fused` of models/norm.py."""
+    has_wide_weight = block.model.zero_centered_norms and block.is_mixed
+    return not (has_wide_weight or block.compute_dtype == "float64" or block.kernel == "cpu")
+
+
+def have_temporaries(block: BlockMemory) -> bool:
+    """Whether norms of a block have float32 temporaries. For compiled norms this is an upper bound."""
+    return block.compiled or not are_fused(block)
+
+
+def backward(block: BlockMemory, gradient: str, tokens: int) -> tuple[MemoryTensor, ...]:
+    """Beside its input; a weight that 1 is added to is wide, and so is what it multiplies."""
+    if not have_temporaries(block):
+        return (block.numbers(f"{gradient}, and of its input", tokens, block.model.dim, copies=2),)
+    is_wide = block.model.zero_centered_norms and block.is_mixed
+    return (
+        block.numbers(f"{gradient}, also by the norm's weight", tokens, block.model.dim, copies=2 - is_wide),
+        block.sums(f"{gradient}, by the norm's weight", tokens, block.model.dim, copies=is_wide),
+        block.sums("products of the norm's backward pass", 3, tokens, block.model.dim),
+    )
