@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from parallelisms.collectives import ValueExchangeError
+from trainer.auto_compile import resolve_auto_compile
 from trainer.checkpoint.run_dir import RunDir, finished_message, next_stage
 from trainer.config.job_config import Config, TrainingStage
 from trainer.data.datasets import build_train_dataset, build_validation_sets
@@ -139,7 +140,8 @@ def run_stage(
         require_same_config(stage.config, fingerprints)
         require_same_checkpoint(f"{stage} from {folder.resume_checkpoint(config)}")
         preemption = Preemption(config, signal_handler, is_leader=rank == 0, deadline=job_deadline(config, os.environ))
-        stage = replace(stage, config=resolve_auto_memory(stage.config, world, folder.prediction_path))
+        compiled = resolve_auto_compile(stage.config, world)
+        stage = replace(stage, config=resolve_auto_memory(compiled, world, folder.prediction_path))
         reason = train(
             config, stage, folder, world, dataset=dataset, validation_sets=validation_sets, preemption=preemption
         )

@@ -82,7 +82,7 @@ def problems(choice: str, needs: AttentionNeeds) -> Iterator[str]:
         if needs.head_dim % limits.head_dim_multiple:
             yield f"{name} supports heads of a multiple of {limits.head_dim_multiple} dimensions, not head_dim = {needs.head_dim}"
         if needs.generation is not None and limits.generations and needs.generation not in limits.generations:
-            yield f"{name} runs on {' and '.join(limits.generations)} devices, not on {needs.generation}"
+            yield f"{name} runs on {', '.join(limits.generations)} devices, not on {needs.generation}"
 
 
 def auto_choices(needs: AttentionNeeds, fastest_first: Sequence[str] | None = None) -> list[str]:

@@ -324,7 +324,7 @@ def _plain_backward(
     grad, q, k, v, out = (x.to(accumulation_dtype(x.dtype)) for x in (grad, q, k, v, out))
     head_groups = (k.shape[1], q.shape[1] // k.shape[1])
     scores, slope = _plain_scores(q, k, causal, softcap)
-    weights = (scores - lse.unsqueeze(-1)).exp()
+    weights = scores.sub_(lse.unsqueeze(-1)).exp_()
     k_all, v_all = (x.repeat_interleave(head_groups[1], dim=1) for x in (k, v))
     grad_weights = grad @ v_all.transpose(-2, -1) - (grad * out).sum(-1, keepdim=True)
     grad_scores = weights * grad_weights * q.shape[-1] ** -0.5

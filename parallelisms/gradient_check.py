@@ -53,6 +53,26 @@ def verify_gradients(config: ModelConfig, policy: RecomputePolicy, tiling: Tilin
         raise ValueError(f"{how} other gradients: {', '.join(wrong)}")
 
 
+def verify_code_generation(device: torch.device) -> None:
+    """Raises RuntimeError unless torch.compile generates right code for the device: a small gate, forward and backward."""
+
+    def gate(x: Tensor) -> Tensor:
+        return (torch.nn.functional.silu(x) * x).softmax(-1)
+
+    found = []
+    for run in (gate, torch.compile(gate, fullgraph=True)):
+        x = torch.linspace(-3, 3, 64, device=device).view(4, 16).requires_grad_()
+        try:
+            out = run(x)
+            found.append((out.detach(), *torch.autograd.grad(out, x, x.detach())))
+        except Exception as error:
+            raise RuntimeError(f"torch.compile fails on {device}: {error}") from error
+    torch.compiler.reset()
+    for expected, compiled in zip(*found, strict=True):
+        if not torch.allclose(expected, compiled, rtol=1e-4, atol=1e-5):
+            raise RuntimeError(f"torch.compile gives other numbers on {device}")
+
+
 @lru_cache
 def _wrong_gradients(
     config: ModelConfig, policy: RecomputePolicy, *, is_compiled: bool, head_groups: int, is_tiled: bool

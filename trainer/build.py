@@ -48,6 +48,7 @@ class ParallelModel:
     def __init__(self, config: Config, world: World, *, kernel: str | None = None) -> None:
         context_plan = config.context_plan()
         self._config, self.device = config, world.device
+        self._is_compiled = compiles(config, world.device)
         self.mesh = Mesh(
             world.device.type,
             config.parallelism.degrees(world.size),
@@ -76,7 +77,7 @@ class ParallelModel:
         config, training = self._config, self._config.training
         compute_dtype = getattr(torch, training.dtype)
         stored_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
-        recompute_config = build_recompute_config(config, host_pool)
+        recompute_config = build_recompute_config(config, host_pool, compiled=self._is_compiled)
         cpu_offload = config.memory.optimizer_placement == "host"
         with torch.device("meta"):
             model_config, chunk_mib = config.model.build(), config.memory.loss_chunk_bytes >> 20
@@ -90,7 +91,7 @@ class ParallelModel:
             sequence_parallel=config.parallelism.sequence_parallel,
             loss_parallel=config.parallelism.loss_parallel,
             recompute_config=recompute_config,
-            compiled=training.compile,
+            compiled=self._is_compiled,
             param_dtype=compute_dtype,
             reduce_dtype=getattr(torch, training.reduce_dtype) if compute_dtype == torch.bfloat16 else stored_dtype,
             reshard_after_forward=recompute_config.reshard_after_forward,
@@ -133,7 +134,7 @@ class ParallelModel:
             head.reports_correct = True
         try:
             # Other sequence lengths would add graphs, or turn those of training into slower dynamic ones.
-            with torch.compiler.set_stance("force_eager") if self._config.training.compile else nullcontext():
+            with torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext():
                 yield
         finally:
             for head in heads:
@@ -176,23 +177,30 @@ def build_host_pool(config: Config, world: World, plan: PipelinePlan, *, rank: i
     return HostActivationPool(max_inputs=blocks * plan.max_in_flight, budget=budget)
 
 
+def compiles(config: Config, device: torch.device) -> bool:
+    """Whether blocks are compiled on a device."""
+    return config.training.compile is True or (device.type == "cuda" and config.compiles_on_gpu)
+
+
 def require_right_gradients(config: Config) -> None:
     """Raises RankFailedError if recomputation or compilation changes the gradients of the model's blocks."""
-    options = build_recompute_config(config, None)
+    options = build_recompute_config(config, None, compiled=config.training.compile is True)
     try:
         verify_gradients(config.model.build(), options.policy, options.tiling)
     except (ValueError, RuntimeError) as error:
-        given = f'memory.recompute = "{options.policy}"' + ", training.compile = true" * config.training.compile
+        given = f'memory.recompute = "{options.policy}"' + ", training.compile = true" * (
+            config.training.compile is True
+        )
         if options.tiling.head_groups > 1:
             given += f", memory.head_groups = {options.tiling.head_groups}"
         raise RankFailedError(EXIT_BAD_CONFIG, f"{given} cannot be used here: {error}") from error
 
 
-def build_recompute_config(config: Config, host_pool: HostActivationPool | None) -> RecomputeConfig:
+def build_recompute_config(config: Config, host_pool: HostActivationPool | None, *, compiled: bool) -> RecomputeConfig:
     memory = config.memory
     if memory.recompute == "auto":
         raise ValueError('memory.recompute = "auto" must be resolved before the model is built')
-    compile_piece = compiler() if config.training.compile else eager
+    compile_piece = compiler() if compiled else eager
     tile_bytes = None if memory.mlp_tile_mib is None else memory.mlp_tile_mib << 20
     return RecomputeConfig(
         policy=memory.recompute,

@@ -224,7 +224,11 @@ def test_an_invalid_model_hides_problems_of_its_heads_on_the_mesh() -> None:
             2,
             "must divide model.vocab_size = 265",  # The embedding's rows are shared all the same.
         ),
-        ({"parallelism": {"async_tp": True}}, 1, "needs parallelism.tp above 1 and training.compile = true"),
+        (
+            {"parallelism": {"async_tp": True}, "training": {"compile": False}},
+            1,
+            "needs parallelism.tp above 1 and training.compile = true",
+        ),
     ],
 )
 def test_an_unsupported_mesh_is_an_error(values: dict[str, dict[str, object]], world: int, problem: str) -> None:
@@ -711,7 +715,7 @@ def test_docs_format_types_and_ranges() -> None:
     assert kinds["seq_len"] == "integer >= 2"
     assert kinds["dtype"] == '"bfloat16" | "float32" | "float64"'
     assert kinds["betas"] == "[number >= 0 < 1, number >= 0 < 1]"
-    assert kinds["compile"] == "true or false"
+    assert kinds["compile"] == 'true or false | "auto"'
     assert kinds["output_dir"] == "path"
 
 

@@ -102,8 +102,6 @@ VARIANTS = (
 """On a mesh this is rank 0, alone: what other ranks would send is never written."""
 INEXACT = {
     CUDNN: "the stand-in's cuDNN takes no scratch memory",
-    COMPILED_WHOLE: "what compiled blocks save is the compiler's choice",
-    f"--parallelism.tp 2 {NO_SP}": "CUDA's sum over tokens, in the norm's backward pass, takes scratch memory: 64 MiB here",
     RING: "a ring's call has half of the queries or of the keys, and is counted whole",
     HYBRID: "as a ring",
     f"{WINDOWS} {RING}": "as a ring, in the layer without a window",

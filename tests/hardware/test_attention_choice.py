@@ -103,7 +103,7 @@ def test_a_named_kernel_is_the_only_choice_and_keeps_its_configuration() -> None
     assert configured().training.attention == "auto"
 
 
-@pytest.mark.parametrize(("table", "kernel", "of"), [(B200, "fa3", "hopper"), (A100, "fa4", "hopper and blackwell")])
+@pytest.mark.parametrize(("table", "kernel", "of"), [(B200, "fa3", "hopper"), (A100, "fa4", "hopper, blackwell")])
 def test_a_plan_refuses_a_kernel_that_the_device_cannot_run(table: Any, kernel: str, of: str) -> None:
     with pytest.raises(ConfigError) as refused:
         plan_stage(configured(f"--training.attention={kernel}"), 8, table)

@@ -64,7 +64,7 @@ def test_auto_has_a_next_choice_for_each_that_fails_on_the_device() -> None:
     ("choice", "changed", "message"),
     [
         ("fa3", {"generation": "blackwell"}, 'training.attention = "fa3" runs on hopper devices, not on blackwell'),
-        ("cudnn", {"generation": "cdna"}, "runs on ampere and ada and hopper and blackwell devices, not on cdna"),
+        ("cudnn", {"generation": "cdna"}, "runs on ampere, ada, hopper, blackwell devices, not on cdna"),
         ("fa4", {"head_dim": 192}, "supports heads of at most 128 dimensions, not head_dim = 192"),
         ("flash", {"head_dim": 100}, "supports heads of a multiple of 8 dimensions, not head_dim = 100"),
         ("cudnn", {"deterministic": True}, "is not deterministic, but training.deterministic = true"),

@@ -94,7 +94,7 @@ def test_async_tp_is_enabled_on_the_tp_mesh(tmp_path: Path, monkeypatch: pytest.
 
 def recompute_of(*options: str) -> RecomputeConfig:
     config = load(["--config", "debug", *options])
-    return build.build_recompute_config(config, None)
+    return build.build_recompute_config(config, None, compiled=config.training.compile is True)
 
 
 def test_recompute_config_follows_the_memory_section() -> None:

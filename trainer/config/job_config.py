@@ -102,6 +102,14 @@ class Config(Section):
             generation=generation,
         )
 
+    @property
+    def compiles_on_gpu(self) -> bool:
+        """Whether blocks are compiled on a GPU, where the start-up check finds nothing wrong.
+
+        Inductor times reductions and takes the fastest, so that another start may round otherwise.
+        """
+        return self.training.compile is True or (self.training.compile == "auto" and not self.training.deterministic)
+
     def pipeline_plan(self, world_size: int) -> PipelinePlan:
         """Pipeline stages and schedule. The model must have no problems."""
         section, model = self.parallelism, self.model.build()

@@ -85,7 +85,7 @@ def merge_sources(sources: Sequence[ConfigSource], problems: Sequence[str]) -> d
         try:
             merged = deep_merge(merged, source.parse().model_dump(exclude_unset=True))
         except ValidationError as error:
-            problems += [source.format_error(details) for details in error.errors()]
+            problems += source.format_errors(error.errors())
     if problems:
         raise ConfigError(problems)
     return merged
@@ -254,31 +254,48 @@ class ConfigSource:
         # Strict JSON has TOML's types: text for a path, an array for a tuple, 1 for 1.0.
         return Recipe.model_validate_json(json.dumps(self.values, default=lambda date: [str(date)]), strict=True)
 
-    def format_error(self, details: ErrorDetails) -> str:
-        """One error in one line: source, key, value, rule."""
-        location, key_path = self._locate(details["loc"])
+    def format_errors(self, errors: Sequence[ErrorDetails]) -> list[str]:
+        """One line for each key that has an error; where a value may have one of several types, with the rules of all."""
+        by_key = dict[tuple[int | str, ...], list[ErrorDetails]]()
+        for details in errors:
+            by_key.setdefault(self._without_type(details["loc"]), []).append(details)
+        return [self.format_error(*each, loc=loc) for loc, each in by_key.items()]
+
+    def _without_type(self, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+        """Of a key whose value may have one of several types, pydantic's location ends with the name of a type."""
+        section = _section_at(loc[:-2])
+        has_types = (
+            section is not None
+            and loc[-2:-1]
+            and loc[-2] in section.fields_by_key()
+            and isinstance(loc[-1], str)
+            and not isinstance(self._value(loc[:-1]), dict | list)
+            and _section_at(loc[:-1]) is None
+        )
+        return loc[:-1] if has_types else loc
+
+    def format_error(self, details: ErrorDetails, *others: ErrorDetails, loc: tuple[int | str, ...]) -> str:
+        """The errors of a key in one line: source, key, value, rule."""
+        location, key_path = self._locate(loc)
         items = [part for part in key_path if isinstance(part, int)]
         names = [part for part in key_path if isinstance(part, str)]
-        value = self._value(details["loc"][: len(details["loc"]) - len(items)])
+        value = self._value(loc[: len(loc) - len(items)])
         key = ".".join(names)
         is_missing = details["type"] == "missing" and not items
         assignment = f"{location}{key if is_missing else self._format_assignment(key, value)}"
         if details["type"] == "extra_forbidden":
-            full_name = ".".join(part for part in details["loc"] if isinstance(part, str))
-            owner, is_table = _section_at(details["loc"][:-1]), isinstance(value, dict)
+            full_name = ".".join(part for part in loc if isinstance(part, str))
+            owner, is_table = _section_at(loc[:-1]), isinstance(value, dict)
             message = (
                 renamed_message(full_name)
                 or _foreign_section_message(full_name, value)
                 or _unknown_key_message(".".join(names[:-1]), names[-1], owner, is_table=is_table)
             )
             return f"{self.name}: {assignment}: {message}"
-        limits = {
-            key: f"{value:g}" if isinstance(value, float) else value for key, value in details.get("ctx", {}).items()
-        }
-        rule = ERROR_MESSAGES.get(details["type"], details["msg"]).format(**limits).replace("'", '"')
+        rule = ", or ".join([_rule(details), *(_rule(other).removeprefix("must be ") for other in others)])
         if details["type"].endswith("_type") and self.typed and not items:
             rule += f", not {TOML_TYPES.get(type(value), 'a date or time')}"
-        section = _section_at(details["loc"][:-1])
+        section = _section_at(loc[:-1])
         if details["type"] == "string_pattern_mismatch" and section and names[-1] in section.fields_by_key():
             rule += f" ({section.fields_by_key()[names[-1]].description})"
         if replaced := replaced_value_message(key, value):
@@ -310,6 +327,11 @@ class ConfigSource:
             return f"[{key}]" if isinstance(value, dict) else f"{key} = {_shorten(toml_value(value))}"
         text = ",".join(map(str, value)) if isinstance(value, list) else "null" if value is None else str(value)
         return f"--{key} {_shorten(text)}"
+
+
+def _rule(details: ErrorDetails) -> str:
+    limits = {key: f"{value:g}" if isinstance(value, float) else value for key, value in details.get("ctx", {}).items()}
+    return ERROR_MESSAGES.get(details["type"], details["msg"]).format(**limits).replace("'", '"')
 
 
 def _foreign_section_message(name: str, value: object) -> str | None:

@@ -97,8 +97,8 @@ class TrainingSection(Section):
     """Weight of the mean squared log-sum-exp of the router's logits, summed over layers (ST-MoE)."""
     correction_bias_rate: NonNegativeFloat = 0.0
     """Balances experts without a loss: by how much a step changes the bias of an expert whose load is not the mean, with model.correction_bias = true (DeepSeek-V3: 0.001)."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile blocks and the loss head with torch.compile. `auto`: on CUDA, if the start-up check finds the same gradients and `deterministic` is false; it logs what it does."""
     deterministic: bool = False
     """Refuse kernels whose results are not reproducible."""
     gc_interval: PositiveInt = 50

@@ -30,7 +30,7 @@ def head_forward(rank: RankMemory) -> Tensors:
     """Beside what it saves."""
     rows, dim = rank.head_shapes[0]
     logits = MemoryTensor("a chunk of logits", (min(rank.loss_chunk_tokens, rank.head_tokens), rows), rank.master_dtype)
-    is_apart = rank.is_mixed or rank.config.training.compile
+    is_apart = rank.is_mixed or rank.block.compiled
     gradients = (
         logits._replace(name="a chunk of their gradients", dtype=rank.compute_dtype, copies=is_apart),
         MemoryTensor(
@@ -44,7 +44,7 @@ def head_forward(rank: RankMemory) -> Tensors:
         "while the head runs",
         MemoryTensor("normalized input", (rank.head_tokens, dim), rank.compute_dtype),
         logits,
-        logits._replace(name="slope of the soft cap", copies=is_capped and not rank.config.training.compile),
+        logits._replace(name="slope of the soft cap", copies=is_capped and not rank.block.compiled),
         *max(gradients, (saturation,) * is_capped, key=total_bytes),
     )
 

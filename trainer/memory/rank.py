@@ -63,7 +63,7 @@ class RankMemory:
             self.master_dtype,
             self.tp,
             parallelism.sequence_parallel,
-            training.compile,
+            config.compiles_on_gpu and (not on_cpu or training.compile is True),
             context_plan if degrees["cp"] > 1 else None,
             config.memory.head_groups,
             None if config.memory.mlp_tile_mib is None else config.memory.mlp_tile_mib << 20,

@@ -146,7 +146,7 @@ def memory_traffic(rank: RankMemory) -> dict[str, float]:
     copies, micro_batches = _fsdp_copies(rank), rank.num_micro_batches
     forward = backward = recompute = 0.0
     for kind, count in rank.kinds.items():
-        block = BlockTraffic(rank, kind, compiled=rank.config.training.compile)
+        block = BlockTraffic(rank, kind, compiled=rank.config.compiles_on_gpu)
         forward += count * (block.attention_input + block.cp_attention + block.feed_forward)
         backward += count * block.backward
         again = count / rank.num_blocks * rank.num_recomputed_blocks * rank.recomputes
@@ -177,7 +177,7 @@ def _loss_head(rank: RankMemory) -> float:
     rows, dim = rank.head_shapes[0]
     chunks = -(-tokens // rank.loss_chunk_tokens)
     total = head.norm(head.hidden) + head.norm_backward(head.hidden)
-    logits = BlockTraffic(rank, compiled=rank.config.training.compile)
+    logits = BlockTraffic(rank, compiled=rank.config.compiles_on_gpu)
     total += logits.moved(tokens * rows, LOGITS) + head.moved(tokens * dim, COPY)
     total += head.moved(rows * dim, ((1, 2),))
     if rank.has_wide_products:

@@ -193,7 +193,7 @@ class RankTimeModel:
             return 0
         tiles = self.block.num_tiles() if self.rank.recomputes else 1
         block_runs = self.rank.num_blocks * self.rank.num_micro_batches * (tiles + self.config.memory.head_groups - 1)
-        kernel_fraction = COMPILED_KERNEL_FRACTION if self.config.training.compile else 1
+        kernel_fraction = COMPILED_KERNEL_FRACTION if self.config.compiles_on_gpu else 1
         seconds = block_runs * kernel_fraction * self.device.launch_latency * KERNELS_PER_BLOCK[phase]
         return max(0.0, seconds - self.kernel_seconds(phase))
 

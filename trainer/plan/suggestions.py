@@ -74,7 +74,7 @@ def _faster_values(config: Config, device: DeviceSpec) -> dict[str, tuple[Any, .
         "memory.loss_chunk_mib": (4 * memory.loss_chunk_bytes >> 20,),
         "memory.optimizer_placement": ("device",),
         "training.attention": ("auto", *_able_flash_versions(config, device)),
-        "training.compile": (True,),
+        "training.compile": () if config.compiles_on_gpu else (True,),
         "training.reduce_dtype": ("bfloat16",),
         "training.micro_batch_size": (2 * training.micro_batch_size,),
     }

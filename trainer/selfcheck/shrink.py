@@ -298,7 +298,7 @@ def _describe_reduction(run: FullRun, mesh_cases: Sequence[MeshCase]) -> list[st
         f"pp_schedule {run.pipeline_plan.schedule}" if "pp" in degrees else "",
         f"cp_method {run.context_plan.summary()}" if "cp" in degrees else "",
         f"packing {config.data.packing}, mask {config.data.mask}, recompute {config.memory.recompute}",
-        "compile (aot_eager)" if config.training.compile else "",
+        "compile (aot_eager)" if config.training.compile is True else "",
         "async_tp off (needs CUDA)" if config.parallelism.async_tp else "",
     ]
     sections = {
