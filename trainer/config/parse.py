@@ -263,15 +263,9 @@ class ConfigSource:
 
     def _without_type(self, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
         """Of a key whose value may have one of several types, pydantic's location ends with the name of a type."""
-        section = _section_at(loc[:-2])
-        has_types = (
-            section is not None
-            and loc[-2:-1]
-            and loc[-2] in section.fields_by_key()
-            and isinstance(loc[-1], str)
-            and not isinstance(self._value(loc[:-1]), dict | list)
-            and _section_at(loc[:-1]) is None
-        )
+        section, *key = _section_at(loc[:-2]), *loc[-2:-1]
+        is_key = section is not None and key and key[0] in section.fields_by_key() and _section_at(loc[:-1]) is None
+        has_types = is_key and isinstance(loc[-1], str) and not isinstance(self._value(loc[:-1]), dict | list)
         return loc[:-1] if has_types else loc
 
     def format_error(self, details: ErrorDetails, *others: ErrorDetails, loc: tuple[int | str, ...]) -> str:
