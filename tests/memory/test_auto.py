@@ -112,25 +112,25 @@ def peak_with(mib: int) -> float:
 
 
 def test_a_chunk_of_logits_takes_memory_that_is_free() -> None:
-    assert chunk_of(500).memory.loss_chunk_mib == 4096
+    assert chunk_of(500).memory.loss_chunk_mib == 1024
 
 
 def test_a_chunk_of_logits_never_raises_the_peak_of_a_full_device() -> None:
     smallest = peak_with(256)
     tight = chunk_of(smallest / GIB)
     assert estimate_memory(tight, 8).device_bytes == smallest
-    assert tight.memory.loss_chunk_mib == max(mib for mib in (256, 512, 1024, 2048, 4096) if peak_with(mib) <= smallest)
+    assert tight.memory.loss_chunk_mib == max(mib for mib in (256, 512, 1024) if peak_with(mib) <= smallest)
 
 
 def test_a_chunk_of_logits_fills_the_device_up_to_its_limit() -> None:
     short = ("--training.seq_len", "8192", "--parallelism.cp", "1", "--memory.recompute", "keep_attention")
     peaks = {
         mib: estimate_memory(load(["--config", "llama3_8b_128k", "--memory.loss_chunk_mib", str(mib), *short]), 8)
-        for mib in (256, 1024, 2048)
+        for mib in (256, 512, 1024)
     }
-    assert peaks[256].device_bytes < peaks[1024].device_bytes < peaks[2048].device_bytes
-    between = (peaks[1024].device_bytes + peaks[2048].device_bytes) / 2
-    assert chunk_of(between / DEVICE_FRACTION / GIB, *short).memory.loss_chunk_mib == 1024
+    assert peaks[256].device_bytes < peaks[512].device_bytes < peaks[1024].device_bytes
+    between = (peaks[512].device_bytes + peaks[1024].device_bytes) / 2
+    assert chunk_of(between / DEVICE_FRACTION / GIB, *short).memory.loss_chunk_mib == 512
 
 
 def test_a_chunk_of_logits_is_not_wider_than_all_of_them() -> None:
@@ -155,5 +155,5 @@ def test_recomputation_is_chosen_before_the_chunk_of_logits() -> None:
 def test_a_choice_names_the_options_that_were_auto() -> None:
     config = automatic("--memory.loss_chunk_mib", "auto")
     fitted = fit_memory_options(config, 8, ranks_per_node=8, device_bytes=500 * GIB, host_bytes=TERABYTE)
-    assert describe_choice(config, fitted) == 'memory.recompute = "none", memory.loss_chunk_mib = 4096'
+    assert describe_choice(config, fitted) == 'memory.recompute = "none", memory.loss_chunk_mib = 1024'
     assert describe_choice(fitted, fitted) == ""

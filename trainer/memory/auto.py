@@ -31,7 +31,8 @@ MEMORY_OPTIONS: dict[str, dict[Any, float]] = {
     "blocks_per_checkpoint": {1: 0, 2: 0, 4: 0, 8: 0},
 }
 
-LOSS_CHUNKS_MIB = (4096, 2048, 1024, 512, MIN_LOSS_CHUNK_MIB)
+LOSS_CHUNKS_MIB = (1024, 512, MIN_LOSS_CHUNK_MIB)
+"""1024 MiB are 2,093 rows of a vocabulary of 128,256: the sum of weight gradients is hidden behind a product of 700."""
 
 
 class NothingFitsError(ConfigError):
