@@ -595,8 +595,10 @@ def table() -> list[str]:
     """What the recorded runs say, for the package's README."""
     record = json.loads(RECORD.read_text())
     cases = [*map(parse_case, record["equal"])]
+    differing = ", ".join(sorted({parse_case(case)["precision"] for case in record["differ"]}))
+    others = f"; {len(record['differ'])} more differ, with {differing}, by more than is allowed" if differing else ""
     lines = [
-        f"{len(cases)} drawn runs, each with the losses, norms, metrics and evaluation of one process; {len(record['differ'])} differ.",
+        f"{len(cases)} drawn runs, each with the losses, norms, metrics and evaluation of one process{others}.",
         "",
         "| | runs |",
         "|---|---|",
