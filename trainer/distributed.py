@@ -155,12 +155,27 @@ def process_group(config: DistributedSection) -> Iterator[World]:
     )
     is_clean_exit = size == 1
     try:
+        require_own_device(device)
         yield World(rank, size, device, node_count(os.environ))
         is_clean_exit = True
     finally:
         # Not after an error: peers may be inside a collective, and the exit must not wait for them.
         if is_clean_exit:
             distributed.destroy_process_group()
+
+
+def require_own_device(device: torch.device) -> None:
+    """Raises ConfigError on all ranks if some share a GPU: NCCL refuses it later, in words of its own. Collective."""
+    if device.type != "cuda":
+        return
+    found = all_gather_values(str(torch.cuda.get_device_properties(device).uuid))
+    sharing = [str(rank) for rank, uuid in enumerate(found) if found.count(uuid) > 1]
+    if sharing:
+        raise ConfigError(
+            [
+                f"ranks {', '.join(sharing)} share a GPU with another rank, and NCCL needs one for each: start fewer ranks"
+            ]
+        )
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> distributed.Store | None:

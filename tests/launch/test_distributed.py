@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import distributed
 
+from trainer import distributed as distributed_module
 from trainer.config.sections import DistributedSection
 from trainer.distributed import World, node_count, process_group, rank_from_environment
+from trainer.errors import ConfigError
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
 
@@ -73,3 +78,21 @@ def test_an_error_destroys_the_process_group() -> None:
     with pytest.raises(ValueError, match="broken"), process_group(DistributedSection()):
         raise ValueError("broken")
     assert not distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("uuids", "sharing"), [(["a", "b", "c"], ""), (["a", "b", "a"], "0, 2"), (["a", "a", "a"], "0, 1, 2")]
+)
+def test_ranks_that_share_a_gpu_are_refused_by_their_numbers(
+    uuids: list[str], sharing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed_module, "all_gather_values", lambda _: uuids)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a"))
+    expected = (
+        pytest.raises(ConfigError, match=f"^ranks {sharing} share a GPU with another rank")
+        if sharing
+        else nullcontext()
+    )
+    with expected:
+        distributed_module.require_own_device(torch.device("cuda", 0))
+    distributed_module.require_own_device(torch.device("cpu"))

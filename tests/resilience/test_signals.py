@@ -13,7 +13,8 @@ from trainer.resilience.signals import STOP_SIGNALS, Interrupted, SignalHandler
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    """As in a terminal: `nohup`, or a shell's background, lets processes ignore some."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
