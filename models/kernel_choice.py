@@ -13,7 +13,7 @@ CUDNN_AND_FLASH = "cudnn+flash"
 LONG_TOKENS = 4096
 """Queries and keys of a block from which on cuDNN, which takes one block a call, is faster than FlashAttention."""
 LENGTHS_PER_OCTAVE = 16
-"""For which cuDNN builds a plan, which takes it long: a block is run at the next of these lengths."""
+"""Lengths from one power of two to the next at which cuDNN runs causal blocks, because each costs it a plan."""
 SOFTCAP_PROBLEM = (
     'attention kernel "{kernel}" has no soft-capped scores (softcap = {softcap}): torch gives no CUDA kernel the cap; '
     '"plain" has it, and holds the scores of a document in memory'
@@ -65,6 +65,11 @@ class AttentionNeeds:
 
 def kernels_of(choice: str) -> tuple[str, ...]:
     return tuple(choice.split("+"))
+
+
+def takes_windows(choice: str, kernel: str) -> bool:
+    """Whether layers with windows run in this kernel of a choice."""
+    return choice != CUDNN_AND_FLASH or kernel == "flash"
 
 
 def problems(choice: str, needs: AttentionNeeds) -> Iterator[str]:

@@ -14,7 +14,7 @@ import torch.nn.attention
 from torch import Tensor
 
 from models import kernel_check, kernel_choice, kernels
-from models.kernel_choice import CUDNN_AND_FLASH, FLASH_VERSIONS, kernels_of
+from models.kernel_choice import FLASH_VERSIONS, kernels_of, takes_windows
 from parallelisms.context.context_plan import kv_head_repeats
 from trainer.config.job_config import Config
 from trainer.errors import EXIT_BAD_CONFIG, RankFailedError
@@ -108,8 +108,7 @@ def _verified(choice: str, config: Config, device: torch.device) -> str:
         torch.nn.attention.activate_flash_attention_impl(choice.upper())
     try:
         for kernel in ("flash",) if is_flash_version else kernels_of(choice):
-            takes_windows = choice != CUDNN_AND_FLASH or kernel == "flash"
-            verify_attention_kernel(config, kernel, device, takes_windows=takes_windows)
+            verify_attention_kernel(config, kernel, device, takes_windows=takes_windows(choice, kernel))
     except BaseException:
         if is_flash_version:
             torch.nn.attention.restore_flash_attention_impl()
