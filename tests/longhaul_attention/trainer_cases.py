@@ -4,7 +4,7 @@
 
 A case is a trainer, a dataset, a batch, a precision, a mesh and one more argument. All cases of a mesh run in one launch,
 and all one-process runs in another. Prints every case that differs, with the command that repeats it. `--record` writes which cases were equal to
-`trainer_cases.json`, from which the package's README says what was tested.
+`trainer_cases.json` (with `--case`, of these cases alone), from which the package's README says what was tested.
 """
 
 from __future__ import annotations
@@ -629,8 +629,12 @@ def main() -> int:
             f'{message}\n  python -m tests.longhaul_attention.trainer_cases --case "{format_case(case)}"\n'
         )
     if options.record:
-        failed = [format_case(case) for case, _ in wrong]
-        equal = [name for name in map(format_case, cases) if name not in failed]
+        run, failed = [*map(format_case, cases)], [format_case(case) for case, _ in wrong]
+        equal = [name for name in run if name not in failed]
+        if options.case:  # Those run again replace themselves; the others stay.
+            before = json.loads(RECORD.read_text())
+            equal += [name for name in before["equal"] if name not in run]
+            failed += [name for name in before["differ"] if name not in run]
         RECORD.write_text(json.dumps({"seed": options.seed, "equal": equal, "differ": failed}, indent=1) + "\n")
     sys.stdout.write(f"{len(cases)} cases, {len(wrong)} differ\n")
     return bool(wrong)
