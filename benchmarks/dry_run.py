@@ -10,31 +10,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, cast
-from unittest.mock import patch
 
-import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-from benchmarks.op_counter import HOST, OpCounterMode, fake_process_group
-from models.batch import Batch
-from models.dispatch import LocalDispatcher, Rows, sort_by_expert
-from models.transformer import Transformer
-from parallelisms.expert_parallel import RankDispatcher
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.data.sequences import BlendedDataset
-from trainer.distributed import World
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_SUCCESS, ConfigError
 from trainer.hardware.host import GIB
 from trainer.plan.comm_volume import CommVolume
+from trainer.trace.inputs import micro_batches
+from trainer.trace.operators import HOST, OpCounterMode
+from trainer.trace.record import run_step, traced
 from trainer.trainer import Trainer
 
 
@@ -67,23 +56,20 @@ class DryRunResult:
     """Operations dispatched by torch."""
 
 
-class LazyBatch(Batch):
-    """Allocates its tensors when moved to the device."""
-
-    allocate: Callable[[Tensor], Tensor]
-
-    def to(self, device: torch.device) -> Batch:
-        del device
-        tokens, labels, positions, documents = (self.allocate(self.tokens) for _ in range(4))
-        return replace(self, tokens=tokens, labels=labels, positions=positions, document_ids=documents)
-
-
 def dry_run(
-    config: Config, world_size: int, *, rank: int = 0, steps: int = 1, documents: Sequence[int] | None = None
+    config: Config,
+    world_size: int,
+    *,
+    rank: int = 0,
+    steps: int = 1,
+    documents: Sequence[int] | None = None,
+    kernel: str | None = None,
+    compiled: bool = False,
 ) -> DryRunResult:
     """Counts the last of `steps` steps on `rank` of `world_size`.
 
-    `documents` are the document lengths of each sequence; default: one document. Raises ConfigError for an invalid
+    `documents` are the document lengths of each sequence; default: one document. `kernel`: runs as on a GPU, with
+    attention in this kernel. Raises ConfigError for an invalid
     configuration, or if `memory.recompute` is "auto".
     """
     problems = checks.layout_problems(config, world_size)
@@ -97,108 +83,12 @@ def dry_run(
     if problems:
         raise ConfigError(problems)
     counter = OpCounterMode()
-    with fake_process_group(rank, world_size), counter.enable(), balanced_experts(counter):
-        nodes = max(1, world_size // config.parallelism.ranks_per_node)
-        world = World(rank, world_size, torch.device("cpu"), nodes)
-        trainer = Trainer(_dry_run_config(config), world, cast(BlendedDataset, NoData()))
+    with traced(config, world_size, rank, counter, kernel=kernel, compiled=compiled) as trainer:
         states = counter.storages.device_bytes
-        for model_part in trainer.stage_modules.values():
-            _register_phase_hooks(model_part, counter)
         for _ in range(steps):
-            counter.phase = "step"
             counter.reset_counts()
-            trainer.step += 1
-            accumulated = trainer.accumulate_gradients(_micro_batches(trainer, counter, lengths))
-            counter.phase = "step"
-            trainer.optimizer_step(accumulated, config.optimizer.lr)
-            del accumulated
+            run_step(trainer, counter, micro_batches(trainer, counter, lengths))
     return _result(counter, trainer, states)
-
-
-@contextmanager
-def balanced_experts(counter: OpCounterMode) -> Iterator[None]:
-    """Gives every expert as many tokens: fake scores choose none. All compute at once, as in a kernel for groups."""
-
-    def counts_of(experts_NK: Tensor, num_experts: int) -> list[int]:
-        size, remainder = divmod(experts_NK.numel(), num_experts)
-        return [size + (expert < remainder) for expert in range(num_experts)]
-
-    def rows_of_one(_: Any, experts: Sequence[Tensor], num_experts: int) -> list[Rows]:
-        return [sort_by_expert(each, num_experts)[0]._replace(counts=counts_of(each, num_experts)) for each in experts]
-
-    def rows_of_ranks(self: Any, experts: Sequence[Tensor], num_experts: int) -> list[Rows]:
-        found = []
-        for each, (rows, _) in zip(experts, [sort_by_expert(each, num_experts) for each in experts], strict=True):
-            with unset_fake_temporarily():
-                groups = [1 if group is None else group.size() for group in (self._gather_group, self._ep_group)]
-                counts = torch.tensor(counts_of(each, num_experts)).expand(*groups, -1)
-                routed = self._route(rows._replace(slots=torch.empty(0)), counts)
-            index = [counter.new_int64(sum(routed.counts)) for _ in range(2)]
-            route = routed.route._replace(by_expert=index[0], by_rank=index[1])
-            found.append(routed._replace(slots=rows.slots, route=route))
-        return found
-
-    with (
-        patch.object(LocalDispatcher, "rows", rows_of_one),
-        patch.object(RankDispatcher, "rows", rows_of_ranks),
-        patch("models.experts.ROWS_AT_ONCE", sys.maxsize),
-    ):
-        yield
-
-
-class NoData:
-    """Stands in for a dataset of which the trainer only reads the source names."""
-
-    names = ("fake",)
-
-
-def _dry_run_config(config: Config) -> Config:
-    """Without compilation, GPU-only options and weight initialization."""
-    overrides: dict[str, dict[str, Any]] = {
-        "training": {"compile": False, "deterministic": False, "attention": "auto"},
-        "parallelism": {"async_tp": False},
-        "checkpoint": {"initial_load_path": "skip initialization"},
-    }
-    sections = {name: getattr(config, name).model_copy(update=values) for name, values in overrides.items()}
-    return config.model_copy(update=sections)
-
-
-def _micro_batches(trainer: Trainer, counter: OpCounterMode, lengths: Sequence[int]) -> list[Batch]:
-    """The identical micro-batches of a step, on the host, where they are not counted."""
-    training, plan = trainer.config.training, trainer.config.context_plan()
-    micro_batch_size, tokens = training.micro_batch_size, plan.padded_length(training.seq_len)
-    starts = sorted({0, *accumulate(lengths), tokens})
-    pairs = micro_batch_size * sum(map(trainer.config.model.build().mean_pairs, lengths))
-    tokens_BS = counter.new_int64(micro_batch_size, tokens // plan.cp, track=False)
-    batch = LazyBatch(
-        tokens=tokens_BS,
-        labels=tokens_BS,
-        positions=tokens_BS,
-        document_ids=tokens_BS,
-        boundaries=torch.tensor([starts] * micro_batch_size, dtype=torch.int32),
-        num_tokens=micro_batch_size * training.seq_len,
-        num_pairs=pairs,
-        num_computed_pairs=pairs / plan.cp,
-        sequence_sources=((0, training.seq_len),) * micro_batch_size,
-    )
-    LazyBatch.allocate = staticmethod(lambda x: counter.new_int64(*x.shape))
-    return [batch] * trainer.loader.num_micro_batches
-
-
-def _register_phase_hooks(model_part: Transformer, counter: OpCounterMode) -> None:
-    """Sets the counter's phase around the forward of a pipeline stage and of its loss head."""
-
-    def set_phase(phase: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            counter.phase = phase
-
-        return hook
-
-    model_part.register_forward_pre_hook(set_phase("forward"), prepend=True)
-    model_part.register_forward_hook(set_phase("backward"))
-    if model_part.head is not None:
-        model_part.head.register_forward_pre_hook(set_phase("head"), prepend=True)
-        model_part.head.register_forward_hook(set_phase("forward"))
 
 
 def _result(counter: OpCounterMode, trainer: Trainer, state_bytes: int) -> DryRunResult:
@@ -206,12 +96,17 @@ def _result(counter: OpCounterMode, trainer: Trainer, state_bytes: int) -> DryRu
     messages, small_messages = (
         tuple(
             CommVolume(
-                channel=channel, kind=kind, phase=cast(Any, phase), what="", bytes=counter.sent_bytes[key], calls=calls
+                channel=channel,
+                kind=kind,
+                phase=cast(Any, phase),
+                what="",
+                bytes=counter.work.sent_bytes[key],
+                calls=calls,
             )
             for key, calls in sorted(counts.items())
             for channel, kind, phase in [key]
         )
-        for counts in (counter.calls, counter.small_calls)
+        for counts in (counter.work.calls, counter.small_calls)
     )
     return DryRunResult(
         rank=trainer.world.rank,
@@ -222,8 +117,8 @@ def _result(counter: OpCounterMode, trainer: Trainer, state_bytes: int) -> DryRu
         peak_moment=storages.peak_moment,
         bytes_at_peak={phase: size for phase, size in storages.bytes_at_peak.items() if phase != HOST},
         peak_host_bytes=storages.peak_host_bytes,
-        matmul_flops=dict(counter.matmul_flops),
-        attention_flops=dict(counter.attention_flops),
+        matmul_flops=dict(counter.work.matmul_flops),
+        attention_flops=dict(counter.work.attention_flops),
         messages=messages,
         small_messages=small_messages,
         num_ops=counter.num_ops,

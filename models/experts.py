@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from models.device_paths import runs_as_on_gpu
 from models.dtypes import accumulation_dtype
 from models.feed_forward import GATES
 from models.sublayer import LocalGraph
@@ -216,7 +217,7 @@ def grouped_weight_grad(grad_RO: Tensor, x_RI: Tensor, counts: Sequence[int]) ->
 
 
 def _has_kernel(x: Tensor) -> bool:
-    return x.device.type == "cuda" and x.dtype == torch.bfloat16
+    return runs_as_on_gpu(x) and x.dtype == torch.bfloat16
 
 
 class GroupPadding:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from models.device_paths import runs_as_on_gpu
 from models.dtypes import accumulation_dtype
 from models.kernel_choice import CUDNN_AND_FLASH, SOFTCAP_PROBLEM, AttentionNeeds, auto_choices, planned_length
 from models.score_blocks import ScoreBlock, ScoreBlocks, TokenIndex, VarlenBatch
@@ -139,7 +140,7 @@ def select_kernel(q_XNH: Tensor, kernel: str = "auto", *, softcap: float | None 
     """
     if kernel not in KERNELS:
         raise ValueError(f'attention kernel "{kernel}" is unknown; choose from {", ".join(KERNELS)}')
-    if q_XNH.device.type == "cpu":
+    if not runs_as_on_gpu(q_XNH):
         return "plain" if kernel == "plain" or softcap is not None else "cpu"
     if kernel == "auto":
         choices = _auto_choices(q_XNH.dtype, q_XNH.shape[-1], softcap, q_XNH.device)

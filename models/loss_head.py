@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from models.batch import IGNORE_INDEX
 from models.config import ModelConfig
+from models.device_paths import runs_as_on_gpu
 from models.dtypes import accumulation_dtype
 from models.linear import Linear, identity, local_parameter
 from models.norm import config_norm
@@ -72,7 +73,7 @@ def products_are_wide(x: Tensor) -> bool:
 
     torch (2.8 or later) has the argument `out_dtype` on CUDA only.
     """
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    return runs_as_on_gpu(x) and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def logit_product(x_CE: Tensor, weight_VE: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.config import ModelConfig
+from models.device_paths import runs_as_on_gpu
 from models.dtypes import accumulation_dtype
 from models.linear import identity, local_parameter
 
@@ -25,7 +26,7 @@ def is_fused(x_E: Tensor, weight_E: Tensor) -> bool:
     They exist on CUDA. They multiply by the weight before they round, unlike `rms_norm`, which rounds as Hugging Face does.
     """
     is_wide = accumulation_dtype(x_E.dtype) == torch.float64
-    return x_E.is_cuda and x_E.dtype == weight_E.dtype and not is_wide and not torch.compiler.is_compiling()
+    return runs_as_on_gpu(x_E) and x_E.dtype == weight_E.dtype and not is_wide and not torch.compiler.is_compiling()
 
 
 def rms_norm(x_E: Tensor, weight_E: Tensor, eps: float, *mean_of: Any) -> tuple[Tensor, Tensor]:

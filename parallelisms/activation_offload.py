@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from models.device_paths import runs_as_on_gpu
+
 MAX_PENDING_OFFLOADS = 4
 """Device tensors that may wait for their copy to the host at a time."""
 OFFLOAD_RANGE = "activation_offload"
@@ -96,7 +98,7 @@ class HostActivationPool:
 
     def offload(self, x: Tensor, kind: SavedKind) -> list[Tensor]:
         """Starts the copy of x to host buffers and returns them."""
-        on_device = x.device.type != "cpu"
+        on_device = runs_as_on_gpu(x)
         if on_device and self._streams is None:
             self._streams = OffloadStreams(x.device)
         with record_function(OFFLOAD_RANGE):

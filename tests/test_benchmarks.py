@@ -32,7 +32,6 @@ LIBRARIES = {
     "gpu_product",
     "gpu_rivals",
     "gpu_steps",
-    "op_counter",
     "pages",
     "rival_step",
     "storm_faults",
@@ -75,6 +74,8 @@ SLOW = {
     "random_cases": "--cases 2 --max-processes 2 --records {tmp}/records.json",
     "scaling": "--quick",
     "tokenizer_loading": "--tokens 2000 --rounds 1",
+    "trace_grid": "--cases 2 --jobs 1",
+    "traced_steps": "budget",
 }
 
 

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.op_counter import fake_process_group
 from models import loss_head
 from models.batch import IGNORE_INDEX
 from models.loss_head import (
@@ -37,6 +36,7 @@ from parallelisms.mesh import Mesh
 from parallelisms.parallel_dims import AXES
 from parallelisms.parallelize import parallelize
 from tests.models.small_models import SMALL, TouchedElements
+from trainer.trace.operators import fake_process_group
 
 B, S, E, V = 2, 11, 6, 13
 CHUNKS = [1, 5, 7, B * S, 1000]

@@ -12,13 +12,13 @@ from torch.distributed import ProcessGroup
 
 from benchmarks.counted import Counted, count
 from benchmarks.dry_run import DryRunResult, dry_run, main
-from benchmarks.op_counter import OpCounterMode, fake_process_group
 from parallelisms.collectives import all_reduce, ring_shift_all_to_all
 from tests.memory.test_estimator import FOUR, FULL, HALF, KEEP, configured
 from tests.ranks import run_ranks
 from trainer.errors import ConfigError
 from trainer.memory.estimator import estimate_memory_per_pp_rank
 from trainer.plan.comm_volume import MIN_COUNTED_BYTES
+from trainer.trace.operators import OpCounterMode, fake_process_group
 
 TILES = "memory.mlp_tile_mib=1"
 OFFLOAD = "memory.offload=inputs_and_attention"
@@ -178,7 +178,7 @@ def test_messages_are_counted_by_channel_and_small_ones_separately() -> None:
         all_reduce(group, torch.empty(MIN_COUNTED_BYTES // 4))
         all_reduce(None, torch.empty(MIN_COUNTED_BYTES // 4 - 1))
         ring_shift_all_to_all(torch.empty(MIN_COUNTED_BYTES), group).wait()
-    assert counting.sent_bytes == {
+    assert counting.work.sent_bytes == {
         ("cp", "all_reduce", "setup"): 1.5 * MIN_COUNTED_BYTES,
         ("cp", "all_to_all", "setup"): 4 * MIN_COUNTED_BYTES,
     }
@@ -222,8 +222,8 @@ def test_composite_operations_are_decomposed() -> None:
         attention(q, k, k, torch.tensor([[0, 64], [0, 64]], dtype=torch.int32))
         with torch.inference_mode():
             torch.empty(3, 4, 5) @ torch.empty(5, 6)
-    assert counting.attention_flops == {"setup": 2 * 4 * 4 * 8 * 64 * 65 // 2}
-    assert counting.matmul_flops == {"setup": 2 * 12 * 5 * 6}
+    assert counting.work.attention_flops == {"setup": 2 * 4 * 4 * 8 * 64 * 65 // 2}
+    assert counting.work.matmul_flops == {"setup": 2 * 12 * 5 * 6}
 
 
 def test_invalid_arguments_are_rejected() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.profiler import record_function
 
+from models.device_paths import runs_as_on_gpu
 from models.linear import identity
 from parallelisms.collectives import num_replicas, to_local
 from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS, OptimizerSection
@@ -126,7 +127,7 @@ class Optimizer:
 
 
 def _norm_chunks(grad: Tensor) -> tuple[Tensor, ...]:
-    return grad.flatten().split(HOST_NORM_ELEMENTS) if grad.device.type == "cpu" else (grad,)
+    return (grad,) if runs_as_on_gpu(grad) else grad.flatten().split(HOST_NORM_ELEMENTS)
 
 
 def _new_state(parameter: nn.Parameter, moment_dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -18,28 +18,27 @@ import torch
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import FakeWork
 from torch._library.custom_ops import OPDEFS
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelisms.collectives import resolve_process_group
 from trainer.plan.comm_volume import MIN_COUNTED_BYTES, sent_bytes
+from trainer.trace.attention_calls import attention_call
+from trainer.trace.pieces import Allocation, MessageKey, Work
 
 MAX_REAL_BYTES = 16 << 20
 """Integer tensors up to this size hold real values, because control flow depends on them."""
 HOST = "host"
-CallKey = tuple[str, str, str]
-"""(channel, kind, phase)."""
+CPU = torch.device("cpu")
+SCRATCH_KEY = -1
+"""Names no storage."""
 
 aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
 MATMUL_OPS = {aten.mm: (0, 1), aten.bmm: (0, 1), aten.addmm: (1, 2), aten.addmm_: (1, 2), aten.baddbmm: (1, 2)}
 """Indices of the multiplied arguments."""
-ATTENTION_OPS = {
-    aten._scaled_dot_product_flash_attention_for_cpu: (2, slice(0, 2), 4),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (5, slice(1, 3), 7),
-}
-"""(number of matmuls, slice of the query and key arguments, index of `is_causal`)."""
+GROUPED_MATMUL, DEVICE = aten._grouped_mm, torch.ops.prim.device.default
 
 
 @contextmanager
@@ -53,7 +52,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 class StorageTracker:
-    """Live storages by the phase that allocated them."""
+    """Live storages by the phase that allocated them. Subclasses record `on_allocation` and `on_free`."""
 
     def __init__(self) -> None:
         self.live_bytes: Counter[str] = Counter()
@@ -70,22 +69,42 @@ class StorageTracker:
         key = storage._cdata
         if key not in self._storages:
             size, kind = storage.nbytes(), HOST if x.dtype == torch.uint8 else phase
-            self._storages[key] = weakref.ref(storage, partial(self._on_free, key)), kind, size
+            self._storages[key] = weakref.ref(storage, partial(self._drop, key)), kind, size
+            self.on_allocation(key, Allocation(size, kind == HOST, tuple(x.shape), dtype_name(x.dtype), moment))
             self._adjust(kind, size, moment)
 
     def resize(self, storage: torch.UntypedStorage, moment: str) -> None:
-        if (entry := self._storages.get(storage._cdata)) is not None:
+        key = storage._cdata
+        if (entry := self._storages.get(key)) is not None:
             reference, kind, old_size = entry
-            size = storage.nbytes()
-            self._storages[storage._cdata] = reference, kind, size
+            if (size := storage.nbytes()) == old_size:
+                return
+            self._storages[key] = reference, kind, size
+            self.on_free(key)
+            self.on_allocation(key, Allocation(size, kind == HOST, (size,), "bytes", moment))
             self._adjust(kind, size - old_size, moment)
+
+    def use_scratch(self, size: int, moment: str) -> None:
+        """What a kernel allocates and frees."""
+        if size:
+            self._adjust("scratch", size, moment)
+            self._adjust("scratch", -size, moment)
+            self.on_allocation(SCRATCH_KEY, Allocation(size, False, (size,), "scratch", moment))  # noqa: FBT003
+            self.on_free(SCRATCH_KEY)
+
+    def on_allocation(self, key: int, allocation: Allocation) -> None:
+        """`key` identifies the storage until it is freed. A resized storage is freed and allocated again."""
+
+    def on_free(self, key: int) -> None:
+        """The storage of an earlier `on_allocation`."""
 
     def reset_peak(self) -> None:
         self.peak_bytes, self.peak_host_bytes = -1, self.live_bytes[HOST]
         self._adjust(HOST, 0, "begin")
 
-    def _on_free(self, key: int, _: Any) -> None:
+    def _drop(self, key: int, _: Any) -> None:
         _, kind, size = self._storages.pop(key)
+        self.on_free(key)
         self._adjust(kind, -size, "")
 
     def _adjust(self, kind: str, size: int, moment: str) -> None:
@@ -106,24 +125,60 @@ class PendingFakeWork(FakeWork):
         self.tensors = tensors
 
 
+class FakeKernels:
+    """Runs operators on fake tensors of the CPU.
+
+    What follows from shapes alone is asked of the meta kernels at once. The rest, and what they do not know, takes the
+    way of FakeTensorMode, which first works out a key for its cache: several times as long.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._unknown = set[Any]()
+        """Operators that have no such kernel."""
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.namespace == "aten" and func not in self._unknown and self._takes(args, kwargs):
+            try:
+                with in_kernel_invocation_manager(self._mode):
+                    result = func(*args, **kwargs)
+            except (NotImplementedError, RuntimeError):
+                self._unknown.add(func)
+            else:
+                return self._wrapped(result)
+        with self._mode:
+            return func(*args, **kwargs)
+
+    def _takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if kwargs.get("device") is not None:
+            return False
+        tensors = _flatten_tensors((*args, *kwargs.values()))
+        return bool(tensors) and all(isinstance(x, FakeTensor) and x.fake_device == CPU for x in tensors)
+
+    def _wrapped(self, result: Any) -> Any:
+        if isinstance(result, FakeTensor) or not isinstance(result, Tensor | list | tuple):
+            return result
+        if isinstance(result, Tensor):
+            return FakeTensor(self._mode, result, CPU)
+        return type(result)(map(self._wrapped, result))
+
+
 class OpCounterMode(TorchDispatchMode):
     """Runs operations on fake tensors and counts them under `phase`, which the caller sets."""
 
-    def __init__(self) -> None:
+    def __init__(self, storages: StorageTracker | None = None) -> None:
         super().__init__()
         self.phase = "setup"
-        self.storages = StorageTracker()
+        self.storages = storages or StorageTracker()
         self.num_ops = 0
-        self.matmul_flops: Counter[str] = Counter()
-        """FLOPs by phase."""
-        self.attention_flops: Counter[str] = Counter()
-        """FLOPs of kernels by phase; forward kernels during backward count as `recompute`."""
-        self.sent_bytes: Counter[CallKey] = Counter()
-        self.calls: Counter[CallKey] = Counter()
-        self.small_calls: Counter[CallKey] = Counter()
+        self.work = Work()
+        """Attention kernels of the forward pass that run during the backward pass count as `recompute`."""
+        self.small_calls = Counter[MessageKey]()
         """Calls below MIN_COUNTED_BYTES, excluded from the other counts."""
         self._fake = _fake_mode()
+        self._fakes = FakeKernels(self._fake)
         self._pending: PendingFakeWork | None = None
+        self._allocates = True
 
     @contextmanager
     def enable(self) -> Iterator[None]:
@@ -144,10 +199,23 @@ class OpCounterMode(TorchDispatchMode):
 
     def reset_counts(self) -> None:
         """Keeps track of live storages."""
-        self.num_ops = 0
-        for counter in (self.matmul_flops, self.attention_flops, self.sent_bytes, self.calls, self.small_calls):
-            counter.clear()
+        self.num_ops, self.work = 0, Work()
+        self.small_calls.clear()
         self.storages.reset_peak()
+
+    @contextmanager
+    def without_allocations(self) -> Iterator[None]:
+        """Results take no memory."""
+        allocates, self._allocates = self._allocates, False
+        try:
+            yield
+        finally:
+            self._allocates = allocates
+
+    def note_allocations(self, result: Any, operator: str) -> None:
+        """Results of `without_allocations` take memory after all."""
+        for x in _flatten_tensors((result,)) if self._allocates else ():
+            self.storages.add(x, self.phase, f"{self.phase}: {operator}")
 
     def new_int64(self, *shape: int, track: bool = True) -> Tensor:
         with self._fake:
@@ -161,7 +229,9 @@ class OpCounterMode(TorchDispatchMode):
     ) -> Any:
         if not all(issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # DTensor dispatches to its local tensor.
-        call_kwargs = kwargs or {}
+        if func is DEVICE:  # Half of all calls.
+            return args[0].fake_device
+        call_kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **call_kwargs)  # DTensor propagates shapes with fake tensors.
         self.num_ops += 1
@@ -176,8 +246,9 @@ class OpCounterMode(TorchDispatchMode):
             isinstance(x, FakeTensor) for x in _flatten_tensors(args)
         ):
             return self._record_collective(func, args, call_kwargs)
-        self._count_flops(func.overloadpacket, args)
-        return self._execute(func, args, call_kwargs)
+        result = self._execute(func, args, call_kwargs)
+        self._count_flops(func.overloadpacket, args, call_kwargs)
+        return result
 
     def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _needs_real_values(func, args, kwargs):
@@ -186,25 +257,24 @@ class OpCounterMode(TorchDispatchMode):
                 # Pipeline stages first exchange a flag: 1 if shapes are known in advance.
                 args[0][0].fill_(1)
         else:
-            with self._fake:
-                result = func(*args, **kwargs)
-        if _allocates(func):
+            result = self._fakes.run(func, args, kwargs)
+        if self._allocates and _allocates(func):
             for x in _flatten_tensors((result,)):
                 self.storages.add(x, self.phase, f"{self.phase}: {func.overloadpacket}")
         return result
 
-    def _count_flops(self, packet: Any, args: tuple[Any, ...]) -> None:
+    def _count_flops(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (operands := MATMUL_OPS.get(packet)) is not None:
             first, second = (args[index] for index in operands)
-            self.matmul_flops[self.phase] += 2 * first.numel() * second.shape[-1]
-        elif (products := ATTENTION_OPS.get(packet)) is not None:
-            count, inputs, is_causal = products
-            q, k = args[inputs]
-            batch_size, heads, queries, head_dim = q.shape
-            is_masked = args[is_causal : is_causal + 1] == (True,)
-            pairs = queries * (queries + 1) // 2 if is_masked else queries * k.shape[2]
-            phase = "recompute" if count == 2 and self.phase == "backward" else self.phase
-            self.attention_flops[phase] += 2 * count * batch_size * heads * head_dim * pairs
+            self.work.matmul_flops[self.phase] += 2 * first.numel() * second.shape[-1]
+        elif packet is GROUPED_MATMUL:
+            # Each row is in one group, whether rows are multiplied or summed over.
+            first, second = args[:2]
+            self.work.matmul_flops[self.phase] += 2 * first.shape[-2] * first.shape[-1] * second.shape[-1]
+        elif (call := attention_call(packet, args, kwargs)) is not None:
+            phase = "recompute" if call.products == 2 and self.phase == "backward" else self.phase
+            self.work.attention_flops[phase] += call.flops
+            self.storages.use_scratch(call.scratch_bytes, f"{self.phase}: {packet}")
 
     # ---- communication
 
@@ -232,8 +302,12 @@ class OpCounterMode(TorchDispatchMode):
         if size < MIN_COUNTED_BYTES:
             self.small_calls[key] += 1
             return
-        self.calls[key] += 1
-        self.sent_bytes[key] += sent_bytes(kind, size, ranks)  # type: ignore[assignment]
+        self.work.calls[key] += 1
+        self.work.sent_bytes[key] += sent_bytes(kind, size, ranks)  # type: ignore[assignment]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @cache

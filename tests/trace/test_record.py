@@ -1,0 +1,101 @@
+"""Whole steps that follow from short ones, beside dry runs of the whole step: a sample of `benchmarks.trace_grid`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+
+from benchmarks import trace_grid
+from benchmarks.dry_run import dry_run
+from models.config import ModelConfig
+from models.layers import LayerKind
+from tests.memory.test_estimator import configured
+from tests.models.other_kinds import other_kinds
+from trainer.config import model as model_section
+from trainer.config.job_config import Config
+from trainer.trace.compose import compose
+from trainer.trace.record import record, trace_step
+from trainer.trace.shorten import ShortStep
+
+DEEP = "model.num_layers=9 training.global_batch_size=4"
+KEEP = "memory.recompute=keep_attention"
+CASES = {
+    "saved inputs of every third block": f"{DEEP} {KEEP} memory.blocks_per_checkpoint=3",
+    "a budget of the host": f"{DEEP} {KEEP} memory.offload=inputs_and_attention memory.host_budget_gib=0.004",
+    "a pipeline": f"model.num_layers=14 training.global_batch_size=4 {KEEP} parallelism.pp=2",
+    "an interleaved pipeline": f"model.num_layers=24 {KEEP} training.global_batch_size=8 parallelism.pp=2 "
+    "parallelism.pp_schedule=Interleaved1F1B memory.offload=inputs",
+    "no recomputation": f"{DEEP} memory.recompute=none parallelism.dp_shard=2 parallelism.tp=2",
+}
+QUICK = {"a pipeline"}
+
+
+def require_equal(config: Config, world_size: int, rank: int = 0, **options: object) -> None:
+    """Peaks to a thousandth, because scalars live for other times; FLOPs and messages exactly."""
+    found = trace_step(config, world_size, rank, **options).whole  # type: ignore[arg-type]
+    whole = dry_run(config, world_size, rank=rank, **options)  # type: ignore[arg-type]
+    assert found.is_closed
+    assert found.peak.size == pytest.approx(whole.peak_bytes, rel=1e-3)
+    assert found.host_bytes == whole.peak_host_bytes
+    assert dict(found.work.matmul_flops) == whole.matmul_flops
+    assert dict(found.work.attention_flops) == whole.attention_flops
+    assert {(each.channel, each.kind, each.phase): (each.bytes, each.calls) for each in whole.messages} == {
+        key: (found.work.sent_bytes[key], calls) for key, calls in found.work.calls.items()
+    }
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES])
+def test_a_whole_step_follows_from_a_short_one(name: str) -> None:
+    config = configured(CASES[name])
+    world_size = 4 if name == "no recomputation" else config.parallelism.pp
+    require_equal(config, world_size, rank=world_size - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["keep_attention", "none"])
+def test_a_compiled_step_as_on_a_gpu_follows_from_a_short_one(recompute: str) -> None:
+    config = configured(f"{DEEP} training.dtype=bfloat16 memory.recompute={recompute}")
+    require_equal(config, 1, kernel="cudnn+flash", compiled=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(12))
+def test_drawn_steps_follow_from_short_ones(index: int) -> None:
+    (case,) = islice(trace_grid.deep_cases(seed=1), index, index + 1)
+    found = trace_grid.compare(case)
+    assert not found.is_wrong, str(found)
+
+
+def test_a_trace_that_is_too_short_says_so() -> None:
+    """Without neighbours of its own, the middle block frees what only the last one's neighbours allocate."""
+    config = configured(f"{DEEP} {KEEP} parallelism.dp_shard=2")
+    step = ShortStep(config, 2)
+    trace = record(step)
+    like = replace(step.correspondence, blocks={0: (0, *[0] * 7, 4)})
+    assert compose(trace, [*step.order()], step.correspondence).is_closed
+    assert not compose(trace, [*step.order()], like).is_closed
+
+
+# ---- a mixer that the planner has never heard of
+
+
+@contextmanager
+def model_with(*kinds: LayerKind) -> Iterator[None]:
+    build = model_section._build_model_config.__wrapped__
+
+    def patterned(section: model_section.ModelSection) -> ModelConfig:
+        return replace(build(section), layers=kinds)
+
+    with other_kinds(), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(model_section, "_build_model_config", patterned)
+        yield
+
+
+def test_a_strange_mixer_needs_no_line_here() -> None:
+    strange = LayerKind(mixer="shift", feed_forward="squared"), LayerKind(feed_forward="squared")
+    with model_with(*strange):
+        require_equal(configured(f"{DEEP} {KEEP}"), 1)

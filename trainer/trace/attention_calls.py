@@ -1,0 +1,121 @@
+"""Calls of attention kernels: their FLOPs, and the scratch memory that they allocate beside inputs and outputs.
+
+Kernels are opaque to a trace, so the scratch is a table, taken from what the kernels' host code allocates:
+
+    flash       FlashAttention 2, csrc/flash_attn/flash_api.cpp, mha_varlen_bwd; the same in ATen/native/transformers/cuda
+    cudnn       cudnn_frontend, node/scaled_dot_product_flash_attention.h, the backward node's tensors
+    efficient   ATen/native/transformers/cuda/attention_backward.cu
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+aten = torch.ops.aten
+FLASH_PADDING = 128
+"""Tokens by which FlashAttention's backward pass pads each sequence."""
+WIDTH_MULTIPLE = 32
+
+
+class AttentionCall(NamedTuple):
+    """One kernel call."""
+
+    products: int
+    """Of matrices of scores: two forward, five backward."""
+    pairs: float
+    """(query, key) pairs, summed over the sequences and heads of queries."""
+    head_dim: int
+    scratch_bytes: int = 0
+
+    @property
+    def flops(self) -> int:
+        return int(2 * self.products * self.head_dim * self.pairs)
+
+
+def _dense(args: Sequence[Any], products: int, first: int, causal: int) -> AttentionCall:
+    """Heads first: [B, N, Q, H] and [B, K, S, H]. `first` and `causal` are indices of the queries and of the flag."""
+    q, k = args[first], args[first + 1]
+    batch, heads, queries, head_dim = q.shape
+    is_causal = args[causal : causal + 1] == (True,)
+    pairs = queries * (queries + 1) // 2 if is_causal else queries * k.shape[2]
+    return AttentionCall(products, batch * heads * pairs, head_dim)
+
+
+def _varlen(args: Sequence[Any], products: int, first: int, kwargs: dict[str, Any]) -> AttentionCall:
+    """[X, N, H] of sequences one after the other, whose boundaries follow; `first` is the index of the queries."""
+    q = args[first]
+    after = first + 3 if products == 2 else first + 5  # The output and its log-sum-exp come between.
+    ends_q, ends_k, _, _, _, is_causal = args[after : after + 6]
+    window = kwargs.get("window_size_left")
+    pairs = sum(
+        _causal_pairs(queries, keys, None if window is None else window + 1) if is_causal else queries * keys
+        for queries, keys in zip(ends_q.diff().tolist(), ends_k.diff().tolist(), strict=True)
+    )
+    return AttentionCall(products, q.shape[1] * pairs, q.shape[2])
+
+
+def _causal_pairs(queries: int, keys: int, window: int | None) -> int:
+    """The last query sees the last key."""
+    seen = min(window or keys, keys)
+    first = keys - queries + 1  # Keys that the first query may see.
+    growing = max(0, min(queries, seen - first + 1))
+    return growing * first + growing * (growing - 1) // 2 + (queries - growing) * seen
+
+
+def _flash_scratch(args: Sequence[Any]) -> int:
+    q, k, lengths = args[1], args[2], args[6]
+    tokens, heads, head_dim = q.shape
+    padded = tokens + FLASH_PADDING * (len(lengths) - 1)
+    sums = 4 * padded * heads * (_rounded(head_dim) + 1)
+    expanded = 2 * len(k) * heads * head_dim * q.element_size()  # Gradients of keys and values for every query head.
+    return int(sums + (expanded if k.shape[1] < heads else 0))
+
+
+def _cudnn_scratch(args: Sequence[Any]) -> int:
+    q, k = args[1], args[2]
+    batch, heads, queries, head_dim = q.shape
+    sums = batch * heads * queries * (head_dim * q.element_size() + 4 * (_rounded(head_dim) + 1))
+    expanded = 2 * batch * heads * k.shape[2] * head_dim * q.element_size()
+    return int(sums + (expanded if k.shape[1] < heads else 0))
+
+
+def _efficient_scratch(args: Sequence[Any]) -> int:
+    batch, heads, queries, head_dim = args[1].shape
+    return int(4 * batch * heads * queries * (_rounded(head_dim) + 1))
+
+
+def _rounded(head_dim: int) -> int:
+    return -(-head_dim // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+
+
+Reader = Callable[[Sequence[Any], dict[str, Any]], AttentionCall]
+
+
+def _with_scratch(read: Reader, scratch: Callable[[Sequence[Any]], int]) -> Reader:
+    return lambda args, kwargs: read(args, kwargs)._replace(scratch_bytes=scratch(args))
+
+
+CALLS: dict[Any, Reader] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda args, _: _dense(args, 2, 0, 4),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda args, _: _dense(args, 5, 1, 7),
+    aten._flash_attention_forward: lambda args, kwargs: _varlen(args, 2, 0, kwargs),
+    aten._flash_attention_backward: _with_scratch(lambda args, kwargs: _varlen(args, 5, 1, kwargs), _flash_scratch),
+    aten._scaled_dot_product_cudnn_attention: lambda args, _: _dense(args, 2, 0, 6),
+    aten._scaled_dot_product_cudnn_attention_backward: _with_scratch(
+        lambda args, _: _dense(args, 5, 1, 14), _cudnn_scratch
+    ),
+    aten._scaled_dot_product_efficient_attention: lambda args, _: _dense(args, 2, 0, 6),
+    aten._scaled_dot_product_efficient_attention_backward: _with_scratch(
+        lambda args, _: _dense(args, 5, 1, 11), _efficient_scratch
+    ),
+}
+"""How to read a call of an operator."""
+
+
+def attention_call(packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> AttentionCall | None:
+    """None for any other operator. Shapes are those of `models/kernels.py`, whose integers are real."""
+    read = CALLS.get(packet)
+    return None if read is None else read(args, kwargs)

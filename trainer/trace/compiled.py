@@ -1,0 +1,161 @@
+"""Compiled pieces of a model, as far as memory goes: what the compiler saves, and what its kernels write.
+
+The compiler's own partition of forward and backward decides what is saved. Its kernels are not run: a rule says what
+they write to memory. Operators that are not fused (products, kernels, collectives) read and write tensors; everything
+between them stays in registers, but for what the graph returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from models.transformer import TransformerBlock, default_block_forward
+from trainer.trace.operators import OpCounterMode
+
+aten = torch.ops.aten
+APART = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten._grouped_mm, aten.index_copy, aten.embedding}
+"""Operators of torch that are not fused."""
+
+
+PLAIN = (int, float, str, type(None))
+TENSOR = object()
+"""The place of a tensor among constants."""
+
+
+class FusedKernels(fx.Interpreter):
+    """Runs a graph whose intermediate results take no memory unless an operator that is not fused needs or gives them."""
+
+    def __init__(self, module: fx.GraphModule, counter: OpCounterMode) -> None:
+        super().__init__(module)
+        self._counter = counter
+        self._written = {node for node in module.graph.nodes if self._is_written(node)}
+
+    def _is_written(self, node: fx.Node) -> bool:
+        return is_apart(node) or any(user.op == "output" or is_apart(user) for user in node.users)
+
+    def run_node(self, node: fx.Node) -> Any:
+        if node.op != "call_function" or is_apart(node):
+            return super().run_node(node)
+        with self._counter.without_allocations():
+            result = super().run_node(node)
+        if node in self._written:
+            self._counter.note_allocations(result, f"compiled {node.name}")
+        return result
+
+
+def is_apart(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.overloadpacket in APART or target.namespace not in ("aten", "prims")
+
+
+def compiler_for(counter: OpCounterMode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Stands in for `torch.compile`."""
+
+    def run_graph(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        kernels = FusedKernels(module, counter)
+        return boxed(kernels)
+
+    graphs: dict[Any, Callable[..., Any]] = {}
+
+    def compile_piece(piece: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            leaves, spec = pytree.tree_flatten(args)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+            key = (piece, spec, torch.is_grad_enabled(), *map(_signature, leaves))
+            if key not in graphs:
+                with counter.without_allocations():
+                    graphs[key] = _compiled(piece, leaves, spec, run_graph)
+            return graphs[key](*tensors)
+
+        return run
+
+    return compile_piece
+
+
+@contextmanager
+def compiled_with(counter: OpCounterMode) -> Iterator[None]:
+    """What the trainer compiles meanwhile, pieces and whole blocks, is compiled for a trace."""
+    compile_piece = compiler_for(counter)
+    run_block = compile_piece(forward_with)
+
+    def compile_block(block: TransformerBlock, **_: Any) -> None:
+        block.forward_fn = lambda block, *inputs: run_block(block, dict(block.named_parameters()), *inputs)
+
+    with (
+        patch("trainer.build.compiler", lambda: compile_piece),
+        patch.object(TransformerBlock, "compile", compile_block),
+    ):
+        yield
+
+
+def forward_with(block: TransformerBlock, parameters: dict[str, Tensor], *inputs: Tensor) -> Tensor:
+    """Of a block, as a function of its parameters."""
+    with _reparametrize_module(block, parameters):
+        return default_block_forward(block, *inputs)
+
+
+def boxed(kernels: FusedKernels) -> Callable[[list[Any]], Any]:
+    """Runs the graph once; the list of arguments is emptied, so that they live no longer than they must."""
+
+    def run(arguments: list[Any]) -> Any:
+        results = kernels.boxed_run(arguments)
+        kernels.env = {}
+        return results
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _signature(leaf: Any) -> Any:
+    """What a compiler would guard: pieces of modules that are alike share their code."""
+    if isinstance(leaf, FakeTensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
+    if isinstance(leaf, Tensor):  # Of real integers, which control flow depends on.
+        return id(leaf)
+    if isinstance(leaf, PLAIN) or not hasattr(leaf, "__dict__"):
+        return leaf
+    values = ((name, _signature(value)) for name, value in vars(leaf).items() if isinstance(value, (*PLAIN, nn.Module)))
+    modules = ((name, str(each)) for name, each in getattr(leaf, "_modules", {}).items())
+    return type(leaf), *values, *modules
+
+
+def _compiled(piece: Callable[..., Any], leaves: Sequence[Any], spec: Any, run_graph: Any) -> Callable[..., Any]:
+    """The piece as a function of its tensors; other leaves are constants."""
+    constants = [TENSOR if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
+
+    def function(*tensors: Tensor) -> Any:
+        rest = iter(tensors)
+        given = [next(rest) if leaf is TENSOR else leaf for leaf in constants]
+        return piece(*pytree.tree_unflatten(given, spec))
+
+    compiled = aot_function(
+        function,
+        run_graph,
+        run_graph,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    # The graph keeps what it is traced with.
+    with _disable_current_modes(), patch("torch.compiler.is_compiling", lambda: True):
+        compiled(*(_like(leaf) for leaf in leaves if isinstance(leaf, FakeTensor)))
+    return cast(Callable[..., Any], compiled)
+
+
+def _like(x: FakeTensor) -> Tensor:
+    with x.fake_mode:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).requires_grad_(x.requires_grad)

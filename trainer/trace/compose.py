@@ -1,0 +1,296 @@
+"""The whole step from the pieces of a short one. Imports no torch.
+
+Every piece of the whole step is a copy of a recorded piece. What a recorded piece frees is named by its distance from
+there, for instance "allocated by the forward pass of the block before, for the same micro-batch", so a copy frees what
+its own neighbours allocated. A copy that looks for a tensor which nothing allocated shows that the recorded step was
+too short: see `ComposedStep.is_closed`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from trainer.trace.pieces import BEGIN, FINISH, MOMENTS, PASSES, Allocation, Free, Piece, Place, Trace, Work
+
+
+class TensorName(NamedTuple):
+    """One of the tensors of a piece that outlive it, by what it is and how many like it came before."""
+
+    allocation: Allocation
+    number: int
+
+
+class Transient(NamedTuple):
+    """Bytes of what lives only within this piece, at their highest until the next change."""
+
+    size: int
+    largest: Allocation | None
+
+
+class Birth(NamedTuple):
+    name: TensorName
+
+
+class Death(NamedTuple):
+    origin: int
+    """Index of the recorded piece that allocated it."""
+    name: TensorName
+
+
+Change = Transient | Birth | Death
+Key = tuple[Place, TensorName]
+Target = Callable[[Place], int]
+"""The pipeline rank that a piece sends its message to."""
+
+
+@dataclass(frozen=True)
+class Correspondence:
+    """Which recorded piece every piece of the whole step is like."""
+
+    blocks: Mapping[int, tuple[int, ...]]
+    """The recorded block for every block of a stage."""
+    micro_batches: int
+    recorded_micro_batches: int
+
+    def original(self, place: Place) -> Place:
+        unit = self.blocks[place.stage][place.unit] if isinstance(place.unit, int) else place.unit
+        return place._replace(micro_batch=self._original_micro_batch(place.micro_batch), unit=unit)
+
+    def _original_micro_batch(self, number: int) -> int:
+        """The first, the second for all others, and the third for the last if three are recorded."""
+        if self.recorded_micro_batches > 2 and number == self.micro_batches - 1:
+            return 2
+        return min(number, 1, self.recorded_micro_batches - 1)
+
+    def allocated_by(self, origin: Place, here: Place, copy: Place) -> Iterator[Place]:
+        """The pieces whose tensors `copy` frees, if the recorded `here`, which it is like, frees what `origin` allocated."""
+        source = origin._replace(micro_batch=self._micro_batch(origin, here, copy))
+        if not isinstance(origin.unit, int):
+            yield source
+        elif isinstance(here.unit, int) and isinstance(copy.unit, int) and here.stage == origin.stage:
+            yield source._replace(unit=origin.unit + copy.unit - here.unit)
+        else:
+            for block, recorded in enumerate(self.blocks[origin.stage]):
+                if recorded == origin.unit:
+                    yield source._replace(unit=block)
+
+    def _micro_batch(self, origin: Place, here: Place, copy: Place) -> int:
+        if origin.action in MOMENTS:
+            return 0
+        if here.action in MOMENTS:
+            is_last = 0 < origin.micro_batch == self.recorded_micro_batches - 1
+            return self.micro_batches - 1 if is_last else origin.micro_batch
+        distance = here.micro_batch - origin.micro_batch
+        return copy.micro_batch - distance if distance in (0, 1) else origin.micro_batch
+
+
+@dataclass
+class Memory:
+    """What is alive while pieces run one after the other."""
+
+    device_bytes: int
+    live: dict[Key, Allocation] = field(default_factory=dict)
+    used_buffers: Counter[int] = field(default_factory=Counter)
+    """On the host, by size."""
+    host_buffers: Counter[int] = field(default_factory=Counter)
+    """Those that exist: a free one is used again for a tensor of its size, and none is given back."""
+
+    def allocate(self, place: Place, name: TensorName) -> None:
+        self.live[place, name] = name.allocation
+        self._add(name.allocation, 1)
+
+    def free(self, place: Place, name: TensorName) -> bool:
+        """False if there is no such tensor."""
+        allocation = self.live.pop((place, name), None)
+        if allocation is None:
+            return False
+        self._add(allocation, -1)
+        return True
+
+    def _add(self, allocation: Allocation, sign: int) -> None:
+        if not allocation.on_host:
+            self.device_bytes += sign * allocation.size
+            return
+        self.used_buffers[allocation.size] += sign
+        self.host_buffers |= Counter({allocation.size: self.used_buffers[allocation.size]})
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(size * count for size, count in self.host_buffers.items())
+
+
+class Peak(NamedTuple):
+    size: int
+    position: int
+    """Of the change in the whole step."""
+    place: Place
+    operator: str
+
+
+class ComposedStep(NamedTuple):
+    """One rank's whole step."""
+
+    peak: Peak
+    """Of the device."""
+    host_bytes: int
+    """Of buffers for offloaded activations."""
+    work: Work
+    live: list[tuple[str, Allocation]]
+    """What the step allocated and holds at the peak, with the action that allocated it. Without transients."""
+    transient_bytes: int
+    """At the peak, of what lives only within its piece."""
+    missing: Counter[tuple[Place, Place, TensorName]]
+    """What copies of a piece should have freed and did not find: (recorded piece, its origin, name)."""
+    left: Counter[tuple[Place, TensorName]]
+    """What no copy freed, unlike the recorded step: (recorded piece that allocated it, name)."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether every tensor has its end, so that the recorded step was long enough."""
+        return not self.missing and not self.left
+
+
+def compose(trace: Trace, order: Sequence[Place], like: Correspondence, target: Target | None = None) -> ComposedStep:
+    """`order`: the pieces of the whole step; `target` is needed if some send messages."""
+    run = Composition(trace, order, like, target)
+    peak = Peak(-1, -1, BEGIN, "")
+    for position, place, transient in run.changes():
+        found = run.memory.device_bytes + transient.size
+        if found > peak.size:
+            peak = Peak(found, position, place, transient.largest.operator if transient.largest else "")
+    again = Composition(trace, order, like, target)
+    for position, _, _ in again.changes():
+        if position == peak.position:
+            break
+    held = [(place.action, allocation) for (place, _), allocation in again.memory.live.items()]
+    transient_bytes = peak.size - again.memory.device_bytes
+    return ComposedStep(peak, run.memory.host_bytes, run.work, held, transient_bytes, run.missing, run.left())
+
+
+class Composition:
+    """Runs the copies of recorded pieces."""
+
+    def __init__(self, trace: Trace, order: Sequence[Place], like: Correspondence, target: Target | None) -> None:
+        self._trace, self._order, self._like, self._target = trace, order, like, target
+        self._index = {piece.place: index for index, piece in enumerate(trace.pieces)}
+        self._changes = lasting_changes(trace.pieces)
+        blocks = ((stage, block) for stage, originals in like.blocks.items() for block in originals)
+        states = sum(trace.block_states.get(each, 0) for each in blocks)
+        self.memory, self.work = Memory(states + trace.other_states), Work()
+        self.missing = Counter[tuple[Place, Place, TensorName]]()
+        self._sent_tensors = self._find_sent_tensors()
+        self._latest_sent: dict[int, Place] = {}
+
+    def changes(self) -> Iterator[tuple[int, Place, Transient]]:
+        """Between changes of what outlives a piece: a number, the piece, and what lives only there besides."""
+        position = 0
+        for place in self._order:
+            index = self._index[self._like.original(place)]
+            self.work.add(self._trace.pieces[index].work)
+            if "send" in place.action or place == FINISH:
+                self._free_sent(place)
+            for change in self._changes[index]:
+                if isinstance(change, Birth):
+                    self.memory.allocate(place, change.name)
+                elif isinstance(change, Death):
+                    self._free(change, index, place)
+                else:
+                    yield position, place, change
+                    position += 1
+
+    def _free(self, death: Death, index: int, copy: Place) -> None:
+        origin, here = self._trace.pieces[death.origin].place, self._trace.pieces[index].place
+        if "send" in here.action or here == FINISH:
+            return  # What it sent before; see `_free_sent`.
+        for place in self._like.allocated_by(origin, here, copy):
+            # Batches live until the next one is loaded, and the last one until the end of its backward pass.
+            if not self.memory.free(place, death.name) and origin.action in PASSES:
+                self.missing[here, origin, death.name] += 1
+
+    def left(self) -> Counter[tuple[Place, TensorName]]:
+        """Of the passes, what is alive although the recorded step freed it."""
+        freed = {
+            (self._trace.pieces[change.origin].place, change.name)
+            for changes in self._changes
+            for change in changes
+            if isinstance(change, Death)
+        }
+        alive = ((self._like.original(place), name) for place, name in self.memory.live if place.action in PASSES)
+        return Counter(each for each in alive if each in freed)
+
+    # ---- messages of a pipeline: what is sent lives until the next message to the same rank
+
+    def _find_sent_tensors(self) -> dict[tuple[str, int], tuple[Place, TensorName]]:
+        """What each pass of a stage sends, with the recorded piece that allocated it."""
+        found: dict[tuple[str, int], tuple[Place, TensorName]] = {}
+        for piece, changes in zip(self._trace.pieces, self._changes, strict=True):
+            if "send" in piece.place.action or piece.place == FINISH:
+                for death in changes:
+                    if isinstance(death, Death):
+                        origin = self._trace.pieces[death.origin].place
+                        found.setdefault((origin.action, origin.stage), (origin, death.name))
+        return found
+
+    def _free_sent(self, place: Place) -> None:
+        if self._target is None:
+            return
+        if place == FINISH:
+            latest = [*self._latest_sent.values()]
+        else:
+            target = self._target(place)
+            latest = [self._latest_sent[target]] if target in self._latest_sent else []
+            self._latest_sent[target] = place
+        for message in latest:
+            action = message.action.removeprefix("send ")
+            if (sent := self._sent_tensors.get((action, message.stage))) is None:
+                continue
+            origin, name = sent
+            here = origin._replace(unit="head" if action == "forward" else "embedding")
+            copy = here._replace(micro_batch=message.micro_batch)
+            for source in self._like.allocated_by(origin, here, copy):
+                if not self.memory.free(source, name):
+                    self.missing[place, origin, name] += 1
+
+
+def lasting_changes(pieces: Sequence[Piece]) -> list[list[Change]]:
+    """Of each piece: what it allocates for others, what it frees of others, and the peaks of the rest between them."""
+    ends = {
+        (event.piece, event.number): index
+        for index, piece in enumerate(pieces)
+        for event in piece.events
+        if isinstance(event, Free)
+    }
+    names: dict[tuple[int, int], TensorName] = {}
+    for index, piece in enumerate(pieces):
+        alike = Counter[Allocation]()
+        allocations = (event for event in piece.events if isinstance(event, Allocation))
+        for number, allocation in enumerate(allocations):
+            if allocation.size and (allocation.on_host or ends.get((index, number)) != index):
+                names[index, number] = TensorName(allocation, alike[allocation])
+                alike[allocation] += 1
+    return [_lasting_changes(index, piece, names) for index, piece in enumerate(pieces)]
+
+
+def _lasting_changes(index: int, piece: Piece, names: Mapping[tuple[int, int], TensorName]) -> list[Change]:
+    changes: list[Change] = []
+    inner: dict[int, int] = {}
+    live, highest, number = 0, Transient(0, None), 0
+    for event in piece.events:
+        if isinstance(event, Allocation):
+            if (name := names.get((index, number))) is None:
+                inner[number] = event.size
+                live += event.size
+                highest = max(highest, Transient(live, event), key=lambda each: each.size)
+            else:
+                changes += [highest, Birth(name)]
+                highest = Transient(live, event)
+            number += 1
+        elif event.piece == index and event.number in inner:
+            live -= inner.pop(event.number)
+        elif (name := names.get((event.piece, event.number))) is not None:
+            changes += [highest, Death(event.piece, name)]
+            highest = Transient(live, None)
+    return [*changes, highest]

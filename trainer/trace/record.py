@@ -1,0 +1,199 @@
+"""Records a step of the real trainer on one rank, on fake tensors and a fake process group.
+
+Initializes the process group of this process. Nothing is computed, so a model of any size takes seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, cast
+from unittest.mock import patch
+
+import torch
+
+from models.batch import Batch
+from models.config import ModelConfig
+from models.kernel_choice import FLASH_VERSIONS
+from models.transformer import Transformer
+from parallelisms.collectives import to_local
+from trainer.config.job_config import Config
+from trainer.config.model import ModelSection
+from trainer.data.sequences import BlendedDataset
+from trainer.distributed import World
+from trainer.hardware.host import GIB
+from trainer.trace.compiled import compiled_with
+from trainer.trace.compose import ComposedStep, compose
+from trainer.trace.host_budget import offloaded_by_block, within_budget
+from trainer.trace.inputs import balanced_experts, micro_batches, paths_of_gpu
+from trainer.trace.operators import OpCounterMode, fake_process_group
+from trainer.trace.pieces import BEGIN, OPTIMIZER, Place, Trace
+from trainer.trace.recorder import PieceRecorder, mark_pieces, recorded_offload
+from trainer.trace.shorten import ShortStep
+from trainer.trainer import Trainer
+
+
+class NoData:
+    """Stands in for a dataset of which the trainer only reads the source names."""
+
+    names = ("fake",)
+
+
+class TracedStep(NamedTuple):
+    """A step of one rank as composed from a trace of a shorter one."""
+
+    whole: ComposedStep
+    short: ShortStep
+    trace: Trace
+
+
+def trace_step(
+    config: Config, world_size: int, rank: int = 0, *, kernel: str | None = None, compiled: bool = False
+) -> TracedStep:
+    """The shortest step of a rank from which its whole step follows, and the latter.
+
+    `kernel`, `compiled`: as in `record`. Raises ValueError for a host budget that micro-batches of a pipeline share.
+    """
+    run = partial(record, kernel=kernel, compiled=compiled)
+    step = _with_host_budget(ShortStep(config, world_size, rank), run)
+    while True:
+        trace = run(step)
+        whole = compose(trace, [*step.order()], step.correspondence, step.target)
+        longer = replace(step, extra=step.extra + 2)
+        if whole.is_closed or longer.stages == step.stages:
+            return TracedStep(whole, step, trace)
+        step = longer
+
+
+def _with_host_budget(step: ShortStep, run: Callable[[ShortStep], Trace]) -> ShortStep:
+    """The step with what the host budget lets each block offload, of what it would offload without one."""
+    memory = step.whole.memory
+    if memory.host_budget_gib is None or memory.offload == "none":
+        return step
+    if step.plan.pp > 1:
+        raise ValueError("a host budget that several micro-batches of a pipeline share cannot be traced")
+    unlimited = replace(
+        step, whole=step.whole.model_copy(update={"memory": memory.model_copy(update={"host_budget_gib": None})})
+    )
+    offloaded = offloaded_by_block(run(unlimited))
+    wanted = [offloaded[block] for block in unlimited.stages[0].originals]
+    budget = int(memory.host_budget_gib * GIB) // step.ranks_per_node
+    return replace(step, offloaded=within_budget(wanted, budget, memory.blocks_per_checkpoint))
+
+
+def record(step: ShortStep, *, kernel: str | None = None, compiled: bool = False) -> Trace:
+    """One step of `step.config` on `step.rank`.
+
+    `kernel`: of attention, as `training.attention` names it, for a step as on a GPU; None: as on a CPU. `compiled`:
+    blocks and pieces of blocks are compiled.
+    """
+    began = time.monotonic()
+    recorder = PieceRecorder()
+    counter = OpCounterMode(recorder)
+    with (
+        traced(
+            step.config, step.world_size, step.rank, counter, model=step.model, kernel=kernel, compiled=compiled
+        ) as trainer,
+        recorded_offload(recorder),
+    ):
+        block_states = _block_states(trainer)
+        other_states = recorder.device_bytes - sum(block_states.values())
+        start = partial(recorder.start, counter=counter)
+        mark_pieces(trainer, start)
+        counter.reset_counts()
+        start(BEGIN)
+        batches = micro_batches(trainer, counter, on_load=lambda number: start(Place("load", micro_batch=number)))
+        run_step(trainer, counter, batches, lambda: start(OPTIMIZER))
+        pieces = tuple(recorder.pieces)
+    return Trace(pieces, block_states, other_states, counter.num_ops, time.monotonic() - began)
+
+
+@contextmanager
+def traced(
+    config: Config,
+    world_size: int,
+    rank: int,
+    counter: OpCounterMode,
+    *,
+    model: ModelConfig | None = None,
+    kernel: str | None = None,
+    compiled: bool = False,
+) -> Iterator[Trainer]:
+    """The trainer of one rank, whose operations `counter` sees.
+
+    `model`: in place of the configured one. `kernel`, `compiled`: as in `record`.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(fake_process_group(rank, world_size))
+        stack.enter_context(counter.enable())
+        stack.enter_context(balanced_experts(counter))
+        if model is not None:
+            stack.enter_context(patch.object(ModelSection, "build", lambda _: model))
+        if kernel is not None:
+            kernel = "flash" if kernel in FLASH_VERSIONS else kernel  # As torch calls the version that is active.
+            stack.enter_context(paths_of_gpu())
+        if compiled:
+            stack.enter_context(compiled_with(counter))
+        nodes = max(1, world_size // config.parallelism.ranks_per_node)
+        world = World(rank, world_size, torch.device("cpu"), nodes)
+        trainer = Trainer(
+            _traced_config(config, compiled=compiled), world, cast(BlendedDataset, NoData()), kernel=kernel
+        )
+        for module in trainer.stage_modules.values():
+            _register_phase_hooks(module, counter)
+        yield trainer
+
+
+def run_step(
+    trainer: Trainer, counter: OpCounterMode, batches: list[Batch], on_optimizer: Callable[[], None] = lambda: None
+) -> None:
+    """The next step. `on_optimizer` is called before the optimizer runs."""
+    counter.phase = "step"
+    trainer.step += 1
+    accumulated = trainer.accumulate_gradients(batches)
+    counter.phase = "step"
+    on_optimizer()
+    trainer.optimizer_step(accumulated, trainer.config.optimizer.lr)
+
+
+def _traced_config(config: Config, *, compiled: bool) -> Config:
+    """Without GPU-only options and weight initialization."""
+    overrides: dict[str, dict[str, Any]] = {
+        "training": {"compile": compiled, "deterministic": False, "attention": "auto"},
+        "parallelism": {"async_tp": False},
+        "checkpoint": {"initial_load_path": "skip initialization"},
+    }
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in overrides.items()}
+    return config.model_copy(update=sections)
+
+
+def _register_phase_hooks(model_part: Transformer, counter: OpCounterMode) -> None:
+    """Sets the counter's phase around the forward of a pipeline stage and of its loss head."""
+
+    def set_phase(phase: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            counter.phase = phase
+
+        return hook
+
+    model_part.register_forward_pre_hook(set_phase("forward"), prepend=True)
+    model_part.register_forward_hook(set_phase("backward"))
+    if model_part.head is not None:
+        model_part.head.register_forward_pre_hook(set_phase("head"), prepend=True)
+        model_part.head.register_forward_hook(set_phase("forward"))
+
+
+def _block_states(trainer: Trainer) -> dict[tuple[int, int], int]:
+    """Bytes of parameters, buffers and optimizer state by stage and block."""
+    found: dict[tuple[int, int], int] = {}
+    optimizer_state = trainer.optimizer.state_dict()
+    for stage, module in trainer.stage_modules.items():
+        for place, (name, block) in enumerate(module.blocks.items()):
+            prefix = f"blocks.{name}."
+            tensors = [*block.parameters(), *block.buffers()]
+            tensors += [state for key, state in optimizer_state.items() if key.startswith(prefix)]
+            found[stage, place] = sum(to_local(each).untyped_storage().nbytes() for each in tensors)
+    return found

@@ -1,0 +1,151 @@
+"""Sorts what a step allocates and frees into pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+from unittest.mock import patch
+
+from torch import Tensor
+
+from models.transformer import Transformer
+from parallelisms.activation_offload import HostActivationPool, SavedKind
+from parallelisms.pipeline import Pipeline, Stage
+from parallelisms.pipeline_schedules import Action, Message
+from trainer.trace.operators import OpCounterMode, StorageTracker
+from trainer.trace.pieces import FINISH, Allocation, Free, Piece, Place
+from trainer.trace.shorten import ACTIONS, message_places
+from trainer.trainer import Trainer
+
+Start = Callable[[Place], None]
+"""Ends the latest piece and starts another."""
+
+
+class PieceRecorder(StorageTracker):
+    """Allocations and their ends by piece, from the first piece on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces = list[Piece]()
+        self._num_allocations = 0
+        """Of the latest piece."""
+        self._origins: dict[int, tuple[int, int]] = {}
+        """Piece and number of everything alive that a piece allocated."""
+
+    def start(self, place: Place, counter: OpCounterMode) -> None:
+        """From now on operations belong to this piece; nothing changes if they did already."""
+        if self.pieces and self.pieces[-1].place == place:
+            return
+        self.pieces.append(Piece(place))
+        self._num_allocations = 0
+        counter.work = self.pieces[-1].work
+
+    def on_allocation(self, key: int, allocation: Allocation) -> None:
+        if allocation.on_host:
+            return  # A buffer of the pool: it counts while it is used.
+        self.record_allocation(key, allocation)
+
+    def record_allocation(self, key: int, allocation: Allocation) -> None:
+        if self.pieces:
+            self._origins[key] = len(self.pieces) - 1, self._num_allocations
+            self._num_allocations += 1
+            self.pieces[-1].events.append(allocation)
+
+    def on_free(self, key: int) -> None:
+        if (origin := self._origins.pop(key, None)) is not None:
+            self.pieces[-1].events.append(Free(*origin))
+
+
+@contextmanager
+def recorded_offload(recorder: PieceRecorder) -> Iterator[None]:
+    """Records when buffers of the host are used: which of them exist depends on the order of the whole step."""
+    offload, release = HostActivationPool.offload, HostActivationPool.release
+
+    def recorded(pool: HostActivationPool, x: Tensor, kind: SavedKind) -> list[Tensor]:
+        buffers = offload(pool, x, kind)
+        for buffer in buffers:
+            used = Allocation(buffer.nbytes, True, tuple(buffer.shape), "uint8", f"offload of {kind}")  # noqa: FBT003
+            recorder.record_allocation(-id(buffer), used)
+        return buffers
+
+    def released(pool: HostActivationPool, buffers: list[Tensor], kind: SavedKind) -> None:
+        for buffer in buffers:
+            recorder.on_free(-id(buffer))
+        release(pool, buffers, kind)
+
+    with patch.object(HostActivationPool, "offload", recorded), patch.object(HostActivationPool, "release", released):
+        yield
+
+
+# ---- where pieces start
+
+
+def mark_pieces(trainer: Trainer, start: Start) -> None:
+    """A piece starts where the residual stream enters or leaves a block, and at each message of a pipeline."""
+    for stage, module in trainer.stage_modules.items():
+        _mark_passes(module, stage, start, in_pipeline=trainer.pipeline is not None)
+    if trainer.pipeline is not None:
+        _mark_pipeline(trainer.pipeline, trainer.mesh.coordinate["pp"], start)
+
+
+def _mark_passes(model: Transformer, stage: int, start: Start, *, in_pipeline: bool) -> None:
+    """The forward and backward passes of a stage, each in as many pieces as it has blocks, and two more."""
+    num_blocks = len(model.blocks)
+    micro_batch, boundary = -1, 0
+
+    def on_forward(*_: Any) -> None:
+        nonlocal micro_batch, boundary
+        micro_batch, boundary = micro_batch + 1, 0
+        start(Place("forward", stage, micro_batch, "embedding"))
+
+    def on_output(*_: Any) -> None:
+        start(Place("backward", stage, micro_batch, "head"))
+
+    def on_boundary(x_BSE: Tensor) -> Tensor:
+        nonlocal boundary
+        start(Place("forward", stage, micro_batch, boundary if boundary < num_blocks else "head"))
+        ended = Place("backward", stage, micro_batch, boundary - 1 if boundary else "embedding")
+
+        def on_gradient(_: Tensor) -> None:
+            hook.remove()
+            start(ended)
+
+        hook = x_BSE.register_hook(on_gradient)
+        boundary += 1
+        return x_BSE
+
+    model.register_forward_pre_hook(on_forward, prepend=True)
+    if not in_pipeline:  # There the backward pass is an action of its own.
+        model.register_forward_hook(on_output)
+    model.block_boundary_hook = on_boundary
+
+
+def _mark_pipeline(pipeline: Pipeline, rank: int, start: Start) -> None:
+    """Actions of the schedule, messages, and the wait for the last of them."""
+    stages, exchange = pipeline._stages, pipeline._exchange
+    transfer, finish = exchange.transfer, exchange.finish
+
+    def marked_transfer(message: Message) -> None:
+        for place in message_places(message, rank):
+            start(place)
+        transfer(message)
+
+    def marked_finish() -> None:
+        start(FINISH)
+        finish()
+
+    exchange.transfer, exchange.finish = marked_transfer, marked_finish  # type: ignore[method-assign]
+    for stage in stages.values():
+        _mark_actions(stage, start)
+
+
+def _mark_actions(stage: Stage, start: Start) -> None:
+    run = stage.run
+
+    def marked(action: Action, *args: Any) -> None:
+        first = "embedding" if action.kind == "F" else "head"
+        start(Place(ACTIONS[action.kind], action.stage, action.micro_batch, first))
+        run(action, *args)
+
+    cast(Any, stage).run = marked
