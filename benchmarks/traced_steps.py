@@ -42,7 +42,7 @@ ROWS = (
     ),
     Row(
         "an input in four blocks",
-        "llama3_1b_1m_1gpu --memory.offload inputs_and_attention --memory.blocks_per_checkpoint 4",
+        "llama3_1b_1m_1gpu --training.seq_len 131072 --memory.offload inputs_and_attention --memory.blocks_per_checkpoint 4",
     ),
     Row("compiled pieces", "llama3_8b_128k --training.global_batch_size 4", compiled=True),
     Row("compiled blocks", "llama3_8b --memory.recompute none --training.global_batch_size 16", compiled=True),

@@ -78,9 +78,21 @@ def test_what_a_copy_frees_in_vain_is_missing() -> None:
     trace = hand_written(3)
     trace.pieces[1].events.append(allocation(7000))
     trace.pieces[4].events.append(Free(1, 2))
-    found = compose(trace, [*order(8)], Correspondence({0: (0, 0, 0, 1, 2, 2, 2, 2)}, 1, 1))
+    found = compose(trace, [*order(8)], Correspondence({0: (0, 1, 2, 2, 2, 2, 2, 2)}, 1, 1))
     assert not found.is_closed
+    assert not found.left
     assert {name.allocation.size for _, _, name in found.missing} == {7000}
+
+
+def test_what_no_copy_frees_is_left() -> None:
+    """Block 0 frees what block 1 allocated; the other copies of block 1 have no block 0 before them."""
+    trace = hand_written(3)
+    trace.pieces[2].events.append(allocation(7000))
+    trace.pieces[6].events.append(Free(2, 2))
+    found = compose(trace, [*order(8)], Correspondence({0: (0, *[1] * 6, 2)}, 1, 1))
+    assert not found.is_closed
+    assert {(name.allocation.size, count) for (_, name), count in found.left.items()} == {(7000, 5)}
+    assert compose(trace, [*order(3)], Correspondence({0: (0, 1, 2)}, 1, 1)).is_closed
 
 
 def test_buffers_of_the_host_are_used_again_and_never_given_back() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
+from math import prod
 
 import pytest
 
@@ -26,7 +27,7 @@ KEEP = "memory.recompute=keep_attention"
 CASES = {
     "saved inputs of every third block": f"{DEEP} {KEEP} memory.blocks_per_checkpoint=3",
     "a budget of the host": f"{DEEP} {KEEP} memory.offload=inputs_and_attention memory.host_budget_gib=0.004",
-    "a pipeline": f"model.num_layers=14 training.global_batch_size=4 {KEEP} parallelism.pp=2",
+    "a pipeline": f"model.num_layers=14 training.global_batch_size=8 {KEEP} parallelism.pp=2 parallelism.dp_shard=2",
     "an interleaved pipeline": f"model.num_layers=24 {KEEP} training.global_batch_size=8 parallelism.pp=2 "
     "parallelism.pp_schedule=Interleaved1F1B memory.offload=inputs",
     "no recomputation": f"{DEEP} memory.recompute=none parallelism.dp_shard=2 parallelism.tp=2",
@@ -51,7 +52,7 @@ def require_equal(config: Config, world_size: int, rank: int = 0, **options: obj
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES])
 def test_a_whole_step_follows_from_a_short_one(name: str) -> None:
     config = configured(CASES[name])
-    world_size = 4 if name == "no recomputation" else config.parallelism.pp
+    world_size = prod(config.parallelism.degrees(1).values())
     require_equal(config, world_size, rank=world_size - 1)
 
 

@@ -42,6 +42,16 @@ class FusedKernels(fx.Interpreter):
         super().__init__(module)
         self._counter = counter
         self._written = {node for node in module.graph.nodes if self._is_written(node)}
+        self.user_to_last_uses = self._freed_after_kernels(module.graph)
+
+    def _freed_after_kernels(self, graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+        """A kernel has what it reads until it has written everything: what neighbours fuse lives until the last of them."""
+        found, waiting = dict[fx.Node, list[fx.Node]](), list[fx.Node]()
+        for node in graph.nodes:
+            waiting += self.user_to_last_uses.get(node, [])
+            if is_apart(node) or is_apart(node.next) or node.next.op == "output":
+                found[node], waiting = waiting, []
+        return found
 
     def _is_written(self, node: fx.Node) -> bool:
         return is_apart(node) or any(user.op == "output" or is_apart(user) for user in node.users)
