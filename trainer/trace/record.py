@@ -19,6 +19,7 @@ from models.batch import Batch
 from models.config import ModelConfig
 from models.kernel_choice import FLASH_VERSIONS
 from models.transformer import Transformer
+from parallelisms.activation_offload import MAX_PENDING_OFFLOADS
 from parallelisms.collectives import to_local
 from trainer.config.job_config import Config
 from trainer.config.model import ModelSection
@@ -58,7 +59,9 @@ def trace_step(
     `kernel`, `compiled`: as in `record`. Raises ValueError for a host budget that micro-batches of a pipeline share.
     """
     run = partial(record, kernel=kernel, compiled=compiled)
-    step = _with_host_budget(ShortStep(config, world_size, rank), run)
+    # On a GPU a tensor may wait for its copy to the host while as many others are offloaded.
+    extra = MAX_PENDING_OFFLOADS if kernel is not None and config.memory.offload == "inputs" else 0
+    step = _with_host_budget(ShortStep(config, world_size, rank, extra), run)
     while True:
         trace = run(step)
         whole = compose(trace, [*step.order()], step.correspondence, step.target)
