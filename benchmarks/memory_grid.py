@@ -11,11 +11,12 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle, islice
 from math import prod
+from typing import TypeVar
 
 from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES
 from trainer.commands import integer
@@ -27,6 +28,7 @@ from trainer.memory.estimator import phase_estimates
 from trainer.memory.rank import RankMemory
 from trainer.memory.tensors import SAVED_ACTIVATIONS, MemoryEstimate
 
+Result = TypeVar("Result")
 LIMIT = 0.03
 STATES = ("parameters", "gradients", "optimizer state")
 BASE = {
@@ -238,29 +240,38 @@ def compare(case: GridCase) -> Comparison:
     return Comparison(case, (device, found.peak_bytes), (host, found.peak_host_bytes), moments)
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.memory_grid", description=(__doc__ or "").partition(": ")[2]
-    )
-    parser.add_argument("--cases", type=integer(minimum=1), default=600)
+def grid_parser(name: str, doc: str | None, *, cases: int) -> argparse.ArgumentParser:
+    """The options of a script that runs drawn cases. `cases`: how many by default."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(doc or "").partition(": ")[2])
+    parser.add_argument("--cases", type=integer(minimum=1), default=cases)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=parse_case, help="as printed for one that is off")
     parser.add_argument("--jobs", type=integer(minimum=1), default=2)
-    options = parser.parse_args(argv)
+    return parser
+
+
+def results_of(run: Callable[[GridCase], Result], cases: Sequence[GridCase], jobs: int) -> Iterator[Result]:
+    """The result of every case, in order, from `jobs` processes; with a counter on a terminal."""
+    with ProcessPoolExecutor(jobs) as pool:
+        results = pool.map(run, cases, chunksize=4) if jobs > 1 else map(run, cases)
+        for number, result in enumerate(results, start=1):
+            if sys.stderr.isatty():
+                sys.stderr.write(f"\r\033[K{number} of {len(cases)}")
+            yield result
+
+
+def main(argv: Sequence[str]) -> int:
+    options = grid_parser("memory_grid", __doc__, cases=600).parse_args(argv)
     if options.case is not None:
         result = compare(options.case)
         sys.stdout.write(f"{result}\n")
         return int(result.error > LIMIT)
     cases, failed = [*islice(draw_cases(options.seed), options.cases)], 0
-    with ProcessPoolExecutor(options.jobs) as pool:
-        results = pool.map(compare, cases, chunksize=4) if options.jobs > 1 else map(compare, cases)
-        for number, result in enumerate(results, start=1):
-            if sys.stderr.isatty():
-                sys.stderr.write(f"\r\033[K{number} of {len(cases)}")
-            if result.error > LIMIT:
-                failed += 1
-                sys.stdout.write(f"{result}\n")
-                sys.stdout.flush()
+    for result in results_of(compare, cases, options.jobs):
+        if result.error > LIMIT:
+            failed += 1
+            sys.stdout.write(f"{result}\n")
+            sys.stdout.flush()
     sys.stdout.write(f"{len(cases)} cases, {failed} off by more than {LIMIT:.0%}\n")
     return int(failed > 0)
 

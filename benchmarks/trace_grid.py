@@ -7,16 +7,13 @@ FLOPs or messages differ, or whose trace was too short, then the counts. Exit st
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 
-from benchmarks.memory_grid import GridCase, draw_cases, parse_case
-from trainer.commands import integer
+from benchmarks.memory_grid import GridCase, draw_cases, grid_parser, results_of
 from trainer.config import checks
 
 LIMIT = 0.005
@@ -88,30 +85,20 @@ def compare(case: GridCase) -> Difference:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.trace_grid", description=(__doc__ or "").partition(": ")[2]
-    )
-    parser.add_argument("--cases", type=integer(minimum=1), default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", type=parse_case, help="as printed for one that is off")
-    parser.add_argument("--jobs", type=integer(minimum=1), default=2)
-    options = parser.parse_args(argv)
+    options = grid_parser("trace_grid", __doc__, cases=200).parse_args(argv)
     if options.case is not None:
         result = compare(options.case)
         sys.stdout.write(f"{result}\n")
         return int(result.is_wrong)
     cases = [*islice(deep_cases(options.seed), options.cases)]
     wrong, exact, largest = 0, 0, 0.0
-    with ProcessPoolExecutor(options.jobs) as pool:
-        for number, result in enumerate(pool.map(compare, cases), start=1):
-            if sys.stderr.isatty():
-                sys.stderr.write(f"\r\033[K{number} of {len(cases)}")
-            exact += result.device[0] == result.device[1]
-            largest = max(largest, result.error)
-            if result.is_wrong:
-                wrong += 1
-                sys.stdout.write(f"{result}\n")
-                sys.stdout.flush()
+    for result in results_of(compare, cases, options.jobs):
+        exact += result.device[0] == result.device[1]
+        largest = max(largest, result.error)
+        if result.is_wrong:
+            wrong += 1
+            sys.stdout.write(f"{result}\n")
+            sys.stdout.flush()
     sys.stdout.write(
         f"{len(cases)} cases, {wrong} wrong; device peaks of {exact} equal to the byte, the largest error {largest:.2%}\n"
     )

@@ -19,10 +19,9 @@ from benchmarks.gpu_bench import K
 from benchmarks.gpu_steps import StepCase
 from trainer.hardware.host import GIB
 from trainer.memory.estimator import estimate_memory
+from trainer.memory.step import CUBLAS_HANDLES, CUBLAS_WORKSPACE
 from trainer.trace.record import trace_step
 
-MATMUL_WORKSPACES = 64 << 20
-"""Bytes that cuBLAS takes, which no trace sees."""
 HEADER = ("model", "tokens", "recomputation", "compiled", "measured GiB", "traced", "off by", "estimated", "off by")
 
 
@@ -35,7 +34,7 @@ def compared(row: Mapping[str, Any]) -> list[str]:
     options = row["options"] if "loss_chunk_mib" in row["options"] else f"{row['options']} --memory.loss_chunk_mib 256"
     config = StepCase(row["model"], row["tokens"], options).config()
     traced = trace_step(config, 1, kernel=row["kernel"], compiled=bool(row["compile"])).whole.peak.size
-    found = (traced + MATMUL_WORKSPACES) / GIB
+    found = (traced + CUBLAS_HANDLES * CUBLAS_WORKSPACE) / GIB  # No trace sees its workspaces.
     estimated, measured = estimate_memory(config, 1).device_bytes / GIB, row["peak_gib"]
     return [
         row["model"],

@@ -30,7 +30,7 @@ def hand_written(blocks: int) -> Trace:
     for block in reversed(range(blocks)):
         add(Place("backward", 0, 0, block), allocation(GRADIENT), Free(1 + block, 0))
     add(OPTIMIZER, *(Free(1 + blocks + block, 0) for block in range(blocks)))
-    return Trace(tuple(pieces), {(0, block): STATE for block in range(blocks)}, 0, 0, 0.0)
+    return Trace(tuple(pieces), {(0, block): STATE for block in range(blocks)}, 0)
 
 
 def order(blocks: int, micro_batches: int = 1) -> Iterator[Place]:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trainer.memory.attention_operator import PADDING as FLASH_PADDING
+
 aten = torch.ops.aten
-FLASH_PADDING = 128
-"""Tokens by which FlashAttention's backward pass pads each sequence."""
 WIDTH_MULTIPLE = 32
 
 
@@ -24,7 +24,7 @@ class AttentionCall(NamedTuple):
     """One kernel call."""
 
     products: int
-    """Of matrices of scores: two forward, five backward."""
+    """Products of matrices of scores: two forward, five backward."""
     pairs: float
     """(query, key) pairs, summed over the sequences and heads of queries."""
     head_dim: int

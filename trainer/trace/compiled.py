@@ -28,8 +28,6 @@ from trainer.trace.operators import OpCounterMode
 aten = torch.ops.aten
 APART = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten._grouped_mm, aten.index_copy, aten.embedding}
 """Operators of torch that are not fused."""
-
-
 PLAIN = (int, float, str, type(None))
 TENSOR = object()
 """The place of a tensor among constants."""
@@ -77,8 +75,7 @@ def compiler_for(counter: OpCounterMode) -> Callable[[Callable[..., Any]], Calla
     """Stands in for `torch.compile`."""
 
     def run_graph(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        kernels = FusedKernels(module, counter)
-        return boxed(kernels)
+        return boxed(FusedKernels(module, counter))
 
     graphs: dict[Any, Callable[..., Any]] = {}
 
@@ -99,7 +96,7 @@ def compiler_for(counter: OpCounterMode) -> Callable[[Callable[..., Any]], Calla
 
 @contextmanager
 def compiled_with(counter: OpCounterMode) -> Iterator[None]:
-    """What the trainer compiles meanwhile, pieces and whole blocks, is compiled for a trace."""
+    """Compiles pieces and whole blocks of the trainer for a trace, in place of `torch.compile`."""
     compile_piece = compiler_for(counter)
     run_block = compile_piece(forward_with)
 
@@ -114,7 +111,7 @@ def compiled_with(counter: OpCounterMode) -> Iterator[None]:
 
 
 def forward_with(block: TransformerBlock, parameters: dict[str, Tensor], *inputs: Tensor) -> Tensor:
-    """Of a block, as a function of its parameters."""
+    """The output of a block as a function of its parameters."""
     with _reparametrize_module(block, parameters):
         return default_block_forward(block, *inputs)
 
@@ -132,7 +129,7 @@ def boxed(kernels: FusedKernels) -> Callable[[list[Any]], Any]:
 
 
 def _signature(leaf: Any) -> Any:
-    """What a compiler would guard: pieces of modules that are alike share their code."""
+    """The guard of an argument: modules that are alike share compiled code."""
     if isinstance(leaf, FakeTensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
     if isinstance(leaf, Tensor):  # Of real integers, which control flow depends on.

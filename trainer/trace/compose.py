@@ -89,14 +89,14 @@ class Correspondence:
 
 @dataclass
 class Memory:
-    """What is alive while pieces run one after the other."""
+    """Tensors that are alive while pieces run one after the other."""
 
     device_bytes: int
     live: dict[Key, Allocation] = field(default_factory=dict)
     used_buffers: Counter[int] = field(default_factory=Counter)
     """On the host, by size."""
     host_buffers: Counter[int] = field(default_factory=Counter)
-    """Those that exist: a free one is used again for a tensor of its size, and none is given back."""
+    """Buffers that exist: a free one is used again for a tensor of its size, and none is given back."""
 
     def allocate(self, place: Place, name: TensorName) -> None:
         self.live[place, name] = name.allocation
@@ -125,7 +125,7 @@ class Memory:
 class Peak(NamedTuple):
     size: int
     position: int
-    """Of the change in the whole step."""
+    """Number of the change in the whole step."""
     place: Place
     operator: str
 
@@ -134,18 +134,18 @@ class ComposedStep(NamedTuple):
     """One rank's whole step."""
 
     peak: Peak
-    """Of the device."""
+    """Peak of the device."""
     host_bytes: int
-    """Of buffers for offloaded activations."""
+    """Bytes of buffers for offloaded activations."""
     work: Work
     live: list[tuple[str, Allocation]]
-    """What the step allocated and holds at the peak, with the action that allocated it. Without transients."""
+    """Allocations of the step that are alive at the peak, with the action that made them. Without transients."""
     transient_bytes: int
     """At the peak, of what lives only within its piece."""
     missing: Counter[tuple[Place, Place, TensorName]]
-    """What copies of a piece should have freed and did not find: (recorded piece, its origin, name)."""
+    """Tensors that copies of a piece should have freed and did not find: (recorded piece, its origin, name)."""
     left: Counter[tuple[Place, TensorName]]
-    """What no copy freed, unlike the recorded step: (recorded piece that allocated it, name)."""
+    """Tensors that no copy freed, unlike the recorded step: (recorded piece that allocated it, name)."""
 
     @property
     def is_closed(self) -> bool:
@@ -211,7 +211,7 @@ class Composition:
                 self.missing[here, origin, death.name] += 1
 
     def left(self) -> Counter[tuple[Place, TensorName]]:
-        """Of the passes, what is alive although the recorded step freed it."""
+        """Tensors of passes that are alive although the recorded step freed them."""
         freed = {
             (self._trace.pieces[change.origin].place, change.name)
             for changes in self._changes
@@ -224,7 +224,7 @@ class Composition:
     # ---- messages of a pipeline: what is sent lives until the next message to the same rank
 
     def _find_sent_tensors(self) -> dict[tuple[str, int], tuple[Place, TensorName]]:
-        """What each pass of a stage sends, with the recorded piece that allocated it."""
+        """The tensor that each pass of a stage sends, with the recorded piece that allocated it."""
         found: dict[tuple[str, int], tuple[Place, TensorName]] = {}
         for piece, changes in zip(self._trace.pieces, self._changes, strict=True):
             if "send" in piece.place.action or piece.place == FINISH:
@@ -256,7 +256,7 @@ class Composition:
 
 
 def lasting_changes(pieces: Sequence[Piece]) -> list[list[Change]]:
-    """Of each piece: what it allocates for others, what it frees of others, and the peaks of the rest between them."""
+    """Changes of each piece: allocations for others, frees of others, and the peaks of the rest between them."""
     ends = {
         (event.piece, event.number): index
         for index, piece in enumerate(pieces)

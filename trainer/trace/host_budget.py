@@ -22,7 +22,7 @@ class Offloaded(NamedTuple):
 
 
 def offloaded_by_block(trace: Trace) -> list[Offloaded]:
-    """Of the first micro-batch, without a budget; in order of the recorded blocks of the only stage."""
+    """Offloaded bytes of the first micro-batch without a budget, by recorded block of the only stage."""
     sizes: dict[int, dict[str, int]] = {}
     for piece in trace.pieces:
         place = piece.place
@@ -35,7 +35,7 @@ def offloaded_by_block(trace: Trace) -> list[Offloaded]:
 
 
 def within_budget(wanted: Sequence[Offloaded], budget: int, blocks_per_checkpoint: int) -> tuple[Offloaded, ...]:
-    """What each block offloads of what it would."""
+    """Offloaded bytes of each block under the budget. `wanted`: without one."""
     reserved = _bytes_of_all_inputs(wanted, blocks_per_checkpoint)
     inputs = attention = 0
     found = []

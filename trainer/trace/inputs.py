@@ -1,4 +1,4 @@
-"""What a recorded step computes with: batches without data, and experts that get as many tokens each."""
+"""Inputs of a recorded step: batches without data, and experts that get as many tokens each."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class NoStream:
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """What torch's fused kernels allocate: one result each way, and a number per token between them."""
+    """Allocations of torch's fused kernels: one result each way, and a number per token between them."""
 
     @staticmethod
     def forward(ctx: Any, x_E: Tensor, weight_E: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ class StorageTracker:
             self._adjust(kind, size - old_size, moment)
 
     def use_scratch(self, size: int, moment: str) -> None:
-        """What a kernel allocates and frees."""
+        """Counts memory that a kernel allocates and frees while it runs."""
         if size:
             self._adjust("scratch", size, moment)
             self._adjust("scratch", -size, moment)

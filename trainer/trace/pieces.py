@@ -15,7 +15,7 @@ Unit = int | str
 
 
 class Place(NamedTuple):
-    """What a piece does."""
+    """The work of a piece: an action of a unit on a micro-batch."""
 
     action: str
     """ "forward" or "backward"; "send forward", "receive backward", ...; or a name of a moment of the step."""
@@ -43,7 +43,7 @@ class Allocation(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     operator: str
-    """That allocates it."""
+    """The operator that allocates it."""
 
 
 class Free(NamedTuple):
@@ -92,7 +92,3 @@ class Trace:
     """Bytes of parameters, buffers and optimizer state by (stage, recorded block)."""
     other_states: int
     """Bytes of everything else that existed before the step."""
-    num_ops: int
-    """Operators that ran."""
-    seconds: float
-    """That recording took."""

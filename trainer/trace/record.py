@@ -5,7 +5,6 @@ Initializes the process group of this process. Nothing is computed, so a model o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -93,7 +92,6 @@ def record(step: ShortStep, *, kernel: str | None = None, compiled: bool = False
     `kernel`: of attention, as `training.attention` names it, for a step as on a GPU; None: as on a CPU. `compiled`:
     blocks and pieces of blocks are compiled.
     """
-    began = time.monotonic()
     recorder = PieceRecorder()
     counter = OpCounterMode(recorder)
     with (
@@ -111,7 +109,7 @@ def record(step: ShortStep, *, kernel: str | None = None, compiled: bool = False
         batches = micro_batches(trainer, counter, on_load=lambda number: start(Place("load", micro_batch=number)))
         run_step(trainer, counter, batches, lambda: start(OPTIMIZER))
         pieces = tuple(recorder.pieces)
-    return Trace(pieces, block_states, other_states, counter.num_ops, time.monotonic() - began)
+    return Trace(pieces, block_states, other_states)
 
 
 @contextmanager

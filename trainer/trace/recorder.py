@@ -29,7 +29,7 @@ class PieceRecorder(StorageTracker):
         super().__init__()
         self.pieces = list[Piece]()
         self._num_allocations = 0
-        """Of the latest piece."""
+        """Allocations of the latest piece so far."""
         self._origins: dict[int, tuple[int, int]] = {}
         """Piece and number of everything alive that a piece allocated."""
 

@@ -82,7 +82,7 @@ class ShortStep:
     extra: int = 0
     """Periods of layers, recorded beyond one."""
     offloaded: tuple[Offloaded, ...] = ()
-    """What a host budget lets every block keep on the host; empty without a budget."""
+    """Bytes that a host budget lets every block offload; empty without a budget."""
 
     @cached_property
     def plan(self) -> PipelinePlan:
@@ -94,12 +94,12 @@ class ShortStep:
 
     @property
     def ranks_per_node(self) -> int:
-        """That share a host."""
+        """Ranks that share a host."""
         return max(1, self.world_size // max(1, self.world_size // self.whole.parallelism.ranks_per_node))
 
     @cached_property
     def stages(self) -> dict[int, ShortenedBlocks]:
-        """Of this rank."""
+        """The stages of this rank."""
         return {stage: shortened_runs(self._runs(stage), self.extra) for stage in self.plan.stages_of(self.pp_rank)}
 
     def _runs(self, stage: int) -> Iterator[list[Hashable]]:
@@ -112,7 +112,7 @@ class ShortStep:
 
     @cached_property
     def micro_batches(self) -> int:
-        """Of the short step: with a pipeline the last one differs, since it reduces gradients."""
+        """Micro-batches of the short step: with a pipeline the last one differs, since it reduces gradients."""
         return min(self.plan.num_micro_batches, 2 if self.plan.pp == 1 else 3)
 
     @cached_property
@@ -131,7 +131,7 @@ class ShortStep:
 
     @cached_property
     def config(self) -> Config:
-        """Of the short step. Its model section is that of the whole one: `model` takes its place."""
+        """Configuration of the short step. Its model section is that of the whole one: `model` takes its place."""
         plan, whole = self.plan, self.whole
         blocks = [
             len(self.stages[stage].kept) if stage in self.stages else min(1, count)
