@@ -170,3 +170,19 @@ def test_matmul_rate_must_not_exceed_the_peak(tmp_path: Path) -> None:
     table.write_text('extends = "h100-80gb"\n[device]\nmatmul_tflops = 5000\n')
     with pytest.raises(ConfigError, match=r"matmul_tflops = 5000\.0 must be at most peak_tflops"):
         load_device(str(table))
+
+
+@pytest.mark.parametrize(
+    ("used", "message"),
+    [
+        (73, r"\[link\] used = 73 must be at most devices = 72"),
+        (70, r"\[link\] used = 70 must be a multiple of the 4 devices of a node"),
+    ],
+)
+def test_a_job_uses_whole_nodes_of_a_link_domain(tmp_path: Path, used: int, message: str) -> None:
+    path = tmp_path / "racks.toml"
+    path.write_text(f'extends = "gb200"\n[link]\nused = {used}\n')
+    with pytest.raises(ConfigError, match=message):
+        load_device(str(path))
+    path.write_text('extends = "gb200"\n[link]\nused = { value = 72, source = "full racks" }\n')
+    assert load_device(str(path)).link_domain_used == 72

@@ -16,9 +16,11 @@ from trainer.plan.interconnect import (
     group_topologies,
     latency,
     message_seconds,
+    used_domain_size,
 )
+from trainer.plan.plan import plan_stage
 
-H100 = load_device("h100-80gb")
+H100, GB200 = load_device("h100-80gb"), load_device("gb200")
 INSIDE, BETWEEN = 360e9, 45e9
 
 
@@ -39,7 +41,44 @@ def test_groups_are_placed_on_nodes_by_rank_order() -> None:
 def test_a_rack_with_nvlink_is_one_link_domain() -> None:
     config = mesh(dp_shard=8, cp=8, cp_method="ring")
     assert group_topologies(config, 64, H100)["fsdp"].num_domains == 8
-    assert group_topologies(config, 64, load_device("gb200"))["fsdp"].num_domains == 1
+    assert group_topologies(config, 64, GB200)["fsdp"].num_domains == 1
+
+
+def test_no_group_straddles_a_rack() -> None:
+    found = group_topologies(mesh(dp_shard=32, pp=8), 256, GB200)
+    assert found["fsdp"] == GroupTopology(ranks=32, min_ranks_per_domain=32, num_domains=1)
+    full_racks = group_topologies(mesh(dp_shard=32, pp=8), 256, replace(GB200, link_domain_used=72))
+    assert full_racks["fsdp"] == GroupTopology(ranks=32, min_ranks_per_domain=8, num_domains=2)
+
+
+@pytest.mark.parametrize(
+    ("groups", "world_size", "size"),
+    [
+        ([range(256), range(32)], 256, 64),
+        ([range(144), range(8)], 144, 72),
+        ([range(192), range(3)], 192, 48),
+        ([range(80), range(5)], 80, 40),
+        ([range(64)], 64, 72),  # One rack has room for the job.
+        ([range(76)], 76, 72),  # Whole nodes that no group straddles would leave most of each rack idle.
+    ],
+)
+def test_racks_are_used_to_the_largest_number_of_whole_nodes_that_no_group_straddles(
+    groups: list[range], world_size: int, size: int
+) -> None:
+    assert used_domain_size(groups, world_size, GB200) == size
+
+
+def test_the_domain_of_a_single_node_is_used_whole() -> None:
+    assert used_domain_size([range(24), range(3)], 24, H100) == 8
+
+
+def test_a_plan_says_how_much_of_a_rack_it_uses() -> None:
+    config = mesh(dp_shard=32, pp=8)
+    note = "uses 64 of the 72 GPUs of each NVLink domain, so that no process group straddles one"
+    assert note in plan_stage(config, 256, GB200).assumptions
+    stated = plan_stage(config, 256, replace(GB200, link_domain_used=36)).assumptions
+    assert "uses 36 of the 72 GPUs of each NVLink domain, as [link] used states" in stated
+    assert not any("NVLink" in note for note in plan_stage(mesh(dp_shard=8), 8, GB200).assumptions)
 
 
 def test_every_channel_has_a_topology() -> None:

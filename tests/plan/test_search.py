@@ -163,6 +163,12 @@ def test_mesh_dependent_keys_of_the_file_do_not_limit_the_search() -> None:
     assert found.best[0].step_seconds == plain.best[0].step_seconds
 
 
+def test_a_search_on_racks_counts_their_used_devices() -> None:
+    layouts = enumerate_layouts(configured("--training.global_batch_size", "256"), 256, load_device("gb200"))
+    replicas = {layout["parallelism.dp_replicate"] for layout in layouts if layout["parallelism.tp"] == 1}
+    assert 4 in replicas  # One for each rack of 64.
+
+
 def test_groups_that_straddle_a_link_domain_count_as_crossing() -> None:
     aligned, crossing = (
         plan_stage(with_overrides(configured(), {"parallelism.cp": cp, "parallelism.dp_shard": 24 // cp}), 24, H100)

@@ -113,6 +113,28 @@ def test_unset_keys_keep_the_defaults_of_the_cluster() -> None:
     assert "cpus-per-task" not in script()
 
 
+def segments(nodes: int, device: str = "gb200", **keys: str) -> list[str]:
+    config = load(
+        ["--slurm.gpus_per_node=4", f"--slurm.nodes={nodes}", f"--plan.device={device}"]
+        + [f"--{key}={value}" for key, value in keys.items()]
+    )
+    text = render(config, [], working_dir=Path("/"), current_python="python", code_version="")
+    return [line for line in directives(text) if line.startswith("--segment")]
+
+
+def test_segments_are_the_nodes_of_a_rack_that_no_process_group_straddles() -> None:
+    assert segments(64) == ["--segment=16"]
+    assert segments(36) == ["--segment=18"]
+    assert segments(8) == ["--segment=8"]
+
+
+def test_no_segment_where_a_link_domain_is_one_node_or_the_user_states_one() -> None:
+    assert segments(64, "h100-80gb") == []
+    assert segments(64, **{"slurm.gpus_per_node": "2"}) == []
+    assert segments(19) == []  # SLURM requires segments that divide the nodes.
+    assert segments(64, **{"slurm.options": '["--segment=8"]'}) == ["--segment=8"]
+
+
 def test_other_lines_are_those_of_the_template() -> None:
     template = BATCH_TEMPLATE.read_text().splitlines()
     text = script(**EVERYTHING).splitlines()

@@ -74,6 +74,13 @@ class NetworkSection(Section):
 
 class LinkSection(NetworkSection):
     devices: Count
+    used: Count | None = None
+
+    @model_validator(mode="after")
+    def _check_used(self) -> LinkSection:
+        if self.used is not None and self.used > self.devices:
+            raise ValueError(f"used = {self.used} must be at most devices = {self.devices}")
+        return self
 
 
 class HostSection(Section):
@@ -124,6 +131,8 @@ class DeviceSpec:
     """Interval between the starts of two empty kernels."""
     link_domain_size: int
     """Devices connected by fast links (NVLink, xGMI)."""
+    link_domain_used: int | None
+    """Of them, those that a job uses; None: as many as no process group straddles."""
     link_bandwidth: float
     link_latency: float
     """Per step of a collective."""
@@ -153,6 +162,9 @@ def load_device(name: str) -> DeviceSpec:
     path = _resolve_path(name)
     table = _read_table(path, (path,))
     device, link, network, host = table.device, table.link, table.network, table.host
+    if link.used is not None and link.used > host.devices and link.used % host.devices:
+        rule = f"must be a multiple of the {host.devices} devices of a node"
+        raise ConfigError([f"{show_path(path)}: [link] used = {link.used} {rule}"])
     return DeviceSpec(
         name=path.stem,
         description=table.description or path.stem,
@@ -171,6 +183,7 @@ def load_device(name: str) -> DeviceSpec:
         hbm_bandwidth=device.memory_gbps * GBPS,
         launch_latency=device.launch_us * MICROSECOND,
         link_domain_size=link.devices,
+        link_domain_used=link.used,
         link_bandwidth=link.gbps * GBPS * link.share,
         link_latency=link.latency_us * MICROSECOND,
         network_bandwidth=network.gbps * GBPS * network.share,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import lcm
 
@@ -32,20 +32,43 @@ class GroupTopology:
 
 def group_topologies(config: Config, world_size: int, device: DeviceSpec) -> dict[str, GroupTopology]:
     """The worst-placed group of each channel, with consecutive ranks filling one link domain after the other."""
-    plan = config.context_plan()
-    degrees = config.parallelism.degrees(world_size)
-    first_group_ranks = rank_zero_groups(degrees, plan.hybrid_ulysses_degree, config.parallelism.ep)
-    return {
-        name: _worst_placement(ranks, world_size, device.link_domain_size) for name, ranks in first_group_ranks.items()
-    }
+    first_groups = first_groups_of(config, world_size)
+    domain_size = used_domain_size([*first_groups.values()], world_size, device)
+    return {name: _worst_placement(ranks, world_size, domain_size) for name, ranks in first_groups.items()}
+
+
+def first_groups_of(config: Config, world_size: int) -> dict[str, range]:
+    """Rank 0's process group of each channel."""
+    degrees, plan = config.parallelism.degrees(world_size), config.context_plan()
+    return rank_zero_groups(degrees, plan.hybrid_ulysses_degree, config.parallelism.ep)
+
+
+def used_domain_size(first_groups: Collection[range], world_size: int, device: DeviceSpec) -> int:
+    """Devices of each link domain that a job uses: as many whole nodes as no process group straddles.
+
+    All of them if the domain is one node, if the job fits into it, or if that would leave more than half of it idle.
+    """
+    domain_size, node_size = device.link_domain_size, device.devices_per_node
+    if device.link_domain_used is not None:
+        return device.link_domain_used
+    if domain_size <= node_size or world_size <= domain_size:
+        return domain_size
+    whole_nodes = range(domain_size - domain_size % node_size, domain_size // 2 - 1, -node_size)
+    aligned = (size for size in whole_nodes if all(_is_aligned(group, size) for group in first_groups))
+    return next(aligned, domain_size)
+
+
+def _is_aligned(first_group: range, domain_size: int) -> bool:
+    """Whether all translations of `first_group` have equally many ranks in each domain that they reach."""
+    span = first_group.step * len(first_group)
+    if domain_size % span == 0:
+        return True
+    return span % domain_size == 0 and (domain_size % first_group.step == 0 or first_group.step % domain_size == 0)
 
 
 def _worst_placement(first_group: range, world_size: int, domain_size: int) -> GroupTopology:
     """Among all translations of `first_group`; if the sizes do not divide a link domain, some groups cross its border."""
-    span = first_group.step * len(first_group)
-    is_aligned = domain_size % span == 0 or (
-        span % domain_size == 0 and (domain_size % first_group.step == 0 or first_group.step % domain_size == 0)
-    )
+    span, is_aligned = first_group.step * len(first_group), _is_aligned(first_group, domain_size)
     starts = [0] if is_aligned else range(0, min(world_size, lcm(span, domain_size)), span)
     offsets = range(1) if is_aligned else range(0, first_group.step, max(1, first_group.step // domain_size))
     placements = []

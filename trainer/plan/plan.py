@@ -30,6 +30,7 @@ from trainer.memory.report import Change
 from trainer.memory.tensors import DTYPE_BYTES
 from trainer.plan.critical_path import StepTime, predict_step_time
 from trainer.plan.document import format_gib
+from trainer.plan.interconnect import first_groups_of, used_domain_size
 from trainer.plan.suggestions import competition_key, memory_saving_changes, speedup_changes
 
 DEVICE_RESERVE_FRACTION = 1 - auto.DEVICE_FRACTION
@@ -248,9 +249,18 @@ class TrainingPlan:
             for kernel in kernels_of(training.attention)
             if (rated := self.device.rated_kernel(kernel)) != kernel
         ]
+        notes += self._domain_note()
         if training.dtype != "bfloat16":
             notes.append(f"assumes one sixteenth of the bfloat16 rates for {training.dtype}")
         return notes
+
+    def _domain_note(self) -> list[str]:
+        """How much of a link domain the job uses, unless that is all of it."""
+        first_groups, domain_size = first_groups_of(self.config, self.world_size), self.device.link_domain_size
+        used = used_domain_size([*first_groups.values()], self.world_size, self.device)
+        reason = "as [link] used states" if self.device.link_domain_used else "so that no process group straddles one"
+        note = f"uses {used} of the {domain_size} GPUs of each NVLink domain, {reason}"
+        return [note] if used < domain_size else []
 
     def _attention_rates(self) -> str:
         """Those of the device table, which are for bfloat16."""

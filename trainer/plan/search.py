@@ -23,6 +23,7 @@ from trainer.config.toml_format import toml_value
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.memory.auto import MEMORY_OPTIONS
 from trainer.memory.report import ConfigT, with_overrides
+from trainer.plan.interconnect import used_domain_size
 from trainer.plan.plan import TrainingPlan, plan_stage
 
 MAX_RESULTS = 5
@@ -191,7 +192,10 @@ def enumerate_layouts(config: Config, world_size: int, device: DeviceSpec) -> It
     """Plausible layouts of `world_size` ranks; not validated."""
     model, global_batch_size, seq_len = config.model.build(), config.training.global_batch_size, config.training.seq_len
     for tp, cp, pp in product(divisors(world_size), repeat=3):
-        if world_size % (tp * cp * pp) or tp > min(device.link_domain_size, model.num_heads) or pp > model.num_layers:
+        if world_size % (tp * cp * pp) or tp > model.num_heads or pp > model.num_layers:
+            continue
+        domain_size = used_domain_size([range(world_size), range(tp * cp)], world_size, device)
+        if tp > domain_size:
             continue
         if tp * cp > 1 and seq_len // (tp * cp) < MIN_TOKENS_PER_RANK:
             continue
@@ -202,14 +206,14 @@ def enumerate_layouts(config: Config, world_size: int, device: DeviceSpec) -> It
         mesh |= {f"parallelism.{key}": value for key, value in MESH_DEPENDENT_DEFAULTS.items()}
         mesh["parallelism.async_tp"] = config.parallelism.async_tp and tp > 1
         for replicas, micro_batch_size, method, (schedule, stages, reduces) in product(
-            _dp_replicate_sizes(dp, cp * tp, device),
+            _dp_replicate_sizes(dp, cp * tp, domain_size),
             _micro_batch_sizes(global_batch_size, dp, seq_len // cp),
             SEARCHED_CP_METHODS if cp > 1 else ("auto",),
             PP_SCHEDULES if pp > 1 else PP_SCHEDULES[:1],
         ):
             choices = product(
-                _ulysses_sizes(method, cp, tp, model.num_heads, device),
-                _ep_sizes(model.num_experts, dp // replicas * cp, tp, device),
+                _ulysses_sizes(method, cp, tp, model.num_heads, domain_size),
+                _ep_sizes(model.num_experts, dp // replicas * cp, tp, domain_size),
             )
             for ulysses, ep in choices:
                 yield {
@@ -230,9 +234,9 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _dp_replicate_sizes(dp: int, ranks_per_replica: int, device: DeviceSpec) -> list[int]:
+def _dp_replicate_sizes(dp: int, ranks_per_replica: int, domain_size: int) -> list[int]:
     """One replica, or one per link domain."""
-    replicas_per_domain = max(1, device.link_domain_size // ranks_per_replica)
+    replicas_per_domain = max(1, domain_size // ranks_per_replica)
     return [1] if dp <= replicas_per_domain or dp % replicas_per_domain else [1, dp // replicas_per_domain]
 
 
@@ -247,20 +251,20 @@ def _micro_batch_sizes(global_batch_size: int, dp: int, tokens_per_sequence: int
     return sorted({1, *fitting[-2:]})
 
 
-def _ulysses_sizes(method: str, cp: int, tp: int, heads: int, device: DeviceSpec) -> Iterator[int | None]:
+def _ulysses_sizes(method: str, cp: int, tp: int, heads: int, domain_size: int) -> Iterator[int | None]:
     """Ulysses degrees of the hybrid method; None for methods without a choice."""
     if method != "hybrid":
         yield None
         return
     for count in divisors(cp):
-        if 1 < count < cp and count * tp <= device.link_domain_size and heads // tp % count == 0:
+        if 1 < count < cp and count * tp <= domain_size and heads // tp % count == 0:
             yield count
 
 
-def _ep_sizes(num_experts: int, ranks: int, tp: int, device: DeviceSpec) -> list[int]:
+def _ep_sizes(num_experts: int, ranks: int, tp: int, domain_size: int) -> list[int]:
     """One, the most in a link domain, and the most of all."""
     possible = [size for size in divisors(ranks) if num_experts % size == 0] if num_experts else [1]
-    return sorted({1, max(size for size in possible if size * tp <= device.link_domain_size), possible[-1]})
+    return sorted({1, max(size for size in possible if size * tp <= domain_size), possible[-1]})
 
 
 def _fastest_per_mesh(plans: Iterable[TrainingPlan]) -> list[TrainingPlan]:

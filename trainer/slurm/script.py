@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from trainer.config.job_config import Config
 from trainer.config.slurm import SlurmSection
+from trainer.hardware.device_specs import select_device
+from trainer.plan.interconnect import first_groups_of, used_domain_size
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH_TEMPLATE = Path(__file__).with_name("batch.sh")
@@ -63,6 +66,7 @@ def sbatch_directives(config: Config, run_dir: Path, working_dir: Path) -> list[
     options: list[tuple[str, object]] = [
         ("job-name", config.job.name),
         ("nodes", slurm.nodes),
+        ("segment", segment_nodes(config)),
         ("ntasks-per-node", tasks),
         ("gpus-per-node", slurm.gpus_per_node or None),
         ("cpus-per-task", slurm.cpus_per_task and slurm.cpus_per_task * cores),
@@ -79,6 +83,21 @@ def sbatch_directives(config: Config, run_dir: Path, working_dir: Path) -> list[
     ]
     lines = [f"#SBATCH --{name}={value}" for name, value in options if value is not None]
     return [*lines, "#SBATCH --requeue", "#SBATCH --open-mode=append", *(f"#SBATCH {line}" for line in slurm.options)]
+
+
+def segment_nodes(config: Config) -> int | None:
+    """Nodes that must share a link domain, for block topologies of SLURM; None if a domain of the device is one node."""
+    slurm, device = config.slurm, select_device(config)
+    is_stated = any(option.startswith("--segment") for option in slurm.options)
+    if is_stated or device is None or device.devices_per_node != slurm.nproc_per_node:
+        return None
+    if device.link_domain_size <= device.devices_per_node:
+        return None
+    world_size = slurm.nodes * slurm.nproc_per_node
+    first_groups = [first_groups_of(stage.config, world_size).values() for stage in config.training_stages]
+    used_nodes = used_domain_size([*chain(*first_groups)], world_size, device) // device.devices_per_node
+    segment = min(used_nodes, slurm.nodes)
+    return segment if slurm.nodes % segment == 0 else None  # SLURM requires it.
 
 
 def node_report_command(slurm: SlurmSection) -> list[str]:
