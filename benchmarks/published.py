@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 from benchmarks.doc_tables import markdown
 from trainer.config import checks
 from trainer.config.job_config import Config
-from trainer.hardware.device_specs import DeviceSpec, load_device
+from trainer.hardware.device_specs import MEMORY_SHARE, DeviceSpec, load_device
 from trainer.hardware.host import GIB
 from trainer.plan.plan import TrainingPlan, plan_stage
 
@@ -110,7 +110,11 @@ def on_grand_teton() -> DeviceSpec:
         for kernel, widths in H100.attention_flops.items()
     }
     return replace(
-        H100, memory=95 * GIB, hbm_bandwidth=2.4e12, matmul_flops=H100.matmul_flops * COOL, attention_flops=attention
+        H100,
+        memory=95 * GIB,
+        hbm_bandwidth=MEMORY_SHARE * 2.4e12,
+        matmul_flops=H100.matmul_flops * COOL,
+        attention_flops=attention,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import ConfigError
-from trainer.hardware.device_specs import device_names, load_device, match_device
+from trainer.hardware.device_specs import MEMORY_SHARE, device_names, load_device, match_device
 from trainer.hardware.specs import TABLES_DIR
 
 GIB = 1 << 30
@@ -76,7 +76,9 @@ def test_table_values_are_plausible_and_have_sources(name: str) -> None:
 def test_units_follow_the_key_suffixes() -> None:
     device = load_device("h100-80gb")
     assert device.memory == pytest.approx(79.1 * GIB)
-    assert [device.peak_flops, device.hbm_bandwidth, device.launch_latency] == pytest.approx([989.4e12, 3350e9, 5e-6])
+    assert [device.peak_flops, device.hbm_bandwidth, device.launch_latency] == pytest.approx(
+        [989.4e12, MEMORY_SHARE * 3350e9, 5e-6]
+    )
     assert [device.link_bandwidth, device.network_bandwidth] == pytest.approx([360e9, 45e9])
     assert device.attention_rates("cudnn", 128) == (640e12, 500e12)
 

@@ -9,18 +9,21 @@ import pytest
 
 from trainer.config import checks
 from trainer.config.job_config import Config
-from trainer.hardware.device_specs import DeviceSpec, load_device
+from trainer.hardware.device_specs import (
+    ATTENTION_HALF_RATE_TOKENS,
+    MATMUL_HALF_RATE_DIM,
+    MEMORY_SHARE,
+    DeviceSpec,
+    load_device,
+)
 from trainer.memory.rank import RankMemory
 from trainer.plan.critical_path import StepTime, predict_step_time
 from trainer.plan.rank_workload import rank_workload
 from trainer.plan.step_time import (
     ASYNC_TP_OVERLAP,
-    ATTENTION_HALF_RATE_TOKENS,
     CONTENTION_FRACTION,
-    HBM_EFFICIENCY,
     HOST,
     KERNELS_PER_BLOCK,
-    MATMUL_HALF_RATE_DIM,
     STEP_OVERHEAD,
     RankStepTime,
 )
@@ -54,9 +57,9 @@ def test_one_device_runs_its_flops_at_its_rates() -> None:
     pairs = 32 * K * (32 * K + 1) / 2
     assert stage.compute["attention"] == pytest.approx(32 * 4096 * pairs * (4 / 640e12 + 10 / 500e12) * slow, rel=1e-3)
     assert stage.compute["memory-bound"] == pytest.approx(
-        (done.memory_traffic["forward"] + done.memory_traffic["backward"]) / (HBM_EFFICIENCY * 3350e9)
+        (done.memory_traffic["forward"] + done.memory_traffic["backward"]) / (MEMORY_SHARE * 3350e9)
     )
-    assert stage.optimizer == pytest.approx(done.optimizer_bytes / (HBM_EFFICIENCY * 3350e9))
+    assert stage.optimizer == pytest.approx(done.optimizer_bytes / (MEMORY_SHARE * 3350e9))
     assert stage.compute["recompute"] == stage.bubble == stage.compute["launch overhead"] == 0
     assert not stage.exposed
     assert found.executed_flops == sum(done.matmul_flops.values()) + sum(done.attention_flops.values())
@@ -120,11 +123,11 @@ def test_recomputation_costs_its_flops_and_traffic() -> None:
         rank_workload(RankMemory(configured(memory={"recompute": policy}), 1, 0))
         for policy in ("keep_attention", "full")
     )
-    moved = few.memory_traffic["recompute"] / (HBM_EFFICIENCY * 3350e9)
+    moved = few.memory_traffic["recompute"] / (MEMORY_SHARE * 3350e9)
     assert keep.compute["recompute"] == pytest.approx(keep.compute["matmul"] / 3 * 159.4 / 218.1 + moved, rel=0.01)
     # The attention forward, and the QKV projections, 25.2 million weights, once more.
     more = (many.memory_traffic["recompute"] - few.memory_traffic["recompute"]) / (
-        HBM_EFFICIENCY * 3350e9
+        MEMORY_SHARE * 3350e9
     ) + keep.compute["matmul"] / 3 * 25.2 / 218.1
     again = full.compute["attention"] * (4 / 640) / (4 / 640 + 10 / 500)
     assert full.compute["recompute"] - keep.compute["recompute"] == pytest.approx(again + more, rel=0.01)

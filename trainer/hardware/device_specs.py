@@ -8,6 +8,9 @@
 
 A value is a number, or a number with its source. The suffix of a key is its unit: tflops 1e12 FLOP/s, gbps 1e9 bytes/s
 per direction, gib 2^30 bytes, us 1e-6 s. Keys without a suffix are counts or fractions.
+
+A rate is the limit of large sizes, unless the size at which it was measured stands beside it (`matmul_size`, `tokens`);
+a share is what a kernel reaches of a rate, 1 where the rate was measured with such kernels.
 """
 
 from __future__ import annotations
@@ -44,6 +47,13 @@ WidthKey = Annotated[str, Field(pattern=r"^width_[1-9]\d*$")]
 MATMUL_SHARE = 0.88
 """Of the best measured matmul rate: clocks of a power-limited GPU drop under sustained load on random data. Chosen so that
 an 8B model reaches 650 TFLOP/s on H100, which explains published step times of several systems."""
+MEMORY_SHARE = 0.8
+"""Of the memory bandwidth of data sheets, which elementwise and norm kernels reach."""
+MATMUL_HALF_RATE_DIM = 256
+"""Matrix dimension at which a matmul runs at half its rate, because of tile (128 or 256) and wave quantization."""
+ATTENTION_HALF_RATE_TOKENS = 700
+"""Tokens at which an attention kernel reaches half its rate: 250 to 400 without a mask in the FlashAttention-3 paper's
+charts. Estimated at twice that for a causal mask, which wastes half of each diagonal tile."""
 
 
 class Section(BaseModel):
@@ -55,7 +65,9 @@ class DeviceSection(Section):
     peak_tflops: Positive
     matmul_tflops: Positive
     matmul_share: Fraction = MATMUL_SHARE
+    matmul_size: Count | None = None
     memory_gbps: Positive
+    memory_share: Fraction = MEMORY_SHARE
     launch_us: Positive
     generation: Generation | None = None
 
@@ -93,7 +105,14 @@ class HostSection(Section):
 class AttentionRates(Section):
     forward: Positive
     backward: Positive
+    tokens: Count | None = None
     source: str = ""
+
+    @property
+    def flops(self) -> tuple[float, float]:
+        """(forward, backward) FLOP/s in the limit of long sequences."""
+        factor = TFLOPS * _limit_factor(ATTENTION_HALF_RATE_TOKENS, self.tokens)
+        return factor * self.forward, factor * self.backward
 
 
 class DeviceTable(Section):
@@ -121,12 +140,13 @@ class DeviceSpec:
     peak_flops: float
     """Dense, bfloat16."""
     matmul_flops: float
-    """Highest measured rate of large matmuls."""
+    """Rate in the limit of large matmuls."""
     matmul_share: float
     """Of that rate, which it sustains."""
     attention_flops: Rates
-    """(forward, backward) rates of executed FLOPs under a causal mask, by kernel and head dimension."""
+    """(forward, backward) rates of executed FLOPs of long sequences under a causal mask, by kernel and head dimension."""
     hbm_bandwidth: float
+    """That elementwise and norm kernels reach."""
     launch_latency: float
     """Interval between the starts of two empty kernels."""
     link_domain_size: int
@@ -171,16 +191,13 @@ def load_device(name: str) -> DeviceSpec:
         generation=device.generation,
         memory=device.memory_gib * GIB,
         peak_flops=device.peak_tflops * TFLOPS,
-        matmul_flops=device.matmul_tflops * TFLOPS,
+        matmul_flops=device.matmul_tflops * TFLOPS * _limit_factor(MATMUL_HALF_RATE_DIM, device.matmul_size),
         matmul_share=device.matmul_share,
         attention_flops={
-            kernel: {
-                int(width.removeprefix("width_")): (TFLOPS * rates.forward, TFLOPS * rates.backward)
-                for width, rates in widths.items()
-            }
+            kernel: {int(width.removeprefix("width_")): rates.flops for width, rates in widths.items()}
             for kernel, widths in table.attention.items()
         },
-        hbm_bandwidth=device.memory_gbps * GBPS,
+        hbm_bandwidth=device.memory_gbps * device.memory_share * GBPS,
         launch_latency=device.launch_us * MICROSECOND,
         link_domain_size=link.devices,
         link_domain_used=link.used,
@@ -193,6 +210,11 @@ def load_device(name: str) -> DeviceSpec:
         host_memory=host.memory_gib * GIB,
         host_bandwidth=host.memory_gbps * GBPS,
     )
+
+
+def _limit_factor(half_rate_size: int, measured_size: int | None) -> float:
+    """The limit of a rate over what was measured at a size; None: the limit itself."""
+    return 1.0 if measured_size is None else 1 + half_rate_size / measured_size
 
 
 def device_names() -> list[str]:

@@ -1,7 +1,8 @@
 """Measures this machine's device and prints a device table for `--device`.
 
-Takes about a minute. Every rate is the best of several repetitions on random data. The network is not measured; its rates
-come from the extended table.
+Takes about a minute. Every rate is the best of several repetitions on random data, and stands in the table with the size at
+which it was measured and a share of 1, so that the planner returns the seconds that were measured. The network is not
+measured; its rates come from the extended table.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ import torch
 from models import kernel_check, kernels
 from models.score_blocks import ScoreBlock, ScoreBlocks
 from trainer.hardware.device import Stopwatch, choose_device
-from trainer.hardware.host import GIB
+from trainer.hardware.host import GIB, node_memory_bytes
 
 REPEATS, WARMUPS = 5, 2
 HEAD_DIMS = (64, 128)
 LARGE, SMALL = (8192, 16384, 2 * GIB), (1024, 1024, GIB // 4)
 """(matrix side, attention tokens, bytes copied), on a GPU and on a CPU."""
+
+GPU_KERNELS, CPU_KERNELS = ("flash", "cudnn", "efficient"), ("flash", "cudnn", "efficient", "plain")
+"""A CPU has one kernel, whatever name a configuration gives it."""
 
 Measurements = dict[str, dict[str, float | dict[str, float]]]
 """By section and key, in the units of a device table."""
@@ -39,9 +43,13 @@ def measure_device_toml(extends: str) -> str:
         lines += ["", f"[{section}]"]
         for key, figure in figures.items():
             values = figure if isinstance(figure, dict) else {"value": figure}
-            fields = ", ".join(f"{field} = {value:.4g}" for field, value in values.items())
+            fields = ", ".join(f"{field} = {_format(value)}" for field, value in values.items())
             lines.append(f"{key} = {{ {fields}, source = {json.dumps(source)} }}")
     return "\n".join(lines) + "\n"
+
+
+def _format(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
 def _measure_device(device: torch.device) -> Measurements:
@@ -52,31 +60,46 @@ def _measure_device(device: torch.device) -> Measurements:
     one, other = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     measurements: Measurements = {
         "device": {
+            "memory_gib": _memory_gib(device),
             "matmul_tflops": 2 * side**3 / _min_seconds(device, partial(torch.mm, a, b)) / 1e12,
+            "matmul_share": 1.0,
+            "matmul_size": side,
             "memory_gbps": 2 * size / _min_seconds(device, partial(other.copy_, one)) / 1e9,
+            "memory_share": 1.0,
             "launch_us": 1e6 * _launch_seconds(device),
         }
     }
     if cuda:
-        measurements["device"]["memory_gib"] = torch.cuda.get_device_properties(device).total_memory / GIB
         host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         measurements["host"] = {"gbps": size / _min_seconds(device, partial(host.copy_, one, non_blocking=True)) / 1e9}
         if torch.cuda.device_count() > 1:
             peer = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", 1))
             rate = size / _min_seconds(device, partial(peer.copy_, one, non_blocking=True)) / 1e9
             measurements["link"] = {"gbps": rate, "share": 1.0}
-    for kernel in ("flash", "cudnn", "efficient") if cuda else ("plain",):
-        rates = dict(_measure_attention(device, kernel, tokens, dtype))
-        if rates:
-            measurements[f"attention.{kernel}"] = {**rates}
-    return measurements
+    else:
+        measurements["host"] = {"memory_gib": _memory_gib(device)}
+    return measurements | _measure_kernels(device, tokens, dtype)
+
+
+def _memory_gib(device: torch.device) -> float:
+    """Of the GPU, or of the machine."""
+    is_gpu = device.type == "cuda"
+    return (torch.cuda.get_device_properties(device).total_memory if is_gpu else node_memory_bytes()) / GIB
+
+
+def _measure_kernels(device: torch.device, tokens: int, dtype: torch.dtype) -> Measurements:
+    if device.type == "cpu":
+        on_cpu = dict(_measure_attention(device, "cpu", tokens, dtype))
+        measured = {kernel: on_cpu for kernel in CPU_KERNELS}
+    else:
+        measured = {kernel: dict(_measure_attention(device, kernel, tokens, dtype)) for kernel in GPU_KERNELS}
+    return {f"attention.{kernel}": {**rates} for kernel, rates in measured.items() if rates}
 
 
 def _measure_attention(
     device: torch.device, kernel: str, tokens: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Causal attention with 32 query and 8 KV heads; omits head dimensions that the kernel does not support here."""
-    requested = "cpu" if device.type == "cpu" else kernel
     heads, kv_heads = (32, 8) if device.type == "cuda" else (8, 2)
     work, pairs = ScoreBlocks([ScoreBlock(0, tokens, 0, tokens)], causal=True), tokens * (tokens + 1) / 2
     for head_dim in HEAD_DIMS:
@@ -85,17 +108,20 @@ def _measure_attention(
         try:
             lengths = kernel_check.LENGTHS if device.type == "cuda" else kernel_check.SHORT_LENGTHS
             kernel_check.verify_kernel(
-                requested, device, dtype, heads=kernel_check.Heads(2 * heads // kv_heads, 2, head_dim), lengths=lengths
+                kernel, device, dtype, heads=kernel_check.Heads(2 * heads // kv_heads, 2, head_dim), lengths=lengths
             )
-            ((_, out, lse),) = kernels.attend_blocks(q, k, v, work, kernel=requested)
+            ((_, out, lse),) = kernels.attend_blocks(q, k, v, work, kernel=kernel)
         except (AssertionError, RuntimeError, ValueError):
             continue
-        forward = _min_seconds(device, partial(_exhaust, kernels.attend_blocks, q, k, v, work, kernel=requested))
+        forward = _min_seconds(device, partial(_exhaust, kernels.attend_blocks, q, k, v, work, kernel=kernel))
         backward = _min_seconds(
-            device, partial(_exhaust, kernels.attend_blocks_backward, grad, q, k, v, out, lse, work, kernel=requested)
+            device, partial(_exhaust, kernels.attend_blocks_backward, grad, q, k, v, out, lse, work, kernel=kernel)
         )
         flops = heads * head_dim * pairs / 1e12
-        yield f"width_{head_dim}", {"forward": 4 * flops / forward, "backward": 10 * flops / backward}
+        yield (
+            f"width_{head_dim}",
+            {"forward": 4 * flops / forward, "backward": 10 * flops / backward, "tokens": tokens},
+        )
 
 
 def _exhaust(iterate: Callable[..., Iterator[object]], *args: object, kernel: str) -> None:

@@ -13,22 +13,15 @@ from functools import cached_property
 from models.kernel_choice import kernel_for
 from trainer.config.job_config import Config
 from trainer.hardware.attention_choice import with_attention_choice
-from trainer.hardware.device_specs import DeviceSpec
+from trainer.hardware.device_specs import ATTENTION_HALF_RATE_TOKENS, MATMUL_HALF_RATE_DIM, DeviceSpec
 from trainer.memory.rank import RankMemory
 from trainer.plan import interconnect
 from trainer.plan.comm_volume import HALO, CommVolume, comm_volumes
 from trainer.plan.interconnect import GroupTopology
 from trainer.plan.rank_workload import rank_workload
 
-MATMUL_HALF_RATE_DIM = 256
-"""Matrix dimension at which a matmul runs at half its rate, because of tile (128 or 256) and wave quantization."""
-ATTENTION_HALF_RATE_TOKENS = 700
-"""Tokens at which an attention kernel reaches half its rate: 250 to 400 without a mask in the FlashAttention-3 paper's
-charts. Estimated at twice that for a causal mask, which wastes half of each diagonal tile."""
 DTYPE_RATE_FACTOR = {"bfloat16": 1.0, "float32": 1 / 16, "float64": 1 / 16}
 """Relative to bfloat16: A100 and H100 have 1/16 to 1/15 of its rate in float32 and float64."""
-HBM_EFFICIENCY = 0.8
-"""Share of the memory bandwidth that elementwise and norm kernels reach."""
 KERNELS_PER_BLOCK = {"forward": 28, "backward": 60, "recompute": 24}
 """Eager kernel launches per block, micro-batch, tile and head group, estimated from the operations."""
 COMPILED_KERNEL_FRACTION = 0.4
@@ -168,7 +161,7 @@ class RankTimeModel:
         return self.workload.matmul_flops.get(phase, 0) / (self.head_rate if phase == "head" else self.matmul_rate)
 
     def memory_seconds(self, phase: str) -> float:
-        return self.workload.memory_traffic.get(phase, 0) / (HBM_EFFICIENCY * self.device.hbm_bandwidth)
+        return self.workload.memory_traffic.get(phase, 0) / self.device.hbm_bandwidth
 
     @cached_property
     def head_seconds(self) -> float:
@@ -182,7 +175,7 @@ class RankTimeModel:
         rank, (rows, dim) = self.rank, self.rank.head_shapes[0]
         chunks = rank.num_micro_batches * -(-rank.head_tokens // rank.loss_chunk_tokens) * rank.has_last_stage
         moved = chunks * 2 * rank.master_bytes * rows * dim
-        return max(0.0, moved / (HBM_EFFICIENCY * self.device.hbm_bandwidth) - self.matmul_seconds("head") / 3)
+        return max(0.0, moved / self.device.hbm_bandwidth - self.matmul_seconds("head") / 3)
 
     def kernel_seconds(self, phase: str) -> float:
         return self.matmul_seconds(phase) + self.memory_seconds(phase) + self.attention_seconds(phase)
@@ -339,7 +332,7 @@ class RankTimeModel:
     @cached_property
     def optimizer_seconds(self) -> float:
         if not self.rank.optimizer_on_host:
-            return self.workload.optimizer_bytes / (HBM_EFFICIENCY * self.device.hbm_bandwidth)
+            return self.workload.optimizer_bytes / self.device.hbm_bandwidth
         node_bytes = self.workload.optimizer_bytes * self._ranks_per_node
         seconds = node_bytes / (HOST_MEMORY_EFFICIENCY * self.device.host_bandwidth)
         # Without a pipeline, the host optimizer overlaps with the next step's first forward pass, block by block.
