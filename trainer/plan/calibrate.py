@@ -90,7 +90,7 @@ def _memory_gib(device: torch.device) -> float:
 def _measure_kernels(device: torch.device, tokens: int, dtype: torch.dtype) -> Measurements:
     if device.type == "cpu":
         on_cpu = dict(_measure_attention(device, "cpu", tokens, dtype))
-        measured = {kernel: on_cpu for kernel in CPU_KERNELS}
+        measured = dict.fromkeys(CPU_KERNELS, on_cpu)
     else:
         measured = {kernel: dict(_measure_attention(device, kernel, tokens, dtype)) for kernel in GPU_KERNELS}
     return {f"attention.{kernel}": {**rates} for kernel, rates in measured.items() if rates}
