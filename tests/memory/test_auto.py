@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from trainer.config import checks
@@ -10,7 +12,14 @@ from trainer.config.parse import load
 from trainer.errors import ConfigError
 from trainer.hardware.device_specs import load_device
 from trainer.hardware.host import GIB
-from trainer.memory.auto import DEVICE_FRACTION, describe_choice, describe_memory_options, fit_memory_options
+from trainer.memory.auto import (
+    DEVICE_FRACTION,
+    Choice,
+    choose_memory_options,
+    describe_choice,
+    describe_memory_options,
+    fit_memory_options,
+)
 from trainer.memory.estimator import estimate_memory
 from trainer.memory.rank import RankMemory
 from trainer.plan.plan import plan_stage
@@ -66,11 +75,18 @@ def test_offload_stays_within_host_memory() -> None:
             assert config.memory.host_budget_gib == pytest.approx(0.75 * node / GIB)
 
 
-def test_the_error_names_the_minimum_memory() -> None:
-    with pytest.raises(
-        ConfigError, match=r"no options that fit 9\.0 GiB per device .* minimum is [12]\d\.\d GiB, with memory"
-    ):
+def test_the_error_names_the_minimum_of_device_memory() -> None:
+    leanest = r'no options that fit: at least, memory\.recompute = "\w+", .* needs [12]\d\.\d of the 9\.0 GiB usable on a device'
+    with pytest.raises(ConfigError, match=leanest):
         chosen(10)
+
+
+def test_the_error_names_the_host_where_that_keeps_a_device_from_fitting() -> None:
+    shortage = (
+        r"usable on a device .*; .* would fit the device, but needs .* of the 0\.1 GiB of memory\.host_budget_gib"
+    )
+    with pytest.raises(ConfigError, match=shortage):
+        chosen(30, "--memory.host_budget_gib", "0.1")
 
 
 def test_an_explicit_policy_is_unchanged() -> None:
@@ -79,7 +95,7 @@ def test_an_explicit_policy_is_unchanged() -> None:
 
 
 def test_the_error_names_host_memory_if_that_is_short() -> None:
-    with pytest.raises(ConfigError, match="GiB of host memory per node"):
+    with pytest.raises(ConfigError, match=r"needs .* of the 6\.0 GiB of host memory usable on a node"):
         chosen(80, host=8 * GIB)
 
 
@@ -154,6 +170,38 @@ def test_recomputation_is_chosen_before_the_chunk_of_logits() -> None:
 
 def test_a_choice_names_the_options_that_were_auto() -> None:
     config = automatic("--memory.loss_chunk_mib", "auto")
-    fitted = fit_memory_options(config, 8, ranks_per_node=8, device_bytes=500 * GIB, host_bytes=TERABYTE)
-    assert describe_choice(config, fitted) == 'memory.recompute = "none", memory.loss_chunk_mib = 1024'
-    assert describe_choice(fitted, fitted) == ""
+    choice = choose_memory_options(config, 8, ranks_per_node=8, device_bytes=500 * GIB, host_bytes=TERABYTE)
+    assert describe_choice(config, choice) == 'memory.recompute = "none", memory.loss_chunk_mib = 1024'
+    assert describe_choice(choice.config, Choice(choice.config)) == ""
+
+
+# ---- the limit that binds
+
+
+def described(gib: float, *words: str, host: float = TERABYTE) -> str:
+    config = automatic(*words)
+    choice = choose_memory_options(config, 8, ranks_per_node=8, device_bytes=gib * GIB, host_bytes=host)
+    return describe_choice(config, choice)
+
+
+def test_a_choice_names_the_device_where_that_rules_out_a_faster_option() -> None:
+    everything = estimate_memory(automatic("--memory.recompute", "none"), 8).device_bytes / GIB
+    shortage = f'"none" needs {everything:.1f} of the 72.0 GiB usable on a device (90% of it)'
+    assert described(80) == f'memory.recompute = "keep_attention": {shortage}'
+
+
+def test_a_choice_names_the_host_where_that_rules_out_a_faster_option() -> None:
+    within_budget, within_node = described(36, "--memory.host_budget_gib", "20"), described(36, host=150 * GIB)
+    assert re.search(r"; memory\.\w+ = \d+ needs .* of the 20\.0 GiB of memory\.host_budget_gib", within_budget)
+    assert re.search(r"; memory\.\w+ = \d+ needs .* of the 112\.5 GiB of host memory usable on a node", within_node)
+
+
+def test_the_fastest_choice_names_no_limit() -> None:
+    assert described(200) == 'memory.recompute = "none"'
+
+
+def test_a_plan_says_what_was_chosen_and_the_limit_that_binds() -> None:
+    (note,) = (each for each in plan_stage(automatic(), 8, load_device("h100-80gb")).assumptions if "auto" in each)
+    assert re.match(
+        r'memory options that are "auto": memory.* "none" needs .* of the 71\.2 GiB usable on a device', note
+    )

@@ -44,7 +44,7 @@ from trainer.launch.cluster import (
 )
 from trainer.launch.predict import write_prediction
 from trainer.launch.restarts import run_with_restarts
-from trainer.memory.auto import describe_choice, fit_memory_options
+from trainer.memory.auto import Choice, choose_memory_options, describe_choice
 from trainer.memory.estimator import estimate_memory
 from trainer.memory.report import memory_summary, with_overrides
 from trainer.metrics import loggers
@@ -182,7 +182,7 @@ def load_and_validate(
                 validate(stages[0].config)
     for each in () if problems else stages:
         with collecting(problems):
-            _resolve_memory(each.config, world)
+            _choose_memory(each.config, world)
     return config, world, problems
 
 
@@ -242,24 +242,24 @@ def describe_stage(config: Config, world: LaunchWorld) -> list[str]:
 def _memory_summary(config: Config, world: LaunchWorld) -> list[str]:
     """Predicted memory, as far as it is known without a device."""
     try:
-        resolved = _resolve_memory(config, world)
+        choice = _choose_memory(config, world)
     except ConfigError:  # Reported by `load_and_validate`.
         return []
-    if resolved is None:
+    if choice is None:
         return ['memory.recompute = "auto" is resolved once devices are known; set memory.device_gib to see it here']
-    choice = describe_choice(config, resolved) if config.memory.device_gib is not None else ""
-    lines = [f'memory options that are "auto": {choice}'] * bool(choice)
-    return [*lines, memory_summary(estimate_memory(resolved, world.world_size))]
+    described = describe_choice(config, choice) if config.memory.device_gib is not None else ""
+    lines = [f'memory options that are "auto": {described}'] * bool(described)
+    return [*lines, memory_summary(estimate_memory(choice.config, world.world_size))]
 
 
-def _resolve_memory(config: Config, world: LaunchWorld) -> Config | None:
+def _choose_memory(config: Config, world: LaunchWorld) -> Choice | None:
     """Resolves `recompute = "auto"`; None while no device is known. Raises `ConfigError`."""
     if config.memory.device_gib is None:
         if config.memory.recompute == "auto":
             return None
         # The device may have room for a larger chunk.
         config = with_overrides(config, {"memory.loss_chunk_mib": config.memory.loss_chunk_bytes >> 20})
-    return fit_memory_options(
+    return choose_memory_options(
         config,
         world.world_size,
         ranks_per_node=world.nproc_per_node,

@@ -16,7 +16,7 @@ from trainer.config.job_config import Config
 from trainer.config.summary import parallelism_summary, topology, warnings
 from trainer.errors import ConfigError
 from trainer.hardware.device_specs import select_device
-from trainer.memory.auto import describe_choice, fit_memory_options
+from trainer.memory.auto import choose_memory_options, describe_choice
 from trainer.memory.estimator import estimate_memory
 from trainer.memory.report import memory_summary, out_of_memory_advice
 from trainer.metrics.prediction import Prediction
@@ -54,14 +54,13 @@ def main() -> int:
     limits = {key: request[key] for key in ("ranks_per_node", "device_bytes", "host_bytes")}
     answer: dict[str, Any]
     try:
-        resolved = fit_memory_options(config, world_size, **limits)
+        choice = choose_memory_options(config, world_size, **limits)
     except ConfigError as error:
         answer = {"problems": error.problems}
     else:
-        write_prediction(
-            Path(request["prediction_path"]), resolved, world_size, num_nodes=world_size // request["ranks_per_node"]
-        )
-        answer = {"memory": resolved.memory.model_dump(), "choice": describe_choice(config, resolved), "problems": []}
+        resolved, num_nodes = choice.config, world_size // request["ranks_per_node"]
+        write_prediction(Path(request["prediction_path"]), resolved, world_size, num_nodes=num_nodes)
+        answer = {"memory": resolved.memory.model_dump(), "choice": describe_choice(config, choice), "problems": []}
     json.dump(answer, sys.stdout)
     return 0
 

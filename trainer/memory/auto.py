@@ -4,7 +4,8 @@ chunk of logits that costs no memory. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -14,7 +15,7 @@ from trainer.config.sections import MIN_LOSS_CHUNK_MIB
 from trainer.config.toml_format import toml_value
 from trainer.errors import ConfigError
 from trainer.hardware.host import GIB
-from trainer.memory.estimator import SAVED_ACTIVATIONS, estimate_memory
+from trainer.memory.estimator import SAVED_ACTIVATIONS, MemoryEstimate, estimate_memory
 from trainer.memory.rank import RankMemory
 from trainer.memory.report import with_overrides
 
@@ -43,21 +44,86 @@ class NothingFitsError(ConfigError):
         self.closest = closest
 
 
+@dataclass(frozen=True)
+class Choice:
+    config: Config
+    reason: str = ""
+    """Which limit faster options exceed; empty if the fastest fit, or if `memory.recompute` was stated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Usable bytes."""
+
+    device: float
+    host: float
+    """Of a node."""
+    budget: float | None
+    """Of a node's host memory, for offloaded activations, as `memory.host_budget_gib` states."""
+    ranks_per_node: int
+
+    def device_shortage(self, estimate: MemoryEstimate) -> str:
+        """Empty if the device suffices."""
+        return _shortage(estimate.device_bytes, self.device, f"usable on a device ({DEVICE_FRACTION:.0%} of it)")
+
+    def host_shortage(self, estimate: MemoryEstimate) -> str:
+        """Empty if the budget and the node suffice."""
+        activations = estimate.item(SAVED_ACTIVATIONS).host_bytes
+        saved = activations * self.ranks_per_node * PINNED_OVERHEAD
+        over_budget = "" if self.budget is None else _shortage(saved, self.budget, "of memory.host_budget_gib")
+        held = (estimate.host_bytes - activations) * self.ranks_per_node + saved
+        usable = f"of host memory usable on a node ({HOST_FRACTION:.0%} of it)"
+        return over_budget or _shortage(held, self.host, usable)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """Options that do not fit, and what they lack."""
+
+    config: Config
+    device_bytes: float
+    device_shortage: str
+    host_shortage: str
+
+    @property
+    def shortage(self) -> str:
+        return " and ".join(filter(None, (self.device_shortage, self.host_shortage)))
+
+
+def _shortage(needed: float, limit: float, of_what: str) -> str:
+    return f"needs {needed / GIB:.1f} of the {limit / GIB:.1f} GiB {of_what}" if needed > limit else ""
+
+
 def fit_memory_options(
     config: Config, world_size: int, *, ranks_per_node: int, device_bytes: float, host_bytes: float
 ) -> Config:
+    """The configuration that `choose_memory_options` chooses."""
+    return choose_memory_options(
+        config, world_size, ranks_per_node=ranks_per_node, device_bytes=device_bytes, host_bytes=host_bytes
+    ).config
+
+
+def choose_memory_options(
+    config: Config, world_size: int, *, ranks_per_node: int, device_bytes: float, host_bytes: float
+) -> Choice:
     """Resolves `memory.recompute` and `memory.loss_chunk_mib` if they are "auto"; keys of `memory` that the user set are
     kept.
 
     `host_bytes` is the memory of one node. Raises NothingFitsError, or ConfigError if every candidate breaks a rule.
     """
-    host_limit = host_bytes * HOST_FRACTION
+    budget_gib = config.memory.host_budget_gib
+    limits = Limits(
+        device=device_bytes * DEVICE_FRACTION,
+        host=host_bytes * HOST_FRACTION,
+        budget=None if budget_gib is None else budget_gib * GIB,
+        ranks_per_node=ranks_per_node,
+    )
     if config.memory.recompute != "auto":
-        _require_in_memory_checkpoints_fit(config, world_size, ranks_per_node, host_limit)
-        fitted = config
+        _require_in_memory_checkpoints_fit(config, world_size, ranks_per_node, limits.host)
+        choice = Choice(config)
     else:
-        fitted = _fit_recomputation(config, world_size, ranks_per_node, device_bytes * DEVICE_FRACTION, host_limit)
-    return _fit_loss_chunk(fitted, world_size, device_bytes * DEVICE_FRACTION)
+        choice = _fit_recomputation(config, world_size, limits)
+    return Choice(_fit_loss_chunk(choice.config, world_size, limits.device), choice.reason)
 
 
 def _fit_loss_chunk(config: Config, world_size: int, device_limit: float) -> Config:
@@ -77,39 +143,62 @@ def _is_wider_than_all_logits(config: Config, world_size: int) -> bool:
     return not is_smallest and rank.loss_chunk_tokens // 2 >= rank.head_tokens
 
 
-def _fit_recomputation(
-    config: Config, world_size: int, ranks_per_node: int, device_limit: float, host_limit: float
-) -> Config:
+def _fit_recomputation(config: Config, world_size: int, limits: Limits) -> Choice:
     """Resolves `memory.recompute = "auto"`."""
-    budget_gib = config.memory.host_budget_gib
-    offload_limit = host_limit if budget_gib is None else budget_gib * GIB
     found_problems: list[str] = []
-    over_host: list[Config] = []
-    closest: tuple[float, Config] | None = None
+    rejected: list[Rejected] = []
     for candidate in sorted(_candidates(config), key=_relative_step_time):
         if problems := checks.layout_problems(candidate, world_size):
             found_problems = found_problems or problems
             continue
         estimate = estimate_memory(candidate, world_size)
-        activations = estimate.item(SAVED_ACTIVATIONS).host_bytes
-        saved = activations * ranks_per_node * PINNED_OVERHEAD
-        if saved > offload_limit or (estimate.host_bytes - activations) * ranks_per_node + saved > host_limit:
-            over_host.append(candidate)
+        shortages = limits.device_shortage(estimate), limits.host_shortage(estimate)
+        if any(shortages):
+            rejected.append(Rejected(candidate, estimate.device_bytes, *shortages))
             continue
-        if estimate.device_bytes <= device_limit:
-            budget = {} if candidate.memory.offload == "none" else {"memory.host_budget_gib": offload_limit / GIB}
-            return with_overrides(candidate, budget)
-        if closest is None or estimate.device_bytes < closest[0]:
-            closest = estimate.device_bytes, candidate
-    if closest is None and not over_host:
+        offload_limit = limits.host if limits.budget is None else limits.budget
+        budget = {} if candidate.memory.offload == "none" else {"memory.host_budget_gib": offload_limit / GIB}
+        return Choice(with_overrides(candidate, budget), _why_no_faster(candidate, rejected))
+    if not rejected:
         raise ConfigError(found_problems)
-    host = f"{host_limit / GIB:.1f} GiB of host memory per node"
+    raise _refusal(rejected)
+
+
+def _why_no_faster(chosen: Config, rejected: Sequence[Rejected]) -> str:
+    """What the most similar of the faster options lack, of those that only the device rules out and only the host."""
+    only_device = [each for each in rejected if not each.host_shortage]
+    only_host = [each for each in rejected if not each.device_shortage]
+    groups = [only_device, only_host] if only_device or only_host else [rejected]
+    return "; ".join(_nearest_shortage(chosen, group) for group in groups if group)
+
+
+def _nearest_shortage(chosen: Config, rejected: Sequence[Rejected]) -> str:
+    # Of equally similar options the last, which would gain least.
+    nearest = min(reversed(rejected), key=lambda each: len(_other_options(each.config, chosen)))
+    return f"{', '.join(_other_options(nearest.config, chosen))} {nearest.shortage}"
+
+
+def _other_options(config: Config, chosen: Config) -> list[str]:
+    """The memory options of a configuration that are not the chosen ones; of `recompute`, the value alone."""
+    values = {key: getattr(config.memory, key) for key in MEMORY_OPTIONS}
+    other = {key: value for key, value in values.items() if value != getattr(chosen.memory, key)}
+    return [
+        toml_value(value) if key == "recompute" else f"no memory.{key}" if value is None else _assignment(key, value)
+        for key, value in other.items()
+    ]
+
+
+def _refusal(rejected: Sequence[Rejected]) -> NothingFitsError:
+    """Names what binds: the device, the node's host memory or the budget of it."""
+    within_host = [each for each in rejected if not each.host_shortage]
+    leanest = min(within_host, key=lambda each: each.device_bytes, default=rejected[0])
     refusal = 'memory.recompute = "auto" finds no options that fit'
-    if closest is None:
-        raise NothingFitsError([f"{refusal} {host}"], over_host[0])
-    minimum = f"the minimum is {closest[0] / GIB:.1f} GiB, with {describe_memory_options(closest[1])}"
-    device = f"{device_limit / GIB:.1f} GiB per device ({DEVICE_FRACTION:.0%} of it)"
-    raise NothingFitsError([f"{refusal} {device} and {host}; {minimum}"], closest[1])
+    problem = f"{refusal}: at least, {describe_memory_options(leanest.config)} {leanest.shortage}"
+    on_device = [each for each in rejected if not each.device_shortage]
+    if within_host and on_device:
+        options = describe_memory_options(on_device[0].config)
+        problem += f"; {options} would fit the device, but {on_device[0].host_shortage}"
+    return NothingFitsError([problem], leanest.config)
 
 
 def _require_in_memory_checkpoints_fit(config: Config, world_size: int, ranks_per_node: int, host_limit: float) -> None:
@@ -133,15 +222,19 @@ def _require_in_memory_checkpoints_fit(config: Config, world_size: int, ranks_pe
 
 def describe_memory_options(config: Config) -> str:
     """The non-default memory options, as TOML assignments."""
-    return ", ".join(f"memory.{key} = {toml_value(value)}" for key, value in _non_default_options(config).items())
+    return ", ".join(_assignment(key, value) for key, value in _non_default_options(config).items())
 
 
-def describe_choice(config: Config, fitted: Config) -> str:
-    """What `fit_memory_options` chose, as TOML assignments; empty if nothing was "auto"."""
-    choices = [describe_memory_options(fitted)] * (config.memory.recompute == "auto")
+def _assignment(key: str, value: Any) -> str:
+    return f"memory.{key} = {toml_value(value)}"
+
+
+def describe_choice(config: Config, choice: Choice) -> str:
+    """What was chosen, as TOML assignments, and the limit that binds; empty if nothing was "auto"."""
+    choices = [describe_memory_options(choice.config)] * (config.memory.recompute == "auto")
     if config.memory.loss_chunk_mib == "auto":
-        choices.append(f"memory.loss_chunk_mib = {toml_value(fitted.memory.loss_chunk_mib)}")
-    return ", ".join(choices)
+        choices.append(_assignment("loss_chunk_mib", choice.config.memory.loss_chunk_mib))
+    return ": ".join(filter(None, (", ".join(choices), choice.reason)))
 
 
 def _non_default_options(config: Config) -> dict[str, Any]:

@@ -73,6 +73,8 @@ class TrainingPlan:
     """Name of the stage."""
     auto_problems: tuple[str, ...] = ()
     """Why `memory.recompute = "auto"` found nothing that fits."""
+    auto_choice: str = ""
+    """What `memory.recompute = "auto"` chose, and the limit that binds."""
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -249,6 +251,7 @@ class TrainingPlan:
             for kernel in kernels_of(training.attention)
             if (rated := self.device.rated_kernel(kernel)) != kernel
         ]
+        notes += [f'memory options that are "auto": {self.auto_choice}'] * bool(self.auto_choice)
         notes += self._domain_note()
         if training.dtype != "bfloat16":
             notes.append(f"assumes one sixteenth of the bfloat16 rates for {training.dtype}")
@@ -342,19 +345,19 @@ def plan_stage(config: Config, world_size: int, device: DeviceSpec, *, name: str
     if unable := attention_problems(config, device):
         raise ConfigError(unable)
     config = with_attention_choice(config, device)
-    ranks_per_node, problems = min(world_size, device.devices_per_node), list[str]()
     device_gib = config.memory.device_gib
     try:
-        config = auto.fit_memory_options(
+        choice = auto.choose_memory_options(
             config,
             world_size,
-            ranks_per_node=ranks_per_node,
+            ranks_per_node=min(world_size, device.devices_per_node),
             device_bytes=device.memory if device_gib is None else device_gib * GIB,
             host_bytes=device.host_memory,
         )
     except auto.NothingFitsError as error:
-        config, problems = error.closest, error.problems
-    return TrainingPlan(config, world_size, device, name, tuple(problems))
+        return TrainingPlan(error.closest, world_size, device, name, tuple(error.problems))
+    described = auto.describe_choice(config, choice) if config.memory.recompute == "auto" else ""
+    return TrainingPlan(choice.config, world_size, device, name, auto_choice=described)
 
 
 def plan_run(config: Config, world_size: int, device: DeviceSpec) -> RunPlan:
