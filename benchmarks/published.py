@@ -2,128 +2,52 @@
 
     python -m benchmarks.published
 
-Nothing is timed. Kernel rates are those of `trainer/hardware/specs`; nothing is fitted to a row. Where others compute linear
-layers in 8 bits, the rate of products is raised by one factor for all of their rows, taken from a row of torchtitan's first
-table, which is then no evidence. Every row of a published table is in the group that the table was put in before it was
-predicted, whatever its error. Memory is that of other programs, which hold logits whole and keep more of a block; it is put there to be seen, not to be compared.
+Nothing is timed. Tables enter whole: every line of a source is predicted, or listed with the reason why not. Its group is that
+which it was put in before it was predicted, whatever its error. CONSTANTS names the constants that were chosen by published
+lines, which then prove nothing. Where others compute linear layers in 8 bits, the rate of products is raised by one factor.
+Memory is that of other programs, which hold logits whole and keep more of a block; it is put there to be seen, not to be compared.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from math import prod
-from typing import Any, Literal, get_args
+from typing import get_args
 
 from benchmarks.doc_tables import markdown
-from trainer.config import checks
+from benchmarks.published_nvidia import megatron_bridge, megatron_core, nemo
+from benchmarks.published_row import (
+    A100,
+    H100,
+    HELD_OUT,
+    NARROW_PRODUCTS,
+    OTHER,
+    USED,
+    Group,
+    K,
+    LeftOut,
+    M,
+    PublishedTable,
+    Row,
+    Values,
+    configured,
+    in_eight_bits,
+    of_peak,
+    on_grand_teton,
+    short_length,
+)
 from trainer.config.job_config import Config
-from trainer.hardware.device_specs import MEMORY_SHARE, DeviceSpec, load_device
+from trainer.hardware.device_specs import MATMUL_SHARE
 from trainer.hardware.host import GIB
-from trainer.plan.plan import TrainingPlan, plan_stage
+from trainer.plan.step_time import ASYNC_TP_OVERLAP
 
-Values = dict[str, Any]
-Group = Literal["used to set a constant", "held out", "another system"]
-USED, HELD_OUT, OTHER = get_args(Group)
-"""Rows that set a constant, rows of an equivalent configuration, and rows of programs that do something else."""
-K, M = 1 << 10, 1 << 20
-H100, A100, B200 = (load_device(name) for name in ("h100-80gb", "a100-80gb", "b200"))
-NARROW_PRODUCTS = 1.5
-"""How much faster linear layers in 8 bits are, with their casts: it makes of 6,667 tokens/s, torchtitan's 8B at 8K, the 8,532
-that it reaches with them."""
-COOL = 0.85
-"""Of the rates of H100 at 700 W, at 500 W: estimated from what clocks lose."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A published measurement. `rate` is tokens/s of a device, or what follows from a published share of the peak."""
-
-    system: str
-    setting: str
-    config: Config
-    device: DeviceSpec
-    rate: float
-    gib: float | None = None
-    why: str = ""
-    """What is different in it, as far as known."""
-    group: Group = HELD_OUT
-
-    @cached_property
-    def plan(self) -> TrainingPlan:
-        return plan_stage(self.config, prod(self.config.parallelism.degrees(1).values()), self.device)
-
-    @property
-    def error(self) -> float:
-        """Of what is predicted, over what was published."""
-        return self.plan.tokens_per_second_per_device / self.rate - 1
-
-    @property
-    def bound(self) -> str:
-        """What takes most of the predicted step."""
-        seconds = dict.fromkeys(("attention", "matmul", "communication"), 0.0)
-        for name, part in self.plan.step_time.busiest.breakdown().items():
-            if name in ("attention", "matmul"):
-                seconds[name] += part
-            elif name in ("recompute", "loss head"):
-                seconds["matmul"] += part
-            elif name.startswith("exposed") or name == "contention":
-                seconds["communication"] += part
-        return max(seconds, key=lambda name: seconds[name])
-
-
-def configured(
-    size: str,
-    tokens: int,
-    *,
-    family: str = "llama3",
-    rows: int = 1,
-    training: Values | None = None,
-    parallelism: Values | None = None,
-    memory: Values | None = None,
-) -> Config:
-    """A configuration, of which every degree is stated that is not 1. Raises ValueError if it breaks a rule."""
-    batch: Values = {"seq_len": tokens, "global_batch_size": rows, "compile": True}
-    config = Config.model_validate(
-        {
-            "model": {"family": family, "size": size},
-            "training": batch | (training or {}),
-            "parallelism": {"dp_shard": 1} | (parallelism or {}),
-            "memory": memory or {},
-        }
-    )
-    if problems := checks.layout_problems(config, prod(config.parallelism.degrees(1).values())):
-        raise ValueError("; ".join(problems))
-    return config
-
-
-def in_eight_bits(device: DeviceSpec) -> DeviceSpec:
-    return replace(device, matmul_flops=device.matmul_flops * NARROW_PRODUCTS)
-
-
-def on_grand_teton() -> DeviceSpec:
-    """torchtitan's: H100 of 96 GB and 2.4 TB/s, held at 500 W."""
-    attention = {
-        kernel: {width: (forward * COOL, backward * COOL) for width, (forward, backward) in widths.items()}
-        for kernel, widths in H100.attention_flops.items()
-    }
-    return replace(
-        H100,
-        memory=95 * GIB,
-        hbm_bandwidth=MEMORY_SHARE * 2.4e12,
-        matmul_flops=H100.matmul_flops * COOL,
-        attention_flops=attention,
-    )
-
-
-def of_peak(config: Config, device: DeviceSpec, percent: float) -> float:
-    """Tokens/s of a device, from the share of its peak that model FLOPs have."""
-    tokens = config.training.seq_len
-    flops = config.model.build().flops(tokens=1, pairs=config.model.build().mean_pairs(tokens) / tokens)
-    return percent / 100 * device.peak_flops / flops
-
+CONSTANTS = (
+    ("sustained share of the matmul rate", f"{MATMUL_SHARE:.2f}", "UPipe's table, ALST and TRL, together"),
+    ("the same on A100", f"{A100.matmul_share:.2f}", "matmul-bound measurements on A100 that are not recorded here"),
+    ("speed-up of products in 8 bits", f"{NARROW_PRODUCTS:g}", "torchtitan: 8B with compile, with and without FP8"),
+    ("overlap of async TP", f"{ASYNC_TP_OVERLAP:g}", "torchtitan: 70B, with and without async TP"),
+)
+"""Those chosen by published measurements: name, value, and the lines that they were chosen by."""
 
 LONG: Values = {"recompute": "full", "offload": "inputs", "mlp_tile_mib": 1024, "loss_chunk_mib": 1024}
 
@@ -149,13 +73,13 @@ def upipe() -> Iterator[Row]:
                 memory=memory,
             )
             why = "its step has one to three more seconds outside attention and matmul" if tokens == 128 * K else ""
-            yield Row(system, f"8B, {_short(tokens)}, 8 x H100", config, H100, rate, None, why)
+            yield Row(system, f"8B, {short_length(tokens)}, 8 x H100", config, H100, rate, None, why, USED)
 
 
-def others() -> Iterator[Row]:
-    """Single rows of single systems."""
+def trl() -> Iterator[Row]:
+    """Its guide to long contexts."""
     for family, size, seconds, held in (("qwen3", "8b", 380, 56.2e9), ("qwen3_moe", "30b-a3b", 483, 46.0e9)):
-        trl = configured(
+        config = configured(
             size,
             M,
             family=family,
@@ -163,8 +87,12 @@ def others() -> Iterator[Row]:
             parallelism={"cp": 8, "cp_method": "allgather"},
             memory=LONG,
         )
-        note = "its weights and optimizer state are bfloat16"
-        yield Row("TRL", f"{family} {size}, 1M, 8 x H100", trl, H100, M / 8 / seconds, held / GIB, note, OTHER)
+        why = "its weights and optimizer state are bfloat16"
+        yield Row("TRL", f"{family} {size}, 1M, 8 x H100", config, H100, M / 8 / seconds, held / GIB, why, USED)
+
+
+def alst() -> Iterator[Row]:
+    """Its longest sequences, whose rates follow from shares of the peak."""
     for tokens, ranks, percent in (
         (500_000, 1, 21.9),
         (1_100_000, 8, 22.4),
@@ -173,82 +101,33 @@ def others() -> Iterator[Row]:
     ):
         method = {"cp": ranks, "cp_method": "ulysses"} if ranks > 1 else {}
         memory = LONG | {"optimizer_placement": "host"}
-        alst = configured("8b", tokens, training={"attention": "flash"}, parallelism=method, memory=memory)
-        yield Row("ALST", f"8B, {_short(tokens)}, {ranks} x H100", alst, H100, of_peak(alst, H100, percent))
-    for tokens, percent in ((512 * K, 38.6), (700 * K, 37.9)):
-        easy = configured(
+        config = configured("8b", tokens, training={"attention": "flash"}, parallelism=method, memory=memory)
+        setting, rate = f"8B, {short_length(tokens)}, {ranks} x H100", of_peak(config, H100, percent)
+        yield Row("ALST", setting, config, H100, rate, None, "", USED)
+
+
+def easy_context() -> Iterator[Row]:
+    """Its README: Llama2-7B on eight A100, tokens/s of all."""
+    for tokens, cp, rate in (
+        (64 * K, 1, 10240),
+        (64 * K, 8, 7816),
+        (128 * K, 8, 4266),
+        (512 * K, 8, 2133),
+        (700 * K, 8, 1603),
+    ):
+        config = configured(
             "7b",
             tokens,
             family="llama2",
+            rows=8 // cp,
             training={"attention": "flash"},
-            parallelism={"cp": 8, "cp_method": "ring"},
+            parallelism={"cp": 8, "cp_method": "ring"} if cp > 1 else {"dp_shard": 8},
             memory=LONG | {"optimizer_placement": "host"},
         )
-        yield Row("EasyContext", f"Llama2-7B, {_short(tokens)}, 8 x A100", easy, A100, of_peak(easy, A100, percent))
-
-
-def nemo() -> Iterator[Row]:
-    """NVIDIA's tables of long sequences, linear layers in 8 bits: (tokens, tp, cp, dp, rows, share of the bfloat16 peak)."""
-    for tokens, tp, cp, dp, rows, percent in (
-        (128, 2, 4, 4, 32, 41.6),
-        (512, 4, 8, 4, 8, 37.8),
-        (1024, 4, 16, 4, 4, 36.7),
-    ):
-        config = _nemo("8b", "llama3", tokens * K, rows, {"tp": tp, "cp": cp, "dp_shard": dp})
-        setting = f"8B, {_short(tokens * K)}, {tp * cp * dp} x B200"
-        why = "B200 rates are largely estimated"
-        yield Row("NeMo, FP8", setting, config, in_eight_bits(B200), of_peak(config, B200, percent), None, why, OTHER)
-    for tokens, tp, cp, dp, percent in ((128, 4, 4, 8, 32.6), (512, 8, 16, 4, 29.0), (1024, 8, 32, 4, 27.7)):
-        config = _nemo("7b", "llama2", tokens * K, dp, {"tp": tp, "cp": cp, "dp_shard": dp})
-        setting = f"Llama2-7B, {_short(tokens * K)}, {tp * cp * dp} x H100"
-        why = "March 2024: older kernel; batch and recomputation not published"
-        yield Row("NeMo, FP8", setting, config, in_eight_bits(H100), of_peak(config, H100, percent), None, why, OTHER)
-
-
-def _nemo(size: str, family: str, tokens: int, rows: int, mesh: dict[str, int]) -> Config:
-    return configured(
-        size,
-        tokens,
-        family=family,
-        rows=rows,
-        training={"attention": "cudnn"},
-        parallelism={**mesh, "cp_method": "ring"},
-        memory={"recompute": "none"},
-    )
-
-
-def mixtures() -> Iterator[Row]:
-    """NVIDIA's mixtures of experts of 4,096 tokens, tokens spread over experts by force: Megatron Core's figure of Mixtral with
-    its mapping, and tables of Megatron Bridge (container 25.11). Qwen3-235B is left out: its line lacks the batch. torchtitan
-    publishes no table of mixtures.
-    """
-    host = "128 small experts: by its guide, the host cannot keep up"
-    for system, family, size, device, rate, rows, micro_batch, mesh, why in (
-        ("Megatron Core 0.9", "mixtral", "8x7b", H100, 468e12, 256, 1, (4, 8, 16), "mapping of its release 0.8"),
-        ("Megatron Bridge", "gpt_oss", "120b", H100, 5630.0, 512, 4, (4, 1, 16), ""),
-        ("Megatron Bridge", "gpt_oss", "120b", B200, 8213.0, 512, 4, (1, 1, 64), "B200 rates are largely estimated"),
-        ("Megatron Bridge, FP8", "qwen3_moe", "30b-a3b", H100, 5275.0, 512, 2, (2, 24, 8), host),
-        ("Megatron Bridge, FP8", "qwen3_moe", "30b-a3b", B200, 9299.0, 512, 1, (1, 1, 8), host),
-    ):
-        stages, chunks, sharded = mesh
-        pipeline: Values = (
-            {"pp": stages, "pp_schedule": "Interleaved1F1B" if chunks > 1 else "1F1B"} if stages > 1 else {}
-        )
-        config = configured(
-            size,
-            4 * K,
-            family=family,
-            rows=rows,
-            training={"micro_batch_size": micro_batch, "attention": "cudnn"},
-            parallelism={"dp_shard": sharded, "ep": 8, **pipeline},
-            memory={"recompute": "none"},
-        )
-        if rate > 1e12:
-            rate /= config.model.build().flops(tokens=1, pairs=config.model.build().mean_pairs(4 * K) / (4 * K))
-        narrow = in_eight_bits(device) if "FP8" in system else device
-        group = HELD_OUT if narrow is H100 else OTHER
-        setting = f"{family} {size}, 4K, {stages * sharded} x {'H100' if device is H100 else 'B200'}"
-        yield Row(system, setting, config, narrow, rate, None, why, group)
+        is_short = tokens <= 128 * K
+        why, group = ("the batch of a step is not published", OTHER) if is_short else ("", HELD_OUT)
+        setting = f"Llama2-7B, {short_length(tokens)}{'' if cp > 1 else ' without cp'}, 8 x A100"
+        yield Row("EasyContext", setting, config, A100, rate / 8, None, why, group)
 
 
 def torchtitan() -> Iterator[Row]:
@@ -258,6 +137,7 @@ def torchtitan() -> Iterator[Row]:
     for ranks, device, compiled, rate, gib in (
         (8, bench, False, 5762, 82.4),
         (8, bench, True, 6667, 77.0),
+        (8, narrow, True, 8532, 76.8),
         (128, bench, False, 5605, 67.0),
         (128, bench, True, 6514, 62.0),
         (128, narrow, True, 8380, 61.8),
@@ -270,7 +150,7 @@ def torchtitan() -> Iterator[Row]:
             parallelism={"dp_shard": ranks},
         )
         name = "torchtitan" + (", compile" if compiled else "") + (", FP8" if device is narrow else "")
-        group = USED if (ranks, device, compiled) == (8, bench, True) else OTHER
+        group = USED if (ranks, compiled) == (8, True) else OTHER
         yield Row(name, f"8B, 8K, {ranks} x H100", config, device, rate, gib, selective, group)
     for cp, rate, gib in ((1, 3890, 83.9), (2, 2540, 84.2), (4, 1071, 84.0), (8, 548, 84.5)):
         config = configured(
@@ -282,7 +162,9 @@ def torchtitan() -> Iterator[Row]:
             memory={"recompute": "full", "loss_chunk_mib": 1 << 14},
         )
         why = "it repeats the FP8 casts in recomputation" if cp == 1 else "its first context parallelism"
-        yield Row("torchtitan, FP8", f"8B, {_short(32 * K * cp)}, 8 x H100", config, narrow, rate, gib, why, OTHER)
+        yield Row(
+            "torchtitan, FP8", f"8B, {short_length(32 * K * cp)}, 8 x H100", config, narrow, rate, gib, why, OTHER
+        )
     for hidden, rate, gib in ((False, 829, 71.9), (True, 876, 67.6)):
         mesh: Values = {"dp_shard": 32, "tp": 8, "async_tp": hidden}
         config = configured(
@@ -295,8 +177,7 @@ def torchtitan() -> Iterator[Row]:
         )
         name = f"torchtitan, FP8{', async TP' if hidden else ''}"
         why = "the overlap of async TP is taken from its own figure" if hidden else ""
-        group = USED if hidden else OTHER
-        yield Row(name, "70B, 8K, 256 x H100", config, narrow, rate, gib, why, group)
+        yield Row(name, "70B, 8K, 256 x H100", config, narrow, rate, gib, why, USED)
     for schedule, rate, gib in (("1F1B", 100, 82.5), ("Interleaved1F1B", 128, 72.7)):
         config = _largest(8 * K, 256, 4, {"dp_shard": 8, "pp_schedule": schedule})
         yield Row(f"torchtitan, FP8, {schedule}", "405B, 8K, 512 x H100", config, narrow, rate, gib, "", OTHER)
@@ -305,7 +186,14 @@ def torchtitan() -> Iterator[Row]:
         config = _largest(32 * K * cp, 64 // cp, 1, mesh)
         why = "" if cp == 1 else "its first context parallelism"
         yield Row(
-            "torchtitan, FP8, 1F1B", f"405B, {_short(32 * K * cp)}, 512 x H100", config, narrow, rate, gib, why, OTHER
+            "torchtitan, FP8, 1F1B",
+            f"405B, {short_length(32 * K * cp)}, 512 x H100",
+            config,
+            narrow,
+            rate,
+            gib,
+            why,
+            OTHER,
         )
 
 
@@ -322,11 +210,23 @@ def _largest(tokens: int, rows: int, micro_batch: int, mesh: Values) -> Config:
     )
 
 
+def tables() -> Iterator[PublishedTable]:
+    fpdt = LeftOut(6, "FPDT", "it computes chunks of a sequence one after the other from host memory")
+    yield PublishedTable("UPipe's paper, Llama3-8B on eight H100", [*upipe()], [fpdt])
+    yield PublishedTable("TRL's guide to long contexts", [*trl()], [], is_whole=False)
+    yield PublishedTable("ALST's longest sequences", [*alst()], [], is_whole=False)
+    yield PublishedTable("EasyContext's README, Llama2-7B on eight A100", [*easy_context()], [])
+    yield from nemo()
+    yield megatron_core()
+    yield megatron_bridge()
+    yield PublishedTable("torchtitan, December 2024, six tables", [*torchtitan()], [])
+
+
 def rows() -> list[Row]:
-    return [*upipe(), *others(), *nemo(), *mixtures(), *torchtitan()]
+    return [row for table in tables() for row in table.rows]
 
 
-def report(found: Sequence[Row]) -> list[str]:
+def report(found: Sequence[PublishedTable]) -> list[str]:
     heading = [
         "system",
         "setting",
@@ -337,9 +237,29 @@ def report(found: Sequence[Row]) -> list[str]:
         "GiB",
         "predicted",
         "error",
+        "rows",
         "what differs",
     ]
-    return [*summary(found), "", *markdown(heading, [_cells(row) for row in found])]
+    lines = [row for table in found for row in table.rows]
+    return [
+        *markdown(["constant chosen by published rows", "value", "rows"], [[*each] for each in CONSTANTS]),
+        "",
+        *markdown(["source", "rows", "predicted", "left out"], [_coverage(table) for table in found]),
+        "",
+        *summary(lines),
+        "",
+        *markdown(heading, [_cells(row) for row in lines]),
+    ]
+
+
+def _coverage(table: PublishedTable) -> list[str]:
+    """How many lines a source has, how many are predicted, and why others are not."""
+    left_out = sum(each.lines for each in table.left_out)
+    reasons = "; ".join(f"{each.lines} ({each.what}): {each.why}" for each in table.left_out)
+    predicted = len(table.rows)
+    if not table.is_whole:
+        return [table.source, f"{predicted} known here", str(predicted), "what the source has beyond is not known here"]
+    return [table.source, str(predicted + left_out), str(predicted), reasons]
 
 
 def summary(found: Sequence[Row]) -> list[str]:
@@ -367,15 +287,10 @@ def _cells(row: Row) -> list[str]:
         gib,
         f"{plan.peak_memory.device_bytes / GIB:.1f}",
         "" if row.gib is None else f"{100 * (plan.peak_memory.device_bytes / GIB / row.gib - 1):+.0f} %",
+        row.group,
         row.why,
     ]
 
 
-def _short(tokens: int) -> str:
-    if tokens % K:
-        return f"{tokens / 1e6:g}M"
-    return f"{tokens // K}K" if tokens < M else f"{tokens / M:g}M"
-
-
 if __name__ == "__main__":
-    sys.stdout.write("\n".join(report(rows())) + "\n")
+    sys.stdout.write("\n".join(report([*tables()])) + "\n")

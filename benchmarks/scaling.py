@@ -264,7 +264,7 @@ def tables(
     yield markdown(["ranks", "ring", "allgather", "ulysses"], gathered(M))
     yield markdown(["micro-batches", "1F1B: bubble, MFU %", "Interleaved1F1B"], bubble())
     yield markdown(["sequence", "on the device", "on the host"], updating())
-    yield published.report(published.rows())
+    yield published.report([*published.tables()])
 
 
 def fill(page: str, parts: Sequence[Sequence[str]]) -> str:

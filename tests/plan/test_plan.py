@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published import report, rows, summary
+from benchmarks.published import CONSTANTS, report, rows, summary, tables
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import CONFIG_DIR, load
-from trainer.hardware.device_specs import DeviceSpec, load_device
+from trainer.hardware.device_specs import MATMUL_SHARE, DeviceSpec, load_device
 from trainer.hardware.host import GIB
 from trainer.memory import auto
 from trainer.memory.estimator import SAVED_ACTIVATIONS
@@ -225,16 +225,37 @@ def test_405b_fits_4096_gpus() -> None:
     assert plan.mfu > 0.25
 
 
-def test_held_out_rows_but_one_are_predicted_within_25_percent() -> None:
-    """Every row of their tables, whatever its error."""
-    found = rows()
-    held_out = [row for row in found if row.group == "held out"]
-    assert len(held_out) >= 26
+def test_equivalent_rows_but_one_are_predicted_within_25_percent() -> None:
+    """Every row of their tables, whatever its error, and whether a constant was chosen by it or not."""
+    equivalent = [row for row in rows() if row.group != "another system"]
+    assert len(equivalent) >= 32
     # Of gpt-oss-120b the passes around small experts are underestimated: 50 %.
-    assert sorted(abs(row.error) for row in held_out)[-2] < 0.25
-    assert max(abs(row.error) for row in held_out) < 0.5
-    assert sum(abs(row.error) for row in held_out) / len(held_out) < 0.1
-    others = {(row.system, row.device.name) for row in found if row.group == "another system"}
-    assert others.isdisjoint((row.system, row.device.name) for row in held_out)
-    assert len({row.system for row in found}) >= 8
-    assert len(report(found)) == len(summary(found)) + 1 + len(found) + 2
+    assert sorted(abs(row.error) for row in equivalent)[-2] < 0.25
+    assert max(abs(row.error) for row in equivalent) < 0.5
+    assert sum(abs(row.error) for row in equivalent) / len(equivalent) < 0.1
+
+
+def test_published_tables_enter_whole() -> None:
+    found = {table.source: len(table.rows) + sum(each.lines for each in table.left_out) for table in tables()}
+    assert found["Megatron Bridge 25.11, GB300, GB200, B200 and H100"] == 28
+    assert found["torchtitan, December 2024, six tables"] == 18
+    assert found["UPipe's paper, Llama3-8B on eight H100"] == 26
+    assert all(each.why for table in tables() for each in table.left_out)
+
+
+def test_the_page_counts_the_rows_of_each_table_and_names_the_constants_chosen_by_some() -> None:
+    found = [*tables()]
+    page = report(found)
+    assert len(page) == len(CONSTANTS) + len(found) + len(summary(rows())) + len(rows()) + 3 + 3 * 2
+    assert "| torchtitan, December 2024, six tables | 18 | 18 | |" in page
+    (fitted,) = (line for line in page if line.startswith("| sustained share of the matmul rate"))
+    assert fitted.endswith(f"| {MATMUL_SHARE:.2f} | UPipe's table, ALST and TRL, together |")
+    chosen_by = {row.system for row in rows() if row.group == "used to set a constant"}
+    assert {"UPipe", "PyTorch CP", "ALST", "TRL", "torchtitan, compile"} <= chosen_by
+
+
+def test_a_mixture_on_racks_is_predicted_near_its_published_rate() -> None:
+    (row,) = (row for row in rows() if row.setting == "qwen3_moe 235b-a22b, 4K, 256 x GB200")
+    full_racks = plan_stage(row.config, 256, replace(row.device, link_domain_used=72))
+    assert abs(row.error) < 0.25
+    assert full_racks.tokens_per_second_per_device < 0.5 * row.rate

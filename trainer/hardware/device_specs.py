@@ -46,7 +46,7 @@ WidthKey = Annotated[str, Field(pattern=r"^width_[1-9]\d*$")]
 
 MATMUL_SHARE = 0.88
 """Of the best measured matmul rate: clocks of a power-limited GPU drop under sustained load on random data. Chosen so that
-an 8B model reaches 650 TFLOP/s on H100, which explains published step times of several systems."""
+an 8B model reaches 650 TFLOP/s on H100, which explains the published step times of UPipe, ALST and TRL."""
 MEMORY_SHARE = 0.8
 """Of the memory bandwidth of data sheets, which elementwise and norm kernels reach."""
 MATMUL_HALF_RATE_DIM = 256
