@@ -165,8 +165,9 @@ def test_mesh_dependent_keys_of_the_file_do_not_limit_the_search() -> None:
 
 def test_a_search_on_racks_counts_their_used_devices() -> None:
     layouts = enumerate_layouts(configured("--training.global_batch_size", "256"), 256, load_device("gb200"))
-    replicas = {layout["parallelism.dp_replicate"] for layout in layouts if layout["parallelism.tp"] == 1}
-    assert 4 in replicas  # One for each rack of 64.
+    only_dp = [layout for layout in layouts if all(layout[f"parallelism.{axis}"] == 1 for axis in ("tp", "cp", "pp"))]
+    replicas = {layout["parallelism.dp_replicate"] for layout in only_dp}
+    assert replicas == {1, 4}  # One for all, or one for each rack of 64.
 
 
 def test_groups_that_straddle_a_link_domain_count_as_crossing() -> None:
