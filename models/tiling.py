@@ -6,12 +6,14 @@ every tile length gives exact results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor
 
 from models.dtypes import accumulation_dtype
+from models.loops import each
 
 
 def split_into_tiles(num_tokens: int, max_tokens: int | None = None) -> list[slice]:
@@ -46,12 +48,18 @@ class TokenTiles:
         of_tile: Tensor = by_rank.narrow(dim + 1, tile.start, tile.stop - tile.start)
         return of_tile.flatten(dim, dim + 1)
 
-    def map_tiles(self, compute: Callable[[slice], Sequence[Tensor]], *, gathered: bool = False) -> list[Tensor]:
-        """Runs `compute` on every tile and concatenates its outputs along the tokens."""
+    def each(self, *beside: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+        """Every tile, with what `beside` has for it."""
+        return each([*zip(self.tiles, *beside, strict=True)], lambda part: part[0].stop - part[0].start)
+
+    def map_tiles(
+        self, compute: Callable[..., Sequence[Tensor]], *beside: Sequence[Any], gathered: bool = False
+    ) -> list[Tensor]:
+        """Runs `compute` on every tile, with what `beside` has for it, and concatenates its outputs along the tokens."""
         outputs: list[Tensor] = []
         num_shards = self.num_tp_shards if gathered else 1
-        for tile in self.tiles:
-            results = compute(tile)
+        for tile, *others in self.each(*beside):
+            results = compute(tile, *others)
             if len(self.tiles) == 1:
                 return [*results]
             if not outputs:

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import takewhile
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -51,6 +52,15 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+class Stored(NamedTuple):
+    """A live storage."""
+
+    reference: Any
+    kind: str
+    size: int
+    number: int
+
+
 class StorageTracker:
     """Live storages by the phase that allocated them. Subclasses record `on_allocation` and `on_free`."""
 
@@ -59,7 +69,9 @@ class StorageTracker:
         self.device_bytes = self.peak_bytes = self.peak_host_bytes = 0
         self.bytes_at_peak: Counter[str] = Counter()
         self.peak_moment = ""
-        self._storages: dict[int, tuple[Any, str, int]] = {}
+        self.num_added = 0
+        """Storages that were ever alive; their numbers count from 0."""
+        self._storages: dict[int, Stored] = {}
 
     def add(self, x: Tensor, phase: str, moment: str) -> None:
         """Ignores known storages. uint8 storages belong to the pinned host pool of activation offload."""
@@ -69,20 +81,31 @@ class StorageTracker:
         key = storage._cdata
         if key not in self._storages:
             size, kind = storage.nbytes(), HOST if x.dtype == torch.uint8 else phase
-            self._storages[key] = weakref.ref(storage, partial(self._drop, key)), kind, size
+            self._storages[key] = Stored(weakref.ref(storage, partial(self._drop, key)), kind, size, self.num_added)
+            self.num_added += 1
             self.on_allocation(key, Allocation(size, kind == HOST, tuple(x.shape), dtype_name(x.dtype), moment))
             self._adjust(kind, size, moment)
 
     def resize(self, storage: torch.UntypedStorage, moment: str) -> None:
-        key = storage._cdata
-        if (entry := self._storages.get(key)) is not None:
-            reference, kind, old_size = entry
-            if (size := storage.nbytes()) == old_size:
-                return
-            self._storages[key] = reference, kind, size
-            self.on_free(key)
-            self.on_allocation(key, Allocation(size, kind == HOST, (size,), "bytes", moment))
-            self._adjust(kind, size - old_size, moment)
+        if storage._cdata in self._storages:
+            self._resize(storage._cdata, storage.nbytes(), moment)
+
+    def multiply(self, numbers: range, times: int) -> None:
+        """The storages of these numbers that are still alive stand for `times` as many."""
+        last_added = reversed(self._storages.items()) if times > 1 else iter(())
+        recent = [*takewhile(lambda item: item[1].number >= numbers.start, last_added)]
+        for key, stored in recent:
+            if stored.number in numbers:
+                self._resize(key, stored.size * times, "tensors of every part of a loop")
+
+    def _resize(self, key: int, size: int, moment: str) -> None:
+        stored = self._storages[key]
+        if size == stored.size:
+            return
+        self._storages[key] = stored._replace(size=size)
+        self.on_free(key)
+        self.on_allocation(key, Allocation(size, stored.kind == HOST, (size,), "bytes", moment))
+        self._adjust(stored.kind, size - stored.size, moment)
 
     def use_scratch(self, size: int, moment: str) -> None:
         """Counts memory that a kernel allocates and frees while it runs."""
@@ -103,9 +126,9 @@ class StorageTracker:
         self._adjust(HOST, 0, "begin")
 
     def _drop(self, key: int, _: Any) -> None:
-        _, kind, size = self._storages.pop(key)
+        stored = self._storages.pop(key)
         self.on_free(key)
-        self._adjust(kind, -size, "")
+        self._adjust(stored.kind, -stored.size, "")
 
     def _adjust(self, kind: str, size: int, moment: str) -> None:
         self.live_bytes[kind] += size
@@ -202,6 +225,16 @@ class OpCounterMode(TorchDispatchMode):
         self.num_ops, self.work = 0, Work()
         self.small_calls.clear()
         self.storages.reset_peak()
+
+    @contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """FLOPs and messages count `times` times."""
+        work, self.work = self.work, Work()
+        try:
+            yield
+        finally:
+            work.add(self.work, times)
+            self.work = work
 
     @contextmanager
     def without_allocations(self) -> Iterator[None]:

@@ -69,11 +69,10 @@ class Work:
     calls: Counter[MessageKey] = field(default_factory=Counter)
     sent_bytes: Counter[MessageKey] = field(default_factory=Counter)
 
-    def add(self, other: Work) -> None:
-        self.matmul_flops.update(other.matmul_flops)
-        self.attention_flops.update(other.attention_flops)
-        self.calls.update(other.calls)
-        self.sent_bytes.update(other.sent_bytes)
+    def add(self, other: Work, times: int = 1) -> None:
+        for name, total in vars(self).items():
+            for key, amount in getattr(other, name).items():
+                total[key] += times * amount
 
 
 @dataclass

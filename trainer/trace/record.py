@@ -29,6 +29,7 @@ from trainer.trace.compiled import compiled_with
 from trainer.trace.compose import ComposedStep, compose
 from trainer.trace.host_budget import offloaded_by_block, within_budget
 from trainer.trace.inputs import balanced_experts, micro_batches, paths_of_gpu
+from trainer.trace.loops import shortened_loops
 from trainer.trace.operators import OpCounterMode, fake_process_group
 from trainer.trace.pieces import BEGIN, OPTIMIZER, Place, Trace
 from trainer.trace.recorder import PieceRecorder, mark_pieces, recorded_offload
@@ -99,6 +100,7 @@ def record(step: ShortStep, *, kernel: str | None = None, compiled: bool = False
             step.config, step.world_size, step.rank, counter, model=step.model, kernel=kernel, compiled=compiled
         ) as trainer,
         recorded_offload(recorder),
+        shortened_loops(counter),
     ):
         block_states = _block_states(trainer)
         other_states = recorder.device_bytes - sum(block_states.values())
