@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import FakeWork
 from torch._library.custom_ops import OPDEFS
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,12 +27,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallelisms.collectives import resolve_process_group
 from trainer.plan.comm_volume import MIN_COUNTED_BYTES, sent_bytes
 from trainer.trace.attention_calls import attention_call
+from trainer.trace.fake_kernels import FakeKernels
 from trainer.trace.pieces import Allocation, MessageKey, Work
 
 MAX_REAL_BYTES = 16 << 20
 """Integer tensors up to this size hold real values, because control flow depends on them."""
 HOST = "host"
-CPU = torch.device("cpu")
 SCRATCH_KEY = -1
 """Names no storage."""
 
@@ -75,7 +75,7 @@ class StorageTracker:
 
     def add(self, x: Tensor, phase: str, moment: str) -> None:
         """Ignores known storages. uint8 storages belong to the pinned host pool of activation offload."""
-        if x.device.type == "meta":
+        if not isinstance(x, FakeTensor) and x.device.type == "meta":
             return
         storage = x.untyped_storage()
         key = storage._cdata
@@ -146,44 +146,6 @@ class PendingFakeWork(FakeWork):
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.tensors = tensors
-
-
-class FakeKernels:
-    """Runs operators on fake tensors of the CPU.
-
-    What follows from shapes alone is asked of the meta kernels at once. The rest, and what they do not know, takes the
-    way of FakeTensorMode, which first works out a key for its cache: several times as long.
-    """
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
-        self._unknown = set[Any]()
-        """Operators that have no such kernel."""
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func.namespace == "aten" and func not in self._unknown and self._takes(args, kwargs):
-            try:
-                with in_kernel_invocation_manager(self._mode):
-                    result = func(*args, **kwargs)
-            except (NotImplementedError, RuntimeError):
-                self._unknown.add(func)
-            else:
-                return self._wrapped(result)
-        with self._mode:
-            return func(*args, **kwargs)
-
-    def _takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if kwargs.get("device") is not None:
-            return False
-        tensors = _flatten_tensors((*args, *kwargs.values()))
-        return bool(tensors) and all(isinstance(x, FakeTensor) and x.fake_device == CPU for x in tensors)
-
-    def _wrapped(self, result: Any) -> Any:
-        if isinstance(result, FakeTensor) or not isinstance(result, Tensor | list | tuple):
-            return result
-        if isinstance(result, Tensor):
-            return FakeTensor(self._mode, result, CPU)
-        return type(result)(map(self._wrapped, result))
 
 
 class OpCounterMode(TorchDispatchMode):
@@ -284,13 +246,14 @@ class OpCounterMode(TorchDispatchMode):
         return result
 
     def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _needs_real_values(func, args, kwargs):
+        tensors = _flatten_tensors((*args, *kwargs.values()))
+        if _needs_real_values(func, tensors, args, kwargs):
             result = func(*args, **kwargs)
             if func is c10d.recv_.default:
                 # Pipeline stages first exchange a flag: 1 if shapes are known in advance.
                 args[0][0].fill_(1)
         else:
-            result = self._fakes.run(func, args, kwargs)
+            result = self._fakes.run(func, tensors, args, kwargs)
         if self._allocates and _allocates(func):
             for x in _flatten_tensors((result,)):
                 self.storages.add(x, self.phase, f"{self.phase}: {func.overloadpacket}")
@@ -389,13 +352,13 @@ def _channel(group: ProcessGroup) -> str:
 # ---- real values and allocations
 
 
-def _needs_real_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _needs_real_values(func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether control flow may depend on the result: document boundaries, split sizes."""
-    tensors, device = _flatten_tensors((*args, *kwargs.values())), kwargs.get("device")
-    if any(x.is_meta for x in tensors) or (not tensors and _device_type(device) == "meta"):
+    others, device = [x for x in tensors if not isinstance(x, FakeTensor)], kwargs.get("device")
+    if any(x.is_meta for x in others) or (not tensors and _device_type(device) == "meta"):
         return _device_type(device or "meta") == "meta"
     if tensors:
-        return not any(isinstance(x, FakeTensor) for x in tensors)
+        return len(others) == len(tensors)
     dtype = kwargs.get("dtype")
     if func.overloadpacket is aten.arange and all(isinstance(x, int) for x in args):
         return len(range(*args)) * 8 <= MAX_REAL_BYTES and (dtype is None or not dtype.is_floating_point)
