@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from trainer.trace.attention_calls import attention_call
 from trainer.trace.compiled import compiler_for
-from trainer.trace.operators import FakeKernels, OpCounterMode, StorageTracker
+from trainer.trace.fake_kernels import FakeKernels
+from trainer.trace.operators import OpCounterMode, StorageTracker
 from trainer.trace.pieces import Allocation
 
 aten = torch.ops.aten

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from trainer.trace.operator_facts import facts_of
 
 CPU = torch.device("cpu")
 UNKNOWN = object()
@@ -34,18 +35,20 @@ class FakeKernels:
         """Operators that have no such kernel."""
         self._layouts: dict[Hashable, Any] = {}
         """Of the results of calls that allocate all of them."""
+        self._attributes = vars(FakeTensor(mode, torch.empty(0, device="meta"), CPU))
 
     def run(self, func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`tensors`: those among the arguments."""
-        if func.namespace != "aten":
+        facts = facts_of(func)
+        if not facts.is_aten:
             return self._ask_mode(func, args, kwargs)
         is_fake = all(isinstance(x, FakeTensor) and x.fake_device == CPU for x in tensors)
-        if is_fake and (written := _written(func)) is not None:
-            return _like(written, [args[place] if isinstance(place, int) else kwargs[place] for place in written])
-        if not is_fake or not _allocates_all(func):
+        if is_fake and facts.written is not None:
+            return facts.results_written(args, kwargs)
+        if not facts.only_allocates or not all(map(_has_known_layout, tensors)):
             return self._ask(func, tensors, args, kwargs, is_fake=is_fake)
         # The default dtype matters to what has no tensors.
-        call = func, torch.get_default_dtype(), _signature(args), _signature((*kwargs.items(),))
+        call = id(func), torch.get_default_dtype(), _signature(args), _signature((*kwargs.items(),))
         if (layouts := self._layouts.get(call, UNKNOWN)) is not UNKNOWN:
             return _mapped(self._new, layouts)
         result = self._ask(func, tensors, args, kwargs, is_fake=is_fake)
@@ -54,8 +57,14 @@ class FakeKernels:
         return result
 
     def _new(self, layout: Layout) -> Tensor:
-        elements = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
-        return FakeTensor(self._mode, elements, CPU)
+        return self._fake(torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta"))
+
+    def _fake(self, elements: Tensor) -> Tensor:
+        """As FakeTensor makes it, which looks at every option first."""
+        options: dict[str, Any] = {"dispatch_device": True, "device_for_backend_keys": CPU}
+        found: Tensor = Tensor._make_subclass(FakeTensor, elements, **options)
+        vars(found).update(self._attributes)
+        return found
 
     def _ask(
         self, func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_fake: bool
@@ -78,36 +87,13 @@ class FakeKernels:
         if isinstance(result, FakeTensor) or not isinstance(result, Tensor | list | tuple):
             return result
         if isinstance(result, Tensor):
-            return FakeTensor(self._mode, result, CPU)
+            return self._fake(result)
         return type(result)(map(self._wrapped, result))
 
 
-@cache
-def _written(func: Any) -> tuple[int | str, ...] | None:
-    """The arguments that are the results of what only writes to them; None for other operators."""
-    schema = func._schema
-    if not schema.is_mutable or torch.Tag.inplace_view in func.tags:
-        return None
-    given = {
-        tuple(argument.alias_info.before_set): argument.name if argument.kwarg_only else place
-        for place, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    }
-    results = [
-        None if each.alias_info is None else given.get((*each.alias_info.before_set,)) for each in schema.returns
-    ]
-    return None if None in results else tuple(each for each in results if each is not None)
-
-
-@cache
-def _allocates_all(func: Any) -> bool:
-    return not func._schema.is_mutable and all(value.alias_info is None for value in func._schema.returns)
-
-
-def _like(written: Sequence[Any], results: list[Any]) -> Any:
-    if len(written) < 2:
-        return results[0] if results else None
-    return tuple(results)
+def _has_known_layout(x: Tensor) -> bool:
+    """A scalar may be a number, which follows other rules of types."""
+    return isinstance(x, FakeTensor) or (x.dtype != torch.bool and x.ndim > 0)
 
 
 def _signature(values: Sequence[Any]) -> Hashable:
@@ -117,7 +103,7 @@ def _signature(values: Sequence[Any]) -> Hashable:
 
 def _signature_of(value: Any) -> Hashable:
     if isinstance(value, Tensor):
-        return _layout(value)
+        return type(value), _layout(value)
     if isinstance(value, list | tuple):
         return _signature(value)
     return type(value), value

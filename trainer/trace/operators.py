@@ -28,6 +28,7 @@ from parallelisms.collectives import resolve_process_group
 from trainer.plan.comm_volume import MIN_COUNTED_BYTES, sent_bytes
 from trainer.trace.attention_calls import attention_call
 from trainer.trace.fake_kernels import FakeKernels
+from trainer.trace.operator_facts import facts_of
 from trainer.trace.pieces import Allocation, MessageKey, Work
 
 MAX_REAL_BYTES = 16 << 20
@@ -222,11 +223,11 @@ class OpCounterMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is DEVICE and type(args[0]) is FakeTensor:  # Half of all calls.
+            return args[0].fake_device
         if not all(issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # DTensor dispatches to its local tensor.
-        if func is DEVICE:  # Half of all calls.
-            return args[0].fake_device
-        call_kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        call_kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"} if kwargs else {}
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **call_kwargs)  # DTensor propagates shapes with fake tensors.
         self.num_ops += 1
@@ -234,7 +235,7 @@ class OpCounterMode(TorchDispatchMode):
         if func.namespace == "longhaul":
             with self:  # Count inside custom operators.
                 return OPDEFS[func._schema.name]._init_fn(*args, **call_kwargs)
-        if _is_composite(func):
+        if facts_of(func).is_composite:
             with self:  # Composite operators arrive undecomposed below autograd.
                 return func.decompose(*args, **call_kwargs)
         if func.namespace in ("c10d", "_c10d_functional") and any(
@@ -254,9 +255,9 @@ class OpCounterMode(TorchDispatchMode):
                 args[0][0].fill_(1)
         else:
             result = self._fakes.run(func, tensors, args, kwargs)
-        if self._allocates and _allocates(func):
+        if self._allocates and facts_of(func).allocates:
             for x in _flatten_tensors((result,)):
-                self.storages.add(x, self.phase, f"{self.phase}: {func.overloadpacket}")
+                self.storages.add(x, self.phase, f"{self.phase}: {facts_of(func).name}")
         return result
 
     def _count_flops(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -302,6 +303,7 @@ class OpCounterMode(TorchDispatchMode):
         self.work.sent_bytes[key] += sent_bytes(kind, size, ranks)  # type: ignore[assignment]
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -380,15 +382,3 @@ def _flatten_tensors(values: Sequence[Any]) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             tensors += _flatten_tensors(value)
     return tensors
-
-
-@cache
-def _is_composite(func: Any) -> bool:
-    is_aten = func.namespace == "aten"  # `prim::device` is not a real operation.
-    return is_aten and bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
-
-
-@cache
-def _allocates(func: Any) -> bool:
-    """Whether an output is neither an argument nor a view of one."""
-    return any(value.alias_info is None for value in func._schema.returns)
