@@ -40,7 +40,7 @@ class FakeKernels:
     def run(self, func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`tensors`: those among the arguments."""
         facts = facts_of(func)
-        if not facts.is_aten:
+        if not facts.is_known:
             return self._ask_mode(func, args, kwargs)
         is_fake = all(isinstance(x, FakeTensor) and x.fake_device == CPU for x in tensors)
         if is_fake and facts.written is not None:

@@ -13,14 +13,16 @@ class OperatorFacts:
     """Of one overload, found once."""
 
     def __init__(self, func: Any) -> None:
-        self._func, self.name, self.is_aten = func, str(func.overloadpacket), func.namespace == "aten"
+        self._func, self.name, is_aten = func, str(func.overloadpacket), func.namespace == "aten"
+        self.is_known = is_aten or func.namespace == "_c10d_functional"
+        """Whether what the schema says is all that the operator does."""
         returns = [value.alias_info for value in func._schema.returns]
         self.allocates = None in returns
         """Whether a result is neither an argument nor a view of one."""
         self.only_allocates = not func._schema.is_mutable and not any(returns)
         """Whether that is all it does. The shapes of results follow from those of arguments."""
         self.only_allocates &= torch.Tag.dynamic_output_shape not in func.tags
-        self.is_composite = self.is_aten and bool(
+        self.is_composite = is_aten and bool(
             func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
         )
 
