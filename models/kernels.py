@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from models.device_paths import runs_as_on_gpu
 from models.dtypes import accumulation_dtype
 from models.kernel_choice import CUDNN_AND_FLASH, SOFTCAP_PROBLEM, AttentionNeeds, auto_choices, planned_length
-from models.loops import each
 from models.score_blocks import ScoreBlock, ScoreBlocks, TokenIndex, VarlenBatch
+from models.tiling import each
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.dtypes import accumulation_dtype
-from models.loops import each_chunk
+from models.tiling import each_chunk
 
 EMBEDDING_GRAD_COLUMNS = 64  # in `accumulation_dtype` at once: 32 MiB for a vocabulary of 128K
 LocalView = Callable[[Tensor], Tensor]

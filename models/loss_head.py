@@ -18,8 +18,8 @@ from models.config import ModelConfig
 from models.device_paths import runs_as_on_gpu
 from models.dtypes import accumulation_dtype
 from models.linear import Linear, identity, local_parameter
-from models.loops import each_chunk
 from models.norm import config_norm
+from models.tiling import each_chunk
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from models.config import ModelConfig
 from models.device_paths import runs_as_on_gpu
 from models.dtypes import accumulation_dtype
 from models.linear import identity, local_parameter
-from models.loops import each_chunk
+from models.tiling import each_chunk
 
 AllReduce = Callable[[Tensor], Tensor]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from models.dtypes import accumulation_dtype
-from models.loops import each_chunk
 from models.score_blocks import TokenIndex
+from models.tiling import each_chunk
 
 
 class OnlineSoftmax:

@@ -1,4 +1,4 @@
-"""Tiles of tokens, and sums of weight gradients over them.
+"""Tiles and chunks of tokens, loops over them, and sums of weight gradients.
 
 Tiling bounds the transient memory of recomputation (ALST, Bekman et al., 2025). Tokens interact only in attention, so
 every tile length gives exact results.
@@ -6,14 +6,21 @@ every tile length gives exact results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from models.dtypes import accumulation_dtype
-from models.loops import each
+
+Part = TypeVar("Part")
+Likeness = Callable[[Any], Hashable]
+"""Equal for parts that take the same operations on tensors of the same shapes, wherever they are in the loop."""
+Loop = Callable[[Sequence[Any], Likeness], Iterator[Any]]
+
+_loops: list[Loop] = []
 
 
 def split_into_tiles(num_tokens: int, max_tokens: int | None = None) -> list[slice]:
@@ -90,3 +97,26 @@ class GradAccumulator:
         if lost := self._dtypes.keys() - self._sums.keys():
             raise ValueError(f"recomputation found no gradient of {', '.join(sorted(lost))}: no piece uses it")
         return [self._sums.pop(name).to(dtype) for name, dtype in self._dtypes.items()]
+
+
+# ---- loops over parts that cost alike, of which a trace on fake tensors runs few
+
+
+def each(parts: Sequence[Part], likeness: Likeness = lambda _: None) -> Iterator[Part]:
+    """The parts, one after the other. No part may need what the body keeps of a certain other one."""
+    return _loops[-1](parts, likeness) if _loops else iter(parts)
+
+
+def each_chunk(length: int, size: int) -> Iterator[slice]:
+    """Of `size` each; the last one may be shorter."""
+    return each([slice(start, start + size) for start in range(0, length, size)])
+
+
+@contextmanager
+def loops_run_by(loop: Loop) -> Iterator[None]:
+    """Until the end of the context, `loop` chooses which parts `each` gives. For fake tensors only."""
+    _loops.append(loop)
+    try:
+        yield
+    finally:
+        _loops.pop()

@@ -22,9 +22,9 @@ from torch import Tensor
 from models import attention_op, kernels
 from models.attention_core import QKVGrads
 from models.dtypes import accumulation_dtype
-from models.loops import each
 from models.online_softmax import OnlineSoftmax, add_sink
 from models.score_blocks import ScoreBlocks
+from models.tiling import each
 from parallelisms import collectives
 from parallelisms.context.attention_plan import RankAttentionPlan, plan_of
 from parallelisms.context.context_plan import ShardLayout

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-from models.loops import Likeness, loops_run_by
+from models.tiling import Likeness, loops_run_by
 from trainer.trace.operators import OpCounterMode
 
 FIRST_PARTS, LAST_PARTS = 2, 1
