@@ -114,9 +114,20 @@ def test_the_short_way_gives_what_torchs_fake_tensors_give(name: str) -> None:
     def short(operator: Callable[..., Any], *inputs: Tensor) -> Any:
         with OpCounterMode() as counter:
             counter._fakes = FakeKernels(mode)
+            operator(*inputs)  # The second call is laid out as the first was.
             return operator(*inputs)
 
     assert results(short) == results(as_torch)
+
+
+def test_results_are_laid_out_as_those_of_an_equal_call() -> None:
+    """1, 1.0 and True are equal, but not to the type of the result."""
+    with OpCounterMode():
+        x = torch.empty(4, dtype=torch.int32)
+        found = [(x + number).dtype for number in (1, 1.0, 1, 1.0)]
+        lengths = [len(x.new_empty(length)) for length in (3, 5, 3)]
+    assert found == [torch.int32, torch.float32] * 2
+    assert lengths == [3, 5, 3]
 
 
 # ---- compiled pieces
