@@ -19,6 +19,7 @@ from models.device_paths import runs_as_on_gpu
 from models.dtypes import accumulation_dtype
 from models.kernel_choice import CUDNN_AND_FLASH, SOFTCAP_PROBLEM, AttentionNeeds, auto_choices, planned_length
 from models.score_blocks import ScoreBlock, ScoreBlocks, TokenIndex, VarlenBatch
+from models.tiling import each
 
 aten = torch.ops.aten
 
@@ -51,7 +52,7 @@ def attend_blocks(
                 yield batch.queries, *_flash_forward(q, k, v, batch, part.window)
             continue
         forward = DENSE_KERNELS[name][0] if softcap is None else partial(_plain_forward, softcap=softcap)
-        for block in part.blocks:
+        for block in each(part.blocks, ScoreBlock.shape):
             num_queries, length = block.q1 - block.q0, _call_length(name, block)
             q, k, v = _block_tokens(block, [q_XNH], [k_YKH, v_YKH], length)
             out, lse = forward(q, k, v, block.mask != "full")
@@ -87,7 +88,7 @@ def attend_blocks_backward(
                 yield batch.queries, batch.keys, *grads
             continue
         backward = DENSE_KERNELS[name][1] if softcap is None else partial(_plain_backward, softcap=softcap)
-        for block in part.blocks:
+        for block in each(part.blocks, ScoreBlock.shape):
             num_queries, length = block.q1 - block.q0, _call_length(name, block)
             grad, q, out, k, v = _block_tokens(block, [grad_XNH, q_XNH, out_XNH], [k_YKH, v_YKH], length)
             lse = lse_NX[None, :, block.q0 : block.q1]

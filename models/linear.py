@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.dtypes import accumulation_dtype
+from models.tiling import each_chunk
 
 EMBEDDING_GRAD_COLUMNS = 64  # in `accumulation_dtype` at once: 32 MiB for a vocabulary of 128K
 LocalView = Callable[[Tensor], Tensor]
@@ -72,9 +73,8 @@ class EmbeddingFunction(torch.autograd.Function):
         if dtype == grad_BSE.dtype:
             return None, sum_by_row(grad_BSE, index_BS, ctx.num_rows)
         grad_weight_VE = grad_BSE.new_empty(ctx.num_rows, grad_BSE.shape[-1])
-        chunks = (x.split(EMBEDDING_GRAD_COLUMNS, -1) for x in (grad_weight_VE, grad_BSE))
-        for grad_VC, grad_BSC in zip(*chunks, strict=True):
-            grad_VC.copy_(sum_by_row(grad_BSC.to(dtype), index_BS, ctx.num_rows))
+        for columns in each_chunk(grad_BSE.shape[-1], EMBEDDING_GRAD_COLUMNS):
+            grad_weight_VE[:, columns] = sum_by_row(grad_BSE[..., columns].to(dtype), index_BS, ctx.num_rows)
         return None, grad_weight_VE
 
 

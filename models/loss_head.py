@@ -19,6 +19,7 @@ from models.device_paths import runs_as_on_gpu
 from models.dtypes import accumulation_dtype
 from models.linear import Linear, identity, local_parameter
 from models.norm import config_norm
+from models.tiling import each_chunk
 
 
 @dataclass(frozen=True)
@@ -252,8 +253,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         make_softmax: Callable[..., Softmax] = EagerSoftmax
         if compile_piece is not None:
             make_softmax = partial(CompiledSoftmax, compile_piece=compile_piece)
-        for start in range(0, x_RE.shape[0], chunk_tokens):
-            token_slice = slice(start, start + chunk_tokens)
+        for token_slice in each_chunk(x_RE.shape[0], chunk_tokens):
             x_CE, index_C1, is_target_C1 = (x[token_slice] for x in (x_RE, index_R1, is_target_R1))
             softmax = make_softmax(logit_product(x_CE, weight_VE), index_C1, transform)
             argmax_C1 = None if correct_BS is None else softmax.argmax()

@@ -16,6 +16,7 @@ from models.config import ModelConfig
 from models.device_paths import runs_as_on_gpu
 from models.dtypes import accumulation_dtype
 from models.linear import identity, local_parameter
+from models.tiling import each_chunk
 
 AllReduce = Callable[[Tensor], Tensor]
 
@@ -93,7 +94,9 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 def _chunks(chunk_tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(x.flatten(0, -2).split(chunk_tokens) for x in tensors), strict=True)
+    rows = [x.flatten(0, -2) for x in tensors]
+    for chunk in each_chunk(len(rows[0]), chunk_tokens):
+        yield tuple(x[chunk] for x in rows)
 
 
 class RMSNorm(nn.Module):

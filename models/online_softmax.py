@@ -10,6 +10,7 @@ from torch import Tensor
 
 from models.dtypes import accumulation_dtype
 from models.score_blocks import TokenIndex
+from models.tiling import each_chunk
 
 
 class OnlineSoftmax:
@@ -57,8 +58,8 @@ def sink_grad(grad_XNH: Tensor, out_XNH: Tensor, lse_NX: Tensor, sink_N: Tensor)
     """Gradient of the sink over these tokens, [N], given the results of `add_sink`."""
     dtype = accumulation_dtype(sink_N.dtype)
     total_N = torch.zeros_like(sink_N, dtype=dtype)
-    chunks = zip(grad_XNH.split(SINK_TOKENS), out_XNH.split(SINK_TOKENS), lse_NX.split(SINK_TOKENS, 1), strict=True)
-    for grad, out, lse in chunks:
+    for chunk in each_chunk(len(grad_XNH), SINK_TOKENS):
+        grad, out, lse = grad_XNH[chunk], out_XNH[chunk], lse_NX[:, chunk]
         weight_NP = (sink_N.to(lse.dtype).unsqueeze(1) - lse).exp()
         total_N -= (weight_NP * (grad.to(dtype) * out).sum(-1).T).sum(1)
     return total_N

@@ -47,6 +47,9 @@ class ScoreBlock(NamedTuple):
     k1: int
     mask: Mask = "full"
 
+    def shape(self) -> tuple[int, int, Mask]:
+        return self.q1 - self.q0, self.k1 - self.k0, self.mask
+
 
 class ScoreBlocks:
     """Blocks of the score matrix; validated once for all layers.

@@ -1,4 +1,4 @@
-"""Tiles of tokens, and sums of weight gradients over them.
+"""Tiles and chunks of tokens, loops over them, and sums of weight gradients.
 
 Tiling bounds the transient memory of recomputation (ALST, Bekman et al., 2025). Tokens interact only in attention, so
 every tile length gives exact results.
@@ -6,12 +6,21 @@ every tile length gives exact results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from models.dtypes import accumulation_dtype
+
+Part = TypeVar("Part")
+Likeness = Callable[[Any], Hashable]
+"""Equal for parts that take the same operations on tensors of the same shapes, wherever they are in the loop."""
+Loop = Callable[[Sequence[Any], Likeness], Iterator[Any]]
+
+_loops: list[Loop] = []
 
 
 def split_into_tiles(num_tokens: int, max_tokens: int | None = None) -> list[slice]:
@@ -46,12 +55,18 @@ class TokenTiles:
         of_tile: Tensor = by_rank.narrow(dim + 1, tile.start, tile.stop - tile.start)
         return of_tile.flatten(dim, dim + 1)
 
-    def map_tiles(self, compute: Callable[[slice], Sequence[Tensor]], *, gathered: bool = False) -> list[Tensor]:
-        """Runs `compute` on every tile and concatenates its outputs along the tokens."""
+    def each(self, *beside: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+        """Every tile, with what `beside` has for it."""
+        return each([*zip(self.tiles, *beside, strict=True)], lambda part: part[0].stop - part[0].start)
+
+    def map_tiles(
+        self, compute: Callable[..., Sequence[Tensor]], *beside: Sequence[Any], gathered: bool = False
+    ) -> list[Tensor]:
+        """Runs `compute` on every tile, with what `beside` has for it, and concatenates its outputs along the tokens."""
         outputs: list[Tensor] = []
         num_shards = self.num_tp_shards if gathered else 1
-        for tile in self.tiles:
-            results = compute(tile)
+        for tile, *others in self.each(*beside):
+            results = compute(tile, *others)
             if len(self.tiles) == 1:
                 return [*results]
             if not outputs:
@@ -82,3 +97,26 @@ class GradAccumulator:
         if lost := self._dtypes.keys() - self._sums.keys():
             raise ValueError(f"recomputation found no gradient of {', '.join(sorted(lost))}: no piece uses it")
         return [self._sums.pop(name).to(dtype) for name, dtype in self._dtypes.items()]
+
+
+# ---- loops over parts that cost alike, of which a trace on fake tensors runs few
+
+
+def each(parts: Sequence[Part], likeness: Likeness = lambda _: None) -> Iterator[Part]:
+    """The parts, one after the other. No part may need what the body keeps of a certain other one."""
+    return _loops[-1](parts, likeness) if _loops else iter(parts)
+
+
+def each_chunk(length: int, size: int) -> Iterator[slice]:
+    """Of `size` each; the last one may be shorter."""
+    return each([slice(start, start + size) for start in range(0, length, size)])
+
+
+@contextmanager
+def loops_run_by(loop: Loop) -> Iterator[None]:
+    """Until the end of the context, `loop` chooses which parts `each` gives. For fake tensors only."""
+    _loops.append(loop)
+    try:
+        yield
+    finally:
+        _loops.pop()

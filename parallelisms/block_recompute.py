@@ -160,7 +160,7 @@ class BlockCompute:
         del grad_BTE
         if self._head_groups > 1:
             prefetch()
-        for tile in self.token_tiles.tiles:
+        for (tile,) in self.token_tiles.each():
             normed, before_graph = normed_input.tile_with_graph(tile)
             grad = run.linears_backward(self._product_grads(run, normed, tile, grads, graphs), normed)
             del normed

@@ -35,21 +35,19 @@ class ExpertHalf:
             logits = [self._logits(hidden_BSE[:, tile], weights)[1] for tile in self._tiles.tiles]
             self._routings = self._module.route(logits)
             del logits
-        routings = iter(self._routings)
         (out_BSE,) = self._tiles.map_tiles(
-            lambda tile: [hidden_BSE[:, tile] + self._added(hidden_BSE[:, tile], next(routings), weights)]
+            lambda tile, routing: [hidden_BSE[:, tile] + self._added(hidden_BSE[:, tile], routing, weights)],
+            self._routings,
         )
         return out_BSE
 
     def backward(self, grad_BSE: Tensor, hidden: Callable[[slice], Tensor]) -> tuple[Tensor, ...]:
         """Gradients of the hidden state between the halves, whose tiles `hidden` gives, and of the weights."""
-        weights, routings = as_leaves(self._sublayer.weights()), iter(self._routings)
+        weights = as_leaves(self._sublayer.weights())
         grads = GradAccumulator(weights)
         needs_output = self._sublayer.post_norm is not None
 
-        def compute_tile(tile: slice) -> list[Tensor]:
-            routing = next(routings)
-
+        def compute_tile(tile: slice, routing: TileRouting) -> list[Tensor]:
             def added(inputs: Sequence[Tensor], given: Weights) -> list[Tensor]:
                 return [self._added(inputs[0], routing, given, needs_output=needs_output)]
 
@@ -58,7 +56,7 @@ class ExpertHalf:
             grads.add(weight_grads)
             return [grad_hidden_BCE.add_(grad_BCE)]
 
-        (grad_hidden_BSE,) = self._tiles.map_tiles(compute_tile)
+        (grad_hidden_BSE,) = self._tiles.map_tiles(compute_tile, self._routings)
         return grad_hidden_BSE, *grads.pop_grads()
 
     def _agree_on_tiles(self) -> None:

@@ -24,6 +24,7 @@ from models.attention_core import QKVGrads
 from models.dtypes import accumulation_dtype
 from models.online_softmax import OnlineSoftmax, add_sink
 from models.score_blocks import ScoreBlocks
+from models.tiling import each
 from parallelisms import collectives
 from parallelisms.context.attention_plan import RankAttentionPlan, plan_of
 from parallelisms.context.context_plan import ShardLayout
@@ -87,11 +88,13 @@ class Ring:
         return self.rotate(torch.stack((k_XKH, v_XKH)))
 
     def remote_kv(self, pending_kv: Waitable) -> Iterator[tuple[Tensor, ScoreBlocks]]:
-        for step, blocks in enumerate(self.plan.ring_step_blocks, start=1):
+        hops = [*enumerate(self.plan.ring_step_blocks, start=1)]
+        for step, blocks in each(hops, lambda hop: hop[1].blocks):
             kv_2XKH = pending_kv.wait()
             if step < self.plan.ring_degree - 1:
                 pending_kv = self.rotate(kv_2XKH)
             yield kv_2XKH, blocks
+            del kv_2XKH
 
     def send_grads(self, dkv_2YKH: Tensor, pending_dkv: Waitable | None) -> Waitable:
         if pending_dkv is not None:

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from trainer.trace.attention_calls import attention_call
 from trainer.trace.compiled import compiler_for
-from trainer.trace.operators import FakeKernels, OpCounterMode, StorageTracker
+from trainer.trace.fake_kernels import FakeKernels
+from trainer.trace.operators import OpCounterMode, StorageTracker
 from trainer.trace.pieces import Allocation
 
 aten = torch.ops.aten
@@ -113,9 +114,18 @@ def test_the_short_way_gives_what_torchs_fake_tensors_give(name: str) -> None:
     def short(operator: Callable[..., Any], *inputs: Tensor) -> Any:
         with OpCounterMode() as counter:
             counter._fakes = FakeKernels(mode)
+            operator(*inputs)  # The second call is laid out as the first was.
             return operator(*inputs)
 
     assert results(short) == results(as_torch)
+
+
+def test_results_are_laid_out_as_those_of_an_equal_call() -> None:
+    """1 and 1.0 are equal, but not to the type of the result."""
+    with OpCounterMode():
+        found = [torch.full((length,), number) for length in (3, 5) for number in (1, 1.0) * 2]
+    assert [x.dtype for x in found] == [torch.int64, torch.float32] * 4
+    assert [len(x) for x in found] == [3] * 4 + [5] * 4
 
 
 # ---- compiled pieces

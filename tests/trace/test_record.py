@@ -19,7 +19,8 @@ from tests.models.other_kinds import other_kinds
 from trainer.config import model as model_section
 from trainer.config.job_config import Config
 from trainer.trace.compose import compose
-from trainer.trace.record import record, trace_step
+from trainer.trace.pieces import Trace
+from trainer.trace.record import record, trace_pp_ranks, trace_step
 from trainer.trace.shorten import ShortStep
 
 DEEP = "model.num_layers=9 training.global_batch_size=4"
@@ -54,6 +55,28 @@ def test_a_whole_step_follows_from_a_short_one(name: str) -> None:
     config = configured(CASES[name])
     world_size = prod(config.parallelism.degrees(1).values())
     require_equal(config, world_size, rank=world_size - 1)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.slow)])
+def test_ranks_of_a_pipeline_share_recorded_steps(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peaks to a thousandth, because plans of attention are remembered from one recording to the next."""
+    config = configured(
+        f"model.num_layers=28 training.global_batch_size=8 {KEEP} parallelism.pp=5 parallelism.pp_schedule={schedule}"
+    )
+    alone = [trace_step(config, 5, rank).whole for rank in range(5)]
+    recorded = list[ShortStep]()
+
+    def noted(step: ShortStep, **_: object) -> Trace:
+        recorded.append(step)
+        return record(step)
+
+    monkeypatch.setattr("trainer.trace.record.record", noted)
+    for found, expected in zip(trace_pp_ranks(config, 5), alone, strict=True):
+        assert found.whole.is_closed
+        assert found.whole.peak.size == pytest.approx(expected.peak.size, rel=1e-3)
+        assert found.whole.host_bytes == expected.host_bytes
+        assert found.whole.work == expected.work
+    assert len(recorded) <= 3
 
 
 @pytest.mark.slow

@@ -155,31 +155,42 @@ class ComposedStep(NamedTuple):
 
 def compose(trace: Trace, order: Sequence[Place], like: Correspondence, target: Target | None = None) -> ComposedStep:
     """`order`: the pieces of the whole step; `target` is needed if some send messages."""
-    run = Composition(trace, order, like, target)
+    changes = lasting_changes(trace.pieces)
+    run = Composition(trace, changes, order, like, target)
     peak = Peak(-1, -1, BEGIN, "")
     for position, place, transient in run.changes():
         found = run.memory.device_bytes + transient.size
         if found > peak.size:
             peak = Peak(found, position, place, transient.largest.operator if transient.largest else "")
-    again = Composition(trace, order, like, target)
+    again = Composition(trace, changes, order, like, target)
     for position, _, _ in again.changes():
         if position == peak.position:
             break
     held = [(place.action, allocation) for (place, _), allocation in again.memory.live.items()]
     transient_bytes = peak.size - again.memory.device_bytes
-    return ComposedStep(peak, run.memory.host_bytes, run.work, held, transient_bytes, run.missing, run.left())
+    return ComposedStep(peak, run.memory.host_bytes, run.work(), held, transient_bytes, run.missing, run.left())
 
 
 class Composition:
     """Runs the copies of recorded pieces."""
 
-    def __init__(self, trace: Trace, order: Sequence[Place], like: Correspondence, target: Target | None) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        changes: list[list[Change]],
+        order: Sequence[Place],
+        like: Correspondence,
+        target: Target | None,
+    ) -> None:
+        """`changes`: of each recorded piece."""
         self._trace, self._order, self._like, self._target = trace, order, like, target
         self._index = {piece.place: index for index, piece in enumerate(trace.pieces)}
-        self._changes = lasting_changes(trace.pieces)
+        self._changes = changes
         blocks = ((stage, block) for stage, originals in like.blocks.items() for block in originals)
         states = sum(trace.block_states.get(each, 0) for each in blocks)
-        self.memory, self.work = Memory(states + trace.other_states), Work()
+        self.memory = Memory(states + trace.other_states)
+        self._copies = Counter[int]()
+        """Of each recorded piece, so far."""
         self.missing = Counter[tuple[Place, Place, TensorName]]()
         self._sent_tensors = self._find_sent_tensors()
         self._latest_sent: dict[int, Place] = {}
@@ -189,7 +200,7 @@ class Composition:
         position = 0
         for place in self._order:
             index = self._index[self._like.original(place)]
-            self.work.add(self._trace.pieces[index].work)
+            self._copies[index] += 1
             if "send" in place.action or place == FINISH:
                 self._free_sent(place)
             for change in self._changes[index]:
@@ -200,6 +211,13 @@ class Composition:
                 else:
                     yield position, place, change
                     position += 1
+
+    def work(self) -> Work:
+        """Of all copies so far."""
+        total = Work()
+        for index, times in self._copies.items():
+            total.add(self._trace.pieces[index].work, times)
+        return total
 
     def _free(self, death: Death, index: int, copy: Place) -> None:
         origin, here = self._trace.pieces[death.origin].place, self._trace.pieces[index].place

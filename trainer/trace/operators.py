@@ -11,14 +11,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import takewhile
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import FakeWork
 from torch._library.custom_ops import OPDEFS
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,12 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallelisms.collectives import resolve_process_group
 from trainer.plan.comm_volume import MIN_COUNTED_BYTES, sent_bytes
 from trainer.trace.attention_calls import attention_call
+from trainer.trace.fake_kernels import FakeKernels
+from trainer.trace.operator_facts import facts_of
 from trainer.trace.pieces import Allocation, MessageKey, Work
 
 MAX_REAL_BYTES = 16 << 20
 """Integer tensors up to this size hold real values, because control flow depends on them."""
 HOST = "host"
-CPU = torch.device("cpu")
 SCRATCH_KEY = -1
 """Names no storage."""
 
@@ -51,6 +53,15 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+class Stored(NamedTuple):
+    """A live storage."""
+
+    reference: Any
+    kind: str
+    size: int
+    number: int
+
+
 class StorageTracker:
     """Live storages by the phase that allocated them. Subclasses record `on_allocation` and `on_free`."""
 
@@ -59,30 +70,43 @@ class StorageTracker:
         self.device_bytes = self.peak_bytes = self.peak_host_bytes = 0
         self.bytes_at_peak: Counter[str] = Counter()
         self.peak_moment = ""
-        self._storages: dict[int, tuple[Any, str, int]] = {}
+        self.num_added = 0
+        """Storages that were ever alive; their numbers count from 0."""
+        self._storages: dict[int, Stored] = {}
 
     def add(self, x: Tensor, phase: str, moment: str) -> None:
         """Ignores known storages. uint8 storages belong to the pinned host pool of activation offload."""
-        if x.device.type == "meta":
+        if not isinstance(x, FakeTensor) and x.device.type == "meta":
             return
         storage = x.untyped_storage()
         key = storage._cdata
         if key not in self._storages:
             size, kind = storage.nbytes(), HOST if x.dtype == torch.uint8 else phase
-            self._storages[key] = weakref.ref(storage, partial(self._drop, key)), kind, size
+            self._storages[key] = Stored(weakref.ref(storage, partial(self._drop, key)), kind, size, self.num_added)
+            self.num_added += 1
             self.on_allocation(key, Allocation(size, kind == HOST, tuple(x.shape), dtype_name(x.dtype), moment))
             self._adjust(kind, size, moment)
 
     def resize(self, storage: torch.UntypedStorage, moment: str) -> None:
-        key = storage._cdata
-        if (entry := self._storages.get(key)) is not None:
-            reference, kind, old_size = entry
-            if (size := storage.nbytes()) == old_size:
-                return
-            self._storages[key] = reference, kind, size
-            self.on_free(key)
-            self.on_allocation(key, Allocation(size, kind == HOST, (size,), "bytes", moment))
-            self._adjust(kind, size - old_size, moment)
+        if storage._cdata in self._storages:
+            self._resize(storage._cdata, storage.nbytes(), moment)
+
+    def multiply(self, numbers: range, times: int) -> None:
+        """The storages of these numbers that are still alive stand for `times` as many."""
+        last_added = reversed(self._storages.items()) if times > 1 else iter(())
+        recent = [*takewhile(lambda item: item[1].number >= numbers.start, last_added)]
+        for key, stored in recent:
+            if stored.number in numbers:
+                self._resize(key, stored.size * times, "tensors of every part of a loop")
+
+    def _resize(self, key: int, size: int, moment: str) -> None:
+        stored = self._storages[key]
+        if size == stored.size:
+            return
+        self._storages[key] = stored._replace(size=size)
+        self.on_free(key)
+        self.on_allocation(key, Allocation(size, stored.kind == HOST, (size,), "bytes", moment))
+        self._adjust(stored.kind, size - stored.size, moment)
 
     def use_scratch(self, size: int, moment: str) -> None:
         """Counts memory that a kernel allocates and frees while it runs."""
@@ -103,9 +127,9 @@ class StorageTracker:
         self._adjust(HOST, 0, "begin")
 
     def _drop(self, key: int, _: Any) -> None:
-        _, kind, size = self._storages.pop(key)
+        stored = self._storages.pop(key)
         self.on_free(key)
-        self._adjust(kind, -size, "")
+        self._adjust(stored.kind, -stored.size, "")
 
     def _adjust(self, kind: str, size: int, moment: str) -> None:
         self.live_bytes[kind] += size
@@ -123,44 +147,6 @@ class PendingFakeWork(FakeWork):
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.tensors = tensors
-
-
-class FakeKernels:
-    """Runs operators on fake tensors of the CPU.
-
-    What follows from shapes alone is asked of the meta kernels at once. The rest, and what they do not know, takes the
-    way of FakeTensorMode, which first works out a key for its cache: several times as long.
-    """
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
-        self._unknown = set[Any]()
-        """Operators that have no such kernel."""
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func.namespace == "aten" and func not in self._unknown and self._takes(args, kwargs):
-            try:
-                with in_kernel_invocation_manager(self._mode):
-                    result = func(*args, **kwargs)
-            except (NotImplementedError, RuntimeError):
-                self._unknown.add(func)
-            else:
-                return self._wrapped(result)
-        with self._mode:
-            return func(*args, **kwargs)
-
-    def _takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if kwargs.get("device") is not None:
-            return False
-        tensors = _flatten_tensors((*args, *kwargs.values()))
-        return bool(tensors) and all(isinstance(x, FakeTensor) and x.fake_device == CPU for x in tensors)
-
-    def _wrapped(self, result: Any) -> Any:
-        if isinstance(result, FakeTensor) or not isinstance(result, Tensor | list | tuple):
-            return result
-        if isinstance(result, Tensor):
-            return FakeTensor(self._mode, result, CPU)
-        return type(result)(map(self._wrapped, result))
 
 
 class OpCounterMode(TorchDispatchMode):
@@ -204,6 +190,16 @@ class OpCounterMode(TorchDispatchMode):
         self.storages.reset_peak()
 
     @contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """FLOPs and messages count `times` times."""
+        work, self.work = self.work, Work()
+        try:
+            yield
+        finally:
+            work.add(self.work, times)
+            self.work = work
+
+    @contextmanager
     def without_allocations(self) -> Iterator[None]:
         """Results take no memory."""
         allocates, self._allocates = self._allocates, False
@@ -227,11 +223,11 @@ class OpCounterMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is DEVICE and type(args[0]) is FakeTensor:  # Half of all calls.
+            return args[0].fake_device
         if not all(issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # DTensor dispatches to its local tensor.
-        if func is DEVICE:  # Half of all calls.
-            return args[0].fake_device
-        call_kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        call_kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"} if kwargs else {}
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **call_kwargs)  # DTensor propagates shapes with fake tensors.
         self.num_ops += 1
@@ -239,7 +235,7 @@ class OpCounterMode(TorchDispatchMode):
         if func.namespace == "longhaul":
             with self:  # Count inside custom operators.
                 return OPDEFS[func._schema.name]._init_fn(*args, **call_kwargs)
-        if _is_composite(func):
+        if facts_of(func).is_composite:
             with self:  # Composite operators arrive undecomposed below autograd.
                 return func.decompose(*args, **call_kwargs)
         if func.namespace in ("c10d", "_c10d_functional") and any(
@@ -251,16 +247,17 @@ class OpCounterMode(TorchDispatchMode):
         return result
 
     def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _needs_real_values(func, args, kwargs):
+        tensors = _flatten_tensors((*args, *kwargs.values()))
+        if _needs_real_values(func, tensors, args, kwargs):
             result = func(*args, **kwargs)
             if func is c10d.recv_.default:
                 # Pipeline stages first exchange a flag: 1 if shapes are known in advance.
                 args[0][0].fill_(1)
         else:
-            result = self._fakes.run(func, args, kwargs)
-        if self._allocates and _allocates(func):
+            result = self._fakes.run(func, tensors, args, kwargs)
+        if self._allocates and facts_of(func).allocates:
             for x in _flatten_tensors((result,)):
-                self.storages.add(x, self.phase, f"{self.phase}: {func.overloadpacket}")
+                self.storages.add(x, self.phase, f"{self.phase}: {facts_of(func).name}")
         return result
 
     def _count_flops(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -306,6 +303,7 @@ class OpCounterMode(TorchDispatchMode):
         self.work.sent_bytes[key] += sent_bytes(kind, size, ranks)  # type: ignore[assignment]
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -356,13 +354,13 @@ def _channel(group: ProcessGroup) -> str:
 # ---- real values and allocations
 
 
-def _needs_real_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _needs_real_values(func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether control flow may depend on the result: document boundaries, split sizes."""
-    tensors, device = _flatten_tensors((*args, *kwargs.values())), kwargs.get("device")
-    if any(x.is_meta for x in tensors) or (not tensors and _device_type(device) == "meta"):
+    others, device = [x for x in tensors if not isinstance(x, FakeTensor)], kwargs.get("device")
+    if any(x.is_meta for x in others) or (not tensors and _device_type(device) == "meta"):
         return _device_type(device or "meta") == "meta"
     if tensors:
-        return not any(isinstance(x, FakeTensor) for x in tensors)
+        return len(others) == len(tensors)
     dtype = kwargs.get("dtype")
     if func.overloadpacket is aten.arange and all(isinstance(x, int) for x in args):
         return len(range(*args)) * 8 <= MAX_REAL_BYTES and (dtype is None or not dtype.is_floating_point)
@@ -384,15 +382,3 @@ def _flatten_tensors(values: Sequence[Any]) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             tensors += _flatten_tensors(value)
     return tensors
-
-
-@cache
-def _is_composite(func: Any) -> bool:
-    is_aten = func.namespace == "aten"  # `prim::device` is not a real operation.
-    return is_aten and bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
-
-
-@cache
-def _allocates(func: Any) -> bool:
-    """Whether an output is neither an argument nor a view of one."""
-    return any(value.alias_info is None for value in func._schema.returns)

@@ -7,7 +7,8 @@ step: its begin, its end and the optimizer. A piece lasts until the next one sta
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 Unit = int | str
@@ -69,11 +70,10 @@ class Work:
     calls: Counter[MessageKey] = field(default_factory=Counter)
     sent_bytes: Counter[MessageKey] = field(default_factory=Counter)
 
-    def add(self, other: Work) -> None:
-        self.matmul_flops.update(other.matmul_flops)
-        self.attention_flops.update(other.attention_flops)
-        self.calls.update(other.calls)
-        self.sent_bytes.update(other.sent_bytes)
+    def add(self, other: Work, times: int = 1) -> None:
+        for name, total in vars(self).items():
+            for key, amount in getattr(other, name).items():
+                total[key] += times * amount
 
 
 @dataclass
@@ -92,3 +92,15 @@ class Trace:
     """Bytes of parameters, buffers and optimizer state by (stage, recorded block)."""
     other_states: int
     """Bytes of everything else that existed before the step."""
+
+
+def renumbered(trace: Trace, stages: Mapping[int, int]) -> Trace:
+    """The trace of a pipeline rank whose stages have other numbers."""
+    pieces = (
+        piece
+        if piece.place.unit == "step"
+        else replace(piece, place=piece.place._replace(stage=stages[piece.place.stage]))
+        for piece in trace.pieces
+    )
+    block_states = {(stages[stage], block): size for (stage, block), size in trace.block_states.items()}
+    return replace(trace, pieces=tuple(pieces), block_states=block_states)

@@ -5,7 +5,7 @@ Initializes the process group of this process. Nothing is computed, so a model o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,8 +29,9 @@ from trainer.trace.compiled import compiled_with
 from trainer.trace.compose import ComposedStep, compose
 from trainer.trace.host_budget import offloaded_by_block, within_budget
 from trainer.trace.inputs import balanced_experts, micro_batches, paths_of_gpu
+from trainer.trace.loops import shortened_loops
 from trainer.trace.operators import OpCounterMode, fake_process_group
-from trainer.trace.pieces import BEGIN, OPTIMIZER, Place, Trace
+from trainer.trace.pieces import BEGIN, OPTIMIZER, Place, Trace, renumbered
 from trainer.trace.recorder import PieceRecorder, mark_pieces, recorded_offload
 from trainer.trace.shorten import ShortStep
 from trainer.trainer import Trainer
@@ -57,9 +58,33 @@ def trace_step(
 
     `kernel`, `compiled`: as in `record`. Raises ValueError for a host budget that micro-batches of a pipeline share.
     """
-    run = partial(record, kernel=kernel, compiled=compiled)
+    return _trace(
+        config, world_size, rank, partial(record, kernel=kernel, compiled=compiled), on_gpu=kernel is not None
+    )
+
+
+def trace_pp_ranks(
+    config: Config, world_size: int, *, kernel: str | None = None, compiled: bool = False
+) -> list[TracedStep]:
+    """`trace_step` of the first rank of every pipeline rank. Ranks whose blocks are alike share a recorded step."""
+    recorded: dict[Hashable, tuple[ShortStep, Trace]] = {}
+
+    def run(step: ShortStep) -> Trace:
+        if step.likeness not in recorded:
+            recorded[step.likeness] = step, record(step, kernel=kernel, compiled=compiled)
+        other, trace = recorded[step.likeness]
+        return renumbered(trace, dict(zip(other.stages, step.stages, strict=True)))
+
+    pp = config.parallelism.pp
+    ranks = range(0, world_size, world_size // pp)
+    return [_trace(config, world_size, rank, run, on_gpu=kernel is not None) for rank in ranks]
+
+
+def _trace(
+    config: Config, world_size: int, rank: int, run: Callable[[ShortStep], Trace], *, on_gpu: bool
+) -> TracedStep:
     # On a GPU a tensor may wait for its copy to the host while as many others are offloaded.
-    extra = MAX_PENDING_OFFLOADS if kernel is not None and config.memory.offload == "inputs" else 0
+    extra = MAX_PENDING_OFFLOADS if on_gpu and config.memory.offload == "inputs" else 0
     step = _with_host_budget(ShortStep(config, world_size, rank, extra), run)
     while True:
         trace = run(step)
@@ -99,6 +124,7 @@ def record(step: ShortStep, *, kernel: str | None = None, compiled: bool = False
             step.config, step.world_size, step.rank, counter, model=step.model, kernel=kernel, compiled=compiled
         ) as trainer,
         recorded_offload(recorder),
+        shortened_loops(counter),
     ):
         block_states = _block_states(trainer)
         other_states = recorder.device_bytes - sum(block_states.values())

@@ -102,6 +102,16 @@ class ShortStep:
         """The stages of this rank."""
         return {stage: shortened_runs(self._runs(stage), self.extra) for stage in self.plan.stages_of(self.pp_rank)}
 
+    @property
+    def likeness(self) -> Hashable:
+        """Equal for ranks of a pipeline whose short steps differ by the numbers of their stages alone."""
+        kinds = {stage: [kind for run in self._runs(stage) for kind in run] for stage in self.stages}
+        kept = [tuple(kinds[stage][place] for place in blocks.kept) for stage, blocks in self.stages.items()]
+        return (*zip(map(self._ends, self.stages), kept, strict=True),)
+
+    def _ends(self, stage: int) -> tuple[bool, bool]:
+        return stage == 0, stage == self.plan.num_stages - 1
+
     def _runs(self, stage: int) -> Iterator[list[Hashable]]:
         """Kinds of blocks, in runs of those that offload alike. They also differ by which of them saves its input."""
         layers, every = self.whole.model.build().layer_kinds, self.whole.memory.blocks_per_checkpoint

@@ -1,0 +1,62 @@
+"""What the schema of an operator of torch says about its results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+
+class OperatorFacts:
+    """Of one overload, found once."""
+
+    def __init__(self, func: Any) -> None:
+        self._func, self.name, is_aten = func, str(func.overloadpacket), func.namespace == "aten"
+        self.is_known = is_aten or func.namespace == "_c10d_functional"
+        """Whether what the schema says is all that the operator does."""
+        returns = [value.alias_info for value in func._schema.returns]
+        self.allocates = None in returns
+        """Whether a result is neither an argument nor a view of one."""
+        self.only_allocates = not func._schema.is_mutable and not any(returns)
+        """Whether that is all it does. The shapes of results follow from those of arguments."""
+        self.only_allocates &= torch.Tag.dynamic_output_shape not in func.tags
+        self.is_composite = is_aten and bool(
+            func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        )
+
+    @cached_property
+    def written(self) -> tuple[int | str, ...] | None:
+        """The arguments that are the results of what only writes to them; None for other operators."""
+        schema = self._func._schema
+        if not schema.is_mutable or torch.Tag.inplace_view in self._func.tags:
+            return None
+        places = {
+            _aliases(argument): argument.name if argument.kwarg_only else place
+            for place, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        }
+        results = [places.get(_aliases(value)) for value in schema.returns]
+        return None if None in results else tuple(each for each in results if each is not None)
+
+    def results_written(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The results of what only writes to its arguments."""
+        results = [args[place] if isinstance(place, int) else kwargs[place] for place in self.written or ()]
+        if len(results) < 2:
+            return results[0] if results else None
+        return tuple(results)
+
+
+def _aliases(value: Any) -> tuple[str, ...]:
+    return () if value.alias_info is None else tuple(value.alias_info.before_set)
+
+
+_facts: dict[int, OperatorFacts] = {}
+
+
+def facts_of(func: Any) -> OperatorFacts:
+    found = _facts.get(id(func))  # Operators live as long as the process, and take long to hash.
+    if found is None:
+        found = _facts[id(func)] = OperatorFacts(func)
+    return found
