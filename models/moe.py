@@ -238,7 +238,8 @@ def probabilities(scores_NX: Tensor) -> Tensor:
 
 def _first(scores_NX: Tensor, count: int) -> Tensor:
     """Indices of the best, and of equal ones the first."""
-    return scores_NX.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    # A copy: a view would keep the places of all experts alive until the backward pass.
+    return scores_NX.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
 class AttachLoss(torch.autograd.Function):
