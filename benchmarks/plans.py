@@ -18,8 +18,8 @@ from rich.console import Console
 from trainer.config.parse import load
 from trainer.hardware.device_specs import DEFAULT_DEVICE, load_device
 from trainer.plan.console import MAX_WIDTH, show
-from trainer.plan.plan import plan_run
 from trainer.plan.report import plan_report
+from trainer.plan.run_plan import plan_run
 
 ROOT = Path(__file__).resolve().parents[1]
 PLANS = ROOT / "docs" / "plans"

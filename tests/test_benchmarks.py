@@ -77,6 +77,7 @@ SLOW = {
     "scaling": "--quick",
     "tokenizer_loading": "--tokens 2000 --rounds 1",
     "trace_grid": "--cases 2 --jobs 1",
+    "traced_plans": "debug",
     "traced_rows": "benchmarks/measured/2026-11-26-h200.jsonl",
     "traced_steps": "budget",
 }

@@ -16,8 +16,9 @@ from trainer.errors import ConfigError
 from trainer.hardware.device_specs import device_names, load_device
 from trainer.memory.estimator import phase_estimates
 from trainer.memory.rank import RankMemory
-from trainer.plan.plan import plan_run, plan_stage
+from trainer.plan.plan import plan_stage
 from trainer.plan.report import plan_report
+from trainer.plan.run_plan import plan_run
 
 DEVICES = tuple(device_names())
 SEVERAL = (1, 1, 2, 3, 4, 8, 16)

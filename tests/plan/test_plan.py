@@ -22,9 +22,9 @@ from trainer.plan.plan import (
     MIN_TIME_SAVING,
     SECONDS_PER_DAY,
     TrainingPlan,
-    plan_run,
     plan_stage,
 )
+from trainer.plan.run_plan import plan_run
 from trainer.plan.suggestions import memory_saving_changes, speedup_changes
 
 H100 = load_device("h100-80gb")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from trainer.trace.compose import ComposedStep, Correspondence, compose
-from trainer.trace.pieces import BEGIN, OPTIMIZER, Allocation, Event, Free, Piece, Place, Trace
+from trainer.trace.pieces import BEGIN, OPTIMIZER, Allocation, Event, Free, Piece, Place, ProductKey, State, Trace, Work
 
 STATE, SAVED, SCRATCH, GRADIENT = 1000, 10, 500, 3
 
@@ -21,8 +21,9 @@ def hand_written(blocks: int) -> Trace:
     pieces = [Piece(BEGIN)]
 
     def add(place: Place, *events: Event) -> None:
-        pieces.append(Piece(place, [*events]))
-        pieces[-1].work.matmul_flops["forward"] = len(events)
+        work = Work()
+        work.products[ProductKey("forward", 1)] = len(events)
+        pieces.append(Piece(place, [*events], [work]))
 
     for block in range(blocks):
         own = len(pieces)
@@ -30,7 +31,8 @@ def hand_written(blocks: int) -> Trace:
     for block in reversed(range(blocks)):
         add(Place("backward", 0, 0, block), allocation(GRADIENT), Free(1 + block, 0))
     add(OPTIMIZER, *(Free(1 + blocks + block, 0) for block in range(blocks)))
-    return Trace(tuple(pieces), {(0, block): STATE for block in range(blocks)}, 0)
+    states = (State("parameters", "blocks.*.weight", STATE, (STATE,), "uint8", (0, block)) for block in range(blocks))
+    return Trace(tuple(pieces), tuple(states))
 
 
 def order(blocks: int, micro_batches: int = 1) -> Iterator[Place]:
@@ -53,7 +55,7 @@ def test_states_saved_tensors_and_scratch_add_up(blocks: int) -> None:
     found = whole(3, blocks)
     assert found.peak.size == blocks * (STATE + SAVED) + SCRATCH
     assert found.peak.place == Place("forward", 0, 0, blocks - 1)
-    assert (found.transient_bytes, len(found.live)) == (SCRATCH, blocks)
+    assert sum(each.size for each in found.live) == blocks * SAVED + SCRATCH
     assert found.is_closed
 
 

@@ -136,13 +136,17 @@ class Allocated(StorageTracker):
 
     def __init__(self) -> None:
         super().__init__()
+        self.phase = ""
         self.found = list[tuple[tuple[int, ...], str]]()
+
+    def add(self, x: Tensor, phase: str, operator: str) -> None:
+        self.phase = phase
+        super().add(x, phase, operator)
 
     def on_allocation(self, key: int, allocation: Allocation) -> None:
         del key
-        phase, _, operator = allocation.operator.partition(": ")
-        if "empty" not in operator:
-            self.found.append((allocation.shape, phase))
+        if "empty" not in allocation.operator:
+            self.found.append((allocation.shape, self.phase))
 
 
 def allocated(piece: Callable[..., Tensor]) -> list[tuple[tuple[int, ...], str]]:

@@ -75,7 +75,8 @@ def test_ranks_of_a_pipeline_share_recorded_steps(schedule: str, monkeypatch: py
         assert found.whole.is_closed
         assert found.whole.peak.size == pytest.approx(expected.peak.size, rel=1e-3)
         assert found.whole.host_bytes == expected.host_bytes
-        assert found.whole.work == expected.work
+        for counts in ("products", "attention", "calls", "sent_bytes"):
+            assert getattr(found.whole.work, counts) == getattr(expected.work, counts)
     assert len(recorded) <= 3
 
 

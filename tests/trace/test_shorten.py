@@ -89,5 +89,5 @@ def test_a_pipeline_records_three_micro_batches_whatever_its_schedule_needs() ->
 
 
 def test_a_place_reads_as_what_it_does() -> None:
-    assert str(Place("forward", 1, 3, 0)) == "forward of block 0, micro-batch 3"
+    assert str(Place("forward", 1, 3, 0)) == "forward pass of block 0, micro-batch 3"
     assert str(OPTIMIZER) == "optimizer"

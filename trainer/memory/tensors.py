@@ -11,7 +11,7 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8, "int64": 8, "uint8": 1}
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 LINES = (
     "parameters",
     "gradients",

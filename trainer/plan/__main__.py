@@ -31,7 +31,7 @@ from trainer.hardware.device_specs import (
     select_device,
 )
 from trainer.plan.document import PlanReport
-from trainer.plan.plan import plan_run
+from trainer.plan.run_plan import plan_run
 
 DESCRIPTIONS = {
     "plan": """\
@@ -72,8 +72,9 @@ def plan(options: Namespace, overrides: Sequence[str]) -> int:
     if problems := checks.layout_problems(config, world_size):
         advice = f"the mesh does not match {world_size:,} devices: trainer.plan search --gpus {world_size} finds one"
         raise ConfigError([*problems, advice] if requested_size else problems)
-    run = plan_run(config, world_size, device)
-    emit_report(plan_report(run, why=options.why, notes=option_notes(options, config)), options.html)
+    run = plan_run(config, world_size, device, trace=options.trace)
+    report = plan_report(run, curve=not options.trace, why=options.why, notes=option_notes(options, config))
+    emit_report(report, options.html)
     return EXIT_SUCCESS if run.fits else EXIT_DOES_NOT_FIT
 
 
@@ -152,6 +153,12 @@ def build_parser(command: str) -> CommandParser:
             "--why",
             action="store_true",
             help="also every tensor of the fullest rank: shape, dtype, lifetime, and who allocates it",
+        )
+        add(
+            "--trace",
+            action="store_true",
+            help="memory and time from a trace of the code that runs, in seconds to a minute, instead of from formulas; "
+            "without curves over the sequence length",
         )
     if command == "search":
         add("--longest", action="store_true", help="the longest sequence length that fits, to within 1/32")

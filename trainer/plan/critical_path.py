@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
+from parallelisms.pipeline_plan import PipelinePlan
 from trainer.config.job_config import Config
 from trainer.data.deal import Cost
 from trainer.hardware.device_specs import DeviceSpec
@@ -35,6 +37,27 @@ class StepTime:
         return max(self.ranks, key=lambda stage: stage.busy)
 
 
+class TimedRank(Protocol):
+    """What a step's time depends on, of one pipeline rank."""
+
+    @property
+    def step_time(self) -> RankStepTime: ...
+
+    @property
+    def chunk_seconds(self) -> float:
+        """Forward and backward of one micro-batch in one stage, on average."""
+
+    @property
+    def p2p_seconds(self) -> float:
+        """Seconds to send the residual stream to the next stage."""
+
+    @property
+    def optimizer_seconds(self) -> float: ...
+
+    @property
+    def executed_flops(self) -> float: ...
+
+
 def predict_step_time(config: Config, world_size: int, device: DeviceSpec) -> StepTime:
     """The configuration must be valid, with `memory.recompute` resolved."""
     groups, plan = interconnect.group_topologies(config, world_size, device), config.pipeline_plan(world_size)
@@ -49,7 +72,12 @@ def predict_step_time(config: Config, world_size: int, device: DeviceSpec) -> St
         if key not in distinct:
             distinct[key] = RankTimeModel(config, world_size, pp_rank, device, groups)
         ranks.append(distinct[key])
-    pipeline_seconds, bubbles = _pipeline_time(ranks)
+    return step_time_of(config, world_size, ranks)
+
+
+def step_time_of(config: Config, world_size: int, ranks: Sequence[TimedRank]) -> StepTime:
+    """`ranks`: by pp rank."""
+    pipeline_seconds, bubbles = _pipeline_time(config.pipeline_plan(world_size), ranks)
     # Gradient clipping needs the norm over all stages, so the slowest optimizer step counts for all.
     step_seconds = pipeline_seconds + max(stage.optimizer_seconds for stage in ranks) + STEP_OVERHEAD
     step_times = []
@@ -69,9 +97,8 @@ def sequence_cost(config: Config, world_size: int, step: StepTime) -> Cost:
     return Cost(rest / (sequences * training.seq_len), step.attention_seconds / (sequences * pairs))
 
 
-def _pipeline_time(ranks: Sequence[RankTimeModel]) -> tuple[float, list[float]]:
+def _pipeline_time(plan: PipelinePlan, ranks: Sequence[TimedRank]) -> tuple[float, list[float]]:
     """(seconds of all forward and backward passes, idle seconds by rank)."""
-    plan = ranks[0].rank.pipeline
     if plan.pp == 1:
         return ranks[0].step_time.busy, [0.0]
     chunk_seconds = sum(stage.chunk_seconds for stage in ranks) / plan.pp

@@ -1,4 +1,4 @@
-"""Plans a run: memory and time on a number of devices, bottlenecks, and changes that would help.
+"""Plans a stage by formulas: memory and time on a number of devices, bottlenecks, and changes that would help.
 
     plan = plan_stage(config, 32, load_device("h100-80gb"))
     plan.fits, plan.memory_shortages, plan.mfu, plan.days, plan.bottlenecks, plan.suggestions
@@ -73,6 +73,8 @@ class TrainingPlan:
     """Name of the stage."""
     auto_problems: tuple[str, ...] = ()
     """Why `memory.recompute = "auto"` found nothing that fits."""
+    notes: tuple[str, ...] = ()
+    """How it was planned."""
     auto_choice: str = ""
     """What `memory.recompute = "auto"` chose, and the limit that binds."""
 
@@ -241,7 +243,7 @@ class TrainingPlan:
 
     @property
     def assumptions(self) -> list[str]:
-        notes, training = [], self.config.training
+        notes, training = [*self.notes], self.config.training
         if self.config.context_plan().packs_documents:
             notes.append(
                 "assumes one document per sequence: packed documents attend to fewer tokens and take less time"
@@ -297,44 +299,17 @@ class TrainingPlan:
     def _evaluate(self, change: Change) -> Suggestion | None:
         """None if it does not help."""
         plan = TrainingPlan(with_attention_choice(change.config, self.device), change.world_size, self.device)
+        return self.compare(change.text, plan)
+
+    def compare(self, text: str, plan: TrainingPlan) -> Suggestion | None:
+        """A change to `plan`; None if it does not help."""
         freed_bytes = self.peak_memory.device_bytes - plan.peak_memory.device_bytes
         if self.memory_shortages:
             reduction = self.memory_utilization - plan.memory_utilization
-            return Suggestion(change.text, plan, reduction, freed_bytes) if reduction > 0 else None
+            return Suggestion(text, plan, reduction, freed_bytes) if reduction > 0 else None
         if not plan.fits or (saved := self.step_seconds - plan.step_seconds) < MIN_TIME_SAVING * self.step_seconds:
             return None
-        return Suggestion(change.text, plan, saved, freed_bytes, saved)
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """Plans of all stages of a run, in order."""
-
-    stages: tuple[TrainingPlan, ...]
-
-    @property
-    def fits(self) -> bool:
-        return all(stage.fits for stage in self.stages)
-
-    @property
-    def memory_shortages(self) -> list[str]:
-        return [
-            f'stage "{stage.name}": {shortage}' if stage.name else shortage
-            for stage in self.stages
-            for shortage in stage.memory_shortages
-        ]
-
-    @property
-    def days(self) -> float:
-        return sum(stage.days for stage in self.stages)
-
-    @property
-    def device_hours(self) -> float:
-        return sum(stage.device_hours for stage in self.stages)
-
-    @property
-    def total_tokens(self) -> float:
-        return sum(stage.total_tokens for stage in self.stages)
+        return Suggestion(text, plan, saved, freed_bytes, saved)
 
 
 def plan_stage(config: Config, world_size: int, device: DeviceSpec, *, name: str = "") -> TrainingPlan:
@@ -358,11 +333,6 @@ def plan_stage(config: Config, world_size: int, device: DeviceSpec, *, name: str
         return TrainingPlan(error.closest, world_size, device, name, tuple(error.problems))
     described = auto.describe_choice(config, choice) if config.memory.recompute == "auto" else ""
     return TrainingPlan(choice.config, world_size, device, name, auto_choice=described)
-
-
-def plan_run(config: Config, world_size: int, device: DeviceSpec) -> RunPlan:
-    stages = config.training_stages
-    return RunPlan(tuple(plan_stage(stage.config, world_size, device, name=stage.name) for stage in stages))
 
 
 def _list_gib(sizes: Iterable[tuple[str, float]]) -> str:

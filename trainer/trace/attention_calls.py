@@ -10,6 +10,7 @@ Kernels are opaque to a trace, so the scratch is a table, taken from what the ke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from sys import maxsize
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +24,14 @@ WIDTH_MULTIPLE = 32
 class AttentionCall(NamedTuple):
     """One kernel call."""
 
+    kernel: str
+    """As `training.attention` names it."""
     products: int
     """Products of matrices of scores: two forward, five backward."""
     pairs: float
     """(query, key) pairs, summed over the sequences and heads of queries."""
+    keys: int
+    """That the last query of a sequence sees, on average over all pairs."""
     head_dim: int
     scratch_bytes: int = 0
 
@@ -35,13 +40,14 @@ class AttentionCall(NamedTuple):
         return int(2 * self.products * self.head_dim * self.pairs)
 
 
-def _dense(args: Sequence[Any], products: int, first: int, causal: int) -> AttentionCall:
+def _dense(args: Sequence[Any], kernel: str, products: int, first: int, causal: int) -> AttentionCall:
     """Heads first: [B, N, Q, H] and [B, K, S, H]. `first` and `causal` are indices of the queries and of the flag."""
     q, k = args[first], args[first + 1]
     batch, heads, queries, head_dim = q.shape
     is_causal = args[causal : causal + 1] == (True,)
-    pairs = queries * (queries + 1) // 2 if is_causal else queries * k.shape[2]
-    return AttentionCall(products, batch * heads * pairs, head_dim)
+    keys = k.shape[2]
+    pairs = queries * (queries + 1) // 2 if is_causal else queries * keys
+    return AttentionCall(kernel, products, batch * heads * pairs, keys, head_dim)
 
 
 def _varlen(args: Sequence[Any], products: int, first: int, kwargs: dict[str, Any]) -> AttentionCall:
@@ -50,16 +56,17 @@ def _varlen(args: Sequence[Any], products: int, first: int, kwargs: dict[str, An
     after = first + 3 if products == 2 else first + 5  # The output and its log-sum-exp come between.
     ends_q, ends_k, _, _, _, is_causal = args[after : after + 6]
     window = kwargs.get("window_size_left")
-    pairs = sum(
-        _causal_pairs(queries, keys, None if window is None else window + 1) if is_causal else queries * keys
-        for queries, keys in zip(ends_q.diff().tolist(), ends_k.diff().tolist(), strict=True)
-    )
-    return AttentionCall(products, q.shape[1] * pairs, q.shape[2])
+    seen = maxsize if window is None else window + 1
+    lengths = [*zip(ends_q.diff().tolist(), ends_k.diff().tolist(), strict=True)]
+    pairs = [_causal_pairs(queries, keys, seen) if is_causal else queries * keys for queries, keys in lengths]
+    total = sum(pairs)
+    keys = sum(each * min(keys, seen) for each, (_, keys) in zip(pairs, lengths, strict=True)) // max(1, total)
+    return AttentionCall("flash", products, q.shape[1] * total, keys, q.shape[2])
 
 
-def _causal_pairs(queries: int, keys: int, window: int | None) -> int:
+def _causal_pairs(queries: int, keys: int, window: int) -> int:
     """The last query sees the last key."""
-    seen = min(window or keys, keys)
+    seen = min(window, keys)
     first = keys - queries + 1  # Keys that the first query may see.
     growing = max(0, min(queries, seen - first + 1))
     return growing * first + growing * (growing - 1) // 2 + (queries - growing) * seen
@@ -99,17 +106,17 @@ def _with_scratch(read: Reader, scratch: Callable[[Sequence[Any]], int]) -> Read
 
 
 CALLS: dict[Any, Reader] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda args, _: _dense(args, 2, 0, 4),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda args, _: _dense(args, 5, 1, 7),
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda args, _: _dense(args, "cpu", 2, 0, 4),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda args, _: _dense(args, "cpu", 5, 1, 7),
     aten._flash_attention_forward: lambda args, kwargs: _varlen(args, 2, 0, kwargs),
     aten._flash_attention_backward: _with_scratch(lambda args, kwargs: _varlen(args, 5, 1, kwargs), _flash_scratch),
-    aten._scaled_dot_product_cudnn_attention: lambda args, _: _dense(args, 2, 0, 6),
+    aten._scaled_dot_product_cudnn_attention: lambda args, _: _dense(args, "cudnn", 2, 0, 6),
     aten._scaled_dot_product_cudnn_attention_backward: _with_scratch(
-        lambda args, _: _dense(args, 5, 1, 14), _cudnn_scratch
+        lambda args, _: _dense(args, "cudnn", 5, 1, 14), _cudnn_scratch
     ),
-    aten._scaled_dot_product_efficient_attention: lambda args, _: _dense(args, 2, 0, 6),
+    aten._scaled_dot_product_efficient_attention: lambda args, _: _dense(args, "efficient", 2, 0, 6),
     aten._scaled_dot_product_efficient_attention_backward: _with_scratch(
-        lambda args, _: _dense(args, 5, 1, 11), _efficient_scratch
+        lambda args, _: _dense(args, "efficient", 5, 1, 11), _efficient_scratch
     ),
 }
 """How to read a call of an operator."""

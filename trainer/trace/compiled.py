@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from models.transformer import TransformerBlock, default_block_forward
 from trainer.trace.operators import OpCounterMode
+from trainer.trace.traffic import nbytes, tensors_of
 
 aten = torch.ops.aten
 APART = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten._grouped_mm, aten.index_copy, aten.embedding}
@@ -40,6 +41,8 @@ class FusedKernels(fx.Interpreter):
         super().__init__(module)
         self._counter = counter
         self._written = {node for node in module.graph.nodes if self._is_written(node)}
+        self._read = set[fx.Node]()
+        """What the neighbours that are being fused have read already."""
         self.user_to_last_uses = self._freed_after_kernels(module.graph)
 
     def _freed_after_kernels(self, graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -56,12 +59,20 @@ class FusedKernels(fx.Interpreter):
 
     def run_node(self, node: fx.Node) -> Any:
         if node.op != "call_function" or is_apart(node):
+            self._read.clear()
             return super().run_node(node)
         with self._counter.without_allocations():
             result = super().run_node(node)
+        read = {each for each in node.all_input_nodes if self._is_in_memory(each)} - self._read
+        moved = [*(self.env[each] for each in read), *([result] if node in self._written else [])]
+        self._counter.count_traffic(nbytes(tensors_of(moved)), kernels=not self._read)
+        self._read |= read
         if node in self._written:
             self._counter.note_allocations(result, f"compiled {node.name}")
         return result
+
+    def _is_in_memory(self, node: fx.Node) -> bool:
+        return node.op == "placeholder" or node in self._written
 
 
 def is_apart(node: fx.Node) -> bool:

@@ -9,11 +9,11 @@ too short: see `ComposedStep.is_closed`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trainer.trace.pieces import BEGIN, FINISH, MOMENTS, PASSES, Allocation, Free, Piece, Place, Trace, Work
+from trainer.trace.pieces import BEGIN, FINISH, MOMENTS, PASSES, Allocation, Free, Piece, Place, State, Trace, Work
 
 
 class TensorName(NamedTuple):
@@ -24,10 +24,11 @@ class TensorName(NamedTuple):
 
 
 class Transient(NamedTuple):
-    """Bytes of what lives only within this piece, at their highest until the next change."""
+    """What lives only within this piece, at its largest until the next change."""
 
     size: int
-    largest: Allocation | None
+    alive: tuple[Allocation, ...]
+    """The latest one last."""
 
 
 class Birth(NamedTuple):
@@ -54,6 +55,14 @@ class Correspondence:
     """The recorded block for every block of a stage."""
     micro_batches: int
     recorded_micro_batches: int
+
+    def copied_states(self, states: Iterable[State]) -> Counter[State]:
+        """How often the whole step has a state; those of a block without the place of the block."""
+        blocks = Counter((stage, block) for stage, originals in self.blocks.items() for block in originals)
+        copies = Counter[State]()
+        for state in states:
+            copies[state._replace(block=None)] += 1 if state.block is None else blocks[state.block]
+        return copies
 
     def original(self, place: Place) -> Place:
         unit = self.blocks[place.stage][place.unit] if isinstance(place.unit, int) else place.unit
@@ -97,6 +106,8 @@ class Memory:
     """On the host, by size."""
     host_buffers: Counter[int] = field(default_factory=Counter)
     """Buffers that exist: a free one is used again for a tensor of its size, and none is given back."""
+    first_use: dict[int, Allocation] = field(default_factory=dict)
+    """Of buffers of a size."""
 
     def allocate(self, place: Place, name: TensorName) -> None:
         self.live[place, name] = name.allocation
@@ -114,6 +125,7 @@ class Memory:
         if not allocation.on_host:
             self.device_bytes += sign * allocation.size
             return
+        self.first_use.setdefault(allocation.size, allocation)
         self.used_buffers[allocation.size] += sign
         self.host_buffers |= Counter({allocation.size: self.used_buffers[allocation.size]})
 
@@ -127,7 +139,28 @@ class Peak(NamedTuple):
     position: int
     """Number of the change in the whole step."""
     place: Place
-    operator: str
+    transients: tuple[Allocation, ...] = ()
+    """What is alive besides and lives only within the piece."""
+
+    @property
+    def operator(self) -> str:
+        """The one that reaches the peak."""
+        return self.transients[-1].operator if self.transients else ""
+
+
+class LiveTensor(NamedTuple):
+    """Tensors of the whole step that are alive at its peak and alike."""
+
+    allocation: Allocation
+    made_in: Place
+    """The recorded piece that they are copies of."""
+    freed_in: Place | None
+    """The recorded piece that frees it; None: the next step."""
+    copies: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.copies * self.allocation.size
 
 
 class ComposedStep(NamedTuple):
@@ -138,10 +171,12 @@ class ComposedStep(NamedTuple):
     host_bytes: int
     """Bytes of buffers for offloaded activations."""
     work: Work
-    live: list[tuple[str, Allocation]]
-    """Allocations of the step that are alive at the peak, with the action that made them. Without transients."""
-    transient_bytes: int
-    """At the peak, of what lives only within its piece."""
+    states: Counter[State]
+    """How many there are of each, with no place in a block."""
+    other_states: int
+    """Bytes of everything else that existed before the step."""
+    live: list[LiveTensor]
+    """What is alive at the peak of the device, but for the states, and on the host at the end."""
     missing: Counter[tuple[Place, Place, TensorName]]
     """Tensors that copies of a piece should have freed and did not find: (recorded piece, its origin, name)."""
     left: Counter[tuple[Place, TensorName]]
@@ -157,18 +192,19 @@ def compose(trace: Trace, order: Sequence[Place], like: Correspondence, target: 
     """`order`: the pieces of the whole step; `target` is needed if some send messages."""
     changes = lasting_changes(trace.pieces)
     run = Composition(trace, changes, order, like, target)
-    peak = Peak(-1, -1, BEGIN, "")
+    peak = Peak(-1, -1, BEGIN)
     for position, place, transient in run.changes():
         found = run.memory.device_bytes + transient.size
         if found > peak.size:
-            peak = Peak(found, position, place, transient.largest.operator if transient.largest else "")
+            peak = Peak(found, position, place, transient.alive)
     again = Composition(trace, changes, order, like, target)
     for position, _, _ in again.changes():
         if position == peak.position:
             break
-    held = [(place.action, allocation) for (place, _), allocation in again.memory.live.items()]
-    transient_bytes = peak.size - again.memory.device_bytes
-    return ComposedStep(peak, run.memory.host_bytes, run.work(), held, transient_bytes, run.missing, run.left())
+    live = [*again.live(), *again.transients(peak), *run.host_buffers()]
+    return ComposedStep(
+        peak, run.memory.host_bytes, run.work(), run.states, trace.other_states, live, run.missing, run.left()
+    )
 
 
 class Composition:
@@ -186,8 +222,8 @@ class Composition:
         self._trace, self._order, self._like, self._target = trace, order, like, target
         self._index = {piece.place: index for index, piece in enumerate(trace.pieces)}
         self._changes = changes
-        blocks = ((stage, block) for stage, originals in like.blocks.items() for block in originals)
-        states = sum(trace.block_states.get(each, 0) for each in blocks)
+        self.states = like.copied_states(trace.states)
+        states = sum(state.size * count for state, count in self.states.items())
         self.memory = Memory(states + trace.other_states)
         self._copies = Counter[int]()
         """Of each recorded piece, so far."""
@@ -211,6 +247,33 @@ class Composition:
                 else:
                     yield position, place, change
                     position += 1
+
+    def live(self) -> list[LiveTensor]:
+        """Tensors on the device that outlive their piece."""
+        ends = {
+            (change.origin, change.name): piece.place
+            for piece, changes in zip(self._trace.pieces, self._changes, strict=True)
+            for change in changes
+            if isinstance(change, Death)
+        }
+        alike = Counter[tuple[int, TensorName]]()
+        for place, name in self.memory.live:
+            if not name.allocation.on_host:
+                alike[self._index[self._like.original(place)], name] += 1
+        return [
+            LiveTensor(name.allocation, self._trace.pieces[index].place, ends.get((index, name)), count)
+            for (index, name), count in alike.items()
+        ]
+
+    def transients(self, peak: Peak) -> list[LiveTensor]:
+        """What lives only within the piece of the peak, at that moment."""
+        piece = self._trace.pieces[self._index[self._like.original(peak.place)]]
+        return [LiveTensor(allocation, piece.place, piece.place) for allocation in peak.transients]
+
+    def host_buffers(self) -> list[LiveTensor]:
+        """Buffers of the host, used and free."""
+        first_use = self.memory.first_use
+        return [LiveTensor(first_use[size], BEGIN, None, count) for size, count in self.memory.host_buffers.items()]
 
     def work(self) -> Work:
         """Of all copies so far."""
@@ -294,21 +357,23 @@ def lasting_changes(pieces: Sequence[Piece]) -> list[list[Change]]:
 
 def _lasting_changes(index: int, piece: Piece, names: Mapping[tuple[int, int], TensorName]) -> list[Change]:
     changes: list[Change] = []
-    inner: dict[int, int] = {}
-    live, highest, number = 0, Transient(0, None), 0
+    inner: dict[int, Allocation] = {}
+    live, number = 0, 0
+    highest = Transient(0, ())
     for event in piece.events:
         if isinstance(event, Allocation):
             if (name := names.get((index, number))) is None:
-                inner[number] = event.size
+                inner[number] = event
                 live += event.size
-                highest = max(highest, Transient(live, event), key=lambda each: each.size)
+                if live > highest.size:
+                    highest = Transient(live, tuple(inner.values()))
             else:
                 changes += [highest, Birth(name)]
-                highest = Transient(live, event)
+                highest = Transient(live, tuple(inner.values()))
             number += 1
         elif event.piece == index and event.number in inner:
-            live -= inner.pop(event.number)
+            live -= inner.pop(event.number).size
         elif (name := names.get((event.piece, event.number))) is not None:
             changes += [highest, Death(event.piece, name)]
-            highest = Transient(live, None)
+            highest = Transient(live, tuple(inner.values()))
     return [*changes, highest]

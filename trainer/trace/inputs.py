@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -107,16 +107,39 @@ def balanced_experts(counter: OpCounterMode) -> Iterator[None]:
 # ---- a GPU's paths
 
 
-class NoStream:
-    """Stands in for a stream: everything waits for everything."""
+class CopyStream:
+    """Stands in for a stream on which copies run beside kernels."""
 
-    def __init__(self, _: Any = None) -> None: ...
+    def __init__(self, counter: OpCounterMode, _: Any = None) -> None:
+        self.counter = counter
+        self.latest = 0
+        """Number of the latest copy; 0: none."""
 
     def wait_stream(self, _: Any) -> None: ...
 
-    def wait_event(self, _: Any) -> None: ...
+    def record_event(self) -> int:
+        return self.latest
 
-    def record_event(self) -> None: ...
+
+class KernelStream:
+    """Stands in for the stream of kernels, which may wait for copies."""
+
+    def __init__(self, counter: OpCounterMode, _: Any = None) -> None:
+        self.counter = counter
+
+    def wait_stream(self, stream: CopyStream) -> None:
+        self.wait_event(stream.latest)
+
+    def wait_event(self, copy: int) -> None:
+        if copy:
+            self.counter.on_arrival(copy)
+
+
+@contextmanager
+def copies_on(stream: CopyStream) -> Iterator[None]:
+    with stream.counter.copies() as numbers:
+        yield
+    stream.latest = numbers[0]
 
 
 class FusedRMSNorm(torch.autograd.Function):
@@ -142,13 +165,13 @@ def fused_rms_norm(x_E: Tensor, _shape: Sequence[int], weight_E: Tensor, _eps: f
 
 
 @contextmanager
-def paths_of_gpu() -> Iterator[None]:
+def paths_of_gpu(counter: OpCounterMode) -> Iterator[None]:
     """Code runs as on a GPU, whose streams and fused operators have stand-ins."""
     with (
         traced_as_gpu(),
-        patch("torch.cuda.Stream", NoStream),
-        patch("torch.cuda.current_stream", NoStream),
-        patch("torch.cuda.stream", nullcontext),
+        patch("torch.cuda.Stream", partial(CopyStream, counter)),
+        patch("torch.cuda.current_stream", partial(KernelStream, counter)),
+        patch("torch.cuda.stream", copies_on),
         patch("torch.nn.functional.rms_norm", fused_rms_norm),
     ):
         yield

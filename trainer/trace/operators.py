@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import takewhile
@@ -24,16 +24,20 @@ from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallelisms.collectives import resolve_process_group
 from trainer.plan.comm_volume import MIN_COUNTED_BYTES, sent_bytes
 from trainer.trace.attention_calls import attention_call
+from trainer.trace.collective_calls import COLLECTIVES, channel_of
 from trainer.trace.fake_kernels import FakeKernels
 from trainer.trace.operator_facts import facts_of
-from trainer.trace.pieces import Allocation, MessageKey, Work
+from trainer.trace.pieces import Allocation, AttentionKey, MessageKey, ProductKey, Work
+from trainer.trace.source_lines import current_line
+from trainer.trace.traffic import moved_bytes
 
 MAX_REAL_BYTES = 16 << 20
 """Integer tensors up to this size hold real values, because control flow depends on them."""
 HOST = "host"
+RESIZED = "resized"
+"""In place of an operator: FSDP gives a storage its memory."""
 SCRATCH_KEY = -1
 """Names no storage."""
 
@@ -58,7 +62,7 @@ class Stored(NamedTuple):
 
     reference: Any
     kind: str
-    size: int
+    allocation: Allocation
     number: int
 
 
@@ -74,7 +78,7 @@ class StorageTracker:
         """Storages that were ever alive; their numbers count from 0."""
         self._storages: dict[int, Stored] = {}
 
-    def add(self, x: Tensor, phase: str, moment: str) -> None:
+    def add(self, x: Tensor, phase: str, operator: str) -> None:
         """Ignores known storages. uint8 storages belong to the pinned host pool of activation offload."""
         if not isinstance(x, FakeTensor) and x.device.type == "meta":
             return
@@ -82,14 +86,22 @@ class StorageTracker:
         key = storage._cdata
         if key not in self._storages:
             size, kind = storage.nbytes(), HOST if x.dtype == torch.uint8 else phase
-            self._storages[key] = Stored(weakref.ref(storage, partial(self._drop, key)), kind, size, self.num_added)
+            shape, dtype = tuple(x.shape), dtype_name(x.dtype)
+            allocation = Allocation(size, kind == HOST, shape, dtype, operator, *current_line())
+            self._storages[key] = Stored(
+                weakref.ref(storage, partial(self._drop, key)), kind, allocation, self.num_added
+            )
             self.num_added += 1
-            self.on_allocation(key, Allocation(size, kind == HOST, tuple(x.shape), dtype_name(x.dtype), moment))
-            self._adjust(kind, size, moment)
+            self.on_allocation(key, allocation)
+            self._adjust(kind, size, f"{phase}: {operator}")
 
-    def resize(self, storage: torch.UntypedStorage, moment: str) -> None:
-        if storage._cdata in self._storages:
-            self._resize(storage._cdata, storage.nbytes(), moment)
+    def resize(self, storage: torch.UntypedStorage, phase: str) -> None:
+        if (stored := self._storages.get(storage._cdata)) is not None and stored.allocation.size != storage.nbytes():
+            size, (line, fsdp) = storage.nbytes(), current_line()
+            resized = stored.allocation._replace(
+                size=size, shape=(size,), dtype="uint8", operator=RESIZED, line=line, fsdp=fsdp
+            )
+            self._replace(storage._cdata, resized, f"{phase}: {RESIZED}")
 
     def multiply(self, numbers: range, times: int) -> None:
         """The storages of these numbers that are still alive stand for `times` as many."""
@@ -97,23 +109,22 @@ class StorageTracker:
         recent = [*takewhile(lambda item: item[1].number >= numbers.start, last_added)]
         for key, stored in recent:
             if stored.number in numbers:
-                self._resize(key, stored.size * times, "tensors of every part of a loop")
+                repeated = stored.allocation._replace(size=stored.allocation.size * times)
+                self._replace(key, repeated, "tensors of every part of a loop")
 
-    def _resize(self, key: int, size: int, moment: str) -> None:
+    def _replace(self, key: int, allocation: Allocation, moment: str) -> None:
         stored = self._storages[key]
-        if size == stored.size:
-            return
-        self._storages[key] = stored._replace(size=size)
+        self._storages[key] = stored._replace(allocation=allocation)
         self.on_free(key)
-        self.on_allocation(key, Allocation(size, stored.kind == HOST, (size,), "bytes", moment))
-        self._adjust(stored.kind, size - stored.size, moment)
+        self.on_allocation(key, allocation)
+        self._adjust(stored.kind, allocation.size - stored.allocation.size, moment)
 
-    def use_scratch(self, size: int, moment: str) -> None:
+    def use_scratch(self, size: int, phase: str, operator: str) -> None:
         """Counts memory that a kernel allocates and frees while it runs."""
         if size:
-            self._adjust("scratch", size, moment)
-            self._adjust("scratch", -size, moment)
-            self.on_allocation(SCRATCH_KEY, Allocation(size, False, (size,), "scratch", moment))  # noqa: FBT003
+            self._adjust("scratch", size, f"{phase}: {operator}")
+            self._adjust("scratch", -size, "")
+            self.on_allocation(SCRATCH_KEY, Allocation(size, False, (size,), "scratch", operator, *current_line()))  # noqa: FBT003
             self.on_free(SCRATCH_KEY)
 
     def on_allocation(self, key: int, allocation: Allocation) -> None:
@@ -129,7 +140,7 @@ class StorageTracker:
     def _drop(self, key: int, _: Any) -> None:
         stored = self._storages.pop(key)
         self.on_free(key)
-        self._adjust(stored.kind, -stored.size, "")
+        self._adjust(stored.kind, -stored.allocation.size, "")
 
     def _adjust(self, kind: str, size: int, moment: str) -> None:
         self.live_bytes[kind] += size
@@ -158,7 +169,13 @@ class OpCounterMode(TorchDispatchMode):
         self.storages = storages or StorageTracker()
         self.num_ops = 0
         self.work = Work()
-        """Attention kernels of the forward pass that run during the backward pass count as `recompute`."""
+        self.times = 1
+        """How often kernels and messages count."""
+        self.on_message: Callable[[MessageKey, float], int] = lambda key, size: 0  # noqa: ARG005
+        """Called when a message starts, with the bytes that it sends; returns its number."""
+        self.on_arrival: Callable[[int], None] = lambda number: None  # noqa: ARG005
+        """Called when later kernels need a message."""
+        self._copied_bytes: int | None = None
         self.small_calls = Counter[MessageKey]()
         """Calls below MIN_COUNTED_BYTES, excluded from the other counts."""
         self._fake = _fake_mode()
@@ -172,7 +189,7 @@ class OpCounterMode(TorchDispatchMode):
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = original_resize(storage, size)
-            self.storages.resize(storage, f"{self.phase}: resized")
+            self.storages.resize(storage, self.phase)
             return result
 
         # FSDP resizes gathered storages without going through the dispatcher.
@@ -191,13 +208,12 @@ class OpCounterMode(TorchDispatchMode):
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
-        """FLOPs and messages count `times` times."""
-        work, self.work = self.work, Work()
+        """Kernels and messages count `times` times."""
+        self.times *= times
         try:
             yield
         finally:
-            work.add(self.work, times)
-            self.work = work
+            self.times //= times
 
     @contextmanager
     def without_allocations(self) -> Iterator[None]:
@@ -208,10 +224,18 @@ class OpCounterMode(TorchDispatchMode):
         finally:
             self._allocates = allocates
 
+    @contextmanager
+    def copies(self) -> Iterator[list[int]]:
+        """Copies between host and device on a stream of their own; gives the number of their message at the end."""
+        self._copied_bytes, numbers = 0, list[int]()
+        yield numbers
+        size, self._copied_bytes = self._copied_bytes // 2, None  # Read and written.
+        numbers.append(self.on_message((HOST, "copy", self.phase), size))
+
     def note_allocations(self, result: Any, operator: str) -> None:
         """Results of `without_allocations` take memory after all."""
         for x in _flatten_tensors((result,)) if self._allocates else ():
-            self.storages.add(x, self.phase, f"{self.phase}: {operator}")
+            self.storages.add(x, self.phase, operator)
 
     def new_int64(self, *shape: int, track: bool = True) -> Tensor:
         with self._fake:
@@ -243,7 +267,7 @@ class OpCounterMode(TorchDispatchMode):
         ):
             return self._record_collective(func, args, call_kwargs)
         result = self._execute(func, args, call_kwargs)
-        self._count_flops(func.overloadpacket, args, call_kwargs)
+        self._count_work(func, args, call_kwargs, result)
         return result
 
     def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -257,21 +281,44 @@ class OpCounterMode(TorchDispatchMode):
             result = self._fakes.run(func, tensors, args, kwargs)
         if self._allocates and facts_of(func).allocates:
             for x in _flatten_tensors((result,)):
-                self.storages.add(x, self.phase, f"{self.phase}: {facts_of(func).name}")
+                self.storages.add(x, self.phase, facts_of(func).name)
         return result
 
-    def _count_flops(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _count_work(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        packet, phase = func.overloadpacket, self.phase
         if (operands := MATMUL_OPS.get(packet)) is not None:
             first, second = (args[index] for index in operands)
-            self.work.matmul_flops[self.phase] += 2 * first.numel() * second.shape[-1]
+            narrowest = min(*first.shape[-2:], second.shape[-1])
+            self.count_product(phase, narrowest, 2 * first.numel() * second.shape[-1])
         elif packet is GROUPED_MATMUL:
-            # Each row is in one group, whether rows are multiplied or summed over.
-            first, second = args[:2]
-            self.work.matmul_flops[self.phase] += 2 * first.shape[-2] * first.shape[-1] * second.shape[-1]
+            self._count_grouped_product(phase, *args[:3])
         elif (call := attention_call(packet, args, kwargs)) is not None:
-            phase = "recompute" if call.products == 2 and self.phase == "backward" else self.phase
-            self.work.attention_flops[phase] += call.flops
-            self.storages.use_scratch(call.scratch_bytes, f"{self.phase}: {packet}")
+            phase = "recompute" if call.products == 2 and phase == "backward" else phase
+            self.work.attention[AttentionKey(phase, call.kernel, call.keys, call.head_dim)] += self.times * call.flops
+            self.work.kernels[phase] += self.times
+            self.storages.use_scratch(call.scratch_bytes, self.phase, str(packet))
+        elif self._allocates and (size := moved_bytes(func, args, kwargs, result)):
+            self.count_traffic(size)
+
+    def count_product(self, phase: str, narrowest: int, flops: int) -> None:
+        self.work.products[ProductKey(phase, narrowest)] += self.times * flops
+        self.work.kernels[phase] += self.times
+
+    def count_traffic(self, size: int, *, kernels: int = 1) -> None:
+        """Bytes that kernels read and write."""
+        if self._copied_bytes is not None:
+            self._copied_bytes += self.times * size
+            return
+        self.work.moved_bytes[self.phase] += self.times * size
+        self.work.kernels[self.phase] += self.times * kernels
+
+    def _count_grouped_product(self, phase: str, first: Tensor, second: Tensor, ends: Tensor) -> None:
+        """Each row is in one group, whether rows are multiplied or summed over."""
+        rows, inner, columns = first.shape[-2], first.shape[-1], second.shape[-1]
+        sizes = [rows, inner, columns]
+        summed = 1 if second.dim() == 2 else 0  # The dimension that groups share.
+        sizes[summed] = max(1, sizes[summed] // len(ends))
+        self.count_product(phase, min(sizes), 2 * rows * inner * columns)
 
     # ---- communication
 
@@ -292,15 +339,18 @@ class OpCounterMode(TorchDispatchMode):
         return (args[0], work) if len(func._schema.returns) == 2 else work
 
     def _record_message(self, kind: str, size: float, group: ProcessGroup) -> None:
-        key = _channel(group), kind, "forward" if self.phase == "head" else self.phase
+        key = channel_of(group), kind, "forward" if self.phase == "head" else self.phase
         ranks = group.size()
         if ranks == 1 or kind == "receive":
             return
         if size < MIN_COUNTED_BYTES:
-            self.small_calls[key] += 1
+            self.small_calls[key] += self.times
+            self.on_message(key, 0)
             return
-        self.work.calls[key] += 1
-        self.work.sent_bytes[key] += sent_bytes(kind, size, ranks)  # type: ignore[assignment]
+        total = self.times * sent_bytes(kind, size, ranks)
+        self.work.calls[key] += self.times
+        self.work.sent_bytes[key] += total  # type: ignore[assignment]
+        self.on_message(key, total)
 
 
 @cache
@@ -312,43 +362,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _fake_mode() -> FakeTensorMode:
     # Shared, because modules cache tensors, such as rotary tables, across dry runs.
     return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-CollectiveCall = tuple[str, float, ProcessGroup]
-"""(kind, size as in `sent_bytes`, group)."""
-
-
-def _all_to_all(args: tuple[Any, ...]) -> CollectiveCall:
-    group, splits = ProcessGroup.unbox(args[2]), args[4]
-    size = args[1].nbytes
-    if splits:
-        # The even-split size with the same number of remote bytes.
-        remote_bytes = size - size * splits[group.rank()] / max(1, sum(splits))
-        size = remote_bytes * group.size() / (group.size() - 1)
-    return "all_to_all", size, group
-
-
-def _nbytes(tensors: Sequence[Tensor]) -> int:
-    return sum(x.nbytes for x in tensors)
-
-
-COLLECTIVES: dict[str, Any] = {
-    "allreduce_": lambda args: ("all_reduce", _nbytes(args[0]), ProcessGroup.unbox(args[1])),
-    "_allgather_base_": lambda args: ("all_gather", args[1].nbytes, ProcessGroup.unbox(args[2])),
-    "_reduce_scatter_base_": lambda args: ("reduce_scatter", args[0].nbytes, ProcessGroup.unbox(args[2])),
-    "alltoall_base_": _all_to_all,
-    "send": lambda args: ("send", _nbytes(args[0]), ProcessGroup.unbox(args[1])),
-    "recv_": lambda args: ("receive", 0, ProcessGroup.unbox(args[1])),
-    "all_reduce": lambda args: ("all_reduce", args[0].nbytes, resolve_process_group(args[2])),
-    "all_gather_into_tensor": lambda args: ("all_gather", args[0].nbytes, resolve_process_group(args[2])),
-    "reduce_scatter_tensor": lambda args: ("reduce_scatter", args[0].nbytes / args[2], resolve_process_group(args[3])),
-}
-
-
-def _channel(group: ProcessGroup) -> str:
-    """`parallelisms.mesh` puts the channel first in a group's description."""
-    description = group.group_desc
-    return "world" if description in ("", "default_pg") else description.split()[0]
 
 
 # ---- real values and allocations

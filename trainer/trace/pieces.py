@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Unit = int | str
 """A block, counted within its stage, or "embedding", "head", "message", "step"."""
@@ -25,8 +25,15 @@ class Place(NamedTuple):
     unit: Unit = "step"
 
     def __str__(self) -> str:
+        return self.short_name if self.unit == "step" else f"{self.short_name}, micro-batch {self.micro_batch}"
+
+    @property
+    def short_name(self) -> str:
+        """Without the micro-batch."""
+        if self.unit == "step":
+            return self.action
         unit = f"block {self.unit}" if isinstance(self.unit, int) else self.unit
-        return self.action if unit == "step" else f"{self.action} of {unit}, micro-batch {self.micro_batch}"
+        return f"{self.action} pass of {unit}" if self.action in PASSES else f"{self.action} of {unit}"
 
 
 PASSES = ("forward", "backward")
@@ -45,6 +52,10 @@ class Allocation(NamedTuple):
     dtype: str
     operator: str
     """The operator that allocates it."""
+    line: str = ""
+    """The line of the engine that calls the operator."""
+    fsdp: str = ""
+    """What FSDP handles there: "weights", "gradients" or ""."""
 
 
 class Free(NamedTuple):
@@ -61,12 +72,41 @@ MessageKey = tuple[str, str, str]
 """(channel, collective, phase)."""
 
 
+class AttentionKey(NamedTuple):
+    """What the rate of an attention kernel depends on."""
+
+    phase: str
+    kernel: str
+    """As `training.attention` names it."""
+    keys: int
+    """That the last query sees."""
+    head_dim: int
+
+
+class ProductKey(NamedTuple):
+    """What the rate of a matrix product depends on."""
+
+    phase: str
+    narrowest: int
+    """The smallest of its three dimensions."""
+
+
 @dataclass
 class Work:
-    """FLOPs by phase, and calls and bytes sent by (channel, collective, phase)."""
+    """What a rank computes between two messages.
 
-    matmul_flops: Counter[str] = field(default_factory=Counter)
-    attention_flops: Counter[str] = field(default_factory=Counter)
+    Phases are "forward", "backward" with recomputation, "head" for both passes of the loss head, and "step" for the
+    rest; forward attention kernels of the backward pass are "recompute".
+    """
+
+    products: Counter[ProductKey] = field(default_factory=Counter)
+    """FLOPs of matrix products."""
+    attention: Counter[AttentionKey] = field(default_factory=Counter)
+    """FLOPs of attention kernels."""
+    moved_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes that all other kernels read and write, by phase."""
+    kernels: Counter[str] = field(default_factory=Counter)
+    """Launches, by phase."""
     calls: Counter[MessageKey] = field(default_factory=Counter)
     sent_bytes: Counter[MessageKey] = field(default_factory=Counter)
 
@@ -75,12 +115,74 @@ class Work:
             for key, amount in getattr(other, name).items():
                 total[key] += times * amount
 
+    @property
+    def matmul_flops(self) -> Counter[str]:
+        """By phase."""
+        return _by_phase(self.products)
+
+    @property
+    def attention_flops(self) -> Counter[str]:
+        """By phase."""
+        return _by_phase(self.attention)
+
+
+def _by_phase(flops: Mapping[Any, int]) -> Counter[str]:
+    found = Counter[str]()
+    for key, count in flops.items():
+        found[key.phase] += count
+    return found
+
+
+class Departure(NamedTuple):
+    """The start of a message."""
+
+    key: MessageKey
+    size: float
+    """Bytes that this rank sends, in all its calls."""
+    number: int
+    """Among the messages of the step."""
+    calls: int = 1
+
+    @property
+    def channel(self) -> str:
+        return self.key[0]
+
+
+class Arrival(NamedTuple):
+    """The moment from which on kernels need what a message brings."""
+
+    number: int
+
 
 @dataclass
 class Piece:
     place: Place
     events: list[Event] = field(default_factory=list)
-    work: Work = field(default_factory=Work)
+    timeline: list[Work | Departure | Arrival] = field(default_factory=list)
+    """What it computes, between messages."""
+
+    @property
+    def work(self) -> Work:
+        total = Work()
+        for each in self.timeline:
+            if isinstance(each, Work):
+                total.add(each)
+        return total
+
+
+class State(NamedTuple):
+    """A tensor that exists before the step."""
+
+    kind: str
+    """ "parameters", "optimizer state" or "buffers"."""
+    name: str
+    """Without the number of its block."""
+    size: int
+    """Bytes."""
+    shape: tuple[int, ...]
+    dtype: str
+    block: tuple[int, int] | None = None
+    """(stage, recorded block)."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +190,13 @@ class Trace:
     """A recorded step of one rank."""
 
     pieces: tuple[Piece, ...]
-    block_states: dict[tuple[int, int], int]
-    """Bytes of parameters, buffers and optimizer state by (stage, recorded block)."""
-    other_states: int
+    states: tuple[State, ...]
+    other_states: int = 0
     """Bytes of everything else that existed before the step."""
+
+    @property
+    def state_bytes(self) -> int:
+        return self.other_states + sum(state.size for state in self.states)
 
 
 def renumbered(trace: Trace, stages: Mapping[int, int]) -> Trace:
@@ -102,5 +207,8 @@ def renumbered(trace: Trace, stages: Mapping[int, int]) -> Trace:
         else replace(piece, place=piece.place._replace(stage=stages[piece.place.stage]))
         for piece in trace.pieces
     )
-    block_states = {(stages[stage], block): size for (stage, block), size in trace.block_states.items()}
-    return replace(trace, pieces=tuple(pieces), block_states=block_states)
+    states = (
+        state if state.block is None else state._replace(block=(stages[state.block[0]], state.block[1]))
+        for state in trace.states
+    )
+    return replace(trace, pieces=tuple(pieces), states=tuple(states))

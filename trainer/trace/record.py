@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from models.batch import Batch
 from models.config import ModelConfig
@@ -27,12 +28,13 @@ from trainer.distributed import World
 from trainer.hardware.host import GIB
 from trainer.trace.compiled import compiled_with
 from trainer.trace.compose import ComposedStep, compose
+from trainer.trace.errors import UntraceableError
 from trainer.trace.host_budget import offloaded_by_block, within_budget
 from trainer.trace.inputs import balanced_experts, micro_batches, paths_of_gpu
 from trainer.trace.loops import shortened_loops
-from trainer.trace.operators import OpCounterMode, fake_process_group
-from trainer.trace.pieces import BEGIN, OPTIMIZER, Place, Trace, renumbered
-from trainer.trace.recorder import PieceRecorder, mark_pieces, recorded_offload
+from trainer.trace.operators import OpCounterMode, dtype_name, fake_process_group
+from trainer.trace.pieces import BEGIN, OPTIMIZER, Place, State, Trace, renumbered
+from trainer.trace.recorder import PieceRecorder, mark_pieces, recorded_messages, recorded_offload
 from trainer.trace.shorten import ShortStep
 from trainer.trainer import Trainer
 
@@ -56,7 +58,8 @@ def trace_step(
 ) -> TracedStep:
     """The shortest step of a rank from which its whole step follows, and the latter.
 
-    `kernel`, `compiled`: as in `record`. Raises ValueError for a host budget that micro-batches of a pipeline share.
+    `kernel`, `compiled`: as in `record`. Raises UntraceableError if the micro-batches of a pipeline share too small a
+    host budget.
     """
     return _trace(
         config, world_size, rank, partial(record, kernel=kernel, compiled=compiled), on_gpu=kernel is not None
@@ -100,14 +103,20 @@ def _with_host_budget(step: ShortStep, run: Callable[[ShortStep], Trace]) -> Sho
     memory = step.whole.memory
     if memory.host_budget_gib is None or memory.offload == "none":
         return step
-    if step.plan.pp > 1:
-        raise ValueError("a host budget that several micro-batches of a pipeline share cannot be traced")
     unlimited = replace(
         step, whole=step.whole.model_copy(update={"memory": memory.model_copy(update={"host_budget_gib": None})})
     )
-    offloaded = offloaded_by_block(run(unlimited))
+    trace, budget = run(unlimited), int(memory.host_budget_gib * GIB) // step.ranks_per_node
+    if step.plan.pp > 1:
+        needed = compose(trace, [*unlimited.order()], unlimited.correspondence, unlimited.target).host_bytes
+        if needed > budget:
+            raise UntraceableError(
+                f"memory.host_budget_gib = {memory.host_budget_gib:g} is less than the {needed * step.ranks_per_node / GIB:.1f} "
+                "GiB that a node offloads: which micro-batches of a pipeline share it is not traced"
+            )
+        return unlimited
+    offloaded = offloaded_by_block(trace)
     wanted = [offloaded[block] for block in unlimited.stages[0].originals]
-    budget = int(memory.host_budget_gib * GIB) // step.ranks_per_node
     return replace(step, offloaded=within_budget(wanted, budget, memory.blocks_per_checkpoint))
 
 
@@ -124,10 +133,11 @@ def record(step: ShortStep, *, kernel: str | None = None, compiled: bool = False
             step.config, step.world_size, step.rank, counter, model=step.model, kernel=kernel, compiled=compiled
         ) as trainer,
         recorded_offload(recorder),
+        recorded_messages(recorder, counter),
         shortened_loops(counter),
     ):
-        block_states = _block_states(trainer)
-        other_states = recorder.device_bytes - sum(block_states.values())
+        states = [*_states(trainer)]
+        other_states = recorder.device_bytes - sum(state.size for state in states)
         start = partial(recorder.start, counter=counter)
         mark_pieces(trainer, start)
         counter.reset_counts()
@@ -135,7 +145,7 @@ def record(step: ShortStep, *, kernel: str | None = None, compiled: bool = False
         batches = micro_batches(trainer, counter, on_load=lambda number: start(Place("load", micro_batch=number)))
         run_step(trainer, counter, batches, lambda: start(OPTIMIZER))
         pieces = tuple(recorder.pieces)
-    return Trace(pieces, block_states, other_states)
+    return Trace(pieces, tuple(states), other_states)
 
 
 @contextmanager
@@ -161,7 +171,7 @@ def traced(
             stack.enter_context(patch.object(ModelSection, "build", lambda _: model))
         if kernel is not None:
             kernel = "flash" if kernel in FLASH_VERSIONS else kernel  # As torch calls the version that is active.
-            stack.enter_context(paths_of_gpu())
+            stack.enter_context(paths_of_gpu(counter))
         if compiled:
             stack.enter_context(compiled_with(counter))
         nodes = max(1, world_size // config.parallelism.ranks_per_node)
@@ -213,14 +223,27 @@ def _register_phase_hooks(model_part: Transformer, counter: OpCounterMode) -> No
         model_part.head.register_forward_hook(set_phase("forward"))
 
 
-def _block_states(trainer: Trainer) -> dict[tuple[int, int], int]:
-    """Bytes of parameters, buffers and optimizer state by stage and block."""
-    found: dict[tuple[int, int], int] = {}
-    optimizer_state = trainer.optimizer.state_dict()
+def _states(trainer: Trainer) -> Iterator[State]:
+    """Parameters, buffers and optimizer state, as far as they take memory of their own."""
+    moments = {name: value for name, value in trainer.optimizer.state_dict().items() if isinstance(value, Tensor)}
+    seen = set[int]()
     for stage, module in trainer.stage_modules.items():
-        for place, (name, block) in enumerate(module.blocks.items()):
-            prefix = f"blocks.{name}."
-            tensors = [*block.parameters(), *block.buffers()]
-            tensors += [state for key, state in optimizer_state.items() if key.startswith(prefix)]
-            found[stage, place] = sum(to_local(each).untyped_storage().nbytes() for each in tensors)
-    return found
+        places = {name: place for place, name in enumerate(module.blocks)}
+        tensors: dict[str, dict[str, Tensor]] = {
+            "parameters": dict(module.named_parameters()),
+            "buffers": dict(module.named_buffers()),
+            "optimizer state": moments,
+        }
+        for kind, named in tensors.items():
+            for name, each in named.items():
+                local = to_local(each)
+                storage = local.untyped_storage()
+                _, is_of_block, rest = name.partition("blocks.")
+                number, _, inner = rest.partition(".")
+                is_of_other_stage = is_of_block and number not in places
+                if is_of_other_stage or storage._cdata in seen or not storage.nbytes():
+                    continue
+                seen.add(storage._cdata)
+                block = (stage, places[number]) if is_of_block else None
+                shown = f"blocks.*.{inner}" if is_of_block else name
+                yield State(kind, shown, storage.nbytes(), tuple(local.shape), dtype_name(local.dtype), block)

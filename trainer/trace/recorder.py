@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from models.transformer import Transformer
 from parallelisms.activation_offload import HostActivationPool, SavedKind
+from parallelisms.collectives import AsyncHandle
 from parallelisms.pipeline import Pipeline, Stage
 from parallelisms.pipeline_schedules import Action, Message
 from trainer.trace.operators import OpCounterMode, StorageTracker
-from trainer.trace.pieces import FINISH, Allocation, Free, Piece, Place
+from trainer.trace.pieces import FINISH, Allocation, Arrival, Departure, Free, MessageKey, Piece, Place, Work
 from trainer.trace.shorten import ACTIONS, message_places
 from trainer.trainer import Trainer
 
@@ -30,6 +32,7 @@ class PieceRecorder(StorageTracker):
         self.pieces = list[Piece]()
         self._num_allocations = 0
         """Allocations of the latest piece so far."""
+        self._num_messages = 0
         self._origins: dict[int, tuple[int, int]] = {}
         """Piece and number of everything alive that a piece allocated."""
 
@@ -39,7 +42,24 @@ class PieceRecorder(StorageTracker):
             return
         self.pieces.append(Piece(place))
         self._num_allocations = 0
-        counter.work = self.pieces[-1].work
+        self._continue(counter)
+
+    def _continue(self, counter: OpCounterMode) -> None:
+        """Operations from here on follow what is on the timeline so far."""
+        counter.work = Work()
+        self.pieces[-1].timeline.append(counter.work)
+
+    def note_message(self, counter: OpCounterMode, key: MessageKey, size: float) -> int:
+        """A message starts; returns its number."""
+        self._num_messages += 1
+        self.pieces[-1].timeline.append(Departure(key, size, self._num_messages, counter.times))
+        self._continue(counter)
+        return self._num_messages
+
+    def note_arrival(self, counter: OpCounterMode, number: int) -> None:
+        """Operations from here on need a message."""
+        self.pieces[-1].timeline.append(Arrival(number))
+        self._continue(counter)
 
     def on_allocation(self, key: int, allocation: Allocation) -> None:
         if allocation.on_host:
@@ -75,6 +95,36 @@ def recorded_offload(recorder: PieceRecorder) -> Iterator[None]:
         release(pool, buffers, kind)
 
     with patch.object(HostActivationPool, "offload", recorded), patch.object(HostActivationPool, "release", released):
+        yield
+
+
+# ---- messages and copies
+
+
+@contextmanager
+def recorded_messages(recorder: PieceRecorder, counter: OpCounterMode) -> Iterator[None]:
+    """Puts messages on the timeline, and their arrivals where the code waits for a handle."""
+    start, wait = AsyncHandle.__init__, AsyncHandle.wait
+    numbers = dict[int, int]()
+    latest = 0
+
+    def on_message(key: MessageKey, size: float) -> int:
+        nonlocal latest
+        latest = recorder.note_message(counter, key, size) if size and recorder.pieces else 0
+        return latest
+
+    def started(handle: AsyncHandle, *args: Any) -> None:
+        start(handle, *args)
+        numbers[id(handle)] = latest
+
+    def waited(handle: AsyncHandle) -> Tensor:
+        if number := numbers.pop(id(handle), 0):
+            recorder.note_arrival(counter, number)
+        return wait(handle)
+
+    counter.on_message = on_message
+    counter.on_arrival = partial(recorder.note_arrival, counter)
+    with patch.object(AsyncHandle, "__init__", started), patch.object(AsyncHandle, "wait", waited):
         yield
 
 

@@ -1,0 +1,102 @@
+"""The clock of a rank on pieces written by hand: what is exposed, what overlaps, and what a launch costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.memory.test_estimator import configured
+from trainer.hardware.device_specs import load_device
+from trainer.memory.tensors import MemoryEstimate
+from trainer.plan.interconnect import CALL_OVERHEAD, GroupTopology
+from trainer.plan.rank_clock import RankClock
+from trainer.trace.pieces import OPTIMIZER, Arrival, AttentionKey, Departure, Piece, Place, ProductKey, Work
+from trainer.trace.rank_step import RankStep
+
+DEVICE = replace(
+    load_device("h100-80gb"),
+    hbm_bandwidth=1e9,
+    link_bandwidth=1e9,
+    host_link_bandwidth=1e9,
+    launch_latency=0.0,
+    link_latency=0.0,
+)
+GROUPS = {name: GroupTopology(2, 2, 1) for name in ("fsdp", "cp", "tp", "dp_replicate")}
+
+
+def passes(seconds: float) -> Work:
+    """Kernels that move memory for so long."""
+    work = Work()
+    work.moved_bytes["forward"] = int(seconds * 1e9)
+    return work
+
+
+def message(channel: str, kind: str, seconds: float, number: int) -> Departure:
+    latency = CALL_OVERHEAD if channel != "host" else 0
+    return Departure((channel, kind, "forward"), (seconds - latency) * 1e9, number)
+
+
+def clock(*timelines: list[Work | Departure | Arrival], **device: float) -> RankClock:
+    pieces = [Piece(Place("forward", 0, 0, block), [], timeline) for block, timeline in enumerate(timelines)]
+    pieces.append(Piece(OPTIMIZER, [], [passes(0)]))
+    step = RankStep(2, MemoryEstimate("", 0, 1, ()), tuple(pieces), tuple(range(len(pieces))), {}, 1.0)
+    return RankClock(configured("parallelism.cp=2"), step, replace(DEVICE, **device), GROUPS)  # type: ignore[arg-type]
+
+
+def test_a_message_that_is_waited_for_at_once_is_exposed() -> None:
+    found = clock([passes(1), message("cp", "send", 3, 1), passes(1)]).step_time
+    assert found.exposed == pytest.approx({"cp": 3})
+    assert found.busy == pytest.approx(5)
+
+
+def test_kernels_between_start_and_arrival_hide_a_message() -> None:
+    found = clock([message("cp", "send", 3, 1), passes(2), Arrival(1), passes(1)]).step_time
+    assert found.exposed == pytest.approx({"cp": 1})
+    assert found.overlapped == pytest.approx({"cp": 2})
+
+
+def test_weights_are_gathered_while_the_piece_before_runs() -> None:
+    gather = message("fsdp", "all_gather", 3, 2)
+    found = clock([passes(2)], [gather, passes(2)]).step_time
+    assert found.exposed == pytest.approx({"fsdp": 1})
+
+
+def test_gradients_are_reduced_until_the_next_ones_are() -> None:
+    reductions = [message("fsdp", "reduce_scatter", 3, number) for number in (1, 2)]
+    found = clock([reductions[0], passes(2)], [reductions[1]]).step_time
+    assert found.exposed == pytest.approx({"fsdp": 1 + 3})
+
+
+def test_messages_on_one_link_wait_for_each_other() -> None:
+    one, other = (message(channel, "send", 2, number) for channel, number in (("cp", 1), ("tp", 2)))
+    assert sum(clock([one, other, Arrival(1)]).step_time.exposed.values()) == pytest.approx(4)
+
+
+def test_copies_to_the_host_are_exposed_only_where_kernels_wait() -> None:
+    copy = message("host", "copy", 3, 1)
+    assert clock([copy, passes(1)]).step_time.exposed == {}
+    assert clock([copy, passes(1), Arrival(1)]).step_time.exposed == pytest.approx({"host": 2})
+
+
+def test_kernels_that_end_before_the_next_is_launched_leave_gaps() -> None:
+    work = passes(1)
+    work.kernels["forward"] = 5
+    assert clock([work], launch_latency=1.0).step_time.compute["launch overhead"] == pytest.approx(4)
+
+
+def test_products_beyond_two_gradients_are_recomputed() -> None:
+    work = Work()
+    work.products[ProductKey("forward", 4096)] = 10**15
+    work.products[ProductKey("backward", 4096)] = 3 * 10**15
+    found = clock([work]).step_time.compute
+    assert found["matmul"] == pytest.approx(3 * found["recompute"])
+
+
+def test_short_sequences_take_attention_longer() -> None:
+    def seconds(keys: int) -> float:
+        work = Work()
+        work.attention[AttentionKey("forward", "flash", keys, 128)] = 10**15
+        return clock([work]).step_time.compute["attention"]
+
+    assert seconds(700) > 1.9 * seconds(1 << 20)

@@ -1,0 +1,272 @@
+"""The time of one rank's step on a device: its kernels and messages one after the other, as they were traced.
+
+Kernels run in order on one stream. Messages on links of one kind run in order beside them, from where the code starts
+them to where it waits for them. FSDP has streams of its own, whose waits no trace shows: it gathers the weights of a
+piece while the one before runs, and reduces gradients until the next ones are to be reduced. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeGuard
+
+from models.kernel_choice import FLASH_VERSIONS
+from trainer.config.job_config import Config
+from trainer.hardware.device_specs import ATTENTION_HALF_RATE_TOKENS, MATMUL_HALF_RATE_DIM, DeviceSpec
+from trainer.plan import interconnect
+from trainer.plan.interconnect import GroupTopology
+from trainer.plan.step_time import (
+    ASYNC_TP_OVERLAP,
+    DTYPE_RATE_FACTOR,
+    HOST,
+    HOST_MEMORY_EFFICIENCY,
+    RankStepTime,
+)
+from trainer.trace.pieces import Arrival, Departure, Piece, Work
+from trainer.trace.rank_step import RankStep
+
+FSDP_CHANNELS = ("fsdp", "efsdp", "dp_replicate")
+UNTIMED_CHANNELS = ("pp", "world")
+"""Messages between stages are part of the pipeline's bubble; those of all ranks are a few numbers."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Kernels between two messages."""
+
+    seconds: Mapping[str, float]
+    """By kind, on the device."""
+    launch: float
+    """Seconds that the host takes to launch them."""
+
+
+Moment = Compute | Departure | Arrival
+
+
+class DeviceRates:
+    """Seconds of kernels and messages on a device."""
+
+    def __init__(self, config: Config, device: DeviceSpec, groups: Mapping[str, GroupTopology]) -> None:
+        self._config, self._device, self._groups = config, device, groups
+        self._dtype_factor = DTYPE_RATE_FACTOR[config.training.dtype]
+
+    def compute(self, work: Work) -> Compute:
+        seconds = defaultdict[str, float](float)
+        for (phase, narrowest), flops in work.products.items():
+            kind = "loss head" if phase == "head" else f"matmul {phase}"
+            seconds[kind] += flops * (1 + MATMUL_HALF_RATE_DIM / narrowest) / self._matmul_flops
+        for key, flops in work.attention.items():
+            forward, backward = self._attention_rates(key.kernel, key.head_dim)
+            rate = (backward if key.phase == "backward" else forward) / (1 + ATTENTION_HALF_RATE_TOKENS / key.keys)
+            seconds["recompute" if key.phase == "recompute" else "attention"] += flops / rate
+        for phase, size in work.moved_bytes.items():
+            seconds["loss head" if phase == "head" else "memory-bound"] += size / self._device.hbm_bandwidth
+        return Compute(seconds, work.kernels.total() * self._device.launch_latency)
+
+    @property
+    def _matmul_flops(self) -> float:
+        return self._dtype_factor * self._device.matmul_share * self._device.matmul_flops
+
+    def _attention_rates(self, kernel: str, head_dim: int) -> tuple[float, float]:
+        configured = self._config.training.attention
+        if kernel == "flash" and configured in FLASH_VERSIONS:  # A trace runs all versions as one.
+            kernel = configured
+        if self._config.training.dtype != "bfloat16":  # DTYPE_RATE_FACTOR is relative to it: tables are of bfloat16.
+            kernel = "flash"
+        forward, backward = self._device.attention_rates(kernel, head_dim)
+        return self._dtype_factor * forward, self._dtype_factor * backward
+
+    def message(self, message: Departure) -> float:
+        channel, kind, _ = message.key
+        if channel == HOST:
+            return message.size / self._device.host_link_bandwidth
+        group = self._groups[channel]
+        latency = message.calls * interconnect.latency(kind, group, self._device)
+        return message.size / interconnect.bandwidth(kind, group, self._device) + latency
+
+    def link(self, channel: str) -> str:
+        """The kind of link that a channel uses."""
+        return HOST if channel == HOST else "network" if self._groups[channel].crosses_domains else "link"
+
+
+@dataclass
+class Clock:
+    """What a rank and its links have done by a moment of the step."""
+
+    now: float = 0
+    compute: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds by kind."""
+    exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds in which kernels wait, by channel."""
+    sending: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds of messages, by channel."""
+    free: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """When each kind of link has sent what it was given so far."""
+
+    def run(self, compute: Compute) -> None:
+        for kind, seconds in compute.seconds.items():
+            self.compute[kind] += seconds
+            self.now += seconds
+
+    def send(self, seconds: float, channel: str, link: str) -> float:
+        """Starts a message as soon as its link is free; the moment at which it arrives."""
+        arrival = max(self.now, self.free[link]) + seconds
+        self.free[link] = arrival
+        self.sending[channel] += seconds
+        return arrival
+
+    def wait(self, arrival: float, channel: str) -> None:
+        self.exposed[channel] += max(0.0, arrival - self.now)
+        self.now = max(self.now, arrival)
+
+
+class RankClock:
+    """Forward and backward passes of one rank."""
+
+    def __init__(self, config: Config, step: RankStep, device: DeviceSpec, groups: Mapping[str, GroupTopology]) -> None:
+        self.config, self.step, self.device = config, step, device
+        self.rates = DeviceRates(config, device, groups)
+        self._moments = [[*self._timed(piece)] for piece in step.pieces]
+        self._awaited = {each.number for piece in step.pieces for each in piece.timeline if isinstance(each, Arrival)}
+        self._arrivals: dict[int, float] = {}
+        """When messages in flight arrive."""
+        self._channels: dict[int, str] = {}
+        self._reduced = 0.0
+        """When the latest gradients are reduced."""
+
+    def _timed(self, piece: Piece) -> Iterator[Moment]:
+        for each in piece.timeline:
+            if isinstance(each, Work):
+                yield self.rates.compute(each)
+            elif isinstance(each, Arrival) or each.key[0] not in UNTIMED_CHANNELS:
+                yield each
+
+    @cached_property
+    def clock(self) -> Clock:
+        """After the last backward pass."""
+        clock, order = Clock(), self.step.order[:-1]  # Without the optimizer.
+        gathered = self._gather(clock, order[0])
+        for index, following in zip(order, (*order[1:], None), strict=True):
+            following_gathered = [] if following is None else self._gather(clock, following)
+            self._run(clock, index, iter(gathered))
+            gathered = following_gathered
+        clock.wait(self._reduced, FSDP_CHANNELS[0])
+        return clock
+
+    def _gather(self, clock: Clock, index: int) -> list[float]:
+        """Starts to gather the weights of a piece; when each message arrives."""
+        return [self._send(clock, each) for each in self._moments[index] if _is_gather(each)]
+
+    def _run(self, clock: Clock, index: int, gathered: Iterator[float]) -> None:
+        begin, launch = clock.now, 0.0
+        for moment in self._moments[index]:
+            if isinstance(moment, Compute):
+                clock.run(moment)
+                launch += moment.launch
+            elif isinstance(moment, Arrival):
+                self._await(clock, moment.number)
+            elif _is_gather(moment):
+                clock.wait(next(gathered), moment.channel)
+            elif moment.channel in FSDP_CHANNELS:
+                self._reduce(clock, moment)
+            else:
+                self._exchange(clock, moment)
+        gap = max(0.0, launch - (clock.now - begin))
+        clock.run(Compute({"launch overhead": gap}, 0))
+
+    def _send(self, clock: Clock, message: Departure) -> float:
+        return clock.send(self.rates.message(message), message.channel, self.rates.link(message.channel))
+
+    def _reduce(self, clock: Clock, message: Departure) -> None:
+        """Replicas reduce what their shards have reduced; nothing waits for that before the end."""
+        if message.channel != "dp_replicate":
+            clock.wait(self._reduced, message.channel)
+        self._reduced = self._send(clock, message)
+
+    def _exchange(self, clock: Clock, message: Departure) -> None:
+        arrival = self._send(clock, message)
+        if message.number in self._awaited:
+            self._arrivals[message.number] = arrival
+            self._channels[message.number] = message.channel
+        elif message.channel == "tp" and self.config.parallelism.async_tp:
+            clock.wait(arrival - ASYNC_TP_OVERLAP * self.rates.message(message), message.channel)
+        elif message.channel != HOST:
+            clock.wait(arrival, message.channel)
+
+    def _await(self, clock: Clock, number: int) -> None:
+        if number in self._arrivals:
+            clock.wait(self._arrivals.pop(number), self._channels[number])
+
+    @cached_property
+    def step_time(self) -> RankStepTime:
+        clock = self.clock
+        overlapped = {channel: seconds - clock.exposed[channel] for channel, seconds in clock.sending.items()}
+        return RankStepTime(
+            pp_rank=self.step.memory.pp_rank,
+            compute=_by_kind(clock.compute),
+            exposed={channel: seconds for channel, seconds in clock.exposed.items() if seconds > 0},
+            overlapped={channel: seconds for channel, seconds in overlapped.items() if seconds > 0},
+        )
+
+    @cached_property
+    def chunk_seconds(self) -> float:
+        """Forward and backward of one micro-batch in one stage, on average."""
+        return self.step_time.busy / self.config.pipeline_plan(self.step.world_size).num_chunks
+
+    @cached_property
+    def work(self) -> Work:
+        """Of the whole step."""
+        total, works = Work(), [piece.work for piece in self.step.pieces]
+        for index, count in Counter(self.step.order).items():
+            total.add(works[index], count)
+        return total
+
+    @property
+    def executed_flops(self) -> float:
+        return self.work.matmul_flops.total() + self.work.attention_flops.total()
+
+    @property
+    def p2p_seconds(self) -> float:
+        """Seconds to send the residual stream to the next stage."""
+        sent = [each for piece in self.step.pieces for each in piece.timeline if isinstance(each, Departure)]
+        return max((self.rates.message(each) for each in sent if each.channel == "pp"), default=0.0)
+
+    @cached_property
+    def optimizer_seconds(self) -> float:
+        optimizer = self.step.pieces[self.step.order[-1]].work
+        moved = self.step.state_ratio * optimizer.moved_bytes.total()
+        if self.config.memory.optimizer_placement == "device":
+            return moved / self.device.hbm_bandwidth
+        ranks = min(self.step.world_size, self.device.devices_per_node)
+        seconds = ranks * moved / (HOST_MEMORY_EFFICIENCY * self.device.host_bandwidth)
+        # Without a pipeline, the host optimizer overlaps with the next step's first forward pass, block by block.
+        return max(0.0, seconds - (self._first_forward_seconds if self.config.parallelism.pp == 1 else 0))
+
+    @property
+    def _first_forward_seconds(self) -> float:
+        """Of one micro-batch, on the device."""
+        pieces = (self.step.pieces[index].place for index in self.step.order)
+        first = [place for place in pieces if place.action == "forward" and place.micro_batch == 0]
+        index = {piece.place: moments for piece, moments in zip(self.step.pieces, self._moments, strict=True)}
+        computed = (each for place in first for each in index[place] if isinstance(each, Compute))
+        return sum(sum(each.seconds.values()) for each in computed)
+
+
+def _is_gather(moment: Moment) -> TypeGuard[Departure]:
+    """Whether FSDP gathers weights."""
+    return isinstance(moment, Departure) and moment.channel in FSDP_CHANNELS and moment.key[1] == "all_gather"
+
+
+def _by_kind(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Every product has two gradients; what the backward pass multiplies beyond them is recomputed."""
+    forward, backward = (seconds.get(f"matmul {phase}", 0.0) for phase in ("forward", "backward"))
+    gradients = min(backward, 2 * forward)
+    return {
+        "matmul": forward + gradients,
+        "attention": seconds.get("attention", 0.0),
+        "recompute": seconds.get("recompute", 0.0) + backward - gradients,
+        **{kind: seconds.get(kind, 0.0) for kind in ("memory-bound", "loss head", "launch overhead")},
+    }

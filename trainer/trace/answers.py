@@ -1,0 +1,147 @@
+"""Rank steps on disk, under a hash of everything that they depend on. Imports no torch until one has to be traced."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from trainer.config.job_config import Config
+from trainer.memory.tensors import MemoryEstimate, MemoryTensor
+from trainer.trace.pieces import Arrival, AttentionKey, Departure, Piece, Place, ProductKey, Work
+from trainer.trace.rank_step import RankStep, rank_step
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("models", "parallelisms", "trainer")
+SECTIONS = {"model", "training", "parallelism", "memory", "optimizer", "checkpoint"}
+"""Sections of a configuration that a step depends on."""
+MAX_ANSWERS = 2000
+"""Files kept: about 50 kB each."""
+
+
+def traced_rank_steps(config: Config, world_size: int, *, on_gpu: bool = True) -> list[RankStep]:
+    """The step of the first rank of every pipeline rank, from the disk if they are known there.
+
+    `memory.recompute`, `memory.loss_chunk_mib` and `training.attention` must be resolved. `on_gpu`: with the kernels of a
+    GPU, compiled if the configuration compiles there; else those of a CPU. Raises UntraceableError.
+    """
+    file = cache_folder() / f"{_key(config, world_size, on_gpu=on_gpu)}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):  # Unknown, or written by something else.
+        return [_decoded(each) for each in json.loads(file.read_text())]
+    from trainer.trace.record import trace_pp_ranks  # Imports torch.
+
+    kernel = config.training.attention if on_gpu else None
+    compiled = config.compiles_on_gpu if on_gpu else config.training.compile is True
+    traced = trace_pp_ranks(config, world_size, kernel=kernel, compiled=compiled)
+    steps = [rank_step(config, each.short, each.trace, each.whole, on_gpu=on_gpu) for each in traced]
+    with suppress(OSError):  # Another time, it is traced again.
+        _write(file, json.dumps([_encoded(step) for step in steps]))
+    return steps
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "longhaul" / "traces"
+
+
+def _key(config: Config, world_size: int, *, on_gpu: bool) -> str:
+    sections = config.model_dump(mode="json", include=SECTIONS)
+    for name in ("steps", "seed"):
+        del sections["training"][name]
+    described = [_hash_of_sources(), version("torch"), sections, repr(config.context_plan())]
+    text = json.dumps([*described, world_size, on_gpu], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@cache
+def _hash_of_sources() -> str:
+    digest = hashlib.sha256()
+    for folder in SOURCES:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as temporary:
+        temporary.write(text)
+    Path(temporary.name).replace(file)
+    known = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
+    for oldest in known[:-MAX_ANSWERS]:
+        oldest.unlink(missing_ok=True)
+
+
+# ---- as JSON
+
+
+def _encoded(step: RankStep) -> dict[str, Any]:
+    return {
+        "world_size": step.world_size,
+        "memory": [
+            step.memory.phase,
+            step.memory.pp_rank,
+            step.memory.pp,
+            [list(each) for each in step.memory.tensors],
+        ],
+        "pieces": [[list(piece.place), [_encoded_moment(each) for each in piece.timeline]] for piece in step.pieces],
+        "order": list(step.order),
+        "windows": [[*place, window] for place, window in step.windows.items()],
+        "state_ratio": step.state_ratio,
+    }
+
+
+def _encoded_moment(moment: Work | Departure | Arrival) -> Any:
+    if isinstance(moment, Departure):
+        return [list(moment.key), *moment[1:]]
+    if isinstance(moment, Arrival):
+        return moment.number
+    counts: dict[str, Mapping[Any, int]] = {
+        "products": moment.products,
+        "attention": moment.attention,
+        "calls": moment.calls,
+    }
+    return {
+        **{name: [[*key, count] for key, count in each.items()] for name, each in counts.items() if each},
+        "sent_bytes": [[*key, size] for key, size in moment.sent_bytes.items()],
+        "moved_bytes": dict(moment.moved_bytes),
+        "kernels": dict(moment.kernels),
+    }
+
+
+def _decoded(stored: Mapping[str, Any]) -> RankStep:
+    phase, pp_rank, pp, tensors = stored["memory"]
+    estimate = MemoryEstimate(phase, pp_rank, pp, tuple(_decoded_tensor(*each) for each in tensors))
+    pieces = tuple(
+        Piece(Place(*place), [], [_decoded_moment(each) for each in timeline]) for place, timeline in stored["pieces"]
+    )
+    windows = {(stage, block): window for stage, block, window in stored["windows"]}
+    return RankStep(stored["world_size"], estimate, pieces, tuple(stored["order"]), windows, stored["state_ratio"])
+
+
+def _decoded_tensor(name: str, shape: list[int], *rest: Any) -> MemoryTensor:
+    return MemoryTensor(name, tuple(shape), *rest)
+
+
+def _decoded_moment(moment: Any) -> Work | Departure | Arrival:
+    if isinstance(moment, int):
+        return Arrival(moment)
+    if isinstance(moment, list):
+        (channel, kind, phase), *rest = moment
+        return Departure((channel, kind, phase), *rest)
+    return Work(
+        Counter({ProductKey(*key): count for *key, count in moment.get("products", ())}),
+        Counter({AttentionKey(*key): count for *key, count in moment.get("attention", ())}),
+        Counter(moment["moved_bytes"]),
+        Counter(moment["kernels"]),
+        Counter({(a, b, c): count for a, b, c, count in moment.get("calls", ())}),
+        Counter({(a, b, c): size for a, b, c, size in moment["sent_bytes"]}),
+    )

@@ -1,0 +1,172 @@
+"""What a plan keeps of a trace: the tensors at the peak, and what runs in which order. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from trainer.checkpoint.memory_folder import FILES_PER_RANK
+from trainer.config.job_config import Config
+from trainer.memory.tensors import DTYPE_BYTES, MemoryEstimate, MemoryTensor
+from trainer.trace.compose import ComposedStep, LiveTensor
+from trainer.trace.pieces import OPTIMIZER, Piece, Trace
+from trainer.trace.shorten import ShortStep
+
+CUBLAS_HANDLES = 2
+"""One for each thread that multiplies: the main thread, and autograd's."""
+CUBLAS_WORKSPACE = 32 << 20
+"""Bytes: torch's default from compute capability 9.0 on."""
+
+
+SOURCES = {
+    "parameters": "trainer/build.py: ParallelModel",
+    "optimizer state": "trainer/optim/optimizer.py: Optimizer",
+    "async-checkpoint staging": "trainer/checkpoint/manager.py: CheckpointManager.save",
+    "in-memory checkpoints": "trainer/checkpoint/in_memory.py: InMemoryCheckpoints",
+}
+"""The code that allocates what exists before the step, by line of a plan's table."""
+OFFLOAD = "parallelisms/activation_offload.py: HostActivationPool"
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """A step of one rank."""
+
+    world_size: int
+    memory: MemoryEstimate
+    """At the peak."""
+    pieces: tuple[Piece, ...]
+    """Those recorded, without their allocations."""
+    order: tuple[int, ...]
+    """The pieces of the whole step, as indices of recorded ones."""
+    windows: dict[tuple[int, int], int | None]
+    """Of attention, by stage and recorded block."""
+    state_ratio: float
+    """Weights and optimizer state of the whole model, relative to those of the recorded one."""
+
+
+def rank_step(config: Config, short: ShortStep, trace: Trace, whole: ComposedStep, *, on_gpu: bool) -> RankStep:
+    index = {piece.place: number for number, piece in enumerate(trace.pieces)}
+    order = tuple(index[short.correspondence.original(place)] for place in short.order())
+    whole_states = whole.other_states + sum(state.size * count for state, count in whole.states.items())
+    estimate = MemoryEstimate(
+        str(whole.peak.place), short.pp_rank, short.plan.pp, _merged(_tensors(config, short, whole, on_gpu=on_gpu))
+    )
+    pieces = tuple(Piece(piece.place, [], piece.timeline) for piece in trace.pieces)
+    state_ratio = whole_states / max(1, trace.state_bytes)
+    return RankStep(short.world_size, estimate, pieces, order, dict(_windows(short)), state_ratio)
+
+
+def _windows(short: ShortStep) -> Iterator[tuple[tuple[int, int], int | None]]:
+    kinds = short.whole.model.build().layer_kinds
+    for stage, blocks in short.stages.items():
+        layers = short.plan.stage_module(stage).layers
+        for recorded, place in enumerate(blocks.kept):
+            yield (stage, recorded), kinds[layers[place]].window
+
+
+# ---- memory
+
+
+def _tensors(config: Config, short: ShortStep, whole: ComposedStep, *, on_gpu: bool) -> Iterator[MemoryTensor]:
+    on_host = config.memory.optimizer_placement == "host"
+    staged, in_memory = _checkpoint_copies(config, short)
+    for state, count in whole.states.items():
+        line = "parameters" if state.kind == "buffers" else state.kind
+        source = SOURCES[line]
+        tensor = MemoryTensor(state.name, state.shape, state.dtype, line, source, "the run", count, on_host)
+        yield _of_size(tensor, state.size)
+        for name, copies in (("async-checkpoint staging", staged), ("in-memory checkpoints", in_memory)):
+            if copies and state.kind != "buffers":
+                kept = tensor._replace(line=name, source=SOURCES[name], copies=copies * count, on_host=True)
+                yield _of_size(kept, state.size)
+    for each in whole.live:
+        yield _live_tensor(each, on_host=on_host)
+    if whole.other_states:
+        yield MemoryTensor(
+            "other tensors", (whole.other_states,), "uint8", "parameters", SOURCES["parameters"], "the run"
+        )
+    if on_gpu:
+        yield MemoryTensor(
+            "workspaces of cuBLAS",
+            (CUBLAS_WORKSPACE,),
+            "uint8",
+            "matmul workspaces",
+            "cuBLAS",
+            "the run",
+            CUBLAS_HANDLES,
+        )
+
+
+def _merged(tensors: Iterable[MemoryTensor]) -> tuple[MemoryTensor, ...]:
+    """Tensors that differ by their number alone are one entry."""
+    copies: defaultdict[MemoryTensor, float] = defaultdict(float)
+    for each in tensors:
+        copies[each._replace(copies=1)] += each.copies
+    return tuple(tensor._replace(copies=count) for tensor, count in copies.items())
+
+
+def _live_tensor(each: LiveTensor, *, on_host: bool) -> MemoryTensor:
+    """`on_host`: the optimizer runs there."""
+    allocation, line = each.allocation, _line_of(each)
+    is_on_host = allocation.on_host or (on_host and line == "gradients")
+    tensor = MemoryTensor(
+        allocation.operator.removeprefix("aten."),
+        allocation.shape,
+        allocation.dtype,
+        line,
+        OFFLOAD if allocation.on_host else allocation.line,
+        _lifetime(each),
+        each.copies,
+        is_on_host,
+    )
+    return _of_size(tensor, allocation.size)
+
+
+def _of_size(tensor: MemoryTensor, size: int) -> MemoryTensor:
+    """The tensor, or several of them, or the bytes of its storage if that has another size."""
+    nominal = prod(tensor.shape) * DTYPE_BYTES.get(tensor.dtype, 0)
+    if nominal and size % nominal == 0:
+        return tensor._replace(copies=tensor.copies * size // nominal)
+    return tensor._replace(shape=(size,), dtype="uint8")
+
+
+def _line_of(each: LiveTensor) -> str:
+    """The line of a plan's table that a tensor belongs to, from where it is made, by whom, and where it ends."""
+    made_in, freed_in, allocation = each.made_in, each.freed_in, each.allocation
+    if allocation.on_host:
+        return "saved activations"
+    if made_in.action == "load":
+        return "batch"
+    if allocation.fsdp == "weights":
+        return "gathered weights"
+    if made_in.action == "backward" and (freed_in is None or freed_in == OPTIMIZER):
+        return "gradients"
+    if allocation.fsdp == "gradients":
+        return "unreduced gradients"
+    if "send" in made_in.action or "receive" in made_in.action:
+        return "pipeline messages"
+    if made_in.unit == "head":
+        return "loss head"
+    is_saved = made_in.action == "forward" and freed_in is not None and freed_in.action == "backward"
+    return "saved activations" if is_saved else "transient activations"
+
+
+def _lifetime(each: LiveTensor) -> str:
+    made_in, freed_in = each.made_in, each.freed_in
+    if freed_in is None:
+        return "from step to step"
+    if made_in == freed_in:
+        return f"in the {made_in.short_name}"
+    return f"from the {made_in.short_name} to the {freed_in.short_name}"
+
+
+def _checkpoint_copies(config: Config, short: ShortStep) -> tuple[int, int]:
+    """(staging of saves, in-memory checkpoints): copies of weights and optimizer state on the host."""
+    section = config.checkpoint
+    if section.memory_interval is None:
+        return int(section.enabled and section.asynchronous), 0
+    num_nodes = -(-short.world_size // short.ranks_per_node)
+    return 0, FILES_PER_RANK * min(num_nodes, 2)  # With several nodes, also of a rank of the previous one.
