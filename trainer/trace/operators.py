@@ -297,15 +297,17 @@ class OpCounterMode(TorchDispatchMode):
             self.work.attention[AttentionKey(phase, call.kernel, call.keys, call.head_dim)] += self.times * call.flops
             self.work.kernels[phase] += self.times
             self.storages.use_scratch(call.scratch_bytes, self.phase, str(packet))
-        elif self._allocates and (size := moved_bytes(func, args, kwargs, result)):
-            self.count_traffic(size)
+        elif self._allocates and _is_on_device((*args, result)):
+            self.count_traffic(moved_bytes(func, args, kwargs, result))
 
     def count_product(self, phase: str, narrowest: int, flops: int) -> None:
         self.work.products[ProductKey(phase, narrowest)] += self.times * flops
         self.work.kernels[phase] += self.times
 
     def count_traffic(self, size: int, *, kernels: int = 1) -> None:
-        """Bytes that kernels read and write."""
+        """Bytes that kernels read and write; none for what is no kernel."""
+        if not size:
+            return
         if self._copied_bytes is not None:
             self._copied_bytes += self.times * size
             return
@@ -385,6 +387,11 @@ def _needs_real_values(func: Any, tensors: Sequence[Tensor], args: tuple[Any, ..
 
 def _device_type(device: torch.device | str | None) -> str:
     return torch.device(device or "cpu").type
+
+
+def _is_on_device(values: Sequence[Any]) -> bool:
+    """Integers with real values are computed on the host."""
+    return any(isinstance(x, FakeTensor) for x in _flatten_tensors(values))
 
 
 def _flatten_tensors(values: Sequence[Any]) -> list[Tensor]:
