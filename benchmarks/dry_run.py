@@ -22,7 +22,8 @@ from trainer.errors import EXIT_BAD_CONFIG, EXIT_SUCCESS, ConfigError
 from trainer.hardware.host import GIB
 from trainer.plan.comm_volume import CommVolume
 from trainer.trace.inputs import micro_batches
-from trainer.trace.operators import HOST, OpCounterMode
+from trainer.trace.operators import OpCounterMode
+from trainer.trace.pieces import HOST
 from trainer.trace.record import run_step, traced
 from trainer.trainer import Trainer
 

@@ -19,7 +19,7 @@ from benchmarks.gpu_bench import K
 from benchmarks.gpu_steps import StepCase
 from trainer.hardware.host import GIB
 from trainer.memory.estimator import estimate_memory
-from trainer.memory.step import CUBLAS_HANDLES, CUBLAS_WORKSPACE
+from trainer.memory.tensors import CUBLAS_HANDLES, CUBLAS_WORKSPACE
 from trainer.trace.record import trace_step
 
 HEADER = ("model", "tokens", "recomputation", "compiled", "measured GiB", "traced", "off by", "estimated", "off by")

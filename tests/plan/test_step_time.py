@@ -22,11 +22,11 @@ from trainer.plan.rank_workload import rank_workload
 from trainer.plan.step_time import (
     ASYNC_TP_OVERLAP,
     CONTENTION_FRACTION,
-    HOST,
     KERNELS_PER_BLOCK,
     STEP_OVERHEAD,
     RankStepTime,
 )
+from trainer.trace.pieces import HOST
 
 H100 = load_device("h100-80gb")
 K, M = 1 << 10, 1 << 20

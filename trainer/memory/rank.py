@@ -15,7 +15,6 @@ from sys import maxsize
 from models.layers import LayerKind
 from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES
-from trainer.checkpoint.memory_folder import FILES_PER_RANK
 from trainer.config.job_config import Config
 from trainer.hardware.attention_choice import with_attention_choice
 from trainer.hardware.host import GIB
@@ -208,14 +207,6 @@ class RankMemory:
         if self.config.memory.recompute != "keep_attention":
             return float(self.config.memory.recompute == "full")
         return self.split_outputs(range(self.num_blocks))[1] / self.num_blocks if self.num_blocks else 0
-
-    @property
-    def checkpoint_copies(self) -> tuple[int, int]:
-        """(staging of saves, in-memory checkpoints): the rank's copies of weights and moments on the host."""
-        section = self.config.checkpoint
-        if section.memory_interval is not None:  # With several nodes, also of a rank of the previous one.
-            return 0, FILES_PER_RANK * min(self.num_nodes, 2)
-        return int(section.enabled and section.asynchronous), 0
 
     @property
     def host_budget(self) -> float:

@@ -18,10 +18,13 @@ from trainer.memory.autograd import (
     whole_block_moment,
 )
 from trainer.memory.block import BlockMemory
+from trainer.memory.checkpoint_copies import checkpoint_copies
 from trainer.memory.passes import Pass, fullest_passes
 from trainer.memory.rank import RankMemory
 from trainer.memory.recompute import feed_forward_pass, recompute_moments, recomputed_input
 from trainer.memory.tensors import (
+    CUBLAS_HANDLES,
+    CUBLAS_WORKSPACE,
     SAVED_ACTIVATIONS,
     MemoryEstimate,
     MemoryTensor,
@@ -31,8 +34,6 @@ from trainer.memory.tensors import (
 )
 from trainer.memory.weights import WeightMemory
 
-CUBLAS_HANDLES, CUBLAS_WORKSPACE = 2, 32 << 20
-"""One for each thread that multiplies: the main thread, and autograd's. torch's default from compute capability 9.0 on."""
 STEP, RUN = "the step", "the run"
 
 
@@ -64,7 +65,7 @@ class StepMemory:
     @cached_property
     def _always(self) -> Tensors:
         rank, on_host = self.rank, self.rank.optimizer_on_host
-        staged, in_memory = rank.checkpoint_copies
+        staged, in_memory = checkpoint_copies(rank.config.checkpoint, rank.num_nodes)
         weights = MemoryTensor("shards of weights", (rank.local_numel,), rank.master_dtype)
         moments = MemoryTensor("shards of both moments", (2, rank.local_numel), rank.moment_dtype)
         batch = MemoryTensor("tokens, labels, positions and document ids", (4, rank.tokens), "int64")

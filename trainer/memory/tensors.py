@@ -27,6 +27,10 @@ LINES = (
     "in-memory checkpoints",
     "batch",
 )
+CUBLAS_HANDLES = 2
+"""One for each thread that multiplies: the main thread, and autograd's."""
+CUBLAS_WORKSPACE = 32 << 20
+"""Bytes of a handle: torch's default from compute capability 9.0 on."""
 SAVED_ACTIVATIONS, TRANSIENT_ACTIVATIONS = "saved activations", "transient activations"
 
 

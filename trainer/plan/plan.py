@@ -8,6 +8,7 @@ Imports no torch. A plan takes milliseconds, since a search makes thousands.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,11 +27,14 @@ from trainer.memory.estimator import (
     exceeds,
     fullest_estimates,
 )
+from trainer.memory.rank import RankMemory
 from trainer.memory.report import Change
 from trainer.memory.tensors import DTYPE_BYTES
+from trainer.plan.comm_volume import attention_bytes
 from trainer.plan.critical_path import StepTime, predict_step_time
 from trainer.plan.document import format_gib
 from trainer.plan.interconnect import first_groups_of, used_domain_size
+from trainer.plan.rank_workload import rank_workload
 from trainer.plan.suggestions import competition_key, memory_saving_changes, speedup_changes
 
 DEVICE_RESERVE_FRACTION = 1 - auto.DEVICE_FRACTION
@@ -59,6 +63,15 @@ class Suggestion:
     """Per device."""
     saved_seconds: float = 0
     """Per step."""
+
+
+@dataclass
+class WindowShare:
+    """Attention of a step in layers with the same window."""
+
+    layers: int = 0
+    flops: float = 0
+    sent_bytes: float = 0
 
 
 @dataclass(frozen=True)
@@ -180,6 +193,16 @@ class TrainingPlan:
     @cached_property
     def step_time(self) -> StepTime:
         return predict_step_time(self.config, self.world_size, self.device)
+
+    @property
+    def attention_by_window(self) -> dict[int | None, WindowShare]:
+        """Attention of the busiest rank."""
+        rank = RankMemory(self.config, self.world_size, self.step_time.busiest.pp_rank)
+        layers, sent = Counter(kind.window for kind in rank.kinds.elements()), attention_bytes(rank)
+        return {
+            window: WindowShare(layers[window], sum(flops.values()), sent[window])
+            for window, flops in rank_workload(rank).attention_by_window.items()
+        }
 
     @property
     def step_seconds(self) -> float:

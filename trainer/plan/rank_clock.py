@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from typing import TypeGuard
 
 from models.kernel_choice import FLASH_VERSIONS
@@ -21,11 +22,10 @@ from trainer.plan.interconnect import GroupTopology
 from trainer.plan.step_time import (
     ASYNC_TP_OVERLAP,
     DTYPE_RATE_FACTOR,
-    HOST,
     HOST_MEMORY_EFFICIENCY,
     RankStepTime,
 )
-from trainer.trace.pieces import Arrival, Departure, Piece, Work
+from trainer.trace.pieces import HOST, Arrival, Departure, Piece, Work
 from trainer.trace.rank_step import RankStep
 
 FSDP_CHANNELS = ("fsdp", "efsdp", "dp_replicate")
@@ -131,9 +131,8 @@ class RankClock:
         self.rates = DeviceRates(config, device, groups)
         self._moments = [[*self._timed(piece)] for piece in step.pieces]
         self._awaited = {each.number for piece in step.pieces for each in piece.timeline if isinstance(each, Arrival)}
-        self._arrivals: dict[int, float] = {}
-        """When messages in flight arrive."""
-        self._channels: dict[int, str] = {}
+        self._in_flight: dict[int, tuple[float, str]] = {}
+        """When messages arrive, and over which channel."""
         self._reduced = 0.0
         """When the latest gradients are reduced."""
 
@@ -189,16 +188,15 @@ class RankClock:
     def _exchange(self, clock: Clock, message: Departure) -> None:
         arrival = self._send(clock, message)
         if message.number in self._awaited:
-            self._arrivals[message.number] = arrival
-            self._channels[message.number] = message.channel
+            self._in_flight[message.number] = arrival, message.channel
         elif message.channel == "tp" and self.config.parallelism.async_tp:
             clock.wait(arrival - ASYNC_TP_OVERLAP * self.rates.message(message), message.channel)
         elif message.channel != HOST:
             clock.wait(arrival, message.channel)
 
     def _await(self, clock: Clock, number: int) -> None:
-        if number in self._arrivals:
-            clock.wait(self._arrivals.pop(number), self._channels[number])
+        if number in self._in_flight:
+            clock.wait(*self._in_flight.pop(number))
 
     @cached_property
     def step_time(self) -> RankStepTime:
@@ -248,10 +246,10 @@ class RankClock:
     @property
     def _first_forward_seconds(self) -> float:
         """Of one micro-batch, on the device."""
-        pieces = (self.step.pieces[index].place for index in self.step.order)
-        first = [place for place in pieces if place.action == "forward" and place.micro_batch == 0]
-        index = {piece.place: moments for piece, moments in zip(self.step.pieces, self._moments, strict=True)}
-        computed = (each for place in first for each in index[place] if isinstance(each, Compute))
+        places = (self.step.pieces[index].place for index in self.step.order)
+        is_first = (place.action == "forward" and place.micro_batch == 0 for place in places)
+        first = compress(self.step.order, is_first)
+        computed = (each for index in first for each in self._moments[index] if isinstance(each, Compute))
         return sum(sum(each.seconds.values()) for each in computed)
 
 

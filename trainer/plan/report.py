@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from trainer.config.job_config import Config
@@ -12,16 +11,13 @@ from trainer.errors import RunError
 from trainer.hardware.device_specs import DEFAULT_DEVICE, DEFAULT_DEVICE_NOTE, DeviceSpec, load_device, select_device
 from trainer.hardware.host import GIB
 from trainer.memory.estimator import MemoryEstimate
-from trainer.memory.rank import RankMemory
 from trainer.memory.report import with_overrides
 from trainer.memory.tensors import LINES
-from trainer.plan.comm_volume import attention_bytes
 from trainer.plan.console import show
 from trainer.plan.critical_path import sequence_cost
 from trainer.plan.document import BarChart, LineChart, PlanReport, StackedBar, Table, format_gib
 from trainer.plan.plan import Suggestion, TrainingPlan, plan_stage
-from trainer.plan.rank_workload import rank_workload
-from trainer.plan.run_plan import RunPlan, TracedPlan, plan_run
+from trainer.plan.run_plan import RunPlan, plan_run
 from trainer.plan.search import SearchResult, describe_layout, layout_toml, why_slower
 from trainer.plan.step_time import CHANNEL_LABELS
 
@@ -30,8 +26,6 @@ NUM_CURVE_POINTS = 9
 MIN_CURVE_LENGTH = 1024
 RESERVE_LABEL = "reserve"
 
-ATTENTION_CHANNELS = ("cp", "rotate", "exchange")
-"""Over which context parallelism sends queries, keys and values."""
 PINNED_NOTE = "the table of host memory has a sixteenth more than the tensors: pinned buffers are powers of two"
 
 
@@ -90,9 +84,7 @@ def search_report(result: SearchResult, question: str, device: DeviceSpec, *, no
 def _plan_sections(plan: TrainingPlan) -> list[BarChart | Table | LineChart]:
     charts = [_device_memory_chart(plan), _host_memory_chart(plan), _step_time_chart(plan)]
     tables = [_communication_table(plan)] * (plan.world_size > 1)
-    if plan.config.model.build().windows:
-        tables.append(_traced_window_table(plan) if isinstance(plan, TracedPlan) else _window_table(plan))
-    return [*charts, *tables]
+    return [*charts, *tables, *([_window_table(plan)] if plan.config.model.build().windows else [])]
 
 
 def _notes(plan: TrainingPlan) -> list[str]:
@@ -238,42 +230,15 @@ def _communication_table(plan: TrainingPlan) -> Table:
 
 
 def _window_table(plan: TrainingPlan) -> Table:
-    """Of the busiest rank, by window."""
-    rank = RankMemory(plan.config, plan.world_size, plan.step_time.busiest.pp_rank)
-    layers, sent = Counter(kind.window for kind in rank.kinds.elements()), attention_bytes(rank)
+    """Attention of the busiest rank, by window."""
     rows = [
         (
             "none" if window is None else f"{window:,}",
-            f"{layers[window]}",
-            f"{sum(flops.values()) / 1e12:,.4g}",
-            f"{sent[window] / GIB:,.3g}",
+            f"{share.layers}",
+            f"{share.flops / 1e12:,.4g}",
+            f"{share.sent_bytes / GIB:,.3g}",
         )
-        for window, flops in rank_workload(rank).attention_by_window.items()
-    ]
-    return Table(title="attention per step, by window", columns=("window", "layers", "TFLOP", "GiB sent"), rows=rows)
-
-
-def _traced_window_table(plan: TracedPlan) -> Table:
-    """Of the busiest rank, by window."""
-    step = plan.rank_steps[plan.step_time.busiest.pp_rank]
-    layers, flops, sent = Counter[int | None](), Counter[int | None](), Counter[int | None]()
-    for index, count in Counter(step.order).items():
-        place, work = step.pieces[index].place, step.pieces[index].work
-        if not isinstance(place.unit, int):
-            continue
-        window = step.windows[place.stage, place.unit]
-        layers[window] += count * (place.action == "forward")
-        flops[window] += count * work.attention_flops.total()
-        sent[window] += count * sum(size for key, size in work.sent_bytes.items() if key[0] in ATTENTION_CHANNELS)
-    micro_batches = plan.config.micro_batches(plan.world_size)[1]
-    rows = [
-        (
-            "none" if window is None else f"{window:,}",
-            f"{layers[window] // micro_batches}",
-            f"{flops[window] / 1e12:,.4g}",
-            f"{sent[window] / GIB:,.3g}",
-        )
-        for window in layers
+        for window, share in plan.attention_by_window.items()
     ]
     return Table(title="attention per step, by window", columns=("window", "layers", "TFLOP", "GiB sent"), rows=rows)
 

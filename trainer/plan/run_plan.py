@@ -6,6 +6,7 @@ run.fits, run.memory_shortages, run.days, run.stages
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -15,11 +16,14 @@ from trainer.hardware.device_specs import DeviceSpec
 from trainer.memory.estimator import MemoryEstimate
 from trainer.plan.critical_path import StepTime, step_time_of
 from trainer.plan.interconnect import group_topologies
-from trainer.plan.plan import Suggestion, TrainingPlan, plan_stage
+from trainer.plan.plan import Suggestion, TrainingPlan, WindowShare, plan_stage
 from trainer.plan.rank_clock import RankClock
 from trainer.trace.answers import traced_rank_steps
 from trainer.trace.errors import UntraceableError
 from trainer.trace.rank_step import RankStep
+
+ATTENTION_CHANNELS = ("cp", "rotate", "exchange")
+"""Over which context parallelism sends queries, keys and values."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class TracedPlan(TrainingPlan):
     """A plan whose memory and time come from a trace of the step, instead of from formulas."""
 
     rank_steps: tuple[RankStep, ...] = ()
-    """By pp rank."""
+    """The traced step of every pp rank."""
 
     @cached_property
     def memory_by_pp_rank(self) -> list[MemoryEstimate]:
@@ -47,9 +51,28 @@ class TracedPlan(TrainingPlan):
         ranks = [RankClock(self.config, step, self.device, groups) for step in self.rank_steps]
         return step_time_of(self.config, self.world_size, ranks)
 
+    @property
+    def attention_by_window(self) -> dict[int | None, WindowShare]:
+        """Attention of the busiest rank."""
+        step = self.rank_steps[self.step_time.busiest.pp_rank]
+        micro_batches = self.config.micro_batches(self.world_size)[1]
+        shares = defaultdict[int | None, WindowShare](WindowShare)
+        for index, count in Counter(step.order).items():
+            place, work = step.pieces[index].place, step.pieces[index].work
+            if isinstance(place.unit, int):
+                share = shares[step.windows[place.stage, place.unit]]
+                sent = (size for key, size in work.sent_bytes.items() if key[0] in ATTENTION_CHANNELS)
+                share.flops += count * work.attention_flops.total()
+                share.sent_bytes += count * sum(sent)
+                if place.action == "forward":
+                    share.layers += count
+        for share in shares.values():
+            share.layers //= micro_batches
+        return shares
+
     @cached_property
     def suggestions(self) -> list[Suggestion]:
-        """Those of the formulas that help by their traces, too."""
+        """Suggestions of the formulas that help by their traces, too."""
         ranked = estimated(self).suggestions
         found = [self.compare(suggestion.text, traced(suggestion.plan)) for suggestion in ranked]
         return sorted(filter(None, found), key=lambda suggestion: -suggestion.benefit)
@@ -65,7 +88,7 @@ def traced(plan: TrainingPlan) -> TrainingPlan:
 
 
 def estimated(plan: TrainingPlan) -> TrainingPlan:
-    """By the formulas alone, in milliseconds."""
+    """The plan by formulas alone, in milliseconds."""
     return TrainingPlan(**_values(plan))
 
 
@@ -105,7 +128,7 @@ class RunPlan:
 
 
 def plan_run(config: Config, world_size: int, device: DeviceSpec, *, trace: bool = False) -> RunPlan:
-    """`trace`: memory and time from traces of the steps, which take seconds each, instead of from formulas."""
+    """The plans of all stages. `trace`: by traces of the steps, which take seconds each, instead of by formulas."""
     stages = config.training_stages
     plans = (plan_stage(stage.config, world_size, device, name=stage.name) for stage in stages)
     return RunPlan(tuple(map(traced, plans) if trace else plans))

@@ -19,6 +19,7 @@ from trainer.plan import interconnect
 from trainer.plan.comm_volume import HALO, CommVolume, comm_volumes
 from trainer.plan.interconnect import GroupTopology
 from trainer.plan.rank_workload import rank_workload
+from trainer.trace.pieces import HOST
 
 DTYPE_RATE_FACTOR = {"bfloat16": 1.0, "float32": 1 / 16, "float64": 1 / 16}
 """Relative to bfloat16: A100 and H100 have 1/16 to 1/15 of its rate in float32 and float64."""
@@ -36,9 +37,6 @@ HOST_MEMORY_EFFICIENCY = 0.7
 """Share of the host memory bandwidth that AdamW reaches on all cores."""
 STEP_OVERHEAD = 0.01
 """Seconds per step in which the device waits for Python: batch, gradient norm, learning-rate schedule."""
-
-HOST = "host"
-"""Channel of copies between device and host."""
 
 CHANNEL_LABELS = {
     "pp": "stages (pp)",

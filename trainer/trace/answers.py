@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from models.files import read_regular
+from trainer.checkpoint.durable_io import write_atomic
 from trainer.config.job_config import Config
 from trainer.memory.tensors import MemoryEstimate, MemoryTensor
 from trainer.trace.pieces import Arrival, AttentionKey, Departure, Piece, Place, ProductKey, Work
@@ -35,7 +36,7 @@ def traced_rank_steps(config: Config, world_size: int, *, on_gpu: bool = True) -
     """
     file = cache_folder() / f"{_key(config, world_size, on_gpu=on_gpu)}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):  # Unknown, or written by something else.
-        return [_decoded(each) for each in json.loads(file.read_text())]
+        return [_decoded(each) for each in json.loads(read_regular(file))]
     from trainer.trace.record import trace_pp_ranks  # Imports torch.
 
     kernel = config.training.attention if on_gpu else None
@@ -72,9 +73,7 @@ def _hash_of_sources() -> str:
 
 def _write(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as temporary:
-        temporary.write(text)
-    Path(temporary.name).replace(file)
+    write_atomic(file, text.encode())
     known = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
     for oldest in known[:-MAX_ANSWERS]:
         oldest.unlink(missing_ok=True)

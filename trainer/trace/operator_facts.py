@@ -17,9 +17,11 @@ class OperatorFacts:
         self.is_known = is_aten or func.namespace == "_c10d_functional"
         """Whether what the schema says is all that the operator does."""
         returns = [value.alias_info for value in func._schema.returns]
+        self.returns_views = any(returns)
+        """Whether some result is an argument or a view of one."""
         self.allocates = None in returns
         """Whether a result is neither an argument nor a view of one."""
-        self.only_allocates = not func._schema.is_mutable and not any(returns)
+        self.only_allocates = not func._schema.is_mutable and not self.returns_views
         """Whether that is all it does. The shapes of results follow from those of arguments."""
         self.only_allocates &= torch.Tag.dynamic_output_shape not in func.tags
         self.is_composite = is_aten and bool(
@@ -27,16 +29,26 @@ class OperatorFacts:
         )
 
     @cached_property
+    def writes(self) -> tuple[int | str, ...]:
+        """The arguments that it writes to: their places, or the names of those that have none."""
+        return tuple(place for place, _ in self._writes)
+
+    @cached_property
+    def _writes(self) -> list[tuple[int | str, tuple[str, ...]]]:
+        """Those arguments, with what they are aliases of: nothing for lists."""
+        return [
+            (argument.name if argument.kwarg_only else place, _aliases(argument))
+            for place, argument in enumerate(self._func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+
+    @cached_property
     def written(self) -> tuple[int | str, ...] | None:
         """The arguments that are the results of what only writes to them; None for other operators."""
         schema = self._func._schema
         if not schema.is_mutable or torch.Tag.inplace_view in self._func.tags:
             return None
-        places = {
-            _aliases(argument): argument.name if argument.kwarg_only else place
-            for place, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        }
+        places = {aliases: place for place, aliases in self._writes}
         results = [places.get(_aliases(value)) for value in schema.returns]
         return None if None in results else tuple(each for each in results if each is not None)
 

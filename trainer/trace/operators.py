@@ -29,13 +29,12 @@ from trainer.trace.attention_calls import attention_call
 from trainer.trace.collective_calls import COLLECTIVES, channel_of
 from trainer.trace.fake_kernels import FakeKernels
 from trainer.trace.operator_facts import facts_of
-from trainer.trace.pieces import Allocation, AttentionKey, MessageKey, ProductKey, Work
+from trainer.trace.pieces import HOST, Allocation, AttentionKey, MessageKey, ProductKey, Work
 from trainer.trace.source_lines import current_line
-from trainer.trace.traffic import moved_bytes
+from trainer.trace.traffic import moved_bytes, tensors_of
 
 MAX_REAL_BYTES = 16 << 20
 """Integer tensors up to this size hold real values, because control flow depends on them."""
-HOST = "host"
 RESIZED = "resized"
 """In place of an operator: FSDP gives a storage its memory."""
 SCRATCH_KEY = -1
@@ -234,7 +233,7 @@ class OpCounterMode(TorchDispatchMode):
 
     def note_allocations(self, result: Any, operator: str) -> None:
         """Results of `without_allocations` take memory after all."""
-        for x in _flatten_tensors((result,)) if self._allocates else ():
+        for x in tensors_of((result,)) if self._allocates else ():
             self.storages.add(x, self.phase, operator)
 
     def new_int64(self, *shape: int, track: bool = True) -> Tensor:
@@ -262,16 +261,14 @@ class OpCounterMode(TorchDispatchMode):
         if facts_of(func).is_composite:
             with self:  # Composite operators arrive undecomposed below autograd.
                 return func.decompose(*args, **call_kwargs)
-        if func.namespace in ("c10d", "_c10d_functional") and any(
-            isinstance(x, FakeTensor) for x in _flatten_tensors(args)
-        ):
-            return self._record_collective(func, args, call_kwargs)
-        result = self._execute(func, args, call_kwargs)
-        self._count_work(func, args, call_kwargs, result)
+        tensors = tensors_of((*args, *call_kwargs.values()))
+        if func.namespace in ("c10d", "_c10d_functional") and any(isinstance(x, FakeTensor) for x in tensors):
+            return self._record_collective(func, tensors, args, call_kwargs)
+        result = self._execute(func, tensors, args, call_kwargs)
+        self._count_work(func, tensors, args, call_kwargs, result)
         return result
 
-    def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = _flatten_tensors((*args, *kwargs.values()))
+    def _execute(self, func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _needs_real_values(func, tensors, args, kwargs):
             result = func(*args, **kwargs)
             if func is c10d.recv_.default:
@@ -280,11 +277,13 @@ class OpCounterMode(TorchDispatchMode):
         else:
             result = self._fakes.run(func, tensors, args, kwargs)
         if self._allocates and facts_of(func).allocates:
-            for x in _flatten_tensors((result,)):
+            for x in tensors_of((result,)):
                 self.storages.add(x, self.phase, facts_of(func).name)
         return result
 
-    def _count_work(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _count_work(
+        self, func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
         packet, phase = func.overloadpacket, self.phase
         if (operands := MATMUL_OPS.get(packet)) is not None:
             first, second = (args[index] for index in operands)
@@ -297,8 +296,11 @@ class OpCounterMode(TorchDispatchMode):
             self.work.attention[AttentionKey(phase, call.kernel, call.keys, call.head_dim)] += self.times * call.flops
             self.work.kernels[phase] += self.times
             self.storages.use_scratch(call.scratch_bytes, self.phase, str(packet))
-        elif self._allocates and _is_on_device((*args, result)):
-            self.count_traffic(moved_bytes(func, args, kwargs, result))
+        elif self._allocates:
+            results = tensors_of((result,))
+            # Integers with real values are computed on the host.
+            if any(isinstance(x, FakeTensor) for x in (*tensors, *results)):
+                self.count_traffic(moved_bytes(func, tensors, args, kwargs, results))
 
     def count_product(self, phase: str, narrowest: int, flops: int) -> None:
         self.work.products[ProductKey(phase, narrowest)] += self.times * flops
@@ -324,7 +326,9 @@ class OpCounterMode(TorchDispatchMode):
 
     # ---- communication
 
-    def _record_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record_collective(
+        self, func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Output tensors keep their shapes; nothing is received."""
         if func is functional.wait_tensor.default:
             return args[0]
@@ -334,9 +338,9 @@ class OpCounterMode(TorchDispatchMode):
         kind, size, group = COLLECTIVES[name](args)
         self._record_message(kind, size, group)
         if func.namespace != "c10d":
-            return self._execute(func, args, kwargs)
+            return self._execute(func, tensors, args, kwargs)
         # The caller only gets a boxed reference; keep the work alive until the next operation.
-        self._pending = PendingFakeWork(_flatten_tensors(args))
+        self._pending = PendingFakeWork(tensors)
         work = self._pending.boxed()
         return (args[0], work) if len(func._schema.returns) == 2 else work
 
@@ -387,18 +391,3 @@ def _needs_real_values(func: Any, tensors: Sequence[Tensor], args: tuple[Any, ..
 
 def _device_type(device: torch.device | str | None) -> str:
     return torch.device(device or "cpu").type
-
-
-def _is_on_device(values: Sequence[Any]) -> bool:
-    """Integers with real values are computed on the host."""
-    return any(isinstance(x, FakeTensor) for x in _flatten_tensors(values))
-
-
-def _flatten_tensors(values: Sequence[Any]) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, list | tuple):
-            tensors += _flatten_tensors(value)
-    return tensors

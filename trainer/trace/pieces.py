@@ -68,6 +68,8 @@ class Free(NamedTuple):
 
 
 Event = Allocation | Free
+HOST = "host"
+"""In place of the channel of a message: a copy between device and host."""
 MessageKey = tuple[str, str, str]
 """(channel, collective, phase)."""
 
@@ -106,7 +108,7 @@ class Work:
     moved_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes that all other kernels read and write, by phase."""
     kernels: Counter[str] = field(default_factory=Counter)
-    """Launches, by phase."""
+    """How many are launched, by phase."""
     calls: Counter[MessageKey] = field(default_factory=Counter)
     sent_bytes: Counter[MessageKey] = field(default_factory=Counter)
 

@@ -7,18 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from trainer.checkpoint.memory_folder import FILES_PER_RANK
 from trainer.config.job_config import Config
-from trainer.memory.tensors import DTYPE_BYTES, MemoryEstimate, MemoryTensor
+from trainer.memory.checkpoint_copies import checkpoint_copies
+from trainer.memory.tensors import CUBLAS_HANDLES, CUBLAS_WORKSPACE, DTYPE_BYTES, MemoryEstimate, MemoryTensor
 from trainer.trace.compose import ComposedStep, LiveTensor
 from trainer.trace.pieces import OPTIMIZER, Piece, Trace
 from trainer.trace.shorten import ShortStep
-
-CUBLAS_HANDLES = 2
-"""One for each thread that multiplies: the main thread, and autograd's."""
-CUBLAS_WORKSPACE = 32 << 20
-"""Bytes: torch's default from compute capability 9.0 on."""
-
 
 SOURCES = {
     "parameters": "trainer/build.py: ParallelModel",
@@ -36,18 +30,19 @@ class RankStep:
 
     world_size: int
     memory: MemoryEstimate
-    """At the peak."""
+    """What is alive at the peak."""
     pieces: tuple[Piece, ...]
-    """Those recorded, without their allocations."""
+    """The recorded pieces, without their allocations."""
     order: tuple[int, ...]
     """The pieces of the whole step, as indices of recorded ones."""
     windows: dict[tuple[int, int], int | None]
-    """Of attention, by stage and recorded block."""
+    """The window of attention, by stage and recorded block."""
     state_ratio: float
     """Weights and optimizer state of the whole model, relative to those of the recorded one."""
 
 
 def rank_step(config: Config, short: ShortStep, trace: Trace, whole: ComposedStep, *, on_gpu: bool) -> RankStep:
+    """The step of the rank that was traced. `on_gpu`: with the workspaces of a GPU's products."""
     index = {piece.place: number for number, piece in enumerate(trace.pieces)}
     order = tuple(index[short.correspondence.original(place)] for place in short.order())
     whole_states = whole.other_states + sum(state.size * count for state, count in whole.states.items())
@@ -72,7 +67,8 @@ def _windows(short: ShortStep) -> Iterator[tuple[tuple[int, int], int | None]]:
 
 def _tensors(config: Config, short: ShortStep, whole: ComposedStep, *, on_gpu: bool) -> Iterator[MemoryTensor]:
     on_host = config.memory.optimizer_placement == "host"
-    staged, in_memory = _checkpoint_copies(config, short)
+    num_nodes = -(-short.world_size // short.ranks_per_node)
+    staged, in_memory = checkpoint_copies(config.checkpoint, num_nodes)
     for state, count in whole.states.items():
         line = "parameters" if state.kind == "buffers" else state.kind
         source = SOURCES[line]
@@ -161,12 +157,3 @@ def _lifetime(each: LiveTensor) -> str:
     if made_in == freed_in:
         return f"in the {made_in.short_name}"
     return f"from the {made_in.short_name} to the {freed_in.short_name}"
-
-
-def _checkpoint_copies(config: Config, short: ShortStep) -> tuple[int, int]:
-    """(staging of saves, in-memory checkpoints): copies of weights and optimizer state on the host."""
-    section = config.checkpoint
-    if section.memory_interval is None:
-        return int(section.enabled and section.asynchronous), 0
-    num_nodes = -(-short.world_size // short.ranks_per_node)
-    return 0, FILES_PER_RANK * min(num_nodes, 2)  # With several nodes, also of a rank of the previous one.
