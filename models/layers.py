@@ -259,7 +259,7 @@ class LayerKind:
         """By the name of their module."""
         return {"attention": MIXERS[self.mixer], "feed_forward": FEED_FORWARDS[self.feed_forward]}
 
-    @property
+    @cached_property
     def attends(self) -> bool:
         return any(each.attends for each in self.sublayers.values())
 

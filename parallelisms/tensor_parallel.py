@@ -112,7 +112,7 @@ class TensorParallelizer:
         # The ranks use a replicated weight for different heads or tokens, so each has a part of its gradient.
         is_partial = style == "replicate_partial" or (style == "replicate" and self._sequence_parallel)
         set_local_view(
-            module, name, partial(replicated_part, group_name=self._group_name) if is_partial else local_part
+            module, name, partial(replicated_part, group_name=self._group_name) if is_partial else collectives.to_local
         )
 
     def select_kv_head(self, projection: nn.Module, num_kv_heads: int, name: str = "weight") -> None:
@@ -174,14 +174,9 @@ class TensorParallelizer:
         return (ReduceScatter if self._sequence_parallel else AllReduce).apply(x_BTE, self._group_name, self._size)
 
 
-def local_part(weight: Tensor) -> Tensor:
-    local: Tensor = cast(Any, weight).to_local()
-    return local
-
-
 def replicated_part(weight: Tensor, *, group_name: str, rows: slice | None = None) -> Tensor:
     """A replicated weight, or these rows of it, whose gradient is summed over the tp ranks."""
-    local: Tensor = CopyWeightToTP.apply(local_part(weight), group_name, 0)
+    local: Tensor = CopyWeightToTP.apply(collectives.to_local(weight), group_name, 0)
     return local if rows is None else local[rows]
 
 

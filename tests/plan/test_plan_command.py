@@ -110,7 +110,7 @@ def test_search_prints_toml(capsys: pytest.CaptureFixture[str]) -> None:
             "ulysses",
             "hybrid",
         )
-    assert main(["search", "--config", "llama3_8b", "--device", "l40s", "--gpus", "1", "--longest"]) == 3
+    assert main(["search", "--config", "llama3_70b_128k", "--device", "l40s", "--gpus", "1", "--longest"]) == 3
     assert "fewer than 4,096 tokens per sequence" in capsys.readouterr().out
 
 

@@ -87,6 +87,15 @@ def test_a_compiled_step_as_on_a_gpu_follows_from_a_short_one(recompute: str) ->
     require_equal(config, 1, kernel="cudnn+flash", compiled=True)
 
 
+def test_compiled_blocks_of_sharded_weights_run_the_products_of_eager_ones() -> None:
+    config = configured("parallelism.tp=2 parallelism.dp_shard=1 memory.recompute=none training.dtype=bfloat16")
+    eager, compiled = (
+        trace_step(config, 2, kernel="cudnn+flash", compiled=compiled).whole.work for compiled in (False, True)
+    )
+    assert eager.matmul_flops.total() == compiled.matmul_flops.total() > 0
+    assert eager.sent_bytes == compiled.sent_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(12))
 def test_drawn_steps_follow_from_short_ones(index: int) -> None:

@@ -118,8 +118,9 @@ class Config(Section):
         attention_cost = (
             model.attention_flops(model.layer_kinds, model.mean_pairs(seq_len) / seq_len) / 2 / model.num_layers
         )
-        block_cost = sum(model.products[kind].every for kind in model.layer_kinds) / model.num_layers + attention_cost
-        vocab_cost = model.vocab_size * model.dim / block_cost
+        head_parameters = model.vocab_size * model.dim
+        block_cost = (model.matrix_parameters - head_parameters) / model.num_layers + attention_cost
+        vocab_cost = head_parameters / block_cost
         return PipelinePlan(
             pp=section.pp,
             schedule=section.pp_schedule,

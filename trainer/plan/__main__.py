@@ -31,7 +31,7 @@ from trainer.hardware.device_specs import (
     select_device,
 )
 from trainer.plan.document import PlanReport
-from trainer.plan.run_plan import plan_run
+from trainer.plan.run_plan import plan_run, traced_layouts
 
 DESCRIPTIONS = {
     "plan": """\
@@ -44,6 +44,7 @@ Other commands, each with its own --help:
     "search": "Searches the fastest layouts on a number of devices and prints them as TOML. Exits with 3 if none fits.",
     "calibrate": "Measures this machine's device in about a minute and writes a table for --device.",
 }
+SEARCHED_TRAINING_KEYS = ("training.micro_batch_size", "training.attention", "training.compile")
 EXAMPLES = """
 
 examples, explained in docs/planning.md:
@@ -105,6 +106,8 @@ def search(options: Namespace, overrides: Sequence[str]) -> int:
     else:
         result = layouts.search(config, world_size, device, pinned=pinned)
         title += f" on {world_size:,} x {device.name}"
+    if options.trace:
+        result = traced_layouts(result)
     remarks = [f"longer sequences do not fit: {shortage}"] if shortage else []
     if tokens_per_step(config) != file_tokens:
         remarks.append(f"a step has {tokens_per_step(config):,} tokens here, and {file_tokens:,} in the configuration")
@@ -148,17 +151,14 @@ def build_parser(command: str) -> CommandParser:
     add("--link", type=bandwidth, metavar="GB/S", help="bandwidth per device within a node")
     add("--network", type=bandwidth, metavar="GB/S", help="bandwidth per device between nodes")
     add("--html", type=writable_file, metavar="FILE", help="also write the report as an HTML page")
+    traced = "of the layouts found" if command == "search" else "without curves over the sequence length"
+    trace_help = "memory and time from a trace of the code that runs, in seconds to a minute, instead of from formulas"
+    add("--trace", action="store_true", help=f"{trace_help}; {traced}")
     if command == "plan":
         add(
             "--why",
             action="store_true",
             help="also every tensor of the fullest rank: shape, dtype, lifetime, and who allocates it",
-        )
-        add(
-            "--trace",
-            action="store_true",
-            help="memory and time from a trace of the code that runs, in seconds to a minute, instead of from formulas; "
-            "without curves over the sequence length",
         )
     if command == "search":
         add("--longest", action="store_true", help="the longest sequence length that fits, to within 1/32")
@@ -194,8 +194,8 @@ def require_single_stage(config: Recipe, command: str) -> Recipe:
 def pinned_keys(argv: Sequence[str]) -> list[str]:
     """Keys on the command line that a search would otherwise change."""
     values = parse_arguments(argv).values
-    keys = [f"{section}.{key}" for section in ("parallelism", "memory") for key in values.get(section, {})]
-    return [*keys, *["training.micro_batch_size"] * ("micro_batch_size" in values.get("training", {}))]
+    keys = [f"{section}.{key}" for section in ("parallelism", "memory", "training") for key in values.get(section, {})]
+    return [key for key in keys if not key.startswith("training.") or key in SEARCHED_TRAINING_KEYS]
 
 
 def tokens_per_step(config: Recipe) -> int:

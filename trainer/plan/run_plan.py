@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from trainer.config.job_config import Config
@@ -18,6 +19,7 @@ from trainer.plan.critical_path import StepTime, step_time_of
 from trainer.plan.interconnect import group_topologies
 from trainer.plan.plan import Suggestion, TrainingPlan, WindowShare, plan_stage
 from trainer.plan.rank_clock import RankClock
+from trainer.plan.search import SearchResult
 from trainer.trace.answers import traced_rank_steps
 from trainer.trace.errors import UntraceableError
 from trainer.trace.rank_step import RankStep
@@ -85,6 +87,15 @@ def traced(plan: TrainingPlan) -> TrainingPlan:
     except UntraceableError as error:
         return replace(plan, notes=(f"by formulas: {error}",))
     return TracedPlan(**_values(plan), rank_steps=tuple(steps))
+
+
+def traced_layouts(result: SearchResult) -> SearchResult:
+    """The layouts that a search found, by their traces: fastest first, those that do not fit after all apart."""
+    best = sorted(map(traced, result.best), key=attrgetter("step_seconds"))
+    fitting = [plan for plan in best if plan.fits]
+    return replace(
+        result, best=fitting, not_fitting=[*(plan for plan in best if not plan.fits), *map(traced, result.not_fitting)]
+    )
 
 
 def estimated(plan: TrainingPlan) -> TrainingPlan:

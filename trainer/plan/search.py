@@ -1,8 +1,9 @@
 """Searches the layouts of a run on a number of devices for the lowest predicted step time. Imports no torch.
 
-A layout is a mesh, a cp method, a pipeline schedule and memory options. Memory options only trade time for memory, so the
-layout without any is a lower bound for its mesh. Branch and bound: meshes are tried in order of their bounds until no
-remaining bound can be among the best.
+A layout is a mesh, a cp method, a pipeline schedule and memory options, with the attention kernels that "auto" takes.
+Memory options, eager blocks and an optimizer on the host only trade time for memory, so the layout without any is a lower
+bound for its mesh. Branch and bound: meshes are tried in order of their bounds until no remaining bound can be among the
+best.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from trainer.config import checks
@@ -21,7 +22,7 @@ from trainer.config.job_config import Config
 from trainer.config.sections import MAX_SEQ_LEN
 from trainer.config.toml_format import toml_value
 from trainer.hardware.device_specs import DeviceSpec
-from trainer.memory.auto import MEMORY_OPTIONS
+from trainer.memory.auto import LOSS_CHUNKS_MIB, MEMORY_OPTIONS
 from trainer.memory.report import ConfigT, with_overrides
 from trainer.plan.interconnect import used_domain_size
 from trainer.plan.plan import TrainingPlan, plan_stage
@@ -72,6 +73,21 @@ MEMORY_CHOICES: tuple[dict[str, Any], ...] = tuple(
         ("full", "inputs", 256, 8, 1),
     )
 )
+FASTEST_OPTIONS = {
+    "training.attention": "auto",
+    "training.compile": "auto",
+    "memory.loss_chunk_mib": LOSS_CHUNKS_MIB[0],
+    "memory.optimizer_placement": "device",
+}
+"""Where a search starts, whatever the file says: "auto" is the fastest that the planned device can run."""
+SMALL_CHUNKS = {"memory.loss_chunk_mib": LOSS_CHUNKS_MIB[-1]}
+LEANER_OPTIONS: tuple[dict[str, Any], ...] = (
+    SMALL_CHUNKS,
+    SMALL_CHUNKS | {"training.compile": False},
+    SMALL_CHUNKS | {"memory.optimizer_placement": "host"},
+    SMALL_CHUNKS | {"training.compile": False, "memory.optimizer_placement": "host"},
+)
+"""Slower than FASTEST_OPTIONS, with all else equal, and of less memory. The last needs least of a device."""
 HEAD_GROUP_CHOICES = [
     memory for memory in MEMORY_CHOICES if memory["memory.head_groups"] > 1 and memory["memory.offload"] == "none"
 ]
@@ -84,7 +100,7 @@ class SearchResult:
     best: Sequence[TrainingPlan]
     """The fastest layout of each mesh that fits, fastest first; among equals, by memory."""
     not_fitting: Sequence[TrainingPlan]
-    """The leanest layouts of meshes that would be faster than the best but do not fit."""
+    """Layouts that would be faster than the best but do not fit, each with its leanest options."""
     num_plans: int
     problems: Sequence[str] = ()
     """The most frequent configuration problems, if no layout is valid."""
@@ -97,21 +113,23 @@ def search(
     layouts = _LayoutSearch(config, world_size, device, pinned)
     bounds = sorted(layouts.lower_bounds(), key=_min_step_seconds)
     best: list[TrainingPlan] = []
-    not_fitting: list[TrainingPlan] = []
+    not_fitting: list[Sequence[TrainingPlan]] = []
     for bound in bounds:
         if len(best) == max_results and _min_step_seconds(bound) >= best[-1].step_seconds:
             break
-        fastest, leanest = layouts.fastest_fitting(bound)
-        if fastest is None:
-            not_fitting.append(leanest)
-        else:
-            best = _fastest_per_mesh([*best, fastest])[:max_results]
+        slowest = best[-1].step_seconds if len(best) == max_results else inf
+        fastest, lean = layouts.fastest_fitting(bound, slowest)
+        if fastest is not None:
+            best = _fastest_per_mesh([*best, layouts.with_largest_chunks(fastest)])[:max_results]
+        if lean:
+            not_fitting.append(lean)
     best_seconds = best[0].step_seconds if best else inf
     ties = [plan for plan in best if plan.step_seconds <= TIE_FACTOR * best_seconds]
     best = sorted(ties, key=attrgetter("memory_utilization")) + best[len(ties) :]
-    faster = [plan for plan in not_fitting if plan.step_seconds < best_seconds]
+    faster = ([plan for plan in lean if plan.step_seconds < best_seconds] for lean in not_fitting)
+    leanest = (min(lean, key=attrgetter("memory_utilization")) for lean in faster if lean)
     problems = [] if bounds else [problem for problem, _ in layouts.problems.most_common(3)]
-    return SearchResult(best, faster[:max_results], layouts.num_plans, problems)
+    return SearchResult(best, [*islice(leanest, max_results)], layouts.num_plans, problems)
 
 
 def any_layout_fits(config: Config, world_size: int, device: DeviceSpec, *, pinned: Sequence[str] = ()) -> bool:
@@ -128,9 +146,13 @@ def _min_step_seconds(bound: TrainingPlan) -> float:
 
 class _LayoutSearch:
     def __init__(self, config: Config, world_size: int, device: DeviceSpec, pinned: Sequence[str] = ()) -> None:
-        self.config, self.world_size, self.device, self.pinned = config, world_size, device, pinned
+        self.world_size, self.device, self.pinned = world_size, device, pinned
+        self.config = with_overrides(config, self.without_pinned(FASTEST_OPTIONS))
         self.num_plans = 0
         self.problems: Counter[str] = Counter()
+
+    def without_pinned(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in options.items() if key not in self.pinned}
 
     def lower_bounds(self) -> Iterator[TrainingPlan]:
         """Every layout without memory options, or with the pinned ones."""
@@ -139,22 +161,44 @@ class _LayoutSearch:
             if plan is not None:
                 yield plan
 
-    def fastest_fitting(self, bound: TrainingPlan) -> tuple[TrainingPlan | None, TrainingPlan]:
-        """The fastest memory options that fit, among equals the first in MEMORY_CHOICES; without such, also the leanest."""
+    def fastest_fitting(self, bound: TrainingPlan, limit: float) -> tuple[TrainingPlan | None, Sequence[TrainingPlan]]:
+        """The fastest options that fit, among equals the first in MEMORY_CHOICES; or lean ones if none fit.
+
+        Neither if options that take more than `limit` seconds might fit.
+        """
         if bound.fits and bound.mesh["cp"] == 1:
-            return bound, bound
+            return bound, ()
         # If the bound fits, only head groups can be faster, by overlapping communication of attention.
         choices = HEAD_GROUP_CHOICES if bound.fits else MEMORY_CHOICES[1:]
         plans = [bound, *filter(None, (self.evaluate(memory, bound.config) for memory in choices))]
-        leanest = plans[-NUM_LEANEST_CHOICES:]
+        leanest = [form for plan in plans[-NUM_LEANEST_CHOICES:] for form in self.leaner_forms(plan)]
         if not bound.fits and all(plan.exceeds_device for plan in leanest):
-            return None, min(leanest, key=attrgetter("memory_utilization"))
-        quickest = next((plan for plan in sorted(plans, key=attrgetter("step_seconds")) if plan.fits), None)
-        if quickest is None:
-            return None, min(plans, key=attrgetter("memory_utilization"))
-        equal = (plan for plan in plans if plan.step_seconds <= TIE_FACTOR * quickest.step_seconds)
-        fastest = next(plan for plan in equal if plan.fits)
-        return fastest, fastest
+            return None, leanest
+        fitting: list[tuple[int, TrainingPlan]] = []
+        for place, plan in sorted(enumerate(plans), key=lambda each: each[1].step_seconds):
+            if plan.step_seconds > limit:
+                break
+            forms = [plan] if plan.fits else self.leaner_forms(plan)
+            fitting += [(place, form) for form in forms if form.fits]
+            limit = min([limit, *(TIE_FACTOR * form.step_seconds for _, form in fitting)])
+        else:
+            if not fitting:
+                return None, [*plans, *leanest]
+        equal = [each for each in fitting if each[1].step_seconds <= limit]
+        return min(equal, key=itemgetter(0))[1] if equal else None, ()
+
+    def leaner_forms(self, plan: TrainingPlan) -> list[TrainingPlan]:
+        """The plan with each of LEANER_OPTIONS that is not pinned; only the leanest if that exceeds the device."""
+        *others, leanest = (self.without_pinned(options) for options in LEANER_OPTIONS)
+        form = self.evaluate(leanest, plan.config)
+        if form is not None and form.exceeds_device:
+            return [form]
+        forms = [self.evaluate(options, plan.config) for options in others]
+        return [*filter(None, [*forms, form])]
+
+    def with_largest_chunks(self, plan: TrainingPlan) -> TrainingPlan:
+        """The plan with the largest chunks of logits that fit."""
+        return self.evaluate(self.without_pinned({"memory.loss_chunk_mib": "auto"}), plan.config) or plan
 
     def layout_fits(self, layout: dict[str, Any]) -> bool:
         """Skips larger micro-batches and replicas, which only need more memory."""
@@ -165,14 +209,17 @@ class _LayoutSearch:
         ):
             return False
         evaluated = (self.evaluate(layout | memory) for memory in MEMORY_CHOICES[-NUM_LEANEST_CHOICES:])
-        leanest = [plan for plan in evaluated if plan is not None]
+        plans = [plan for plan in evaluated if plan is not None]
+        if any(plan.fits for plan in plans):
+            return True
+        leanest = [form for plan in plans for form in self.leaner_forms(plan)]
         if any(plan.fits for plan in leanest):
             return True
         # If host memory is short, offloading less may fit; pinned keys may exclude all of these.
         if leanest and all(plan.exceeds_device for plan in leanest):
             return False
-        others = (self.evaluate(layout | memory) for memory in MEMORY_CHOICES[:-NUM_LEANEST_CHOICES])
-        return any(plan is not None and plan.fits for plan in others)
+        others = filter(None, (self.evaluate(layout | memory) for memory in MEMORY_CHOICES[:-NUM_LEANEST_CHOICES]))
+        return any(form.fits for plan in others for form in (plan, *self.leaner_forms(plan)))
 
     def evaluate(self, changes: dict[str, Any], config: Config | None = None) -> TrainingPlan | None:
         """None if the configuration is invalid or changes a pinned key."""

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from models.transformer import TransformerBlock, default_block_forward
+from parallelisms.collectives import to_local
 from trainer.trace.operators import OpCounterMode
 from trainer.trace.traffic import nbytes, tensors_of
 
@@ -112,13 +113,18 @@ def compiled_with(counter: OpCounterMode) -> Iterator[None]:
     run_block = compile_piece(forward_with)
 
     def compile_block(block: TransformerBlock, **_: Any) -> None:
-        block.forward_fn = lambda block, *inputs: run_block(block, dict(block.named_parameters()), *inputs)
+        block.forward_fn = lambda block, *inputs: run_block(block, _local_parameters(block), *inputs)
 
     with (
         patch("trainer.build.compiler", lambda: compile_piece),
         patch.object(TransformerBlock, "compile", compile_block),
     ):
         yield
+
+
+def _local_parameters(block: TransformerBlock) -> dict[str, Tensor]:
+    """What the block computes with of its parameters, some of which are DTensors."""
+    return {name: to_local(parameter) for name, parameter in block.named_parameters()}
 
 
 def forward_with(block: TransformerBlock, parameters: dict[str, Tensor], *inputs: Tensor) -> Tensor:
