@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-from models.dtypes import accumulation_dtype
+from torch.nn import functional as F
 
 
 class Rows(NamedTuple):
@@ -136,12 +135,8 @@ def _take(x_NE: Tensor, rows: Rows) -> Tensor:
 
 
 def _sum(row_RE: Tensor, rows: Rows) -> Tensor:
-    """Adds in `accumulation_dtype`."""
-    first, *others = rows.row_of_slot.view(-1, rows.top_k).unbind(1)
-    total_NE = row_RE.index_select(0, first).to(accumulation_dtype(row_RE.dtype))
-    for row_N in others:
-        total_NE += row_RE.index_select(0, row_N)
-    return total_NE.to(row_RE.dtype)
+    """In one kernel, which adds in float32 or, of float64, in float64, and rounds once."""
+    return F.embedding_bag(rows.row_of_slot.view(-1, rows.top_k), row_RE, mode="sum")
 
 
 Map = Callable[[Tensor], Tensor]

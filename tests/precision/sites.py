@@ -20,6 +20,7 @@ SUMS = {
         "mean",
         "nanmean",
         "cumsum",
+        "embedding_bag",
         "logsumexp",
         "logaddexp",
         "vector_norm",

@@ -18,7 +18,7 @@ IN_GRID = {
     "models.norm.rstd": ("all_reduce vector_norm", "norm statistics: width"),
     "models.norm.rms_norm_backward": ("all_reduce mean sum", "norm weight: tokens"),
     "models.norm.RMSNormFunction.backward": ("+=", "head norm: chunks"),
-    "models.dispatch._sum": ("+=", "experts: rows of a token"),
+    "models.dispatch._sum": ("embedding_bag", "experts: rows of a token"),
     "models.tiling.GradAccumulator.add": ("add_", "weight gradients: tiles"),
     "parallelisms.collectives.all_reduce": ("all_reduce", "softmax: vocabulary shards"),
     "parallelisms.collectives.reduce_scatter_async": ("_reduce_scatter_single", "all-gather: ranks' dk, dv"),

@@ -135,7 +135,7 @@ def forward_pass(block: BlockMemory) -> Tensors:
     output = part(experts.inner("the product", 1), experts.rows("outputs of the experts"))
     combined = part(
         experts.rows("outputs of the experts"),
-        block.sums("their sum", experts.local_tokens, block.model.dim, copies=2),
+        experts.local("their sum"),
     )
     return part(
         block.stream("hidden state"),
@@ -167,6 +167,6 @@ def _backward(experts: ExpertMemory, *, has_products: bool) -> Moments:
         part(
             experts.rows("input gradients"),
             experts.weights("weight gradients", 3),
-            experts.block.sums("their sum", experts.local_tokens, experts.model.dim, copies=2),
+            experts.local("their sum"),
         ),
     )
