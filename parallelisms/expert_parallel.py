@@ -27,7 +27,6 @@ from models.dispatch import Rows, inverse_of, linear_map, reorder, sort_by_exper
 from models.linear import set_local_view
 from models.transformer import Transformer
 from parallelisms import collectives
-from parallelisms.collectives import to_local
 from parallelisms.mesh import Mesh
 from parallelisms.tensor_parallel import replicated_part
 
@@ -55,7 +54,7 @@ def _distribute(module: nn.Module, name: str, mesh: Mesh, tp_dim: int | None, su
         placements.append(Replicate() if tp_dim is None else Shard(tp_dim))
     sharded = distribute_tensor(getattr(module, name), mesh.expert_mesh, placements, src_data_rank=None)
     setattr(module, name, nn.Parameter(sharded))
-    view = to_local if sum_group is None else partial(replicated_part, group_name=sum_group.group_name)
+    view = collectives.to_local if sum_group is None else partial(replicated_part, group_name=sum_group.group_name)
     set_local_view(module, name, view)
 
 

@@ -171,9 +171,9 @@ class _LayoutSearch:
         # If the bound fits, only head groups can be faster, by overlapping communication of attention.
         choices = HEAD_GROUP_CHOICES if bound.fits else MEMORY_CHOICES[1:]
         plans = [bound, *filter(None, (self.evaluate(memory, bound.config) for memory in choices))]
-        leanest = [form for plan in plans[-NUM_LEANEST_CHOICES:] for form in self.leaner_forms(plan)]
-        if not bound.fits and all(plan.exceeds_device for plan in leanest):
-            return None, leanest
+        lean = [] if bound.fits else [form for plan in plans[-NUM_LEANEST_CHOICES:] for form in self.leaner_forms(plan)]
+        if lean and all(plan.exceeds_device for plan in lean):
+            return None, lean
         fitting: list[tuple[int, TrainingPlan]] = []
         for place, plan in sorted(enumerate(plans), key=lambda each: each[1].step_seconds):
             if plan.step_seconds > limit:
@@ -183,7 +183,7 @@ class _LayoutSearch:
             limit = min([limit, *(TIE_FACTOR * form.step_seconds for _, form in fitting)])
         else:
             if not fitting:
-                return None, [*plans, *leanest]
+                return None, [*plans, *lean]
         equal = [each for each in fitting if each[1].step_seconds <= limit]
         return min(equal, key=itemgetter(0))[1] if equal else None, ()
 
