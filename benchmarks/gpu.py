@@ -63,6 +63,9 @@ def serve(connection: Connection, folder: Path, *, rehearse: bool) -> None:
     set_worker_environment(os.environ, LaunchWorld(nproc_per_node=1))
     os.environ |= loopback_environment(os.environ)  # A machine without a network has a name that nobody resolves.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # Several processes compile at once.
+    threads = max(1, (os.cpu_count() or 1) // LANES)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    torch.set_num_threads(threads)
     warnings.filterwarnings("ignore")
     jobs = all_jobs()
     by_name = {job.name: job for job in [*jobs, *compilations(jobs)]}

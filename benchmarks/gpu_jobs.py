@@ -105,12 +105,17 @@ def compilations(jobs: Iterable[Job]) -> list[Job]:
 
 
 def compilation(case: StepCase) -> Callable[[Bench], object] | None:
-    return partial(gpu_steps.compile_step, case=case) if case.config().training.compile else None
+    return partial(gpu_steps.compile_step, case=case) if case.config().compiles_on_gpu else None
 
 
 def step_job(case: StepCase, kind: str, seconds: float, gib: float, rounds: Rounds | None = None) -> Job:
     measure = partial(gpu_steps.step, case=case, rounds=rounds or Rounds())
     return Job(case.name, kind, measure, seconds, gib, alone=True, compilation=compilation(case))
+
+
+def kernels_job(case: StepCase, seconds: float, gib: float) -> Job:
+    measure = partial(gpu_steps.kernel_times, case=case)
+    return Job(f"kernels of {case.name}", "kernels", measure, seconds, gib, alone=True)
 
 
 def pair_job(off: str, on: str) -> Job:
@@ -173,10 +178,8 @@ def checks() -> list[Job]:
 KEPT = "--memory.recompute keep_attention"
 NONE = "--memory.recompute none"
 EAGER = "--training.compile false"
-COMPILED = "--training.compile true"
 LEAN = (
-    f"{KEPT} {COMPILED} --memory.offload inputs --memory.head_groups 4 --memory.mlp_tile_mib 1024 "
-    "--memory.blocks_per_checkpoint 4"
+    f"{KEPT} --memory.offload inputs --memory.head_groups 4 --memory.mlp_tile_mib 1024 --memory.blocks_per_checkpoint 4"
 )
 
 
@@ -190,15 +193,15 @@ def timings() -> list[Job]:
     short = Rounds(1, 2, short=True)
     return [
         Job("machine", "machine", gpu_kernels.machine, 15, 32, ("benchmarks/gpu_kernels.py",), alone=True),
-        step_job(case(8 * K, f"{NONE} {COMPILED}"), "step", 12, 28),
+        step_job(case(8 * K, NONE), "step", 12, 28),
         rival_job(titan(8 * K, "none", compile=True), 20, 36),
-        step_job(case(32 * K, f"{KEPT} {COMPILED}"), "step", 20, 24),
+        step_job(case(32 * K, KEPT), "step", 20, 24),
         rival_job(titan(32 * K, "selective", compile=True), 40, 58),
         rival_job(hugging(32 * K, "full"), 20, 26),
         rate_job("cudnn", 128),
         rate_job("flash", 128),
-        step_job(case(128 * K, f"{KEPT} {COMPILED}"), "step", 35, 42, short),
-        pair_job(EAGER, COMPILED),
+        step_job(case(128 * K, KEPT), "step", 35, 42, short),
+        pair_job(EAGER, "--training.compile true"),
         pair_job("", "--memory.offload inputs_and_attention"),
         pair_job("--training.attention flash", "--training.attention cudnn"),
         pair_job("", "--memory.head_groups 4"),
@@ -207,6 +210,10 @@ def timings() -> list[Job]:
         step_job(StepCase("Qwen3-30B-A3B, 4 layers", 16 * K, KEPT), "mixture", 14, 54),
         step_job(StepCase("gpt-oss-20b, 4 layers", 32 * K, KEPT), "mixture", 25, 78),
         step_job(StepCase("Gemma 3 1B", 32 * K, KEPT), "windowed", 14, 20),
+        kernels_job(case(8 * K, NONE), 12, 28),
+        kernels_job(StepCase("Qwen3-30B-A3B, 4 layers", 16 * K, KEPT), 14, 54),
+        kernels_job(case(32 * K, KEPT), 16, 24),
+        kernels_job(StepCase("gpt-oss-20b, 4 layers", 32 * K, KEPT), 25, 78),
         head_job(256),
         head_job(1024),
         ring_rate_job(8 * K),
@@ -215,12 +222,12 @@ def timings() -> list[Job]:
         rate_job("flash", 64),
         rate_job("efficient", 128),
         step_job(case(8 * K, f"{KEPT} {EAGER}"), "step", 10, 22),
-        step_job(case(64 * K, f"{KEPT} {COMPILED}"), "step", 20, 30, short),
+        step_job(case(64 * K, KEPT), "step", 20, 30, short),
         rival_job(hugging(8 * K, "none"), 20, 40),
         rival_job(titan(8 * K, "none"), 20, 48),
         step_job(case(1024 * K, LEAN, document=16 * K), "step", 65, 115, Rounds(0, 1)),
         Job("calibrate", "machine", gpu_product.calibrate, 40, 32, ("trainer/plan/calibrate.py",), alone=True),
-        step_job(case(512 * K, f"{KEPT} {COMPILED}"), "step", 150, 122, Rounds(1, 1, short=True)),
+        step_job(case(512 * K, KEPT), "step", 150, 122, Rounds(1, 1, short=True)),
         step_job(case(1024 * K, LEAN), "step", 520, 115, Rounds(0, 1)),
     ]
 

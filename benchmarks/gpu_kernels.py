@@ -27,6 +27,7 @@ from models.kernel_check import Heads
 from models.kernel_reference import Sample, reference
 from models.loss_head import LossHead
 from models.score_blocks import ScoreBlock, ScoreBlocks
+from parallelisms.block_recompute import compiler
 from parallelisms.context import ring
 from parallelisms.context.attention_plan import RankAttentionPlan
 from parallelisms.context.batch_layout import BatchLayout
@@ -231,9 +232,10 @@ def ring_seconds(bench: Bench, kernel: str, tokens: int) -> None:
 
 
 def head_seconds(bench: Bench, case: StepCase, chunk_mib: int) -> None:
-    """Final norm, projection and cross-entropy, both ways."""
+    """Final norm, projection and cross-entropy, both ways, compiled as in training."""
     tokens, model = bench.size(case.tokens), case.config(tiny=bench.rehearse).model.build()
     head = LossHead(model, chunk_mib=chunk_mib).to(bench.device, torch.bfloat16)
+    head.compile_piece = compiler() if bench.cuda else None
     x = bench.draw(1, tokens, model.dim).requires_grad_()
     labels = torch.randint(model.vocab_size, (1, tokens), device=bench.device)
     bench.begin_memory()

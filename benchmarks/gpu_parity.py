@@ -49,6 +49,8 @@ def gpu_tests(bench: Bench) -> None:
     """The project's tests that need a CUDA device. Raises RuntimeError if one fails."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *GPU_TESTS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    sys.stdout.write(done.stdout)
+    sys.stdout.flush()
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     if done.returncode:

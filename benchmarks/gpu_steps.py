@@ -6,24 +6,29 @@ tenth of the time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from statistics import median
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_bench import Bench, K
 from models.batch import Batch
 from parallelisms.collectives import to_local
+from trainer.build import compiles
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset, SequenceShard
 from trainer.distributed import process_group
-from trainer.hardware.host import GIB
+from trainer.hardware.host import GIB, node_memory_bytes
+from trainer.memory.auto import fit_memory_options
 from trainer.trainer import StepMetrics, Trainer
 
 LLAMA_1B = "--model.family llama3.2 --model.size 1b"
@@ -42,9 +47,12 @@ TINY = (
 """A model of any family in a rehearsal."""
 COMMON = (
     "--config debug --job.name gpu --data.corpus copy --training.global_batch_size 1 --training.dtype bfloat16 "
+    "--training.compile auto "
     "--memory.recompute keep_attention --checkpoint.enabled false --metrics.tensorboard false "
     "--checkpoint.initial_load_path drawn-on-the-device"  # So the trainer leaves the weights to `draw_weights`.
 )
+LISTED_KERNELS = 40
+"""Of a profiled step, the longest."""
 SHORT = 4 * K
 """Tokens of documents in warm-ups that would otherwise take long."""
 
@@ -117,11 +125,22 @@ def with_steps(config: Config, steps: int) -> Config:
     return config.model_copy(update={"training": config.training.model_copy(update={"steps": steps})})
 
 
+def as_started(bench: Bench, config: Config) -> Config:
+    """With the memory options that a start on this device chooses."""
+    if not bench.cuda:
+        return config
+    memory = {
+        "device_bytes": torch.cuda.get_device_properties(bench.device).total_memory,
+        "host_bytes": node_memory_bytes(),
+    }
+    return fit_memory_options(config, 1, ranks_per_node=1, **memory)
+
+
 def step(bench: Bench, case: StepCase, rounds: Rounds = Rounds()) -> float:
     """Reports a row of training steps; returns their median seconds."""
     case = replace(case, tokens=bench.size(case.tokens))
     rounds = replace(rounds, warmups=1, steps=1) if bench.rehearse else rounds
-    config = with_steps(case.config(tiny=bench.rehearse), rounds.warmups + rounds.steps)
+    config = as_started(bench, with_steps(case.config(tiny=bench.rehearse), rounds.warmups + rounds.steps))
     model, length = config.model.build(), case.tokens
     measured = bench.size(case.document) if case.document else length
     documents = [SHORT if rounds.short else measured] * rounds.warmups + [measured]
@@ -140,7 +159,8 @@ def step(bench: Bench, case: StepCase, rounds: Rounds = Rounds()) -> float:
         document=case.document,
         options=case.options,
         recompute=config.memory.recompute,
-        compile=config.training.compile,
+        compile=compiles(config, bench.device),
+        loss_chunk_mib=config.memory.loss_chunk_mib,
         head="tied" if model.tie_embeddings else "untied",
         kernel=kernel,
         s_step=seconds,
@@ -158,7 +178,7 @@ def step(bench: Bench, case: StepCase, rounds: Rounds = Rounds()) -> float:
 def compile_step(bench: Bench, case: StepCase) -> None:
     """One step, which fills the cache of generated code."""
     case = replace(case, tokens=bench.size(case.tokens))
-    config = with_steps(case.config(tiny=bench.rehearse), 1)
+    config = as_started(bench, with_steps(case.config(tiny=bench.rehearse), 1))
     (found,), _, _ = run_steps(bench, config, 0, [SHORT])
     bench.row(what="first step", result=f"{found.step_seconds:.1f} s")
 
@@ -171,13 +191,45 @@ def pair(bench: Bench, case: StepCase, off: str, on: str, rounds: Rounds = Round
     bench.row(what=f"step with {on} over {off or 'without'}", result=f"{second / first:.3f}")
 
 
+@contextmanager
+def drawn_trainer(bench: Bench, config: Config, documents: Sequence[int]) -> Iterator[Trainer]:
+    """With initial weights; row n is packed with documents of `documents[n]` tokens."""
+    with process_group(config.distributed) as world:
+        trainer = Trainer(config, world, Packed(config, documents), kernel=bench.trusted_kernel(config))
+        draw_weights(trainer, world.device)
+        yield trainer
+
+
+def kernel_times(bench: Bench, case: StepCase, warmups: int = 3) -> None:
+    """Reports the kernels of one step after warm-up: time of each, and launches; and how long the device was busy."""
+    case = replace(case, tokens=bench.size(case.tokens))
+    config = as_started(bench, with_steps(case.config(tiny=bench.rehearse), warmups + 1))
+    with drawn_trainer(bench, config, [case.tokens]) as trainer:
+        steps = trainer.train_steps()
+        seconds = [next(steps).read().step_seconds for _ in range(warmups)][-1]
+        activities = [ProfilerActivity.CUDA] if bench.cuda else [ProfilerActivity.CPU]
+        with profile(activities=activities) as profiler:
+            next(steps).read()
+    kernels = [
+        each for each in profiler.key_averages() if each.device_type == DeviceType.CUDA and not each.is_user_annotation
+    ]
+    busy, launches = sum(each.self_device_time_total for each in kernels), sum(each.count for each in kernels)
+    result = f"{busy / 1e3:.1f} ms of kernels in {launches} launches; {1e3 * seconds:.1f} ms without the profiler"
+    bench.row(what=f"one step of {case.name}", result=result)
+    for each in sorted(kernels, key=lambda each: -each.self_device_time_total)[:LISTED_KERNELS]:
+        bench.row(
+            what=f"kernel of {case.name}",
+            ms=each.self_device_time_total / 1e3,
+            launches=each.count,
+            result=each.key[:160],
+        )
+
+
 def run_steps(
     bench: Bench, config: Config, warmups: int, documents: Sequence[int]
 ) -> tuple[list[StepMetrics], str, dict[str, float | None]]:
     """Metrics of the steps after warm-up, the kernel that ran, and peak memory in GiB; None where there is no device."""
-    with process_group(config.distributed) as world:
-        trainer = Trainer(config, world, Packed(config, documents), kernel=bench.trusted_kernel(config))
-        draw_weights(trainer, world.device)
+    with drawn_trainer(bench, config, documents) as trainer:
         bench.begin_memory()
         found: list[StepMetrics] = []
         for result in trainer.train_steps():

@@ -105,9 +105,9 @@ def causal_blocks(lengths: Sequence[int]) -> ScoreBlocks:
 
 def random_sample(blocks: ScoreBlocks, heads: Heads, device: torch.device, dtype: torch.dtype) -> Sample:
     num_queries, num_keys = (max(getattr(block, side) for block in blocks.blocks) for side in ("q1", "k1"))
-    generator = torch.Generator().manual_seed(0)
+    drawn: Any = {"device": device, "generator": torch.Generator(device).manual_seed(0)}
     shapes = [(num_queries, heads.num)] * 2 + [(num_keys, heads.kv)] * 2
-    return Sample(*(torch.randn(*shape, heads.dim, generator=generator).to(device, dtype) for shape in shapes))
+    return Sample(*(torch.randn(*shape, heads.dim, **drawn).to(dtype) for shape in shapes))
 
 
 def matching_sample(blocks: ScoreBlocks, heads: Heads, device: torch.device, dtype: torch.dtype) -> Sample:
@@ -158,8 +158,8 @@ def compare(where: str, actual: Results, expected: Reference, tolerance: float) 
 
 
 def row_errors(actual: Tensor, exact: Tensor, terms: Tensor) -> Tensor:
-    """Rows of the tensors in float64, on the CPU: a device may compute nothing, not even errors."""
-    actual, exact, terms = (x.flatten(1).cpu().double() for x in (actual, exact, terms))
+    """Of rows of the tensors, in float64."""
+    actual, exact, terms = (x.flatten(1).double() for x in (actual, exact, terms))
     return (actual - exact).abs().amax(1) / row_scales(exact, terms)
 
 

@@ -66,11 +66,19 @@ class Parameter(NamedTuple):
         return tuple(size // parts.get(dim, 1) for dim, size in enumerate(self.shape_of(sizes)))
 
 
+EMBEDDING_GRAD_BYTES = 256 << 20
+"""Of float32 numbers at once, where the embedding's gradient is summed by columns: each part sorts the tokens again."""
 EMBEDDING = {"embed.weight": Parameter("VE", "vocab", "model.embed_tokens.weight")}
 HEAD = {
     "head.norm.weight": Parameter("E", "replicate", "model.norm.weight", "ones"),
     "head.proj.weight": Parameter("VE", "colwise", "lm_head.weight"),
 }
+
+
+def embedding_grad_columns(num_rows: int, num_tokens: int, dim: int) -> int:
+    """How many columns of the embedding's gradient are summed in float32 at a time."""
+    columns = EMBEDDING_GRAD_BYTES // (4 * (num_rows + num_tokens))
+    return min(dim, max(64, columns // 64 * 64))
 
 
 class SublayerKind(NamedTuple):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.dtypes import accumulation_dtype
+from models.layers import embedding_grad_columns
 from models.tiling import each_chunk
 
-EMBEDDING_GRAD_COLUMNS = 64  # in `accumulation_dtype` at once: 32 MiB for a vocabulary of 128K
 LocalView = Callable[[Tensor], Tensor]
 """Maps a parameter to the tensor that this rank computes with: the identity, or what tensor parallelism sets."""
 
@@ -73,7 +73,8 @@ class EmbeddingFunction(torch.autograd.Function):
         if dtype == grad_BSE.dtype:
             return None, sum_by_row(grad_BSE, index_BS, ctx.num_rows)
         grad_weight_VE = grad_BSE.new_empty(ctx.num_rows, grad_BSE.shape[-1])
-        for columns in each_chunk(grad_BSE.shape[-1], EMBEDDING_GRAD_COLUMNS):
+        num_columns = embedding_grad_columns(ctx.num_rows, index_BS.numel(), grad_BSE.shape[-1])
+        for columns in each_chunk(grad_BSE.shape[-1], num_columns):
             grad_weight_VE[:, columns] = sum_by_row(grad_BSE[..., columns].to(dtype), index_BS, ctx.num_rows)
         return None, grad_weight_VE
 

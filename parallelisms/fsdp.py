@@ -55,7 +55,8 @@ def apply(
     if isinstance(model.embed, FSDPModule):
         model.embed.set_unshard_in_backward(False)
     for unit in fsdp_modules(model):
-        unit.set_gradient_divide_factor(1.0)
+        if mesh.size() > 1:  # A single rank would divide by 1, in a pass of its own.
+            unit.set_gradient_divide_factor(1.0)
         # Without it the divide factor makes FSDP2 use PREMUL_SUM, which gloo lacks.
         unit.set_force_sum_reduction_for_comms(True)
 

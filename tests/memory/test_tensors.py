@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import memory_grid
-from models import linear
-from trainer.memory import ends
 from trainer.memory.estimator import phase_estimates
 from trainer.memory.rank import RankMemory
 from trainer.memory.tensors import DTYPE_BYTES, LINES, MemoryTensor
@@ -52,7 +50,3 @@ def test_every_tensor_has_a_size_a_lifetime_and_code_that_allocates_it(count: in
         assert tensor.copies >= 0, tensor
         file, _, name = tensor.source.partition(": ")
         assert name in defined(file), tensor
-
-
-def test_the_embedding_is_counted_in_the_columns_that_it_takes() -> None:
-    assert ends.EMBEDDING_GRAD_COLUMNS == linear.EMBEDDING_GRAD_COLUMNS

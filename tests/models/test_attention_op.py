@@ -272,7 +272,7 @@ def test_cuda_flash_error_is_at_most_twice_that_of_the_cpu_kernel(
     boundaries_BD = starts(lengths, lengths[::-1], width=20)
     host = inputs(boundaries_BD, heads, dtype, head_dim=64)
     device = three(x.detach().cuda().requires_grad_() for x in host)
-    assert kernels.select_kernel(device[0][0]) == "flash"
+    assert "flash" in kernels.select_kernel(device[0][0])
     exact = run(dense, three(x.detach().double().requires_grad_() for x in host), boundaries_BD)
     for found, plain, expected in zip(
         run(attention_op.attention, device, boundaries_BD),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+from models.layers import embedding_grad_columns
 from trainer.memory import norms
 from trainer.memory.rank import RankMemory, numel
 from trainer.memory.tensors import TRANSIENT_ACTIVATIONS, MemoryTensor, Tensors, tensors, total_bytes
 
 LOSS_HEAD = "loss head"
 SOURCE = "models/loss_head.py: LinearCrossEntropy"
-EMBEDDING_GRAD_COLUMNS = 64
 """As in models/linear.py."""
 head = partial(tensors, LOSS_HEAD)
 transient = partial(tensors, TRANSIENT_ACTIVATIONS)
@@ -88,7 +88,7 @@ def embedding_forward(rank: RankMemory) -> Tensors:
 def embedding_backward(rank: RankMemory) -> Tensors:
     """Beside the gradient of its weight."""
     rows, dim = rank.embed_shapes[0]
-    columns = min(EMBEDDING_GRAD_COLUMNS, dim) if rank.is_mixed else dim
+    columns = embedding_grad_columns(rows, rank.tokens, dim) if rank.is_mixed else dim
     return transient(
         "models/linear.py: EmbeddingFunction.backward",
         "while the embedding runs",
