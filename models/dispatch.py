@@ -2,7 +2,8 @@
 
 Every way is a linear map, and its gradient the way back.
 
-Shape suffixes: N tokens of a tile on this rank, E model dim, K experts of a token, R rows.
+Shape suffixes: N tokens of a tile on this rank, E model dim, K experts of a token, R rows, P places of rows by expert,
+some of which may be padding.
 """
 
 from __future__ import annotations
@@ -14,23 +15,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from models.expert_config import most_places
+from models.row_groups import RowGroups, RowPlaces, padded_ends, padded_shifts
+
 
 class Rows(NamedTuple):
-    """Where the tokens of a tile go: slot `n * top_k + k` is token n at its k-th expert."""
+    """Where the tokens of a tile go: row `n * top_k + k` is token n at its k-th expert."""
 
     top_k: int
-    slots: Tensor
-    """[R], the slot of each row: by expert, then by token."""
-    row_of_slot: Tensor
-    """[R]."""
-    counts: Sequence[int]
-    """Rows of each expert of this rank, which may come from other ranks."""
+    tokens: Tensor
+    """[P], the token at each place: by expert, then by token."""
+    place: Tensor
+    """[R], of each row."""
+    groups: RowGroups
+    """Of this rank, which may get rows from other ranks."""
     route: Any = None
     """What a dispatcher between ranks needs besides."""
 
     @property
     def num_tokens(self) -> int:
-        return len(self.slots) // self.top_k
+        return len(self.place) // self.top_k
 
 
 class TokenDispatcher(Protocol):
@@ -47,16 +51,19 @@ class TokenDispatcher(Protocol):
     def agree(self, num_tiles: int) -> int:
         """The most tiles of any rank. Collective; the host waits."""
 
-    def rows(self, experts_NK: Sequence[Tensor], num_experts: int) -> list[Rows]:
-        """Of each tile, of which every rank has the same number. Collective; the host waits for the device."""
+    def rows(self, experts_NK: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
+        """Of each tile, of which every rank has the same number. Collective.
+
+        `padded`: as a kernel for groups takes them. The host waits for the device, unless rows are padded and stay here.
+        """
 
     def dispatch(self, x_NE: Tensor, weight_NK: Tensor, rows: Rows) -> Any:
         """Starts to send tokens, and the weights of their experts."""
 
     def wait(self, pending: Any, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Tokens [R, E] and weights [R], sorted by expert."""
+        """Tokens [P, E] and weights [P], sorted by expert; padding weighs nothing."""
 
-    def combine(self, out_RE: Tensor, rows: Rows, *, is_needed: bool) -> Tensor:
+    def combine(self, out_PE: Tensor, rows: Rows, *, is_needed: bool) -> Tensor:
         """[N, E]: the sum over the experts of each token. If not `is_needed`, only its gradient is right."""
 
     def shared(self, x_NE: Tensor, run: Callable[[Tensor], Tensor], *, is_needed: bool) -> Tensor:
@@ -74,10 +81,12 @@ class LocalDispatcher:
     def agree(self, num_tiles: int) -> int:
         return num_tiles
 
-    def rows(self, experts_NK: Sequence[Tensor], num_experts: int) -> list[Rows]:
+    def rows(self, experts_NK: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
+        if padded:
+            return [padded_rows(experts, num_experts) for experts in experts_NK]
         ordered = [sort_by_expert(experts, num_experts) for experts in experts_NK]
         counts = torch.stack([counts_X for *_, counts_X in ordered]).tolist()
-        return [rows._replace(counts=each) for (rows, _), each in zip(ordered, counts, strict=True)]
+        return [rows._replace(groups=RowGroups(each)) for (rows, _), each in zip(ordered, counts, strict=True)]
 
     def dispatch(self, x_NE: Tensor, weight_NK: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         return to_rows(x_NE, weight_NK, rows)
@@ -86,8 +95,8 @@ class LocalDispatcher:
         del rows
         return pending
 
-    def combine(self, out_RE: Tensor, rows: Rows, *, is_needed: bool) -> Tensor:
-        return to_tokens(out_RE, rows, is_needed=is_needed)
+    def combine(self, out_PE: Tensor, rows: Rows, *, is_needed: bool) -> Tensor:
+        return to_tokens(out_PE, rows, is_needed=is_needed)
 
     def shared(self, x_NE: Tensor, run: Callable[[Tensor], Tensor], *, is_needed: bool) -> Tensor:
         del is_needed
@@ -98,11 +107,26 @@ class LocalDispatcher:
 
 
 def sort_by_expert(experts_NK: Tensor, num_experts: int) -> tuple[Rows, Tensor]:
-    """The rows, without counts, and the counts [X] on the device."""
-    ordered_R, slots = experts_NK.flatten().sort(stable=True)
-    experts_X = torch.arange(num_experts + 1, device=slots.device)
-    rows = Rows(experts_NK.shape[1], slots, inverse_of(slots), ())
-    return rows, torch.searchsorted(ordered_R, experts_X).diff()
+    """Rows without padding and without their groups, and how many each expert has, [X] on the device."""
+    top_k, (ordered_R, order_R) = experts_NK.shape[1], experts_NK.flatten().sort(stable=True)
+    rows = Rows(top_k, order_R // top_k, inverse_of(order_R), RowGroups(()))
+    return rows, _counts(ordered_R, num_experts)
+
+
+def padded_rows(experts_NK: Tensor, num_experts: int) -> Rows:
+    """Nothing of which the host knows but the number of places, which is that of the most padding."""
+    top_k, (ordered_R, order_R) = experts_NK.shape[1], experts_NK.flatten().sort(stable=True)
+    counts_X = _counts(ordered_R, num_experts)
+    ends_X = padded_ends(counts_X)
+    place_R = torch.arange(len(order_R), device=order_R.device) + padded_shifts(counts_X, ends_X)[ordered_R]
+    source_P, place_R = RowPlaces.sorted(order_R, place_R, most_places(len(order_R), num_experts))
+    return Rows(top_k, source_P // top_k, place_R, RowGroups((), ends_X.int()))
+
+
+def _counts(ordered_R: Tensor, num_experts: int) -> Tensor:
+    """[X], of each expert in ascending ones."""
+    experts_X = torch.arange(num_experts + 1, device=ordered_R.device)
+    return torch.searchsorted(ordered_R, experts_X).diff()
 
 
 def inverse_of(permutation: Tensor) -> Tensor:
@@ -111,32 +135,39 @@ def inverse_of(permutation: Tensor) -> Tensor:
 
 
 def to_rows(x_NE: Tensor, weight_NK: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Copies tokens, and reorders the weights of their experts, to rows."""
-    x_RE = linear_map(x_NE, lambda x: _take(x, rows), lambda grad_RE: _sum(grad_RE, rows))
-    return x_RE, reorder(weight_NK.flatten(), rows.slots, rows.row_of_slot)
+    """Copies tokens, and the weights of their experts, to places; padding gets some token, and no weight."""
+    x_PE = linear_map(x_NE, lambda x: x.index_select(0, rows.tokens), lambda grad_PE: _sum(grad_PE, rows))
+    return x_PE, to_places(weight_NK.flatten(), rows.place, len(rows.tokens))
 
 
-def to_tokens(row_RE: Tensor, rows: Rows, *, is_needed: bool = True) -> Tensor:
+def to_tokens(out_PE: Tensor, rows: Rows, *, is_needed: bool = True) -> Tensor:
     """The sum of each token's rows."""
     skipped = None if is_needed else rows.num_tokens
-    return linear_map(row_RE, lambda x: _sum(x, rows), lambda grad_NE: _take(grad_NE, rows), skipped=skipped)
-
-
-def reorder(x: Tensor, index: Tensor, inverse: Tensor, *, is_needed: bool = True) -> Tensor:
-    """`x[index]`, of a permutation and its inverse."""
-    skipped = None if is_needed else len(index)
     return linear_map(
-        x, lambda each: each.index_select(0, index), lambda grad: grad.index_select(0, inverse), skipped=skipped
+        out_PE, lambda x: _sum(x, rows), lambda grad_NE: grad_NE.index_select(0, rows.tokens), skipped=skipped
     )
 
 
-def _take(x_NE: Tensor, rows: Rows) -> Tensor:
-    return x_NE.index_select(0, rows.slots // rows.top_k)
+def to_places(x_R: Tensor, place_R: Tensor, num_places: int) -> Tensor:
+    """[P], with zeros in between."""
+    return linear_map(
+        x_R,
+        lambda x: x.new_zeros(num_places).scatter_(0, place_R, x),
+        lambda grad_P: grad_P.index_select(0, place_R),
+    )
 
 
-def _sum(row_RE: Tensor, rows: Rows) -> Tensor:
+def select(x: Tensor, index: Tensor, back: Tensor, *, is_needed: bool = True) -> Tensor:
+    """`x[index]`, whose gradient is that of `back`: where no row is selected twice but those that weigh nothing."""
+    skipped = None if is_needed else len(index)
+    return linear_map(
+        x, lambda each: each.index_select(0, index), lambda grad: grad.index_select(0, back), skipped=skipped
+    )
+
+
+def _sum(row_PE: Tensor, rows: Rows) -> Tensor:
     """In one kernel, which adds in float32 or, of float64, in float64, and rounds once."""
-    return F.embedding_bag(rows.row_of_slot.view(-1, rows.top_k), row_RE, mode="sum")
+    return F.embedding_bag(rows.place.view(-1, rows.top_k), row_PE, mode="sum")
 
 
 Map = Callable[[Tensor], Tensor]

@@ -8,6 +8,14 @@ from typing import Literal
 
 from models.layers import LayerKind
 
+GROUP_ALIGNMENT = 8
+"""Rows that torch's grouped product needs a multiple of: 16 bytes of bfloat16."""
+
+
+def most_places(num_rows: int, num_experts: int) -> int:
+    """Of rows and their padding to `GROUP_ALIGNMENT`, however they are divided among experts."""
+    return num_rows + num_experts * GROUP_ALIGNMENT
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertConfig:

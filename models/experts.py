@@ -1,6 +1,6 @@
 """The experts of a mixture on their rows: a row is a token at one of its experts, and rows are sorted by expert.
 
-Shape suffixes: R rows, X experts of this rank, E model dim, M feed-forward dim of an expert on this rank, I inputs and
+Shape suffixes: R rows with their padding, X experts of this rank, E model dim, M feed-forward dim of an expert on this rank, I inputs and
 O outputs of a product.
 """
 
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.device_paths import runs_as_on_gpu
 from models.dtypes import accumulation_dtype
 from models.feed_forward import GATES
+from models.row_groups import RowGroups
 from models.sublayer import LocalGraph
 
 PRODUCTS, BIASES = ("gate_proj", "up_proj", "down_proj"), ("gate_bias", "up_bias", "down_bias")
 ROWS_AT_ONCE = 2048
 """Of a loop over experts, at least."""
-GROUP_ALIGNMENT = 8
-"""Rows that torch's grouped product needs a multiple of: 16 bytes of bfloat16."""
+SUMMED_COLUMNS = 8
+"""Equal columns of a product that sums rows: the kernel takes no fewer than 16 bytes of bfloat16."""
 
 
 def run_experts(
     x_RE: Tensor,
     weight_R: Tensor | None,
-    counts: Sequence[int],
+    groups: RowGroups,
     parameters: Mapping[str, Tensor],
     *,
     activation: str,
@@ -37,14 +37,13 @@ def run_experts(
 ) -> Tensor:
     """[R, E]: each row's gated feed-forward, times its weight; a partial sum under tensor parallelism.
 
-    `counts` are the rows of each expert, and `parameters` those of `PRODUCTS` and `BIASES`. `bias_scale` multiplies the
-    last bias. Without `needs_output` the result only carries gradients, which need no last product, and the products
+    `parameters` are those of `PRODUCTS` and `BIASES`. `bias_scale` multiplies the last bias. Without `needs_output` the result only carries gradients, which need no last product, and the products
     before it are computed in the backward pass.
     """
     weights = [parameters[name] for name in PRODUCTS]
     biases = [parameters[name] for name in BIASES if name in parameters]
     out_RE: Tensor = GroupedFeedForward.apply(
-        x_RE, weight_R, (counts, activation, bias_scale, needs_output), *weights, *biases
+        x_RE, weight_R, (groups, activation, bias_scale, needs_output), *weights, *biases
     )
     return out_RE
 
@@ -52,33 +51,33 @@ def run_experts(
 class GroupedFeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_RE: Tensor, weight_R: Tensor | None, options: tuple[Any, ...], *weights: Tensor) -> Tensor:
-        ctx.options = counts, activation, bias_scale, needs_output = options
+        ctx.options = groups, activation, bias_scale, needs_output = options
         if not needs_output:
             ctx.save_for_backward(x_RE, weight_R, *weights)
             return x_RE.new_zeros(()).expand_as(x_RE)
         kept = list[Tensor]()
 
         def run(part: Part) -> Tensor:
-            products = _gate_and_up(part.x, part.counts, part.parameters)
+            products = _gate_and_up(part.x, part.groups, part.parameters)
             kept.extend(products)
             inner_RM = _weigh_(GATES[activation](*products), part.weight)
-            out_RE = grouped_product(inner_RM, part.parameters[2], part.counts)
+            out_RE = grouped_product(inner_RM, part.parameters[2], part.groups)
             if len(weights) > len(PRODUCTS):
-                out_RE += _weigh_(_by_row(part.parameters[-1], part.counts), part.weight) * bias_scale
+                out_RE += _weigh_(_by_row(part.parameters[-1], part.groups, len(out_RE)), part.weight) * bias_scale
             return out_RE
 
-        out_RE = _joined(map(run, _parts(counts, x_RE, weight_R, weights)), len(x_RE))
+        out_RE = _joined(map(run, _parts(groups, x_RE, weight_R, weights)), len(x_RE))
         ctx.save_for_backward(x_RE, weight_R, *weights, *kept)
         return out_RE
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        counts, activation, bias_scale, has_products = ctx.options
+        groups, activation, bias_scale, has_products = ctx.options
         x_RE, weight_R, *saved = ctx.saved_tensors
         num_weights = len(ctx.needs_input_grad) - 3
         weights, kept = saved[:num_weights], saved[num_weights:]
         del saved
-        parts, others = _parts(counts, x_RE, weight_R, weights), list[list[Tensor]]()
+        parts, others = _parts(groups, x_RE, weight_R, weights), list[list[Tensor]]()
 
         def run(part: Part, grad_RE: Tensor) -> Tensor:
             products = [kept.pop(0), kept.pop(0)] if has_products else None
@@ -95,7 +94,7 @@ class GroupedFeedForward(torch.autograd.Function):
 class Part(NamedTuple):
     """Rows that are computed together, and their experts."""
 
-    counts: Sequence[int]
+    groups: RowGroups
     x: Tensor
     """[R, E]."""
     weight: Tensor | None
@@ -103,17 +102,18 @@ class Part(NamedTuple):
     parameters: Sequence[Tensor]
 
 
-def _parts(counts: Sequence[int], x_RE: Tensor, weight_R: Tensor | None, weights: Sequence[Tensor]) -> list[Part]:
+def _parts(groups: RowGroups, x_RE: Tensor, weight_R: Tensor | None, weights: Sequence[Tensor]) -> list[Part]:
     """All at once with a kernel for groups. A loop takes few experts at a time: less memory, and most of it in cache."""
-    if _has_kernel(x_RE) or len(x_RE) <= ROWS_AT_ONCE:
-        return [Part(counts, x_RE, weight_R, weights)]
-    parts, first, start = list[Part](), 0, 0
+    if groups.ends is not None or len(x_RE) <= ROWS_AT_ONCE:
+        return [Part(groups, x_RE, weight_R, weights)]
+    parts, counts, first, start = list[Part](), groups.counts, 0, 0
     for last in range(1, len(counts) + 1):
         rows = sum(counts[first:last])
         if rows >= ROWS_AT_ONCE or last == len(counts):
             of_part = slice(start, start + rows)
             scale_R = None if weight_R is None else weight_R[of_part]
-            parts.append(Part(counts[first:last], x_RE[of_part], scale_R, [each[first:last] for each in weights]))
+            experts = [each[first:last] for each in weights]
+            parts.append(Part(RowGroups(counts[first:last]), x_RE[of_part], scale_R, experts))
             first, start = last, start + rows
     return parts
 
@@ -134,39 +134,39 @@ def _part_backward(
     part: Part, grad_RE: Tensor, products: list[Tensor] | None, activation: str, bias_scale: float
 ) -> list[Tensor]:
     """Gradients of the rows, of their weights if there are, and of the experts. `products`: gate and up, if saved."""
-    counts, x_RE, weight_R, weights = part
+    groups, x_RE, weight_R, weights = part
     if products is None:
-        products = _gate_and_up(x_RE, counts, weights)
+        products = _gate_and_up(x_RE, groups, weights)
     elif activation == "silu":
         products = [products[0], products[1].clone()]  # SwiGLU overwrites it.
     graph = LocalGraph(lambda inputs, _: [GATES[activation](*inputs)], products, weights={})
     del products
     (inner_RM,) = graph.outputs
-    grad_inner_RM, router_grads = grouped_product(grad_RE, weights[2].mT, counts), list[Tensor]()
+    grad_inner_RM, router_grads = grouped_product(grad_RE, weights[2].mT, groups), list[Tensor]()
     has_biases = len(weights) > len(PRODUCTS)
     if weight_R is not None:
         dots_R = _row_dots(inner_RM, grad_inner_RM)
         if has_biases:
-            dots_R += bias_scale * _row_dots(_by_row(weights[-1], counts), grad_RE)
+            dots_R += bias_scale * _row_dots(_by_row(weights[-1], groups, len(grad_RE)), grad_RE)
         router_grads = [dots_R.to(weight_R.dtype)]
-    weight_grads = [grouped_weight_grad(grad_RE, _weigh_(inner_RM, weight_R), counts)]
-    bias_grads = [_sum_by_expert(_weigh_(grad_RE * bias_scale, weight_R), counts)] if has_biases else []
+    weight_grads = [grouped_weight_grad(grad_RE, _weigh_(inner_RM, weight_R), groups)]
+    bias_grads = [_sum_by_expert(_weigh_(grad_RE * bias_scale, weight_R), groups)] if has_biases else []
     graph.outputs.clear()
     del inner_RM
     product_grads, _ = graph.backward([_weigh_(grad_inner_RM, weight_R)])
     del grad_inner_RM
-    weight_grads = [grouped_weight_grad(grad, x_RE, counts) for grad in product_grads] + weight_grads
+    weight_grads = [grouped_weight_grad(grad, x_RE, groups) for grad in product_grads] + weight_grads
     if has_biases:
-        bias_grads = [_sum_by_expert(grad, counts) for grad in product_grads] + bias_grads
-    grad_x_RE = grouped_product(product_grads.pop(0), weights[0].mT, counts)
-    grad_x_RE += grouped_product(product_grads.pop(0), weights[1].mT, counts)
+        bias_grads = [_sum_by_expert(grad, groups) for grad in product_grads] + bias_grads
+    grad_x_RE = grouped_product(product_grads.pop(0), weights[0].mT, groups)
+    grad_x_RE += grouped_product(product_grads.pop(0), weights[1].mT, groups)
     return [grad_x_RE, *router_grads, *weight_grads, *bias_grads]
 
 
-def _gate_and_up(x_RE: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> list[Tensor]:
-    products = [grouped_product(x_RE, weight_XME, counts) for weight_XME in weights[:2]]
+def _gate_and_up(x_RE: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -> list[Tensor]:
+    products = [grouped_product(x_RE, weight_XME, groups) for weight_XME in weights[:2]]
     for product_RM, bias_XM in zip(products, weights[len(PRODUCTS) :], strict=False):
-        product_RM += _by_row(bias_XM, counts)
+        product_RM += _by_row(bias_XM, groups, len(product_RM))
     return products
 
 
@@ -181,66 +181,47 @@ def _row_dots(x_RI: Tensor, y_RI: Tensor) -> Tensor:
     return dots_R
 
 
-def _by_row(bias_XI: Tensor, counts: Sequence[int]) -> Tensor:
-    rows_X = torch.tensor(counts, device="cpu").to(bias_XI.device, non_blocking=True)
-    return bias_XI.repeat_interleave(rows_X, dim=0, output_size=sum(counts))
+def _by_row(bias_XI: Tensor, groups: RowGroups, num_rows: int) -> Tensor:
+    """The bias of each row's expert; rows after all experts have that of the last."""
+    if groups.ends is None:
+        counts_X = torch.tensor(groups.counts, device="cpu").to(bias_XI.device, non_blocking=True)
+        return bias_XI.repeat_interleave(counts_X, dim=0, output_size=num_rows)
+    rows_R = torch.arange(num_rows, device=bias_XI.device, dtype=groups.ends.dtype)
+    expert_R = torch.searchsorted(groups.ends[:-1], rows_R, right=True, out_int32=True)
+    return bias_XI.index_select(0, expert_R)
 
 
-def _sum_by_expert(x_RI: Tensor, counts: Sequence[int]) -> Tensor:
-    sums = [x_I.sum(0, dtype=accumulation_dtype(x_RI.dtype)) for x_I in x_RI.split([*counts])]
+def _sum_by_expert(x_RI: Tensor, groups: RowGroups) -> Tensor:
+    if groups.ends is not None:
+        return grouped_weight_grad(x_RI.new_ones(len(x_RI), SUMMED_COLUMNS), x_RI, groups)[:, 0]
+    sums = [x_I.sum(0, dtype=accumulation_dtype(x_RI.dtype)) for x_I in x_RI.split([*groups.counts])]
     return torch.stack(sums).to(x_RI.dtype)
 
 
 # ---- products of groups of rows
 
 
-def grouped_product(x_RI: Tensor, weight_XOI: Tensor, counts: Sequence[int]) -> Tensor:
-    """[R, O]: the rows of each expert times its weight: one kernel for bfloat16 on CUDA, else a loop."""
-    if _has_kernel(x_RI):
-        padded = GroupPadding(counts, x_RI.device)
-        return padded.remove(F.grouped_mm(padded.add(x_RI), weight_XOI.mT, offs=padded.ends_X))
+def grouped_product(x_RI: Tensor, weight_XOI: Tensor, groups: RowGroups) -> Tensor:
+    """[R, O]: the rows of each expert times its weight, in one kernel or in a loop."""
+    if len(weight_XOI) == 1:
+        return x_RI @ weight_XOI[0].T
+    if groups.ends is not None:
+        return F.grouped_mm(x_RI, weight_XOI.mT, offs=groups.ends)
     out_RO = x_RI.new_empty(x_RI.shape[0], weight_XOI.shape[1])
-    for x, weight_OI, out in zip(x_RI.split([*counts]), weight_XOI, out_RO.split([*counts]), strict=True):
+    parts = x_RI.split([*groups.counts]), weight_XOI, out_RO.split([*groups.counts])
+    for x, weight_OI, out in zip(*parts, strict=True):
         torch.mm(x, weight_OI.T, out=out)
     return out_RO
 
 
-def grouped_weight_grad(grad_RO: Tensor, x_RI: Tensor, counts: Sequence[int]) -> Tensor:
+def grouped_weight_grad(grad_RO: Tensor, x_RI: Tensor, groups: RowGroups) -> Tensor:
     """[X, O, I]: each expert's weight gradient of `grouped_product`; zero without rows."""
-    if _has_kernel(x_RI):
-        padded = GroupPadding(counts, x_RI.device)
-        return F.grouped_mm(padded.add(grad_RO).mT, padded.add(x_RI), offs=padded.ends_X)
-    out_XOI = x_RI.new_empty(len(counts), grad_RO.shape[1], x_RI.shape[1])
-    for grad, x, out_OI in zip(grad_RO.split([*counts]), x_RI.split([*counts]), out_XOI, strict=True):
+    if groups.ends is not None:
+        return F.grouped_mm(grad_RO.mT, x_RI, offs=groups.ends)
+    if len(groups.counts) == 1:
+        return (grad_RO.T @ x_RI)[None]
+    out_XOI = x_RI.new_empty(len(groups.counts), grad_RO.shape[1], x_RI.shape[1])
+    parts = grad_RO.split([*groups.counts]), x_RI.split([*groups.counts]), out_XOI
+    for grad, x, out_OI in zip(*parts, strict=True):
         torch.mm(grad.T, x, out=out_OI)
     return out_XOI
-
-
-def _has_kernel(x: Tensor) -> bool:
-    return runs_as_on_gpu(x) and x.dtype == torch.bfloat16
-
-
-class GroupPadding:
-    """Rows of zeros after each expert's, so that every group begins where torch's grouped product needs it."""
-
-    def __init__(self, counts: Sequence[int], device: torch.device) -> None:
-        counts_X = torch.tensor(counts, device="cpu")
-        # Of a group without rows the kernel would leave the weight gradient as it was.
-        padded_X = -(-counts_X.clamp(min=1) // GROUP_ALIGNMENT) * GROUP_ALIGNMENT
-        self._num_rows, self._num_padded = sum(counts), int(padded_X.sum())
-        shifts_X = (padded_X.cumsum(0) - padded_X) - (counts_X.cumsum(0) - counts_X)
-        self.ends_X = padded_X.cumsum(0).int().to(device, non_blocking=True)
-        """Row after the last of each group."""
-        self._is_aligned = self._num_rows == self._num_padded
-        shift_R = shifts_X.to(device, non_blocking=True).repeat_interleave(
-            counts_X.to(device, non_blocking=True), output_size=self._num_rows
-        )
-        self._position_R = torch.arange(self._num_rows, device=device) + shift_R
-
-    def add(self, x_RI: Tensor) -> Tensor:
-        if self._is_aligned:
-            return x_RI
-        return x_RI.new_zeros(self._num_padded, x_RI.shape[1]).index_copy_(0, self._position_R, x_RI)
-
-    def remove(self, x_PI: Tensor) -> Tensor:
-        return x_PI if self._is_aligned else x_PI.index_select(0, self._position_R)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from models.kernel_choice import CUDNN_AND_FLASH, LONG_TOKENS
 from models.kernel_reference import OUTPUTS, Reference, Results, Sample, forward_backward, reference
 from models.score_blocks import ScoreBlock, ScoreBlocks
 
@@ -55,7 +56,7 @@ def verify_kernel(
     Raises ValueError unless the kernel's forward and backward pass agree with the reference, each number finite.
     """
     errors = dict.fromkeys(OUTPUTS, 0.0)
-    for name, blocks in check_cases(lengths, windows).items():
+    for name, blocks in (check_cases(lengths, windows) | long_cases(kernel)).items():
         for inputs, draw in SAMPLES.items():
             sample = draw(blocks, heads, device, dtype)
             actual = forward_backward(sample, blocks, kernel)
@@ -93,6 +94,13 @@ def check_cases(lengths: Sequence[int], windows: Collection[int] = ()) -> dict[s
         **windowed,
         **({"flipped blocks": flipped} if windows else {}),
     }
+
+
+def long_cases(kernel: str) -> dict[str, ScoreBlocks]:
+    """For the kernel of a pair that takes long blocks only; of causal ones `LENGTHS` has one."""
+    if kernel != CUDNN_AND_FLASH:
+        return {}
+    return {"a long rectangular block": ScoreBlocks([(0, LONG_TOKENS, 0, 2 * LONG_TOKENS)], causal=False)}
 
 
 def causal_blocks(lengths: Sequence[int]) -> ScoreBlocks:

@@ -67,11 +67,6 @@ def kernels_of(choice: str) -> tuple[str, ...]:
     return tuple(choice.split("+"))
 
 
-def takes_windows(choice: str, kernel: str) -> bool:
-    """Whether layers with windows run in this kernel of a choice."""
-    return choice != CUDNN_AND_FLASH or kernel == "flash"
-
-
 def problems(choice: str, needs: AttentionNeeds) -> Iterator[str]:
     """Why the kernels of a choice other than "auto" cannot do it."""
     for kernel in kernels_of(choice):

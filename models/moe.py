@@ -8,7 +8,7 @@ layer at once, so that ranks exchange their counts, and the host waits for them,
 pass: the backward pass uses the same choice.
 
 Shape suffixes, of a tile: B batch, S tokens of this rank, N all of them, E model dim, X experts, K experts of a token,
-R rows of this rank's experts.
+P places of rows of this rank's experts.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from models.dtypes import accumulation_dtype
 from models.experts import run_experts
 from models.layers import LayerKind
 from models.linear import local_parameters
+from models.row_groups import RowGroups, has_grouped_product
 from models.sublayer import SublayerModule, Weights
 from models.tiling import bytes_per_token
 
@@ -86,7 +87,7 @@ class MixtureOfExperts(SublayerModule):
     def _forward(self, x_BSE: Tensor) -> Tensor:
         weights = local_parameters(self)
         logits_BSX = self.logits(x_BSE, weights)
-        (routing,) = self.route([logits_BSX])
+        (routing,) = self.route([logits_BSX], x_BSE.dtype)
         return self.mix(x_BSE, logits_BSX, routing, weights)
 
     def bytes_per_token(self, itemsize: int) -> int:
@@ -121,22 +122,22 @@ class MixtureOfExperts(SublayerModule):
         return _first(scores_NX, config.top_k)
 
     @torch.no_grad()
-    def route(self, logits_BSX: Sequence[Tensor]) -> list[TileRouting]:
-        """Chooses the experts of every tile of a layer. Collective; the host waits for the device."""
+    def route(self, logits_BSX: Sequence[Tensor], dtype: torch.dtype) -> list[TileRouting]:
+        """Chooses the experts of every tile of a layer, which compute in `dtype`. Collective; the host may wait."""
         experts = [self.choose(logits.flatten(0, 1)) for logits in logits_BSX]
-        rows = self.dispatcher.rows(experts, self.config.num_experts)
+        rows = self.dispatcher.rows(experts, self.config.num_experts, padded=has_grouped_product(experts[0], dtype))
         is_target, num_targets = self.step.is_target, self.step.num_targets
         if is_target is None or num_targets is None:
             return [*map(TileRouting, experts, rows)]
-        lengths, dtype = [logits.shape[1] for logits in logits_BSX], logits_BSX[0].dtype
+        lengths, sum_dtype = [logits.shape[1] for logits in logits_BSX], logits_BSX[0].dtype
         own_BS = is_target.split(sum(lengths), dim=1)[self.dispatcher.tp_rank].double()
         targets_BS = own_BS.split(lengths, dim=1)
         by_sequence = [*map(self._counts, experts, targets_BS)]
         counts_BX = torch.stack(by_sequence).sum(0)
         self._add_statistics(counts_BX.sum(0), logits_BSX, targets_BS)
         loads = self._loads(counts_BX, lengths)
-        shares = [(each / num_targets).to(dtype).flatten() for each in targets_BS]
-        return [*map(TileRouting, experts, rows, shares, (each.to(dtype) for each in loads))]
+        shares = [(each / num_targets).to(sum_dtype).flatten() for each in targets_BS]
+        return [*map(TileRouting, experts, rows, shares, (each.to(sum_dtype) for each in loads))]
 
     def _counts(self, experts_NK: Tensor, target_BS: Tensor) -> Tensor:
         """[B, X], tokens with a target of each expert."""
@@ -197,12 +198,12 @@ class MixtureOfExperts(SublayerModule):
         weight_NK = self.expert_weights(logits_BSX.flatten(0, 1), routing)
         pending = dispatcher.dispatch(x_NE, weight_NK, rows)
         shared_NE = self._shared(x_NE, weights, needs_output=needs_output)
-        row_RE, weight_R = dispatcher.wait(pending, rows)
+        row_PE, weight_P = dispatcher.wait(pending, rows)
         del pending
         parameters = {name.removeprefix("experts."): each for name, each in weights.items()}
         options: dict[str, Any] = {"activation": self.activation, "needs_output": needs_output}
-        out_RE = run_experts(row_RE, weight_R, rows.counts, parameters, bias_scale=1 / dispatcher.tp_degree, **options)
-        out_NE = dispatcher.combine(out_RE, rows, is_needed=needs_output)
+        out_PE = run_experts(row_PE, weight_P, rows.groups, parameters, bias_scale=1 / dispatcher.tp_degree, **options)
+        out_NE = dispatcher.combine(out_PE, rows, is_needed=needs_output)
         out_NE = out_NE if shared_NE is None else out_NE + shared_NE
         # Not a view: FSDP2 warns if a wrapped module returns one.
         out_BSE: Tensor = torch.ops.aten._unsafe_view(out_NE, x_BSE.shape)
@@ -221,7 +222,7 @@ class MixtureOfExperts(SublayerModule):
 
         def run(x_TE: Tensor) -> Tensor:
             options: dict[str, Any] = {"activation": self.activation, "needs_output": needs_output}
-            return run_experts(x_TE, None, [len(x_TE)], parameters, **options)
+            return run_experts(x_TE, None, RowGroups([len(x_TE)]), parameters, **options)
 
         return self.dispatcher.shared(x_NE, run, is_needed=needs_output)
 

@@ -10,7 +10,7 @@ With sequence parallelism every tp rank sends its own tokens, so each goes over 
 send the same tokens.
 
 Shape suffixes: N tokens of a tile on this rank, E model dim, X experts of this rank, K experts of a token, R rows,
-P ranks of ep, Q ranks of tp.
+S sources of rows, P ranks of ep, Q ranks of tp.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from models.dispatch import Rows, inverse_of, linear_map, reorder, sort_by_expert, to_rows, to_tokens
+from models.dispatch import Rows, linear_map, select, sort_by_expert, to_places, to_rows, to_tokens
 from models.linear import set_local_view
+from models.row_groups import RowGroups, RowPlaces, padded_ends, padded_shifts
 from models.transformer import Transformer
 from parallelisms import collectives
 from parallelisms.mesh import Mesh
@@ -65,10 +66,8 @@ class Route(NamedTuple):
     """Rows sent to, and received from, each ep rank."""
     tp_counts: list[int]
     """Rows of each tp rank, which all of them have."""
-    by_expert: Tensor
-    """[R], where each row, sorted by expert, is among those that arrive by rank."""
-    by_rank: Tensor
-    """Its inverse."""
+    arrived: RowPlaces
+    """Of rows that arrive by rank, among those of experts."""
 
 
 class RankDispatcher:
@@ -96,7 +95,7 @@ class RankDispatcher:
             num_tiles = int(collectives.max_over_ranks(group, [num_tiles])[0])
         return num_tiles
 
-    def rows(self, experts_NK: Sequence[Tensor], num_experts: int) -> list[Rows]:
+    def rows(self, experts_NK: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
         ordered = [sort_by_expert(experts, num_experts) for experts in experts_NK]
         counts = torch.stack([counts_X for *_, counts_X in ordered])  # [tiles, experts of all ranks]
         by_ep = counts[None] if self._ep_group is None else collectives.all_gather_async(counts, self._ep_group).wait()
@@ -106,20 +105,19 @@ class RankDispatcher:
             else collectives.all_gather_async(by_ep, self._gather_group).wait()
         )
         return [
-            self._route(rows, by_tp_tile) for (rows, _), by_tp_tile in zip(ordered, by_tp.cpu().unbind(2), strict=True)
+            self._route(rows, by_tp_tile, padded=padded)
+            for (rows, _), by_tp_tile in zip(ordered, by_tp.cpu().unbind(2), strict=True)
         ]
 
-    def _route(self, rows: Rows, counts_QPX: Tensor) -> Rows:
+    def _route(self, rows: Rows, counts_QPX: Tensor, *, padded: bool) -> Rows:
         """From the rows of each tp and ep rank for each expert."""
         ep_rank, ep = (0, 1) if self._ep_group is None else (self._ep_group.rank(), self._ep_group.size())
         by_owner_QPPX = counts_QPX.unflatten(2, (ep, -1))
         own_QPX = by_owner_QPPX[:, :, ep_rank]
         sent_P, received_P = by_owner_QPPX[self.tp_rank, ep_rank].sum(-1), own_QPX[self.tp_rank].sum(-1)
-        by_expert = _sorted_by_expert(own_QPX.flatten(0, 1)).to(rows.slots.device, non_blocking=True)
-        route = Route(
-            (sent_P.tolist(), received_P.tolist()), own_QPX.sum((1, 2)).tolist(), by_expert, inverse_of(by_expert)
-        )
-        return rows._replace(counts=own_QPX.sum((0, 1)).tolist(), route=route)
+        arrived, groups = _places(own_QPX.flatten(0, 1), rows.place.device, padded=padded)
+        route = Route((sent_P.tolist(), received_P.tolist()), own_QPX.sum((1, 2)).tolist(), arrived)
+        return rows._replace(groups=groups, route=route)
 
     # ---- tokens
 
@@ -130,14 +128,14 @@ class RankDispatcher:
 
     def wait(self, pending: tuple[AllToAll, AllToAll], rows: Rows) -> tuple[Tensor, Tensor]:
         route: Route = rows.route
-        x_RE, weight_R = (
-            reorder(self._gather(each.wait(), route.tp_counts), route.by_expert, route.by_rank) for each in pending
-        )
-        return x_RE, weight_R
+        x_RE, weight_R = (self._gather(each.wait(), route.tp_counts) for each in pending)
+        source_P, place_R = route.arrived
+        return select(x_RE, source_P, place_R), to_places(weight_R, place_R, len(source_P))
 
-    def combine(self, out_RE: Tensor, rows: Rows, *, is_needed: bool) -> Tensor:
+    def combine(self, out_PE: Tensor, rows: Rows, *, is_needed: bool) -> Tensor:
         route: Route = rows.route
-        out_RE = reorder(out_RE, route.by_rank, route.by_expert, is_needed=is_needed)
+        source_P, place_R = route.arrived
+        out_RE = select(out_PE, place_R, source_P, is_needed=is_needed)
         out_RE = self._reduce(out_RE, route.tp_counts, is_needed=is_needed)
         sent, received = route.ep_counts
         out_RE = AllToAll(out_RE, self._ep_group, (received, sent), is_needed=is_needed).wait()
@@ -225,6 +223,18 @@ class AllToAll:
 
     def _exchange(self, x: Tensor, sent: list[int], received: list[int]) -> collectives.AsyncHandle:
         return collectives.all_to_all_tokens_async(cast(ProcessGroup, self._group), x, sent, received)
+
+
+def _places(counts_SX: Tensor, device: torch.device, *, padded: bool) -> tuple[RowPlaces, RowGroups]:
+    """Of the rows of every source for each expert, which arrive one source after the other."""
+    source_R, counts_X = _sorted_by_expert(counts_SX), counts_SX.sum(0)
+    place_R, num_places, groups = torch.arange(len(source_R)), len(source_R), RowGroups(counts_X.tolist())
+    if padded and num_places:
+        ends_X = padded_ends(counts_X)
+        place_R += padded_shifts(counts_X, ends_X).repeat_interleave(counts_X)
+        num_places, groups = int(ends_X[-1]), RowGroups((), ends_X.int().to(device, non_blocking=True))
+    source_R, place_R = (each.to(device, non_blocking=True) for each in (source_R, place_R))
+    return RowPlaces.sorted(source_R, place_R, num_places), groups
 
 
 def _sorted_by_expert(counts_SX: Tensor) -> Tensor:

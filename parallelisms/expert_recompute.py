@@ -33,7 +33,7 @@ class ExpertHalf:
         if not self._routings:
             self._agree_on_tiles()
             logits = [self._logits(hidden_BSE[:, tile], weights)[1] for tile in self._tiles.tiles]
-            self._routings = self._module.route(logits)
+            self._routings = self._module.route(logits, hidden_BSE.dtype)
             del logits
         (out_BSE,) = self._tiles.map_tiles(
             lambda tile, routing: [hidden_BSE[:, tile] + self._added(hidden_BSE[:, tile], routing, weights)],

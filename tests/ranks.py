@@ -87,7 +87,7 @@ def run_ranks(
     rank that raises, dies or is not done after `timeout` seconds ends all of them and raises `RankError`. A function
     that patches other libraries, or measures what earlier calls change, asks for `fresh` processes.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         store = Path(folder) / "store"
         tasks = [
             partial(_in_group, (rank, world_size, store, timeout), function, arguments) for rank in range(world_size)

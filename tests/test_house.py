@@ -110,9 +110,9 @@ PICKLING = (
 # Reads that wait for a device, or of boundaries and what follows from them, which is on the host by contract.
 WAITS = {
     "models.batch": {"require_ascending"},
-    # The counts of experts: once per layer, in the forward pass.
+    # The counts of experts: once per layer, in the forward pass, where they are not padded or leave the rank.
     "models.dispatch": {"rows"},
-    "parallelisms.expert_parallel": {"_route"},
+    "parallelisms.expert_parallel": {"_route", "_places"},
     "models.score_blocks": {"__init__", "blocks", "host_varlen_batches", "short_and_long"},
     "parallelisms.context.attention_plan": {"halo_received"},
     "parallelisms.context.batch_layout": {"_chunks", "pairs_before", "pairs_by_document", "pairs_per_rank"},
@@ -309,7 +309,7 @@ def test_every_file_can_be_read_in_one_go() -> None:
     assert {name: length for name, length in lengths.items() if length > 420} == {}
 
 
-CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 130, 20_500, 41_700
+CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 131, 20_500, 42_000
 PACKAGE_LINES = 2_300
 """What `import train` reaches by any import statement, and all of models, parallelisms, trainer and train.py; the wheel's own.
 

@@ -131,8 +131,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """The choice of a run on a device of a name, where some kernels are wrong; with what was checked."""
 
     def choose(config: Config, name: str, wrong: dict[str, Exception], checked: list[str]) -> str:
-        def verify(_: Config, kernel: str, *__: Any, takes_windows: bool) -> None:
-            checked.append(kernel + " with windows" * takes_windows)
+        def verify(_: Config, kernel: str, __: torch.device) -> None:
+            checked.append(kernel)
             active = activated[-1] if activated else kernel
             if error := wrong.get(active if kernel == "flash" else kernel):
                 raise error
@@ -155,16 +155,16 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 def test_auto_takes_the_fastest_right_kernels(name: str, chosen: Callable[..., str]) -> None:
     checked = list[str]()
     assert chosen(configured(), name, {}, checked) == CUDNN_AND_FLASH
-    assert checked == ["cudnn", "flash with windows"]
+    assert checked == [CUDNN_AND_FLASH]
 
 
 def test_auto_leaves_out_a_wrong_kernel_with_one_line(
     chosen: Callable[..., str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert chosen(configured(), "NVIDIA H200", {"cudnn": ValueError("dq is wrong")}, []) == "flash"
+    assert chosen(configured(), "NVIDIA H200", {CUDNN_AND_FLASH: ValueError("dq is wrong")}, []) == "flash"
     (line,) = (record.getMessage() for record in caplog.records if "left out" in record.getMessage())
     assert line == "attention kernel cudnn+flash is left out on cuda:0: dq is wrong"
-    both = {"cudnn": ValueError("a"), "flash": RuntimeError("b")}
+    both = {CUDNN_AND_FLASH: ValueError("a"), "flash": RuntimeError("b")}
     assert chosen(configured(), "NVIDIA H200", both, []) == "efficient"
 
 
@@ -173,12 +173,12 @@ def test_a_wrong_flash_version_is_taken_back(monkeypatch: pytest.MonkeyPatch, ch
     assert chosen(configured(), "NVIDIA H100 80GB HBM3", {}, []) == "flash"
     wrong, checked = {"FA3": AssertionError("no windows")}, list[str]()
     assert chosen(configured(), "NVIDIA H100 80GB HBM3", wrong, checked) == CUDNN_AND_FLASH
-    assert checked == ["flash with windows", "cudnn", "flash with windows"]
+    assert checked == ["flash", CUDNN_AND_FLASH]
 
 
 def test_a_named_kernel_that_is_wrong_ends_the_run(chosen: Callable[..., str]) -> None:
     config = configured("--training.attention=cudnn+flash")
     with pytest.raises(RankFailedError, match=r'training.attention = "cudnn\+flash" does not work on cuda:0: no'):
-        chosen(config, "NVIDIA H200", {"cudnn": ValueError("no")}, [])
+        chosen(config, "NVIDIA H200", {CUDNN_AND_FLASH: ValueError("no")}, [])
     with pytest.raises(RankFailedError, match="hopper"):
         chosen(configured("--training.attention=fa4"), "NVIDIA H200", {"FA4": ValueError("hopper")}, [])

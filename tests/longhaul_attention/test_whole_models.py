@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from longhaul_attention import ContextParallel, gathers_logits, kernel_start, parallelize, register_transformers
 from models import kernel_check, kernels
+from models.kernel_choice import CUDNN_AND_FLASH
 
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.arange(3, 15).view(2, 6)
@@ -140,7 +141,7 @@ def test_auto_leaves_out_a_wrong_kernel_and_takes_the_next(monkeypatch: pytest.M
 
     def verify(name: str, *_: Any, windows: tuple[int, ...], **__: Any) -> None:
         seen.append((name, windows))
-        if name == "cudnn":
+        if name == CUDNN_AND_FLASH:
             raise ValueError("dq is off by 0.3")
 
     seen = list[tuple[str, tuple[int, ...]]]()
@@ -153,7 +154,7 @@ def test_auto_leaves_out_a_wrong_kernel_and_takes_the_next(monkeypatch: pytest.M
     kernels._auto_choices.cache_clear()
     with pytest.warns(UserWarning, match=r"attention kernel cudnn\+flash is left out on meta: dq is off by 0\.3"):
         kernel_start.verify_once("auto", queries, 2, ulysses=1, window=3, softcap=None)
-    assert seen == [("cudnn", ()), ("flash", (3,))]
+    assert seen == [(CUDNN_AND_FLASH, (3,)), ("flash", (3,))]
     kernel_start.verify_once("auto", queries, 2, ulysses=1, window=3, softcap=None)
     assert len(seen) == 2
     assert kernels.select_kernel(queries, "auto") == "flash"

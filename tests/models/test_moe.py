@@ -13,9 +13,11 @@ from torch.nn import functional as F
 
 from models import experts, mxfp4
 from models.config import ModelConfig
+from models.dispatch import Rows, padded_rows, sort_by_expert, to_rows, to_tokens
 from models.hf import SafetensorsReader
 from models.hf_tensors import tensor_specs
 from models.moe import MixtureOfExperts
+from models.row_groups import RowGroups
 from tests.models.dense_model import RouterLosses, dense_gradients
 from tests.models.small_models import DEEPSEEK, GPT_OSS, OLMOE, gradients, largest_difference, packed, small_model
 
@@ -91,30 +93,65 @@ def test_what_cannot_be_chosen_is_refused(changes: dict[str, Any], problem: str)
 COUNTS = [[3, 0, 8, 5], [0, 0, 0, 16], [8, 8, 8, 8], [1, 0, 0, 0]]
 
 
+def filled(counts: list[int]) -> tuple[Rows, int]:
+    """Places of single-expert tokens of which each expert has as many, in an order that mixes them; and their number."""
+    experts_N1 = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    shuffled_N1 = experts_N1[torch.randperm(len(experts_N1), generator=torch.Generator().manual_seed(1))][:, None]
+    return padded_rows(shuffled_N1, len(counts)), len(experts_N1)
+
+
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_the_grouped_kernel_gives_what_the_loop_gives(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's kernel takes groups that begin at multiples of eight rows, which padding makes; on a CPU it is a fallback."""
+@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
+def test_the_grouped_kernel_gives_what_the_loop_gives(counts: list[int], activation: str) -> None:
+    """With padding between groups and after all, in which a number that is not finite stays; on a CPU it is a fallback."""
     generator = torch.Generator().manual_seed(0)
-    rows = sum(counts)
+    padded, num_rows = filled(counts)
+    plain, _ = sort_by_expert(expert_of_row(padded)[:, None], len(counts))
+    plain = plain._replace(groups=RowGroups(counts))
+    shapes = [[4, 24, 16], [4, 24, 16], [4, 16, 24], [4, 24], [4, 24], [4, 16]]
+    given = [torch.randn(shape, generator=generator).bfloat16() for shape in ([num_rows, 16], [num_rows, 1], *shapes)]
+    grad = torch.randn(num_rows, 16, generator=generator).bfloat16()
+    found = list[list[Tensor | None]]()
+    for rows in (plain, padded):
+        leaves = [each.clone().requires_grad_() for each in given]
+        x_PE, weight_P = to_rows(leaves[0], leaves[1], rows)
+        parameters = dict(zip([*experts.PRODUCTS, *experts.BIASES], leaves[2:], strict=True))
+        out_PE = experts.run_experts(x_PE, weight_P, rows.groups, parameters, activation=activation, bias_scale=0.5)
+        assert len(out_PE) == len(rows.tokens)
+        out = to_tokens(out_PE, rows)
+        out.backward(grad)
+        found.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, expected in zip(*found, strict=True):
+        assert ours is not None
+        assert expected is not None
+        torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
+    empty = [expert for expert, count in enumerate(counts) if count == 0]
+    for weight_grad in found[1][3:]:
+        assert weight_grad is not None
+        assert not weight_grad[empty].any()
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).bfloat16()
 
-    x, weight, grad = normal(rows, 16), normal(4, 24, 16), normal(rows, 24)
-    looped = experts.grouped_product(x, weight, counts), experts.grouped_weight_grad(grad, x, counts)
-    monkeypatch.setattr(experts, "_has_kernel", lambda _: True)
-    for found, expected in zip(
-        (experts.grouped_product(x, weight, counts), experts.grouped_weight_grad(grad, x, counts)), looped, strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
-    assert float(experts.grouped_weight_grad(grad, x, counts)[counts.index(0) if 0 in counts else 0].abs().sum()) == (
-        0 if 0 in counts else float(looped[1][0].abs().sum())
-    )
+def expert_of_row(rows: Rows) -> Tensor:
+    """[R], of padded rows."""
+    assert rows.groups.ends is not None
+    return torch.searchsorted(rows.groups.ends, rows.place.int(), right=True)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_padded_groups_begin_where_the_kernel_takes_them_and_have_rows(counts: list[int]) -> None:
+    rows, num_rows = filled(counts)
+    assert rows.groups.ends is not None
+    ends = rows.groups.ends.tolist()
+    assert all(end % 8 == 0 for end in ends)
+    assert all(end - start >= max(8, count) for start, end, count in zip([0, *ends], ends, counts, strict=False))
+    assert ends[-1] <= len(rows.tokens)
+    assert torch.equal(rows.tokens[rows.place], torch.arange(num_rows))
+    assert len(rows.place.unique()) == num_rows
 
 
 def test_skipped_outputs_and_few_experts_at_once_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
-    counts, names = [3, 0, 4, 0], [*experts.PRODUCTS, *experts.BIASES]
+    groups, names = RowGroups([3, 0, 4, 0]), [*experts.PRODUCTS, *experts.BIASES]
     shapes = ([4, 6, 4], [4, 6, 4], [4, 4, 6], [4, 6], [4, 6], [4, 4])
     found = list[list[Tensor | None]]()
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ([7, 4], [7], *shapes)]
@@ -123,7 +160,7 @@ def test_skipped_outputs_and_few_experts_at_once_change_nothing(monkeypatch: pyt
         leaves = [each.clone().requires_grad_() for each in inputs]
         parameters = dict(zip(names, leaves[2:], strict=True))
         options: dict[str, Any] = {"activation": "silu", "needs_output": needs_output}
-        out = experts.run_experts(leaves[0], leaves[1], counts, parameters, bias_scale=0.5, **options)
+        out = experts.run_experts(leaves[0], leaves[1], groups, parameters, bias_scale=0.5, **options)
         out.backward(torch.ones(7, 4, dtype=torch.float64))
         found.append([out.detach() if needs_output else found[0][0], *(leaf.grad for leaf in leaves)])
     for each in found[1:]:

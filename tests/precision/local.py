@@ -104,7 +104,7 @@ def tile_grads(parts: int) -> Results:
 
 def expert_rows(parts: int) -> Results:
     """A token of as many experts, on the way back from their rows and in the gradient of the way there."""
-    rows = sort_by_expert(torch.arange(parts)[None], parts)[0]
+    rows, _ = sort_by_expert(torch.arange(parts)[None], parts)
     given = positive(parts, DIM)
     tokens = torch.zeros(1, DIM, dtype=torch.bfloat16, requires_grad=True)
     taken, _ = to_rows(tokens, torch.ones(1, parts), rows)

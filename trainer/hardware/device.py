@@ -14,7 +14,7 @@ import torch.nn.attention
 from torch import Tensor
 
 from models import kernel_check, kernel_choice, kernels
-from models.kernel_choice import FLASH_VERSIONS, kernels_of, takes_windows
+from models.kernel_choice import FLASH_VERSIONS
 from parallelisms.context.context_plan import kv_head_repeats
 from trainer.config.job_config import Config
 from trainer.errors import EXIT_BAD_CONFIG, RankFailedError
@@ -107,8 +107,7 @@ def _verified(choice: str, config: Config, device: torch.device) -> str:
     if is_flash_version:
         torch.nn.attention.activate_flash_attention_impl(choice.upper())
     try:
-        for kernel in ("flash",) if is_flash_version else kernels_of(choice):
-            verify_attention_kernel(config, kernel, device, takes_windows=takes_windows(choice, kernel))
+        verify_attention_kernel(config, "flash" if is_flash_version else choice, device)
     except BaseException:
         if is_flash_version:
             torch.nn.attention.restore_flash_attention_impl()
@@ -117,19 +116,15 @@ def _verified(choice: str, config: Config, device: torch.device) -> str:
     return "flash" if is_flash_version else choice
 
 
-def verify_attention_kernel(config: Config, kernel: str, device: torch.device, *, takes_windows: bool = True) -> None:
-    """Raises ValueError unless the kernel is right for the heads, dtype and tensor sizes of this run.
-
-    `takes_windows`: whether layers with windows run in this kernel.
-    """
+def verify_attention_kernel(config: Config, kernel: str, device: torch.device) -> None:
+    """Raises ValueError unless the kernel, or pair of kernels, is right for the heads, dtype and tensor sizes of this run."""
     plan, dtype = config.context_plan(), getattr(torch, config.training.dtype)
     groups, ulysses = config.memory.head_groups, plan.ulysses_degree
     num_kv = plan.kv_heads // groups
     num_kv = num_kv * kv_head_repeats(ulysses, num_kv) // ulysses
     heads = kernel_check.Heads(plan.heads // groups // ulysses, num_kv, plan.head_dim)
     few = heads._replace(num=min(2, num_kv) * heads.num // num_kv, kv=min(2, num_kv))
-    windows = config.model.build().windows if takes_windows else ()
-    options: Any = {"windows": windows, "deterministic": config.training.deterministic}
+    options: Any = {"windows": config.model.build().windows, "deterministic": config.training.deterministic}
     kernel_check.verify_kernel(kernel, device, dtype, heads=few, **options)
     num_tokens = config.training.micro_batch_size * plan.padded_length(config.training.seq_len) // plan.ring_degree
     try:

@@ -3,7 +3,7 @@
 A row is a token at one of its experts. Without expert parallelism a rank has `top_k` rows for each of its tokens; with it
 as many in the mean, and the busiest rank `ASSUMED_LOAD` times as many.
 
-Shapes are those of `block.py`; R rows, X experts, M feed-forward dim of an expert on this rank.
+Shapes are those of `block.py`; R rows with their padding, X experts, M feed-forward dim of an expert on this rank.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 
+from models.expert_config import most_places
 from models.layers import LayerKind
 from trainer.memory.block import UNTIL_BACKWARD, WHILE_RUNNING, BlockMemory, Moments, saved_tensors, transient
 from trainer.memory.tensors import MemoryTensor, Tensors, total_bytes
@@ -28,6 +29,8 @@ class ExpertMemory:
         self.block, self.model, self.tokens = block, block.model, tokens
         load = ASSUMED_LOAD if block.ep > 1 else 1.0
         self.num_rows = round(tokens * self.model.top_k * load)
+        if block.kernel != "cpu" and block.compute_dtype == "bfloat16":
+            self.num_rows = most_places(self.num_rows, self.model.num_experts // block.ep)
         self.local_tokens = tokens // block.sequence_shards
         self.expert_dim = self.model.expert_dim // block.tp
         self.shared_dim = self.model.sizes["Z"] // block.tp if block.kind.shared_expert else 0

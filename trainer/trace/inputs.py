@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from models.batch import Batch
 from models.device_paths import traced_as_gpu
-from models.dispatch import LocalDispatcher, Rows, sort_by_expert
+from models.dispatch import LocalDispatcher, Rows, padded_rows, sort_by_expert
 from models.dtypes import accumulation_dtype
+from models.row_groups import RowGroups, RowPlaces
 from parallelisms.expert_parallel import RankDispatcher
 from trainer.trace.operators import OpCounterMode
 from trainer.trainer import Trainer
@@ -81,19 +82,25 @@ def balanced_experts(counter: OpCounterMode) -> Iterator[None]:
         size, remainder = divmod(experts_NK.numel(), num_experts)
         return [size + (expert < remainder) for expert in range(num_experts)]
 
-    def rows_of_one(_: Any, experts: Sequence[Tensor], num_experts: int) -> list[Rows]:
-        return [sort_by_expert(each, num_experts)[0]._replace(counts=counts_of(each, num_experts)) for each in experts]
+    def rows_of_one(_: Any, experts: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
+        if padded:
+            return [padded_rows(each, num_experts) for each in experts]
+        groups = [RowGroups(counts_of(each, num_experts)) for each in experts]
+        return [
+            sort_by_expert(each, num_experts)[0]._replace(groups=of) for each, of in zip(experts, groups, strict=True)
+        ]
 
-    def rows_of_ranks(self: Any, experts: Sequence[Tensor], num_experts: int) -> list[Rows]:
+    def rows_of_ranks(self: Any, experts: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
         found = []
         for each, (rows, _) in zip(experts, [sort_by_expert(each, num_experts) for each in experts], strict=True):
             with unset_fake_temporarily():
                 groups = [1 if group is None else group.size() for group in (self._gather_group, self._ep_group)]
                 counts = torch.tensor(counts_of(each, num_experts)).expand(*groups, -1)
-                routed = self._route(rows._replace(slots=torch.empty(0)), counts)
-            index = [counter.new_int64(sum(routed.counts)) for _ in range(2)]
-            route = routed.route._replace(by_expert=index[0], by_rank=index[1])
-            found.append(routed._replace(slots=rows.slots, route=route))
+                routed = self._route(rows._replace(place=torch.empty(0)), counts, padded=padded)
+            arrived = RowPlaces(*(counter.new_int64(len(each)) for each in routed.route.arrived))
+            ends = None if routed.groups.ends is None else counter.new_int64(len(routed.groups.ends)).int()
+            route, groups = routed.route._replace(arrived=arrived), routed.groups._replace(ends=ends)
+            found.append(routed._replace(place=rows.place, groups=groups, route=route))
         return found
 
     with (

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from models import kernel_check, kernels
-from models.kernel_choice import kernels_of, takes_windows
 from parallelisms.context.context_plan import kv_head_repeats
 
 _verified = set[tuple[object, ...]]()
@@ -51,7 +50,6 @@ def verify_once(
 
 
 def _verify(choice: str, q_BSNH: Tensor, heads: kernel_check.Heads, window: int | None) -> None:
-    for name in kernels_of(choice):
-        windows = () if window is None or not takes_windows(choice, name) else (window,)
-        with torch.enable_grad():
-            kernel_check.verify_kernel(name, q_BSNH.device, q_BSNH.dtype, heads=heads, windows=windows)
+    windows = () if window is None else (window,)
+    with torch.enable_grad():
+        kernel_check.verify_kernel(choice, q_BSNH.device, q_BSNH.dtype, heads=heads, windows=windows)
