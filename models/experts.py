@@ -6,8 +6,8 @@ O outputs of a product.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from models.dtypes import accumulation_dtype
 from models.feed_forward import GATES
 from models.row_groups import RowGroups
 from models.sublayer import LocalGraph
+from models.tiling import CompilePiece
 
 PRODUCTS, BIASES = ("gate_proj", "up_proj", "down_proj"), ("gate_bias", "up_bias", "down_bias")
 ROWS_AT_ONCE = 2048
@@ -25,46 +26,48 @@ SUMMED_COLUMNS = 8
 """Equal columns of a product that sums rows: the kernel takes no fewer than 16 bytes of bfloat16."""
 
 
+class Options(NamedTuple):
+    """How experts compute, and what is needed of them."""
+
+    activation: str
+    bias_scale: float = 1.0
+    """Multiplies the last bias."""
+    needs_output: bool = True
+    """Otherwise the result only carries gradients: they need no last product, and those before it can wait for them."""
+    compile_piece: CompilePiece | None = None
+    """Compiles what is between the products, where a kernel takes all groups; None: torch's operators."""
+
+
 def run_experts(
-    x_RE: Tensor,
-    weight_R: Tensor | None,
-    groups: RowGroups,
-    parameters: Mapping[str, Tensor],
-    *,
-    activation: str,
-    bias_scale: float = 1.0,
-    needs_output: bool = True,
+    x_RE: Tensor, weight_R: Tensor | None, groups: RowGroups, parameters: Mapping[str, Tensor], options: Options
 ) -> Tensor:
     """[R, E]: each row's gated feed-forward, times its weight; a partial sum under tensor parallelism.
 
-    `parameters` are those of `PRODUCTS` and `BIASES`. `bias_scale` multiplies the last bias. Without `needs_output` the result only carries gradients, which need no last product, and the products
-    before it are computed in the backward pass.
+    `parameters` are those of `PRODUCTS` and `BIASES`.
     """
     weights = [parameters[name] for name in PRODUCTS]
     biases = [parameters[name] for name in BIASES if name in parameters]
-    out_RE: Tensor = GroupedFeedForward.apply(
-        x_RE, weight_R, (groups, activation, bias_scale, needs_output), *weights, *biases
-    )
+    out_RE: Tensor = GroupedFeedForward.apply(x_RE, weight_R, groups, options, *weights, *biases)
     return out_RE
 
 
 class GroupedFeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RE: Tensor, weight_R: Tensor | None, options: tuple[Any, ...], *weights: Tensor) -> Tensor:
-        ctx.options = groups, activation, bias_scale, needs_output = options
-        if not needs_output:
+    def forward(
+        ctx: Any, x_RE: Tensor, weight_R: Tensor | None, groups: RowGroups, options: Options, *weights: Tensor
+    ) -> Tensor:
+        ctx.groups, ctx.options = groups, options
+        if not options.needs_output:
             ctx.save_for_backward(x_RE, weight_R, *weights)
             return x_RE.new_zeros(()).expand_as(x_RE)
         kept = list[Tensor]()
 
         def run(part: Part) -> Tensor:
-            products = _gate_and_up(part.x, part.groups, part.parameters)
+            products = part.products()
             kept.extend(products)
-            inner_RM = _weigh_(GATES[activation](*products), part.weight)
+            inner_RM = part.between(options).inner(products)
             out_RE = grouped_product(inner_RM, part.parameters[2], part.groups)
-            if len(weights) > len(PRODUCTS):
-                out_RE += _weigh_(_by_row(part.parameters[-1], part.groups, len(out_RE)), part.weight) * bias_scale
-            return out_RE
+            return part.with_last_bias(out_RE, options)
 
         out_RE = _joined(map(run, _parts(groups, x_RE, weight_R, weights)), len(x_RE))
         ctx.save_for_backward(x_RE, weight_R, *weights, *kept)
@@ -72,23 +75,23 @@ class GroupedFeedForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        groups, activation, bias_scale, has_products = ctx.options
+        options: Options = ctx.options
         x_RE, weight_R, *saved = ctx.saved_tensors
-        num_weights = len(ctx.needs_input_grad) - 3
+        num_weights = len(ctx.needs_input_grad) - 4
         weights, kept = saved[:num_weights], saved[num_weights:]
         del saved
-        parts, others = _parts(groups, x_RE, weight_R, weights), list[list[Tensor]]()
+        parts, others = _parts(ctx.groups, x_RE, weight_R, weights), list[list[Tensor]]()
 
         def run(part: Part, grad_RE: Tensor) -> Tensor:
-            products = [kept.pop(0), kept.pop(0)] if has_products else None
-            grad_x_RE, *rest = _part_backward(part, grad_RE, products, activation, bias_scale)
+            products = [kept.pop(0), kept.pop(0)] if options.needs_output else None
+            grad_x_RE, *rest = _part_backward(part, grad_RE, products, options)
             others.append(rest)
             return grad_x_RE
 
         grads_RE = grads[0].split([len(part.x) for part in parts])
         grad_x_RE = _joined(map(run, parts, grads_RE), len(x_RE))
         joined = [_joined(each, sum(map(len, each))) for each in zip(*others, strict=True)]
-        return grad_x_RE, None if weight_R is None else joined.pop(0), None, *joined
+        return grad_x_RE, None if weight_R is None else joined.pop(0), None, None, *joined
 
 
 class Part(NamedTuple):
@@ -100,6 +103,26 @@ class Part(NamedTuple):
     weight: Tensor | None
     """[R], of each row."""
     parameters: Sequence[Tensor]
+
+    @property
+    def biases(self) -> Sequence[Tensor]:
+        return self.parameters[len(PRODUCTS) :]
+
+    def products(self) -> list[Tensor]:
+        """Of gate and up, without their biases."""
+        return [grouped_product(self.x, weight_XME, self.groups) for weight_XME in self.parameters[:2]]
+
+    def between(self, options: Options) -> Between:
+        """What is between the products; for one pass."""
+        at_once = self.groups.ends is not None or 1 < len(self.x) <= ROWS_AT_ONCE
+        if options.compile_piece is None or not at_once:  # Each further number of rows costs a compilation.
+            return EagerBetween(self, options)
+        return CompiledBetween(self, options)
+
+    def with_last_bias(self, out_RE: Tensor, options: Options) -> Tensor:
+        if self.biases:
+            out_RE += _weigh_(_by_row(self.biases[-1], self.groups, out_RE), self.weight) * options.bias_scale
+        return out_RE
 
 
 def _parts(groups: RowGroups, x_RE: Tensor, weight_R: Tensor | None, weights: Sequence[Tensor]) -> list[Part]:
@@ -130,44 +153,131 @@ def _joined(pieces: Iterable[Tensor], num_rows: int) -> Tensor:
     return joined
 
 
-def _part_backward(
-    part: Part, grad_RE: Tensor, products: list[Tensor] | None, activation: str, bias_scale: float
-) -> list[Tensor]:
+def _part_backward(part: Part, grad_RE: Tensor, products: list[Tensor] | None, options: Options) -> list[Tensor]:
     """Gradients of the rows, of their weights if there are, and of the experts. `products`: gate and up, if saved."""
     groups, x_RE, weight_R, weights = part
-    if products is None:
-        products = _gate_and_up(x_RE, groups, weights)
-    elif activation == "silu":
-        products = [products[0], products[1].clone()]  # SwiGLU overwrites it.
-    graph = LocalGraph(lambda inputs, _: [GATES[activation](*inputs)], products, weights={})
+    between = part.between(options)
+    between.begin_backward(part.products() if products is None else products, are_kept=products is not None)
     del products
-    (inner_RM,) = graph.outputs
-    grad_inner_RM, router_grads = grouped_product(grad_RE, weights[2].mT, groups), list[Tensor]()
-    has_biases = len(weights) > len(PRODUCTS)
-    if weight_R is not None:
-        dots_R = _row_dots(inner_RM, grad_inner_RM)
-        if has_biases:
-            dots_R += bias_scale * _row_dots(_by_row(weights[-1], groups, len(grad_RE)), grad_RE)
-        router_grads = [dots_R.to(weight_R.dtype)]
-    weight_grads = [grouped_weight_grad(grad_RE, _weigh_(inner_RM, weight_R), groups)]
-    bias_grads = [_sum_by_expert(_weigh_(grad_RE * bias_scale, weight_R), groups)] if has_biases else []
-    graph.outputs.clear()
+    grad_inner_RM = grouped_product(grad_RE, weights[2].mT, groups)
+    inner_RM, router_grads = between.weighted(grad_inner_RM), list[Tensor]()
+    weight_grads = [grouped_weight_grad(grad_RE, inner_RM, groups)]
     del inner_RM
-    product_grads, _ = graph.backward([_weigh_(grad_inner_RM, weight_R)])
+    product_grads, dots_R = between.backward(grad_inner_RM)
     del grad_inner_RM
+    if weight_R is not None:
+        if part.biases:
+            dots_R += options.bias_scale * _row_dots(_by_row(weights[-1], groups, grad_RE), grad_RE)
+        router_grads = [dots_R.to(weight_R.dtype)]
+    bias_grads = list[Tensor]()
+    if part.biases:
+        bias_grads = [_sum_by_expert(grad, groups) for grad in product_grads]
+        bias_grads.append(_sum_by_expert(grad_RE, groups, weight_R, options.bias_scale))
     weight_grads = [grouped_weight_grad(grad, x_RE, groups) for grad in product_grads] + weight_grads
-    if has_biases:
-        bias_grads = [_sum_by_expert(grad, groups) for grad in product_grads] + bias_grads
     grad_x_RE = grouped_product(product_grads.pop(0), weights[0].mT, groups)
     grad_x_RE += grouped_product(product_grads.pop(0), weights[1].mT, groups)
     return [grad_x_RE, *router_grads, *weight_grads, *bias_grads]
 
 
-def _gate_and_up(x_RE: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -> list[Tensor]:
-    products = [grouped_product(x_RE, weight_XME, groups) for weight_XME in weights[:2]]
-    for product_RM, bias_XM in zip(products, weights[len(PRODUCTS) :], strict=False):
-        product_RM += _by_row(bias_XM, groups, len(product_RM))
-    return products
+# ---- between the products
+
+
+class Between(Protocol):
+    """From the products of gate and up to the input of the last: biases, the gate, and the weight of each row."""
+
+    def inner(self, products: list[Tensor]) -> Tensor:
+        """[R, M]; may overwrite the products if nothing keeps them."""
+
+    def begin_backward(self, products: list[Tensor], *, are_kept: bool) -> None:
+        """`are_kept`: from the forward pass, so they have their biases if `inner` added them in place."""
+
+    def weighted(self, grad_inner_RM: Tensor) -> Tensor:
+        """The input of the last product once more; `grad_inner_RM` is its gradient, which `backward` gets too."""
+
+    def backward(self, grad_inner_RM: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Gradients of gate and up, and [R] that of the weights in the dtype of sums, if there are weights."""
+
+
+class EagerBetween:
+    """With torch's operators, within few tensors of this size: most of them in place."""
+
+    def __init__(self, part: Part, options: Options) -> None:
+        self._part, self._activation = part, options.activation
+        self._graph: LocalGraph | None = None
+        self._dots_R = torch.empty(0)
+
+    def inner(self, products: list[Tensor]) -> Tensor:
+        return _weigh_(GATES[self._activation](*self._with_biases_(products)), self._part.weight)
+
+    def begin_backward(self, products: list[Tensor], *, are_kept: bool) -> None:
+        if not are_kept:
+            self._with_biases_(products)
+        elif self._activation == "silu":
+            products[1] = products[1].clone()  # SwiGLU overwrites it.
+        self._graph = LocalGraph(lambda inputs, _: [GATES[self._activation](*inputs)], products, weights={})
+
+    def weighted(self, grad_inner_RM: Tensor) -> Tensor:
+        inner_RM = cast(LocalGraph, self._graph).outputs.pop()
+        if self._part.weight is not None:
+            self._dots_R = _row_dots(inner_RM, grad_inner_RM)
+        return _weigh_(inner_RM, self._part.weight)
+
+    def backward(self, grad_inner_RM: Tensor) -> tuple[list[Tensor], Tensor]:
+        product_grads, _ = cast(LocalGraph, self._graph).backward([_weigh_(grad_inner_RM, self._part.weight)])
+        return product_grads, self._dots_R
+
+    def _with_biases_(self, products: list[Tensor]) -> list[Tensor]:
+        """In place."""
+        for product_RM, bias_XM in zip(products, self._part.biases, strict=False):
+            product_RM += _by_row(bias_XM, self._part.groups, product_RM)
+        return products
+
+
+class CompiledBetween:
+    """With a compiled function, which reads the products once each way."""
+
+    def __init__(self, part: Part, options: Options) -> None:
+        self._part, self._activation = part, options.activation
+        self._gate: Callable[..., Tensor] = cast(CompilePiece, options.compile_piece)(weighted_gate)
+        self._graph: LocalGraph | None = None
+
+    def inner(self, products: list[Tensor]) -> Tensor:
+        return self._run(products, self._part.weight)
+
+    def begin_backward(self, products: list[Tensor], *, are_kept: bool) -> None:
+        del are_kept
+        given = products if self._part.weight is None else [*products, self._part.weight]
+        self._graph = LocalGraph(lambda inputs, _: [self._run(inputs[:2], *inputs[2:])], given, weights={})
+
+    def weighted(self, grad_inner_RM: Tensor) -> Tensor:
+        del grad_inner_RM
+        return cast(LocalGraph, self._graph).outputs.pop()
+
+    def backward(self, grad_inner_RM: Tensor) -> tuple[list[Tensor], Tensor]:
+        found, _ = cast(LocalGraph, self._graph).backward([grad_inner_RM])
+        return found[:2], found[-1]
+
+    def _run(self, products: Sequence[Tensor], weight_R: Tensor | None = None) -> Tensor:
+        biases = self._part.biases[:2]
+        expert_R = _expert_of_row(self._part.groups, products[0]) if biases else None
+        return self._gate(*products, weight_R, biases, expert_R, self._activation)
+
+
+def weighted_gate(
+    gate_RM: Tensor,
+    up_RM: Tensor,
+    weight_R: Tensor | None,
+    biases: Sequence[Tensor],
+    expert_R: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """[R, M], of products without their biases [X, M], which have no gradients here."""
+    dtype = gate_RM.dtype
+    if biases and expert_R is not None:
+        gate_bias_XM, up_bias_XM = (each.detach() for each in biases)
+        gate_RM, up_RM = gate_RM + gate_bias_XM[expert_R], up_RM + up_bias_XM[expert_R]
+    inner_RM = GATES[activation](gate_RM, up_RM)
+    return inner_RM if weight_R is None else (inner_RM * weight_R.unsqueeze(-1)).to(dtype)
 
 
 def _weigh_(x_RI: Tensor, weight_R: Tensor | None) -> Tensor:
@@ -181,19 +291,28 @@ def _row_dots(x_RI: Tensor, y_RI: Tensor) -> Tensor:
     return dots_R
 
 
-def _by_row(bias_XI: Tensor, groups: RowGroups, num_rows: int) -> Tensor:
-    """The bias of each row's expert; rows after all experts have that of the last."""
-    if groups.ends is None:
-        counts_X = torch.tensor(groups.counts, device="cpu").to(bias_XI.device, non_blocking=True)
-        return bias_XI.repeat_interleave(counts_X, dim=0, output_size=num_rows)
-    rows_R = torch.arange(num_rows, device=bias_XI.device, dtype=groups.ends.dtype)
-    expert_R = torch.searchsorted(groups.ends[:-1], rows_R, right=True, out_int32=True)
-    return bias_XI.index_select(0, expert_R)
+def _by_row(bias_XI: Tensor, groups: RowGroups, row_RI: Tensor) -> Tensor:
+    """The bias of each row's expert."""
+    return bias_XI.index_select(0, _expert_of_row(groups, row_RI))
 
 
-def _sum_by_expert(x_RI: Tensor, groups: RowGroups) -> Tensor:
+def _expert_of_row(groups: RowGroups, row_RI: Tensor) -> Tensor:
+    """[R]; that of rows after all experts is the last."""
+    device = row_RI.device
     if groups.ends is not None:
-        return grouped_weight_grad(x_RI.new_ones(len(x_RI), SUMMED_COLUMNS), x_RI, groups)[:, 0]
+        return torch.searchsorted(groups.ends[:-1], torch.arange(len(row_RI), device=device).int(), right=True)
+    counts_X = torch.tensor(groups.counts, device="cpu").to(device, non_blocking=True)
+    return torch.arange(len(counts_X), device=device).repeat_interleave(counts_X, output_size=len(row_RI))
+
+
+def _sum_by_expert(x_RI: Tensor, groups: RowGroups, weight_R: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """[X, I]: of rows times their weights times `scale`."""
+    if groups.ends is not None:
+        weight_R1 = x_RI.new_ones(len(x_RI), 1) if weight_R is None else weight_R.unsqueeze(-1)
+        columns_R8 = (weight_R1 * scale).to(x_RI.dtype).expand(-1, SUMMED_COLUMNS).contiguous()
+        return grouped_weight_grad(columns_R8, x_RI, groups)[:, 0]
+    if weight_R is not None or scale != 1:
+        x_RI = _weigh_(x_RI * scale, weight_R)
     sums = [x_I.sum(0, dtype=accumulation_dtype(x_RI.dtype)) for x_I in x_RI.split([*groups.counts])]
     return torch.stack(sums).to(x_RI.dtype)
 

@@ -19,7 +19,7 @@ from models.device_paths import runs_as_on_gpu
 from models.dtypes import accumulation_dtype
 from models.linear import Linear, identity, local_parameter
 from models.norm import config_norm
-from models.tiling import each_chunk
+from models.tiling import CompilePiece, each_chunk
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,6 @@ class LogitTransform(NamedTuple):
 
 
 IDENTITY = LogitTransform()
-
-
-CompilePiece = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 # ---- products of 16-bit tensors that are summed in float32

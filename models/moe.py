@@ -25,12 +25,12 @@ from models.batch import IGNORE_INDEX
 from models.config import ModelConfig
 from models.dispatch import LocalDispatcher, Rows, TokenDispatcher
 from models.dtypes import accumulation_dtype
-from models.experts import run_experts
+from models.experts import Options, run_experts
 from models.layers import LayerKind
 from models.linear import local_parameters
 from models.row_groups import RowGroups, has_grouped_product
 from models.sublayer import SublayerModule, Weights
-from models.tiling import bytes_per_token
+from models.tiling import CompilePiece, bytes_per_token
 
 SUM_FLOOR = 1e-20
 """Added to the sum of a token's sigmoid scores, as in DeepSeek-V3."""
@@ -76,6 +76,8 @@ class MixtureOfExperts(SublayerModule):
         self.config, self.activation = config, kind.activation
         self.dispatcher: TokenDispatcher = LocalDispatcher()
         self.step = RouterStep()
+        self.compile_piece: CompilePiece | None = None
+        """Compiles what experts compute between their products; None: torch's operators. `training.compile` sets it."""
         self.statistics: Tensor | None = None
         """Sums over the tokens of the step on this rank; see `router_statistics`."""
 
@@ -201,8 +203,8 @@ class MixtureOfExperts(SublayerModule):
         row_PE, weight_P = dispatcher.wait(pending, rows)
         del pending
         parameters = {name.removeprefix("experts."): each for name, each in weights.items()}
-        options: dict[str, Any] = {"activation": self.activation, "needs_output": needs_output}
-        out_PE = run_experts(row_PE, weight_P, rows.groups, parameters, bias_scale=1 / dispatcher.tp_degree, **options)
+        options = Options(self.activation, 1 / dispatcher.tp_degree, needs_output, self.compile_piece)
+        out_PE = run_experts(row_PE, weight_P, rows.groups, parameters, options)
         out_NE = dispatcher.combine(out_PE, rows, is_needed=needs_output)
         out_NE = out_NE if shared_NE is None else out_NE + shared_NE
         # Not a view: FSDP2 warns if a wrapped module returns one.
@@ -221,8 +223,8 @@ class MixtureOfExperts(SublayerModule):
             return None
 
         def run(x_TE: Tensor) -> Tensor:
-            options: dict[str, Any] = {"activation": self.activation, "needs_output": needs_output}
-            return run_experts(x_TE, None, RowGroups([len(x_TE)]), parameters, **options)
+            options = Options(self.activation, needs_output=needs_output, compile_piece=self.compile_piece)
+            return run_experts(x_TE, None, RowGroups([len(x_TE)]), parameters, options)
 
         return self.dispatcher.shared(x_NE, run, is_needed=needs_output)
 

@@ -20,6 +20,9 @@ Likeness = Callable[[Any], Hashable]
 """Equal for parts that take the same operations on tensors of the same shapes, wherever they are in the loop."""
 Loop = Callable[[Sequence[Any], Likeness], Iterator[Any]]
 
+CompilePiece = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""What compiles a function, once for all blocks."""
+
 _loops: list[Loop] = []
 
 

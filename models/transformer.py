@@ -26,6 +26,7 @@ from models.loss_head import LossHead
 from models.moe import MixtureOfExperts, RouterStep
 from models.norm import RMSNorm, config_norm
 from models.sublayer import Sublayer, SublayerModule
+from models.tiling import CompilePiece
 
 
 class SequenceParallelComm(NamedTuple):
@@ -114,6 +115,12 @@ class Transformer(nn.Module):
             self.head.proj.weight = self.embed.weight
         if problems := config.parameter_problems({name: tuple(x.shape) for name, x in self.named_parameters()}):
             raise ValueError("; ".join(problems))
+
+    def compile_pieces(self, compile_piece: CompilePiece) -> None:
+        """Of the loss head and of experts, which are not compiled with their blocks."""
+        for module in (*self.expert_layers(), self.head):
+            if module is not None:
+                module.compile_piece = compile_piece
 
     def transformer_blocks(self) -> list[TransformerBlock]:
         return [cast(TransformerBlock, block) for block in self.blocks.values()]

@@ -26,10 +26,10 @@ from torch import Tensor
 from models.attention import SINKS, Attention
 from models.moe import MixtureOfExperts
 from models.sublayer import LocalGraph, Weights, weight_grad
-from models.tiling import TokenTiles
+from models.tiling import CompilePiece, TokenTiles
 from models.transformer import TransformerBlock
 from parallelisms.expert_recompute import ExpertHalf
-from parallelisms.sublayer_pass import Compile, SublayerPass
+from parallelisms.sublayer_pass import SublayerPass
 
 AttentionOutputs = list[tuple[Tensor, Tensor]]
 """Output [B, T, N, H] and log-sum-exp of each head group."""
@@ -40,7 +40,7 @@ def eager(piece: Callable[..., Any]) -> Callable[..., Any]:
     return piece
 
 
-def compiler(**options: Any) -> Compile:
+def compiler(**options: Any) -> CompilePiece:
     """Compiles a piece once for all blocks."""
     return lru_cache(partial(torch.compile, fullgraph=True, **options))
 
@@ -51,7 +51,7 @@ class Tiling:
 
     head_groups: int = 1
     tile_bytes: int | None = None
-    compile: Compile = eager
+    compile: CompilePiece = eager
 
 
 class NormedInput:

@@ -87,6 +87,8 @@ def _wrong_gradients(
     if is_compiled and policy == "none":
         for block in model.transformer_blocks():
             block.compile(fullgraph=True, backend=backend)
+    if is_compiled:
+        model.compile_pieces(tiling.compile)
     with warnings.catch_warnings(action="ignore"):  # Dynamo's own.
         found = _gradients(model)
     if is_compiled:

@@ -39,8 +39,8 @@ def parallelize(
     if compiled and recompute_config.policy == "none":  # Recomputed blocks compile their tile operations.
         for block in model.transformer_blocks():
             block.compile(fullgraph=block.kind.feed_forward != "moe")  # The host waits for the counts of experts.
-    if compiled and model.head is not None:
-        model.head.compile_piece = recompute_config.tiling.compile
+    if compiled:
+        model.compile_pieces(recompute_config.tiling.compile)
     stored_dtype = next(model.parameters()).dtype
     if mesh.fsdp_mesh.size() == 1 and param_dtype == stored_dtype and not cpu_offload:
         return  # Nothing to shard, cast or offload.

@@ -10,7 +10,7 @@ frequencies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,10 +18,8 @@ from torch.nn import functional as F
 from models.attention import SINKS
 from models.dtypes import accumulation_dtype
 from models.sublayer import LocalGraph, Restore, Sublayer, Weights, as_leaves, input_grad, weight_grad
-from models.tiling import GradAccumulator, TokenTiles
+from models.tiling import CompilePiece, GradAccumulator, TokenTiles
 from models.transformer import SequenceParallelComm
-
-Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class SublayerPass:
@@ -32,7 +30,7 @@ class SublayerPass:
         sublayer: Sublayer,
         tp_comm: SequenceParallelComm,
         tiles: TokenTiles,
-        compile_piece: Compile,
+        compile_piece: CompilePiece,
         rotation_2BT1F: Tensor | None = None,
     ) -> None:
         self._sublayer, self._module = sublayer, sublayer.module

@@ -309,7 +309,7 @@ def test_every_file_can_be_read_in_one_go() -> None:
     assert {name: length for name, length in lengths.items() if length > 420} == {}
 
 
-CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 131, 20_500, 42_000
+CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 131, 20_800, 42_000
 PACKAGE_LINES = 2_300
 """What `import train` reaches by any import statement, and all of models, parallelisms, trainer and train.py; the wheel's own.
 

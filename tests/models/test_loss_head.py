@@ -22,13 +22,13 @@ from models import loss_head
 from models.batch import IGNORE_INDEX
 from models.loss_head import (
     IDENTITY,
-    CompilePiece,
     EagerSoftmax,
     LinearCrossEntropy,
     LogitTransform,
     LossHead,
     VocabShard,
 )
+from models.tiling import CompilePiece
 from models.transformer import Transformer
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.block_recompute import Tiling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from models.hf import SafetensorsReader
 from models.hf_tensors import tensor_specs
 from models.moe import MixtureOfExperts
 from models.row_groups import RowGroups
+from models.tiling import CompilePiece
+from parallelisms.block_recompute import compiler, eager
 from tests.models.dense_model import RouterLosses, dense_gradients
 from tests.models.small_models import DEEPSEEK, GPT_OSS, OLMOE, gradients, largest_difference, packed, small_model
 
@@ -102,7 +105,10 @@ def filled(counts: list[int]) -> tuple[Rows, int]:
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
-def test_the_grouped_kernel_gives_what_the_loop_gives(counts: list[int], activation: str) -> None:
+@pytest.mark.parametrize("compile_piece", [None, eager], ids=["", "compiled"])
+def test_the_grouped_kernel_gives_what_the_loop_gives(
+    counts: list[int], activation: str, compile_piece: CompilePiece | None
+) -> None:
     """With padding between groups and after all, in which a number that is not finite stays; on a CPU it is a fallback."""
     generator = torch.Generator().manual_seed(0)
     padded, num_rows = filled(counts)
@@ -112,11 +118,12 @@ def test_the_grouped_kernel_gives_what_the_loop_gives(counts: list[int], activat
     given = [torch.randn(shape, generator=generator).bfloat16() for shape in ([num_rows, 16], [num_rows, 1], *shapes)]
     grad = torch.randn(num_rows, 16, generator=generator).bfloat16()
     found = list[list[Tensor | None]]()
-    for rows in (plain, padded):
+    for rows, how in ((plain, None), (padded, compile_piece)):
         leaves = [each.clone().requires_grad_() for each in given]
         x_PE, weight_P = to_rows(leaves[0], leaves[1], rows)
         parameters = dict(zip([*experts.PRODUCTS, *experts.BIASES], leaves[2:], strict=True))
-        out_PE = experts.run_experts(x_PE, weight_P, rows.groups, parameters, activation=activation, bias_scale=0.5)
+        options = experts.Options(activation, bias_scale=0.5, compile_piece=how)
+        out_PE = experts.run_experts(x_PE, weight_P, rows.groups, parameters, options)
         assert len(out_PE) == len(rows.tokens)
         out = to_tokens(out_PE, rows)
         out.backward(grad)
@@ -149,18 +156,23 @@ def test_padded_groups_begin_where_the_kernel_takes_them_and_have_rows(counts: l
     assert len(rows.place.unique()) == num_rows
 
 
-def test_skipped_outputs_and_few_experts_at_once_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo reads it.
+@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
+def test_skipped_outputs_few_experts_at_once_and_compilation_change_nothing(
+    activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(0)
     groups, names = RowGroups([3, 0, 4, 0]), [*experts.PRODUCTS, *experts.BIASES]
     shapes = ([4, 6, 4], [4, 6, 4], [4, 4, 6], [4, 6], [4, 6], [4, 4])
     found = list[list[Tensor | None]]()
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ([7, 4], [7], *shapes)]
-    for needs_output, rows_at_once in ((True, 7), (False, 7), (True, 1), (False, 4), (True, 4)):
+    ways = [(True, 7), (False, 7), (True, 1), (False, 4), (True, 4)]
+    for (needs_output, rows_at_once), compile_piece in product(ways, (None, eager, compiler(backend="aot_eager"))):
         monkeypatch.setattr(experts, "ROWS_AT_ONCE", rows_at_once)
         leaves = [each.clone().requires_grad_() for each in inputs]
         parameters = dict(zip(names, leaves[2:], strict=True))
-        options: dict[str, Any] = {"activation": "silu", "needs_output": needs_output}
-        out = experts.run_experts(leaves[0], leaves[1], groups, parameters, bias_scale=0.5, **options)
+        options = experts.Options(activation, 0.5, needs_output, compile_piece)
+        out = experts.run_experts(leaves[0], leaves[1], groups, parameters, options)
         out.backward(torch.ones(7, 4, dtype=torch.float64))
         found.append([out.detach() if needs_output else found[0][0], *(leaf.grad for leaf in leaves)])
     for each in found[1:]:

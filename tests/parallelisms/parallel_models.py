@@ -11,6 +11,7 @@ from torch import distributed
 
 from models.batch import Batch
 from models.config import ModelConfig
+from models.tiling import CompilePiece
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig
@@ -20,7 +21,6 @@ from parallelisms.init_weights import initialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallel_dims import AXES
 from parallelisms.parallelize import parallelize
-from parallelisms.sublayer_pass import Compile
 from tests.models.small_models import SMALL
 
 
@@ -51,7 +51,7 @@ def build(plan: Plan, mesh: Mesh) -> Transformer:
     double = torch.float64
     with torch.device("meta"):
         model = Transformer(plan.config).to(double)
-    compile_piece: Compile = eager
+    compile_piece: CompilePiece = eager
     if plan.compiled:
         # A cheap backend; torch may warn about its own code.
         warnings.simplefilter("ignore")
@@ -64,8 +64,8 @@ def build(plan: Plan, mesh: Mesh) -> Transformer:
     if plan.compiled and plan.policy == "none":
         for block in model.transformer_blocks():
             block.compile(fullgraph=True, backend="aot_eager")
-    if plan.compiled and model.head is not None:
-        model.head.compile_piece = compile_piece
+    if plan.compiled:
+        model.compile_pieces(compile_piece)
     parallelize(
         model,
         mesh,

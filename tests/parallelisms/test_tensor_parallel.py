@@ -16,6 +16,7 @@ from torch import Tensor, distributed
 
 from models import tiling
 from models.config import ModelConfig
+from models.tiling import CompilePiece
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint, fsdp, tensor_parallel
 from parallelisms.activation_checkpoint import RecomputeConfig
@@ -24,7 +25,6 @@ from parallelisms.collectives import all_reduce, full_tensor, to_local
 from parallelisms.init_weights import initialize, local_ranges
 from parallelisms.mesh import Mesh
 from parallelisms.parallel_dims import AXES, tensor_parallel_problems
-from parallelisms.sublayer_pass import Compile
 from tests.models.other_kinds import MIXED_KINDS, other_kinds
 from tests.models.small_models import MIXED, SMALL, feed_forward_tokens, packed
 from tests.parallelisms.parallel_models import concat_batches
@@ -104,15 +104,15 @@ def train_kinds(case: Case) -> Outcome:
     tensor_parallel.apply(
         model, mesh.tp_mesh, sequence_parallel=case.sequence_parallel, loss_parallel=case.loss_parallel
     )
-    compile_piece: Compile = eager
+    compile_piece: CompilePiece = eager
     if case.compiled:
         warnings.simplefilter("ignore")
         compile_piece = compiler(backend="aot_eager")
     if case.compiled and case.policy == "none":
         for block in model.transformer_blocks():
             block.compile(fullgraph=True, backend="aot_eager")
-    if case.compiled and model.head is not None:
-        model.head.compile_piece = compile_piece
+    if case.compiled:
+        model.compile_pieces(compile_piece)
     # The bytes of a tile cover the tokens of all tp ranks.
     tile = 6 * tiling.bytes_per_token(case.config.dim, case.config.ffn_dim, 8) if case.tiled else None
     activation_checkpoint.apply(
