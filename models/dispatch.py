@@ -82,11 +82,7 @@ class LocalDispatcher:
         return num_tiles
 
     def rows(self, experts_NK: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
-        if padded:
-            return [padded_rows(experts, num_experts) for experts in experts_NK]
-        ordered = [sort_by_expert(experts, num_experts) for experts in experts_NK]
-        counts = torch.stack([counts_X for *_, counts_X in ordered]).tolist()
-        return [rows._replace(groups=RowGroups(each)) for (rows, _), each in zip(ordered, counts, strict=True)]
+        return own_rows(experts_NK, num_experts, padded=padded)
 
     def dispatch(self, x_NE: Tensor, weight_NK: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         return to_rows(x_NE, weight_NK, rows)
@@ -104,6 +100,15 @@ class LocalDispatcher:
 
     def sum_over_sequence(self, counts: Tensor) -> Tensor:
         return counts
+
+
+def own_rows(experts_NK: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
+    """Of a rank that has all experts. The host waits for the device, unless rows are padded."""
+    if padded:
+        return [padded_rows(experts, num_experts) for experts in experts_NK]
+    ordered = [sort_by_expert(experts, num_experts) for experts in experts_NK]
+    counts = torch.stack([counts_X for *_, counts_X in ordered]).tolist()
+    return [rows._replace(groups=RowGroups(each)) for (rows, _), each in zip(ordered, counts, strict=True)]
 
 
 def sort_by_expert(experts_NK: Tensor, num_experts: int) -> tuple[Rows, Tensor]:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from models.dispatch import Rows, linear_map, select, sort_by_expert, to_places, to_rows, to_tokens
+from models.dispatch import Rows, linear_map, own_rows, select, sort_by_expert, to_places, to_rows, to_tokens
 from models.linear import set_local_view
 from models.row_groups import RowGroups, RowPlaces, padded_ends, padded_shifts
 from models.transformer import Transformer
@@ -96,6 +96,8 @@ class RankDispatcher:
         return num_tiles
 
     def rows(self, experts_NK: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
+        if self._ep_group is None and self._gather_group is None:
+            return own_rows(experts_NK, num_experts, padded=padded)
         ordered = [sort_by_expert(experts, num_experts) for experts in experts_NK]
         counts = torch.stack([counts_X for *_, counts_X in ordered])  # [tiles, experts of all ranks]
         by_ep = counts[None] if self._ep_group is None else collectives.all_gather_async(counts, self._ep_group).wait()
@@ -121,25 +123,32 @@ class RankDispatcher:
 
     # ---- tokens
 
-    def dispatch(self, x_NE: Tensor, weight_NK: Tensor, rows: Rows) -> tuple[AllToAll, AllToAll]:
-        x_NE, weight_NK = self._copy(x_NE), self._copy(weight_NK)
-        x_RE, weight_R = (AllToAll(x, self._ep_group, rows.route.ep_counts) for x in to_rows(x_NE, weight_NK, rows))
-        return x_RE, weight_R
+    def dispatch(self, x_NE: Tensor, weight_NK: Tensor, rows: Rows) -> tuple[Any, Any]:
+        x_RE, weight_R = to_rows(self._copy(x_NE), self._copy(weight_NK), rows)
+        if rows.route is None:
+            return x_RE, weight_R
+        counts = rows.route.ep_counts
+        return AllToAll(x_RE, self._ep_group, counts), AllToAll(weight_R, self._ep_group, counts)
 
-    def wait(self, pending: tuple[AllToAll, AllToAll], rows: Rows) -> tuple[Tensor, Tensor]:
+    def wait(self, pending: tuple[Any, Any], rows: Rows) -> tuple[Tensor, Tensor]:
+        if rows.route is None:
+            return pending
         route: Route = rows.route
         x_RE, weight_R = (self._gather(each.wait(), route.tp_counts) for each in pending)
         source_P, place_R = route.arrived
         return select(x_RE, source_P, place_R), to_places(weight_R, place_R, len(source_P))
 
     def combine(self, out_PE: Tensor, rows: Rows, *, is_needed: bool) -> Tensor:
-        route: Route = rows.route
+        out_RE = out_PE if rows.route is None else self._return(out_PE, rows.route, is_needed=is_needed)
+        return self._sum_copies(to_tokens(out_RE, rows, is_needed=is_needed), is_needed=is_needed)
+
+    def _return(self, out_PE: Tensor, route: Route, *, is_needed: bool) -> Tensor:
+        """[R, E]: to the ranks that sent their tokens."""
         source_P, place_R = route.arrived
         out_RE = select(out_PE, place_R, source_P, is_needed=is_needed)
         out_RE = self._reduce(out_RE, route.tp_counts, is_needed=is_needed)
         sent, received = route.ep_counts
-        out_RE = AllToAll(out_RE, self._ep_group, (received, sent), is_needed=is_needed).wait()
-        return self._sum_copies(to_tokens(out_RE, rows, is_needed=is_needed), is_needed=is_needed)
+        return AllToAll(out_RE, self._ep_group, (received, sent), is_needed=is_needed).wait()
 
     def shared(self, x_NE: Tensor, run: Callable[[Tensor], Tensor], *, is_needed: bool) -> Tensor:
         if self._gather_group is None:

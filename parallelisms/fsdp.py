@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.transformer import Transformer
@@ -55,10 +56,30 @@ def apply(
     if isinstance(model.embed, FSDPModule):
         model.embed.set_unshard_in_backward(False)
     for unit in fsdp_modules(model):
-        if mesh.size() > 1:  # A single rank would divide by 1, in a pass of its own.
+        if mesh.size() == 1:
+            unit.set_custom_reduce_scatter(OneBuffer())
+        else:  # A single rank would divide by 1, in a pass of its own.
             unit.set_gradient_divide_factor(1.0)
         # Without it the divide factor makes FSDP2 use PREMUL_SUM, which gloo lacks.
         unit.set_force_sum_reduction_for_comms(True)
+
+
+class OneBuffer:
+    """The reduce-scatter of a single rank, for which FSDP2 asks for a buffer and then for that of the result, to copy one to
+    the other: both are the same.
+    """
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        result, self._input = self._input, None
+        if result is None:
+            result = self._input = torch.empty(*size, dtype=dtype, device=device)
+        return result
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("a single rank reduces nothing")
 
 
 def _expert_placement(parameter: nn.Parameter, *, num_shards: int) -> Any:

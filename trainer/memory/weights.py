@@ -114,7 +114,8 @@ class WeightMemory:
         shards = self.shards("gradients", own + sum(map(self.stage_numel, finished)))
         if self.reduces(found):
             is_new = found.is_first or self.sums_whole
-            shards += self._all_reduced(done, is_new=is_new) + self._reducing(previous)
+            shards += self._all_reduced(done, is_new=is_new)
+            shards += () if is_new and self._become_gradients else self._reducing(previous)
         return shards + self._unreduced(found, done_blocks=done_blocks, with_head=with_head, copied=copied)
 
     def _unreduced(self, found: Pass, *, done_blocks: int, with_head: bool, copied: Unit | None) -> Tensors:
@@ -158,14 +159,16 @@ class WeightMemory:
     def reduction(self, found: Pass, shapes: Shapes, last: Shapes) -> Iterator[Tensors]:
         """What the reduction of a unit's gradients holds: a copy of them, then the result. `last`: the unit's last weight.
 
-        FSDP2 divides the result of a single shard, and holds the last weight's gradient as long as there are several.
+        FSDP2 divides the result of a single shard, and holds the last weight's gradient as long as there are several. A
+        single rank has no result of its own.
         """
         rank, is_new, count = self.rank, found.is_first or not self.sums_whole, self.rank.sharded_numel(shapes)
         yield self._reducing(shapes) + (self.computed(shapes) if is_new else ())
-        result = MemoryTensor("a reduced gradient", (count,), rank.reduce_dtype)
+        is_single = rank.num_shards * rank.num_replicas == 1
+        result = MemoryTensor("a reduced gradient", (count,), rank.reduce_dtype, copies=not is_single)
         widened = result._replace(name="the same in the weights' dtype", dtype=rank.master_dtype)
         copies = [
-            result._replace(name="the same, divided", copies=rank.num_shards == 1),
+            result._replace(name="the same, divided", copies=rank.num_shards == 1 < rank.num_replicas),
             widened._replace(copies=rank.reduce_dtype != rank.master_dtype),
         ]
         yield (
@@ -184,6 +187,13 @@ class WeightMemory:
 
     def _reducing(self, shapes: Shapes) -> Tensors:
         return self.unit("unreduced gradients", "gradients being reduced", shapes, self.rank.reduce_dtype, padded=True)
+
+    @property
+    def _become_gradients(self) -> bool:
+        """Whether what is to be reduced is the gradient already: that of a single rank."""
+        rank = self.rank
+        is_moved = rank.optimizer_on_host and rank.block.kernel != "cpu"
+        return rank.num_shards * rank.num_replicas == 1 and rank.reduce_dtype == rank.master_dtype and not is_moved
 
     def _all_reduced(self, count: float, *, is_new: bool = True) -> Tensors:
         """What FSDP2 all-reduced over replicas, and keeps until the pass ends. New gradients of its dtype are views of it."""

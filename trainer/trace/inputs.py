@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from models.batch import Batch
 from models.device_paths import traced_as_gpu
-from models.dispatch import LocalDispatcher, Rows, padded_rows, sort_by_expert
+from models.dispatch import Rows, padded_rows, sort_by_expert
 from models.dtypes import accumulation_dtype
 from models.row_groups import RowGroups, RowPlaces
 from parallelisms.expert_parallel import RankDispatcher
@@ -82,7 +82,7 @@ def balanced_experts(counter: OpCounterMode) -> Iterator[None]:
         size, remainder = divmod(experts_NK.numel(), num_experts)
         return [size + (expert < remainder) for expert in range(num_experts)]
 
-    def rows_of_one(_: Any, experts: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
+    def own_rows(experts: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
         if padded:
             return [padded_rows(each, num_experts) for each in experts]
         groups = [RowGroups(counts_of(each, num_experts)) for each in experts]
@@ -91,6 +91,8 @@ def balanced_experts(counter: OpCounterMode) -> Iterator[None]:
         ]
 
     def rows_of_ranks(self: Any, experts: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
+        if self._ep_group is None and self._gather_group is None:
+            return own_rows(experts, num_experts, padded=padded)
         found = []
         for each, (rows, _) in zip(experts, [sort_by_expert(each, num_experts) for each in experts], strict=True):
             with unset_fake_temporarily():
@@ -104,7 +106,7 @@ def balanced_experts(counter: OpCounterMode) -> Iterator[None]:
         return found
 
     with (
-        patch.object(LocalDispatcher, "rows", rows_of_one),
+        patch("models.dispatch.own_rows", own_rows),
         patch.object(RankDispatcher, "rows", rows_of_ranks),
         patch("models.experts.ROWS_AT_ONCE", sys.maxsize),
     ):

@@ -20,6 +20,8 @@ ROW_WRITES = {aten.index_add, aten.index_add_, aten.index_copy_, aten.index_put_
 """Write as many rows as the last tensor among their arguments has."""
 OVERWRITES = {aten.copy_, aten.fill_, aten.zero_}
 """Do not read their first argument, which they write to."""
+FILLED = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
+"""Read nothing of the tensor whose like they write."""
 NO_KERNELS = ("empty", "new_empty", "_unsafe_view", "_reshape_alias")
 """How the names of operators begin that return a view or uninitialized memory and do not say so."""
 
@@ -39,7 +41,7 @@ def moved_bytes(
         return nbytes(read) + nbytes(written)
     if facts.returns_views or not func._schema.returns or packet.__name__.startswith(NO_KERNELS):
         return 0
-    return nbytes([*tensors, *result])
+    return nbytes(result if packet.__name__ in FILLED else [*tensors, *result])
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
