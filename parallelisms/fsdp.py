@@ -56,9 +56,9 @@ def apply(
     if isinstance(model.embed, FSDPModule):
         model.embed.set_unshard_in_backward(False)
     for unit in fsdp_modules(model):
-        if mesh.size() == 1:
+        if mesh.size() == 1:  # Also without a factor, by which it would divide in a pass of its own.
             unit.set_custom_reduce_scatter(OneBuffer())
-        else:  # A single rank would divide by 1, in a pass of its own.
+        else:
             unit.set_gradient_divide_factor(1.0)
         # Without it the divide factor makes FSDP2 use PREMUL_SUM, which gloo lacks.
         unit.set_force_sum_reduction_for_comms(True)
@@ -76,6 +76,8 @@ class OneBuffer:
         result, self._input = self._input, None
         if result is None:
             result = self._input = torch.empty(*size, dtype=dtype, device=device)
+        elif device.type == "cuda":  # FSDP2 adds it to earlier gradients on the stream of this call.
+            result.record_stream(torch.cuda.current_stream(device))
         return result
 
     def __call__(self, *_: Any, **__: Any) -> None:

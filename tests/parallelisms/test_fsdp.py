@@ -20,7 +20,7 @@ from models.config import ModelConfig
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint, fsdp
 from parallelisms.activation_checkpoint import RecomputeConfig
-from parallelisms.collectives import all_reduce, full_tensor
+from parallelisms.collectives import all_reduce, full_tensor, to_local
 from parallelisms.init_weights import initialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import parallelize
@@ -217,6 +217,45 @@ def count_collectives(plans: list[Plan]) -> list[dict[str, int]]:
             model(packed([20])).sum().backward()
         found.append(dict(seen.counts))
     return found
+
+
+class Float32Passes(TorchDispatchMode):
+    """Counts divisions and copies of float32 tensors as large as weights."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        tensors = [x for x in arguments if isinstance(x, Tensor) and x.dtype == torch.float32 and x.numel() > 512]
+        if function.overloadpacket == torch.ops.aten.div:
+            self.count += len(tensors)
+        elif function.overloadpacket == torch.ops.aten.copy_:
+            self.count += len(tensors) == 2 and tensors[0] is not tensors[1]
+        return function(*arguments, **(options or {}))
+
+
+def gradients_of_a_single_rank() -> tuple[int, bool]:
+    """Passes over them, and whether those of two equal backward passes are twice those of one."""
+    model = Transformer(SMALL).float()
+    fsdp.apply(
+        model,
+        Plan().mesh().fsdp_mesh,
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        reshard_after_forward=True,
+        cpu_offload=False,
+    )
+    initialize(model, seed=0, device=torch.device("cpu"))
+    seen, found = Float32Passes(), list[list[Tensor]]()
+    for _ in range(2):
+        loss = model(packed([20])).sum()
+        with seen:
+            loss.backward()
+        found.append([to_local(x.grad).clone() for x in model.parameters() if x.grad is not None])
+    return seen.count, all(torch.equal(2 * once, twice) for once, twice in zip(*found, strict=True))
+
+
+def test_gradients_of_a_single_rank_are_neither_copied_nor_divided() -> None:
+    assert run_ranks(gradients_of_a_single_rank, 1) == [(0, True)]
 
 
 @pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.slow), "keep_attention"])
