@@ -221,6 +221,7 @@ def timings() -> list[Job]:
         rate_job("cudnn", 64),
         rate_job("flash", 64),
         rate_job("efficient", 128),
+        step_job(case(8 * K, f"{NONE} --parallelism.reshard_after_forward false"), "step", 12, 30),
         step_job(case(8 * K, f"{KEPT} {EAGER}"), "step", 10, 22),
         step_job(case(64 * K, KEPT), "step", 20, 30, short),
         rival_job(hugging(8 * K, "none"), 20, 40),
