@@ -67,8 +67,7 @@ def parity(bench: Bench) -> None:
         for name, (other, options) in VARIANTS.items():
             if name in OF_CUDA and not bench.cuda:
                 continue
-            default = "" if "--training.attention" in options else "--training.attention auto"
-            case = StepCase("parity", bench.size(4 * K), f"{options} {default}".strip())
+            case = StepCase("parity", bench.size(4 * K), f"--training.compile false {options}")
             seen[name] = first_step(bench, case.config(tiny=bench.rehearse))
             loss, norm, gradients = seen[name]
             far = distance(gradients, seen[other][2]) if other else 0.0

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_bench import Bench, K
 from models.batch import Batch
 from parallelisms.collectives import to_local
-from trainer.build import compiles
+from trainer.build import compiles, require_right_gradients
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
@@ -126,9 +126,12 @@ def with_steps(config: Config, steps: int) -> Config:
 
 
 def as_started(bench: Bench, config: Config) -> Config:
-    """With the memory options that a start on this device chooses."""
+    """With the memory options that a start on this device chooses. Raises RankFailedError if it would not compile blocks."""
     if not bench.cuda:
         return config
+    if compiles(config, bench.device):
+        training = config.training.model_copy(update={"compile": True})
+        require_right_gradients(config.model_copy(update={"training": training}))
     memory = {
         "device_bytes": torch.cuda.get_device_properties(bench.device).total_memory,
         "host_bytes": node_memory_bytes(),

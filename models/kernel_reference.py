@@ -50,7 +50,7 @@ def reference(sample: Sample, blocks: ScoreBlocks) -> Reference:
     """
     exact, terms = [], []
     for head in zip(*(x.double().chunk(sample.k.shape[1], dim=1) for x in sample), strict=True):
-        exact.append(forward_backward(Sample(*head), blocks, "plain"))
+        exact.append(exact_results(Sample(*head), blocks))
         terms.append(term_sizes(Sample(*head), exact[-1][1], blocks))
     found = Reference(_join_heads(exact), _join_heads(terms))
     _require_those_of_the_host(found.exact, sample, blocks)
@@ -69,6 +69,59 @@ def forward_backward(sample: Sample, blocks: ScoreBlocks, kernel: str) -> Result
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     accumulate_grads((dq, dk, dv), attend_blocks_backward(grad, q, k, v, out, lse, blocks, kernel=kernel))
     return out, lse, dq, dk, dv
+
+
+# ---- by definition
+
+
+def exact_results(sample: Sample, blocks: ScoreBlocks) -> Results:
+    """For one KV head, a block at a time, with a matrix of all its scores: a window does not cut it into pieces."""
+    grad_XNH, q_XNH, k_Y1H, v_Y1H = sample
+    out, dq, dk, dv = (torch.zeros_like(x) for x in (q_XNH, q_XNH, k_Y1H, v_Y1H))
+    lse_NX = q_XNH.new_full(q_XNH.shape[1::-1], -torch.inf)
+    for block in blocks.blocks:
+        queries = slice(block.q0, block.q1)
+        scores_NPR = _mask(_scores(sample, block), block, blocks.window, -torch.inf)
+        lse_NX[:, queries] = torch.logaddexp(lse_NX[:, queries], scores_NPR.logsumexp(-1))
+    for block in blocks.blocks:
+        queries, keys = slice(block.q0, block.q1), slice(block.k0, block.k1)
+        out[queries] += (_weights(sample, lse_NX, block, blocks.window) @ v_Y1H[keys, 0]).transpose(0, 1)
+    mean_NX1 = (grad_XNH * out).sum(-1, keepdim=True).transpose(0, 1)
+    for block in blocks.blocks:
+        queries, keys = slice(block.q0, block.q1), slice(block.k0, block.k1)
+        grad_NPH, q_NPH = (x[queries].transpose(0, 1) for x in (grad_XNH, q_XNH))
+        k_RH, v_RH = k_Y1H[keys, 0], v_Y1H[keys, 0]
+        weights_NPR = _weights(sample, lse_NX, block, blocks.window)
+        grad_scores_NPR = weights_NPR * (grad_NPH @ v_RH.T - mean_NX1[:, queries]) * q_XNH.shape[-1] ** -0.5
+        dq[queries] += (grad_scores_NPR @ k_RH).transpose(0, 1)
+        dk[keys, 0] += (grad_scores_NPR.transpose(1, 2) @ q_NPH).sum(0)
+        dv[keys, 0] += (weights_NPR.transpose(1, 2) @ grad_NPH).sum(0)
+    return out, lse_NX, dq, dk, dv
+
+
+def _scores(sample: Sample, block: ScoreBlock) -> Tensor:
+    """Of one block of one KV head: [N, P, R]."""
+    queries, keys = slice(block.q0, block.q1), slice(block.k0, block.k1)
+    scores_NPR: Tensor = sample.q[queries].transpose(0, 1) @ sample.k[keys, 0].T
+    return scores_NPR.mul_(sample.q.shape[-1] ** -0.5)
+
+
+def _mask(x_NPR: Tensor, block: ScoreBlock, window: int | None, value: float) -> Tensor:
+    """In place."""
+    ones_PR = torch.ones(x_NPR.shape[1:], dtype=torch.bool, device=x_NPR.device)
+    if block.mask == "flipped":
+        return x_NPR.masked_fill_(ones_PR.tril(-1), value)
+    if block.mask == "causal":
+        x_NPR.masked_fill_(ones_PR.triu(1), value)
+        if window is not None:
+            x_NPR.masked_fill_(ones_PR.tril(-window), value)
+    return x_NPR
+
+
+def _weights(sample: Sample, lse_NX: Tensor, block: ScoreBlock, window: int | None) -> Tensor:
+    """The softmax over all blocks of a query, here of one block of one KV head: [N, P, R]."""
+    scores_NPR = _scores(sample, block)
+    return _mask(scores_NPR.sub_(lse_NX[:, block.q0 : block.q1, None]).exp_(), block, window, 0)
 
 
 # ---- terms
@@ -95,19 +148,6 @@ def term_sizes(sample: Sample, lse_NX: Tensor, blocks: ScoreBlocks) -> Results:
         dk[keys, 0] += (pairs_NPR.transpose(1, 2) @ q_NPH).sum(0)
         dv[keys, 0] += (weights_NPR.transpose(1, 2) @ grad_NPH).sum(0)
     return out.sqrt(), torch.ones_like(lse_NX), dq.sqrt(), dk.sqrt(), dv.sqrt()
-
-
-def _weights(sample: Sample, lse_NX: Tensor, block: ScoreBlock, window: int | None) -> Tensor:
-    """The softmax over all blocks of a query, here of one block of one KV head: [N, P, R]."""
-    queries, keys = slice(block.q0, block.q1), slice(block.k0, block.k1)
-    scores_NPR = sample.q[queries].transpose(0, 1) @ sample.k[keys, 0].T * sample.q.shape[-1] ** -0.5
-    weights_NPR: Tensor = (scores_NPR - lse_NX[:, queries, None]).exp()
-    if block.mask == "flipped":
-        return weights_NPR.triu()
-    if block.mask == "causal":
-        weights_NPR = weights_NPR.tril()
-        return weights_NPR if window is None else weights_NPR.triu(1 - window)
-    return weights_NPR
 
 
 # ---- the host's numbers

@@ -34,8 +34,12 @@ def rms_norm(x_E: Tensor, weight_E: Tensor, eps: float, *mean_of: Any) -> tuple[
     """Output in x's dtype, and the reciprocal standard deviation that the backward pass needs."""
     rstd_1 = rstd(x_E, eps, *mean_of)
     out_E: Tensor = (x_E * rstd_1).to(x_E.dtype)
-    # Dynamo of torch 2.11 differentiates an autograd function that writes in place wrongly.
-    return ((out_E * weight_E).to(x_E.dtype) if torch.compiler.is_compiling() else out_E.mul_(weight_E)), rstd_1
+    if not torch.compiler.is_compiling():
+        return out_E.mul_(weight_E), rstd_1
+    # Dynamo of torch 2.11 loses the gradient of an autograd function that writes in place, or whose last operator is a cast
+    # that casts nothing.
+    scaled_E = out_E * weight_E
+    return (scaled_E if scaled_E.dtype == x_E.dtype else scaled_E.to(x_E.dtype)), rstd_1
 
 
 def rstd(x_E: Tensor, eps: float, num_shards: int = 1, all_reduce: AllReduce = identity) -> Tensor:

@@ -200,14 +200,12 @@ def only_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("only_windows")
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_a_window_of_one_passes_if_kernel_and_reference_are_exactly_zero(
+def test_a_window_of_one_passes_if_the_kernel_gives_exact_zeros(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for kernel in ("cpu", "plain"):
-        forward, backward = kernels.DENSE_KERNELS[kernel]
-        monkeypatch.setitem(kernels.DENSE_KERNELS, kernel, (forward, exact_zeros(backward)))
+    monkeypatch.setitem(kernels.DENSE_KERNELS, "cpu", (FORWARD, exact_zeros(BACKWARD)))
     errors = verify_kernel("auto", CPU, dtype, heads=HEADS)
-    assert errors["dq"] == errors["dk"] == 0
+    assert max(errors["dq"], errors["dk"]) < 1e-14
     monkeypatch.setitem(kernels.DENSE_KERNELS, "cpu", (FORWARD, uncancelled_single))
     with pytest.raises(ValueError, match=r'"auto" on a window of 1, random: relative error \S+ in the dq of token \d+'):
         verify_kernel("auto", CPU, dtype, heads=HEADS)
