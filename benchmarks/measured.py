@@ -4,7 +4,7 @@
     python -m benchmarks.measured --check    exit 1 if a page differs from what would be written
 
 benchmarks/measured/*.jsonl holds the rows of a day, as benchmarks/gpu.py writes them: each has its date, commit, card and
-torch release. A table shows the rows of one card only.
+torch release. A table shows the rows of one card only; beside other libraries, the newest of each kind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from trainer.hardware.host import GIB
 from trainer.plan.plan import TrainingPlan, plan_stage
 
 ROOT = Path(__file__).resolve().parents[1]
-DAY = Path(__file__).parent / "measured" / "2026-11-26-h200.jsonl"
+DAYS = sorted((Path(__file__).parent / "measured").glob("*-h200.jsonl"), reverse=True)
+"""Files of rows, the newest first."""
 BESIDE = "1.24B"
 """The model of which other libraries run steps, too."""
 PROVENANCE = ("date", "commit", "sources", "device", "torch", "clocks")
@@ -44,6 +45,13 @@ def read_rows(path: Path) -> list[Row]:
 
 def steps(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if "s_step" in row]
+
+
+def newest(rows: Iterable[Row], *columns: str) -> list[Row]:
+    """Of rows that have equal values in these columns the first; with fewer options, of one day."""
+    ordered = sorted(rows, key=lambda row: len(row.get("options", "")))
+    ordered.sort(key=lambda row: row["date"][:10], reverse=True)
+    return [*{tuple(row.get(name) for name in columns): row for row in reversed(ordered)}.values()]
 
 
 def is_beside(row: Row) -> bool:
@@ -133,7 +141,11 @@ def system(row: Row) -> str:
 
 def beside_others(rows: Sequence[Row]) -> list[str]:
     """Steps of one model by every library, at the lengths that several have run."""
-    found = [row for row in steps(rows) if is_beside(row)]
+    alike = "tokens", "recompute", "compile"
+    mine, others = (
+        [row for row in steps(rows) if is_beside(row) and ("system" in row) == other] for other in (False, True)
+    )
+    found = newest(mine, *alike) + newest(others, "system", *alike)
     shared = {row["tokens"] for row in found if "system" in row}
     chosen = sorted((row for row in found if row["tokens"] in shared), key=lambda row: (row["tokens"], row["s_step"]))
     heading = ["tokens", "", "recomputation", "compiled", "head", "s per step", "MFU, %", "peak GiB"]
@@ -167,9 +179,10 @@ def own_steps(rows: Sequence[Row]) -> list[str]:
                     f"{row['s_step']:.4g} ({row['n']})",
                     f"{100 * row['mfu']:.1f}",
                     f"{row['peak_gib']:.1f}",
+                    row["date"][:10],
                 ]
             )
-    return markdown(["model", "tokens", "options", "kernel", "s per step (n)", "MFU, %", "peak GiB"], table)
+    return markdown(["model", "tokens", "options", "kernel", "s per step (n)", "MFU, %", "peak GiB", "day"], table)
 
 
 def _options(text: str) -> list[str]:
@@ -178,7 +191,7 @@ def _options(text: str) -> list[str]:
 
 
 def kernel_rates(rows: Sequence[Row]) -> list[str]:
-    found = [row for row in rows if "forward_tflops" in row]
+    found = newest((row for row in rows if "forward_tflops" in row), "kernel", "heads")
     table = [
         [row["kernel"], row["heads"], f"{row['forward_tflops']:.0f}", f"{row['backward_tflops']:.0f}"] for row in found
     ]
@@ -193,7 +206,7 @@ BLOCKS = {
 
 def regenerated(name: str) -> str:
     """The page with its tables of measured rows made again."""
-    text, rows = (ROOT / name).read_text(), read_rows(DAY)
+    text, rows = (ROOT / name).read_text(), [row for day in DAYS for row in read_rows(day)]
     for block, make in BLOCKS[name].items():
         text = replace_block(text, block, ["", *make(rows), ""])
     return text

@@ -35,6 +35,7 @@ from trainer.plan.plan import plan_stage
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINE = {"device": "NVIDIA H200", "torch": "2.11.0"}
+FIRST_DAY = min(measured.DAYS)
 
 
 def bench_on(folder: Path, rows: list[Row]) -> Bench:
@@ -508,7 +509,7 @@ def test_rows_are_on_disk_as_they_come_and_say_what_they_were_measured_with(tmp_
 
 
 def test_the_page_has_measured_predicted_rival_and_ratio() -> None:
-    rows = measured.read_rows(measured.DAY)
+    rows = measured.read_rows(FIRST_DAY)
     (line,) = (
         line for line in measured.page(rows, ["a long one"]).splitlines() if "8K, --memory.recompute none" in line
     )
@@ -548,18 +549,26 @@ def test_tables_of_measured_rows_are_those_that_the_script_makes(name: str) -> N
     assert measured.regenerated(name) == (ROOT / name).read_text()
 
 
-def test_measured_rows_are_of_one_card_and_say_when_and_with_what() -> None:
-    rows = measured.read_rows(measured.DAY)
-    assert {(row["device"], row["torch"], row["date"]) for row in rows} == {
-        ("NVIDIA H200", "2.11.0+cu130", "2026-11-26")
-    }
-    assert {row.get("commit") for row in rows if "system" not in row} == {"e39bdbc"}
+@pytest.mark.parametrize("day", measured.DAYS, ids=lambda day: day.stem)
+def test_measured_rows_are_of_one_card_and_say_when_and_with_what(day: Path) -> None:
+    rows = measured.read_rows(day)
+    assert {(row["device"], row["torch"]) for row in rows} == {("NVIDIA H200", "2.11.0+cu130")}
+    assert {row["date"][:10] for row in rows} == {day.stem.removesuffix("-h200")}
+    assert {row.get("commit") for row in rows if "system" not in row} <= {"e39bdbc", "cfe3e14", "45f98b9"}
     for row in measured.steps(rows):
         assert row.keys() >= {"recompute", "compile", "head", "peak_gib"}, "what differs between libraries"
-    assert len(measured.DAY.read_text()) < 24_000
+    assert len(day.read_text()) < 24_000
+
+
+def test_the_newest_of_rows_that_are_alike_counts_and_of_one_day_that_with_the_fewest_options() -> None:
+    def row(seconds: float, day: str, options: str = "") -> Row:
+        return {"tokens": 1, "s_step": seconds, "date": f"2026-01-0{day}T00", "options": options}
+
+    rows = [row(1, "1"), row(2, "2", "--a b"), row(3, "2"), {**row(4, "1"), "tokens": 2}]
+    assert sorted(each["s_step"] for each in measured.newest(rows, "tokens")) == [3, 4]
 
 
 def test_other_libraries_mfu_counts_the_same_flops() -> None:
-    rows = [row for row in measured.steps(measured.read_rows(measured.DAY)) if measured.is_beside(row)]
+    rows = [row for row in measured.steps(measured.read_rows(FIRST_DAY)) if measured.is_beside(row)]
     theirs = next(row for row in rows if row.get("system", "").startswith("transformers"))
     assert measured.mfu(theirs | {"mfu": None}) == pytest.approx(theirs["mfu"], rel=1e-12)

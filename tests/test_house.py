@@ -111,7 +111,7 @@ PICKLING = (
 WAITS = {
     "models.batch": {"require_ascending"},
     # The counts of experts: once per layer, in the forward pass, where they are not padded or leave the rank.
-    "models.dispatch": {"rows"},
+    "models.dispatch": {"own_rows"},
     "parallelisms.expert_parallel": {"_route", "_places"},
     "models.score_blocks": {"__init__", "blocks", "host_varlen_batches", "short_and_long"},
     "parallelisms.context.attention_plan": {"halo_received"},
@@ -309,7 +309,7 @@ def test_every_file_can_be_read_in_one_go() -> None:
     assert {name: length for name, length in lengths.items() if length > 420} == {}
 
 
-CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 131, 20_800, 42_000
+CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 131, 20_800, 42_100
 PACKAGE_LINES = 2_300
 """What `import train` reaches by any import statement, and all of models, parallelisms, trainer and train.py; the wheel's own.
 

@@ -16,7 +16,13 @@ from trainer.config.migrations import migrate_file
 from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
-from trainer.launch.cluster import LaunchWorld, default_nproc_per_node, detect_launch_world, set_worker_environment
+from trainer.launch.cluster import (
+    LaunchWorld,
+    allocator_settings,
+    default_nproc_per_node,
+    detect_launch_world,
+    set_worker_environment,
+)
 from trainer.launch.launcher import format_problems, format_resolved_config, load_and_validate, main
 from trainer.launch.workers import exit_status
 
@@ -138,6 +144,11 @@ def test_workers_share_the_cores_unless_the_environment_is_set() -> None:
     preset = {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "backend:native"}
     set_worker_environment(preset, LaunchWorld(nproc_per_node=1))
     assert preset == {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "backend:native"}
+
+
+def test_threads_that_touch_pinned_memory_are_those_of_a_worker_and_not_many() -> None:
+    found = [allocator_settings(threads).rpartition(":")[2] for threads in (1, 8, 128)]
+    assert found == ["1", "8", "16"]
 
 
 # ---- reports

@@ -133,7 +133,8 @@ def test_a_device_that_computes_nothing_is_found(monkeypatch: pytest.MonkeyPatch
 
     def nothing(sample: Sample, _: ScoreBlocks) -> Results:
         q, k, v = sample[1:]
-        return torch.zeros_like(q), q.new_zeros(q.shape[1::-1]), *map(torch.zeros_like, (q, k, v))
+        zeros = torch.zeros_like
+        return zeros(q), q.new_zeros(q.shape[1::-1]), zeros(q), zeros(k), zeros(v)
 
     monkeypatch.setitem(kernels.DENSE_KERNELS, "cpu", (forward, backward))
     monkeypatch.setattr(kernel_reference, "exact_results", nothing)

@@ -190,7 +190,7 @@ class WeightMemory:
 
     @property
     def _become_gradients(self) -> bool:
-        """Whether what is to be reduced is the gradient already: that of a single rank."""
+        """Whether what FSDP2 would reduce is the gradient already: that of a single rank."""
         rank = self.rank
         is_moved = rank.optimizer_on_host and rank.block.kernel != "cpu"
         return rank.num_shards * rank.num_replicas == 1 and rank.reduce_dtype == rank.master_dtype and not is_moved
