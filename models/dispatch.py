@@ -119,7 +119,7 @@ def sort_by_expert(experts_NK: Tensor, num_experts: int) -> tuple[Rows, Tensor]:
 
 
 def padded_rows(experts_NK: Tensor, num_experts: int) -> Rows:
-    """Nothing of which the host knows but the number of places, which is that of the most padding."""
+    """The host knows the number of places only, which is that of the most padding."""
     top_k, (ordered_R, order_R) = experts_NK.shape[1], experts_NK.flatten().sort(stable=True)
     counts_X = _counts(ordered_R, num_experts)
     ends_X = padded_ends(counts_X)
@@ -163,7 +163,7 @@ def to_places(x_R: Tensor, place_R: Tensor, num_places: int) -> Tensor:
 
 
 def select(x: Tensor, index: Tensor, back: Tensor, *, is_needed: bool = True) -> Tensor:
-    """`x[index]`, whose gradient is that of `back`: where no row is selected twice but those that weigh nothing."""
+    """`x[index]`; `back` is where each of x is among them. What is selected once more weighs nothing, and has no gradient."""
     skipped = None if is_needed else len(index)
     return linear_map(
         x, lambda each: each.index_select(0, index), lambda grad: grad.index_select(0, back), skipped=skipped

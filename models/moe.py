@@ -5,7 +5,8 @@
 
 The router computes in `accumulation_dtype`. Equal scores are ordered by index. Experts are chosen for all tiles of a
 layer at once, so that ranks exchange their counts, and the host waits for them, once per layer and only in the forward
-pass: the backward pass uses the same choice.
+pass: the backward pass uses the same choice. The host waits for nothing where rows stay on a rank and one kernel takes
+the groups of all experts (`models/row_groups.py`).
 
 Shape suffixes, of a tile: B batch, S tokens of this rank, N all of them, E model dim, X experts, K experts of a token,
 P places of rows of this rank's experts.
