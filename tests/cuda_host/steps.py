@@ -105,7 +105,7 @@ INEXACT = {
     RING: "a ring's call has half of the queries or of the keys, and is counted whole",
     HYBRID: "as a ring",
     f"{WINDOWS} {RING}": "as a ring, in the layer without a window",
-    "--training.compile true --memory.recompute none": "the compiler of torch 2.11 keeps more of the norms than that of 2.13",
+    COMPILED_WHOLE: "the compiler of torch 2.11 keeps more of the norms than that of 2.13",
 }
 """Why an estimate is off by more than LIMIT."""
 
