@@ -141,11 +141,7 @@ def system(row: Row) -> str:
 
 def beside_others(rows: Sequence[Row]) -> list[str]:
     """Steps of one model by every library, at the lengths that several have run."""
-    alike = "tokens", "recompute", "compile"
-    mine, others = (
-        [row for row in steps(rows) if is_beside(row) and ("system" in row) == other] for other in (False, True)
-    )
-    found = newest(mine, *alike) + newest(others, "system", *alike)
+    found = newest(filter(is_beside, steps(rows)), "system", "tokens", "recompute", "compile")
     shared = {row["tokens"] for row in found if "system" in row}
     chosen = sorted((row for row in found if row["tokens"] in shared), key=lambda row: (row["tokens"], row["s_step"]))
     heading = ["tokens", "", "recomputation", "compiled", "head", "s per step", "MFU, %", "peak GiB"]

@@ -45,8 +45,8 @@ class RankMemory:
         self.reduce_bytes, self.kv_grad_bytes = DTYPE_BYTES[self.reduce_dtype], DTYPE_BYTES[self.kv_grad_dtype]
         self.moment_bytes = DTYPE_BYTES[self.moment_dtype]
         self.optimizer_on_host = config.memory.optimizer_placement == "host"
-        is_single_rank = self.num_shards * self.num_replicas == 1
-        self.is_sharded = not is_single_rank or self.compute_bytes != self.master_bytes or self.optimizer_on_host
+        self.is_single_rank = self.num_shards * self.num_replicas == 1
+        self.is_sharded = not self.is_single_rank or self.compute_bytes != self.master_bytes or self.optimizer_on_host
         self.recomputes = config.memory.recompute != "none"
         context_plan = config.context_plan()
         seq_len, padded_len = training.seq_len, context_plan.padded_length(training.seq_len)

@@ -164,8 +164,7 @@ class WeightMemory:
         """
         rank, is_new, count = self.rank, found.is_first or not self.sums_whole, self.rank.sharded_numel(shapes)
         yield self._reducing(shapes) + (self.computed(shapes) if is_new else ())
-        is_single = rank.num_shards * rank.num_replicas == 1
-        result = MemoryTensor("a reduced gradient", (count,), rank.reduce_dtype, copies=not is_single)
+        result = MemoryTensor("a reduced gradient", (count,), rank.reduce_dtype, copies=not rank.is_single_rank)
         widened = result._replace(name="the same in the weights' dtype", dtype=rank.master_dtype)
         copies = [
             result._replace(name="the same, divided", copies=rank.num_shards == 1 < rank.num_replicas),
@@ -192,14 +191,17 @@ class WeightMemory:
     def _become_gradients(self) -> bool:
         """Whether what FSDP2 would reduce is the gradient already: that of a single rank."""
         rank = self.rank
-        is_moved = rank.optimizer_on_host and rank.block.kernel != "cpu"
-        return rank.num_shards * rank.num_replicas == 1 and rank.reduce_dtype == rank.master_dtype and not is_moved
+        return rank.is_single_rank and rank.reduce_dtype == rank.master_dtype and not self._are_moved
+
+    @property
+    def _are_moved(self) -> bool:
+        """Whether gradients go from a GPU to an optimizer on the host."""
+        return self.rank.optimizer_on_host and self.rank.block.kernel != "cpu"
 
     def _all_reduced(self, count: float, *, is_new: bool = True) -> Tensors:
         """What FSDP2 all-reduced over replicas, and keeps until the pass ends. New gradients of its dtype are views of it."""
         rank = self.rank
-        is_moved = rank.optimizer_on_host and rank.block.kernel != "cpu"
-        is_held = rank.num_replicas > 1 and (is_moved or not is_new or rank.reduce_dtype != rank.master_dtype)
+        is_held = rank.num_replicas > 1 and (self._are_moved or not is_new or rank.reduce_dtype != rank.master_dtype)
         held = MemoryTensor("gradients that were all-reduced", (round(count),), rank.reduce_dtype, copies=is_held)
         return tensors("unreduced gradients", FSDP, "until the backward pass ends", held)
 
