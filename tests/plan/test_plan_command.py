@@ -20,8 +20,23 @@ from trainer.plan.plan import plan_stage
 FITS = ["--config", "llama3_8b_1m", "--device", "h100-80gb"]
 
 
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_a_run_is_planned_from_a_trace_unless_it_has_to_be_quick(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--config", "debug", "--device", "h100-80gb", "--why"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "planned from a trace" in said
+    assert "gradients, allocated in models/linear.py:" in said
+    assert main([*command, "--quick"]) == 0
+    assert "from a trace" not in capsys.readouterr().out
+
+
 def test_a_run_that_fits_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*FITS, "--world-size", "32"]) == 0
+    assert main([*FITS, "--world-size", "32", "--quick"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("llama3_8b_1m on 32 x h100-80gb (4 nodes)\nFITS: ")
     for part in ("MFU", "device hours", "saved activations", "attention", "saves"):
@@ -29,7 +44,7 @@ def test_a_run_that_fits_exits_with_0(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_recipe_is_planned_for_its_largest_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", "stages_debug", "--device", "h100-80gb"]) == 0
+    assert main(["--config", "stages_debug", "--device", "h100-80gb", "--quick"]) == 0
     assert capsys.readouterr().out.startswith("stages_debug on 2 x h100-80gb")
 
 
@@ -71,7 +86,7 @@ def test_invalid_arguments_exit_with_2(words: list[str], told: str, capsys: pyte
 def test_slower_links_increase_the_step_time(capsys: pytest.CaptureFixture[str]) -> None:
     seconds = []
     for words in ([], ["--network", "5"], ["--network", "5", "--link", "20"]):
-        assert main([*FITS, "--nodes", "4", *words]) == 0
+        assert main([*FITS, "--nodes", "4", "--quick", *words]) == 0
         line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step time "))
         seconds.append(float(line.split()[2]))
     assert seconds == sorted(seconds)
@@ -80,7 +95,7 @@ def test_slower_links_increase_the_step_time(capsys: pytest.CaptureFixture[str])
 
 def test_html_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
-    assert main([*FITS, "--html", str(page)]) == 0
+    assert main([*FITS, "--quick", "--html", str(page)]) == 0
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert f"wrote {page}" in capsys.readouterr().err
     assert main([*FITS, "--html", str(tmp_path / "absent" / "plan.html")]) == 2
@@ -91,7 +106,7 @@ def test_html_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_all_stages_of_a_recipe_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", "llama31_8b_128k", "--device", "h100-80gb"]) in (0, 3)
+    assert main(["--config", "llama31_8b_128k", "--device", "h100-80gb", "--quick"]) in (0, 3)
     said = capsys.readouterr().out
     assert "training stages" in said
     assert all(stage.name in said for stage in load(["--config", "llama31_8b_128k"]).training_stages)

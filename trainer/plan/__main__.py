@@ -73,8 +73,8 @@ def plan(options: Namespace, overrides: Sequence[str]) -> int:
     if problems := checks.layout_problems(config, world_size):
         advice = f"the mesh does not match {world_size:,} devices: trainer.plan search --gpus {world_size} finds one"
         raise ConfigError([*problems, advice] if requested_size else problems)
-    run = plan_run(config, world_size, device, trace=options.trace)
-    report = plan_report(run, curve=not options.trace, why=options.why, notes=option_notes(options, config))
+    run = plan_run(config, world_size, device, trace=not options.quick)
+    report = plan_report(run, why=options.why, notes=option_notes(options, config))
     emit_report(report, options.html)
     return EXIT_SUCCESS if run.fits else EXIT_DOES_NOT_FIT
 
@@ -151,16 +151,15 @@ def build_parser(command: str) -> CommandParser:
     add("--link", type=bandwidth, metavar="GB/S", help="bandwidth per device within a node")
     add("--network", type=bandwidth, metavar="GB/S", help="bandwidth per device between nodes")
     add("--html", type=writable_file, metavar="FILE", help="also write the report as an HTML page")
-    traced = "of the layouts found" if command == "search" else "without curves over the sequence length"
-    trace_help = "memory and time from a trace of the code that runs, in seconds to a minute, instead of from formulas"
-    add("--trace", action="store_true", help=f"{trace_help}; {traced}")
     if command == "plan":
+        add("--quick", action="store_true", help="by formulas instead of a trace of the code: in a second, less exact")
         add(
             "--why",
             action="store_true",
             help="also every tensor of the fullest rank: shape, dtype, lifetime, and who allocates it",
         )
     if command == "search":
+        add("--trace", action="store_true", help="plan the layouts that were found from traces, seconds each")
         add("--longest", action="store_true", help="the longest sequence length that fits, to within 1/32")
         add("--fewest", action="store_true", help="the fewest devices on which the run fits")
     return parser

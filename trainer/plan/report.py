@@ -105,7 +105,7 @@ def _notes_of_unfitting(result: SearchResult) -> list[str]:
 def show_plan_at_launch(config: Config, world_size: int) -> bool:
     """Prints the plan of a run; whether it fits."""
     device = select_device(config)
-    run = plan_run(config, world_size, device or load_device(DEFAULT_DEVICE))
+    run = plan_run(config, world_size, device or load_device(DEFAULT_DEVICE), trace=True)
     notes = [*([] if device else [DEFAULT_DEVICE_NOTE]), *_documents(run.stages[0])]
     show(plan_report(run, curve=False, notes=notes))
     for problem in run.memory_shortages:

@@ -27,6 +27,8 @@ from trainer.trace.rank_step import RankStep
 ATTENTION_CHANNELS = ("cp", "rotate", "exchange")
 """Over which context parallelism sends queries, keys and values."""
 
+PARTS_BY_FORMULAS = "planned from a trace of the step; savings of changes and curves over lengths by formulas"
+
 
 @dataclass(frozen=True)
 class TracedPlan(TrainingPlan):
@@ -74,8 +76,11 @@ class TracedPlan(TrainingPlan):
 
     @cached_property
     def suggestions(self) -> list[Suggestion]:
-        """Suggestions of the formulas that help by their traces, too."""
-        ranked = estimated(self).suggestions
+        """Differences between plans by formulas, unless those differ on whether this plan fits: then between traces."""
+        by_formulas = estimated(self)
+        ranked = by_formulas.suggestions
+        if by_formulas.fits == self.fits:
+            return ranked
         found = [self.compare(suggestion.text, traced(suggestion.plan)) for suggestion in ranked]
         return sorted(filter(None, found), key=lambda suggestion: -suggestion.benefit)
 
@@ -86,7 +91,7 @@ def traced(plan: TrainingPlan) -> TrainingPlan:
         steps = traced_rank_steps(plan.config, plan.world_size)
     except UntraceableError as error:
         return replace(plan, notes=(f"by formulas: {error}",))
-    return TracedPlan(**_values(plan), rank_steps=tuple(steps))
+    return TracedPlan(**_values(replace(plan, notes=(PARTS_BY_FORMULAS,))), rank_steps=tuple(steps))
 
 
 def traced_layouts(result: SearchResult) -> SearchResult:
@@ -139,7 +144,7 @@ class RunPlan:
 
 
 def plan_run(config: Config, world_size: int, device: DeviceSpec, *, trace: bool = False) -> RunPlan:
-    """The plans of all stages. `trace`: by traces of the steps, which take seconds each, instead of by formulas."""
+    """The plans of all stages. `trace`: by traces of the steps, seconds each until they are known, instead of by formulas."""
     stages = config.training_stages
     plans = (plan_stage(stage.config, world_size, device, name=stage.name) for stage in stages)
     return RunPlan(tuple(map(traced, plans) if trace else plans))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -37,15 +38,24 @@ def traced_rank_steps(config: Config, world_size: int, *, on_gpu: bool = True) -
     file = cache_folder() / f"{_key(config, world_size, on_gpu=on_gpu)}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):  # Unknown, or written by something else.
         return [_decoded(each) for each in json.loads(read_regular(file))]
+    _show_progress("tracing a step ...")
     from trainer.trace.record import trace_pp_ranks  # Imports torch.
 
     kernel = config.training.attention if on_gpu else None
     compiled = config.compiles_on_gpu if on_gpu else config.training.compile is True
     traced = trace_pp_ranks(config, world_size, kernel=kernel, compiled=compiled)
     steps = [rank_step(config, each.short, each.trace, each.whole, on_gpu=on_gpu) for each in traced]
+    _show_progress("")
     with suppress(OSError):  # Another time, it is traced again.
         _write(file, json.dumps([_encoded(step) for step in steps]))
     return steps
+
+
+def _show_progress(text: str) -> None:
+    """Replaces the current line of a terminal."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{text}")
+        sys.stderr.flush()
 
 
 def cache_folder() -> Path:

@@ -406,5 +406,5 @@ def planned_device(recipe: Recipe) -> str:
     """The device that `python -m trainer.plan` plans for."""
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()) as output:
         (Path(folder) / "run.toml").write_text(to_toml(recipe))
-        plan_main(["--config", f"{folder}/run.toml"])
+        plan_main(["--config", f"{folder}/run.toml", "--quick"])
     return next(line for line in output.getvalue().splitlines() if "device" in line)
