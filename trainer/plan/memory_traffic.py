@@ -202,9 +202,9 @@ def _fsdp_copies(rank: RankMemory) -> defaultdict[str, float]:
 
 
 def optimizer_traffic(rank: RankMemory) -> float:
-    """Memory traffic of AdamW: gradient norm and clipping, weights, and both moments.
+    """Memory traffic of AdamW: the gradient for its norm, then clipped and written with weights and both moments in one pass.
 
     Bfloat16 moments are upcast and rounded back: four more accesses each in the statistics dtype.
     """
     is_upcast = rank.moment_bytes < rank.master_bytes
-    return rank.local_numel * (6 * rank.master_bytes + 4 * rank.moment_bytes + 8 * rank.master_bytes * is_upcast)
+    return rank.local_numel * (5 * rank.master_bytes + 4 * rank.moment_bytes + 8 * rank.master_bytes * is_upcast)
