@@ -22,20 +22,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from parallelisms.collectives import ValueExchangeError
-from trainer.auto_compile import resolve_auto_compile
-from trainer.checkpoint.run_dir import RunDir, finished_message, next_stage
+from parallelisms.mesh.collectives import ValueExchangeError
 from trainer.config.job_config import Config, TrainingStage
+from trainer.config.run_spec import RunSpec
 from trainer.data.datasets import build_train_dataset, build_validation_sets
 from trainer.data.holdout import ValidationSet
 from trainer.data.sequences import BlendedDataset
-from trainer.distributed import (
-    process_group,
-    rank_from_environment,
-    require_same_checkpoint,
-    require_same_config,
-    resolve_auto_memory,
-)
 from trainer.errors import (
     EXIT_FAILURE,
     EXIT_SUCCESS,
@@ -47,12 +39,20 @@ from trainer.errors import (
     failure_ending,
 )
 from trainer.metrics import loggers
-from trainer.resilience import exit_markers
-from trainer.resilience.lease import Lease
 from trainer.resilience.preemption import Preemption, job_deadline
 from trainer.resilience.watchdog import summarize_hang
-from trainer.run_spec import RunSpec
-from trainer.train_loop import train
+from trainer.run.auto_compile import resolve_auto_compile
+from trainer.run.train_loop import train
+from trainer.step.distributed import (
+    process_group,
+    rank_from_environment,
+    require_same_checkpoint,
+    require_same_config,
+    resolve_auto_memory,
+)
+from trainer.storage import exit_markers
+from trainer.storage.lease import Lease
+from trainer.storage.run_dir import RunDir, finished_message, next_stage
 
 log = logging.getLogger("trainer")
 

@@ -59,7 +59,7 @@ def shard_seconds(tokens: int, documents: int, rounds: int) -> dict[str, float]:
     group = SimpleNamespace(size=lambda: 8, rank=lambda: 3, group_name="group")
     mesh: Any = SimpleNamespace(size=lambda _=None: 8, ndim=1, shape=(8,), get_group=lambda _: group)
     found = {}
-    with patch("parallelisms.collectives.all_gather_values", lambda value, _: [value] * 8):
+    with patch("parallelisms.mesh.collectives.all_gather_values", lambda value, _: [value] * 8):
         for method in ("ulysses", "allgather", "ring"):
             cp = ContextParallel(mesh, method=method)
             seconds = []

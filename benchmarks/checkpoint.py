@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainer.config.job_config import Config
-    from trainer.distributed import World
+    from trainer.step.distributed import World
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = 4
@@ -59,7 +59,7 @@ def options(asked: argparse.Namespace, folder: Path, *, asynchronous: bool) -> l
 def rank_main(asked: argparse.Namespace) -> None:
     sys.path.insert(0, str(ROOT))
     from trainer.config.parse import load
-    from trainer.distributed import process_group
+    from trainer.step.distributed import process_group
 
     folder = Path(asked.worker)
     configs = [load(options(asked, folder, asynchronous=kind)) for kind in (False, True)]
@@ -72,11 +72,11 @@ def rank_main(asked: argparse.Namespace) -> None:
 def measure(config: Config, world: World, saves: int) -> dict[str, float]:
     """Medians of one kind of save, in seconds."""
     from tests.build_datasets import build_train_dataset
-    from trainer.checkpoint import manifest
     from trainer.checkpoint.manager import CheckpointManager
     from trainer.checkpoint.resume import require_verified
-    from trainer.checkpoint.run_dir import RunDir
-    from trainer.trainer import Trainer
+    from trainer.step.trainer import Trainer
+    from trainer.storage import manifest
+    from trainer.storage.run_dir import RunDir
 
     trainer = Trainer(config, world, build_train_dataset(config))
     folder = RunDir(config.output_dir)

@@ -41,9 +41,9 @@ from models import attention_op
 from parallelisms.context import ring
 from parallelisms.context.attention_plan import RankAttentionPlan
 from parallelisms.context.batch_layout import BatchLayout
-from parallelisms.context.context_plan import CP_METHODS, ContextPlan, ShardLayout, kv_head_repeats
 from parallelisms.context.ring import AllGather, KVExchange, Ring
-from parallelisms.context.shard_layout import SeqLayout
+from parallelisms.mesh.context_plan import CP_METHODS, ContextPlan, ShardLayout, kv_head_repeats
+from parallelisms.mesh.shard_layout import SeqLayout
 
 Job = Callable[[], None]
 

@@ -23,8 +23,8 @@ from parallelisms.activation_offload import OFFLOAD_RANGE
 from trainer.config.job_config import Config
 from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import BlendedDataset
-from trainer.distributed import World
-from trainer.trainer import Trainer
+from trainer.step.distributed import World
+from trainer.step.trainer import Trainer
 
 HEAD = "the head begins"
 CAST = ("aten::add_", "aten::to", "aten::_to_copy")

@@ -44,8 +44,8 @@ def work(options: list[str]) -> None:
     from trainer.config.parse import load
     from trainer.data.copy_task import CopyDataset
     from trainer.data.sequences import BlendedDataset
-    from trainer.distributed import World
-    from trainer.trainer import Trainer
+    from trainer.step.distributed import World
+    from trainer.step.trainer import Trainer
 
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)

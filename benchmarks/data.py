@@ -42,15 +42,15 @@ from parallelisms.context.batch_layout import BatchLayout
 from tests.build_datasets import build_blended_dataset
 from tests.sentencepiece_model import train_sentencepiece
 from trainer.config.data import STDLIB_CORPUS, DataSection, TokenizerSection
+from trainer.config.source import CorpusSpec
 from trainer.data.byte_level_bpe import LLAMA3_PATTERN
 from trainer.data.corpus import Corpus
 from trainer.data.formats import BadText, read_texts
+from trainer.data.hf_tokenizer import byte_level_bpe
 from trainer.data.prepare import prepare
 from trainer.data.sequences import FULL_SEQUENCE
-from trainer.data.source import CorpusSpec
 from trainer.data.tiktoken_tokenizer import LLAMA3_SPECIAL_TOKENS
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
-from trainer.export.hf_tokenizer import byte_level_bpe
 
 LINES = 100_000
 

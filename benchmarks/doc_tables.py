@@ -19,8 +19,8 @@ from typing import Any
 
 import trainer.errors
 from models.presets import FAMILIES
-from parallelisms.context.context_plan import ContextPlan
-from parallelisms.pipeline_plan import PipelinePlan, PipelineSchedule
+from parallelisms.mesh.context_plan import ContextPlan
+from parallelisms.mesh.pipeline_plan import PipelinePlan, PipelineSchedule
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.errors import ENDINGS, RankFailedError, RunError

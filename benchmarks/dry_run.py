@@ -21,11 +21,11 @@ from trainer.config.parse import load
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_SUCCESS, ConfigError
 from trainer.hardware.host import GIB
 from trainer.plan.comm_volume import CommVolume
+from trainer.step.trainer import Trainer
 from trainer.trace.inputs import micro_batches
 from trainer.trace.operators import OpCounterMode
 from trainer.trace.pieces import HOST
 from trainer.trace.record import run_step, traced
-from trainer.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)

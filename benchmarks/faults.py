@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.data import machine, say
-from trainer.checkpoint.manifest import read_state
+from trainer.storage.manifest import read_state
 
 CONFIG = """\
 [model]

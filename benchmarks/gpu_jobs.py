@@ -16,7 +16,7 @@ KERNEL_SOURCES = ("models/kernel*.py", "models/score_blocks.py", "models/attenti
 RING_SOURCES = (*KERNEL_SOURCES, "parallelisms/context/*.py")
 STEP_SOURCES = (
     *("models/*.py", "parallelisms/**/*.py", "benchmarks/gpu_steps.py"),
-    *("trainer/*.py", "trainer/config/*.py", "trainer/data/*.py", "trainer/hardware/*.py", "trainer/optim/*.py"),
+    *(f"trainer/{room}/*.py" for room in ("config", "data", "hardware", "run", "step")),
 )
 RUN_SOURCES = (*STEP_SOURCES, "trainer/checkpoint/*.py", "trainer/launch/*.py", "benchmarks/gpu_product.py")
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from benchmarks.gpu_bench import ROOT, Bench, K
 from benchmarks.gpu_kernels import distances
 from benchmarks.gpu_steps import StepCase, draw_weights
-from parallelisms.collectives import to_local
+from parallelisms.mesh.collectives import to_local
 from tests.build_datasets import build_train_dataset
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.distributed import process_group
-from trainer.trainer import Trainer
+from trainer.step.distributed import process_group
+from trainer.step.trainer import Trainer
 
 GPU_TESTS = ("tests/models",)
 FARTHEST = 0.05

@@ -19,17 +19,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_bench import Bench, K
 from models.batch import Batch
-from parallelisms.collectives import to_local
-from trainer.build import compiles, require_right_gradients
+from parallelisms.mesh.collectives import to_local
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset, SequenceShard
-from trainer.distributed import process_group
 from trainer.hardware.host import GIB, node_memory_bytes
 from trainer.memory.auto import fit_memory_options
-from trainer.trainer import StepMetrics, Trainer
+from trainer.step.build import compiles, require_right_gradients
+from trainer.step.distributed import process_group
+from trainer.step.trainer import StepMetrics, Trainer
 
 LLAMA_1B = "--model.family llama3.2 --model.size 1b"
 MODELS = {

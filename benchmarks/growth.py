@@ -27,7 +27,7 @@ from models.config import ModelConfig
 from models.transformer import Transformer
 from parallelisms.context.attention_plan import RankAttentionPlan
 from parallelisms.context.batch_layout import BatchLayout
-from parallelisms.context.context_plan import ShardLayout
+from parallelisms.mesh.context_plan import ShardLayout
 from trainer.data.packing import pack_documents
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from models.batch import IGNORE_INDEX, Batch
 from tests.build_datasets import build_validation_sets
-from trainer.evaluation.validation import eval_batches
-from trainer.export.checkpoint_cli import load_parallel_model, resolve_checkpoint
+from trainer.evaluation.load_checkpoint import load_parallel_model, resolve_checkpoint
+from trainer.run.validation import eval_batches
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH, TAIL = 1024, 64

@@ -18,7 +18,7 @@ from itertools import cycle, islice
 from math import prod
 from typing import TypeVar
 
-from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES
+from parallelisms.mesh.pipeline_plan import SINGLE_STAGE_SCHEDULES
 from trainer.commands import integer
 from trainer.config import checks
 from trainer.config.job_config import Config

@@ -40,8 +40,8 @@ from benchmarks.faults import wait_for
 from benchmarks.pages import replace_block
 from benchmarks.storm_faults import Fault, children, is_alive
 from models.files import open_regular
-from trainer.checkpoint.manifest import read_state
 from trainer.checkpoint.memory_folder import memory_folder, remove_memory_folder
+from trainer.storage.manifest import read_state
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.faults import wait_for
-from trainer.artifact import seal
 from trainer.checkpoint.memory_folder import memory_folder
-from trainer.resilience.lease import LeaseOwner
+from trainer.storage.artifact import seal
+from trainer.storage.lease import LeaseOwner
 
 if TYPE_CHECKING:
     from benchmarks.storm import Run

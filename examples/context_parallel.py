@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from parallelisms.context.context_parallel import ContextParallel
-from parallelisms.context.context_plan import ContextPlan
+from parallelisms.mesh.context_plan import ContextPlan
 
 
 def main() -> None:

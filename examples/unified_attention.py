@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from models import attention_op
 from parallelisms.context.context_parallel import ContextParallel
-from parallelisms.context.context_plan import ContextPlan
+from parallelisms.mesh.context_plan import ContextPlan
 
 TOKENS, WIDTH, HEADS = 1024, 64, 8
 BOUNDARIES = torch.tensor([[0, 100, 101, 700, TOKENS]], dtype=torch.int32)  # Any document lengths.

@@ -34,7 +34,7 @@ from models.transformer import Transformer, TransformerBlock, default_block_forw
 from parallelisms import fsdp
 from parallelisms.activation_offload import HostActivationPool, SavedTensor
 from parallelisms.block_recompute import AttentionOutputs, BlockCompute, Tiling
-from parallelisms.parallel_dims import head_groups_problem
+from parallelisms.mesh.parallel_dims import head_groups_problem
 
 RecomputePolicy = Literal["none", "full", "keep_attention"]
 HalfBackward = Callable[[Tensor], tuple[Tensor, ...]]

@@ -27,8 +27,8 @@ from models.dispatch import Rows, linear_map, own_rows, select, sort_by_expert, 
 from models.linear import set_local_view
 from models.row_groups import RowGroups, RowPlaces, padded_ends, padded_shifts
 from models.transformer import Transformer
-from parallelisms import collectives
-from parallelisms.mesh import Mesh
+from parallelisms.mesh import collectives
+from parallelisms.mesh.mesh import Mesh
 from parallelisms.tensor_parallel import replicated_part
 
 

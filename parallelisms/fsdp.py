@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.transformer import Transformer
-from parallelisms.collectives import to_local
+from parallelisms.mesh.collectives import to_local
 
 
 def apply(

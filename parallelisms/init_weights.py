@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from models.transformer import Transformer
-from parallelisms.collectives import to_local
+from parallelisms.mesh.collectives import to_local
 
 BLOCK_ELEMENTS = 1 << 16
 

@@ -12,7 +12,7 @@ from models.transformer import Transformer
 from parallelisms import activation_checkpoint, expert_parallel, fsdp, tensor_parallel
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.context.context_parallel import ContextParallel
-from parallelisms.mesh import Mesh
+from parallelisms.mesh.mesh import Mesh
 
 
 def parallelize(

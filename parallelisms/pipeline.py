@@ -19,8 +19,9 @@ from torch.distributed import ProcessGroup
 
 from models.batch import Batch
 from models.transformer import Transformer
-from parallelisms import collectives, fsdp
-from parallelisms.pipeline_plan import PipelinePlan
+from parallelisms import fsdp
+from parallelisms.mesh import collectives
+from parallelisms.mesh.pipeline_plan import PipelinePlan
 from parallelisms.pipeline_schedules import Action, Message, StreamKey, ticks
 
 

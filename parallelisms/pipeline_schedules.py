@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
-from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, PipelinePlan
+from parallelisms.mesh.pipeline_plan import SINGLE_STAGE_SCHEDULES, PipelinePlan
 
 ActionKind = Literal["F", "B"]
 

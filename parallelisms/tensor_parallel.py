@@ -31,8 +31,8 @@ from models.linear import Embedding, set_local_view
 from models.loss_head import LossHead, VocabShard
 from models.norm import RMSNorm
 from models.transformer import SequenceParallelComm, Transformer, TransformerBlock
-from parallelisms import collectives
-from parallelisms.parallel_dims import tensor_parallel_problems
+from parallelisms.mesh import collectives
+from parallelisms.mesh.parallel_dims import tensor_parallel_problems
 
 
 def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.artifact import seal_object
-from trainer.checkpoint.run_dir import flatten_config, stage_position
-from trainer.checkpoint.train_state import SpikeState, TrainerState, TrainState
 from trainer.config.job_config import Config
 from trainer.config.migrations import SCHEMA_VERSION
+from trainer.storage.artifact import seal_object
+from trainer.storage.run_dir import flatten_config, stage_position
+from trainer.storage.train_state import SpikeState, TrainerState, TrainState
 
 
 def content(path: Path) -> dict[str, Any]:

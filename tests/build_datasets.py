@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from trainer.config.data import DataSection
 from trainer.config.job_config import Config
+from trainer.config.source import corpus_spec
 from trainer.data import datasets
 from trainer.data.holdout import ValidationSet
 from trainer.data.prepare import prepare, prepare_datasets
 from trainer.data.sequences import BlendedDataset
-from trainer.data.source import corpus_spec
 from trainer.data.tokenizer import Tokenizer
 
 

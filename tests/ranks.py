@@ -48,7 +48,7 @@ PRELOADED = [
     "torch.utils.tensorboard",
     "models.transformer",
     "parallelisms.parallelize",
-    "trainer.trainer",
+    "trainer.step.trainer",
     "train",
     "tests.ranks",
 ]

@@ -17,8 +17,8 @@ from torch import distributed
 from tests.build_datasets import build_train_dataset
 from tests.ranks import run_ranks
 from trainer.config.parse import load
-from trainer.distributed import World
-from trainer.trainer import Trainer
+from trainer.step.distributed import World
+from trainer.step.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
@@ -97,5 +97,5 @@ def entered() -> set[str]:
 def test_a_step_of_two_ranks_can_be_read_in_30_files() -> None:
     """From the batch that the loader hands over to the updated weights, in one thread or the other."""
     for files in run_ranks(entered, 2):
-        assert {"parallelisms/context/ring.py", "trainer/optim/optimizer.py", "models/loss_head.py"} <= files
+        assert {"parallelisms/context/ring.py", "trainer/step/optimizer.py", "models/loss_head.py"} <= files
         assert len(files) <= 30, sorted(files)

@@ -15,7 +15,7 @@ import pytest
 from benchmarks import context_parallel, published, scaling
 from benchmarks.doc_tables import DOCS, TABLES, regenerated
 from benchmarks.pages import replace_block
-from parallelisms.context.shard_layout import SeqLayout
+from parallelisms.mesh.shard_layout import SeqLayout
 from tests.ranks import context
 
 pytestmark = pytest.mark.ranks

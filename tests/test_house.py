@@ -37,10 +37,10 @@ DOORS = {
     "numpy": set[str](),
     "pyarrow": {"trainer.data.open_file"},
     "pydantic": {
-        "trainer.artifact",
-        "trainer.checkpoint.manifest",
+        "trainer.storage.artifact",
+        "trainer.storage.manifest",
         "trainer.checkpoint.memory_folder",
-        "trainer.checkpoint.train_state",
+        "trainer.storage.train_state",
         "trainer.config.data",
         "trainer.config.model",
         "trainer.data.packing",
@@ -49,10 +49,10 @@ DOORS = {
         "trainer.config.sections",
         "trainer.config.slurm",
         "trainer.config.training_stages",
-        "trainer.export.checkpoint_cli",
+        "trainer.evaluation.load_checkpoint",
         "trainer.hardware.device_specs",
         "trainer.metrics.prediction",
-        "trainer.resilience.exit_markers",
+        "trainer.storage.exit_markers",
     },
     "pydantic_core": {"trainer.config.parse", "trainer.hardware.device_specs"},
     "pydantic_settings": {"trainer.config.parse"},
@@ -78,11 +78,11 @@ DOORS = {
 }
 # What makes ranks wait for each other. Tensors go through one file.
 COLLECTIVES = {
-    "all_reduce": {"parallelisms.collectives"},
-    "barrier": {"parallelisms.collectives", "longhaul_attention.__main__"},
-    "init_process_group": {"trainer.distributed", "trainer.trace.operators", "longhaul_attention.__main__"},
-    "destroy_process_group": {"trainer.distributed", "trainer.trace.operators", "longhaul_attention.__main__"},
-    "new_group": {"trainer.distributed", "parallelisms.mesh"},
+    "all_reduce": {"parallelisms.mesh.collectives"},
+    "barrier": {"parallelisms.mesh.collectives", "longhaul_attention.__main__"},
+    "init_process_group": {"trainer.step.distributed", "trainer.trace.operators", "longhaul_attention.__main__"},
+    "destroy_process_group": {"trainer.step.distributed", "trainer.trace.operators", "longhaul_attention.__main__"},
+    "new_group": {"trainer.step.distributed", "parallelisms.mesh.mesh"},
 }
 OTHER_COLLECTIVES = (
     "all_gather",
@@ -116,14 +116,14 @@ WAITS = {
     "models.score_blocks": {"__init__", "blocks", "host_varlen_batches", "short_and_long"},
     "parallelisms.context.attention_plan": {"halo_received"},
     "parallelisms.context.batch_layout": {"_chunks", "pairs_before", "pairs_by_document", "pairs_per_rank"},
-    "parallelisms.collectives": {"_pad_to_longest", "max_over_ranks"},  # values of the host
+    "parallelisms.mesh.collectives": {"_pad_to_longest", "max_over_ranks"},  # values of the host
     "trainer.generate": {"generate"},  # the end of a prompt, which is on the host
     "trainer.hardware.device": {"seconds", "read"},
     "trainer.metrics.step_metrics": {"new_vector"},
-    "trainer.trainer": {"train_state"},
+    "trainer.step.trainer": {"train_state"},
 }
 DIRECT = {"item", "tolist", "synchronize"}
-HOT = ("models.", "parallelisms.", "trainer.hardware.", "trainer.metrics.", "trainer.optim.")
+HOT = ("models.", "parallelisms.", "trainer.hardware.", "trainer.metrics.", "trainer.run.", "trainer.step.")
 """Rooms whose code runs in a step, besides the files of `trainer` itself."""
 
 
@@ -152,7 +152,7 @@ def calls(tree: ast.AST) -> Iterator[str]:
 
 
 def torch_calls(tree: ast.AST) -> Iterator[str]:
-    """The same, of calls of torch's own functions: `parallelisms.collectives` gives its functions torch's names."""
+    """The same, of calls of torch's own functions: `parallelisms.mesh.collectives` gives its functions torch's names."""
     from_torch = {
         alias.asname or alias.name
         for node in ast.walk(tree)
@@ -197,6 +197,23 @@ def test_nothing_imports_in_a_circle() -> None:
     TopologicalSorter(graph).prepare()  # Raises CycleError naming the circle.
 
 
+def room(module: str) -> str:
+    """The folder of a module, or the module itself where it lies in none; models are one room."""
+    package, *inner = module.split(".")
+    if package == "models":
+        return package
+    return ".".join([package, *inner[:1]]) if len(inner) > 1 or package != "parallelisms" else package
+
+
+def test_rooms_do_not_import_each_other_in_circles() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in PRODUCT:
+        own = room(NAMES[path])
+        graph.setdefault(own, set()).update({room(name) for name in local_imports(path)} - {own})
+    assert {"models", "parallelisms.context", "trainer.step", "train"} <= graph.keys()
+    TopologicalSorter(graph).prepare()  # Raises CycleError naming the circle.
+
+
 def test_models_need_torch_and_nothing_else() -> None:
     allowed = sys.stdlib_module_names | {"torch", "models"}
     needed = {
@@ -217,7 +234,7 @@ WITHOUT_TORCH = (
     "trainer.memory.rank",
     "trainer.memory.report",
     "trainer.config.parse",
-    "trainer.checkpoint.run_dir",
+    "trainer.storage.run_dir",
     "trainer.hf",
     "trainer.checkpoint.initial_weights",
     "trainer.launch.launcher",
@@ -230,9 +247,10 @@ WITHOUT_TORCH = (
     "trainer.slurm.__main__",
     "models.config",
     "trainer.memory.block",
-    "parallelisms.parallel_dims",
-    "parallelisms.pipeline_plan",
-    "parallelisms.process_groups",
+    "parallelisms.mesh.message_bytes",
+    "parallelisms.mesh.parallel_dims",
+    "parallelisms.mesh.pipeline_plan",
+    "parallelisms.mesh.process_groups",
 )
 
 
@@ -268,7 +286,7 @@ def test_ranks_wait_for_each_other_in_few_places() -> None:
         for path in FILES
         for name in torch_calls(TREES[path])
         if (name in COLLECTIVES and NAMES[path] not in COLLECTIVES[name])
-        or (name in OTHER_COLLECTIVES and NAMES[path] != "parallelisms.collectives")
+        or (name in OTHER_COLLECTIVES and NAMES[path] != "parallelisms.mesh.collectives")
     }
     assert wrong == set()
 
@@ -352,7 +370,8 @@ def test_training_needs_no_planner_and_no_corpus_preparation() -> None:
         "trainer.trace",
         "trainer.memory",
         "trainer.data.prepare",
-        "trainer.export",
+        "trainer.checkpoint.export_weights",
+        "trainer.data.hf_tokenizer",
         "trainer.slurm",
         "trainer.launch",
     )
@@ -385,7 +404,7 @@ def test_the_environment_is_read_where_processes_begin() -> None:
         "trainer.launch.restarts",
         "trainer.launch.workers",
         "trainer.resilience.signals",
-        "trainer.distributed",
+        "trainer.step.distributed",
         "trainer.slurm.torchrun_agent",
         "trainer.trace.answers",
         "longhaul_attention.__main__",

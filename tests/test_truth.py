@@ -24,24 +24,24 @@ from models.ranges import concatenated_ranges
 from models.rope_config import RopeConfig
 from models.score_pairs import Windows, causal_pairs
 from parallelisms.context.batch_layout import BatchLayout
-from parallelisms.context.context_plan import LAYOUTS_BY_ROTATE_METHOD, RotateMethod, ShardLayout
-from parallelisms.context.shard_layout import SeqLayout
-from parallelisms.mesh import Mesh
+from parallelisms.mesh.context_plan import LAYOUTS_BY_ROTATE_METHOD, RotateMethod, ShardLayout
+from parallelisms.mesh.mesh import Mesh
+from parallelisms.mesh.shard_layout import SeqLayout
 from tests import truth
 from tests.data.test_every_token import corpus
 from tests.models.small_models import DEEPSEEK, GPT_OSS, OLMOE, SMALL, TIED, packed, starts
-from trainer.build import ParallelModel
 from trainer.config.parse import load
 from trainer.config.sections import ScheduleSection
 from trainer.data.packing import PackedDataset, Packing, pack_documents
 from trainer.data.sequences import BlendedDataset
 from trainer.data.tokenizer import ByteTokenizer
-from trainer.distributed import process_group
 from trainer.evaluation.needle import FillerText, NeedleDataset, PasskeySentences, evaluate_length
 from trainer.memory.rank import RankMemory
 from trainer.metrics.step_metrics import MetricAccumulator, position_bucket_names
-from trainer.optim.lr_schedule import lr_factor
 from trainer.plan.rank_workload import attention_pairs
+from trainer.step.build import ParallelModel
+from trainer.step.distributed import process_group
+from trainer.step.lr_schedule import lr_factor
 
 WINDOWS = (None, 1, 2, 3, 5, 8, 100)
 DOCUMENTS = ([1], [7], [16], [3, 1, 5], [1, 1, 1], [9, 2, 4, 1])

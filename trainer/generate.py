@@ -21,17 +21,15 @@ from torch import Tensor
 from models.decode import Decoder
 from models.transformer import Transformer
 from parallelisms.init_weights import materialize
-from trainer.checkpoint import manifest
 from trainer.checkpoint.load import MODEL_PREFIX, read_tensors
 from trainer.checkpoint.rank_sync import describe_error
-from trainer.checkpoint.run_dir import ResumeError
 from trainer.commands import CommandParser, integer, number
 from trainer.config.parse import COMMAND_LINE
 from trainer.data.shard_writer import document_separators
 from trainer.data.tokenizer import Tokenizer, open_tokenizer
 from trainer.data.vocabulary import text_vocab_size
 from trainer.errors import EXIT_FAILURE, ConfigError, DataError, RankFailedError
-from trainer.export.checkpoint_cli import (
+from trainer.evaluation.load_checkpoint import (
     ResolvedCheckpoint,
     checkpoint_parser,
     open_model,
@@ -39,6 +37,8 @@ from trainer.export.checkpoint_cli import (
     run_on_checkpoint,
 )
 from trainer.hardware.device import choose_attention_kernel, choose_device
+from trainer.storage import manifest
+from trainer.storage.run_dir import ResumeError
 
 DESCRIPTION = """\
 Continues a text with a trained model, on one GPU or on the CPU."""

@@ -19,15 +19,15 @@ from models.hf_rope import rope_fields
 from models.hf_write import write_safetensors
 from models.layers import LayerKind
 from models.presets import FAMILIES
-from trainer.checkpoint import manifest
-from trainer.checkpoint.durable_io import atomic_folder, fsync_path, write_and_fsync
-from trainer.checkpoint.initial_checks import model_config_from_values
 from trainer.checkpoint.initial_weights import HF_PREFIX, HF_TEXT_PREFIX, find_checkpoint
-from trainer.checkpoint.run_dir import ResumeError
 from trainer.commands import CommandParser, number, print_lines, run_command
 from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, TokenizerSection, tokenizer_folder
 from trainer.config.toml_format import toml_value
 from trainer.errors import ConfigError, DataError
+from trainer.launch.initial_checks import model_config_from_values
+from trainer.storage import manifest
+from trainer.storage.durable_io import atomic_folder, fsync_path, write_and_fsync
+from trainer.storage.run_dir import ResumeError
 
 DESCRIPTION = """\
 export  write config.json, generation_config.json, safetensors and tokenizer files from a checkpoint
@@ -82,7 +82,7 @@ def export(options: Namespace) -> None:
     import torch
 
     from trainer.checkpoint.load import MODEL_PREFIX, read_full_tensor
-    from trainer.export.checkpoint_cli import open_model
+    from trainer.evaluation.load_checkpoint import open_model
 
     checkpoint, output = find_checkpoint(options.source), options.output
     values = manifest.read_state(checkpoint).config
@@ -127,7 +127,7 @@ def tokenizer_files(
     values: dict[str, Any], tokenizer_path: Path | None, *, seq_len: int
 ) -> tuple[Any, Any, dict[Path, bytes]]:
     """(bos_token_id, eos_token_id, tokenizer files by name); (None, None, {}) for synthetic data."""
-    from trainer.export.hf_tokenizer import changes_of_copy, hf_tokenizer_files, model_token_ids
+    from trainer.data.hf_tokenizer import changes_of_copy, hf_tokenizer_files, model_token_ids
 
     mix_sources = {item["source"] for item in values.get("data.mix") or [{"source": DEFAULT_SOURCE}]}
     if values.get("data.corpus") == COPY_CORPUS and mix_sources == {DEFAULT_SOURCE}:
@@ -186,9 +186,9 @@ def check_tokenizer(folder: Path, model: ModelConfig) -> list[str]:
 
     Raises `DataError` for a damaged one, `HuggingFaceError` for one with texts of tokens that the model does not have.
     """
+    from trainer.data.hf_tokenizer import detect_tokenizer
     from trainer.data.tokenizer import load_tokenizer
     from trainer.data.vocabulary import text_vocab_size, tokens_without_embedding
-    from trainer.export.hf_tokenizer import detect_tokenizer
 
     if (detected := detect_tokenizer(folder)) is None:
         return []
@@ -208,7 +208,7 @@ def config_lines(
     text_only: bool = False,
     ignore_keys: Sequence[str] = (),
 ) -> Iterator[str]:
-    from trainer.export.hf_tokenizer import bos_remarks, detect_tokenizer
+    from trainer.data.hf_tokenizer import bos_remarks, detect_tokenizer
 
     family, size, overrides = nearest_preset(model)
     yield f"# {model.parameter_summary}; max_position_embeddings = {json.dumps(max_positions)}"

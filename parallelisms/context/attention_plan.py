@@ -30,7 +30,7 @@ from models.batch import remembered, require_keys, split_boundaries
 from models.ranges import concatenated_ranges, is_first_of_run
 from models.score_blocks import CAUSAL, FULL, ScoreBlocks, block_rows, document_rows, rows_before, to_device
 from parallelisms.context.batch_layout import BatchLayout, Spans, batch_layout
-from parallelisms.context.context_plan import ShardLayout
+from parallelisms.mesh.context_plan import ShardLayout
 
 
 class RankAttentionPlan:

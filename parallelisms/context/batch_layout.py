@@ -15,8 +15,8 @@ from torch import Tensor
 from models.batch import concatenated_boundaries, document_ranges, remembered
 from models.ranges import concatenated_ranges, is_first_of_run
 from models.score_pairs import causal_pairs
-from parallelisms.context.context_plan import ShardLayout
-from parallelisms.context.shard_layout import chunks_of, doc_headtail_tokens, mirrored, require_divisible
+from parallelisms.mesh.context_plan import ShardLayout
+from parallelisms.mesh.shard_layout import chunks_of, doc_headtail_tokens, mirrored, require_divisible
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from models import kernels
 from models.attention_core import LocalAttentionCore, QKVGrads
 from models.batch import require_ascending, require_boundaries
-from parallelisms import collectives
 from parallelisms.context.batch_layout import BatchLayout, batch_layout
-from parallelisms.context.context_plan import ContextPlan
 from parallelisms.context.ring import RingAttentionCore
 from parallelisms.context.ulysses import SeqToHeads, UlyssesGroup
+from parallelisms.mesh import collectives
+from parallelisms.mesh.context_plan import ContextPlan
 
 T = TypeVar("T")
 

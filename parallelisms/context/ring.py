@@ -25,10 +25,10 @@ from models.dtypes import accumulation_dtype
 from models.online_softmax import OnlineSoftmax, add_sink
 from models.score_blocks import ScoreBlocks
 from models.tiling import each
-from parallelisms import collectives
 from parallelisms.context.attention_plan import RankAttentionPlan, plan_of
-from parallelisms.context.context_plan import ShardLayout
-from parallelisms.context.shard_layout import halo_fits
+from parallelisms.mesh import collectives
+from parallelisms.mesh.context_plan import ShardLayout
+from parallelisms.mesh.shard_layout import halo_fits
 
 
 class Waitable(Protocol):

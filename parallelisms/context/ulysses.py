@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallelisms import collectives
-from parallelisms.context.context_plan import kv_head_repeats
+from parallelisms.mesh import collectives
+from parallelisms.mesh.context_plan import kv_head_repeats
 
 
 class UlyssesGroup(NamedTuple):

@@ -19,14 +19,14 @@ from tests.bad_inputs.cases import EXECUTED, Case
 from tests.system.runs import train_rank
 from trainer import hf
 from trainer.checkpoint import __main__ as checkpoint_command
-from trainer.checkpoint.run_dir import RunDir
 from trainer.config.parse import load
 from trainer.data.prepare import __main__ as prepare_command
 from trainer.errors import ENDINGS
-from trainer.resilience import exit_markers
-from trainer.resilience.lease import Lease
 from trainer.slurm import __main__ as slurm_command
 from trainer.slurm import jobs
+from trainer.storage import exit_markers
+from trainer.storage.lease import Lease
+from trainer.storage.run_dir import RunDir
 
 SECONDS = 10.0
 MAX_LINES, MAX_CHARS = 25, 6000

@@ -14,7 +14,7 @@ from tests.system.in_process import configured, run_here, saved_by, trainer_of
 from tests.system.runs import ROOT, checkpoints, reseal, state, tensors, write_run
 from trainer.checkpoint.__main__ import main
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.run_dir import RunDir
+from trainer.storage.run_dir import RunDir
 
 Capture = pytest.CaptureFixture[str]
 

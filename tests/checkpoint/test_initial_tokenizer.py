@@ -13,9 +13,9 @@ from tests.export.test_hf_tokenizer import export_tokenizer
 from tests.huggingface_folders import write_family
 from tests.system.in_process import configured, run_here
 from tests.system.runs import write_run
-from trainer.checkpoint.initial_tokenizer import validate_initial_tokenizer
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import ConfigError
+from trainer.launch.initial_tokenizer import validate_initial_tokenizer
 from trainer.launch.launcher import load_and_validate
 
 SIZE = "--model.vocab_size=1200"

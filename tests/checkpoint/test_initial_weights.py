@@ -18,19 +18,19 @@ from models.hf_config_write import model_config_to_hf
 from models.hf_tensors import tensor_specs
 from models.hf_write import write_safetensors
 from models.transformer import Transformer
-from parallelisms.collectives import full_tensor, to_local
+from parallelisms.mesh.collectives import full_tensor, to_local
 from tests.ranks import run_ranks
 from tests.system.in_process import configured, dataset_of, run_here, trainer_of
 from tests.system.runs import checkpoints, forked, metrics, tensors, write_run
-from trainer.checkpoint.initial_checks import model_config_from_values, validate_initial_weights
 from trainer.checkpoint.initial_weights import HF_PREFIX, find_checkpoint
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.manifest import read_state
-from trainer.checkpoint.run_dir import ResumeError, RunDir
-from trainer.distributed import World
 from trainer.errors import ConfigError
+from trainer.launch.initial_checks import model_config_from_values, validate_initial_weights
 from trainer.launch.launcher import load_and_validate
-from trainer.trainer import Trainer
+from trainer.step.distributed import World
+from trainer.step.trainer import Trainer
+from trainer.storage.manifest import read_state
+from trainer.storage.run_dir import ResumeError, RunDir
 
 ODD = ("--model.ffn_dim=68", "--model.vocab_size=268")
 SIX_EXPERTS = ("--model.feed_forward=moe", "--model.num_experts=6", "--model.top_k=2", "--model.expert_dim=24")

@@ -14,11 +14,12 @@ import torch
 from tests.artifacts import forge
 from tests.system.in_process import configured, run_here, saved_by, trainer_of
 from tests.system.runs import checkpoints, reseal, state, tensors, write_run
-from trainer.checkpoint import load, manifest, save
+from trainer.checkpoint import load, save
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.run_dir import ResumeError, RunDir
-from trainer.distributed import World
 from trainer.errors import UnreadableError
+from trainer.step.distributed import World
+from trainer.storage import manifest
+from trainer.storage.run_dir import ResumeError, RunDir
 
 
 @pytest.fixture

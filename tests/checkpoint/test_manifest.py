@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.artifacts import content, forge, train_state
-from trainer.artifact import DamageError, NewerFormatError, write_artifact
-from trainer.checkpoint import manifest
-from trainer.checkpoint.durable_io import format_bytes
-from trainer.checkpoint.manifest import Manifest, read, read_validated
 from trainer.config.parse import load
 from trainer.errors import ResumeError, RunFailedError
+from trainer.storage import manifest
+from trainer.storage.artifact import DamageError, NewerFormatError, write_artifact
+from trainer.storage.durable_io import format_bytes
+from trainer.storage.manifest import Manifest, read, read_validated
 
 
 def commit(folder: Path, *, step: int = 6) -> Path:

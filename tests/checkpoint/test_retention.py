@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.test_manifest import commit
-from trainer.checkpoint.retention import (
+from trainer.storage.retention import (
     checkpoints_to_delete,
     delete_checkpoint,
     list_quarantined,

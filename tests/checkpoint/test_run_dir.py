@@ -12,10 +12,15 @@ import pytest
 
 from models.layers import LayerKind
 from tests.artifacts import forge, train_state
-from trainer.artifact import write_artifact
-from trainer.checkpoint import manifest
-from trainer.checkpoint.manifest import read_state
-from trainer.checkpoint.run_dir import (
+from trainer.config.data import PACKING_VERSION
+from trainer.config.job_config import Config
+from trainer.config.parse import load
+from trainer.errors import ConfigError
+from trainer.launch.launcher import load_and_validate
+from trainer.storage import manifest
+from trainer.storage.artifact import write_artifact
+from trainer.storage.manifest import read_state
+from trainer.storage.run_dir import (
     ResumeError,
     RunDir,
     check_resume,
@@ -25,11 +30,6 @@ from trainer.checkpoint.run_dir import (
     keep_packing_version,
     run_identity,
 )
-from trainer.config.data import PACKING_VERSION
-from trainer.config.job_config import Config
-from trainer.config.parse import load
-from trainer.errors import ConfigError
-from trainer.launch.launcher import load_and_validate
 
 
 def config(folder: Path, **sections: dict[str, Any]) -> Config:

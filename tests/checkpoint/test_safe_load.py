@@ -28,8 +28,6 @@ from torch.serialization import _get_layout
 
 from tests.system.in_process import configured, saved_by, trainer_of
 from tests.system.runs import reseal, tensors, write_run
-from trainer.artifact import DamageError
-from trainer.checkpoint import manifest
 from trainer.checkpoint.load import (
     ALLOWED_GLOBALS,
     CheckpointReader,
@@ -39,8 +37,10 @@ from trainer.checkpoint.load import (
     tiling_problem,
 )
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.manifest import read_state
-from trainer.checkpoint.run_dir import ResumeError, RunDir
+from trainer.storage import manifest
+from trainer.storage.artifact import DamageError
+from trainer.storage.manifest import read_state
+from trainer.storage.run_dir import ResumeError, RunDir
 
 NAME = "model.head.norm.weight"
 IS_DIR = PosixPath.is_dir

@@ -15,20 +15,21 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from parallelisms.collectives import to_local
+from parallelisms.mesh.collectives import to_local
 from tests.ranks import run_ranks
 from tests.system.in_process import configured, dataset_of, run_here, saved_by, trainer_of
 from tests.system.runs import checkpoints, digests, lines, mounted, state, tensors, timeless, write_run
-from trainer.checkpoint import manifest, save
+from trainer.checkpoint import save
 from trainer.checkpoint.background_save import Save
-from trainer.checkpoint.durable_io import fsync_path
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.run_dir import RunDir
 from trainer.checkpoint.save import HostStaging
 from trainer.checkpoint.write_tensors import write_tensors
-from trainer.distributed import World, attempt_name
 from trainer.errors import RankFailedError, RunFailedError
-from trainer.trainer import Trainer
+from trainer.step.distributed import World, attempt_name
+from trainer.step.trainer import Trainer
+from trainer.storage import manifest
+from trainer.storage.durable_io import fsync_path
+from trainer.storage.run_dir import RunDir
 
 SYNC = "--checkpoint.async=false"
 

@@ -13,7 +13,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from parallelisms.collectives import to_local
+from parallelisms.mesh.collectives import to_local
 from tests.ranks import run_ranks
 from trainer.checkpoint.write_tensors import StagedSavePlanner, read_item, write_tensors
 

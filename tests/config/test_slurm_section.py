@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.checkpoint.run_dir import flatten_config, run_identity
 from trainer.config import checks
 from trainer.config.parse import load
 from trainer.config.slurm import parse_time_limit
 from trainer.errors import ConfigError
+from trainer.storage.run_dir import flatten_config, run_identity
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from trainer.checkpoint.run_dir import stage_position
-from trainer.checkpoint.train_state import StagePosition
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
-from trainer.optim.lr_schedule import learning_rate
+from trainer.step.lr_schedule import learning_rate
+from trainer.storage.run_dir import stage_position
+from trainer.storage.train_state import StagePosition
 
 TWO = {
     "model": {"num_layers": 3, "rope": {"kind": "llama3", "factor": 8.0}},

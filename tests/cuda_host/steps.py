@@ -31,10 +31,10 @@ from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import BlendedDataset
-from trainer.distributed import World
 from trainer.hardware.device import AsyncHostCopy
 from trainer.memory.estimator import estimate_memory
-from trainer.trainer import Trainer
+from trainer.step.distributed import World
+from trainer.step.trainer import Trainer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "memory.md"
 LIMIT = 0.03

@@ -11,8 +11,8 @@ import pytest
 
 from tests.ranks import context
 from trainer.config.data import DataSection
+from trainer.config.source import CorpusSpec
 from trainer.data.prepare import prepare
-from trainer.data.source import CorpusSpec
 from trainer.data.tokenizer import ByteTokenizer
 
 Files = dict[str, str | bytes]

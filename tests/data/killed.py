@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from trainer.config.source import CorpusSpec
 from trainer.data import corpus
 from trainer.data.prepare import prepare
-from trainer.data.source import CorpusSpec
 from trainer.data.text_chunks import EncodingError
 from trainer.data.tokenizer import ByteTokenizer
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from trainer.config.data import STDLIB_CORPUS
+from trainer.config.source import CorpusSpec
 from trainer.data.corpus import Corpus
 from trainer.data.formats import BLOCK, read_texts
 from trainer.data.prepare import prepare
-from trainer.data.source import CorpusSpec
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import DataError
 

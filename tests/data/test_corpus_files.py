@@ -18,12 +18,12 @@ from tests.artifacts import forge
 from tests.data.test_formats import parquet, zstandard
 from trainer.config import checks
 from trainer.config.parse import load
+from trainer.config.source import CorpusSpec
 from trainer.data import corpus_files, formats
 from trainer.data.corpus import Corpus
 from trainer.data.corpus_files import corpus_problems, glob_regex
 from trainer.data.prepare import cache_key, prepare
 from trainer.data.prepare.__main__ import main
-from trainer.data.source import CorpusSpec
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import CorpusRefusedError, DataError
 from trainer.launch.launcher import load_and_validate
@@ -493,7 +493,7 @@ def test_files_of_a_source_are_its_own(tmp_path: Path) -> None:
         '[[data.mix]]\nsource = "web"\n'
     )
     config = load(["--config", str(tmp_path / "my.toml")])
-    from trainer.data.source import corpus_spec
+    from trainer.config.source import corpus_spec
 
     assert (corpus_spec(config.data, "corpus").files, corpus_spec(config.data, "web").files) == (("*.txt",), ("*.md",))
     problems = corpus_problems(corpus_spec(config.data, "web"))

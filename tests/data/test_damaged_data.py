@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.config.source import CorpusSpec
 from trainer.data.formats import BLOCK
 from trainer.data.prepare import prepare
 from trainer.data.prepare.report import verify_checksums
-from trainer.data.source import CorpusSpec
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import DataError

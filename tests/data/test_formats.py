@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from trainer.config.source import CorpusSpec
 from trainer.data.corpus import Corpus
 from trainer.data.formats import BLOCK, InputSplit, count_lines_before
-from trainer.data.source import CorpusSpec
 from trainer.errors import DataError
 
 Make = Callable[..., CorpusSpec]

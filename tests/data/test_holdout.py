@@ -17,11 +17,11 @@ from tests.build_datasets import build_blended_dataset, build_validation_sets
 from trainer.config import checks
 from trainer.config.data import DataSection
 from trainer.config.job_config import Config
+from trainer.config.source import corpus_spec, corpus_specs
 from trainer.data.holdout import ValidationSet
 from trainer.data.packing import DocumentFilter, holdout_mask, pack_documents
 from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset
-from trainer.data.source import corpus_spec, corpus_specs
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import DataError
 

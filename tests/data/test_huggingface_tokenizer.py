@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from tests.huggingface_folders import FAMILIES, add_tokens, training_text, write_family
+from trainer.config.source import CorpusSpec
 from trainer.data import byte_level_bpe, formats, huggingface_tokenizer
 from trainer.data.huggingface_tokenizer import HuggingFaceTokenizer, load_huggingface_tokenizer
 from trainer.data.prepare import prepare
-from trainer.data.source import CorpusSpec
 from trainer.data.text_chunks import cut_nowhere
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import DataError

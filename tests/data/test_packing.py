@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainer.config.source import CorpusSpec
 from trainer.data.packing import (
     OLDER_MAGIC,
     DocumentFilter,
@@ -20,7 +21,6 @@ from trainer.data.packing import (
     store_plan,
 )
 from trainer.data.prepare import prepare
-from trainer.data.source import CorpusSpec
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import DataError
 

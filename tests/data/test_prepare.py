@@ -20,12 +20,12 @@ from tests.build_datasets import build_blended_dataset
 from tests.ranks import context
 from trainer.config.data import DataSection
 from trainer.config.parse import load
+from trainer.config.source import CorpusSpec
 from trainer.data import prepare as prepare_module
 from trainer.data import shard_writer, token_dataset
 from trainer.data.corpus_files import CorpusFiles
 from trainer.data.packing import PackedDataset
 from trainer.data.prepare import prepare, prepare_once
-from trainer.data.source import CorpusSpec
 from trainer.data.text_chunks import EncodingError
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import ByteTokenizer

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.data.killed import PARTITION_BYTES, Doomed, Fatal, Preparing, killed
+from trainer.config.source import CorpusSpec
 from trainer.data import corpus
 from trainer.data.prepare import prepare
-from trainer.data.source import CorpusSpec
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import DataError, RankFailedError

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from models.batch import IGNORE_INDEX, Batch
 from models.ranges import cut_ranges
-from parallelisms.context.context_plan import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
+from parallelisms.mesh.context_plan import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
 from tests.build_datasets import build_blended_dataset
 from tests.parallelisms.context.cores import build_core
 from tests.parallelisms.context.whole_batches import shard_batch

@@ -10,8 +10,8 @@ import pytest
 from models.batch import IGNORE_INDEX
 from tests.build_datasets import build_blended_dataset
 from trainer.config.data import DataSection
+from trainer.config.source import CorpusSpec
 from trainer.data.prepare import prepare
-from trainer.data.source import CorpusSpec
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import DataError
 

@@ -11,14 +11,14 @@ import torch
 
 from models.batch import IGNORE_INDEX
 from models.score_pairs import Windows
-from trainer.artifact import write_artifact
 from trainer.config.data import DataSection
+from trainer.config.source import corpus_spec
 from trainer.data.packing import PackedDataset, Packing, load_or_build_plan, pack_documents
 from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset
-from trainer.data.source import corpus_spec
 from trainer.data.token_dataset import TokenDataset, TokenDatasetMeta, TokenShard
 from trainer.data.tokenizer import ByteTokenizer
+from trainer.storage.artifact import write_artifact
 
 Section = Callable[..., DataSection]
 PACKINGS: tuple[Packing, ...] = get_args(Packing)

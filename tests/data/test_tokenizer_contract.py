@@ -17,12 +17,12 @@ from tests.data.documents import CHINESE, TEXTS, in_blocks, text_of
 from tests.huggingface_folders import FAMILIES, write_family
 from tests.sentencepiece_model import train_sentencepiece
 from trainer.config.data import TokenizerSection
+from trainer.config.source import CorpusSpec, Documents
 from trainer.data import byte_level_bpe, huggingface_tokenizer, sentencepiece_tokenizer, tiktoken_tokenizer
 from trainer.data import prepare as prepare_module
 from trainer.data.byte_level_bpe import NAMED_PATTERNS
 from trainer.data.corpus import Corpus
 from trainer.data.prepare import cache_key, prepare
-from trainer.data.source import CorpusSpec, Documents
 from trainer.data.text_chunks import EncodingError, cut_nowhere, find_cut, split_text
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, open_tokenizer
 from trainer.errors import DataError

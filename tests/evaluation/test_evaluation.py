@@ -21,14 +21,14 @@ from tests.ranks import context
 from tests.system.runs import SETS, become, forked, lines, wait_for, write_run
 from trainer.config.data import DataSection
 from trainer.config.parse import load
+from trainer.config.source import corpus_spec
 from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset
-from trainer.data.source import corpus_spec
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.evaluation import needle, perplexity
+from trainer.evaluation.load_checkpoint import run_on_checkpoint
 from trainer.evaluation.needle import FillerText, NeedleDataset, PasskeySentences
 from trainer.evaluation.perplexity import count_target_bytes
-from trainer.export.checkpoint_cli import run_on_checkpoint
 
 pytestmark = pytest.mark.ranks
 

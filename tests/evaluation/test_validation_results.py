@@ -13,16 +13,16 @@ from models.batch import Batch
 from tests.build_datasets import build_validation_sets
 from tests.system.in_process import configured, run_here, trainer_of
 from tests.system.runs import lines, metrics, write_run
-from trainer.build import EvaluationCallback, ParallelModel
-from trainer.checkpoint.run_dir import RunDir
-from trainer.evaluation.validation import (
+from trainer.run.progress import ProgressReporter
+from trainer.run.validation import (
     ValidationMetrics,
     ValidationResult,
     Validator,
     evaluate_set,
     format_validation,
 )
-from trainer.metrics.progress import ProgressReporter
+from trainer.step.build import EvaluationCallback, ParallelModel
+from trainer.storage.run_dir import RunDir
 
 SETS = """
 [validation.sets.packed]

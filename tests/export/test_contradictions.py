@@ -16,11 +16,11 @@ from tests.huggingface_folders import write_family
 from tests.models.hf_models import made_by_transformers
 from tests.system.in_process import configured
 from tests.system.runs import write_run
-from trainer.checkpoint.initial_checks import validate_initial_weights
-from trainer.checkpoint.initial_tokenizer import validate_initial_tokenizer
 from trainer.data.prepare import prepare_datasets
 from trainer.errors import ConfigError
 from trainer.hf import main
+from trainer.launch.initial_checks import validate_initial_weights
+from trainer.launch.initial_tokenizer import validate_initial_tokenizer
 
 SIZE = 1159
 """Tokens of the tokenizer."""

@@ -20,14 +20,14 @@ from tests.models.small_models import packed
 from tests.system.in_process import configured, run_here
 from tests.system.runs import reseal, tensors, write_run
 from trainer import generate
-from trainer.checkpoint.run_dir import ResumeError
 from trainer.config.data import TokenizerSection
 from trainer.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from trainer.data.tiktoken_tokenizer import TiktokenTokenizer
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer
 from trainer.errors import ConfigError
-from trainer.export.checkpoint_cli import resolve_checkpoint
+from trainer.evaluation.load_checkpoint import resolve_checkpoint
 from trainer.metrics import loggers
+from trainer.storage.run_dir import ResumeError
 
 TEXT = " naïve 中文 🙂 end"
 STAGES = """

@@ -23,11 +23,11 @@ from tests.models.hf_models import logits_of, logits_there, made_by_transformers
 from tests.system.in_process import configured, run_here, saved_by, trainer_of
 from tests.system.runs import forked, metrics, reseal, tensors, write_run
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.generate import main as generate_main
 from trainer.hf import main, nearest_preset
+from trainer.storage.run_dir import RunDir
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ import pytest
 
 from tests.sentencepiece_model import train_sentencepiece
 from trainer.config.data import TokenizerSection
+from trainer.data.hf_tokenizer import META_TOKENIZER_PATH, detect_tokenizer, hf_tokenizer_files
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
-from trainer.export.hf_tokenizer import META_TOKENIZER_PATH, detect_tokenizer, hf_tokenizer_files
 
 ODD = (
     "  two  spaces\t\ttabs\r\n\n\n naïve ﬁ 中文字符 🙂🙂 e\u0301 I'LL we've 1234567 a_b.c=='d'\u00a0\u2003x\n"

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from torch.distributed import distributed_c10d
 
-from parallelisms import collectives
+from parallelisms.mesh import collectives
 from tests.system.runs import SETS, forked, launch, lines, steps, train_rank, wait_for, workers, write_run
+from trainer.config.run_spec import STORE_SOCKET_ENV
 from trainer.hardware.host import loopback_environment
 from trainer.launch.cluster import LaunchWorld
 from trainer.launch.workers import Workers
-from trainer.run_spec import STORE_SOCKET_ENV
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LISTENS = "0A"

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import distributed
 
-from trainer import distributed as distributed_module
 from trainer.config.sections import DistributedSection
-from trainer.distributed import World, node_count, process_group, rank_from_environment
 from trainer.errors import ConfigError
+from trainer.step import distributed as distributed_module
+from trainer.step.distributed import World, node_count, process_group, rank_from_environment
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
 
@@ -69,7 +69,7 @@ def test_a_single_process_gets_a_process_group_without_an_address() -> None:
 
 def test_joining_binds_the_process_to_the_numa_node_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[torch.device] = []
-    monkeypatch.setattr("trainer.distributed.bind_to_numa_node", bound.append)
+    monkeypatch.setattr("trainer.step.distributed.bind_to_numa_node", bound.append)
     with process_group(DistributedSection(start_timeout_minutes=1)) as world:
         assert bound == [world.device]
 

@@ -12,11 +12,11 @@ import pytest
 
 from tests.system.runs import is_alive, lines, wait_for, write_run
 from trainer.config.job_config import Config, TrainingStage
+from trainer.config.run_spec import RunSpec
 from trainer.config.training_stages import Recipe
 from trainer.launch import restarts
 from trainer.launch.cluster import LaunchWorld
 from trainer.launch.workers import Workers
-from trainer.run_spec import RunSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from trainer.config.parse import load
 from trainer.launch.cluster import LaunchWorld
 from trainer.launch.restarts import run_with_restarts
-from trainer.run_spec import RunSpec
+from trainer.config.run_spec import RunSpec
 argv, world = sys.argv[2:], LaunchWorld(nproc_per_node=2)
 def prepare(config, world):
     return RunSpec(config=config, datasets={})

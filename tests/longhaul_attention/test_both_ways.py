@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from longhaul_attention import ContextParallel
-from parallelisms.collectives import all_reduce
+from parallelisms.mesh.collectives import all_reduce
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -21,21 +21,21 @@ from tensorboard.plugins.custom_scalar import layout_pb2  # type: ignore[import-
 from torch import Tensor
 
 from models.batch import IGNORE_INDEX
-from parallelisms.mesh import Mesh
-from parallelisms.parallel_dims import AXES
+from parallelisms.mesh.mesh import Mesh
+from parallelisms.mesh.parallel_dims import AXES
 from tests.models.small_models import packed
 from tests.ranks import run_ranks
 from tests.system.in_process import configured, dataset_of, run_here, trainer_of
 from tests.system.runs import forked, lines, metrics, steps, write_run
-from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
 from trainer.data.loader import MicroBatchLoader
 from trainer.errors import RunFailedError
 from trainer.hardware.device import AsyncHostCopy, Stopwatch
 from trainer.metrics.loggers import EXPERT_TAGS, TENSORBOARD_TAGS, ConsoleLogger, format_duration, format_step
-from trainer.metrics.metrics import MetricsProcessor
 from trainer.metrics.step_metrics import MetricAccumulator, MetricLayout, position_bucket_names
-from trainer.trainer import StepMetrics, StepResult, Trainer
+from trainer.run.metrics import MetricsProcessor
+from trainer.step.trainer import StepMetrics, StepResult, Trainer
+from trainer.storage.run_dir import RunDir
 
 # The contract's list, in its order.
 CONTRACT = """step, tokens, loss, grad_norm, lr, step_seconds, tokens_per_second, tokens_per_second_per_device,

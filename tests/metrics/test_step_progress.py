@@ -20,9 +20,9 @@ from tests.models.small_models import SMALL, gradients, packed, small_model
 from tests.ranks import run_ranks
 from tests.system.in_process import configured, dataset_of
 from tests.system.runs import wait_for, write_run
-from trainer.distributed import World
-from trainer.metrics.progress import ProgressReporter
-from trainer.trainer import Trainer
+from trainer.run.progress import ProgressReporter
+from trainer.step.distributed import World
+from trainer.step.trainer import Trainer
 
 INTERVAL = 0.006  # seconds between two progress reports
 
@@ -194,7 +194,7 @@ def test_the_eta_is_from_the_previous_step_else_from_completed_work(
     log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, device: type[FakeEvent]
 ) -> None:
     now = 1000
-    monkeypatch.setattr("trainer.metrics.progress.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("trainer.run.progress.time", SimpleNamespace(monotonic=lambda: now))
     with FakeTrainer(device="cuda").progress(0.6) as progress:
         assert take_steps(progress, 2) == [1, 2]
 

@@ -27,7 +27,7 @@ from parallelisms.parallelize import set_attention_core
 from tests.models.other_kinds import MIXED_KINDS, other_kinds
 from tests.models.small_models import NORMED, SMALL, gradients, largest_difference, packed, small_model
 from tests.models.test_model_config import flops_of_addition
-from trainer.checkpoint.initial_checks import model_config_from_values
+from trainer.launch.initial_checks import model_config_from_values
 
 POLICIES: tuple[activation_checkpoint.RecomputePolicy, ...] = ("full", "keep_attention")
 

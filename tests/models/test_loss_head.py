@@ -32,8 +32,8 @@ from models.tiling import CompilePiece
 from models.transformer import Transformer
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.block_recompute import Tiling
-from parallelisms.mesh import Mesh
-from parallelisms.parallel_dims import AXES
+from parallelisms.mesh.mesh import Mesh
+from parallelisms.mesh.parallel_dims import AXES
 from parallelisms.parallelize import parallelize
 from tests.models.small_models import SMALL, TouchedElements
 from trainer.trace.operators import fake_process_group

@@ -24,10 +24,10 @@ from models.transformer import Transformer
 from parallelisms import activation_checkpoint, tensor_parallel
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.block_recompute import Tiling
-from parallelisms.collectives import to_local
 from parallelisms.init_weights import initialize
-from parallelisms.mesh import Mesh
-from parallelisms.parallel_dims import AXES
+from parallelisms.mesh.collectives import to_local
+from parallelisms.mesh.mesh import Mesh
+from parallelisms.mesh.parallel_dims import AXES
 from tests.models.small_models import gradients, largest_difference, packed, small_model
 from tests.ranks import run_ranks
 from trainer.checkpoint.load import require_matching_tensors
@@ -37,9 +37,9 @@ from trainer.config.sections import OptimizerSection
 from trainer.errors import RankFailedError, ResumeError
 from trainer.memory.estimator import estimate_memory
 from trainer.memory.rank import RankMemory
-from trainer.optim.optimizer import Optimizer
 from trainer.plan.comm_volume import comm_volumes
 from trainer.plan.rank_workload import rank_workload
+from trainer.step.optimizer import Optimizer
 
 CONFIG = ModelConfig(vocab_size=10, dim=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, ffn_dim=12)
 POLICIES = ("full", "keep_attention")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainer.config.sections import ScheduleSection
-from trainer.optim.lr_schedule import lr_factor
+from trainer.step.lr_schedule import lr_factor
 
 
 def rates(steps: int, **options: Any) -> list[float]:

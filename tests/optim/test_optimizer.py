@@ -18,7 +18,7 @@ from models.layers import Parameter
 from tests.models.small_models import SMALL
 from trainer.config.sections import OptimizerSection
 from trainer.errors import EXIT_NO_RETRY, RankFailedError
-from trainer.optim.optimizer import Optimizer
+from trainer.step.optimizer import Optimizer
 
 SECTION = OptimizerSection(lr=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.25, max_grad_norm=1.0)
 
@@ -248,7 +248,7 @@ def bf16_and_fp32_moments(**changes: object) -> tuple[list[Model], list[Optimize
 def test_bf16_moments_are_updated_in_float32_and_then_rounded(
     monkeypatch: pytest.MonkeyPatch, chunk_elements: int
 ) -> None:
-    monkeypatch.setattr("trainer.optim.optimizer.OPTIMIZER_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr("trainer.step.optimizer.OPTIMIZER_CHUNK_ELEMENTS", chunk_elements)
     models, optimizers = bf16_and_fp32_moments()
     for step in range(4):
         for model, optimizer in zip(models, optimizers, strict=True):

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from models.transformer import Transformer
-from parallelisms.collectives import all_reduce
+from parallelisms.mesh.collectives import all_reduce
 from tests.models.small_models import packed, small_model
 from tests.parallelisms.parallel_models import Plan, build, concat_batches
 from tests.ranks import run_ranks
 from trainer.config.sections import OptimizerSection
-from trainer.optim.optimizer import Optimizer
+from trainer.step.optimizer import Optimizer
 
 BATCH = packed([9, 1, 14], [24])
 Poison = Literal["gradient", "infinite gradient", "loss"]

@@ -13,7 +13,7 @@ from tests.models.small_models import DEEPSEEK, small_model
 from tests.system.in_process import configured, trainer_of
 from tests.system.runs import write_run
 from trainer.config.sections import TrainingSection
-from trainer.optim.routers import Routers, expert_layers, router_metrics
+from trainer.step.routers import Routers, expert_layers, router_metrics
 
 EXPERTS = DEEPSEEK.num_experts
 

@@ -18,8 +18,8 @@ from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
 from parallelisms.block_recompute import Tiling, compiler, eager
 from parallelisms.init_weights import initialize
-from parallelisms.mesh import Mesh
-from parallelisms.parallel_dims import AXES
+from parallelisms.mesh.mesh import Mesh
+from parallelisms.mesh.parallel_dims import AXES
 from parallelisms.parallelize import parallelize
 from tests.models.small_models import SMALL
 

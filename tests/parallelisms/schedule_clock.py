@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from parallelisms.pipeline_plan import PipelinePlan
+from parallelisms.mesh.pipeline_plan import PipelinePlan
 from parallelisms.pipeline_schedules import Action
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallelisms import collectives
+from parallelisms.mesh import collectives
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -24,10 +24,10 @@ from models.tiling import bytes_per_token
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
 from parallelisms.block_recompute import Tiling, compiler, eager
-from parallelisms.collectives import full_tensor
-from parallelisms.context.context_plan import CPMethod
-from parallelisms.mesh import Mesh
-from parallelisms.parallel_dims import AXES, head_groups_problem
+from parallelisms.mesh.collectives import full_tensor
+from parallelisms.mesh.context_plan import CPMethod
+from parallelisms.mesh.mesh import Mesh
+from parallelisms.mesh.parallel_dims import AXES, head_groups_problem
 from parallelisms.parallelize import parallelize
 from tests.models import small_models
 from tests.models.dense_model import RouterLosses, dense_gradients

@@ -20,15 +20,15 @@ from models.config import ModelConfig
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint, fsdp
 from parallelisms.activation_checkpoint import RecomputeConfig
-from parallelisms.collectives import all_reduce, full_tensor, to_local
 from parallelisms.init_weights import initialize
-from parallelisms.mesh import Mesh
+from parallelisms.mesh.collectives import all_reduce, full_tensor, to_local
+from parallelisms.mesh.mesh import Mesh
 from parallelisms.parallelize import parallelize
 from tests.models.small_models import SMALL, TIED, largest_difference, packed
 from tests.parallelisms.parallel_models import Plan, build, concat_batches
 from tests.ranks import run_ranks
 from trainer.config.sections import OptimizerSection
-from trainer.optim.optimizer import Optimizer
+from trainer.step.optimizer import Optimizer
 
 pytestmark = pytest.mark.ranks
 

@@ -17,10 +17,10 @@ from parallelisms import gradient_check
 from parallelisms.activation_checkpoint import RecomputePolicy
 from parallelisms.block_recompute import Tiling, compiler
 from tests.models.small_models import NORMED, SMALL
-from trainer import build
 from trainer.config import model as model_section
 from trainer.config.parse import load
 from trainer.errors import RankFailedError
+from trainer.step import build
 
 RUN = ["--data.corpus=copy", "--training.compile=true", "--memory.recompute=none"]
 

@@ -12,10 +12,10 @@ from torch import Tensor, distributed
 from models.config import ModelConfig
 from models.transformer import Transformer
 from parallelisms import fsdp
-from parallelisms.collectives import full_tensor
 from parallelisms.init_weights import initialize, normal_rows
-from parallelisms.mesh import Mesh
-from parallelisms.parallel_dims import AXES
+from parallelisms.mesh.collectives import full_tensor
+from parallelisms.mesh.mesh import Mesh
+from parallelisms.mesh.parallel_dims import AXES
 from tests.models.small_models import SMALL
 from tests.ranks import run_ranks
 

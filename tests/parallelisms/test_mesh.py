@@ -11,9 +11,9 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from parallelisms.collectives import all_reduce
-from parallelisms.mesh import Mesh
-from parallelisms.parallel_dims import AXES
+from parallelisms.mesh.collectives import all_reduce
+from parallelisms.mesh.mesh import Mesh
+from parallelisms.mesh.parallel_dims import AXES
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from parallelisms.context.context_plan import (
+from parallelisms.mesh.context_plan import (
     LAYOUTS_BY_ROTATE_METHOD,
     ROTATE_METHODS,
     ContextPlan,

@@ -18,18 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.batch import Batch
 from models.config import ModelConfig
 from models.transformer import Transformer
-from parallelisms import activation_checkpoint, collectives
+from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
 from parallelisms.block_recompute import Tiling, compiler, eager
-from parallelisms.collectives import full_tensor
 from parallelisms.context.context_parallel import ContextParallel
-from parallelisms.context.context_plan import CPMethod
-from parallelisms.mesh import Mesh
-from parallelisms.parallel_dims import AXES
+from parallelisms.mesh import collectives
+from parallelisms.mesh.collectives import full_tensor
+from parallelisms.mesh.context_plan import CPMethod
+from parallelisms.mesh.mesh import Mesh
+from parallelisms.mesh.parallel_dims import AXES
+from parallelisms.mesh.pipeline_plan import PipelinePlan
 from parallelisms.parallelize import parallelize
 from parallelisms.pipeline import Pipeline
-from parallelisms.pipeline_plan import PipelinePlan
 from tests.models.small_models import GEMMA, GRANITE, OLMO, SMALL, WINDOWED, largest_difference, packed, small_model
 from tests.parallelisms.context.cores import build_core
 from tests.parallelisms.context.whole_batches import shard_batch

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from models.presets import FAMILIES
-from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, PipelinePlan, PipelineSchedule
+from parallelisms.mesh.pipeline_plan import SINGLE_STAGE_SCHEDULES, PipelinePlan, PipelineSchedule
 from tests.test_house import ROOT
 
 SCHEDULES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
@@ -22,7 +22,7 @@ PLAN = PipelinePlan(pp=4, num_layers=32, num_micro_batches=8)
 
 
 def test_pipeline_plan_imports_no_torch() -> None:
-    code = "import sys, parallelisms.pipeline_plan; sys.exit('torch' in sys.modules)"
+    code = "import sys, parallelisms.mesh.pipeline_plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, PipelinePlan, PipelineSchedule
+from parallelisms.mesh.pipeline_plan import SINGLE_STAGE_SCHEDULES, PipelinePlan, PipelineSchedule
 from parallelisms.pipeline_schedules import rank_actions, ticks
 
 Call = tuple[str, int, int]

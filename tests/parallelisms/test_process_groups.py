@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from parallelisms.context.context_plan import ContextPlan, CPMethod
-from parallelisms.parallel_dims import AXES
-from parallelisms.process_groups import Topology, coordinate, format_ranks, process_group_ranks, rank_groups
+from parallelisms.mesh.context_plan import ContextPlan, CPMethod
+from parallelisms.mesh.parallel_dims import AXES
+from parallelisms.mesh.process_groups import Topology, coordinate, format_ranks, process_group_ranks, rank_groups
 
 
 def degrees(**sizes: int) -> dict[str, int]:

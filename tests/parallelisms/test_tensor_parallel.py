@@ -21,16 +21,16 @@ from models.transformer import Transformer
 from parallelisms import activation_checkpoint, fsdp, tensor_parallel
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.block_recompute import Tiling, compiler, eager
-from parallelisms.collectives import all_reduce, full_tensor, to_local
 from parallelisms.init_weights import initialize, local_ranges
-from parallelisms.mesh import Mesh
-from parallelisms.parallel_dims import AXES, tensor_parallel_problems
+from parallelisms.mesh.collectives import all_reduce, full_tensor, to_local
+from parallelisms.mesh.mesh import Mesh
+from parallelisms.mesh.parallel_dims import AXES, tensor_parallel_problems
 from tests.models.other_kinds import MIXED_KINDS, other_kinds
 from tests.models.small_models import MIXED, SMALL, feed_forward_tokens, packed
 from tests.parallelisms.parallel_models import concat_batches
 from tests.ranks import run_ranks
 from trainer.config.sections import OptimizerSection
-from trainer.optim.optimizer import Optimizer
+from trainer.step.optimizer import Optimizer
 
 # Two KV heads, so four ranks replicate them. 44 tokens in the vocabulary: the shards of tp = 2 are not divisible by 3.
 CONFIG = replace(SMALL, vocab_size=44, num_heads=8, num_kv_heads=2, head_dim=2)

@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from models import attention_op
-from parallelisms import collectives
 from parallelisms.context import ring, ulysses
+from parallelisms.mesh import collectives
+from parallelisms.mesh.message_bytes import MIN_COUNTED_BYTES
 from trainer.config.job_config import Config
 from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import BlendedDataset
-from trainer.distributed import World
-from trainer.plan.comm_volume import MIN_COUNTED_BYTES
-from trainer.trainer import Trainer
+from trainer.step.distributed import World
+from trainer.step.trainer import Trainer
 
 # Dispatch modes do not see inside custom operators.
 OPERATORS = {

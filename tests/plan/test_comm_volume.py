@@ -7,17 +7,16 @@ import sys
 
 import pytest
 
+from parallelisms.mesh.message_bytes import MIN_COUNTED_BYTES, sent_bytes
 from tests.plan.test_counted_steps import configured
 from tests.test_house import ROOT
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import (
-    MIN_COUNTED_BYTES,
     CommVolume,
     Phase,
     comm_volumes,
-    sent_bytes,
 )
 
 E, G, T, V = 128, 384, 256, 264  # hidden and FFN dimension, sequence length, vocabulary

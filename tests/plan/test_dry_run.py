@@ -12,12 +12,12 @@ from torch.distributed import ProcessGroup
 
 from benchmarks.counted import Counted, count
 from benchmarks.dry_run import DryRunResult, dry_run, main
-from parallelisms.collectives import all_reduce, ring_shift_all_to_all
+from parallelisms.mesh.collectives import all_reduce, ring_shift_all_to_all
+from parallelisms.mesh.message_bytes import MIN_COUNTED_BYTES
 from tests.memory.test_estimator import FOUR, FULL, HALF, KEEP, configured
 from tests.ranks import run_ranks
 from trainer.errors import ConfigError
 from trainer.memory.estimator import estimate_memory_per_pp_rank
-from trainer.plan.comm_volume import MIN_COUNTED_BYTES
 from trainer.trace.operators import OpCounterMode, fake_process_group
 
 TILES = "memory.mlp_tile_mib=1"

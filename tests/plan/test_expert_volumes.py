@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
-from parallelisms import collectives
+from parallelisms.mesh import collectives
 from tests.ranks import run_ranks
 from tests.system.in_process import configured, dataset_of
 from tests.system.runs import write_run
-from trainer.distributed import World
 from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import comm_volumes
-from trainer.trainer import Trainer
+from trainer.step.distributed import World
+from trainer.step.trainer import Trainer
 
 MIXTURE = (
     *("--model.feed_forward=moe", "--model.num_experts=4", "--model.top_k=2", "--model.expert_dim=16"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.doc_tables import in_flight as bubbles_in_flight
-from parallelisms.pipeline_plan import PipelinePlan, PipelineSchedule
+from parallelisms.mesh.pipeline_plan import PipelinePlan, PipelineSchedule
 from parallelisms.pipeline_schedules import Action, rank_actions
 from tests.parallelisms.schedule_clock import idle_fraction, max_saved_blocks
 from trainer.plan.pipeline_bubble import bubble_seconds

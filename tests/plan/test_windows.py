@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import memory_grid
 from models.score_pairs import causal_pairs
-from parallelisms.context.context_plan import LAYOUTS_BY_ROTATE_METHOD, ContextPlan, RotateMethod
-from parallelisms.context.shard_layout import SeqLayout
+from parallelisms.mesh.context_plan import LAYOUTS_BY_ROTATE_METHOD, ContextPlan, RotateMethod
+from parallelisms.mesh.shard_layout import SeqLayout
 from tests.plan.test_counted_steps import MODEL
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import load_device

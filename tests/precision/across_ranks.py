@@ -21,14 +21,15 @@ from models.linear import Linear, local_parameter
 from models.loss_head import LinearCrossEntropy, VocabShard
 from models.norm import RMSNorm
 from models.transformer import Transformer
-from parallelisms import collectives, fsdp, tensor_parallel
+from parallelisms import fsdp, tensor_parallel
 from parallelisms.context.attention_plan import rank_attention_plan
 from parallelisms.context.ring import RingAttentionCore
 from parallelisms.context.ulysses import SeqToHeads, UlyssesGroup
-from parallelisms.mesh import Mesh
-from parallelisms.parallel_dims import AXES
+from parallelisms.mesh import collectives
+from parallelisms.mesh.mesh import Mesh
+from parallelisms.mesh.parallel_dims import AXES
+from parallelisms.mesh.pipeline_plan import PipelinePlan, PipelineSchedule
 from parallelisms.pipeline import Pipeline
-from parallelisms.pipeline_plan import PipelinePlan, PipelineSchedule
 from parallelisms.tensor_parallel import TensorParallelizer
 from tests.models.small_models import SMALL, gradients, packed, small_model
 from tests.precision.errors import Results, positive

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from models.batch import Batch
-from parallelisms.collectives import to_local
-from parallelisms.pipeline_plan import PipelineSchedule
+from parallelisms.mesh.collectives import to_local
+from parallelisms.mesh.pipeline_plan import PipelineSchedule
 from tests.precision import across_ranks, local
 from tests.precision.errors import Accumulator, Factor, Results, factor
 from tests.ranks import run_ranks

@@ -36,7 +36,7 @@ from tests.models.dense_attention import Inputs
 from tests.models.small_models import NORMED, SMALL
 from tests.precision.errors import Results, float64, positive
 from trainer.config.sections import OptimizerSection
-from trainer.optim.optimizer import Optimizer
+from trainer.step.optimizer import Optimizer
 
 TOKENS, DIM = 2048, 8
 

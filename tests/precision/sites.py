@@ -8,10 +8,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [
-    *sorted(path for folder in ("models", "parallelisms", "trainer/optim") for path in (ROOT / folder).rglob("*.py")),
-    ROOT / "trainer" / "trainer.py",
+    *sorted(path for folder in ("models", "parallelisms", "trainer/step") for path in (ROOT / folder).rglob("*.py")),
     ROOT / "trainer" / "metrics" / "step_metrics.py",
     *sorted((ROOT / "trainer" / "evaluation").glob("*.py")),
+    ROOT / "trainer" / "run" / "validation.py",
 ]
 SUMS = {
     *(

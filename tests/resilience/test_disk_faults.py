@@ -29,7 +29,7 @@ from tests.system.runs import (
     wait_for,
     write_run,
 )
-from trainer.checkpoint.durable_io import LineAppender
+from trainer.storage.durable_io import LineAppender
 
 EXACT, LAST = ("step", "loss", "grad_norm"), "step-28"
 LONG = ("--training.steps", "28", "--checkpoint.interval", "4", "--checkpoint.keep", "2")
@@ -89,7 +89,7 @@ def test_a_run_survives_a_temporarily_full_disk(tmp_path: Path, monkeypatch: pyt
 def test_a_run_survives_the_removal_of_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from trainer.trainer import Trainer
+    from trainer.step.trainer import Trainer
 
     real, folder = Trainer.train_step, tmp_path / "run"
 

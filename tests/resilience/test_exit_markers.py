@@ -9,7 +9,7 @@ import pytest
 import trainer.errors
 from tests.artifacts import content
 from trainer.errors import CONCLUSIVE_EXIT_CODES, ENDINGS, RunError, failure_ending
-from trainer.resilience import exit_markers
+from trainer.storage import exit_markers
 
 
 def test_a_marker_is_read_only_by_its_own_launch(tmp_path: Path) -> None:

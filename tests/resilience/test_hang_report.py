@@ -14,9 +14,9 @@ import pytest
 
 import train
 from tests.ranks import run_ranks
-from trainer.checkpoint.run_dir import RunDir
-from trainer.resilience import exit_markers
 from trainer.resilience.watchdog import Watchdog, dump_collectives, summarize_hang
+from trainer.storage import exit_markers
+from trainer.storage.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 

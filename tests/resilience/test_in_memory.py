@@ -13,26 +13,26 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from parallelisms.collectives import all_gather_values
+from parallelisms.mesh.collectives import all_gather_values
 from tests.ranks import run_ranks
 from tests.system.in_process import configured, saved_by, trainer_of
 from tests.system.runs import forked, lines, metrics, steps, train_rank, write_run
-from trainer import train_loop
-from trainer.artifact import HEADER_BYTES
 from trainer.checkpoint import in_memory, manager
 from trainer.checkpoint import memory_folder as memory
 from trainer.checkpoint.in_memory import InMemoryCheckpoints
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.rank_sync import PhaseError
-from trainer.checkpoint.run_dir import RunDir
 from trainer.checkpoint.save import SaveRequest, write_checkpoint
-from trainer.checkpoint.train_state import SpikeState, StagePosition, TrainerState, TrainState
-from trainer.distributed import World
 from trainer.errors import ConfigError, RunFailedError
 from trainer.launch.restarts import _progress
 from trainer.memory.auto import fit_memory_options
 from trainer.memory.estimator import estimate_memory
-from trainer.trainer import StepResult
+from trainer.run import train_loop
+from trainer.step.distributed import World
+from trainer.step.trainer import StepResult
+from trainer.storage.artifact import HEADER_BYTES
+from trainer.storage.run_dir import RunDir
+from trainer.storage.train_state import SpikeState, StagePosition, TrainerState, TrainState
 
 EXACT = ("step", "loss", "grad_norm")
 RANKS, NODES = 4, 2

@@ -16,8 +16,8 @@ import pytest
 
 from tests.artifacts import content, forge
 from trainer.errors import RunFailedError, RunFolderHeldElsewhereError, RunFolderInUseError
-from trainer.resilience import lease as lease_module
-from trainer.resilience.lease import Lease
+from trainer.storage import lease as lease_module
+from trainer.storage.lease import Lease
 
 context = multiprocessing.get_context("fork")  # Children have the short times of the tests, too.
 ELSEWHERE = {"boot": "another kernel", "host": "node-7", "job": "42"}

@@ -33,8 +33,8 @@ from tests.system.runs import (
     workers,
     write_run,
 )
-from trainer.resilience import exit_markers
 from trainer.resilience.signals import SignalHandler
+from trainer.storage import exit_markers
 
 EXACT = ("step", "loss", "grad_norm")
 STEPS = 20

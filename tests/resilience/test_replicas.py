@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from parallelisms.collectives import to_local
+from parallelisms.mesh.collectives import to_local
 from tests.ranks import run_ranks
 from tests.system.in_process import configured, dataset_of, run_here
 from tests.system.runs import checkpoints, forked, lines, metrics, steps, train_rank, write_run
-from trainer import train_loop
-from trainer.distributed import World
 from trainer.resilience import replicas
 from trainer.resilience.replicas import DriftedRank, find_drifted_ranks
-from trainer.trainer import Trainer
+from trainer.run import train_loop
+from trainer.step.distributed import World
+from trainer.step.trainer import Trainer
 
 Options = tuple[str, ...]
 Flips = tuple[tuple[int, str], ...]
@@ -235,7 +235,7 @@ def test_no_two_changes_of_a_few_bits_share_a_hash(monkeypatch: pytest.MonkeyPat
 
 def train_and_flip_at(flips: Flips, step: int, argv: list[str]) -> int:
     """Trains; after the step, a bit of each tensor flips on its rank."""
-    from trainer import train_loop
+    from trainer.run import train_loop
 
     class FlippingTrainer(train_loop.Trainer):  # type: ignore[name-defined, misc]
         def optimizer_step(self, *args: Any) -> Tensor:

@@ -18,7 +18,6 @@ from tests.config.wiring.cases import schema_keys
 from tests.ranks import RankError, run_ranks
 from tests.selfcheck.covering import read_cases, small_pairs
 from tests.system.runs import ROOT
-from trainer.distributed import World
 from trainer.errors import EXIT_FAILURE, RankFailedError
 from trainer.selfcheck.comparison import StepDifference
 from trainer.selfcheck.factors import FACTORS, LEVELS, SIMPLEST
@@ -42,6 +41,7 @@ from trainer.selfcheck.random_configs import (
 )
 from trainer.selfcheck.shrink import write_sample_documents
 from trainer.selfcheck.worker import run_and_compare
+from trainer.step.distributed import World
 
 CASES = read_cases()
 NUM_DEFAULT = 6

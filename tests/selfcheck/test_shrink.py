@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from parallelisms.context.context_plan import ContextPlan, kv_head_repeats
-from parallelisms.parallel_dims import AXES
+from parallelisms.mesh.context_plan import ContextPlan, kv_head_repeats
+from parallelisms.mesh.parallel_dims import AXES
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import CONFIG_DIR, load

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from tests.slurm.cluster import Cluster
-from trainer.checkpoint.run_dir import RunDir
+from trainer.storage.run_dir import RunDir
 
 SIZE = ("--nodes", "2", "--gpus-per-node", "0", "--processes-per-node", "2", "--backoff-seconds", "1")
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")

@@ -9,8 +9,8 @@ import pytest
 
 from trainer.config.parse import load
 from trainer.errors import ConfigError
-from trainer.resilience import exit_markers
 from trainer.slurm.script import BATCH_TEMPLATE, ROOT, render
+from trainer.storage import exit_markers
 
 HEAD = """\
 #!/bin/bash

@@ -16,9 +16,9 @@ from tests.artifacts import content
 from tests.slurm.cluster import Cluster
 from tests.slurm.job import Job
 from tests.system.runs import command_of, digests, forked, metrics, write_run
-from trainer.artifact import seal
 from trainer.checkpoint.memory_folder import Newest, memory_folder
-from trainer.resilience.lease import LeaseOwner
+from trainer.storage.artifact import seal
+from trainer.storage.lease import LeaseOwner
 
 pytestmark = pytest.mark.slurm
 STEPS = 44  # of 20 to 500 ms each, so that faults come before the end

@@ -10,16 +10,16 @@ from pathlib import Path
 from tests.build_datasets import build_blended_dataset, build_validation_sets
 from tests.system.runs import arguments
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.data.sequences import BlendedDataset
 from trainer.data.tokenizer import ByteTokenizer
-from trainer.distributed import World, process_group
 from trainer.resilience.preemption import Preemption
 from trainer.resilience.signals import SignalHandler
-from trainer.train_loop import train
-from trainer.trainer import Trainer
+from trainer.run.train_loop import train
+from trainer.step.distributed import World, process_group
+from trainer.step.trainer import Trainer
+from trainer.storage.run_dir import RunDir
 
 
 def configured(run: Path, folder: Path, *options: str) -> Config:

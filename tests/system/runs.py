@@ -33,12 +33,12 @@ from torch import Tensor
 from tests.artifacts import content
 from tests.garbage import freeze_imports
 from tests.ranks import become_strict, context, team
-from trainer.checkpoint import manifest
+from trainer.config.run_spec import RunSpec
 from trainer.errors import EXIT_BAD_CONFIG
 from trainer.launch.launcher import format_problems, load_and_validate, prepare_run
 from trainer.metrics import loggers
 from trainer.resilience.signals import SignalHandler
-from trainer.run_spec import RunSpec
+from trainer.storage import manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = [

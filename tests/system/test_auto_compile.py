@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from parallelisms import gradient_check
-from trainer import auto_compile, build
-from trainer.auto_compile import resolve_auto_compile
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.distributed import World
 from trainer.memory.rank import RankMemory
+from trainer.run import auto_compile
+from trainer.run.auto_compile import resolve_auto_compile
+from trainer.step import build
+from trainer.step.distributed import World
 
 CUDA, CPU = World(0, 1, torch.device("cuda", 0)), World(0, 1, torch.device("cpu"))
 

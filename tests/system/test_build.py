@@ -12,12 +12,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.block_recompute import Tiling, eager
-from parallelisms.collectives import to_local
+from parallelisms.mesh.collectives import to_local
 from tests.system.in_process import configured, trainer_of
 from tests.system.runs import forked, write_run
-from trainer import build
 from trainer.config.parse import load
-from trainer.distributed import World
+from trainer.step import build
+from trainer.step.distributed import World
 
 
 @pytest.mark.parametrize(("where", "policy"), [("host", CPUOffloadPolicy), ("device", OffloadPolicy)])
@@ -85,7 +85,7 @@ def test_async_tp_needs_peer_access(tmp_path: Path) -> None:
 
 def test_async_tp_is_enabled_on_the_tp_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
-    monkeypatch.setattr("trainer.build.require_peer_access", calls.append)
+    monkeypatch.setattr("trainer.step.build.require_peer_access", calls.append)
     monkeypatch.setattr("parallelisms.tensor_parallel.enable_async_tp", calls.append)
     options = ("--parallelism.async_tp=true",)
     with trainer_of(configured(write_run(tmp_path), tmp_path / "run", *options)) as trainer:

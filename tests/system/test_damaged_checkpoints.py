@@ -12,11 +12,12 @@ import torch
 
 from tests.system.in_process import configured, run_here
 from tests.system.runs import checkpoints, digests, forked, lines, metrics, state, steps, write_run
-from trainer.checkpoint import manifest, resume
+from trainer.checkpoint import resume
 from trainer.checkpoint.resume import latest_verified_checkpoint
-from trainer.checkpoint.run_dir import ResumeError, RunDir, next_stage
-from trainer.distributed import gloo_group, process_group
 from trainer.errors import RunFailedError
+from trainer.step.distributed import gloo_group, process_group
+from trainer.storage import manifest
+from trainer.storage.run_dir import ResumeError, RunDir, next_stage
 
 EXACT = ("step", "tokens", "loss", "grad_norm", "lr")
 OPTIONS = ("--schedule.kind=constant", "--checkpoint.interval=2", "--training.dtype=float32")

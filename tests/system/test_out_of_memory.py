@@ -11,18 +11,18 @@ from torch import Tensor
 
 from tests.ranks import RankError, run_ranks
 from tests.system.runs import arguments, write_run
-from trainer.checkpoint.run_dir import RunDir
 from trainer.config.parse import load
 from trainer.launch.predict import write_prediction
+from trainer.storage.run_dir import RunDir
 
 
 def train_until_out_of_memory(argv: list[str], failing_rank: int) -> None:
-    import trainer.train_loop as loop
+    import trainer.run.train_loop as loop
     from tests.build_datasets import build_blended_dataset
     from trainer.data.tokenizer import ByteTokenizer
-    from trainer.distributed import World
     from trainer.resilience.preemption import Preemption
     from trainer.resilience.signals import SignalHandler
+    from trainer.step.distributed import World
 
     class FailingTrainer(loop.Trainer):  # type: ignore[name-defined, misc]
         def train_step(self, *args: Any) -> Tensor:

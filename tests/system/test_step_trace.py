@@ -58,5 +58,5 @@ def test_the_third_step_of_a_ring_of_two_ranks_enters_few_files(tmp_path: Path) 
     for outcome in outcomes.values():
         status, files = outcome.value
         assert status == 0, log.read_text()
-        assert {"parallelisms/context/ring.py", "models/feed_forward.py", "trainer/trainer.py"} <= files
+        assert {"parallelisms/context/ring.py", "models/feed_forward.py", "trainer/step/trainer.py"} <= files
         assert len(files) <= MAX_FILES, "\n".join(sorted(files))

@@ -14,12 +14,12 @@ from models.batch import IGNORE_INDEX
 from tests.build_datasets import build_validation_sets
 from tests.ranks import run_ranks
 from tests.system.runs import SETS, arguments, write_run
-from trainer.build import ParallelModel
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.distributed import World
-from trainer.evaluation.validation import evaluate_set
+from trainer.run.validation import evaluate_set
+from trainer.step.build import ParallelModel
+from trainer.step.distributed import World
 
 pytestmark = pytest.mark.ranks
 

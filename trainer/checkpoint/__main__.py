@@ -11,21 +11,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.artifact import DamageError
-from trainer.checkpoint import manifest
-from trainer.checkpoint.durable_io import format_bytes
 from trainer.checkpoint.initial_weights import find_checkpoint, is_hugging_face
-from trainer.checkpoint.retention import (
+from trainer.commands import CommandParser, format_table, integer, print_lines, run_command
+from trainer.config.parse import load
+from trainer.errors import EXIT_NO_RETRY, EXIT_SUCCESS, ConfigError, ResumeError
+from trainer.storage import manifest
+from trainer.storage.artifact import DamageError
+from trainer.storage.durable_io import format_bytes
+from trainer.storage.retention import (
     checkpoints_to_delete,
     delete_checkpoint,
     is_pinned,
     list_quarantined,
     valid_checkpoints,
 )
-from trainer.checkpoint.run_dir import RunDir, find_checkpoints
-from trainer.commands import CommandParser, format_table, integer, print_lines, run_command
-from trainer.config.parse import load
-from trainer.errors import EXIT_NO_RETRY, EXIT_SUCCESS, ConfigError, ResumeError
+from trainer.storage.run_dir import RunDir, find_checkpoints
 
 DESCRIPTION = """\
 list    step, time, size, ranks and manifest status of every checkpoint
@@ -107,7 +107,7 @@ def prune(args: Namespace) -> None:
 
 
 def export(args: Namespace) -> None:
-    from trainer.export.export_weights import export_weights
+    from trainer.checkpoint.export_weights import export_weights
 
     checkpoint = find_checkpoint(args.folder)
     if args.output.exists():

@@ -23,10 +23,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallelisms.collectives import receive, receive_async, send, send_async, to_local
-from trainer.artifact import HEADER_BYTES, DamageError, seal, sealed_header, unseal, unseal_header
+from parallelisms.mesh.collectives import receive, receive_async, send, send_async, to_local
 from trainer.checkpoint.background_save import Save
-from trainer.checkpoint.durable_io import format_bytes
 from trainer.checkpoint.memory_folder import (
     FILES_PER_RANK,
     InMemoryCheckpoint,
@@ -39,11 +37,13 @@ from trainer.checkpoint.memory_folder import (
     remove_others,
 )
 from trainer.checkpoint.rank_sync import run_and_gather, run_on_all_ranks, run_on_rank_zero
-from trainer.checkpoint.run_dir import RunDir
 from trainer.checkpoint.save import HostStaging, LocalTensorsGetter, optimizer_steps
-from trainer.checkpoint.train_state import TrainState
-from trainer.distributed import World
 from trainer.errors import ResumeError, RunFailedError
+from trainer.step.distributed import World
+from trainer.storage.artifact import HEADER_BYTES, DamageError, seal, sealed_header, unseal, unseal_header
+from trainer.storage.durable_io import format_bytes
+from trainer.storage.run_dir import RunDir
+from trainer.storage.train_state import TrainState
 
 log = logging.getLogger("trainer")
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.artifact import DamageError
-from trainer.checkpoint import manifest
-from trainer.checkpoint.run_dir import ResumeError, RunDir
-from trainer.checkpoint.train_state import STATE_FILE
+from trainer.storage import manifest
+from trainer.storage.artifact import DamageError
+from trainer.storage.run_dir import ResumeError, RunDir
+from trainer.storage.train_state import STATE_FILE
 
 HF_PREFIX = "hf:"
 HF_TEXT_PREFIX = "hf-text:"

@@ -30,12 +30,12 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from parallelisms.collectives import all_gather_values
-from trainer.artifact import DamageError, read_regular
-from trainer.checkpoint import manifest
-from trainer.checkpoint.manifest import MAX_RETRIES, TRANSIENT_ERRNOS, retry_io
+from parallelisms.mesh.collectives import all_gather_values
 from trainer.checkpoint.rank_sync import describe_error, root_cause, run_on_all_ranks
 from trainer.errors import ResumeError, RunFailedError
+from trainer.storage import manifest
+from trainer.storage.artifact import DamageError, read_regular
+from trainer.storage.manifest import MAX_RETRIES, TRANSIENT_ERRNOS, retry_io
 
 MODEL_PREFIX = "model."
 MAX_CELLS = 10_000_000

@@ -14,22 +14,23 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallelisms.collectives import all_gather_values
-from trainer.checkpoint import manifest, resume
+from parallelisms.mesh.collectives import all_gather_values
+from trainer.checkpoint import resume
 from trainer.checkpoint.background_save import Save
-from trainer.checkpoint.durable_io import format_bytes
 from trainer.checkpoint.in_memory import InMemoryCheckpoints
 from trainer.checkpoint.initial_weights import is_hugging_face
 from trainer.checkpoint.memory_folder import forget
-from trainer.checkpoint.retention import checkpoints_to_delete, delete_checkpoint, valid_checkpoints
-from trainer.checkpoint.run_dir import RunDir, flatten_config, stage_position
 from trainer.checkpoint.save import HostStaging, LocalTensorsGetter, SaveRequest, without_staging, write_checkpoint
-from trainer.checkpoint.train_state import TrainerState, TrainState
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.migrations import SCHEMA_VERSION
-from trainer.distributed import World, attempt_name, gloo_group
 from trainer.errors import CONCLUSIVE_EXIT_CODES, RunError
-from trainer.trainer import Trainer
+from trainer.step.distributed import World, attempt_name, gloo_group
+from trainer.step.trainer import Trainer
+from trainer.storage import manifest
+from trainer.storage.durable_io import format_bytes
+from trainer.storage.retention import checkpoints_to_delete, delete_checkpoint, valid_checkpoints
+from trainer.storage.run_dir import RunDir, flatten_config, stage_position
+from trainer.storage.train_state import TrainerState, TrainState
 
 log = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from typing import ClassVar, NamedTuple
 from pydantic import Field
 
 from models.files import read_regular
-from trainer.artifact import Artifact
-from trainer.checkpoint.durable_io import write_atomic
 from trainer.errors import RunFailedError
+from trainer.storage.artifact import Artifact
+from trainer.storage.durable_io import write_atomic
 
 log = logging.getLogger("trainer")
 

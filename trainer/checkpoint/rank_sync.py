@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from parallelisms.collectives import all_gather_values
+from parallelisms.mesh.collectives import all_gather_values
 from trainer.errors import ResumeError, RunFailedError, UnreadableError
 
 T = TypeVar("T")

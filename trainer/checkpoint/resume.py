@@ -18,21 +18,21 @@ from torch.distributed import ProcessGroup
 
 from models.config import ModelConfig
 from models.hf import HuggingFaceError, SafetensorsReader
-from parallelisms.collectives import all_gather_values, to_local
 from parallelisms.init_weights import local_ranges
-from trainer.artifact import DamageError
-from trainer.checkpoint import manifest
+from parallelisms.mesh.collectives import all_gather_values, to_local
 from trainer.checkpoint.initial_weights import is_hugging_face, is_text_only, resolve_initial_path
 from trainer.checkpoint.load import MODEL_PREFIX, find_metadata_damage, load_tensors
-from trainer.checkpoint.manifest import Manifest
 from trainer.checkpoint.rank_sync import run_and_gather, run_on_all_ranks, run_on_rank_zero
-from trainer.checkpoint.retention import quarantine
-from trainer.checkpoint.run_dir import RunDir, check_resume, describe_differences, flatten_config, raise_if_all_damaged
 from trainer.checkpoint.save import current_versions, optimizer_steps
-from trainer.checkpoint.train_state import STATE_FILE, TrainState
 from trainer.config.job_config import Config
 from trainer.errors import EXIT_NO_RETRY, RankFailedError, ResumeError, RunFailedError, UnreadableError
-from trainer.trainer import Trainer
+from trainer.step.trainer import Trainer
+from trainer.storage import manifest
+from trainer.storage.artifact import DamageError
+from trainer.storage.manifest import Manifest
+from trainer.storage.retention import quarantine
+from trainer.storage.run_dir import RunDir, check_resume, describe_differences, flatten_config, raise_if_all_damaged
+from trainer.storage.train_state import STATE_FILE, TrainState
 
 log = logging.getLogger("trainer")
 

@@ -21,17 +21,17 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallelisms.collectives import num_replicas, to_local
+from parallelisms.mesh.collectives import num_replicas, to_local
 from trainer import __version__
-from trainer.artifact import seal
-from trainer.checkpoint import manifest
-from trainer.checkpoint.durable_io import format_bytes, fsync_path, write_and_fsync
-from trainer.checkpoint.manifest import Manifest
 from trainer.checkpoint.rank_sync import PhaseError, run_and_gather, run_on_all_ranks, run_on_rank_zero
-from trainer.checkpoint.retention import remove_temporary_folders
-from trainer.checkpoint.train_state import STATE_FILE, TrainState
 from trainer.checkpoint.write_tensors import StagedSavePlanner, write_tensors
 from trainer.errors import ResumeError
+from trainer.storage import manifest
+from trainer.storage.artifact import seal
+from trainer.storage.durable_io import format_bytes, fsync_path, write_and_fsync
+from trainer.storage.manifest import Manifest
+from trainer.storage.retention import remove_temporary_folders
+from trainer.storage.train_state import STATE_FILE, TrainState
 
 LocalTensorsGetter = Callable[[], Mapping[str, Tensor]]
 """Waits for the copies and returns this rank's shard of every tensor."""

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from parallelisms.collectives import gather_values, max_over_ranks, scatter
+from parallelisms.mesh.collectives import gather_values, max_over_ranks, scatter
 from trainer.checkpoint.rank_sync import run_on_all_ranks
 
 

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 
 from models import kernel_choice
-from parallelisms.parallel_dims import expert_parallel_problems, head_groups_problem, tensor_parallel_problems
+from parallelisms.mesh.parallel_dims import expert_parallel_problems, head_groups_problem, tensor_parallel_problems
 from trainer.config.data import (
     COPY_CORPUS,
     DEFAULT_SOURCE,
@@ -29,9 +29,9 @@ from trainer.config.job_config import BYTE_VOCAB_SIZE, Config
 from trainer.config.router_checks import router_problems
 from trainer.config.sections import MAX_SEQ_LEN, MemorySection
 from trainer.config.slurm import SlurmSection, parse_time_limit
+from trainer.config.source import corpus_spec
 from trainer.config.toml_format import toml_value
 from trainer.config.training_stages import Recipe, StageSection
-from trainer.data.source import corpus_spec
 from trainer.errors import ConfigError
 
 

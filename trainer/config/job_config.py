@@ -8,8 +8,8 @@ from math import prod
 from pathlib import Path
 
 from models.kernel_choice import AttentionNeeds
-from parallelisms.context.context_plan import ContextPlan
-from parallelisms.pipeline_plan import PipelinePlan
+from parallelisms.mesh.context_plan import ContextPlan
+from parallelisms.mesh.pipeline_plan import PipelinePlan
 from trainer.config import sections
 from trainer.config.data import DataSection, TokenizerSection, ValidationSection
 from trainer.config.model import ModelSection

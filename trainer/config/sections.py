@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from parallelisms.parallel_dims import AXES
+from parallelisms.mesh.parallel_dims import AXES
 
 
 def require_non_empty(value: object) -> object:
@@ -47,7 +47,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 MAX_SEQ_LEN = 2**31 - 1  # tokens: attention kernels take document offsets as int32
-OPTIMIZER_CHUNK_ELEMENTS = 1 << 22  # moments converted to float32 at once: trainer/optim/optimizer.py
+OPTIMIZER_CHUNK_ELEMENTS = 1 << 22  # moments converted to float32 at once: trainer/step/optimizer.py
 
 
 class Section(BaseModel):

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from math import log2
 
 from models.rope_scaling import rope_summary
-from parallelisms.context.shard_layout import SeqLayout
-from parallelisms.process_groups import Topology
+from parallelisms.mesh.process_groups import Topology
+from parallelisms.mesh.shard_layout import SeqLayout
 from trainer.config.job_config import Config
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.config.job_config import Config
+from trainer.config.source import corpus_specs
 from trainer.data.datasets import build_train_dataset
 from trainer.data.loader import MicroBatchLoader, StepWork
 from trainer.data.prepare import prepared_folder
-from trainer.data.source import corpus_specs
 from trainer.data.tokenizer import open_tokenizer
 
 

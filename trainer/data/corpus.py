@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 
 from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
+from trainer.config.source import CorpusSpec
 from trainer.data.contents import Kind, compression_suffix, is_read_as_before, kind_of
 from trainer.data.corpus_files import CorpusFile, CorpusFiles, list_names
 from trainer.data.formats import InputSplit, row_group_sizes
 from trainer.data.hf_datasets import is_saved_dataset, open_dataset
 from trainer.data.open_file import READ_ERRORS
-from trainer.data.source import CorpusSpec
 from trainer.errors import CorpusRefusedError
 
 PARTITION_BYTES = 1 << 23  # work that an interruption repeats, and the unit of work of a worker

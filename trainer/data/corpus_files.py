@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
+from trainer.config.source import CorpusSpec
 from trainer.data import contents
 from trainer.data.contents import Contents, examine
 from trainer.data.hf_datasets import is_saved_dataset
 from trainer.data.open_file import READ_ERRORS, open_parquet, read_head
 from trainer.data.own_files import A_MODEL, describe_own_folder, is_token_dataset
-from trainer.data.source import CorpusSpec
 from trainer.errors import CorpusRefusedError, DataError
 
 # Installed packages are no part of the library; encodings/ holds near-identical Unicode tables, which lower the loss.

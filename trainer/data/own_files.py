@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from trainer.artifact import MAX_JSON_BYTES, DamageError, read_regular
 from trainer.config.training_stages import Recipe
+from trainer.storage.artifact import MAX_JSON_BYTES, DamageError, read_regular
 
 META_FILENAME = "meta.json"
 """The last file that is written into a prepared folder."""

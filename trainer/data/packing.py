@@ -25,13 +25,13 @@ from torch import Tensor
 
 from models.batch import IGNORE_INDEX
 from models.ranges import concatenated_ranges
-from trainer.artifact import HEADER_BYTES, Artifact, DamageError, open_regular, sealed_header, unseal_header
-from trainer.checkpoint.durable_io import write_atomic
 from trainer.config.data import PACKING_VERSION
 from trainer.data.best_fit import best_fit_decreasing, mixed_best_fit
 from trainer.data.shuffle import shuffled_index, splitmix64s
 from trainer.data.token_dataset import TokenDataset
 from trainer.errors import DataError, ResumeError
+from trainer.storage.artifact import HEADER_BYTES, Artifact, DamageError, open_regular, sealed_header, unseal_header
+from trainer.storage.durable_io import write_atomic
 
 log = logging.getLogger(__name__)
 

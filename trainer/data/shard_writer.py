@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.durable_io import write_and_fsync
-from trainer.data.source import CorpusSpec
+from trainer.config.source import CorpusSpec
 from trainer.data.token_dataset import BLOCK_BYTES, DTYPES, TokenShard, token_dtype
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
+from trainer.storage.durable_io import write_and_fsync
 
 BUFFER_BYTES = 1 << 20
 BUFFER_TOKENS = 1 << 18

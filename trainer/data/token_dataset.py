@@ -20,7 +20,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from models.ranges import concatenated_ranges, cut_ranges
-from trainer.artifact import (
+from trainer.config.migrations import Migration
+from trainer.data.own_files import META_FILENAME
+from trainer.errors import DataError, ResumeError
+from trainer.storage.artifact import (
     Artifact,
     DamageError,
     open_regular,
@@ -28,9 +31,6 @@ from trainer.artifact import (
     read_artifact,
     read_regular,
 )
-from trainer.config.migrations import Migration
-from trainer.data.own_files import META_FILENAME
-from trainer.errors import DataError, ResumeError
 
 DTYPES = {"uint16": torch.uint16, "int32": torch.int32}
 BLOCK_BYTES = 1 << 16

@@ -27,23 +27,21 @@ from torch import Tensor
 
 from models.batch import IGNORE_INDEX, Batch
 from models.ranges import concatenated_ranges
-from parallelisms.collectives import all_reduce
-from trainer.build import ParallelModel
+from parallelisms.mesh.collectives import all_reduce
 from trainer.commands import CommandParser, format_table, integer, print_lines
 from trainer.config import checks
 from trainer.config.data import DEFAULT_SOURCE
 from trainer.config.job_config import Config
+from trainer.config.source import corpus_spec
 from trainer.data.packing import holdout_mask
 from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset
 from trainer.data.shuffle import splitmix64
-from trainer.data.source import corpus_spec
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import Tokenizer, open_tokenizer
 from trainer.data.vocabulary import text_vocab_size
 from trainer.errors import ConfigError, DataError
-from trainer.evaluation.validation import assign_sequences
-from trainer.export.checkpoint_cli import (
+from trainer.evaluation.load_checkpoint import (
     ResolvedCheckpoint,
     checkpoint_parser,
     load_parallel_model,
@@ -51,6 +49,8 @@ from trainer.export.checkpoint_cli import (
     run_on_checkpoint,
 )
 from trainer.hardware.device import AsyncHostCopy
+from trainer.run.validation import assign_sequences
+from trainer.step.build import ParallelModel
 
 DESCRIPTION = """\
 Hides a five-digit number in text from the run's corpus and asks for it at the end, at several depths and lengths."""

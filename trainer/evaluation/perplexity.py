@@ -24,14 +24,14 @@ from trainer.data.holdout import ValidationSet
 from trainer.data.prepare import prepare_datasets
 from trainer.data.tokenizer import Tokenizer, open_tokenizer
 from trainer.errors import ConfigError, DataError
-from trainer.evaluation.validation import ValidationResult, evaluate_set
-from trainer.export.checkpoint_cli import (
+from trainer.evaluation.load_checkpoint import (
     checkpoint_parser,
     load_parallel_model,
     resolve_for_evaluation,
     run_on_checkpoint,
 )
 from trainer.metrics.loggers import format_or_dash
+from trainer.run.validation import ValidationResult, evaluate_set
 
 log = logging.getLogger(__name__)
 

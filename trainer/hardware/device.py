@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models import kernel_check, kernel_choice, kernels
 from models.kernel_choice import FLASH_VERSIONS
-from parallelisms.context.context_plan import kv_head_repeats
+from parallelisms.mesh.context_plan import kv_head_repeats
 from trainer.config.job_config import Config
 from trainer.errors import EXIT_BAD_CONFIG, RankFailedError
 from trainer.hardware.attention_kernels import attention_choices

@@ -12,16 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trainer.checkpoint.initial_checks import validate_initial_weights
-from trainer.checkpoint.initial_tokenizer import validate_initial_tokenizer
-from trainer.checkpoint.run_dir import RunDir, finished_message, keep_packing_version, next_stage
 from trainer.config import checks, summary
 from trainer.config.job_config import Config
 from trainer.config.parse import find_config_file, load, name_flags, parse_arguments, show_path
+from trainer.config.run_spec import RunSpec
+from trainer.config.source import corpus_specs
 from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
 from trainer.data.corpus_files import corpus_problems
-from trainer.data.source import corpus_specs
 from trainer.errors import (
     EXIT_BAD_CONFIG,
     EXIT_DOES_NOT_FIT,
@@ -42,15 +40,17 @@ from trainer.launch.cluster import (
     pluralize,
     set_worker_environment,
 )
+from trainer.launch.initial_checks import validate_initial_weights
+from trainer.launch.initial_tokenizer import validate_initial_tokenizer
 from trainer.launch.predict import write_prediction
 from trainer.launch.restarts import run_with_restarts
 from trainer.memory.auto import Choice, choose_memory_options, describe_choice
 from trainer.memory.estimator import estimate_memory
 from trainer.memory.report import memory_summary, with_overrides
 from trainer.metrics import loggers
-from trainer.resilience import exit_markers
 from trainer.resilience.signals import Interrupted, SignalHandler
-from trainer.run_spec import RunSpec
+from trainer.storage import exit_markers
+from trainer.storage.run_dir import RunDir, finished_message, keep_packing_version, next_stage
 
 TRAIN_SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
 

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer.artifact import write_artifact
 from trainer.config.job_config import Config
 from trainer.config.summary import parallelism_summary, topology, warnings
 from trainer.errors import ConfigError
@@ -21,6 +20,7 @@ from trainer.memory.estimator import estimate_memory
 from trainer.memory.report import memory_summary, out_of_memory_advice
 from trainer.metrics.prediction import Prediction
 from trainer.plan.critical_path import predict_step_time, sequence_cost
+from trainer.storage.artifact import write_artifact
 
 
 def predict(config: Config, world_size: int, *, num_nodes: int) -> Prediction:

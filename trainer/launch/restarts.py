@@ -15,16 +15,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint.memory_folder import Newest
-from trainer.checkpoint.run_dir import RunDir, next_stage
 from trainer.config.job_config import Config, TrainingStage
+from trainer.config.run_spec import RunSpec
 from trainer.config.training_stages import Recipe
 from trainer.errors import CONCLUSIVE_EXIT_CODES, EXIT_FAILURE, EXIT_SUCCESS, START_TIME_ENV, RunError, failure_ending
 from trainer.hardware.host import boot_id, seconds_since_boot
 from trainer.launch.cluster import LaunchWorld
 from trainer.launch.workers import Workers
-from trainer.resilience import exit_markers
 from trainer.resilience.watchdog import summarize_hang
-from trainer.run_spec import RunSpec
+from trainer.storage import exit_markers
+from trainer.storage.run_dir import RunDir, next_stage
 
 MAX_BACKOFF_SECONDS = 300.0
 

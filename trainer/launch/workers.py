@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from trainer.config.run_spec import STORE_SOCKET_ENV
 from trainer.errors import CONCLUSIVE_EXIT_CODES, EXIT_FAILURE, EXIT_SUCCESS, STACK_DUMP_SIGNAL
 from trainer.hardware.host import loopback_environment
 from trainer.launch.cluster import LaunchWorld
 from trainer.resilience.signals import LAUNCHER_PID_ENV, handle_stop_signals, restoring_handlers
-from trainer.run_spec import STORE_SOCKET_ENV
 
 GRACE_SECONDS = 3.0
 """Grace period in which the peers of a failed rank can report their own errors."""

@@ -16,8 +16,8 @@ from typing import ClassVar
 from models.config import ModelConfig
 from models.kernel_choice import kernel_for
 from models.layers import NORMS, LayerKind
-from parallelisms.context.context_plan import ContextPlan
-from parallelisms.context.shard_layout import SeqLayout, TokenSpan, halo_fits, halo_traffic
+from parallelisms.mesh.context_plan import ContextPlan
+from parallelisms.mesh.shard_layout import SeqLayout, TokenSpan, halo_fits, halo_traffic
 from trainer.memory.tensors import (
     DTYPE_BYTES,
     SAVED_ACTIVATIONS,

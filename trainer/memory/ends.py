@@ -125,7 +125,7 @@ def gather_over_tp(rank: RankMemory) -> Tensors:
     """The gather of a residual stream; of several sequences it comes rank by rank, and is copied."""
     gathered = MemoryTensor("gathered residual stream", (rank.tokens, rank.model.dim), rank.compute_dtype)
     return transient(
-        "parallelisms/collectives.py: all_gather_tokens",
+        "parallelisms/mesh/collectives.py: all_gather_tokens",
         "while it runs",
         MemoryTensor("residual stream", (rank.block.local_tokens, rank.model.dim), rank.compute_dtype),
         gathered,

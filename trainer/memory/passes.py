@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from parallelisms.pipeline_plan import PipelinePlan
+from parallelisms.mesh.pipeline_plan import PipelinePlan
 from parallelisms.pipeline_schedules import StreamKey, ticks
 
 

@@ -13,8 +13,8 @@ from math import prod
 from sys import maxsize
 
 from models.layers import LayerKind
-from parallelisms.context.shard_layout import SeqLayout
-from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES
+from parallelisms.mesh.pipeline_plan import SINGLE_STAGE_SCHEDULES
+from parallelisms.mesh.shard_layout import SeqLayout
 from trainer.config.job_config import Config
 from trainer.hardware.attention_choice import with_attention_choice
 from trainer.hardware.host import GIB

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from trainer.checkpoint.durable_io import format_bytes
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.sections import ParallelismSection
 from trainer.config.toml_format import toml_value
 from trainer.hardware.host import GIB
 from trainer.memory.estimator import MemoryEstimate, estimate_memory
+from trainer.storage.durable_io import format_bytes
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 MESH_SAVINGS: dict[str, dict[str, Any]] = {

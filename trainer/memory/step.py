@@ -73,12 +73,12 @@ class StepMemory:
             "workspaces of cuBLAS", (CUBLAS_HANDLES, CUBLAS_WORKSPACE), "uint8", copies=rank.block.kernel != "cpu"
         )
         accumulate, staging = (
-            "trainer/trainer.py: Trainer.accumulate_gradients",
+            "trainer/step/trainer.py: Trainer.accumulate_gradients",
             "trainer/checkpoint/manager.py: CheckpointManager.save",
         )
         return (
-            *tensors("parameters", "trainer/build.py: ParallelModel", RUN, weights, on_host=on_host),
-            *tensors("optimizer state", "trainer/optim/optimizer.py: Optimizer", RUN, moments, on_host=on_host),
+            *tensors("parameters", "trainer/step/build.py: ParallelModel", RUN, weights, on_host=on_host),
+            *tensors("optimizer state", "trainer/step/optimizer.py: Optimizer", RUN, moments, on_host=on_host),
             *tensors(
                 "async-checkpoint staging",
                 staging,

@@ -228,5 +228,5 @@ class WeightMemory:
         )
         is_widened = rank.moment_dtype != rank.master_dtype and not rank.optimizer_on_host
         widened = MemoryTensor("a chunk of both moments", (2, chunk), rank.master_dtype, copies=is_widened)
-        where, when = "trainer/optim/optimizer.py: Optimizer", "while a chunk is updated"
+        where, when = "trainer/step/optimizer.py: Optimizer", "while a chunk is updated"
         return self.shards("gradients", rank.local_numel), tensors(TRANSIENT_ACTIVATIONS, where, when, widened)

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.checkpoint.durable_io import format_bytes
 from trainer.config.job_config import Config
 from trainer.hardware.host import GIB
+from trainer.storage.durable_io import format_bytes
 
 KIBI = 1 << 10
 

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from pydantic import PrivateAttr
 
-from trainer.artifact import Artifact, DamageError, read_artifact
 from trainer.errors import ResumeError
+from trainer.storage.artifact import Artifact, DamageError, read_artifact
 
 log = logging.getLogger("trainer")
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from models.batch import IGNORE_INDEX, Batch
-from parallelisms.collectives import all_reduce, all_reduce_max
-from parallelisms.mesh import Mesh
+from parallelisms.mesh.collectives import all_reduce, all_reduce_max
+from parallelisms.mesh.mesh import Mesh
 from trainer.metrics.loggers import format_tokens
 
 Vector = TypeVar("Vector", Tensor, list[float])

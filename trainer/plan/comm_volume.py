@@ -11,16 +11,14 @@ from math import prod
 from typing import Literal
 
 from models.layers import LayerKind
-from parallelisms.context.context_plan import ContextPlan
+from parallelisms.mesh.context_plan import ContextPlan
+from parallelisms.mesh.message_bytes import MIN_COUNTED_BYTES, sent_bytes
 from trainer.memory.rank import RankMemory, Shapes
 
 Phase = Literal["forward", "backward", "recompute", "step"]
 """`recompute` is recomputation inside the backward pass; `step` is once per step, outside of forward and backward."""
-MESSAGE_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
 HALO = "the halo"
 """The KV that layers with a window exchange."""
-MIN_COUNTED_BYTES = 4096
-"""Messages below this size are sums of a few scalars, whose volume does not grow with the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +26,9 @@ class CommVolume:
     """One kind of communication of a rank in one step."""
 
     channel: str
-    """A channel of `parallelisms.process_groups`, or `world`."""
+    """A channel of `parallelisms.mesh.process_groups`, or `world`."""
     kind: str
-    """One of MESSAGE_KINDS."""
+    """One of `parallelisms.mesh.message_bytes.MESSAGE_KINDS`."""
     phase: Phase
     what: str
     """Description of the payload."""
@@ -38,21 +36,6 @@ class CommVolume:
     """Sent by this rank in the step."""
     calls: float
     """Calls in the step."""
-
-
-def sent_bytes(kind: str, size: float, ranks: int) -> float:
-    """Bytes that a rank sends in one call in a group of `ranks`.
-
-    `size` is the input shard for all_gather, the output shard for reduce_scatter, the whole tensor for all_reduce, the
-    evenly split input for all_to_all, and the message for send. Raises ValueError for any other kind.
-    """
-    if kind not in MESSAGE_KINDS:
-        raise ValueError(f'kind = "{kind}" must be one of {", ".join(MESSAGE_KINDS)}')
-    if kind in ("all_gather", "reduce_scatter"):
-        return size * (ranks - 1)
-    if kind == "all_reduce":
-        return 2 * size * (ranks - 1) / ranks
-    return size * (ranks - 1) / ranks if kind == "all_to_all" else size
 
 
 def comm_volumes(rank: RankMemory) -> list[CommVolume]:

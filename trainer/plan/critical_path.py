@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from parallelisms.pipeline_plan import PipelinePlan
+from parallelisms.mesh.pipeline_plan import PipelinePlan
 from trainer.config.job_config import Config
 from trainer.data.deal import Cost
 from trainer.hardware.device_specs import DeviceSpec

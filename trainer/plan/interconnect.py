@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import lcm
 
-from parallelisms.process_groups import rank_zero_groups
+from parallelisms.mesh.process_groups import rank_zero_groups
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.plan.comm_volume import CommVolume

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallelisms.pipeline_plan import PipelinePlan
+from parallelisms.mesh.pipeline_plan import PipelinePlan
 
 
 def bubble_seconds(plan: PipelinePlan, chunk_seconds: float, *, p2p_seconds: float = 0) -> float:

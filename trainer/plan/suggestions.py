@@ -8,8 +8,8 @@ from operator import attrgetter
 from typing import Any
 
 from models.kernel_choice import FLASH_VERSIONS
-from parallelisms.context.context_plan import CP_METHODS
-from parallelisms.parallel_dims import AXES
+from parallelisms.mesh.context_plan import CP_METHODS
+from parallelisms.mesh.parallel_dims import AXES
 from trainer.config.job_config import Config
 from trainer.hardware.attention_choice import attention_problems
 from trainer.hardware.device_specs import DeviceSpec

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf
 from signal import Signals
 
-from parallelisms.collectives import max_over_ranks
+from parallelisms.mesh.collectives import max_over_ranks
 from trainer.config.job_config import Config
 from trainer.errors import START_TIME_ENV
 from trainer.hardware.host import boot_id, seconds_since_boot

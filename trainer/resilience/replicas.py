@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from parallelisms.collectives import all_gather_values, num_replicas, to_local
+from parallelisms.mesh.collectives import all_gather_values, num_replicas, to_local
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from parallelisms.parallel_dims import AXES
+from parallelisms.mesh.parallel_dims import AXES
 
 ConfigValues = dict[str, Any]
 

@@ -16,23 +16,23 @@ from models.hf_config import read_model
 from models.hf_tensors import stored_tensors
 from models.loss_head import LossHead
 from models.transformer import Transformer
-from parallelisms.collectives import to_local
 from parallelisms.init_weights import local_ranges
-from trainer.build import ParallelModel
+from parallelisms.mesh.collectives import to_local
+from trainer.checkpoint.export_weights import export_weights
 from trainer.checkpoint.initial_weights import find_checkpoint
 from trainer.checkpoint.load import MODEL_PREFIX, load_tensors
 from trainer.checkpoint.rank_sync import run_on_rank_zero
-from trainer.checkpoint.run_dir import RunDir
 from trainer.config.training_stages import Recipe
 from trainer.errors import RunFailedError
 from trainer.evaluation import needle, perplexity
-from trainer.evaluation.validation import evaluate_set
-from trainer.export.checkpoint_cli import ResolvedCheckpoint, load_weights
-from trainer.export.export_weights import export_weights
+from trainer.evaluation.load_checkpoint import ResolvedCheckpoint, load_weights
 from trainer.generate import load_model, sample_token
 from trainer.hf import export
+from trainer.run.validation import evaluate_set
 from trainer.selfcheck.launches import EXPORT, Launch
-from trainer.trainer import Trainer
+from trainer.step.build import ParallelModel
+from trainer.step.trainer import Trainer
+from trainer.storage.run_dir import RunDir
 
 NextLogits = Callable[[Sequence[int]], Tensor]
 """[V] of the token after these."""

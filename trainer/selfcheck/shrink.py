@@ -18,9 +18,9 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.rope_config import RopeConfig
-from parallelisms.context.context_plan import ContextPlan
-from parallelisms.parallel_dims import AXES
-from parallelisms.pipeline_plan import PipelinePlan
+from parallelisms.mesh.context_plan import ContextPlan
+from parallelisms.mesh.parallel_dims import AXES
+from parallelisms.mesh.pipeline_plan import PipelinePlan
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import deep_merge

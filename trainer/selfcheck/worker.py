@@ -14,23 +14,23 @@ from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from models.config import ModelConfig
-from parallelisms.collectives import full_tensor, to_local
 from parallelisms.init_weights import local_ranges
-from trainer.checkpoint.initial_checks import validate_initial_weights
-from trainer.checkpoint.initial_tokenizer import validate_initial_tokenizer
+from parallelisms.mesh.collectives import full_tensor, to_local
 from trainer.checkpoint.load import MODEL_PREFIX
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.run_dir import RunDir
 from trainer.data.datasets import build_train_dataset, build_validation_sets
 from trainer.data.prepare import prepare_datasets
-from trainer.distributed import World, destroy_process_group, init_single_host
 from trainer.errors import RunFailedError
-from trainer.evaluation.validation import Validator
-from trainer.optim.routers import router_metrics
+from trainer.launch.initial_checks import validate_initial_weights
+from trainer.launch.initial_tokenizer import validate_initial_tokenizer
+from trainer.run.validation import Validator
 from trainer.selfcheck.comparison import StepDifference
 from trainer.selfcheck.finish import finish, round_experts
 from trainer.selfcheck.launches import Launch, state_path
-from trainer.trainer import StepResult, Trainer
+from trainer.step.distributed import World, destroy_process_group, init_single_host
+from trainer.step.routers import router_metrics
+from trainer.step.trainer import StepResult, Trainer
+from trainer.storage.run_dir import RunDir
 
 NamedTensors = dict[str, Tensor]
 ROUNDED = 1e-5

@@ -12,17 +12,17 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainer.artifact import Artifact, DamageError, open_regular, parse_object, read_artifact, write_artifact
-from trainer.checkpoint.run_dir import RunDir
 from trainer.commands import format_table
 from trainer.config.migrations import Migration
 from trainer.config.training_stages import Recipe
 from trainer.errors import ResumeError
 from trainer.metrics.loggers import format_duration
-from trainer.resilience import exit_markers
 from trainer.slurm import scheduler
 from trainer.slurm.scheduler import JobState, SlurmError
 from trainer.slurm.script import log_path
+from trainer.storage import exit_markers
+from trainer.storage.artifact import Artifact, DamageError, open_regular, parse_object, read_artifact, write_artifact
+from trainer.storage.run_dir import RunDir
 
 log = logging.getLogger("trainer")
 

@@ -19,13 +19,13 @@ from pathlib import Path
 from types import FrameType
 
 from trainer.commands import OVERRIDES_HELP, CommandParser, run_command
+from trainer.config.run_spec import RunSpec
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_SUCCESS
 from trainer.launch.cluster import LaunchWorld, set_worker_environment
 from trainer.launch.launcher import TRAIN_SCRIPT, format_problems, load_and_validate, prepare_run
 from trainer.launch.workers import exit_status, report_failed_rank
 from trainer.metrics import loggers
 from trainer.resilience.signals import LAUNCHER_PID_ENV, SignalHandler
-from trainer.run_spec import RunSpec
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 

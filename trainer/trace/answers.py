@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from models.files import read_regular
-from trainer.checkpoint.durable_io import write_atomic
 from trainer.config.job_config import Config
 from trainer.memory.tensors import MemoryEstimate, MemoryTensor
+from trainer.storage.durable_io import write_atomic
 from trainer.trace.pieces import Arrival, AttentionKey, Departure, Piece, Place, ProductKey, Work
 from trainer.trace.rank_step import RankStep, rank_step
 

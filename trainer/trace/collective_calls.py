@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallelisms.collectives import resolve_process_group
+from parallelisms.mesh.collectives import resolve_process_group
 
 CollectiveCall = tuple[str, float, ProcessGroup]
 """(kind, size as in `sent_bytes`, group)."""
@@ -42,6 +42,6 @@ COLLECTIVES: dict[str, Any] = {
 
 
 def channel_of(group: ProcessGroup) -> str:
-    """`parallelisms.mesh` puts the channel first in a group's description."""
+    """`parallelisms.mesh.mesh` puts the channel first in a group's description."""
     description = group.group_desc
     return "world" if description in ("", "default_pg") else description.split()[0]

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from models.transformer import TransformerBlock, default_block_forward
-from parallelisms.collectives import to_local
+from parallelisms.mesh.collectives import to_local
 from trainer.trace.operators import OpCounterMode
 from trainer.trace.traffic import nbytes, tensors_of
 
@@ -116,7 +116,7 @@ def compiled_with(counter: OpCounterMode) -> Iterator[None]:
         block.forward_fn = lambda block, *inputs: run_block(block, _local_parameters(block), *inputs)
 
     with (
-        patch("trainer.build.compiler", lambda: compile_piece),
+        patch("trainer.step.build.compiler", lambda: compile_piece),
         patch.object(TransformerBlock, "compile", compile_block),
     ):
         yield

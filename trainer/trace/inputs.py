@@ -21,8 +21,8 @@ from models.dispatch import Rows, padded_rows, sort_by_expert
 from models.dtypes import accumulation_dtype
 from models.row_groups import RowGroups, RowPlaces
 from parallelisms.expert_parallel import RankDispatcher
+from trainer.step.trainer import Trainer
 from trainer.trace.operators import OpCounterMode
-from trainer.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.plan.comm_volume import MIN_COUNTED_BYTES, sent_bytes
+from parallelisms.mesh.message_bytes import MIN_COUNTED_BYTES, sent_bytes
 from trainer.trace.attention_calls import attention_call
 from trainer.trace.collective_calls import COLLECTIVES, channel_of
 from trainer.trace.fake_kernels import FakeKernels

@@ -15,8 +15,8 @@ from trainer.trace.pieces import OPTIMIZER, Piece, Trace
 from trainer.trace.shorten import ShortStep
 
 SOURCES = {
-    "parameters": "trainer/build.py: ParallelModel",
-    "optimizer state": "trainer/optim/optimizer.py: Optimizer",
+    "parameters": "trainer/step/build.py: ParallelModel",
+    "optimizer state": "trainer/step/optimizer.py: Optimizer",
     "async-checkpoint staging": "trainer/checkpoint/manager.py: CheckpointManager.save",
     "in-memory checkpoints": "trainer/checkpoint/in_memory.py: InMemoryCheckpoints",
 }

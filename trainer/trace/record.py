@@ -20,12 +20,13 @@ from models.config import ModelConfig
 from models.kernel_choice import FLASH_VERSIONS
 from models.transformer import Transformer
 from parallelisms.activation_offload import MAX_PENDING_OFFLOADS
-from parallelisms.collectives import to_local
+from parallelisms.mesh.collectives import to_local
 from trainer.config.job_config import Config
 from trainer.config.model import ModelSection
 from trainer.data.sequences import BlendedDataset
-from trainer.distributed import World
 from trainer.hardware.host import GIB
+from trainer.step.distributed import World
+from trainer.step.trainer import Trainer
 from trainer.trace.compiled import compiled_with
 from trainer.trace.compose import ComposedStep, compose
 from trainer.trace.errors import UntraceableError
@@ -36,7 +37,6 @@ from trainer.trace.operators import OpCounterMode, dtype_name, fake_process_grou
 from trainer.trace.pieces import BEGIN, OPTIMIZER, Place, State, Trace, renumbered
 from trainer.trace.recorder import PieceRecorder, mark_pieces, recorded_messages, recorded_offload
 from trainer.trace.shorten import ShortStep
-from trainer.trainer import Trainer
 
 
 class NoData:

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from models.transformer import Transformer
 from parallelisms.activation_offload import HostActivationPool, SavedKind
-from parallelisms.collectives import AsyncHandle
+from parallelisms.mesh.collectives import AsyncHandle
 from parallelisms.pipeline import Pipeline, Stage
 from parallelisms.pipeline_schedules import Action, Message
+from trainer.step.trainer import Trainer
 from trainer.trace.operators import OpCounterMode, StorageTracker
 from trainer.trace.pieces import FINISH, Allocation, Arrival, Departure, Free, MessageKey, Piece, Place, Work
 from trainer.trace.shorten import ACTIONS, message_places
-from trainer.trainer import Trainer
 
 Start = Callable[[Place], None]
 """Ends the latest piece and starts another."""

@@ -13,7 +13,7 @@ from itertools import groupby
 
 from models.config import ALIKE_OPTIONS, ModelConfig
 from models.layers import LayerKind
-from parallelisms.pipeline_plan import PipelinePlan
+from parallelisms.mesh.pipeline_plan import PipelinePlan
 from parallelisms.pipeline_schedules import ActionKind, Message, ticks
 from trainer.config.job_config import Config
 from trainer.hardware.host import GIB

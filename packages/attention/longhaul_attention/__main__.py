@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from longhaul_attention import ContextParallel, register_transformers
 from longhaul_attention.evaluation import beginning, finds, hide_number, token_scores
-from parallelisms.context.context_plan import CP_METHODS
+from parallelisms.mesh.context_plan import CP_METHODS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

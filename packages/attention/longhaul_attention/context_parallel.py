@@ -23,7 +23,7 @@ from longhaul_attention.kernel_start import verify_once
 from longhaul_attention.sdpa import ScaledDotProductAttention
 from models.batch import IGNORE_INDEX, require_boundaries
 from parallelisms.context import context_parallel
-from parallelisms.context.context_plan import ContextPlan
+from parallelisms.mesh.context_plan import ContextPlan
 
 REMEMBERED_DEALS = 64
 """How many different documents of tensors of one length are remembered; with more, they are not compared."""

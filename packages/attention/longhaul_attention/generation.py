@@ -27,7 +27,7 @@ from models import attention_op
 from models.online_softmax import OnlineSoftmax, add_sink
 from models.ranges import concatenated_ranges
 from models.score_blocks import FULL, ScoreBlocks, block_rows
-from parallelisms import collectives
+from parallelisms.mesh import collectives
 
 GROWTH = 256
 """Tokens for which a buffer gets room at once."""

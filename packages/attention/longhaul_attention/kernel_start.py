@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from models import kernel_check, kernels
-from parallelisms.context.context_plan import kv_head_repeats
+from parallelisms.mesh.context_plan import kv_head_repeats
 
 _verified = set[tuple[object, ...]]()
 

@@ -29,30 +29,30 @@ from parallelisms.block_recompute import eager
 from tests.config.wiring import runs
 from tests.config.wiring.cases import Task
 from tests.plan.counted_steps import OPERATORS
-from trainer.checkpoint.initial_checks import validate_initial_weights
-from trainer.checkpoint.run_dir import RunDir
 from trainer.config.checks import problems
 from trainer.config.job_config import Config
+from trainer.config.run_spec import RunSpec
 from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
 from trainer.data.datasets import build_train_dataset, build_validation_sets
 from trainer.data.prepare import prepare_datasets
-from trainer.distributed import World, resolve_auto_memory
 from trainer.errors import START_TIME_ENV, ConfigError, RunError
-from trainer.evaluation.validation import Validator
 from trainer.hardware.device import choose_attention_kernel
 from trainer.hardware.host import boot_id
 from trainer.launch.cluster import LaunchWorld
+from trainer.launch.initial_checks import validate_initial_weights
 from trainer.launch.restarts import run_with_restarts
 from trainer.launch.workers import Workers
-from trainer.metrics.metrics import MetricsProcessor
 from trainer.metrics.profiler import Profilers
 from trainer.plan.__main__ import main as plan_main
 from trainer.resilience.anomalies import LossSpikeError
 from trainer.resilience.preemption import job_deadline
-from trainer.run_spec import RunSpec
+from trainer.run.metrics import MetricsProcessor
+from trainer.run.validation import Validator
 from trainer.slurm.script import render
-from trainer.trainer import Trainer
+from trainer.step.distributed import World, resolve_auto_memory
+from trainer.step.trainer import Trainer
+from trainer.storage.run_dir import RunDir
 
 CPU = torch.device("cpu")
 

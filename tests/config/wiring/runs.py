@@ -18,8 +18,8 @@ from torch import Tensor, distributed
 
 import train
 from tests.system.runs import lines
-from trainer import train_loop
 from trainer.checkpoint import in_memory, manager, save
+from trainer.config.run_spec import RunSpec
 from trainer.config.training_stages import Recipe
 from trainer.data.prepare import prepare_datasets
 from trainer.metrics import loggers
@@ -27,7 +27,7 @@ from trainer.resilience import replicas
 from trainer.resilience.replicas import DriftedRank
 from trainer.resilience.signals import SignalHandler
 from trainer.resilience.watchdog import Watchdog
-from trainer.run_spec import RunSpec
+from trainer.run import train_loop
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelisms.context.context_parallel import ContextParallel
-from parallelisms.context.context_plan import ContextPlan
+from parallelisms.mesh.context_plan import ContextPlan
 
 OWN_OPTIONS = ("reduce_dtype", "kernel", "causal", "window", "softcap", "dropout")
 

@@ -23,9 +23,9 @@ from models.transformer import Transformer
 from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.block_recompute import Tiling, compiler
-from parallelisms.collectives import all_reduce
 from parallelisms.context import ring, ulysses
 from parallelisms.context.context_parallel import ContextParallel
+from parallelisms.mesh.collectives import all_reduce
 from parallelisms.parallelize import set_attention_core
 from tests.models.dense_attention import dense, inputs, run
 from tests.models.small_models import SMALL, gradients, packed, small_model, starts

@@ -18,7 +18,7 @@ from models.batch import NUM_RECENT
 from models.score_blocks import ScoreBlock
 from parallelisms.context.attention_plan import RankAttentionPlan, rank_attention_plan
 from parallelisms.context.batch_layout import BatchLayout
-from parallelisms.context.context_plan import ShardLayout
+from parallelisms.mesh.context_plan import ShardLayout
 from tests.parallelisms.context.documents import (
     DISTRIBUTIONS,
     Distribution,

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from parallelisms.collectives import all_reduce
 from parallelisms.context.context_parallel import ContextParallel
-from parallelisms.context.context_plan import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
+from parallelisms.mesh.collectives import all_reduce
+from parallelisms.mesh.context_plan import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
 from tests.models.dense_attention import dense, inputs, run
 from tests.models.small_models import starts
 from tests.parallelisms.context.cores import build_core

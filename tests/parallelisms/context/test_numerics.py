@@ -20,8 +20,8 @@ from parallelisms.context import ring
 from parallelisms.context.attention_plan import RankAttentionPlan
 from parallelisms.context.batch_layout import BatchLayout
 from parallelisms.context.context_parallel import ContextParallel
-from parallelisms.context.context_plan import LAYOUTS_BY_ROTATE_METHOD, RotateMethod
 from parallelisms.context.ring import AllGather, KVExchange, Ring
+from parallelisms.mesh.context_plan import LAYOUTS_BY_ROTATE_METHOD, RotateMethod
 from tests.models.dense_attention import dense, inputs, run
 from tests.models.small_models import starts
 from tests.ranks import run_ranks

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from models.batch import IGNORE_INDEX, Batch
 from models.ranges import concatenated_ranges
 from parallelisms.context.context_parallel import ContextParallel
-from parallelisms.context.context_plan import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
+from parallelisms.mesh.context_plan import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
 from tests.models.small_models import packed, starts
 from tests.parallelisms.context.cores import build_core
 from tests.parallelisms.context.documents import small

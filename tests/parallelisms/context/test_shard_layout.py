@@ -13,8 +13,8 @@ import torch
 from models.batch import IGNORE_INDEX
 from parallelisms.context.attention_plan import RankAttentionPlan
 from parallelisms.context.batch_layout import BatchLayout
-from parallelisms.context.context_plan import ShardLayout
-from parallelisms.context.shard_layout import SeqLayout
+from parallelisms.mesh.context_plan import ShardLayout
+from parallelisms.mesh.shard_layout import SeqLayout
 from tests.parallelisms.context.documents import (
     DISTRIBUTIONS,
     Distribution,

@@ -16,10 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar
 
-from trainer.artifact import Artifact, DamageError, read_artifact, write_artifact
-from trainer.checkpoint.durable_io import fsync_path
 from trainer.config import checks
 from trainer.config.job_config import Config
+from trainer.config.source import CorpusSpec, corpus_specs
 from trainer.data.corpus import Corpus
 from trainer.data.corpus_files import escaped
 from trainer.data.own_files import META_FILENAME, RECORDS_FOLDER, is_token_dataset
@@ -27,7 +26,6 @@ from trainer.data.prepare.reading import describe_counts, describe_left_out, des
 from trainer.data.prepare.tokenize import TokenizeJob, tokenize_partitions
 from trainer.data.progress import progress
 from trainer.data.shard_writer import document_separators
-from trainer.data.source import CorpusSpec, corpus_specs
 from trainer.data.token_dataset import (
     BLOCK_BYTES,
     PartitionResult,
@@ -39,6 +37,8 @@ from trainer.data.token_dataset import (
 from trainer.data.tokenizer import Tokenizer, open_tokenizer
 from trainer.data.vocabulary import text_vocab_size
 from trainer.errors import DataError, ResumeError
+from trainer.storage.artifact import Artifact, DamageError, read_artifact, write_artifact
+from trainer.storage.durable_io import fsync_path
 
 log = logging.getLogger(__name__)
 

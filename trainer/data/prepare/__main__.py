@@ -14,11 +14,11 @@ from trainer.commands import OVERRIDES_HELP, CommandParser, integer, run_command
 from trainer.config import checks
 from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, HF_PREFIX, PACKING_VERSION, STDLIB_CORPUS
 from trainer.config.parse import load
+from trainer.config.source import CorpusSpec, corpus_spec, corpus_specs
 from trainer.config.training_stages import Recipe
 from trainer.data.corpus_files import corpus_problems
 from trainer.data.own_files import is_token_dataset
 from trainer.data.prepare import describe_prepared, prepare
-from trainer.data.source import CorpusSpec, corpus_spec, corpus_specs
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import open_tokenizer
 from trainer.errors import ConfigError, CorpusRefusedError

@@ -17,17 +17,17 @@ from pathlib import Path
 
 import torch
 
-from trainer.artifact import DamageError, read_artifact, write_artifact
+from trainer.config.source import CorpusSpec
 from trainer.data.contents import full_suffix
 from trainer.data.corpus_files import escaped
 from trainer.data.formats import BadText, InputSplit, Text, read_texts
 from trainer.data.own_files import RECORDS_FOLDER
 from trainer.data.shard_writer import ShardWriter
-from trainer.data.source import CorpusSpec
 from trainer.data.text_chunks import EncodingError
 from trainer.data.token_dataset import DTYPES, PartitionResult, TextCounts, token_dtype
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import EXIT_FAILURE, DataError, RankFailedError, ResumeError
+from trainer.storage.artifact import DamageError, read_artifact, write_artifact
 
 REPORT_BYTES = 1 << 20  # bytes of text between two progress reports
 MAX_LISTED_PROBLEMS = 20  # per partition

@@ -11,10 +11,10 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from trainer.artifact import DamageError
-from trainer.checkpoint.durable_io import fsync_path, write_and_fsync
-from trainer.checkpoint.manifest import read_validated
 from trainer.errors import ResumeError, RunFailedError
+from trainer.storage.artifact import DamageError
+from trainer.storage.durable_io import fsync_path, write_and_fsync
+from trainer.storage.manifest import read_validated
 
 PIN_FILE, REASON_FILE = "pinned", "reason"
 StepsAndFolders = Sequence[tuple[int, Path]]

@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from models.batch import Batch
-from trainer.build import ParallelModel
 from trainer.data.holdout import ValidationSet
 from trainer.data.sequences import BlendedDataset
 from trainer.hardware.device import AsyncHostCopy
 from trainer.metrics.loggers import format_or_dash
 from trainer.metrics.step_metrics import MetricAccumulator, finite_or_none, position_bucket_names, safe_divide
-from trainer.trainer import Trainer
+from trainer.step.build import ParallelModel
+from trainer.step.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import distributed
 
-from parallelisms.collectives import all_gather_values, max_over_ranks
-from trainer.checkpoint.run_dir import flatten_config, is_source_path
+from parallelisms.mesh.collectives import all_gather_values, max_over_ranks
 from trainer.config.job_config import Config
+from trainer.config.run_spec import STORE_SOCKET_ENV
 from trainer.config.sections import DistributedSection
 from trainer.errors import ConfigError, RunFailedError
 from trainer.hardware.device import bind_to_numa_node, choose_device
 from trainer.hardware.host import GIB, loopback_environment, node_memory_bytes
-from trainer.resilience.exit_markers import ATTEMPT_VARIABLE
-from trainer.run_spec import STORE_SOCKET_ENV
+from trainer.storage.exit_markers import ATTEMPT_VARIABLE
+from trainer.storage.run_dir import flatten_config, is_source_path
 
 log = logging.getLogger("trainer")
 

@@ -7,12 +7,12 @@ import time
 
 import torch
 
-from parallelisms.collectives import all_gather_values
 from parallelisms.gradient_check import verify_code_generation
-from trainer.build import require_right_gradients
+from parallelisms.mesh.collectives import all_gather_values
 from trainer.config.job_config import Config
-from trainer.distributed import World
 from trainer.errors import RankFailedError
+from trainer.step.build import require_right_gradients
+from trainer.step.distributed import World
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from models.hf_config import config_remarks, model_config_from_hf
 from models.hf_config_write import config_differences
 from models.layers import LayerKind
 from models.rope_config import RopeConfig
-from trainer.checkpoint import manifest
 from trainer.checkpoint.initial_weights import is_hugging_face, is_text_only, resolve_initial_path
-from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
 from trainer.errors import ConfigError, ResumeError
+from trainer.storage import manifest
+from trainer.storage.run_dir import RunDir
 
 log = logging.getLogger("trainer")
 

@@ -21,9 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from models import files
 from trainer import __version__
-from trainer.checkpoint.durable_io import write_atomic
 from trainer.config.migrations import Migration, apply_migrations
 from trainer.errors import ResumeError
+from trainer.storage.durable_io import write_atomic
 
 HEADER_BYTES = 4096
 """A page, so that what follows can be mapped into memory."""

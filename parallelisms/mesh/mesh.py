@@ -21,9 +21,9 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelisms.collectives import max_over_ranks
-from parallelisms.parallel_dims import AXES
-from parallelisms.process_groups import coordinate, format_ranks, process_group_ranks, rank_groups
+from parallelisms.mesh.collectives import max_over_ranks
+from parallelisms.mesh.parallel_dims import AXES
+from parallelisms.mesh.process_groups import coordinate, format_ranks, process_group_ranks, rank_groups
 
 WEIGHT_DIMS = ("pp", "dp_replicate", "fsdp", "tp")
 EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep", "tp")

@@ -24,16 +24,16 @@ from parallelisms.block_recompute import Tiling, compiler, eager
 from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.gradient_check import verify_gradients
 from parallelisms.init_weights import initialize
-from parallelisms.mesh import Mesh
+from parallelisms.mesh.mesh import Mesh
+from parallelisms.mesh.pipeline_plan import PipelinePlan
 from parallelisms.parallelize import parallelize
 from parallelisms.pipeline import Pipeline, pipeline_forward
-from parallelisms.pipeline_plan import PipelinePlan
 from trainer.config.job_config import Config
 from trainer.data.sequences import FullSequence, SequenceShard
-from trainer.distributed import World
 from trainer.errors import EXIT_BAD_CONFIG, RankFailedError
 from trainer.hardware.device import choose_attention_kernel, require_peer_access
 from trainer.hardware.host import GIB
+from trainer.step.distributed import World
 
 EvaluationCallback = Callable[[Tensor, Tensor, Batch], None]
 """Receives the losses [B, S] of a batch, and 1 where the target was the most likely token, else 0."""

@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from models.config import ModelConfig
 from models.layers import LayerKind
-from trainer.artifact import Artifact, DamageError, parse_object
 from trainer.config.migrations import STATE_MIGRATIONS, Migration, migrate
 from trainer.errors import ConfigError, ResumeError
+from trainer.storage.artifact import Artifact, DamageError, parse_object
 
 STATE_FILE = "state.json"
 

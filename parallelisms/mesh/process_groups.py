@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from parallelisms.context.context_plan import ContextPlan
-from parallelisms.parallel_dims import AXES
+from parallelisms.mesh.context_plan import ContextPlan
+from parallelisms.mesh.parallel_dims import AXES
 
 MAX_SHOWN_GROUPS = 4
 

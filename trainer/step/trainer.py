@@ -17,20 +17,20 @@ from torch import Tensor
 
 from models.batch import Batch
 from models.moe import router_statistics
-from parallelisms.collectives import all_reduce
 from parallelisms.fsdp import fsdp_modules
-from trainer.build import ParallelModel, build_pipeline
+from parallelisms.mesh.collectives import all_reduce
 from trainer.config.job_config import Config, TrainingStage
 from trainer.data.loader import MicroBatchLoader
 from trainer.data.sequences import BlendedDataset
-from trainer.distributed import World
 from trainer.errors import RunFailedError
 from trainer.hardware.device import AsyncHostCopy, Stopwatch
 from trainer.metrics.step_metrics import MetricAccumulator, MetricLayout, safe_divide
-from trainer.optim.lr_schedule import learning_rate
-from trainer.optim.optimizer import Optimizer
-from trainer.optim.routers import Routers, expert_layers
 from trainer.resilience.anomalies import Goodput, LossSpikeDetector
+from trainer.step.build import ParallelModel, build_pipeline
+from trainer.step.distributed import World
+from trainer.step.lr_schedule import learning_rate
+from trainer.step.optimizer import Optimizer
+from trainer.step.routers import Routers, expert_layers
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class StepMetrics:
     tokens_by_source: list[float]
     """Since the run began."""
     router_sums: list[float]
-    """Statistics of every router; see `trainer.optim.routers`."""
+    """Statistics of every router; see `trainer.step.routers`."""
     targets: float
 
 

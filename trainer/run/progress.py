@@ -25,7 +25,7 @@ from torch import Tensor
 
 from models.linear import identity
 from trainer.metrics.loggers import format_duration
-from trainer.trainer import StepResult, Trainer
+from trainer.step.trainer import StepResult, Trainer
 
 log = logging.getLogger(__name__)
 

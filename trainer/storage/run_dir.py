@@ -22,17 +22,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.artifact import DamageError, open_regular, parse_object
-from trainer.checkpoint import manifest
-from trainer.checkpoint.durable_io import LineAppender, write_atomic
-from trainer.checkpoint.retention import list_quarantined
-from trainer.checkpoint.train_state import StagePosition, TrainState, flatten, flatten_model
 from trainer.config.data import PACKING_VERSION
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError, RunError, UnreadableError
 from trainer.errors import ResumeError as ResumeError
+from trainer.storage import manifest
+from trainer.storage.artifact import DamageError, open_regular, parse_object
+from trainer.storage.durable_io import LineAppender, write_atomic
+from trainer.storage.retention import list_quarantined
+from trainer.storage.train_state import StagePosition, TrainState, flatten, flatten_model
 
 log = logging.getLogger("trainer")
 

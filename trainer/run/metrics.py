@@ -16,23 +16,23 @@ from socket import gethostname
 from typing import Any
 
 from models import kernel_choice
-from parallelisms.collectives import all_gather_values, max_over_ranks
+from parallelisms.mesh.collectives import all_gather_values, max_over_ranks
 from trainer.checkpoint.background_save import Save
-from trainer.checkpoint.durable_io import LineAppender, format_bytes
-from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
 from trainer.data.deal import Cost
 from trainer.errors import DivergedError
-from trainer.evaluation.validation import ValidationResult, format_validation
 from trainer.hardware.device import ComputeProbe, peak_device_memory, peak_flops, peak_host_memory
 from trainer.hardware.host import GIB
 from trainer.metrics.loggers import ConsoleLogger, Record, TensorBoardLogger, format_losses, format_or_dash
 from trainer.metrics.prediction import read_prediction
 from trainer.metrics.step_metrics import finite_or_none, position_bucket_names
-from trainer.optim.routers import expert_layers, router_metrics
 from trainer.resilience.anomalies import MAX_ROLLBACKS, CollapseDetector, LossSpikeError, StragglerDetector
 from trainer.resilience.replicas import DriftedRank
-from trainer.trainer import StepMetrics, StepResult, Trainer
+from trainer.run.validation import ValidationResult, format_validation
+from trainer.step.routers import expert_layers, router_metrics
+from trainer.step.trainer import StepMetrics, StepResult, Trainer
+from trainer.storage.durable_io import LineAppender, format_bytes
+from trainer.storage.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 

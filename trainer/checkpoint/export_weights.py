@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import manifest
-from trainer.checkpoint.durable_io import atomic_folder, write_and_fsync
 from trainer.checkpoint.load import MODEL_PREFIX, CheckpointReader
-from trainer.checkpoint.train_state import STATE_FILE
+from trainer.storage import manifest
+from trainer.storage.durable_io import atomic_folder, write_and_fsync
+from trainer.storage.train_state import STATE_FILE
 
 COPY_CHUNK_BYTES = 1 << 24
 

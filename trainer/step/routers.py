@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from models.config import ModelConfig
 from models.moe import MixtureOfExperts, router_statistics
 from models.transformer import Transformer
-from parallelisms.collectives import all_reduce
+from parallelisms.mesh.collectives import all_reduce
 from trainer.config.sections import TrainingSection
 
 

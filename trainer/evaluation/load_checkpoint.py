@@ -11,19 +11,19 @@ from pathlib import Path
 
 import torch
 
-from trainer.build import ParallelModel
-from trainer.checkpoint import manifest
 from trainer.checkpoint.initial_weights import find_checkpoint
 from trainer.checkpoint.load import MODEL_PREFIX, CheckpointReader, load_tensors, require_matching_tensors
-from trainer.checkpoint.run_dir import ResumeError, RunDir, find_checkpoints
 from trainer.commands import CommandParser, run_command
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import COMMAND_LINE, ConfigSource, deep_merge, load, merge_sources, parse_arguments
 from trainer.config.training_stages import Recipe
-from trainer.distributed import World, process_group, rank_from_environment
 from trainer.errors import ConfigError
 from trainer.metrics import loggers
+from trainer.step.build import ParallelModel
+from trainer.step.distributed import World, process_group, rank_from_environment
+from trainer.storage import manifest
+from trainer.storage.run_dir import ResumeError, RunDir, find_checkpoints
 
 log = logging.getLogger("trainer")
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import ClassVar, Literal, NamedTuple
 
-from trainer.artifact import Artifact, DamageError, read_artifact, seal
-from trainer.checkpoint.durable_io import write_and_fsync
 from trainer.errors import ResumeError, RunFailedError, RunFolderHeldElsewhereError, RunFolderInUseError
 from trainer.hardware.host import boot_id
+from trainer.storage.artifact import Artifact, DamageError, read_artifact, seal
+from trainer.storage.durable_io import write_and_fsync
 
 log = logging.getLogger("trainer")
 

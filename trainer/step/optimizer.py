@@ -21,7 +21,7 @@ from torch.profiler import record_function
 
 from models.device_paths import runs_as_on_gpu
 from models.linear import identity
-from parallelisms.collectives import num_replicas, to_local
+from parallelisms.mesh.collectives import num_replicas, to_local
 from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS, OptimizerSection
 from trainer.errors import EXIT_NO_RETRY, RankFailedError
 

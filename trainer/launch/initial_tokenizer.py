@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.initial_weights import is_hugging_face, resolve_initial_path
-from trainer.checkpoint.run_dir import RunDir
 from trainer.config.checks import require_vocab_size, tokenizer_problems
 from trainer.config.data import tokenizer_folder
 from trainer.config.job_config import BYTE_VOCAB_SIZE, Config
 from trainer.errors import ConfigError, DataError
+from trainer.storage.run_dir import RunDir
 
 if TYPE_CHECKING:
     from trainer.data.tokenizer import Tokenizer
@@ -41,9 +41,9 @@ def validate_initial_tokenizer(config: Config) -> None:
 
 
 def _differences(config: Config, folder: Path) -> Iterator[str]:
+    from trainer.data.hf_tokenizer import detect_tokenizer
     from trainer.data.tokenizer import load_tokenizer, open_tokenizer
     from trainer.data.vocabulary import text_vocab_size
-    from trainer.export.hf_tokenizer import detect_tokenizer
 
     detected = detect_tokenizer(folder)
     kind, path = config.tokenizer.kind, config.tokenizer.path

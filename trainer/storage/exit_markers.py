@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from trainer.artifact import Artifact, DamageError, parse_object, read_artifact, write_artifact
-from trainer.checkpoint.durable_io import fsync_path
 from trainer.errors import ENDINGS, ResumeError
+from trainer.storage.artifact import Artifact, DamageError, parse_object, read_artifact, write_artifact
+from trainer.storage.durable_io import fsync_path
 
 EXIT_MARKERS = tuple(dict.fromkeys(ending.marker for ending in ENDINGS))
 MAX_TIME = 1e11  # seconds: the year 5138

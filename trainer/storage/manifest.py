@@ -13,10 +13,10 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field, field_validator
 
-from trainer.artifact import MAX_JSON_BYTES, Artifact, DamageError, read_regular, seal, unseal
-from trainer.checkpoint.durable_io import write_and_fsync
-from trainer.checkpoint.train_state import STATE_FILE, TrainState, config_of
 from trainer.errors import ResumeError, RunFailedError, UnreadableError
+from trainer.storage.artifact import MAX_JSON_BYTES, Artifact, DamageError, read_regular, seal, unseal
+from trainer.storage.durable_io import write_and_fsync
+from trainer.storage.train_state import STATE_FILE, TrainState, config_of
 
 A = TypeVar("A", bound=Artifact)
 T = TypeVar("T")

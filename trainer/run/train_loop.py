@@ -9,25 +9,25 @@ from contextlib import closing
 
 import torch
 
-from trainer.build import require_right_gradients
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.memory_folder import Newest
-from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config, TrainingStage
 from trainer.data.holdout import ValidationSet
 from trainer.data.sequences import BlendedDataset
-from trainer.distributed import World
 from trainer.errors import EXIT_FAILURE, EXIT_NO_RETRY, DataError, RankFailedError, RunFailedError
-from trainer.evaluation.validation import Validator
-from trainer.metrics.metrics import MetricsProcessor
 from trainer.metrics.prediction import read_prediction
 from trainer.metrics.profiler import Profilers
-from trainer.metrics.progress import ProgressReporter
 from trainer.resilience.anomalies import LossSpikeError
 from trainer.resilience.preemption import Preemption
 from trainer.resilience.replicas import find_drifted_ranks
 from trainer.resilience.watchdog import Watchdog
-from trainer.trainer import StepResult, Trainer
+from trainer.run.metrics import MetricsProcessor
+from trainer.run.progress import ProgressReporter
+from trainer.run.validation import Validator
+from trainer.step.build import require_right_gradients
+from trainer.step.distributed import World
+from trainer.step.trainer import StepResult, Trainer
+from trainer.storage.run_dir import RunDir
 
 log = logging.getLogger("trainer")
 

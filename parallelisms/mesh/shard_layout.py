@@ -20,7 +20,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from models.score_pairs import causal_pairs
-from parallelisms.context.context_plan import ShardLayout
+from parallelisms.mesh.context_plan import ShardLayout
 
 # `balanced` takes the fewest chunks per rank whose imbalance (busiest rank over mean) is at most this...
 TARGET_IMBALANCE = 1.01
