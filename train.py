@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from parallelisms.mesh.collectives import ValueExchangeError
+from trainer.config import extension
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.run_spec import RunSpec
 from trainer.data.datasets import build_train_dataset, build_validation_sets
@@ -73,6 +74,7 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
     spec = RunSpec.model_validate_json(argv[0])
     config, folder = spec.config, RunDir(spec.config.output_dir)
     try:
+        extension.install(config.job.extension)
         # Signals may raise here: no peer waits yet, and there is nothing to save.
         with signal_handler.raising():
             stage = next_stage(config)
@@ -184,8 +186,10 @@ if __name__ == "__main__":
     status = EXIT_FAILURE
     try:
         status = main(sys.argv[1:], SIGNAL_HANDLER)
-    except BaseException:  # noqa: BLE001 - peers must not wait for this interpreter's shutdown
+    except BaseException as error:  # noqa: BLE001 - peers must not wait for this interpreter's shutdown
         traceback.print_exc()
+        if culprit := extension.describe_error(error):
+            sys.stderr.write(f"error: {culprit}\n")
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

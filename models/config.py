@@ -61,6 +61,7 @@ class ModelConfig(ExpertConfig):
     sink: bool = False
     softcap: float | None = None
     nope_every: int | None = None
+    mixer: str = "attention"
     feed_forward: str = "gated"
     router_bias: bool = False
     expert_bias: bool = False

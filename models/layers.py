@@ -205,7 +205,7 @@ class LayerKind:
 
     mixer: str = "attention"
     feed_forward: str = "gated"
-    norms: Literal["pre", "post", "sandwich"] = "pre"
+    norms: str = "pre"
     """Of what: the inputs of attention and feed-forward, their outputs (OLMo 2), or both (Gemma 2)."""
     rope: Literal["global", "local", "none"] = "global"
     """`model.rope`, `model.local_rope` (Gemma 3), or no rotation (NoPE, Kazemnejad et al., 2023)."""
@@ -237,12 +237,11 @@ class LayerKind:
         for name, known in (("mixer", MIXERS), ("feed_forward", FEED_FORWARDS), ("norms", NORMS)):
             if getattr(self, name) not in known:
                 return [f'{name} = "{getattr(self, name)}" is unknown; there are {", ".join(known)}']
-        read = {"mixer", "feed_forward", "norms"}.union(*(kind.options for kind in self.sublayers.values()))
         options = {each.option for each in (self._declared | self._declared_buffers).values()} - {""}
         problems = [
             f'{each.name} is read neither by mixer "{self.mixer}" nor by feed_forward "{self.feed_forward}"'
             for each in fields(self)
-            if each.name not in read | options and getattr(self, each.name) != each.default
+            if each.name not in self.readable and getattr(self, each.name) != each.default
         ]
         problems += [
             f"{name} is no option of LayerKind" for name in sorted(options - {each.name for each in fields(self)})
@@ -261,6 +260,13 @@ class LayerKind:
             if each.initial in ("normal", "residual") and not each.is_matrix:
                 problems.append(f'{name} is no matrix: its initial values are "ones" or "zeros", not "{each.initial}"')
         return problems
+
+    @property
+    def readable(self) -> set[str]:
+        """The fields that its mixer and feed-forward read, or on which their parameters depend."""
+        declared = (self._declared | self._declared_buffers).values()
+        names = {"mixer", "feed_forward", "norms"}.union(*(kind.options for kind in self.sublayers.values()))
+        return names | {each.option for each in declared} - {""}
 
     @property
     def sublayers(self) -> dict[str, SublayerKind]:

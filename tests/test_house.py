@@ -324,10 +324,10 @@ def test_numbers_leave_the_device_in_few_places() -> None:
 
 def test_every_file_can_be_read_in_one_go() -> None:
     lengths = {NAMES[path]: len(path.read_text().splitlines()) for path in FILES}
-    assert {name: length for name, length in lengths.items() if length > 420} == {}
+    assert {name: length for name, length in lengths.items() if length > 430} == {}
 
 
-CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 131, 20_800, 42_100
+CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 135, 21_200, 42_500
 PACKAGE_LINES = 2_300
 """What `import train` reaches by any import statement, and all of models, parallelisms, trainer and train.py; the wheel's own.
 

@@ -38,7 +38,7 @@ STUB = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from trainer.resilience import exit_markers
+from trainer.storage import exit_markers
 folder, rank = Path({folder!r}), int(os.environ["RANK"])
 counter = folder / f"launches-{{rank}}"
 counter.write_text(counter.read_text() + "x" if counter.exists() else "x")

@@ -31,8 +31,9 @@ from trainer.config.job_config import Config
 from trainer.data.loader import MicroBatchLoader
 from trainer.errors import RunFailedError
 from trainer.hardware.device import AsyncHostCopy, Stopwatch
-from trainer.metrics.loggers import EXPERT_TAGS, TENSORBOARD_TAGS, ConsoleLogger, format_duration, format_step
+from trainer.metrics.loggers import ConsoleLogger, format_duration, format_step
 from trainer.metrics.step_metrics import MetricAccumulator, MetricLayout, position_bucket_names
+from trainer.metrics.trackers import EXPERT_TAGS, TAGS
 from trainer.run.metrics import MetricsProcessor
 from trainer.step.trainer import StepMetrics, StepResult, Trainer
 from trainer.storage.run_dir import RunDir
@@ -466,12 +467,12 @@ def events(root: Path) -> EventAccumulator:
 
 
 def test_tensorboard_tags(events: EventAccumulator) -> None:
-    known = {tag for key, tag in TENSORBOARD_TAGS.items() if not key.startswith("memory_")}
+    known = {tag for key, tag in TAGS.items() if not key.startswith("memory_")}
     saves = {"checkpoint/bytes", "checkpoint/seconds", "checkpoint/blocked_seconds"}
     assert set(events.Tags()["scalars"]) == known | {"position/0-256"} | saves
     assert {"train/loss", "train/grad_norm", "train/lr", "perf/mfu", "memory/rss_gib"} <= known
-    assert set(TENSORBOARD_TAGS) == set(KEYS) - {"step"} | {"attention_imbalance", "dp_imbalance", "goodput_pct"}
-    assert (TENSORBOARD_TAGS["attention_imbalance"], TENSORBOARD_TAGS["goodput_pct"]) == (
+    assert set(TAGS) == set(KEYS) - {"step"} | {"attention_imbalance", "dp_imbalance", "goodput_pct"}
+    assert (TAGS["attention_imbalance"], TAGS["goodput_pct"]) == (
         "perf/attention_imbalance",
         "perf/goodput_pct",
     )
@@ -480,7 +481,7 @@ def test_tensorboard_tags(events: EventAccumulator) -> None:
 def test_tensorboard_agrees_with_metrics_jsonl(root: Path, events: EventAccumulator) -> None:
     for key in ("loss", "lr", "mfu", "tokens"):
         written = metrics(root / "every", "step", key)
-        shown = [(point.step, point.value) for point in events.Scalars(TENSORBOARD_TAGS[key])]
+        shown = [(point.step, point.value) for point in events.Scalars(TAGS[key])]
         assert [step for step, _ in shown] == [step for step, _ in written]
         for (_, ours), (_, theirs) in zip(written, shown, strict=True):
             assert math.isclose(ours, theirs, rel_tol=1e-6)
@@ -492,7 +493,7 @@ def test_the_dashboard_only_has_known_tags(events: EventAccumulator) -> None:
     assert [category.title for category in layout.category] == ["training", "validation", "performance"]
     shown = [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
     groups = ("position", "loss_by_shard", "loss_by_source", "memory", "validation", "validation_context")
-    assert set(shown) - {f"{group}/.*" for group in groups} <= {*TENSORBOARD_TAGS.values(), *EXPERT_TAGS.values()}
+    assert set(shown) - {f"{group}/.*" for group in groups} <= {*TAGS.values(), *EXPERT_TAGS.values()}
     assert {"train/loss", "train/grad_norm", "perf/mfu", "position/.*", "loss_by_shard/.*"} <= set(shown)
 
 

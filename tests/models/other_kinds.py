@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -16,6 +16,7 @@ from models.layers import LayerKind, Parameter, SublayerKind
 from models.linear import local_parameters
 from models.sublayer import SublayerModule, Weights
 from tests.models.small_models import SMALL
+from trainer.config.extension import Extension, Sublayer, TrackedRun
 
 SHIFT = SublayerKind(
     {
@@ -84,3 +85,28 @@ def other_kinds() -> Iterator[None]:
         monkeypatch.setitem(transformer.MIXERS, "shift", Shift)
         monkeypatch.setitem(transformer.FEED_FORWARDS, "squared", Squared)
         yield
+
+
+class Lines:
+    """A tracker that writes a line for each step that it hears of."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.file = run.folder / "lines.txt"
+
+    def log(self, step: int, values: Mapping[str, object]) -> None:
+        with self.file.open("a") as file:
+            file.write(f"{step} {sorted(values)}\n")
+
+    def close(self) -> None:
+        pass
+
+
+def extension() -> Extension:
+    """The same kinds, and a tracker, by `job.extension`."""
+    return Extension(
+        name="other kinds",
+        mixers={"shift": Sublayer(SHIFT, Shift)},
+        feed_forwards={"squared": Sublayer(SQUARED, Squared)},
+        norms={"uneven": UNEVEN},
+        trackers={"lines": Lines},
+    )

@@ -269,7 +269,7 @@ def test_planner_and_memory_estimate_count_what_is_declared(monkeypatch: pytest.
         "optimizer state": 8 * elements,
         # Three products; what attention reads is recomputed twice, the rest once.
         "hardware": 2 * 2 * (5 * gate + 4 * router),
-        "optimizer traffic": 4 * 10 * elements,
+        "optimizer traffic": 4 * 9 * elements,
         "gradients": 2 * 4 * router,
         "forward": 2 * 64 * elements,
         "backward": 4 * 64 * elements,

@@ -128,6 +128,8 @@ EXEMPT = {
     "trainer.evaluation.needle.evaluate_length": ("all_reduce sum", FLOAT64),
     "trainer.evaluation.needle.evaluate_length.record": ("index_add_ sum", FLOAT64),
     "trainer.metrics.step_metrics.MetricAccumulator.__init__": ("sum", INTEGERS),
+    "trainer.step.build.build_host_pool": ("sum", INTEGERS),
+    "trainer.step.build.require_right_gradients": ("+=", "a list"),
     "trainer.step.trainer.Trainer.train_steps": ("+= sum sum", "integers; numbers of pairs, floats of Python"),
     "trainer.step.trainer.Trainer.forward_backward": ("sum", LOSS),
     "trainer.step.trainer.Trainer.optimizer_step": ("+= all_reduce", "integers; the metric vector"),

@@ -149,7 +149,9 @@ def find_file_damage(folder: Path) -> Iterator[str]:
 def initial_checkpoints(run_dir: RunDir) -> list[Path]:
     """The checkpoint that the run loaded its initial weights from, if any."""
     with suppress(ConfigError):
-        initial = load(["--config", str(run_dir.config_path.resolve())]).checkpoint.initial_load_path
+        initial = load(
+            ["--config", str(run_dir.config_path.resolve())], imports_extensions=False
+        ).checkpoint.initial_load_path
         if initial is not None and not is_hugging_face(initial):
             return [Path(initial).expanduser()]
     return []

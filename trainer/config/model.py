@@ -12,7 +12,7 @@ from pydantic import Field
 from models.config import ALIKE_OPTIONS, MAX_LAYERS, ModelConfig
 from models.expert_config import EXPERT_FIELDS
 from models.hf_families import FAMILIES as MODEL_TYPES
-from models.layers import EXPERT_OPTIONS, LayerKind
+from models.layers import LayerKind
 from models.presets import FAMILIES
 from trainer.config.sections import MAX_SEQ_LEN, PositiveFloat, PositiveInt, Section
 
@@ -65,7 +65,7 @@ class LayerSection(Section):
     """Whether each query head has an attention sink."""
     softcap: PositiveFloat | None = None
     """Soft cap of attention scores."""
-    norms: Literal["pre", "post", "sandwich"] | None = None
+    norms: str | None = None
     """What is normalized: inputs of attention and feed-forward, their outputs, or both."""
     qk_norm: bool | None = None
     """Whether queries and keys are normalized per head."""
@@ -78,8 +78,10 @@ class LayerSection(Section):
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] | None = None
     """Activation of the feed-forward's gate."""
 
-    feed_forward: Literal["gated", "moe"] | None = None
-    """Feed-forward of every token, or of the experts that a router chooses."""
+    mixer: str | None = None
+    """How tokens see each other: `attention`, or what an extension adds."""
+    feed_forward: str | None = None
+    """`gated`, of every token; `moe`, of the experts that a router chooses; or what an extension adds."""
     router_bias: bool | None = None
     """Whether the router's logits have a bias."""
     expert_bias: bool | None = None
@@ -91,8 +93,10 @@ class LayerSection(Section):
 
     def kinds(self, defaults: dict[str, Any]) -> list[LayerKind]:
         given = {key: value for key, value in self if value is not None and key != "repeat"}
-        if (defaults | given).get("feed_forward", "gated") == "gated":
-            defaults = {key: value for key, value in defaults.items() if key not in EXPERT_OPTIONS}
+        named = {key: value for key, value in (defaults | given).items() if key in ("mixer", "feed_forward", "norms")}
+        kind = LayerKind(**named)
+        if not kind.problems():  # An option of [model] is for the layers that have it.
+            defaults = {key: value for key, value in defaults.items() if key in kind.readable}
         return [LayerKind(**defaults | {"window": None} | given)] * self.repeat
 
 
@@ -121,7 +125,7 @@ class ModelSection(Section):
     """Activation of the feed-forward's gate: SwiGLU; GeGLU with tanh's approximation, as in Gemma; or gpt-oss's SwiGLU with limits."""
     norm_eps: PositiveFloat | None = None
     """Epsilon of every RMSNorm."""
-    norms: Literal["pre", "post", "sandwich"] | None = None
+    norms: str | None = None
     """What is normalized: inputs of attention and feed-forward (`pre`), their outputs (`post`, OLMo 2), or both (`sandwich`, Gemma)."""
     zero_centered_norms: bool | None = None
     """Whether norms multiply by 1 + weight, as in Gemma."""
@@ -151,8 +155,10 @@ class ModelSection(Section):
     """Divides the logits, as in Granite."""
     logit_softcap: PositiveFloat | None = None
     """Soft cap c of the logits, c tanh(logit / c), as in Gemma 2."""
-    feed_forward: Literal["gated", "moe"] | None = None
-    """Feed-forward: `gated`, of every token, or `moe`, a mixture of experts."""
+    mixer: str | None = None
+    """How tokens see each other: `attention`, or what an extension adds."""
+    feed_forward: str | None = None
+    """Feed-forward: `gated`, of every token; `moe`, a mixture of experts; or what an extension adds."""
     num_experts: PositiveInt | None = None
     """Experts of a layer."""
     top_k: PositiveInt | None = None
@@ -209,6 +215,10 @@ class ModelSection(Section):
         if self.layers:
             ignored = [key for key in ("window", "nope_every") if getattr(self, key) is not None]
             problems += [f"model.{key} is not used beside model.layers: set it there" for key in ignored]
+        if self.layers:
+            readable = set[str]().union(*(kind.readable for kind in model.kinds if not kind.problems()))
+            unread = [key for key in ALIKE_OPTIONS if getattr(self, key) not in (None, False) and key not in readable]
+            problems += [f"model.{key} is read by none of model.layers" for key in unread]
         if self.model_type is not None and self.model_type not in MODEL_TYPES:
             known = ", ".join(MODEL_TYPES)
             problems.append(f'model.model_type = "{self.model_type}" is unknown; there are {known}')

@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from models.files import read_regular
-from trainer.config import aliases
+from trainer.config import aliases, extension
 from trainer.config.migrations import migrate_file, renamed_message, replaced_value_message
 from trainer.config.sections import Section
 from trainer.config.toml_format import toml_value
@@ -65,8 +65,10 @@ TOML_TYPES = {
 }
 
 
-def load(argv: Sequence[str]) -> Recipe:
-    """The configuration of `--config NAME|PATH` and `--section.key VALUE`. Raises `ConfigError`."""
+def load(argv: Sequence[str], *, imports_extensions: bool = True) -> Recipe:
+    """The configuration of `--config NAME|PATH` and `--section.key VALUE`, whose extensions are installed unless
+    `imports_extensions` is false, as for a file that the user did not name. Raises `ConfigError`.
+    """
     arguments = parse_arguments(argv)
     problems = list(arguments.problems)
     sources = [ConfigSource(name=COMMAND_LINE, values=arguments.values, typed=False)]
@@ -75,7 +77,10 @@ def load(argv: Sequence[str]) -> Recipe:
         sources.insert(0, ConfigSource(name=show_path(path), values=migrate_file(read_toml(path)), typed=True))
     except ConfigError as error:
         problems += error.problems
-    return Recipe.model_validate(merge_sources(sources, problems))
+    values = merge_sources(sources, problems)
+    if imports_extensions:
+        extension.install(values.get("job", {}).get("extension", ()))
+    return Recipe.model_validate(values)
 
 
 def merge_sources(sources: Sequence[ConfigSource], problems: Sequence[str]) -> dict[str, Any]:

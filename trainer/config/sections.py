@@ -38,11 +38,17 @@ def require_possible_name(path: Path) -> Path:
     return path
 
 
+def as_tuple(value: object) -> object:
+    """Of one value or a list."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 NonEmptyPath = Annotated[Path, BeforeValidator(require_path)]
+ExtensionReference = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -68,6 +74,8 @@ class JobSection(Section):
     """Name of the run: letters, digits, `.`, `_` and `-`, at most 200."""
     output_dir: Annotated[NonEmptyPath, AfterValidator(require_possible_name)] | None = None
     """The run folder: configuration, metrics, checkpoints, TensorBoard files; a local or mounted path. Left out: `outputs/<job.name>`."""
+    extension: Annotated[tuple[ExtensionReference, ...], BeforeValidator(as_tuple)] = ()
+    """Extensions, as `package.module:function`: code of yours that adds models, kinds of layers, trackers and hooks. Imported only from here, never because a run folder or checkpoint names it."""
     max_minutes: PositiveFloat | None = None
     """Time limit of the run from the launcher's start, restarts included; the run saves and exits in time to be started again. Left out: SLURM's limit, if there is one (SLURM_JOB_END_TIME)."""
 

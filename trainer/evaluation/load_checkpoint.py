@@ -14,7 +14,7 @@ import torch
 from trainer.checkpoint.initial_weights import find_checkpoint
 from trainer.checkpoint.load import MODEL_PREFIX, CheckpointReader, load_tensors, require_matching_tensors
 from trainer.commands import CommandParser, run_command
-from trainer.config import checks
+from trainer.config import checks, extension
 from trainer.config.job_config import Config
 from trainer.config.parse import COMMAND_LINE, ConfigSource, deep_merge, load, merge_sources, parse_arguments
 from trainer.config.training_stages import Recipe
@@ -71,7 +71,7 @@ def resolve_checkpoint(path: Path, overrides: Sequence[str] = ()) -> ResolvedChe
         raise ConfigError([f"{path} is not a checkpoint; {run_dir.checkpoints_dir} contains {available}"])
     checkpoint = find_checkpoint(path)
     state = manifest.read_state(checkpoint)
-    run_config = load(["--config", str(run_dir.config_path.resolve())])
+    run_config = load(["--config", str(run_dir.config_path.resolve())], imports_extensions=False)
     index, num_stages = state.stage.index, len(run_config.training_stages)
     if index >= num_stages:
         raise ResumeError(f"{checkpoint} is from stage {index + 1}, but {run_dir.config_path} has {num_stages} stages")
@@ -81,6 +81,10 @@ def resolve_checkpoint(path: Path, overrides: Sequence[str] = ()) -> ResolvedChe
     arguments = parse_arguments(overrides)
     command_line = ConfigSource(name=COMMAND_LINE, values=arguments.values, typed=False)
     override_values = merge_sources([command_line], arguments.problems)
+    given = override_values.get("job", {}).get("extension", ())
+    if problems := extension.recorded_problem(run_config.job.extension, given, run_dir.config_path):
+        raise ConfigError(problems)
+    extension.install(given)
     run_config = Recipe.model_validate(deep_merge(run_config.model_dump(exclude_unset=True), override_values))
     return ResolvedCheckpoint(
         run_dir, checkpoint, state.step, Config.model_validate(deep_merge(values, override_values)), run_config

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from trainer.config import extension
 from trainer.config.job_config import Config
 from trainer.config.summary import parallelism_summary, topology, warnings
 from trainer.errors import ConfigError
@@ -51,6 +52,7 @@ def write_prediction(path: Path, config: Config, world_size: int, *, num_nodes: 
 def main() -> int:
     request = json.load(sys.stdin)
     config, world_size = Config.model_validate_json(request["config"]), request["world_size"]
+    extension.install(config.job.extension)
     limits = {key: request[key] for key in ("ranks_per_node", "device_bytes", "host_bytes")}
     answer: dict[str, Any]
     try:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.config.job_config import Config
 from trainer.hardware.host import GIB
 from trainer.storage.durable_io import format_bytes
 
@@ -21,128 +18,6 @@ Record = dict[str, Any]
 
 ETA_SMOOTHING = 0.1
 """Weight of the newest record in the average step time."""
-
-# TensorBoard tag by record key.
-TENSORBOARD_TAGS = {
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "lr": "train/lr",
-    "tokens": "train/tokens",
-    "mfu": "perf/mfu",
-    "hfu": "perf/hfu",
-    "tflops_per_device": "perf/tflops_per_device",
-    "tokens_per_second": "perf/tokens_per_second",
-    "tokens_per_second_per_device": "perf/tokens_per_second_per_device",
-    "step_seconds": "perf/step_seconds",
-    "data_wait_pct": "perf/data_wait_pct",
-    "goodput_pct": "perf/goodput_pct",
-    "attention_imbalance": "perf/attention_imbalance",
-    "dp_imbalance": "perf/dp_imbalance",
-    "memory_peak_gib": "memory/peak_gib",
-    "memory_reserved_gib": "memory/reserved_gib",
-    "rss_gib": "memory/rss_gib",
-}
-
-EXPERT_TAGS = {
-    "balance_loss": "experts/balance_loss",
-    "router_z_loss": "experts/router_z_loss",
-    "router_entropy": "experts/router_entropy",
-    "expert_load_max": "experts/load_max",
-    "dead_experts": "experts/dead",
-}
-"""Of models with experts only."""
-MAX_SHOWN_LOAD = 2.0
-"""White in the image of loads; black is none, and the mean is in the middle."""
-
-# TensorBoard's custom dashboard: category, chart, tags.
-DASHBOARD = {
-    "training": {
-        "loss": ["train/loss"],
-        "loss by position": ["position/.*"],
-        "loss by shard": ["loss_by_shard/.*"],
-        "loss by source": ["loss_by_source/.*"],
-        "gradient norm": ["train/grad_norm"],
-    },
-    "validation": {"loss": ["validation/.*"], "loss by context": ["validation_context/.*"]},
-    "performance": {
-        "utilisation": ["perf/mfu", "perf/hfu"],
-        "tokens per second": ["perf/tokens_per_second"],
-        "attention imbalance": ["perf/attention_imbalance"],
-        "expert load": ["experts/load_max"],
-        "GiB": ["memory/.*"],
-    },
-}
-
-
-class TensorBoardLogger:
-    """TensorBoard scalars, a custom dashboard, and the configuration as text, if `metrics.tensorboard` is set."""
-
-    def __init__(self, config: Config, folder: Path, first_step: int) -> None:
-        self._config, self._folder, self._first_step = config, folder, first_step
-        self._is_enabled = config.metrics.tensorboard
-        self._writer: Any = None
-
-    def write(self, record: Record) -> None:
-        scalars = {tag: record[key] for key, tag in TENSORBOARD_TAGS.items()}
-        if loads := record.get("expert_load"):
-            scalars |= {tag: record[key] for key, tag in EXPERT_TAGS.items()}
-            self._add_image("experts/load by layer", loads, record["step"])
-        scalars |= {f"position/{name}": loss for name, loss in record["loss_by_position"].items()}
-        scalars |= {f"loss_by_shard/{shard}": loss for shard, loss in enumerate(record["loss_by_shard"] or ())}
-        if len(record["sources"]) > 1:
-            sources = record["sources"].items()
-            scalars |= {f"{key}_by_source/{name}": value for name, metrics in sources for key, value in metrics.items()}
-        self.add_scalars(scalars, record["step"])
-
-    def add_scalars(self, scalars: Mapping[str, float | None], step: int) -> None:
-        """Scalars by tag; None is skipped."""
-        with self._disable_on_error():
-            if self._is_enabled:
-                self._writer = self._writer or self._open_writer()
-                for tag, value in scalars.items():
-                    if value is not None:
-                        self._writer.add_scalar(tag, value, step)
-
-    def _add_image(self, tag: str, loads: list[list[float]], step: int) -> None:
-        """A row for each layer, a column for each expert."""
-        import torch
-
-        with self._disable_on_error():
-            if self._is_enabled:
-                self._writer = self._writer or self._open_writer()
-                image = torch.tensor(loads).div(MAX_SHOWN_LOAD).clamp(max=1)
-                self._writer.add_image(tag, image[None], step)
-
-    def close(self) -> None:
-        with self._disable_on_error():
-            if self._is_enabled and self._writer is not None:
-                self._writer.close()
-
-    @contextmanager
-    def _disable_on_error(self) -> Iterator[None]:
-        """Logs the first OSError and disables this logger, since training does not depend on it."""
-        try:
-            yield
-        except OSError as error:
-            self._is_enabled = False
-            log.warning("TensorBoard logging disabled: cannot write to %s: %s", self._folder, error)
-
-    def _open_writer(self) -> Any:
-        # Imported at the first record, because it slows start-up.
-        from torch.utils.tensorboard import SummaryWriter
-
-        from trainer.config.toml_format import to_toml
-
-        # Hides steps that an earlier launch logged after its last checkpoint; metrics.jsonl drops them, too.
-        writer = SummaryWriter(str(self._folder), purge_step=self._first_step)
-        writer.add_text("config", "```toml\n" + to_toml(self._config) + "```")
-        writer.add_custom_scalars(
-            {
-                category: {title: ["Multiline", tags] for title, tags in charts.items()}
-                for category, charts in DASHBOARD.items()
-            }
-        )
-        return writer
 
 
 class ConsoleLogger:

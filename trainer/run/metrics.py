@@ -18,14 +18,17 @@ from typing import Any
 from models import kernel_choice
 from parallelisms.mesh.collectives import all_gather_values, max_over_ranks
 from trainer.checkpoint.background_save import Save
+from trainer.config.extension import TrackedRun, installed
 from trainer.config.job_config import Config
+from trainer.config.toml_format import to_toml
 from trainer.data.deal import Cost
 from trainer.errors import DivergedError
 from trainer.hardware.device import ComputeProbe, peak_device_memory, peak_flops, peak_host_memory
 from trainer.hardware.host import GIB
-from trainer.metrics.loggers import ConsoleLogger, Record, TensorBoardLogger, format_losses, format_or_dash
+from trainer.metrics.loggers import ConsoleLogger, Record, format_losses, format_or_dash
 from trainer.metrics.prediction import read_prediction
 from trainer.metrics.step_metrics import finite_or_none, position_bucket_names
+from trainer.metrics.trackers import Trackers, values_of
 from trainer.resilience.anomalies import MAX_ROLLBACKS, CollapseDetector, LossSpikeError, StragglerDetector
 from trainer.resilience.replicas import DriftedRank
 from trainer.run.validation import ValidationResult, format_validation
@@ -85,7 +88,14 @@ class MetricsProcessor:
             num_token_ranks = self.trainer.mesh.dp_cp_group.size()
             self.lines = LineAppender(self.run_dir.metrics_path)
             self.console = ConsoleLogger(self.stage.total_steps, num_token_ranks=num_token_ranks)
-            self.tensorboard = TensorBoardLogger(self.run_config, self.run_dir.tensorboard_dir, self.first_step)
+            self.trackers = Trackers(
+                self._tracked_run(), without=() if self.config.metrics.tensorboard else ("tensorboard",)
+            )
+
+    def _tracked_run(self) -> TrackedRun:
+        config = self.run_config
+        values = config.model_dump(mode="json")
+        return TrackedRun(config.job.name, self.run_dir.path, self.first_step, values, to_toml(config))
 
     def record_rollback(self, spike: LossSpikeError, checkpoint: Path | None, skipped_range: tuple[int, int]) -> None:
         """Drops the metrics of the steps that the trainer rolled back."""
@@ -118,6 +128,7 @@ class MetricsProcessor:
             None, (*self.prediction.summary, self._expected_imbalance(), self.prediction.memory_summary)
         ):
             log.info("%s", text)
+        _log_extensions()
         log.info("attention kernel: %s", kernel_choice.describe(trainer.parallel_model.kernel))
         training = self.config.training
         sources = self.dataset.summary(training.steps * training.global_batch_size)
@@ -170,7 +181,7 @@ class MetricsProcessor:
 
     def _add_scalars(self, scalars: Mapping[str, float | None], step: int) -> None:
         if self.is_rank_zero:
-            self.tensorboard.add_scalars(scalars, step)
+            self.trackers.log(step, scalars)
 
     def record_validation(self, results: Sequence[ValidationResult]) -> None:
         """Logs validation results, after the metrics of the step that they follow."""
@@ -179,7 +190,7 @@ class MetricsProcessor:
             event = result.event(self.run_dir.first_validation_loss(result.name))
             self._log_event("validation", stage=self.stage.name, **event)
             log.info("%s", format_validation(event))
-            self._add_scalars(result.tensorboard_scalars(), result.step)
+            self._add_scalars(result.tracked_values(), result.step)
 
     def log_run_end(self, reason: str = "") -> None:
         """Logs how the stage ended, where the results are, and the next command. `reason` is that of a preemption."""
@@ -228,7 +239,7 @@ class MetricsProcessor:
 
     def close(self) -> None:
         if self.is_rank_zero:
-            for logger in (self.lines, self.console, self.tensorboard):
+            for logger in (self.lines, self.console, self.trackers):
                 logger.close()
 
     def _process(self, result: StepResult) -> None:
@@ -265,7 +276,7 @@ class MetricsProcessor:
         # On disk when this returns, so a checkpoint never precedes its metrics.
         self.lines.append(json.dumps(record, allow_nan=False))
         self.console.write(record)
-        self.tensorboard.write(record)
+        self.trackers.log(record["step"], values_of(record))
         if record["step"] == self.first_step and record["memory_peak_gib"] is not None:
             predicted = self.prediction.device_bytes
             comparison = "" if predicted is None else f", predicted {format_bytes(predicted)}"
@@ -352,3 +363,8 @@ class MetricsProcessor:
             name: {"tokens": int(tokens), "epochs": epoch, "loss": loss and finite_or_none(loss)}
             for name, tokens, epoch, loss in per_source
         }
+
+
+def _log_extensions() -> None:
+    for each in installed():
+        log.info("extension %s %s from %s", each.extension.name, each.extension.version, each.folder)

@@ -21,6 +21,7 @@ from trainer.resilience.anomalies import LossSpikeError
 from trainer.resilience.preemption import Preemption
 from trainer.resilience.replicas import find_drifted_ranks
 from trainer.resilience.watchdog import Watchdog
+from trainer.run import hooks
 from trainer.run.metrics import MetricsProcessor
 from trainer.run.progress import ProgressReporter
 from trainer.run.validation import Validator
@@ -110,6 +111,8 @@ class TrainLoop:
         self.slowest_step_seconds = 0.0
         """0 before the first step."""
         self._slowest_save_seconds: float | None = None
+        self._lr = 0.0
+        """Of the newest step of this launch."""
 
     def run(self) -> str:
         with closing(self.metrics), self.checkpoints, ProgressReporter(self.trainer) as progress:
@@ -129,6 +132,7 @@ class TrainLoop:
                     self._arm_long_timeout("the last checkpoint", HANG_FACTOR * (self._slowest_save_seconds or 0.0))
                     self._finish_saves()
                     self.metrics.log_run_end(reason)
+                    hooks.call("on_end", hooks.view(self.trainer, self._lr), reason)
                     return reason
 
     def _run_steps(self, progress: ProgressReporter) -> str:
@@ -149,6 +153,8 @@ class TrainLoop:
     def _after_step(self, step_result: StepResult) -> str:
         """Runs what is due after a step; returns the reason of a preemption, or ""."""
         self.profilers.step(step_result.step)
+        self._lr = step_result.lr
+        hooks.call("on_step", hooks.view(self.trainer, self._lr))
         if self.validation.sets and self.validation.should_validate(step_result.step):
             self._validate()
         # Expires before the timeout of the collectives themselves.
@@ -206,6 +212,8 @@ class TrainLoop:
         self.metrics.record_checkpoints(saves)
         for saved in saves:
             if saved.problem is None:
+                if self.trainer.world.rank == 0:
+                    hooks.call("on_checkpoint", saved.step, saved.path)
                 self._slowest_save_seconds = max(self._slowest_save_seconds or 0.0, saved.seconds)
 
     def _finish_saves(self) -> None:

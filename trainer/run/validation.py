@@ -71,7 +71,7 @@ class ValidationResult:
             "regression": finite_or_none(metrics.loss - (metrics.loss if first_loss is None else first_loss)),
         }
 
-    def tensorboard_scalars(self) -> dict[str, float | None]:
+    def tracked_values(self) -> dict[str, float | None]:
         by_context: dict[str, float | None] = {
             f"validation_context/{self.name}/{length}": loss for length, loss in self.loss_by_context.items()
         }

@@ -231,6 +231,7 @@ def _reduced_values(run: FullRun, global_batch_size: int) -> ConfigValues:
         # AdamW divides a gradient of pure rounding error by little more than eps, which amplifies it.
         "optimizer": {"lr": LEARNING_RATE, "eps": max(1e-8, run.config.optimizer.eps)},
         "schedule": {"kind": "constant"},
+        "job": {"extension": run.config.job.extension},
         "checkpoint": {"enabled": False},
         "distributed": {"start_timeout_minutes": 5, "timeout_minutes": 5},
     }

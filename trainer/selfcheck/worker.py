@@ -18,6 +18,7 @@ from parallelisms.init_weights import local_ranges
 from parallelisms.mesh.collectives import full_tensor, to_local
 from trainer.checkpoint.load import MODEL_PREFIX
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.config import extension
 from trainer.data.datasets import build_train_dataset, build_validation_sets
 from trainer.data.prepare import prepare_datasets
 from trainer.errors import RunFailedError
@@ -65,6 +66,7 @@ def clean_up() -> None:
 def run_and_compare(launch: Launch, world: World, *, reference: Path) -> list[StepDifference]:
     """Runs the launch on this rank; compares its tensors with those that the reference wrote to the folder `reference`."""
     torch.set_num_threads(1)
+    extension.install(launch.config.job.extension)
     # aot_eager still checks for graph breaks; generating kernels takes a C++ compiler and a minute.
     torch.compiler.set_stance("default", force_backend="aot_eager")
     folders, stage = prepare_datasets(launch.config), launch.config.training_stages[launch.stage]

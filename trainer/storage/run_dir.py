@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.config import extension
 from trainer.config.data import PACKING_VERSION
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.toml_format import to_toml
@@ -39,7 +40,10 @@ log = logging.getLogger("trainer")
 MAX_LINE_BYTES = 1 << 24
 
 # Values that must not change on resume. The path of the corpus may change: its fingerprint is compared instead.
-IDENTITY_KEYS = ("model.", "tokenizer.kind.", "data.", "training.seq_len.", "training.seed.", "optimizer.name.")
+IDENTITY_KEYS = (
+    *("model.", "tokenizer.kind.", "data.", "training.seq_len.", "training.seed.", "optimizer.name."),
+    "extension.",
+)
 NON_IDENTITY_KEYS = ("model.model_type", "data.cache_dir", "data.bad_files", "data.corpus", "data.files")
 
 
@@ -207,7 +211,8 @@ def flatten_config(config: Config) -> dict[str, Any]:
     values = config.model_dump(mode="json", exclude={"job", "stage", "slurm", "plan"})
     del values["model"]
     values["data"]["packing_version"] = config.data.packing_version or PACKING_VERSION
-    return flatten(values) | flatten_model(config.model.build())
+    extensions = extension.identity() | extension.source_hashes()
+    return flatten(values) | flatten_model(config.model.build()) | extensions
 
 
 def run_identity(values: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from models.files import read_regular
+from trainer.config import extension
 from trainer.config.job_config import Config
 from trainer.memory.tensors import MemoryEstimate, MemoryTensor
 from trainer.storage.durable_io import write_atomic
@@ -67,7 +68,8 @@ def _key(config: Config, world_size: int, *, on_gpu: bool) -> str:
     sections = config.model_dump(mode="json", include=SECTIONS)
     for name in ("steps", "seed"):
         del sections["training"][name]
-    described = [_hash_of_sources(), version("torch"), sections, repr(config.context_plan())]
+    sources = [_hash_of_sources(), version("torch"), extension.source_hashes()]
+    described = [*sources, sections, repr(config.context_plan())]
     text = json.dumps([*described, world_size, on_gpu], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -6,6 +6,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from trainer.config import extension
+
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ("models", "parallelisms", "trainer")
 TRACER = "trainer/trace"
@@ -29,7 +31,10 @@ def current_line() -> tuple[str, str]:
 
 @cache
 def engine_file(path: str) -> str | None:
-    """Relative to the root; None for a file of the tracer or of a library."""
+    """Relative to the root, or to what holds an extension; None for a file of the tracer or of a library."""
+    for each in extension.installed():
+        if each.holds(Path(path)):
+            return Path(path).relative_to(each.folder.parent).as_posix()
     try:
         file = Path(path).relative_to(ROOT)
     except ValueError:

@@ -29,6 +29,7 @@ from parallelisms.block_recompute import eager
 from tests.config.wiring import runs
 from tests.config.wiring.cases import Task
 from tests.plan.counted_steps import OPERATORS
+from trainer.config import extension
 from trainer.config.checks import problems
 from trainer.config.job_config import Config
 from trainer.config.run_spec import RunSpec
@@ -68,6 +69,8 @@ def observe_all(tasks: list[Task], folder: Path) -> list[Any]:
 
 def observe(task: Task) -> tuple[list[str], Any]:
     recipe = Recipe.model_validate(task.values)
+    extension._installed.clear()  # Of another task.
+    extension.install(recipe.job.extension)
     if found := problems(recipe, task.world_size):
         return found, None
     try:

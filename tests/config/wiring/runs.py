@@ -59,7 +59,11 @@ def finished(spec: str) -> Run:
             _train(_without_initial_weights(recipe))
         _train(recipe)
         run.metrics = lines(recipe.output_dir / "metrics.jsonl")
-        found = (path for pattern in ("metrics.jsonl", "step-*", "tensorboard") for path in Path(name).rglob(pattern))
+        found = (
+            path
+            for pattern in ("metrics.jsonl", "step-*", "tensorboard", "lines.txt")
+            for path in Path(name).rglob(pattern)
+        )
         run.files = sorted(str(path.relative_to(name)) for path in found)
     return run
 

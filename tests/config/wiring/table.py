@@ -44,6 +44,7 @@ LONG = {"model.rope": {"kind": "longrope", "factor": 4.0, "original_length": 32,
 SHORT = {"model.rope": {"kind": "longrope", "factor": 4.0, "original_length": 128, **FACTORS}}
 
 TWO_KINDS = {"model.layers": [{}, {"window": 5}], "model.num_layers": 2}
+OTHER_KINDS = {"job.extension": ["tests.models.other_kinds:extension"]}
 EXPERTS = {"model.family": "qwen3_moe"}
 SPARSE_KINDS = {**EXPERTS, **TWO_KINDS}
 ALL_LOCAL = {"model.layers": [{"rope": "local"}]}
@@ -113,6 +114,7 @@ MODEL: Cases = {
     "model.layers.qkv_bias": steps((False, True), TWO_KINDS),
     "model.layers.activation": losses(("silu", "gelu_tanh"), TWO_KINDS),
     "model.o_bias": (steps((False, True)), case(see.weight_shapes, (False, True))),
+    "model.mixer": losses(("attention", "shift"), OTHER_KINDS),
     "model.feed_forward": losses(("moe", "gated"), EXPERTS),
     "model.num_experts": losses((8, 4), EXPERTS),
     "model.top_k": losses((2, 1), EXPERTS),
@@ -128,6 +130,7 @@ MODEL: Cases = {
     "model.expert_bias": (steps((False, True), EXPERTS), case(see.weight_shapes, (False, True), EXPERTS)),
     "model.correction_bias": case(see.state_dtypes, (False, True), EXPERTS),
     "model.layers.o_bias": steps((False, True), TWO_KINDS),
+    "model.layers.mixer": losses(("attention", "shift"), {**OTHER_KINDS, **TWO_KINDS}),
     "model.layers.feed_forward": losses(("moe", "gated"), SPARSE_KINDS),
     "model.layers.shared_expert": losses((False, True), SPARSE_KINDS),
     "model.layers.router_bias": steps((False, True), SPARSE_KINDS),
@@ -319,6 +322,7 @@ EVERY_STEP = {**FOUR, "checkpoint.interval": 1}
 RUN: Cases = {
     "job.name": (case(see.script, ("run", "other")), case(runs.run_files, (None, "other"), FOUR)),
     "job.output_dir": (case(runs.run_files, (None, "elsewhere"), FOUR), case(see.script, (None, "elsewhere"))),
+    "job.extension": case(runs.run_files, (None, OTHER_KINDS["job.extension"]), FOUR),
     "job.max_minutes": case(see.deadline, (1.0, 2.0)),
     "checkpoint.enabled": case(runs.run_files, (None, False), FOUR),
     "checkpoint.interval": case(runs.run_files, (None, 2), FOUR),

@@ -1,0 +1,227 @@
+"""`job.extension`: parts of somebody else's, beside ours in the same tables. docs/extending.md has an example.
+
+An extension is code. It is imported for the configuration that a user names, and for nothing that is found in a run
+folder, a checkpoint or an export (`recorded_problem`). Imports no torch by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from models import layers, presets
+from models.config import ModelConfig
+from models.layers import Parameter, SublayerKind
+from trainer.errors import ConfigError
+
+OWN_PACKAGES = ("models", "parallelisms", "trainer", "train")
+"""Top-level names of ours, in every process that we start."""
+BUILT_IN_TRACKERS = ("tensorboard",)
+
+
+class Sublayer(NamedTuple):
+    """A kind of mixer or of feed-forward: its declaration, and what builds the module of a layer from the model's
+    configuration and the layer's kind.
+    """
+
+    declaration: SublayerKind
+    build: Callable[..., Any]
+
+
+class StepView(NamedTuple):
+    """Where a run is after a step. For reading only."""
+
+    step: int
+    total_steps: int
+    rank: int
+    world_size: int
+    lr: float
+    modules: Mapping[int, Any]
+    """The parts of the model on this rank, by pipeline stage."""
+
+
+class TrackedRun(NamedTuple):
+    """What a tracker is started with."""
+
+    name: str
+    folder: Path
+    """The run folder."""
+    first_step: int
+    """Whose values are the first of this launch; later ones of an earlier launch do not count."""
+    config: Mapping[str, Any]
+    """By section and key."""
+    toml: str
+    """The configuration as a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """What a package adds. Names must not be those of built-in parts."""
+
+    name: str
+    version: str = "0"
+    families: Mapping[str, Mapping[str, ModelConfig]] = field(default_factory=dict)
+    """Presets, by `model.family` and `model.size`."""
+    mixers: Mapping[str, Sublayer] = field(default_factory=dict)
+    """By `LayerKind.mixer`."""
+    feed_forwards: Mapping[str, Sublayer] = field(default_factory=dict)
+    """By `LayerKind.feed_forward`."""
+    norms: Mapping[str, Mapping[str, Mapping[str, Parameter]]] = field(default_factory=dict)
+    """Placements, by `LayerKind.norms`; as in `models.layers.NORMS`."""
+    trackers: Mapping[str, Callable[[TrackedRun], Any]] = field(default_factory=dict)
+    """`trainer.metrics.trackers.Tracker`s, started on rank 0. One that raises is left out of the rest of the run."""
+    on_step: Callable[[StepView], None] | None = None
+    """Called on every rank after each step."""
+    on_checkpoint: Callable[[int, Path], None] | None = None
+    """Called on rank 0 with the step and the folder of a committed checkpoint."""
+    on_end: Callable[[StepView, str], None] | None = None
+    """Called on every rank at the end of a launch, with the reason of a preemption, or ""."""
+
+
+class Installed(NamedTuple):
+    extension: Extension
+    reference: str
+    """As `job.extension` names it."""
+    folder: Path
+    """Of its source; a file for a module in no package."""
+    source_hash: str
+
+    def holds(self, file: Path) -> bool:
+        return self.folder == file or self.folder in file.parents
+
+
+_installed: dict[str, Installed] = {}
+"""By reference, in this process."""
+
+
+def installed() -> list[Installed]:
+    return [*_installed.values()]
+
+
+def identity() -> dict[str, str]:
+    """Name and version of every extension; a run is resumed with the same."""
+    return {f"extension.{each.extension.name}": each.extension.version for each in installed()}
+
+
+def source_hashes() -> dict[str, str]:
+    return {f"extension_source.{each.extension.name}": each.source_hash for each in installed()}
+
+
+def install(references: Iterable[str]) -> None:
+    """Imports the extensions and adds their parts to our tables, once in a process. Raises ConfigError."""
+    for reference in references:
+        if reference not in _installed:
+            installing = _load(reference)
+            _add_parts(installing)
+            _installed[reference] = installing
+
+
+def recorded_problem(recorded: Iterable[str], given: Iterable[str], found_in: Path) -> list[str]:
+    """What to say of extensions that something found on disk names, and that its reader did not."""
+    missing = [each for each in recorded if each not in given]
+    return [
+        f"{found_in} names job.extension = {', '.join(missing)}, code that is imported only if you name it too: "
+        f"add --job.extension {','.join(missing)}"
+    ] * bool(missing)
+
+
+def describe_error(error: BaseException) -> str | None:
+    """Names the extension in whose code an error was raised, and the line; None if it was in none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        for each in installed():
+            if each.holds(Path(frame.filename)):
+                return f'extension "{each.extension.name}" {each.extension.version}: {_raised(error, frame)}'
+    return None
+
+
+def _raised(error: BaseException, frame: traceback.FrameSummary) -> str:
+    return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+
+
+def _load(reference: str) -> Installed:
+    module_name, _, function_name = reference.partition(":")
+    if module_name.partition(".")[0] in OWN_PACKAGES:
+        raise _refused(reference, f"its package must not be called {', '.join(OWN_PACKAGES)}, which are ours")
+    if (working_folder := str(Path.cwd())) not in sys.path:
+        sys.path.append(working_folder)  # Last: ours are found first.
+    try:
+        module = import_module(module_name)
+        extension = getattr(module, function_name)()
+    except Exception as error:  # noqa: BLE001 - whatever somebody else's code raises
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise _refused(reference, f"it cannot be imported and called: {_raised(error, frame)}") from None
+    if not isinstance(extension, Extension):
+        raise _refused(reference, f"it must return an Extension, not {type(extension).__name__}")
+    same_name = [each.reference for each in installed() if each.extension.name == extension.name]
+    if same_name:
+        raise _refused(reference, f'its name "{extension.name}" is that of {same_name[0]}')
+    folder = _source(module_name)
+    return Installed(extension, reference, folder, _hash_of(folder))
+
+
+def _source(module_name: str) -> Path:
+    """The folder of the top-level package, or the file of a module that lies in none."""
+    spec = find_spec(module_name.partition(".")[0])
+    if spec is not None and spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations))).resolve()
+    return Path(str(spec.origin if spec else None)).resolve()
+
+
+def _hash_of(source: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(source.rglob("*.py")) if source.is_dir() else [source]:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _add_parts(installing: Installed) -> None:
+    extension = installing.extension
+    tables: list[tuple[str, MutableMapping[str, Any], Mapping[str, Any]]] = [
+        ("mixers", layers.MIXERS, _declarations(extension.mixers)),
+        ("feed_forwards", layers.FEED_FORWARDS, _declarations(extension.feed_forwards)),
+        ("norms", layers.NORMS, extension.norms),
+        ("families", presets.FAMILIES, extension.families),
+        ("trackers", dict.fromkeys(_tracker_names()), extension.trackers),
+    ]
+    taken = [
+        f'{table} "{name}"'
+        for table, ours, theirs in tables
+        for name, part in theirs.items()
+        if ours.get(name, part) is not part
+    ]
+    if taken:
+        raise _refused(installing.reference, f"it may not replace {', '.join(taken)}")
+    for _, ours, theirs in tables:
+        ours.update(theirs)
+    if extension.mixers or extension.feed_forwards:
+        from models import transformer  # Imports torch.
+
+        transformer.MIXERS.update({name: each.build for name, each in extension.mixers.items()})
+        transformer.FEED_FORWARDS.update({name: each.build for name, each in extension.feed_forwards.items()})
+    problems = [
+        f"family {family}, size {size}: {problem}"
+        for family, sizes in extension.families.items()
+        for size, model in sizes.items()
+        for problem in model.problems()
+    ]
+    if problems:
+        raise _refused(installing.reference, "; ".join(problems))
+
+
+def _declarations(sublayers: Mapping[str, Sublayer]) -> dict[str, SublayerKind]:
+    return {name: each.declaration for name, each in sublayers.items()}
+
+
+def _tracker_names() -> list[str]:
+    return [*BUILT_IN_TRACKERS, *(name for each in installed() for name in each.extension.trackers)]
+
+
+def _refused(reference: str, problem: str) -> ConfigError:
+    return ConfigError([f"job.extension = {reference}: {problem}"])
