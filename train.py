@@ -114,7 +114,7 @@ def exec_launcher(argv: list[str]) -> NoReturn:
     """Replaces this process by the launcher, which prepares the run and executes this script again; for torchrun."""
     root = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    os.execv(sys.executable, [sys.executable, "-m", "trainer.launch", *argv])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "trainer.launch", *argv])
 
 
 def run_stage(

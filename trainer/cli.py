@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 
+from trainer import __version__
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_SUCCESS
 
 COMMANDS = {
@@ -22,6 +23,24 @@ COMMANDS = {
 """Module and one line of help of each command."""
 
 
+COMPLETION = """\
+_longhaul() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}}
+    if [[ $word == --* ]]; then
+        COMPREPLY=($(compgen -W "{options}" -- "$word"))
+    elif [[ $COMP_CWORD == 1 ]]; then
+        COMPREPLY=($(compgen -W "{commands}" -- "$word"))
+    elif [[ $before == --config ]]; then
+        COMPREPLY=($(compgen -f -X '!*.toml' -- "$word") $(compgen -W "{configurations}" -- "$word"))
+    else
+        COMPREPLY=($(compgen -f -- "$word"))
+    fi
+}}
+complete -o filenames -F _longhaul longhaul
+"""
+SHELLS = {"bash": COMPLETION, "zsh": "autoload -U +X bashcompinit && bashcompinit\n" + COMPLETION}
+
+
 def main() -> None:
     """Runs the module of a command as `python -m` does, so that both are the same code."""
     for length in (2, 1):
@@ -30,12 +49,41 @@ def main() -> None:
             sys.argv = [f"longhaul {command}", *sys.argv[1 + length :]]
             runpy.run_module(COMMANDS[command][0], run_name="__main__", alter_sys=False)
             return
+    words = sys.argv[1:]
+    if words == ["--version"]:
+        sys.stdout.write(f"longhaul {__version__}\n")
+    elif words[:1] == ["completion"] and words[1:] and words[1] in SHELLS:
+        sys.stdout.write(completion(words[1]))
+    else:
+        sys.exit(show_usage(words))
+
+
+def completion(shell: str) -> str:
+    """A script that completes commands, options and configurations."""
+    from trainer.config.parse import CONFIG_DIR, all_sections, section_keys
+
+    keys = [f"--{section}.{key}" for section in all_sections() for key in section_keys(section)]
+    return SHELLS[shell].format(
+        commands=" ".join(dict.fromkeys(command.partition(" ")[0] for command in COMMANDS)),
+        options=" ".join(["--config", "--help", *keys]),
+        configurations=" ".join(sorted(path.stem for path in CONFIG_DIR.glob("*.toml"))),
+    )
+
+
+def show_usage(words: list[str]) -> int:
+    """The commands, or those that begin with the first word; on standard error unless help was asked for."""
+    group = words[0] if words else ""
+    shown = {name: text for name, (_, text) in COMMANDS.items() if name.startswith(f"{group} ")}
+    asks_for_help = words[-1:] in (["-h"], ["--help"]) and (len(words) == 1 or bool(shown))
+    error = "" if asks_for_help else f"error: unknown command {' '.join(words[:1]) or '(none)'}\n"
+    lines = "".join(
+        f"  {name:<20}  {text}\n"
+        for name, text in (shown or {each: text for each, (_, text) in COMMANDS.items()}).items()
+    )
     usage = "usage: longhaul COMMAND [option]... [--section.key VALUE]...\n\n"
-    lines = "".join(f"  {command:<20}  {text}\n" for command, (_, text) in COMMANDS.items())
-    is_help = sys.argv[1:2] in (["-h"], ["--help"])
-    unknown = "" if is_help else f"error: unknown command {' '.join(sys.argv[1:2]) or '(none)'}\n"
-    (sys.stdout if is_help else sys.stderr).write(f"{unknown}{usage}{lines}\nlonghaul COMMAND --help: its options\n")
-    sys.exit(EXIT_SUCCESS if is_help else EXIT_BAD_CONFIG)
+    hint = "\nlonghaul COMMAND --help: its options; longhaul --version; longhaul completion bash|zsh\n"
+    (sys.stdout if asks_for_help else sys.stderr).write(f"{error}{usage}{lines}{hint}")
+    return EXIT_SUCCESS if asks_for_help else EXIT_BAD_CONFIG
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def resolve_auto_memory(config: Config, world: World, prediction_path: Path) -> 
 
 def _run_planner(request: dict[str, Any]) -> dict[str, Any]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "trainer.launch.predict"]
+    command = [sys.executable, "-P", "-m", "trainer.launch.predict"]
     child = subprocess.run(
         command, input=json.dumps(request), env=environment, stdout=subprocess.PIPE, text=True, check=False
     )

@@ -1,0 +1,137 @@
+"""The wheel and the source distribution, in a folder whose modules have the names of ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RUN = """
+[model]
+family = "llama3"
+size = "debug"
+[training]
+seq_len = 64
+global_batch_size = 2
+steps = 2
+dtype = "float32"
+[parallelism]
+cp = 2
+[data]
+corpus = "own"
+[tokenizer]
+kind = "byte"
+"""
+Longhaul = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def run(*command: object, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = [str(word) for word in command]
+    return subprocess.run(
+        words, cwd=folder, env=clean | environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the source distribution, which is built from the checkout."""
+    pytest.importorskip("setuptools", reason="needs setuptools")
+    folder = tmp_path_factory.mktemp("built")
+    code = (
+        "import os, sys; sys.path.insert(0, 'packages/longhaul'); import build_backend; "
+        "print(getattr(build_backend, sys.argv[1])(sys.argv[2]))"
+    )
+    for kind, source in (("build_sdist", ROOT), ("build_wheel", folder / "source")):
+        if kind == "build_wheel":
+            (folder / "source").mkdir()
+            archive = next(folder.glob("*.tar.gz"))
+            assert not run("tar", "xf", archive, "--strip-components=1", "-C", source, folder=folder).returncode
+        done = run(sys.executable, "-c", code, kind, folder, folder=source)
+        assert done.returncode == 0, done.stderr
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def longhaul(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Longhaul:
+    """The command of an installation, run in a hostile folder. Other packages are those of this interpreter."""
+    environment, folder = tmp_path_factory.mktemp("venv"), tmp_path_factory.mktemp("hostile")
+    venv.create(environment, with_pip=False)
+    packages = next(environment.glob("lib/python3*/site-packages"))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(packages)
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    for name in ("models/__init__.py", "parallelisms/__init__.py", "trainer.py", "train.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f"raise SystemExit('{name} of the current folder was imported')\n")
+    (folder / "run.toml").write_text(RUN)
+    (folder / "own").mkdir()
+    (folder / "own" / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 200)
+    script = (packages / next(packages.glob("longhaul-*.dist-info")).name / "entry_points.txt").read_text()
+    assert "longhaul = longhaul.__main__:main" in script
+
+    def call(*words: str) -> subprocess.CompletedProcess[str]:
+        code = "import sys; sys.argv[0] = 'longhaul'; from longhaul.__main__ import main; main()"
+        return run(environment / "bin" / "python", "-P", "-c", code, *words, folder=folder, NGPU="2")
+
+    return call
+
+
+def test_one_name_is_installed(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"longhaul"}
+    for file in (
+        "train.py",
+        "train_configs/llama3_8b_1m.toml",
+        "trainer/slurm/batch.sh",
+        "trainer/plan/report.html.j2",
+    ):
+        assert f"longhaul/{file}" in names
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--version",), "longhaul "),
+        (("evaluate", "--help"), "evaluate perplexity"),
+        (("completion", "bash"), "complete -o filenames -F _longhaul longhaul"),
+        (("completion", "zsh"), "--training.seq_len"),
+        (("plan", "--config", "llama3_8b", "--quick"), "FITS"),
+        (("prepare", "--config", "run.toml"), "documents"),
+        (("train", "--config", "run.toml"), "done: all 2 steps"),
+    ],
+)
+def test_commands_work_in_a_folder_with_modules_of_the_same_names(
+    words: tuple[str, ...], said: str, longhaul: Longhaul
+) -> None:
+    done = longhaul(*words)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_self_check_of_an_installation_finds_its_own_rooms(longhaul: Longhaul) -> None:
+    done = longhaul("selfcheck", "--config", "run.toml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_unknown_command_is_an_error(longhaul: Longhaul) -> None:
+    done = longhaul("trian")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unknown command trian")
+
+
+def test_a_job_script_names_what_is_installed(longhaul: Longhaul) -> None:
+    done = longhaul("slurm", "render", "--config", "run.toml", "--slurm.nodes", "1", "--slurm.gpus_per_node", "2")
+    assert done.returncode == 0, done.stderr
+    root = next(line for line in done.stdout.splitlines() if line.startswith("ROOT="))
+    assert "site-packages/longhaul" in root
