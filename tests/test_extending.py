@@ -122,6 +122,23 @@ def test_a_run_folder_imports_nothing_unless_it_is_named_again(trained: Path) ->
     assert command(trained, "trainer.generate", *words, *GIVEN).returncode == 0
 
 
+def test_its_optimizer_trains_saves_and_resumes(trained: Path) -> None:
+    words = ("trainer.launch", "--config", "run.toml", "--optimizer.name", "momentum", "--schedule.kind", "constant")
+    losses = {}
+    for name, launches in {"whole": ("4",), "parts": ("2", "4")}.items():
+        for steps in launches:
+            done = command(trained, *words, "--job.name", name, "--training.steps", steps, ranks=4)
+            assert done.returncode == 0, done.stderr
+        losses[name] = (trained / "outputs" / name / "losses.txt").read_text().splitlines()[-1]
+    assert losses["whole"] == losses["parts"]
+
+
+def test_an_optimizer_that_nobody_adds_is_an_error(trained: Path) -> None:
+    done = command(trained, "trainer.launch", "--config", "run.toml", "--optimizer.name", "lion", ranks=4)
+    assert done.returncode == 2
+    assert 'optimizer.name = "lion" is unknown; there are adamw, momentum' in done.stderr
+
+
 def test_it_is_planned_from_its_code(trained: Path) -> None:
     words = ("trainer.plan", "--config", "run.toml", "--why", *WIDE)
     done = command(trained, *words)
@@ -137,8 +154,9 @@ def test_it_is_planned_from_its_code(trained: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_equals_one_process_on_every_mesh(trained: Path) -> None:
-    done = command(trained, "trainer.selfcheck", "--config", "run.toml")
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+def test_it_equals_one_process_on_every_mesh(trained: Path, optimizer: str) -> None:
+    done = command(trained, "trainer.selfcheck", "--config", "run.toml", "--optimizer.name", optimizer)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

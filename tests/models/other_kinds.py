@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models import layers, transformer
@@ -101,12 +102,29 @@ class Lines:
         pass
 
 
+class Descent:
+    """The gradient times the learning rate."""
+
+    clips = False
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        return {"seen": torch.zeros_like(parameter)}
+
+    def update(self, weights: list[Tensor], *_: object, lr: float, **_options: object) -> None:
+        for weight in weights:
+            weight.sub_(cast(Tensor, weight.grad), alpha=lr)
+
+
 def extension() -> Extension:
-    """The same kinds, and a tracker, by `job.extension`."""
+    """The same kinds, an optimizer and a tracker, by `job.extension`."""
     return Extension(
         name="other kinds",
         mixers={"shift": Sublayer(SHIFT, Shift)},
         feed_forwards={"squared": Sublayer(SQUARED, Squared)},
         norms={"uneven": UNEVEN},
+        optimizers={"descent": Descent},
         trackers={"lines": Lines},
     )

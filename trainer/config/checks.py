@@ -14,6 +14,7 @@ from pathlib import Path
 
 from models import kernel_choice
 from parallelisms.mesh.parallel_dims import expert_parallel_problems, head_groups_problem, tensor_parallel_problems
+from trainer.config import extension
 from trainer.config.data import (
     COPY_CORPUS,
     DEFAULT_SOURCE,
@@ -148,6 +149,7 @@ def _single_stage_problems(config: Config, world_size: int) -> Iterator[str]:
     if not model_problems:
         yield from _head_group_problems(config)
         yield from _attention_problems(config)
+    yield from _optimizer_problems(config)
     yield from _optimizer_dtype_problems(config)
     yield from _world_size_problems(config, world_size)
     if not model_problems:
@@ -350,6 +352,11 @@ def _head_group_problems(config: Config) -> Iterator[str]:
             f"memory.head_groups = {groups} leaves {heads_per_group} query heads per group, which "
             f'{plan.ulysses_degree} ranks cannot divide (parallelism.cp_method = "{plan.resolved_method}")'
         )
+
+
+def _optimizer_problems(config: Config) -> Iterator[str]:
+    if config.optimizer.name not in (known := extension.optimizer_names()):
+        yield f'optimizer.name = "{config.optimizer.name}" is unknown; there are {", ".join(known)}'
 
 
 def _optimizer_dtype_problems(config: Config) -> Iterator[str]:

@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 from models import layers, presets
 from models.config import ModelConfig
 from models.layers import Parameter, SublayerKind
+from trainer.config.sections import OptimizerSection
 from trainer.errors import ConfigError
 
 OWN_PACKAGES = ("models", "parallelisms", "trainer", "train")
 """Top-level names of ours, in every process that we start."""
 BUILT_IN_TRACKERS = ("tensorboard",)
+BUILT_IN_OPTIMIZERS = ("adamw",)
 
 
 class Sublayer(NamedTuple):
@@ -75,6 +77,9 @@ class Extension:
     """By `LayerKind.feed_forward`."""
     norms: Mapping[str, Mapping[str, Mapping[str, Parameter]]] = field(default_factory=dict)
     """Placements, by `LayerKind.norms`; as in `models.layers.NORMS`."""
+    optimizers: Mapping[str, Callable[[OptimizerSection, Any], Any]] = field(default_factory=dict)
+    """What makes a `trainer.step.optimizer.UpdateRule` of [optimizer] and the dtype of moments (None: that of the
+    weights), by `optimizer.name`."""
     trackers: Mapping[str, Callable[[TrackedRun], Any]] = field(default_factory=dict)
     """`trainer.metrics.trackers.Tracker`s, started on rank 0. One that raises is left out of the rest of the run."""
     on_step: Callable[[StepView], None] | None = None
@@ -188,6 +193,7 @@ def _add_parts(installing: Installed) -> None:
         ("feed_forwards", layers.FEED_FORWARDS, _declarations(extension.feed_forwards)),
         ("norms", layers.NORMS, extension.norms),
         ("families", presets.FAMILIES, extension.families),
+        ("optimizers", dict.fromkeys(optimizer_names()), extension.optimizers),
         ("trackers", dict.fromkeys(_tracker_names()), extension.trackers),
     ]
     taken = [
@@ -217,6 +223,10 @@ def _add_parts(installing: Installed) -> None:
 
 def _declarations(sublayers: Mapping[str, Sublayer]) -> dict[str, SublayerKind]:
     return {name: each.declaration for name, each in sublayers.items()}
+
+
+def optimizer_names() -> list[str]:
+    return [*BUILT_IN_OPTIMIZERS, *(name for each in installed() for name in each.extension.optimizers)]
 
 
 def _tracker_names() -> list[str]:

@@ -195,8 +195,8 @@ class MemorySection(Section):
 
 
 class OptimizerSection(Section):
-    name: Literal["adamw"] = "adamw"
-    """AdamW (Loshchilov & Hutter, 2019)."""
+    name: str = "adamw"
+    """`adamw` (Loshchilov & Hutter, 2019), or what an extension adds."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate, reached after warmup."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)

@@ -1,10 +1,10 @@
 """The optimizer over sharded parameters: gradient clipping over the whole mesh, and the skip of non-finite steps.
 
-A new optimizer changes this file, and `OptimizerSection` for its keys: `_new_state` creates a parameter's state,
-`_clip_and_step` clips the gradients and calls `_adamw`. Predicted memory and step time count AdamW's two
-moments: `trainer/memory/step.py` and `trainer/plan/memory_traffic.py`.
+`Optimizer` finds the norm and says when which weights are updated; an `UpdateRule` has the states and updates them. `AdamW` is
+ours, extensions add others. Predicted memory and step time count AdamW's two moments: `trainer/memory/step.py` and
+`trainer/plan/memory_traffic.py`.
 
-Clipping and AdamW work on local shards. For lists of DTensors, torch would first work out a sharding in Python for
+Clipping and the optimizer work on local shards. For lists of DTensors, torch would first work out a sharding in Python for
 every operation, on the host, while the device waits.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.profiler import record_function
 from models.device_paths import runs_as_on_gpu
 from models.linear import identity
 from parallelisms.mesh.collectives import num_replicas, to_local
+from trainer.config import extension
 from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS, OptimizerSection
 from trainer.errors import EXIT_NO_RETRY, RankFailedError
 
@@ -33,8 +34,27 @@ STATE_KEYS = ("exp_avg", "exp_avg_sq", "step")
 MAX_NAMED_PARAMETERS = 8
 
 
+class UpdateRule(Protocol):
+    """What an optimizer keeps of a parameter, and how it changes weights."""
+
+    clips: bool
+    """Whether it clips the gradients as it changes the weights; else they are clipped before."""
+
+    def new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """By names that checkpoints have. Tensors of the parameter's shape are sharded like it."""
+
+    def update(
+        self, weights: list[Tensor], states: list[dict[str, Tensor]], *, lr: float, weight_decay: float, norm: Tensor
+    ) -> None:
+        """Changes local shards, whose gradients are their `grad`, and their states in place.
+
+        `norm` is that of all gradients of the mesh, on the device. If it is not finite, nothing may change, and the host
+        must not wait to know.
+        """
+
+
 class Optimizer:
-    """AdamW whose state exists from construction, keyed by parameter name, so that checkpoints can load into it.
+    """Its state exists from construction, keyed by parameter name, so that checkpoints can load into it.
 
     `stage_modules` must have distinct parameters, which the configuration of each declares. `moment_dtype` defaults to that of the parameters; `all_reduce`
     sums a scalar over all ranks. The update of a module in `deferred_modules` (outer before inner) is deferred until
@@ -50,7 +70,8 @@ class Optimizer:
         deferred_modules: Sequence[nn.Module] = (),
         all_reduce: Callable[[Tensor], Tensor] = identity,
     ) -> None:
-        self._config, self._all_reduce, self._has_bf16_moments = config, all_reduce, moment_dtype == torch.bfloat16
+        self._config, self._all_reduce = config, all_reduce
+        self._rule = update_rule(config, moment_dtype)
         self.parameters_by_name = {
             name: parameter for module in stage_modules for name, parameter in module.named_parameters()
         }
@@ -59,7 +80,7 @@ class Optimizer:
             for module in stage_modules
             for name, parameter in module.named_parameters()
         }
-        self._state = {parameter: _new_state(parameter, moment_dtype) for parameter in self.parameters_by_name.values()}
+        self._state = {parameter: self._rule.new_state(parameter) for parameter in self.parameters_by_name.values()}
         deferred_module_of = {parameter: module for module in deferred_modules for parameter in module.parameters()}
         self._parameters_by_module: defaultdict[nn.Module | None, list[nn.Parameter]] = defaultdict(list)
         for parameter in self.parameters_by_name.values():
@@ -95,21 +116,19 @@ class Optimizer:
         for module in [*self._pending]:
             self._clip_and_step(module)
 
-    @record_function("clip and AdamW")
+    @record_function("clip and optimizer step")
     def _clip_and_step(self, module: nn.Module | None, *_: Any) -> None:
         if module not in self._pending:
             return
         lr, norm = self._pending.pop(module)
-        config = self._config
         weights = {x: _local_with_grad(x) for x in self._parameters_by_module[module]}
-        options: dict[str, Any] = {"lr": lr, "eps": config.eps, "found_inf": (~norm.isfinite()).float(), "fused": True}
-        options |= _clipping([*weights.values()], config.max_grad_norm, norm)
-        options |= dict(zip(("beta1", "beta2"), config.betas, strict=True), amsgrad=False, maximize=False)
+        if not self._rule.clips:
+            nn.utils.clip_grads_with_norm_([*weights.values()], self._config.max_grad_norm, norm)
         for decays in (True, False):
             members = [x for x in weights if self._decays[x] == decays]
-            states = ([to_local(self._state[x][key]) for x in members] for key in STATE_KEYS)
-            options["weight_decay"] = config.weight_decay if decays else 0.0
-            (_adamw_in_chunks if self._has_bf16_moments else _adamw)([weights[x] for x in members], *states, **options)
+            states = [{key: to_local(each) for key, each in self._state[x].items()} for x in members]
+            weight_decay = self._config.weight_decay if decays else 0.0
+            self._rule.update([weights[x] for x in members], states, lr=lr, weight_decay=weight_decay, norm=norm)
         for parameter in weights:
             parameter.grad = None
 
@@ -132,10 +151,42 @@ def _norm_chunks(grad: Tensor) -> tuple[Tensor, ...]:
     return (grad,) if runs_as_on_gpu(grad) else grad.flatten().split(HOST_NORM_ELEMENTS)
 
 
-def _new_state(parameter: nn.Parameter, moment_dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Zeros by `STATE_KEYS`; the moments are sharded like the parameter."""
-    moments = (torch.zeros_like(parameter, dtype=moment_dtype) for _ in range(2))
-    return dict(zip(STATE_KEYS, (*moments, torch.zeros((), dtype=torch.float32, device=parameter.device)), strict=True))
+class AdamW:
+    """Loshchilov & Hutter (2019), by torch's fused kernel. Moments are sharded like the weights."""
+
+    clips = True
+
+    def __init__(self, config: OptimizerSection, moment_dtype: torch.dtype | None) -> None:
+        self._config, self._moment_dtype = config, moment_dtype
+
+    def new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Zeros by `STATE_KEYS`."""
+        moments = (torch.zeros_like(parameter, dtype=self._moment_dtype) for _ in range(2))
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        return dict(zip(STATE_KEYS, (*moments, step), strict=True))
+
+    def update(
+        self, weights: list[Tensor], states: list[dict[str, Tensor]], *, lr: float, weight_decay: float, norm: Tensor
+    ) -> None:
+        """A non-finite norm changes no weight: the kernel reads `found_inf`, the flag of gradient scalers."""
+        beta1, beta2 = self._config.betas
+        options: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": self._config.eps}
+        options |= {"weight_decay": weight_decay, "amsgrad": False, "maximize": False, "fused": True}
+        options |= {"found_inf": (~norm.isfinite()).float()} | _clipping(weights, self._config.max_grad_norm, norm)
+        by_key = ([state[key] for state in states] for key in STATE_KEYS)
+        run = _adamw_in_chunks if self._moment_dtype == torch.bfloat16 else _adamw
+        run(weights, *by_key, **options)
+
+
+RULES: dict[str, Callable[[OptimizerSection, torch.dtype | None], UpdateRule]] = {"adamw": AdamW}
+"""By `optimizer.name`: those of `trainer.config.extension.BUILT_IN_OPTIMIZERS`."""
+
+
+def update_rule(config: OptimizerSection, moment_dtype: torch.dtype | None) -> UpdateRule:
+    known = RULES.copy()
+    for each in extension.installed():
+        known.update(each.extension.optimizers)
+    return known[config.name](config, moment_dtype)
 
 
 def _clipping(weights: list[Tensor], max_norm: float, norm: Tensor) -> dict[str, Tensor]:

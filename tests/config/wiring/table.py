@@ -236,6 +236,7 @@ TRAINING: Cases = {
     ),
     "training.deterministic": case(see.deterministic, (False, True)),
     "training.gc_interval": case(see.garbage_collections, (1, 2), {"training.steps": 2}),
+    "optimizer.name": steps(("adamw", "descent"), OTHER_KINDS),
     "optimizer.lr": steps((1e-2, 2e-2)),
     "optimizer.betas": (steps(((0.9, 0.95), (0.8, 0.95))), steps(((0.9, 0.95), (0.9, 0.9)))),
     "optimizer.eps": steps((1e-8, 1e-2)),
