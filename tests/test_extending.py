@@ -42,6 +42,7 @@ WIDE = (
     "--training.compile",
     "false",
 )
+ALONE = ("--parallelism.cp", "1", "--parallelism.tp", "1")
 GIVEN = ("--job.extension", "nemotron_parts:extension")
 
 
@@ -89,12 +90,12 @@ def test_its_layers_train_and_its_tracker_hears_of_steps(trained: Path) -> None:
 
 def test_a_resume_names_a_missing_or_another_extension(trained: Path) -> None:
     (trained / "plain.toml").write_text(RUN.replace('extension = "nemotron_parts:extension"', ""))
-    missing = command(trained, "trainer.launch", "--config", "plain.toml", "--training.steps", "3", ranks=4)
+    missing = command(trained, "trainer.launch", "--config", "plain.toml", "--training.steps", "3", *ALONE)
     assert missing.returncode == 2
     assert 'model.family = "nemotron" is unknown' in missing.stderr
     write_example(trained, ('version="1"', 'version="2"'))
     try:
-        other = command(trained, "trainer.launch", "--config", "run.toml", "--training.steps", "3", ranks=4)
+        other = command(trained, "trainer.launch", "--config", "run.toml", "--training.steps", "3", *ALONE)
     finally:
         write_example(trained)
     assert other.returncode == 78
@@ -122,6 +123,7 @@ def test_a_run_folder_imports_nothing_unless_it_is_named_again(trained: Path) ->
     assert command(trained, "trainer.generate", *words, *GIVEN).returncode == 0
 
 
+@pytest.mark.slow
 def test_its_optimizer_trains_saves_and_resumes(trained: Path) -> None:
     words = ("trainer.launch", "--config", "run.toml", "--optimizer.name", "momentum", "--schedule.kind", "constant")
     losses = {}
@@ -134,7 +136,7 @@ def test_its_optimizer_trains_saves_and_resumes(trained: Path) -> None:
 
 
 def test_an_optimizer_that_nobody_adds_is_an_error(trained: Path) -> None:
-    done = command(trained, "trainer.launch", "--config", "run.toml", "--optimizer.name", "lion", ranks=4)
+    done = command(trained, "trainer.launch", "--config", "run.toml", "--optimizer.name", "lion", *ALONE)
     assert done.returncode == 2
     assert 'optimizer.name = "lion" is unknown; there are adamw, momentum' in done.stderr
 
@@ -166,6 +168,7 @@ def test_it_equals_one_process_on_every_mesh(trained: Path, optimizer: str) -> N
         ("def extension():\n    return None\n", "it must return an Extension, not NoneType"),
         ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("def extension():\n    raise ValueError('mine')\n", "ValueError: mine ("),
+        ("import sys\nsys.exit('mine')\n", "SystemExit: mine ("),
         (
             "from trainer.config.extension import Extension, Sublayer\n"
             "def extension():\n    return Extension(name='x', mixers={'attention': Sublayer(None, None)})\n",
@@ -191,13 +194,14 @@ def test_a_wrong_extension_is_one_error_with_its_name(tmp_path: Path, code: str,
 def test_a_package_of_ours_is_no_extension(tmp_path: Path) -> None:
     done = command(tmp_path, "trainer.launch", "--config", "debug", "--job.extension", "trainer.cli:main", "--check")
     assert done.returncode == 2
-    assert "its package must not be called models, parallelisms, trainer, train" in done.stderr
+    assert "its package must not be called models, parallelisms, trainer, train, longhaul" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_hook_that_raises_ends_the_run_with_its_line(trained: Path) -> None:
     write_example(trained, ("view.step > 1_000_000", "view.step > 0"))
     try:
-        done = command(trained, "trainer.launch", "--config", "run.toml", "--job.name", "short", ranks=4)
+        done = command(trained, "trainer.launch", "--config", "run.toml", "--job.name", "short", *ALONE)
     finally:
         write_example(trained)
     assert done.returncode == 78
@@ -207,10 +211,35 @@ def test_a_hook_that_raises_ends_the_run_with_its_line(trained: Path) -> None:
     assert re.search(named, done.stderr)
 
 
+@pytest.mark.slow
+def test_an_error_in_a_layer_names_the_extension_and_the_line(trained: Path) -> None:
+    write_example(trained, (".relu().square()", ".no_such_method()"))
+    named = r"""error: extension "nemotron parts" 1: AttributeError: '\w+' object has no attribute 'no_such_method' \(.*:\d+\)"""
+    try:
+        planned = command(trained, "trainer.plan", "--config", "run.toml")
+        launch = (
+            "trainer.launch",
+            "--config",
+            "run.toml",
+            "--job.name",
+            "wrong",
+            "--distributed.restarts",
+            "0",
+            *ALONE,
+        )
+        trained_on = command(trained, *launch)
+    finally:
+        write_example(trained)
+    assert (planned.returncode, trained_on.returncode) == (1, 1)
+    assert re.fullmatch(named, planned.stderr.strip())
+    assert re.search(named, trained_on.stderr)
+
+
+@pytest.mark.slow
 def test_a_tracker_that_raises_is_left_out(trained: Path) -> None:
     write_example(trained, ("self.file.write(", "self.file.no_such_method("))
     try:
-        done = command(trained, "trainer.launch", "--config", "run.toml", "--job.name", "silent", ranks=4)
+        done = command(trained, "trainer.launch", "--config", "run.toml", "--job.name", "silent", *ALONE)
     finally:
         write_example(trained)
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any, NoReturn
 
+from trainer.config import extension
 from trainer.config.parse import COMMAND_LINE, load
 from trainer.errors import EXIT_FAILURE, EXIT_SUCCESS, ConfigError, RankFailedError, RunError
 
@@ -122,6 +123,10 @@ def run_command(
         failure = RankFailedError(EXIT_FAILURE, f"{error.filename}: {error.strerror}")
     except RunError as error:
         failure = error
+    except Exception as error:
+        if (problem := extension.describe_error(error)) is None:
+            raise
+        failure = RankFailedError(EXIT_FAILURE, problem)
     prefix = f"error: [rank {rank}] " if rank else "error: "
     if rank == 0 or isinstance(failure, RankFailedError):
         problems, more = failure.problems[:MAX_PROBLEMS], len(failure.problems) - MAX_PROBLEMS

@@ -18,7 +18,8 @@ from models.layers import Parameter
 from tests.models.small_models import SMALL
 from trainer.config.sections import OptimizerSection
 from trainer.errors import EXIT_NO_RETRY, RankFailedError
-from trainer.step.optimizer import Optimizer
+from trainer.step import optimizer as optimizer_module
+from trainer.step.optimizer import AdamW, Optimizer
 
 SECTION = OptimizerSection(lr=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.25, max_grad_norm=1.0)
 
@@ -91,6 +92,23 @@ def test_gradients_are_clipped_in_the_pass_that_updates_the_weights() -> None:
     with Passes() as passes:
         optimizer.step(0.5)
     assert passes.names == {"aten::_fused_adamw_"}
+
+
+def test_a_rule_that_does_not_clip_gets_clipped_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[Tensor]()
+
+    class Seen(AdamW):
+        clips = False
+
+        def update(self, weights: list[Tensor], *_: Any, **_options: Any) -> None:
+            given.extend(cast(Tensor, weight.grad).clone() for weight in weights)
+
+    monkeypatch.setitem(optimizer_module.RULES, "adamw", Seen)
+    model = Model()
+    optimizer = Optimizer([model], SECTION)
+    give_gradients(model, 100.0)
+    optimizer.step(0.5)
+    assert abs(torch.cat([each.flatten() for each in given]).norm().item() - 1) < 1e-6
 
 
 class Passes(TorchDispatchMode):

@@ -22,7 +22,7 @@ from models.layers import Parameter, SublayerKind
 from trainer.config.sections import OptimizerSection
 from trainer.errors import ConfigError
 
-OWN_PACKAGES = ("models", "parallelisms", "trainer", "train")
+OWN_PACKAGES = ("models", "parallelisms", "trainer", "train", "longhaul")
 """Top-level names of ours, in every process that we start."""
 BUILT_IN_TRACKERS = ("tensorboard",)
 BUILT_IN_OPTIMIZERS = ("adamw",)
@@ -159,7 +159,7 @@ def _load(reference: str) -> Installed:
     try:
         module = import_module(module_name)
         extension = getattr(module, function_name)()
-    except Exception as error:  # noqa: BLE001 - whatever somebody else's code raises
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever somebody else's code raises
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise _refused(reference, f"it cannot be imported and called: {_raised(error, frame)}") from None
     if not isinstance(extension, Extension):
@@ -182,7 +182,7 @@ def _source(module_name: str) -> Path:
 def _hash_of(source: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(source.rglob("*.py")) if source.is_dir() else [source]:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+        digest.update(str(file.relative_to(source.parent)).encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
