@@ -85,6 +85,16 @@ def test_three_steps_follow_the_adamw_paper(scale: float, dtype: torch.dtype) ->
             assert parameter.grad is None
 
 
+@pytest.mark.parametrize(("norm", "max_norm"), [(2e-5, 1e-5), (0.5, 1.0), (1.0, 1.0), (7.0, 0.5)])
+def test_the_kernel_divides_by_what_torch_multiplies_by(norm: float, max_norm: float) -> None:
+    weight = torch.ones(1, dtype=torch.float64)
+    weight.grad = torch.ones(1, dtype=torch.float64)
+    total = torch.tensor(norm, dtype=torch.float64)
+    nn.utils.clip_grads_with_norm_([weight], max_norm, total)
+    scale = optimizer_module._clipping([torch.ones(1)], max_norm, total)["grad_scale"]
+    torch.testing.assert_close(1 / scale.double(), weight.grad[0], rtol=1e-6, atol=0.0)
+
+
 def test_gradients_are_clipped_in_the_pass_that_updates_the_weights() -> None:
     model = Model(torch.float32)
     optimizer = Optimizer([model], SECTION)
