@@ -214,6 +214,21 @@ def test_rooms_do_not_import_each_other_in_circles() -> None:
     TopologicalSorter(graph).prepare()  # Raises CycleError naming the circle.
 
 
+def annotated_names(tree: ast.AST) -> Iterator[str]:
+    """The names in annotations of parameters and fields."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+            yield from (each.id for each in ast.walk(node.annotation) if isinstance(each, ast.Name))
+
+
+def test_the_whole_configuration_and_the_run_folder_stay_where_they_are_read() -> None:
+    taken = [(room(NAMES[path]), name) for path in PRODUCT for name in annotated_names(TREES[path])]
+    with_config = {place for place, name in taken if name in ("Config", "Recipe")}
+    assert "trainer.plan" in with_config
+    assert {place for place in with_config if place.startswith(("models", "parallelisms", "trainer.metrics"))} == set()
+    assert len({place for place, name in taken if name == "RunDir"}) <= 6
+
+
 def test_models_need_torch_and_nothing_else() -> None:
     allowed = sys.stdlib_module_names | {"torch", "models"}
     needed = {

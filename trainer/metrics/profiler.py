@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from trainer.config.job_config import Config
+from trainer.config.sections import ProfilerSection
 
 log = logging.getLogger(__name__)
 
@@ -65,10 +65,10 @@ class Profilers:
     """The windows of the `[profiler]` section."""
 
     def __init__(
-        self, config: Config, folder: Path, *, rank: int, device: torch.device, advice: Sequence[str] = ()
+        self, section: ProfilerSection, folder: Path, *, rank: int, device: torch.device, advice: Sequence[str] = ()
     ) -> None:
         """`advice` is reported when device memory runs out."""
-        self.advice, section, is_cuda = advice, config.profiler, device.type == "cuda"
+        self.advice, is_cuda = advice, device.type == "cuda"
         self.windows: list[StepWindow] = []
         self.oom_snapshot_path = folder / f"memory-exhausted-rank-{rank}.pickle" if is_cuda else None
         if (first := section.trace_step) is not None:

@@ -56,7 +56,7 @@ def train(
     """
     stage_config = stage.config
     advice = read_prediction(run_dir.prediction_path).out_of_memory_advice
-    profilers = Profilers(stage_config, run_dir.logs_dir, rank=world.rank, device=world.device, advice=advice)
+    profilers = Profilers(stage_config.profiler, run_dir.logs_dir, rank=world.rank, device=world.device, advice=advice)
     loop: TrainLoop | None = None
     with Watchdog(run_dir.hangs_dir, rank=world.rank) as watchdog:
         watchdog.arm("start-up", 60 * stage_config.distributed.start_timeout_minutes)

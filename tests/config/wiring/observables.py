@@ -347,7 +347,7 @@ def trace_files(recipe: Recipe) -> dict[str, list[str]]:
     """Traced steps by file."""
     config = recipe.training_stages[0].config
     with tempfile.TemporaryDirectory() as folder:
-        profilers = Profilers(config, Path(folder), rank=0, device=CPU)
+        profilers = Profilers(config.profiler, Path(folder), rank=0, device=CPU)
         profilers.step(0)
         for step in range(1, config.training.steps + 1):
             with record_function(f"step {step}"):
@@ -362,7 +362,7 @@ def trace_files(recipe: Recipe) -> dict[str, list[str]]:
 
 def memory_windows(recipe: Recipe) -> list[tuple[str, list[int]]]:
     """File and steps of the recordings of CUDA memory, which a CPU cannot make."""
-    profilers = Profilers(recipe.training_stages[0].config, Path("logs"), rank=0, device=torch.device("cuda"))
+    profilers = Profilers(recipe.training_stages[0].config.profiler, Path("logs"), rank=0, device=torch.device("cuda"))
     return [(str(vars(window.recorder)["path"]), [*window.steps]) for window in profilers.windows]
 
 
