@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from trainer.config.extension import BUILT_IN_OPTIMIZERS, BUILT_IN_TRACKERS
+from trainer.metrics.trackers import TRACKERS
+from trainer.step.optimizer import RULES
+
 ROOT = Path(__file__).resolve().parents[1]
 RUN = """
 [job]
@@ -189,6 +193,11 @@ def test_a_wrong_extension_is_one_error_with_its_name(tmp_path: Path, code: str,
     assert done.stderr.startswith("error: job.extension = mine:extension: ")
     assert problem in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_names_that_are_taken_are_those_of_our_tables() -> None:
+    assert tuple(RULES) == BUILT_IN_OPTIMIZERS
+    assert tuple(TRACKERS) == BUILT_IN_TRACKERS
 
 
 def test_a_package_of_ours_is_no_extension(tmp_path: Path) -> None:

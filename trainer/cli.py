@@ -72,14 +72,10 @@ def completion(shell: str) -> str:
 
 def show_usage(words: list[str]) -> int:
     """The commands, or those that begin with the first word; on standard error unless help was asked for."""
-    group = words[0] if words else ""
-    shown = {name: text for name, (_, text) in COMMANDS.items() if name.startswith(f"{group} ")}
-    asks_for_help = words[-1:] in (["-h"], ["--help"]) and (len(words) == 1 or bool(shown))
+    of_group = [name for name in COMMANDS if words and name.startswith(f"{words[0]} ")]
+    asks_for_help = words[-1:] in (["-h"], ["--help"]) and (len(words) == 1 or bool(of_group))
     error = "" if asks_for_help else f"error: unknown command {' '.join(words[:1]) or '(none)'}\n"
-    lines = "".join(
-        f"  {name:<20}  {text}\n"
-        for name, text in (shown or {each: text for each, (_, text) in COMMANDS.items()}).items()
-    )
+    lines = "".join(f"  {name:<20}  {COMMANDS[name][1]}\n" for name in of_group or COMMANDS)
     usage = "usage: longhaul COMMAND [option]... [--section.key VALUE]...\n\n"
     hint = "\nlonghaul COMMAND --help: its options; longhaul --version; longhaul completion bash|zsh\n"
     (sys.stdout if asks_for_help else sys.stderr).write(f"{error}{usage}{lines}{hint}")
