@@ -227,7 +227,8 @@ def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:
     records = job.folder / RECORDS_FOLDER
     records.mkdir(parents=True, exist_ok=True)
     for stale in (path for path in records.iterdir() if path.is_dir()):
-        shutil.rmtree(stale)
+        # A worker of a killed process may be moving files out of it. Once it is gone, the worker ends.
+        shutil.rmtree(stale, ignore_errors=True)
     for stale in job.folder.glob(f"{META_FILENAME}.tmp-*"):  # Of a process that was killed before it renamed the file.
         stale.unlink()
     pending = [(number, splits) for number, splits in partitions if job.finished_result(number) is None]
