@@ -60,7 +60,6 @@ def serve(connection: Connection, folder: Path, *, rehearse: bool) -> None:
     log = os.open(folder / "jobs.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    set_worker_environment(os.environ, LaunchWorld(nproc_per_node=1))
     os.environ |= loopback_environment(os.environ)  # A machine without a network has a name that nobody resolves.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # Several processes compile at once.
     threads = max(1, (os.cpu_count() or 1) // LANES)
@@ -307,4 +306,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    # torch reads the settings of its allocator when the processes that measure import it.
+    set_worker_environment(os.environ, LaunchWorld(nproc_per_node=1))
     sys.exit(main(sys.argv[1:]))

@@ -115,7 +115,7 @@ def step_job(case: StepCase, kind: str, seconds: float, gib: float, rounds: Roun
 
 def kernels_job(case: StepCase, seconds: float, gib: float) -> Job:
     measure = partial(gpu_steps.kernel_times, case=case)
-    return Job(f"kernels of {case.name}", "kernels", measure, seconds, gib, alone=True)
+    return Job(f"kernels of {case.name}", "kernels", measure, seconds, gib, alone=True, compilation=compilation(case))
 
 
 def pair_job(off: str, on: str) -> Job:

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_bench import Bench, K
 from models.batch import Batch
+from models.score_pairs import causal_pairs, mean_pairs
 from parallelisms.mesh.collectives import to_local
 from trainer.config import checks
 from trainer.config.job_config import Config
@@ -99,18 +100,18 @@ class Packed(BlendedDataset):
 
     def __init__(self, config: Config, documents: Sequence[int]) -> None:
         training = config.training
-        vocabulary, length = config.model.build().vocab_size, training.seq_len
+        model, length = config.model.build(), training.seq_len
         rows = training.steps * training.global_batch_size
-        copied: Any = {"vocab_size": vocabulary, "period": length // 2, "num_sequences": rows, "seed": training.seed}
-        super().__init__([CopyDataset(**copied, seq_len=length)], seq_len=length)
+        copied: Any = {"vocab_size": model.vocab_size, "period": length // 2, "num_sequences": rows, "seed": training.seed}
+        super().__init__([CopyDataset(**copied, seq_len=length)], seq_len=length, windows=model.layers_by_window)
         self._documents = documents
 
     def read(self, indices: Sequence[int | None], shard: SequenceShard = FULL_SEQUENCE) -> Batch:
         batch, (number,) = super().read(indices, shard), indices
         length = min(self.seq_len, self._documents[min(number or 0, len(self._documents) - 1)])
-        whole, rest = divmod(self.seq_len, length)
-        pairs = whole * (length * (length + 1) // 2) + rest * (rest + 1) // 2
         starts = [*range(0, self.seq_len, length), self.seq_len]
+        lengths = torch.tensor(starts).diff()
+        pairs = mean_pairs(self._windows, lambda window: int(causal_pairs(lengths, window).sum()))
         return replace(
             batch,
             positions=batch.positions % length,

@@ -33,6 +33,8 @@ class Routers:
             step.balances_sequences = section.balance_over == "sequence"
         self._layers: dict[int, MixtureOfExperts] = {}
         """By place among all layers with experts of the model."""
+        self._places: Tensor | None = None
+        """Those places, on the device: indices in a list would be copied there in every step, for which the host would wait."""
         for module in stage_modules:
             places = {layer: place for place, layer in enumerate(expert_layers(module.config))}
             blocks = [(int(index), block.feed_forward) for index, block in module.blocks.items()]
@@ -54,7 +56,9 @@ class Routers:
         own = torch.stack([layer.statistics for layer in self._layers.values() if layer.statistics is not None])
         if self._tp_group is not None:
             all_reduce(self._tp_group, own)
-        sums.view(-1, own.shape[1])[[*self._layers]] = own
+        if self._places is None:
+            self._places = torch.tensor([*self._layers], device=sums.device)
+        sums.view(-1, own.shape[1]).index_copy_(0, self._places, own)
 
     def adjust(self, sums: Tensor, finite: Tensor) -> None:
         """Takes the load from the statistics of all ranks, unless the step is skipped; without a host sync."""
