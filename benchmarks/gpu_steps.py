@@ -102,7 +102,12 @@ class Packed(BlendedDataset):
         training = config.training
         model, length = config.model.build(), training.seq_len
         rows = training.steps * training.global_batch_size
-        copied: Any = {"vocab_size": model.vocab_size, "period": length // 2, "num_sequences": rows, "seed": training.seed}
+        copied: Any = {
+            "vocab_size": model.vocab_size,
+            "period": length // 2,
+            "num_sequences": rows,
+            "seed": training.seed,
+        }
         super().__init__([CopyDataset(**copied, seq_len=length)], seq_len=length, windows=model.layers_by_window)
         self._documents = documents
 

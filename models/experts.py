@@ -63,11 +63,10 @@ class GroupedFeedForward(torch.autograd.Function):
         kept = list[Tensor]()
 
         def run(part: Part) -> Tensor:
-            products = part.products()
+            products, between = part.products(), part.between(options)
             kept.extend(products)
-            inner_RM = part.between(options).inner(products)
-            out_RE = grouped_product(inner_RM, part.parameters[2], part.groups)
-            return part.with_last_bias(out_RE, options)
+            out_RE = grouped_product(between.inner(products), part.parameters[2], part.groups)
+            return between.with_last_bias(out_RE) if part.biases else out_RE
 
         out_RE = _joined(map(run, _parts(groups, x_RE, weight_R, weights)), len(x_RE))
         ctx.save_for_backward(x_RE, weight_R, *weights, *kept)
@@ -119,11 +118,6 @@ class Part(NamedTuple):
             return EagerBetween(self, options)
         return CompiledBetween(self, options)
 
-    def with_last_bias(self, out_RE: Tensor, options: Options) -> Tensor:
-        if self.biases:
-            out_RE += _weigh_(_by_row(self.biases[-1], self.groups, out_RE), self.weight) * options.bias_scale
-        return out_RE
-
 
 def _parts(groups: RowGroups, x_RE: Tensor, weight_R: Tensor | None, weights: Sequence[Tensor]) -> list[Part]:
     """All at once with a kernel for groups. A loop takes few experts at a time: less memory, and most of it in cache."""
@@ -167,7 +161,7 @@ def _part_backward(part: Part, grad_RE: Tensor, products: list[Tensor] | None, o
     del grad_inner_RM
     if weight_R is not None:
         if part.biases:
-            dots_R += options.bias_scale * _row_dots(_by_row(weights[-1], groups, grad_RE), grad_RE)
+            dots_R += between.last_bias_dots(grad_RE)
         router_grads = [dots_R.to(weight_R.dtype)]
     bias_grads = list[Tensor]()
     if part.biases:
@@ -179,11 +173,13 @@ def _part_backward(part: Part, grad_RE: Tensor, products: list[Tensor] | None, o
     return [grad_x_RE, *router_grads, *weight_grads, *bias_grads]
 
 
-# ---- between the products
+# ---- between the products, and the bias after the last
 
 
 class Between(Protocol):
-    """From the products of gate and up to the input of the last: biases, the gate, and the weight of each row."""
+    """From the products of gate and up to the input of the last: biases, the gate, and the weight of each row. And the last
+    bias, which has that weight as well.
+    """
 
     def inner(self, products: list[Tensor]) -> Tensor:
         """[R, M]; may overwrite the products if nothing keeps them."""
@@ -197,12 +193,18 @@ class Between(Protocol):
     def backward(self, grad_inner_RM: Tensor) -> tuple[list[Tensor], Tensor]:
         """Gradients of gate and up, and [R] that of the weights in the dtype of sums, if there are weights."""
 
+    def with_last_bias(self, out_RE: Tensor) -> Tensor:
+        """Of the last product; may overwrite it."""
+
+    def last_bias_dots(self, grad_RE: Tensor) -> Tensor:
+        """[R]: the gradient of the weights by the last bias, in the dtype of sums."""
+
 
 class EagerBetween:
     """With torch's operators, within few tensors of this size: most of them in place."""
 
     def __init__(self, part: Part, options: Options) -> None:
-        self._part, self._activation = part, options.activation
+        self._part, self._activation, self._bias_scale = part, options.activation, options.bias_scale
         self._graph: LocalGraph | None = None
         self._dots_R = torch.empty(0)
 
@@ -226,6 +228,14 @@ class EagerBetween:
         product_grads, _ = cast(LocalGraph, self._graph).backward([_weigh_(grad_inner_RM, self._part.weight)])
         return product_grads, self._dots_R
 
+    def with_last_bias(self, out_RE: Tensor) -> Tensor:
+        bias_RE = _by_row(self._part.biases[-1], self._part.groups, out_RE)
+        out_RE += _weigh_(bias_RE, self._part.weight) * self._bias_scale
+        return out_RE
+
+    def last_bias_dots(self, grad_RE: Tensor) -> Tensor:
+        return self._bias_scale * _row_dots(_by_row(self._part.biases[-1], self._part.groups, grad_RE), grad_RE)
+
     def _with_biases_(self, products: list[Tensor]) -> list[Tensor]:
         """In place."""
         for product_RM, bias_XM in zip(products, self._part.biases, strict=False):
@@ -234,11 +244,11 @@ class EagerBetween:
 
 
 class CompiledBetween:
-    """With a compiled function, which reads the products once each way."""
+    """With compiled functions, which read the products once each way."""
 
     def __init__(self, part: Part, options: Options) -> None:
-        self._part, self._activation = part, options.activation
-        self._gate: Callable[..., Tensor] = cast(CompilePiece, options.compile_piece)(weighted_gate)
+        self._part, self._activation, self._bias_scale = part, options.activation, options.bias_scale
+        self._compiled = cast(Callable[[Callable[..., Tensor]], Callable[..., Tensor]], options.compile_piece)
         self._graph: LocalGraph | None = None
 
     def inner(self, products: list[Tensor]) -> Tensor:
@@ -257,10 +267,20 @@ class CompiledBetween:
         found, _ = cast(LocalGraph, self._graph).backward([grad_inner_RM])
         return found[:2], found[-1]
 
+    def with_last_bias(self, out_RE: Tensor) -> Tensor:
+        return self._compiled(with_bias)(out_RE, *self._last_bias(out_RE), self._part.weight, self._bias_scale)
+
+    def last_bias_dots(self, grad_RE: Tensor) -> Tensor:
+        return self._compiled(bias_dots)(grad_RE, *self._last_bias(grad_RE), self._bias_scale)
+
+    def _last_bias(self, row_RE: Tensor) -> tuple[Tensor, Tensor]:
+        """And the expert of each row."""
+        return self._part.biases[-1].detach(), _expert_of_row(self._part.groups, row_RE)
+
     def _run(self, products: Sequence[Tensor], weight_R: Tensor | None = None) -> Tensor:
         biases = self._part.biases[:2]
         expert_R = _expert_of_row(self._part.groups, products[0]) if biases else None
-        return self._gate(*products, weight_R, biases, expert_R, self._activation)
+        return self._compiled(weighted_gate)(*products, weight_R, biases, expert_R, self._activation)
 
 
 def weighted_gate(
@@ -278,6 +298,17 @@ def weighted_gate(
         gate_RM, up_RM = gate_RM + gate_bias_XM[expert_R], up_RM + up_bias_XM[expert_R]
     inner_RM = GATES[activation](gate_RM, up_RM)
     return inner_RM if weight_R is None else (inner_RM * weight_R.unsqueeze(-1)).to(dtype)
+
+
+def with_bias(out_RE: Tensor, bias_XE: Tensor, expert_R: Tensor, weight_R: Tensor | None, scale: float) -> Tensor:
+    bias_RE = scale * bias_XE[expert_R]
+    weighted_RE = bias_RE if weight_R is None else bias_RE * weight_R.unsqueeze(-1)
+    return (out_RE + weighted_RE).to(out_RE.dtype)
+
+
+def bias_dots(grad_RE: Tensor, bias_XE: Tensor, expert_R: Tensor, scale: float) -> Tensor:
+    """[R], in the dtype of sums."""
+    return scale * _row_dots(bias_XE[expert_R], grad_RE)
 
 
 def _weigh_(x_RI: Tensor, weight_R: Tensor | None) -> Tensor:
