@@ -48,8 +48,9 @@ def steps(rows: Iterable[Row]) -> list[Row]:
 
 
 def newest(rows: Iterable[Row], *columns: str) -> list[Row]:
-    """Of rows that have equal values in these columns the first; with fewer options, of one day."""
-    ordered = sorted(rows, key=lambda row: len(row.get("options", "")))
+    """Of rows that have equal values in these columns the newest; that with fewer options, of one day."""
+    ordered = sorted(rows, key=lambda row: row["date"], reverse=True)
+    ordered.sort(key=lambda row: len(row.get("options", "")))
     ordered.sort(key=lambda row: row["date"][:10], reverse=True)
     return [*{tuple(row.get(name) for name in columns): row for row in reversed(ordered)}.values()]
 
@@ -173,7 +174,7 @@ def own_steps(rows: Sequence[Row]) -> list[str]:
                     " ".join(f"`{word}`" for word in _options(row["options"])),
                     row["kernel"],
                     f"{row['s_step']:.4g} ({row['n']})",
-                    f"{100 * row['mfu']:.1f}",
+                    f"{100 * (mfu(row) or 0):.1f}",
                     f"{row['peak_gib']:.1f}",
                     row["date"][:10],
                 ]

@@ -149,6 +149,16 @@ def test_a_chunk_of_logits_fills_the_device_up_to_its_limit() -> None:
     assert chunk_of(between / DEVICE_FRACTION / GIB, *short).memory.loss_chunk_mib == 512
 
 
+def test_a_chunk_of_logits_is_larger_where_another_moment_is_the_peak() -> None:
+    """Of a wide vocabulary above few layers with experts, which peaks when the optimizer steps."""
+    words = "--config debug --model.family gpt_oss --model.size 20b --model.num_layers 4 --training.seq_len 32768 "
+    words += "--training.dtype bfloat16 --memory.recompute keep_attention --training.global_batch_size 1 --memory.loss_chunk_mib"
+    chosen, smaller = (load([*words.split(), mib]) for mib in ("auto", "1024"))
+    fitted = fit_memory_options(chosen, 1, ranks_per_node=1, device_bytes=140 * GIB, host_bytes=TERABYTE)
+    assert fitted.memory.loss_chunk_mib == 4096
+    assert estimate_memory(fitted, 1).device_bytes == estimate_memory(smaller, 1).device_bytes
+
+
 def test_a_chunk_of_logits_is_not_wider_than_all_of_them() -> None:
     """8192 tokens of 8 sequence shards: half a GiB of logits."""
     config = chunk_of(500, "--training.seq_len", "8192")

@@ -182,7 +182,7 @@ class MemorySection(Section):
     mlp_tile_mib: PositiveInt | None = None
     """Memory per tile of tokens in MiB, for everything in a block except attention. Left out: all tokens at once."""
     loss_chunk_mib: PositiveInt | Literal["auto"] = "auto"
-    """Memory per chunk of logits in MiB; the full logits never exist. `auto` takes the largest power of two from 256 to 1024 with which the peak stays the same or fits the device, and 256 on a CPU."""
+    """Memory per chunk of logits in MiB; the full logits never exist. `auto` takes the largest power of two from 256 to 1024 that fits the device, 2048 or 4096 if the peak stays the same, and 256 on a CPU."""
     optimizer_placement: Literal["device", "host"] = "device"
     """Where parameters, gradients and optimizer state are stored; `host` fetches each block when it runs and steps the optimizer on the CPU."""
     optimizer_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -34,6 +34,10 @@ MEMORY_OPTIONS: dict[str, dict[Any, float]] = {
 
 LOSS_CHUNKS_MIB = (1024, 512, MIN_LOSS_CHUNK_MIB)
 """1024 MiB are 2,093 rows of a vocabulary of 128,256: the sum of weight gradients is hidden behind a product of 700."""
+FREE_LOSS_CHUNKS_MIB = (4096, 2048)
+"""Where they do not raise the peak. Of a vocabulary of 201,088, 1024 MiB are 1,334 rows; four times as many take 4 % off a step
+of gpt-oss-20b on an H200 (benchmarks/measured/2026-11-27-h200.jsonl).
+"""
 
 
 class NothingFitsError(ConfigError):
@@ -131,9 +135,16 @@ def _fit_loss_chunk(config: Config, world_size: int, device_limit: float) -> Con
     if config.memory.loss_chunk_mib != "auto":
         return config
     limit = max(device_limit, estimate_memory(config, world_size).device_bytes)
-    candidates = (with_overrides(config, {"memory.loss_chunk_mib": mib}) for mib in LOSS_CHUNKS_MIB)
+    chosen = _largest_chunk(config, LOSS_CHUNKS_MIB, world_size, limit) or config
+    peak = estimate_memory(chosen, world_size).device_bytes
+    return _largest_chunk(config, FREE_LOSS_CHUNKS_MIB, world_size, min(peak, limit)) or chosen
+
+
+def _largest_chunk(config: Config, sizes_mib: Sequence[int], world_size: int, limit: float) -> Config | None:
+    """With the largest of the chunks that need at most `limit` bytes of a device, and which the tokens can fill."""
+    candidates = (with_overrides(config, {"memory.loss_chunk_mib": mib}) for mib in sizes_mib)
     useful = (each for each in candidates if not _is_wider_than_all_logits(each, world_size))
-    return next(each for each in useful if estimate_memory(each, world_size).device_bytes <= limit)
+    return next((each for each in useful if estimate_memory(each, world_size).device_bytes <= limit), None)
 
 
 def _is_wider_than_all_logits(config: Config, world_size: int) -> bool:
