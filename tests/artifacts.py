@@ -9,13 +9,16 @@ from typing import Any
 
 from trainer.config.job_config import Config
 from trainer.config.migrations import SCHEMA_VERSION
-from trainer.storage.artifact import seal_object
+from trainer.storage.artifact import HEADER_BYTES, seal_object
 from trainer.storage.run_dir import flatten_config, stage_position
 from trainer.storage.train_state import SpikeState, TrainerState, TrainState
 
 
 def content(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())["content"]
+    """Of a text file, or in the header of a binary one."""
+    found: dict[str, Any] = json.loads(
+        path.read_bytes()[:HEADER_BYTES] if path.suffix == ".plan" else path.read_text()
+    )["content"]
     return found
 
 

@@ -57,6 +57,19 @@ STACK_DUMP_SIGNAL = signal.SIGQUIT
 """Makes a rank dump its stack and continue."""
 
 
+def printable(text: str) -> str:
+    """`text` as a terminal shows it: characters that control one, or are not seen, are escaped; lines stay lines.
+
+    Names of files, and whatever else is quoted, may come from a stranger.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
 def shorten(problem: str) -> str:
     """A problem that quotes something long, without its middle."""
     if len(problem) <= MAX_PROBLEM_CHARS:
@@ -71,7 +84,7 @@ class RunError(Exception):
     status = EXIT_FAILURE
 
     def __init__(self, *problems: str) -> None:
-        self.problems = [*map(shorten, problems)]
+        self.problems = [printable(shorten(problem)) for problem in problems]
         super().__init__("\n".join(self.problems))
 
 

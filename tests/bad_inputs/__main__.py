@@ -16,14 +16,14 @@ from pathlib import Path
 
 from tests.artifacts import content
 from tests.bad_inputs.cases import cases
-from tests.bad_inputs.runs import expected_losses, make_folder, problems
+from tests.bad_inputs.runs import LEFT, expected_losses, make_folder, problems
 
 
 def run_share(root: Path, share: int, shares: int, only: str, sample: int | None) -> list[tuple[str, list[str]]]:
     """Every `shares`-th case, and what went wrong in it."""
     template = root / "template"
     expected = expected_losses(template, root / f"undisturbed-{share}")
-    every = [case for case in cases(lambda file: content(template / file)) if only in case.name]
+    every = [case for case in cases(lambda file: content(template / LEFT.get(file, file))) if only in case.name]
     if sample is not None:
         every = random.Random(0).sample(every, sample)
     found = []

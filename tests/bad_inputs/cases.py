@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import random
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 from tests.artifacts import forge
 from tests.system.runs import reseal
+from trainer.storage.artifact import HEADER_BYTES, seal_object
 
 Damage = Callable[[Path], object]
 CHECKPOINT = "run/checkpoints/step-4"
@@ -77,14 +82,36 @@ ANY_FILE: dict[str, Damage] = {
     "a link to nothing": replaced_by(lambda path: path.symlink_to("nowhere")),
     "a link to itself": replaced_by(lambda path: path.symlink_to(path.name)),
 }
+ABSENT = object()
 VALUES: dict[str, Any] = {
+    "absent": ABSENT,
     "null": None,
     "text": "x",
+    "a name of another folder": "../../text",
+    "an escape of the terminal": "\x1b[2J\x1b]0;x\x07",
+    "64 digits": "0" * 64,
+    "true": True,
+    "zero": 0,
+    "a fraction": 0.5,
     "negative": -1,
+    "2^40": 1 << 40,
     "huge": 10**30,
     "a list": [],
+    "a list of it": [1],
     "an object": {"__reduce__": "os.system"},
 }
+MANY = 12
+"""Keys of a large object that are forged, always the same."""
+NUMBERS: dict[str, Callable[[list[int], int], int]] = {
+    "zero": lambda numbers, at: 0,
+    "negative": lambda numbers, at: -numbers[at] - 1,
+    "2^40": lambda numbers, at: 1 << 40,
+    "-2^63": lambda numbers, at: -(1 << 63),
+    "one more": lambda numbers, at: numbers[at] + 1,
+    "the last": lambda numbers, at: numbers[-1],
+    "the first": lambda numbers, at: numbers[0],
+}
+"""What a number of a binary file becomes."""
 
 
 @dataclass(frozen=True)
@@ -100,27 +127,122 @@ class Case:
         return f"{self.command}: {self.file}: {self.damage}"
 
 
-def forged(key: str, value: object, *, then: Damage = lambda _: None) -> Damage:
-    """A content with another value, or without the key, sealed again; `then` makes what lists it fit."""
+Place = tuple[str | int, ...]
+"""Of a value in nested objects and lists."""
+
+
+def places(values: dict[str, Any] | list[Any]) -> Iterator[Place]:
+    """Of every value; of long lists the first and last, of large objects some."""
+    keys: list[Any] = [*values] if isinstance(values, dict) else [*range(len(values))]
+    if isinstance(values, list):
+        keys = keys[:1] + keys[1:][-1:]
+    for key in random.Random(0).sample(keys, min(MANY, len(keys))) if len(keys) > 2 * MANY else keys:
+        yield (key,)
+        if isinstance(values[key], dict | list):
+            yield from ((key, *rest) for rest in places(values[key]))
+
+
+def put(values: Any, place: Place, value: object) -> None:
+    *outer, last = place
+    for key in outer:
+        values = values[key]
+    if value is ABSENT:
+        del values[last]
+    else:
+        values[last] = value
+
+
+def forged(place: Place, value: object, *, then: Damage = lambda _: None) -> Damage:
+    """A content with another value, or without it, sealed again; `then` makes what lists the file fit."""
 
     def damage(path: Path) -> None:
-        forge(path, lambda content: content.pop(key) if value is ABSENT else content.update({key: value}))
+        forge(path, lambda content: put(content, place, value))
         then(path)
 
     return damage
 
 
-ABSENT = object()
+def forged_plan(number: str, place: Place, value: object) -> Damage:
+    """A packing plan with another value in its header, or with another number at a place, sealed again."""
+
+    def damage(path: Path) -> None:
+        data = path.read_bytes()
+        envelope, numbers = json.loads(data[:HEADER_BYTES]), [*memoryview(data[HEADER_BYTES:]).cast("q")]
+        if number:
+            (at,) = place
+            numbers[int(at)] = NUMBERS[number](numbers, int(at))
+        content = array("q", numbers).tobytes()
+        envelope["content"]["sha256"] = hashlib.sha256(content).hexdigest()
+        if not number:
+            put(envelope["content"], place, value)
+        header = seal_object({key: value for key, value in envelope.items() if key != "sha256"})
+        path.write_bytes(header[:-1].ljust(HEADER_BYTES - 1) + b"\n" + content)
+
+    return damage
+
+
+def forged_index(number: str, at: int) -> Damage:
+    """The index of a shard with another number, which `meta.json` lists."""
+
+    def damage(path: Path) -> None:
+        numbers = [*memoryview(path.read_bytes()).cast("q")]
+        numbers[at] = NUMBERS[number](numbers, at)
+        path.write_bytes(array("q", numbers).tobytes())
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        forge(path.with_name("meta.json"), lambda content: content["shards"][0].update(idx_sha256=digest))
+
+    return damage
+
+
+def broken_rules(corpus: Path) -> list[str]:
+    """Of a prepared corpus with one shard and one plan, read number by number."""
+    index = [*memoryview((corpus / SHARD[1]).read_bytes()).cast("q")]
+    tokens = (corpus / SHARD[0]).stat().st_size // 2
+    steps = [last - first for first, last in pairwise(index)]
+    broken = ["the index"] * (index[0] != 0 or index[-1] != tokens or min(steps) < 1)
+    data = (corpus / Path(PLAN).name).read_bytes()
+    header, numbers = json.loads(data[:HEADER_BYTES])["content"], [*memoryview(data[HEADER_BYTES:]).cast("q")]
+    segments = (len(numbers) - header["num_offsets"]) // 2
+    offsets, starts, lengths = numbers[: -2 * segments], numbers[-2 * segments : -segments], numbers[-segments:]
+    counts = [last - first for first, last in pairwise(offsets)]
+    broken += ["the offsets"] * (offsets[0] != 0 or offsets[-1] != segments or min(counts) < 1)
+    if not broken:
+        broken += ["the most segments"] * (max(counts) != header["max_segments"])
+        filled = [sum(lengths[first:last]) for first, last in pairwise(offsets)]
+        broken += ["the sequences"] * (max(filled) > 64)
+    outside = any(
+        start < 0 or length < 1 or start + length > tokens for start, length in zip(starts, lengths, strict=True)
+    )
+    return broken + ["the segments"] * outside
+
+
+def older_manifest(value: object) -> Damage:
+    """One of before the envelope, whose format is this value."""
+
+    def damage(path: Path) -> None:
+        body = json.loads(path.read_text())["content"] | ({} if value is ABSENT else {"format": value})
+        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        path.write_text(json.dumps(body | {"sha256": digest}))
+
+    return damage
+
+
 SHARD = tuple(f"shard-00000.{suffix}" for suffix in ("bin", "idx", "blocks"))
+PLAN = "prepared/corpus/best_fit-64-version-2-seed-0.plan"
 SEALED = {
-    "train": (f"{CHECKPOINT}/manifest.json", f"{CHECKPOINT}/state.json", "prepared/corpus/meta.json", "run/REQUEUE"),
+    "train": (
+        *(f"{CHECKPOINT}/{name}" for name in ("manifest.json", "state.json")),
+        *("prepared/corpus/meta.json", "run/REQUEUE", "run/prediction.json", "run/logs/lease"),
+    ),
+    "fresh": ("prepared/corpus/meta.json",),
     "status": ("run/slurm/1/job.json", "run/REQUEUE"),
 }
 FILES = {
     "train": (
         *(f"{CHECKPOINT}/{name}" for name in ("manifest.json", "state.json", ".metadata", "__0_0.distcp")),
         *(f"run/{name}" for name in ("config.toml", "metrics.jsonl", "events.jsonl", "prediction.json", "REQUEUE")),
-        *(f"prepared/corpus/{name}" for name in ("meta.json", *SHARD, "best_fit-64-version-2-seed-0.plan")),
+        *(f"prepared/corpus/{name}" for name in ("meta.json", *SHARD)),
+        PLAN,
         "run/logs/lease",
     ),
     "verify": tuple(f"{CHECKPOINT}/{name}" for name in ("manifest.json", "state.json", ".metadata", "__0_0.distcp")),
@@ -140,6 +262,24 @@ def cases(content_of: Callable[[str], dict[str, Any]]) -> Iterator[Case]:
     for command, files in SEALED.items():
         for file in files:
             then: Damage = (lambda path: reseal(path.parent)) if file.endswith("state.json") else lambda _: None
-            for key in content_of(file):
-                for name, value in {"absent": ABSENT, **VALUES}.items():
-                    yield Case(command, file, f"{key} is {name}, sealed again", forged(key, value, then=then))
+            for place, name, value in forgeries(content_of(file)):
+                yield Case(command, file, f"{show(place)} is {name}, sealed again", forged(place, value, then=then))
+    for place, name, value in forgeries(content_of(PLAN)):
+        yield Case("fresh", PLAN, f"{show(place)} is {name}, sealed again", forged_plan("", place, value))
+    for at, name in product((0, 1, 5, 20, -2, -1), NUMBERS):
+        yield Case("fresh", PLAN, f"number {at} is {name}, sealed again", forged_plan(name, (at,), None))
+    for at, name in product((0, 1, 2, -2, -1), NUMBERS):
+        yield Case("fresh", "prepared/corpus/shard-00000.idx", f"number {at} is {name}", forged_index(name, at))
+    for name, value in VALUES.items():
+        yield Case("train", f"{CHECKPOINT}/manifest.json", f"unsealed, its format {name}", older_manifest(value))
+
+
+def forgeries(content: dict[str, Any]) -> Iterator[tuple[Place, str, object]]:
+    """Every place of a content with every value that it does not have."""
+    for place in places(content):
+        for name, value in VALUES.items():
+            yield place, name, value
+
+
+def show(place: Place) -> str:
+    return ".".join(map(str, place))

@@ -96,7 +96,11 @@ def test_best_fit_of_many_short_documents_has_almost_no_padding() -> None:
 def test_a_plan_is_deterministic_and_survives_a_file(packing: Packing, tmp_path: Path) -> None:
     first, second = (pack_documents(lengths_of(3), seq_len=32, packing=packing) for _ in range(2))
     stored, path = store_plan(first, tmp_path / "plan", made_from="corpus"), tmp_path / "plan"
-    for other in (second, stored, load_plan(path, made_from="corpus")):
+    for other in (
+        second,
+        stored,
+        load_plan(path, seq_len=32, made_from="corpus", stream_tokens=int(lengths_of(3).sum())),
+    ):
         assert segments_by_sequence(other) == segments_by_sequence(first)
         assert (other.seq_len, other.max_segments) == (first.seq_len, first.max_segments)
     assert [path.name for path in tmp_path.iterdir()] == ["plan"]
@@ -125,7 +129,7 @@ def test_every_flipped_bit_of_a_plan_is_found(tmp_path: Path) -> None:
     for offset in {*range(len(content))} - {4095}:  # A line break, which may become another kind of space.
         path.write_bytes(content[:offset] + bytes([content[offset] ^ (1 << offset % 8)]) + content[offset + 1 :])
         with pytest.raises(DataError, match=r"plan is damaged: .*; to make it again: rm "):
-            load_plan(path, made_from="corpus")
+            load_plan(path, seq_len=8, made_from="corpus", stream_tokens=16)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +170,8 @@ def test_a_plan_of_before_files_were_sealed_is_made_again(tmp_path: Path) -> Non
     plan, path = load_or_build_plan(dataset, seq_len=8, packing="concat"), dataset.folder / "concat-8.plan"
     path.write_bytes(OLDER_MAGIC + array("q", [10, 8, 2, 3, 2, 0, 1, 2, 0, 8, 8, 2]).tobytes())
     assert load_or_build_plan(dataset, seq_len=8, packing="concat").fingerprint == plan.fingerprint
-    assert load_plan(path, made_from=dataset.fingerprint).fingerprint == plan.fingerprint
+    stored = load_plan(path, seq_len=8, made_from=dataset.fingerprint, stream_tokens=dataset.num_tokens)
+    assert stored.fingerprint == plan.fingerprint
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

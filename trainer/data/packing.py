@@ -77,6 +77,22 @@ class PackingPlan:
     fingerprint: str = ""
     """sha256 of the three tensors, of a plan that `load_or_build_plan` gave."""
 
+    def broken_rule(self, stream_tokens: int) -> str:
+        """What a stored plan of a stream of so many tokens breaks; empty if it is lawful."""
+        segments_per_sequence, num_segments = self.sequence_offsets.diff(), self.starts.numel()
+        ends = int(self.sequence_offsets[0]), int(self.sequence_offsets[-1])
+        if ends != (0, num_segments) or bool((segments_per_sequence < 1).any()):
+            return f"its offsets do not ascend from 0 to its {num_segments} segments"
+        if (most := int(segments_per_sequence.max())) != self.max_segments:
+            return f"its longest sequence has {most} segments, its header says {self.max_segments}"
+        is_lawful = (self.starts >= 0) & (self.lengths >= 1) & (self.lengths <= self.seq_len)
+        if not bool((is_lawful & (self.starts <= stream_tokens - self.lengths)).all()):
+            return f"a segment is not within the {stream_tokens} tokens of the corpus, or longer than a sequence"
+        filled = torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])[self.sequence_offsets].diff()
+        if (longest := int(filled.max())) > self.seq_len:
+            return f"a sequence has {longest} tokens, its header says {self.seq_len}"
+        return ""
+
     @property
     def num_sequences(self) -> int:
         return self.sequence_offsets.numel() - 1
@@ -187,7 +203,7 @@ def load_or_build_plan(
         )
     try:
         if path.exists() and not _is_older(path):
-            return load_plan(path, made_from=dataset.fingerprint)
+            return load_plan(path, seq_len=seq_len, made_from=dataset.fingerprint, stream_tokens=dataset.num_tokens)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     options: dict[str, Any] = {"version": version, "seed": seed, "document_filter": document_filter}
@@ -238,8 +254,10 @@ def _is_older(path: Path) -> bool:
         return False
 
 
-def load_plan(path: Path, *, made_from: str) -> PackingPlan:
-    """Raises DataError if the file is damaged, or the plan of another corpus than the one with this fingerprint."""
+def load_plan(path: Path, *, seq_len: int, made_from: str, stream_tokens: int) -> PackingPlan:
+    """Raises DataError if the file is damaged or breaks a rule of plans, or if it is that of another corpus than the one
+    with this fingerprint and so many tokens, or of other sequences.
+    """
     try:
         with open_regular(path) as file:
             header, sealed = unseal_header(file.read(HEADER_BYTES), PlanHeader)
@@ -250,12 +268,15 @@ def load_plan(path: Path, *, made_from: str) -> PackingPlan:
                 raise DamageError("checksum mismatch")
     except (DamageError, ResumeError) as error:
         raise DataError(f"{path} is damaged: {error}; {remedy(path)}") from None
-    if (sealed.made_from, header.name) != (made_from, path.name):
+    if (sealed.made_from, header.name, header.seq_len) != (made_from, path.name, seq_len):
         raise DataError(f"{path} is the plan of another corpus or packing ({header.name}); {remedy(path)}")
     numbers = torch.from_file(str(path), shared=False, size=HEADER_BYTES // 8 + num_numbers, dtype=torch.int64)
     parts = [header.num_offsets, header.num_segments, header.num_segments]
     offsets, starts, lengths = torch.split(numbers[HEADER_BYTES // 8 :], parts)
-    return PackingPlan(header.seq_len, header.max_segments, offsets, starts, lengths, header.sha256)
+    plan = PackingPlan(seq_len, header.max_segments, offsets, starts, lengths, header.sha256)
+    if broken := plan.broken_rule(stream_tokens):
+        raise DataError(f"{path} is damaged: {broken}; {remedy(path)}")
+    return plan
 
 
 def remedy(path: Path) -> str:

@@ -214,7 +214,13 @@ class TokenDataset:
         return MappedShard(content, dtype, self.meta.block_bytes or size, digests)
 
     def _load_document_starts(self, shard: TokenShard) -> Tensor:
-        return torch.frombuffer(bytearray(self._read(shard, "idx")), dtype=torch.int64)
+        content = self._read(shard, "idx")
+        if len(content) == 8 * (shard.documents + 1):
+            starts = torch.frombuffer(bytearray(content), dtype=torch.int64)
+            if (int(starts[0]), int(starts[-1])) == (0, shard.tokens) and bool((starts.diff() > 0).all()):
+                return starts
+        rule = f"it must ascend from 0 to {shard.tokens} in {shard.documents} documents"
+        raise self._damaged(f"{shard.name}.idx", rule)
 
     def _read(self, shard: TokenShard, suffix: Literal["idx", "blocks"]) -> bytes:
         path, digest = self.folder / f"{shard.name}.{suffix}", getattr(shard, f"{suffix}_sha256")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainer.errors import printable
 from trainer.hardware.host import GIB
 from trainer.storage.durable_io import format_bytes
 
@@ -133,6 +134,13 @@ def add_log_file(folder: Path, rank: int) -> None:
     logging.getLogger().addHandler(handler)
 
 
+class _PrintableFormatter(logging.Formatter):
+    """Escapes what a stranger's names could do to a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def _formatter(rank: int, time: str) -> logging.Formatter:
     origin = "" if rank == 0 else f"[rank {rank}] "
-    return logging.Formatter(f"%(asctime)s {origin}%(message)s", datefmt=time)
+    return _PrintableFormatter(f"%(asctime)s {origin}%(message)s", datefmt=time)

@@ -64,6 +64,8 @@ class Artifact(BaseModel):
     @classmethod
     def validated(cls, content: dict[str, Any], *, version: int) -> Self:
         """Raises `DamageError` with the first field that is wrong, and `NewerFormatError`."""
+        if not isinstance(version, int) or version < 1:
+            raise DamageError(f"it is not a {cls.kind} of any version")
         if version > cls.version():
             raise NewerFormatError(
                 f'it has version {version} of "{cls.kind}"; {WRITER} reads versions 1 to {cls.version()}'

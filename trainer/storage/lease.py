@@ -23,6 +23,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import ClassVar, Literal, NamedTuple
 
+from pydantic import Field
+
 from trainer.errors import ResumeError, RunFailedError, RunFolderHeldElsewhereError, RunFolderInUseError
 from trainer.hardware.host import boot_id
 from trainer.storage.artifact import Artifact, DamageError, read_artifact, seal
@@ -48,7 +50,7 @@ class LeaseOwner(Artifact):
     boot: str
     """Names the host's kernel since it booted."""
     pid_namespace: str
-    pid: int
+    pid: int = Field(ge=1, lt=1 << 31)
     started: str
     """Start time of the process: its number may be another's by now."""
     job: str
