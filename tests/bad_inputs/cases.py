@@ -102,16 +102,20 @@ VALUES: dict[str, Any] = {
 }
 MANY = 12
 """Keys of a large object that are forged, always the same."""
-NUMBERS: dict[str, Callable[[list[int], int], int]] = {
-    "zero": lambda numbers, at: 0,
-    "negative": lambda numbers, at: -numbers[at] - 1,
-    "2^40": lambda numbers, at: 1 << 40,
-    "-2^63": lambda numbers, at: -(1 << 63),
-    "one more": lambda numbers, at: numbers[at] + 1,
-    "the last": lambda numbers, at: numbers[-1],
-    "the first": lambda numbers, at: numbers[0],
-}
+NUMBERS = ("zero", "negative", "2^40", "-2^63", "one more", "the last", "the first")
 """What a number of a binary file becomes."""
+
+
+def other_number(name: str, numbers: list[int], at: int) -> int:
+    return {
+        "zero": 0,
+        "negative": -numbers[at] - 1,
+        "2^40": 1 << 40,
+        "-2^63": -(1 << 63),
+        "one more": numbers[at] + 1,
+        "the last": numbers[-1],
+        "the first": numbers[0],
+    }[name]
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,7 @@ def forged_plan(number: str, place: Place, value: object) -> Damage:
         envelope, numbers = json.loads(data[:HEADER_BYTES]), [*memoryview(data[HEADER_BYTES:]).cast("q")]
         if number:
             (at,) = place
-            numbers[int(at)] = NUMBERS[number](numbers, int(at))
+            numbers[int(at)] = other_number(number, numbers, int(at))
         content = array("q", numbers).tobytes()
         envelope["content"]["sha256"] = hashlib.sha256(content).hexdigest()
         if not number:
@@ -186,7 +190,7 @@ def forged_index(number: str, at: int) -> Damage:
 
     def damage(path: Path) -> None:
         numbers = [*memoryview(path.read_bytes()).cast("q")]
-        numbers[at] = NUMBERS[number](numbers, at)
+        numbers[at] = other_number(number, numbers, at)
         path.write_bytes(array("q", numbers).tobytes())
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         forge(path.with_name("meta.json"), lambda content: content["shards"][0].update(idx_sha256=digest))
@@ -256,22 +260,26 @@ FILES = {
 def cases(content_of: Callable[[str], dict[str, Any]]) -> Iterator[Case]:
     """`content_of`: the content of a sealed file, as it was before."""
     for command, files in FILES.items():
-        for file in files:
-            for name, damage in ANY_FILE.items():
-                yield Case(command, file, name, damage)
+        for file, (name, damage) in product(files, ANY_FILE.items()):
+            yield Case(command, file, name, damage)
     for command, files in SEALED.items():
         for file in files:
             then: Damage = (lambda path: reseal(path.parent)) if file.endswith("state.json") else lambda _: None
             for place, name, value in forgeries(content_of(file)):
                 yield Case(command, file, f"{show(place)} is {name}, sealed again", forged(place, value, then=then))
-    for place, name, value in forgeries(content_of(PLAN)):
+    yield from binary_cases(content_of(PLAN))
+    for name, value in VALUES.items():
+        yield Case("train", f"{CHECKPOINT}/manifest.json", f"unsealed, its format {name}", older_manifest(value))
+
+
+def binary_cases(header: dict[str, Any]) -> Iterator[Case]:
+    """Of a packing plan with this header, and of the index of a shard."""
+    for place, name, value in forgeries(header):
         yield Case("fresh", PLAN, f"{show(place)} is {name}, sealed again", forged_plan("", place, value))
     for at, name in product((0, 1, 5, 20, -2, -1), NUMBERS):
         yield Case("fresh", PLAN, f"number {at} is {name}, sealed again", forged_plan(name, (at,), None))
     for at, name in product((0, 1, 2, -2, -1), NUMBERS):
         yield Case("fresh", "prepared/corpus/shard-00000.idx", f"number {at} is {name}", forged_index(name, at))
-    for name, value in VALUES.items():
-        yield Case("train", f"{CHECKPOINT}/manifest.json", f"unsealed, its format {name}", older_manifest(value))
 
 
 def forgeries(content: dict[str, Any]) -> Iterator[tuple[Place, str, object]]:
