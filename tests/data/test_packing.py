@@ -1,3 +1,4 @@
+import hashlib
 import os
 from array import array
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.artifacts import forge
 from trainer.config.source import CorpusSpec
 from trainer.data.packing import (
     OLDER_MAGIC,
@@ -21,6 +23,7 @@ from trainer.data.packing import (
     store_plan,
 )
 from trainer.data.prepare import prepare
+from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import DataError
 
@@ -153,6 +156,48 @@ def test_a_damaged_plan_is_named_with_its_remedy(tmp_path: Path, damage: Callabl
     damage(path)
     with pytest.raises(DataError, match=rf"{path} is damaged: .*; to make it again: rm {path}, then the same command"):
         load_or_build_plan(dataset, seq_len=8, packing="concat")
+
+
+FORGED = {  # Of two sequences, [0, 5) + [5, 8) and [8, 16), in a corpus of 16 tokens.
+    "an offset that runs backwards": ([0, 2, 1], [0, 5, 8], [5, 3, 8], 2),
+    "a first offset": ([1, 2, 3], [0, 5, 8], [5, 3, 8], 2),
+    "a last offset": ([0, 2, 4], [0, 5, 8], [5, 3, 8], 2),
+    "a sequence without segments": ([0, 0, 3], [0, 5, 8], [5, 3, 8], 3),
+    "the most segments": ([0, 2, 3], [0, 5, 8], [5, 3, 8], 1),
+    "a length of 0": ([0, 2, 3], [0, 5, 8], [5, 0, 8], 2),
+    "a negative length": ([0, 2, 3], [0, 5, 8], [5, -3, 8], 2),
+    "a segment longer than a sequence": ([0, 2, 3], [0, 5, 0], [5, 3, 9], 2),
+    "a negative start": ([0, 2, 3], [0, -5, 8], [5, 3, 8], 2),
+    "a segment beyond the corpus": ([0, 2, 3], [0, 5, 9], [5, 3, 8], 2),
+    "a huge start": ([0, 2, 3], [0, 5, (1 << 63) - 1], [5, 3, 8], 2),
+    "an overfull sequence": ([0, 2, 3], [0, 5, 8], [5, 4, 8], 2),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_plan_that_breaks_a_rule_is_refused_though_its_hash_fits(tmp_path: Path, name: str) -> None:
+    offsets, starts, lengths, most = FORGED[name]
+    numbers = (torch.tensor(each) for each in (offsets, starts, lengths))
+    store_plan(PackingPlan(8, most, *numbers), tmp_path / "plan", made_from="corpus")
+    with pytest.raises(DataError, match=r"plan is damaged: .*; to make it again: rm "):
+        load_plan(tmp_path / "plan", seq_len=8, made_from="corpus", stream_tokens=16)
+
+
+@pytest.mark.parametrize(
+    "index", [[0, 4, 3, 9], [1, 4, 9], [0, 4, 8], [0, 4, 4, 9], [0, -(1 << 63), 9], [0, 9]], ids=str
+)
+def test_an_index_that_breaks_a_rule_is_refused_though_its_hash_fits(tmp_path: Path, index: list[int]) -> None:
+    (tmp_path / "text").mkdir()
+    for name, text in {"a": "23", "b": "678"}.items():  # With the bounds of documents, 4 and 5 tokens.
+        (tmp_path / "text" / name).with_suffix(".txt").write_text(text)
+    dataset = prepare(CorpusSpec(corpus=str(tmp_path / "text"), cache_dir=tmp_path), ByteTokenizer())
+    assert dataset.document_starts.tolist() == [0, 4, 9]
+    path = next(dataset.folder.glob("*.idx"))
+    path.write_bytes(array("q", index).tobytes())
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    forge(dataset.folder / "meta.json", lambda content: content["shards"][0].update(idx_sha256=digest))
+    with pytest.raises(DataError, match=r"idx is damaged: it must ascend from 0 to 9 in 2 documents"):
+        TokenDataset(dataset.folder)
 
 
 def test_a_renamed_plan_is_refused(tmp_path: Path) -> None:

@@ -7,16 +7,20 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 
 from tests.artifacts import content, forge
-from trainer.errors import RunFailedError, RunFolderHeldElsewhereError, RunFolderInUseError
+from trainer.errors import ConfigError, RunFailedError, RunFolderHeldElsewhereError, RunFolderInUseError
 from trainer.storage import lease as lease_module
+from trainer.storage import manifest
 from trainer.storage.lease import Lease
 
 context = multiprocessing.get_context("fork")  # Children have the short times of the tests, too.
@@ -149,14 +153,91 @@ def test_an_owner_that_was_stopped_notices_that_it_was_replaced(folder: Path) ->
             first.require()
 
 
-def test_a_stopped_owner_notices_before_its_next_touch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_whose_clock_stood_still_notices_before_its_next_touch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lease_module, "HEARTBEAT_SECONDS", 60.0)
     with Lease(folder) as first:
-        (folder / "lease").unlink()
         first.require()
-        time.sleep(0.6)  # More than half the lease.
+        (folder / "lease").unlink()
         with pytest.raises(RunFailedError, match="another one took the run over"):
             first.require()
+
+
+def test_an_owner_whose_lease_is_put_back_still_holds_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_module, "HEARTBEAT_SECONDS", 60.0)
+    with Lease(folder) as first:
+        (folder / "lease").rename(folder / "aside")
+        timer = Timer(0.03, lambda: os.link(folder / "aside", folder / "lease"))
+        timer.start()
+        first.require()
+        timer.join()
+
+
+# ---- file systems that fail
+
+FAILURES = [
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENAMETOOLONG,
+]
+CALLS = ["link", "open", "lstat", "stat", "fstat", "utime", "unlink", "rename", "fsync"]
+
+
+class Failing:
+    """A function of `os` that fails with an error the first times that it is called with a path of a lease."""
+
+    def __init__(self, function: Callable[..., Any], number: int, times: float) -> None:
+        self._function, self._number, self._left = function, number, times
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if self._left > 0 and any("lease" in str(each) for each in args):
+            self._left -= 1
+            raise OSError(self._number, os.strerror(self._number))
+        return self._function(*args, **options)
+
+
+@pytest.mark.parametrize("times", [1, float("inf")], ids=["once", "always"])
+@pytest.mark.parametrize("number", FAILURES, ids=lambda number: errno.errorcode[number])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("left", [None, {"pid": 1 << 30}], ids=["free", "left"])
+def test_an_error_of_the_file_system_has_a_class_and_never_two_owners(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, left: dict[str, Any] | None, call: str, number: int, times: float
+) -> None:
+    if left:
+        held_by(folder, **left)
+    monkeypatch.setattr(lease_module, "LEASE_SECONDS", 0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "RETRY_DELAY_SECONDS", 0.0)
+        patch.setattr(os, call, Failing(getattr(os, call), number, times))
+        with suppress(ConfigError, RunFailedError), Lease(folder) as lease:
+            lease.require()
+            assert content(folder / "lease")["pid"] == os.getpid(), "it was held"
+    assert seconds_to_hold(folder) < 3, "and can be held afterwards"
+
+
+def test_a_link_whose_reply_was_lost_is_our_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def link_twice(*args: Any) -> None:
+        link(*args)
+        link(*args)
+
+    monkeypatch.setattr(os, "link", link_twice)
+    assert seconds_to_hold(folder) < 0.2
+
+
+def test_a_socket_or_an_impossible_process_in_its_place_is_replaced(folder: Path) -> None:
+    held_by(folder, pid=1 << 40)
+    assert seconds_to_hold(folder) < 0.8
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "lease"))
+        assert seconds_to_hold(folder) < 0.8
 
 
 def contend(folder: Path, number: int) -> None:

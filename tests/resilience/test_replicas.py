@@ -272,8 +272,11 @@ def test_a_run_whose_replicas_differ_stops_on_all_ranks_and_resumes_from_equal_c
 
 
 @pytest.mark.ranks
-def test_a_checkpoint_between_two_checks_is_not_written_of_copies_that_differ(run: Path, tmp_path: Path) -> None:
-    folder, options = tmp_path / "run", mesh(*SMALL, "--health.replica_check_interval=100", dp_replicate=2)
+@pytest.mark.parametrize(
+    "interval", [(), ("--health.replica_check_interval=100",)], ids=["by default", "between checks"]
+)
+def test_copies_that_differ_are_not_saved(run: Path, tmp_path: Path, interval: tuple[str, ...]) -> None:
+    folder, options = tmp_path / "run", mesh(*SMALL, *interval, dp_replicate=2)
     done = forked(run, folder, *options, processes=2, train=partial(train_and_flip_at, ((1, moment(NORM)),), 1))
     assert done.statuses == [1, 1]
     # The moment has changed its weight; of two copies, either may be wrong.

@@ -263,8 +263,10 @@ class HealthSection(Section):
     """A rank counts as a straggler if its compute or data wait is this many times the median for three consecutive metrics lines; the log names it."""
     max_dead_experts_pct: Annotated[float, Field(ge=0, le=100)] = 50.0
     """Experts of a layer without tokens, in percent, above which the layer's router counts as collapsed after ten steps; the log names it."""
+    check_replicas: bool = True
+    """Compare, before every checkpoint, weights and optimizer moments that several ranks hold as copies; copies that differ are not saved. With tp, only if sequence_parallel and loss_parallel or training.deterministic keep copies equal."""
     replica_check_interval: PositiveInt | None = None
-    """Steps between checks that weights and optimizer moments held as copies by several ranks are bitwise equal; with it, also before every checkpoint. Left out: never."""
+    """Steps between such checks, which then also run before every checkpoint. Left out: as `check_replicas` says."""
 
 
 class ProfilerSection(Section):

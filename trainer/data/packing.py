@@ -78,7 +78,7 @@ class PackingPlan:
     """sha256 of the three tensors, of a plan that `load_or_build_plan` gave."""
 
     def broken_rule(self, stream_tokens: int) -> str:
-        """What a stored plan of a stream of so many tokens breaks; empty if it is lawful."""
+        """The rule that a stored plan for a stream of `stream_tokens` breaks; empty if it keeps all."""
         segments_per_sequence, num_segments = self.sequence_offsets.diff(), self.starts.numel()
         ends = int(self.sequence_offsets[0]), int(self.sequence_offsets[-1])
         if ends != (0, num_segments) or bool((segments_per_sequence < 1).any()):
@@ -255,8 +255,9 @@ def _is_older(path: Path) -> bool:
 
 
 def load_plan(path: Path, *, seq_len: int, made_from: str, stream_tokens: int) -> PackingPlan:
-    """Raises DataError if the file is damaged or breaks a rule of plans, or if it is that of another corpus than the one
-    with this fingerprint and so many tokens, or of other sequences.
+    """Raises DataError if the file is damaged, breaks a rule of plans, or belongs to another corpus or sequence length.
+
+    The corpus has the fingerprint `made_from` and `stream_tokens` tokens.
     """
     try:
         with open_regular(path) as file:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 
 import torch
@@ -168,9 +168,7 @@ class TrainLoop:
             log.info("stopping after step %d: %s", step_result.step, stop_reason)
         requested = decision.should_save or bool(stop_reason)
         should_save = self.checkpoints.should_save(step_result.step, self.stage, requested=requested)
-        check_interval = self.trainer.config.health.replica_check_interval
-        # Also before a save: a run that finds a difference resumes from a checkpoint of equal copies.
-        if check_interval is not None and (should_save or step_result.step % check_interval == 0):
+        if self._should_check_replicas(step_result.step, is_before_save=should_save):
             self._check_replicas()
         if should_save:
             self._save()
@@ -185,6 +183,14 @@ class TrainLoop:
         self.checkpoints.save(self.trainer)
         self.metrics.rollbacks = 0
         self.preemption.record_save()
+
+    def _should_check_replicas(self, step: int, *, is_before_save: bool) -> bool:
+        """Before a save, so that a run that finds a difference resumes from a checkpoint of equal copies."""
+        config = self.trainer.config
+        interval = config.health.replica_check_interval
+        if interval is not None:
+            return is_before_save or step % interval == 0
+        return is_before_save and compares_replicas_before_saves(config, self.trainer.mesh.degrees)
 
     def _check_replicas(self) -> None:
         """Raises RunFailedError on all ranks if copies of a weight or moment differ."""
@@ -235,3 +241,12 @@ class TrainLoop:
         first = self.trainer.next_sequence
         self.trainer.next_sequence = max(first, spike.next_sequence)
         self.metrics.record_rollback(spike, checkpoint, (first, self.trainer.next_sequence))
+
+
+def compares_replicas_before_saves(config: Config, degrees: Mapping[str, int]) -> bool:
+    """Whether there are copies, which an undisturbed run keeps equal, and comparing them is not switched off."""
+    if not config.health.check_replicas or degrees["dp_replicate"] == degrees["tp"] == 1:
+        return False
+    # Else tp ranks compute some gradients each for itself, and kernels may round differently.
+    shares_work = config.parallelism.sequence_parallel and config.parallelism.loss_parallel
+    return degrees["tp"] == 1 or shares_work or config.training.deterministic

@@ -6,7 +6,8 @@
     takes it over after LEASE_SECONDS        if its owner is on another host and does not touch it any more
     is refused                               while its owner lives
 
-An owner that was stopped for so long finds its lease taken, and ends before it writes anything.
+An owner that was stopped for so long finds its lease taken, and ends before it writes anything. It looks each time before it
+writes, because its own clock may have stood still with it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from trainer.errors import ResumeError, RunFailedError, RunFolderHeldElsewhereError, RunFolderInUseError
+from trainer.errors import ConfigError, ResumeError, RunFailedError, RunFolderHeldElsewhereError, RunFolderInUseError
 from trainer.hardware.host import boot_id
 from trainer.storage.artifact import Artifact, DamageError, read_artifact, seal
 from trainer.storage.durable_io import write_and_fsync
+from trainer.storage.manifest import retry_io
 
 log = logging.getLogger("trainer")
 
@@ -40,6 +42,8 @@ SETTLE_SECONDS = 1.0
 ENDING_SECONDS = 3.0
 """For an owner on this host that is about to end."""
 POLL_SECONDS = 0.1
+REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""Errors that stay until a person changes something."""
 
 
 class LeaseOwner(Artifact):
@@ -87,23 +91,29 @@ class Lease:
         self._thread = Thread(target=self._touch, name="lease", daemon=True)
 
     def __enter__(self) -> Lease:
-        """Raises `RunFolderInUseError` and `RunFolderHeldElsewhereError`."""
-        self._acquire()
-        self._last_touch = time.monotonic()
+        """Raises `RunFolderInUseError` and `RunFolderHeldElsewhereError`; `ConfigError` if the folder refuses to be written,
+        and `RunFailedError` for any other error of the file system.
+        """
+        try:
+            self._acquire()
+        except OSError as error:
+            problem = f"{self._path} cannot be held: {error.strerror or error}"
+            raise (ConfigError([problem]) if error.errno in REFUSALS else RunFailedError(problem)) from None
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        if self._is_mine():
-            self._path.unlink(missing_ok=True)
-        os.close(self._descriptor)
+        with suppress(OSError):  # What is left is taken over: its owner has ended.
+            if self._is_mine():
+                self._path.unlink(missing_ok=True)
+        with suppress(OSError):
+            os.close(self._descriptor)
 
     def require(self) -> None:
-        """Raises `RunFailedError` if another launch has taken the lease over."""
-        if time.monotonic() - self._last_touch > LEASE_SECONDS / 2:  # This process was stopped.
-            self._is_lost = self._is_lost or not self._is_mine()
+        """Raises `RunFailedError` if another launch has taken the lease over, or if it cannot be read."""
+        self._is_lost = self._is_lost or retry_io(self._path, self._was_taken)
         if self._is_lost:
             raise RunFailedError(f"{self._path} is not this launch's any more: another one took the run over")
 
@@ -112,10 +122,9 @@ class Lease:
     def _acquire(self) -> None:
         taken_over, last, since, began = False, None, 0.0, time.monotonic()
         while not self._create():
-            try:
-                owner, sighting = self._look()
-            except FileNotFoundError:
+            if (found := self._look(began)) is None:
                 continue
+            owner, sighting = found
             state = "stale" if owner is None else self._state_of(owner)
             if sighting != last:
                 if state == "elsewhere" and last is not None:
@@ -144,12 +153,20 @@ class Lease:
             return "elsewhere"
         return "here" if _start_time(owner.pid) == owner.started else "stale"
 
-    def _look(self) -> tuple[LeaseOwner | None, _Sighting]:
-        """The owner, None if the file cannot be understood. Raises FileNotFoundError."""
-        status, owner = self._path.lstat(), None
-        if not stat.S_ISLNK(status.st_mode):  # Nobody writes a link.
-            with suppress(DamageError, ResumeError):
-                owner = read_artifact(self._path, LeaseOwner)
+    def _look(self, began: float) -> tuple[LeaseOwner | None, _Sighting] | None:
+        """The owner, None if the file cannot be understood; None if there is none any more. Raises OSError."""
+        owner = None
+        try:
+            status = self._path.lstat()
+            if stat.S_ISREG(status.st_mode):  # Nobody writes a link, a pipe or a socket.
+                with suppress(DamageError, ResumeError):
+                    owner = read_artifact(self._path, LeaseOwner)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno != errno.ESTALE or time.monotonic() - began > LEASE_SECONDS:
+                raise
+            return None  # On a server it was replaced between two requests.
         return owner, _Sighting(status.st_ino, status.st_mtime_ns)
 
     def _create(self) -> bool:
@@ -157,18 +174,35 @@ class Lease:
         content, draft = seal(self._owner), self._path.with_name(f"lease.{self._owner.host}-{self._owner.pid}")
         try:
             write_and_fsync(draft, content)
-            try:
-                os.link(draft, self._path)
-            except OSError as error:
-                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
-                    raise
-                with self._path.open("xb") as file:  # A file system without hard links.
-                    file.write(content)
-            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = os.open(draft, os.O_RDONLY | os.O_CLOEXEC)
+            is_free = self._link(draft)
+            if not is_free:
+                os.close(self._descriptor)
+            return is_free
+        finally:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+
+    def _link(self, draft: Path) -> bool:
+        """Gives the draft the lease's name; whether it was free."""
+        try:
+            os.link(draft, self._path)
+        except FileExistsError:
+            # The reply to a first request may be lost on NFS; the second one then finds what the first has made.
+            return draft.stat().st_nlink == 2
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
+                raise
+            return self._copy(draft)  # A file system without hard links.
+        return True
+
+    def _copy(self, draft: Path) -> bool:
+        try:
+            with self._path.open("xb") as file:
+                file.write(draft.read_bytes())
+                os.dup2(file.fileno(), self._descriptor, inheritable=False)
         except FileExistsError:
             return False
-        finally:
-            draft.unlink(missing_ok=True)
         return True
 
     def _remove(self, sighting: _Sighting) -> bool:
@@ -187,19 +221,29 @@ class Lease:
     # ---- holding
 
     def _is_mine(self) -> bool:
-        with suppress(OSError):
-            return self._path.lstat().st_ino == os.fstat(self._descriptor).st_ino
-        return False
+        """Opens the file, because a client of NFS may believe what it knew of it. Raises OSError if it cannot be read."""
+        try:
+            there = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):  # Gone, or a link or socket in its place.
+                return False
+            raise
+        try:
+            return os.fstat(there).st_ino == os.fstat(self._descriptor).st_ino
+        finally:
+            os.close(there)
+
+    def _was_taken(self) -> bool:
+        """Looks twice: another launch may have moved it aside, to put it back. Raises OSError."""
+        return not self._is_mine() and not (self._stop.wait(SETTLE_SECONDS) or self._is_mine())
 
     def _touch(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
             with suppress(OSError):  # An unreachable file system: others cannot see it either.
                 os.utime(self._descriptor)
-            # Another launch may have moved it aside, to put it back.
-            self._is_lost = not self._is_mine() and not (self._stop.wait(SETTLE_SECONDS) or self._is_mine())
+                self._is_lost = self._is_lost or self._was_taken()
             if self._is_lost:
                 return
-            self._last_touch = time.monotonic()
 
 
 def _pid_namespace() -> str:

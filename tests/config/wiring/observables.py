@@ -48,6 +48,7 @@ from trainer.metrics.profiler import Profilers
 from trainer.plan.__main__ import main as plan_main
 from trainer.resilience.anomalies import LossSpikeError
 from trainer.resilience.preemption import job_deadline
+from trainer.run import train_loop
 from trainer.run.metrics import MetricsProcessor
 from trainer.run.validation import Validator
 from trainer.slurm.script import render
@@ -378,6 +379,10 @@ def script(recipe: Recipe) -> str:
 
 def deadline(recipe: Recipe) -> float | None:
     return job_deadline(recipe, {START_TIME_ENV: f"{boot_id()} 0"})
+
+
+def compares_replicas(recipe: Recipe) -> bool:
+    return train_loop.compares_replicas_before_saves(recipe, {"dp_replicate": 2, "tp": 1})
 
 
 def restart_delays(recipe: Recipe) -> list[float]:

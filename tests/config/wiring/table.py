@@ -344,6 +344,7 @@ RUN: Cases = {
     "health.on_spike": case(see.spike_reaction, ("warn", "roll_back")),
     "health.max_dead_experts_pct": case(see.collapses, (50.0, 80.0)),
     "health.straggler_ratio": case(see.stragglers, (1.3, 1.7)),
+    "health.check_replicas": case(see.compares_replicas, (False, True)),
     "health.replica_check_interval": (
         case(runs.replica_checks, (None, 4), FOUR),
         case(runs.replica_checks, (1, 2), FOUR),
