@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from parallelisms.mesh.collectives import ValueExchangeError
 from trainer.config import extension
-from trainer.config.job_config import Config, TrainingStage
+from trainer.config.job_config import TrainingStage
 from trainer.config.run_spec import RunSpec
 from trainer.data.datasets import build_train_dataset, build_validation_sets
 from trainer.data.holdout import ValidationSet
@@ -40,6 +40,7 @@ from trainer.errors import (
     failure_ending,
 )
 from trainer.metrics import loggers
+from trainer.metrics.prediction import Prediction, write_prediction
 from trainer.resilience.preemption import Preemption, job_deadline
 from trainer.resilience.watchdog import summarize_hang
 from trainer.run.auto_compile import resolve_auto_compile
@@ -91,7 +92,7 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
             ]
             validation_sets = build_validation_sets(config, spec.datasets)
         should_report = rank == 0
-        run_stage(config, stage, folder, dataset, validation_sets, signal_handler)
+        run_stage(spec, stage, folder, dataset, validation_sets, signal_handler)
     except Interrupted:
         # No marker: when a rank fails, srun signals all others, too.
         return report_failure(None, EXIT_FAILURE, "signalled before the first step", is_printed=rank == 0)
@@ -118,21 +119,23 @@ def exec_launcher(argv: list[str]) -> NoReturn:
 
 
 def run_stage(
-    config: Config,
+    spec: RunSpec,
     stage: TrainingStage,
     folder: RunDir,
     dataset: BlendedDataset,
     validation_sets: list[ValidationSet],
     signal_handler: SignalHandler,
 ) -> None:
-    """Trains a stage on all ranks; rank 0 writes the exit marker."""
-    rank, _, _ = rank_from_environment()
+    """Trains a stage on all ranks; rank 0 writes the prediction and the exit marker."""
+    config, (rank, _, _) = spec.config, rank_from_environment()
     with ExitStack() as held:
         if rank == 0:
             with signal_handler.raising():  # It may be waited for.
                 job, attempt = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", exit_markers.ATTEMPT_VARIABLE))
                 lease = held.enter_context(Lease(folder.logs_dir, job=job, attempt=attempt))
             folder.require_lease = lease.require
+            if spec.prediction is not None:  # Not before: another launch may hold the folder.
+                write_prediction(folder.prediction_path, Prediction.model_validate(spec.prediction, strict=False))
         world = held.enter_context(process_group(config.distributed))
         if rank == 0:
             report_previous_hang(folder, world.size)

@@ -160,7 +160,8 @@ def test_nodes_without_gpus_request_none() -> None:
 
 def test_a_container_mounts_the_same_paths() -> None:
     text = script(container="nvcr.io#nvidia/pytorch:26.01")
-    options = '--container-image=nvcr.io#nvidia/pytorch:26.01 --container-mounts="$ROOT:$ROOT,$RUN:$RUN,$PWD:$PWD" '
+    options = "--container-image='nvcr.io#nvidia/pytorch:26.01' "
+    options += '--container-mounts="$ROOT:$ROOT,$RUN:$RUN,$PWD:$PWD" '
     assert text.count(options + '--container-workdir="$PWD"') == 2  # The node report, and the ranks.
 
 

@@ -249,9 +249,11 @@ def test_a_second_run_in_the_folder_is_rejected_and_the_first_continues(finished
     try:
         assert wait_for(lambda: (folder / "metrics.jsonl").exists())
         (folder / "REQUEUE").touch()
+        predicted = (folder / "prediction.json").stat()
         done = forked(config, folder)
         assert done.statuses == [2]
         assert (folder / "REQUEUE").exists(), "markers belong to the first run"
+        assert (folder / "prediction.json").stat().st_ino == predicted.st_ino, "and so does the prediction"
         assert not (folder / "STOP").exists()
         assert f"error: job.output_dir = {folder} is in use by process " in done.said
         assert first.is_alive()

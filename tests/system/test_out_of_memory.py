@@ -12,7 +12,8 @@ from torch import Tensor
 from tests.ranks import RankError, run_ranks
 from tests.system.runs import arguments, write_run
 from trainer.config.parse import load
-from trainer.launch.predict import write_prediction
+from trainer.launch.predict import predict
+from trainer.storage.artifact import write_artifact
 from trainer.storage.run_dir import RunDir
 
 
@@ -47,7 +48,7 @@ def train_until_out_of_memory(argv: list[str], failing_rank: int) -> None:
 def test_a_rank_out_of_memory_fails_at_once(tmp_path: Path, failing_rank: int) -> None:
     argv, folder = arguments(write_run(tmp_path), tmp_path / "run"), RunDir(tmp_path / "run")
     folder.create()
-    write_prediction(folder.prediction_path, load(argv), 2, num_nodes=1)
+    write_artifact(folder.prediction_path, predict(load(argv), 2, num_nodes=1))
     with pytest.raises(RankError) as caught:
         run_ranks(train_until_out_of_memory, 2, argv, failing_rank, timeout=30)
     assert "out of device memory: tried to allocate 9 GiB" in str(caught.value)

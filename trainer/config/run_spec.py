@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from trainer.config.sections import Section
 from trainer.config.training_stages import Recipe
@@ -17,6 +18,8 @@ class RunSpec(Section):
     config: Recipe
     datasets: dict[str, Path]
     """Folder of prepared tokens by source name; empty for the synthetic corpus."""
+    prediction: dict[str, Any] | None = None
+    """Content of `prediction.json`, which rank 0 writes as soon as it holds the run folder; None: it stays as it is."""
 
     def to_json(self) -> str:
         """Omits unset keys, because `recompute = "auto"` only chooses those."""

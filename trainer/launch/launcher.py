@@ -42,7 +42,7 @@ from trainer.launch.cluster import (
 )
 from trainer.launch.initial_checks import validate_initial_weights
 from trainer.launch.initial_tokenizer import validate_initial_tokenizer
-from trainer.launch.predict import write_prediction
+from trainer.launch.predict import predict
 from trainer.launch.restarts import run_with_restarts
 from trainer.memory.auto import Choice, choose_memory_options, describe_choice
 from trainer.memory.estimator import estimate_memory
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def prepare_run(config: Recipe, world: LaunchWorld) -> RunSpec | int:
-    """Prepares the data of a validated run and writes its prediction; returns an exit code if nothing should start.
+    """Prepares the data of a validated run and predicts its memory and step time; returns an exit code if nothing should start.
 
     Of several processes on a shared file system, one tokenizes and the others wait.
     """
@@ -103,11 +103,11 @@ def prepare_run(config: Recipe, world: LaunchWorld) -> RunSpec | int:
             from trainer.data.prepare import prepare_once  # Imports torch, which checks do not need.
 
             datasets = prepare_once(config, None if world.rank is None else launch_id(os.environ))
+            prediction = None
             if not world.rank and (stage := next_stage(config)) is not None:
-                write_prediction(
-                    RunDir(config.output_dir).prediction_path, stage.config, world.world_size, num_nodes=world.num_nodes
-                )
-            return RunSpec(config=config, datasets=datasets)
+                found = predict(stage.config, world.world_size, num_nodes=world.num_nodes)
+                prediction = found.model_dump(mode="json")
+            return RunSpec(config=config, datasets=datasets, prediction=prediction)
         status, reason = early_exit
     except Interrupted:
         status, reason = EXIT_FAILURE, "error: stopped before the first step"

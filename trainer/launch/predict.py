@@ -19,9 +19,8 @@ from trainer.hardware.device_specs import select_device
 from trainer.memory.auto import choose_memory_options, describe_choice
 from trainer.memory.estimator import estimate_memory
 from trainer.memory.report import memory_summary, out_of_memory_advice
-from trainer.metrics.prediction import Prediction
+from trainer.metrics.prediction import Prediction, write_prediction
 from trainer.plan.critical_path import predict_step_time, sequence_cost
-from trainer.storage.artifact import write_artifact
 
 
 def predict(config: Config, world_size: int, *, num_nodes: int) -> Prediction:
@@ -44,11 +43,6 @@ def predict(config: Config, world_size: int, *, num_nodes: int) -> Prediction:
     return Prediction.model_validate(described, strict=False)
 
 
-def write_prediction(path: Path, config: Config, world_size: int, *, num_nodes: int) -> None:
-    """Replaces what an earlier launch predicted."""
-    write_artifact(path, predict(config, world_size, num_nodes=num_nodes))
-
-
 def main() -> int:
     request = json.load(sys.stdin)
     config, world_size = Config.model_validate_json(request["config"]), request["world_size"]
@@ -61,7 +55,7 @@ def main() -> int:
         answer = {"problems": error.problems}
     else:
         resolved, num_nodes = choice.config, world_size // request["ranks_per_node"]
-        write_prediction(Path(request["prediction_path"]), resolved, world_size, num_nodes=num_nodes)
+        write_prediction(Path(request["prediction_path"]), predict(resolved, world_size, num_nodes=num_nodes))
         answer = {"memory": resolved.memory.model_dump(), "choice": describe_choice(config, choice), "problems": []}
     json.dump(answer, sys.stdout)
     return 0

@@ -10,7 +10,7 @@ from typing import ClassVar
 from pydantic import PrivateAttr
 
 from trainer.errors import ResumeError
-from trainer.storage.artifact import Artifact, DamageError, read_artifact
+from trainer.storage.artifact import Artifact, DamageError, read_artifact, write_artifact
 
 log = logging.getLogger("trainer")
 
@@ -43,6 +43,14 @@ class Prediction(Artifact):
             return None
         measured = median(self._measured[1:])
         return {"device": self.device, "predicted_seconds": self.step_seconds, "measured_seconds": measured}
+
+
+def write_prediction(path: Path, prediction: Prediction) -> None:
+    """Replaces what an earlier launch predicted; a file that cannot be written is logged."""
+    try:
+        write_artifact(path, prediction)
+    except OSError as error:
+        log.warning("%s cannot be written, so nothing is predicted: %s", path, error.strerror)
 
 
 def read_prediction(path: Path) -> Prediction:

@@ -126,7 +126,9 @@ def container_options(slurm: SlurmSection) -> list[str]:
     if slurm.container is None:
         return []
     mounts = ",".join(f"{path}:{path}" for path in ("$ROOT", "$RUN", "$PWD"))
-    return [f'--container-image={slurm.container} --container-mounts="{mounts}" --container-workdir="$PWD"']
+    return [
+        f'--container-image={shlex.quote(slurm.container)} --container-mounts="{mounts}" --container-workdir="$PWD"'
+    ]
 
 
 def _background_command(*parts: str) -> list[str]:
