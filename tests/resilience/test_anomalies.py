@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from models.batch import IGNORE_INDEX, Batch
+from tests.system.in_process import configured, run_here
+from tests.system.runs import write_run
 from trainer.config.job_config import Config
+from trainer.data.sequences import BlendedDataset
+from trainer.errors import DivergedError
 from trainer.resilience.anomalies import (
     LOSS_WINDOW,
     MIN_CONSECUTIVE_LAGS,
@@ -120,3 +128,20 @@ def test_a_straggler_of_two_ranks_is_found_and_a_single_rank_is_none(ranks: int)
         for _ in range(MIN_CONSECUTIVE_LAGS)
     ]
     assert (reports[-1] is not None) == (ranks == 2)
+
+
+# ---- a step that learns nothing
+
+
+def test_a_step_without_a_target_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = BlendedDataset.read
+
+    def read_without_targets(self: BlendedDataset, *args: Any) -> Batch:
+        batch = read(self, *args)
+        return replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX))
+
+    monkeypatch.setattr(BlendedDataset, "read", read_without_targets)
+    with pytest.raises(
+        DivergedError, match=r"step 1 has no target: each token of its batch is padding or ends a document"
+    ):
+        run_here(configured(write_run(tmp_path), tmp_path / "run"))

@@ -244,6 +244,10 @@ class MetricsProcessor:
 
     def _process(self, result: StepResult) -> None:
         metrics = self.last_metrics = result.read()
+        if not metrics.targets:
+            raise DivergedError(
+                f"step {result.step} has no target: each token of its batch is padding or ends a document"
+            )
         self._interval.append((result.data_wait_seconds, metrics))
         self.skipped_steps += metrics.skipped
         self.trainer.goodput.add_step(metrics.step_seconds)
