@@ -121,6 +121,7 @@ WAITS = {
     "trainer.generate": {"generate"},  # the end of a prompt, which is on the host
     "trainer.hardware.device": {"seconds", "read"},
     "trainer.metrics.step_metrics": {"new_vector"},
+    "trainer.step.rerun": {"_observe", "_loss"},  # with training.deterministic only
     "trainer.step.trainer": {"train_state"},
 }
 DIRECT = {"item", "tolist", "synchronize"}

@@ -257,6 +257,8 @@ class HealthSection(Section):
     """Consecutive steps with a non-finite gradient after which the run fails permanently."""
     spike_sigmas: PositiveFloat = 6.0
     """A loss this many standard deviations above the mean of the previous 128 counts as a spike."""
+    rerun_suspicious: bool = True
+    """With training.deterministic, run a step whose loss or gradient norm jumps again before the optimizer updates weights: another result stops the run and names the rank, an equal one accuses the data."""
     on_spike: Literal["warn", "roll_back"] = "warn"
     """What to do about a loss spike: log a warning, or `roll_back`: resume from the newest checkpoint and skip the sequences trained on since."""
     straggler_ratio: Annotated[float, Field(gt=1)] = 1.3

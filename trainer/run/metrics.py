@@ -111,6 +111,9 @@ class MetricsProcessor:
         # No flush: a spike in the pending step would roll back instead of ending the run.
         self._log_event("replica_mismatch", step=self.trainer.step, ranks=[*map(vars, drifted)])
 
+    def record_unstable_step(self, ranks: Sequence[Mapping[str, object]]) -> None:
+        self._log_event("unstable_step", step=self.trainer.step, ranks=[*map(dict, ranks)])
+
     def _log_event(self, kind: str, **fields: Any) -> None:
         if self.is_rank_zero:
             self.run_dir.log_event(kind, **fields)
@@ -253,6 +256,9 @@ class MetricsProcessor:
         self.trainer.goodput.add_step(metrics.step_seconds)
         spikes = self.trainer.loss_spikes
         sigmas = spikes.observe(metrics.loss, skipped=metrics.skipped)
+        if result.was_rerun and self.is_rank_zero:
+            log.warning("step %d gave the same result when it was run again: suspect its data", result.step)
+            self._log_event("rerun", step=result.step, loss=finite_or_none(metrics.loss))
         if metrics.skipped and self.is_rank_zero:
             log.warning("step %d skipped: non-finite gradient (norm %s)", result.step, metrics.grad_norm)
             self._log_event("skipped", step=result.step)
@@ -288,7 +294,9 @@ class MetricsProcessor:
 
     def _handle_spike(self, result: StepResult, metrics: StepMetrics, sigmas: float) -> None:
         if self.is_rank_zero:
-            log.warning("step %d: loss %.3f is %.0f sigmas above the recent mean", result.step, metrics.loss, sigmas)
+            doubt = "" if self.trainer.rerun else ": without training.deterministic, data or hardware may be the cause"
+            said = (result.step, metrics.loss, sigmas, doubt)
+            log.warning("step %d: loss %.3f is %.0f sigmas above the recent mean%s", *said)
             self._log_event("spike", step=result.step, loss=metrics.loss, sigmas=sigmas)
         if self.config.health.on_spike == "roll_back" and self.rollbacks < MAX_ROLLBACKS:
             raise LossSpikeError(result.step, self.trainer.next_sequence)

@@ -27,6 +27,7 @@ from trainer.run.progress import ProgressReporter
 from trainer.run.validation import Validator
 from trainer.step.build import require_right_gradients
 from trainer.step.distributed import World
+from trainer.step.rerun import UnstableStepError
 from trainer.step.trainer import StepResult, Trainer
 from trainer.storage.run_dir import RunDir
 
@@ -128,6 +129,9 @@ class TrainLoop:
                     reason = self._run_steps(progress)
                 except LossSpikeError as spike:
                     self._roll_back(spike)
+                except UnstableStepError as error:
+                    self.metrics.record_unstable_step(error.ranks)
+                    raise
                 else:
                     self._arm_long_timeout("the last checkpoint", HANG_FACTOR * (self._slowest_save_seconds or 0.0))
                     self._finish_saves()

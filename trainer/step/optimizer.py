@@ -108,7 +108,7 @@ class Optimizer:
         `found_inf`, the flag of gradient scalers. Raises RankFailedError, naming the parameters without gradient.
         """
         self.flush_deferred_updates()
-        norm = self._grad_norm()
+        norm = self.grad_norm()
         self._pending = dict.fromkeys(self._parameters_by_module, (lr, norm))
         self._clip_and_step(None)
         return norm, norm.isfinite()
@@ -134,7 +134,8 @@ class Optimizer:
         for parameter in weights:
             parameter.grad = None
 
-    def _grad_norm(self) -> Tensor:
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
         """The norm of all gradients of the mesh, squares summed in float64; replicas count once."""
         if lost := [name for name, parameter in self.parameters_by_name.items() if parameter.grad is None]:
             named = ", ".join(lost[:MAX_NAMED_PARAMETERS]) + ", ..." * (len(lost) > MAX_NAMED_PARAMETERS)

@@ -30,6 +30,7 @@ from trainer.step.build import ParallelModel, build_pipeline
 from trainer.step.distributed import World
 from trainer.step.lr_schedule import learning_rate
 from trainer.step.optimizer import Optimizer
+from trainer.step.rerun import StepRerun, reruns_suspicious_steps
 from trainer.step.routers import Routers, expert_layers
 
 
@@ -49,6 +50,8 @@ class StepResult:
     """(query, key) pairs of the busiest data-parallel rank of each micro-batch, summed: the mean over layers."""
     mean_pairs: float = 0.0
     """Of all data-parallel ranks."""
+    was_rerun: bool = False
+    """Whether it was suspicious, and gave an equal result when it was run again."""
 
     def read(self) -> StepMetrics:
         """The metrics over all ranks. Waits for the step. Raises RunFailedError if cp ranks read other documents."""
@@ -159,6 +162,8 @@ class Trainer:
         self.accumulator = MetricAccumulator(
             self.mesh, world.device, num_sources=len(dataset.names), router_sums=router_sums
         )
+        reruns = reruns_suspicious_steps(config)
+        self.rerun = StepRerun(config, self.optimizer, self.accumulator) if reruns else None
         self.counters = torch.zeros(2 + len(dataset.names), dtype=torch.int64, device=world.device)
         """Tokens seen, steps skipped and tokens of each source since the run began."""
         self.loss_spikes, self.goodput = LossSpikeDetector(config), Goodput()
@@ -190,11 +195,14 @@ class Trainer:
                 stopwatch.stop()
                 dealt = (sum(b.busiest_pairs for b in micro_batches), sum(b.mean_pairs for b in micro_batches))
                 progress = (self.step, lr, self.next_sequence, data_wait_seconds)
-                yield StepResult(*progress, stopwatch, values, self.accumulator.layout, *dealt)
+                was_rerun = self.rerun is not None and self.rerun.was_rerun
+                yield StepResult(*progress, stopwatch, values, self.accumulator.layout, *dealt, was_rerun)
 
     def train_step(self, micro_batches: list[Batch], lr: float) -> Tensor:
         """Forward, backward and optimizer step; returns the metric vector, laid out by `accumulator.layout`."""
         values = self.accumulate_gradients(micro_batches)
+        if self.rerun is not None:
+            values = self.rerun.check(values, partial(self.accumulate_gradients, micro_batches))
         return self.optimizer_step(values, lr)
 
     def accumulate_gradients(self, micro_batches: list[Batch]) -> Tensor:

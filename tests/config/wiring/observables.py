@@ -53,6 +53,7 @@ from trainer.run.metrics import MetricsProcessor
 from trainer.run.validation import Validator
 from trainer.slurm.script import render
 from trainer.step.distributed import World, resolve_auto_memory
+from trainer.step.rerun import reruns_suspicious_steps
 from trainer.step.trainer import Trainer
 from trainer.storage.run_dir import RunDir
 
@@ -383,6 +384,10 @@ def deadline(recipe: Recipe) -> float | None:
 
 def compares_replicas(recipe: Recipe) -> bool:
     return train_loop.compares_replicas_before_saves(recipe, {"dp_replicate": 2, "tp": 1})
+
+
+def reruns(recipe: Recipe) -> bool:
+    return reruns_suspicious_steps(recipe)
 
 
 def restart_delays(recipe: Recipe) -> list[float]:

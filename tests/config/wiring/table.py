@@ -341,6 +341,7 @@ RUN: Cases = {
     "metrics.tensorboard": case(runs.run_files, (False, True), FOUR),
     "health.max_consecutive_skips": case(see.skips_until_failure, (10, 3)),
     "health.spike_sigmas": case(see.spikes, (6.0, 4.0)),
+    "health.rerun_suspicious": case(see.reruns, (True, False), {"training.deterministic": True}),
     "health.on_spike": case(see.spike_reaction, ("warn", "roll_back")),
     "health.max_dead_experts_pct": case(see.collapses, (50.0, 80.0)),
     "health.straggler_ratio": case(see.stragglers, (1.3, 1.7)),

@@ -1,0 +1,97 @@
+"""Runs a suspicious step again before the optimizer's update: an equal result accuses the data, another one the hardware.
+
+Only with deterministic kernels are two results comparable bit by bit. Weights change after the second result, so that nothing
+wrong is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isfinite
+from socket import gethostname
+
+import torch
+from torch import Tensor
+
+from parallelisms.mesh.collectives import all_gather_values, to_local
+from trainer.config.job_config import Config
+from trainer.errors import RunFailedError
+from trainer.metrics.step_metrics import MetricAccumulator
+from trainer.resilience.anomalies import LossSpikeDetector
+from trainer.resilience.replicas import CHUNK_ELEMENTS, MULTIPLIER, polynomial_hash
+from trainer.step.optimizer import Optimizer
+
+MAX_NAMED_RANKS = 8
+
+
+class UnstableStepError(RunFailedError):
+    """A step gave another result when it was run again from the same weights and batch."""
+
+    def __init__(self, ranks: list[dict[str, object]], losses: tuple[float, float]) -> None:
+        self.ranks = ranks
+        named = "; ".join("rank {rank} on {host} ({differs})".format_map(each) for each in ranks[:MAX_NAMED_RANKS])
+        first, second = losses
+        super().__init__(
+            f"a step that was run twice has a loss of {first:.6g} and of {second:.6g}: {named}; suspect the hardware"
+        )
+
+
+def reruns_suspicious_steps(config: Config) -> bool:
+    return config.health.rerun_suspicious and config.training.deterministic
+
+
+class StepRerun:
+    """Reads loss and gradient norm of each step before the optimizer's update, for which the host waits for the device."""
+
+    def __init__(self, config: Config, optimizer: Optimizer, accumulator: MetricAccumulator) -> None:
+        self._optimizer, self._accumulator = optimizer, accumulator
+        self._losses, self._norms = LossSpikeDetector(config), LossSpikeDetector(config)
+        self.was_rerun = False
+        """Whether the last step was, with an equal result."""
+
+    def check(self, values: Tensor, again: Callable[[], Tensor]) -> Tensor:
+        """The metric vector of the step. Collective.
+
+        `values` are the metrics of this rank, whose gradients are accumulated; `again` accumulates them once more. Raises
+        UnstableStepError on all ranks if a result differs.
+        """
+        loss, self.was_rerun = self._observe(values)
+        if not self.was_rerun:
+            return values
+        first = self._hashes(values)
+        for parameter in self._optimizer.parameters_by_name.values():
+            parameter.grad = None
+        values = again()
+        differing = [name for name, digest in self._hashes(values).items() if digest != first[name]]
+        found = all_gather_values([gethostname(), *differing])
+        ranks = [
+            {"rank": rank, "host": host, "differs": " and ".join(names)}
+            for rank, (host, *names) in enumerate(found)
+            if names
+        ]
+        if ranks:
+            raise UnstableStepError(ranks, (loss, self._loss(values)))
+        return values
+
+    def _observe(self, values: Tensor) -> tuple[float, bool]:
+        """Adds a step. Its loss, and whether that or the gradient norm jumps or is not finite; equal on all ranks."""
+        loss, norm = self._loss(values), self._optimizer.grad_norm().item()
+        jumps = [
+            detector.observe(value, skipped=False) for detector, value in ((self._losses, loss), (self._norms, norm))
+        ]
+        return loss, any(jump is not None for jump in jumps) or not (isfinite(loss) and isfinite(norm))
+
+    def _loss(self, values: Tensor) -> float:
+        reduced = self._accumulator.all_reduce(values.clone())
+        loss, targets = (reduced[name].item() for name in ("loss", "targets"))
+        return float(loss / max(1.0, targets))
+
+    def _hashes(self, values: Tensor) -> dict[str, int]:
+        """Of what this rank has: the metrics of its tokens, and its shards of the gradients."""
+        powers = torch.full((CHUNK_ELEMENTS,), MULTIPLIER, dtype=torch.int64, device=values.device).cumprod(0)
+        gradients = powers.new_zeros(1)
+        for parameter in self._optimizer.parameters_by_name.values():
+            if parameter.grad is not None:
+                gradient = to_local(parameter.grad).contiguous()
+                gradients = gradients * MULTIPLIER + polynomial_hash(gradient, powers.to(gradient.device))
+        return {"losses": int(polynomial_hash(values, powers)), "gradients": int(gradients)}
