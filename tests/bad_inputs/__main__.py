@@ -1,6 +1,6 @@
 """Damages, forges and replaces every file that the trainer reads, and runs a command on each: python -m tests.bad_inputs.
 
-Every case must end within ten seconds, with a known exit code and one message, without a traceback, without executing anything
+Every case must end within thirty seconds, with a known exit code and one message, without a traceback, without executing anything
 and without losing a checkpoint; a run that continues must train as one that was not disturbed.
 """
 

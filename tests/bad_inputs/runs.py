@@ -29,7 +29,7 @@ from trainer.storage import exit_markers
 from trainer.storage.lease import Lease
 from trainer.storage.run_dir import RunDir
 
-SECONDS = 10.0
+SECONDS = 30.0
 MAX_LINES, MAX_CHARS = 25, 6000
 CONFIG = """
 [model]
