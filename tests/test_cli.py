@@ -11,6 +11,7 @@ import pytest
 
 from tests.ranks import context
 from trainer.cli import COMMANDS, main
+from trainer.command_table import typed
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -59,6 +60,30 @@ def test_every_command_explains_itself_in_a_new_process(command: str) -> None:
     done = longhaul(*command.split(), "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "--" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("started", "command", "text"),
+    [
+        ("longhaul slurm", "slurm", "longhaul slurm status 'a run'"),
+        ("/checkout/trainer/slurm/__main__.py", "slurm", "python -m trainer.slurm status 'a run'"),
+        ("longhaul plan", "evaluate needle", "longhaul evaluate needle status 'a run'"),
+        ("-c", "train", "./run_train.sh status 'a run'"),
+    ],
+)
+def test_messages_name_a_command_as_the_reader_typed_this_one(
+    started: str, command: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [started])
+    assert typed(command, "status", Path("a run")) == text
+
+
+@pytest.mark.parametrize("command", ["plan search", "slurm render", "selfcheck", "train"])
+def test_help_names_no_module_to_a_reader_of_longhaul(command: str) -> None:
+    printed = longhaul(*command.split(), "--help").stdout
+    assert f"longhaul {command} [" in printed
+    assert "python -m" not in printed
+    assert "run_train.sh" not in printed
 
 
 def test_train_is_the_launcher() -> None:

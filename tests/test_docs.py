@@ -68,6 +68,8 @@ def parse_command(line: str) -> tuple[str, list[str], dict[str, str]] | None:
         return MODULES[" ".join(words[1 : 1 + length])], words[1 + length :], environment
     if words[0] in {"python", "torchrun"} and "-m" in words:
         at = words.index("-m") + 1
+        if words[at] == "longhaul":
+            return parse_command(shlex.join(words[at:]))
         return words[at], words[at + 1 :], environment
     return None
 

@@ -1,4 +1,4 @@
-"""`longhaul COMMAND ...`: one command line over the modules that `./run_train.sh` and `python -m trainer.X` run."""
+"""`longhaul COMMAND ...`: one command line over the modules of `trainer.command_table`."""
 
 from __future__ import annotations
 
@@ -6,22 +6,8 @@ import runpy
 import sys
 
 from trainer import __version__
+from trainer.command_table import COMMANDS
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_SUCCESS
-
-COMMANDS = {
-    "train": ("trainer.launch", "train a run, or with --check or --plan only look at it (./run_train.sh)"),
-    "plan": ("trainer.plan", "memory, step time and bottlenecks on devices that need not be here; search, calibrate"),
-    "prepare": ("trainer.data.prepare", "tokenize corpora before a run, inspect the result"),
-    "hf": ("trainer.hf", "import a Hugging Face model, or export a checkpoint as one"),
-    "checkpoint": ("trainer.checkpoint", "list, verify, prune or export checkpoints"),
-    "evaluate needle": ("trainer.evaluation.needle", "passkey retrieval by depth and length"),
-    "evaluate perplexity": ("trainer.evaluation.perplexity", "loss, perplexity and bits per byte by position"),
-    "generate": ("trainer.generate", "sample text from a checkpoint"),
-    "selfcheck": ("trainer.selfcheck", "compare a run's mesh with one process, reduced, in float64 on this CPU"),
-    "slurm": ("trainer.slurm", "render, submit, watch or cancel a run as a SLURM job"),
-}
-"""Module and one line of help of each command."""
-
 
 COMPLETION = """\
 _longhaul() {{

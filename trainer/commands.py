@@ -1,4 +1,4 @@
-"""What the commands `python -m trainer.X` share: argument parser, overrides, errors and exit codes. Imports no torch."""
+"""What the commands of `longhaul` share: argument parser, overrides, errors and exit codes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any, NoReturn
 
+from trainer.command_table import typed
 from trainer.config import extension
 from trainer.config.parse import COMMAND_LINE, load
 from trainer.errors import EXIT_FAILURE, EXIT_SUCCESS, ConfigError, RankFailedError, RunError
 
-OVERRIDES_HELP = "--section.key VALUE sets any key of the configuration; ./run_train.sh --help lists them."
 MAX_PROBLEMS = 100
 EXIT_HELP = "Exit codes: 0 success, 2 wrong arguments or configuration, 78 unusable data or checkpoint, 1 other errors."
+
+
+def overrides_help() -> str:
+    """The remark on overrides of a command that takes any key."""
+    return f"--section.key VALUE sets any key of the configuration; {typed('train', '--help')} lists them."
 
 
 class CommandParser(ArgumentParser):
@@ -28,8 +33,6 @@ class CommandParser(ArgumentParser):
 
     def __init__(self, *, overrides: str = "", **options: Any) -> None:
         epilog = f"{overrides}\n{EXIT_HELP}".lstrip()
-        if sys.argv[0].startswith("longhaul ") and "prog" in options:
-            options["prog"] = re.sub(r"^python -m \S+", sys.argv[0], options["prog"])
         super().__init__(epilog=epilog, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False, **options)
         self._takes_overrides = bool(overrides)
 

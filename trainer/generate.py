@@ -1,4 +1,4 @@
-"""`python -m trainer.generate`: sample text from a checkpoint in one process.
+"""`longhaul generate`: sample text from a checkpoint in one process.
 
 Writes the text to standard output and everything else to standard error.
 
@@ -68,7 +68,7 @@ def run(options: Namespace, overrides: Sequence[str]) -> None:
 
 
 def build_parser() -> CommandParser:
-    parser = checkpoint_parser("trainer.generate", DESCRIPTION, overrides=OVERRIDES)
+    parser = checkpoint_parser("generate", DESCRIPTION, overrides=OVERRIDES)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="start of the text (default: the start of a document)")
     prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="UTF-8 file with the start of the text")

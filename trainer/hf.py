@@ -1,4 +1,4 @@
-"""`python -m trainer.hf export | import`: convert a checkpoint to a Hugging Face folder, and start a run from one."""
+"""`longhaul hf export | import`: convert a checkpoint to a Hugging Face folder, and start a run from one."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from models.hf_write import write_safetensors
 from models.layers import LayerKind
 from models.presets import FAMILIES
 from trainer.checkpoint.initial_weights import HF_PREFIX, HF_TEXT_PREFIX, find_checkpoint
+from trainer.command_table import typed
 from trainer.commands import CommandParser, number, print_lines, run_command
 from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, TokenizerSection, tokenizer_folder
 from trainer.config.toml_format import toml_value
@@ -54,7 +55,7 @@ def run(options: Namespace, _: Sequence[str]) -> None:
 
 
 def build_parser() -> CommandParser:
-    parser = CommandParser(prog="python -m trainer.hf", description=DESCRIPTION)
+    parser = CommandParser(prog=typed("hf"), description=DESCRIPTION)
     subparsers = parser.add_subparsers(dest="command", required=True)
     add = subparsers.add_parser("export", help="convert a checkpoint to a Hugging Face folder").add_argument
     add("source", type=Path, metavar="RUN_FOLDER|CHECKPOINT")

@@ -1,4 +1,4 @@
-"""`python -m trainer.checkpoint list | verify | prune | export`: manage the checkpoints of a run.
+"""`longhaul checkpoint list | verify | prune | export`: manage the checkpoints of a run.
 
 Exits with 78 if there is no checkpoint or one is damaged. Only `list` imports no torch.
 """
@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint.initial_weights import find_checkpoint, is_hugging_face
+from trainer.command_table import typed
 from trainer.commands import CommandParser, format_table, integer, print_lines, run_command
 from trainer.config.parse import load
 from trainer.errors import EXIT_NO_RETRY, EXIT_SUCCESS, ConfigError, ResumeError
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def build_parser() -> CommandParser:
-    parser = CommandParser(prog="python -m trainer.checkpoint", description=DESCRIPTION)
+    parser = CommandParser(prog=typed("checkpoint"), description=DESCRIPTION)
     subparsers = parser.add_subparsers(dest="command", required=True)
 
     def add_command(run: Callable[[Namespace], int | None], name: str, help_text: str) -> ArgumentParser:

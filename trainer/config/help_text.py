@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from textwrap import fill, wrap
 from typing import Any
 
+from trainer.command_table import typed
 from trainer.config.parse import CONFIG_DIR, all_sections, repeated_tables, section_keys
 from trainer.config.sections import Section
 from trainer.config.toml_format import toml_value
@@ -16,7 +17,7 @@ BOUND_SYMBOLS = {"minimum": ">= ", "exclusiveMinimum": "> ", "maximum": "<= ", "
 WIDTH = 100
 
 USAGE = """\
-./run_train.sh [--config NAME|PATH] [--section.key VALUE]... [--check] [--plan] [--help]
+{program} [--config NAME|PATH] [--section.key VALUE]... [--check] [--plan] [--help]
 
   --config NAME|PATH  what to run: a TOML file, or one of train_configs/ by name; default: debug
                       ({names})
@@ -104,7 +105,7 @@ def render_help(usage: str = USAGE) -> str:
     config_names = fill(
         ", ".join(sorted(path.stem for path in CONFIG_DIR.glob("*.toml"))), WIDTH - 24, subsequent_indent=" " * 23
     )
-    lines = usage.format(names=config_names).splitlines()
+    lines = usage.format(program=typed("train"), names=config_names).splitlines()
     for heading, (owner, names) in sections_by_heading().items():
         lines += ["", *wrap(f"{heading}  {section_description(heading)}", WIDTH)]
         option = "" if heading.strip("[]") not in all_sections() else f"--{heading.strip('[]')}."

@@ -13,6 +13,7 @@ import torch
 
 from trainer.checkpoint.initial_weights import find_checkpoint
 from trainer.checkpoint.load import MODEL_PREFIX, CheckpointReader, load_tensors, require_matching_tensors
+from trainer.command_table import typed
 from trainer.commands import CommandParser, run_command
 from trainer.config import checks, extension
 from trainer.config.job_config import Config
@@ -28,10 +29,10 @@ from trainer.storage.run_dir import ResumeError, RunDir, find_checkpoints
 log = logging.getLogger("trainer")
 
 
-def checkpoint_parser(module: str, description: str, *, overrides: str) -> CommandParser:
+def checkpoint_parser(command: str, description: str, *, overrides: str) -> CommandParser:
     """The parser of a command whose first argument is a checkpoint. `overrides` says which keys are worth overriding."""
     overrides = f"--section.key VALUE overrides the run's config.toml. {overrides}"
-    parser = CommandParser(prog=f"python -m {module}", description=description, overrides=overrides)
+    parser = CommandParser(prog=typed(command), description=description, overrides=overrides)
     checkpoint_help = "run folder (its newest checkpoint), or one of its checkpoints/step-N"
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=checkpoint_help)
     return parser

@@ -1,4 +1,4 @@
-"""`python -m trainer.evaluation.needle`: whether a model retrieves a number from its context (passkey retrieval).
+"""`longhaul evaluate needle`: whether a model retrieves a number from its context (passkey retrieval).
 
     text ... "The secret number is: 40718." ... text ... "The secret number is: " 40718
              at some depth of the text                                            targets, teacher-forced
@@ -194,7 +194,7 @@ def evaluate_length(dataset: NeedleDataset, parallel_model: ParallelModel) -> li
 
 
 def build_parser() -> CommandParser:
-    parser = checkpoint_parser("trainer.evaluation.needle", DESCRIPTION, overrides=OVERRIDES)
+    parser = checkpoint_parser("evaluate needle", DESCRIPTION, overrides=OVERRIDES)
     add, positive = parser.add_argument, integer(minimum=1)
     lengths_help = "tokens per sequence (default: training.seq_len / 4 and training.seq_len)"
     add("--lengths", metavar="N,...", type=sequence_lengths, help=lengths_help)

@@ -1,4 +1,4 @@
-"""`python -m trainer.evaluation.perplexity`: loss, perplexity and bits per byte of a checkpoint.
+"""`longhaul evaluate perplexity`: loss, perplexity and bits per byte of a checkpoint.
 
 Evaluates the run's validation sets. A run without any gets two sets from the corpus of `[data]`: sequences packed as
 for training, and the ends of long documents with growing context.
@@ -41,7 +41,7 @@ OVERRIDES = "The mesh is not taken from the run: set --parallelism.* for the pro
 
 
 def build_parser() -> CommandParser:
-    parser = checkpoint_parser("trainer.evaluation.perplexity", DESCRIPTION, overrides=OVERRIDES)
+    parser = checkpoint_parser("evaluate perplexity", DESCRIPTION, overrides=OVERRIDES)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     return parser
 

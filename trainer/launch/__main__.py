@@ -1,4 +1,4 @@
-"""`python -m trainer.launch`: the entry point of ./run_train.sh."""
+"""`longhaul train`, and the entry point of ./run_train.sh."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`python -m trainer.launch`: validates a run in one process for the world it would have, then starts it.
+"""`longhaul train`: validates a run in one process for the world it would have, then starts it.
 
 This process starts the workers and restarts them on failure (trainer/launch/restarts.py). As a task of `srun` it becomes
 the worker. Exits with 2 if the configuration is wrong, else with the status of the workers.

@@ -1,4 +1,4 @@
-"""`python -m trainer.plan [search | calibrate]`: plans a run on devices that need not be present.
+"""`longhaul plan [search | calibrate]`: plans a run on devices that need not be present.
 
 Exits with 0 if the run fits, 3 if it does not, and 2 for an invalid configuration or option.
 """
@@ -6,7 +6,6 @@ Exits with 0 if the run fits, 3 if it does not, and 2 for an invalid configurati
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
@@ -15,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from textwrap import fill
 
-from trainer.commands import OVERRIDES_HELP, CommandParser, number, run_command
+from trainer.command_table import typed
+from trainer.commands import CommandParser, number, overrides_help, run_command
 from trainer.config import checks
 from trainer.config.parse import load, parse_arguments
 from trainer.config.sections import MAX_SEQ_LEN
@@ -48,15 +48,15 @@ SEARCHED_TRAINING_KEYS = ("training.micro_batch_size", "training.attention", "tr
 EXAMPLES = """
 
 examples, explained in docs/planning.md:
-  python -m trainer.plan --config llama3_8b_1m --device a100-80gb --network 12
-  python -m trainer.plan search --config llama3_8b --seq-len 1M --gpus 32 --html plan.html
+  {plan} --config llama3_8b_1m --device a100-80gb --network 12
+  {plan} search --config llama3_8b --seq-len 1M --gpus 32 --html plan.html
 """
 
 
 def main(argv: Sequence[str]) -> int:
     command, *remaining = argv if argv and argv[0] in DESCRIPTIONS else ("plan", *argv)
     parser = build_parser(command)
-    parser.set_defaults(command_line=shlex.join(["python", "-m", "trainer.plan", *argv]))
+    parser.set_defaults(command_line=typed("plan", *argv))
     return run_command(remaining, parser, {"plan": plan, "search": search, "calibrate": calibrate}[command])
 
 
@@ -71,7 +71,9 @@ def plan(options: Namespace, overrides: Sequence[str]) -> int:
     requested_size = requested_world_size(options, device)
     world_size = requested_size or config.stated_world_size
     if problems := checks.layout_problems(config, world_size):
-        advice = f"the mesh does not match {world_size:,} devices: trainer.plan search --gpus {world_size} finds one"
+        advice = (
+            f"the mesh does not match {world_size:,} devices: {typed('plan', 'search', '--gpus', world_size)} finds one"
+        )
         raise ConfigError([*problems, advice] if requested_size else problems)
     run = plan_run(config, world_size, device, trace=not options.quick)
     report = plan_report(run, why=options.why, notes=option_notes(options, config))
@@ -85,7 +87,7 @@ def search(options: Namespace, overrides: Sequence[str]) -> int:
 
     if options.longest + options.fewest + bool(options.seq_len and options.longest) > 1:
         raise ConfigError(["--longest, --fewest: only one of them, and --longest excludes --seq-len"])
-    config = require_single_stage(load(overrides), "trainer.plan search")
+    config = require_single_stage(load(overrides), typed("plan", "search"))
     device, pinned = selected_device(options, config), pinned_keys(overrides)
     world_size, shortage, file_tokens = requested_world_size(options, device), "", tokens_per_step(config)
     if options.seq_len:
@@ -129,8 +131,8 @@ def calibrate(options: Namespace, _: Sequence[str]) -> int:
 
 
 def build_parser(command: str) -> CommandParser:
-    prog = f"python -m trainer.plan {command}".removesuffix(" plan")
-    overrides = "" if command == "calibrate" else OVERRIDES_HELP + EXAMPLES
+    prog = typed("plan", *(() if command == "plan" else (command,)))
+    overrides = "" if command == "calibrate" else overrides_help() + EXAMPLES.format(plan=typed("plan"))
     parser = CommandParser(prog=prog, description=DESCRIPTIONS[command], overrides=overrides)
     add = parser.add_argument
     if command == "calibrate":

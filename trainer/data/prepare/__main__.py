@@ -1,4 +1,4 @@
-"""`python -m trainer.data.prepare`: tokenize corpora before a run, inspect the result."""
+"""`longhaul prepare`: tokenize corpora before a run, inspect the result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.commands import OVERRIDES_HELP, CommandParser, integer, run_command
+from trainer.command_table import typed
+from trainer.commands import CommandParser, integer, overrides_help, run_command
 from trainer.config import checks
 from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, HF_PREFIX, PACKING_VERSION, STDLIB_CORPUS
 from trainer.config.parse import load
@@ -36,12 +37,12 @@ Show counts, document lengths and samples of a prepared folder, or of the corpor
 
 
 def build_parser(command: str) -> CommandParser:
-    prog = f"python -m trainer.data.prepare {command}".removesuffix(" prepare")
-    parser = CommandParser(prog=prog, description=DESCRIPTIONS[command], overrides=OVERRIDES_HELP)
+    prog = typed("prepare", *(() if command == "prepare" else (command,)))
+    parser = CommandParser(prog=prog, description=DESCRIPTIONS[command], overrides=overrides_help())
     parser.add_config()
     positive = integer(minimum=1)
     if command == "inspect":
-        parser.add_argument("folder", nargs="?", metavar="FOLDER", type=Path, help="the output of trainer.data.prepare")
+        parser.add_argument("folder", nargs="?", metavar="FOLDER", type=Path, help="a prepared corpus")
         parser.add_argument("--verify", action="store_true", help="read all tokens and compare their checksums")
         parser.add_argument("--samples", metavar="N", type=positive, default=3, help="default: 3")
         return parser
