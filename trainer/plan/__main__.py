@@ -33,17 +33,11 @@ from trainer.hardware.device_specs import (
 from trainer.plan.document import PlanReport
 from trainer.plan.run_plan import plan_run, traced_layouts
 
-DESCRIPTIONS = {
-    "plan": """\
-Predicts memory, step time and cost of a run. Exits with 3 if it does not fit.
-
-Other commands, each with its own --help:
-  search     the fastest layouts on a number of devices, with --longest the longest sequence, with --fewest
-             the fewest devices
-  calibrate  a table for --device, measured on this machine; --output writes it to a file""",
-    "search": "Searches the fastest layouts on a number of devices and prints them as TOML. Exits with 3 if none fits.",
-    "calibrate": "Measures this machine's device in about a minute and writes a table for --device.",
-}
+DESCRIPTION = "Predicts memory, step time and cost of a run. Exits with 3 if it does not fit."
+SEARCH = """\
+the fastest layouts on a number of devices, with --longest the longest sequence, with --fewest the fewest devices.
+Printed as TOML. Exits with 3 if none fits"""
+CALIBRATE = "a table for --device, measured on this machine's device in about a minute; --output writes it to a file"
 SEARCHED_TRAINING_KEYS = ("training.micro_batch_size", "training.attention", "training.compile")
 EXAMPLES = """
 
@@ -54,10 +48,7 @@ examples, explained in docs/planning.md:
 
 
 def main(argv: Sequence[str]) -> int:
-    command, *remaining = argv if argv and argv[0] in DESCRIPTIONS else ("plan", *argv)
-    parser = build_parser(command)
-    parser.set_defaults(command_line=typed("plan", *argv))
-    return run_command(remaining, parser, {"plan": plan, "search": search, "calibrate": calibrate}[command])
+    return run_command(argv, build_parser())
 
 
 def plan(options: Namespace, overrides: Sequence[str]) -> int:
@@ -130,16 +121,30 @@ def calibrate(options: Namespace, _: Sequence[str]) -> int:
     return EXIT_SUCCESS
 
 
-def build_parser(command: str) -> CommandParser:
-    prog = typed("plan", *(() if command == "plan" else (command,)))
-    overrides = "" if command == "calibrate" else overrides_help() + EXAMPLES.format(plan=typed("plan"))
-    parser = CommandParser(prog=prog, description=DESCRIPTIONS[command], overrides=overrides)
+def build_parser() -> CommandParser:
+    overrides = overrides_help() + EXAMPLES.format(plan=typed("plan"))
+    parser = CommandParser(typed("plan"), DESCRIPTION, run=plan, overrides=overrides)
+    add_devices(parser)
     add = parser.add_argument
-    if command == "calibrate":
-        add("--extends", metavar="DEVICE", help="device table for all other values; default: detected, or h100-80gb")
-        add("--output", type=writable_file, metavar="FILE.toml", help="default: standard output")
-        return parser
+    add("--quick", action="store_true", help="by formulas instead of a trace of the code: in a second, less exact")
+    why_help = "also every tensor of the fullest rank: shape, dtype, lifetime, and who allocates it"
+    add("--why", action="store_true", help=why_help)
+    searching = parser.add_command("search", SEARCH, run=search, overrides=overrides)
+    add_devices(searching)
+    add = searching.add_argument
+    add("--trace", action="store_true", help="plan the layouts that were found from traces, seconds each")
+    add("--longest", action="store_true", help="the longest sequence length that fits, to within 1/32")
+    add("--fewest", action="store_true", help="the fewest devices on which the run fits")
+    add = parser.add_command("calibrate", CALIBRATE, run=calibrate).add_argument
+    add("--extends", metavar="DEVICE", help="device table for all other values; default: detected, or h100-80gb")
+    add("--output", type=writable_file, metavar="FILE.toml", help="default: standard output")
+    return parser
+
+
+def add_devices(parser: CommandParser) -> None:
+    """What a plan and a search have in common."""
     parser.add_config()
+    add = parser.add_argument
     devices = fill(", ".join(device_names()), 72)
     bandwidth = number(positive=True)
     add(
@@ -153,18 +158,6 @@ def build_parser(command: str) -> CommandParser:
     add("--link", type=bandwidth, metavar="GB/S", help="bandwidth per device within a node")
     add("--network", type=bandwidth, metavar="GB/S", help="bandwidth per device between nodes")
     add("--html", type=writable_file, metavar="FILE", help="also write the report as an HTML page")
-    if command == "plan":
-        add("--quick", action="store_true", help="by formulas instead of a trace of the code: in a second, less exact")
-        add(
-            "--why",
-            action="store_true",
-            help="also every tensor of the fullest rank: shape, dtype, lifetime, and who allocates it",
-        )
-    if command == "search":
-        add("--trace", action="store_true", help="plan the layouts that were found from traces, seconds each")
-        add("--longest", action="store_true", help="the longest sequence length that fits, to within 1/32")
-        add("--fewest", action="store_true", help="the fewest devices on which the run fits")
-    return parser
 
 
 def count(text: str, *, minimum: int = 1, maximum: int = 1 << 62) -> int:
@@ -220,7 +213,7 @@ def option_notes(options: Namespace, config: Recipe) -> list[str]:
     rates = {"link": options.link, "network": options.network}
     remarks = [f"{name} bandwidth: {value:g} GB/s per device, as given" for name, value in rates.items() if value]
     is_default = options.device is None and select_device(config) is None
-    return [*remarks, *[DEFAULT_DEVICE_NOTE] * is_default, f"command: {options.command_line}"]
+    return [*remarks, *[DEFAULT_DEVICE_NOTE] * is_default, f"command: {typed('plan', *options.words)}"]
 
 
 def emit_report(report: PlanReport, html: Path | None) -> None:

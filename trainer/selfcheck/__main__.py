@@ -49,7 +49,11 @@ DEVICE_HELP = "cpu (default), or cuda: a GPU per process, compared with one GPU"
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = CommandParser(prog=typed("selfcheck"), description=DESCRIPTION, overrides=overrides_help())
+    return run_command(argv, build_parser())
+
+
+def build_parser() -> CommandParser:
+    parser = CommandParser(typed("selfcheck"), DESCRIPTION, run=run, overrides=overrides_help())
     parser.add_config()
     parser.add_argument("--world-size", metavar="N", type=integer(minimum=1), help=WORLD_SIZE_HELP)
     parser.add_argument("--random", metavar="N", type=integer(minimum=1), help="check N random configurations")
@@ -58,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--case", metavar="SETTINGS", help="check one configuration that --random printed")
     parser.add_argument("--max-processes", metavar="N", type=integer(minimum=1), help=MAX_PROCESSES_HELP)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=DEVICE_HELP)
-    return run_command(argv, parser, run)
+    return parser
 
 
 def run(options: Namespace, overrides: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.command_table import typed
-from trainer.commands import CommandParser, overrides_help, print_lines, run_command
+from trainer.commands import CommandParser, Run, overrides_help, print_lines, run_command
 from trainer.config import checks
 from trainer.config.parse import find_config_file, load, parse_arguments
 from trainer.config.slurm import SlurmSection
@@ -20,34 +20,31 @@ from trainer.launch.launcher import find_early_exit, format_problems, load_and_v
 from trainer.slurm import jobs, scheduler, snapshot
 from trainer.slurm.script import ROOT, log_path, render
 
-DESCRIPTION = """\
-render   print the batch script of the run, to read, edit and submit with sbatch
-submit   check the run for the world of the job, write script, configuration and code version to
-         RUN_FOLDER/slurm/<n>/, and submit the script with sbatch
-status   show the state of the run's jobs, newest step and checkpoint
-cancel   cancel the run's jobs permanently: they save and are not requeued"""
+DESCRIPTION = "Runs as SLURM jobs that requeue themselves."
+SUMMARIES = {
+    "render": "print the batch script of the run, to read, edit and submit with sbatch",
+    "submit": "check the run for the world of the job, write script, configuration and code version to "
+    "RUN_FOLDER/slurm/<n>/, and submit the script with sbatch",
+    "status": "show the state of the run's jobs, newest step and checkpoint",
+    "cancel": "cancel the run's jobs permanently: they save and are not requeued",
+}
 
 
 def main(argv: Sequence[str]) -> int:
-    return run_command(argv, build_parser(), lambda options, overrides: options.run(options, overrides))
+    return run_command(argv, build_parser())
 
 
 def build_parser() -> CommandParser:
-    common = CommandParser(add_help=False)
-    common.add_config()
-    for key, field in SlurmSection.model_fields.items():
-        option = f"--{key.replace('_', '-')}"
-        common.add_argument(
-            option, dest=f"slurm.{key}", metavar="VALUE", help=str(field.description).replace("%", "%%")
-        )
-    parser = CommandParser(prog=typed("slurm"), description=DESCRIPTION, overrides=overrides_help())
-    subparsers = parser.add_subparsers(dest="command", required=True)
-    commands = {"render": print_script, "submit": submit, "status": print_status, "cancel": cancel}
-    for name, run in commands.items():
-        subparser = subparsers.add_parser(name, parents=[common])
-        subparser.set_defaults(run=run)
+    parser = CommandParser(typed("slurm"), DESCRIPTION)
+    runs: dict[str, Run] = {"render": print_script, "submit": submit, "status": print_status, "cancel": cancel}
+    for name, run in runs.items():
+        command = parser.add_command(name, SUMMARIES[name], run=run, overrides=overrides_help())
+        command.add_config()
+        for key, field in SlurmSection.model_fields.items():
+            option, text = f"--{key.replace('_', '-')}", str(field.description).replace("%", "%%")
+            command.add_argument(option, dest=f"slurm.{key}", metavar="VALUE", help=text)
         if name in ("status", "cancel"):
-            subparser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_FOLDER", help="or --config NAME|PATH")
+            command.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_FOLDER", help="or --config NAME|PATH")
     return parser
 
 
