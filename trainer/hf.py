@@ -22,6 +22,7 @@ from models.presets import FAMILIES
 from trainer.checkpoint.initial_weights import HF_PREFIX, HF_TEXT_PREFIX, find_checkpoint
 from trainer.command_table import typed
 from trainer.commands import CommandParser, Run, number, print_lines, run_command
+from trainer.config import extension
 from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, TokenizerSection, tokenizer_folder
 from trainer.config.toml_format import toml_value
 from trainer.errors import ConfigError, DataError
@@ -131,6 +132,7 @@ def tokenizer_files(
 ) -> tuple[Any, Any, dict[Path, bytes]]:
     """(bos_token_id, eos_token_id, tokenizer files by name); (None, None, {}) for synthetic data."""
     from trainer.data.hf_tokenizer import changes_of_copy, hf_tokenizer_files, model_token_ids
+    from trainer.data.tokenizer import open_tokenizer
 
     mix_sources = {item["source"] for item in values.get("data.mix") or [{"source": DEFAULT_SOURCE}]}
     if values.get("data.corpus") == COPY_CORPUS and mix_sources == {DEFAULT_SOURCE}:
@@ -138,7 +140,11 @@ def tokenizer_files(
         return None, None, {}
     keys = {name: value for key, value in values.items() if (name := key.removeprefix("tokenizer.")) != key}
     stated = TokenizerSection.model_validate(keys | ({"path": tokenizer_path} if tokenizer_path else {}))
-    tokenizer, files = hf_tokenizer_files(stated, max_length=seq_len)
+    if stated.kind in extension.BUILT_IN_TOKENIZERS:
+        tokenizer, files = hf_tokenizer_files(stated, max_length=seq_len)
+    else:
+        tokenizer, files = open_tokenizer(stated), {}
+        print_lines(f'no tokenizer files: tokenizer.kind = "{stated.kind}" is of an extension')
     separators = values.get("data.separators", "bos_eos")
     if separators != "bos_eos" and tokenizer.bos is not None:
         print_lines(
