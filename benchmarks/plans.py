@@ -1,4 +1,4 @@
-"""The plans of all shipped files, as `docs/plans` has them: what `python -m trainer.plan --quick` says of each, for H100.
+"""The plans of all shipped files, as `docs/plans` has them: what `longhaul plan --quick` says of each, for H100.
 
     python -m benchmarks.plans [--folder docs/plans] [NAME]...
 

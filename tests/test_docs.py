@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli import COMMANDS
+from trainer.command_table import COMMANDS
 from trainer.config.parse import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,7 +24,7 @@ PAGES = sorted(
     {ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "packages/attention").glob("*.md"), *DOCS.glob("*.md")}
 )
 MAX_WORDS = 35_000
-MODULES = {command: module for command, (module, _) in COMMANDS.items()}
+MODULES = {command: module for command, (module, _, _) in COMMANDS.items()}
 """Modules of the subcommands of `longhaul`."""
 WITHOUT_GPU = ("debug", "debug_1m", "debug_window", "copy", "stages_debug")
 """Shipped configurations whose corpus and tokenizer every machine has, so their commands are also validated."""
@@ -68,6 +68,8 @@ def parse_command(line: str) -> tuple[str, list[str], dict[str, str]] | None:
         return MODULES[" ".join(words[1 : 1 + length])], words[1 + length :], environment
     if words[0] in {"python", "torchrun"} and "-m" in words:
         at = words.index("-m") + 1
+        if words[at] == "longhaul":
+            return parse_command(shlex.join(words[at:]))
         return words[at], words[at + 1 :], environment
     return None
 

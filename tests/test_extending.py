@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config.extension import BUILT_IN_OPTIMIZERS, BUILT_IN_TRACKERS
+from trainer.config.extension import BUILT_IN_OPTIMIZERS, BUILT_IN_SOURCES, BUILT_IN_TOKENIZERS, BUILT_IN_TRACKERS
+from trainer.data.contents import COMPRESSIONS
+from trainer.data.contents import KINDS as SOURCES
+from trainer.data.tokenizer import KINDS as TOKENIZERS
 from trainer.metrics.trackers import TRACKERS
 from trainer.step.optimizer import RULES
 
@@ -183,6 +186,16 @@ def test_it_equals_one_process_on_every_mesh(trained: Path, optimizer: str) -> N
             "def extension():\n    return Extension(name='x', trackers={'tensorboard': print})\n",
             'it may not replace trackers "tensorboard"',
         ),
+        (
+            "from trainer.config.extension import Extension\n"
+            "def extension():\n    return Extension(name='x', sources={'.json': print}, tokenizers={'byte': print})\n",
+            'it may not replace sources ".json", tokenizers "byte"',
+        ),
+        (
+            "from trainer.config.extension import Extension\n"
+            "def extension():\n    return Extension(name='x', sources={'notes': print})\n",
+            "sources notes: a suffix is written .name, in lower case",
+        ),
     ],
 )
 def test_a_wrong_extension_is_one_error_with_its_name(tmp_path: Path, code: str, problem: str) -> None:
@@ -198,6 +211,8 @@ def test_a_wrong_extension_is_one_error_with_its_name(tmp_path: Path, code: str,
 def test_names_that_are_taken_are_those_of_our_tables() -> None:
     assert tuple(RULES) == BUILT_IN_OPTIMIZERS
     assert tuple(TRACKERS) == BUILT_IN_TRACKERS
+    assert tuple(TOKENIZERS) == BUILT_IN_TOKENIZERS
+    assert (*SOURCES, *COMPRESSIONS) == BUILT_IN_SOURCES
 
 
 def test_a_package_of_ours_is_no_extension(tmp_path: Path) -> None:

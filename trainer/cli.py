@@ -1,27 +1,13 @@
-"""`longhaul COMMAND ...`: one command line over the modules that `./run_train.sh` and `python -m trainer.X` run."""
+"""`longhaul COMMAND ...`: one command line over the modules of `trainer.command_table`."""
 
 from __future__ import annotations
 
-import runpy
 import sys
+from difflib import get_close_matches
 
 from trainer import __version__
+from trainer.command_table import COMMANDS, resolve
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_SUCCESS
-
-COMMANDS = {
-    "train": ("trainer.launch", "train a run, or with --check or --plan only look at it (./run_train.sh)"),
-    "plan": ("trainer.plan", "memory, step time and bottlenecks on devices that need not be here; search, calibrate"),
-    "prepare": ("trainer.data.prepare", "tokenize corpora before a run, inspect the result"),
-    "hf": ("trainer.hf", "import a Hugging Face model, or export a checkpoint as one"),
-    "checkpoint": ("trainer.checkpoint", "list, verify, prune or export checkpoints"),
-    "evaluate needle": ("trainer.evaluation.needle", "passkey retrieval by depth and length"),
-    "evaluate perplexity": ("trainer.evaluation.perplexity", "loss, perplexity and bits per byte by position"),
-    "generate": ("trainer.generate", "sample text from a checkpoint"),
-    "selfcheck": ("trainer.selfcheck", "compare a run's mesh with one process, reduced, in float64 on this CPU"),
-    "slurm": ("trainer.slurm", "render, submit, watch or cancel a run as a SLURM job"),
-}
-"""Module and one line of help of each command."""
-
 
 COMPLETION = """\
 _longhaul() {{
@@ -42,13 +28,13 @@ SHELLS = {"bash": COMPLETION, "zsh": "autoload -U +X bashcompinit && bashcompini
 
 
 def main() -> None:
-    """Runs the module of a command as `python -m` does, so that both are the same code."""
     for length in (2, 1):
         command = " ".join(sys.argv[1 : 1 + length])
         if command in COMMANDS:
             sys.argv = [f"longhaul {command}", *sys.argv[1 + length :]]
-            runpy.run_module(COMMANDS[command][0], run_name="__main__", alter_sys=False)
-            return
+            from trainer.commands import run_command  # Later than `--version` and the list of commands.
+
+            sys.exit(run_command(sys.argv[1:], resolve(COMMANDS[command].parser)()))
     words = sys.argv[1:]
     if words == ["--version"]:
         sys.stdout.write(f"longhaul {__version__}\n")
@@ -74,12 +60,21 @@ def show_usage(words: list[str]) -> int:
     """The commands, or those that begin with the first word; on standard error unless help was asked for."""
     of_group = [name for name in COMMANDS if words and name.startswith(f"{words[0]} ")]
     asks_for_help = words[-1:] in (["-h"], ["--help"]) and (len(words) == 1 or bool(of_group))
-    error = "" if asks_for_help else f"error: unknown command {' '.join(words[:1]) or '(none)'}\n"
-    lines = "".join(f"  {name:<20}  {COMMANDS[name][1]}\n" for name in of_group or COMMANDS)
+    error = "" if asks_for_help else f"error: {_unknown(words)}\n"
+    lines = "".join(f"  {name:<20}  {COMMANDS[name].summary}\n" for name in of_group or COMMANDS)
     usage = "usage: longhaul COMMAND [option]... [--section.key VALUE]...\n\n"
     hint = "\nlonghaul COMMAND --help: its options; longhaul --version; longhaul completion bash|zsh\n"
     (sys.stdout if asks_for_help else sys.stderr).write(f"{error}{usage}{lines}{hint}")
     return EXIT_SUCCESS if asks_for_help else EXIT_BAD_CONFIG
+
+
+def _unknown(words: list[str]) -> str:
+    """What is wrong with the words of no command, with the command that is meant."""
+    given = [word for word in words[:2] if not word.startswith("-")]
+    names = dict.fromkeys(prefix for name in COMMANDS for prefix in (name, name.partition(" ")[0]))
+    meant = [*get_close_matches(" ".join(given), names, n=1), *get_close_matches("".join(given[:1]), names, n=1)]
+    hint = f"; did you mean longhaul {meant[0]}?" if meant and meant[0] != " ".join(given) else ""
+    return f"unknown command {' '.join(given) or '(none)'}{hint}"
 
 
 if __name__ == "__main__":

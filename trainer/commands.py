@@ -1,62 +1,139 @@
-"""What the commands `python -m trainer.X` share: argument parser, overrides, errors and exit codes. Imports no torch."""
+"""What the commands of `longhaul` share: argument parser, overrides, errors and exit codes. Imports no torch."""
 
 from __future__ import annotations
 
 import re
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from math import isfinite
-from typing import Any, NoReturn
+from textwrap import fill
+from typing import NoReturn
 
+from trainer.command_table import resolve, typed
 from trainer.config import extension
-from trainer.config.parse import COMMAND_LINE, load
+from trainer.config.parse import COMMAND_LINE, load, parse_arguments
 from trainer.errors import EXIT_FAILURE, EXIT_SUCCESS, ConfigError, RankFailedError, RunError
 
-OVERRIDES_HELP = "--section.key VALUE sets any key of the configuration; ./run_train.sh --help lists them."
 MAX_PROBLEMS = 100
 EXIT_HELP = "Exit codes: 0 success, 2 wrong arguments or configuration, 78 unusable data or checkpoint, 1 other errors."
 
 
-class CommandParser(ArgumentParser):
-    """Raises `ConfigError` instead of exiting. Takes `--section.key VALUE` unless `overrides` is empty.
+def overrides_help() -> str:
+    """The remark on overrides of a command that takes any key."""
+    return f"--section.key VALUE sets any key of the configuration; {typed('train', '--help')} lists them."
 
-    An option whose `dest` is `section.key` is short for it.
+
+Run = Callable[[Namespace, list[str]], int | None]
+"""What a command does with its options and the arguments for `load`; returns the exit code, None for success."""
+
+
+def later(reference: str) -> Run:
+    """A function of a module that imports torch, which help does not need."""
+
+    def run(options: Namespace, overrides: list[str]) -> int | None:
+        status: int | None = resolve(reference)(options, overrides)
+        return status
+
+    return run
+
+
+class CommandParser(ArgumentParser):
+    """The arguments of a command. Raises `ConfigError` instead of exiting.
+
+    It takes `--section.key VALUE` if `overrides` describes that. An option whose `dest` is `section.key` is short for it.
+    With `add_command` it has commands of its own; without `run` one of them must be given.
     """
 
-    def __init__(self, *, overrides: str = "", **options: Any) -> None:
-        epilog = f"{overrides}\n{EXIT_HELP}".lstrip()
-        if sys.argv[0].startswith("longhaul ") and "prog" in options:
-            options["prog"] = re.sub(r"^python -m \S+", sys.argv[0], options["prog"])
-        super().__init__(epilog=epilog, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False, **options)
-        self._takes_overrides = bool(overrides)
+    def __init__(
+        self,
+        prog: str,
+        description: str,
+        *,
+        run: Run | None = None,
+        overrides: str | Callable[[], str] = "",
+        rank: Callable[[], int] = lambda: 0,
+        report: Callable[[Sequence[str], Sequence[str]], str] | None = None,
+    ) -> None:
+        super().__init__(
+            prog=prog, description=description, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+        self.rank = rank
+        """Of this process; all ranks find the same problems, which rank 0 prints."""
+        self.report = report
+        """The text for refused arguments, of the problems and the arguments; by default a line for each."""
+        self._run, self._overrides = run, overrides
+        self.commands: dict[str, tuple[CommandParser, str]] = {}
+        """Commands of this command by name, with a summary."""
+        self.set_defaults(run=run)
+
+    def add_command(self, name: str, summary: str, *, run: Run, overrides: str = "") -> CommandParser:
+        """The parser of a command of this command."""
+        description = f"{summary[:1].upper()}{summary[1:]}."
+        parser = CommandParser(f"{self.prog} {name}", description, run=run, overrides=overrides, rank=self.rank)
+        self.commands[name] = (parser, summary)
+        return parser
 
     def add_config(self) -> None:
         self.add_argument(
             "--config", metavar="NAME|PATH", help="a TOML file, or the name of one in train_configs/; default: debug"
         )
 
+    def format_usage(self) -> str:
+        return super().format_usage() if self._run else f"usage: {self.prog} COMMAND ...\n"
+
+    def format_help(self) -> str:
+        """Computed when it is asked for: that of `train` has every key."""
+        overrides = self._overrides if isinstance(self._overrides, str) else self._overrides()
+        self.epilog = f"{self._command_list()}{overrides}\n{EXIT_HELP}".lstrip()
+        if not self._run:
+            self.usage = "%(prog)s COMMAND ..."
+        return super().format_help()
+
+    def _command_list(self) -> str:
+        """The commands of this command; a summary of several lines is indented."""
+        width = max(map(len, self.commands), default=0) + 4
+        lines = [
+            f"  {name}".ljust(width) + fill(summary, 110 - width, subsequent_indent=" " * width)
+            for name, (_, summary) in self.commands.items()
+        ]
+        title = "other commands" if self._run else "commands"
+        return "\n".join([f"{title}, each with its own --help:", *lines, "", ""]) if lines else ""
+
     def error(self, message: str) -> NoReturn:
+        if wrong := re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.+)\)", message, re.DOTALL):
+            option, given, listed = wrong.groups()
+            hint = _hint(given, re.findall(r"[^', ]+", listed))
+            raise ConfigError([f'{COMMAND_LINE}: {option} "{given}" is unknown; {hint}'])
         message = re.sub(r"^argument (\S+): ", r"\1 ", message).replace("expected one argument", "needs a value")
-        message = re.sub(r"invalid choice: '(.+)' \(choose from .+", r'"\1" is unknown; see --help', message)
         message = message.replace("the following arguments are required:", f"{self.prog.split()[-1]} needs")
         raise ConfigError([f"{COMMAND_LINE}: {message}"])
 
     def parse(self, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-        """The options, and the arguments for `load`: --config and `--section.key=VALUE`. Raises `ConfigError`."""
+        """The options, and the arguments for `load`: --config and `--section.key=VALUE`. Raises `ConfigError`.
+
+        `run` of the options is what the command does, `words` are the arguments as they were given.
+        """
+        if argv and argv[0] in self.commands:
+            options, overrides = self.commands[argv[0]][0].parse(argv[1:])
+            options.words = [*argv]
+            return options, overrides
+        if not self._run:
+            self._raise_without_command(argv)
         arguments, overrides, remaining = list[str](), list[str](), [*argv]
         while remaining:
             argument = remaining.pop(0)
             name, equals, _ = argument.partition("=")
-            if not (self._takes_overrides and name.startswith("--") and "." in name):
+            if not (self._overrides and name.startswith("--") and "." in name):
                 arguments.append(argument)
             elif equals or not remaining or remaining[0].startswith("--"):
                 overrides.append(argument)
             else:
                 overrides.append(f"{argument}={remaining.pop(0)}")
         options, unknown = self.parse_known_args(arguments)
+        options.words = [*argv]
         values = vars(options).items()
         overrides += [
             f"--{key}={value}" for key, value in values if ("." in key or key == "config") and value is not None
@@ -65,19 +142,38 @@ class CommandParser(ArgumentParser):
             self._raise_unknown(unknown, overrides)
         return options, overrides
 
+    def _raise_without_command(self, argv: Sequence[str]) -> NoReturn:
+        self.parse_known_args(argv)  # Prints the help, if that is asked for.
+        given = next((word for word in argv if not word.startswith("-")), None)
+        if given is None:
+            raise ConfigError([f"{COMMAND_LINE}: {self.prog.split()[-1]} needs a command: {', '.join(self.commands)}"])
+        raise ConfigError([f'{COMMAND_LINE}: command "{given}" is unknown; {_hint(given, self.commands)}'])
+
     def _raise_unknown(self, unknown: Sequence[str], overrides: Sequence[str]) -> NoReturn:
         """Raises `ConfigError` with the unknown arguments, and with everything that is wrong with the overrides."""
-        problems = list[str]()
-        for previous, argument in pairwise(["", *unknown]):
-            if argument.startswith("--") or not previous.startswith("--"):  # Else it is the value of `previous`.
-                matches = get_close_matches(argument.partition("=")[0], self._option_string_actions, n=1)
-                hint = f"; did you mean {matches[0]}?" if matches else ""
-                problems.append(f"{COMMAND_LINE}: unknown argument {argument}{hint}")
+        problems = [
+            f"{COMMAND_LINE}: unknown argument {argument}{self._nearest(argument)}"
+            for previous, argument in pairwise(["", *unknown])
+            if argument.startswith("--") or not previous.startswith("--")  # Else it is the value of `previous`.
+        ]
         try:
             load(overrides)
         except ConfigError as error:
             problems += error.problems
         raise ConfigError(problems)
+
+    def _nearest(self, argument: str) -> str:
+        """What an unknown argument may be meant for: an option, a command, or a key of the configuration."""
+        name = argument.partition("=")[0]
+        if get_close_matches(name, known := [*self._option_string_actions, *self.commands], n=1):
+            return f"; {_hint(name, known)}"
+        hints = [problem.partition("; ")[2] for problem in parse_arguments([name]).problems if self._overrides]
+        return f"; {hints[0]}" if hints and hints[0] else ""
+
+
+def _hint(given: str, known: Iterable[str]) -> str:
+    matches = get_close_matches(given, known, n=1)
+    return f"did you mean {matches[0]}?" if matches else "see --help"
 
 
 def integer(*, minimum: int) -> Callable[[str], int]:
@@ -106,17 +202,22 @@ def number(*, positive: bool = False) -> Callable[[str], float]:
     return parse
 
 
-def run_command(
-    argv: Sequence[str], parser: CommandParser, run: Callable[[Namespace, list[str]], int | None], *, rank: int = 0
-) -> int:
-    """Calls `run` with the options and overrides of `argv`; prints its errors and returns the exit code.
+def run_command(argv: Sequence[str], parser: CommandParser) -> int:
+    """Runs a command with its arguments; prints its errors and returns the exit code.
 
     All ranks find the same problems, which rank 0 prints, except for `RankFailedError` and `OSError`.
     """
     try:
-        return run(*parser.parse(argv)) or EXIT_SUCCESS
+        options, overrides = parser.parse(argv)
     except SystemExit:  # argparse has printed the help.
         return EXIT_SUCCESS
+    except ConfigError as error:
+        if parser.report is None:
+            return _print_failure(error, parser.rank())
+        sys.stderr.write(parser.report(error.problems, argv))
+        return error.status
+    try:
+        return options.run(options, overrides) or EXIT_SUCCESS
     except KeyboardInterrupt:
         failure = RunError("interrupted")
     except OSError as error:
@@ -127,6 +228,10 @@ def run_command(
         if (problem := extension.describe_error(error)) is None:
             raise
         failure = RankFailedError(EXIT_FAILURE, problem)
+    return _print_failure(failure, parser.rank())
+
+
+def _print_failure(failure: RunError, rank: int) -> int:
     prefix = f"error: [rank {rank}] " if rank else "error: "
     if rank == 0 or isinstance(failure, RankFailedError):
         problems, more = failure.problems[:MAX_PROBLEMS], len(failure.problems) - MAX_PROBLEMS

@@ -1,4 +1,4 @@
-"""`python -m trainer.generate`: sample text from a checkpoint in one process.
+"""`longhaul generate`: sample text from a checkpoint in one process.
 
 Writes the text to standard output and everything else to standard error.
 
@@ -13,7 +13,6 @@ from argparse import Namespace
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,33 +22,21 @@ from models.transformer import Transformer
 from parallelisms.init_weights import materialize
 from trainer.checkpoint.load import MODEL_PREFIX, read_tensors
 from trainer.checkpoint.rank_sync import describe_error
-from trainer.commands import CommandParser, integer, number
+from trainer.commands import run_command
 from trainer.config.parse import COMMAND_LINE
 from trainer.data.shard_writer import document_separators
 from trainer.data.tokenizer import Tokenizer, open_tokenizer
 from trainer.data.vocabulary import text_vocab_size
 from trainer.errors import EXIT_FAILURE, ConfigError, DataError, RankFailedError
+from trainer.evaluation.arguments import generate_parser
 from trainer.evaluation.load_checkpoint import (
     ResolvedCheckpoint,
-    checkpoint_parser,
     open_model,
     resolve_checkpoint,
-    run_on_checkpoint,
 )
 from trainer.hardware.device import choose_attention_kernel, choose_device
 from trainer.storage import manifest
 from trainer.storage.run_dir import ResumeError
-
-DESCRIPTION = """\
-Continues a text with a trained model, on one GPU or on the CPU."""
-OVERRIDES = "Relevant keys: [model], [tokenizer], training.dtype and training.attention."
-OPTIONS = (
-    ("--tokens", "N", integer(minimum=1), 200, "maximum number of new tokens"),
-    ("--temperature", "T", number(), 0.8, "0 takes the likeliest token"),
-    ("--top-k", "K", integer(minimum=1), 50, "sample from the K likeliest tokens"),
-    ("--seed", "N", integer(minimum=0), 0, "sample n uses seed N + n - 1"),
-    ("--samples", "N", integer(minimum=1), 1, "number of texts"),
-)
 
 
 def run(options: Namespace, overrides: Sequence[str]) -> None:
@@ -65,18 +52,6 @@ def run(options: Namespace, overrides: Sequence[str]) -> None:
 
 
 # ---- command line
-
-
-def build_parser() -> CommandParser:
-    parser = checkpoint_parser("trainer.generate", DESCRIPTION, overrides=OVERRIDES)
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="start of the text (default: the start of a document)")
-    prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="UTF-8 file with the start of the text")
-    for option, metavar, kind, default, meaning in OPTIONS:
-        parser.add_argument(
-            option, metavar=metavar, type=kind, default=default, help=f"{meaning} (default: %(default)s)"
-        )
-    return parser
 
 
 def read_prompt(options: Namespace) -> str:
@@ -242,8 +217,8 @@ def print_status(line: str) -> None:
     sys.stderr.write(f"{line}\n")
 
 
-def main(argv: list[str]) -> int:
-    return run_on_checkpoint(argv, build_parser(), run)
+def main(argv: Sequence[str]) -> int:
+    return run_command(argv, generate_parser())
 
 
 if __name__ == "__main__":

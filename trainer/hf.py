@@ -1,4 +1,4 @@
-"""`python -m trainer.hf export | import`: convert a checkpoint to a Hugging Face folder, and start a run from one."""
+"""`longhaul hf export | import`: convert a checkpoint to a Hugging Face folder, and start a run from one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from models.hf_write import write_safetensors
 from models.layers import LayerKind
 from models.presets import FAMILIES
 from trainer.checkpoint.initial_weights import HF_PREFIX, HF_TEXT_PREFIX, find_checkpoint
-from trainer.commands import CommandParser, number, print_lines, run_command
+from trainer.command_table import typed
+from trainer.commands import CommandParser, Run, number, print_lines, run_command
+from trainer.config import extension
 from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, TokenizerSection, tokenizer_folder
 from trainer.config.toml_format import toml_value
 from trainer.errors import ConfigError, DataError
@@ -30,45 +32,47 @@ from trainer.storage.durable_io import atomic_folder, fsync_path, write_and_fsyn
 from trainer.storage.run_dir import ResumeError
 
 DESCRIPTION = """\
-export  write config.json, generation_config.json, safetensors and tokenizer files from a checkpoint
-        (of a run folder, the newest), read them back, and compare every tensor bitwise
-import  check every tensor of a model and write a configuration that starts a run from it: the nearest
-        preset with overrides, the tokenizer, and checkpoint.initial_load_path. Copies no weights: each rank
-        of the run reads its shards from the model's folder
-
-Models are not downloaded. Here, an unusable checkpoint, tokenizer or model exits with 2, too."""
+Converts a checkpoint to a Hugging Face folder, or starts a run from one. Models are not downloaded. Here, an unusable checkpoint, tokenizer or model exits with 2, too."""
+EXPORT = """\
+write config.json, generation_config.json, safetensors and tokenizer files from a checkpoint (of a run folder, the
+newest), read them back, and compare every tensor bitwise"""
+IMPORT = """\
+check every tensor of a model and write a configuration that starts a run from it: the nearest preset with
+overrides, the tokenizer, and checkpoint.initial_load_path. Copies no weights: each rank of the run reads its shards
+from the model's folder"""
 
 
 def main(argv: Sequence[str]) -> int:
-    return run_command(argv, build_parser(), run)
-
-
-def run(options: Namespace, _: Sequence[str]) -> None:
-    try:
-        if options.command == "import":
-            import_model(options.folder, options.output, text_only=options.text_only, ignore_keys=options.ignore_key)
-        else:
-            export(options)
-    except (HuggingFaceError, ResumeError, DataError) as error:
-        raise ConfigError(error.problems) from error
+    return run_command(argv, build_parser())
 
 
 def build_parser() -> CommandParser:
-    parser = CommandParser(prog="python -m trainer.hf", description=DESCRIPTION)
-    subparsers = parser.add_subparsers(dest="command", required=True)
-    add = subparsers.add_parser("export", help="convert a checkpoint to a Hugging Face folder").add_argument
+    parser = CommandParser(typed("hf"), DESCRIPTION)
+    add = parser.add_command("export", EXPORT, run=refusing(export)).add_argument
     add("source", type=Path, metavar="RUN_FOLDER|CHECKPOINT")
     add("output", type=Path, metavar="OUTPUT", help="folder to create; may exist if empty")
     add("--dtype", choices=("bfloat16", "float32"), help="default: the run's training.dtype")
     add("--max-shard-gib", type=number(positive=True), default=4.0, metavar="N", help="maximum file size; default: 4")
     add("--tokenizer", type=Path, metavar="PATH", help="default: the run's tokenizer.path")
-    add = subparsers.add_parser("import", help="write a configuration that starts from a model").add_argument
+    add = parser.add_command("import", IMPORT, run=refusing(run_import)).add_argument
     add("folder", type=Path, metavar="HF_DIR")
     add("output", type=Path, nargs="?", metavar="OUTPUT.toml", help="default: standard output")
     add("--text-only", action="store_true", help="of a model of several modalities, import the language model")
     help_text = "a key of config.json that is unknown, and that the model does without; may be repeated"
     add("--ignore-key", action="append", default=[], metavar="NAME", help=help_text)
     return parser
+
+
+def refusing(convert: Callable[[Namespace], None]) -> Run:
+    """Turns what is unusable into a wrong argument."""
+
+    def run(options: Namespace, _: Sequence[str]) -> None:
+        try:
+            convert(options)
+        except (HuggingFaceError, ResumeError, DataError) as error:
+            raise ConfigError(error.problems) from error
+
+    return run
 
 
 # ---- export
@@ -128,6 +132,7 @@ def tokenizer_files(
 ) -> tuple[Any, Any, dict[Path, bytes]]:
     """(bos_token_id, eos_token_id, tokenizer files by name); (None, None, {}) for synthetic data."""
     from trainer.data.hf_tokenizer import changes_of_copy, hf_tokenizer_files, model_token_ids
+    from trainer.data.tokenizer import open_tokenizer
 
     mix_sources = {item["source"] for item in values.get("data.mix") or [{"source": DEFAULT_SOURCE}]}
     if values.get("data.corpus") == COPY_CORPUS and mix_sources == {DEFAULT_SOURCE}:
@@ -135,7 +140,11 @@ def tokenizer_files(
         return None, None, {}
     keys = {name: value for key, value in values.items() if (name := key.removeprefix("tokenizer.")) != key}
     stated = TokenizerSection.model_validate(keys | ({"path": tokenizer_path} if tokenizer_path else {}))
-    tokenizer, files = hf_tokenizer_files(stated, max_length=seq_len)
+    if stated.kind in extension.BUILT_IN_TOKENIZERS:
+        tokenizer, files = hf_tokenizer_files(stated, max_length=seq_len)
+    else:
+        tokenizer, files = open_tokenizer(stated), {}
+        print_lines(f'no tokenizer files: tokenizer.kind = "{stated.kind}" is of an extension')
     separators = values.get("data.separators", "bos_eos")
     if separators != "bos_eos" and tokenizer.bos is not None:
         print_lines(
@@ -151,6 +160,10 @@ def tokenizer_files(
 
 
 # ---- import
+
+
+def run_import(options: Namespace) -> None:
+    import_model(options.folder, options.output, text_only=options.text_only, ignore_keys=options.ignore_key)
 
 
 def import_model(

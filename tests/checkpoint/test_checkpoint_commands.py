@@ -157,7 +157,7 @@ def test_a_folder_without_checkpoints_exits_with_78(tmp_path: Path, capsys: Capt
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
-        ([], "trainer.checkpoint needs command"),
+        ([], "trainer.checkpoint needs a command: list, verify, prune, export"),
         (["list"], "list needs DIR"),
         (["prune", "x"], "prune needs --keep"),
         (["prune", "x", "--keep", "0"], "--keep 0 must be an integer, at least 1"),

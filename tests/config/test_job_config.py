@@ -699,7 +699,7 @@ def test_a_key_may_be_absent_only_if_that_is_its_default() -> None:
 
 
 def test_help_has_every_key_and_fits_its_width() -> None:
-    text = help_text.render_help()
+    text = help_text.render_keys()
     assert all(f"--{section}.{key}  " in text for section in all_sections() for key in section_keys(section))
     assert all(f"\n[{section}]  " in text for section in all_sections())
     assert all(f"\n{heading}  " in text for heading in ("[data.sources.NAME]", "[[data.mix]]", "[[stage]]"))

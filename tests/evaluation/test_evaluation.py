@@ -26,7 +26,6 @@ from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.evaluation import needle, perplexity
-from trainer.evaluation.load_checkpoint import run_on_checkpoint
 from trainer.evaluation.needle import FillerText, NeedleDataset, PasskeySentences
 from trainer.evaluation.perplexity import count_target_bytes
 
@@ -75,7 +74,7 @@ def run_ranks(command: str, argv: list[str], *, processes: int, log: Path) -> li
 def _evaluate(rank: int, size: int, port: int, log: Path, command: str, argv: list[str]) -> None:
     become(rank, size, port, log)
     module = {"needle": needle, "perplexity": perplexity}[command]
-    sys.exit(run_on_checkpoint(argv, module.build_parser(), module.run))
+    sys.exit(module.main(argv))
 
 
 def run_perplexity(run: Path, *argv: str, path: Path, processes: int = 1) -> list[dict[str, Any]]:
@@ -259,7 +258,7 @@ def test_an_error_is_reported_without_traceback(
     run: Path, capfd: pytest.CaptureFixture[str], command: Any, argv: list[str], status: int, message: str
 ) -> None:
     argv = [argument.replace("RUN", str(run)) for argument in argv]
-    assert run_on_checkpoint(argv, command.build_parser(), command.run) == status
+    assert command.main(argv) == status
     captured = capfd.readouterr()
     assert message in captured.err + captured.out
     assert "Traceback" not in captured.err

@@ -25,6 +25,7 @@ from trainer.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from trainer.data.tiktoken_tokenizer import TiktokenTokenizer
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer
 from trainer.errors import ConfigError
+from trainer.evaluation.arguments import generate_parser
 from trainer.evaluation.load_checkpoint import resolve_checkpoint
 from trainer.metrics import loggers
 from trainer.storage.run_dir import ResumeError
@@ -185,7 +186,7 @@ def test_help_names_the_options_and_the_keys(capsys: pytest.CaptureFixture[str])
     assert status == 0
     options = ("--prompt", "--prompt-file", "--tokens", "--temperature", "--top-k", "--seed", "--samples")
     assert all(option in out for option in (*options, "CHECKPOINT", "--section.key", "training.dtype"))
-    parser = generate.build_parser()
+    parser = generate_parser()
     for name in ("tokens", "temperature", "top_k", "seed", "samples"):
         assert f"(default: {parser.get_default(name)})" in " ".join(out.split())
 
@@ -238,7 +239,7 @@ def test_an_error_is_one_line(
 
 def test_a_value_may_start_with_dashes_after_an_equals_sign(trained: Path) -> None:
     argv = ["--training.dtype", "float64", str(trained), "--prompt=--x=1", "--tokens", "3"]
-    options, overrides = generate.build_parser().parse(argv)
+    options, overrides = generate_parser().parse(argv)
     assert (generate.read_prompt(options), options.tokens, options.checkpoint) == ("--x=1", 3, trained)
     assert overrides == ["--training.dtype=float64"]
 

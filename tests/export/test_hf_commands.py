@@ -355,7 +355,7 @@ def test_a_tied_model_with_another_head_is_not_imported(run: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
-        ((), "trainer.hf needs command"),
+        ((), "trainer.hf needs a command: export, import"),
         (("export",), "export needs RUN_FOLDER|CHECKPOINT, OUTPUT"),
         (("export", "a", "b", "--max-shard-gib", "0"), "--max-shard-gib 0 must be a finite number, above 0"),
         (("export", "a", "b", "--dtype", "int8"), '--dtype "int8" is unknown; see --help'),

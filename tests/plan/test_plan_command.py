@@ -138,7 +138,7 @@ def test_a_calibrated_table_can_be_planned_with(tmp_path: Path, monkeypatch: pyt
     mine, theirs = load_device(str(table)), load_device("h200")
     assert mine.matmul_flops != theirs.matmul_flops
     assert mine.network_bandwidth == theirs.network_bandwidth
-    assert "measured by trainer.plan calibrate on" in table.read_text()
+    assert "measured by longhaul plan calibrate on" in table.read_text()
     assert plan_stage(load(FITS[:2]), 32, mine).step_seconds > plan_stage(load(FITS[:2]), 32, theirs).step_seconds
 
 

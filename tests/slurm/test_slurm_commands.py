@@ -96,14 +96,14 @@ def test_help_lists_every_slurm_key(command: str, capsys: pytest.CaptureFixture[
     assert printed.startswith(f"usage: python -m trainer.slurm {command}")
     assert all(f"\n  --{key.replace('_', '-')} VALUE" in printed for key in SlurmSection.model_fields)
     assert main(["--help"]) == 0
-    assert f"\n{command} " in capsys.readouterr().out
+    assert f"\n  {command} " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ([], "error: command line: trainer.slurm needs command\n"),
-        (["start"], 'error: command line: command "start" is unknown; see --help\n'),
+        ([], "error: command line: trainer.slurm needs a command: render, submit, status, cancel\n"),
+        (["start"], 'error: command line: command "start" is unknown; did you mean status?\n'),
         (["status"], "error: no run given: pass its folder, or --config NAME|PATH\n"),
         (["cancel", "/nowhere"], "error: /nowhere: no such run folder\n"),
         (["status", "--config", "debug", "--zebra", "1"], "--zebra"),

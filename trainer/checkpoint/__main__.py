@@ -1,4 +1,4 @@
-"""`python -m trainer.checkpoint list | verify | prune | export`: manage the checkpoints of a run.
+"""`longhaul checkpoint list | verify | prune | export`: manage the checkpoints of a run.
 
 Exits with 78 if there is no checkpoint or one is damaged. Only `list` imports no torch.
 """
@@ -6,13 +6,14 @@ Exits with 78 if there is no checkpoint or one is damaged. Only `list` imports n
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint.initial_weights import find_checkpoint, is_hugging_face
-from trainer.commands import CommandParser, format_table, integer, print_lines, run_command
+from trainer.command_table import typed
+from trainer.commands import CommandParser, Run, format_table, integer, print_lines, run_command
 from trainer.config.parse import load
 from trainer.errors import EXIT_NO_RETRY, EXIT_SUCCESS, ConfigError, ResumeError
 from trainer.storage import manifest
@@ -27,44 +28,35 @@ from trainer.storage.retention import (
 )
 from trainer.storage.run_dir import RunDir, find_checkpoints
 
-DESCRIPTION = """\
-list    step, time, size, ranks and manifest status of every checkpoint
-verify  hash every file of the newest checkpoint, or of --all; exit 78 if one is damaged
-prune   delete all but the newest N checkpoints. Kept as well: checkpoints with a file `pinned` in their folder, the
-        initial weights of the run, and the newest checkpoint whose hashes match
-export  write the weights alone, as a checkpoint for checkpoint.initial_load_path of another run
-
-DIR is a run folder or one of its checkpoints.
-"""
+DESCRIPTION = "Manages the checkpoints of a run. DIR is a run folder or one of its checkpoints."
+SUMMARIES = {
+    "list": "step, time, size, ranks and manifest status of every checkpoint",
+    "verify": "hash every file of the newest checkpoint, or of --all; exit 78 if one is damaged",
+    "prune": "delete all but the newest N checkpoints. Kept as well: checkpoints with a file `pinned` in their folder, "
+    "the initial weights of the run, and the newest checkpoint whose hashes match",
+    "export": "write the weights alone, as a checkpoint for checkpoint.initial_load_path of another run",
+}
 
 
 def main(argv: Sequence[str]) -> int:
-    return run_command(argv, build_parser(), lambda options, _: options.run(options))
+    return run_command(argv, build_parser())
 
 
 def build_parser() -> CommandParser:
-    parser = CommandParser(prog="python -m trainer.checkpoint", description=DESCRIPTION)
-    subparsers = parser.add_subparsers(dest="command", required=True)
-
-    def add_command(run: Callable[[Namespace], int | None], name: str, help_text: str) -> ArgumentParser:
-        subparser = subparsers.add_parser(name, help=help_text, description=help_text)
-        subparser.add_argument("folder", type=Path, metavar="DIR", help="run folder or checkpoint")
-        subparser.set_defaults(run=run)
-        return subparser
-
-    add_command(list_checkpoints, "list", "list the checkpoints")
-    verify_parser = add_command(verify, "verify", "compare files with their hashes")
-    verify_parser.add_argument("--all", action="store_true", help="verify every checkpoint, not only the newest")
-    prune_parser = add_command(prune, "prune", "delete old checkpoints")
-    keep_help = "number of newest checkpoints to keep"
-    prune_parser.add_argument("--keep", type=integer(minimum=1), required=True, metavar="N", help=keep_help)
-    prune_parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
-    export_parser = add_command(export, "export", "write the weights alone, as a checkpoint")
-    export_parser.add_argument("output", type=Path, metavar="OUTPUT", help="folder to create")
+    parser = CommandParser(typed("checkpoint"), DESCRIPTION)
+    runs: dict[str, Run] = {"list": list_checkpoints, "verify": verify, "prune": prune, "export": export}
+    commands = {name: parser.add_command(name, SUMMARIES[name], run=run) for name, run in runs.items()}
+    for command in commands.values():
+        command.add_argument("folder", type=Path, metavar="DIR", help="run folder or checkpoint")
+    commands["verify"].add_argument("--all", action="store_true", help="verify every checkpoint, not only the newest")
+    add = commands["prune"].add_argument
+    add("--keep", type=integer(minimum=1), required=True, metavar="N", help="number of newest checkpoints to keep")
+    add("--dry-run", action="store_true", help="only print what would be deleted")
+    commands["export"].add_argument("output", type=Path, metavar="OUTPUT", help="folder to create")
     return parser
 
 
-def list_checkpoints(args: Namespace) -> None:
+def list_checkpoints(args: Namespace, _: Sequence[str]) -> None:
     rows = [("step", "saved", "size", "ranks", "", "")]
     for step, folder in select_checkpoints(args.folder):
         try:
@@ -76,17 +68,17 @@ def list_checkpoints(args: Namespace) -> None:
     print_lines(*format_table(*rows), *list_quarantined(RunDir(args.folder).checkpoints_dir))
 
 
-def verify(args: Namespace) -> int:
+def verify(args: Namespace, _: Sequence[str]) -> int:
     checkpoints = select_checkpoints(args.folder)
     damaged = 0
-    for _, folder in reversed(checkpoints) if args.all else checkpoints[-1:]:
+    for _step, folder in reversed(checkpoints) if args.all else checkpoints[-1:]:
         problems = [*find_file_damage(folder)]
         damaged += bool(problems)
         print_lines(f"{folder}: {'; '.join(problems) or 'intact'}")
     return EXIT_NO_RETRY if damaged else EXIT_SUCCESS
 
 
-def prune(args: Namespace) -> None:
+def prune(args: Namespace, _: Sequence[str]) -> None:
     run_dir = RunDir(args.folder)
     committed = valid_checkpoints(select_checkpoints(args.folder))
     if not run_dir.checkpoints_dir.is_dir():
@@ -106,7 +98,7 @@ def prune(args: Namespace) -> None:
     print_lines(f"{len(committed) - len(to_delete)} checkpoints {'would remain' if args.dry_run else 'remain'}")
 
 
-def export(args: Namespace) -> None:
+def export(args: Namespace, _: Sequence[str]) -> None:
     from trainer.checkpoint.export_weights import export_weights
 
     checkpoint = find_checkpoint(args.folder)

@@ -170,6 +170,13 @@ def _vocab_size_problems(config: Config, required_vocab_size: int) -> Iterator[s
 
 
 def tokenizer_problems(tokenizer: TokenizerSection) -> Iterator[str]:
+    if tokenizer.kind in extension.BUILT_IN_TOKENIZERS:
+        yield from _built_in_tokenizer_problems(tokenizer)
+    elif tokenizer.kind not in (known := extension.tokenizer_kinds()):  # Else the extension looks at the other keys.
+        yield f'tokenizer.kind = "{tokenizer.kind}" is unknown; there are {", ".join(known)}'
+
+
+def _built_in_tokenizer_problems(tokenizer: TokenizerSection) -> Iterator[str]:
     for name in ("pattern", "special_tokens", "bos", "eos"):
         if getattr(tokenizer, name) and tokenizer.kind != "tiktoken":
             yield f'tokenizer.{name} is not used by tokenizer.kind = "{tokenizer.kind}", only by "tiktoken"'

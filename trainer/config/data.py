@@ -21,8 +21,8 @@ PACKING_VERSION = 2
 
 
 class TokenizerSection(Section):
-    kind: Literal["byte", "tiktoken", "sentencepiece", "huggingface"] = "byte"
-    """`byte` needs no file; `tiktoken` reads a file of ranks (Llama 3's `tokenizer.model`, or another whose pattern and special tokens are stated), `sentencepiece` a model file, `huggingface` the `tokenizer.json` of a model's folder."""
+    kind: str = "byte"
+    """`byte` needs no file; `tiktoken` reads a file of ranks (Llama 3's `tokenizer.model`, or another whose pattern and special tokens are stated), `sentencepiece` a model file, `huggingface` the `tokenizer.json` of a model's folder. Or what an extension adds."""
     path: NonEmptyPath | None = None
     """The tokenizer's file, for `huggingface` the model's folder; none for `byte`."""
     pattern: Annotated[str, BeforeValidator(require_non_empty)] | None = None

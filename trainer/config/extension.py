@@ -7,18 +7,20 @@ folder, a checkpoint or an export (`recorded_problem`). Imports no torch by itse
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from models import layers, presets
 from models.config import ModelConfig
 from models.layers import Parameter, SublayerKind
+from trainer.config.data import TokenizerSection
 from trainer.config.sections import OptimizerSection
 from trainer.errors import ConfigError
 
@@ -26,6 +28,10 @@ OWN_PACKAGES = ("models", "parallelisms", "trainer", "train", "longhaul")
 """Top-level names of ours, in every process that we start."""
 BUILT_IN_TRACKERS = ("tensorboard",)
 BUILT_IN_OPTIMIZERS = ("adamw",)
+BUILT_IN_TOKENIZERS = ("byte", "tiktoken", "sentencepiece", "huggingface")
+BUILT_IN_SOURCES = (".txt", ".parquet", ".jsonl", ".ndjson", ".jsonlines", ".json", ".gz", ".zst")
+SOURCE_SUFFIX = re.compile(r"\.[a-z][a-z0-9_+-]{0,15}")
+"""What is a suffix of a corpus's file."""
 
 
 class Sublayer(NamedTuple):
@@ -82,6 +88,12 @@ class Extension:
     weights), by `optimizer.name`."""
     trackers: Mapping[str, Callable[[TrackedRun], Any]] = field(default_factory=dict)
     """`trainer.metrics.trackers.Tracker`s, started on rank 0. One that raises is left out of the rest of the run."""
+    sources: Mapping[str, Callable[[BinaryIO, str], Iterator[str]]] = field(default_factory=dict)
+    """What reads the texts of a corpus's file, in order, by its suffix, such as `.warc`. Is given the file, decompressed,
+    and `data.text_key`."""
+    tokenizers: Mapping[str, Callable[[TokenizerSection], Any]] = field(default_factory=dict)
+    """What makes a `trainer.data.tokenizer.Tokenizer` of [tokenizer], by `tokenizer.kind`. It is pickled for the workers of
+    a preparation."""
     on_step: Callable[[StepView], None] | None = None
     """Called on every rank after each step."""
     on_checkpoint: Callable[[int, Path], None] | None = None
@@ -108,6 +120,16 @@ _installed: dict[str, Installed] = {}
 
 def installed() -> list[Installed]:
     return [*_installed.values()]
+
+
+def references() -> tuple[str, ...]:
+    """What another process of ours installs, to have the same parts."""
+    return (*_installed,)
+
+
+def added_source(suffix: str) -> Installed | None:
+    """The extension that reads files of this suffix."""
+    return next((each for each in _installed.values() if suffix in each.extension.sources), None)
 
 
 def identity() -> dict[str, str]:
@@ -188,6 +210,8 @@ def _hash_of(source: Path) -> str:
 
 def _add_parts(installing: Installed) -> None:
     extension = installing.extension
+    if wrong := [suffix for suffix in extension.sources if not SOURCE_SUFFIX.fullmatch(suffix)]:
+        raise _refused(installing.reference, f"sources {', '.join(wrong)}: a suffix is written .name, in lower case")
     tables: list[tuple[str, MutableMapping[str, Any], Mapping[str, Any]]] = [
         ("mixers", layers.MIXERS, _declarations(extension.mixers)),
         ("feed_forwards", layers.FEED_FORWARDS, _declarations(extension.feed_forwards)),
@@ -195,6 +219,8 @@ def _add_parts(installing: Installed) -> None:
         ("families", presets.FAMILIES, extension.families),
         ("optimizers", dict.fromkeys(optimizer_names()), extension.optimizers),
         ("trackers", dict.fromkeys(_tracker_names()), extension.trackers),
+        ("sources", dict.fromkeys(_source_suffixes()), extension.sources),
+        ("tokenizers", dict.fromkeys(tokenizer_kinds()), extension.tokenizers),
     ]
     taken = [
         f'{table} "{name}"'
@@ -231,6 +257,14 @@ def optimizer_names() -> list[str]:
 
 def _tracker_names() -> list[str]:
     return [*BUILT_IN_TRACKERS, *(name for each in installed() for name in each.extension.trackers)]
+
+
+def _source_suffixes() -> list[str]:
+    return [*BUILT_IN_SOURCES, *(suffix for each in installed() for suffix in each.extension.sources)]
+
+
+def tokenizer_kinds() -> list[str]:
+    return [*BUILT_IN_TOKENIZERS, *(kind for each in installed() for kind in each.extension.tokenizers)]
 
 
 def _refused(reference: str, problem: str) -> ConfigError:

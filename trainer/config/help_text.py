@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from textwrap import fill, wrap
+from textwrap import wrap
 from typing import Any
 
 from trainer.config.parse import CONFIG_DIR, all_sections, repeated_tables, section_keys
@@ -15,21 +15,9 @@ TYPE_NAMES = {"integer": "integer", "number": "number", "boolean": "true or fals
 BOUND_SYMBOLS = {"minimum": ">= ", "exclusiveMinimum": "> ", "maximum": "<= ", "exclusiveMaximum": "< "}
 WIDTH = 100
 
-USAGE = """\
-./run_train.sh [--config NAME|PATH] [--section.key VALUE]... [--check] [--plan] [--help]
-
-  --config NAME|PATH  what to run: a TOML file, or one of train_configs/ by name; default: debug
-                      ({names})
-  --check             print the resolved configuration and the mesh; start nothing
-  --plan              print the plan of the run: memory, step time, bottleneck; start nothing
-  --help              print this text
-
-Every key below can be set in the file, under its [section], and on the command line, which takes
-precedence. The last of a repeated option counts. Lists are written 0.9,0.95; null unsets a key.
-
-NGPU sets the processes per node. Default: the GPUs present; without GPUs, the product of the
-degrees in the configuration, at least 2 and at most 8. For several nodes, set NNODES, NODE_RANK,
-MASTER_ADDR and MASTER_PORT on each of them.
+INTRODUCTION = """\
+Every key below can be set in the file, under its [section], and on the command line, as --section.key VALUE, which
+takes precedence. The last of a repeated option counts. Lists are written 0.9,0.95; null unsets a key.
 """
 
 
@@ -100,11 +88,10 @@ def format_type(schema: dict[str, Any]) -> str:
     return " ".join([type_name, *bounds])
 
 
-def render_help(usage: str = USAGE) -> str:
-    config_names = fill(
-        ", ".join(sorted(path.stem for path in CONFIG_DIR.glob("*.toml"))), WIDTH - 24, subsequent_indent=" " * 23
-    )
-    lines = usage.format(names=config_names).splitlines()
+def render_keys() -> str:
+    """Every key with its type, default and meaning, after the names of the shipped files."""
+    shipped = ", ".join(sorted(path.stem for path in CONFIG_DIR.glob("*.toml")))
+    lines = [*wrap(f"train_configs/ holds {shipped}.", WIDTH), "", *wrap(INTRODUCTION, WIDTH)]
     for heading, (owner, names) in sections_by_heading().items():
         lines += ["", *wrap(f"{heading}  {section_description(heading)}", WIDTH)]
         option = "" if heading.strip("[]") not in all_sections() else f"--{heading.strip('[]')}."

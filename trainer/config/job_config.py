@@ -53,9 +53,9 @@ class Config(Section):
     distributed: sections.DistributedSection = sections.DistributedSection()
     """Timeouts and restarts."""
     slurm: SlurmSection = SlurmSection()
-    """The SLURM job (`python -m trainer.slurm`)."""
+    """The SLURM job (`longhaul slurm`)."""
     plan: sections.PlanSection = sections.PlanSection()
-    """The planner (`python -m trainer.plan`)."""
+    """The planner (`longhaul plan`)."""
 
     @property
     def training_stages(self) -> tuple[TrainingStage, ...]:

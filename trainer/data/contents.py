@@ -9,15 +9,18 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
+from trainer.config import extension
 from trainer.data.own_files import is_configuration
 
-Kind = Literal["text", "lines", "table"]
-"""A text; a JSON record on each line; rows of a Parquet file."""
+Kind = Literal["text", "lines", "table", "added"]
+"""A text; a JSON record on each line; rows of a Parquet file; what an extension reads."""
 HEAD_BYTES = 1 << 16
 """Bytes that are looked at before a file is read."""
 SUFFIX = re.compile(r"[a-z][a-z0-9_+-]{0,15}")
 LINE_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".json")
 COMPRESSIONS = (".gz", ".zst")
+KINDS: dict[str, Kind] = {".txt": "text", ".parquet": "table"} | dict.fromkeys(LINE_SUFFIXES, "lines")  # type: ignore[assignment]
+"""By suffix, besides those of extensions: with compressions, `trainer.config.extension.BUILT_IN_SOURCES`. Others are text."""
 MAX_RECORDS = 20  # of a head
 LISTED_KEYS = 12
 parse_json = json.JSONDecoder().decode
@@ -85,7 +88,7 @@ def full_suffix(name: str) -> str:
 
 def kind_of(name: str) -> Kind:
     suffix = text_suffix(name)
-    return "table" if suffix == ".parquet" else "lines" if suffix in LINE_SUFFIXES else "text"
+    return "added" if extension.added_source(suffix) else KINDS.get(suffix, "text")
 
 
 def is_read_as_before(name: str) -> bool:
@@ -97,7 +100,7 @@ def is_read_as_before(name: str) -> bool:
 
 def describe_binary(name: str) -> str:
     """The kind of binary file that this suffix names; "" if the file may be text."""
-    return BINARY_SUFFIXES.get(text_suffix(name), "")
+    return "" if kind_of(name) == "added" else BINARY_SUFFIXES.get(text_suffix(name), "")
 
 
 def has_unread_compression(name: str) -> bool:

@@ -254,8 +254,9 @@ class CorpusFiles:
         """Looks into the file once."""
         if file.name not in self._examined:
             kind = contents.kind_of(file.name)
+            look = {"table": self._examine_table, "added": self._examine_added}.get(kind, self._examine_text)
             try:
-                self._examined[file.name] = self._examine_table(file) if kind == "table" else self._examine_text(file)
+                self._examined[file.name] = look(file)
             except CorpusRefusedError:
                 self._examined[file.name] = Contents(kind, refusal=contents.LFS_POINTER)
             except (DataError, *READ_ERRORS):  # Reading it reports the same.
@@ -265,6 +266,11 @@ class CorpusFiles:
     def _examine_table(self, file: CorpusFile) -> Contents:
         with open_parquet(*file.place, buffer_bytes=contents.HEAD_BYTES) as table:
             return contents.examine_columns(table.schema_arrow.names, key=self._spec.text_key)
+
+    def _examine_added(self, file: CorpusFile) -> Contents:
+        """An extension reads it, whatever it begins with."""
+        read_head(*file.place)
+        return Contents("added")
 
     def _examine_text(self, file: CorpusFile) -> Contents:
         if self._is_stdlib:

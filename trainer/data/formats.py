@@ -7,10 +7,11 @@ import json
 import sys
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
+from trainer.config import extension
 from trainer.config.data import HF_PREFIX
-from trainer.data.contents import HEAD_BYTES, Kind, describe_bytes, parse_json
+from trainer.data.contents import HEAD_BYTES, Kind, describe_bytes, parse_json, text_suffix
 from trainer.data.corpus_files import error_message
 from trainer.data.hf_datasets import BATCH_ROWS, read_dataset
 from trainer.data.open_file import READ_ERRORS, open_beneath, open_decompressed, open_parquet
@@ -89,6 +90,8 @@ def read_records(split: InputSplit, key: str) -> Iterator[Record]:
         yield from read_parquet(split, key)
     elif split.kind == "lines":
         yield from read_jsonl(split, key)
+    elif split.kind == "added":
+        yield from read_added(split, key)
     else:
         yield 0, read_blocks(split)
 
@@ -117,6 +120,8 @@ def location(split: InputSplit, number: int) -> str:
     """Where in its file the record of this number is."""
     if split.path.startswith(HF_PREFIX) or split.kind == "table":
         return f": row {number}"
+    if split.kind == "added":
+        return f": text {number}" if number else ""
     return f":{number + count_lines_before(split)}" if number else ""
 
 
@@ -159,6 +164,29 @@ def text_blocks(value: object, key: str) -> Iterator[str]:
     if not value.isascii():
         value.encode()  # JSON can escape a lone surrogate
     yield from (value[start : start + BLOCK] for start in range(0, len(value), BLOCK))
+
+
+# ---- what an extension reads
+
+
+def read_added(split: InputSplit, key: str) -> Iterator[Record]:
+    """Its own READ_ERRORS are of a damaged file, as ours are; whatever else it raises ends the preparation."""
+    suffix = text_suffix(split.name)
+    added = extension.added_source(suffix)
+    if added is None:
+        raise DataError(f"{split.name}: no extension reads {suffix}")
+    try:
+        with open_decompressed(*split.place) as file:
+            for number, text in enumerate(added.extension.sources[suffix](cast(BinaryIO, file), key), 1):
+                if not isinstance(text, str):
+                    raise TypeError(f"sources {suffix} gave {type(text).__name__}, not text")
+                yield number, text_blocks(text, key)
+    except DataError:
+        raise
+    except Exception as error:
+        problem = extension.describe_error(error) or f'extension "{added.extension.name}": {error_message(error)}'
+        kind = ValueError if isinstance(error, READ_ERRORS) else DataError
+        raise kind(problem if kind is ValueError else f"{split.name}: {problem}") from error
 
 
 # ---- lines of JSON

@@ -1,8 +1,8 @@
-"""Tokenizers: bytes, a tiktoken BPE file, a sentencepiece model, a Hugging Face folder."""
+"""Tokenizers: bytes, a tiktoken BPE file, a sentencepiece model, a Hugging Face folder, and those of extensions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from models.files import read_regular
+from trainer.config import extension
 from trainer.config.data import TokenizerSection
 from trainer.config.job_config import BYTE_VOCAB_SIZE
 from trainer.data.file_types import SENTENCEPIECE, TIKTOKEN, detect_file_type
@@ -74,29 +75,70 @@ class ByteTokenizer:
         return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
 
 
+def _open_byte(_: TokenizerSection) -> Tokenizer:
+    return ByteTokenizer()
+
+
+def _open_huggingface(stated: TokenizerSection) -> Tokenizer:
+    from trainer.data.huggingface_tokenizer import load_huggingface_tokenizer
+
+    return load_huggingface_tokenizer(_path_of(stated))
+
+
+def _open_tiktoken(stated: TokenizerSection) -> Tokenizer:
+    return _open_file(stated, TIKTOKEN, lambda content: TiktokenTokenizer(content, stated))
+
+
+def _open_sentencepiece(stated: TokenizerSection) -> Tokenizer:
+    return _open_file(stated, SENTENCEPIECE, SentencePieceTokenizer)
+
+
+KINDS: dict[str, Callable[[TokenizerSection], Tokenizer]] = {
+    "byte": _open_byte,
+    "tiktoken": _open_tiktoken,
+    "sentencepiece": _open_sentencepiece,
+    "huggingface": _open_huggingface,
+}
+"""By `tokenizer.kind`: those of `trainer.config.extension.BUILT_IN_TOKENIZERS`."""
+
+
 def open_tokenizer(stated: TokenizerSection) -> Tokenizer:
     """The tokenizer of `[tokenizer]`. Raises DataError with the file type that the content suggests."""
-    kind, path = stated.kind, stated.path
-    if kind == "byte":
-        return ByteTokenizer()
-    if path is None:
-        raise DataError(f'tokenizer.kind = "{kind}" needs tokenizer.path')
-    if kind == "huggingface":
-        from trainer.data.huggingface_tokenizer import load_huggingface_tokenizer
+    known = KINDS.copy()
+    for each in extension.installed():
+        known.update(each.extension.tokenizers)
+    if stated.kind not in known:
+        raise DataError(f'tokenizer.kind = "{stated.kind}" is unknown; there are {", ".join(known)}')
+    if stated.kind in KINDS:
+        return KINDS[stated.kind](stated)
+    try:
+        return known[stated.kind](stated)
+    except Exception as error:
+        if isinstance(error, DataError) or (problem := extension.describe_error(error)) is None:
+            raise
+        raise DataError(f'tokenizer.kind = "{stated.kind}": {problem}') from error
 
-        return load_huggingface_tokenizer(path)
+
+def _path_of(stated: TokenizerSection) -> Path:
+    if stated.path is None:
+        raise DataError(f'tokenizer.kind = "{stated.kind}" needs tokenizer.path')
+    return stated.path
+
+
+def _open_file(stated: TokenizerSection, expected: str, read: Callable[[bytes], Tokenizer]) -> Tokenizer:
+    """The tokenizer of a file whose content must look like what is expected."""
+    kind, path = stated.kind, _path_of(stated)
     try:
         content = read_regular(path)
     except OSError as error:
         raise DataError(f'tokenizer.path = "{path}" cannot be read: {error.strerror}') from error
-    expected = {"tiktoken": TIKTOKEN, "sentencepiece": SENTENCEPIECE}[kind]
     detected = detect_file_type(content)
     if detected != expected:
         raise DataError(
             f'tokenizer.kind = "{kind}" needs {expected}, but tokenizer.path = "{path}" looks like {detected}'
         )
     try:
-        return TiktokenTokenizer(content, stated) if kind == "tiktoken" else SentencePieceTokenizer(content)
+        return read(content)
     except DataError as error:
         raise DataError(f'tokenizer.path = "{path}": {error}') from error
     except (ValueError, RuntimeError, OSError) as error:

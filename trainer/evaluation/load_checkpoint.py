@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,35 +12,17 @@ import torch
 
 from trainer.checkpoint.initial_weights import find_checkpoint
 from trainer.checkpoint.load import MODEL_PREFIX, CheckpointReader, load_tensors, require_matching_tensors
-from trainer.commands import CommandParser, run_command
 from trainer.config import checks, extension
 from trainer.config.job_config import Config
 from trainer.config.parse import COMMAND_LINE, ConfigSource, deep_merge, load, merge_sources, parse_arguments
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
-from trainer.metrics import loggers
 from trainer.step.build import ParallelModel
 from trainer.step.distributed import World, process_group, rank_from_environment
 from trainer.storage import manifest
 from trainer.storage.run_dir import ResumeError, RunDir, find_checkpoints
 
 log = logging.getLogger("trainer")
-
-
-def checkpoint_parser(module: str, description: str, *, overrides: str) -> CommandParser:
-    """The parser of a command whose first argument is a checkpoint. `overrides` says which keys are worth overriding."""
-    overrides = f"--section.key VALUE overrides the run's config.toml. {overrides}"
-    parser = CommandParser(prog=f"python -m {module}", description=description, overrides=overrides)
-    checkpoint_help = "run folder (its newest checkpoint), or one of its checkpoints/step-N"
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=checkpoint_help)
-    return parser
-
-
-def run_on_checkpoint(argv: Sequence[str], parser: CommandParser, run: Callable[[Namespace, list[str]], None]) -> int:
-    """As `run_command`, on the ranks that were started."""
-    rank, _, _ = rank_from_environment()
-    loggers.configure_logging(rank)
-    return run_command(argv, parser, run, rank=rank)
 
 
 @dataclass(frozen=True)

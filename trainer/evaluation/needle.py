@@ -1,4 +1,4 @@
-"""`python -m trainer.evaluation.needle`: whether a model retrieves a number from its context (passkey retrieval).
+"""`longhaul evaluate needle`: whether a model retrieves a number from its context (passkey retrieval).
 
     text ... "The secret number is: 40718." ... text ... "The secret number is: " 40718
              at some depth of the text                                            targets, teacher-forced
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import compress, groupby
@@ -28,7 +28,7 @@ from torch import Tensor
 from models.batch import IGNORE_INDEX, Batch
 from models.ranges import concatenated_ranges
 from parallelisms.mesh.collectives import all_reduce
-from trainer.commands import CommandParser, format_table, integer, print_lines
+from trainer.commands import format_table, print_lines, run_command
 from trainer.config import checks
 from trainer.config.data import DEFAULT_SOURCE
 from trainer.config.job_config import Config
@@ -41,20 +41,16 @@ from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import Tokenizer, open_tokenizer
 from trainer.data.vocabulary import text_vocab_size
 from trainer.errors import ConfigError, DataError
+from trainer.evaluation.arguments import needle_parser
 from trainer.evaluation.load_checkpoint import (
     ResolvedCheckpoint,
-    checkpoint_parser,
     load_parallel_model,
     resolve_for_evaluation,
-    run_on_checkpoint,
 )
 from trainer.hardware.device import AsyncHostCopy
 from trainer.run.validation import assign_sequences
 from trainer.step.build import ParallelModel
 
-DESCRIPTION = """\
-Hides a five-digit number in text from the run's corpus and asks for it at the end, at several depths and lengths."""
-OVERRIDES = "The mesh is not taken from the run: set --parallelism.* for the processes that you start."
 MARKER = "\nThe secret number is: "
 DIGITS = 5
 
@@ -193,26 +189,6 @@ def evaluate_length(dataset: NeedleDataset, parallel_model: ParallelModel) -> li
     return cells
 
 
-def build_parser() -> CommandParser:
-    parser = checkpoint_parser("trainer.evaluation.needle", DESCRIPTION, overrides=OVERRIDES)
-    add, positive = parser.add_argument, integer(minimum=1)
-    lengths_help = "tokens per sequence (default: training.seq_len / 4 and training.seq_len)"
-    add("--lengths", metavar="N,...", type=sequence_lengths, help=lengths_help)
-    add("--depths", metavar="N", type=positive, default=5, help="number of evenly spaced depths (default: 5)")
-    add("--trials", metavar="N", type=positive, default=2, help="numbers and texts per cell (default: 2)")
-    output_help = "for needle-step-N.json (default: evaluation/ in the run folder)"
-    add("--output", metavar="FOLDER", type=Path, help=output_help)
-    return parser
-
-
-def sequence_lengths(text: str) -> list[int]:
-    """An argparse type."""
-    try:
-        return sorted(set(map(integer(minimum=2), map(str.strip, text.split(",")))))
-    except ArgumentTypeError:
-        raise ArgumentTypeError(f"{text} must be integers, at least 2, such as 1024,4096") from None
-
-
 def run(options: Namespace, overrides: Sequence[str]) -> None:
     resolved = resolve_for_evaluation(options.checkpoint, overrides)
     seq_len = resolved.config.training.seq_len
@@ -257,5 +233,9 @@ def write_tensorboard(cells: Sequence[NeedleCell], folder: Path, step: int) -> N
     writer.close()
 
 
+def main(argv: Sequence[str]) -> int:
+    return run_command(argv, needle_parser())
+
+
 if __name__ == "__main__":
-    sys.exit(run_on_checkpoint(sys.argv[1:], build_parser(), run))
+    sys.exit(main(sys.argv[1:]))

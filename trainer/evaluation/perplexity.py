@@ -1,4 +1,4 @@
-"""`python -m trainer.evaluation.perplexity`: loss, perplexity and bits per byte of a checkpoint.
+"""`longhaul evaluate perplexity`: loss, perplexity and bits per byte of a checkpoint.
 
 Evaluates the run's validation sets. A run without any gets two sets from the corpus of `[data]`: sequences packed as
 for training, and the ends of long documents with growing context.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from models.batch import IGNORE_INDEX
-from trainer.commands import CommandParser, format_table, print_lines
+from trainer.commands import format_table, print_lines, run_command
 from trainer.config.data import ValidationSection, ValidationSetSection
 from trainer.config.job_config import Config
 from trainer.data.datasets import build_validation_sets
@@ -24,26 +24,15 @@ from trainer.data.holdout import ValidationSet
 from trainer.data.prepare import prepare_datasets
 from trainer.data.tokenizer import Tokenizer, open_tokenizer
 from trainer.errors import ConfigError, DataError
+from trainer.evaluation.arguments import perplexity_parser
 from trainer.evaluation.load_checkpoint import (
-    checkpoint_parser,
     load_parallel_model,
     resolve_for_evaluation,
-    run_on_checkpoint,
 )
 from trainer.metrics.loggers import format_or_dash
 from trainer.run.validation import ValidationResult, evaluate_set
 
 log = logging.getLogger(__name__)
-
-DESCRIPTION = """\
-Prints loss, perplexity, accuracy and bits per byte of the run's validation sets, by position and by context."""
-OVERRIDES = "The mesh is not taken from the run: set --parallelism.* for the processes that you start."
-
-
-def build_parser() -> CommandParser:
-    parser = checkpoint_parser("trainer.evaluation.perplexity", DESCRIPTION, overrides=OVERRIDES)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
-    return parser
 
 
 def evaluation_sets(config: Config, run_config: Config) -> list[ValidationSet]:
@@ -126,5 +115,9 @@ def run(options: Namespace, overrides: Sequence[str]) -> None:
                 raise DataError(f"--json {options.json} cannot be written: {error.strerror}") from error
 
 
+def main(argv: Sequence[str]) -> int:
+    return run_command(argv, perplexity_parser())
+
+
 if __name__ == "__main__":
-    sys.exit(run_on_checkpoint(sys.argv[1:], build_parser(), run))
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`python -m trainer.launch`: validates a run in one process for the world it would have, then starts it.
+"""`longhaul train`: validates a run in one process for the world it would have, then starts it.
 
 This process starts the workers and restarts them on failure (trainer/launch/restarts.py). As a task of `srun` it becomes
 the worker. Exits with 2 if the configuration is wrong, else with the status of the workers.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from trainer.command_table import typed
+from trainer.commands import CommandParser, run_command
 from trainer.config import checks, summary
 from trainer.config.job_config import Config
 from trainer.config.parse import find_config_file, load, name_flags, parse_arguments, show_path
@@ -52,32 +55,51 @@ from trainer.resilience.signals import Interrupted, SignalHandler
 from trainer.storage import exit_markers
 from trainer.storage.run_dir import RunDir, finished_message, keep_packing_version, next_stage
 
+DESCRIPTION = """\
+Trains a run: checks it for the world that it would have, prepares its data and starts its ranks.
+
+NGPU sets the processes per node. Default: the GPUs present; without GPUs, the product of the degrees in the
+configuration, at least 2 and at most 8. For several nodes, set NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT on
+each of them. Run the same command again, and the run resumes."""
 TRAIN_SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
 
 
 def main() -> int:
-    args = sys.argv[1:]
-    flags = {"-h", "--help", "--check", "--plan"}.intersection(args)
-    argv = [arg for arg in args if arg not in flags]
-    if flags & {"-h", "--help"}:
-        from trainer.config.help_text import render_help
+    return run_command(sys.argv[1:], build_parser())
 
-        sys.stdout.write(render_help() + "\n")
-        return EXIT_SUCCESS
-    config, world, problems = load_and_validate(
-        argv, os.environ, planning="--plan" in flags, checking="--check" in flags
-    )
-    if "--check" in flags and world and not world.rank and not checks.layout_problems(config, world.world_size):
+
+def build_parser() -> CommandParser:
+    def refusal(problems: Sequence[str], argv: Sequence[str]) -> str:
+        return format_problems(problems, argv, None)
+
+    parser = CommandParser(typed("train"), DESCRIPTION, run=launch, overrides=_keys_help, report=refusal)
+    parser.add_config()
+    check_help = "print the resolved configuration and the mesh; start nothing"
+    parser.add_argument("--check", action="store_true", help=check_help)
+    plan_help = "print the plan of the run: memory, step time, bottleneck; start nothing"
+    parser.add_argument("--plan", action="store_true", help=plan_help)
+    return parser
+
+
+def _keys_help() -> str:
+    from trainer.config.help_text import render_keys
+
+    return render_keys() + "\n"
+
+
+def launch(options: Namespace, argv: Sequence[str]) -> int:
+    config, world, problems = load_and_validate(argv, os.environ, planning=options.plan, checking=options.check)
+    if options.check and world and not world.rank and not checks.layout_problems(config, world.world_size):
         sys.stdout.write(format_resolved_config(config, world))  # Also where corpus and tokenizer are missing.
     if problems or world is None:
         if world is None or world.is_first_of_node:  # Nodes may differ.
             sys.stderr.write(format_problems(problems, argv, world))
         return EXIT_BAD_CONFIG
-    if "--plan" in flags:
+    if options.plan:
         from trainer.plan.report import show_plan_at_launch
 
         return EXIT_SUCCESS if show_plan_at_launch(config, world.world_size) else EXIT_DOES_NOT_FIT
-    if "--check" in flags:
+    if options.check:
         return EXIT_SUCCESS
     loggers.configure_logging(world.rank or 0)
     with SignalHandler().raising_alone():

@@ -1,4 +1,4 @@
-"""`python -m trainer.plan [search | calibrate]`: plans a run on devices that need not be present.
+"""`longhaul plan [search | calibrate]`: plans a run on devices that need not be present.
 
 Exits with 0 if the run fits, 3 if it does not, and 2 for an invalid configuration or option.
 """
@@ -6,7 +6,6 @@ Exits with 0 if the run fits, 3 if it does not, and 2 for an invalid configurati
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
@@ -15,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from textwrap import fill
 
-from trainer.commands import OVERRIDES_HELP, CommandParser, number, run_command
+from trainer.command_table import typed
+from trainer.commands import CommandParser, number, overrides_help, run_command
 from trainer.config import checks
 from trainer.config.parse import load, parse_arguments
 from trainer.config.sections import MAX_SEQ_LEN
@@ -33,31 +33,22 @@ from trainer.hardware.device_specs import (
 from trainer.plan.document import PlanReport
 from trainer.plan.run_plan import plan_run, traced_layouts
 
-DESCRIPTIONS = {
-    "plan": """\
-Predicts memory, step time and cost of a run. Exits with 3 if it does not fit.
-
-Other commands, each with its own --help:
-  search     the fastest layouts on a number of devices, with --longest the longest sequence, with --fewest
-             the fewest devices
-  calibrate  a table for --device, measured on this machine; --output writes it to a file""",
-    "search": "Searches the fastest layouts on a number of devices and prints them as TOML. Exits with 3 if none fits.",
-    "calibrate": "Measures this machine's device in about a minute and writes a table for --device.",
-}
+DESCRIPTION = "Predicts memory, step time and cost of a run. Exits with 3 if it does not fit."
+SEARCH = """\
+the fastest layouts on a number of devices, with --longest the longest sequence, with --fewest the fewest devices.
+Printed as TOML. Exits with 3 if none fits"""
+CALIBRATE = "a table for --device, measured on this machine's device in about a minute; --output writes it to a file"
 SEARCHED_TRAINING_KEYS = ("training.micro_batch_size", "training.attention", "training.compile")
 EXAMPLES = """
 
 examples, explained in docs/planning.md:
-  python -m trainer.plan --config llama3_8b_1m --device a100-80gb --network 12
-  python -m trainer.plan search --config llama3_8b --seq-len 1M --gpus 32 --html plan.html
+  {plan} --config llama3_8b_1m --device a100-80gb --network 12
+  {plan} search --config llama3_8b --seq-len 1M --gpus 32 --html plan.html
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    command, *remaining = argv if argv and argv[0] in DESCRIPTIONS else ("plan", *argv)
-    parser = build_parser(command)
-    parser.set_defaults(command_line=shlex.join(["python", "-m", "trainer.plan", *argv]))
-    return run_command(remaining, parser, {"plan": plan, "search": search, "calibrate": calibrate}[command])
+    return run_command(argv, build_parser())
 
 
 def plan(options: Namespace, overrides: Sequence[str]) -> int:
@@ -71,7 +62,9 @@ def plan(options: Namespace, overrides: Sequence[str]) -> int:
     requested_size = requested_world_size(options, device)
     world_size = requested_size or config.stated_world_size
     if problems := checks.layout_problems(config, world_size):
-        advice = f"the mesh does not match {world_size:,} devices: trainer.plan search --gpus {world_size} finds one"
+        advice = (
+            f"the mesh does not match {world_size:,} devices: {typed('plan', 'search', '--gpus', world_size)} finds one"
+        )
         raise ConfigError([*problems, advice] if requested_size else problems)
     run = plan_run(config, world_size, device, trace=not options.quick)
     report = plan_report(run, why=options.why, notes=option_notes(options, config))
@@ -85,7 +78,7 @@ def search(options: Namespace, overrides: Sequence[str]) -> int:
 
     if options.longest + options.fewest + bool(options.seq_len and options.longest) > 1:
         raise ConfigError(["--longest, --fewest: only one of them, and --longest excludes --seq-len"])
-    config = require_single_stage(load(overrides), "trainer.plan search")
+    config = require_single_stage(load(overrides), typed("plan", "search"))
     device, pinned = selected_device(options, config), pinned_keys(overrides)
     world_size, shortage, file_tokens = requested_world_size(options, device), "", tokens_per_step(config)
     if options.seq_len:
@@ -128,16 +121,30 @@ def calibrate(options: Namespace, _: Sequence[str]) -> int:
     return EXIT_SUCCESS
 
 
-def build_parser(command: str) -> CommandParser:
-    prog = f"python -m trainer.plan {command}".removesuffix(" plan")
-    overrides = "" if command == "calibrate" else OVERRIDES_HELP + EXAMPLES
-    parser = CommandParser(prog=prog, description=DESCRIPTIONS[command], overrides=overrides)
+def build_parser() -> CommandParser:
+    overrides = overrides_help() + EXAMPLES.format(plan=typed("plan"))
+    parser = CommandParser(typed("plan"), DESCRIPTION, run=plan, overrides=overrides)
+    add_devices(parser)
     add = parser.add_argument
-    if command == "calibrate":
-        add("--extends", metavar="DEVICE", help="device table for all other values; default: detected, or h100-80gb")
-        add("--output", type=writable_file, metavar="FILE.toml", help="default: standard output")
-        return parser
+    add("--quick", action="store_true", help="by formulas instead of a trace of the code: in a second, less exact")
+    why_help = "also every tensor of the fullest rank: shape, dtype, lifetime, and who allocates it"
+    add("--why", action="store_true", help=why_help)
+    searching = parser.add_command("search", SEARCH, run=search, overrides=overrides)
+    add_devices(searching)
+    add = searching.add_argument
+    add("--trace", action="store_true", help="plan the layouts that were found from traces, seconds each")
+    add("--longest", action="store_true", help="the longest sequence length that fits, to within 1/32")
+    add("--fewest", action="store_true", help="the fewest devices on which the run fits")
+    add = parser.add_command("calibrate", CALIBRATE, run=calibrate).add_argument
+    add("--extends", metavar="DEVICE", help="device table for all other values; default: detected, or h100-80gb")
+    add("--output", type=writable_file, metavar="FILE.toml", help="default: standard output")
+    return parser
+
+
+def add_devices(parser: CommandParser) -> None:
+    """What a plan and a search have in common."""
     parser.add_config()
+    add = parser.add_argument
     devices = fill(", ".join(device_names()), 72)
     bandwidth = number(positive=True)
     add(
@@ -151,18 +158,6 @@ def build_parser(command: str) -> CommandParser:
     add("--link", type=bandwidth, metavar="GB/S", help="bandwidth per device within a node")
     add("--network", type=bandwidth, metavar="GB/S", help="bandwidth per device between nodes")
     add("--html", type=writable_file, metavar="FILE", help="also write the report as an HTML page")
-    if command == "plan":
-        add("--quick", action="store_true", help="by formulas instead of a trace of the code: in a second, less exact")
-        add(
-            "--why",
-            action="store_true",
-            help="also every tensor of the fullest rank: shape, dtype, lifetime, and who allocates it",
-        )
-    if command == "search":
-        add("--trace", action="store_true", help="plan the layouts that were found from traces, seconds each")
-        add("--longest", action="store_true", help="the longest sequence length that fits, to within 1/32")
-        add("--fewest", action="store_true", help="the fewest devices on which the run fits")
-    return parser
 
 
 def count(text: str, *, minimum: int = 1, maximum: int = 1 << 62) -> int:
@@ -218,7 +213,7 @@ def option_notes(options: Namespace, config: Recipe) -> list[str]:
     rates = {"link": options.link, "network": options.network}
     remarks = [f"{name} bandwidth: {value:g} GB/s per device, as given" for name, value in rates.items() if value]
     is_default = options.device is None and select_device(config) is None
-    return [*remarks, *[DEFAULT_DEVICE_NOTE] * is_default, f"command: {options.command_line}"]
+    return [*remarks, *[DEFAULT_DEVICE_NOTE] * is_default, f"command: {typed('plan', *options.words)}"]
 
 
 def emit_report(report: PlanReport, html: Path | None) -> None:

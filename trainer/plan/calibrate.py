@@ -37,7 +37,7 @@ def measure_device_toml(extends: str) -> str:
     device = choose_device(0)
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else "CPU"
-    source = f"measured by trainer.plan calibrate on {name}, {datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}"
+    source = f"measured by longhaul plan calibrate on {name}, {datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}"
     lines = [f"extends = {json.dumps(extends)}", f"description = {json.dumps(f'{name}, as measured')}"]
     for section, figures in _measure_device(device).items():
         lines += ["", f"[{section}]"]

@@ -1,4 +1,4 @@
-"""`python -m trainer.selfcheck`: checks that a run on its mesh computes the same as in one process.
+"""`longhaul selfcheck`: checks that a run on its mesh computes the same as in one process.
 
 The run is reduced (`shrink.py`) and trained on this machine's CPU, whatever its target cluster; or random configurations
 are (`random_configs.py`). Exits with 0 if results match, 1 if they differ or a run fails, 2 if the configuration is
@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
-from trainer.commands import OVERRIDES_HELP, CommandParser, integer, number, print_lines, run_command
+from trainer.command_table import typed
+from trainer.commands import CommandParser, integer, number, overrides_help, print_lines, run_command
 from trainer.config import checks
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.parse import load
@@ -48,7 +49,11 @@ DEVICE_HELP = "cpu (default), or cuda: a GPU per process, compared with one GPU"
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = CommandParser(prog="python -m trainer.selfcheck", description=DESCRIPTION, overrides=OVERRIDES_HELP)
+    return run_command(argv, build_parser())
+
+
+def build_parser() -> CommandParser:
+    parser = CommandParser(typed("selfcheck"), DESCRIPTION, run=run, overrides=overrides_help())
     parser.add_config()
     parser.add_argument("--world-size", metavar="N", type=integer(minimum=1), help=WORLD_SIZE_HELP)
     parser.add_argument("--random", metavar="N", type=integer(minimum=1), help="check N random configurations")
@@ -57,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--case", metavar="SETTINGS", help="check one configuration that --random printed")
     parser.add_argument("--max-processes", metavar="N", type=integer(minimum=1), help=MAX_PROCESSES_HELP)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=DEVICE_HELP)
-    return run_command(argv, parser, run)
+    return parser
 
 
 def run(options: Namespace, overrides: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Protocol
 
+from trainer.command_table import typed
 from trainer.commands import print_lines
 from trainer.errors import RankFailedError
 from trainer.launch.cluster import pluralize
@@ -43,7 +44,6 @@ from trainer.selfcheck.random_configs import (
 
 MAX_SHRUNK_FAILURES = 3
 PROGRESS_SECONDS = 30.0
-COMMAND = "python -m trainer.selfcheck"
 
 
 class Pool(Protocol):
@@ -126,7 +126,7 @@ class RandomCheck:
             print_lines(f"{result.problem} with {pluralize(len(case), 'setting')}; shrinking them")
             case = minimize(case, self._still_fails)
             result = check_case(case, self._pool, self._folder)
-        command = f'{COMMAND}{self._options} --case "{format_case(case)}"'
+        command = f'{typed("selfcheck")}{self._options} --case "{format_case(case)}"'
         print_lines(
             f"{result.problem} on {pluralize(world_size(case), 'process', 'es')}:", *result.table, f"  {command}"
         )

@@ -1,4 +1,4 @@
-"""`python -m trainer.slurm render | submit | status | cancel`: runs as SLURM jobs. Imports no torch."""
+"""`longhaul slurm render | submit | status | cancel`: runs as SLURM jobs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.commands import OVERRIDES_HELP, CommandParser, print_lines, run_command
+from trainer.command_table import typed
+from trainer.commands import CommandParser, Run, overrides_help, print_lines, run_command
 from trainer.config import checks
 from trainer.config.parse import find_config_file, load, parse_arguments
 from trainer.config.slurm import SlurmSection
@@ -19,34 +20,31 @@ from trainer.launch.launcher import find_early_exit, format_problems, load_and_v
 from trainer.slurm import jobs, scheduler, snapshot
 from trainer.slurm.script import ROOT, log_path, render
 
-DESCRIPTION = """\
-render   print the batch script of the run, to read, edit and submit with sbatch
-submit   check the run for the world of the job, write script, configuration and code version to
-         RUN_FOLDER/slurm/<n>/, and submit the script with sbatch
-status   show the state of the run's jobs, newest step and checkpoint
-cancel   cancel the run's jobs permanently: they save and are not requeued"""
+DESCRIPTION = "Runs as SLURM jobs that requeue themselves."
+SUMMARIES = {
+    "render": "print the batch script of the run, to read, edit and submit with sbatch",
+    "submit": "check the run for the world of the job, write script, configuration and code version to "
+    "RUN_FOLDER/slurm/<n>/, and submit the script with sbatch",
+    "status": "show the state of the run's jobs, newest step and checkpoint",
+    "cancel": "cancel the run's jobs permanently: they save and are not requeued",
+}
 
 
 def main(argv: Sequence[str]) -> int:
-    return run_command(argv, build_parser(), lambda options, overrides: options.run(options, overrides))
+    return run_command(argv, build_parser())
 
 
 def build_parser() -> CommandParser:
-    common = CommandParser(add_help=False)
-    common.add_config()
-    for key, field in SlurmSection.model_fields.items():
-        option = f"--{key.replace('_', '-')}"
-        common.add_argument(
-            option, dest=f"slurm.{key}", metavar="VALUE", help=str(field.description).replace("%", "%%")
-        )
-    parser = CommandParser(prog="python -m trainer.slurm", description=DESCRIPTION, overrides=OVERRIDES_HELP)
-    subparsers = parser.add_subparsers(dest="command", required=True)
-    commands = {"render": print_script, "submit": submit, "status": print_status, "cancel": cancel}
-    for name, run in commands.items():
-        subparser = subparsers.add_parser(name, parents=[common])
-        subparser.set_defaults(run=run)
+    parser = CommandParser(typed("slurm"), DESCRIPTION)
+    runs: dict[str, Run] = {"render": print_script, "submit": submit, "status": print_status, "cancel": cancel}
+    for name, run in runs.items():
+        command = parser.add_command(name, SUMMARIES[name], run=run, overrides=overrides_help())
+        command.add_config()
+        for key, field in SlurmSection.model_fields.items():
+            option, text = f"--{key.replace('_', '-')}", str(field.description).replace("%", "%%")
+            command.add_argument(option, dest=f"slurm.{key}", metavar="VALUE", help=text)
         if name in ("status", "cancel"):
-            subparser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_FOLDER", help="or --config NAME|PATH")
+            command.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_FOLDER", help="or --config NAME|PATH")
     return parser
 
 
@@ -71,7 +69,7 @@ def submit(_: Namespace, overrides: Sequence[str]) -> int:
         return exit_code
     run_dir, slurm = config.output_dir.absolute(), config.slurm
     for state in jobs.active_jobs(run_dir):
-        cancel_command = command_line("cancel", run_dir)
+        cancel_command = typed("slurm", "cancel", run_dir)
         raise ConfigError([f"job {state.job_id} of this run is {state}; cancel it first: {cancel_command}"])
     folder = jobs.create_submission_dir(run_dir)
     (folder / "config.toml").write_text(to_toml(config))
@@ -83,8 +81,8 @@ def submit(_: Namespace, overrides: Sequence[str]) -> int:
     print_lines(
         f"job {job_id} submitted: {size}, as {folder / 'job.sh'}",
         f"  log     tail -F {log_path(run_dir, job_id)}",
-        f"  status  {command_line('status', run_dir)}",
-        f"  cancel  {command_line('cancel', run_dir)}",
+        f"  status  {typed('slurm', 'status', run_dir)}",
+        f"  cancel  {typed('slurm', 'cancel', run_dir)}",
     )
     return EXIT_SUCCESS
 
@@ -129,10 +127,6 @@ def print_problems(problems: Sequence[str], config: Recipe, overrides: Sequence[
 def render_script(config: Recipe, arguments: Sequence[str]) -> str:
     version = snapshot.code_version(ROOT)
     return render(config, arguments, working_dir=Path.cwd(), current_python=sys.executable, code_version=version)
-
-
-def command_line(command: str, run_dir: Path) -> str:
-    return f"{sys.executable} -m trainer.slurm {command} {run_dir}"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from trainer.commands import OVERRIDES_HELP, CommandParser, run_command
+from trainer.commands import CommandParser, overrides_help, run_command
 from trainer.config.run_spec import RunSpec
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_SUCCESS
 from trainer.launch.cluster import LaunchWorld, set_worker_environment
@@ -31,11 +31,13 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(args: Sequence[str]) -> int:
-    parser = CommandParser(prog="python -m trainer.slurm.torchrun_agent", overrides=OVERRIDES_HELP)
+    parser = CommandParser(
+        "python -m trainer.slurm.torchrun_agent", "Starts the ranks of a node.", run=run, overrides=overrides_help()
+    )
     parser.add_config()
     for option, metavar in ("--nodes", "N"), ("--processes", "N"), ("--meet", "HOST:PORT"), ("--id", "TEXT"):
         parser.add_argument(option, required=True, metavar=metavar)
-    return run_command(args, parser, run)
+    return run_command(args, parser)
 
 
 def run(options: Namespace, overrides: Sequence[str]) -> int:

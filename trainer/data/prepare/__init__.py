@@ -16,9 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar
 
-from trainer.config import checks
+from trainer.config import checks, extension
 from trainer.config.job_config import Config
 from trainer.config.source import CorpusSpec, corpus_specs
+from trainer.data.contents import text_suffix
 from trainer.data.corpus import Corpus
 from trainer.data.corpus_files import escaped
 from trainer.data.own_files import META_FILENAME, RECORDS_FOLDER, is_token_dataset
@@ -185,9 +186,17 @@ def cache_key(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_to
         del options["files"]  # As in folders that were prepared before it existed.
     if options["bad_files"] == "error":
         options["bad_files"] = "refuse"  # As in folders that were prepared before the value was renamed.
+    if added := added_readers(corpus):
+        options["sources"] = added
     version = 2 if had_same_ids(corpus, source, tokenizer) else KEY_VERSION
     key_parts = [version, corpus.identity, options, shard_tokens, tokenizer.fingerprint]
     return hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()[:16]
+
+
+def added_readers(corpus: Corpus) -> list[str]:
+    """The extensions that read files of the corpus; the tokens are prepared again if their code changes."""
+    readers = (extension.added_source(text_suffix(file.name)) for file in corpus.files)
+    return sorted({f"{each.extension.name} {each.extension.version} {each.source_hash}" for each in readers if each})
 
 
 def had_same_ids(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer) -> bool:

@@ -1,4 +1,4 @@
-"""`python -m trainer.data.prepare`: tokenize corpora before a run, inspect the result."""
+"""`longhaul prepare`: tokenize corpora before a run, inspect the result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.commands import OVERRIDES_HELP, CommandParser, integer, run_command
+from trainer.commands import run_command
 from trainer.config import checks
 from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, HF_PREFIX, PACKING_VERSION, STDLIB_CORPUS
 from trainer.config.parse import load
@@ -19,51 +19,14 @@ from trainer.config.training_stages import Recipe
 from trainer.data.corpus_files import corpus_problems
 from trainer.data.own_files import is_token_dataset
 from trainer.data.prepare import describe_prepared, prepare
+from trainer.data.prepare_arguments import build_parser
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import open_tokenizer
 from trainer.errors import ConfigError, CorpusRefusedError
 
-DESCRIPTIONS = {
-    "prepare": """\
-Tokenize every corpus of a configuration, as the launch of a run does; the run then reuses the result.
-An interrupted command resumes where it stopped.
-
-Another command, with its own --help:
-  inspect [FOLDER]  show counts, document lengths and samples of a prepared corpus""",
-    "inspect": """\
-Show counts, document lengths and samples of a prepared folder, or of the corpora of a configuration.""",
-}
-
-
-def build_parser(command: str) -> CommandParser:
-    prog = f"python -m trainer.data.prepare {command}".removesuffix(" prepare")
-    parser = CommandParser(prog=prog, description=DESCRIPTIONS[command], overrides=OVERRIDES_HELP)
-    parser.add_config()
-    positive = integer(minimum=1)
-    if command == "inspect":
-        parser.add_argument("folder", nargs="?", metavar="FOLDER", type=Path, help="the output of trainer.data.prepare")
-        parser.add_argument("--verify", action="store_true", help="read all tokens and compare their checksums")
-        parser.add_argument("--samples", metavar="N", type=positive, default=3, help="default: 3")
-        return parser
-    corpus_help = (
-        f"instead of the corpora of the configuration: {STDLIB_CORPUS}, a file or folder of text, lines of JSON or .parquet "
-        f"(each may be .gz or .zst), or {HF_PREFIX}NAME[,split=NAME][,config=NAME][,data_files=PATH]"
-    )
-    parser.add_argument("--corpus", help=corpus_help)
-    workers_help = "processes, which do not change the result; default: 1"
-    parser.add_argument("--workers", metavar="N", type=positive, default=1, help=workers_help)
-    output_help = (
-        "the folder to create, which a run can name as its corpus; for several corpora, the folder to hold one "
-        "folder each. Default: in data.cache_dir, where a run looks for it"
-    )
-    parser.add_argument("--output", metavar="FOLDER", type=Path, help=output_help)
-    return parser
-
 
 def main(argv: Sequence[str]) -> int:
-    command, *remaining = argv if argv and argv[0] in DESCRIPTIONS else ("prepare", *argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    return run_command(remaining, build_parser(command), COMMANDS[command])
+    return run_command(argv, build_parser())
 
 
 def selected_specs(config: Recipe, corpus: str | None = None) -> dict[str, CorpusSpec]:
@@ -98,7 +61,12 @@ def refusing() -> Iterator[None]:
         raise ConfigError(error.problems) from None
 
 
+def log_plainly() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+
+
 def prepare_corpora(arguments: Namespace, overrides: Sequence[str]) -> None:
+    log_plainly()
     config, output = load(overrides), arguments.output
     specs = selected_specs(config, arguments.corpus)
     folders = {name: output / name if output and len(specs) > 1 else output for name in specs}
@@ -115,6 +83,7 @@ def inspect(arguments: Namespace, overrides: Sequence[str]) -> None:
     from trainer.data.packing import pack_documents
     from trainer.data.prepare.report import render_report
 
+    log_plainly()
     config, folder = load(overrides), arguments.folder
     if folder is None and arguments.config is None:
         raise ConfigError(["command line: inspect needs a folder or --config"])
@@ -135,8 +104,6 @@ def inspect(arguments: Namespace, overrides: Sequence[str]) -> None:
         options = {"samples": arguments.samples, "verify": arguments.verify, "plan": plan}
         sys.stdout.write(render_report(dataset, tokenizer, **options))
 
-
-COMMANDS = {"prepare": prepare_corpora, "inspect": inspect}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

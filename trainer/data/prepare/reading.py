@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 
-from trainer.data.contents import Kind, full_suffix
+from trainer.config import extension
+from trainer.data.contents import Kind, full_suffix, text_suffix
 from trainer.data.corpus import Corpus
 from trainer.data.corpus_files import CorpusFile, escaped, list_names
 from trainer.data.formats import BadText, InputSplit, read_texts
@@ -76,6 +77,8 @@ def describe_kind(kind: Kind, corpus: Corpus, files: Sequence[CorpusFile]) -> st
         return f'JSON lines, {unit}, from their key "{key}"'
     if kind == "table":
         return f'rows of a table, {unit}, from their column "{key}"'
+    if kind == "added" and (added := extension.added_source(text_suffix(files[0].name))):
+        return f'texts that extension "{added.extension.name}" reads, {unit}'
     return f"text, {count(len({corpus.document_key(file.name) or file.name for file in files}), 'document')}"
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from trainer.config import extension
 from trainer.config.source import CorpusSpec
 from trainer.data.contents import full_suffix
 from trainer.data.corpus_files import escaped
@@ -26,7 +27,7 @@ from trainer.data.shard_writer import ShardWriter
 from trainer.data.text_chunks import EncodingError
 from trainer.data.token_dataset import DTYPES, PartitionResult, TextCounts, token_dtype
 from trainer.data.tokenizer import Tokenizer
-from trainer.errors import EXIT_FAILURE, DataError, RankFailedError, ResumeError
+from trainer.errors import EXIT_FAILURE, DataError, RankFailedError, ResumeError, RunError
 from trainer.storage.artifact import DamageError, read_artifact, write_artifact
 
 REPORT_BYTES = 1 << 20  # bytes of text between two progress reports
@@ -78,7 +79,7 @@ def tokenize_partitions(
     try:
         for _ in range(workers):
             parent_end, worker_end = context.Pipe()
-            process = context.Process(target=_worker_main, args=(worker_end, job), daemon=True)
+            process = context.Process(target=_worker_main, args=(worker_end, job, extension.references()), daemon=True)
             process.start()
             worker_end.close()
             connections[parent_end] = process
@@ -116,12 +117,13 @@ def _dispatch(
                 advance(*message)
 
 
-def _worker_main(connection: Connection, job: TokenizeJob) -> None:
+def _worker_main(connection: Connection, job: TokenizeJob, extensions: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent kills its workers.
 
     def advance(more_bytes: int, more_tokens: int) -> None:
         connection.send((more_bytes, more_tokens))
 
+    extension.install(extensions)
     # The pipe breaks when the parent dies.
     with suppress(EOFError, ConnectionError):
         while True:
@@ -149,6 +151,12 @@ def tokenize_partition(job: TokenizeJob, partition: NumberedPartition, advance: 
         for path in scratch.iterdir():
             path.rename(job.folder / path.name)
         write_artifact(job.record_path(number), result)
+    except RunError:
+        raise
+    except Exception as error:
+        if (problem := extension.describe_error(error)) is None:
+            raise
+        raise DataError(problem) from error
     finally:
         torch.set_num_threads(threads)
         shutil.rmtree(scratch, ignore_errors=True)

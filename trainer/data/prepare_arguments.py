@@ -1,0 +1,40 @@
+"""The arguments of `longhaul prepare`. Imports no torch, which the preparation needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.command_table import typed
+from trainer.commands import CommandParser, integer, later, overrides_help
+from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
+
+DESCRIPTION = """\
+Tokenize every corpus of a configuration, as the launch of a run does; the run then reuses the result.
+An interrupted command resumes where it stopped."""
+INSPECT = "show counts, document lengths and samples of a prepared FOLDER, or of the corpora of a configuration"
+CORPUS_HELP = f"""\
+instead of the corpora of the configuration: {STDLIB_CORPUS}, a file or folder of text, lines of JSON or .parquet
+(each may be .gz or .zst), or {HF_PREFIX}NAME[,split=NAME][,config=NAME][,data_files=PATH]"""
+OUTPUT_HELP = """\
+the folder to create, which a run can name as its corpus; for several corpora, the folder to hold one folder each.
+Default: in data.cache_dir, where a run looks for it"""
+
+
+def build_parser() -> CommandParser:
+    run = later("trainer.data.prepare.__main__:prepare_corpora")
+    parser = CommandParser(typed("prepare"), DESCRIPTION, run=run, overrides=overrides_help())
+    parser.add_config()
+    positive = integer(minimum=1)
+    add = parser.add_argument
+    add("--corpus", help=CORPUS_HELP)
+    workers_help = "processes, which do not change the result; default: 1"
+    add("--workers", metavar="N", type=positive, default=1, help=workers_help)
+    add("--output", metavar="FOLDER", type=Path, help=OUTPUT_HELP)
+    run = later("trainer.data.prepare.__main__:inspect")
+    inspecting = parser.add_command("inspect", INSPECT, run=run, overrides=overrides_help())
+    inspecting.add_config()
+    add = inspecting.add_argument
+    add("folder", nargs="?", metavar="FOLDER", type=Path, help="a prepared corpus")
+    add("--verify", action="store_true", help="read all tokens and compare their checksums")
+    add("--samples", metavar="N", type=positive, default=3, help="default: 3")
+    return parser
