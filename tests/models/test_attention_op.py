@@ -192,7 +192,7 @@ def test_both_operators_pass_opcheck(layout: str) -> None:
     assert {*found.values()} == {"SUCCESS"}
     found = torch.library.opcheck(
         attention_op.attention_backward,
-        (torch.ones_like(out), *detached, out, lse, boundaries_BD, None, "auto", None, None),
+        (torch.ones_like(out), [*detached, out, lse], boundaries_BD, None, "auto", None, None),
     )
     assert {*found.values()} == {"SUCCESS"}
 
