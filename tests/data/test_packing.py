@@ -176,9 +176,9 @@ FORGED = {  # Of two sequences, [0, 5) + [5, 8) and [8, 16), in a corpus of 16 t
 
 @pytest.mark.parametrize("name", FORGED)
 def test_a_plan_that_breaks_a_rule_is_refused_though_its_hash_fits(tmp_path: Path, name: str) -> None:
-    offsets, starts, lengths, most = FORGED[name]
-    numbers = (torch.tensor(each) for each in (offsets, starts, lengths))
-    store_plan(PackingPlan(8, most, *numbers), tmp_path / "plan", made_from="corpus")
+    *numbers, most = FORGED[name]
+    offsets, starts, lengths = map(torch.tensor, numbers)
+    store_plan(PackingPlan(8, most, offsets, starts, lengths), tmp_path / "plan", made_from="corpus")
     with pytest.raises(DataError, match=r"plan is damaged: .*; to make it again: rm "):
         load_plan(tmp_path / "plan", seq_len=8, made_from="corpus", stream_tokens=16)
 
