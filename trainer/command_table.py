@@ -58,6 +58,9 @@ COMMANDS = {
         "trainer.selfcheck.__main__:build_parser",
         "compare a run's mesh with one process, reduced, in float64 on this CPU",
     ),
+    "preflight": Command(
+        "trainer.preflight", "trainer.preflight:build_parser", "check this node before a run trains on it"
+    ),
     "slurm": Command(
         "trainer.slurm", "trainer.slurm.__main__:build_parser", "render, submit, watch or cancel a run as a SLURM job"
     ),
