@@ -342,7 +342,7 @@ def test_every_file_can_be_read_in_one_go() -> None:
     assert {name: length for name, length in lengths.items() if length > 430} == {}
 
 
-CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 135, 21_400, 43_000
+CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 135, 21_300, 43_000
 PACKAGE_LINES = 2_300
 """What `import train` reaches by any import statement, and all of models, parallelisms, trainer and train.py; the wheel's own.
 
