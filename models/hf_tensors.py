@@ -150,8 +150,9 @@ def _fuse(specs: dict[str, TensorSpec], fused: Mapping[str, tuple[str, ...]]) ->
     for ours, spec in specs.items():
         layer, _, name = spec.name.removeprefix(LAYERS).partition(".")
         for whole, parts in fused.items() if spec.name.startswith(LAYERS) else ():
-            if name in parts:
-                sizes = [rows[f"{LAYERS}{layer}.{part}"] for part in parts]
+            # A layer of another kind may have some of the parts alone, such as a feed-forward without a gate.
+            sizes = [rows.get(f"{LAYERS}{layer}.{part}", 0) for part in parts]
+            if name in parts and all(sizes):
                 first_row = sum(sizes[: parts.index(name)])
                 yield ours, TensorSpec(f"{LAYERS}{layer}.{whole}", spec.shape, first_row, sum(sizes))
                 break

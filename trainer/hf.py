@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ IMPORT = """\
 check every tensor of a model and write a configuration that starts a run from it: the nearest preset with
 overrides, the tokenizer, and checkpoint.initial_load_path. Copies no weights: each rank of the run reads its shards
 from the model's folder"""
+EXTENSION = "MODULE:FUNCTION"
+EXTENSION_HELP = "as job.extension, whose tables of models are used, too; may be repeated"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,12 +56,14 @@ def build_parser() -> CommandParser:
     add("--dtype", choices=("bfloat16", "float32"), help="default: the run's training.dtype")
     add("--max-shard-gib", type=number(positive=True), default=4.0, metavar="N", help="maximum file size; default: 4")
     add("--tokenizer", type=Path, metavar="PATH", help="default: the run's tokenizer.path")
+    add("--extension", action="append", default=[], metavar=EXTENSION, help=EXTENSION_HELP)
     add = parser.add_command("import", IMPORT, run=refusing(run_import)).add_argument
     add("folder", type=Path, metavar="HF_DIR")
     add("output", type=Path, nargs="?", metavar="OUTPUT.toml", help="default: standard output")
     add("--text-only", action="store_true", help="of a model of several modalities, import the language model")
     help_text = "a key of config.json that is unknown, and that the model does without; may be repeated"
     add("--ignore-key", action="append", default=[], metavar="NAME", help=help_text)
+    add("--extension", action="append", default=[], metavar=EXTENSION, help=EXTENSION_HELP)
     return parser
 
 
@@ -67,6 +71,7 @@ def refusing(convert: Callable[[Namespace], None]) -> Run:
     """Turns what is unusable into a wrong argument."""
 
     def run(options: Namespace, _: Sequence[str]) -> None:
+        extension.install(options.extension)
         try:
             convert(options)
         except (HuggingFaceError, ResumeError, DataError) as error:
@@ -90,6 +95,7 @@ def export(options: Namespace) -> None:
 
     checkpoint, output = find_checkpoint(options.source), options.output
     values = manifest.read_state(checkpoint).config
+    require_extensions(checkpoint, values)
     model, seq_len = model_config_from_values(values), values["training.seq_len"]
     dtype = options.dtype or ("bfloat16" if values["training.dtype"] == "bfloat16" else "float32")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -125,6 +131,14 @@ def export(options: Namespace) -> None:
         if problems := problems + hf.SafetensorsReader(folder).problems(exported):
             raise HuggingFaceError([f"{output} was not written: {problem}" for problem in problems])
     print_lines(f"{output} is complete: every tensor was read back and is bitwise equal")
+
+
+def require_extensions(checkpoint: Path, values: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for extensions of the run that are not given: a checkpoint's word imports no code."""
+    recorded = {key.partition(".")[2] for key in values if key.startswith("extension.")}
+    if missing := sorted(recorded - {each.extension.name for each in extension.installed()}):
+        names = ", ".join(f'"{name}"' for name in missing)
+        raise ConfigError([f"{checkpoint} was trained with extension {names}: name it, --extension {EXTENSION}"])
 
 
 def tokenizer_files(
@@ -225,6 +239,8 @@ def config_lines(
 
     family, size, overrides = nearest_preset(model)
     yield f"# {model.parameter_summary}; max_position_embeddings = {json.dumps(max_positions)}"
+    if extensions := [*extension.references()]:
+        yield from ("[job]", f"extension = {toml_value(extensions)}", "")
     yield from ("[model]", f'family = "{family}"', f'size = "{size}"')
     yield from (f"{key} = {toml_value(value)}" for key, value in overrides.items())
     for name in ROPES if model.has_local_rope else ROPES[:1]:

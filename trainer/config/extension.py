@@ -17,8 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from models import layers, presets
+from models import hf_families, layers, presets
 from models.config import ModelConfig
+from models.hf_family import Family
 from models.layers import Parameter, SublayerKind
 from trainer.config.data import TokenizerSection
 from trainer.config.sections import OptimizerSection
@@ -77,6 +78,8 @@ class Extension:
     version: str = "0"
     families: Mapping[str, Mapping[str, ModelConfig]] = field(default_factory=dict)
     """Presets, by `model.family` and `model.size`."""
+    hf_families: Mapping[str, Family] = field(default_factory=dict)
+    """What config.json says of a model, by `model_type`; rows of `models.hf_families.FAMILIES`."""
     mixers: Mapping[str, Sublayer] = field(default_factory=dict)
     """By `LayerKind.mixer`."""
     feed_forwards: Mapping[str, Sublayer] = field(default_factory=dict)
@@ -217,6 +220,7 @@ def _add_parts(installing: Installed) -> None:
         ("feed_forwards", layers.FEED_FORWARDS, _declarations(extension.feed_forwards)),
         ("norms", layers.NORMS, extension.norms),
         ("families", presets.FAMILIES, extension.families),
+        ("hf_families", hf_families.FAMILIES, extension.hf_families),
         ("optimizers", dict.fromkeys(optimizer_names()), extension.optimizers),
         ("trackers", dict.fromkeys(_tracker_names()), extension.trackers),
         ("sources", dict.fromkeys(_source_suffixes()), extension.sources),
