@@ -184,9 +184,10 @@ def share_of(
 
     def job() -> None:
         wire.sent = wire.step = 0
-        out, lse = ring.forward(q, k, v, exchange.start(k[0], v[0]), exchange, kernel=item.kernel)
+        out, lse = ring.forward((q, k, v, exchange.start(k[0], v[0])), exchange, kernel=item.kernel)
         wire.step = 0
-        ring.backward(grad, q, k, v, exchange.start(k[0], v[0]), out, lse, exchange, kernel=item.kernel)
+        started = (q, k, v, exchange.start(k[0], v[0]))
+        ring.backward(grad, started, out, lse, exchange, kernel=item.kernel)
 
     return job, wire
 

@@ -144,8 +144,8 @@ def ring_job(bench: Bench, kernel: str, tokens: int, ranks: int = 4) -> tuple[Ca
 
         grad, q, k, v = (x[None] for x in shards[rank])
         kv, exchange = torch.cat((k, v)), ring.Ring(plans[rank], rotate, torch.float32)
-        out, lse = ring.forward(q, k, v, rotate(kv), exchange, kernel=kernel)
-        dq, dk, dv, _ = ring.backward(grad, q, k, v, rotate(kv), out, lse, exchange, kernel=kernel)
+        out, lse = ring.forward((q, k, v, rotate(kv)), exchange, kernel=kernel)
+        dq, dk, dv, _ = ring.backward(grad, (q, k, v, rotate(kv)), out, lse, exchange, kernel=kernel)
         return [x[0] for x in (out, dq, dk, dv)]
 
     def all_ranks() -> list[Tensor]:

@@ -24,6 +24,7 @@ from benchmarks.pages import replace_block
 from models import kernels
 from models.batch import IGNORE_INDEX, Batch
 from models.config import ModelConfig
+from models.score_pairs import Scores
 from models.transformer import Transformer
 from parallelisms.context.attention_plan import RankAttentionPlan
 from parallelisms.context.batch_layout import BatchLayout
@@ -91,8 +92,8 @@ METHODS: tuple[tuple[ShardLayout, str], ...] = (
 
 def plan(boundaries_1D: torch.Tensor, layout: ShardLayout, method: str, ranks: int) -> RankAttentionPlan:
     """What a rank computes on the host for the varlen calls of a sequence."""
-    window = 4096 if method == "halo" else None
-    found = RankAttentionPlan(BatchLayout(layout, ranks, boundaries_1D), ranks // 2, window=window)
+    scores = Scores(window=4096 if method == "halo" else None)
+    found = RankAttentionPlan(BatchLayout(layout, ranks, boundaries_1D), ranks // 2, scores=scores)
     blocks = [found.local_blocks]
     if method == "ring":
         blocks += found.ring_step_blocks

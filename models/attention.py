@@ -31,7 +31,7 @@ class Attention(SublayerModule):
     def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
         super().__init__(config, kind)
         self.head_dim, self.query_multiplier = config.head_dim, config.query_multiplier
-        self.core: AttentionCore = LocalAttentionCore(window=kind.window, softcap=kind.softcap)
+        self.core: AttentionCore = LocalAttentionCore(scores=kind.scores)
 
     def inner(self, products: Sequence[Tensor], rotation_2BS1F: Tensor, weights: Weights) -> tuple[Tensor, ...]:
         """Normed and rotated queries and keys, and values: [B, S, heads, H], of any group of heads."""

@@ -5,12 +5,13 @@ Shape suffixes: B batch, S tokens of this rank, N query heads, K KV heads, H hea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from models import attention_op, kernels
+from models.score_pairs import FULL_SCORES, Scores
 
 QKVGrads = tuple[Tensor, Tensor, Tensor, Tensor]
 """dq, dk, dv, and that of the sink: [N], empty without one."""
@@ -57,22 +58,25 @@ class LocalAttentionCore:
     """Attention of a rank that holds full sequences."""
 
     kernel: str = "auto"
-    window: int | None = None
-    softcap: float | None = None
+    scores: Scores = FULL_SCORES
+
+    def with_scores(self, scores: Scores) -> LocalAttentionCore:
+        """That of a layer with other scores."""
+        return replace(self, scores=scores)
 
     def __call__(
         self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, sink_N: Tensor | None = None
     ) -> Tensor:
-        return self.with_scores(self.window, self.softcap, q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N)
+        return self.attend(self.scores, q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N)
 
-    def with_scores(self, window: int | None, softcap: float | None, *inputs: Tensor | None) -> Tensor:
-        """Attention of a layer with another window or soft cap."""
-        out_BSNH: Tensor = attention_op.attend(*inputs, self.kernel, window, softcap)[0]
+    def attend(self, scores: Scores, *inputs: Tensor | None) -> Tensor:
+        """What `__call__` does, for a layer with other scores."""
+        out_BSNH: Tensor = attention_op.attend(*inputs, *scores, self.kernel)[0]
         return out_BSNH
 
     def prepare(self, boundaries_BD: Tensor) -> object:
         seq_len = int(boundaries_BD[0, -1])
-        blocks = attention_op.document_blocks(boundaries_BD, len(boundaries_BD), seq_len, self.window)
+        blocks = attention_op.document_blocks(boundaries_BD, len(boundaries_BD), seq_len, self.scores)
         kernels.prepare(blocks, self.kernel)
         return blocks
 
@@ -83,8 +87,7 @@ class LocalAttentionCore:
     def forward(
         self, pending: tuple[Tensor, ...], boundaries_BD: Tensor, sink_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        options = (self.kernel, self.window, self.softcap)
-        out_BSNH, lse = attention_op.attend(*pending, boundaries_BD, sink_N, *options)
+        out_BSNH, lse = attention_op.attend(*pending, boundaries_BD, sink_N, *self.scores, self.kernel)
         return out_BSNH, lse
 
     def backward(
@@ -96,6 +99,6 @@ class LocalAttentionCore:
         boundaries_BD: Tensor,
         sink_N: Tensor | None = None,
     ) -> QKVGrads:
-        inputs = (grad_BSNH, *pending, out_BSNH, lse, boundaries_BD, sink_N)
-        dq, dk, dv, grad_sink_N = attention_op.attend_backward(*inputs, self.kernel, self.window, self.softcap)
+        inputs = (grad_BSNH, [*pending, out_BSNH, lse], boundaries_BD, sink_N)
+        dq, dk, dv, grad_sink_N = attention_op.attend_backward(*inputs, *self.scores, self.kernel)
         return dq, dk, dv, grad_sink_N

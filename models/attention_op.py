@@ -29,6 +29,7 @@ from models.dtypes import accumulation_dtype
 from models.kernels import Grads
 from models.online_softmax import OnlineSoftmax, add_sink, sink_grad
 from models.score_blocks import CAUSAL, ScoreBlocks, block_rows, document_rows
+from models.score_pairs import FULL_SCORES, Scores
 
 
 def _attention(
@@ -37,22 +38,22 @@ def _attention(
     v_BSKH: Tensor,
     boundaries_BD: Tensor,
     sink_N: Tensor | None = None,
-    kernel_name: str = "auto",
     window: int | None = None,
     softcap: float | None = None,
+    kernel_name: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Each query attends to the keys of its document up to its own position, with scale H ** -0.5.
 
-    `boundaries_BD` is int32 on the CPU and covers exactly S tokens in every sequence. `window`: the keys that a query
-    sees at most, its own included. `sink_N`: a logit per head without a key. `softcap`: scores are c tanh(score / c).
+    `boundaries_BD` is int32 on the CPU and covers exactly S tokens in every sequence. `sink_N`: a logit per head without
+    a key. `window` and `softcap`: those of `Scores`, since operators take no objects.
     With boundaries [2, B, D], of queries and of keys, it attends to all keys of its document.
     Returns the output [B, S, N, H] and the log-sum-exp of the scores [B, N, S] (in `accumulation_dtype`), which has no
     gradient.
     """
     # Not `kernel`: Inductor passes optional arguments by keyword, and has one of that name itself.
     q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
-    blocks = score_blocks(q_BSNH, k_BSKH, boundaries_BD, window)
-    out_XNH, lse_NX = forward(q, k, v, blocks, kernel=kernel_name, softcap=softcap)
+    blocks = score_blocks(q_BSNH, k_BSKH, boundaries_BD, Scores(window, softcap))
+    out_XNH, lse_NX = forward(q, k, v, blocks, kernel=kernel_name)
     if sink_N is not None:
         out_XNH, lse_NX = add_sink(out_XNH, lse_NX, sink_N)
     return out_XNH.view_as(q_BSNH), unflatten_lse(lse_NX, q_BSNH.shape[0])
@@ -60,21 +61,18 @@ def _attention(
 
 def _attention_backward(
     grad_BSNH: Tensor,
-    q_BSNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKH: Tensor,
-    out_BSNH: Tensor,
-    lse_BNS: Tensor,
+    saved: list[Tensor],
     boundaries_BD: Tensor,
     sink_N: Tensor | None,
-    kernel_name: str,
     window: int | None,
     softcap: float | None,
+    kernel_name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and that of the sink, empty if there is none."""
+    """dq, dk, dv and that of the sink, empty if there is none. `saved`: queries, keys, values, output and log-sum-exp."""
+    q_BSNH, k_BSKH, v_BSKH, out_BSNH, lse_BNS = saved
     grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH))
-    blocks, lse_NX = score_blocks(q_BSNH, k_BSKH, boundaries_BD, window), flatten_lse(lse_BNS)
-    dq, dk, dv = backward(grad, q, k, v, out, lse_NX, blocks, kernel=kernel_name, softcap=softcap)
+    blocks, lse_NX = score_blocks(q_BSNH, k_BSKH, boundaries_BD, Scores(window, softcap)), flatten_lse(lse_BNS)
+    dq, dk, dv = backward(grad, q, k, v, out, lse_NX, blocks, kernel=kernel_name)
     return dq.view_as(q_BSNH), dk.view_as(k_BSKH), dv.view_as(v_BSKH), optional_sink_grad(grad, out, lse_NX, sink_N)
 
 
@@ -86,17 +84,11 @@ def optional_sink_grad(grad_XNH: Tensor, out_XNH: Tensor, lse_NX: Tensor, sink_N
 
 
 def forward(
-    q_XNH: Tensor,
-    k_XKH: Tensor,
-    v_XKH: Tensor,
-    blocks: ScoreBlocks,
-    *,
-    kernel: str = "auto",
-    softcap: float | None = None,
+    q_XNH: Tensor, k_XKH: Tensor, v_XKH: Tensor, blocks: ScoreBlocks, *, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp [N, X] for blocks that cover all tokens; below autograd."""
-    blocks = kernels.supported_blocks(blocks, kernels.select_kernel(q_XNH, kernel, softcap=softcap))
-    block_outputs = kernels.attend_blocks(q_XNH, k_XKH, v_XKH, blocks, kernel=kernel, softcap=softcap)
+    blocks = kernels.supported_blocks(blocks, kernels.select_kernel(q_XNH, kernel, scores=blocks.scores))
+    block_outputs = kernels.attend_blocks(q_XNH, k_XKH, v_XKH, blocks, kernel=kernel)
     if blocks.disjoint_tokens != (len(q_XNH), len(k_XKH)):
         softmax = OnlineSoftmax.of_no_keys(q_XNH)
         for block_output in block_outputs:
@@ -122,12 +114,11 @@ def backward(
     blocks: ScoreBlocks,
     *,
     kernel: str = "auto",
-    softcap: float | None = None,
 ) -> Grads:
     """dq, dk and dv, in their inputs' dtypes, for blocks that cover all tokens; below autograd."""
     inputs = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
-    blocks = kernels.supported_blocks(blocks, kernels.select_kernel(q_XNH, kernel, softcap=softcap))
-    block_grads = kernels.attend_blocks_backward(*inputs, blocks, kernel=kernel, softcap=softcap)
+    blocks = kernels.supported_blocks(blocks, kernels.select_kernel(q_XNH, kernel, scores=blocks.scores))
+    block_grads = kernels.attend_blocks_backward(*inputs, blocks, kernel=kernel)
     results: tuple[Tensor, ...] = ()
     if blocks.disjoint_tokens != (len(q_XNH), len(k_XKH)):
         dtype = accumulation_dtype(q_XNH.dtype)
@@ -145,34 +136,38 @@ def backward(
     return dq, dk, dv
 
 
-def score_blocks(q_BSNH: Tensor, k_BSKH: Tensor, boundaries_BD: Tensor, window: int | None) -> ScoreBlocks:
+def score_blocks(q_BSNH: Tensor, k_BSKH: Tensor, boundaries_BD: Tensor, scores: Scores) -> ScoreBlocks:
     batch_size, seq_len, kv_len = *q_BSNH.shape[:2], k_BSKH.shape[1]
     queries_BD, keys_BD = split_boundaries(boundaries_BD)
     if keys_BD is None:
-        return document_blocks(queries_BD, batch_size, seq_len, window)
-    return full_blocks(queries_BD, batch_size, seq_len, keys_BD, kv_len)
+        return document_blocks(queries_BD, batch_size, seq_len, scores)
+    return full_blocks(queries_BD, batch_size, seq_len, keys_BD, kv_len, scores)
 
 
 @remembered
 def full_blocks(
-    boundaries_BD: Tensor, batch_size: int, seq_len: int, kv_boundaries_BD: Tensor, kv_len: int
+    boundaries_BD: Tensor,
+    batch_size: int,
+    seq_len: int,
+    kv_boundaries_BD: Tensor,
+    kv_len: int,
+    scores: Scores = FULL_SCORES,
 ) -> ScoreBlocks:
     """One rectangle per document: its queries see all its keys. Raises ValueError for invalid boundaries."""
     del batch_size
     require_ascending(kv_boundaries_BD, kv_len)
     require_keys(boundaries_BD, kv_boundaries_BD)
-    return ScoreBlocks(
-        document_rows(document_ranges(boundaries_BD, seq_len), document_ranges(kv_boundaries_BD, kv_len))
-    )
+    rows_R5 = document_rows(document_ranges(boundaries_BD, seq_len), document_ranges(kv_boundaries_BD, kv_len))
+    return ScoreBlocks(rows_R5, scores=scores)
 
 
 @remembered
-def document_blocks(boundaries_BD: Tensor, batch_size: int, seq_len: int, window: int | None = None) -> ScoreBlocks:
+def document_blocks(boundaries_BD: Tensor, batch_size: int, seq_len: int, scores: Scores = FULL_SCORES) -> ScoreBlocks:
     """One causal block per document, over all sequences concatenated. Raises ValueError for invalid boundaries."""
     del batch_size
     boundaries = concatenated_boundaries(boundaries_BD, seq_len)
     documents_R2 = torch.stack((boundaries[:-1], boundaries[1:]), dim=1)
-    return ScoreBlocks(block_rows(documents_R2, documents_R2, CAUSAL), window=window)
+    return ScoreBlocks(block_rows(documents_R2, documents_R2, CAUSAL), scores=scores)
 
 
 def unflatten_lse(lse_NX: Tensor, batch_size: int) -> Tensor:
@@ -199,20 +194,15 @@ def empty_grads(*inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def fake_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    boundaries: Tensor,
-    sink: Tensor | None,
-    *_: Any,
+    grad: Tensor, saved: list[Tensor], boundaries: Tensor, sink: Tensor | None, *_: Any
 ) -> tuple[Tensor, ...]:
-    del grad, lse, boundaries
+    del grad, boundaries
+    q, k, v, out, _lse = saved
     return *empty_grads(q, k, v), out.new_empty(0) if sink is None else torch.empty_like(sink)
 
 
+# Inductor's cache finds a compiled graph by the arguments of the forward operator alone. Where those of the backward one
+# change, they must change too, or a graph of before calls it.
 attention = torch.library.custom_op("longhaul::attention", _attention, mutates_args=())
 attention_backward = torch.library.custom_op("longhaul::attention_backward", _attention_backward, mutates_args=())
 attention.register_fake(lambda q_BSNH, *_: empty_output(q_BSNH))
@@ -231,10 +221,11 @@ def backward_of(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tu
 
     def autograd_backward(ctx: Any, grad_BSNH: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
         del grad_lse
-        saved = ctx.saved_tensors  # Once: activation checkpointing recomputes them for the first access only.
+        # Once: activation checkpointing recomputes them for the first access only.
+        *saved, boundaries_BD, sink_N = ctx.saved_tensors
         # A kernel may cache a plan for the strides of its first call.
-        *grads, grad_sink_N = operator(grad_BSNH.contiguous(), *saved, *ctx.options)
-        return *grads, None, None if saved[-1] is None else grad_sink_N, *[None] * len(ctx.options)
+        *grads, grad_sink_N = operator(grad_BSNH.contiguous(), saved, boundaries_BD, sink_N, *ctx.options)
+        return *grads, None, None if sink_N is None else grad_sink_N, *[None] * len(ctx.options)
 
     return autograd_backward
 

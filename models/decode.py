@@ -6,7 +6,7 @@ boundaries, E model dim, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,15 +17,15 @@ from models.attention_core import AttentionCore
 from models.batch import IGNORE_INDEX, Batch
 from models.online_softmax import add_sink
 from models.score_blocks import CAUSAL, ScoreBlocks, block_rows, rows_before
+from models.score_pairs import Scores
 from models.transformer import Transformer
 
 
 class KVCacheCore:
     """Attention of new tokens to the KV cache and to themselves, for at most `capacity` tokens in total."""
 
-    def __init__(self, capacity: int, kernel: str, *, window: int | None = None, softcap: float | None = None) -> None:
-        self.capacity, self.window = capacity, window
-        self._scores: dict[str, Any] = {"kernel": kernel, "softcap": softcap}
+    def __init__(self, capacity: int, kernel: str, scores: Scores) -> None:
+        self.capacity, self._kernel, self._scores = capacity, kernel, scores
         self.length = 0
         """Number of valid tokens in the cache."""
         self._kv_cache: tuple[Tensor, ...] = ()
@@ -47,9 +47,9 @@ class KVCacheCore:
         rows_R5 = block_rows(new_12 - past_length, new_12, CAUSAL)
         if past_length:
             shift_12 = torch.tensor([[-past_length, 0]], device="cpu")
-            rows_R5 = torch.cat((rows_before(new_12, past_12, self.window, shift_P2=shift_12), rows_R5))
-        blocks = ScoreBlocks(rows_R5, window=self.window)
-        out_XNH, lse_NX = attention_op.forward(q_XNH, k_YKH, v_YKH, blocks, **self._scores)
+            rows_R5 = torch.cat((rows_before(new_12, past_12, self._scores.window, shift_P2=shift_12), rows_R5))
+        blocks = ScoreBlocks(rows_R5, scores=self._scores)
+        out_XNH, lse_NX = attention_op.forward(q_XNH, k_YKH, v_YKH, blocks, kernel=self._kernel)
         if sink_N is not None:
             out_XNH, _ = add_sink(out_XNH, lse_NX, sink_N)
         return out_XNH[None]
@@ -72,8 +72,7 @@ class Decoder:
         for block in model.transformer_blocks():
             if not isinstance(block.attention, Attention):
                 raise ValueError(f'mixer "{block.kind.mixer}" cannot decode: it has no KV cache')  # noqa: TRY004
-            kind = block.kind
-            self._cores.append(core := KVCacheCore(capacity, kernel, window=kind.window, softcap=kind.softcap))
+            self._cores.append(core := KVCacheCore(capacity, kernel, block.kind.scores))
             # No `start`, `forward` and `backward`: decoding needs no gradients.
             block.attention.core = cast(AttentionCore, core)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from models.kernel_choice import CUDNN_AND_FLASH, LONG_TOKENS
 from models.kernel_reference import OUTPUTS, Reference, Results, Sample, forward_backward, reference
 from models.score_blocks import ScoreBlock, ScoreBlocks
+from models.score_pairs import Scores
 
 SHORT_LENGTHS = (2, 3, 63, 64, 65, 127, 128, 129)
 LENGTHS = (*SHORT_LENGTHS, 1000, 4097)
@@ -78,7 +79,7 @@ def check_cases(lengths: Sequence[int], windows: Collection[int] = ()) -> dict[s
     spans = [*pairwise(accumulate(lengths, initial=0))]
     # A model's window may be longer than all lengths: around a tile it says as much.
     windowed = {
-        f"a window of {window}": ScoreBlocks([span + span for span in spans], causal=True, window=window)
+        f"a window of {window}": ScoreBlocks([span + span for span in spans], causal=True, scores=Scores(window))
         for window in sorted({min(window, near) for window in windows for near in (1, 65, *lengths[-1:])})
     }
     flipped = ScoreBlocks([ScoreBlock(*span, *span, "flipped") for span in spans])

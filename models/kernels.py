@@ -19,6 +19,7 @@ from models.device_paths import runs_as_on_gpu
 from models.dtypes import accumulation_dtype
 from models.kernel_choice import CUDNN_AND_FLASH, SOFTCAP_PROBLEM, AttentionNeeds, auto_choices, planned_length
 from models.score_blocks import ScoreBlock, ScoreBlocks, TokenIndex, VarlenBatch
+from models.score_pairs import FULL_SCORES, Scores
 from models.tiling import each
 
 aten = torch.ops.aten
@@ -32,20 +33,14 @@ BlockGrads = tuple[TokenIndex, TokenIndex, Tensor, Tensor, Tensor]
 
 
 def attend_blocks(
-    q_XNH: Tensor,
-    k_YKH: Tensor,
-    v_YKH: Tensor,
-    blocks: ScoreBlocks,
-    *,
-    kernel: str = "auto",
-    softcap: float | None = None,
+    q_XNH: Tensor, k_YKH: Tensor, v_YKH: Tensor, blocks: ScoreBlocks, *, kernel: str = "auto"
 ) -> Iterator[tuple[TokenIndex, Tensor, Tensor]]:
     """Attention with scale H ** -0.5, one or several blocks per kernel call.
 
-    With `softcap`, scores are c tanh(score / c). Yields (queries, output [P, N, H], log-sum-exp [N, P] in
-    `accumulation_dtype`).
+    Yields (queries, output [P, N, H], log-sum-exp [N, P] in `accumulation_dtype`).
     """
-    for name, part in _assigned(blocks, select_kernel(q_XNH, kernel, softcap=softcap)):
+    softcap = blocks.scores.softcap
+    for name, part in _assigned(blocks, select_kernel(q_XNH, kernel, scores=blocks.scores)):
         if name == "flash":
             for batch in part.varlen_batches(q_XNH.device):
                 q, k, v = q_XNH[batch.queries], k_YKH[batch.keys], v_YKH[batch.keys]
@@ -72,14 +67,14 @@ def attend_blocks_backward(
     blocks: ScoreBlocks,
     *,
     kernel: str = "auto",
-    softcap: float | None = None,
 ) -> Iterator[BlockGrads]:
     """The gradient contributions of one or several blocks at a time.
 
     `out_XNH` and `lse_NX` are the results over *all* keys of each query, also those that other ranks hold. With them
     the contribution of any subset of the keys is exact (FlashAttention, Dao et al., 2022, appendix B).
     """
-    for name, part in _assigned(blocks, select_kernel(q_XNH, kernel, softcap=softcap)):
+    softcap = blocks.scores.softcap
+    for name, part in _assigned(blocks, select_kernel(q_XNH, kernel, scores=blocks.scores)):
         if name == "flash":
             for batch in part.varlen_batches(q_XNH.device):
                 grad, q, out = (x[batch.queries] for x in (grad_XNH, q_XNH, out_XNH))
@@ -134,7 +129,7 @@ def accumulate_grads(accumulators: Grads, block_grads: Iterable[BlockGrads]) -> 
         total_dv[keys] += dv
 
 
-def select_kernel(q_XNH: Tensor, kernel: str = "auto", *, softcap: float | None = None) -> str:
+def select_kernel(q_XNH: Tensor, kernel: str = "auto", *, scores: Scores = FULL_SCORES) -> str:
     """The kernel for queries of this device and dtype; on CPU always "cpu" or "plain".
 
     Raises ValueError if the name is unknown, and for soft-capped scores, unless it is that of matrix products.
@@ -142,12 +137,12 @@ def select_kernel(q_XNH: Tensor, kernel: str = "auto", *, softcap: float | None 
     if kernel not in KERNELS:
         raise ValueError(f'attention kernel "{kernel}" is unknown; choose from {", ".join(KERNELS)}')
     if not runs_as_on_gpu(q_XNH):
-        return "plain" if kernel == "plain" or softcap is not None else "cpu"
+        return "plain" if kernel == "plain" or scores.softcap is not None else "cpu"
     if kernel == "auto":
-        choices = _auto_choices(q_XNH.dtype, q_XNH.shape[-1], softcap, q_XNH.device)
+        choices = _auto_choices(q_XNH.dtype, q_XNH.shape[-1], scores.softcap, q_XNH.device)
         return next(each for each in choices if each not in left_out)
-    if softcap is not None and kernel != "plain":
-        raise ValueError(SOFTCAP_PROBLEM.format(kernel=kernel, softcap=softcap))
+    if scores.softcap is not None and kernel != "plain":
+        raise ValueError(SOFTCAP_PROBLEM.format(kernel=kernel, softcap=scores.softcap))
     return kernel
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from models.score_pairs import Scores
+
 LETTERS = "VEGQKHNXMZ"
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 Sizes = Mapping[str, int]
@@ -272,6 +274,11 @@ class LayerKind:
     def sublayers(self) -> dict[str, SublayerKind]:
         """By the name of their module."""
         return {"attention": MIXERS[self.mixer], "feed_forward": FEED_FORWARDS[self.feed_forward]}
+
+    @cached_property
+    def scores(self) -> Scores:
+        """Of its attention."""
+        return Scores(self.window, self.softcap)
 
     @cached_property
     def attends(self) -> bool:

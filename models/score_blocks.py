@@ -30,6 +30,7 @@ from torch import Tensor
 
 from models.kernel_choice import LONG_TOKENS, planned_length
 from models.ranges import concatenated_ranges
+from models.score_pairs import FULL_SCORES, Scores
 
 Mask = Literal["full", "causal", "flipped"]
 MASKS: tuple[Mask, ...] = get_args(Mask)
@@ -54,9 +55,9 @@ class ScoreBlock(NamedTuple):
 class ScoreBlocks:
     """Blocks of the score matrix; validated once for all layers.
 
-    `window`: how many keys a query of a causal block sees at most, its own included; only kernels with windows take
-    such blocks, and `without_window` are the same pairs for the others. Raises ValueError for an empty block, and for one
-    that is causal or flipped and not square.
+    `scores`: how they are formed. The window is that of causal blocks; only kernels with windows take such blocks, and
+    `without_window` are the same pairs for the others. Raises ValueError for an empty block, and for one that is causal or
+    flipped and not square.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class ScoreBlocks:
         blocks: Tensor | Iterable[tuple[int, int, int, int] | ScoreBlock],
         *,
         causal: bool = False,
-        window: int | None = None,
+        scores: Scores = FULL_SCORES,
     ) -> None:
         """`blocks`: also int64 [R, 5] on the CPU, the last column a mask's place in `MASKS`. `causal`: all blocks are."""
         if not isinstance(blocks, Tensor):
@@ -81,13 +82,18 @@ class ScoreBlocks:
             raise ValueError(f"{_named(rows[0])} is {MASKS[rows[0][4]]}, and must have as many queries as keys")
         self._is_long = torch.zeros_like(mask, dtype=torch.bool)
         """Causal, and longer than the window."""
-        if window is not None:
-            self._is_long = (mask == CAUSAL) & (queries > window)
-        self.window = window if bool(self._is_long.any()) else None
+        if scores.window is not None:
+            self._is_long = (mask == CAUSAL) & (queries > scores.window)
+        self.scores = scores if bool(self._is_long.any()) else scores._replace(window=None)
+        """Without the window, if no block is longer."""
         self._varlen_batches: dict[torch.device, list[VarlenBatch]] = {}
 
     def __len__(self) -> int:
         return len(self._rows_R5)
+
+    @property
+    def window(self) -> int | None:
+        return self.scores.window
 
     @cached_property
     def blocks(self) -> tuple[ScoreBlock, ...]:
@@ -116,7 +122,7 @@ class ScoreBlocks:
         a longer call gives the same results.
         """
         if self.window is not None:
-            return self, ScoreBlocks(self._rows_R5[:0])
+            return self, self._of(self._rows_R5[:0])
         is_long = self._shorter_sides >= LONG_TOKENS
         takes_a_call = [_fits_a_plan(*row) for row in self._rows_R5[is_long].tolist()]
         is_long[is_long.clone()] = torch.tensor(takes_a_call, dtype=torch.bool, device="cpu")
@@ -128,7 +134,11 @@ class ScoreBlocks:
         return torch.minimum(q1 - q0, k1 - k0)
 
     def _divided(self, is_second_R: Tensor) -> tuple[ScoreBlocks, ScoreBlocks]:
-        return ScoreBlocks(self._rows_R5[~is_second_R]), ScoreBlocks(self._rows_R5[is_second_R])
+        return self._of(self._rows_R5[~is_second_R]), self._of(self._rows_R5[is_second_R])
+
+    def _of(self, rows_R5: Tensor) -> ScoreBlocks:
+        """Blocks of the same scores, of which none is longer than the window."""
+        return ScoreBlocks(rows_R5, scores=self.scores._replace(window=None))
 
     @cached_property
     def without_window(self) -> ScoreBlocks:
@@ -144,7 +154,7 @@ class ScoreBlocks:
         squares = block_rows(strips_P2 + shift_P2[:, :1], strips_P2 + shift_P2[:, 1:], CAUSAL)
         later, keys_P2 = start > 0, torch.stack((start - self.window, start), dim=1)
         before = rows_before(strips_P2[later], keys_P2[later], self.window, shift_P2=shift_P2[later])
-        return ScoreBlocks(torch.cat((self._rows_R5[~self._is_long], squares, before)))
+        return self._of(torch.cat((self._rows_R5[~self._is_long], squares, before)))
 
     def varlen_batches(self, device: torch.device) -> list[VarlenBatch]:
         """The blocks grouped into varlen calls, within each of which queries and keys are disjoint; cached by device."""

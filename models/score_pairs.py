@@ -1,12 +1,25 @@
-"""Counts of the (query, key) pairs that attention computes. Imports no torch."""
+"""The (query, key) pairs of attention: how they are scored, and how many are computed. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 Tokens = TypeVar("Tokens", bound=Any)
 """int, or an int64 tensor."""
+
+
+class Scores(NamedTuple):
+    """How a layer's attention forms scores, besides the scale H ** -0.5. Hashable; operators take its fields, in order."""
+
+    window: int | None = None
+    """Keys that a query sees at most, its own included; None: all of its document up to itself."""
+    softcap: float | None = None
+    """c of the scores c tanh(score / c); None: they are not capped."""
+
+
+FULL_SCORES = Scores()
+"""Without a window and without a cap."""
 
 
 def causal_pairs(tokens: Tokens, window: int | None = None) -> Tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -14,29 +15,34 @@ from models.transformer import Transformer
 from parallelisms.mesh.collectives import to_local
 
 
-def apply(
-    model: Transformer,
-    mesh: DeviceMesh,
-    *,
-    expert_mesh: DeviceMesh | None = None,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    reshard_after_forward: bool,
-    cpu_offload: bool = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class FSDPConfig:
+    """The dtypes of gathered weights and of summed gradients, and where shards of weights are kept."""
+
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    reshard_after_forward: bool
+    """Whether a block's gathered weights are freed until its backward pass."""
+    cpu_offload: bool = False
+    """Whether sharded weights, gradients and optimizer state are kept in host memory."""
+
+
+def apply(model: Transformer, mesh: DeviceMesh, config: FSDPConfig, *, expert_mesh: DeviceMesh | None = None) -> None:
     """Shards the model over a 1-D mesh, or over the second dimension of a 2-D one whose first holds replicas.
 
     FSDP units are the embedding, each block and the head; tied weights belong to the root. With expert parallelism the
     experts of a block are a unit of their own, sharded over `expert_mesh`. Gradients are *summed*:
-    the loss is already divided by the global number of targets. `cpu_offload` keeps sharded weights, gradients and
-    optimizer state in host memory.
+    the loss is already divided by the global number of targets.
     """
     # A slow import that a single process does not need.
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     # Casting inputs would round the RoPE table.
-    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
+    precision = MixedPrecisionPolicy(
+        param_dtype=config.param_dtype, reduce_dtype=config.reduce_dtype, cast_forward_inputs=False
+    )
+    offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy()
+    reshard_after_forward = config.reshard_after_forward
     units: list[tuple[nn.Module, bool]] = [(block, reshard_after_forward) for block in model.transformer_blocks()]
     if not model.config.tie_embeddings:
         embedding_and_head = ((model.embed, reshard_after_forward), (model.head, False))

@@ -404,6 +404,25 @@ def test_every_function_fits_on_a_screen() -> None:
     assert {name: length for name, length in long.items() if length > 60} == {}
 
 
+MAX_PARAMETERS = 8
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """All names, besides that of the object, the class or the context in which the function runs."""
+    given = function.args
+    names = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    return [each.arg for each in names if each is not None and each.arg not in ("self", "cls", "ctx")]
+
+
+def test_what_travels_together_is_one_object() -> None:
+    files = [path for path in FILES if NAMES[path].startswith(("models.", "parallelisms.", "trainer.step."))]
+    counts = {
+        (NAMES[path], function.name): len(parameters(function)) for path in files for function in functions(TREES[path])
+    }
+    assert len(counts) > 500, "the functions were not found"
+    assert {name: count for name, count in counts.items() if count > MAX_PARAMETERS} == {}
+
+
 def test_nothing_is_printed_and_nothing_left_for_later() -> None:
     assert [NAMES[path] for path in FILES if "print" in calls(TREES[path])] == ["longhaul_attention.__main__"]
     later = ("TO" + "DO", "FIX" + "ME", "X" + "XX", "HA" + "CK")

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,21 +29,29 @@ from torch import Tensor
 from models.batch import remembered, require_keys, split_boundaries
 from models.ranges import concatenated_ranges, is_first_of_run
 from models.score_blocks import CAUSAL, FULL, ScoreBlocks, block_rows, document_rows, rows_before, to_device
+from models.score_pairs import FULL_SCORES, Scores
 from parallelisms.context.batch_layout import BatchLayout, Spans, batch_layout
 from parallelisms.mesh.context_plan import ShardLayout
 
 
-class RankAttentionPlan:
-    """The score blocks of one rank for one batch, computed once for all layers that see as many keys.
+class RingPlace(NamedTuple):
+    """One rank of a ring, and how the tokens of a sequence are dealt to all of them."""
 
-    `window`: the keys that a query sees at most, its own included. `keys`: the layout of the keys of attention without a
-    causal mask.
+    layout: ShardLayout
+    ring_degree: int
+    rank: int
+
+
+class RankAttentionPlan:
+    """The score blocks of one rank for one batch, computed once for all layers with these scores.
+
+    `keys`: the layout of the keys of attention without a causal mask.
     """
 
     def __init__(
-        self, layout: BatchLayout, rank: int, *, window: int | None = None, keys: BatchLayout | None = None
+        self, layout: BatchLayout, rank: int, *, scores: Scores = FULL_SCORES, keys: BatchLayout | None = None
     ) -> None:
-        self.ring_degree, self.rank, self.window = layout.ring_degree, rank, window
+        self.ring_degree, self.rank, self.scores, self.window = layout.ring_degree, rank, scores, scores.window
         self._layout, self._keys, self._is_causal = layout, layout if keys is None else keys, keys is None
         self.tokens_per_rank = self._keys.tokens_per_rank
         """Of keys."""
@@ -70,7 +78,7 @@ class RankAttentionPlan:
             is_long = (extents > self.window)[first.cumsum(0) - 1]
             between, first = self._blocks(own[is_long], own[is_long]), first | is_long
         tokens_R2 = torch.stack((own.local_start[first], own.local_end[_is_last(first)]), dim=1)
-        return ScoreBlocks(torch.cat((block_rows(tokens_R2, tokens_R2, CAUSAL), between)), window=self.window)
+        return ScoreBlocks(torch.cat((block_rows(tokens_R2, tokens_R2, CAUSAL), between)), scores=self.scores)
 
     @cached_property
     def ring_step_blocks(self) -> list[ScoreBlocks]:
@@ -79,7 +87,7 @@ class RankAttentionPlan:
 
     def source_blocks(self, source: int) -> ScoreBlocks:
         """Blocks with the keys of another rank, `source`."""
-        return ScoreBlocks(self._blocks(self._own, self._keys.of_rank(source)))
+        return self._score_blocks(self._keys.of_rank(source))
 
     # ---- gathered keys
 
@@ -92,7 +100,7 @@ class RankAttentionPlan:
     def remote_blocks(self) -> ScoreBlocks:
         """Blocks with the keys that `remote_kv_index` selects."""
         keys = self._remote_keys
-        return ScoreBlocks(self._blocks(self._own, replace(keys, local_start=keys.length.cumsum(0) - keys.length)))
+        return self._score_blocks(replace(keys, local_start=keys.length.cumsum(0) - keys.length))
 
     def remote_kv_index(self, device: torch.device) -> Tensor:
         """int64 [2, Y]: the remote keys that the rank's queries attend to, in the order of each sequence; their values.
@@ -155,7 +163,7 @@ class RankAttentionPlan:
         by_sender = keys.rank.argsort(stable=True)
         received = torch.empty_like(keys.start)
         received[by_sender] = keys.length[by_sender].cumsum(0) - keys.length[by_sender]
-        return ScoreBlocks(self._blocks(self._own, replace(keys, local_start=received)))
+        return self._score_blocks(replace(keys, local_start=received))
 
     # ---- which keys, and which blocks
 
@@ -176,6 +184,9 @@ class RankAttentionPlan:
         start, local_start = seen.start + skipped, seen.local_start + skipped
         return replace(seen, start=start, local_start=local_start, length=seen.length - skipped)
 
+    def _score_blocks(self, keys: Spans) -> ScoreBlocks:
+        return ScoreBlocks(self._blocks(self._own, keys), scores=self.scores)
+
     def _blocks(self, queries: Spans, keys: Spans) -> Tensor:
         """int64 [R, 5]: blocks of each query span with the keys of its document that it sees."""
         if not self._is_causal:
@@ -188,26 +199,27 @@ def rank_attention_plan(
     boundaries_BD: Tensor,
     batch_size: int,
     seq_len: int,
-    layout: ShardLayout,
-    ring_degree: int,
-    rank: int,
-    window: int | None = None,
+    place: RingPlace,
+    scores: Scores = FULL_SCORES,
     kv_boundaries_BD: Tensor | None = None,
     kv_len: int = 0,
 ) -> RankAttentionPlan:
     """The plan of a rank, for sequences with these boundaries. Those of keys: for attention without a causal mask."""
+    layout, ring_degree, rank = place
     queries, keys = batch_layout(boundaries_BD, batch_size, seq_len, layout, ring_degree), None
     if kv_boundaries_BD is not None:
         require_keys(boundaries_BD, kv_boundaries_BD)
         keys = batch_layout(kv_boundaries_BD, batch_size, kv_len, layout, ring_degree)
-    return RankAttentionPlan(queries, rank, window=window, keys=keys)
+    return RankAttentionPlan(queries, rank, scores=scores, keys=keys)
 
 
-def plan_of(boundaries_BD: Tensor, batch_size: int, seq_len: int, kv_len: int, *options: Any) -> RankAttentionPlan:
+def plan_of(
+    boundaries_BD: Tensor, batch_size: int, seq_len: int, kv_len: int, place: RingPlace, scores: Scores
+) -> RankAttentionPlan:
     """The plan of a rank for boundaries of `models.attention_core.AttentionCore`; full sequences have `kv_len` keys."""
     queries_BD, keys_BD = split_boundaries(boundaries_BD)
     keys = () if keys_BD is None else (keys_BD, kv_len)
-    return rank_attention_plan(queries_BD, batch_size, seq_len, *options, *keys)
+    return rank_attention_plan(queries_BD, batch_size, seq_len, place, scores, *keys)
 
 
 def _rectangles(queries: Spans, keys: Spans) -> Tensor:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from models import kernels
 from models.attention_core import LocalAttentionCore, QKVGrads
 from models.batch import require_ascending, require_boundaries
+from models.score_pairs import FULL_SCORES, Scores
 from parallelisms.context.batch_layout import BatchLayout, batch_layout
 from parallelisms.context.ring import RingAttentionCore
 from parallelisms.context.ulysses import SeqToHeads, UlyssesGroup
@@ -48,8 +49,7 @@ class ContextParallel:
         reduce_dtype: torch.dtype = torch.float32,
         kernel: str = "auto",
         causal: bool = True,
-        window: int | None = None,
-        softcap: float | None = None,
+        scores: Scores = FULL_SCORES,
         dropout: float = 0.0,
     ) -> None:
         self.plan = plan
@@ -59,10 +59,10 @@ class ContextParallel:
         }
         suffix = f'is not supported by cp_method "{plan.resolved_method}"'
         problems = [*plan.problems(), *(f"{name} {suffix}" for name, given in unsupported.items() if given)]
-        if window is not None and window < 1:
-            problems.append(f"sliding window {window} must be at least 1")
-        if softcap is not None and not softcap > 0:
-            problems.append(f"soft cap {softcap} must be above 0")
+        if scores.window is not None and scores.window < 1:
+            problems.append(f"sliding window {scores.window} must be at least 1")
+        if scores.softcap is not None and not scores.softcap > 0:
+            problems.append(f"soft cap {scores.softcap} must be above 0")
         # Of a plan with problems, the mesh is not known.
         shape = (1,) if mesh is None else tuple(mesh.shape)
         if not plan.problems() and shape != plan.mesh_shape:
@@ -72,7 +72,7 @@ class ContextParallel:
         if kernel not in kernels.KERNELS:
             problems.append(f'attention kernel "{kernel}" is unknown; choose from {", ".join(kernels.KERNELS)}')
         self.kernel, self.groups = kernel, [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
-        own_options = {"reduce_dtype": reduce_dtype, "window": window, "softcap": softcap}
+        own_options = {"reduce_dtype": reduce_dtype, **scores._asdict()}
         self._require_same(vars(plan) | own_options | {"problems": problems})
         if problems:
             raise ValueError("; ".join(problems))
@@ -83,19 +83,19 @@ class ContextParallel:
         )
         name = self.groups[-1].group_name if self.groups else ""
         self.ulysses_group = UlyssesGroup(name, plan.ulysses_degree)
-        self._core: LocalAttentionCore | RingAttentionCore = LocalAttentionCore(kernel, window, softcap)
+        self._core: LocalAttentionCore | RingAttentionCore = LocalAttentionCore(kernel, scores)
         """Attention to the tokens of all Ulysses ranks, once heads are exchanged."""
         if plan.rotate_method is not None and self.ring_degree > 1:
-            options = (self.layout, self.groups[0].group_name, reduce_dtype, kernel, window, softcap)
+            options = (self.layout, self.groups[0].group_name, reduce_dtype, kernel, scores)
             self._core = RingAttentionCore(plan.rotate_method, *options)
         self.rank = 0
         for group in self.groups:
             self.rank = self.rank * group.size() + group.rank()
 
-    def with_options(self, *, window: int | None, softcap: float | None) -> ContextParallel:
-        """The same ranks and layout, for layers with another window or soft cap."""
+    def with_scores(self, scores: Scores) -> ContextParallel:
+        """The same ranks and layout, for layers with other scores."""
         other = copy(self)
-        other._core = replace(self._core, window=window, softcap=softcap)
+        other._core = replace(self._core, scores=scores)
         return other
 
     def __call__(
@@ -113,15 +113,14 @@ class ContextParallel:
         self._require_shapes(q_BSNH, k_BSKH, v_BSKH, self.plan.heads, self.plan.kv_heads)
         if boundaries_BD is None:
             boundaries_BD = one_document(q_BSNH.shape[0], q_BSNH.shape[1] * self.plan.cp)
-        scores = (self._core.window, self._core.softcap)
-        return self._attend(*scores, q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N)
+        return self._attend(self._core.scores, q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N)
 
-    def _attend(self, window: int | None, softcap: float | None, *inputs: Any) -> Tensor:
+    def _attend(self, scores: Scores, *inputs: Any) -> Tensor:
         *qkv, boundaries_BD, sink_N = inputs
         if self.ulysses_group.size == 1:
-            return self._core.with_scores(window, softcap, *inputs)
+            return self._core.attend(scores, *inputs)
         qkv = [self.ulysses_group.seq_to_heads(x) for x in qkv]
-        out_BTMH = self._core.with_scores(window, softcap, *qkv, boundaries_BD, self._own_heads(sink_N))
+        out_BTMH = self._core.attend(scores, *qkv, boundaries_BD, self._own_heads(sink_N))
         return self.ulysses_group.heads_to_seq(out_BTMH)
 
     def prepare(self, boundaries_BD: Tensor) -> object:

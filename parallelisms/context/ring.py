@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol, cast
+from functools import lru_cache, partial
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -24,8 +24,9 @@ from models.attention_core import QKVGrads
 from models.dtypes import accumulation_dtype
 from models.online_softmax import OnlineSoftmax, add_sink
 from models.score_blocks import ScoreBlocks
+from models.score_pairs import FULL_SCORES, Scores
 from models.tiling import each
-from parallelisms.context.attention_plan import RankAttentionPlan, plan_of
+from parallelisms.context.attention_plan import RankAttentionPlan, RingPlace, plan_of
 from parallelisms.mesh import collectives
 from parallelisms.mesh.context_plan import ShardLayout
 from parallelisms.mesh.shard_layout import halo_fits
@@ -213,18 +214,22 @@ class RingAttentionCore:
     reduce_dtype: torch.dtype
     """The dtype in which dk and dv are sent if the inputs are 16-bit; otherwise they are sent in their own dtype."""
     kernel: str
-    window: int | None = None
-    softcap: float | None = None
+    scores: Scores = FULL_SCORES
+
+    @property
+    def options(self) -> str:
+        """All but the scores, in words, for `core_of`: a graph cannot hold objects."""
+        dtype = str(self.reduce_dtype).removeprefix("torch.")
+        return " ".join((self.rotate_method, self.layout, dtype, self.kernel, self.group_name))
 
     def __call__(
         self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, sink_N: Tensor | None = None
     ) -> Tensor:
-        return self.with_scores(self.window, self.softcap, q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N)
+        return self.attend(self.scores, q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N)
 
-    def with_scores(self, window: int | None, softcap: float | None, *inputs: Tensor | None) -> Tensor:
-        """Attention of a layer with another window or soft cap."""
-        ring = (self.rotate_method, self.layout, self.group_name, self.reduce_dtype)
-        out_BSNH: Tensor = attend(*inputs, *ring, self.kernel, window, softcap)[0]
+    def attend(self, scores: Scores, *inputs: Tensor | None) -> Tensor:
+        """What `__call__` does, for a layer with other scores."""
+        out_BSNH: Tensor = attend(*inputs, *scores, self.options)[0]
         return out_BSNH
 
     def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> StartedQKV:
@@ -237,7 +242,7 @@ class RingAttentionCore:
         self, pending: StartedQKV, boundaries_BD: Tensor, sink_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         exchange = self.exchange(*pending[:2], boundaries_BD)
-        return forward(*pending, exchange, sink_N, kernel=self.kernel, softcap=self.softcap)
+        return forward(pending, exchange, sink_N, kernel=self.kernel)
 
     def backward(
         self,
@@ -249,8 +254,7 @@ class RingAttentionCore:
         sink_N: Tensor | None = None,
     ) -> QKVGrads:
         exchange = self.exchange(*pending[:2], boundaries_BD)
-        inputs = (grad_BSNH, *pending, out_BSNH, lse, exchange, sink_N)
-        return backward(*inputs, kernel=self.kernel, softcap=self.softcap)
+        return backward(grad_BSNH, pending, out_BSNH, lse, exchange, sink_N, kernel=self.kernel)
 
     def prepare(self, boundaries_BD: Tensor) -> object:
         batch_size, seq_len = len(boundaries_BD), int(boundaries_BD[0, -1])
@@ -266,9 +270,12 @@ class RingAttentionCore:
         dtype = self.reduce_dtype if q_BSNH.dtype.itemsize < 4 else q_BSNH.dtype
         return self._exchange(boundaries_BD, dtype, len(q_BSNH), seq_len, kv_len)
 
-    def _exchange(self, boundaries_BD: Tensor, dtype: torch.dtype, *sizes: int) -> KVExchange:
+    def _exchange(
+        self, boundaries_BD: Tensor, dtype: torch.dtype, batch_size: int, seq_len: int, kv_len: int
+    ) -> KVExchange:
         group = collectives.resolve_process_group(self.group_name)
-        plan = plan_of(boundaries_BD, *sizes, self.layout, group.size(), group.rank(), self.window)
+        place = RingPlace(self.layout, group.size(), group.rank())
+        plan = plan_of(boundaries_BD, batch_size, seq_len, kv_len, place, self.scores)
         if sends_halo(plan, self.rotate_method):
             return Halo(plan, partial(collectives.all_to_all_tokens_async, group), dtype)
         if self.rotate_method == "allgather":
@@ -286,22 +293,14 @@ def sends_halo(plan: RankAttentionPlan, rotate_method: str) -> bool:
 
 
 def forward(
-    q_BSNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKH: Tensor,
-    pending_kv: Waitable,
-    exchange: KVExchange,
-    sink_N: Tensor | None = None,
-    **scores: Any,
+    started: StartedQKV, exchange: KVExchange, sink_N: Tensor | None = None, *, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Output, in q's dtype, and log-sum-exp [B, N, S]. `pending_kv` is the first transfer of k and v.
-
-    `scores`: kernel and soft cap.
-    """
+    """Output, in q's dtype, and log-sum-exp [B, N, S]."""
+    q_BSNH, k_BSKH, v_BSKH, pending_kv = started
     q_XNH, k_XKH, v_XKH = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
-    softmax = OnlineSoftmax(*attention_op.forward(q_XNH, k_XKH, v_XKH, exchange.plan.local_blocks, **scores))
+    softmax = OnlineSoftmax(*attention_op.forward(q_XNH, k_XKH, v_XKH, exchange.plan.local_blocks, kernel=kernel))
     for kv_2YKH, blocks in exchange.remote_kv(pending_kv):
-        for block_output in kernels.attend_blocks(q_XNH, kv_2YKH[0], kv_2YKH[1], blocks, **scores):
+        for block_output in kernels.attend_blocks(q_XNH, kv_2YKH[0], kv_2YKH[1], blocks, kernel=kernel):
             softmax.merge(*block_output)
         del kv_2YKH  # Freed before the next rotation allocates its receive buffer.
     out_XNH, lse_NX = softmax.out_XNH, softmax.lse_NX
@@ -312,21 +311,20 @@ def forward(
 
 def backward(
     grad_BSNH: Tensor,
-    q_BSNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKH: Tensor,
-    pending_kv: Waitable,
+    started: StartedQKV,
     out_BSNH: Tensor,
     lse_BNS: Tensor,
     exchange: KVExchange,
     sink_N: Tensor | None = None,
-    **scores: Any,
+    *,
+    kernel: str = "auto",
 ) -> QKVGrads:
-    """dq, dk and dv in their inputs' dtypes, and that of the sink. `pending_kv` is a new first transfer."""
+    """dq, dk and dv in their inputs' dtypes, and that of the sink. `started` holds a new first transfer."""
+    q_BSNH, k_BSKH, v_BSKH, pending_kv = started
     grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH = (x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH))
     lse_NX = attention_op.flatten_lse(lse_BNS)
     local_inputs = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
-    dq_XNH, dk_XKH, dv_XKH = attention_op.backward(*local_inputs, exchange.plan.local_blocks, **scores)
+    dq_XNH, dk_XKH, dv_XKH = attention_op.backward(*local_inputs, exchange.plan.local_blocks, kernel=kernel)
     dtype = accumulation_dtype(dq_XNH.dtype)
     dq_XNH, dkv_2XKH = dq_XNH.to(dtype), torch.empty(2, *dk_XKH.shape, dtype=dtype, device=dk_XKH.device)
     dkv_2XKH[0], dkv_2XKH[1] = dk_XKH, dv_XKH
@@ -335,7 +333,7 @@ def backward(
     for kv_2YKH, blocks in exchange.remote_kv(pending_kv):
         remote_grads = [torch.zeros_like(kv_2YKH, dtype=dtype)]
         inputs = (grad_XNH, q_XNH, kv_2YKH[0], kv_2YKH[1], out_XNH, lse_NX)
-        block_grads = kernels.attend_blocks_backward(*inputs, blocks, **scores)
+        block_grads = kernels.attend_blocks_backward(*inputs, blocks, kernel=kernel)
         kernels.accumulate_grads((dq_XNH, remote_grads[0][0], remote_grads[0][1]), block_grads)
         del kv_2YKH, inputs, block_grads
         pending_dkv = exchange.send_grads(remote_grads.pop(), pending_dkv)  # Passed on, so that it can be freed there.
@@ -350,44 +348,40 @@ def backward(
 # ---- operators
 
 
+@lru_cache
+def core_of(scores: Scores, options: str) -> RingAttentionCore:
+    """The core that has these scores and options."""
+    rotate_method, layout, dtype, kernel, group_name = options.split(" ", 4)
+    return RingAttentionCore(
+        rotate_method, cast(ShardLayout, layout), group_name, getattr(torch, dtype), kernel, scores
+    )
+
+
 def _attention(
     q_BSNH: Tensor,
     k_BSKH: Tensor,
     v_BSKH: Tensor,
     boundaries_BD: Tensor,
     sink_N: Tensor | None,
-    rotate_method: str,
-    layout: str,
-    group_name: str,
-    reduce_dtype: torch.dtype,
-    kernel: str,
     window: int | None,
     softcap: float | None,
+    options: str,
 ) -> tuple[Tensor, Tensor]:
-    options = (cast(ShardLayout, layout), group_name, reduce_dtype, kernel, window, softcap)
-    core = RingAttentionCore(rotate_method, *options)
+    core = core_of(Scores(window, softcap), options)
     return core.forward(core.start(q_BSNH, k_BSKH, v_BSKH, boundaries_BD), boundaries_BD, sink_N)
 
 
 def _attention_backward(
     grad_BSNH: Tensor,
-    q_BSNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKH: Tensor,
-    out_BSNH: Tensor,
-    lse_BNS: Tensor,
+    saved: list[Tensor],
     boundaries_BD: Tensor,
     sink_N: Tensor | None,
-    rotate_method: str,
-    layout: str,
-    group_name: str,
-    reduce_dtype: torch.dtype,
-    kernel: str,
     window: int | None,
     softcap: float | None,
+    options: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    options = (cast(ShardLayout, layout), group_name, reduce_dtype, kernel, window, softcap)
-    core = RingAttentionCore(rotate_method, *options)
+    core = core_of(Scores(window, softcap), options)
+    q_BSNH, k_BSKH, v_BSKH, out_BSNH, lse_BNS = saved
     pending = core.start(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)
     return core.backward(grad_BSNH, pending, out_BSNH, lse_BNS, boundaries_BD, sink_N)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from longhaul_attention import ContextParallel, gathers_logits, kernel_start, parallelize, register_transformers
 from models import kernel_check, kernels
 from models.kernel_choice import CUDNN_AND_FLASH
+from models.score_pairs import Scores
 
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.arange(3, 15).view(2, 6)
@@ -153,9 +154,9 @@ def test_auto_leaves_out_a_wrong_kernel_and_takes_the_next(monkeypatch: pytest.M
     monkeypatch.setattr(kernel_check, "verify_kernel", verify)
     kernels._auto_choices.cache_clear()
     with pytest.warns(UserWarning, match=r"attention kernel cudnn\+flash is left out on meta: dq is off by 0\.3"):
-        kernel_start.verify_once("auto", queries, 2, ulysses=1, window=3, softcap=None)
+        kernel_start.verify_once("auto", queries, 2, ulysses=1, scores=Scores(window=3))
     assert seen == [(CUDNN_AND_FLASH, (3,)), ("flash", (3,))]
-    kernel_start.verify_once("auto", queries, 2, ulysses=1, window=3, softcap=None)
+    kernel_start.verify_once("auto", queries, 2, ulysses=1, scores=Scores(window=3))
     assert len(seen) == 2
     assert kernels.select_kernel(queries, "auto") == "flash"
     kernels._auto_choices.cache_clear()

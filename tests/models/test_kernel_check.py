@@ -17,6 +17,7 @@ from models.kernel_check import SHORT_LENGTHS, Heads, verify_kernel, verify_wide
 from models.kernel_choice import planned_length
 from models.kernel_reference import Results, Sample
 from models.score_blocks import ScoreBlock, ScoreBlocks, VarlenBatch
+from models.score_pairs import Scores
 from trainer.config.parse import load
 from trainer.errors import RankFailedError
 from trainer.hardware import device as hardware
@@ -170,7 +171,8 @@ def segments(batch: VarlenBatch, window: int | None) -> ScoreBlocks:
     """As the kernel sees them: flipped blocks are causal ones of reversed tokens."""
     queries, keys = (pairwise(starts.tolist()) for starts in (batch.cu_seqlens_q, batch.cu_seqlens_k))
     blocks = [ScoreBlock(*q, *k) for q, k in zip(queries, keys, strict=True)]
-    return ScoreBlocks(blocks, causal=batch.mask != "full", window=window if batch.mask == "causal" else None)
+    scores = Scores(window if batch.mask == "causal" else None)
+    return ScoreBlocks(blocks, causal=batch.mask != "full", scores=scores)
 
 
 def varlen_forward(q: Tensor, k: Tensor, v: Tensor, batch: VarlenBatch, window: int | None) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from models.kernel_choice import (
     problems,
 )
 from models.score_blocks import ScoreBlock, ScoreBlocks
+from models.score_pairs import Scores
 from tests.models.test_kernel_check import varlen_backward, varlen_forward
 
 HOPPER = AttentionNeeds(dtype="bfloat16", head_dim=128, generation="hopper")
@@ -140,7 +141,7 @@ def test_documents_in_two_kernels_have_the_results_of_one(
     total = sum(lengths)
     q, k, v, grad = inputs(total)
     boundaries = torch.tensor([[0, *torch.tensor(lengths).cumsum(0).tolist()]], dtype=torch.int32)
-    blocks = attention_op.document_blocks(boundaries, 1, total, window)
+    blocks = attention_op.document_blocks(boundaries, 1, total, Scores(window))
     found = []
     for kernel in ("plain", CUDNN_AND_FLASH):
         out, lse = attention_op.forward(q, k, v, blocks, kernel=kernel)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models import attention_op, kernels
 from models.dtypes import accumulation_dtype
 from models.score_blocks import CAUSAL, ScoreBlock, ScoreBlocks, block_rows, rows_before
+from models.score_pairs import Scores
 from tests.models.dense_attention import dense, inputs, run
 from tests.models.small_models import starts
 from tests.models.test_kernel_check import varlen_backward, varlen_forward
@@ -162,13 +163,13 @@ def test_windows_by_varlen_calls_equal_dense_attention(monkeypatch: pytest.Monke
     monkeypatch.setattr(kernels, "select_kernel", lambda q, kernel, **_: "flash" if kernel != "plain" else choose(q))
     boundaries_BD = starts([7, 1, 12], [20], width=4)
     *expected, lse_BNS = run(partial(dense, window=window), inputs(boundaries_BD), boundaries_BD)
-    whole = attention_op.document_blocks(boundaries_BD, 2, 20, window)
+    whole = attention_op.document_blocks(boundaries_BD, 2, 20, Scores(window))
     # As a rank gets them that holds the second half of a document after the first.
     halves_22 = torch.tensor([[0, 10], [10, 20]])
     before = rows_before(halves_22[1:], halves_22[:1], window, shift_P2=torch.zeros(1, 2, dtype=torch.int64))
     parts = torch.cat((block_rows(halves_22, halves_22, CAUSAL), before))
     assert whole.window == (window if window < 20 else None)
-    for blocks, rows in ((whole, slice(0, 2)), (ScoreBlocks(parts, window=window), slice(1, 2))):
+    for blocks, rows in ((whole, slice(0, 2)), (ScoreBlocks(parts, scores=Scores(window)), slice(1, 2))):
         q, k, v = (x[rows].flatten(0, 1).detach() for x in inputs(boundaries_BD))
         out, lse = attention_op.forward(q, k, v, blocks)
         grad = torch.randn(2, 20, *q.shape[1:], generator=torch.Generator().manual_seed(2), dtype=torch.float64)[rows]
@@ -187,7 +188,7 @@ def test_torch_accepts_the_arguments_of_windows(window: int | None) -> None:
     with torch.device("meta"):
         shapes = ((20, 4, 64), (20, 4, 64), (20, 2, 64), (20, 2, 64))
         grad, q, k, v = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
-    blocks = ScoreBlocks([ScoreBlock(0, 20, 0, 20, "causal"), ScoreBlock(4, 9, 0, 5, "flipped")], window=window)
+    blocks = ScoreBlocks([ScoreBlock(0, 20, 0, 20, "causal"), ScoreBlock(4, 9, 0, 5, "flipped")], scores=Scores(window))
     calls = list[dict[str, Any]]()
     with CallOptions(calls):
         out = [*kernels.attend_blocks(q, k, v, blocks, kernel="flash")]

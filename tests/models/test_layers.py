@@ -180,7 +180,7 @@ def test_the_gradient_check_covers_each_kind_once(monkeypatch: pytest.MonkeyPatc
 
 def test_a_mixer_without_context_parallelism_is_refused() -> None:
     with pytest.raises(ValueError, match=r'mixer "shift" has no context parallelism: parallelism\.cp must be 1'):
-        set_attention_core(small_model(MIXED_KINDS), MagicMock(), kernel="auto")
+        set_attention_core(small_model(MIXED_KINDS), MagicMock())
     with pytest.raises(ValueError, match='mixer "shift" cannot decode'):
         Decoder(small_model(MIXED_KINDS), capacity=8)
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models import loss_head
+from models.attention_core import LocalAttentionCore
 from models.batch import IGNORE_INDEX
 from models.loss_head import (
     IDENTITY,
@@ -32,6 +33,7 @@ from models.tiling import CompilePiece
 from models.transformer import Transformer
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.block_recompute import Tiling
+from parallelisms.fsdp import FSDPConfig
 from parallelisms.mesh.mesh import Mesh
 from parallelisms.mesh.parallel_dims import AXES
 from parallelisms.parallelize import parallelize
@@ -370,11 +372,10 @@ def test_a_compiled_model_compiles_its_loss_head() -> None:
         parallelize(
             model,
             Mesh("cpu", dict.fromkeys(AXES, 1), rank=0),
+            core=LocalAttentionCore(),
             recompute_config=RecomputeConfig("full", tiling=Tiling(compile=COMPILED)),
+            fsdp_config=FSDPConfig(param_dtype=torch.float32, reduce_dtype=torch.float32, reshard_after_forward=True),
             compiled=True,
-            param_dtype=torch.float32,
-            reduce_dtype=torch.float32,
-            reshard_after_forward=True,
         )
     assert model.head is not None
     assert model.head.compile_piece is COMPILED

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.score_blocks import MASKS, ScoreBlock, ScoreBlocks, VarlenBatch, rows_before
+from models.score_pairs import Scores
 
 TOKENS = 9
 RANGES = [range(start, end) for start, end in combinations_with_replacement(range(TOKENS + 1), 2) if start < end]
@@ -63,7 +64,7 @@ def test_pairs_of_ranges_are_moved_to_their_indices() -> None:
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_blocks_without_a_window_cover_the_pairs_of_those_with_it(window: int | None) -> None:
-    blocks = ScoreBlocks([(0, TOKENS, 0, TOKENS)], causal=True, window=window)
+    blocks = ScoreBlocks([(0, TOKENS, 0, TOKENS)], causal=True, scores=Scores(window))
     assert blocks.disjoint_tokens == (TOKENS, TOKENS)
     assert blocks.window == (window if window is not None and window < TOKENS else None)
     assert blocks.without_window.window is None
@@ -72,7 +73,7 @@ def test_blocks_without_a_window_cover_the_pairs_of_those_with_it(window: int | 
 
 def test_work_of_a_long_document_grows_with_the_window() -> None:
     for window in (2, 7, 64):
-        blocks = ScoreBlocks([(0, 1000, 0, 1000)], causal=True, window=window).without_window.blocks
+        blocks = ScoreBlocks([(0, 1000, 0, 1000)], causal=True, scores=Scores(window)).without_window.blocks
         assert sum((block.q1 - block.q0) * (block.k1 - block.k0) for block in blocks) < 2000 * window
         assert len(blocks) <= 2000 / window + 1
 

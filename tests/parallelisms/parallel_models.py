@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from models.attention_core import LocalAttentionCore
 from models.batch import Batch
 from models.config import ModelConfig
 from models.tiling import CompilePiece
@@ -17,6 +18,7 @@ from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
 from parallelisms.block_recompute import Tiling, compiler, eager
+from parallelisms.fsdp import FSDPConfig
 from parallelisms.init_weights import initialize
 from parallelisms.mesh.mesh import Mesh
 from parallelisms.mesh.parallel_dims import AXES
@@ -69,10 +71,11 @@ def build(plan: Plan, mesh: Mesh) -> Transformer:
     parallelize(
         model,
         mesh,
+        core=LocalAttentionCore(),
         recompute_config=recompute_config,
-        param_dtype=double,
-        reduce_dtype=double,
-        reshard_after_forward=plan.reshard_after_forward,
+        fsdp_config=FSDPConfig(
+            param_dtype=double, reduce_dtype=double, reshard_after_forward=plan.reshard_after_forward
+        ),
     )
     initialize(model, seed=0, device=torch.device("cpu"))
     with torch.no_grad():

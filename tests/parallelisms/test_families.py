@@ -18,12 +18,14 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
+from models.attention_core import LocalAttentionCore
 from models.batch import Batch
 from models.config import ModelConfig
 from models.tiling import bytes_per_token
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
 from parallelisms.block_recompute import Tiling, compiler, eager
+from parallelisms.fsdp import FSDPConfig
 from parallelisms.mesh.collectives import full_tensor
 from parallelisms.mesh.context_plan import CPMethod
 from parallelisms.mesh.mesh import Mesh
@@ -171,12 +173,10 @@ def error(case: Case) -> float:
     parallelize(
         model,
         mesh,
-        core=core,
+        core=core or LocalAttentionCore(),
         sequence_parallel=case.sequence_parallel,
         recompute_config=RecomputeConfig(options.policy, host, options.offloads, options.blocks_per_checkpoint, tiling),
-        param_dtype=torch.float64,
-        reduce_dtype=torch.float64,
-        reshard_after_forward=True,
+        fsdp_config=FSDPConfig(param_dtype=torch.float64, reduce_dtype=torch.float64, reshard_after_forward=True),
     )
     if options.compiled and options.policy == "none":
         for block in model.transformer_blocks():

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.attention_core import LocalAttentionCore
 from models.batch import Batch
 from models.config import ModelConfig
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint, fsdp
 from parallelisms.activation_checkpoint import RecomputeConfig
+from parallelisms.fsdp import FSDPConfig
 from parallelisms.init_weights import initialize
 from parallelisms.mesh.collectives import all_reduce, full_tensor, to_local
 from parallelisms.mesh.mesh import Mesh
@@ -239,10 +241,7 @@ def gradients_of_a_single_rank() -> tuple[int, bool]:
     fsdp.apply(
         model,
         Plan().mesh().fsdp_mesh,
-        param_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32,
-        reshard_after_forward=True,
-        cpu_offload=False,
+        FSDPConfig(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, reshard_after_forward=True),
     )
     initialize(model, seed=0, device=torch.device("cpu"))
     seen, found = Float32Passes(), list[list[Tensor]]()
@@ -337,13 +336,10 @@ def half_precision(ranks: int) -> Dtypes:
 def mixed(plan: Plan, mesh: Mesh, compute: torch.dtype) -> Transformer:
     with torch.device("meta"):
         model = Transformer(plan.config)
-    fsdp.apply(
-        model,
-        mesh.fsdp_mesh,
-        param_dtype=compute,
-        reduce_dtype=torch.float32,
-        reshard_after_forward=plan.reshard_after_forward,
+    fsdp_config = FSDPConfig(
+        param_dtype=compute, reduce_dtype=torch.float32, reshard_after_forward=plan.reshard_after_forward
     )
+    fsdp.apply(model, mesh.fsdp_mesh, fsdp_config)
     initialize(model, seed=0, device=torch.device("cpu"))
     return model
 
@@ -394,10 +390,9 @@ def module_types(compute: torch.dtype) -> list[str]:
     parallelize(
         model,
         Plan().mesh(),
+        core=LocalAttentionCore(),
         recompute_config=RecomputeConfig(),
-        param_dtype=compute,
-        reduce_dtype=torch.float32,
-        reshard_after_forward=True,
+        fsdp_config=FSDPConfig(param_dtype=compute, reduce_dtype=torch.float32, reshard_after_forward=True),
     )
     return [type(module).__name__ for module in model.modules()]
 

@@ -28,7 +28,8 @@ def initial_weights(config: ModelConfig, sizes: dict[str, int], seed: int, dtype
     mesh = Mesh("cpu", {axis: sizes.get(axis, 1) for axis in AXES}, rank=distributed.get_rank())
     with torch.device("meta"):
         model = Transformer(config).to(dtype)
-    fsdp.apply(model, mesh.fsdp_mesh, param_dtype=dtype, reduce_dtype=dtype, reshard_after_forward=True)
+    fsdp_config = fsdp.FSDPConfig(param_dtype=dtype, reduce_dtype=dtype, reshard_after_forward=True)
+    fsdp.apply(model, mesh.fsdp_mesh, fsdp_config)
     initialize(model, seed=seed, device=torch.device("cpu"))
     assert (model.get_parameter("head.proj.weight") is model.get_parameter("embed.weight")) == config.tie_embeddings
     return {name: full_tensor(parameter.detach()) for name, parameter in model.named_parameters()}

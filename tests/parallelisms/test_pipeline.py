@@ -15,6 +15,7 @@ from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.attention_core import LocalAttentionCore
 from models.batch import Batch
 from models.config import ModelConfig
 from models.transformer import Transformer
@@ -23,6 +24,7 @@ from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
 from parallelisms.block_recompute import Tiling, compiler, eager
 from parallelisms.context.context_parallel import ContextParallel
+from parallelisms.fsdp import FSDPConfig
 from parallelisms.mesh import collectives
 from parallelisms.mesh.collectives import full_tensor
 from parallelisms.mesh.context_plan import CPMethod
@@ -132,11 +134,9 @@ def build(
     parallelize(
         module,
         mesh,
-        core=core,
+        core=core or LocalAttentionCore(),
         recompute_config=recompute_config if case.policy != "none" else RecomputeConfig(),
-        param_dtype=double,
-        reduce_dtype=double,
-        reshard_after_forward=False,
+        fsdp_config=FSDPConfig(param_dtype=double, reduce_dtype=double, reshard_after_forward=False),
     )
     return module
 

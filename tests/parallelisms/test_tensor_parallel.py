@@ -124,14 +124,10 @@ def train_kinds(case: Case) -> Outcome:
         ),
     )
     if mesh.size > 1:
-        fsdp.apply(
-            model,
-            mesh.fsdp_mesh,
-            param_dtype=double,
-            reduce_dtype=double,
-            reshard_after_forward=True,
-            cpu_offload=case.offload,
+        fsdp_config = fsdp.FSDPConfig(
+            param_dtype=double, reduce_dtype=double, reshard_after_forward=True, cpu_offload=case.offload
         )
+        fsdp.apply(model, mesh.fsdp_mesh, fsdp_config)
     initialize(model, seed=0, device=torch.device("cpu"))
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
         logging.ERROR

@@ -22,9 +22,10 @@ from models.loss_head import LinearCrossEntropy, VocabShard
 from models.norm import RMSNorm
 from models.transformer import Transformer
 from parallelisms import fsdp, tensor_parallel
-from parallelisms.context.attention_plan import rank_attention_plan
+from parallelisms.context.attention_plan import RingPlace, rank_attention_plan
 from parallelisms.context.ring import RingAttentionCore
 from parallelisms.context.ulysses import SeqToHeads, UlyssesGroup
+from parallelisms.fsdp import FSDPConfig
 from parallelisms.mesh import collectives
 from parallelisms.mesh.mesh import Mesh
 from parallelisms.mesh.parallel_dims import AXES
@@ -114,7 +115,7 @@ def gathered_kv(reduce_dtype: torch.dtype = torch.float32) -> Results:
     dkv = torch.empty(0)
     exact_RX = torch.zeros(size * 2 * 32, 1, 8, dtype=torch.float64)
     for source in range(size):
-        plan = rank_attention_plan(boundaries_12, 1, 32 * size, "headtail", size, source)
+        plan = rank_attention_plan(boundaries_12, 1, 32 * size, RingPlace("headtail", size, source))
         index_2Y = plan.remote_kv_index(q_BSNH.device)
         dkv_2YKH = positive(*index_2Y.shape, 1, 8, seed=source).float()
         exact_RX[index_2Y.flatten()] += dkv_2YKH.double().flatten(0, 1)
@@ -144,7 +145,8 @@ BATCHES = [packed([20], seed=seed) for seed in range(3)]
 
 
 def sharded(model: Transformer, on: Mesh, reduce_dtype: torch.dtype = torch.float32) -> Transformer:
-    fsdp.apply(model, on.fsdp_mesh, param_dtype=HALF, reduce_dtype=reduce_dtype, reshard_after_forward=False)
+    precision = FSDPConfig(param_dtype=HALF, reduce_dtype=reduce_dtype, reshard_after_forward=False)
+    fsdp.apply(model, on.fsdp_mesh, precision)
     return model
 
 

@@ -247,8 +247,8 @@ def remote_attention(exchange: RehearsedExchange, group: int = 1) -> Results:
     q_BSNH, grad_BSNH = (positive(1, exchange.queries, group, 8, seed=seed) for seed in (1, 2))
     zeros = torch.zeros(1, exchange.queries, 1, 8, dtype=torch.bfloat16)
     given = (q_BSNH, zeros, zeros, Arrived(zeros))
-    out_BSNH, lse_BNS = ring.forward(*given, exchange, kernel="plain")
-    dq_BSNH, *_ = ring.backward(grad_BSNH, *given, out_BSNH, lse_BNS, exchange, kernel="plain")
+    out_BSNH, lse_BNS = ring.forward(given, exchange, kernel="plain")
+    dq_BSNH, *_ = ring.backward(grad_BSNH, given, out_BSNH, lse_BNS, exchange, kernel="plain")
     dk_YKH, dv_YKH = torch.cat(exchange.grads, dim=1)
     exact = float64(q_BSNH.requires_grad_(), *exchange.kv.clone().requires_grad_())
     exact_kv = [torch.cat((zeros[0].double(), x)) for x in exact[1:]]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from models.attention import Attention
+from models.attention_core import LocalAttentionCore
 from models.batch import Batch
 from models.config import StageSpec
 from models.linear import identity
@@ -22,6 +23,7 @@ from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
 from parallelisms.block_recompute import Tiling, compiler, eager
 from parallelisms.context.context_parallel import ContextParallel
+from parallelisms.fsdp import FSDPConfig
 from parallelisms.gradient_check import verify_gradients
 from parallelisms.init_weights import initialize
 from parallelisms.mesh.mesh import Mesh
@@ -83,19 +85,21 @@ class ParallelModel:
             model_config, chunk_mib = config.model.build(), config.memory.loss_chunk_bytes >> 20
             model = Transformer(model_config, stage=stage, seq_len=training.seq_len, loss_chunk_mib=chunk_mib)
             model.cast(stored_dtype)
-        parallelize(
-            model,
-            self.mesh,
-            core=self.context_parallel,
-            kernel=self.kernel,
-            sequence_parallel=config.parallelism.sequence_parallel,
-            loss_parallel=config.parallelism.loss_parallel,
-            recompute_config=recompute_config,
-            compiled=self._is_compiled,
+        fsdp_config = FSDPConfig(
             param_dtype=compute_dtype,
             reduce_dtype=getattr(torch, training.reduce_dtype) if compute_dtype == torch.bfloat16 else stored_dtype,
             reshard_after_forward=recompute_config.reshard_after_forward,
             cpu_offload=cpu_offload,
+        )
+        parallelize(
+            model,
+            self.mesh,
+            core=self.context_parallel or LocalAttentionCore(self.kernel),
+            sequence_parallel=config.parallelism.sequence_parallel,
+            loss_parallel=config.parallelism.loss_parallel,
+            recompute_config=recompute_config,
+            fsdp_config=fsdp_config,
+            compiled=self._is_compiled,
         )
         seed = training.seed if config.checkpoint.initial_load_path is None else None
         initialize(model, seed=seed, device=torch.device("cpu") if cpu_offload else self.device)
@@ -104,8 +108,8 @@ class ParallelModel:
     def plan_attention(self, boundaries_BD: Tensor) -> tuple[object, ...]:
         """What the layers' attention needs of the host for sequences with these boundaries."""
         blocks = [block for module in self.stage_modules.values() for block in module.transformer_blocks()]
-        by_window = {block.kind.window: block.attention for block in blocks if isinstance(block.attention, Attention)}
-        return tuple(attention.core.prepare(boundaries_BD) for attention in by_window.values())
+        by_scores = {block.kind.scores: block.attention for block in blocks if isinstance(block.attention, Attention)}
+        return tuple(attention.core.prepare(boundaries_BD) for attention in by_scores.values())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], on_losses: EvaluationCallback) -> None:

@@ -22,6 +22,7 @@ from longhaul_attention.batch import Documents
 from longhaul_attention.kernel_start import verify_once
 from longhaul_attention.sdpa import ScaledDotProductAttention
 from models.batch import IGNORE_INDEX, require_boundaries
+from models.score_pairs import Scores
 from parallelisms.context import context_parallel
 from parallelisms.mesh.context_plan import ContextPlan
 
@@ -79,7 +80,7 @@ class ContextParallel(context_parallel.ContextParallel):
         # Layers may have other heads than these; what was chosen by them stays.
         self.plan = replace(plan, method=plan.resolved_method, layout=plan.resolved_layout)
         self._known = set[tuple[Any, ...]]()
-        """Masks, windows, soft caps and heads of layers that were checked."""
+        """Scores, heads and masks of layers that were checked."""
         self._dealt = dict[int, set[tuple[Any, ...]]]()
         """By length: the documents of tensors that `shard` dealt to the ranks."""
         self._num_verified = {True: 0, False: 0}  # In training, and in evaluation.
@@ -120,17 +121,17 @@ class ContextParallel(context_parallel.ContextParallel):
         heads, kv_heads = q_BSNH.shape[2], k_BUKH.shape[2]
         if sink is not None and sink.shape != (heads,):
             raise ValueError(f"a sink is a logit per query head, [{heads}], not {list(sink.shape)}")
-        key = (window, softcap, heads, kv_heads, causal)
+        scores = Scores(window, softcap)
+        key = (scores, heads, kv_heads, causal)
         if key not in self._known:
-            self._require_layer(window, softcap, heads, kv_heads, causal=causal)
+            self._require_layer(scores, heads, kv_heads, causal=causal)
             if not torch.compiler.is_compiling():  # Which cannot keep it inside a checkpoint.
                 self._known.add(key)
         self._require_shapes(q_BSNH, k_BUKH, v_BUKH, heads, kv_heads, causal=causal)
         if not torch.compiler.is_compiling():
-            ulysses = self.ulysses_group.size
-            verify_once(self.kernel, q_BSNH, kv_heads, ulysses=ulysses, window=window, softcap=softcap)
+            verify_once(self.kernel, q_BSNH, kv_heads, ulysses=self.ulysses_group.size, scores=scores)
         with torch.autocast(q_BSNH.device.type, enabled=False):  # Sums are in float32.
-            return self._attend(window, softcap, q_BSNH, k_BUKH, v_BUKH, boundaries_BD, sink)
+            return self._attend(scores, q_BSNH, k_BUKH, v_BUKH, boundaries_BD, sink)
 
     def sdpa(self) -> ScaledDotProductAttention:
         """A context in which unchanged code computes attention over all ranks.
@@ -187,10 +188,9 @@ class ContextParallel(context_parallel.ContextParallel):
             )
         return boundaries
 
-    def _require_layer(
-        self, window: int | None, softcap: float | None, heads: int, kv_heads: int, *, causal: bool
-    ) -> None:
+    def _require_layer(self, scores: Scores, heads: int, kv_heads: int, *, causal: bool) -> None:
         """Raises ValueError for heads that the method cannot split, and for a window or cap that is none."""
+        window, softcap = scores
         problems = replace(self.plan, heads=heads, kv_heads=kv_heads).problems()
         if window is not None and not (isinstance(window, int) and window >= 1):
             problems.append(f"sliding window {window} must be a number of keys, at least 1")

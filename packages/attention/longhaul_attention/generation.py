@@ -27,6 +27,7 @@ from models import attention_op
 from models.online_softmax import OnlineSoftmax, add_sink
 from models.ranges import concatenated_ranges
 from models.score_blocks import FULL, ScoreBlocks, block_rows
+from models.score_pairs import Scores
 from parallelisms.mesh import collectives
 
 GROWTH = 256
@@ -194,7 +195,7 @@ class ShardedLayer(DynamicLayer):
         self._is_kept, first = True, self.get_seq_length() - q_BSNH.shape[1]
         found = []
         for position, q_BNH in enumerate(q_BSNH.unbind(1), first):
-            out_BNH, lse_NB = self._attend_held(q_BNH, position, window, softcap)
+            out_BNH, lse_NB = self._attend_held(q_BNH, position, Scores(window, softcap))
             found.append(torch.cat((out_BNH.to(lse_NB.dtype), lse_NB.T[..., None]), dim=-1))
         by_rank = cp.all_gather(torch.cat(found))
         softmax = OnlineSoftmax.of_no_keys(q_BSNH.transpose(0, 1).flatten(0, 1))
@@ -223,12 +224,10 @@ class ShardedLayer(DynamicLayer):
         """Whether these are the newest keys and values."""
         return len(self._new) == 2 and key_states is self._new[0] and value_states is self._new[1]
 
-    def _attend_held(
-        self, q_BNH: Tensor, position: int, window: int | None, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
+    def _attend_held(self, q_BNH: Tensor, position: int, scores: Scores) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a token over the keys of this rank."""
         held = bisect_right(self.positions, position)
-        first = 0 if window is None else bisect_right(self.positions, position - window)
+        first = 0 if scores.window is None else bisect_right(self.positions, position - scores.window)
         if first == held:
             softmax = OnlineSoftmax.of_no_keys(q_BNH)
             return softmax.out_XNH, softmax.lse_NX
@@ -236,8 +235,8 @@ class ShardedLayer(DynamicLayer):
         queries_B2 = torch.cat((sequences_B1, sequences_B1 + 1), dim=1)
         keys_B2 = sequences_B1 * capacity + torch.tensor([first, held], device="cpu")
         k_XKH, v_XKH = (x.flatten(0, 1) for x in self._buffers)
-        blocks = ScoreBlocks(block_rows(queries_B2, keys_B2, FULL))
-        return attention_op.forward(q_BNH, k_XKH, v_XKH, blocks, kernel=self._cache.cp.kernel, softcap=softcap)
+        blocks = ScoreBlocks(block_rows(queries_B2, keys_B2, FULL), scores=scores)
+        return attention_op.forward(q_BNH, k_XKH, v_XKH, blocks, kernel=self._cache.cp.kernel)
 
     def _refuse(self, *_: Any, **__: Any) -> None:
         raise ValueError(

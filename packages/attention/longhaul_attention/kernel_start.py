@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from models import kernel_check, kernels
+from models.score_pairs import Scores
 from parallelisms.mesh.context_plan import kv_head_repeats
 
 _verified = set[tuple[object, ...]]()
@@ -18,9 +19,7 @@ def is_checked(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def verify_once(
-    kernel: str, q_BSNH: Tensor, num_kv: int, *, ulysses: int, window: int | None, softcap: float | None
-) -> None:
+def verify_once(kernel: str, q_BSNH: Tensor, num_kv: int, *, ulysses: int, scores: Scores) -> None:
     """Compares the kernels that compute attention of these queries with matrix products. Takes seconds, the first time.
 
     `num_kv`: KV heads of a rank, of which Ulysses' ranks get a part each. With "auto", one that is wrong is left out from
@@ -33,11 +32,11 @@ def verify_once(
     few = min(2, own_kv)
     heads = kernel_check.Heads(few * per_kv, few, q_BSNH.shape[3])
     while True:
-        choice = kernels.select_kernel(q_BSNH, kernel, softcap=softcap)
-        key = (choice, q_BSNH.device, q_BSNH.dtype, heads, window)
+        choice = kernels.select_kernel(q_BSNH, kernel, scores=scores)
+        key = (choice, q_BSNH.device, q_BSNH.dtype, heads, scores.window)
         try:
             if key not in _verified:
-                _verify(choice, q_BSNH, heads, window)
+                _verify(choice, q_BSNH, heads, scores.window)
             _verified.add(key)
             return
         except (RuntimeError, ValueError) as error:

@@ -67,9 +67,10 @@ def opcheck_results(name: str) -> set[str]:
         heads = core.ulysses_group.seq_to_heads(q)
         return set(torch.library.opcheck(ulysses._heads_to_seq, (heads.requires_grad_(), *core.ulysses_group)).values())
     sink_N = torch.randn(q.shape[2], dtype=q.dtype, generator=torch.Generator().manual_seed(3))
-    options = (name, core.layout, core.groups[0].group_name, torch.float32, "auto", 3, None)
+    ring_core = ring.RingAttentionCore(name, core.layout, core.groups[0].group_name, torch.float32, "auto")
+    options = (3, None, ring_core.options)
     out, lse = ring.attention(q, k, v, boundaries_BD, sink_N, *options)
-    backward = (torch.ones_like(out), q, k, v, out, lse, boundaries_BD, sink_N, *options)
+    backward = (torch.ones_like(out), [q, k, v, out, lse], boundaries_BD, sink_N, *options)
     found = set(torch.library.opcheck(ring.attention_backward, backward).values())
     given = [x.clone().requires_grad_() for x in (q, k, v)]
     given_sink = sink_N.requires_grad_()
@@ -135,7 +136,7 @@ def kernel_calls_and_error(method: str, *, compiled: bool, policies: tuple[str, 
     found = {}
     for name in policies:
         model = small_model(config)
-        set_attention_core(model, core, kernel="auto")
+        set_attention_core(model, core)
         activation_checkpoint.apply(model, kept[name])
         if compiled and name == "none":
             for block in model.transformer_blocks():
@@ -340,7 +341,7 @@ def sent_by_a_model(method: str, groups: int, policy: activation_checkpoint.Reco
     ranks = prod(METHODS[method])
     core = core_of(method, (SMALL.num_heads, SMALL.num_kv_heads))
     model = small_model()
-    set_attention_core(model, core, kernel="auto")
+    set_attention_core(model, core)
     activation_checkpoint.apply(model, RecomputeConfig(policy, tiling=Tiling(groups)))
     with Sent(ranks) as forward:
         losses = model(shard_batch(core, BATCH))

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from models.batch import NUM_RECENT
 from models.score_blocks import ScoreBlock
-from parallelisms.context.attention_plan import RankAttentionPlan, rank_attention_plan
+from models.score_pairs import Scores
+from parallelisms.context.attention_plan import RankAttentionPlan, RingPlace, rank_attention_plan
 from parallelisms.context.batch_layout import BatchLayout
 from parallelisms.mesh.context_plan import ShardLayout
 from tests.parallelisms.context.documents import (
@@ -45,7 +46,7 @@ class Rows:
     boundaries: tuple[tuple[int, ...], ...]
 
     def plan(self, rank: int, window: int | None = None) -> RankAttentionPlan:
-        return RankAttentionPlan(self.layout, rank, window=window)
+        return RankAttentionPlan(self.layout, rank, scores=Scores(window))
 
     @cached_property
     def layout(self) -> BatchLayout:
@@ -353,7 +354,7 @@ def test_plans_are_found_while_somebody_holds_them() -> None:
 
     def plan_of(*ends: int) -> RankAttentionPlan:
         boundaries_1D = torch.tensor([ends], dtype=torch.int32)
-        return rank_attention_plan(boundaries_1D, 1, ends[-1], "headtail", 2, 0)
+        return rank_attention_plan(boundaries_1D, 1, ends[-1], RingPlace("headtail", 2, 0))
 
     held, forgotten = plan(8), weakref.ref(plan(12))
     for length in range(16, 16 + 4 * NUM_RECENT, 4):
@@ -364,4 +365,4 @@ def test_plans_are_found_while_somebody_holds_them() -> None:
     assert forgotten() is None
     assert plan(12).tokens_per_rank == 6
     with pytest.raises(ValueError, match="must ascend from 0 to the sequence length 12"):
-        rank_attention_plan(torch.tensor([[0, 8]], dtype=torch.int32), 1, 12, "headtail", 2, 0)
+        rank_attention_plan(torch.tensor([[0, 8]], dtype=torch.int32), 1, 12, RingPlace("headtail", 2, 0))

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from models.attention_op import full_blocks
 from models.score_blocks import ScoreBlocks
-from parallelisms.context.attention_plan import RankAttentionPlan, plan_of
+from models.score_pairs import FULL_SCORES
+from parallelisms.context.attention_plan import RankAttentionPlan, RingPlace, plan_of
 from tests.parallelisms.context.test_attention_plan import KINDS, RINGS, Rows, local_tokens
 
 HOST = torch.device("cpu")
@@ -83,7 +84,7 @@ def test_a_document_is_one_rectangle_on_a_rank_whatever_its_spans() -> None:
 def test_plans_depend_on_the_documents_of_both_sides() -> None:
     def plan(kv_end: int) -> RankAttentionPlan:
         boundaries = torch.tensor([[[0, 4, 8]], [[0, kv_end, 16]]], dtype=torch.int32)
-        return plan_of(boundaries, 1, 8, 16, "contiguous", 2, 0, None)
+        return plan_of(boundaries, 1, 8, 16, RingPlace("contiguous", 2, 0), FULL_SCORES)
 
     assert plan(4) is plan(4)
     assert plan(4) is not plan(12)
@@ -94,7 +95,7 @@ def test_queries_without_keys_are_refused() -> None:
     boundaries = torch.tensor([[[0, 4, 8], [0, 0, 8]], [[0, 8, 8], [0, 4, 8]]], dtype=torch.int32)
     told = "document 1 of sequence 0 has queries and no keys"
     with pytest.raises(ValueError, match=told):
-        plan_of(boundaries, 2, 8, 8, "contiguous", 2, 0, None)
+        plan_of(boundaries, 2, 8, 8, RingPlace("contiguous", 2, 0), FULL_SCORES)
     with pytest.raises(ValueError, match=told):
         full_blocks(boundaries[0], 2, 8, boundaries[1], 8)
     with pytest.raises(ValueError, match="must ascend from 0 to the sequence length 12"):

@@ -97,8 +97,8 @@ def shared(
         else:
             exchange = Ring(share, partial(collectives.rotate, rank=rank), wire)
         grad, q, k, v = (x[None] for x in (grad, q, k, v))
-        out, lse = ring.forward(q, k, v, exchange.start(k[0], v[0]), exchange)
-        *grads, _ = ring.backward(grad, q, k, v, exchange.start(k[0], v[0]), out, lse, exchange)
+        out, lse = ring.forward((q, k, v, exchange.start(k[0], v[0])), exchange)
+        *grads, _ = ring.backward(grad, (q, k, v, exchange.start(k[0], v[0])), out, lse, exchange)
         return out[0], *(x[0] for x in grads), lse[0].T
 
     with ThreadPoolExecutor(ranks) as pool:

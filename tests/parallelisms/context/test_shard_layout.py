@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from models.batch import IGNORE_INDEX
+from models.score_pairs import Scores
 from parallelisms.context.attention_plan import RankAttentionPlan
 from parallelisms.context.batch_layout import BatchLayout
 from parallelisms.mesh.context_plan import ShardLayout
@@ -183,7 +184,7 @@ def test_a_batch_has_the_spans_pairs_and_halos_of_its_sequences(count: int) -> N
         for window in (1, 3, 17):
             halos = torch.tensor([layout.halo_tokens(window) for layout in layouts]).sum(0)
             for rank in range(ring):
-                plan = RankAttentionPlan(batch, rank, window=window)
+                plan = RankAttentionPlan(batch, rank, scores=Scores(window))
                 assert (plan.halo_received, plan.halo_sent) == (halos[rank].tolist(), halos[:, rank].tolist())
                 assert plan.max_halo_tokens == int(halos.sum(1).max())
 
