@@ -71,7 +71,7 @@ class LocalAttentionCore:
 
     def attend(self, scores: Scores, *inputs: Tensor | None) -> Tensor:
         """What `__call__` does, for a layer with other scores."""
-        out_BSNH: Tensor = attention_op.attend(*inputs, self.kernel, *scores)[0]
+        out_BSNH: Tensor = attention_op.attend(*inputs, *scores, self.kernel)[0]
         return out_BSNH
 
     def prepare(self, boundaries_BD: Tensor) -> object:
@@ -87,7 +87,7 @@ class LocalAttentionCore:
     def forward(
         self, pending: tuple[Tensor, ...], boundaries_BD: Tensor, sink_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        out_BSNH, lse = attention_op.attend(*pending, boundaries_BD, sink_N, self.kernel, *self.scores)
+        out_BSNH, lse = attention_op.attend(*pending, boundaries_BD, sink_N, *self.scores, self.kernel)
         return out_BSNH, lse
 
     def backward(
@@ -100,5 +100,5 @@ class LocalAttentionCore:
         sink_N: Tensor | None = None,
     ) -> QKVGrads:
         inputs = (grad_BSNH, [*pending, out_BSNH, lse], boundaries_BD, sink_N)
-        dq, dk, dv, grad_sink_N = attention_op.attend_backward(*inputs, self.kernel, *self.scores)
+        dq, dk, dv, grad_sink_N = attention_op.attend_backward(*inputs, *self.scores, self.kernel)
         return dq, dk, dv, grad_sink_N

@@ -38,9 +38,9 @@ def _attention(
     v_BSKH: Tensor,
     boundaries_BD: Tensor,
     sink_N: Tensor | None = None,
-    kernel_name: str = "auto",
     window: int | None = None,
     softcap: float | None = None,
+    kernel_name: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Each query attends to the keys of its document up to its own position, with scale H ** -0.5.
 
@@ -64,9 +64,9 @@ def _attention_backward(
     saved: list[Tensor],
     boundaries_BD: Tensor,
     sink_N: Tensor | None,
-    kernel_name: str,
     window: int | None,
     softcap: float | None,
+    kernel_name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and that of the sink, empty if there is none. `saved`: queries, keys, values, output and log-sum-exp."""
     q_BSNH, k_BSKH, v_BSKH, out_BSNH, lse_BNS = saved
@@ -201,6 +201,8 @@ def fake_backward(
     return *empty_grads(q, k, v), out.new_empty(0) if sink is None else torch.empty_like(sink)
 
 
+# Inductor's cache finds a compiled graph by the arguments of the forward operator alone. Where those of the backward one
+# change, they must change too, or a graph of before calls it.
 attention = torch.library.custom_op("longhaul::attention", _attention, mutates_args=())
 attention_backward = torch.library.custom_op("longhaul::attention_backward", _attention_backward, mutates_args=())
 attention.register_fake(lambda q_BSNH, *_: empty_output(q_BSNH))

@@ -229,7 +229,7 @@ class RingAttentionCore:
 
     def attend(self, scores: Scores, *inputs: Tensor | None) -> Tensor:
         """What `__call__` does, for a layer with other scores."""
-        out_BSNH: Tensor = attend(*inputs, self.options, *scores)[0]
+        out_BSNH: Tensor = attend(*inputs, *scores, self.options)[0]
         return out_BSNH
 
     def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> StartedQKV:
@@ -349,11 +349,11 @@ def backward(
 
 
 @lru_cache
-def core_of(options: str, window: int | None, softcap: float | None) -> RingAttentionCore:
-    """The core that has these options and scores."""
+def core_of(scores: Scores, options: str) -> RingAttentionCore:
+    """The core that has these scores and options."""
     rotate_method, layout, dtype, kernel, group_name = options.split(" ", 4)
     return RingAttentionCore(
-        rotate_method, cast(ShardLayout, layout), group_name, getattr(torch, dtype), kernel, Scores(window, softcap)
+        rotate_method, cast(ShardLayout, layout), group_name, getattr(torch, dtype), kernel, scores
     )
 
 
@@ -363,11 +363,11 @@ def _attention(
     v_BSKH: Tensor,
     boundaries_BD: Tensor,
     sink_N: Tensor | None,
-    options: str,
     window: int | None,
     softcap: float | None,
+    options: str,
 ) -> tuple[Tensor, Tensor]:
-    core = core_of(options, window, softcap)
+    core = core_of(Scores(window, softcap), options)
     return core.forward(core.start(q_BSNH, k_BSKH, v_BSKH, boundaries_BD), boundaries_BD, sink_N)
 
 
@@ -376,11 +376,11 @@ def _attention_backward(
     saved: list[Tensor],
     boundaries_BD: Tensor,
     sink_N: Tensor | None,
-    options: str,
     window: int | None,
     softcap: float | None,
+    options: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    core = core_of(options, window, softcap)
+    core = core_of(Scores(window, softcap), options)
     q_BSNH, k_BSKH, v_BSKH, out_BSNH, lse_BNS = saved
     pending = core.start(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)
     return core.backward(grad_BSNH, pending, out_BSNH, lse_BNS, boundaries_BD, sink_N)

@@ -188,11 +188,11 @@ def test_both_operators_pass_opcheck(layout: str) -> None:
         boundaries_BD = torch.stack((boundaries_BD, boundaries_BD))
     out, lse = (x.detach() for x in attention_op.attention(*given, boundaries_BD))
     detached = [x.detach() for x in given]
-    found = torch.library.opcheck(attention_op.attention, (*given, boundaries_BD, None, "auto"))
+    found = torch.library.opcheck(attention_op.attention, (*given, boundaries_BD, None, None, None, "auto"))
     assert {*found.values()} == {"SUCCESS"}
     found = torch.library.opcheck(
         attention_op.attention_backward,
-        (torch.ones_like(out), [*detached, out, lse], boundaries_BD, None, "auto", None, None),
+        (torch.ones_like(out), [*detached, out, lse], boundaries_BD, None, None, None, "auto"),
     )
     assert {*found.values()} == {"SUCCESS"}
 

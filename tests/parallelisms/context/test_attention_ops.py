@@ -68,7 +68,7 @@ def opcheck_results(name: str) -> set[str]:
         return set(torch.library.opcheck(ulysses._heads_to_seq, (heads.requires_grad_(), *core.ulysses_group)).values())
     sink_N = torch.randn(q.shape[2], dtype=q.dtype, generator=torch.Generator().manual_seed(3))
     ring_core = ring.RingAttentionCore(name, core.layout, core.groups[0].group_name, torch.float32, "auto")
-    options = (ring_core.options, 3, None)
+    options = (3, None, ring_core.options)
     out, lse = ring.attention(q, k, v, boundaries_BD, sink_N, *options)
     backward = (torch.ones_like(out), [q, k, v, out, lse], boundaries_BD, sink_N, *options)
     found = set(torch.library.opcheck(ring.attention_backward, backward).values())
