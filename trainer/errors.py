@@ -10,6 +10,9 @@ EXIT_SUCCESS = 0
 EXIT_FAILURE = 1
 EXIT_BAD_CONFIG = 2
 EXIT_DOES_NOT_FIT = 3
+"""Of a plan."""
+EXIT_BAD_NODE = 3
+"""Of a preflight."""
 EXIT_NO_RETRY = 78
 """Stopped for a reason that a retry cannot fix."""
 MAX_PROBLEM_CHARS = 4000

@@ -6,6 +6,7 @@ The checks run in a process of their own, so that one that hangs is named and th
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -17,9 +18,8 @@ from typing import Any
 
 from trainer.command_table import typed
 from trainer.commands import CommandParser, integer, number, run_command
-from trainer.errors import EXIT_SUCCESS, ConfigError
+from trainer.errors import EXIT_BAD_NODE, EXIT_SUCCESS, ConfigError
 
-EXIT_BAD_NODE = 3
 HUNG, FAILED, PASSED = "hung", "failed", "passed"
 Result = dict[str, Any]
 """Of a check: name, state, detail and seconds."""
@@ -48,7 +48,8 @@ def check_node(options: Namespace, overrides: list[str]) -> int:
     del overrides
     if not options.path.is_dir():
         raise ConfigError([f"--path {options.path} is not a folder"])
-    host, results = socket.gethostname(), run_checks(options)
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    results = run_checks(options)
     for result in results:
         sys.stdout.write(
             f"{host}: {result['name']}: {result['state']}, {result['detail']} ({result['seconds']:.1f} s)\n"

@@ -10,6 +10,7 @@ from tests.slurm.cluster import Cluster
 from trainer.storage.run_dir import RunDir
 
 SIZE = ("--nodes", "2", "--gpus-per-node", "0", "--processes-per-node", "2", "--backoff-seconds", "1")
+UNCHECKED = ("--slurm.preflight", "false")
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -18,7 +19,7 @@ class Job:
         """`options` are those of a run in that folder, on two nodes with two ranks each."""
         self.cluster = cluster
         self.folder = folder
-        self.options = ("--job.output_dir", str(folder), *options)
+        self.options = ("--job.output_dir", str(folder), *UNCHECKED, *options)
         self.number = ""
 
     def submit(self, *options: str) -> str:

@@ -40,6 +40,9 @@ RUN=/runs/long # the run folder
 ROOT={root} # Longhaul
 PYTHON=/venv/bin/python
 ARGUMENTS=(--config /runs/long/slurm/1/config.toml)
+NODES=4 # that train
+RANKS=32 # tasks of srun
+PREFLIGHT=1
 MAX_REQUEUES=50
 MAX_STUCK=2 # consecutive launches without a new checkpoint
 BACKOFF=30 # seconds
@@ -50,13 +53,13 @@ ulimit -n 65536
 export PYTHONPATH=$ROOT${{PYTHONPATH:+:$PYTHONPATH}}
 """
 SRUN = """\
-    srun --kill-on-bad-exit=1 --wait=60 --label --cpus-per-task="$SLURM_CPUS_PER_TASK" --cpu-bind=none \\
+    srun --kill-on-bad-exit=1 --wait=60 --label --nodes="$NODES" --ntasks="$RANKS" --nodelist="$used" --cpus-per-task="$SLURM_CPUS_PER_TASK" --cpu-bind=none \\
         "$PYTHON" -P -u -m trainer.launch "${ARGUMENTS[@]}" &
     srun_pid=$!
 """
 TORCHRUN = """\
-    srun --kill-on-bad-exit=1 --wait=60 --label \\
-        "$PYTHON" -P -u -m trainer.slurm.torchrun_agent --nodes "$SLURM_JOB_NUM_NODES" --processes 4 --meet "$MASTER_ADDR:$MASTER_PORT" \\
+    srun --kill-on-bad-exit=1 --wait=60 --label --nodes="$NODES" --ntasks="$RANKS" --nodelist="$used" \\
+        "$PYTHON" -P -u -m trainer.slurm.torchrun_agent --nodes "$NODES" --processes 4 --meet "$MASTER_ADDR:$MASTER_PORT" \\
         --id "$LONGHAUL_ATTEMPT" "${ARGUMENTS[@]}" &
     srun_pid=$!
 """
@@ -139,9 +142,25 @@ def test_other_lines_are_those_of_the_template() -> None:
     template = BATCH_TEMPLATE.read_text().splitlines()
     text = script(**EVERYTHING).splitlines()
     kept = [line for line in template if not line.lstrip().startswith("# @")]
-    assert len(template) - len(kept) == 6
+    assert len(template) - len(kept) == 7
     assert [line for line in text if line in kept] == kept
     assert not any("# @" in line for line in text)
+
+
+def test_spare_nodes_are_allocated_and_do_not_train() -> None:
+    text = script(nodes="4", spare_nodes="2", gpus_per_node="8")
+    assert "--nodes=6" in directives(text)
+    assert {"NODES=4 # that train", "RANKS=32 # tasks of srun"} <= {*text.splitlines()}
+    assert "RANKS=4 # tasks of srun" in script(nodes="4", launcher="torchrun").splitlines()
+    assert segments(16, **{"slurm.spare_nodes": "2"}) == []
+    assert segments(16, **{"slurm.spare_nodes": "16"}) == ["--segment=16"]
+
+
+def test_the_preflight_expects_the_gpus_of_a_node() -> None:
+    assert "-m trainer.preflight" in script()
+    assert "--devices 8 &" in script(gpus_per_node="8")
+    assert "--devices" not in script(gpus_per_node="0", processes_per_node="2")
+    assert "PREFLIGHT=0" in script(preflight="false").splitlines()
 
 
 def test_torchrun_gets_one_task_per_node_with_all_cores() -> None:
@@ -162,7 +181,7 @@ def test_a_container_mounts_the_same_paths() -> None:
     text = script(container="nvcr.io#nvidia/pytorch:26.01")
     options = "--container-image='nvcr.io#nvidia/pytorch:26.01' "
     options += '--container-mounts="$ROOT:$ROOT,$RUN:$RUN,$PWD:$PWD" '
-    assert text.count(options + '--container-workdir="$PWD"') == 2  # The node report, and the ranks.
+    assert text.count(options + '--container-workdir="$PWD"') == 3  # The report and the check of nodes, and the ranks.
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])

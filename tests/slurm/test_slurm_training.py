@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +95,51 @@ def test_a_killed_rank_a_time_limit_and_preemption_change_nothing(
     require_same_results(job, uninterrupted)
     assert f"attempt {job.number}.0.2" not in job.log()
     assert cluster.state(job.number).requeues == 1 + preempted
+
+
+LYING = """\
+import socket, sys
+if socket.gethostname() == "n1" and "trainer.hardware.check_node" in sys.orig_argv:
+    import torch
+    multiply = torch.Tensor.__matmul__
+    def lie(one, other):
+        found = multiply(one, other)
+        if found.dtype == torch.bfloat16:
+            found[0, 0] += 1
+        return found
+    torch.Tensor.__matmul__ = lie
+"""
+
+
+def lying_node(uninterrupted: Uninterrupted, folder: Path) -> Path:
+    """A configuration with which products of node n1 are wrong."""
+    (folder / "sitecustomize.py").write_text(LYING)
+    config, setup = folder / "lying.toml", f'"export PYTHONPATH={folder}"'
+    config.write_text(uninterrupted.config.read_text().replace("setup = [", f"setup = [{setup}, "))
+    return config
+
+
+def test_a_node_that_computes_wrong_products_is_replaced_by_a_spare_one(
+    cluster: Cluster, uninterrupted: Uninterrupted, tmp_path: Path
+) -> None:
+    config = lying_node(uninterrupted, tmp_path)
+    job = training(cluster, replace(uninterrupted, config=config), tmp_path / "run")
+    job.submit("--slurm.preflight=true", "--nodes", "1", "--slurm.spare_nodes=1", "--processes-per-node", "4")
+    require_same_results(job, uninterrupted)
+    assert "preflight: n1 is left out: product: cpu computes a wrong product" in job.log()
+    assert f"job {job.number}: training on n2\n" in job.log()
+
+
+def test_without_a_spare_node_the_job_ends_with_3_and_says_what_to_exclude(
+    cluster: Cluster, uninterrupted: Uninterrupted, tmp_path: Path
+) -> None:
+    config = lying_node(uninterrupted, tmp_path)
+    job = training(cluster, replace(uninterrupted, config=config), tmp_path / "run")
+    job.submit("--slurm.preflight=true")
+    assert job.ended("FAILED", seconds=PATIENCE) == "3:0"
+    said = 'preflight: 1 of the 2 nodes that train passed; to leave them out, submit again with slurm.exclude = "n1"'
+    assert said in job.log()
+    assert not (job.folder / "metrics.jsonl").exists()
 
 
 # ---- slow tests

@@ -59,6 +59,10 @@ class SlurmSection(Section):
     """Required node features, without spaces."""
     exclude: ShellWord | None = None
     """Nodes to exclude, such as `node[3,7]`."""
+    preflight: bool = True
+    """Check each node before the ranks start, in at most a minute (`longhaul preflight`); a node that fails does not train."""
+    spare_nodes: NonNegativeInt = 0
+    """Nodes allocated besides `nodes`, to take the place of those that fail the preflight or that this run's events accuse."""
     launcher: Literal["srun", "torchrun"] = "srun"
     """What starts the ranks: `srun` with one task per rank, or `torchrun` with one agent per node."""
     lead_seconds: Annotated[int, Field(ge=1, le=MAX_LEAD_SECONDS)] = 300

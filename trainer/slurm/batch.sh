@@ -7,8 +7,6 @@
 # ---- the environment of this shell and of all ranks
 # @setup
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_ADDR
 LONGHAUL_BEGAN="$(cat /proc/sys/kernel/random/boot_id) $(cut -d " " -f 1 /proc/uptime)" # what job.max_minutes counts from
 export LONGHAUL_BEGAN
 
@@ -60,6 +58,18 @@ trap 'signalled=1 interrupted=1; ((srun_pid == 0)) || kill -USR1 "$srun_pid"' US
 log "requeue $requeues, running on $SLURM_JOB_NODELIST, code $(git -C "$ROOT" describe --always --dirty --abbrev=40 2>/dev/null || echo "not under git")"
 # @report
 wait $!
+
+# ---- nodes that train
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+used=$(IFS=, && echo "${nodes[*]:0:$NODES}")
+if ((PREFLIGHT)); then
+    rm -rf "$RUN/slurm/preflight" # of an earlier launch
+    # @preflight
+    wait $!
+    used=$("$PYTHON" -P -m trainer.slurm.choose_nodes "$RUN" "$NODES" "${nodes[@]}") || exit
+    log "training on $used"
+fi
+export MASTER_ADDR=${used%%,*}
 
 # ---- launch the ranks until the run is done or cannot continue
 mkdir -p "$RUN/slurm"

@@ -38,12 +38,16 @@ def render(
             f"ROOT={shlex.quote(str(ROOT))} # Longhaul",
             f"PYTHON={shlex.quote(slurm.python or ('python3' if slurm.container else current_python))}",
             f"ARGUMENTS=({shlex.join(arguments)})",
+            f"NODES={slurm.nodes} # that train",
+            f"RANKS={slurm.nproc_per_node * slurm.nodes if slurm.launcher == 'srun' else slurm.nodes} # tasks of srun",
+            f"PREFLIGHT={int(slurm.preflight)}",
             f"MAX_REQUEUES={slurm.max_requeues}",
             f"MAX_STUCK={slurm.max_stuck} # consecutive launches without a new checkpoint",
             f"BACKOFF={slurm.backoff_seconds} # seconds",
         ],
         "setup": [*slurm.setup],
         "report": node_report_command(slurm),
+        "preflight": preflight_command(slurm),
         "launch": launch_command(slurm),
     }
     lines = (_fill_placeholder(line, placeholders) for line in BATCH_TEMPLATE.read_text().splitlines())
@@ -65,7 +69,7 @@ def sbatch_directives(config: Config, run_dir: Path, working_dir: Path) -> list[
     tasks, cores = (1, slurm.nproc_per_node) if slurm.launcher == "torchrun" else (slurm.nproc_per_node, 1)
     options: list[tuple[str, object]] = [
         ("job-name", config.job.name),
-        ("nodes", slurm.nodes),
+        ("nodes", slurm.nodes + slurm.spare_nodes),
         ("segment", segment_nodes(config)),
         ("ntasks-per-node", tasks),
         ("gpus-per-node", slurm.gpus_per_node or None),
@@ -97,7 +101,7 @@ def segment_nodes(config: Config) -> int | None:
     first_groups = [first_groups_of(stage.config, world_size).values() for stage in config.training_stages]
     used_nodes = used_domain_size([*chain(*first_groups)], world_size, device) // device.devices_per_node
     segment = min(used_nodes, slurm.nodes)
-    return segment if slurm.nodes % segment == 0 else None  # SLURM requires it.
+    return segment if (slurm.nodes + slurm.spare_nodes) % segment == 0 else None  # SLURM requires it.
 
 
 def node_report_command(slurm: SlurmSection) -> list[str]:
@@ -108,15 +112,29 @@ def node_report_command(slurm: SlurmSection) -> list[str]:
     )
 
 
+def preflight_command(slurm: SlurmSection) -> list[str]:
+    """The srun command that checks each node."""
+    srun_command = 'timeout 180 srun --ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES" --label'
+    expected = f"--devices {slurm.gpus_per_node}" if slurm.gpus_per_node else ""
+    check = f'"$PYTHON" -P -m trainer.preflight --path "$RUN" --json "$RUN/slurm/preflight" {expected}'.rstrip()
+    return _background_command(" ".join([srun_command, *container_options(slurm)]), check)
+
+
 def launch_command(slurm: SlurmSection) -> list[str]:
     """The srun command that starts all ranks."""
     # srun does not inherit --cpus-per-task from sbatch.
     cores = ['--cpus-per-task="$SLURM_CPUS_PER_TASK"'] if slurm.cpus_per_task else []
-    srun_command = [f"srun {SRUN_FAIL_FAST}", *cores, *container_options(slurm), *map(shlex.quote, slurm.srun_options)]
+    chosen = '--nodes="$NODES" --ntasks="$RANKS" --nodelist="$used"'
+    srun_command = [
+        f"srun {SRUN_FAIL_FAST} {chosen}",
+        *cores,
+        *container_options(slurm),
+        *map(shlex.quote, slurm.srun_options),
+    ]
     run_arguments = '"${ARGUMENTS[@]}"'
     if slurm.launcher == "srun":
         return _background_command(" ".join(srun_command), f'"$PYTHON" -P -u -m trainer.launch {run_arguments}')
-    rendezvous = f'--nodes "$SLURM_JOB_NUM_NODES" --processes {slurm.nproc_per_node} --meet "$MASTER_ADDR:$MASTER_PORT"'
+    rendezvous = f'--nodes "$NODES" --processes {slurm.nproc_per_node} --meet "$MASTER_ADDR:$MASTER_PORT"'
     agent = f'"$PYTHON" -P -u -m trainer.slurm.torchrun_agent {rendezvous}'
     return _background_command(" ".join(srun_command), agent, f'--id "$LONGHAUL_ATTEMPT" {run_arguments}')
 
