@@ -120,6 +120,7 @@ WAITS = {
     "parallelisms.mesh.collectives": {"_pad_to_longest", "max_over_ranks"},  # values of the host
     "trainer.generate": {"generate"},  # the end of a prompt, which is on the host
     "trainer.hardware.device": {"seconds", "read"},
+    "trainer.hardware.node_checks": {"links"},  # before a run
     "trainer.metrics.step_metrics": {"new_vector"},
     "trainer.step.rerun": {"_observe", "_loss"},  # with training.deterministic only
     "trainer.step.trainer": {"train_state"},
@@ -439,6 +440,8 @@ def test_the_environment_is_read_where_processes_begin() -> None:
         "trainer.launch.launcher",
         "trainer.launch.restarts",
         "trainer.launch.workers",
+        "trainer.hardware.node_checks",
+        "trainer.preflight",
         "trainer.resilience.signals",
         "trainer.step.distributed",
         "trainer.slurm.torchrun_agent",
