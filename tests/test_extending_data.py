@@ -115,6 +115,7 @@ def test_workers_of_a_preparation_have_the_extension(folder: Path) -> None:
     assert fingerprints[0] == fingerprints[1] != []
 
 
+@pytest.mark.slow
 def test_changed_code_of_a_reader_prepares_the_corpus_again(folder: Path) -> None:
     for change in (False, False, True):
         if change:
@@ -123,7 +124,7 @@ def test_changed_code_of_a_reader_prepares_the_corpus_again(folder: Path) -> Non
         assert len([*(folder / "prepared").glob("own-*/meta.json")]) == 1 + change
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("text", "status", "said"),
     [
@@ -143,6 +144,7 @@ def test_an_error_names_the_extension(folder: Path, text: str, status: int, said
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_cannot_be_opened_or_that_nobody_adds_is_an_error(folder: Path) -> None:
     wrong = command(folder, *PREPARE, "--tokenizer.path", "own/4.txt")
     assert wrong.returncode == 78
@@ -153,6 +155,7 @@ def test_a_tokenizer_that_cannot_be_opened_or_that_nobody_adds_is_an_error(folde
     assert f'tokenizer.kind = "words" is unknown; there are {known}' in unknown.stderr
 
 
+@pytest.mark.slow
 def test_its_version_is_part_of_a_run(folder: Path) -> None:
     words = ("trainer.launch", "--config", "run.toml", "--job.name", "run")
     assert command(folder, *words, ranks=2).returncode == 0

@@ -67,37 +67,33 @@ def check_node(options: Namespace, overrides: list[str]) -> int:
 
 def run_checks(options: Namespace) -> list[Result]:
     """The results of all checks that ended in time, and of the one that did not."""
-    began, results = time.monotonic(), list[Result]()
+    started = time.monotonic()
     asked = json.dumps({"path": str(options.path), "devices": options.devices})
     command = [sys.executable, "-P", "-m", "trainer.hardware.check_node", asked]
-    worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    said = list[str]()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    begun, results, others = ["start"], list[Result](), list[str]()
 
     def read() -> None:
         for line in worker.stdout or ():
             try:
-                results.append(json.loads(line))
+                values = json.loads(line)
             except ValueError:
-                said.append(line.strip())
+                others.append(line.strip())
+            else:
+                results.append(values) if "state" in values else begun.append(values["name"])
 
     reader = Thread(target=read, daemon=True)
     reader.start()
     reader.join(options.seconds)
     if reader.is_alive():
         worker.kill()
-        reader.join(5)
-        state, detail = HUNG, f"did not end within {options.seconds:g} s"
+        reader.join()
+        ending = {"state": HUNG, "detail": f"did not end within {options.seconds:g} s"}
     else:
-        status = worker.wait()
-        state, detail = FAILED, f"its process ended with {status}: {' '.join(said[-3:])[-300:]}"
-    if unfinished := [result for result in results if "state" not in result]:
-        done = {result["name"] for result in results if "state" in result}
-        names = [result["name"] for result in unfinished if result["name"] not in done]
-        results = [result for result in results if "state" in result]
-        if names:
-            results.append({"name": names[-1], "state": state, "detail": detail, "seconds": time.monotonic() - began})
-    elif not results:
-        results = [{"name": "start", "state": state, "detail": detail, "seconds": time.monotonic() - began}]
+        ending = {"state": FAILED, "detail": f"its process ended with {worker.wait()}: {' '.join(others[-3:])[-300:]}"}
+    if len(results) < len(begun) - 1 or not results:
+        results.append({"name": begun[-1], **ending, "seconds": time.monotonic() - started})
     return results
 
 

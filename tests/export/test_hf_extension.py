@@ -55,6 +55,7 @@ def test_an_export_has_the_names_of_the_declaration(exported: Path) -> None:
     assert not any("gate_proj" in name for name in names)
 
 
+@pytest.mark.slow
 def test_an_import_starts_a_run_that_needs_the_extension(exported: Path) -> None:
     done = command(exported, "trainer.hf", "import", "hf", "begin.toml", *GIVEN)
     assert done.returncode == 0, done.stderr

@@ -65,7 +65,7 @@ from pathlib import Path
 from trainer.hardware import check_node, node_checks
 def stall(node):
     time.sleep(60)
-node_checks.CHECKS["clock"] = stall
+node_checks.CHECKS["devices"] = stall
 """
 DYING = STALLING.replace("time.sleep(60)", "import os; os.abort()")
 
@@ -73,8 +73,8 @@ DYING = STALLING.replace("time.sleep(60)", "import os; os.abort()")
 @pytest.mark.parametrize(
     ("code", "options", "said"),
     [
-        (STALLING, ("--seconds", "8"), "clock: hung, did not end within 8 s"),
-        (DYING, (), "clock: failed, its process ended with -6"),
+        (STALLING, ("--seconds", "12"), "devices: hung, did not end within 12 s"),
+        (DYING, (), "devices: failed, its process ended with -6"),
     ],
     ids=["hangs", "dies"],
 )

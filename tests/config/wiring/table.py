@@ -386,6 +386,8 @@ SLURM: Cases = {
         ("memory", None, "64G", {}),
         ("constraint", None, "nvlink", {}),
         ("exclude", None, "node[3,7]", {}),
+        ("preflight", True, False, {}),
+        ("spare_nodes", 0, 1, {}),
         ("launcher", "srun", "torchrun", {}),
         ("lead_seconds", 300, 200, {}),
         ("max_requeues", 1000, 10, {}),
