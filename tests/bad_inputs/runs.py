@@ -69,6 +69,8 @@ COMMANDS: dict[str, Callable[[], int | None]] = {
 }
 
 
+CHOSEN = ("trainer.next_sequence",)
+"""Whoever can seal a checkpoint chooses what a run reads next, as he chooses its weights: docs/security.md."""
 LEFT = {"run/logs/lease": "run/logs/left"}
 """What is put in its place only for its own cases: to take over a lease takes a second."""
 
@@ -180,7 +182,7 @@ def problems(case: Case, template: Path, folder: Path, expected: Sequence[Any]) 
         with suppress(ValueError, KeyError, TypeError):  # Whose header does not say what the rules are about.
             found += [f"accepted against the rules of {each}" for each in broken_rules(folder / "prepared/corpus")]
         found += [f"trained on nothing: loss {loss}"] * (not 3 < loss < 8)
-    if case.command == "train" and not outcome.code:
+    if case.command == "train" and not outcome.code and not any(name in case.damage for name in CHOSEN):
         losses = losses_of(folder / "run")
         found += [f"trained otherwise: losses {losses[-2:]}, not {expected[-2:]}"] * (losses[-2:] != expected[-2:])
     if found:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,6 +17,8 @@ from trainer.errors import ConfigError, ResumeError
 from trainer.storage.artifact import Artifact, DamageError, parse_object
 
 STATE_FILE = "state.json"
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+"""What a tensor of int64 can count."""
 
 
 class Part(BaseModel):
@@ -38,11 +40,11 @@ class GoodputState(Part):
 class TrainerState(Part):
     """Of `Trainer.train_state`."""
 
-    step: int = Field(ge=0)
-    next_sequence: int = Field(ge=0)
-    tokens: int = Field(ge=0)
-    skipped: int = Field(ge=0)
-    sources: dict[str, int]
+    step: Count
+    next_sequence: Count
+    tokens: Count
+    skipped: Count
+    sources: dict[str, Count]
     losses: SpikeState
     goodput: GoodputState | None
     """None: not measured then."""
@@ -52,8 +54,8 @@ class StagePosition(Part):
     """Which part of a run a stage is. A run that resumes must agree."""
 
     name: str
-    index: int = Field(ge=0)
-    start_step: int = Field(ge=0)
+    index: Count
+    start_step: Count
     global_batch_size: int | None = None
     """Of a stage whose length is given in tokens."""
 
