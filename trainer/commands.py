@@ -15,7 +15,7 @@ from typing import NoReturn
 from trainer.command_table import resolve, typed
 from trainer.config import extension
 from trainer.config.parse import COMMAND_LINE, load, parse_arguments
-from trainer.errors import EXIT_FAILURE, EXIT_SUCCESS, ConfigError, RankFailedError, RunError
+from trainer.errors import EXIT_FAILURE, EXIT_SUCCESS, ConfigError, RankFailedError, RunError, printable
 
 MAX_PROBLEMS = 100
 EXIT_HELP = "Exit codes: 0 success, 2 wrong arguments or configuration, 78 unusable data or checkpoint, 1 other errors."
@@ -241,8 +241,8 @@ def _print_failure(failure: RunError, rank: int) -> int:
 
 
 def print_lines(*lines: str) -> None:
-    """Prints lines at once, so that a reader of the output sees progress."""
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    """Prints lines at once, so that a reader of the output sees progress, with control characters escaped."""
+    sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
     sys.stdout.flush()
 
 
