@@ -135,9 +135,10 @@ def _fit_loss_chunk(config: Config, world_size: int, device_limit: float) -> Con
     if config.memory.loss_chunk_mib != "auto":
         return config
     limit = max(device_limit, estimate_memory(config, world_size).device_bytes)
+    # The smallest always fits.
     chosen = _largest_chunk(config, LOSS_CHUNKS_MIB, world_size, limit) or config
     peak = estimate_memory(chosen, world_size).device_bytes
-    return _largest_chunk(config, FREE_LOSS_CHUNKS_MIB, world_size, min(peak, limit)) or chosen
+    return _largest_chunk(config, FREE_LOSS_CHUNKS_MIB, world_size, peak) or chosen
 
 
 def _largest_chunk(config: Config, sizes_mib: Sequence[int], world_size: int, limit: float) -> Config | None:

@@ -25,6 +25,7 @@ CHUNK_ELEMENTS = 1 << 20
 MULTIPLIER = 6364136223846793005
 """Base of the hash, from Knuth's MMIX generator: its powers modulo 2^64 are odd and do not repeat."""
 MAX_NAMED_TENSORS = 3
+MAX_NAMED_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,17 @@ def _hash_copies(state: Mapping[str, Tensor]) -> dict[tuple[int, ...], dict[str,
     """Hashes of the local shards that other ranks hold too, by those ranks and name."""
     copies = {name: x for name, x in state.items() if num_replicas(x) > 1}
     device = next(iter(state.values())).device
-    powers = torch.full((CHUNK_ELEMENTS,), MULTIPLIER, dtype=torch.int64, device=device).cumprod(0)
+    powers = hash_powers(device)
     values = torch.cat([powers[:0], *(polynomial_hash(to_local(x), powers) for x in copies.values())]).tolist()
     hashes: defaultdict[tuple[int, ...], dict[str, int]] = defaultdict(dict)
     for (name, x), value in zip(copies.items(), values, strict=True):
         hashes[_ranks_of_copies(x)][name] = value
     return hashes
+
+
+def hash_powers(device: torch.device) -> Tensor:
+    """[CHUNK_ELEMENTS] int64: the powers of `MULTIPLIER` that `polynomial_hash` takes."""
+    return torch.full((CHUNK_ELEMENTS,), MULTIPLIER, dtype=torch.int64, device=device).cumprod(0)
 
 
 def polynomial_hash(x: Tensor, powers: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from trainer.metrics.prediction import read_prediction
 from trainer.metrics.profiler import Profilers
 from trainer.resilience.anomalies import LossSpikeError
 from trainer.resilience.preemption import Preemption
-from trainer.resilience.replicas import find_drifted_ranks
+from trainer.resilience.replicas import MAX_NAMED_RANKS, find_drifted_ranks
 from trainer.resilience.watchdog import Watchdog
 from trainer.run import hooks
 from trainer.run.metrics import MetricsProcessor
@@ -33,7 +33,6 @@ from trainer.storage.run_dir import RunDir
 
 log = logging.getLogger("trainer")
 
-MAX_NAMED_RANKS = 8
 HANG_FACTOR = 10
 """A step or save counts as hung after this many times the slowest one so far."""
 LOAD_TIMEOUT_SECONDS = 4 * 3600.0

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from math import isfinite
 from socket import gethostname
 
-import torch
 from torch import Tensor
 
 from parallelisms.mesh.collectives import all_gather_values, to_local
@@ -18,10 +17,8 @@ from trainer.config.job_config import Config
 from trainer.errors import RunFailedError
 from trainer.metrics.step_metrics import MetricAccumulator
 from trainer.resilience.anomalies import LossSpikeDetector
-from trainer.resilience.replicas import CHUNK_ELEMENTS, MULTIPLIER, polynomial_hash
+from trainer.resilience.replicas import MAX_NAMED_RANKS, MULTIPLIER, hash_powers, polynomial_hash
 from trainer.step.optimizer import Optimizer
-
-MAX_NAMED_RANKS = 8
 
 
 class UnstableStepError(RunFailedError):
@@ -88,7 +85,7 @@ class StepRerun:
 
     def _hashes(self, values: Tensor) -> dict[str, int]:
         """Of what this rank has: the metrics of its tokens, and its shards of the gradients."""
-        powers = torch.full((CHUNK_ELEMENTS,), MULTIPLIER, dtype=torch.int64, device=values.device).cumprod(0)
+        powers = hash_powers(values.device)
         gradients = powers.new_zeros(1)
         for parameter in self._optimizer.parameters_by_name.values():
             if parameter.grad is not None:
