@@ -1,4 +1,7 @@
-"""Training process: parse the run, load data, join the process group, train. Usually launched by ./run_train.sh."""
+"""Training process: parse the run, load data, join the process group, train.
+
+Usually launched by ./run_train.sh.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from trainer.resilience.signals import Interrupted, SignalHandler, die_with_laun
 SIGNAL_HANDLER = SignalHandler()
 
 if __name__ == "__main__":
-    # Importing torch takes seconds: the launcher may die, or a stop signal may arrive, before it is done.
+    # Importing torch takes seconds: the launcher may die, or a stop signal may arrive, before it
+    # is done.
     die_with_launcher()
     SIGNAL_HANDLER.install()
 
@@ -62,18 +66,24 @@ EXIT_TIMEOUT_SECONDS = 120.0
 
 
 def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
-    """Trains this rank's part of a run and returns the exit code. `argv` is the JSON of a `RunSpec`, or launcher flags."""
+    """Trains this rank's part of a run and returns the exit code.
+
+    `argv` is the JSON of a `RunSpec`, or launcher flags.
+    """
     if not argv or not argv[0].startswith("{"):
         exec_launcher(argv)
     rank, _, local_rank = rank_from_environment()
-    # One rank per node reports errors, since nodes may differ; inside the process group, errors are the same on all.
-    should_report, prefix = local_rank == 0, f"[rank {rank}] " if rank else ""
+    # One rank per node reports errors, since nodes may differ; inside the process group, errors
+    # are the same on all.
+    should_report = local_rank == 0
+    prefix = f"[rank {rank}] " if rank else ""
     loggers.configure_logging(rank)
     if signal_handler is None:
         signal_handler = SignalHandler()
         signal_handler.install()
     spec = RunSpec.model_validate_json(argv[0])
-    config, folder = spec.config, RunDir(spec.config.output_dir)
+    config = spec.config
+    folder = RunDir(spec.config.output_dir)
     try:
         extension.install(config.job.extension)
         # Signals may raise here: no peer waits yet, and there is nothing to save.
@@ -84,8 +94,9 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
                 return EXIT_SUCCESS
             folder.create()
             loggers.add_log_file(folder.logs_dir, rank)
-            # Before the process group exists: its timeout is too short for packing a large corpus. Those of later
-            # stages, too, because their problems should show before this stage is trained.
+            # Before the process group exists: its timeout is too short for packing a large corpus.
+            # Those of later stages, too, because their problems should show before this stage is
+            # trained.
             dataset, *_ = [
                 build_train_dataset(each.config, spec.datasets, stage=each.index)
                 for each in config.training_stages[stage.index :]
@@ -95,11 +106,14 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
         run_stage(spec, stage, folder, dataset, validation_sets, signal_handler)
     except Interrupted:
         # No marker: when a rank fails, srun signals all others, too.
-        return report_failure(None, EXIT_FAILURE, "signalled before the first step", is_printed=rank == 0)
+        return report_failure(
+            None, EXIT_FAILURE, "signalled before the first step", is_printed=rank == 0
+        )
     except RankFailedError as error:
         return report_failure(folder, error.status, f"[rank {rank}] {error}")
     except RunFolderInUseError as error:
-        return report_failure(None, error.status, str(error))  # Its markers belong to the other launch.
+        # Its markers belong to the other launch.
+        return report_failure(None, error.status, str(error))
     except RunFolderHeldElsewhereError as error:
         write_marker(folder, "RETRY", str(error), clears_others=False)
         return report_failure(None, error.status, str(error))
@@ -112,7 +126,9 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
 
 
 def exec_launcher(argv: list[str]) -> NoReturn:
-    """Replaces this process by the launcher, which prepares the run and executes this script again; for torchrun."""
+    """Replaces this process by the launcher, which prepares the run and executes this script
+    again; for torchrun.
+    """
     root = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     os.execv(sys.executable, [sys.executable, "-P", "-m", "trainer.launch", *argv])
@@ -131,29 +147,53 @@ def run_stage(
     with ExitStack() as held:
         if rank == 0:
             with signal_handler.raising():  # It may be waited for.
-                job, attempt = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", exit_markers.ATTEMPT_VARIABLE))
+                job, attempt = (
+                    os.environ.get(name, "")
+                    for name in ("SLURM_JOB_ID", exit_markers.ATTEMPT_VARIABLE)
+                )
                 lease = held.enter_context(Lease(folder.logs_dir, job=job, attempt=attempt))
             folder.require_lease = lease.require
-            if spec.prediction is not None:  # Not before: another launch may hold the folder.
-                write_prediction(folder.prediction_path, Prediction.model_validate(spec.prediction, strict=False))
+            # Not before: another launch may hold the folder.
+            if spec.prediction is not None:
+                write_prediction(
+                    folder.prediction_path,
+                    Prediction.model_validate(spec.prediction, strict=False),
+                )
         world = held.enter_context(process_group(config.distributed))
         if rank == 0:
             report_previous_hang(folder, world.size)
-        fingerprints = {f"fingerprint of {name}": value for name, value in dataset.fingerprints.items()}
-        fingerprints |= {f"packing plan of {name}": value for name, value in dataset.plan_fingerprints.items()}
-        fingerprints |= {f"fingerprint of validation set {each.name}": each.fingerprint for each in validation_sets}
+        fingerprints = {
+            f"fingerprint of {name}": value for name, value in dataset.fingerprints.items()
+        }
+        fingerprints |= {
+            f"packing plan of {name}": value for name, value in dataset.plan_fingerprints.items()
+        }
+        fingerprints |= {
+            f"fingerprint of validation set {each.name}": each.fingerprint
+            for each in validation_sets
+        }
         require_same_config(stage.config, fingerprints)
         require_same_checkpoint(f"{stage} from {folder.resume_checkpoint(config)}")
-        preemption = Preemption(config, signal_handler, is_leader=rank == 0, deadline=job_deadline(config, os.environ))
+        preemption = Preemption(
+            config, signal_handler, is_leader=rank == 0, deadline=job_deadline(config, os.environ)
+        )
         compiled = resolve_auto_compile(stage.config, world)
         stage = replace(stage, config=resolve_auto_memory(compiled, world, folder.prediction_path))
         reason = train(
-            config, stage, folder, world, dataset=dataset, validation_sets=validation_sets, preemption=preemption
+            config,
+            stage,
+            folder,
+            world,
+            dataset=dataset,
+            validation_sets=validation_sets,
+            preemption=preemption,
         )
         # Everything is saved, so the exit must not wait for ranks that have already exited.
         faulthandler.dump_traceback_later(EXIT_TIMEOUT_SECONDS, exit=True)
         if reason and not config.checkpoint.enabled:
-            raise DivergedError(f"{reason}: stopped without a checkpoint, because checkpoint.enabled = false")
+            raise DivergedError(
+                f"{reason}: stopped without a checkpoint, because checkpoint.enabled = false"
+            )
         if rank == 0 and (reason or stage.index + 1 == stage.num_stages):
             write_marker(folder, "REQUEUE" if reason else "DONE", reason or "all steps are done")
 
@@ -166,7 +206,9 @@ def report_previous_hang(folder: RunDir, world_size: int) -> None:
         exit_markers.clear(folder.path)
 
 
-def report_failure(folder: RunDir | None, status: int, *problems: str, is_printed: bool = True) -> int:
+def report_failure(
+    folder: RunDir | None, status: int, *problems: str, is_printed: bool = True
+) -> int:
     """Writes the marker of this ending, and prints the problems. Returns the status.
 
     Every rank writes the marker: the first that exits may end the others, before one of them does.
@@ -182,7 +224,9 @@ def write_marker(folder: RunDir, kind: str, reason: str, *, clears_others: bool 
     attempt = os.environ.get(exit_markers.ATTEMPT_VARIABLE)
     # An unwritable folder is already the reported problem.
     with suppress(OSError):
-        exit_markers.write(folder.path, kind, reason=reason, attempt=attempt, clears_others=clears_others)
+        exit_markers.write(
+            folder.path, kind, reason=reason, attempt=attempt, clears_others=clears_others
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The wheel of packages/attention: its size, what its import costs beyond torch's, and what a collator pays per batch.
+"""The wheel of packages/attention: its size, what its import costs beyond torch's, and what a
+collator pays per batch.
 
     python -m benchmarks.attention_package [--rounds 9] [--tokens 1048576]
 
-Imports are timed in fresh processes, in turn with and without the package; a batch is sharded by one rank of a group of eight,
-on the host, as a data loader's worker would.
+Imports are timed in fresh processes, in turn with and without the package; a batch is sharded by
+one rank of a group of eight, on the host, as a data loader's worker would.
 """
 
 from __future__ import annotations
@@ -29,17 +30,23 @@ def build(folder: Path) -> Path:
     """The wheel; installed beside it, for PYTHONPATH."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run(
-        [*pip, "wheel", str(ROOT / "packages/attention"), "--no-deps", "--wheel-dir", str(folder)], check=True
+        [*pip, "wheel", str(ROOT / "packages/attention"), "--no-deps", "--wheel-dir", str(folder)],
+        check=True,
     )
     (wheel,) = folder.glob("*.whl")
-    subprocess.run([*pip, "install", str(wheel), "--no-deps", "--target", str(folder / "installed")], check=True)
+    subprocess.run(
+        [*pip, "install", str(wheel), "--no-deps", "--target", str(folder / "installed")],
+        check=True,
+    )
     return wheel
 
 
 def import_seconds(module: str, path: Path) -> float:
     code = f"import time; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
     environment = os.environ | {"PYTHONPATH": str(path)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=path, env=environment, capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=path, env=environment, capture_output=True, check=True
+    )
     return float(done.stdout)
 
 
@@ -57,14 +64,17 @@ def shard_seconds(tokens: int, documents: int, rounds: int) -> dict[str, float]:
     batch = {"input_ids": ids, "labels": ids, "position_ids": (torch.arange(tokens) - begin)[None]}
     # A group of eight in one process: sharding sends nothing.
     group = SimpleNamespace(size=lambda: 8, rank=lambda: 3, group_name="group")
-    mesh: Any = SimpleNamespace(size=lambda _=None: 8, ndim=1, shape=(8,), get_group=lambda _: group)
+    mesh: Any = SimpleNamespace(
+        size=lambda _=None: 8, ndim=1, shape=(8,), get_group=lambda _: group
+    )
     found = {}
     with patch("parallelisms.mesh.collectives.all_gather_values", lambda value, _: [value] * 8):
         for method in ("ulysses", "allgather", "ring"):
             cp = ContextParallel(mesh, method=method)
             seconds = []
             for number in range(rounds + 1):
-                batch["position_ids"] = batch["position_ids"].roll(number, 1)  # Other documents each time.
+                # Other documents each time.
+                batch["position_ids"] = batch["position_ids"].roll(number, 1)
                 begun = time.perf_counter()
                 cp.shard_batch(batch)
                 seconds.append(time.perf_counter() - begun)
@@ -73,7 +83,9 @@ def shard_seconds(tokens: int, documents: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=1 << 20)
     options = parser.parse_args()
@@ -82,14 +94,19 @@ def main() -> None:
         sys.stdout.write(f"{wheel.name}: {wheel.stat().st_size / 1000:.0f} kB\n")
         path = Path(folder) / "installed"
         pairs = [
-            [import_seconds(name, path) for name in ("torch", "longhaul_attention")] for _ in range(options.rounds)
+            [import_seconds(name, path) for name in ("torch", "longhaul_attention")]
+            for _ in range(options.rounds)
         ]
     alone, both = (median(column) for column in zip(*pairs, strict=True))
-    sys.stdout.write(f"import torch {alone:.2f} s, import longhaul_attention {both:.2f} s: {both - alone:.2f} s more\n")
+    sys.stdout.write(
+        f"import torch {alone:.2f} s, import longhaul_attention {both:.2f} s: {both - alone:.2f} s more\n"
+    )
     for documents in (1, options.tokens // 1000, options.tokens // 50):
         timed = shard_seconds(options.tokens, documents, 3)
         line = ", ".join(f"{method} {1000 * seconds:.0f} ms" for method, seconds in timed.items())
-        sys.stdout.write(f"shard_batch, {options.tokens:,} tokens in {documents:,} documents: {line}\n")
+        sys.stdout.write(
+            f"shard_batch, {options.tokens:,} tokens in {documents:,} documents: {line}\n"
+        )
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
     python -m benchmarks.balance            prints the table of docs/data.md
     python -m benchmarks.balance --write    writes it
 
-Four corpora of 10^6 documents (10^5 where they are books), at 128K and 1M tokens a sequence; a step has four micro-batches
-of one sequence a rank. dp imbalance is the work of the busiest rank of each micro-batch over the mean, summed over
-micro-batches, averaged over at most 200 steps; work is seconds of Llama 3 8B on an H100, by the planner. `bound`: what no
-deal can beat, because the largest sequence of a step needs its time and the mean is the mean.
+Four corpora of 10^6 documents (10^5 where they are books), at 128K and 1M tokens a sequence; a
+step has four micro-batches of one sequence a rank. dp imbalance is the work of the busiest rank of
+each micro-batch over the mean, summed over micro-batches, averaged over at most 200 steps; work is
+seconds of Llama 3 8B on an H100, by the planner. `bound`: what no deal can beat, because the
+largest sequence of a step needs its time and the mean is the mean.
 
     log-normal   median 735 tokens, sigma 1.6: as pages of the web, with a heavy tail
     Pareto       exponent 1.2, at least 400 tokens: as repositories and dumps
@@ -36,7 +37,9 @@ from trainer.hardware.device_specs import load_device
 from trainer.plan.critical_path import predict_step_time, sequence_cost
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "data.md"
-DOCUMENTS, MICRO_BATCHES, MAX_STEPS = 1_000_000, 4, 200
+DOCUMENTS = 1_000_000
+MICRO_BATCHES = 4
+MAX_STEPS = 200
 PACKED: dict[str, tuple[Packing, int]] = {
     "version 1": ("best_fit", 1),
     "version 2": ("best_fit", 2),
@@ -55,10 +58,14 @@ def pareto(count: int) -> Tensor:
 
 
 def prolong(count: int, shares: dict[int, float]) -> Tensor:
-    """Short documents, and pieces of these lengths with these shares of the tokens; in a mixed order."""
+    """Short documents, and pieces of these lengths with these shares of the tokens; in a mixed
+    order.
+    """
     short = log_normal(count, 600, 1.1).clamp(max=60_000)
     total = int(short.sum()) / (1 - sum(shares.values()))
-    pieces = [torch.full((round(total * share / length),), length) for length, share in shares.items()]
+    pieces = [
+        torch.full((round(total * share / length),), length) for length, share in shares.items()
+    ]
     lengths = torch.cat([short, *pieces])
     return lengths[shuffled_order(len(lengths), seed=1)]
 
@@ -82,7 +89,8 @@ def imbalances(plan: PackingPlan, cost: Cost, dp_size: int) -> tuple[float, floa
     work = (cost.of_pair * sequence_pairs(plan) + cost.of_token * plan.seq_len)[
         shuffled_order(plan.num_sequences, seed=3)
     ]
-    size, found = dp_size * MICRO_BATCHES, list[tuple[float, float, float]]()
+    size = dp_size * MICRO_BATCHES
+    found = list[tuple[float, float, float]]()
     for step in work.split(size)[:MAX_STEPS]:
         if len(step) < size:
             break
@@ -115,7 +123,11 @@ def rows(documents: int) -> Iterator[str]:
                 cells = []
                 for dp_size in (8, 64):
                     by_number, dealt, bound = imbalances(plan, cost, dp_size)
-                    cells.append(f"{by_number:.2f}, {dealt:.2f} ({bound:.2f})" if by_number else "too few sequences")
+                    cells.append(
+                        f"{by_number:.2f}, {dealt:.2f} ({bound:.2f})"
+                        if by_number
+                        else "too few sequences"
+                    )
                 padding = plan.num_padding_tokens / (plan.num_sequences * seq_len)
                 facts = f"{padding:.2%} | {between_sequences(plan):.2f} | {' | '.join(cells)} | {seconds:.1f}"
                 yield f"| {name} | {seq_len >> 10}K | {label} | {facts} |"

@@ -2,10 +2,11 @@
 
     python benchmarks/checkpoint.py [--ranks 2] [--params-millions 64] [--saves 3] [--folder /tmp]
 
-A Llama of about that many parameters, float32 with AdamW, 12 bytes each, sharded over processes of this machine that
-train on short sequences. Saves follow each other, with as many steps between them as one lasts, in the foreground and in
-the background; the first of each kind also allocates, and is left out. Files are in the page cache when they are
-hashed and read. Prints a table in Markdown.
+A Llama of about that many parameters, float32 with AdamW, 12 bytes each, sharded over processes of
+this machine that train on short sequences. Saves follow each other, with as many steps between
+them as one lasts, in the foreground and in the background; the first of each kind also allocates,
+and is left out. Files are in the page cache when they are hashed and read. Prints a table in
+Markdown.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def measure(config: Config, world: World, saves: int) -> dict[str, float]:
     trainer = Trainer(config, world, build_train_dataset(config))
     folder = RunDir(config.output_dir)
     folder.create()
-    found, quiet, during_save = [], list[float](), list[float]()
+    found = []
+    quiet = list[float]()
+    during_save = list[float]()
     with CheckpointManager(config, folder, world) as checkpoints:
         steps = trainer.train_steps()
         next(steps)
@@ -89,7 +92,9 @@ def measure(config: Config, world: World, saves: int) -> dict[str, float]:
             quiet += [timed(steps) for _ in range(3)]
             checkpoints.save(trainer)
             # As many on every rank; a rank that asks may hear later than another.
-            during_save += [timed(steps) for _ in range(6)] if config.checkpoint.asynchronous else []
+            during_save += (
+                [timed(steps) for _ in range(6)] if config.checkpoint.asynchronous else []
+            )
             ended = checkpoints.wait() if not config.checkpoint.asynchronous else None
             while ended is None and not (collected := checkpoints.pop_finished()):
                 time.sleep(0.01)
@@ -163,7 +168,9 @@ def seconds(number: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--params-millions", type=float, default=64)
     parser.add_argument("--saves", type=int, default=3)
@@ -178,7 +185,9 @@ def main() -> int:
         port = probe.getsockname()[1]
     folder = Path(tempfile.mkdtemp(dir=asked.folder))
     place = {"WORLD_SIZE": asked.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment = os.environ | {key: str(value) for key, value in place.items()} | {"OMP_NUM_THREADS": "1"}
+    environment = (
+        os.environ | {key: str(value) for key, value in place.items()} | {"OMP_NUM_THREADS": "1"}
+    )
     try:
         processes = [
             subprocess.Popen(

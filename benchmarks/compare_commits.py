@@ -1,18 +1,21 @@
-"""Whether two commits train alike: losses, gradient norms and final weights of twelve runs on each, on CPU.
+"""Whether two commits train alike: losses, gradient norms and final weights of twelve runs on
+each, on CPU.
 
     python benchmarks/compare_commits.py OLD NEW [--runs one_process,tp_2] [--keep FOLDER]
 
-For a change that must not change numbers, a rename for instance. Each commit is checked out in a temporary folder, and
-its own `./run_train.sh` runs with the packages of the interpreter that runs this file, one run after the other, one
-thread per rank. Every step's loss and gradient norm, and every tensor of the last checkpoint, optimizer state included,
-are compared bit by bit. The status is 1 if a run fails, or if something differs: in float64 by more than 1e-13
-relative to the largest element, in other types at all. The table says "no" wherever a bit differs.
+For a change that must not change numbers, a rename for instance. Each commit is checked out in a
+temporary folder, and its own `./run_train.sh` runs with the packages of the interpreter that runs
+this file, one run after the other, one thread per rank. Every step's loss and gradient norm, and
+every tensor of the last checkpoint, optimizer state included, are compared bit by bit. The status
+is 1 if a run fails, or if something differs: in float64 by more than 1e-13 relative to the largest
+element, in other types at all. The table says "no" wherever a bit differs.
 
-Commits may spell keys of the configuration differently: `RENAMED` has those that are used here, and each commit's
-`--help` tells which spelling it knows. Nothing of either commit is imported.
+Commits may spell keys of the configuration differently: `RENAMED` has those that are used here,
+and each commit's `--help` tells which spelling it knows. Nothing of either commit is imported.
 
-With `--keep` what OLD computed is kept in that folder, and taken from there the next time, unless the run, torch or
-Python have changed since. NEW always runs. The longest run uses four processes; kept results take about 1 GB.
+With `--keep` what OLD computed is kept in that folder, and taken from there the next time, unless
+the run, torch or Python have changed since. NEW always runs. The longest run uses four processes;
+kept results take about 1 GB.
 """
 
 from __future__ import annotations
@@ -60,15 +63,24 @@ WORDS = (
     "rests",
 )
 
-# Keys that are used below and once had another name: the new one and the old one. A run that sets a key which is in
-# neither commit's words fails with the launcher's own message.
+# Keys that are used below and once had another name: the new one and the old one. A run that sets
+# a key which is in neither commit's words fails with the launcher's own message.
 RENAMED = {
     "memory.blocks_per_checkpoint": "memory.input_every",
     "memory.loss_chunk_mib": "memory.head_chunk_mib",
     "parallelism.cp_outer_method": "parallelism.cp_outer",
 }
 # What launchers set, which would be taken for a world that exists.
-WORLD = ("NNODES", "NODE_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
+WORLD = (
+    "NNODES",
+    "NODE_RANK",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PYTHONPATH",
+)
 
 COMMON: dict[str, str | int] = {
     "training.dtype": "float64",
@@ -78,7 +90,11 @@ COMMON: dict[str, str | int] = {
     "metrics.tensorboard": "false",
     "distributed.restarts": 0,
 }
-ONE_STAGE: dict[str, str | int] = {"training.seq_len": 256, "training.global_batch_size": 4, "training.steps": 4}
+ONE_STAGE: dict[str, str | int] = {
+    "training.seq_len": 256,
+    "training.global_batch_size": 4,
+    "training.steps": 4,
+}
 STAGES = """\
 [model]
 family = "llama3"
@@ -108,7 +124,9 @@ parallelism = { cp = 2 }
 
 @dataclass(frozen=True)
 class Run:
-    """A run: its processes, what it sets beside `COMMON`, and its file, or nothing for `train_configs/debug.toml`."""
+    """A run: its processes, what it sets beside `COMMON`, and its file, or nothing for
+    `train_configs/debug.toml`.
+    """
 
     processes: int = 1
     options: Mapping[str, str | int] = field(default_factory=dict)
@@ -165,7 +183,9 @@ class FailedError(Exception):
 
 @dataclass(frozen=True)
 class Result:
-    """What a run computed: a loss and a gradient norm for each step, and the tensors of its last checkpoint."""
+    """What a run computed: a loss and a gradient norm for each step, and the tensors of its last
+    checkpoint.
+    """
 
     losses: Tensor
     norms: Tensor
@@ -179,16 +199,21 @@ class Commit:
     """A commit, checked out in a folder of its own, and what it computes."""
 
     def __init__(self, commit: str, checkout: Path, place: Path) -> None:
-        self.commit, self._checkout, self._place = commit, checkout, place
+        self.commit = commit
+        self._checkout = checkout
+        self._place = place
         self._corpus = place / "corpus"
         _write_corpus(self._corpus)
-        self._keys = set(re.findall(r"^ +--([a-z0-9_.]+) ", self._launch(["--help"], processes=1), re.MULTILINE))
+        self._keys = set(
+            re.findall(r"^ +--([a-z0-9_.]+) ", self._launch(["--help"], processes=1), re.MULTILINE)
+        )
         if not self._keys:
             raise FailedError(f"./run_train.sh --help of {commit} names no keys")
 
     def result(self, name: str) -> Result:
         """Of a run that ends well. Raises `FailedError`."""
-        run, folder = RUNS[name], self._place / name
+        run = RUNS[name]
+        folder = self._place / name
         folder.mkdir()
         config = "debug"
         if run.config:
@@ -200,10 +225,19 @@ class Commit:
             "data.cache_dir": self._place / "prepared",
             "job.output_dir": folder / "run",
         }
-        options = ["--config", config, *(f"--{self._spelled(key)}={value}" for key, value in values.items())]
+        options = [
+            "--config",
+            config,
+            *(f"--{self._spelled(key)}={value}" for key, value in values.items()),
+        ]
         self._launch(options, processes=run.processes)
-        steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-        found = sorted((folder / "run" / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
+        steps = [
+            json.loads(line)
+            for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
+        found = sorted(
+            (folder / "run" / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:])
+        )
         if not steps or not found:
             raise FailedError(f"{name} wrote no metrics or no checkpoint")
         result = Result(
@@ -219,7 +253,9 @@ class Commit:
 
     def _launch(self, options: Sequence[str], *, processes: int) -> str:
         environment = {
-            name: value for name, value in os.environ.items() if name not in WORLD and not name.startswith("SLURM_")
+            name: value
+            for name, value in os.environ.items()
+            if name not in WORLD and not name.startswith("SLURM_")
         }
         environment |= {
             "NGPU": str(processes),
@@ -249,7 +285,8 @@ class Commit:
 @contextmanager
 def checked_out(commit: str) -> Iterator[Commit]:
     with tempfile.TemporaryDirectory(prefix="compare_commits_") as folder:
-        checkout, place = Path(folder) / "checkout", Path(folder) / "runs"
+        checkout = Path(folder) / "checkout"
+        place = Path(folder) / "runs"
         place.mkdir()
         _git("worktree", "add", "--quiet", "--detach", str(checkout), commit)
         try:
@@ -259,7 +296,9 @@ def checked_out(commit: str) -> Iterator[Commit]:
 
 
 def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def _write_corpus(folder: Path) -> None:
@@ -275,9 +314,13 @@ def _read(checkpoint: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole, whatever ranks wrote it."""
     reader = dcp.FileSystemReader(checkpoint)
     entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    loaded = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    loaded = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+    }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # That there is no process group is what is asked for.
+        # That there is no process group is what is asked for.
+        warnings.simplefilter("ignore")
         dcp.load(loaded, storage_reader=reader, no_dist=True)
     return loaded
 
@@ -288,9 +331,12 @@ def _read(checkpoint: Path) -> dict[str, Tensor]:
 def _conditions(name: str) -> str:
     """What a kept result depends on beside the commit."""
     run = RUNS[name]
-    values = {RENAMED.get(key, key): value for key, value in run.values.items()}  # As before any rename.
+    # As before any rename.
+    values = {RENAMED.get(key, key): value for key, value in run.values.items()}
     asked = {"processes": run.processes, "values": values, "config": run.config}
-    return json.dumps(asked | {"torch": torch.__version__, "python": platform.python_version()}, sort_keys=True)
+    return json.dumps(
+        asked | {"torch": torch.__version__, "python": platform.python_version()}, sort_keys=True
+    )
 
 
 def _take(folder: Path, name: str) -> Result | None:
@@ -311,7 +357,9 @@ def _put(folder: Path, name: str, result: Result) -> None:
     written.rename(folder / f"{name}.pt")
 
 
-def results(commit: str, names: Sequence[str], keep: Path | None) -> dict[str, Result | FailedError]:
+def results(
+    commit: str, names: Sequence[str], keep: Path | None
+) -> dict[str, Result | FailedError]:
     """What a commit computes, or how its runs failed, by name."""
     folder = None if keep is None else keep / commit
     found: dict[str, Result | FailedError] = {}
@@ -341,7 +389,9 @@ def results(commit: str, names: Sequence[str], keep: Path | None) -> dict[str, R
 
 
 def difference(old: Tensor, new: Tensor) -> float:
-    """The largest, relative to the largest element; 0 only if all bits agree, infinite where it has no meaning."""
+    """The largest, relative to the largest element; 0 only if all bits agree, infinite where it
+    has no meaning.
+    """
     if old.dtype != new.dtype or old.shape != new.shape:
         return math.inf
     if torch.equal(_bits(old), _bits(new)):
@@ -360,7 +410,9 @@ def compared(old: Result, new: Result) -> tuple[float, float, float]:
     """The largest difference of losses, of gradient norms and of the checkpoint's tensors."""
     weights = math.inf
     if old.tensors.keys() == new.tensors.keys():
-        weights = max(difference(tensor, new.tensors[name]) for name, tensor in old.tensors.items())
+        weights = max(
+            difference(tensor, new.tensors[name]) for name, tensor in old.tensors.items()
+        )
     return difference(old.losses, new.losses), difference(old.norms, new.norms), weights
 
 
@@ -374,18 +426,24 @@ def main() -> int:
     parser.add_argument("old", metavar="OLD")
     parser.add_argument("new", metavar="NEW")
     parser.add_argument("--runs", default=",".join(RUNS), help=f"of {', '.join(RUNS)}")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where results of OLD are kept")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="where results of OLD are kept"
+    )
     asked = parser.parse_args()
     names = asked.runs.split(",")
     if unknown := [name for name in names if name not in RUNS]:
         parser.error(f"there is no run {', '.join(unknown)}; there are {', '.join(RUNS)}")
-    old, new = (_git("rev-parse", "--verify", f"{commit}^{{commit}}") for commit in (asked.old, asked.new))
-    before, after = results(old, names, asked.keep), results(new, names, None)
+    old, new = (
+        _git("rev-parse", "--verify", f"{commit}^{{commit}}") for commit in (asked.old, asked.new)
+    )
+    before = results(old, names, asked.keep)
+    after = results(new, names, None)
     sys.stdout.write("| run | losses equal | norms equal | weights equal | largest difference |\n")
     sys.stdout.write("| --- | --- | --- | --- | ---: |\n")
     is_alike = True
     for name in names:
-        first, second = before[name], after[name]
+        first = before[name]
+        second = after[name]
         if isinstance(first, FailedError) or isinstance(second, FailedError):
             is_alike = False
             sys.stdout.write(f"| {name} | failed | failed | failed | |\n")

@@ -1,4 +1,5 @@
-"""Generate docs/configuration.md, docs/config.schema.json and the alias table of docs/from_torchtitan.md.
+"""Generate docs/configuration.md, docs/config.schema.json and the alias table of
+docs/from_torchtitan.md.
 
 python -m benchmarks.config_pages           write the files
 python -m benchmarks.config_pages --check   exit 1 if one is out of date
@@ -18,7 +19,8 @@ from trainer.config.training_stages import Recipe
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TOML_SCALAR_TYPES = (bool, int, float, str, list)
-OUR_KEY, AS_CODE = re.compile(r"^[a-z_]+\.[a-z._]+"), r"`\g<0>`"
+OUR_KEY = re.compile(r"^[a-z_]+\.[a-z._]+")
+AS_CODE = r"`\g<0>`"
 
 PAGE_HEADER = """\
 # Configuration
@@ -53,7 +55,9 @@ def render_markdown() -> str:
 
 
 def render_json_schema() -> str:
-    """Contents of docs/config.schema.json, which editors find by the `#:schema` line of a TOML file."""
+    """Contents of docs/config.schema.json, which editors find by the `#:schema` line of a TOML
+    file.
+    """
     return json.dumps(_strip_nulls(Recipe.model_json_schema()), indent=2) + "\n"
 
 
@@ -71,25 +75,37 @@ def stale_pages() -> dict[Path, str]:
         DOCS / "config.schema.json": render_json_schema(),
         aliases_page: insert_alias_table(aliases_page.read_text()),
     }
-    return {path: text for path, text in pages.items() if not path.is_file() or path.read_text() != text}
+    return {
+        path: text
+        for path, text in pages.items()
+        if not path.is_file() or path.read_text() != text
+    }
 
 
 def main(argv: list[str]) -> int:
     stale = stale_pages()
     for path, text in stale.items() if "--check" not in argv else ():
         path.write_text(text)
-    sys.stdout.write("".join(f"{path} {'is out of date' if '--check' in argv else 'written'}\n" for path in stale))
+    sys.stdout.write(
+        "".join(
+            f"{path} {'is out of date' if '--check' in argv else 'written'}\n" for path in stale
+        )
+    )
     return 1 if stale and "--check" in argv else 0
 
 
 def _strip_nulls(node: object) -> object:
-    """Removes null, which TOML lacks, and defaults of whole sections, which repeat those of their keys."""
+    """Removes null, which TOML lacks, and defaults of whole sections, which repeat those of their
+    keys.
+    """
     if isinstance(node, list):
         return [_strip_nulls(item) for item in node if item != {"type": "null"}]
     if not isinstance(node, dict):
         return node
     cleaned = {
-        key: _strip_nulls(value) for key, value in node.items() if key != "default" or type(value) in TOML_SCALAR_TYPES
+        key: _strip_nulls(value)
+        for key, value in node.items()
+        if key != "default" or type(value) in TOML_SCALAR_TYPES
     }
     options = cleaned.get("anyOf")
     if isinstance(options, list) and len(options) == 1:

@@ -5,10 +5,11 @@
     python -m benchmarks.context_parallel --balance
     python -m benchmarks.context_parallel --windows
 
-Every rank's forward and backward of one attention layer runs alone, with its received tensors prepared, and is
-timed (CPU-seconds of one thread, or CUDA events). The slowest rank is compared with the ideal: the time
-of the whole sequence in one process, divided by the number of ranks. Also: attended pairs of the busiest rank over the
-mean, bytes that a rank sends (counted as it hands them over), and the peak of what it allocates on top of its inputs.
+Every rank's forward and backward of one attention layer runs alone, with its received tensors
+prepared, and is timed (CPU-seconds of one thread, or CUDA events). The slowest rank is compared
+with the ideal: the time of the whole sequence in one process, divided by the number of ranks.
+Also: attended pairs of the busiest rank over the mean, bytes that a rank sends (counted as it
+hands them over), and the peak of what it allocates on top of its inputs.
 
 --balance prints, for twenty sequences of 128K tokens packed with documents of several kinds, the largest ratio of the
 busiest rank's attended pairs to the mean; nothing is timed.
@@ -112,8 +113,14 @@ class Peak(TorchDispatchMode):
     def __post_init__(self) -> None:
         super().__init__()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = {
+            x.untyped_storage().data_ptr()
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, Tensor)
+        }
         out = function(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given | self.seen:
@@ -121,7 +128,8 @@ class Peak(TorchDispatchMode):
         return out
 
     def _born(self, storage: torch.UntypedStorage) -> None:
-        place, size = storage.data_ptr(), storage.nbytes()
+        place = storage.data_ptr()
+        size = storage.nbytes()
         self.seen.add(place)
         self.alive += size
         self.bytes = max(self.bytes, self.alive)
@@ -149,7 +157,9 @@ def whole(item: Item, heads: int, kv_heads: int) -> Job:
     """Forward and backward of all tokens in one process."""
     q, grad = (item.draw(item.tokens, heads) for _ in range(2))
     k, v = (item.draw(item.tokens, kv_heads) for _ in range(2))
-    squares = attention_op.document_blocks(torch.tensor([item.boundaries], dtype=torch.int32), 1, item.tokens)
+    squares = attention_op.document_blocks(
+        torch.tensor([item.boundaries], dtype=torch.int32), 1, item.tokens
+    )
 
     def job() -> None:
         out, lse = attention_op.forward(q, k, v, squares, kernel=item.kernel)
@@ -161,13 +171,17 @@ def whole(item: Item, heads: int, kv_heads: int) -> Job:
 def shares(item: Item, plan: ContextPlan) -> Iterator[tuple[Job, Wire]]:
     """Forward and backward of each rank of the ring, with its part of the heads."""
     heads = item.heads // plan.ulysses_degree
-    kv_heads = item.kv_heads * kv_head_repeats(plan.ulysses_degree, item.kv_heads) // plan.ulysses_degree
+    kv_heads = (
+        item.kv_heads * kv_head_repeats(plan.ulysses_degree, item.kv_heads) // plan.ulysses_degree
+    )
     if plan.rotate_method is None or plan.ring_degree == 1:
         yield whole(item, heads, kv_heads), Wire([])
         return
     layout = BatchLayout(plan.resolved_layout, plan.ring_degree, torch.tensor([item.boundaries]))
     held = item.tokens // plan.ring_degree
-    everyone = [torch.stack([item.draw(held, kv_heads) for _ in range(2)]) for _ in range(plan.ring_degree)]
+    everyone = [
+        torch.stack([item.draw(held, kv_heads) for _ in range(2)]) for _ in range(plan.ring_degree)
+    ]
     for rank in range(plan.ring_degree):
         yield share_of(item, plan, RankAttentionPlan(layout, rank), everyone, heads)
 
@@ -177,14 +191,18 @@ def share_of(
 ) -> tuple[Job, Wire]:
     k, v = everyone[share.rank]
     q, grad, k, v = (x[None] for x in (*(item.draw(k.shape[0], heads) for _ in range(2)), k, v))
-    wire = Wire([everyone[(share.rank - step) % plan.ring_degree] for step in range(plan.ring_degree)])
+    wire = Wire(
+        [everyone[(share.rank - step) % plan.ring_degree] for step in range(plan.ring_degree)]
+    )
     exchange: KVExchange = Ring(share, wire.rotate, torch.float32)
     if plan.rotate_method == "allgather":
         exchange = AllGather(share, wire.gather, wire.reduce_scatter, torch.float32)
 
     def job() -> None:
         wire.sent = wire.step = 0
-        out, lse = ring.forward((q, k, v, exchange.start(k[0], v[0])), exchange, kernel=item.kernel)
+        out, lse = ring.forward(
+            (q, k, v, exchange.start(k[0], v[0])), exchange, kernel=item.kernel
+        )
         wire.step = 0
         started = (q, k, v, exchange.start(k[0], v[0]))
         ring.backward(grad, started, out, lse, exchange, kernel=item.kernel)
@@ -207,18 +225,29 @@ def measured_peak(device: str) -> Iterator[list[float]]:
 
 
 def exchanged(item: Item, plan: ContextPlan) -> int:
-    """Bytes that trading heads for tokens sends, both ways: q, k, v there and o back, and their gradients."""
+    """Bytes that trading heads for tokens sends, both ways: q, k, v there and o back, and their
+    gradients.
+    """
     u = plan.ulysses_degree
     kv_heads = item.kv_heads * kv_head_repeats(u, item.kv_heads)
     size = torch.empty(0, dtype=item.dtype).element_size()
-    return 2 * (2 * item.heads + 2 * kv_heads) * (item.tokens // plan.cp) * item.width * size * (u - 1) // u
+    return (
+        2
+        * (2 * item.heads + 2 * kv_heads)
+        * (item.tokens // plan.cp)
+        * item.width
+        * size
+        * (u - 1)
+        // u
+    )
 
 
 def row(item: Item, plan: ContextPlan, rounds: int) -> str:
     alone = whole(item, item.heads, item.kv_heads)
     jobs = list(shares(item, plan))
     alone()
-    # Rounds alternate, so that a machine whose speed drifts does so for both; the least disturbed of each counts.
+    # Rounds alternate, so that a machine whose speed drifts does so for both; the least disturbed
+    # of each counts.
     single: list[float] = []
     ranks: list[list[float]] = [[] for _ in jobs]
     for _ in range(rounds):
@@ -253,14 +282,19 @@ KINDS: dict[str, Callable[[random.Random, int], float]] = {
     "log-normal, mean 16K": lambda draw, _: draw.lognormvariate(9.2, 1.0),
     "log-normal, mean 2K": lambda draw, _: draw.lognormvariate(6.9, 1.2),
     "Pareto, from 256": lambda draw, _: 256 * draw.paretovariate(1.1),
-    "half the row, then short": lambda draw, number: 2**16 if number == 0 else draw.uniform(1, 2000),
+    "half the row, then short": lambda draw, number: (
+        2**16 if number == 0 else draw.uniform(1, 2000)
+    ),
     "one document": lambda *_: 2**17,
 }
 
 
-def drawn(length: Callable[[random.Random, int], float], seed: int, tokens: int) -> tuple[int, ...]:
+def drawn(
+    length: Callable[[random.Random, int], float], seed: int, tokens: int
+) -> tuple[int, ...]:
     """Boundaries of the documents of a sequence."""
-    draw, ends = random.Random(seed), [0]
+    draw = random.Random(seed)
+    ends = [0]
     while ends[-1] < tokens:
         ends.append(min(tokens, ends[-1] + max(1, int(length(draw, len(ends) - 1)))))
     return tuple(ends)
@@ -269,7 +303,9 @@ def drawn(length: Callable[[random.Random, int], float], seed: int, tokens: int)
 def balance(rows: int = 20, tokens: int = 2**17) -> None:
     out = sys.stdout.write
     layouts: tuple[ShardLayout, ...] = ("contiguous", "headtail", "doc_headtail", "balanced")
-    out(f"| {tokens // 1024}K tokens, documents | cp | {' | '.join(layouts)} |\n|---|---|---|---|---|---|\n")
+    out(
+        f"| {tokens // 1024}K tokens, documents | cp | {' | '.join(layouts)} |\n|---|---|---|---|---|---|\n"
+    )
     for name, length in KINDS.items():
         for cp in (4, 8, 16):
             worst = dict.fromkeys(layouts, 0.0)
@@ -288,7 +324,9 @@ KV_BYTES = 2 * 2 * 8 * 64
 
 
 def window_table(tokens: int = 2**17, cps: tuple[int, ...] = (8, 32)) -> list[str]:
-    """What the busiest rank sends of a layer's keys and values in the forward pass, and pairs of the busiest over mean."""
+    """What the busiest rank sends of a layer's keys and values in the forward pass, and pairs of
+    the busiest over mean.
+    """
     layouts: tuple[ShardLayout, ...] = ("contiguous", "headtail", "doc_headtail", "balanced")
     lines = [
         "| documents | cp | layout | all-gather | "
@@ -309,7 +347,9 @@ def window_table(tokens: int = 2**17, cps: tuple[int, ...] = (8, 32)) -> list[st
                 for window in (None, *WINDOWS):
                     pairs = layout.pairs_per_rank(window)
                     ratios.append(f"{max(pairs) * cp / sum(pairs):.3f}")
-                lines.append(f"| {' | '.join((name, str(cp), kind, f'{gathered:.0f}', *halos, *ratios))} |")
+                lines.append(
+                    f"| {' | '.join((name, str(cp), kind, f'{gathered:.0f}', *halos, *ratios))} |"
+                )
     return lines
 
 
@@ -322,7 +362,8 @@ def documents(tokens: int, *, packed: bool) -> tuple[int, ...]:
     """One document, or a row of long-tailed ones (log-normal, median 1K)."""
     if not packed:
         return (0, tokens)
-    draw, ends = random.Random(0), [0]
+    draw = random.Random(0)
+    ends = [0]
     while ends[-1] < tokens:
         ends.append(min(tokens, ends[-1] + max(1, int(draw.lognormvariate(7, 1.2)))))
     return tuple(ends)
@@ -341,10 +382,14 @@ def plans(cp: int, item: Item, *, packed: bool) -> Iterator[ContextPlan]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384])
     parser.add_argument("--cp", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--heads", type=int, nargs=2, default=[8, 2], metavar=("QUERY", "KEY_VALUE"))
+    parser.add_argument(
+        "--heads", type=int, nargs=2, default=[8, 2], metavar=("QUERY", "KEY_VALUE")
+    )
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--methods", nargs="+", choices=CP_METHODS, default=CP_METHODS)
@@ -366,15 +411,26 @@ def main() -> None:
     heads, kv_heads = given.heads
     name = torch.cuda.get_device_name() if given.device == "cuda" else platform.machine()
     out = sys.stdout.write
-    out(f"torch {torch.__version__}, {name}, {given.dtype}, {heads}/{kv_heads} heads of {given.width}, ")
+    out(
+        f"torch {torch.__version__}, {name}, {given.dtype}, {heads}/{kv_heads} heads of {given.width}, "
+    )
     out(f"kernel {given.kernel}, {given.rounds} rounds\n")
     for tokens in given.tokens:
         boundaries = documents(tokens, packed=given.packed)
         out(f"\n{tokens} tokens, {len(boundaries) - 1} documents\n\n")
-        out("| method, layout | cp | tokens/rank | slowest rank s | over ideal | balance | MiB sent | peak MiB |\n")
+        out(
+            "| method, layout | cp | tokens/rank | slowest rank s | over ideal | balance | MiB sent | peak MiB |\n"
+        )
         out("|---|---|---|---|---|---|---|---|\n")
         item = Item(
-            tokens, heads, kv_heads, given.width, boundaries, getattr(torch, given.dtype), given.device, given.kernel
+            tokens,
+            heads,
+            kv_heads,
+            given.width,
+            boundaries,
+            getattr(torch, given.dtype),
+            given.device,
+            given.kernel,
         )
         for cp in given.cp:
             for plan in plans(cp, item, packed=given.packed):

@@ -1,9 +1,11 @@
-"""Count the bytes that a run holds: every allocation and release that torch's CPU allocator reports.
+"""Count the bytes that a run holds: every allocation and release that torch's CPU allocator
+reports.
 
-torch.profiler sees them all: inside operators and kernels, in storages that are resized, in the backward pass. Left out
-are what blocks keep in host memory, and what only a CPU run has: copies that gloo makes of what it sends, casts of what is
-added to a wider sum, and the scratch of the CPU's attention. Not seen is
-what MKL and Python take for themselves, and what gloo's threads release; `Live` finds that out later.
+torch.profiler sees them all: inside operators and kernels, in storages that are resized, in the
+backward pass. Left out are what blocks keep in host memory, and what only a CPU run has: copies
+that gloo makes of what it sends, casts of what is added to a wider sum, and the scratch of the
+CPU's attention. Not seen is what MKL and Python take for themselves, and what gloo's threads
+release; `Live` finds that out later.
 """
 
 from __future__ import annotations
@@ -44,12 +46,15 @@ class Counted:
     """and in host memory."""
 
 
-def count(config: Config, *, steps: int, documents: int | None = None, rows: Any = None) -> Counted:
-    """Run some steps of a configuration on the ranks of the process group; the lowest peak of all but the first step.
+def count(
+    config: Config, *, steps: int, documents: int | None = None, rows: Any = None
+) -> Counted:
+    """Run some steps of a configuration on the ranks of the process group; the lowest peak of all
+    but the first step.
 
-    Sequences are random unless given. With `documents` they are split into documents of that many tokens: attention then
-    takes little time, and as much memory.
-    Threads of gloo release memory unseen. What they release late makes a step look fuller than it is.
+    Sequences are random unless given. With `documents` they are split into documents of that many
+    tokens: attention then takes little time, and as much memory. Threads of gloo release memory
+    unseen. What they release late makes a step look fuller than it is.
     """
     training = config.training
     copied = CopyDataset(
@@ -61,7 +66,9 @@ def count(config: Config, *, steps: int, documents: int | None = None, rows: Any
     )
     rows = rows or BlendedDataset([copied], seq_len=training.seq_len)
     world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiled:
         trainer = Trainer(config, world, rows)
         for part in trainer.stage_modules.values():
             if part.head is not None:
@@ -104,7 +111,9 @@ def _read(profiled: Any) -> tuple[list[Change], Spans]:
             size = event.typed[1].alloc_size
             sent = any(name.startswith(("c10d::", "gloo:")) for name in inside)
             if size < 0 or not (sent or inside[-2:] == SCRATCH or inside[-4:-1] == CAST):
-                changes.append((event.start_time_ns, event.typed[1].ptr, size, OFFLOAD_RANGE in inside))
+                changes.append(
+                    (event.start_time_ns, event.typed[1].ptr, size, OFFLOAD_RANGE in inside)
+                )
         elif event.name.startswith("step ") or event.name == HEAD:
             spans[event.name] = (event.start_time_ns, event.end_time_ns)
     return sorted(changes), spans
@@ -113,16 +122,21 @@ def _read(profiled: Any) -> tuple[list[Change], Spans]:
 def _counted(profiled: Any) -> Counted:
     changes, spans = _read(profiled)
     last, _ = spans.pop(HEAD, (0, 0))  # The last one of them.
-    live, hosted = Live(), Live()
-    states, kept, on_host = 0, 0, 0
-    peaks, before = dict.fromkeys(spans, 0), dict.fromkeys(spans, 0)
+    live = Live()
+    hosted = Live()
+    states = 0
+    kept = 0
+    on_host = 0
+    peaks = dict.fromkeys(spans, 0)
+    before = dict.fromkeys(spans, 0)
     for at, pointer, size, is_hosted in changes:
         for those in (live, hosted) if size < 0 else (hosted if is_hosted else live,):
             those.take(pointer, size)
         if at < spans["step 0"][0]:
             states = live.held
         if at < last:
-            kept, on_host = live.held, hosted.held
+            kept = live.held
+            on_host = hosted.held
         for name, (begin, end) in spans.items():
             if at < begin:
                 before[name] = live.held
@@ -143,7 +157,9 @@ class Live:
         self._sizes: dict[int, int] = {}
 
     def take(self, start: int, size: int) -> None:
-        """Takes `size` bytes from `start` on, or gives back what begins there where the size is negative."""
+        """Takes `size` bytes from `start` on, or gives back what begins there where the size is
+        negative.
+        """
         at = bisect_left(self._starts, start)
         if size < 0:
             if start in self._sizes:

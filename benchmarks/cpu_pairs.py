@@ -2,9 +2,10 @@
 
     python -m benchmarks.cpu_pairs CHECKOUT [--pairs 15] [--only full] [--rehearse]
 
-The workload is that of `benchmarks/cpu_step.py`. Both programs stay alive and take turns, step by step and first one, then
-the other, so that a machine whose speed drifts is as fast for either. Times are those of one thread. A ratio below 1 says
-that this checkout takes less. Both must know the options of a mode.
+The workload is that of `benchmarks/cpu_step.py`. Both programs stay alive and take turns, step by
+step and first one, then the other, so that a machine whose speed drifts is as fast for either.
+Times are those of one thread. A ratio below 1 says that this checkout takes less. Both must know
+the options of a mode.
 """
 
 from __future__ import annotations
@@ -50,13 +51,17 @@ def work(options: list[str]) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     config = load([f"--{option}" for option in options])
-    vocab_size, length = config.model.build().vocab_size, config.training.seq_len
-    copied = CopyDataset(vocab_size=vocab_size, period=length // 2, seq_len=length, num_sequences=2, seed=0)
+    vocab_size = config.model.build().vocab_size
+    length = config.training.seq_len
+    copied = CopyDataset(
+        vocab_size=vocab_size, period=length // 2, seq_len=length, num_sequences=2, seed=0
+    )
     dataset = BlendedDataset([copied], seq_len=length)
     trainer = Trainer(config, World(0, 1, torch.device("cpu")), dataset)
     for _ in sys.stdin:
         trainer.step += 1
-        batch, start = dataset.read([0, 1]), time.process_time()
+        batch = dataset.read([0, 1])
+        start = time.process_time()
         trainer.train_step([batch], 1e-3)
         say(str(time.process_time() - start))
 
@@ -68,10 +73,19 @@ def say(line: str) -> None:
 
 class Program:
     def __init__(self, checkout: Path, options: list[str]) -> None:
-        environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": str(checkout),
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+        }
         command = [sys.executable, "-P", __file__, str(checkout), "--work", *options]
         self._process = subprocess.Popen(
-            command, env=environment, cwd=checkout, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            env=environment,
+            cwd=checkout,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def step(self) -> float:
@@ -101,17 +115,25 @@ def compare(checkout: Path, options: list[str], pairs: int) -> list[tuple[float,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkout", type=Path, help="root of the checkout to compare with")
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--only", choices=MODES, action="append", help="this mode; may be repeated")
-    parser.add_argument("--rehearse", action="store_true", help="a tiny model: a test of this script")
+    parser.add_argument(
+        "--only", choices=MODES, action="append", help="this mode; may be repeated"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="a tiny model: a test of this script"
+    )
     parser.add_argument("--work", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work is not None:
         work(arguments.work)
         return
-    say("| `memory` | CPU-s per step | the other checkout | median ratio | quartiles |\n|---|---|---|---|---|")
+    say(
+        "| `memory` | CPU-s per step | the other checkout | median ratio | quartiles |\n|---|---|---|---|---|"
+    )
     for mode in arguments.only or MODES:
         options = f"{WORKLOAD} {TINY * arguments.rehearse} {MODES[mode]}".split()
         found = compare(arguments.checkout.resolve(), options, arguments.pairs)

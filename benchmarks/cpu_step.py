@@ -1,18 +1,21 @@
-"""CPU-seconds per step, peak memory and time to the first step of a small fixed workload, in fresh processes.
+"""CPU-seconds per step, peak memory and time to the first step of a small fixed workload, in fresh
+processes.
 
     python -m benchmarks.cpu_step [--rounds 5] [--only eager] [--rival 'COMMAND'] [--rehearse]
 
-The workload: a Llama of 6,163,712 parameters (dim 256, 6 layers, 8 heads, SwiGLU 768, vocabulary 2048, untied), 2
-sequences of 2048 tokens per step, each attended as one document; float32, AdamW, clipping, no recomputation; one thread
-per process; six steps of `./run_train.sh`, of which the median of the last four counts. Everything is read from outside:
-a step ends when its line appears in metrics.jsonl, CPU-seconds are those of all processes of the run between two lines,
-peak memory is `rss_gib` of the largest rank, and the first step is timed from the command.
+The workload: a Llama of 6,163,712 parameters (dim 256, 6 layers, 8 heads, SwiGLU 768, vocabulary
+2048, untied), 2 sequences of 2048 tokens per step, each attended as one document; float32, AdamW,
+clipping, no recomputation; one thread per process; six steps of `./run_train.sh`, of which the
+median of the last four counts. Everything is read from outside: a step ends when its line appears
+in metrics.jsonl, CPU-seconds are those of all processes of the run between two lines, peak memory
+is `rss_gib` of the largest rank, and the first step is timed from the command.
 
-COMMAND is anything that runs the same workload and prints one JSON line {"cpu_s_per_step": s, "peak_rss_mib": m,
-"first_step_done_s": t}; its runs alternate with ours, so that ratios hold on a machine whose speed drifts. Variants on
-two ranks share the same step. `--host` takes one sequence of 64 tokens and 300 steps, of which the mean of the last 200
-counts: most of such a step is the host's work. `--long` takes one sequence of 16,384 tokens and two layers under
-keep_attention; to a rival, give the same sizes. `--rehearse` takes a tiny model and four steps: a test of this script.
+COMMAND is anything that runs the same workload and prints one JSON line {"cpu_s_per_step": s,
+"peak_rss_mib": m, "first_step_done_s": t}; its runs alternate with ours, so that ratios hold on a
+machine whose speed drifts. Variants on two ranks share the same step. `--host` takes one sequence
+of 64 tokens and 300 steps, of which the mean of the last 200 counts: most of such a step is the
+host's work. `--long` takes one sequence of 16,384 tokens and two layers under keep_attention; to a
+rival, give the same sizes. `--rehearse` takes a tiny model and four steps: a test of this script.
 """
 
 from __future__ import annotations
@@ -65,9 +68,15 @@ tensorboard = false
 """
 ONE_SEQUENCE = "--training.global_batch_size 1 --training.micro_batch_size 1 --training.seq_len"
 SIZES = {
-    "rehearse": (128, "--training.seq_len 64 --training.steps 4 --model.num_layers 2 --model.vocab_size 264"),
+    "rehearse": (
+        128,
+        "--training.seq_len 64 --training.steps 4 --model.num_layers 2 --model.vocab_size 264",
+    ),
     "host": (64, f"{ONE_SEQUENCE} 64 --training.steps 300"),
-    "long": (16_384, f"{ONE_SEQUENCE} 16384 --model.num_layers 2 --memory.recompute keep_attention"),
+    "long": (
+        16_384,
+        f"{ONE_SEQUENCE} 16384 --model.num_layers 2 --memory.recompute keep_attention",
+    ),
 }
 """Tokens of a step, and options."""
 VARIANTS: dict[str, tuple[int, list[str]]] = {
@@ -89,15 +98,20 @@ def launch(options: Sequence[str], ranks: int, folder: Path) -> dict[str, float]
     command = [str(ROOT / "run_train.sh"), "--job.output_dir", str(folder), *options]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    metrics, log = folder / "metrics.jsonl", folder.with_suffix(".log")
+    metrics = folder / "metrics.jsonl"
+    log = folder.with_suffix(".log")
     ends: list[tuple[float, float]] = []
     began = time.monotonic()
     with log.open("w") as out:
         run = subprocess.Popen(
-            command, env=os.environ | threads | {"PATH": path, "NGPU": str(ranks)}, stdout=out, stderr=subprocess.STDOUT
+            command,
+            env=os.environ | threads | {"PATH": path, "NGPU": str(ranks)},
+            stdout=out,
+            stderr=subprocess.STDOUT,
         )
         while run.poll() is None:
-            cpu, now = sum(cpu_seconds(pid) for pid in tree(run.pid)), time.monotonic()
+            cpu = sum(cpu_seconds(pid) for pid in tree(run.pid))
+            now = time.monotonic()
             lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
             ends += [(cpu, now)] * (lines - len(ends))
             time.sleep(0.01)
@@ -107,7 +121,9 @@ def launch(options: Sequence[str], ranks: int, folder: Path) -> dict[str, float]
     last = json.loads(metrics.read_text().splitlines()[-1])
     # Differences start at the end of the first step. The last step is written when the run ends.
     return {
-        "cpu_s_per_step": mean(seconds[100:-1]) if len(seconds) > 100 else median(seconds[WARMUP - 1 :]),
+        "cpu_s_per_step": mean(seconds[100:-1])
+        if len(seconds) > 100
+        else median(seconds[WARMUP - 1 :]),
         "peak_rss_mib": 1024 * last["rss_gib"],
         "first_step_done_s": ends[0][1] - began,
     }
@@ -140,10 +156,14 @@ def run_rival(command: Sequence[str]) -> dict[str, float]:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=VARIANTS)
-    parser.add_argument("--rival", help="a command that runs the same workload and prints the same JSON")
+    parser.add_argument(
+        "--rival", help="a command that runs the same workload and prints the same JSON"
+    )
     sizes = parser.add_mutually_exclusive_group()
     for name in SIZES:
         sizes.add_argument(f"--{name}", action="store_true")
@@ -161,12 +181,15 @@ def main(argv: Sequence[str]) -> None:
             f"{root}/prepared",
             *size.split(),
         ]
-        if not options.rehearse:  # Tokenizes the corpus and warms the page cache.
+        # Tokenizes the corpus and warms the page cache.
+        if not options.rehearse:
             launch([*common, "--training.steps", "4"], 1, Path(root, "warm-up"))
         for number in range(options.rounds):
             for name in wanted:
                 ranks, more = VARIANTS[name]
-                results[name].append(launch([*common, *more], ranks, Path(root, f"{number} {name}")))
+                results[name].append(
+                    launch([*common, *more], ranks, Path(root, f"{number} {name}"))
+                )
                 show(number, name, results[name][-1])
             if options.rival:
                 results.setdefault("rival", []).append(run_rival(shlex.split(options.rival)))
@@ -183,9 +206,17 @@ def report(results: dict[str, list[dict[str, float]]], tokens: int) -> None:
     from importlib.metadata import version
 
     write = sys.stdout.write
-    write(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {version('torch')}\n\n")
-    write("| | CPU-s per step (min) | tokens per CPU-s | peak RSS MiB | first step done s |\n|---|---|---|---|---|\n")
-    rival = {key: median(run[key] for run in results["rival"]) for key in KEYS} if "rival" in results else None
+    write(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {version('torch')}\n\n"
+    )
+    write(
+        "| | CPU-s per step (min) | tokens per CPU-s | peak RSS MiB | first step done s |\n|---|---|---|---|---|\n"
+    )
+    rival = (
+        {key: median(run[key] for run in results["rival"]) for key in KEYS}
+        if "rival" in results
+        else None
+    )
     for name, runs in results.items():
         middle = {key: median(run[key] for run in runs) for key in KEYS}
         best = min(run["cpu_s_per_step"] for run in runs)

@@ -3,16 +3,17 @@
     python -m benchmarks.data prepare [--vocab-size 8192] [--rounds 3] [--corpus PATH]
     python -m benchmarks.data rows [--rounds 5] [--seq-len 65536 1048576]
 
-prepare: text of the standard library to tokens on disk, one process, for each kind of tokenizer: bytes, a BPE in
-tiktoken's format and a sentencepiece BPE, both trained on the spot on the same lines, and the first of them as
-tokenizer.json, as it comes and with a pattern that keeps it out of tiktoken. CPU-seconds of the whole call of
-`prepare`, reading and writing included, the best of the rounds; the tokenizers' training does not count. Last, 100,000
-lines of JSON of 370 bytes.
+prepare: text of the standard library to tokens on disk, one process, for each kind of tokenizer:
+bytes, a BPE in tiktoken's format and a sentencepiece BPE, both trained on the spot on the same
+lines, and the first of them as tokenizer.json, as it comes and with a pattern that keeps it out of
+tiktoken. CPU-seconds of the whole call of `prepare`, reading and writing included, the best of the
+rounds; the tokenizers' training does not count. Last, 100,000 lines of JSON of 370 bytes.
 
-rows: what one rank reads of a row of 64K and of 1M tokens, alone and as one of eight that share it head-tail: CPU-seconds
-of the slowest rank's whole batch (tokens, labels, positions, documents, boundaries), the mean over rows, best of the
-rounds, from a warm cache; and the bytes of that batch. Packed by best fit from the standard library as bytes, a document
-a package (long pieces) or a file (many short ones).
+rows: what one rank reads of a row of 64K and of 1M tokens, alone and as one of eight that share it
+head-tail: CPU-seconds of the slowest rank's whole batch (tokens, labels, positions, documents,
+boundaries), the mean over rows, best of the rounds, from a warm cache; and the bytes of that
+batch. Packed by best fit from the standard library as bytes, a document a package (long pieces) or
+a file (many short ones).
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ LINES = 100_000
 
 def byte_pairs(lines: list[str], vocab_size: int) -> list[bytes]:
     """Byte sequences in the order of their rank: what byte-pair encoding learns from lines."""
-    counts = Counter(word.encode() for line in lines for word in regex.findall(LLAMA3_PATTERN, f"{line}\n"))
+    counts = Counter(
+        word.encode() for line in lines for word in regex.findall(LLAMA3_PATTERN, f"{line}\n")
+    )
     words = [([bytes([byte]) for byte in word], count) for word, count in counts.items()]
     tokens = [bytes([byte]) for byte in range(256)]
     pairs: Counter[tuple[bytes, bytes]] = Counter()
@@ -97,7 +100,12 @@ def sample_lines(corpus: str) -> list[str]:
     for split in chain.from_iterable(Corpus(CorpusSpec(corpus=corpus)).partitions()):
         for text in read_texts(split, text_key="text"):
             with suppress(BadText):
-                lines += [line for block in text.blocks for line in block.split("\n") if 0 < len(line) < 16_384]
+                lines += [
+                    line
+                    for block in text.blocks
+                    for line in block.split("\n")
+                    if 0 < len(line) < 16_384
+                ]
     return Random(0).sample(lines, min(LINES, len(lines)))
 
 
@@ -105,7 +113,9 @@ def tokenizers(folder: Path, vocab_size: int, corpus: str) -> dict[str, Tokenize
     lines = sample_lines(corpus)
     train_sentencepiece(folder / "sentencepiece", lines, vocab_size=vocab_size)
     tokens = byte_pairs(lines[: LINES // 10], vocab_size - len(LLAMA3_SPECIAL_TOKENS))
-    ranks = b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+    ranks = b"".join(
+        b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)
+    )
     (folder / "tiktoken").write_bytes(ranks)
     tokenizer_json = byte_level_bpe(
         dict(zip(tokens, range(len(tokens)), strict=True)),
@@ -118,30 +128,50 @@ def tokenizers(folder: Path, vocab_size: int, corpus: str) -> dict[str, Tokenize
         "tiktoken": open_tokenizer(stated),
         "sentencepiece": load_tokenizer("sentencepiece", folder / "sentencepiece"),
     }
-    for name, pattern in (("in tiktoken", LLAMA3_PATTERN), ("in tokenizers", f"(?:{LLAMA3_PATTERN})")):
+    for name, pattern in (
+        ("in tiktoken", LLAMA3_PATTERN),
+        ("in tokenizers", f"(?:{LLAMA3_PATTERN})"),
+    ):
         (folder / name).mkdir()
         tokenizer_json["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
         (folder / name / "tokenizer.json").write_text(json.dumps(tokenizer_json))
-        (folder / name / "tokenizer_config.json").write_text(json.dumps({"eos_token": LLAMA3_SPECIAL_TOKENS[1]}))
+        (folder / name / "tokenizer_config.json").write_text(
+            json.dumps({"eos_token": LLAMA3_SPECIAL_TOKENS[1]})
+        )
         kinds[f"huggingface, {name}"] = load_tokenizer("huggingface", folder / name)
     return {"byte": load_tokenizer("byte", None), **kinds}
 
 
 def measure_prepare(vocab_size: int, rounds: int, corpus: str) -> None:
     say(f"{machine()}; {Corpus(CorpusSpec(corpus=corpus)).size / 1e6:.1f} MB, {rounds} rounds\n")
-    say("| tokenizer | vocabulary | bytes per token | CPU-s | MB/s per core |\n|---|---|---|---|---|")
+    say(
+        "| tokenizer | vocabulary | bytes per token | CPU-s | MB/s per core |\n|---|---|---|---|---|"
+    )
     with tempfile.TemporaryDirectory() as folder:
-        wanted = [(name, tokenizer, corpus) for name, tokenizer in tokenizers(Path(folder), vocab_size, corpus).items()]
-        wanted += [("byte, short records", load_tokenizer("byte", None), write_records(Path(folder, "records.jsonl")))]
+        wanted = [
+            (name, tokenizer, corpus)
+            for name, tokenizer in tokenizers(Path(folder), vocab_size, corpus).items()
+        ]
+        wanted += [
+            (
+                "byte, short records",
+                load_tokenizer("byte", None),
+                write_records(Path(folder, "records.jsonl")),
+            )
+        ]
         for name, tokenizer, each in wanted:
-            size, seconds, tokens = Corpus(CorpusSpec(corpus=each)).size, [], 0
+            size = Corpus(CorpusSpec(corpus=each)).size
+            seconds = []
+            tokens = 0
             for number in range(rounds):
                 source = CorpusSpec(corpus=each, cache_dir=Path(folder, name + str(number)))
                 began = time.process_time()
                 tokens = prepare(source, tokenizer).num_tokens
                 seconds.append(time.process_time() - began)
             best = min(seconds)
-            say(f"| {name} | {tokenizer.vocab_size} | {size / tokens:.2f} | {best:.2f} | {size / 1e6 / best:.1f} |")
+            say(
+                f"| {name} | {tokenizer.vocab_size} | {size / tokens:.2f} | {best:.2f} | {size / 1e6 / best:.1f} |"
+            )
 
 
 def write_records(path: Path, count: int = 100_000) -> str:
@@ -183,22 +213,34 @@ def measure_rows(rounds: int, lengths: Sequence[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for documents, seq_len, ranks in product(("repository", "file"), lengths, (1, 8)):
             data = DataSection(documents=documents, cache_dir=Path(folder))
-            rows = build_blended_dataset(data, load_tokenizer("byte", None), seq_len=seq_len, seed=0)
+            rows = build_blended_dataset(
+                data, load_tokenizer("byte", None), seq_len=seq_len, seed=0
+            )
             (source,) = rows.sources
             numbers = range(min(8, source.num_sequences))
             mean = sum(len(source.segment_lengths(number)) for number in numbers) / len(numbers)
-            slowest, held = 0.0, 0
+            slowest = 0.0
+            held = 0
             for rank in (0, ranks - 1):
                 share = HeadTail(rank, ranks) if ranks > 1 else FULL_SEQUENCE
-                batch, times = rows.read([0], share), []
+                batch = rows.read([0], share)
+                times = []
                 for _ in range(rounds):
                     began = time.process_time()
                     for number in numbers:
                         batch = rows.read([number], share)
                     times.append((time.process_time() - began) / len(numbers))
                 tensors = (batch.tokens, batch.labels, batch.positions, batch.document_ids)
-                slowest, held = max(slowest, min(times)), sum(tensor.nbytes for tensor in tensors)
-            cells = (documents, f"{seq_len:,}", f"{mean:.0f}", ranks, f"{1000 * slowest:.2f}", f"{1 / slowest:,.0f}")
+                slowest = max(slowest, min(times))
+                held = sum(tensor.nbytes for tensor in tensors)
+            cells = (
+                documents,
+                f"{seq_len:,}",
+                f"{mean:.0f}",
+                ranks,
+                f"{1000 * slowest:.2f}",
+                f"{1 / slowest:,.0f}",
+            )
             say(f"| {' | '.join(map(str, cells))} | {held / 2**20:.1f} |")
 
 
@@ -215,7 +257,9 @@ def say(line: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     preparing = commands.add_parser("prepare", help="text to tokens on disk")
     preparing.add_argument("--vocab-size", type=int, default=8192)

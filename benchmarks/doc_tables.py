@@ -1,9 +1,11 @@
-"""Generate tables of docs/parallelism.md, docs/memory.md and docs/reliability.md from the code that they describe.
+"""Generate tables of docs/parallelism.md, docs/memory.md and docs/reliability.md from the code
+that they describe.
 
     python -m benchmarks.doc_tables           rewrite the tables between their markers
     python -m benchmarks.doc_tables --check   exit 1 if a page differs from what would be written
 
-Nothing is timed and nothing needs torch. A page holds `<!-- table: NAME -->`, the table and `<!-- end -->`.
+Nothing is timed and nothing needs torch. A page holds `<!-- table: NAME -->`, the table and `<!--
+end -->`.
 """
 
 from __future__ import annotations
@@ -66,13 +68,18 @@ Table = list[str]
 
 
 def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    lines = ["".join(f"| {cell} " if cell else "| " for cell in cells) + "|" for cells in (heading, *rows)]
+    lines = [
+        "".join(f"| {cell} " if cell else "| " for cell in cells) + "|"
+        for cells in (heading, *rows)
+    ]
     return [lines[0], "|" + "---|" * len(heading), *lines[1:]]
 
 
 @cache
 def configured(name: str, changes: str = "") -> tuple[Config, int]:
-    """A shipped file with `section.key=value` changes, and the world size that its degrees state."""
+    """A shipped file with `section.key=value` changes, and the world size that its degrees
+    state.
+    """
     config = load(["--config", name, *(f"--{change}" for change in changes.split())])
     return config, prod(config.parallelism.degrees(1).values())
 
@@ -101,15 +108,20 @@ def shipped() -> Table:
         )
 
     def tokens_per_device(plan: TrainingPlan) -> str:
-        training, mesh = plan.config.training, plan.config.parallelism.degrees(plan.world_size)
-        return f"{training.micro_batch_size * training.seq_len // (mesh['cp'] * mesh['tp']) // 1024}K"
+        training = plan.config.training
+        mesh = plan.config.parallelism.degrees(plan.world_size)
+        return (
+            f"{training.micro_batch_size * training.seq_len // (mesh['cp'] * mesh['tp']) // 1024}K"
+        )
 
     rows = {
         "GPUs": [f"{plan.world_size:,}" for plan in plans],
         "dp_shard x cp x tp x pp": map(degrees, plans),
         "`cp_method`, resolved": map(method, plans),
         "tokens per step": [f"{plan.tokens_per_step / 1e6:.1f} M" for plan in plans],
-        "micro-batches per step, m": [str(plan.config.micro_batches(plan.world_size)[1]) for plan in plans],
+        "micro-batches per step, m": [
+            str(plan.config.micro_batches(plan.world_size)[1]) for plan in plans
+        ],
         "tokens per GPU and micro-batch": map(tokens_per_device, plans),
         "peak memory, GiB of 80": [f"{plan.peak_memory.device_bytes / GIB:.1f}" for plan in plans],
         "MFU, %": [f"{100 * plan.mfu:.0f}" for plan in plans],
@@ -120,11 +132,15 @@ def shipped() -> Table:
         "exposed: FSDP": [_share(plan, "fsdp") for plan in plans],
         "pipeline bubble": [_share(plan, "bubble") for plan in plans],
     }
-    return markdown(["", *(f"`{name}`" for name in SHIPPED)], [[name, *cells] for name, cells in rows.items()])
+    return markdown(
+        ["", *(f"`{name}`" for name in SHIPPED)], [[name, *cells] for name, cells in rows.items()]
+    )
 
 
 def _share(plan: TrainingPlan, *kinds: str) -> str:
-    """Percent of a step that the busiest rank spends on these kinds of work or exposed communication."""
+    """Percent of a step that the busiest rank spends on these kinds of work or exposed
+    communication.
+    """
     busiest = plan.step_time.busiest
     components = {**busiest.compute, **busiest.exposed, "bubble": busiest.bubble}
     seconds = sum(components.get(kind, 0.0) for kind in kinds)
@@ -135,21 +151,40 @@ def _share(plan: TrainingPlan, *kinds: str) -> str:
 def alternatives() -> Table:
     rows = []
     for name, changes in ALTERNATIVES:
-        base, plan = planned(name), planned(name, changes)
-        cells = [f"{base.peak_memory.device_bytes / GIB:.1f} → {plan.peak_memory.device_bytes / GIB:.1f}"]
-        cells += [f"{100 * base.mfu:.1f} → {100 * plan.mfu:.1f}", "" if plan.fits else "does not fit"]
+        base = planned(name)
+        plan = planned(name, changes)
+        cells = [
+            f"{base.peak_memory.device_bytes / GIB:.1f} → {plan.peak_memory.device_bytes / GIB:.1f}"
+        ]
+        cells += [
+            f"{100 * base.mfu:.1f} → {100 * plan.mfu:.1f}",
+            "" if plan.fits else "does not fit",
+        ]
         rows.append(
-            [f"`{name}`", " ".join(f"`{change}`" for change in changes.replace("parallelism.", "").split()), *cells]
+            [
+                f"`{name}`",
+                " ".join(f"`{change}`" for change in changes.replace("parallelism.", "").split()),
+                *cells,
+            ]
         )
     return markdown(["file", "with", "peak GiB", "MFU, %", ""], rows)
 
 
 def saved() -> Table:
-    model, rows = FAMILIES["llama3.1"]["8b"], []
-    cases = (("`full`", "full", True), ("`keep_attention`", "keep_attention", True), ("`none`", "none", True))
+    model = FAMILIES["llama3.1"]["8b"]
+    rows = []
+    cases = (
+        ("`full`", "full", True),
+        ("`keep_attention`", "keep_attention", True),
+        ("`none`", "none", True),
+    )
     for name, policy, compiled in (*cases, ("`none`, not compiled", "none", False)):
         sizes = [
-            total_bytes(BlockMemory(model, model.layer_kinds[0], tokens=tp, tp=tp, compiled=compiled).saved(policy))
+            total_bytes(
+                BlockMemory(
+                    model, model.layer_kinds[0], tokens=tp, tp=tp, compiled=compiled
+                ).saved(policy)
+            )
             / (2 * model.dim)
             for tp in (1, 2, 8)
         ]
@@ -171,18 +206,23 @@ def bubbles(pp: int = 4, micro_batches: int = 16) -> Table:
         share = 100 * plan.bubble_fraction
         cells = [f"{share:.{0 if share >= 9.95 else 1}f} %", f"{in_flight(schedule, each, pp):g}"]
         rows.append([f"`{schedule}`", str(each), *cells])
-    return markdown(["`pp_schedule`", "stages per rank", "bubble", "micro-batches in flight"], rows)
+    return markdown(
+        ["`pp_schedule`", "stages per rank", "bubble", "micro-batches in flight"], rows
+    )
 
 
 def in_flight(schedule: PipelineSchedule, each: int, pp: int) -> float:
     """Micro-batches whose activations the first rank holds, through all of its blocks."""
     layers = pp * each
     base, _ = configured(
-        "debug", f"model.num_layers={max(4, layers)} training.global_batch_size=16 training.micro_batch_size=1"
+        "debug",
+        f"model.num_layers={max(4, layers)} training.global_batch_size=16 training.micro_batch_size=1",
     )
     changes = {"pp": pp, "pp_schedule": schedule, "pp_stages_per_rank": each}
     section = base.parallelism.model_copy(update=changes)
-    return RankMemory(base.model_copy(update={"parallelism": section}), pp, 0).in_flight_micro_batches
+    return RankMemory(
+        base.model_copy(update={"parallelism": section}), pp, 0
+    ).in_flight_micro_batches
 
 
 def reductions() -> Table:
@@ -190,11 +230,25 @@ def reductions() -> Table:
     rows = []
     for when in ("per_step", "per_micro_batch"):
         plan = planned("llama3_405b_128k", f"parallelism.pp_reduce_gradients={when}")
-        sizes = [plan.peak_memory.item(line).device_bytes for line in ("gradients", "unreduced gradients")]
+        sizes = [
+            plan.peak_memory.item(line).device_bytes
+            for line in ("gradients", "unreduced gradients")
+        ]
         exposed = plan.step_time.busiest.exposed.get("fsdp", 0)
-        cells = [*map(_gib, (*sizes, plan.peak_memory.device_bytes)), f"{exposed:.1f}", f"{plan.step_seconds:.1f}"]
+        cells = [
+            *map(_gib, (*sizes, plan.peak_memory.device_bytes)),
+            f"{exposed:.1f}",
+            f"{plan.step_seconds:.1f}",
+        ]
         rows.append([f'`"{when}"`', *cells])
-    heading = ["`pp_reduce_gradients`", "gradients, GiB", "unreduced, GiB", "peak, GiB", "exposed FSDP, s", "step, s"]
+    heading = [
+        "`pp_reduce_gradients`",
+        "gradients, GiB",
+        "unreduced, GiB",
+        "peak, GiB",
+        "exposed FSDP, s",
+        "step, s",
+    ]
     return markdown(heading, rows)
 
 
@@ -202,9 +256,13 @@ def reductions() -> Table:
 
 
 def estimates() -> Table:
-    found, rows, multiples = [estimate_memory(*configured(name)) for name in SHIPPED], [], []
+    found = [estimate_memory(*configured(name)) for name in SHIPPED]
+    rows = []
+    multiples = []
     for name, one in zip(SHIPPED, found, strict=True):
-        multiples.append(residual_multiple(one.device_bytes, one, RankMemory(*configured(name), one.pp_rank)))
+        multiples.append(
+            residual_multiple(one.device_bytes, one, RankMemory(*configured(name), one.pp_rank))
+        )
     for item in found[0].items:
         sizes = [one.item(item.name).device_bytes for one in found]
         if any(_gib(size) for size in sizes):
@@ -212,12 +270,19 @@ def estimates() -> Table:
     rows.append(["**peak**", *(_gib(one.device_bytes) for one in found)])
     rows.append(["host", *(_gib(one.host_bytes) for one in found)])
     rows.append(["k", *(f"{multiple:.0f}" for multiple in multiples)])
-    rows.append(["reached", *(one.phase.replace(", backward", "").replace(", forward", "") for one in found)])
+    rows.append(
+        [
+            "reached",
+            *(one.phase.replace(", backward", "").replace(", forward", "") for one in found),
+        ]
+    )
     return markdown(["GiB of the fullest rank", *(f"`{name}`" for name in SHIPPED)], rows)
 
 
 def residual_multiple(peak: float, estimate: MemoryEstimate, rank: RankMemory) -> float:
-    """k, where the peak is parameters, gradients and optimizer state plus k times the residual stream on one rank."""
+    """k, where the peak is parameters, gradients and optimizer state plus k times the residual
+    stream on one rank.
+    """
     states = sum(item.device_bytes for item in estimate.items[:3])
     return (peak - states) / rank.block.residual_bytes
 
@@ -246,47 +311,82 @@ ATTENTION_PARTS = (
     "attention",
     "the reduce-scatter of KV gradients",
 )
-FEED_FORWARD_PARTS = ("feed-forward", "the input gradient of the feed-forward", "the norm before the feed-forward")
+FEED_FORWARD_PARTS = (
+    "feed-forward",
+    "the input gradient of the feed-forward",
+    "the norm before the feed-forward",
+)
 
 
 def held(block: BlockMemory, *parts: str) -> float:
     """What a recomputed block holds in these parts of its backward pass, in residual streams."""
     moments = recompute_moments(block, "float32", ())
-    return max(total_bytes(alive) for name, alive in moments if name in parts) / block.residual_bytes
+    return (
+        max(total_bytes(alive) for name, alive in moments if name in parts) / block.residual_bytes
+    )
 
 
 def head_groups() -> Table:
-    """What the block in its backward pass holds, in u, for sequences so long that tiles and weights do not count."""
-    model, tokens = FAMILIES["llama3.1"]["8b"], 1 << 26
+    """What the block in its backward pass holds, in u, for sequences so long that tiles and
+    weights do not count.
+    """
+    model = FAMILIES["llama3.1"]["8b"]
+    tokens = 1 << 26
     heads: dict[str, Any] = {"heads": model.num_heads, "kv_heads": model.num_kv_heads}
-    plans = [None, *(ContextPlan(cp=8, method=method, **heads) for method in ("ulysses", "ring", "allgather"))]
-    base, counts, rows = BlockMemory(model, model.layer_kinds[0], tokens, mlp_tile_bytes=1 << 20), (1, 2, 4, 8), []
+    plans = [
+        None,
+        *(
+            ContextPlan(cp=8, method=method, **heads)
+            for method in ("ulysses", "ring", "allgather")
+        ),
+    ]
+    base = BlockMemory(model, model.layer_kinds[0], tokens, mlp_tile_bytes=1 << 20)
+    counts = (1, 2, 4, 8)
+    rows = []
     for plan in plans:
         cells = []
         for groups in counts:
             divides = plan is None or model.num_heads // groups % plan.ulysses_degree == 0
             block = replace(base, context_plan=plan, head_groups=groups)
             cells.append(f"{held(block, *ATTENTION_PARTS):.1f}" if divides else "")
-        rows.append([f"attention, {f'`{plan.resolved_method}` over 8' if plan else 'cp 1'}", *cells])
+        rows.append(
+            [f"attention, {f'`{plan.resolved_method}` over 8' if plan else 'cp 1'}", *cells]
+        )
     for name, parts in (
         ("feed-forward", FEED_FORWARD_PARTS),
         ("projections", ("the rotation of gradients", "projections")),
     ):
         rows.append([name, *[f"{held(base, *parts):.1f}"] * len(counts)])
-    return markdown(["u held by", *(f"{count} group{'s' * (count > 1)}" for count in counts)], rows)
+    return markdown(
+        ["u held by", *(f"{count} group{'s' * (count > 1)}" for count in counts)], rows
+    )
 
 
 def endings() -> Table:
     """The ways in which a launch ends, and the errors that lead there."""
-    errors = [each for each in vars(trainer.errors).values() if isinstance(each, type) and issubclass(each, RunError)]
+    errors = [
+        each
+        for each in vars(trainer.errors).values()
+        if isinstance(each, type) and issubclass(each, RunError)
+    ]
     rows = []
     for ending in ENDINGS:
         causes = [
             str(each.__doc__).partition("\n")[0]
             for each in errors
-            if ending.exit_code and each.status == ending.exit_code and each not in (RunError, RankFailedError)
+            if ending.exit_code
+            and each.status == ending.exit_code
+            and each not in (RunError, RankFailedError)
         ]
-        rows.append([f"{ending.exit_code}", f"`{ending.marker}`", ending.meaning, ending.then, " ".join(causes)])
+        rows.append(
+            [
+                f"{ending.exit_code}",
+                f"`{ending.marker}`",
+                ending.meaning,
+                ending.then,
+                " ".join(causes),
+            ]
+        )
     return markdown(["exit code", "marker", "meaning", "what follows", "errors"], rows)
 
 
@@ -330,7 +430,11 @@ def main(argv: Sequence[str]) -> int:
             stale.append(page)
             if "--check" not in argv:
                 (DOCS / page).write_text(text)
-    sys.stdout.write("".join(f"docs/{page} {'differs' if '--check' in argv else 'rewritten'}\n" for page in stale))
+    sys.stdout.write(
+        "".join(
+            f"docs/{page} {'differs' if '--check' in argv else 'rewritten'}\n" for page in stale
+        )
+    )
     return 1 if stale and "--check" in argv else 0
 
 

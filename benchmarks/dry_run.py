@@ -1,8 +1,9 @@
-"""Dry run: counts memory, FLOPs and communication of the real trainer on one rank, on fake tensors.
+"""Dry run: counts memory, FLOPs and communication of the real trainer on one rank, on fake
+tensors.
 
-Initializes the process group of this process. Uses CPU kernels without compilation, and nominal collective sizes. An
-independent check of the closed formulas in `trainer.memory.estimator`, `trainer.plan.comm_volume` and
-`trainer.plan.rank_workload`.
+Initializes the process group of this process. Uses CPU kernels without compilation, and nominal
+collective sizes. An independent check of the closed formulas in `trainer.memory.estimator`,
+`trainer.plan.comm_volume` and `trainer.plan.rank_workload`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class DryRunResult:
     peak_host_bytes: int
     """Peak of offloaded activations."""
     matmul_flops: Mapping[str, int]
-    """By "forward", "head" (forward and backward of the loss head) and "backward" (including recomputation)."""
+    """By "forward", "head" (forward and backward of the loss head) and "backward" (including
+    recomputation).
+    """
     attention_flops: Mapping[str, int]
     """By "forward", "backward" and "recompute"."""
     messages: tuple[CommVolume, ...]
@@ -69,18 +72,22 @@ def dry_run(
 ) -> DryRunResult:
     """Counts the last of `steps` steps on `rank` of `world_size`.
 
-    `documents` are the document lengths of each sequence; default: one document. `kernel`: runs as on a GPU, with
-    attention in this kernel. Raises ConfigError for an invalid
-    configuration, or if `memory.recompute` is "auto".
+    `documents` are the document lengths of each sequence; default: one document. `kernel`: runs as
+    on a GPU, with attention in this kernel. Raises ConfigError for an invalid configuration, or if
+    `memory.recompute` is "auto".
     """
     problems = checks.layout_problems(config, world_size)
     if config.memory.recompute == "auto":
-        problems.append('memory.recompute = "auto" depends on the machine: a dry run needs an explicit policy')
+        problems.append(
+            'memory.recompute = "auto" depends on the machine: a dry run needs an explicit policy'
+        )
     if not 0 <= rank < world_size:
         problems.append(f"--rank {rank} must be at least 0 and below the world size, {world_size}")
     lengths = list(documents or [config.training.seq_len])
     if sum(lengths) != config.training.seq_len:
-        problems.append(f"documents have {sum(lengths)} tokens in total; training.seq_len is {config.training.seq_len}")
+        problems.append(
+            f"documents have {sum(lengths)} tokens in total; training.seq_len is {config.training.seq_len}"
+        )
     if problems:
         raise ConfigError(problems)
     counter = OpCounterMode()
@@ -116,7 +123,9 @@ def _result(counter: OpCounterMode, trainer: Trainer, state_bytes: int) -> DryRu
         state_bytes=state_bytes,
         peak_bytes=storages.peak_bytes,
         peak_moment=storages.peak_moment,
-        bytes_at_peak={phase: size for phase, size in storages.bytes_at_peak.items() if phase != HOST},
+        bytes_at_peak={
+            phase: size for phase, size in storages.bytes_at_peak.items() if phase != HOST
+        },
         peak_host_bytes=storages.peak_host_bytes,
         matmul_flops=dict(counter.work.matmul_flops),
         attention_flops=dict(counter.work.attention_flops),
@@ -132,10 +141,15 @@ def _result(counter: OpCounterMode, trainer: Trainer, state_bytes: int) -> DryRu
 def main(argv: Sequence[str]) -> int:
     try:
         args, config_args = build_parser().parse_known_args(argv)
-        for stage in load([*(["--config", args.config] if args.config else []), *config_args]).training_stages:
+        for stage in load(
+            [*(["--config", args.config] if args.config else []), *config_args]
+        ).training_stages:
             world_size = args.world_size or prod(stage.config.parallelism.degrees(1).values())
             result = dry_run(stage.config, world_size, rank=args.rank, steps=args.steps)
-            sys.stdout.write("\n".join([json.dumps(asdict(result))] if args.json else format_result(result)) + "\n")
+            sys.stdout.write(
+                "\n".join([json.dumps(asdict(result))] if args.json else format_result(result))
+                + "\n"
+            )
     except ConfigError as error:
         sys.stderr.write("".join(f"error: {problem}\n" for problem in error.problems))
         return EXIT_BAD_CONFIG
@@ -151,17 +165,29 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="NAME|PATH", help="as for trainer.plan")
-    parser.add_argument("--world-size", type=int, metavar="N", help="default: the product of the mesh degrees")
     parser.add_argument(
-        "--rank", type=int, default=0, metavar="R", help="default 0; the last N / pp are the last stage"
+        "--world-size", type=int, metavar="N", help="default: the product of the mesh degrees"
     )
-    parser.add_argument("--steps", type=int, default=1, metavar="N", help="counts the last of them; default 1")
-    parser.add_argument("--json", action="store_true", help="one JSON object per training stage instead of text")
+    parser.add_argument(
+        "--rank",
+        type=int,
+        default=0,
+        metavar="R",
+        help="default 0; the last N / pp are the last stage",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1, metavar="N", help="counts the last of them; default 1"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object per training stage instead of text"
+    )
     return parser
 
 
 def format_result(result: DryRunResult) -> list[str]:
-    bytes_by_phase = ", ".join(f"{phase} {size / GIB:.2f}" for phase, size in result.bytes_at_peak.items())
+    bytes_by_phase = ", ".join(
+        f"{phase} {size / GIB:.2f}" for phase, size in result.bytes_at_peak.items()
+    )
     lines = [
         f"rank {result.rank} of {result.world_size}, pp rank {result.pp_rank}: {result.num_ops:,} operations",
         f"state     {result.state_bytes / GIB:.2f} GiB",
@@ -173,7 +199,9 @@ def format_result(result: DryRunResult) -> list[str]:
         lines.append(f"{name:<10}{sum(flops.values()) / 1e12:.3f} TFLOP: {flops_by_phase}")
     for message in result.messages:
         message_text = f"{message.channel} {message.kind}, {message.phase}"
-        lines.append(f"sent      {message.bytes / GIB:>10.3f} GiB in {message.calls:>7,} calls: {message_text}")
+        lines.append(
+            f"sent      {message.bytes / GIB:>10.3f} GiB in {message.calls:>7,} calls: {message_text}"
+        )
     lines.append(f"small     {sum(message.calls for message in result.small_messages):,} calls")
     return lines
 

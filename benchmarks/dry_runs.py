@@ -2,8 +2,9 @@
 
     python -m benchmarks.dry_runs [NAME]...
 
-For the first and the last rank of a pipeline: predicted and counted bytes at the peak, FLOPs, bytes sent, and what the
-dry run took: CPU-seconds of its process, its peak memory, operations that torch was asked for. Minutes of a core each.
+For the first and the last rank of a pipeline: predicted and counted bytes at the peak, FLOPs,
+bytes sent, and what the dry run took: CPU-seconds of its process, its peak memory, operations that
+torch was asked for. Minutes of a core each.
 """
 
 from __future__ import annotations
@@ -44,14 +45,30 @@ def measured(name: str, rank: int) -> dict[str, float]:
 
 def rows(name: str) -> list[list[str]]:
     config = load(["--config", name])
-    size, pp = prod(config.parallelism.degrees(1).values()), config.parallelism.pp
-    stages, found = estimate_memory_per_pp_rank(config, size, on_cpu=True), []
+    size = prod(config.parallelism.degrees(1).values())
+    pp = config.parallelism.pp
+    stages = estimate_memory_per_pp_rank(config, size, on_cpu=True)
+    found = []
     for place in sorted({0, pp - 1}):
-        command = [sys.executable, "-m", "benchmarks.dry_runs", "--one", name, str(place * (size // pp))]
-        dry = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
-        predicted, counts = stages[place], rank_workload(RankMemory(config, size, place))
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.dry_runs",
+            "--one",
+            name,
+            str(place * (size // pp)),
+        ]
+        dry = json.loads(
+            subprocess.run(
+                command, capture_output=True, text=True, check=True
+            ).stdout.splitlines()[-1]
+        )
+        predicted = stages[place]
+        counts = rank_workload(RankMemory(config, size, place))
         on_host = sum(
-            line.host_bytes for line in predicted.items if line.name in ("parameters", "gradients", "optimizer state")
+            line.host_bytes
+            for line in predicted.items
+            if line.name in ("parameters", "gradients", "optimizer state")
         )
         flops = sum(counts.matmul_flops.values()) + sum(counts.attention_flops.values())
         sent = sum(message.bytes for message in comm_volumes(RankMemory(config, size, place)))

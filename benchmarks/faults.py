@@ -3,12 +3,13 @@
     python -m benchmarks.faults recovery [--ranks 2] [--rounds 1] [--only TEXT]
     python -m benchmarks.faults goodput [--ranks 2] [--minutes 6] [--every 60]
 
-A small model on CPU processes, started as a user starts it, with a checkpoint every ten steps. recovery: seconds from
-the fault to the first step after the restart, and to the first step that the run had not reached before. What a start
-costs is mostly importing torch, on cores that all ranks share; on a cluster loading a checkpoint comes to it. goodput: a
-rank is killed at a fixed interval, with checkpoints on disk only and with in-memory ones. Goodput is the time of the steps
-that counted over the time since the first model was built, less what as many starts cost without any checkpoint: from the
-new processes to the start of their first step, the median of several.
+A small model on CPU processes, started as a user starts it, with a checkpoint every ten steps.
+recovery: seconds from the fault to the first step after the restart, and to the first step that
+the run had not reached before. What a start costs is mostly importing torch, on cores that all
+ranks share; on a cluster loading a checkpoint comes to it. goodput: a rank is killed at a fixed
+interval, with checkpoints on disk only and with in-memory ones. Goodput is the time of the steps
+that counted over the time since the first model was built, less what as many starts cost without
+any checkpoint: from the new processes to the start of their first step, the median of several.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class Run:
     """A run and the process that started it."""
 
     def __init__(self, root: Path, ranks: int, *options: str) -> None:
-        self.folder, self.ranks, self.options = root / "run", ranks, options
+        self.folder = root / "run"
+        self.ranks = ranks
+        self.options = options
         self.config = root / "run.toml"
         self.config.write_text(CONFIG)
         self.log = (root / "log").open("a")
@@ -65,9 +68,17 @@ class Run:
 
     def launch(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "trainer.launch", "--config", str(self.config)]
-        command += ["--job.output_dir", str(self.folder), "--data.cache_dir", str(self.folder.parent / "prepared")]
+        command += [
+            "--job.output_dir",
+            str(self.folder),
+            "--data.cache_dir",
+            str(self.folder.parent / "prepared"),
+        ]
         command += self.options
-        environment = os.environ | {"NGPU": str(self.ranks), "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+        environment = os.environ | {
+            "NGPU": str(self.ranks),
+            "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+        }
         return subprocess.Popen(command, env=environment, stdout=self.log, stderr=self.log)
 
     def lines(self, name: str) -> list[dict[str, object]]:
@@ -75,7 +86,9 @@ class Run:
             content = (self.folder / name).read_bytes()
         except OSError:
             return []
-        return [json.loads(line) for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
+        return [
+            json.loads(line) for line in content.splitlines(keepends=True) if line.endswith(b"\n")
+        ]
 
     def step(self) -> int:
         return max((int(str(line["step"])) for line in self.lines("metrics.jsonl")), default=0)
@@ -89,7 +102,12 @@ class Run:
 
     def wait_for_steps(self, steps: int = 25, *, saved: bool = True) -> None:
         """Wait for that many steps and, if `saved`, a checkpoint."""
-        wait_for(lambda: self.step() >= steps and (not saved or any((self.folder / "checkpoints").glob("step-*"))))
+        wait_for(
+            lambda: (
+                self.step() >= steps
+                and (not saved or any((self.folder / "checkpoints").glob("step-*")))
+            )
+        )
 
     def end(self) -> None:
         """Gently: a run that is done leaves nothing in memory."""
@@ -130,7 +148,10 @@ def ask_and_start_again(run: Run) -> None:
 
 
 def damage_and_kill(run: Run) -> None:
-    newest = max((run.folder / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    newest = max(
+        (run.folder / "checkpoints").glob("step-*"),
+        key=lambda path: int(path.name.removeprefix("step-")),
+    )
     path = next(newest.glob("*.distcp"))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -164,7 +185,8 @@ def measure_recovery(ranks: int, rounds: int, only: str) -> None:
 
 
 def recovery(run: Run, fault: Callable[[Run], None]) -> tuple[float, float, float]:
-    starts, began = run.starts(), time.monotonic()
+    starts = run.starts()
+    began = time.monotonic()
     at = run.step()
     fault(run)
     wait_for(lambda: run.starts() > starts)
@@ -182,11 +204,14 @@ def measure_goodput(ranks: int, minutes: float, every: float, only: str) -> None
     )
     say("| checkpoints | faults | steps | mean step, ms | goodput |")
     say("|---|---|---|---|---|")
-    for name, options in ((name, options) for name, options in CHECKPOINTS.items() if only in name):
+    for name, options in (
+        (name, options) for name, options in CHECKPOINTS.items() if only in name
+    ):
         with tempfile.TemporaryDirectory() as root:
             run = Run(Path(root), ranks, *options, "--metrics.log_interval", "10")
             run.wait_for_steps(1, saved=False)
-            faults, began = 0, time.monotonic()
+            faults = 0
+            began = time.monotonic()
             while time.monotonic() - began < 60 * minutes:
                 time.sleep(every - (time.monotonic() - began) % every)
                 kill_and_wait(run)
@@ -217,20 +242,30 @@ def kill_and_wait(run: Run) -> None:
 
 
 def measured(run: Run) -> tuple[float, float, int]:
-    """Of a run that was told to stop: seconds since its first model was built, those of the steps that count, and steps."""
+    """Of a run that was told to stop: seconds since its first model was built, those of the steps
+    that count, and steps.
+    """
     end = next(line for line in run.lines("events.jsonl") if line["event"] == "preempted")
     state = read_state(run.folder / "checkpoints" / f"step-{end['step']}").trainer
     if state.goodput is None:
         raise RuntimeError(f"{run.folder} does not measure goodput")
-    return float(str(end["time"])) - state.goodput.start_time, state.goodput.productive_seconds, state.step
+    return (
+        float(str(end["time"])) - state.goodput.start_time,
+        state.goodput.productive_seconds,
+        state.step,
+    )
 
 
 def resumed_step(run: Run) -> int:
-    return int(str([line for line in run.lines("events.jsonl") if line["event"] == "start"][-1]["step"]))
+    return int(
+        str([line for line in run.lines("events.jsonl") if line["event"] == "start"][-1]["step"])
+    )
 
 
 def start_seconds(ranks: int, rounds: int = 5) -> float:
-    """From the processes of a restart to the start of their first step, without a checkpoint to resume from."""
+    """From the processes of a restart to the start of their first step, without a checkpoint to
+    resume from.
+    """
     options = (
         "--checkpoint.interval",
         "1000000",
@@ -250,7 +285,8 @@ def start_seconds(ranks: int, rounds: int = 5) -> float:
 
 
 def seconds_of_a_start(run: Run) -> float:
-    old, starts = set(run.workers()), run.starts()
+    old = set(run.workers())
+    starts = run.starts()
     kill_a_rank(run)
     wait_for(lambda: len(set(run.workers()) - old) == run.ranks)
     began = time.monotonic()
@@ -259,15 +295,20 @@ def seconds_of_a_start(run: Run) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    recovering, working = commands.add_parser("recovery"), commands.add_parser("goodput")
+    recovering = commands.add_parser("recovery")
+    working = commands.add_parser("goodput")
     recovering.add_argument("--rounds", type=int, default=1)
     working.add_argument("--minutes", type=float, default=6)
     working.add_argument("--every", type=float, default=60)
     for command in (recovering, working):
         command.add_argument("--ranks", type=int, default=2)
-        command.add_argument("--only", default="", metavar="TEXT", help="rows whose name has this text")
+        command.add_argument(
+            "--only", default="", metavar="TEXT", help="rows whose name has this text"
+        )
     options = parser.parse_args()
     if options.command == "recovery":
         measure_recovery(options.ranks, options.rounds, options.only)

@@ -1,16 +1,19 @@
-"""What one GPU makes of Longhaul: is it right, how fast is it, beside which other library; within the minutes that are given.
+"""What one GPU makes of Longhaul: is it right, how fast is it, beside which other library; within
+the minutes that are given.
 
     python -m benchmarks.gpu --minutes 8                       on a fresh machine
     python -m benchmarks.gpu --minutes 8 --rows FILE...        what these rows leave unknown
     python -m benchmarks.gpu --minutes 8 --wheels FOLDER       with other libraries from this folder of wheels
     python -m benchmarks.gpu --rehearse                        tiny sizes, also on a CPU: a test of the script
 
-Checks and compilations run first, side by side in several processes, for at most half of the minutes; then timings, one
-at a time. The most valuable jobs come first: one of each kind, then the others in the order of benchmarks/gpu_jobs.py. A
-row that was measured from the same sources on the same kind of card with the same torch is valid and is not measured
-again. Rows are on disk (`--out`, rows.jsonl) as soon as they are known, with date, commit, card and torch. A job that
-fails, hangs or crashes becomes a row that says so, and the next runs in a new process. The end is a page: each step
-measured, as the planner predicts it, and beside other libraries; and what did not run.
+Checks and compilations run first, side by side in several processes, for at most half of the
+minutes; then timings, one at a time. The most valuable jobs come first: one of each kind, then the
+others in the order of benchmarks/gpu_jobs.py. A row that was measured from the same sources on the
+same kind of card with the same torch is valid and is not measured again. Rows are on disk
+(`--out`, rows.jsonl) as soon as they are known, with date, commit, card and torch. A job that
+fails, hangs or crashes becomes a row that says so, and the next runs in a new process. The end is
+a page: each step measured, as the planner predicts it, and beside other libraries; and what did
+not run.
 """
 
 from __future__ import annotations
@@ -36,7 +39,16 @@ import torch
 
 from benchmarks import gpu_rivals
 from benchmarks.gpu_bench import ROOT, UNKNOWN, Bench, Row, output
-from benchmarks.gpu_jobs import Job, affordable, all_jobs, compilations, digest, is_current, next_job, unknown
+from benchmarks.gpu_jobs import (
+    Job,
+    affordable,
+    all_jobs,
+    compilations,
+    digest,
+    is_current,
+    next_job,
+    unknown,
+)
 from benchmarks.measured import page, read_rows
 from trainer.hardware.device import choose_device
 from trainer.hardware.host import GIB, loopback_environment
@@ -55,13 +67,18 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def serve(connection: Connection, folder: Path, *, rehearse: bool) -> None:
-    """Measures the jobs that are asked for by name until one fails; answers with rows, the last of which has a `state`."""
-    os.setsid()  # So that this process can be killed with all that it has started.
+    """Measures the jobs that are asked for by name until one fails; answers with rows, the last of
+    which has a `state`.
+    """
+    # So that this process can be killed with all that it has started.
+    os.setsid()
     log = os.open(folder / "jobs.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ |= loopback_environment(os.environ)  # A machine without a network has a name that nobody resolves.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # Several processes compile at once.
+    # A machine without a network has a name that nobody resolves.
+    os.environ |= loopback_environment(os.environ)
+    # Several processes compile at once.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     threads = max(1, (os.cpu_count() or 1) // LANES)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(threads)
@@ -120,7 +137,8 @@ class Process:
         theirs.close()
 
     def begin(self, job: Job) -> None:
-        with suppress(BrokenPipeError):  # `answers` says that the process has ended.
+        # `answers` says that the process has ended.
+        with suppress(BrokenPipeError):
             self._connection.send(job.name)
 
     def answers(self) -> list[Row]:
@@ -131,12 +149,18 @@ class Process:
         except (EOFError, OSError):
             if not found or "state" not in found[-1]:
                 self._process.join()
-                found.append({"state": "failed", "result": f"its process ended with {self._process.exitcode}"})
+                found.append(
+                    {
+                        "state": "failed",
+                        "result": f"its process ended with {self._process.exitcode}",
+                    }
+                )
         return found
 
     def close(self) -> None:
         self._connection.close()
-        if self.job is None:  # It reads that there is no other job, and ends by itself.
+        # It reads that there is no other job, and ends by itself.
+        if self.job is None:
             self._process.join(5)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid or 0, signal.SIGKILL)
@@ -164,11 +188,16 @@ class Schedule:
     workers: list[Worker] = field(default_factory=list)
 
     def run(self, jobs: Iterable[Job], *, deadline: float, lanes: int) -> list[Job]:
-        """Returns the jobs that did not run. A job ends at its limit, and all end at the deadline."""
+        """Returns the jobs that did not run.
+
+        A job ends at its limit, and all end at the deadline.
+        """
         waiting = list(jobs)
         while True:
             now = self.clock.time()
-            self.workers = [worker for worker in self.workers if self._collect(worker, now, deadline)]
+            self.workers = [
+                worker for worker in self.workers if self._collect(worker, now, deadline)
+            ]
             while (job := self._next(waiting, deadline - now, lanes)) is not None:
                 waiting.remove(job)
                 self._begin(job, now)
@@ -187,16 +216,23 @@ class Schedule:
         if worker is None:
             worker = self.open_worker()
             self.workers.append(worker)
-        worker.job, worker.begun = job, now
+        worker.job = job
+        worker.begun = now
         worker.begin(job)
 
     def _collect(self, worker: Worker, now: float, deadline: float) -> bool:
-        """Reports what a worker has answered; whether it can take another job. One whose job failed or is late cannot."""
-        job, took = worker.job, now - worker.begun
+        """Reports what a worker has answered; whether it can take another job.
+
+        One whose job failed or is late cannot.
+        """
+        job = worker.job
+        took = now - worker.begun
         if job is None:
             return True
         rows = worker.answers()
-        if not any("state" in row for row in rows) and now >= min(worker.begun + job.limit, deadline):
+        if not any("state" in row for row in rows) and now >= min(
+            worker.begun + job.limit, deadline
+        ):
             rows.append({"state": "failed", "result": f"ended after {took:.0f} s"})
         for row in rows:
             self.report(job, row | {"took": took} if "state" in row else row)
@@ -213,12 +249,18 @@ class Schedule:
 
 
 def run_all(schedule: Schedule, jobs: Sequence[Job], *, deadline: float) -> list[Job]:
-    """Checks and compilations side by side in at most half of the time, then timings alone; returns what did not run."""
+    """Checks and compilations side by side in at most half of the time, then timings alone;
+    returns what did not run.
+    """
     halfway = (schedule.clock.time() + deadline) / 2
     apart = [job for job in jobs if job.alone]
-    together = [*(job for job in jobs if not job.alone), *compilations(affordable(apart, deadline - halfway))]
+    together = [
+        *(job for job in jobs if not job.alone),
+        *compilations(affordable(apart, deadline - halfway)),
+    ]
     left = schedule.run(together, deadline=halfway, lanes=LANES)
-    schedule.close()  # Nothing holds memory or a context beside the timings.
+    # Nothing holds memory or a context beside the timings.
+    schedule.close()
     left = [job for job in left if job.kind != "compile"]
     left += schedule.run(apart, deadline=deadline, lanes=1)
     left = schedule.run(left, deadline=deadline, lanes=1)
@@ -237,7 +279,11 @@ def machine(*, rehearse: bool = False) -> Row:
 
 def device_gib() -> float:
     """Memory of the device; of a CPU, as much as jobs ask for."""
-    return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else float("inf")
+    return (
+        torch.cuda.get_device_properties(0).total_memory / GIB
+        if torch.cuda.is_available()
+        else float("inf")
+    )
 
 
 @dataclass(frozen=True)
@@ -254,7 +300,9 @@ class Report:
         self.rows.append(full)
         with self.path.open("a") as file:
             file.write(json.dumps(full, default=str) + "\n")
-        cells = ", ".join(f"{name} {_shown(value)}" for name, value in row.items() if value not in (None, ""))
+        cells = ", ".join(
+            f"{name} {_shown(value)}" for name, value in row.items() if value not in (None, "")
+        )
         sys.stdout.write(f"{job.name}: {cells}\n")
         sys.stdout.flush()
 
@@ -265,11 +313,17 @@ def _shown(value: object) -> str:
 
 def options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--minutes", type=float, default=8, help="within which the command ends")
-    parser.add_argument("--rows", type=Path, nargs="+", default=[], metavar="FILE", help="of earlier calls")
-    parser.add_argument("--out", type=Path, default=Path("outputs", "gpu"), help="folder of rows.jsonl and of logs")
+    parser.add_argument(
+        "--rows", type=Path, nargs="+", default=[], metavar="FILE", help="of earlier calls"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs", "gpu"), help="folder of rows.jsonl and of logs"
+    )
     parser.add_argument("--wheels", type=Path, help="folder of wheels of other libraries")
     parser.add_argument("--only", default="", metavar="TEXT", help="jobs whose names contain it")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, unchecked kernels")
@@ -277,29 +331,42 @@ def options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    given, begin = options(argv), time.time()
+    given = options(argv)
+    begin = time.time()
     if not torch.cuda.is_available() and not given.rehearse:
         sys.stdout.write("no CUDA device: nothing measured\n")
         return 0
     given.out.mkdir(parents=True, exist_ok=True)
     if given.wheels is not None:
         gpu_rivals.install(given.wheels.resolve(), given.out.resolve() / "rivals")
-    path, here, jobs = given.out / "rows.jsonl", machine(rehearse=given.rehearse), all_jobs()
+    path = given.out / "rows.jsonl"
+    here = machine(rehearse=given.rehearse)
+    jobs = all_jobs()
     earlier = [row for file in {*given.rows, path} for row in read_rows(file)]
     asked = [job for job in jobs if given.only in job.name]
-    absent = sorted({job.library for job in asked if job.library and gpu_rivals.is_absent(job.library)})
-    sys.stdout.write("".join(f"{library} is not installed: its rows are left out\n" for library in absent))
+    absent = sorted(
+        {job.library for job in asked if job.library and gpu_rivals.is_absent(job.library)}
+    )
+    sys.stdout.write(
+        "".join(f"{library} is not installed: its rows are left out\n" for library in absent)
+    )
     wanted = unknown([job for job in asked if job.library not in absent], earlier, here)
     commit = output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
     report = Report(path, here | ({} if commit == UNKNOWN else {"commit": commit}))
-    schedule = Schedule(lambda: Process(given.out.resolve(), rehearse=given.rehearse), report, FREE * device_gib())
+    schedule = Schedule(
+        lambda: Process(given.out.resolve(), rehearse=given.rehearse), report, FREE * device_gib()
+    )
     try:
         left = run_all(schedule, wanted, deadline=begin + 60 * given.minutes - PAGE_SECONDS)
     finally:
         schedule.close()
     by_name = {job.name: job for job in [*jobs, *compilations(jobs)]}
     rows = [*earlier, *report.rows]
-    current = [row for row in rows if row.get("job") in by_name and is_current(row, by_name[row["job"]], here)]
+    current = [
+        row
+        for row in rows
+        if row.get("job") in by_name and is_current(row, by_name[row["job"]], here)
+    ]
     sys.stdout.write(page(current, [job.name for job in left]))
     failed = any(row.get("state") == "failed" for row in report.rows)
     return int(given.rehearse and (bool(left) or failed))

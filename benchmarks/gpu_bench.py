@@ -1,4 +1,6 @@
-"""What a job of the GPU benchmark measures with: the device, timers, and rows that leave as soon as they are known."""
+"""What a job of the GPU benchmark measures with: the device, timers, and rows that leave as soon
+as they are known.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Bench:
     folder: Path
     """For files that a job writes."""
     rehearse: bool = False
-    """Tiny sizes and unchecked kernels, on any device: a test of the script and not of the machine."""
+    """Tiny sizes and unchecked kernels, on any device: a test of the script and not of the
+    machine.
+    """
 
     @property
     def cuda(self) -> bool:
@@ -48,7 +52,9 @@ class Bench:
     def size(self, tokens: int) -> int:
         return max(64, tokens // 512) if self.rehearse else tokens
 
-    def timed(self, work: Callable[[], object], *, warmups: int = 3, rounds: int = 5) -> list[float]:
+    def timed(
+        self, work: Callable[[], object], *, warmups: int = 3, rounds: int = 5
+    ) -> list[float]:
         """Seconds of each round, by device events; a rehearsal has one."""
         warmups, rounds = (0, 1) if self.rehearse else (warmups, rounds)
         for _ in range(warmups):
@@ -67,7 +73,10 @@ class Bench:
         return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
 
     def trusted_kernel(self, config: Config) -> str | None:
-        """That of a rehearsal, which may run where nothing is computed. None: the trainer verifies its kernel."""
+        """That of a rehearsal, which may run where nothing is computed.
+
+        None: the trainer verifies its kernel.
+        """
         queries = torch.empty(0, device=self.device, dtype=getattr(torch, config.training.dtype))
         return kernels.select_kernel(queries, config.training.attention) if self.rehearse else None
 
@@ -78,7 +87,9 @@ class Bench:
             torch.cuda.reset_peak_host_memory_stats()
 
     def clear(self) -> None:
-        """Frees memory and forgets compiled code, so that a job sees nothing of the one before it."""
+        """Frees memory and forgets compiled code, so that a job sees nothing of the one before
+        it.
+        """
         torch.compiler.reset()
         gc.collect()
         if self.cuda:
@@ -95,6 +106,8 @@ def clocks() -> str:
 def output(*command: str) -> str:
     """What a command prints; `UNKNOWN` if it fails."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return UNKNOWN

@@ -1,4 +1,6 @@
-"""Jobs of the GPU benchmark: what each measures, how long it takes, and which of them are worth their time now."""
+"""Jobs of the GPU benchmark: what each measures, how long it takes, and which of them are worth
+their time now.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,23 @@ from benchmarks.gpu_bench import ROOT, Bench, K, Row
 from benchmarks.gpu_rivals import RivalCase
 from benchmarks.gpu_steps import Rounds, StepCase
 
-KERNEL_SOURCES = ("models/kernel*.py", "models/score_blocks.py", "models/attention_op.py", "benchmarks/gpu_kernels.py")
+KERNEL_SOURCES = (
+    "models/kernel*.py",
+    "models/score_blocks.py",
+    "models/attention_op.py",
+    "benchmarks/gpu_kernels.py",
+)
 RING_SOURCES = (*KERNEL_SOURCES, "parallelisms/context/*.py")
 STEP_SOURCES = (
     *("models/*.py", "parallelisms/**/*.py", "benchmarks/gpu_steps.py"),
     *(f"trainer/{room}/*.py" for room in ("config", "data", "hardware", "run", "step")),
 )
-RUN_SOURCES = (*STEP_SOURCES, "trainer/checkpoint/*.py", "trainer/launch/*.py", "benchmarks/gpu_product.py")
+RUN_SOURCES = (
+    *STEP_SOURCES,
+    "trainer/checkpoint/*.py",
+    "trainer/launch/*.py",
+    "benchmarks/gpu_product.py",
+)
 
 
 @dataclass(frozen=True)
@@ -59,17 +71,22 @@ def digest(sources: tuple[str, ...]) -> str:
 
 
 def is_current(row: Row, job: Job, machine: Row) -> bool:
-    """Whether a row of this job was measured from the sources as they are, and on such a machine."""
+    """Whether a row of this job was measured from the sources as they are, and on such a
+    machine.
+    """
     return {"job": job.name, "sources": digest(job.sources), **machine}.items() <= row.items()
 
 
 def unknown(jobs: Iterable[Job], rows: Sequence[Row], machine: Row) -> list[Job]:
-    """Jobs without a valid row, the most valuable first: one of each kind that has none, then the others as listed."""
+    """Jobs without a valid row, the most valuable first: one of each kind that has none, then the
+    others as listed.
+    """
     jobs = list(jobs)
     ends = [row for row in rows if row.get("state") == "measured"]
     known = {job.name for job in jobs if any(is_current(row, job, machine) for row in ends)}
     seen = {job.kind for job in jobs if job.name in known}
-    first, others = list[Job](), list[Job]()
+    first = list[Job]()
+    others = list[Job]()
     for job in jobs:
         if job.name not in known:
             (others if job.kind in seen else first).append(job)
@@ -108,53 +125,83 @@ def compilation(case: StepCase) -> Callable[[Bench], object] | None:
     return partial(gpu_steps.compile_step, case=case) if case.config().compiles_on_gpu else None
 
 
-def step_job(case: StepCase, kind: str, seconds: float, gib: float, rounds: Rounds | None = None) -> Job:
+def step_job(
+    case: StepCase, kind: str, seconds: float, gib: float, rounds: Rounds | None = None
+) -> Job:
     measure = partial(gpu_steps.step, case=case, rounds=rounds or Rounds())
     return Job(case.name, kind, measure, seconds, gib, alone=True, compilation=compilation(case))
 
 
 def kernels_job(case: StepCase, seconds: float, gib: float) -> Job:
     measure = partial(gpu_steps.kernel_times, case=case)
-    return Job(f"kernels of {case.name}", "kernels", measure, seconds, gib, alone=True, compilation=compilation(case))
+    return Job(
+        f"kernels of {case.name}",
+        "kernels",
+        measure,
+        seconds,
+        gib,
+        alone=True,
+        compilation=compilation(case),
+    )
 
 
 def pair_job(off: str, on: str) -> Job:
     """32K tokens of the 1.24B model without and with an option."""
     base = StepCase("1.24B", 32 * K, KEPT)
-    measure, compiled = partial(gpu_steps.pair, case=base, off=off, on=on), compilation(base.with_option(on))
+    measure = partial(gpu_steps.pair, case=base, off=off, on=on)
+    compiled = compilation(base.with_option(on))
     return Job(f"pair: {on}", "pair", measure, 20, 48, alone=True, compilation=compiled)
 
 
 def rival_job(case: RivalCase, seconds: float, gib: float) -> Job:
-    measure, sources = partial(gpu_rivals.rival, case=case), ("benchmarks/gpu_rivals.py", "benchmarks/rival_step.py")
-    return Job(case.name, case.library, measure, seconds, gib, sources, alone=True, library=case.library)
+    measure = partial(gpu_rivals.rival, case=case)
+    sources = ("benchmarks/gpu_rivals.py", "benchmarks/rival_step.py")
+    return Job(
+        case.name, case.library, measure, seconds, gib, sources, alone=True, library=case.library
+    )
 
 
 def errors_job(kernel: str, seconds: float) -> Job:
-    return Job(f"errors of {kernel}", "errors", partial(gpu_kernels.errors, kernel=kernel), seconds, 4, KERNEL_SOURCES)
+    return Job(
+        f"errors of {kernel}",
+        "errors",
+        partial(gpu_kernels.errors, kernel=kernel),
+        seconds,
+        4,
+        KERNEL_SOURCES,
+    )
 
 
 def wide_job(kernel: str) -> Job:
-    return Job(f"2^32 numbers, {kernel}", "wide", partial(gpu_kernels.wide, kernel=kernel), 10, 60, KERNEL_SOURCES)
+    return Job(
+        f"2^32 numbers, {kernel}",
+        "wide",
+        partial(gpu_kernels.wide, kernel=kernel),
+        10,
+        60,
+        KERNEL_SOURCES,
+    )
 
 
 def rate_job(kernel: str, width: int, tokens: int = 16 * K) -> Job:
-    name, measure = (
-        f"rate of {kernel}, heads of {width}",
-        partial(gpu_kernels.rates, kernel=kernel, width=width, tokens=tokens),
-    )
+    name = f"rate of {kernel}, heads of {width}"
+    measure = partial(gpu_kernels.rates, kernel=kernel, width=width, tokens=tokens)
     return Job(name, "rate", measure, 6, 10, KERNEL_SOURCES, alone=True)
 
 
 def head_job(chunk_mib: int) -> Job:
-    measure = partial(gpu_kernels.head_seconds, case=StepCase("1.24B", 32 * K), chunk_mib=chunk_mib)
+    measure = partial(
+        gpu_kernels.head_seconds, case=StepCase("1.24B", 32 * K), chunk_mib=chunk_mib
+    )
     sources = ("models/loss_head.py", "benchmarks/gpu_kernels.py")
     return Job(f"head, chunks of {chunk_mib} MiB", "head", measure, 6, 10, sources, alone=True)
 
 
 def ring_rate_job(tokens: int) -> Job:
     measure = partial(gpu_kernels.ring_seconds, kernel="flash", tokens=tokens)
-    return Job(f"ring of four, {tokens // K}K each", "ring rate", measure, 8, 10, RING_SOURCES, alone=True)
+    return Job(
+        f"ring of four, {tokens // K}K each", "ring rate", measure, 8, 10, RING_SOURCES, alone=True
+    )
 
 
 def checks() -> list[Job]:
@@ -168,7 +215,13 @@ def checks() -> list[Job]:
         Job("windows", "windows", gpu_parity.windows, 20),
         Job("kill and resume", "run", gpu_product.kill_and_resume, 75, sources=RUN_SOURCES),
         Job("errors of a ring", "ring", gpu_kernels.ring_errors, 6, sources=RING_SOURCES),
-        Job("gpu tests", "tests", gpu_parity.gpu_tests, 60, sources=(*STEP_SOURCES, "tests/models/*.py")),
+        Job(
+            "gpu tests",
+            "tests",
+            gpu_parity.gpu_tests,
+            60,
+            sources=(*STEP_SOURCES, "tests/models/*.py"),
+        ),
         wide_job("flash"),
         wide_job("cudnn"),
         wide_job("efficient"),
@@ -178,21 +231,25 @@ def checks() -> list[Job]:
 KEPT = "--memory.recompute keep_attention"
 NONE = "--memory.recompute none"
 EAGER = "--training.compile false"
-LEAN = (
-    f"{KEPT} --memory.offload inputs --memory.head_groups 4 --memory.mlp_tile_mib 1024 --memory.blocks_per_checkpoint 4"
-)
+LEAN = f"{KEPT} --memory.offload inputs --memory.head_groups 4 --memory.mlp_tile_mib 1024 --memory.blocks_per_checkpoint 4"
 
 
 def timings() -> list[Job]:
     """How fast, one job at a time; the most valuable first."""
-    case, titan, hugging = (
-        partial(StepCase, "1.24B"),
-        partial(RivalCase, "torchtitan"),
-        partial(RivalCase, "transformers"),
-    )
+    case = partial(StepCase, "1.24B")
+    titan = partial(RivalCase, "torchtitan")
+    hugging = partial(RivalCase, "transformers")
     short = Rounds(1, 2, short=True)
     return [
-        Job("machine", "machine", gpu_kernels.machine, 15, 32, ("benchmarks/gpu_kernels.py",), alone=True),
+        Job(
+            "machine",
+            "machine",
+            gpu_kernels.machine,
+            15,
+            32,
+            ("benchmarks/gpu_kernels.py",),
+            alone=True,
+        ),
         step_job(case(8 * K, NONE), "step", 12, 28),
         rival_job(titan(8 * K, "none", compile=True), 20, 36),
         step_job(case(32 * K, KEPT), "step", 20, 24),
@@ -227,7 +284,15 @@ def timings() -> list[Job]:
         rival_job(hugging(8 * K, "none"), 20, 40),
         rival_job(titan(8 * K, "none"), 20, 48),
         step_job(case(1024 * K, LEAN, document=16 * K), "step", 65, 115, Rounds(0, 1)),
-        Job("calibrate", "machine", gpu_product.calibrate, 40, 32, ("trainer/plan/calibrate.py",), alone=True),
+        Job(
+            "calibrate",
+            "machine",
+            gpu_product.calibrate,
+            40,
+            32,
+            ("trainer/plan/calibrate.py",),
+            alone=True,
+        ),
         step_job(case(512 * K, KEPT), "step", 150, 122, Rounds(1, 1, short=True)),
         step_job(case(1024 * K, LEAN), "step", 520, 115, Rounds(0, 1)),
     ]

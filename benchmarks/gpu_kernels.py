@@ -1,4 +1,5 @@
-"""The machine, and attention and the loss head by themselves, for the GPU benchmark: whether they are right, how fast they are.
+"""The machine, and attention and the loss head by themselves, for the GPU benchmark: whether they
+are right, how fast they are.
 
 FLOP/s of attention count 4 per pair and number of a head forward, 10 backward.
 """
@@ -46,17 +47,32 @@ Given = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def machine(bench: Bench) -> None:
     row = partial(_result, bench)
-    row("processor", f"{platform.machine()}, {os.cpu_count()} cores, {node_memory_bytes() / GIB:.0f} GiB")
+    row(
+        "processor",
+        f"{platform.machine()}, {os.cpu_count()} cores, {node_memory_bytes() / GIB:.0f} GiB",
+    )
     if bench.cuda:
         found = torch.cuda.get_device_properties(bench.device)
-        row("device", f"{found.total_memory / GIB:.1f} GiB, {found.multi_processor_count} multiprocessors")
-        driver = output("nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader")
-        row("software", f"driver {driver}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
+        row(
+            "device",
+            f"{found.total_memory / GIB:.1f} GiB, {found.multi_processor_count} multiprocessors",
+        )
+        driver = output(
+            "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
+        )
+        row(
+            "software",
+            f"driver {driver}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
+        )
     size = 8192 if bench.cuda else 512
-    a, b = bench.draw(size, size), bench.draw(size, size)
+    a = bench.draw(size, size)
+    b = bench.draw(size, size)
     seconds = median(bench.timed(lambda: a @ b))
     row(f"product of {size} x {size} in bfloat16", f"{2 * size**3 / seconds / 1e12:.4g} TFLOP/s")
-    x, y = (torch.empty(4 * GIB if bench.cuda else GIB // 64, dtype=torch.uint8, device=bench.device) for _ in range(2))
+    x, y = (
+        torch.empty(4 * GIB if bench.cuda else GIB // 64, dtype=torch.uint8, device=bench.device)
+        for _ in range(2)
+    )
     seconds = median(bench.timed(lambda: x.copy_(y)))
     row("copy on the device", f"{2 * x.numel() / seconds / 1e9:.4g} GB/s, read and written")
     if bench.cuda:
@@ -64,13 +80,19 @@ def machine(bench: Bench) -> None:
 
 
 def transfers(bench: Bench, a: Tensor, b: Tensor) -> None:
-    """Copies to and from pinned memory, by themselves and during matrix products; and how fast memory is pinned."""
+    """Copies to and from pinned memory, by themselves and during matrix products; and how fast
+    memory is pinned.
+    """
     begin = time.perf_counter()
     host = torch.empty(4 * GIB, dtype=torch.uint8, pin_memory=True)
     _result(bench, "page-locking", f"{4 / (time.perf_counter() - begin):.3g} GiB/s")
-    on_device, side = torch.empty_like(host, device=bench.device), torch.cuda.Stream()
+    on_device = torch.empty_like(host, device=bench.device)
+    side = torch.cuda.Stream()
     products = median(bench.timed(lambda: [a @ b for _ in range(100)], rounds=3))
-    for name, to, source in (("host to device", on_device, host), ("device to host", host, on_device)):
+    for name, to, source in (
+        ("host to device", on_device, host),
+        ("device to host", host, on_device),
+    ):
         copy = partial(to.copy_, source, non_blocking=True)
         alone = median(bench.timed(copy))
         begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -95,18 +117,29 @@ def transfers(bench: Bench, a: Tensor, b: Tensor) -> None:
 
 
 def errors(bench: Bench, kernel: str) -> None:
-    """A kernel's largest errors at ten lengths, for three layouts of heads. Raises ValueError if one is too large."""
+    """A kernel's largest errors at ten lengths, for three layouts of heads.
+
+    Raises ValueError if one is too large.
+    """
     lengths = kernel_check.SHORT_LENGTHS if bench.rehearse else kernel_check.LENGTHS
     dtype = DTYPES.get(kernel, torch.bfloat16)
     for heads in (Heads(8, 2, 128), Heads(8, 2, 64), Heads(2, 2, 128)):
-        found = kernel_check.verify_kernel(kernel, bench.device, dtype, heads=heads, lengths=lengths)
+        found = kernel_check.verify_kernel(
+            kernel, bench.device, dtype, heads=heads, lengths=lengths
+        )
         cells = {name: f"{error:.1e}" for name, error in found.items()}
-        bench.row(kernel=kernel, heads=f"{heads.num}:{heads.kv} x {heads.dim}", dtype=str(dtype)[6:], **cells)
+        bench.row(
+            kernel=kernel,
+            heads=f"{heads.num}:{heads.kv} x {heads.dim}",
+            dtype=str(dtype)[6:],
+            **cells,
+        )
 
 
 def wide(bench: Bench, kernel: str) -> None:
     """Queries of 2^32 numbers. Raises ValueError if the kernel is wrong about them."""
-    heads, tokens = Heads(4, 2, 32) if bench.rehearse else Heads(32, 8, 128), bench.size(K * K)
+    heads = Heads(4, 2, 32) if bench.rehearse else Heads(32, 8, 128)
+    tokens = bench.size(K * K)
     limit = tokens * heads.num * heads.dim // 2 if bench.rehearse else kernel_check.MAX_ELEMENTS
     options: Any = {"heads": heads, "num_tokens": tokens, "max_elements": limit}
     kernel_check.verify_wide(kernel, bench.device, torch.bfloat16, **options)
@@ -120,8 +153,12 @@ class Transfer:
     wait: Callable[[], Tensor]
 
 
-def ring_job(bench: Bench, kernel: str, tokens: int, ranks: int = 4) -> tuple[Callable[[], list[Tensor]], ...]:
-    """Forward and backward of a sequence by one call, by ranks in threads that share the device, and the latter in order."""
+def ring_job(
+    bench: Bench, kernel: str, tokens: int, ranks: int = 4
+) -> tuple[Callable[[], list[Tensor]], ...]:
+    """Forward and backward of a sequence by one call, by ranks in threads that share the device,
+    and the latter in order.
+    """
     q, grad = (bench.draw(tokens, 32, 128) for _ in range(2))
     k, v = (bench.draw(tokens, 8, 128) for _ in range(2))
     work = ScoreBlocks([ScoreBlock(0, tokens, 0, tokens)], causal=True)
@@ -143,13 +180,18 @@ def ring_job(bench: Bench, kernel: str, tokens: int, ranks: int = 4) -> tuple[Ca
             return Transfer(partial(hops[rank, hop].get, timeout=20))
 
         grad, q, k, v = (x[None] for x in shards[rank])
-        kv, exchange = torch.cat((k, v)), ring.Ring(plans[rank], rotate, torch.float32)
+        kv = torch.cat((k, v))
+        exchange = ring.Ring(plans[rank], rotate, torch.float32)
         out, lse = ring.forward((q, k, v, rotate(kv)), exchange, kernel=kernel)
-        dq, dk, dv, _ = ring.backward(grad, (q, k, v, rotate(kv)), out, lse, exchange, kernel=kernel)
+        dq, dk, dv, _ = ring.backward(
+            grad, (q, k, v, rotate(kv)), out, lse, exchange, kernel=kernel
+        )
         return [x[0] for x in (out, dq, dk, dv)]
 
     def all_ranks() -> list[Tensor]:
-        hops = {(rank, hop): SimpleQueue[Tensor]() for rank in range(ranks) for hop in range(4 * ranks)}
+        hops = {
+            (rank, hop): SimpleQueue[Tensor]() for rank in range(ranks) for hop in range(4 * ranks)
+        }
         with ThreadPoolExecutor(ranks) as pool:
             found = list(pool.map(lambda rank: one_rank(rank, hops), range(ranks)))
         return [torch.cat(rows) for rows in zip(*found, strict=True)]
@@ -158,7 +200,10 @@ def ring_job(bench: Bench, kernel: str, tokens: int, ranks: int = 4) -> tuple[Ca
 
 
 def ring_errors(bench: Bench) -> None:
-    """Four ranks of a ring beside one call. Raises ValueError if they differ by more than 2 % of a norm."""
+    """Four ranks of a ring beside one call.
+
+    Raises ValueError if they differ by more than 2 % of a norm.
+    """
     one_call, _, in_order = ring_job(bench, "flash" if bench.cuda else "auto", bench.size(8 * K))
     names = ("output", "dq", "dk", "dv")
     far = distances(*(dict(zip(names, work(), strict=True)) for work in (in_order, one_call)))
@@ -169,7 +214,10 @@ def ring_errors(bench: Bench) -> None:
 
 
 def distances(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
-    """Between tensors of a name, over the norm of theirs. One of rounding errors beside the largest counts as none."""
+    """Between tensors of a name, over the norm of theirs.
+
+    One of rounding errors beside the largest counts as none.
+    """
     norms = {name: x.double().norm() for name, x in theirs.items()}
     least = ROUNDED * torch.stack([*norms.values()]).max()
     return {
@@ -182,13 +230,21 @@ def distances(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, f
 
 
 def rates(bench: Bench, kernel: str, width: int, tokens: int) -> None:
-    """FLOP/s of causal attention forward and backward. Raises ValueError if the last query's numbers are wrong."""
-    heads, kv_heads, tokens = 32, 8, bench.size(tokens)
+    """FLOP/s of causal attention forward and backward.
+
+    Raises ValueError if the last query's numbers are wrong.
+    """
+    heads = 32
+    kv_heads = 8
+    tokens = bench.size(tokens)
     grad, q = (bench.draw(tokens, heads, width) for _ in range(2))
     k, v = (bench.draw(tokens, kv_heads, width) for _ in range(2))
-    work, pairs = ScoreBlocks([ScoreBlock(0, tokens, 0, tokens)], causal=True), tokens * (tokens + 1) / 2
+    work = ScoreBlocks([ScoreBlock(0, tokens, 0, tokens)], causal=True)
+    pairs = tokens * (tokens + 1) / 2
     ((_, out, lse),) = kernels.attend_blocks(q, k, v, work, kernel=kernel)
-    backward = partial(kernels.attend_blocks_backward, grad, q, k, v, out, lse, work, kernel=kernel)
+    backward = partial(
+        kernels.attend_blocks_backward, grad, q, k, v, out, lse, work, kernel=kernel
+    )
     ((_, _, dq, _, _),) = backward()
     error = last_query_error((grad, q, k, v), out, lse, dq)
     if not error < kernel_check.TOLERANCES[torch.bfloat16]:
@@ -197,7 +253,9 @@ def rates(bench: Bench, kernel: str, width: int, tokens: int) -> None:
         median(bench.timed(lambda: [*kernels.attend_blocks(q, k, v, work, kernel=kernel)])),
         median(bench.timed(lambda: [*backward()])),
     ]
-    forward_rate, backward_rate = (n * heads * width * pairs / s for n, s in zip((4, 10), seconds, strict=True))
+    forward_rate, backward_rate = (
+        n * heads * width * pairs / s for n, s in zip((4, 10), seconds, strict=True)
+    )
     bench.row(
         kernel=kernel,
         heads=f"{heads}:{kv_heads} x {width}",
@@ -209,7 +267,9 @@ def rates(bench: Bench, kernel: str, width: int, tokens: int) -> None:
 
 
 def last_query_error(given: Given, out: Tensor, lse: Tensor, dq: Tensor) -> float:
-    """How far the last query's numbers are from those of matrix products in float64, as the start-up check says; or NaN."""
+    """How far the last query's numbers are from those of matrix products in float64, as the
+    start-up check says; or NaN.
+    """
     grad, q, k, v = given
     last = slice(len(q) - 1, len(q))
     (right, right_lse, right_dq, _, _), terms = reference(
@@ -227,13 +287,18 @@ def ring_seconds(bench: Bench, kernel: str, tokens: int) -> None:
     """What dividing a sequence over four ranks costs where nothing is sent."""
     one_call, all_ranks, _ = ring_job(bench, kernel, 4 * bench.size(tokens))
     one, four = (median(bench.timed(work, warmups=1, rounds=3)) for work in (one_call, all_ranks))
-    result = f"{1e3 * four:.4g} ms over {1e3 * one:.4g} of one call, {four / one - 1:+.1%}, {kernel}"
-    _result(bench, f"forward and backward of 4 ranks with {bench.size(tokens)} tokens each", result)
+    result = (
+        f"{1e3 * four:.4g} ms over {1e3 * one:.4g} of one call, {four / one - 1:+.1%}, {kernel}"
+    )
+    _result(
+        bench, f"forward and backward of 4 ranks with {bench.size(tokens)} tokens each", result
+    )
 
 
 def head_seconds(bench: Bench, case: StepCase, chunk_mib: int) -> None:
     """Final norm, projection and cross-entropy, both ways, compiled as in training."""
-    tokens, model = bench.size(case.tokens), case.config(tiny=bench.rehearse).model.build()
+    tokens = bench.size(case.tokens)
+    model = case.config(tiny=bench.rehearse).model.build()
     head = LossHead(model, chunk_mib=chunk_mib).to(bench.device, torch.bfloat16)
     head.compile_piece = compiler() if bench.cuda else None
     x = bench.draw(1, tokens, model.dim).requires_grad_()

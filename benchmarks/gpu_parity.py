@@ -1,4 +1,6 @@
-"""Whether training is right on this device, for the GPU benchmark: its tests, options that must change nothing, windows."""
+"""Whether training is right on this device, for the GPU benchmark: its tests, options that must
+change nothing, windows.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,17 @@ OF_CUDA = ("cudnn", "efficient")
 
 def gpu_tests(bench: Bench) -> None:
     """The project's tests that need a CUDA device. Raises RuntimeError if one fails."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *GPU_TESTS]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *GPU_TESTS,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     sys.stdout.write(done.stdout)
     sys.stdout.flush()
@@ -59,7 +71,10 @@ def gpu_tests(bench: Bench) -> None:
 
 
 def parity(bench: Bench) -> None:
-    """Loss, norm and gradients of the first step of each variant, compared with another's. Raises ValueError."""
+    """Loss, norm and gradients of the first step of each variant, compared with another's.
+
+    Raises ValueError.
+    """
     seen: dict[str, Seen] = {}
     wrong = []
     torch.use_deterministic_algorithms(True, warn_only=True)  # noqa: FBT003
@@ -72,7 +87,13 @@ def parity(bench: Bench) -> None:
             loss, norm, gradients = seen[name]
             far = distance(gradients, seen[other][2]) if other else 0.0
             result = f"{far:.1e} of a tensor's norm" if far else "bitwise equal"
-            bench.row(variant=name, loss=f"{loss:.7f}", norm=f"{norm:.6f}", beside=other or None, gradients=result)
+            bench.row(
+                variant=name,
+                loss=f"{loss:.7f}",
+                norm=f"{norm:.6f}",
+                beside=other or None,
+                gradients=result,
+            )
             wrong += [f"{name}: {result}"] * (not far < FARTHEST)
     finally:
         torch.use_deterministic_algorithms(False)  # noqa: FBT003
@@ -82,31 +103,46 @@ def parity(bench: Bench) -> None:
 
 def first_step(bench: Bench, config: Config) -> Seen:
     with process_group(config.distributed) as world:
-        trainer = Trainer(config, world, build_train_dataset(config), kernel=bench.trusted_kernel(config))
+        trainer = Trainer(
+            config, world, build_train_dataset(config), kernel=bench.trusted_kernel(config)
+        )
         draw_weights(trainer, world.device)
         reading = trainer.loader.steps(0)
         vector = trainer.accumulate_gradients(next(reading))
         reading.close()
         named = trainer.optimizer.parameters_by_name.items()
-        grads = {name: to_local(x.grad).to(bench.device, copy=True) for name, x in named if x.grad is not None}
+        grads = {
+            name: to_local(x.grad).to(bench.device, copy=True)
+            for name, x in named
+            if x.grad is not None
+        }
         parts = trainer.accumulator.layout.split(trainer.optimizer_step(vector, 1e-3))
         return float(parts["loss"] / parts["targets"]), float(parts["grad_norm"]), grads
 
 
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest over tensors; 0 only if all are equal bit for bit, NaN if a number is not finite."""
-    if ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours):
+    """The largest over tensors; 0 only if all are equal bit for bit, NaN if a number is not
+    finite.
+    """
+    if ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    ):
         return 0.0
     return float(torch.tensor([*distances(ours, theirs).values()]).max())
 
 
 def windows(bench: Bench) -> None:
-    """Three steps of a model with windows and sinks, by kernels with and without windows of their own, and in float32.
+    """Three steps of a model with windows and sinks, by kernels with and without windows of their
+    own, and in float32.
 
     Raises ValueError if losses of the first step differ by more than 0.01.
     """
     seen = {}
-    for kernel, dtype in (("efficient", "float32"), ("efficient", "bfloat16"), ("flash", "bfloat16")):
+    for kernel, dtype in (
+        ("efficient", "float32"),
+        ("efficient", "bfloat16"),
+        ("flash", "bfloat16"),
+    ):
         words = (
             f"--config debug_window --data.corpus copy --training.steps 3 --training.seq_len {bench.size(4 * K)} "
             f"--training.global_batch_size 1 --training.dtype {dtype} --training.attention {kernel} "
@@ -114,7 +150,9 @@ def windows(bench: Bench) -> None:
         )
         config = load(words.split())
         with process_group(config.distributed) as world:
-            trainer = Trainer(config, world, build_train_dataset(config), kernel=bench.trusted_kernel(config))
+            trainer = Trainer(
+                config, world, build_train_dataset(config), kernel=bench.trusted_kernel(config)
+            )
             losses = [result.read().loss for result in trainer.train_steps()]
         seen[kernel, dtype] = losses[0]
         result = ", ".join(f"{loss:.6f}" for loss in losses)

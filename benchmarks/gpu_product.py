@@ -1,4 +1,6 @@
-"""Whole runs on one GPU, for the GPU benchmark: checkpoints, kill -9, resume, trace, calibration of the planner."""
+"""Whole runs on one GPU, for the GPU benchmark: checkpoints, kill -9, resume, trace, calibration
+of the planner.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,25 @@ from benchmarks.gpu_bench import ROOT, Bench, K
 from benchmarks.gpu_steps import MODELS, TINY
 from trainer.hardware.specs import find_table
 
-STEPS, KILLED_AFTER, INTERVAL = 8, 5, 3
+STEPS = 8
+KILLED_AFTER = 5
+INTERVAL = 3
 
 
 def calibrate(bench: Bench) -> None:
     """The rates of a device table, as `longhaul plan calibrate` measures them."""
     table = bench.folder / "device.toml"
     extended = (find_table(torch.cuda.get_device_name()) if bench.cuda else None) or "h100-80gb"
-    command = [sys.executable, "-m", "trainer.plan", "calibrate", "--extends", extended, "--output", str(table)]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer.plan",
+        "calibrate",
+        "--extends",
+        extended,
+        "--output",
+        str(table),
+    ]
     run_to_end(table.with_suffix(".log"), command)
     for line in table.read_text().splitlines():
         if "value =" in line or "forward =" in line:
@@ -58,7 +71,12 @@ def start(words: Sequence[str], log: Path, *, own_group: bool = False) -> subpro
     environment = os.environ | {"NGPU": "1"}
     with log.open("ab") as file:
         return subprocess.Popen(
-            words, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=own_group
+            words,
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=own_group,
         )
 
 
@@ -72,11 +90,15 @@ def run_to_end(log: Path, words: Sequence[str]) -> float:
 
 
 def kill_and_resume(bench: Bench) -> None:
-    """Losses of a run that was killed and started again, beside those of an undisturbed one, which writes a trace."""
+    """Losses of a run that was killed and started again, beside those of an undisturbed one, which
+    writes a trace.
+    """
     whole, killed = (bench.folder / name for name in ("whole", "killed"))
     for run in (whole, killed):
         rmtree(run, ignore_errors=True)
-    seconds = run_to_end(whole.with_suffix(".log"), command(bench, whole, "--profiler.trace_step", "3"))
+    seconds = run_to_end(
+        whole.with_suffix(".log"), command(bench, whole, "--profiler.trace_step", "3")
+    )
     expected = losses(whole)
     traces = [path for path in whole.rglob("*trace*") if path.is_file()]
     if not expected or not traces:
@@ -90,7 +112,10 @@ def kill_and_resume(bench: Bench) -> None:
 
 
 def compare_after_kill(bench: Bench, run: Path, expected: dict[str, float]) -> None:
-    """Kills every process of a run and starts it again. Raises RuntimeError unless losses equal those expected."""
+    """Kills every process of a run and starts it again.
+
+    Raises RuntimeError unless losses equal those expected.
+    """
     child = start(command(bench, run), run.with_suffix(".log"), own_group=True)
     try:
         while str(KILLED_AFTER) not in losses(run):
@@ -101,7 +126,10 @@ def compare_after_kill(bench: Bench, run: Path, expected: dict[str, float]) -> N
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-    begin = max((int(path.name.removeprefix("step-")) for path in run.glob("checkpoints/step-*")), default=0)
+    begin = max(
+        (int(path.name.removeprefix("step-")) for path in run.glob("checkpoints/step-*")),
+        default=0,
+    )
     seconds = run_to_end(run.with_suffix(".log"), command(bench, run))
     after = {step: loss for step, loss in losses(run).items() if int(step) > begin}
     same = sum(loss == expected.get(step) for step, loss in after.items())
@@ -112,7 +140,10 @@ def compare_after_kill(bench: Bench, run: Path, expected: dict[str, float]) -> N
 
 
 def losses(run: Path) -> dict[str, float]:
-    """By step; of a step that was run twice, the last. A line that is being written is left out."""
+    """By step; of a step that was run twice, the last.
+
+    A line that is being written is left out.
+    """
     found = {}
     for path in run.rglob("metrics.jsonl"):
         for line in path.read_text().splitlines():

@@ -1,7 +1,8 @@
-"""Steps of training for the GPU benchmark: Longhaul's own `Config` and `Trainer`, a row of numbers for each.
+"""Steps of training for the GPU benchmark: Longhaul's own `Config` and `Trainer`, a row of numbers
+for each.
 
-Models are built from a `Config` and trained by the `Trainer`; only initial weights are drawn on the device, which takes a
-tenth of the time.
+Models are built from a `Config` and trained by the `Trainer`; only initial weights are drawn on
+the device, which takes a tenth of the time.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ COMMON = (
     "--config debug --job.name gpu --data.corpus copy --training.global_batch_size 1 --training.dtype bfloat16 "
     "--training.compile auto "
     "--memory.recompute keep_attention --checkpoint.enabled false --metrics.tensorboard false "
-    "--checkpoint.initial_load_path drawn-on-the-device"  # So the trainer leaves the weights to `draw_weights`.
+    # So the trainer leaves the weights to `draw_weights`.
+    "--checkpoint.initial_load_path drawn-on-the-device"
 )
 LISTED_KERNELS = 40
 """Of a profiled step, the longest."""
@@ -86,21 +88,29 @@ class StepCase:
 
     def config(self, *, tiny: bool = False) -> Config:
         """The configuration of one device. Raises ConfigError if it is refused."""
-        words = (COMMON, MODELS[self.model], TINY if tiny else "", self.options, f"--training.seq_len {self.tokens}")
+        words = (
+            COMMON,
+            MODELS[self.model],
+            TINY if tiny else "",
+            self.options,
+            f"--training.seq_len {self.tokens}",
+        )
         config = load(" ".join(words).split())
         checks.require_valid(config, 1)
         return config
 
 
 class Packed(BlendedDataset):
-    """Random tokens, the second half of a row the first again; row n is packed with documents of `documents[n]` tokens.
+    """Random tokens, the second half of a row the first again; row n is packed with documents of
+    `documents[n]` tokens.
 
     Its last length is that of all rows after it.
     """
 
     def __init__(self, config: Config, documents: Sequence[int]) -> None:
         training = config.training
-        model, length = config.model.build(), training.seq_len
+        model = config.model.build()
+        length = training.seq_len
         rows = training.steps * training.global_batch_size
         copied: Any = {
             "vocab_size": model.vocab_size,
@@ -108,7 +118,9 @@ class Packed(BlendedDataset):
             "num_sequences": rows,
             "seed": training.seed,
         }
-        super().__init__([CopyDataset(**copied, seq_len=length)], seq_len=length, windows=model.layers_by_window)
+        super().__init__(
+            [CopyDataset(**copied, seq_len=length)], seq_len=length, windows=model.layers_by_window
+        )
         self._documents = documents
 
     def read(self, indices: Sequence[int | None], shard: SequenceShard = FULL_SEQUENCE) -> Batch:
@@ -128,11 +140,16 @@ class Packed(BlendedDataset):
 
 
 def with_steps(config: Config, steps: int) -> Config:
-    return config.model_copy(update={"training": config.training.model_copy(update={"steps": steps})})
+    return config.model_copy(
+        update={"training": config.training.model_copy(update={"steps": steps})}
+    )
 
 
 def as_started(bench: Bench, config: Config) -> Config:
-    """With the memory options that a start on this device chooses. Raises RankFailedError if it would not compile blocks."""
+    """With the memory options that a start on this device chooses.
+
+    Raises RankFailedError if it would not compile blocks.
+    """
     if not bench.cuda:
         return config
     if compiles(config, bench.device):
@@ -149,8 +166,11 @@ def step(bench: Bench, case: StepCase, rounds: Rounds = Rounds()) -> float:
     """Reports a row of training steps; returns their median seconds."""
     case = replace(case, tokens=bench.size(case.tokens))
     rounds = replace(rounds, warmups=1, steps=1) if bench.rehearse else rounds
-    config = as_started(bench, with_steps(case.config(tiny=bench.rehearse), rounds.warmups + rounds.steps))
-    model, length = config.model.build(), case.tokens
+    config = as_started(
+        bench, with_steps(case.config(tiny=bench.rehearse), rounds.warmups + rounds.steps)
+    )
+    model = config.model.build()
+    length = case.tokens
     measured = bench.size(case.document) if case.document else length
     documents = [SHORT if rounds.short else measured] * rounds.warmups + [measured]
     found, kernel, memory = run_steps(bench, config, rounds.warmups, documents)
@@ -204,13 +224,17 @@ def pair(bench: Bench, case: StepCase, off: str, on: str, rounds: Rounds = Round
 def drawn_trainer(bench: Bench, config: Config, documents: Sequence[int]) -> Iterator[Trainer]:
     """With initial weights; row n is packed with documents of `documents[n]` tokens."""
     with process_group(config.distributed) as world:
-        trainer = Trainer(config, world, Packed(config, documents), kernel=bench.trusted_kernel(config))
+        trainer = Trainer(
+            config, world, Packed(config, documents), kernel=bench.trusted_kernel(config)
+        )
         draw_weights(trainer, world.device)
         yield trainer
 
 
 def kernel_times(bench: Bench, case: StepCase, warmups: int = 3) -> None:
-    """Reports the kernels of one step after warm-up: time of each, and launches; and how long the device was busy."""
+    """Reports the kernels of one step after warm-up: time of each, and launches; and how long the
+    device was busy.
+    """
     case = replace(case, tokens=bench.size(case.tokens))
     config = as_started(bench, with_steps(case.config(tiny=bench.rehearse), warmups + 1))
     with drawn_trainer(bench, config, [case.tokens]) as trainer:
@@ -220,9 +244,12 @@ def kernel_times(bench: Bench, case: StepCase, warmups: int = 3) -> None:
         with profile(activities=activities) as profiler:
             next(steps).read()
     kernels = [
-        each for each in profiler.key_averages() if each.device_type == DeviceType.CUDA and not each.is_user_annotation
+        each
+        for each in profiler.key_averages()
+        if each.device_type == DeviceType.CUDA and not each.is_user_annotation
     ]
-    busy, launches = sum(each.self_device_time_total for each in kernels), sum(each.count for each in kernels)
+    busy = sum(each.self_device_time_total for each in kernels)
+    launches = sum(each.count for each in kernels)
     result = f"{busy / 1e3:.1f} ms of kernels in {launches} launches; {1e3 * seconds:.1f} ms without the profiler"
     bench.row(what=f"one step of {case.name}", result=result)
     for each in sorted(kernels, key=lambda each: -each.self_device_time_total)[:LISTED_KERNELS]:
@@ -237,7 +264,9 @@ def kernel_times(bench: Bench, case: StepCase, warmups: int = 3) -> None:
 def run_steps(
     bench: Bench, config: Config, warmups: int, documents: Sequence[int]
 ) -> tuple[list[StepMetrics], str, dict[str, float | None]]:
-    """Metrics of the steps after warm-up, the kernel that ran, and peak memory in GiB; None where there is no device."""
+    """Metrics of the steps after warm-up, the kernel that ran, and peak memory in GiB; None where
+    there is no device.
+    """
     with drawn_trainer(bench, config, documents) as trainer:
         bench.begin_memory()
         found: list[StepMetrics] = []
@@ -263,7 +292,12 @@ def draw_weights(trainer: Trainer, device: torch.device) -> None:
     (model,) = trainer.stage_modules.values()
     for name, tensor in trainer.state_dict().items():
         if name.startswith("model."):
-            weight, (mean, std) = to_local(tensor), model.init_mean_std(name.removeprefix("model."))
+            weight, (mean, std) = (
+                to_local(tensor),
+                model.init_mean_std(name.removeprefix("model.")),
+            )
             seed = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
             generator = torch.Generator(device).manual_seed(seed)
-            weight.copy_(torch.empty_like(weight, device=device).normal_(mean, std, generator=generator))
+            weight.copy_(
+                torch.empty_like(weight, device=device).normal_(mean, std, generator=generator)
+            )

@@ -1,11 +1,12 @@
-"""How costs grow: with the length of sequences, ranks, documents in a sequence, and documents in a corpus.
+"""How costs grow: with the length of sequences, ranks, documents in a sequence, and documents in a
+corpus.
 
     python -m benchmarks.growth            prints the tables of docs/benchmarks.md
     python -m benchmarks.growth --write    writes them
     python -m benchmarks.growth --toy      at small sizes
 
-Least of several rounds of CPU time, of one thread; nothing else should run. Context parallelism is counted without sending:
-what the busiest rank plans and reads.
+Least of several rounds of CPU time, of one thread; nothing else should run. Context parallelism is
+counted without sending: what the busiest rank plans and reads.
 """
 
 from __future__ import annotations
@@ -49,7 +50,15 @@ def least_seconds(job: Callable[[], object], rounds: int) -> float:
 
 def sequence_table(lengths: list[int], rounds: int) -> Iterator[str]:
     yield "| tokens of a sequence | us per token | GFLOP/s | us per token, 64 documents | GFLOP/s |\n|---|---|---|---|---|"
-    config = ModelConfig(dim=128, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=32, ffn_dim=384, vocab_size=512)
+    config = ModelConfig(
+        dim=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=32,
+        ffn_dim=384,
+        vocab_size=512,
+    )
     model = Transformer(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -90,7 +99,9 @@ METHODS: tuple[tuple[ShardLayout, str], ...] = (
 """Layouts, and how a rank gets keys; a halo for a window of 4096."""
 
 
-def plan(boundaries_1D: torch.Tensor, layout: ShardLayout, method: str, ranks: int) -> RankAttentionPlan:
+def plan(
+    boundaries_1D: torch.Tensor, layout: ShardLayout, method: str, ranks: int
+) -> RankAttentionPlan:
     """What a rank computes on the host for the varlen calls of a sequence."""
     scores = Scores(window=4096 if method == "halo" else None)
     found = RankAttentionPlan(BatchLayout(layout, ranks, boundaries_1D), ranks // 2, scores=scores)
@@ -138,23 +149,33 @@ def corpus_table(counts: list[int], rounds: int) -> Iterator[str]:
     yield "| documents | tokens | packing, s | us per document |\n|---|---|---|---|"
     for count in counts:
         lengths = log_normal(count, 735, 1.6)
-        seconds = least_seconds(lambda x=lengths: pack_documents(x, seq_len=1 << 17, packing="best_fit"), rounds)  # type: ignore[misc]
+        seconds = least_seconds(
+            lambda x=lengths: pack_documents(x, seq_len=1 << 17, packing="best_fit"), rounds
+        )  # type: ignore[misc]
         yield f"| {count:,} | {int(lengths.sum()):,} | {seconds:.2f} | {seconds / count * 1e6:.2f} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--toy", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     thousand = 1 << 10
-    lengths, rounds = [1 << power for power in range(10, 17)], 3
+    lengths = [1 << power for power in range(10, 17)]
+    rounds = 3
     cases = [(128 * thousand, 100, ranks) for ranks in (1, 2, 4, 8)]
-    cases += [(128 * thousand, documents, 8) for documents in (1, 10, 1000, 10_000)] + [(1 << 20, 100_000, 8)]
+    cases += [(128 * thousand, documents, 8) for documents in (1, 10, 1000, 10_000)] + [
+        (1 << 20, 100_000, 8)
+    ]
     counts = [10_000, 100_000, 1_000_000]
     if options.toy:
-        lengths, cases, counts, rounds = [256, 512], [(512, 4, 2)], [100], 1
+        lengths = [256, 512]
+        cases = [(512, 4, 2)]
+        counts = [100]
+        rounds = 1
     tables = (
         ("growth of sequences", sequence_table(lengths, rounds)),
         ("growth of documents", plan_table(cases, rounds)),

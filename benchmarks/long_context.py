@@ -1,8 +1,9 @@
-"""What longer context is worth, in minutes on one CPU core: python -m benchmarks.long_context [--steps N] [--svg FILE]
+"""What longer context is worth, in minutes on one CPU core: python -m benchmarks.long_context
+[--steps N] [--svg FILE]
 
-Trains a small model on the sources of Python's library, a package at a time, on bytes, and the copy task; then draws
-loss by position, loss of the same targets by length of context, and the copy task's loss. Runs start as a user starts
-them.
+Trains a small model on the sources of Python's library, a package at a time, on bytes, and the
+copy task; then draws loss by position, loss of the same targets by length of context, and the copy
+task's loss. Runs start as a user starts them.
 
 Shape suffixes: B rows, S tokens.
 """
@@ -30,7 +31,8 @@ from trainer.evaluation.load_checkpoint import load_parallel_model, resolve_chec
 from trainer.run.validation import eval_batches
 
 ROOT = Path(__file__).resolve().parents[1]
-LENGTH, TAIL = 1024, 64
+LENGTH = 1024
+TAIL = 64
 EDGES = [0, *(1 << power for power in range(3, 11))]
 TEXT = f"""
 [job]
@@ -102,7 +104,11 @@ min_lr_factor = 0.02
 [metrics]
 log_interval = 2
 """
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 300, 240, 40, 44, 30
+WIDTH = 300
+HEIGHT = 240
+LEFT = 40
+BOTTOM = 44
+TOP = 30
 Point = tuple[str, float]
 
 
@@ -111,7 +117,15 @@ def trained(text: str, folder: Path, *options: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     config = folder.with_suffix(".toml")
     config.write_text(text)
-    command = [sys.executable, "-P", "-m", "trainer.launch", "--config", str(config.resolve()), *options]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "trainer.launch",
+        "--config",
+        str(config.resolve()),
+        *options,
+    ]
     environment = os.environ | {"NGPU": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run([*command, f"--job.output_dir={folder}"], env=environment, check=True)
     return folder
@@ -136,9 +150,15 @@ def by_position(folder: Path) -> list[Point]:
             row.index_add_(0, bucket, values_BS.double().flatten())
 
     with load_parallel_model(found) as (placed, _):
-        placed.evaluate(eval_batches(held.datasets[0], held.num_sequences, placed, max_tokens=LENGTH), record)
+        placed.evaluate(
+            eval_batches(held.datasets[0], held.num_sequences, placed, max_tokens=LENGTH), record
+        )
     names = [f"{low}-" for low, _ in pairwise([*EDGES, LENGTH])]
-    return [(name, float(loss / count)) for name, loss, count in zip(names, *sums, strict=True) if count]
+    return [
+        (name, float(loss / count))
+        for name, loss, count in zip(names, *sums, strict=True)
+        if count
+    ]
 
 
 def by_context(folder: Path) -> list[Point]:
@@ -152,7 +172,9 @@ def copied(folder: Path) -> list[Point]:
     return [(str(line["step"]), line["loss"]) for line in lines]
 
 
-def panel(left: int, title: str, below: str, points: list[Point], *, low: float | None = None) -> str:
+def panel(
+    left: int, title: str, below: str, points: list[Point], *, low: float | None = None
+) -> str:
     """A curve over names that stand at equal distances."""
     values = [value for _, value in points]
     floor = math.floor(min(values) * 10 - 1) / 10 if low is None else low
@@ -211,8 +233,12 @@ def main() -> None:
     torch.set_num_threads(1)
     began = cpu_seconds()
     text = trained(TEXT, asked.folder / "long-context", f"--training.steps={asked.steps}")
-    copy = trained(COPY, asked.folder / "long-context-copy", f"--training.steps={asked.copy_steps}")
-    positions, context, curve = by_position(text), by_context(text), copied(copy)
+    copy = trained(
+        COPY, asked.folder / "long-context-copy", f"--training.steps={asked.copy_steps}"
+    )
+    positions = by_position(text)
+    context = by_context(text)
+    curve = copied(copy)
     minutes = (cpu_seconds() - began) / 60
     caption = (
         f"{asked.steps} steps of 4 x {LENGTH} bytes of Python's library, {minutes:.1f} CPU-minutes on one core of "
@@ -224,7 +250,11 @@ def main() -> None:
         panel(2 * WIDTH, "copy task, 512 tokens, period 256", "step", curve, low=0),
     ]
     asked.svg.write_text(drawn(panels, caption))
-    for name, points in (("position", positions), ("context", context), ("copy", curve[:: max(1, len(curve) // 7)])):
+    for name, points in (
+        ("position", positions),
+        ("context", context),
+        ("copy", curve[:: max(1, len(curve) // 7)]),
+    ):
         sys.stdout.write(f"{name}: {', '.join(f'{at} {value:.3f}' for at, value in points)}\n")
     sys.stdout.write(f"{caption}\n{asked.svg}\n")
 

@@ -3,7 +3,8 @@
     python benchmarks/loss_curve.py outputs/debug/metrics.jsonl docs/debug_loss.svg
     python benchmarks/loss_curve.py --mean 10 --skip 50 outputs/A/metrics.jsonl outputs/B/metrics.jsonl two.svg
 
-Each run is named by the folder of its file. `--mean N` draws means of N steps, and `--skip N` leaves the first N out.
+Each run is named by the folder of its file. `--mean N` draws means of N steps, and `--skip N`
+leaves the first N out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 720, 260, 44, 34, 14
+WIDTH = 720
+HEIGHT = 260
+LEFT = 44
+BOTTOM = 34
+TOP = 14
 COLORS = ("#2463a8", "#c0504d", "#4f8a4c")
 Curve = Sequence[tuple[float, float]]
 """Step and loss."""
@@ -24,8 +29,11 @@ def draw(curves: Mapping[str, Curve], captions: Sequence[str], *, is_cut: bool) 
     """From a loss of 0, or only the part that the curves have if they are cut."""
     losses = [loss for curve in curves.values() for _, loss in curve]
     tick = 0.1 if is_cut else 1.0
-    low, high = math.floor(min(losses) / tick) * tick if is_cut else 0.0, math.ceil(max(losses) / tick) * tick
-    first, last = (end(step for curve in curves.values() for step, _ in curve) for end in (min, max))
+    low = math.floor(min(losses) / tick) * tick if is_cut else 0.0
+    high = math.ceil(max(losses) / tick) * tick
+    first, last = (
+        end(step for curve in curves.values() for step, _ in curve) for end in (min, max)
+    )
 
     def x(step: float) -> float:
         return LEFT + (WIDTH - LEFT - 10) * (step - first) / (last - first)
@@ -36,7 +44,9 @@ def draw(curves: Mapping[str, Curve], captions: Sequence[str], *, is_cut: bool) 
     grid = "".join(
         f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{y(loss):.1f}" y2="{y(loss):.1f}" stroke="#ddd"/>'
         f'<text x="{LEFT - 8}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss:g}</text>'
-        for loss in (round(low + number * tick, 6) for number in range(round((high - low) / tick) + 1))
+        for loss in (
+            round(low + number * tick, 6) for number in range(round((high - low) / tick) + 1)
+        )
     )
     every = max(1, 10 ** (len(str(int(last - first))) - 1) // 2)
     ticks = "".join(
@@ -47,7 +57,9 @@ def draw(curves: Mapping[str, Curve], captions: Sequence[str], *, is_cut: bool) 
         f'<polyline points="{" ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in curve)}" '
         f'fill="none" stroke="{color}" stroke-width="1.6"/>'
         f'<text x="{WIDTH - 14}" y="{TOP + 14 + 16 * number}" text-anchor="end" fill="{color}">{caption}</text>'
-        for number, (curve, caption, color) in enumerate(zip(curves.values(), captions, COLORS, strict=False))
+        for number, (curve, caption, color) in enumerate(
+            zip(curves.values(), captions, COLORS, strict=False)
+        )
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
@@ -56,18 +68,25 @@ def draw(curves: Mapping[str, Curve], captions: Sequence[str], *, is_cut: bool) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("metrics", nargs="+", type=Path, help="at most three")
     parser.add_argument("svg", type=Path)
     parser.add_argument("--mean", type=int, default=1)
     parser.add_argument("--skip", type=int, default=0)
     options = parser.parse_args()
-    curves, captions = dict[str, Curve](), list[str]()
+    curves = dict[str, Curve]()
+    captions = list[str]()
     for path in options.metrics:
         records = [json.loads(line) for line in path.read_text().splitlines()]
-        name, kept, size = path.parent.name, records[options.skip :], options.mean
+        name = path.parent.name
+        kept = records[options.skip :]
+        size = options.mean
         parts = [kept[end - size : end] for end in range(size, len(kept) + 1, size)]
-        curves[name] = [(part[-1]["step"], sum(each["loss"] for each in part) / size) for part in parts]
+        curves[name] = [
+            (part[-1]["step"], sum(each["loss"] for each in part) / size) for part in parts
+        ]
         ends = f"{curves[name][0][1]:.2f} to {curves[name][-1][1]:.2f}"
         captions.append(f"{name}: loss {ends}, {records[-1]['tokens']:,} tokens")
     options.svg.write_text(draw(curves, captions, is_cut=options.skip > 0))

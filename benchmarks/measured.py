@@ -3,8 +3,9 @@
     python -m benchmarks.measured            rewrite the tables of README.md and docs/benchmarks.md
     python -m benchmarks.measured --check    exit 1 if a page differs from what would be written
 
-benchmarks/measured/*.jsonl holds the rows of a day, as benchmarks/gpu.py writes them: each has its date, commit, card and
-torch release. A table shows the rows of one card only; beside other libraries, the newest of each kind.
+benchmarks/measured/*.jsonl holds the rows of a day, as benchmarks/gpu.py writes them: each has its
+date, commit, card and torch release. A table shows the rows of one card only; beside other
+libraries, the newest of each kind.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def steps(rows: Iterable[Row]) -> list[Row]:
 
 
 def newest(rows: Iterable[Row], *columns: str) -> list[Row]:
-    """Of rows that have equal values in these columns the newest; that with fewer options, of one day."""
+    """Of rows that have equal values in these columns the newest; that with fewer options, of one
+    day.
+    """
     ordered = sorted(rows, key=lambda row: row["date"], reverse=True)
     ordered.sort(key=lambda row: len(row.get("options", "")))
     ordered.sort(key=lambda row: row["date"][:10], reverse=True)
@@ -65,7 +68,9 @@ def case(row: Row) -> StepCase:
 
 
 def planned(row: Row) -> TrainingPlan | None:
-    """What `longhaul plan` says of a step of ours; None for other libraries, packed documents and unknown cards."""
+    """What `longhaul plan` says of a step of ours; None for other libraries, packed documents and
+    unknown cards.
+    """
     device = match_device(row["device"])
     if device is None or "system" in row or row.get("document"):
         return None
@@ -94,23 +99,40 @@ def fastest_rival(row: Row, rows: Iterable[Row]) -> Row | None:
 
 
 def page(rows: Sequence[Row], left: Sequence[str]) -> str:
-    """Steps beside the planner and other libraries, all other results, what failed, and what did not run."""
+    """Steps beside the planner and other libraries, all other results, what failed, and what did
+    not run.
+    """
     table = []
     for row in steps(rows):
-        plan, rival = planned(row), fastest_rival(row, rows)
+        plan = planned(row)
+        rival = fastest_rival(row, rows)
         table.append(
             [
                 row["job"] if "system" in row else case(row).name,
                 _numbers(row["s_step"], mfu(row), row.get("peak_gib")),
-                "" if plan is None else _numbers(plan.step_seconds, plan.mfu, plan.peak_memory.device_bytes / GIB),
-                "" if rival is None else f"{rival['job']}: {_numbers(rival['s_step'], mfu(rival), rival['peak_gib'])}",
+                ""
+                if plan is None
+                else _numbers(plan.step_seconds, plan.mfu, plan.peak_memory.device_bytes / GIB),
+                ""
+                if rival is None
+                else f"{rival['job']}: {_numbers(rival['s_step'], mfu(rival), rival['peak_gib'])}",
                 "" if rival is None else f"{rival['s_step'] / row['s_step']:.2f}",
             ]
         )
-    heading = ["step", "measured", "predicted by the planner", "fastest rival", "rival's seconds over ours"]
+    heading = [
+        "step",
+        "measured",
+        "predicted by the planner",
+        "fastest rival",
+        "rival's seconds over ours",
+    ]
     lines = [f"# {rows[0]['device']}, torch {rows[0]['torch']}"] if rows else []
     lines += ["", *markdown(heading, table), ""]
-    lines += [f"- {row['job']}: {_cells_of(row)}" for row in rows if "s_step" not in row and "state" not in row]
+    lines += [
+        f"- {row['job']}: {_cells_of(row)}"
+        for row in rows
+        if "s_step" not in row and "state" not in row
+    ]
     known = {row["job"] for row in rows if row.get("state") == "measured"}
     failed = [row for row in rows if row.get("state") == "failed" and row["job"] not in known]
     lines += [f"- {row['job']}: FAILED: {row['result']}" for row in failed]
@@ -122,14 +144,23 @@ def _cells_of(row: Row) -> str:
     """What a row of another kind than steps says, without what it was measured with."""
     if "what" in row:
         return f"{row['what']}: {row['result']}"
-    cells = {name: value for name, value in row.items() if name not in ("job", *PROVENANCE) and value is not None}
+    cells = {
+        name: value
+        for name, value in row.items()
+        if name not in ("job", *PROVENANCE) and value is not None
+    }
     return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in cells.items()
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in cells.items()
     )
 
 
 def _numbers(seconds: float, share: float | None, gib: float | None) -> str:
-    parts = [f"{seconds:.4g} s", f"{100 * share:.1f} %" if share else "", f"{gib:.1f} GiB" if gib else ""]
+    parts = [
+        f"{seconds:.4g} s",
+        f"{100 * share:.1f} %" if share else "",
+        f"{gib:.1f} GiB" if gib else "",
+    ]
     return ", ".join(filter(None, parts))
 
 
@@ -144,8 +175,20 @@ def beside_others(rows: Sequence[Row]) -> list[str]:
     """Steps of one model by every library, at the lengths that several have run."""
     found = newest(filter(is_beside, steps(rows)), "system", "tokens", "recompute", "compile")
     shared = {row["tokens"] for row in found if "system" in row}
-    chosen = sorted((row for row in found if row["tokens"] in shared), key=lambda row: (row["tokens"], row["s_step"]))
-    heading = ["tokens", "", "recomputation", "compiled", "head", "s per step", "MFU, %", "peak GiB"]
+    chosen = sorted(
+        (row for row in found if row["tokens"] in shared),
+        key=lambda row: (row["tokens"], row["s_step"]),
+    )
+    heading = [
+        "tokens",
+        "",
+        "recomputation",
+        "compiled",
+        "head",
+        "s per step",
+        "MFU, %",
+        "peak GiB",
+    ]
     return markdown(heading, [[f"{row['tokens'] // K}K", *_cells(row)] for row in chosen])
 
 
@@ -179,7 +222,10 @@ def own_steps(rows: Sequence[Row]) -> list[str]:
                     row["date"][:10],
                 ]
             )
-    return markdown(["model", "tokens", "options", "kernel", "s per step (n)", "MFU, %", "peak GiB", "day"], table)
+    return markdown(
+        ["model", "tokens", "options", "kernel", "s per step (n)", "MFU, %", "peak GiB", "day"],
+        table,
+    )
 
 
 def _options(text: str) -> list[str]:
@@ -190,7 +236,13 @@ def _options(text: str) -> list[str]:
 def kernel_rates(rows: Sequence[Row]) -> list[str]:
     found = newest((row for row in rows if "forward_tflops" in row), "kernel", "heads")
     table = [
-        [row["kernel"], row["heads"], f"{row['forward_tflops']:.0f}", f"{row['backward_tflops']:.0f}"] for row in found
+        [
+            row["kernel"],
+            row["heads"],
+            f"{row['forward_tflops']:.0f}",
+            f"{row['backward_tflops']:.0f}",
+        ]
+        for row in found
     ]
     return markdown(["kernel", "heads", "forward, TFLOP/s", "backward, TFLOP/s"], table)
 
@@ -203,14 +255,17 @@ BLOCKS = {
 
 def regenerated(name: str) -> str:
     """The page with its tables of measured rows made again."""
-    text, rows = (ROOT / name).read_text(), [row for day in DAYS for row in read_rows(day)]
+    text = (ROOT / name).read_text()
+    rows = [row for day in DAYS for row in read_rows(day)]
     for block, make in BLOCKS[name].items():
         text = replace_block(text, block, ["", *make(rows), ""])
     return text
 
 
 def main(argv: Sequence[str]) -> int:
-    stale = {name: text for name in BLOCKS if (text := regenerated(name)) != (ROOT / name).read_text()}
+    stale = {
+        name: text for name in BLOCKS if (text := regenerated(name)) != (ROOT / name).read_text()
+    }
     for name, text in stale.items():
         if "--check" not in argv:
             (ROOT / name).write_text(text)

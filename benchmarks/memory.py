@@ -5,10 +5,12 @@
     python -m benchmarks.memory run debug_1m                 two steps of a shipped file, counted and predicted
     python -m benchmarks.memory draw docs/memory_ladder.svg  the picture of what `bytes` found
 
-Every number is of a fresh process. Bytes are those that torch's allocator gives out (`benchmarks/counted.py`), of a model
-with 32 query and 8 key/value heads in bfloat16; rows are one row of documents of 512 tokens, because attention takes no
-other memory in long ones, and all the time. k is the slope of the peak over the length, in residual streams of two bytes
-a number: peak = constant + k x 2 E tokens. Seconds are those of all threads, in float32, of rows that are one document.
+Every number is of a fresh process. Bytes are those that torch's allocator gives out
+(`benchmarks/counted.py`), of a model with 32 query and 8 key/value heads in bfloat16; rows are one
+row of documents of 512 tokens, because attention takes no other memory in long ones, and all the
+time. k is the slope of the peak over the length, in residual streams of two bytes a number: peak =
+constant + k x 2 E tokens. Seconds are those of all threads, in float32, of rows that are one
+document.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.memory.estimator import estimate_memory
 
-KEEP, TILES = ["--memory.recompute", "keep_attention"], ["--memory.mlp_tile_mib", "4"]
-INPUTS, ALL = ["--memory.offload", "inputs"], ["--memory.offload", "inputs_and_attention"]
+KEEP = ["--memory.recompute", "keep_attention"]
+TILES = ["--memory.mlp_tile_mib", "4"]
+INPUTS = ["--memory.offload", "inputs"]
+ALL = ["--memory.offload", "inputs_and_attention"]
 LADDER: dict[str, list[str]] = {
     "`none`": ["--memory.recompute", "none"],
     "`full`": ["--memory.recompute", "full"],
@@ -104,18 +108,23 @@ def alive(rung: str, tokens: int) -> dict[str, float]:
     from benchmarks.counted import count
 
     config = configured(rung, tokens, ITEM)
-    found, told = count(config, steps=2, documents=DOCUMENT), estimate_memory(config, 1, on_cpu=True)
+    found = count(config, steps=2, documents=DOCUMENT)
+    told = estimate_memory(config, 1, on_cpu=True)
     return vars(found) | {"predicted": told.device_bytes, "predicted_kept": kept(config, tokens)}
 
 
 def kept(config: Config, tokens: int) -> float:
-    """By the formulas of docs/memory.md: by blocks, the stream behind the last and the tables of angles."""
+    """By the formulas of docs/memory.md: by blocks, the stream behind the last and the tables of
+    angles.
+    """
     from trainer.memory.rank import RankMemory
     from trainer.memory.tensors import total_bytes
 
     rank = RankMemory(config, 1, 0)
     blocks = total_bytes(rank.saved_blocks(0, rank.num_blocks))
-    return blocks + 2 * config.model.build().dim * tokens + 4 * config.model.build().head_dim * tokens
+    return (
+        blocks + 2 * config.model.build().dim * tokens + 4 * config.model.build().head_dim * tokens
+    )
 
 
 def timed(rung: str, tokens: int) -> dict[str, float]:
@@ -128,7 +137,9 @@ def timed(rung: str, tokens: int) -> dict[str, float]:
 
     config = configured(rung, tokens, ITEM | WIDE)
     model = config.model.build()
-    copied = CopyDataset(vocab_size=model.vocab_size, period=tokens // 2, seq_len=tokens, num_sequences=1, seed=0)
+    copied = CopyDataset(
+        vocab_size=model.vocab_size, period=tokens // 2, seq_len=tokens, num_sequences=1, seed=0
+    )
     rows = BlendedDataset([copied], seq_len=tokens)
     trainer = Trainer(config, World(0, 1, torch.device("cpu")), rows)
     batch = rows.read([0])
@@ -147,7 +158,8 @@ def of_file(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(_on_rank, (name, world_size, Path(folder)), nprocs=world_size)
         found = [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(world_size)]
-    told, peak = estimate_memory(config, world_size, on_cpu=True), max(one["peak"] for one in found)
+    told = estimate_memory(config, world_size, on_cpu=True)
+    peak = max(one["peak"] for one in found)
     say(
         f"{name}: {peak / 2**20:.0f} MiB counted at most, {told.device_bytes / 2**20:.0f} predicted: {told.device_bytes / peak - 1:+.1%}"
     )
@@ -181,7 +193,9 @@ def measure(what: str, rung: str, tokens: int) -> dict[str, float]:
 def bytes_table(longest: int) -> None:
     lengths = [tokens for tokens in (4096, 8192, 16384, 32768, 65536, 131072) if tokens <= longest]
     width = 2 * int(ITEM["model.dim"])
-    say(f"{platform.processor() or platform.machine()}, load {os.getloadavg()[0]:.1f}; MiB alive at most, above states")
+    say(
+        f"{platform.processor() or platform.machine()}, load {os.getloadavg()[0]:.1f}; MiB alive at most, above states"
+    )
     say(
         "| | "
         + " | ".join(f"{tokens // 1024}K" for tokens in lengths)
@@ -191,12 +205,16 @@ def bytes_table(longest: int) -> None:
     ladder: dict[str, dict[str, float]] = {}
     for rung in LADDER:
         found = [measure("bytes", rung, tokens) for tokens in lengths]
-        k, last = slope(lengths, [one["peak"] for one in found]) / width, found[-1]
+        k = slope(lengths, [one["peak"] for one in found]) / width
+        last = found[-1]
         u = width * lengths[-1]
         cells = [f"{(one['peak'] - one['states']) / 2**20:.1f}" for one in found]
         held = last["kept"] + last["on_host"]
         cells += [f"{k:.2f}", f"{held / u:.2f}", f"{last['on_host'] / u:.2f}"]
-        cells += [f"{last['predicted_kept'] / held - 1:+.1%}", f"{last['predicted'] / last['peak'] - 1:+.1%}"]
+        cells += [
+            f"{last['predicted_kept'] / held - 1:+.1%}",
+            f"{last['predicted'] / last['peak'] - 1:+.1%}",
+        ]
         say(f"| {rung} | " + " | ".join(cells) + " |")
         ladder[rung] = {"k": k, "kept": last["kept"] / u, "on_host": last["on_host"] / u}
     FOUND.parent.mkdir(exist_ok=True)
@@ -205,8 +223,11 @@ def bytes_table(longest: int) -> None:
 
 def slope(xs: list[int], ys: list[float]) -> float:
     """Of the line nearest to the points, by least squares."""
-    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum((a - x) ** 2 for a in xs)
+    x = sum(xs) / len(xs)
+    y = sum(ys) / len(ys)
+    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum(
+        (a - x) ** 2 for a in xs
+    )
 
 
 def seconds_table(rounds: int, tokens: int) -> None:
@@ -229,11 +250,14 @@ def seconds_table(rounds: int, tokens: int) -> None:
 def draw(path: Path) -> None:
     """Bars of k; saved activations on the device are dark."""
     ladder: dict[str, dict[str, float]] = json.loads(FOUND.read_text())
-    width, row, left = 720, 30, 250
+    width = 720
+    row = 30
+    left = 250
     scale = (width - left - 60) / max(found["k"] for found in ladder.values())
     parts = []
     for index, (rung, found) in enumerate(ladder.items()):
-        y, name = 34 + index * row, rung.replace("`", "")
+        y = 34 + index * row
+        name = rung.replace("`", "")
         parts += [
             f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{name}</text>',
             f'<rect x="{left}" y="{y}" width="{found["k"] * scale:.1f}" height="20" fill="#9ecae1"/>',
@@ -254,7 +278,9 @@ def say(line: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("bytes").add_argument("--longest", type=int, default=32768)
     seconds = commands.add_parser("seconds")

@@ -1,8 +1,10 @@
-"""python -m benchmarks.memory_grid [--cases N] [--seed S] [--jobs N]: the memory estimate against dry runs of drawn cases.
+"""python -m benchmarks.memory_grid [--cases N] [--seed S] [--jobs N]: the memory estimate against
+dry runs of drawn cases.
 
-A case is a configuration, a world size and a pipeline rank, each drawn at random from `LEVELS`; every schedule comes
-equally often, and so does every rank of a pipeline. Prints each case whose device or host peak is off by more than
-LIMIT, then the counts. Exit status 1 if there is one. `--case "..."` runs one that was printed.
+A case is a configuration, a world size and a pipeline rank, each drawn at random from `LEVELS`;
+every schedule comes equally often, and so does every rank of a pipeline. Prints each case whose
+device or host peak is off by more than LIMIT, then the counts. Exit status 1 if there is one.
+`--case "..."` runs one that was printed.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ PATTERNS = ((0, 1), (1, 0), (1, 1), (3, 1), (5, 1))
 """Consecutive layers with a window and without."""
 WINDOWS = (512, 1024, 3000)
 HOST_BUDGETS = (None, 0.02, 0.1)
-"""GiB of a full node, with offload and without a pipeline: the micro-batches of one share a budget unevenly."""
+"""GiB of a full node, with offload and without a pipeline: the micro-batches of one share a budget
+unevenly.
+"""
 MICRO_BATCHES = (1, 2, 4, 6)
 """In a pipeline; without one, every micro-batch but the first is like the second."""
 
@@ -114,13 +118,23 @@ class GridCase:
     @property
     def rank(self) -> int:
         """That with most of the widest window's halo."""
-        config, busiest = self.config, 0
-        plan, windows, tp = config.context_plan(), config.model.build().windows, config.parallelism.tp
+        config = self.config
+        busiest = 0
+        plan = config.context_plan()
+        windows = config.model.build().windows
+        tp = config.parallelism.tp
         if windows and plan.ring_degree > 1:
-            halo = RankMemory(config, self.world_size, self.pp_rank).layout.halo_tokens(max(windows))
-            moved = [sum(map(sum, both)) for both in zip(halo, zip(*halo, strict=True), strict=True)]
+            halo = RankMemory(config, self.world_size, self.pp_rank).layout.halo_tokens(
+                max(windows)
+            )
+            moved = [
+                sum(map(sum, both)) for both in zip(halo, zip(*halo, strict=True), strict=True)
+            ]
             busiest = moved.index(max(moved))
-        return self.pp_rank * self.world_size // config.parallelism.pp + busiest * plan.ulysses_degree * tp
+        return (
+            self.pp_rank * self.world_size // config.parallelism.pp
+            + busiest * plan.ulysses_degree * tp
+        )
 
     def __str__(self) -> str:
         varied = (f"--{key} {value}" for key, value in self.changes if BASE.get(key) != value)
@@ -130,14 +144,21 @@ class GridCase:
 def configured(changes: Mapping[str, object]) -> Config:
     """`model.layers`, which only a file can have, is JSON."""
     config = load([f"--{key}={value}" for key, value in changes.items() if key != "model.layers"])
-    layers = [LayerSection.model_validate(each) for each in json.loads(str(changes.get("model.layers", "[]")))]
-    return config.model_copy(update={"model": config.model.model_copy(update={"layers": tuple(layers)})})
+    layers = [
+        LayerSection.model_validate(each)
+        for each in json.loads(str(changes.get("model.layers", "[]")))
+    ]
+    return config.model_copy(
+        update={"model": config.model.model_copy(update={"layers": tuple(layers)})}
+    )
 
 
 def parse_case(text: str) -> GridCase:
     """What `str(case)` gives. Raises ValueError for anything else."""
     words = text.split()
-    given: dict[str, object] = dict(zip((word.removeprefix("--") for word in words[::2]), words[1::2], strict=True))
+    given: dict[str, object] = dict(
+        zip((word.removeprefix("--") for word in words[::2]), words[1::2], strict=True)
+    )
     if not {"world-size", "rank", "parallelism.pp"} <= given.keys():
         raise ValueError("a case has --world-size, --rank and --parallelism.pp")
     world_size, rank = (int(str(given.pop(key))) for key in ("world-size", "rank"))
@@ -147,14 +168,27 @@ def parse_case(text: str) -> GridCase:
 
 def draw_cases(seed: int) -> Iterator[GridCase]:
     """Endless."""
-    rng, budgets, biases, kinds = (random.Random(each) for each in (seed, seed, seed + 1, seed + 2))
-    pp_ranks = {index: cycle(range(int(str(pipeline["parallelism.pp"])))) for index, pipeline in enumerate(PIPELINES)}
+    rng, budgets, biases, kinds = (
+        random.Random(each) for each in (seed, seed, seed + 1, seed + 2)
+    )
+    pp_ranks = {
+        index: cycle(range(int(str(pipeline["parallelism.pp"]))))
+        for index, pipeline in enumerate(PIPELINES)
+    }
     for index in cycle(range(len(PIPELINES))):
         while (case := _draw(rng, PIPELINES[index])) is None:
             pass
-        changes, world_size = (*case[0], ("model.qkv_bias", biases.choice(("false", "true")))), case[1]
-        values, budget, is_full = dict(changes), budgets.choice(HOST_BUDGETS), world_size < 8 or world_size % 8 == 0
-        if budget is not None and is_full and values["parallelism.pp"] == 1 and values["memory.offload"] != "none":
+        changes = (*case[0], ("model.qkv_bias", biases.choice(("false", "true"))))
+        world_size = case[1]
+        values = dict(changes)
+        budget = budgets.choice(HOST_BUDGETS)
+        is_full = world_size < 8 or world_size % 8 == 0
+        if (
+            budget is not None
+            and is_full
+            and values["parallelism.pp"] == 1
+            and values["memory.offload"] != "none"
+        ):
             changes += (("memory.host_budget_gib", budget),)
         yield GridCase((*changes, *_draw_kinds(kinds)), world_size, next(pp_ranks[index]))
 
@@ -171,14 +205,20 @@ def _draw_kinds(rng: random.Random) -> Iterator[tuple[str, object]]:
     yield from ((key, value) for key, value in drawn.items() if value is not None)
 
 
-def _draw(rng: random.Random, pipeline: dict[str, object]) -> tuple[tuple[tuple[str, object], ...], int] | None:
+def _draw(
+    rng: random.Random, pipeline: dict[str, object]
+) -> tuple[tuple[tuple[str, object], ...], int] | None:
     values = BASE | {key: rng.choice(levels) for key, levels in LEVELS.items()} | pipeline
     if (pp := int(str(pipeline["parallelism.pp"]))) > 1:
         per_rank = 1 if pipeline["parallelism.pp_schedule"] in SINGLE_STAGE_SCHEDULES else 2
         per_rank = int(str(pipeline.get("parallelism.pp_stages_per_rank", per_rank)))
         values["model.num_layers"] = pp * per_rank + rng.choice((-1, 1))
     if values["memory.recompute"] == "none":
-        values |= {"memory.offload": "none", "memory.blocks_per_checkpoint": 1, "memory.head_groups": 1}
+        values |= {
+            "memory.offload": "none",
+            "memory.blocks_per_checkpoint": 1,
+            "memory.head_groups": 1,
+        }
         values["memory.mlp_tile_mib"] = None
     if values["memory.recompute"] == "full" and values["memory.offload"] == "inputs_and_attention":
         values["memory.offload"] = "inputs"
@@ -188,7 +228,9 @@ def _draw(rng: random.Random, pipeline: dict[str, object]) -> tuple[tuple[tuple[
         del values["parallelism.cp_method"]
     if values.get("parallelism.cp_method") == "hybrid":
         values["parallelism.cp_ulysses"] = 2
-    sequences = prod(int(str(values[f"parallelism.{axis}"])) for axis in ("dp_replicate", "dp_shard"))
+    sequences = prod(
+        int(str(values[f"parallelism.{axis}"])) for axis in ("dp_replicate", "dp_shard")
+    )
     sequences *= int(str(values["training.micro_batch_size"])) * rng.choice(
         MICRO_BATCHES if pp > 1 else MICRO_BATCHES[:2]
     )
@@ -209,40 +251,57 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        return max((abs(found / counted - 1) for found, counted in (self.device, self.host) if counted), default=0)
+        return max(
+            (abs(found / counted - 1) for found, counted in (self.device, self.host) if counted),
+            default=0,
+        )
 
     def __str__(self) -> str:
         pairs = (("device", self.device), ("host", self.host))
-        off = ", ".join(f"{found / counted - 1:+.1%} {place}" for place, (found, counted) in pairs if counted)
+        off = ", ".join(
+            f"{found / counted - 1:+.1%} {place}" for place, (found, counted) in pairs if counted
+        )
         return f"{off}; {self.moment}: {self.case}"
 
 
 def predicted(rank: RankMemory) -> tuple[float, float, str]:
-    """Device bytes with optimizer state wherever it is, host bytes of activations, and the moment of the former.
+    """Device bytes with optimizer state wherever it is, host bytes of activations, and the moment
+    of the former.
 
-    What counts allocations takes optimizer state on the host for device memory, and does not see host batches.
+    What counts allocations takes optimizer state on the host for device memory, and does not see
+    host batches.
     """
     moments = [*phase_estimates(rank)]
 
     def device_bytes(moment: MemoryEstimate) -> float:
-        return sum(each.bytes for each in moment.tensors if not each.on_host or each.line in STATES)
+        return sum(
+            each.bytes for each in moment.tensors if not each.on_host or each.line in STATES
+        )
 
     peak = max(moments, key=device_bytes)
-    return device_bytes(peak), max(moment.item(SAVED_ACTIVATIONS).host_bytes for moment in moments), peak.phase
+    return (
+        device_bytes(peak),
+        max(moment.item(SAVED_ACTIVATIONS).host_bytes for moment in moments),
+        peak.phase,
+    )
 
 
 def compare(case: GridCase) -> Comparison:
     from benchmarks.dry_run import dry_run  # Imports torch, slowly.
 
     found = dry_run(case.config, case.world_size, rank=case.rank)
-    device, host, phase = predicted(RankMemory(case.config, case.world_size, case.pp_rank, on_cpu=True))
+    device, host, phase = predicted(
+        RankMemory(case.config, case.world_size, case.pp_rank, on_cpu=True)
+    )
     moments = f"{phase} / {found.peak_moment}"
     return Comparison(case, (device, found.peak_bytes), (host, found.peak_host_bytes), moments)
 
 
 def grid_parser(name: str, doc: str | None, *, cases: int) -> argparse.ArgumentParser:
     """The options of a script that runs drawn cases. `cases`: how many by default."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(doc or "").partition(": ")[2])
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=(doc or "").partition(": ")[2]
+    )
     parser.add_argument("--cases", type=integer(minimum=1), default=cases)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=parse_case, help="as printed for one that is off")
@@ -250,7 +309,9 @@ def grid_parser(name: str, doc: str | None, *, cases: int) -> argparse.ArgumentP
     return parser
 
 
-def results_of(run: Callable[[GridCase], Result], cases: Sequence[GridCase], jobs: int) -> Iterator[Result]:
+def results_of(
+    run: Callable[[GridCase], Result], cases: Sequence[GridCase], jobs: int
+) -> Iterator[Result]:
     """The result of every case, in order, from `jobs` processes; with a counter on a terminal."""
     with ProcessPoolExecutor(jobs) as pool:
         results = pool.map(run, cases, chunksize=4) if jobs > 1 else map(run, cases)
@@ -266,7 +327,8 @@ def main(argv: Sequence[str]) -> int:
         result = compare(options.case)
         sys.stdout.write(f"{result}\n")
         return int(result.error > LIMIT)
-    cases, failed = [*islice(draw_cases(options.seed), options.cases)], 0
+    cases = [*islice(draw_cases(options.seed), options.cases)]
+    failed = 0
     for result in results_of(compare, cases, options.jobs):
         if result.error > LIMIT:
             failed += 1

@@ -1,18 +1,22 @@
-"""The mixture of experts of debug_moe beside transformers' and torchtitan's: CPU-seconds and memory, in fresh processes.
+"""The mixture of experts of debug_moe beside transformers' and torchtitan's: CPU-seconds and
+memory, in fresh processes.
 
     python -m venv VENV && VENV/bin/pip install torch==2.13.0 torchtitan==0.2.2
     python -m benchmarks.moe_block --rival 'python benchmarks/moe_block.py --run transformers'
     python -m benchmarks.moe_block --rival 'VENV/bin/python benchmarks/moe_block.py --run torchtitan' [--tokens 512 16384]
 
-A step is the forward and backward pass of one block's router and experts (dim 256, eight experts of 176, two for each
-token, softmax, normalised) over one sequence; float32, one thread, no recomputation, no loss of the router. All start
-from the same weights and tokens, and must give the same output and gradients. malloc keeps freed memory, as allocators of
-GPUs do: otherwise much of the time is the kernel's, for new pages. Memory is what lives at once of the tensors that a step
-allocates (`saved`: between its passes), since the process also holds what malloc cannot use again. Every other package's own
-module runs unchanged; `transformers` with its loop over experts, `transformers-grouped` with its grouped products.
+A step is the forward and backward pass of one block's router and experts (dim 256, eight experts
+of 176, two for each token, softmax, normalised) over one sequence; float32, one thread, no
+recomputation, no loss of the router. All start from the same weights and tokens, and must give the
+same output and gradients. malloc keeps freed memory, as allocators of GPUs do: otherwise much of
+the time is the kernel's, for new pages. Memory is what lives at once of the tensors that a step
+allocates (`saved`: between its passes), since the process also holds what malloc cannot use again.
+Every other package's own module runs unchanged; `transformers` with its loop over experts,
+`transformers-grouped` with its grouped products.
 
-COMMAND is anything that takes `--tokens N` and prints one JSON line {"cpu_s_per_step": s, "saved_mib": m, "peak_mib": m,
-"checks": [...]}; its runs alternate with ours. `longhaul-balanced` is ours with the balance loss and the statistics of metrics.
+COMMAND is anything that takes `--tokens N` and prints one JSON line {"cpu_s_per_step": s,
+"saved_mib": m, "peak_mib": m, "checks": [...]}; its runs alternate with ours. `longhaul-balanced`
+is ours with the balance loss and the statistics of metrics.
 """
 
 from __future__ import annotations
@@ -31,7 +35,10 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-DIM, EXPERT_DIM, NUM_EXPERTS, TOP_K = 256, 176, 8, 2
+DIM = 256
+EXPERT_DIM = 176
+NUM_EXPERTS = 8
+TOP_K = 2
 OURS = ("longhaul", "longhaul-balanced")
 KEYS = ("cpu_s_per_step", "saved_mib", "peak_mib")
 KEEP_MEMORY = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(2**32))
@@ -51,14 +58,18 @@ def build_longhaul(weights: dict[str, Any], *, balanced: bool) -> Any:
 
     config: ModelConfig = FAMILIES["qwen3_moe"]["debug"]
     module = MixtureOfExperts(config, config.kinds[0])
-    names = {"router.weight": "router", **{f"experts.{name}_proj": name for name in ("gate", "up", "down")}}
+    names = {
+        "router.weight": "router",
+        **{f"experts.{name}_proj": name for name in ("gate", "up", "down")},
+    }
     for name, parameter in module.named_parameters():
         parameter.data = weights[names[name]]
 
     class Block(nn.Module):
         def forward(self, x: Any) -> Any:
             if balanced:
-                module.step.balance_loss, module.step.num_targets = 0.02, torch.tensor(float(x.shape[1]))
+                module.step.balance_loss = 0.02
+                module.step.num_targets = torch.tensor(float(x.shape[1]))
                 module.reset_statistics()
                 module.step.begin(torch.zeros(x.shape[:2], dtype=torch.int64))
             return module(x, x.new_empty(0), x.new_empty(0))
@@ -71,7 +82,11 @@ def build_transformers(weights: dict[str, Any], *, implementation: str) -> Any:
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-    sizes: dict[str, Any] = {"hidden_size": DIM, "moe_intermediate_size": EXPERT_DIM, "num_experts": NUM_EXPERTS}
+    sizes: dict[str, Any] = {
+        "hidden_size": DIM,
+        "moe_intermediate_size": EXPERT_DIM,
+        "num_experts": NUM_EXPERTS,
+    }
     config = Qwen3MoeConfig(**sizes, num_experts_per_tok=TOP_K, norm_topk_prob=True)
     config._experts_implementation = implementation
     block = Qwen3MoeSparseMoeBlock(config)
@@ -87,8 +102,10 @@ def build_torchtitan(weights: dict[str, Any]) -> Any:
     import torch
 
     histc = torch.histc
-    torch.histc = lambda x, **options: histc(x.float(), **options).to(x.dtype)  # On a CPU it takes no integers.
-    sys.modules["torchtitan.models.moe.kernels"] = MagicMock()  # Triton's; only its grouped products use them.
+    # On a CPU it takes no integers.
+    torch.histc = lambda x, **options: histc(x.float(), **options).to(x.dtype)
+    # Triton's; only its grouped products use them.
+    sys.modules["torchtitan.models.moe.kernels"] = MagicMock()
     from torchtitan.models.moe import MoE, MoEArgs  # type: ignore[import-not-found]
 
     arguments: dict[str, Any] = {
@@ -116,7 +133,9 @@ BUILDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "longhaul": lambda weights: build_longhaul(weights, balanced=False),
     "longhaul-balanced": lambda weights: build_longhaul(weights, balanced=True),
     "transformers": lambda weights: build_transformers(weights, implementation="eager"),
-    "transformers-grouped": lambda weights: build_transformers(weights, implementation="grouped_mm"),
+    "transformers-grouped": lambda weights: build_transformers(
+        weights, implementation="grouped_mm"
+    ),
     "torchtitan": build_torchtitan,
 }
 
@@ -132,7 +151,8 @@ def run(name: str, num_tokens: int, steps: int) -> dict[str, Any]:
     def normal(*shape: int) -> Any:
         return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
 
-    in_shape, out_shape = (NUM_EXPERTS, EXPERT_DIM, DIM), (NUM_EXPERTS, DIM, EXPERT_DIM)
+    in_shape = (NUM_EXPERTS, EXPERT_DIM, DIM)
+    out_shape = (NUM_EXPERTS, DIM, EXPERT_DIM)
     weights = {"gate": normal(*in_shape), "up": normal(*in_shape), "down": normal(*out_shape)}
     block, parameters = BUILDS[name](weights | {"router": normal(NUM_EXPERTS, DIM)})
     del weights
@@ -147,7 +167,9 @@ def run(name: str, num_tokens: int, steps: int) -> dict[str, Any]:
         between()
         out_BSE.backward(grad_BSE)
 
-    outs, seconds, saved = list[torch.Tensor](), list[float](), list[int]()
+    outs = list[torch.Tensor]()
+    seconds = list[float]()
+    saved = list[int]()
     for _ in range(WARMUP + steps):
         began = time.process_time()
         step()
@@ -164,7 +186,10 @@ def run(name: str, num_tokens: int, steps: int) -> dict[str, Any]:
 
 def compare(rivals: Sequence[str], sizes: Sequence[int], rounds: int) -> str:
     """A table of medians; the ratio is that of a rival to ours."""
-    ours = {name: f"{shlex.quote(sys.executable)} {shlex.quote(__file__)} --run {name}" for name in OURS}
+    ours = {
+        name: f"{shlex.quote(sys.executable)} {shlex.quote(__file__)} --run {name}"
+        for name in OURS
+    }
     commands = ours | {rival.rpartition(" ")[2]: rival for rival in rivals}
     lines = ["| | tokens | tokens per CPU-s | saved MiB | peak MiB |", "|---|---|---|---|---|"]
     for num_tokens in sizes:
@@ -173,18 +198,26 @@ def compare(rivals: Sequence[str], sizes: Sequence[int], rounds: int) -> str:
             for name, command in commands.items():
                 results[name].append(launch(f"{command} --tokens {num_tokens}"))
                 agree(name, results[name][-1]["checks"], results["longhaul"][0]["checks"])
-        middle = {name: [median(each[key] for each in runs) for key in KEYS] for name, runs in results.items()}
+        middle = {
+            name: [median(each[key] for each in runs) for key in KEYS]
+            for name, runs in results.items()
+        }
         own = middle["longhaul"]
         for name, (seconds, *memory) in middle.items():
             cells = [f"{num_tokens / seconds:,.0f}, {own[0] / seconds:.2f}x"]
-            cells += [f"{mib:.0f}, {mib / of_own:.2f}x" for mib, of_own in zip(memory, own[1:], strict=True)]
+            cells += [
+                f"{mib:.0f}, {mib / of_own:.2f}x"
+                for mib, of_own in zip(memory, own[1:], strict=True)
+            ]
             lines.append(f"| {name} | {num_tokens:,} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def launch(command: str) -> dict[str, Any]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | KEEP_MEMORY
-    done = subprocess.run(shlex.split(command), capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        shlex.split(command), capture_output=True, text=True, check=False, env=environment
+    )
     if done.returncode:
         sys.exit(f"{command} failed:\n{done.stderr[-2000:]}")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -194,14 +227,24 @@ def launch(command: str) -> dict[str, Any]:
 def agree(name: str, checks: Sequence[float], ours: Sequence[float]) -> None:
     """The balance loss changes gradients, so of `longhaul-balanced` only the output counts."""
     count = 1 if name == "longhaul-balanced" else len(ours)
-    if any(abs(theirs - own) > TOLERANCE * abs(own) for theirs, own in zip(checks[:count], ours[:count], strict=True)):
+    if any(
+        abs(theirs - own) > TOLERANCE * abs(own)
+        for theirs, own in zip(checks[:count], ours[:count], strict=True)
+    ):
         sys.exit(f"{name} computes something else: {checks}, ours {ours}")
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run", choices=BUILDS, help="only this one, here")
-    parser.add_argument("--rival", action="append", default=[], help="a command that runs the same; may be repeated")
+    parser.add_argument(
+        "--rival",
+        action="append",
+        default=[],
+        help="a command that runs the same; may be repeated",
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 16_384])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)

@@ -1,4 +1,5 @@
-"""Write which released models and tokenizers are read, from the museum of them, into README.md and docs/huggingface.md.
+"""Write which released models and tokenizers are read, from the museum of them, into README.md and
+docs/huggingface.md.
 
 python -m benchmarks.museum           rewrite the lists between their markers
 python -m benchmarks.museum --check   exit 1 if a page differs from what would be written
@@ -15,7 +16,8 @@ from tests.museum.packages import SHIPPED
 from tests.museum.releases import READ, REFUSED, RELEASES, Release
 
 ROOT = Path(__file__).resolve().parents[1]
-README, DOCS = ROOT / "README.md", ROOT / "docs/huggingface.md"
+README = ROOT / "README.md"
+DOCS = ROOT / "docs/huggingface.md"
 
 
 def by_type() -> dict[str, list[Release]]:
@@ -37,15 +39,25 @@ def table() -> list[str]:
     rows = ["| release | ignored | read in |", "|---|---|---|"]
     for release in RELEASES.values():
         ignored = refusal(release) or listed(ignored_keys(release))
-        source = f"[{place(release)}]({release.source})" if release.source.startswith("https") else place(release)
+        source = (
+            f"[{place(release)}]({release.source})"
+            if release.source.startswith("https")
+            else place(release)
+        )
         note = f" ({release.note})" if release.note else ""
         rows.append(f"| {release.name} | {ignored} | {source}{note} |")
     return ["", *rows, ""]
 
 
 def tokenizer_table() -> list[str]:
-    """For docs/huggingface.md: every tokenizer that a package ships, and the libraries whose ids it gives."""
-    libraries = {"huggingface": "tokenizers, transformers", "tiktoken": "tiktoken", "sentencepiece": "sentencepiece"}
+    """For docs/huggingface.md: every tokenizer that a package ships, and the libraries whose ids
+    it gives.
+    """
+    libraries = {
+        "huggingface": "tokenizers, transformers",
+        "tiktoken": "tiktoken",
+        "sentencepiece": "sentencepiece",
+    }
     rows = ["| tokenizer | package | `tokenizer.kind` | ids are those of |", "|---|---|---|---|"]
     for name, shipped in SHIPPED.items():
         package = f"`{shipped.requirement}` of {shipped.registry}"
@@ -77,7 +89,9 @@ def pages() -> dict[Path, str]:
     """The pages as they should be."""
     return {
         README: replace_block(README.read_text(), "museum", short_list()),
-        DOCS: replace_block(replace_block(DOCS.read_text(), "museum", table()), "tokenizers", tokenizer_table()),
+        DOCS: replace_block(
+            replace_block(DOCS.read_text(), "museum", table()), "tokenizers", tokenizer_table()
+        ),
     }
 
 

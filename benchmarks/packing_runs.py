@@ -3,9 +3,10 @@
     python -m benchmarks.packing_runs time CHECKOUT [--rounds 2] [--ranks 4]    gloo ranks here and in CHECKOUT, alternating
     python -m benchmarks.packing_runs loss [--steps 150]            the same short training with both packings
 
-`time`: documents of log-normal length (median 400 bytes, sigma 1.8), sequences of 8192, 16 sequences a step over dp_shard,
-a model so narrow that attention takes most of the time. `loss`: the standard library by files, sequences of 8192; held-out
-files in three classes of length, and the loss by position in the document.
+`time`: documents of log-normal length (median 400 bytes, sigma 1.8), sequences of 8192, 16
+sequences a step over dp_shard, a model so narrow that attention takes most of the time. `loss`:
+the standard library by files, sequences of 8192; held-out files in three classes of length, and
+the loss by position in the document.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from statistics import mean, median
 
 from benchmarks.cpu_step import ROOT, cpu_seconds, tree
 
-MODEL = {"num_layers": 2, "dim": 64, "num_heads": 2, "num_kv_heads": 2, "head_dim": 32, "ffn_dim": 128}
+MODEL = {
+    "num_layers": 2,
+    "dim": 64,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+    "ffn_dim": 128,
+}
 COMMON = {
     "training.seq_len": 8192,
     "training.dtype": "float32",
@@ -44,18 +52,27 @@ def options(values: dict[str, object]) -> list[str]:
     return [f"--{key}={value}" for key, value in values.items()]
 
 
-def run(checkout: Path, folder: Path, values: dict[str, object], ranks: int) -> tuple[list[dict[str, float]], float]:
+def run(
+    checkout: Path, folder: Path, values: dict[str, object], ranks: int
+) -> tuple[list[dict[str, float]], float]:
     """The run's metrics, and its CPU-seconds from the end of the second step on."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "NGPU": str(ranks), "OMP_NUM_THREADS": "1"}
-    command = [str(checkout.resolve() / "run_train.sh"), *options({**COMMON, **values, "job.output_dir": folder})]
-    metrics, log, first, last = folder / "metrics.jsonl", folder.with_suffix(".log"), 0.0, 0.0
+    command = [
+        str(checkout.resolve() / "run_train.sh"),
+        *options({**COMMON, **values, "job.output_dir": folder}),
+    ]
+    metrics = folder / "metrics.jsonl"
+    log = folder.with_suffix(".log")
+    first = 0.0
+    last = 0.0
     with log.open("w") as out:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
         while process.poll() is None:
             lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
             if lines >= 2 and (spent := sum(map(cpu_seconds, tree(process.pid)))) > last:
-                first, last = first or spent, spent
+                first = first or spent
+                last = spent
             with_delay(process)
     if process.returncode:
         sys.exit(f"{command} failed:\n{log.read_text()[-2000:]}")
@@ -84,14 +101,19 @@ def time_runs(checkout: Path, rounds: int, steps: int, ranks: int) -> Iterator[s
     found: dict[str, list[tuple[float, float]]] = {"before": [], "after": []}
     with tempfile.TemporaryDirectory() as root:
         write_documents(Path(root, "corpus.jsonl"))
-        values: dict[str, object] = {"data.corpus": f"{root}/corpus.jsonl", "data.cache_dir": f"{root}/cache"}
+        values: dict[str, object] = {
+            "data.corpus": f"{root}/corpus.jsonl",
+            "data.cache_dir": f"{root}/cache",
+        }
         values |= {"training.global_batch_size": 16, "training.steps": steps}
         for number in range(rounds):
             for name, place in (("before", checkout), ("after", ROOT)):
                 metrics, cpu = run(place, Path(root, f"{name}-{number}"), values, ranks=ranks)
                 wall = mean(line["step_seconds"] for line in metrics[2:])
                 found[name].append((wall, cpu / (len(metrics) - 2)))
-                sys.stderr.write(f"{name}: {wall:.2f} s, {cpu / (len(metrics) - 2):.2f} CPU-s per step\n")
+                sys.stderr.write(
+                    f"{name}: {wall:.2f} s, {cpu / (len(metrics) - 2):.2f} CPU-s per step\n"
+                )
     yield "| | wall s per step | CPU-s per step |\n|---|---|---|"
     for name, pairs in found.items():
         wall, cpu = (median(column) for column in zip(*pairs, strict=True))
@@ -102,7 +124,9 @@ def time_runs(checkout: Path, rounds: int, steps: int, ranks: int) -> Iterator[s
 
 
 def split_files(root: Path) -> None:
-    """Hard copies of the standard library's modules: nine tenths to train on, the rest by length."""
+    """Hard copies of the standard library's modules: nine tenths to train on, the rest by
+    length.
+    """
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")) + sorted(
         Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*/*.py")
     )
@@ -128,10 +152,16 @@ def loss_runs(steps: int) -> Iterator[str]:
         for version in (1, 2):
             values: dict[str, object] = {"config": config, "data.corpus": f"{root}/train"}
             values |= {"data.cache_dir": f"{root}/cache", "data.packing_version": version}
-            values |= {"training.global_batch_size": 4, "training.steps": steps, "optimizer.lr": 3e-3}
+            values |= {
+                "training.global_batch_size": 4,
+                "training.steps": steps,
+                "optimizer.lr": 3e-3,
+            }
             folder = Path(root, f"version-{version}")
             run(ROOT, folder, values, ranks=1)
-            events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+            events = [
+                json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()
+            ]
             last = {each["set"]: each for each in events if "by_position" in each}
             rows[f"version {version}"] = {
                 **{f"files: {name}": last[name]["loss"] for name in CLASSES},
@@ -148,7 +178,9 @@ def loss_runs(steps: int) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     timing = commands.add_parser("time")
     timing.add_argument("checkout", type=Path)
@@ -159,7 +191,9 @@ def main(argv: Sequence[str]) -> None:
     chosen = parser.parse_args(argv)
     is_time = chosen.command == "time"
     lines = (
-        time_runs(chosen.checkout, chosen.rounds, chosen.steps, chosen.ranks) if is_time else loss_runs(chosen.steps)
+        time_runs(chosen.checkout, chosen.rounds, chosen.steps, chosen.ranks)
+        if is_time
+        else loss_runs(chosen.steps)
     )
     for line in lines:
         sys.stdout.write(f"{line}\n")

@@ -1,4 +1,6 @@
-"""Blocks of the documentation that scripts write, between `<!-- NAME:begin -->` and `<!-- NAME:end -->`."""
+"""Blocks of the documentation that scripts write, between `<!-- NAME:begin -->` and `<!-- NAME:end
+-->`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from collections.abc import Sequence
 
 def replace_block(page: str, name: str, lines: Sequence[str]) -> str:
     """The page with `lines` as the block. Raises ValueError unless the page has it once."""
-    begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+    begin = f"<!-- {name}:begin -->\n"
+    end = f"<!-- {name}:end -->"
     if page.count(begin) != 1 or page.count(end) != 1:
         raise ValueError(f"the page has no block {name}")
     before, _, rest = page.partition(begin)

@@ -1,8 +1,10 @@
-"""The plans of all shipped files, as `docs/plans` has them: what `longhaul plan --quick` says of each, for H100.
+"""The plans of all shipped files, as `docs/plans` has them: what `longhaul plan --quick` says of
+each, for H100.
 
     python -m benchmarks.plans [--folder docs/plans] [NAME]...
 
-Nothing is timed. A test compares them with what the planner says now, so that a change of cost is seen in review.
+Nothing is timed. A test compares them with what the planner says now, so that a change of cost is
+seen in review.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def names() -> list[str]:
 def told(name: str) -> str:
     """The plan of a shipped file, on as many devices as its mesh needs."""
     config = load(["--config", name])
-    size = max(prod(stage.config.parallelism.degrees(1).values()) for stage in config.training_stages)
+    size = max(
+        prod(stage.config.parallelism.degrees(1).values()) for stage in config.training_stages
+    )
     text = StringIO()
     found = plan_run(config, size, load_device(config.plan.device or DEFAULT_DEVICE))
     show(plan_report(found), Console(file=text, width=MAX_WIDTH))
@@ -40,7 +44,9 @@ def told(name: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--folder", type=Path, default=PLANS)
     options = parser.parse_args()

@@ -2,10 +2,12 @@
 
     python -m benchmarks.published
 
-Nothing is timed. Tables enter whole: every line of a source is predicted, or listed with the reason why not. Its group is that
-which it was put in before it was predicted, whatever its error. CONSTANTS names the constants that were chosen by published
-lines, which then prove nothing. Where others compute linear layers in 8 bits, the rate of products is raised by one factor.
-Memory is that of other programs, which hold logits whole and keep more of a block; it is put there to be seen, not to be compared.
+Nothing is timed. Tables enter whole: every line of a source is predicted, or listed with the
+reason why not. Its group is that which it was put in before it was predicted, whatever its error.
+CONSTANTS names the constants that were chosen by published lines, which then prove nothing. Where
+others compute linear layers in 8 bits, the rate of products is raised by one factor. Memory is
+that of other programs, which hold logits whole and keep more of a block; it is put there to be
+seen, not to be compared.
 """
 
 from __future__ import annotations
@@ -42,22 +44,49 @@ from trainer.hardware.host import GIB
 from trainer.plan.step_time import ASYNC_TP_OVERLAP
 
 CONSTANTS = (
-    ("sustained share of the matmul rate", f"{MATMUL_SHARE:.2f}", "UPipe's table, ALST and TRL, together"),
-    ("the same on A100", f"{A100.matmul_share:.2f}", "matmul-bound measurements on A100 that are not recorded here"),
-    ("speed-up of products in 8 bits", f"{NARROW_PRODUCTS:g}", "torchtitan: 8B with compile, with and without FP8"),
+    (
+        "sustained share of the matmul rate",
+        f"{MATMUL_SHARE:.2f}",
+        "UPipe's table, ALST and TRL, together",
+    ),
+    (
+        "the same on A100",
+        f"{A100.matmul_share:.2f}",
+        "matmul-bound measurements on A100 that are not recorded here",
+    ),
+    (
+        "speed-up of products in 8 bits",
+        f"{NARROW_PRODUCTS:g}",
+        "torchtitan: 8B with compile, with and without FP8",
+    ),
     ("overlap of async TP", f"{ASYNC_TP_OVERLAP:g}", "torchtitan: 70B, with and without async TP"),
 )
 """Those chosen by published measurements: name, value, and the lines that they were chosen by."""
 
-LONG: Values = {"recompute": "full", "offload": "inputs", "mlp_tile_mib": 1024, "loss_chunk_mib": 1024}
+LONG: Values = {
+    "recompute": "full",
+    "offload": "inputs",
+    "mlp_tile_mib": 1024,
+    "loss_chunk_mib": 1024,
+}
 
 
 def upipe() -> Iterator[Row]:
-    """The table of the UPipe paper: 8B on eight H100, FlashAttention 3, everything computed again, inputs on the host."""
+    """The table of the UPipe paper: 8B on eight H100, FlashAttention 3, everything computed again,
+    inputs on the host.
+    """
     published: dict[str, dict[int, float]] = {
         "Ulysses, offload": {128 * K: 2320, 512 * K: 879, M: 475.3, 2 * M: 246, 3 * M: 162},
         "zigzag ring (USP)": {128 * K: 2065, 512 * K: 841, M: 458.5, 2 * M: 238, 3 * M: 160},
-        "UPipe": {128 * K: 2281, 512 * K: 867, M: 472.5, 2 * M: 246, 3 * M: 166, 4 * M: 126, 5 * M: 98.3},
+        "UPipe": {
+            128 * K: 2281,
+            512 * K: 867,
+            M: 472.5,
+            2 * M: 246,
+            3 * M: 166,
+            4 * M: 126,
+            5 * M: 98.3,
+        },
         "PyTorch CP": {128 * K: 1374, 512 * K: 474, M: 250},
     }
     methods = {"zigzag ring (USP)": "ring", "PyTorch CP": "allgather"}
@@ -72,13 +101,29 @@ def upipe() -> Iterator[Row]:
                 parallelism={"cp": 8, "cp_method": methods.get(system, "ulysses")},
                 memory=memory,
             )
-            why = "its step has one to three more seconds outside attention and matmul" if tokens == 128 * K else ""
-            yield Row(system, f"8B, {short_length(tokens)}, 8 x H100", config, H100, rate, None, why, USED)
+            why = (
+                "its step has one to three more seconds outside attention and matmul"
+                if tokens == 128 * K
+                else ""
+            )
+            yield Row(
+                system,
+                f"8B, {short_length(tokens)}, 8 x H100",
+                config,
+                H100,
+                rate,
+                None,
+                why,
+                USED,
+            )
 
 
 def trl() -> Iterator[Row]:
     """Its guide to long contexts."""
-    for family, size, seconds, held in (("qwen3", "8b", 380, 56.2e9), ("qwen3_moe", "30b-a3b", 483, 46.0e9)):
+    for family, size, seconds, held in (
+        ("qwen3", "8b", 380, 56.2e9),
+        ("qwen3_moe", "30b-a3b", 483, 46.0e9),
+    ):
         config = configured(
             size,
             M,
@@ -88,7 +133,16 @@ def trl() -> Iterator[Row]:
             memory=LONG,
         )
         why = "its weights and optimizer state are bfloat16"
-        yield Row("TRL", f"{family} {size}, 1M, 8 x H100", config, H100, M / 8 / seconds, held / GIB, why, USED)
+        yield Row(
+            "TRL",
+            f"{family} {size}, 1M, 8 x H100",
+            config,
+            H100,
+            M / 8 / seconds,
+            held / GIB,
+            why,
+            USED,
+        )
 
 
 def alst() -> Iterator[Row]:
@@ -101,8 +155,11 @@ def alst() -> Iterator[Row]:
     ):
         method = {"cp": ranks, "cp_method": "ulysses"} if ranks > 1 else {}
         memory = LONG | {"optimizer_placement": "host"}
-        config = configured("8b", tokens, training={"attention": "flash"}, parallelism=method, memory=memory)
-        setting, rate = f"8B, {short_length(tokens)}, {ranks} x H100", of_peak(config, H100, percent)
+        config = configured(
+            "8b", tokens, training={"attention": "flash"}, parallelism=method, memory=memory
+        )
+        setting = f"8B, {short_length(tokens)}, {ranks} x H100"
+        rate = of_peak(config, H100, percent)
         yield Row("ALST", setting, config, H100, rate, None, "", USED)
 
 
@@ -125,14 +182,17 @@ def easy_context() -> Iterator[Row]:
             memory=LONG | {"optimizer_placement": "host"},
         )
         is_short = tokens <= 128 * K
-        why, group = ("the batch of a step is not published", OTHER) if is_short else ("", HELD_OUT)
+        why, group = (
+            ("the batch of a step is not published", OTHER) if is_short else ("", HELD_OUT)
+        )
         setting = f"Llama2-7B, {short_length(tokens)}{'' if cp > 1 else ' without cp'}, 8 x A100"
         yield Row("EasyContext", setting, config, A100, rate / 8, None, why, group)
 
 
 def torchtitan() -> Iterator[Row]:
     """Its tables of December 2024, in their order."""
-    bench, narrow = on_grand_teton(), in_eight_bits(on_grand_teton())
+    bench = on_grand_teton()
+    narrow = in_eight_bits(on_grand_teton())
     selective = "it recomputes every other matmul"
     for ranks, device, compiled, rate, gib in (
         (8, bench, False, 5762, 82.4),
@@ -149,7 +209,11 @@ def torchtitan() -> Iterator[Row]:
             training={"compile": compiled, "micro_batch_size": 2, "attention": "flash"},
             parallelism={"dp_shard": ranks},
         )
-        name = "torchtitan" + (", compile" if compiled else "") + (", FP8" if device is narrow else "")
+        name = (
+            "torchtitan"
+            + (", compile" if compiled else "")
+            + (", FP8" if device is narrow else "")
+        )
         group = USED if (ranks, compiled) == (8, True) else OTHER
         yield Row(name, f"8B, 8K, {ranks} x H100", config, device, rate, gib, selective, group)
     for cp, rate, gib in ((1, 3890, 83.9), (2, 2540, 84.2), (4, 1071, 84.0), (8, 548, 84.5)):
@@ -158,12 +222,27 @@ def torchtitan() -> Iterator[Row]:
             32 * K * cp,
             rows=8 // cp,
             training={"attention": "flash"},
-            parallelism={"dp_shard": 8 // cp, "cp": cp, **({"cp_method": "allgather"} if cp > 1 else {})},
+            parallelism={
+                "dp_shard": 8 // cp,
+                "cp": cp,
+                **({"cp_method": "allgather"} if cp > 1 else {}),
+            },
             memory={"recompute": "full", "loss_chunk_mib": 1 << 14},
         )
-        why = "it repeats the FP8 casts in recomputation" if cp == 1 else "its first context parallelism"
+        why = (
+            "it repeats the FP8 casts in recomputation"
+            if cp == 1
+            else "its first context parallelism"
+        )
         yield Row(
-            "torchtitan, FP8", f"8B, {short_length(32 * K * cp)}, 8 x H100", config, narrow, rate, gib, why, OTHER
+            "torchtitan, FP8",
+            f"8B, {short_length(32 * K * cp)}, 8 x H100",
+            config,
+            narrow,
+            rate,
+            gib,
+            why,
+            OTHER,
         )
     for hidden, rate, gib in ((False, 829, 71.9), (True, 876, 67.6)):
         mesh: Values = {"dp_shard": 32, "tp": 8, "async_tp": hidden}
@@ -180,7 +259,16 @@ def torchtitan() -> Iterator[Row]:
         yield Row(name, "70B, 8K, 256 x H100", config, narrow, rate, gib, why, USED)
     for schedule, rate, gib in (("1F1B", 100, 82.5), ("Interleaved1F1B", 128, 72.7)):
         config = _largest(8 * K, 256, 4, {"dp_shard": 8, "pp_schedule": schedule})
-        yield Row(f"torchtitan, FP8, {schedule}", "405B, 8K, 512 x H100", config, narrow, rate, gib, "", OTHER)
+        yield Row(
+            f"torchtitan, FP8, {schedule}",
+            "405B, 8K, 512 x H100",
+            config,
+            narrow,
+            rate,
+            gib,
+            "",
+            OTHER,
+        )
     for cp, rate, gib in ((1, 76, 75.3), (2, 47, 75.9), (4, 31, 77.1), (8, 16, 84.9)):
         mesh = {"dp_shard": 8 // cp, "cp": cp, **({"cp_method": "allgather"} if cp > 1 else {})}
         config = _largest(32 * K * cp, 64 // cp, 1, mesh)
@@ -198,7 +286,9 @@ def torchtitan() -> Iterator[Row]:
 
 
 def _largest(tokens: int, rows: int, micro_batch: int, mesh: Values) -> Config:
-    """Eight micro-batches, which is what a pipeline of eight ranks had without being told otherwise."""
+    """Eight micro-batches, which is what a pipeline of eight ranks had without being told
+    otherwise.
+    """
     return configured(
         "405b",
         tokens,
@@ -211,7 +301,9 @@ def _largest(tokens: int, rows: int, micro_batch: int, mesh: Values) -> Config:
 
 
 def tables() -> Iterator[PublishedTable]:
-    fpdt = LeftOut(6, "FPDT", "it computes chunks of a sequence one after the other from host memory")
+    fpdt = LeftOut(
+        6, "FPDT", "it computes chunks of a sequence one after the other from host memory"
+    )
     yield PublishedTable("UPipe's paper, Llama3-8B on eight H100", [*upipe()], [fpdt])
     yield PublishedTable("TRL's guide to long contexts", [*trl()], [], is_whole=False)
     yield PublishedTable("ALST's longest sequences", [*alst()], [], is_whole=False)
@@ -242,9 +334,13 @@ def report(found: Sequence[PublishedTable]) -> list[str]:
     ]
     lines = [row for table in found for row in table.rows]
     return [
-        *markdown(["constant chosen by published rows", "value", "rows"], [[*each] for each in CONSTANTS]),
+        *markdown(
+            ["constant chosen by published rows", "value", "rows"], [[*each] for each in CONSTANTS]
+        ),
         "",
-        *markdown(["source", "rows", "predicted", "left out"], [_coverage(table) for table in found]),
+        *markdown(
+            ["source", "rows", "predicted", "left out"], [_coverage(table) for table in found]
+        ),
         "",
         *summary(lines),
         "",
@@ -258,19 +354,33 @@ def _coverage(table: PublishedTable) -> list[str]:
     reasons = "; ".join(f"{each.lines} ({each.what}): {each.why}" for each in table.left_out)
     predicted = len(table.rows)
     if not table.is_whole:
-        return [table.source, f"{predicted} known here", str(predicted), "what the source has beyond is not known here"]
+        return [
+            table.source,
+            f"{predicted} known here",
+            str(predicted),
+            "what the source has beyond is not known here",
+        ]
     return [table.source, str(predicted + left_out), str(predicted), reasons]
 
 
 def summary(found: Sequence[Row]) -> list[str]:
-    """Errors of tokens/s by group and by what bounds the step; the bias is the mean with its sign."""
-    kinds = [(group, bound) for group in get_args(Group) for bound in ("attention", "matmul", "communication")]
+    """Errors of tokens/s by group and by what bounds the step; the bias is the mean with its
+    sign.
+    """
+    kinds = [
+        (group, bound)
+        for group in get_args(Group)
+        for bound in ("attention", "matmul", "communication")
+    ]
     lines = []
     for group, bound in kinds:
         if errors := [row.error for row in found if (row.group, row.bound) == (group, bound)]:
-            mean, bias = sum(map(abs, errors)) / len(errors), sum(errors) / len(errors)
+            mean = sum(map(abs, errors)) / len(errors)
+            bias = sum(errors) / len(errors)
             worst = max(errors, key=abs)
-            lines.append([group, bound, str(len(errors)), f"{mean:.0%}", f"{worst:+.0%}", f"{bias:+.0%}"])
+            lines.append(
+                [group, bound, str(len(errors)), f"{mean:.0%}", f"{worst:+.0%}", f"{bias:+.0%}"]
+            )
     return markdown(["rows", "bound by", "number", "mean error", "worst", "bias"], lines)
 
 
@@ -286,7 +396,9 @@ def _cells(row: Row) -> list[str]:
         f"{100 * plan.mfu:.1f}",
         gib,
         f"{plan.peak_memory.device_bytes / GIB:.1f}",
-        "" if row.gib is None else f"{100 * (plan.peak_memory.device_bytes / GIB / row.gib - 1):+.0f} %",
+        ""
+        if row.gib is None
+        else f"{100 * (plan.peak_memory.device_bytes / GIB / row.gib - 1):+.0f} %",
         row.group,
         row.why,
     ]

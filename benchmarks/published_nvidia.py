@@ -1,4 +1,6 @@
-"""NVIDIA's published tables: long sequences of NeMo, and Megatron Bridge and Megatron Core at 4K and 8K."""
+"""NVIDIA's published tables: long sequences of NeMo, and Megatron Bridge and Megatron Core at 4K
+and 8K.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ from benchmarks.published_row import (
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import load_device
 
-DEVICES = {"GB300": load_device("gb300"), "GB200": load_device("gb200"), "B200": B200, "H100": H100}
+DEVICES = {
+    "GB300": load_device("gb300"),
+    "GB200": load_device("gb200"),
+    "B200": B200,
+    "H100": H100,
+}
 ESTIMATED = "rates of Blackwell are largely estimated"
 SMALL_EXPERTS = "128 small experts: by its guide, the host cannot keep up"
 
@@ -49,8 +56,9 @@ LLAMA2_ON_H100 = (
     (1024, 4, 8, 1, 32, 4, 536),
 )
 
-# Megatron Bridge's tables, line by line: (device, bits, family, size, GPUs, sequences a step, micro-batch, thousand tokens,
-# tp, pp, cp, vp, ep, tokens/s of a GPU). Of two recipes for 8 bits, the first.
+# Megatron Bridge's tables, line by line: (device, bits, family, size, GPUs, sequences a step,
+# micro-batch, thousand tokens, tp, pp, cp, vp, ep, tokens/s of a GPU). Of two recipes for 8 bits,
+# the first.
 BRIDGE = (
     ("GB300", 8, "llama3", "8b", 8, 128, 2, 8, 1, 1, 1, 1, 1, 37556),
     ("GB300", 8, "llama3", "70b", 64, 256, 2, 8, 1, 1, 1, 1, 1, 4520),
@@ -78,20 +86,51 @@ BRIDGE = (
 
 
 def nemo() -> Iterator[PublishedTable]:
-    """Long sequences, linear layers in 8 bits; the source counts the FLOPs of attention without its mask."""
+    """Long sequences, linear layers in 8 bits; the source counts the FLOPs of attention without
+    its mask.
+    """
     without_cp = "the same without context parallelism"
     for source, family, size, name, lines, why, unknown in (
         ("NeMo 25.04, Llama3-8B on B200", "llama3", "8b", "B200", LLAMA3_ON_B200, ESTIMATED, 5),
-        ("NeMo 24.03, Llama2-7B on H100", "llama2", "7b", "H100", LLAMA2_ON_H100, "March 2024: older kernel", 6),
+        (
+            "NeMo 24.03, Llama2-7B on H100",
+            "llama2",
+            "7b",
+            "H100",
+            LLAMA2_ON_H100,
+            "March 2024: older kernel",
+            6,
+        ),
     ):
         rows = []
         for thousands, sequences, tp, pp, cp, dp, tflops in lines:
-            mesh = {"tp": tp, "cp": cp, "dp_shard": dp, "pp": pp, **({"cp_method": "ring"} if cp > 1 else {})}
+            mesh = {
+                "tp": tp,
+                "cp": cp,
+                "dp_shard": dp,
+                "pp": pp,
+                **({"cp_method": "ring"} if cp > 1 else {}),
+            }
             config = without_recomputation(family, size, thousands * K, sequences, mesh)
-            setting = f"{family} {size}, {short_length(thousands * K)}, {tp * pp * cp * dp} x {name}"
+            setting = (
+                f"{family} {size}, {short_length(thousands * K)}, {tp * pp * cp * dp} x {name}"
+            )
             device = in_eight_bits(DEVICES[name])
-            rows.append(Row("NeMo, FP8", setting, config, device, of_unmasked(config, tflops * 1e12), None, why, OTHER))
-        yield PublishedTable(source, rows, [LeftOut(unknown, without_cp, "the mapping is not published")])
+            rows.append(
+                Row(
+                    "NeMo, FP8",
+                    setting,
+                    config,
+                    device,
+                    of_unmasked(config, tflops * 1e12),
+                    None,
+                    why,
+                    OTHER,
+                )
+            )
+        yield PublishedTable(
+            source, rows, [LeftOut(unknown, without_cp, "the mapping is not published")]
+        )
 
 
 def of_unmasked(config: Config, flops: float) -> float:
@@ -116,17 +155,35 @@ def without_recomputation(
 def megatron_bridge() -> PublishedTable:
     """Its page of container 25.11. Tokens are spread over experts by force."""
     rows = []
-    for name, bits, family, size, gpus, sequences, micro_batch, thousands, tp, pp, cp, vp, ep, rate in BRIDGE:
+    for (
+        name,
+        bits,
+        family,
+        size,
+        gpus,
+        sequences,
+        micro_batch,
+        thousands,
+        tp,
+        pp,
+        cp,
+        vp,
+        ep,
+        rate,
+    ) in BRIDGE:
         mesh: Values = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp_shard": gpus // (tp * pp * cp)}
         if cp > 1:
             mesh["cp_method"] = "ring"
         if vp > 1:
             mesh |= {"pp_schedule": "Interleaved1F1B", "pp_stages_per_rank": vp}
-        config = without_recomputation(family, size, thousands * K, sequences, mesh, micro_batch=micro_batch)
+        config = without_recomputation(
+            family, size, thousands * K, sequences, mesh, micro_batch=micro_batch
+        )
         device = in_eight_bits(DEVICES[name]) if bits == 8 else DEVICES[name]
         system = "Megatron Bridge, FP8" if bits == 8 else "Megatron Bridge"
         setting = f"{family} {size}, {thousands}K, {gpus} x {name}"
-        why, group = _difference(name, size), _group(name, bits)
+        why = _difference(name, size)
+        group = _group(name, bits)
         rows.append(Row(system, setting, config, device, float(rate), None, why, group))
     left_out = [
         LeftOut(5, "DeepSeek-V3", "Longhaul has no multi-head latent attention"),
@@ -153,6 +210,16 @@ def megatron_core() -> PublishedTable:
     config = without_recomputation("mixtral", "8x7b", 4 * K, 256, mesh)
     model = config.model.build()
     rate = 468e12 / model.flops(tokens=1, pairs=model.mean_pairs(4 * K) / (4 * K))
-    why, device = "mapping of its release 0.8", DEVICES["H100"]
-    row = Row("Megatron Core 0.9", "mixtral 8x7b, 4K, 64 x H100", config, device, rate, None, why, HELD_OUT)
+    why = "mapping of its release 0.8"
+    device = DEVICES["H100"]
+    row = Row(
+        "Megatron Core 0.9",
+        "mixtral 8x7b, 4K, 64 x H100",
+        config,
+        device,
+        rate,
+        None,
+        why,
+        HELD_OUT,
+    )
     return PublishedTable("Megatron Core 0.9, its figure of Mixtral", [row], [])

@@ -18,19 +18,26 @@ Group = Literal["used to set a constant", "held out", "another system"]
 USED: Group = "used to set a constant"
 HELD_OUT: Group = "held out"
 OTHER: Group = "another system"
-"""Lines that a constant was chosen by, lines of an equivalent configuration, and lines of programs that do something else."""
-K, M = 1 << 10, 1 << 20
+"""Lines that a constant was chosen by, lines of an equivalent configuration, and lines of programs
+that do something else.
+"""
+K = 1 << 10
+M = 1 << 20
 H100, A100, B200 = (load_device(name) for name in ("h100-80gb", "a100-80gb", "b200"))
 NARROW_PRODUCTS = 1.5
-"""How much faster linear layers in 8 bits are, with their casts: it makes of 6,667 tokens/s, torchtitan's 8B at 8K, the 8,532
-that it reaches with them."""
+"""How much faster linear layers in 8 bits are, with their casts: it makes of 6,667 tokens/s,
+torchtitan's 8B at 8K, the 8,532 that it reaches with them.
+"""
 COOL = 0.85
 """Of the rates of H100 at 700 W, at 500 W: estimated from what clocks lose."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A published measurement. `rate` is tokens/s of a device, or what follows from a published share of the peak."""
+    """A published measurement.
+
+    `rate` is tokens/s of a device, or what follows from a published share of the peak.
+    """
 
     system: str
     setting: str
@@ -44,7 +51,9 @@ class Row:
 
     @cached_property
     def plan(self) -> TrainingPlan:
-        return plan_stage(self.config, prod(self.config.parallelism.degrees(1).values()), self.device)
+        return plan_stage(
+            self.config, prod(self.config.parallelism.degrees(1).values()), self.device
+        )
 
     @property
     def error(self) -> float:
@@ -95,7 +104,10 @@ def configured(
     parallelism: Values | None = None,
     memory: Values | None = None,
 ) -> Config:
-    """A configuration, of which every degree is stated that is not 1. Raises ValueError if it breaks a rule."""
+    """A configuration, of which every degree is stated that is not 1.
+
+    Raises ValueError if it breaks a rule.
+    """
     batch: Values = {"seq_len": tokens, "global_batch_size": rows, "compile": True}
     config = Config.model_validate(
         {
@@ -117,7 +129,10 @@ def in_eight_bits(device: DeviceSpec) -> DeviceSpec:
 def on_grand_teton() -> DeviceSpec:
     """torchtitan's: H100 of 96 GB and 2.4 TB/s, held at 500 W."""
     attention = {
-        kernel: {width: (forward * COOL, backward * COOL) for width, (forward, backward) in widths.items()}
+        kernel: {
+            width: (forward * COOL, backward * COOL)
+            for width, (forward, backward) in widths.items()
+        }
         for kernel, widths in H100.attention_flops.items()
     }
     return replace(
@@ -132,7 +147,9 @@ def on_grand_teton() -> DeviceSpec:
 def of_peak(config: Config, device: DeviceSpec, percent: float) -> float:
     """Tokens/s of a device, from the share of its peak that model FLOPs have."""
     tokens = config.training.seq_len
-    flops = config.model.build().flops(tokens=1, pairs=config.model.build().mean_pairs(tokens) / tokens)
+    flops = config.model.build().flops(
+        tokens=1, pairs=config.model.build().mean_pairs(tokens) / tokens
+    )
     return percent / 100 * device.peak_flops / flops
 
 

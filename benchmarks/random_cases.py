@@ -1,7 +1,9 @@
-"""Random configurations beside one process, in float64: python -m benchmarks.random_cases --cases 1000 --seed 1.
+"""Random configurations beside one process, in float64: python -m benchmarks.random_cases --cases
+1000 --seed 1.
 
-Appends what it ran to `docs/random_cases.json`, from which `--table` writes the table of docs/numerics.md. A seed draws
-the same cases again, so pairs of settings are counted from it; a hash of the cases notices a changed table of factors.
+Appends what it ran to `docs/random_cases.json`, from which `--table` writes the table of
+docs/numerics.md. A seed draws the same cases again, so pairs of settings are counted from it; a
+hash of the cases notices a changed table of factors.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def read_records(path: Path = RECORDS) -> list[dict[str, Any]]:
 
 def drawn_again(record: dict[str, Any]) -> list[dict[str, str]]:
     """The cases of a record; none if today's factors draw others."""
-    cases = [*islice(draw_cases(record["seed"], max_processes=record["max_processes"]), record["cases"])]
+    cases = [
+        *islice(draw_cases(record["seed"], max_processes=record["max_processes"]), record["cases"])
+    ]
     return cases if digest(cases) == record["digest"] else []
 
 
@@ -51,9 +55,16 @@ def table(records: list[dict[str, Any]]) -> list[str]:
     lines = [heading, "|---" * (6 + len(kinds)) + "|"]
     for record in records:
         errors = " | ".join(f"{record['largest_errors'][kind]:.1e}" for kind in kinds)
-        cells = (record["commit"], record["seed"], f"up to {record['max_processes']}", f"{record['cases']:,}")
+        cells = (
+            record["commit"],
+            record["seed"],
+            f"up to {record['max_processes']}",
+            f"{record['cases']:,}",
+        )
         times = "{met:,} of {of:,}: {median:.0f}".format_map(record["pairs"])
-        lines.append(f"| {' | '.join(map(str, cells))} | {len(record['failed'])} | {times} | {errors} |")
+        lines.append(
+            f"| {' | '.join(map(str, cells))} | {len(record['failed'])} | {times} | {errors} |"
+        )
     total = sum(record["cases"] for record in records)
     lines += ["", f"In all {total:,} cases."]
     if cases := [case for record in records for case in drawn_again(record)]:
@@ -76,12 +87,16 @@ def main() -> None:
     parser.add_argument("--max-processes", type=int, default=4)
     parser.add_argument("--minutes", type=float, help="time limit")
     parser.add_argument("--records", type=Path, default=RECORDS)
-    parser.add_argument("--table", action="store_true", help="only rewrite the table in docs/numerics.md")
+    parser.add_argument(
+        "--table", action="store_true", help="only rewrite the table in docs/numerics.md"
+    )
     options = parser.parse_args()
     if options.table:
         PAGE.write_text(replace_block(PAGE.read_text(), "random", table(read_records())))
         return
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout
     with tempfile.TemporaryDirectory() as folder, RankPool() as pool:
         write_sample_documents(Path(folder))
         check = RandomCheck(pool, Path(folder))
@@ -94,13 +109,25 @@ def main() -> None:
         "seed": options.seed,
         "max_processes": options.max_processes,
         "cases": check.num_cases,
-        "pairs": {"met": sum(number > 0 for number in counts), "of": len(counts), "median": median(counts)},
-        "digest": digest([*islice(draw_cases(options.seed, max_processes=options.max_processes), check.num_cases)]),
+        "pairs": {
+            "met": sum(number > 0 for number in counts),
+            "of": len(counts),
+            "median": median(counts),
+        },
+        "digest": digest(
+            [
+                *islice(
+                    draw_cases(options.seed, max_processes=options.max_processes), check.num_cases
+                )
+            ]
+        ),
         "failed": [format_case(case) for case in check.failed],
         "seconds": round(check.seconds),
         "largest_errors": check.largest_errors,
     }
-    options.records.write_text(json.dumps([*read_records(options.records), record], indent=1) + "\n")
+    options.records.write_text(
+        json.dumps([*read_records(options.records), record], indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Cost of hashing copies for `health.replica_check_interval`: python -m benchmarks.replicas [--mib 512] [--rounds 5]
+"""Cost of hashing copies for `health.replica_check_interval`: python -m benchmarks.replicas [--mib
+512] [--rounds 5]
 
 CPU seconds of one thread per GiB of weights or moments, the fastest of the rounds.
 """
@@ -15,7 +16,9 @@ from trainer.resilience.replicas import CHUNK_ELEMENTS, MULTIPLIER, polynomial_h
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=512, help="size of the tensor")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
@@ -29,7 +32,9 @@ def main() -> None:
             started = time.thread_time()
             polynomial_hash(x, powers)
             seconds.append(time.thread_time() - started)
-        sys.stdout.write(f"| {str(dtype).removeprefix('torch.')} | {min(seconds) * 1024 / options.mib:.2f} |\n")
+        sys.stdout.write(
+            f"| {str(dtype).removeprefix('torch.')} | {min(seconds) * 1024 / options.mib:.2f} |\n"
+        )
 
 
 if __name__ == "__main__":

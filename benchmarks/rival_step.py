@@ -1,11 +1,13 @@
-"""A training step of another library, for the GPU benchmark: a process that loads none of Longhaul's code.
+"""A training step of another library, for the GPU benchmark: a process that loads none of
+Longhaul's code.
 
     python -m benchmarks.rival_step CASE     a JSON object: library, device, sizes, tokens, recompute, compile, steps
 
-Prints a line of JSON: version, whether the head is tied, seconds of each step and peak memory. torchtitan 0.2.2 runs its own
-trainer; its head is never tied to the embedding, and it prefers the attention kernel of cuDNN. transformers runs its Llama
-under autocast over float32 weights with AdamW, on cuDNN as well. Its loss is taken over chunks of tokens, because logits of
-a long sequence do not fit.
+Prints a line of JSON: version, whether the head is tied, seconds of each step and peak memory.
+torchtitan 0.2.2 runs its own trainer; its head is never tied to the embedding, and it prefers the
+attention kernel of cuDNN. transformers runs its Llama under autocast over float32 weights with
+AdamW, on cuDNN as well. Its loss is taken over chunks of tokens, because logits of a long sequence
+do not fit.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class StepClock:
     """Seconds of each step, and the memory at which steps after warm-up peak."""
 
     def __init__(self, device: str) -> None:
-        self._on_gpu, self._seconds = device == "cuda", list[float]()
+        self._on_gpu = device == "cuda"
+        self._seconds = list[float]()
 
     def time(self, step: Callable[[], object]) -> None:
         if self._on_gpu and len(self._seconds) == WARMUPS:
@@ -51,12 +54,18 @@ class StepClock:
 
     def answer(self, version: str, head: str) -> dict[str, Any]:
         peak = torch.cuda.max_memory_allocated() / (1 << 30) if self._on_gpu else None
-        return {"version": version, "head": head, "seconds": self._seconds[WARMUPS:], "peak_gib": peak}
+        return {
+            "version": version,
+            "head": head,
+            "seconds": self._seconds[WARMUPS:],
+            "peak_gib": peak,
+        }
 
 
 def transformers_step(asked: dict[str, Any]) -> dict[str, Any]:
     library: Any = importlib.import_module("transformers")
-    sizes, tokens = asked["sizes"], asked["tokens"]
+    sizes = asked["sizes"]
+    tokens = asked["tokens"]
     config = library.LlamaConfig(
         vocab_size=sizes["vocab_size"],
         hidden_size=sizes["dim"],
@@ -81,7 +90,9 @@ def transformers_step(asked: dict[str, Any]) -> dict[str, Any]:
     backend = SDPBackend.CUDNN_ATTENTION if device == "cuda" else SDPBackend.MATH
 
     def chunk_loss(hidden_CE: Tensor, labels_C: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(net.lm_head(hidden_CE).float(), labels_C, reduction="sum")
+        return torch.nn.functional.cross_entropy(
+            net.lm_head(hidden_CE).float(), labels_C, reduction="sum"
+        )
 
     def step() -> None:
         with torch.autocast(device, torch.bfloat16), sdpa_kernel([backend]):
@@ -104,11 +115,20 @@ def torchtitan_step(asked: dict[str, Any]) -> dict[str, Any]:
         use_cpu()
     # Text is not read, and the package of text corpora takes seconds to import.
     sys.modules |= {"datasets": MagicMock(), "datasets.distributed": MagicMock()}
-    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    world = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     os.environ |= world | {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     names = ("config", "models.llama3", "protocols.train_spec", "train")
-    config, llama3, train_spec, train = (importlib.import_module(f"torchtitan.{name}") for name in names)
-    sizes, tokens = asked["sizes"], asked["tokens"]
+    config, llama3, train_spec, train = (
+        importlib.import_module(f"torchtitan.{name}") for name in names
+    )
+    sizes = asked["sizes"]
+    tokens = asked["tokens"]
     default_width = int(2 * 4 * sizes["dim"] / 3)
     spec = llama3.get_train_spec()
     spec.model_args = {
@@ -139,8 +159,11 @@ def torchtitan_step(asked: dict[str, Any]) -> dict[str, Any]:
             "metrics.log_freq": 1000,
         }
         words = [f"--{key}={value}" for key, value in chosen.items()]
-        trainer = train.Trainer(config.ConfigManager().parse_args([*words, *["--compile.enable"] * asked["compile"]]))
-        clock, train_step = StepClock(asked["device"]), trainer.train_step
+        trainer = train.Trainer(
+            config.ConfigManager().parse_args([*words, *["--compile.enable"] * asked["compile"]])
+        )
+        clock = StepClock(asked["device"])
+        train_step = trainer.train_step
         trainer.train_step = lambda reading: clock.time(lambda: train_step(reading))
         trainer.train()
         trainer.close()

@@ -1,10 +1,12 @@
-"""Fill docs/scaling.md: predicted 8B, 70B and 405B runs on 8 to 16,384 GPUs, sequences of 8K to 16M tokens.
+"""Fill docs/scaling.md: predicted 8B, 70B and 405B runs on 8 to 16,384 GPUs, sequences of 8K to
+16M tokens.
 
     python -m benchmarks.scaling [--quick]
 
-Nothing is timed: every figure is a plan for H100 (`trainer/hardware/specs/h100-80gb.toml`) with the fastest mesh that
-`trainer.plan search` finds, compared with published measurements. Takes some minutes of two cores; `--quick` fills few
-cells, in `outputs/scaling`. Text outside the generated parts is written in the page itself.
+Nothing is timed: every figure is a plan for H100 (`trainer/hardware/specs/h100-80gb.toml`) with
+the fastest mesh that `trainer.plan search` finds, compared with published measurements. Takes some
+minutes of two cores; `--quick` fills few cells, in `outputs/scaling`. Text outside the generated
+parts is written in the page itself.
 """
 
 from __future__ import annotations
@@ -33,16 +35,20 @@ from trainer.plan.plan import TrainingPlan, plan_stage
 from trainer.plan.search import describe_layout, longest_sequence, search
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-K, M = 1 << 10, 1 << 20
+K = 1 << 10
+M = 1 << 20
 MODELS = {"8B": ("llama3", "8b"), "70B": ("llama3", "70b"), "405B": ("llama3.1", "405b")}
 GPUS = (8, 64, 512, 4096, 16_384)
 LENGTHS = (8 * K, 32 * K, 128 * K, 512 * K, M, 4 * M, 16 * M)
-TOKENS, EACH = 4 * M, 16 * K
+TOKENS = 4 * M
+EACH = 16 * K
 """Tokens of a step, and the least per GPU; at least one sequence."""
-STRONG, STRONG_LENGTH = 16 * M, 128 * K
+STRONG = 16 * M
+STRONG_LENGTH = 128 * K
 DEVICE = load_device("h100-80gb")
 SVG_STYLE = "svg { font: 12px system-ui, sans-serif; color: #1b1f23; background: #fff } .rule { stroke: #dde1e5 }"
-BEGIN, END = "<!-- generated:begin -->", "<!-- generated:end -->"
+BEGIN = "<!-- generated:begin -->"
+END = "<!-- generated:end -->"
 GENERATED = re.compile(rf"{BEGIN}.*?{END}", re.DOTALL)
 
 
@@ -51,7 +57,12 @@ def of_size(name: str, length: int, tokens: int) -> Recipe:
     return load(
         [
             *("--config", "llama3_8b_128k", "--model.family", family, "--model.size", size),
-            *("--training.seq_len", str(length), "--training.global_batch_size", str(max(1, tokens // length))),
+            *(
+                "--training.seq_len",
+                str(length),
+                "--training.global_batch_size",
+                str(max(1, tokens // length)),
+            ),
             *("--training.attention", "cudnn", "--training.compile", "true"),
         ]
     )
@@ -84,7 +95,10 @@ def weak(model: str, gpus: int, length: int) -> Cell:
 def short(way: TrainingPlan) -> str:
     """`dp 4 cp 8u tp 2 pp 4`, with the first letter of how rows are shared."""
     mesh = way.mesh
-    sizes = {"dp": mesh["dp_replicate"] * mesh["dp_shard"], **{axis: mesh[axis] for axis in ("cp", "tp", "pp")}}
+    sizes = {
+        "dp": mesh["dp_replicate"] * mesh["dp_shard"],
+        **{axis: mesh[axis] for axis in ("cp", "tp", "pp")},
+    }
     method = way.config.parallelism.cp_method
     letter = {"ring": "r", "allgather": "g", "ulysses": "u", "hybrid": "h"}.get(method, "")
     words = [f"{axis} {size}{letter * (axis == 'cp')}" for axis, size in sizes.items() if size > 1]
@@ -96,15 +110,22 @@ def short(way: TrainingPlan) -> str:
 
 def grid(model: str, cells: Sequence[Cell]) -> list[str]:
     found = {(each.gpus, each.length): each for each in cells if each.model == model}
-    gpus, lengths = sorted({at for at, _ in found}), sorted({at for _, at in found})
-    rows = [[size(length), *(found[count, length].words() for count in gpus)] for length in lengths]
+    gpus = sorted({at for at, _ in found})
+    lengths = sorted({at for _, at in found})
+    rows = [
+        [size(length), *(found[count, length].words() for count in gpus)] for length in lengths
+    ]
     return markdown(["sequence", *(f"{count:,} GPUs" for count in gpus)], rows)
 
 
 def strong(cells: Sequence[Cell]) -> tuple[LineChart, list[str]]:
     """MFU by the number of GPUs, and where each step spends its time."""
     lines = {
-        model: [(float(each.gpus), 100 * each.way.mfu) for each in cells if each.model == model and each.way]
+        model: [
+            (float(each.gpus), 100 * each.way.mfu)
+            for each in cells
+            if each.model == model and each.way
+        ]
         for model in MODELS
     }
     rows = []
@@ -115,14 +136,25 @@ def strong(cells: Sequence[Cell]) -> tuple[LineChart, list[str]]:
         parts = plan.step_time.busiest.breakdown()
         work = sum(parts.get(name, 0) for name in ("matmul", "attention", "loss head"))
         others = sorted(
-            ((seconds, name) for name, seconds in parts.items() if seconds and name not in WORK), reverse=True
+            ((seconds, name) for name, seconds in parts.items() if seconds and name not in WORK),
+            reverse=True,
         )
-        lost = ", ".join(f"{name} {100 * seconds / plan.step_seconds:.0f} %" for seconds, name in others[:3])
+        lost = ", ".join(
+            f"{name} {100 * seconds / plan.step_seconds:.0f} %" for seconds, name in others[:3]
+        )
         rows.append(
             [each.model, f"{each.gpus:,}", short(each.way), f"{plan.step_seconds:.3g}", f"{100 * plan.mfu:.1f}",
              f"{100 * work / plan.step_seconds:.0f} %", lost]
         )  # fmt: skip
-    heading = ["model", "GPUs", "mesh", "s / step", "MFU %", "matmul and attention", "largest of the rest"]
+    heading = [
+        "model",
+        "GPUs",
+        "mesh",
+        "s / step",
+        "MFU %",
+        "matmul and attention",
+        "largest of the rest",
+    ]
     drawn = LineChart(
         title="strong scaling",
         x="GPUs",
@@ -148,11 +180,22 @@ def hidden(model: str, length: int) -> LineChart:
                 continue
             plan = plan_stage(config, ranks, DEVICE)
             waits = {
-                name: seconds for name, seconds in plan.step_time.busiest.breakdown().items() if name.endswith("(cp)")
+                name: seconds
+                for name, seconds in plan.step_time.busiest.breakdown().items()
+                if name.endswith("(cp)")
             }
-            lines.setdefault(method, []).append((float(ranks), 100 * sum(waits.values()) / plan.step_seconds))
+            lines.setdefault(method, []).append(
+                (float(ranks), 100 * sum(waits.values()) / plan.step_seconds)
+            )
     title = f"{model}, sequences of {size(length)}: exposed communication of attention"
-    return LineChart(title=title, x="context-parallel ranks", y="% of a step", log_x=True, log_y=False, lines=lines)
+    return LineChart(
+        title=title,
+        x="context-parallel ranks",
+        y="% of a step",
+        log_x=True,
+        log_y=False,
+        lines=lines,
+    )
 
 
 def sharing(ranks: int, method: str) -> dict[str, object]:
@@ -170,7 +213,8 @@ def most(model: str, gpus: int) -> list[str]:
     plan = found.best[0]
     stops = (
         "host memory"
-        if plan.host_memory_needed / plan.usable_host_memory > plan.peak_memory.device_bytes / plan.usable_device_memory
+        if plan.host_memory_needed / plan.usable_host_memory
+        > plan.peak_memory.device_bytes / plan.usable_device_memory
         else "device memory"
     )
     return [
@@ -207,14 +251,18 @@ def bubble() -> list[list[str]]:
             config = with_overrides(
                 base,
                 {
-                    "training.global_batch_size": count * degrees["dp_replicate"] * degrees["dp_shard"],
+                    "training.global_batch_size": count
+                    * degrees["dp_replicate"]
+                    * degrees["dp_shard"],
                     "parallelism.pp_schedule": schedule,
                     "parallelism.pp_stages_per_rank": stages,
                     "parallelism.pp_layers": None,
                 },
             )
             plan = plan_stage(config, 4096, DEVICE)
-            words.append(f"{100 * plan.step_time.busiest.bubble / plan.step_seconds:.0f} %, {100 * plan.mfu:.1f}")
+            words.append(
+                f"{100 * plan.step_time.busiest.bubble / plan.step_seconds:.0f} %, {100 * plan.mfu:.1f}"
+            )
         rows.append(words)
     return rows
 
@@ -260,7 +308,10 @@ def tables(
     yield spent
     (folder / "scaling_methods.svg").write_text(render_svg(hidden("8B", M)))
     (folder / "scaling_methods_128k.svg").write_text(render_svg(hidden("8B", 128 * K)))
-    yield markdown(["model", "GPUs", "longest sequence", "with", "GiB of a device, of a node", "stopped by"], lengths)
+    yield markdown(
+        ["model", "GPUs", "longest sequence", "with", "GiB of a device, of a node", "stopped by"],
+        lengths,
+    )
     yield markdown(["ranks", "ring", "allgather", "ulysses"], gathered(M))
     yield markdown(["micro-batches", "1F1B: bubble, MFU %", "Interleaved1F1B"], bubble())
     yield markdown(["sequence", "on the device", "on the host"], updating())
@@ -289,7 +340,9 @@ def main(words: Sequence[str]) -> None:
         partial(weak, *at) for at in ((m, n, t) for m in models for n in gpus for t in lengths)
     ]
     ends = len(calls)
-    calls += [partial(cell, model, count, STRONG_LENGTH, STRONG) for model in models for count in counts]
+    calls += [
+        partial(cell, model, count, STRONG_LENGTH, STRONG) for model in models for count in counts
+    ]
     rows = [(model, count) for model in models for count in ((8,) if quick else (8, 32, 128, 512))]
     with ProcessPoolExecutor(max_workers=2) as pool:
         futures = [pool.submit(call) for call in calls]
@@ -300,7 +353,9 @@ def main(words: Sequence[str]) -> None:
             sys.stderr.write(f"{number} of {len(futures)} searches\n")
         folder = DOCS.parent / "outputs" / "scaling" if quick else DOCS
         folder.mkdir(parents=True, exist_ok=True)
-        parts = list(tables(cells[:ends], cells[ends:], [each.result() for each in reached], folder))
+        parts = list(
+            tables(cells[:ends], cells[ends:], [each.result() for each in reached], folder)
+        )
     (folder / "scaling.md").write_text(fill((DOCS / "scaling.md").read_text(), parts))
 
 

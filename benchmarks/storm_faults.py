@@ -1,4 +1,6 @@
-"""The faults of the storm (benchmarks/storm.py): of processes, disks, clocks, leases and nodes, and damage to files."""
+"""The faults of the storm (benchmarks/storm.py): of processes, disks, clocks, leases and nodes,
+and damage to files.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ NODE_NAMES = ("longhaul-storm-0", "longhaul-storm-1")
 class Fault:
     name: str
     strike: Callable[[Run, random.Random], Restore | None]
-    """Returns what puts a damaged file back, as a person would. Leaves no launcher in `Run` if it must be started again."""
+    """Returns what puts a damaged file back, as a person would.
+
+    Leaves no launcher in `Run` if it must be started again.
+    """
     needs_person: bool = False
     """Whether the run may end with 78 or 2."""
     needs_two_checkpoints: bool = False
@@ -55,20 +60,29 @@ def every_fault() -> list[Fault]:
 
 def process_faults() -> Iterator[Fault]:
     for rank in range(4):
-        yield Fault(f"kill -9 of rank {rank}", partial(signal_rank, number=signal.SIGKILL, rank=rank))
+        yield Fault(
+            f"kill -9 of rank {rank}", partial(signal_rank, number=signal.SIGKILL, rank=rank)
+        )
     kill_one = partial(signal_rank, number=signal.SIGKILL)
-    yield Fault("kill -9 of a rank in a save", lambda run, draw: in_a_save(run, lambda: kill_one(run, draw)))
+    yield Fault(
+        "kill -9 of a rank in a save",
+        lambda run, draw: in_a_save(run, lambda: kill_one(run, draw)),
+    )
     yield Fault("kill -9 of the launcher", kill_launcher, fits_nodes=True)
     yield Fault("kill -9 of launcher and ranks", lambda run, _: run.kill(), fits_nodes=True)
     yield Fault("kill -9 of all in a save", lambda run, _: in_a_save(run, run.kill))
     yield Fault("SIGSTOP of a rank", partial(signal_rank, number=signal.SIGSTOP))
     yield Fault("SIGSTOP of the launcher for 3 s", stop_launcher, goes_on=True)
-    yield Fault("SIGTERM to the launcher", lambda run, _: run.launchers[0].terminate(), fits_nodes=True)
+    yield Fault(
+        "SIGTERM to the launcher", lambda run, _: run.launchers[0].terminate(), fits_nodes=True
+    )
     yield Fault("SIGTERM in a save", lambda run, _: in_a_save(run, run.launchers[0].terminate))
     yield Fault("SIGUSR1 to a rank", partial(signal_rank, number=signal.SIGUSR1))
 
 
-def signal_rank(run: Run, draw: random.Random, *, number: signal.Signals, rank: int | None = None) -> None:
+def signal_rank(
+    run: Run, draw: random.Random, *, number: signal.Signals, rank: int | None = None
+) -> None:
     """Without `rank`, to any."""
     with suppress(ProcessLookupError, IndexError):  # It ended meanwhile.
         os.kill(run.workers()[draw.randrange(4) if rank is None else rank], number)
@@ -102,15 +116,28 @@ def in_a_save(run: Run, strike: Callable[[], None]) -> None:
 def file_faults() -> Iterator[Fault]:
     kinds = (*DAMAGES,)
     for name, kind in product(("manifest.json", ".metadata", "state.json", "__0_0.distcp"), kinds):
-        yield damage_fault(f"{name} of the newest checkpoint", newest(name), kind, needs_two_checkpoints=True)
-    for pattern, kind in product(("*.plan", "shard-*.bin", "shard-*.idx", "shard-*.blocks", "meta.json"), kinds):
+        yield damage_fault(
+            f"{name} of the newest checkpoint", newest(name), kind, needs_two_checkpoints=True
+        )
+    for pattern, kind in product(
+        ("*.plan", "shard-*.bin", "shard-*.idx", "shard-*.blocks", "meta.json"), kinds
+    ):
         yield damage_fault(pattern, prepared(pattern), kind, needs_person=True)
-    for name, kind in product(("config.toml", "prediction.json", "events.jsonl", "STOP", "checkpoints/newest"), kinds):
+    for name, kind in product(
+        ("config.toml", "prediction.json", "events.jsonl", "STOP", "checkpoints/newest"), kinds
+    ):
         yield damage_fault(name, in_run(name), kind, needs_person=kind == "made a pipe")
     for name, kind in product(("lease", "rank-0.log"), kinds):
-        yield damage_fault(f"logs/{name}", in_run(f"logs/{name}"), kind, needs_person=kind == "made a pipe")
+        yield damage_fault(
+            f"logs/{name}", in_run(f"logs/{name}"), kind, needs_person=kind == "made a pipe"
+        )
     for kind in ("a bit flipped", "cut off", "deleted", "made a pipe"):
-        yield Fault(f"metrics.jsonl: {kind}", damage_metrics(kind), needs_person=kind == "made a pipe", launches=True)
+        yield Fault(
+            f"metrics.jsonl: {kind}",
+            damage_metrics(kind),
+            needs_person=kind == "made a pipe",
+            launches=True,
+        )
         yield Fault(f"an in-memory checkpoint: {kind}", damage_memory(kind), launches=True)
 
 
@@ -157,7 +184,12 @@ def in_run(name: str) -> Find:
 
 
 def damage_fault(
-    name: str, find: Find, kind: str, *, needs_person: bool = False, needs_two_checkpoints: bool = False
+    name: str,
+    find: Find,
+    kind: str,
+    *,
+    needs_person: bool = False,
+    needs_two_checkpoints: bool = False,
 ) -> Fault:
     def strike(run: Run, draw: random.Random) -> Restore:
         run.kill()
@@ -184,7 +216,11 @@ def damage_metrics(kind: str) -> Callable[[Run, random.Random], Restore | None]:
         run.kill()
         path = run.folder / "metrics.jsonl"
         content = path.read_bytes()
-        by_step = {json.loads(line)["step"]: line for line in content.splitlines(keepends=True) if line.endswith(b"\n")}
+        by_step = {
+            json.loads(line)["step"]: line
+            for line in content.splitlines(keepends=True)
+            if line.endswith(b"\n")
+        }
         DAMAGES[kind](path, draw)
         if kind == "made a pipe":
 
@@ -283,7 +319,9 @@ def slow_disk(run: Run, _: random.Random) -> None:
 
 
 def other_faults() -> Iterator[Fault]:
-    yield Fault("the clock set forward by a day", partial(set_clock, seconds=86400.0), goes_on=True)
+    yield Fault(
+        "the clock set forward by a day", partial(set_clock, seconds=86400.0), goes_on=True
+    )
     yield Fault("the clock set back by a day", partial(set_clock, seconds=-86400.0), goes_on=True)
     yield Fault("a second launch in the folder", launch_twice, goes_on=True)
     yield Fault("the lease of a dead node", hold_lease_of_dead_node)
@@ -294,9 +332,11 @@ def set_clock(run: Run, _: random.Random, *, seconds: float) -> None:
 
 
 def launch_twice(run: Run, _: random.Random) -> None:
-    first, run.launchers = run.launchers, []
+    first = run.launchers
+    run.launchers = []
     run.start()
-    second, run.launchers = run.launchers, first
+    second = run.launchers
+    run.launchers = first
     codes = [each.wait(60) for each in second]
     if codes != [2] * len(codes):
         raise RuntimeError(f"a second launch in the folder ended with {codes}")
@@ -306,7 +346,14 @@ def hold_lease_of_dead_node(run: Run, _: random.Random) -> None:
     run.kill()
     logs = run.folder / "logs"
     owner = LeaseOwner(
-        folder=logs.stat().st_ino, host="lost", boot="lost", pid_namespace="", pid=7, started="1", job="", attempt=""
+        folder=logs.stat().st_ino,
+        host="lost",
+        boot="lost",
+        pid_namespace="",
+        pid=7,
+        started="1",
+        job="",
+        attempt="",
     )
     (logs / "lease").write_bytes(seal(owner))
 
@@ -320,12 +367,27 @@ def node_faults() -> Iterator[Fault]:
 
 
 def connect_nodes(count: int) -> list[list[str]]:
-    """Two network namespaces with a cable between; returns what to put before a command to run it there."""
+    """Two network namespaces with a cable between; returns what to put before a command to run it
+    there.
+    """
     disconnect_nodes()
     for name in NODE_NAMES[:count]:
         ip("netns", "add", name)
         ip("-n", name, "link", "set", "lo", "up")
-    ip("link", "add", "eth0", "netns", NODE_NAMES[0], "type", "veth", "peer", "name", "eth0", "netns", NODE_NAMES[1])
+    ip(
+        "link",
+        "add",
+        "eth0",
+        "netns",
+        NODE_NAMES[0],
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "eth0",
+        "netns",
+        NODE_NAMES[1],
+    )
     for index, name in enumerate(NODE_NAMES[:count]):
         ip("-n", name, "addr", "add", f"10.98.0.{index + 1}/24", "dev", "eth0")
         ip("-n", name, "link", "set", "eth0", "up")
@@ -349,7 +411,9 @@ def pull_cable(run: Run, _: random.Random) -> None:
 
 
 def lose_node(run: Run, _: random.Random) -> None:
-    """The second one, with the in-memory checkpoints of its ranks and those that it holds for the first."""
+    """The second one, with the in-memory checkpoints of its ranks and those that it holds for the
+    first.
+    """
     run.launchers[1].kill()
     for each in run.launchers:
         each.wait()
@@ -364,7 +428,9 @@ def lose_node(run: Run, _: random.Random) -> None:
 def children(pid: int) -> list[int]:
     """The ranks of a launcher, in order."""
     with suppress(OSError):
-        found = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        found = [
+            int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
         return [each for each in found if b"train.py" in command_of(each)]
     return []
 

@@ -1,11 +1,13 @@
-"""What loading a tokenizer.json of 262,144 tokens costs, in the process that prepares and in each worker.
+"""What loading a tokenizer.json of 262,144 tokens costs, in the process that prepares and in each
+worker.
 
     python -m benchmarks.tokenizer_loading [--tokens 262144] [--rounds 3]
 
-The file has the parts of Gemma's: a BPE of characters with bytes for unknown ones, every merge that two tokens make, and
-added tokens. CPU-seconds and the growth of peak memory, each in a process of its own, the best of the rounds: the library
-alone; the process that prepares, without and with what only long texts need (where they may be cut, tiktoken's ranks); and
-a worker, which unpickles all of it.
+The file has the parts of Gemma's: a BPE of characters with bytes for unknown ones, every merge
+that two tokens make, and added tokens. CPU-seconds and the growth of peak memory, each in a
+process of its own, the best of the rounds: the library alone; the process that prepares, without
+and with what only long texts need (where they may be cut, tiktoken's ranks); and a worker, which
+unpickles all of it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,14 @@ SUBJECTS = ("library", "parent", "parent, for long texts", "worker")
 def write_tokenizer(folder: Path, num_tokens: int) -> None:
     draw = Random(0)
     characters = [chr(code) for code in (*range(33, 127), *range(0x4E00, 0x4E00 + 5000), 0x2581)]
-    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *characters]
+    pieces = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *characters,
+    ]
     vocab = {piece: number for number, piece in enumerate(pieces)}
     words = [*characters]
     while len(vocab) < num_tokens:
@@ -40,7 +49,9 @@ def write_tokenizer(folder: Path, num_tokens: int) -> None:
     splits = ((word[:at], word[at:]) for word in words for at in range(1, len(word)))
     merges = [[left, right] for left, right in splits if left in vocab and right in vocab]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [{"id": number, "content": pieces[number], "special": True, **flags} for number in range(4)]
+    added = [
+        {"id": number, "content": pieces[number], "special": True, **flags} for number in range(4)
+    ]
     model = {"type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
     content = {
         "version": "1.0",
@@ -75,7 +86,8 @@ def measure(subject: str, folder: Path) -> None:
         "parent, for long texts": lambda: load_huggingface_tokenizer(folder)._tiktoken,
         "worker": lambda: pickle.loads(content),
     }
-    before, began = peak_mebibytes(), time.process_time()
+    before = peak_mebibytes()
+    began = time.process_time()
     load[subject]()
     seconds = time.process_time() - began
     sys.stdout.write(f"{seconds} {peak_mebibytes() - before}\n")
@@ -83,15 +95,23 @@ def measure(subject: str, folder: Path) -> None:
 
 def peak_mebibytes() -> float:
     """Of this process; what getrusage says is also that of the process that started it."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) / 1024
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=1 << 18)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--measure", nargs=2, metavar=("SUBJECT", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--measure", nargs=2, metavar=("SUBJECT", "FOLDER"), help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.measure:
         measure(options.measure[0], Path(options.measure[1]))
@@ -104,8 +124,18 @@ def main() -> None:
         measure("worker", folder)
         base = 0.0
         for subject in SUBJECTS:
-            command = [sys.executable, "-m", "benchmarks.tokenizer_loading", "--measure", subject, name]
-            runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(options.rounds)]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.tokenizer_loading",
+                "--measure",
+                subject,
+                name,
+            ]
+            runs = [
+                subprocess.run(command, check=True, capture_output=True, text=True)
+                for _ in range(options.rounds)
+            ]
             seconds, mebibytes = min(tuple(map(float, run.stdout.split())) for run in runs)
             base = base or seconds
             say(f"| {subject} | {seconds:.2f} | {seconds / base:.2f} | {mebibytes:.0f} |")

@@ -1,11 +1,13 @@
-"""The workload of benchmarks/cpu_step.py in torchtitan 0.2.2, on a CPU; runs in an environment of its own.
+"""The workload of benchmarks/cpu_step.py in torchtitan 0.2.2, on a CPU; runs in an environment of
+its own.
 
     python -m venv VENV && VENV/bin/pip install torch==2.13.0 torchtitan==0.2.2
     python -m benchmarks.cpu_step --rival 'VENV/bin/python benchmarks/torchtitan_cpu.py'
 
-torchtitan's own trainer, model, optimizer and metrics run unchanged. It knows no CPU, so this replaces what asks for the
-device: its detection, memory statistics, `barrier(device_ids=...)` and kernels of experts in triton. Tokens are random, which
-costs it nothing for reading. Prints the line of JSON that cpu_step reads.
+torchtitan's own trainer, model, optimizer and metrics run unchanged. It knows no CPU, so this
+replaces what asks for the device: its detection, memory statistics, `barrier(device_ids=...)` and
+kernels of experts in triton. Tokens are random, which costs it nothing for reading. Prints the
+line of JSON that cpu_step reads.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class RandomTokens:
     """In place of torchtitan's text loader."""
 
     def __init__(self, vocab_size: int, batch: int, seq_len: int) -> None:
-        self.shape, self.vocab_size = (batch, seq_len + 1), vocab_size
+        self.shape = (batch, seq_len + 1)
+        self.vocab_size = vocab_size
 
     def __iter__(self) -> Iterator[Any]:
         import torch
@@ -77,28 +80,50 @@ def use_cpu() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("steps", 6), ("seq-len", 2048), ("batch", 2), ("layers", 6), ("dim", 256), ("vocab", 2048)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (
+        ("steps", 6),
+        ("seq-len", 2048),
+        ("batch", 2),
+        ("layers", 6),
+        ("dim", 256),
+        ("vocab", 2048),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--recompute", choices=("none", "full"), default="none")
     options = parser.parse_args()
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     use_cpu()
     import torch
 
     config, llama3, train_spec, train = (
-        import_module(f"torchtitan.{name}") for name in ("config", "models.llama3", "protocols.train_spec", "train")
+        import_module(f"torchtitan.{name}")
+        for name in ("config", "models.llama3", "protocols.train_spec", "train")
     )
 
     torch.set_num_threads(1)
     heads = options.dim // 32
     model = llama3.TransformerModelArgs(
-        dim=options.dim, n_layers=options.layers, n_heads=heads, vocab_size=options.vocab, rope_theta=500_000
+        dim=options.dim,
+        n_layers=options.layers,
+        n_heads=heads,
+        vocab_size=options.vocab,
+        rope_theta=500_000,
     )
     spec = llama3.get_train_spec()
     spec.model_args = {"cpu": model}
     spec.build_tokenizer_fn = None
-    spec.build_dataloader_fn = lambda **_: RandomTokens(options.vocab, options.batch, options.seq_len)
+    spec.build_dataloader_fn = lambda **_: RandomTokens(
+        options.vocab, options.batch, options.seq_len
+    )
     train_spec._extra_train_specs["cpu"] = spec
     ends = list[tuple[float, float]]()
 
@@ -119,7 +144,11 @@ def main() -> None:
             "activation_checkpoint.mode": options.recompute,
             "metrics.log_freq": 1,
         }
-        trainer = Timed(config.ConfigManager().parse_args([f"--{key}={value}" for key, value in chosen.items()]))
+        trainer = Timed(
+            config.ConfigManager().parse_args(
+                [f"--{key}={value}" for key, value in chosen.items()]
+            )
+        )
         trainer.train()
         trainer.close()
     seconds = [after[0] - before[0] for before, after in pairwise(ends)]

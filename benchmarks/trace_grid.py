@@ -1,8 +1,10 @@
-"""python -m benchmarks.trace_grid [--cases N] [--seed S] [--jobs N]: whole steps composed of short traces against dry runs.
+"""python -m benchmarks.trace_grid [--cases N] [--seed S] [--jobs N]: whole steps composed of short
+traces against dry runs.
 
-The cases of `benchmarks.memory_grid`, with DEPTH times as many layers. A dry run runs every layer and micro-batch of
-the same trainer; a trace runs few of them. Prints each case whose device or host peak is off by more than LIMIT, whose
-FLOPs or messages differ, or whose trace was too short, then the counts. Exit status 1 if there is one.
+The cases of `benchmarks.memory_grid`, with DEPTH times as many layers. A dry run runs every layer
+and micro-batch of the same trainer; a trace runs few of them. Prints each case whose device or
+host peak is off by more than LIMIT, whose FLOPs or messages differ, or whose trace was too short,
+then the counts. Exit status 1 if there is one.
 """
 
 from __future__ import annotations
@@ -45,8 +47,17 @@ class Difference:
         return not self.is_closed or self.flops[0] != self.flops[1] or self.error > LIMIT
 
     def __str__(self) -> str:
-        parts = {"device": self.device, "host": self.host, "FLOPs": self.flops, "sent": self.messages}
-        off = ", ".join(f"{name} {found / counted - 1:+.2%}" for name, (found, counted) in parts.items() if counted)
+        parts = {
+            "device": self.device,
+            "host": self.host,
+            "FLOPs": self.flops,
+            "sent": self.messages,
+        }
+        off = ", ".join(
+            f"{name} {found / counted - 1:+.2%}"
+            for name, (found, counted) in parts.items()
+            if counted
+        )
         closed = "" if self.is_closed else ", not closed"
         return f"{off}{closed}; {self.blocks[0]} of {self.blocks[1]} blocks: {self.case}"
 
@@ -55,7 +66,8 @@ def deep_cases(seed: int) -> Iterator[GridCase]:
     """Endless; without the host budgets of pipelines, which cannot be traced."""
     for case in draw_cases(seed):
         changes = tuple(
-            (key, DEPTH * int(str(value)) if key == "model.num_layers" else value) for key, value in case.changes
+            (key, DEPTH * int(str(value)) if key == "model.num_layers" else value)
+            for key, value in case.changes
         )
         deep = GridCase(changes, case.world_size, case.pp_rank)
         if not checks.layout_problems(deep.config, deep.world_size):
@@ -75,7 +87,10 @@ def compare(case: GridCase) -> Difference:
         (found.peak.size, counted.peak_bytes),
         (found.host_bytes, counted.peak_host_bytes),
         (flops.total(), counted_flops),
-        (round(found.work.sent_bytes.total()), round(sum(message.bytes for message in counted.messages))),
+        (
+            round(found.work.sent_bytes.total()),
+            round(sum(message.bytes for message in counted.messages)),
+        ),
         (
             sum(len(blocks.kept) for blocks in step.stages.values()),
             sum(len(blocks.originals) for blocks in step.stages.values()),
@@ -91,7 +106,9 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(f"{result}\n")
         return int(result.is_wrong)
     cases = [*islice(deep_cases(options.seed), options.cases)]
-    wrong, exact, largest = 0, 0, 0.0
+    wrong = 0
+    exact = 0
+    largest = 0.0
     for result in results_of(compare, cases, options.jobs):
         exact += result.device[0] == result.device[1]
         largest = max(largest, result.error)

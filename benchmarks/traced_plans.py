@@ -33,8 +33,10 @@ def compared(name: str) -> list[str]:
     begin = time.perf_counter()
     plan = traced(formulas)
     seconds = time.perf_counter() - begin
-    host, host_by_formulas = plan.peak_host_memory.host_bytes, formulas.peak_host_memory.host_bytes
-    device, device_by_formulas = plan.peak_memory.device_bytes, formulas.peak_memory.device_bytes
+    host = plan.peak_host_memory.host_bytes
+    host_by_formulas = formulas.peak_host_memory.host_bytes
+    device = plan.peak_memory.device_bytes
+    device_by_formulas = formulas.peak_memory.device_bytes
     return [
         f"`{name}`",
         f"{ranks:,}",

@@ -2,8 +2,8 @@
 
     python -m benchmarks.traced_rows FILE
 
-FILE: rows of `python -m benchmarks.gpu`. Left out are those of packed documents and of other libraries. Of rows with equal
-options the newest counts. The table is in docs/planning.md.
+FILE: rows of `python -m benchmarks.gpu`. Left out are those of packed documents and of other
+libraries. Of rows with equal options the newest counts. The table is in docs/planning.md.
 """
 
 from __future__ import annotations
@@ -35,16 +35,27 @@ def is_step(row: Mapping[str, Any]) -> bool:
 
 
 def compared(row: Mapping[str, Any]) -> list[str]:
-    # Rows from before the head's chunks were chosen have chunks of 256 MiB. Defaults may have changed since the others.
+    # Rows from before the head's chunks were chosen have chunks of 256 MiB. Defaults may have
+    # changed since the others.
     options = (
-        row["options"] if CHUNK in row["options"] else f"{row['options']} {CHUNK} {row.get('loss_chunk_mib', 256)}"
+        row["options"]
+        if CHUNK in row["options"]
+        else f"{row['options']} {CHUNK} {row.get('loss_chunk_mib', 256)}"
     )
-    formulas = plan_stage(StepCase(row["model"], row["tokens"], options).config(), 1, load_device("h200"))
+    formulas = plan_stage(
+        StepCase(row["model"], row["tokens"], options).config(), 1, load_device("h200")
+    )
     plan = traced(formulas)
     gib = [each.peak_memory.device_bytes / GIB for each in (plan, formulas)]
     seconds = [each.step_seconds for each in (plan, formulas)]
-    cells = [row["model"], f"{row['tokens'] // K}K", row["options"].replace("--", "").replace("memory.", "")]
-    return cells + _beside(row["peak_gib"], gib, "{:.2f}") + _beside(row["s_step"], seconds, "{:.4g}")
+    cells = [
+        row["model"],
+        f"{row['tokens'] // K}K",
+        row["options"].replace("--", "").replace("memory.", ""),
+    ]
+    return (
+        cells + _beside(row["peak_gib"], gib, "{:.2f}") + _beside(row["s_step"], seconds, "{:.4g}")
+    )
 
 
 def _beside(measured: float, found: Sequence[float], form: str) -> list[str]:

@@ -2,8 +2,9 @@
 
     python -m benchmarks.traced_steps [TEXT]...
 
-TEXT is part of a row's name. A row's rank runs as on a GPU, with the attention kernels that the device takes, once in
-full and once shortened. Minutes of a core each; rows are those of docs/planning.md.
+TEXT is part of a row's name. A row's rank runs as on a GPU, with the attention kernels that the
+device takes, once in full and once shortened. Minutes of a core each; rows are those of
+docs/planning.md.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ class Row(NamedTuple):
 ROWS = (
     Row("pipeline, first rank", "llama3_405b_128k"),
     Row("pipeline, last rank", "llama3_405b_128k", stage=15),
-    Row("interleaved pipeline", "llama3_405b_128k --parallelism.pp_schedule Interleaved1F1B", stage=3),
+    Row(
+        "interleaved pipeline",
+        "llama3_405b_128k --parallelism.pp_schedule Interleaved1F1B",
+        stage=3,
+    ),
     Row("experts over 8 ranks", "gpt_oss_20b_128k --training.global_batch_size 6"),
     Row("offload, head groups, tiles", "llama3_8b_1m"),
     Row(
@@ -45,7 +50,11 @@ ROWS = (
         "llama3_1b_1m_1gpu --training.seq_len 131072 --memory.offload inputs_and_attention --memory.blocks_per_checkpoint 4",
     ),
     Row("compiled pieces", "llama3_8b_128k --training.global_batch_size 4", compiled=True),
-    Row("compiled blocks", "llama3_8b --memory.recompute none --training.global_batch_size 16", compiled=True),
+    Row(
+        "compiled blocks",
+        "llama3_8b --memory.recompute none --training.global_batch_size 16",
+        compiled=True,
+    ),
     Row("windows and full attention in turn", "gemma3_4b_128k --training.global_batch_size 4"),
 )
 HEADER = (
@@ -76,7 +85,8 @@ def measured(row: Row) -> list[str]:
     whole_seconds = time.process_time() - began
     flops = found.work.matmul_flops.total() + found.work.attention_flops.total()
     whole_flops = sum(whole.matmul_flops.values()) + sum(whole.attention_flops.values())
-    sent, whole_sent = found.work.sent_bytes.total(), sum(message.bytes for message in whole.messages)
+    sent = found.work.sent_bytes.total()
+    whole_sent = sum(message.bytes for message in whole.messages)
     blocks = [(len(each.kept), len(each.originals)) for each in step.stages.values()]
     return [
         row.name,

@@ -1,9 +1,10 @@
-"""Context-parallel attention over four ranks, compared with full attention on one rank, forward and backward.
+"""Context-parallel attention over four ranks, compared with full attention on one rank, forward
+and backward.
 
     torchrun --nproc-per-node 4 -m examples.context_parallel [--rotation ring|alltoall|allgather] [--compile]
 
-The same task as PyTorch's context-parallel tutorial, but without patching the attention function: shard the sequence,
-call attention on the shards, gather the result.
+The same task as PyTorch's context-parallel tutorial, but without patching the attention function:
+shard the sequence, call attention on the shards, gather the result.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from parallelisms.mesh.context_plan import ContextPlan
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rotation", choices=["ring", "alltoall", "allgather"], default="ring")
     parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
@@ -30,9 +33,12 @@ def main() -> None:
     torch.manual_seed(0)  # The same on all ranks.
     q, k, v = (torch.randn(2, 4096, heads, 64, requires_grad=True) for heads in (8, 4, 4))
 
-    cp = ContextParallel(mesh, ContextPlan(cp=mesh.size(), method=arguments.rotation, heads=8, kv_heads=4))
+    cp = ContextParallel(
+        mesh, ContextPlan(cp=mesh.size(), method=arguments.rotation, heads=8, kv_heads=4)
+    )
     attention = torch.compile(cp, fullgraph=True) if arguments.compile else cp
-    shards = [cp.shard(x) for x in (q, k, v)]  # [2, 4096 / ranks, heads, 64]: differentiable, like any indexing
+    # [2, 4096 / ranks, heads, 64]: differentiable, like any indexing
+    shards = [cp.shard(x) for x in (q, k, v)]
     out = attention(*shards)
     grads = torch.autograd.grad(out.square().sum(), shards)
 

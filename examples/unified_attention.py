@@ -1,9 +1,10 @@
-"""Trains a custom model with hybrid context parallelism on four ranks: Ulysses over two, ring over two.
+"""Trains a custom model with hybrid context parallelism on four ranks: Ulysses over two, ring over
+two.
 
     torchrun --nproc-per-node 4 -m examples.unified_attention [--ulysses 1|2|4] [--compile]
 
-Only the attention call comes from Longhaul. Documents are packed and masked, and the losses equal those of one rank on
-every mesh.
+Only the attention call comes from Longhaul. Documents are packed and masked, and the losses equal
+those of one rank on every mesh.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from models import attention_op
 from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.mesh.context_plan import ContextPlan
 
-TOKENS, WIDTH, HEADS = 1024, 64, 8
+TOKENS = 1024
+WIDTH = 64
+HEADS = 8
 BOUNDARIES = torch.tensor([[0, 100, 101, 700, TOKENS]], dtype=torch.int32)  # Any document lengths.
 
 
@@ -45,7 +48,10 @@ def train(model: nn.Module, tokens: Tensor, labels: Tensor, *, ranks: int) -> li
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(10):
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum") / TOKENS
+        loss = (
+            F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+            / TOKENS
+        )
         optimizer.zero_grad()
         loss.backward()
         total = loss.detach().clone()
@@ -58,7 +64,9 @@ def train(model: nn.Module, tokens: Tensor, labels: Tensor, *, ranks: int) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ulysses", type=int, choices=[1, 2, 4], default=2, help="Ulysses degree")
     parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
@@ -67,13 +75,20 @@ def main() -> None:
     ranks = distributed.get_world_size()
     mesh = init_device_mesh("cpu", (ranks // arguments.ulysses, arguments.ulysses))
     plan = ContextPlan(
-        cp=ranks, method="hybrid", cp_ulysses=arguments.ulysses, outer_method="ring", heads=HEADS, kv_heads=HEADS
+        cp=ranks,
+        method="hybrid",
+        cp_ulysses=arguments.ulysses,
+        outer_method="ring",
+        heads=HEADS,
+        kv_heads=HEADS,
     )
     cp = ContextParallel(mesh, plan)
 
     torch.manual_seed(0)  # The same on all ranks.
     sequence = torch.randint(256, (1, TOKENS + 1))
-    tokens, labels = sequence[:, :-1], sequence[:, 1:]  # Labels are shifted before sharding.
+    # Labels are shifted before sharding.
+    tokens = sequence[:, :-1]
+    labels = sequence[:, 1:]
     torch.manual_seed(1)
     reference = train(Model(), tokens, labels, ranks=1)
 

@@ -1,6 +1,7 @@
 """Grouped-query attention module.
 
-Shape suffixes: B batch, S tokens of this rank, N query heads, K KV heads, H head dim, D document boundaries, E model dim.
+Shape suffixes: B batch, S tokens of this rank, N query heads, K KV heads, H head dim, D document
+boundaries, E model dim.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ SINKS = "sinks"
 
 
 class Attention(SublayerModule):
-    """Grouped-query self-attention (Ainslie et al., 2023), with optional norms of queries and keys."""
+    """Grouped-query self-attention (Ainslie et al., 2023), with optional norms of queries and
+    keys.
+    """
 
     module_name = "attention"
     linears = ("q_proj", "k_proj", "v_proj")
@@ -30,19 +33,30 @@ class Attention(SublayerModule):
 
     def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
         super().__init__(config, kind)
-        self.head_dim, self.query_multiplier = config.head_dim, config.query_multiplier
+        self.head_dim = config.head_dim
+        self.query_multiplier = config.query_multiplier
         self.core: AttentionCore = LocalAttentionCore(scores=kind.scores)
 
-    def inner(self, products: Sequence[Tensor], rotation_2BS1F: Tensor, weights: Weights) -> tuple[Tensor, ...]:
-        """Normed and rotated queries and keys, and values: [B, S, heads, H], of any group of heads."""
+    def inner(
+        self, products: Sequence[Tensor], rotation_2BS1F: Tensor, weights: Weights
+    ) -> tuple[Tensor, ...]:
+        """Normed and rotated queries and keys, and values: [B, S, heads, H], of any group of
+        heads.
+        """
         q, k, v = products
-        q, k = self.norm("wide_q_norm", q, weights), self.norm("wide_k_norm", k, weights)
+        q = self.norm("wide_q_norm", q, weights)
+        k = self.norm("wide_k_norm", k, weights)
         # -1, not num_heads: under tensor parallelism this rank has fewer heads than the config.
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-        q, k = self.norm("q_norm", q, weights), self.norm("k_norm", k, weights)
+        q = self.norm("q_norm", q, weights)
+        k = self.norm("k_norm", k, weights)
         if self.query_multiplier != 1:
             q = q * self.query_multiplier
-        return rope.apply_rotary_emb(q, rotation_2BS1F), rope.apply_rotary_emb(k, rotation_2BS1F), v
+        return (
+            rope.apply_rotary_emb(q, rotation_2BS1F),
+            rope.apply_rotary_emb(k, rotation_2BS1F),
+            v,
+        )
 
     def forward(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
         weights = local_parameters(self)

@@ -1,6 +1,8 @@
-"""`AttentionCore`, the interface through which context parallelism replaces attention, and attention on one rank.
+"""`AttentionCore`, the interface through which context parallelism replaces attention, and
+attention on one rank.
 
-Shape suffixes: B batch, S tokens of this rank, N query heads, K KV heads, H head dim, D document boundaries.
+Shape suffixes: B batch, S tokens of this rank, N query heads, K KV heads, H head dim, D document
+boundaries.
 """
 
 from __future__ import annotations
@@ -20,26 +22,37 @@ QKVGrads = tuple[Tensor, Tensor, Tensor, Tensor]
 class AttentionCore(Protocol):
     """Causal attention inside documents, over rotated queries and keys and over values.
 
-    `boundaries_BD` (int32, on the CPU) holds the document starts and the length of the *full* sequence, also where the
-    rank holds only a shard of it. Boundaries [2, B, D], of queries and of keys, mean attention without a causal mask: a
-    query sees all keys of the document that has the number of its own. `sink_N` is a logit per query head that has no key.
-    `__call__` is differentiable. `start`, `forward` and `backward` do the same below autograd; only they look into what
-    `start` returns.
-    `parallelisms.context.context_parallel.set_attention_core` sets the core of each layer.
+    `boundaries_BD` (int32, on the CPU) holds the document starts and the length of the *full*
+    sequence, also where the rank holds only a shard of it. Boundaries [2, B, D], of queries and of
+    keys, mean attention without a causal mask: a query sees all keys of the document that has the
+    number of its own. `sink_N` is a logit per query head that has no key. `__call__` is
+    differentiable. `start`, `forward` and `backward` do the same below autograd; only they look
+    into what `start` returns. `parallelisms.context.context_parallel.set_attention_core` sets the
+    core of each layer.
     """
 
     def __call__(
-        self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, sink_N: Tensor | None = None
+        self,
+        q_BSNH: Tensor,
+        k_BSKH: Tensor,
+        v_BSKH: Tensor,
+        boundaries_BD: Tensor,
+        sink_N: Tensor | None = None,
     ) -> Tensor:
         """Output [B, S, N, H]."""
 
     def prepare(self, boundaries_BD: Tensor) -> object:
-        """Computes what a batch needs on the host. It is found later if the result still exists."""
+        """Computes what a batch needs on the host.
+
+        It is found later if the result still exists.
+        """
 
     def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Any:
         """Starts to send what other ranks need."""
 
-    def forward(self, pending: Any, boundaries_BD: Tensor, sink_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, pending: Any, boundaries_BD: Tensor, sink_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Output [B, S, N, H] and log-sum-exp."""
 
     def backward(
@@ -65,7 +78,12 @@ class LocalAttentionCore:
         return replace(self, scores=scores)
 
     def __call__(
-        self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, sink_N: Tensor | None = None
+        self,
+        q_BSNH: Tensor,
+        k_BSKH: Tensor,
+        v_BSKH: Tensor,
+        boundaries_BD: Tensor,
+        sink_N: Tensor | None = None,
     ) -> Tensor:
         return self.attend(self.scores, q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N)
 
@@ -76,18 +94,24 @@ class LocalAttentionCore:
 
     def prepare(self, boundaries_BD: Tensor) -> object:
         seq_len = int(boundaries_BD[0, -1])
-        blocks = attention_op.document_blocks(boundaries_BD, len(boundaries_BD), seq_len, self.scores)
+        blocks = attention_op.document_blocks(
+            boundaries_BD, len(boundaries_BD), seq_len, self.scores
+        )
         kernels.prepare(blocks, self.kernel)
         return blocks
 
-    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> tuple[Tensor, ...]:
+    def start(
+        self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor
+    ) -> tuple[Tensor, ...]:
         del boundaries_BD
         return q_BSNH, k_BSKH, v_BSKH
 
     def forward(
         self, pending: tuple[Tensor, ...], boundaries_BD: Tensor, sink_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        out_BSNH, lse = attention_op.attend(*pending, boundaries_BD, sink_N, *self.scores, self.kernel)
+        out_BSNH, lse = attention_op.attend(
+            *pending, boundaries_BD, sink_N, *self.scores, self.kernel
+        )
         return out_BSNH, lse
 
     def backward(

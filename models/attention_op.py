@@ -1,11 +1,12 @@
-"""`longhaul::attention`: attention inside documents, as one operator, for a rank that holds full sequences.
+"""`longhaul::attention`: attention inside documents, as one operator, for a rank that holds full
+sequences.
 
-As a `torch.library` operator it is one opaque node in a compiled block, whatever the documents, and a recomputation
-policy can name it. Document boundaries are integers on the CPU: the kernels get one document at a time, without a mask
-and without wasted FLOPs.
+As a `torch.library` operator it is one opaque node in a compiled block, whatever the documents,
+and a recomputation policy can name it. Document boundaries are integers on the CPU: the kernels
+get one document at a time, without a mask and without wasted FLOPs.
 
-Shape suffixes: B batch, S tokens, X tokens of all sequences concatenated, N query heads, K KV heads, H head dim,
-D document boundaries.
+Shape suffixes: B batch, S tokens, X tokens of all sequences concatenated, N query heads, K KV
+heads, H head dim, D document boundaries.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     """Each query attends to the keys of its document up to its own position, with scale H ** -0.5.
 
-    `boundaries_BD` is int32 on the CPU and covers exactly S tokens in every sequence. `sink_N`: a logit per head without
-    a key. `window` and `softcap`: those of `Scores`, since operators take no objects.
-    With boundaries [2, B, D], of queries and of keys, it attends to all keys of its document.
-    Returns the output [B, S, N, H] and the log-sum-exp of the scores [B, N, S] (in `accumulation_dtype`), which has no
-    gradient.
+    `boundaries_BD` is int32 on the CPU and covers exactly S tokens in every sequence. `sink_N`: a
+    logit per head without a key. `window` and `softcap`: those of `Scores`, since operators take
+    no objects. With boundaries [2, B, D], of queries and of keys, it attends to all keys of its
+    document. Returns the output [B, S, N, H] and the log-sum-exp of the scores [B, N, S] (in
+    `accumulation_dtype`), which has no gradient.
     """
     # Not `kernel`: Inductor passes optional arguments by keyword, and has one of that name itself.
     q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
@@ -68,15 +69,26 @@ def _attention_backward(
     softcap: float | None,
     kernel_name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and that of the sink, empty if there is none. `saved`: queries, keys, values, output and log-sum-exp."""
+    """dq, dk, dv and that of the sink, empty if there is none.
+
+    `saved`: queries, keys, values, output and log-sum-exp.
+    """
     q_BSNH, k_BSKH, v_BSKH, out_BSNH, lse_BNS = saved
     grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH))
-    blocks, lse_NX = score_blocks(q_BSNH, k_BSKH, boundaries_BD, Scores(window, softcap)), flatten_lse(lse_BNS)
+    blocks = score_blocks(q_BSNH, k_BSKH, boundaries_BD, Scores(window, softcap))
+    lse_NX = flatten_lse(lse_BNS)
     dq, dk, dv = backward(grad, q, k, v, out, lse_NX, blocks, kernel=kernel_name)
-    return dq.view_as(q_BSNH), dk.view_as(k_BSKH), dv.view_as(v_BSKH), optional_sink_grad(grad, out, lse_NX, sink_N)
+    return (
+        dq.view_as(q_BSNH),
+        dk.view_as(k_BSKH),
+        dv.view_as(v_BSKH),
+        optional_sink_grad(grad, out, lse_NX, sink_N),
+    )
 
 
-def optional_sink_grad(grad_XNH: Tensor, out_XNH: Tensor, lse_NX: Tensor, sink_N: Tensor | None) -> Tensor:
+def optional_sink_grad(
+    grad_XNH: Tensor, out_XNH: Tensor, lse_NX: Tensor, sink_N: Tensor | None
+) -> Tensor:
     """In the sink's dtype; empty without one, because an operator cannot return None."""
     if sink_N is None:
         return out_XNH.new_empty(0)
@@ -87,7 +99,9 @@ def forward(
     q_XNH: Tensor, k_XKH: Tensor, v_XKH: Tensor, blocks: ScoreBlocks, *, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp [N, X] for blocks that cover all tokens; below autograd."""
-    blocks = kernels.supported_blocks(blocks, kernels.select_kernel(q_XNH, kernel, scores=blocks.scores))
+    blocks = kernels.supported_blocks(
+        blocks, kernels.select_kernel(q_XNH, kernel, scores=blocks.scores)
+    )
     block_outputs = kernels.attend_blocks(q_XNH, k_XKH, v_XKH, blocks, kernel=kernel)
     if blocks.disjoint_tokens != (len(q_XNH), len(k_XKH)):
         softmax = OnlineSoftmax.of_no_keys(q_XNH)
@@ -96,10 +110,12 @@ def forward(
         return softmax.out_XNH.to(q_XNH.dtype), softmax.lse_NX
     results: tuple[Tensor, ...] = ()
     for queries, out, lse in block_outputs:
-        if len(out) == len(q_XNH):  # One call for all tokens: its results are not copied.
+        # One call for all tokens: its results are not copied.
+        if len(out) == len(q_XNH):
             return out.contiguous(), lse.contiguous()
         results = results or tuple(x[0] for x in empty_output(q_XNH[None]))
-        results[0][queries], results[1][:, queries] = out, lse
+        results[0][queries] = out
+        results[1][:, queries] = lse
     out_XNH, lse_NX = results
     return out_XNH, lse_NX
 
@@ -117,7 +133,9 @@ def backward(
 ) -> Grads:
     """dq, dk and dv, in their inputs' dtypes, for blocks that cover all tokens; below autograd."""
     inputs = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
-    blocks = kernels.supported_blocks(blocks, kernels.select_kernel(q_XNH, kernel, scores=blocks.scores))
+    blocks = kernels.supported_blocks(
+        blocks, kernels.select_kernel(q_XNH, kernel, scores=blocks.scores)
+    )
     block_grads = kernels.attend_blocks_backward(*inputs, blocks, kernel=kernel)
     results: tuple[Tensor, ...] = ()
     if blocks.disjoint_tokens != (len(q_XNH), len(k_XKH)):
@@ -136,7 +154,9 @@ def backward(
     return dq, dk, dv
 
 
-def score_blocks(q_BSNH: Tensor, k_BSKH: Tensor, boundaries_BD: Tensor, scores: Scores) -> ScoreBlocks:
+def score_blocks(
+    q_BSNH: Tensor, k_BSKH: Tensor, boundaries_BD: Tensor, scores: Scores
+) -> ScoreBlocks:
     batch_size, seq_len, kv_len = *q_BSNH.shape[:2], k_BSKH.shape[1]
     queries_BD, keys_BD = split_boundaries(boundaries_BD)
     if keys_BD is None:
@@ -153,17 +173,27 @@ def full_blocks(
     kv_len: int,
     scores: Scores = FULL_SCORES,
 ) -> ScoreBlocks:
-    """One rectangle per document: its queries see all its keys. Raises ValueError for invalid boundaries."""
+    """One rectangle per document: its queries see all its keys.
+
+    Raises ValueError for invalid boundaries.
+    """
     del batch_size
     require_ascending(kv_boundaries_BD, kv_len)
     require_keys(boundaries_BD, kv_boundaries_BD)
-    rows_R5 = document_rows(document_ranges(boundaries_BD, seq_len), document_ranges(kv_boundaries_BD, kv_len))
+    rows_R5 = document_rows(
+        document_ranges(boundaries_BD, seq_len), document_ranges(kv_boundaries_BD, kv_len)
+    )
     return ScoreBlocks(rows_R5, scores=scores)
 
 
 @remembered
-def document_blocks(boundaries_BD: Tensor, batch_size: int, seq_len: int, scores: Scores = FULL_SCORES) -> ScoreBlocks:
-    """One causal block per document, over all sequences concatenated. Raises ValueError for invalid boundaries."""
+def document_blocks(
+    boundaries_BD: Tensor, batch_size: int, seq_len: int, scores: Scores = FULL_SCORES
+) -> ScoreBlocks:
+    """One causal block per document, over all sequences concatenated.
+
+    Raises ValueError for invalid boundaries.
+    """
     del batch_size
     boundaries = concatenated_boundaries(boundaries_BD, seq_len)
     documents_R2 = torch.stack((boundaries[:-1], boundaries[1:]), dim=1)
@@ -201,10 +231,12 @@ def fake_backward(
     return *empty_grads(q, k, v), out.new_empty(0) if sink is None else torch.empty_like(sink)
 
 
-# Inductor's cache finds a compiled graph by the arguments of the forward operator alone. Where those of the backward one
-# change, they must change too, or a graph of before calls it.
+# Inductor's cache finds a compiled graph by the arguments of the forward operator alone. Where
+# those of the backward one change, they must change too, or a graph of before calls it.
 attention = torch.library.custom_op("longhaul::attention", _attention, mutates_args=())
-attention_backward = torch.library.custom_op("longhaul::attention_backward", _attention_backward, mutates_args=())
+attention_backward = torch.library.custom_op(
+    "longhaul::attention_backward", _attention_backward, mutates_args=()
+)
 attention.register_fake(lambda q_BSNH, *_: empty_output(q_BSNH))
 attention_backward.register_fake(fake_backward)
 
@@ -216,15 +248,21 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     ctx.set_materialize_grads(False)
 
 
-def backward_of(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
+def backward_of(
+    operator: Callable[..., tuple[Tensor, ...]],
+) -> Callable[..., tuple[Tensor | None, ...]]:
     """What autograd calls for an attention operator, whose backward operator this is."""
 
-    def autograd_backward(ctx: Any, grad_BSNH: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
+    def autograd_backward(
+        ctx: Any, grad_BSNH: Tensor, grad_lse: None
+    ) -> tuple[Tensor | None, ...]:
         del grad_lse
         # Once: activation checkpointing recomputes them for the first access only.
         *saved, boundaries_BD, sink_N = ctx.saved_tensors
         # A kernel may cache a plan for the strides of its first call.
-        *grads, grad_sink_N = operator(grad_BSNH.contiguous(), saved, boundaries_BD, sink_N, *ctx.options)
+        *grads, grad_sink_N = operator(
+            grad_BSNH.contiguous(), saved, boundaries_BD, sink_N, *ctx.options
+        )
         return *grads, None, None if sink_N is None else grad_sink_N, *[None] * len(ctx.options)
 
     return autograd_backward
@@ -240,7 +278,9 @@ class _Attention(torch.autograd.Function):
     """The bodies of an operator and of its backward operator."""
 
     @staticmethod
-    def forward(ctx: Any, bodies: tuple[Callable[..., Any], Callable[..., Any]], *inputs: Any) -> Any:
+    def forward(
+        ctx: Any, bodies: tuple[Callable[..., Any], Callable[..., Any]], *inputs: Any
+    ) -> Any:
         output = bodies[0](*inputs)
         ctx.backward_body = bodies[1]
         setup_context(ctx, inputs, output)
@@ -252,8 +292,8 @@ class _Attention(torch.autograd.Function):
 
 
 def undispatched(operator: Callable[..., Any], *bodies: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator or, where no compiler and no tensor subclass looks for one, its body: with that of its backward
-    operator, if there is one, it is differentiable.
+    """The operator or, where no compiler and no tensor subclass looks for one, its body: with that
+    of its backward operator, if there is one, it is differentiable.
     """
 
     def call(*inputs: Any) -> Any:

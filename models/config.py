@@ -1,4 +1,7 @@
-"""Model configuration, with parameter and FLOP counts. Imports no torch, so that a configuration is validated quickly."""
+"""Model configuration, with parameter and FLOP counts.
+
+Imports no torch, so that a configuration is validated quickly.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,20 @@ class StageSpec:
 
 
 class BlockProducts(NamedTuple):
-    """Weights in the matrix products of a block, by what runs them; of experts, those of a token."""
+    """Weights in the matrix products of a block, by what runs them; of experts, those of a
+    token.
+    """
 
     every: int
     recomputed: int
-    """Of all but the last product; norms of heads and of a sublayer's output need their input again."""
+    """Of all but the last product; norms of heads and of a sublayer's output need their input
+    again.
+    """
     attention_inputs: int
-    """Of what attention reads: the QKV projections. All others produce the block's output from that of attention."""
+    """Of what attention reads: the QKV projections.
+
+    All others produce the block's output from that of attention.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +78,9 @@ class ModelConfig(ExpertConfig):
     shared_expert: bool = False
     correction_bias: bool = False
     layers: tuple[LayerKind, ...] = ()
-    """Kinds of layers, which repeat in this order; without it layers differ by `nope_every` only."""
+    """Kinds of layers, which repeat in this order; without it layers differ by `nope_every`
+    only.
+    """
     rope: RopeConfig = field(default_factory=RopeConfig)
     local_rope: RopeConfig = field(default_factory=RopeConfig)
     """Of the layers whose `rope` is "local"."""
@@ -88,13 +100,22 @@ class ModelConfig(ExpertConfig):
         """Every broken rule, with its values; empty for a valid model."""
         problems = self.rope.problems(self.head_dim)
         if self.num_heads % self.num_kv_heads:
-            heads, kv_heads = self.num_heads, self.num_kv_heads
-            problems.append(f"model.num_heads = {heads} must be a multiple of model.num_kv_heads = {kv_heads}")
+            heads = self.num_heads
+            kv_heads = self.num_kv_heads
+            problems.append(
+                f"model.num_heads = {heads} must be a multiple of model.num_kv_heads = {kv_heads}"
+            )
         if self.has_local_rope:
             problems += self.local_rope.problems(self.head_dim, section="model.local_rope")
         problems += self.expert_problems(self.kinds)
         positive = (
-            *("attention_scale", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_softcap"),
+            *(
+                "attention_scale",
+                "embedding_multiplier",
+                "residual_multiplier",
+                "logits_scaling",
+                "logit_softcap",
+            ),
         )
         values = {name: getattr(self, name) for name in positive}
         problems += [
@@ -106,11 +127,19 @@ class ModelConfig(ExpertConfig):
             problems += [f"model.{each}" for each in self.layer_kinds[0].problems()]
         else:
             kinds = enumerate(self.layers, start=1)
-            problems += [f"model.layers {number}: {each}" for number, kind in kinds for each in kind.problems()]
-            alike = [
-                name for name in (*ALIKE_OPTIONS, "nope_every") if getattr(self, name) != getattr(ModelConfig, name)
+            problems += [
+                f"model.layers {number}: {each}"
+                for number, kind in kinds
+                for each in kind.problems()
             ]
-            problems += [f"model.{name} must be set in each kind of model.layers instead" for name in alike]
+            alike = [
+                name
+                for name in (*ALIKE_OPTIONS, "nope_every")
+                if getattr(self, name) != getattr(ModelConfig, name)
+            ]
+            problems += [
+                f"model.{name} must be set in each kind of model.layers instead" for name in alike
+            ]
         return problems
 
     @property
@@ -178,13 +207,26 @@ class ModelConfig(ExpertConfig):
 
     @cached_property
     def sizes(self) -> Sizes:
-        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        heads = self.num_heads * self.head_dim
+        kv_heads = self.num_kv_heads * self.head_dim
         return dict(
             zip(
                 LETTERS,
                 (
-                    *(self.vocab_size, self.dim, self.ffn_dim, heads, kv_heads, self.head_dim, self.num_heads),
-                    *(self.num_experts, self.expert_dim, self.shared_expert_dim or self.expert_dim),
+                    *(
+                        self.vocab_size,
+                        self.dim,
+                        self.ffn_dim,
+                        heads,
+                        kv_heads,
+                        self.head_dim,
+                        self.num_heads,
+                    ),
+                    *(
+                        self.num_experts,
+                        self.expert_dim,
+                        self.shared_expert_dim or self.expert_dim,
+                    ),
                 ),
                 strict=True,
             )
@@ -198,14 +240,20 @@ class ModelConfig(ExpertConfig):
             for layer, kind in enumerate(self.layer_kinds)
             for name, each in kind.parameters.items()
         }
-        head = {name: each for name, each in HEAD.items() if not (self.tie_embeddings and each.is_matrix)}
+        head = {
+            name: each
+            for name, each in HEAD.items()
+            if not (self.tie_embeddings and each.is_matrix)
+        }
         return {name: self._centered(each) for name, each in (EMBEDDING | blocks | head).items()}
 
     @cached_property
     def buffers(self) -> dict[str, Parameter]:
         """By name: vectors that no gradient changes."""
         return {
-            f"blocks.{layer}.{name}": each._replace(hf_name=each.hf_name and f"model.layers.{layer}.{each.hf_name}")
+            f"blocks.{layer}.{name}": each._replace(
+                hf_name=each.hf_name and f"model.layers.{layer}.{each.hf_name}"
+            )
             for layer, kind in enumerate(self.layer_kinds)
             for name, each in kind.buffers.items()
         }
@@ -216,28 +264,48 @@ class ModelConfig(ExpertConfig):
         return parameter._replace(initial="zeros") if is_centered else parameter
 
     def declared(self, name: str) -> Parameter:
-        """By its name in the model or a pipeline stage. Raises ValueError if it is not declared."""
-        if (found := self.parameters.get(name) or self.buffers.get(name) or HEAD.get(name)) is None:
+        """By its name in the model or a pipeline stage.
+
+        Raises ValueError if it is not declared.
+        """
+        if (
+            found := self.parameters.get(name) or self.buffers.get(name) or HEAD.get(name)
+        ) is None:
             raise ValueError(f"parameter {name} is not declared in models/layers.py")
         return found
 
     def parameter_problems(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Every difference between the parameters of a model, or of a stage of it, and the declarations."""
-        problems, layers = [], {int(name.split(".")[1]) for name in shapes if name.startswith("blocks.")}
+        """Every difference between the parameters of a model, or of a stage of it, and the
+        declarations.
+        """
+        problems = []
+        layers = {int(name.split(".")[1]) for name in shapes if name.startswith("blocks.")}
         declared = HEAD | self.parameters
         for name, shape in shapes.items():
             if name not in declared:
-                problems.append(f"parameter {name} {list(shape)} is not declared in models/layers.py")
+                problems.append(
+                    f"parameter {name} {list(shape)} is not declared in models/layers.py"
+                )
             elif (expected := declared[name].shape_of(self.sizes)) != shape:
-                problems.append(f"parameter {name} has shape {list(shape)}, declared as {list(expected)}")
+                problems.append(
+                    f"parameter {name} has shape {list(shape)}, declared as {list(expected)}"
+                )
         missing = {
-            f"blocks.{layer}.{name}" for layer in layers for name in self.layer_kinds[layer].parameters
+            f"blocks.{layer}.{name}"
+            for layer in layers
+            for name in self.layer_kinds[layer].parameters
         } - shapes.keys()
-        return problems + [f"parameter {name} is declared and not in the model" for name in sorted(missing)]
+        return problems + [
+            f"parameter {name} is declared and not in the model" for name in sorted(missing)
+        ]
 
     def products_of(self, kind: LayerKind, tp: int = 1) -> BlockProducts:
-        """Of one of `tp` ranks. With fewer KV heads than ranks, each multiplies by the part of one head."""
-        sizes, declared = {**self.sizes, "K": max(self.sizes["K"], tp * self.head_dim)}, kind.parameters
+        """Of one of `tp` ranks.
+
+        With fewer KV heads than ranks, each multiplies by the part of one head.
+        """
+        sizes = {**self.sizes, "K": max(self.sizes["K"], tp * self.head_dim)}
+        declared = kind.parameters
         weights = {
             name: self._active(each, prod(each.local_shape(sizes, tp)))
             for name, each in declared.items()
@@ -251,8 +319,13 @@ class ModelConfig(ExpertConfig):
         for name in weights.keys() - inputs:
             last[name.split(".")[0]] += weights[name]
         read = sum(weights[name] for name in inputs if name.startswith("attention."))
-        # Norms need their input again: of heads the projection, of a sublayer's output its last product.
-        normed = sum(weights.get(name.replace("_norm.", "_proj."), 0) for name in declared if "_norm." in name)
+        # Norms need their input again: of heads the projection, of a sublayer's output its last
+        # product.
+        normed = sum(
+            weights.get(name.replace("_norm.", "_proj."), 0)
+            for name in declared
+            if "_norm." in name
+        )
         normed += sum(size for module, size in last.items() if kind.has_post_norm(module))
         return BlockProducts(every, every - last["feed_forward"] + normed, read)
 
@@ -263,8 +336,13 @@ class ModelConfig(ExpertConfig):
 
     @cached_property
     def matrix_parameters(self) -> int:
-        """Weights in matrix products: every block's and the head's (also when tied), without the embedding."""
-        return sum(self.products[kind].every for kind in self.layer_kinds) + self.vocab_size * self.dim
+        """Weights in matrix products: every block's and the head's (also when tied), without the
+        embedding.
+        """
+        return (
+            sum(self.products[kind].every for kind in self.layer_kinds)
+            + self.vocab_size * self.dim
+        )
 
     @cached_property
     def num_parameters(self) -> int:
@@ -274,7 +352,10 @@ class ModelConfig(ExpertConfig):
     @cached_property
     def num_active_parameters(self) -> int:
         """Those that compute with a token: of experts, `top_k`."""
-        return sum(self._active(each, prod(each.shape_of(self.sizes))) for each in self.parameters.values())
+        return sum(
+            self._active(each, prod(each.shape_of(self.sizes)))
+            for each in self.parameters.values()
+        )
 
     @property
     def parameter_summary(self) -> str:
@@ -289,48 +370,77 @@ class ModelConfig(ExpertConfig):
 
     def saved_width(self, kind: LayerKind) -> int:
         """Numbers that autograd saves of a token in such a block, besides those of norms."""
-        of_experts = self.top_k * (self.dim + 2 * self.expert_dim) if kind.feed_forward == "moe" else 0
-        return of_experts + sum(self.sizes[letter] for each in kind.sublayers.values() for letter in each.saved)
+        of_experts = (
+            self.top_k * (self.dim + 2 * self.expert_dim) if kind.feed_forward == "moe" else 0
+        )
+        return of_experts + sum(
+            self.sizes[letter] for each in kind.sublayers.values() for letter in each.saved
+        )
 
     def attention_flops(self, kinds: Iterable[LayerKind], pairs: float) -> float:
-        """Of the forward pass of these layers: two products per pair of tokens; `pairs` is the mean over the layers."""
+        """Of the forward pass of these layers: two products per pair of tokens; `pairs` is the
+        mean over the layers.
+        """
         return 4 * sum(kind.attends for kind in kinds) * self.sizes["Q"] * pairs
 
     def flops(self, *, tokens: float, pairs: float) -> float:
-        """Model FLOPs of training on these tokens, as MFU counts them: forward and backward, without recomputation.
+        """Model FLOPs of training on these tokens, as MFU counts them: forward and backward,
+        without recomputation.
 
-        `tokens` excludes padding; `pairs` are the (query, key) pairs that the mask allows, diagonal included: the sum
-        of L (L + 1) / 2 over documents, and with windows the mean over layers (`mean_pairs`). A multiply-add is 2 FLOPs.
-        Each matrix product runs three times (forward, input gradient, weight gradient), and attention has two per pair:
-        6 N tokens + 12 layers (heads head_dim) pairs.
+        `tokens` excludes padding; `pairs` are the (query, key) pairs that the mask allows,
+        diagonal included: the sum of L (L + 1) / 2 over documents, and with windows the mean over
+        layers (`mean_pairs`). A multiply-add is 2 FLOPs. Each matrix product runs three times
+        (forward, input gradient, weight gradient), and attention has two per pair: 6 N tokens + 12
+        layers (heads head_dim) pairs.
         """
-        return 6 * self.matrix_parameters * tokens + 3 * self.attention_flops(self.layer_kinds, pairs)
+        return 6 * self.matrix_parameters * tokens + 3 * self.attention_flops(
+            self.layer_kinds, pairs
+        )
 
     def hardware_flops(
-        self, *, tokens: float, pairs: float, recompute: str = "none", blocks_per_checkpoint: int = 1
+        self,
+        *,
+        tokens: float,
+        pairs: float,
+        recompute: str = "none",
+        blocks_per_checkpoint: int = 1,
     ) -> float:
         """FLOPs executed in one step, as HFU counts them.
 
-        Flash backward recomputes the scores. `keep_attention` repeats every matrix product of a block but the down
-        projection; `full` also repeats attention, and the QKV projections once more. All but one of the
-        `blocks_per_checkpoint` blocks also repeat what produces their output. QK norms repeat the query and key
-        projections in their backward pass. A block that does not run in pieces is repeated whole.
+        Flash backward recomputes the scores. `keep_attention` repeats every matrix product of a
+        block but the down projection; `full` also repeats attention, and the QKV projections once
+        more. All but one of the `blocks_per_checkpoint` blocks also repeat what produces their
+        output. QK norms repeat the query and key projections in their backward pass. A block that
+        does not run in pieces is repeated whole.
         """
-        executed = self.flops(tokens=tokens, pairs=pairs) + self.attention_flops(self.layer_kinds, pairs) / 2
+        executed = (
+            self.flops(tokens=tokens, pairs=pairs)
+            + self.attention_flops(self.layer_kinds, pairs) / 2
+        )
         if recompute == "none":
             return executed
-        recomputed, is_full = 0, recompute == "full"
+        recomputed = 0
+        is_full = recompute == "full"
         for index, kind in enumerate(self.layer_kinds):
             products = self.products[kind]
             recomputed += products.recomputed + is_full * products.attention_inputs
             next_kind = self.layer_kinds[index + 1 : index + 2]
-            if (index + 1) % blocks_per_checkpoint and next_kind and kind.in_pieces and next_kind[0].in_pieces:
+            if (
+                (index + 1) % blocks_per_checkpoint
+                and next_kind
+                and kind.in_pieces
+                and next_kind[0].in_pieces
+            ):
                 recomputed += products.every - products.attention_inputs
         repeated = [kind for kind in self.layer_kinds if is_full or not kind.in_pieces]
         return executed + self.attention_flops(repeated, pairs) + 2 * recomputed * tokens
 
 
 ALIKE_OPTIONS = tuple(
-    each.name for each in fields(LayerKind) if each.name in ModelConfig.__dataclass_fields__ and each.name != "rope"
+    each.name
+    for each in fields(LayerKind)
+    if each.name in ModelConfig.__dataclass_fields__ and each.name != "rope"
 )
-"""The fields of `LayerKind` that `ModelConfig` has too: those of all layers, where there is no pattern."""
+"""The fields of `LayerKind` that `ModelConfig` has too: those of all layers, where there is no
+pattern.
+"""

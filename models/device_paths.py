@@ -17,7 +17,10 @@ def runs_as_on_gpu(x: Tensor) -> bool:
 
 @contextmanager
 def traced_as_gpu() -> Iterator[None]:
-    """Until the end of the context, code runs as on a GPU. For fake tensors only: other kernels would be missing."""
+    """Until the end of the context, code runs as on a GPU.
+
+    For fake tensors only: other kernels would be missing.
+    """
     _traced_as_gpu[0] = True
     try:
         yield

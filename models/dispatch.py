@@ -2,8 +2,8 @@
 
 Every way is a linear map, and its gradient the way back.
 
-Shape suffixes: N tokens of a tile on this rank, E model dim, K experts of a token, R rows, P places of rows by expert,
-some of which may be padding.
+Shape suffixes: N tokens of a tile on this rank, E model dim, K experts of a token, R rows, P
+places of rows by expert, some of which may be padding.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Rows(NamedTuple):
 
 
 class TokenDispatcher(Protocol):
-    """Brings tokens to their experts and back. `parallelisms.expert_parallel` sets one that spans ranks.
+    """Brings tokens to their experts and back. `parallelisms.expert_parallel` sets one that spans
+    ranks.
 
     `dispatch`, `wait`, `combine` and `shared` are differentiable.
     """
@@ -54,7 +55,8 @@ class TokenDispatcher(Protocol):
     def rows(self, experts_NK: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
         """Of each tile, of which every rank has the same number. Collective.
 
-        `padded`: as a kernel for groups takes them. The host waits for the device, unless rows are padded and stay here.
+        `padded`: as a kernel for groups takes them. The host waits for the device, unless rows are
+        padded and stay here.
         """
 
     def dispatch(self, x_NE: Tensor, weight_NK: Tensor, rows: Rows) -> Any:
@@ -64,10 +66,16 @@ class TokenDispatcher(Protocol):
         """Tokens [P, E] and weights [P], sorted by expert; padding weighs nothing."""
 
     def combine(self, out_PE: Tensor, rows: Rows, *, is_needed: bool) -> Tensor:
-        """[N, E]: the sum over the experts of each token. If not `is_needed`, only its gradient is right."""
+        """[N, E]: the sum over the experts of each token.
+
+        If not `is_needed`, only its gradient is right.
+        """
 
     def shared(self, x_NE: Tensor, run: Callable[[Tensor], Tensor], *, is_needed: bool) -> Tensor:
-        """`run(x_NE)`, of which each tp rank computes a part. If not `is_needed`, only its gradient is right."""
+        """`run(x_NE)`, of which each tp rank computes a part.
+
+        If not `is_needed`, only its gradient is right.
+        """
 
     def sum_over_sequence(self, counts: Tensor) -> Tensor:
         """In place, over the ranks that share the tokens of a sequence."""
@@ -76,7 +84,8 @@ class TokenDispatcher(Protocol):
 class LocalDispatcher:
     """Of a rank that has all experts, and all of each."""
 
-    tp_rank, tp_degree = 0, 1
+    tp_rank = 0
+    tp_degree = 1
 
     def agree(self, num_tiles: int) -> int:
         return num_tiles
@@ -108,11 +117,16 @@ def own_rows(experts_NK: Sequence[Tensor], num_experts: int, *, padded: bool) ->
         return [padded_rows(experts, num_experts) for experts in experts_NK]
     ordered = [sort_by_expert(experts, num_experts) for experts in experts_NK]
     counts = torch.stack([counts_X for *_, counts_X in ordered]).tolist()
-    return [rows._replace(groups=RowGroups(each)) for (rows, _), each in zip(ordered, counts, strict=True)]
+    return [
+        rows._replace(groups=RowGroups(each))
+        for (rows, _), each in zip(ordered, counts, strict=True)
+    ]
 
 
 def sort_by_expert(experts_NK: Tensor, num_experts: int) -> tuple[Rows, Tensor]:
-    """Rows without padding and without their groups, and how many each expert has, [X] on the device."""
+    """Rows without padding and without their groups, and how many each expert has, [X] on the
+    device.
+    """
     top_k, (ordered_R, order_R) = experts_NK.shape[1], experts_NK.flatten().sort(stable=True)
     rows = Rows(top_k, order_R // top_k, inverse_of(order_R), RowGroups(()))
     return rows, _counts(ordered_R, num_experts)
@@ -123,7 +137,10 @@ def padded_rows(experts_NK: Tensor, num_experts: int) -> Rows:
     top_k, (ordered_R, order_R) = experts_NK.shape[1], experts_NK.flatten().sort(stable=True)
     counts_X = _counts(ordered_R, num_experts)
     ends_X = padded_ends(counts_X)
-    place_R = torch.arange(len(order_R), device=order_R.device) + padded_shifts(counts_X, ends_X)[ordered_R]
+    place_R = (
+        torch.arange(len(order_R), device=order_R.device)
+        + padded_shifts(counts_X, ends_X)[ordered_R]
+    )
     source_P, place_R = RowPlaces.sorted(order_R, place_R, most_places(len(order_R), num_experts))
     return Rows(top_k, source_P // top_k, place_R, RowGroups((), ends_X.int()))
 
@@ -140,8 +157,12 @@ def inverse_of(permutation: Tensor) -> Tensor:
 
 
 def to_rows(x_NE: Tensor, weight_NK: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Copies tokens, and the weights of their experts, to places; padding gets some token, and no weight."""
-    x_PE = linear_map(x_NE, lambda x: x.index_select(0, rows.tokens), lambda grad_PE: _sum(grad_PE, rows))
+    """Copies tokens, and the weights of their experts, to places; padding gets some token, and no
+    weight.
+    """
+    x_PE = linear_map(
+        x_NE, lambda x: x.index_select(0, rows.tokens), lambda grad_PE: _sum(grad_PE, rows)
+    )
     return x_PE, to_places(weight_NK.flatten(), rows.place, len(rows.tokens))
 
 
@@ -149,7 +170,10 @@ def to_tokens(out_PE: Tensor, rows: Rows, *, is_needed: bool = True) -> Tensor:
     """The sum of each token's rows."""
     skipped = None if is_needed else rows.num_tokens
     return linear_map(
-        out_PE, lambda x: _sum(x, rows), lambda grad_NE: grad_NE.index_select(0, rows.tokens), skipped=skipped
+        out_PE,
+        lambda x: _sum(x, rows),
+        lambda grad_NE: grad_NE.index_select(0, rows.tokens),
+        skipped=skipped,
     )
 
 
@@ -163,10 +187,16 @@ def to_places(x_R: Tensor, place_R: Tensor, num_places: int) -> Tensor:
 
 
 def select(x: Tensor, index: Tensor, back: Tensor, *, is_needed: bool = True) -> Tensor:
-    """`x[index]`; `back` is where each of x is among them. What is selected once more weighs nothing, and has no gradient."""
+    """`x[index]`; `back` is where each of x is among them.
+
+    What is selected once more weighs nothing, and has no gradient.
+    """
     skipped = None if is_needed else len(index)
     return linear_map(
-        x, lambda each: each.index_select(0, index), lambda grad: grad.index_select(0, back), skipped=skipped
+        x,
+        lambda each: each.index_select(0, index),
+        lambda grad: grad.index_select(0, back),
+        skipped=skipped,
     )
 
 
@@ -179,7 +209,10 @@ Map = Callable[[Tensor], Tensor]
 
 
 def linear_map(x: Tensor, forward: Map, transpose: Map, *, skipped: int | None = None) -> Tensor:
-    """`forward(x)`, whose gradient is `transpose(grad)`. `skipped`: the length of a result of which only that is needed."""
+    """`forward(x)`, whose gradient is `transpose(grad)`.
+
+    `skipped`: the length of a result of which only that is needed.
+    """
     result: Tensor = LinearMap.apply(x, forward, transpose, skipped)
     return result
 

@@ -35,7 +35,9 @@ class ExpertConfig:
     router_scaling: float = 1.0
     """Multiplies the weights of experts."""
     expert_groups: int = 1
-    """Groups of experts; a token chooses among those of the best `top_k_groups` groups (DeepSeek-V3)."""
+    """Groups of experts; a token chooses among those of the best `top_k_groups` groups
+    (DeepSeek-V3).
+    """
     top_k_groups: int = 1
 
     def expert_problems(self, kinds: Sequence[LayerKind]) -> Iterator[str]:
@@ -45,8 +47,15 @@ class ExpertConfig:
                 if (value := getattr(self, each.name)) != each.default:
                     yield f'model.{each.name} = {value} is only used with model.feed_forward = "moe"'
             return
-        values = {name: getattr(self, name) for name in ("num_experts", "top_k", "expert_dim", "router_scaling")}
-        yield from (f"model.{name} = {value} must be above 0" for name, value in values.items() if not value > 0)
+        values = {
+            name: getattr(self, name)
+            for name in ("num_experts", "top_k", "expert_dim", "router_scaling")
+        }
+        yield from (
+            f"model.{name} = {value} must be above 0"
+            for name, value in values.items()
+            if not value > 0
+        )
         if self.shared_expert_dim and not any(kind.shared_expert for kind in kinds):
             yield f"model.shared_expert_dim = {self.shared_expert_dim} is only used with model.shared_expert = true"
         if self.num_experts > 0:
@@ -54,7 +63,9 @@ class ExpertConfig:
 
     def _choice_problems(self) -> Iterator[str]:
         """Of the experts that a token may have."""
-        experts, groups, kept = self.num_experts, self.expert_groups, self.top_k_groups
+        experts = self.num_experts
+        groups = self.expert_groups
+        kept = self.top_k_groups
         if self.top_k > experts:
             yield f"model.top_k = {self.top_k} must be at most model.num_experts = {experts}"
         if groups < 1 or experts % groups:

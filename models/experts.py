@@ -1,7 +1,8 @@
-"""The experts of a mixture on their rows: a row is a token at one of its experts, and rows are sorted by expert.
+"""The experts of a mixture on their rows: a row is a token at one of its experts, and rows are
+sorted by expert.
 
-Shape suffixes: R rows with their padding, X experts of this rank, E model dim, M feed-forward dim of an expert on this rank, I inputs and
-O outputs of a product.
+Shape suffixes: R rows with their padding, X experts of this rank, E model dim, M feed-forward dim
+of an expert on this rank, I inputs and O outputs of a product.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from models.row_groups import RowGroups
 from models.sublayer import LocalGraph
 from models.tiling import CompilePiece
 
-PRODUCTS, BIASES = ("gate_proj", "up_proj", "down_proj"), ("gate_bias", "up_bias", "down_bias")
+PRODUCTS = ("gate_proj", "up_proj", "down_proj")
+BIASES = ("gate_bias", "up_bias", "down_bias")
 ROWS_AT_ONCE = 2048
 """Of a loop over experts, at least."""
 SUMMED_COLUMNS = 8
-"""Equal columns of a product that sums rows: the kernel takes no fewer than 16 bytes of bfloat16."""
+"""Equal columns of a product that sums rows: the kernel takes no fewer than 16 bytes of
+bfloat16.
+"""
 
 
 class Options(NamedTuple):
@@ -33,15 +37,24 @@ class Options(NamedTuple):
     bias_scale: float = 1.0
     """Multiplies the last bias."""
     needs_output: bool = True
-    """Otherwise the result only carries gradients: they need no last product, and those before it can wait for them."""
+    """Otherwise the result only carries gradients: they need no last product, and those before it
+    can wait for them.
+    """
     compile_piece: CompilePiece | None = None
-    """Compiles what is between the products, where a kernel takes all groups; None: torch's operators."""
+    """Compiles what is between the products, where a kernel takes all groups; None: torch's
+    operators.
+    """
 
 
 def run_experts(
-    x_RE: Tensor, weight_R: Tensor | None, groups: RowGroups, parameters: Mapping[str, Tensor], options: Options
+    x_RE: Tensor,
+    weight_R: Tensor | None,
+    groups: RowGroups,
+    parameters: Mapping[str, Tensor],
+    options: Options,
 ) -> Tensor:
-    """[R, E]: each row's gated feed-forward, times its weight; a partial sum under tensor parallelism.
+    """[R, E]: each row's gated feed-forward, times its weight; a partial sum under tensor
+    parallelism.
 
     `parameters` are those of `PRODUCTS` and `BIASES`.
     """
@@ -54,16 +67,23 @@ def run_experts(
 class GroupedFeedForward(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_RE: Tensor, weight_R: Tensor | None, groups: RowGroups, options: Options, *weights: Tensor
+        ctx: Any,
+        x_RE: Tensor,
+        weight_R: Tensor | None,
+        groups: RowGroups,
+        options: Options,
+        *weights: Tensor,
     ) -> Tensor:
-        ctx.groups, ctx.options = groups, options
+        ctx.groups = groups
+        ctx.options = options
         if not options.needs_output:
             ctx.save_for_backward(x_RE, weight_R, *weights)
             return x_RE.new_zeros(()).expand_as(x_RE)
         kept = list[Tensor]()
 
         def run(part: Part) -> Tensor:
-            products, between = part.products(), part.between(options)
+            products = part.products()
+            between = part.between(options)
             kept.extend(products)
             out_RE = grouped_product(between.inner(products), part.parameters[2], part.groups)
             return between.with_last_bias(out_RE) if part.biases else out_RE
@@ -77,9 +97,11 @@ class GroupedFeedForward(torch.autograd.Function):
         options: Options = ctx.options
         x_RE, weight_R, *saved = ctx.saved_tensors
         num_weights = len(ctx.needs_input_grad) - 4
-        weights, kept = saved[:num_weights], saved[num_weights:]
+        weights = saved[:num_weights]
+        kept = saved[num_weights:]
         del saved
-        parts, others = _parts(ctx.groups, x_RE, weight_R, weights), list[list[Tensor]]()
+        parts = _parts(ctx.groups, x_RE, weight_R, weights)
+        others = list[list[Tensor]]()
 
         def run(part: Part, grad_RE: Tensor) -> Tensor:
             products = [kept.pop(0), kept.pop(0)] if options.needs_output else None
@@ -109,21 +131,32 @@ class Part(NamedTuple):
 
     def products(self) -> list[Tensor]:
         """Of gate and up, without their biases."""
-        return [grouped_product(self.x, weight_XME, self.groups) for weight_XME in self.parameters[:2]]
+        return [
+            grouped_product(self.x, weight_XME, self.groups) for weight_XME in self.parameters[:2]
+        ]
 
     def between(self, options: Options) -> Between:
         """What is between the products; for one pass."""
         at_once = self.groups.ends is not None or 1 < len(self.x) <= ROWS_AT_ONCE
-        if options.compile_piece is None or not at_once:  # Each further number of rows costs a compilation.
+        # Each further number of rows costs a compilation.
+        if options.compile_piece is None or not at_once:
             return EagerBetween(self, options)
         return CompiledBetween(self, options)
 
 
-def _parts(groups: RowGroups, x_RE: Tensor, weight_R: Tensor | None, weights: Sequence[Tensor]) -> list[Part]:
-    """All at once with a kernel for groups. A loop takes few experts at a time: less memory, and most of it in cache."""
+def _parts(
+    groups: RowGroups, x_RE: Tensor, weight_R: Tensor | None, weights: Sequence[Tensor]
+) -> list[Part]:
+    """All at once with a kernel for groups.
+
+    A loop takes few experts at a time: less memory, and most of it in cache.
+    """
     if groups.ends is not None or len(x_RE) <= ROWS_AT_ONCE:
         return [Part(groups, x_RE, weight_R, weights)]
-    parts, counts, first, start = list[Part](), groups.counts, 0, 0
+    parts = list[Part]()
+    counts = groups.counts
+    first = 0
+    start = 0
     for last in range(1, len(counts) + 1):
         rows = sum(counts[first:last])
         if rows >= ROWS_AT_ONCE or last == len(counts):
@@ -131,30 +164,42 @@ def _parts(groups: RowGroups, x_RE: Tensor, weight_R: Tensor | None, weights: Se
             scale_R = None if weight_R is None else weight_R[of_part]
             experts = [each[first:last] for each in weights]
             parts.append(Part(RowGroups(counts[first:last]), x_RE[of_part], scale_R, experts))
-            first, start = last, start + rows
+            first = last
+            start = start + rows
     return parts
 
 
 def _joined(pieces: Iterable[Tensor], num_rows: int) -> Tensor:
     """One after the other; what has all rows is not copied."""
-    joined, start = torch.empty(0), 0
+    joined = torch.empty(0)
+    start = 0
     for number, piece in enumerate(pieces):
         if number == 0:
-            joined = piece if len(piece) == num_rows else piece.new_empty(num_rows, *piece.shape[1:])
+            joined = (
+                piece if len(piece) == num_rows else piece.new_empty(num_rows, *piece.shape[1:])
+            )
         if joined is not piece:
             joined[start : start + len(piece)] = piece
         start += len(piece)
     return joined
 
 
-def _part_backward(part: Part, grad_RE: Tensor, products: list[Tensor] | None, options: Options) -> list[Tensor]:
-    """Gradients of the rows, of their weights if there are, and of the experts. `products`: gate and up, if saved."""
+def _part_backward(
+    part: Part, grad_RE: Tensor, products: list[Tensor] | None, options: Options
+) -> list[Tensor]:
+    """Gradients of the rows, of their weights if there are, and of the experts.
+
+    `products`: gate and up, if saved.
+    """
     groups, x_RE, weight_R, weights = part
     between = part.between(options)
-    between.begin_backward(part.products() if products is None else products, are_kept=products is not None)
+    between.begin_backward(
+        part.products() if products is None else products, are_kept=products is not None
+    )
     del products
     grad_inner_RM = grouped_product(grad_RE, weights[2].mT, groups)
-    inner_RM, router_grads = between.weighted(grad_inner_RM), list[Tensor]()
+    inner_RM = between.weighted(grad_inner_RM)
+    router_grads = list[Tensor]()
     weight_grads = [grouped_weight_grad(grad_RE, inner_RM, groups)]
     del inner_RM
     product_grads, dots_R = between.backward(grad_inner_RM)
@@ -167,7 +212,9 @@ def _part_backward(part: Part, grad_RE: Tensor, products: list[Tensor] | None, o
     if part.biases:
         bias_grads = [_sum_by_expert(grad, groups) for grad in product_grads]
         bias_grads.append(_sum_by_expert(grad_RE, groups, weight_R, options.bias_scale))
-    weight_grads = [grouped_weight_grad(grad, x_RE, groups) for grad in product_grads] + weight_grads
+    weight_grads = [
+        grouped_weight_grad(grad, x_RE, groups) for grad in product_grads
+    ] + weight_grads
     grad_x_RE = grouped_product(product_grads.pop(0), weights[0].mT, groups)
     grad_x_RE += grouped_product(product_grads.pop(0), weights[1].mT, groups)
     return [grad_x_RE, *router_grads, *weight_grads, *bias_grads]
@@ -177,21 +224,27 @@ def _part_backward(part: Part, grad_RE: Tensor, products: list[Tensor] | None, o
 
 
 class Between(Protocol):
-    """From the products of gate and up to the input of the last: biases, the gate, and the weight of each row. And the last
-    bias, which has that weight as well.
+    """From the products of gate and up to the input of the last: biases, the gate, and the weight
+    of each row. And the last bias, which has that weight as well.
     """
 
     def inner(self, products: list[Tensor]) -> Tensor:
         """[R, M]; may overwrite the products if nothing keeps them."""
 
     def begin_backward(self, products: list[Tensor], *, are_kept: bool) -> None:
-        """`are_kept`: from the forward pass, so they have their biases if `inner` added them in place."""
+        """`are_kept`: from the forward pass, so they have their biases if `inner` added them in
+        place.
+        """
 
     def weighted(self, grad_inner_RM: Tensor) -> Tensor:
-        """The input of the last product once more; `grad_inner_RM` is its gradient, which `backward` gets too."""
+        """The input of the last product once more; `grad_inner_RM` is its gradient, which
+        `backward` gets too.
+        """
 
     def backward(self, grad_inner_RM: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Gradients of gate and up, and [R] that of the weights in the dtype of sums, if there are weights."""
+        """Gradients of gate and up, and [R] that of the weights in the dtype of sums, if there are
+        weights.
+        """
 
     def with_last_bias(self, out_RE: Tensor) -> Tensor:
         """Of the last product; may overwrite it."""
@@ -204,7 +257,9 @@ class EagerBetween:
     """With torch's operators, within few tensors of this size: most of them in place."""
 
     def __init__(self, part: Part, options: Options) -> None:
-        self._part, self._activation, self._bias_scale = part, options.activation, options.bias_scale
+        self._part = part
+        self._activation = options.activation
+        self._bias_scale = options.bias_scale
         self._graph: LocalGraph | None = None
         self._dots_R = torch.empty(0)
 
@@ -216,7 +271,9 @@ class EagerBetween:
             self._with_biases_(products)
         elif self._activation == "silu":
             products[1] = products[1].clone()  # SwiGLU overwrites it.
-        self._graph = LocalGraph(lambda inputs, _: [GATES[self._activation](*inputs)], products, weights={})
+        self._graph = LocalGraph(
+            lambda inputs, _: [GATES[self._activation](*inputs)], products, weights={}
+        )
 
     def weighted(self, grad_inner_RM: Tensor) -> Tensor:
         inner_RM = cast(LocalGraph, self._graph).outputs.pop()
@@ -225,7 +282,9 @@ class EagerBetween:
         return _weigh_(inner_RM, self._part.weight)
 
     def backward(self, grad_inner_RM: Tensor) -> tuple[list[Tensor], Tensor]:
-        product_grads, _ = cast(LocalGraph, self._graph).backward([_weigh_(grad_inner_RM, self._part.weight)])
+        product_grads, _ = cast(LocalGraph, self._graph).backward(
+            [_weigh_(grad_inner_RM, self._part.weight)]
+        )
         return product_grads, self._dots_R
 
     def with_last_bias(self, out_RE: Tensor) -> Tensor:
@@ -234,7 +293,9 @@ class EagerBetween:
         return out_RE
 
     def last_bias_dots(self, grad_RE: Tensor) -> Tensor:
-        return self._bias_scale * _row_dots(_by_row(self._part.biases[-1], self._part.groups, grad_RE), grad_RE)
+        return self._bias_scale * _row_dots(
+            _by_row(self._part.biases[-1], self._part.groups, grad_RE), grad_RE
+        )
 
     def _with_biases_(self, products: list[Tensor]) -> list[Tensor]:
         """In place."""
@@ -247,8 +308,12 @@ class CompiledBetween:
     """With compiled functions, which read the products once each way."""
 
     def __init__(self, part: Part, options: Options) -> None:
-        self._part, self._activation, self._bias_scale = part, options.activation, options.bias_scale
-        self._compiled = cast(Callable[[Callable[..., Tensor]], Callable[..., Tensor]], options.compile_piece)
+        self._part = part
+        self._activation = options.activation
+        self._bias_scale = options.bias_scale
+        self._compiled = cast(
+            Callable[[Callable[..., Tensor]], Callable[..., Tensor]], options.compile_piece
+        )
         self._graph: LocalGraph | None = None
 
     def inner(self, products: list[Tensor]) -> Tensor:
@@ -257,7 +322,9 @@ class CompiledBetween:
     def begin_backward(self, products: list[Tensor], *, are_kept: bool) -> None:
         del are_kept
         given = products if self._part.weight is None else [*products, self._part.weight]
-        self._graph = LocalGraph(lambda inputs, _: [self._run(inputs[:2], *inputs[2:])], given, weights={})
+        self._graph = LocalGraph(
+            lambda inputs, _: [self._run(inputs[:2], *inputs[2:])], given, weights={}
+        )
 
     def weighted(self, grad_inner_RM: Tensor) -> Tensor:
         del grad_inner_RM
@@ -268,7 +335,9 @@ class CompiledBetween:
         return found[:2], found[-1]
 
     def with_last_bias(self, out_RE: Tensor) -> Tensor:
-        return self._compiled(with_bias)(out_RE, *self._last_bias(out_RE), self._part.weight, self._bias_scale)
+        return self._compiled(with_bias)(
+            out_RE, *self._last_bias(out_RE), self._part.weight, self._bias_scale
+        )
 
     def last_bias_dots(self, grad_RE: Tensor) -> Tensor:
         return self._compiled(bias_dots)(grad_RE, *self._last_bias(grad_RE), self._bias_scale)
@@ -280,7 +349,9 @@ class CompiledBetween:
     def _run(self, products: Sequence[Tensor], weight_R: Tensor | None = None) -> Tensor:
         biases = self._part.biases[:2]
         expert_R = _expert_of_row(self._part.groups, products[0]) if biases else None
-        return self._compiled(weighted_gate)(*products, weight_R, biases, expert_R, self._activation)
+        return self._compiled(weighted_gate)(
+            *products, weight_R, biases, expert_R, self._activation
+        )
 
 
 def weighted_gate(
@@ -295,12 +366,15 @@ def weighted_gate(
     dtype = gate_RM.dtype
     if biases and expert_R is not None:
         gate_bias_XM, up_bias_XM = (each.detach() for each in biases)
-        gate_RM, up_RM = gate_RM + gate_bias_XM[expert_R], up_RM + up_bias_XM[expert_R]
+        gate_RM = gate_RM + gate_bias_XM[expert_R]
+        up_RM = up_RM + up_bias_XM[expert_R]
     inner_RM = GATES[activation](gate_RM, up_RM)
     return inner_RM if weight_R is None else (inner_RM * weight_R.unsqueeze(-1)).to(dtype)
 
 
-def with_bias(out_RE: Tensor, bias_XE: Tensor, expert_R: Tensor, weight_R: Tensor | None, scale: float) -> Tensor:
+def with_bias(
+    out_RE: Tensor, bias_XE: Tensor, expert_R: Tensor, weight_R: Tensor | None, scale: float
+) -> Tensor:
     bias_RE = scale * bias_XE[expert_R]
     weighted_RE = bias_RE if weight_R is None else bias_RE * weight_R.unsqueeze(-1)
     return (out_RE + weighted_RE).to(out_RE.dtype)
@@ -331,12 +405,18 @@ def _expert_of_row(groups: RowGroups, row_RI: Tensor) -> Tensor:
     """[R]; that of rows after all experts is the last."""
     device = row_RI.device
     if groups.ends is not None:
-        return torch.searchsorted(groups.ends[:-1], torch.arange(len(row_RI), device=device).int(), right=True)
+        return torch.searchsorted(
+            groups.ends[:-1], torch.arange(len(row_RI), device=device).int(), right=True
+        )
     counts_X = torch.tensor(groups.counts, device="cpu").to(device, non_blocking=True)
-    return torch.arange(len(counts_X), device=device).repeat_interleave(counts_X, output_size=len(row_RI))
+    return torch.arange(len(counts_X), device=device).repeat_interleave(
+        counts_X, output_size=len(row_RI)
+    )
 
 
-def _sum_by_expert(x_RI: Tensor, groups: RowGroups, weight_R: Tensor | None = None, scale: float = 1.0) -> Tensor:
+def _sum_by_expert(
+    x_RI: Tensor, groups: RowGroups, weight_R: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
     """[X, I]: of rows times their weights times `scale`."""
     if groups.ends is not None:
         weight_R1 = x_RI.new_ones(len(x_RI), 1) if weight_R is None else weight_R.unsqueeze(-1)
@@ -344,7 +424,9 @@ def _sum_by_expert(x_RI: Tensor, groups: RowGroups, weight_R: Tensor | None = No
         return grouped_weight_grad(columns_R8, x_RI, groups)[:, 0]
     if weight_R is not None or scale != 1:
         x_RI = _weigh_(x_RI * scale, weight_R)
-    sums = [x_I.sum(0, dtype=accumulation_dtype(x_RI.dtype)) for x_I in x_RI.split([*groups.counts])]
+    sums = [
+        x_I.sum(0, dtype=accumulation_dtype(x_RI.dtype)) for x_I in x_RI.split([*groups.counts])
+    ]
     return torch.stack(sums).to(x_RI.dtype)
 
 

@@ -16,13 +16,16 @@ from models.config import ModelConfig
 from models.layers import LayerKind
 from models.sublayer import SublayerModule, Weights
 
-CLAMP, CLAMPED_SLOPE = 7.0, 1.702
+CLAMP = 7.0
+CLAMPED_SLOPE = 1.702
 
 
 class SwiGLU(torch.autograd.Function):
-    """`silu(gate) * up`, differentiated within four tensors of this size, the gradients of gate and up included.
+    """`silu(gate) * up`, differentiated within four tensors of this size, the gradients of gate
+    and up included.
 
-    Overwrites `up`, which autograd refuses to anything else that saved it for a later backward pass.
+    Overwrites `up`, which autograd refuses to anything else that saved it for a later backward
+    pass.
     """
 
     @staticmethod
@@ -34,13 +37,17 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (grad_G,), (gate_G, up_G, activated_G) = grads, ctx.saved_tensors
-        grad_up_G, grad_activated_G = activated_G.mul_(grad_G), up_G.mul_(grad_G)
+        grad_up_G = activated_G.mul_(grad_G)
+        grad_activated_G = up_G.mul_(grad_G)
         inputs = grad_activated_G, gate_G
-        return torch.ops.aten.silu_backward.grad_input(*inputs, grad_input=grad_activated_G), grad_up_G
+        return torch.ops.aten.silu_backward.grad_input(
+            *inputs, grad_input=grad_activated_G
+        ), grad_up_G
 
 
 def swiglu(gate_G: Tensor, up_G: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():  # Dynamo of torch 2.11 differentiates what writes in place wrongly.
+    # Dynamo of torch 2.11 differentiates what writes in place wrongly.
+    if torch.compiler.is_compiling():
         return F.silu(gate_G) * up_G
     if not torch.is_grad_enabled():
         return F.silu(gate_G).mul_(up_G)
@@ -54,7 +61,8 @@ def geglu(gate_G: Tensor, up_G: Tensor) -> Tensor:
 
 def clamped_swiglu(gate_G: Tensor, up_G: Tensor) -> Tensor:
     """gpt-oss's: both within a limit, and one added to `up`."""
-    gate_G, up_G = gate_G.clamp(max=CLAMP), up_G.clamp(min=-CLAMP, max=CLAMP)
+    gate_G = gate_G.clamp(max=CLAMP)
+    up_G = up_G.clamp(min=-CLAMP, max=CLAMP)
     return (up_G + 1) * gate_G * torch.sigmoid(CLAMPED_SLOPE * gate_G)
 
 
@@ -70,6 +78,8 @@ class FeedForward(SublayerModule):
         super().__init__(config, kind)
         self.activation = kind.activation
 
-    def inner(self, products: Sequence[Tensor], rotation: object, weights: Weights) -> tuple[Tensor]:
+    def inner(
+        self, products: Sequence[Tensor], rotation: object, weights: Weights
+    ) -> tuple[Tensor]:
         del rotation, weights
         return (GATES[self.activation](*products),)

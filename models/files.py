@@ -1,4 +1,7 @@
-"""Files from anywhere: regular ones, so that a pipe is not waited for, and of a bounded size. Imports no torch."""
+"""Files from anywhere: regular ones, so that a pipe is not waited for, and of a bounded size.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ def read_regular(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """Raises `UnusableFileError`, and OSError if the file cannot be read."""
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > max_bytes:
-            raise UnusableFileError(errno.EFBIG, f"it has {size:,} bytes, more than {max_bytes:,}", str(path))
+            raise UnusableFileError(
+                errno.EFBIG, f"it has {size:,} bytes, more than {max_bytes:,}", str(path)
+            )
         return file.read(size)
 
 

@@ -1,7 +1,7 @@
 """A folder in Hugging Face's format: its config.json, names of tensors, and slices of them.
 
-Only this module opens safetensors files, which cannot execute code. It imports safetensors and torch when the first
-tensor is read.
+Only this module opens safetensors files, which cannot execute code. It imports safetensors and
+torch when the first tensor is read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 from models import mxfp4
 from models.config import ModelConfig
 from models.files import UnusableFileError, open_regular, read_regular
-from models.hf_tensors import FUSED_TENSORS, LAYERS, RENAMED_TENSORS, TensorSpec, stored_tensors, tensor_specs
+from models.hf_tensors import (
+    FUSED_TENSORS,
+    LAYERS,
+    RENAMED_TENSORS,
+    TensorSpec,
+    stored_tensors,
+    tensor_specs,
+)
 from models.strict_json import load_json
 
 if TYPE_CHECKING:
@@ -28,7 +35,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 LM_HEAD = "lm_head.weight"
 TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."}
-"""Of the language model's tensors in a model of several modalities (of transformers 4; 5), and what replaces them."""
+"""Of the language model's tensors in a model of several modalities (of transformers 4; 5), and
+what replaces them.
+"""
 TIED_HEAD_ROWS = 4096
 """Rows compared at once."""
 QUANTIZED_SUFFIXES = (mxfp4.BLOCKS, mxfp4.SCALES)
@@ -51,7 +60,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         values = load_json(read_regular(folder / CONFIG_FILE))
     except OSError as error:
         raise HuggingFaceError(
-            [f"{folder / CONFIG_FILE} cannot be read: {error.strerror} (models are not downloaded)"]
+            [
+                f"{folder / CONFIG_FILE} cannot be read: {error.strerror} (models are not downloaded)"
+            ]
         ) from None
     except ValueError as error:
         raise HuggingFaceError([f"config.json is not valid JSON: {error}"]) from None
@@ -61,7 +72,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def text_model_values(values: Mapping[str, Any], *, text_only: bool) -> Mapping[str, Any]:
-    """The config.json of the language model. Raises `HuggingFaceError` for one of several modalities, unless `text_only`."""
+    """The config.json of the language model.
+
+    Raises `HuggingFaceError` for one of several modalities, unless `text_only`.
+    """
     text = values.get(TEXT_CONFIG)
     if not isinstance(text, dict):
         return values
@@ -85,7 +99,9 @@ def format_value(value: object) -> str:
 
 
 def is_extra(name: str, model: ModelConfig) -> bool:
-    """Whether a tensor is of the layer after the last with which GLM-4.5 predicts further tokens. transformers ignores it."""
+    """Whether a tensor is of the layer after the last with which GLM-4.5 predicts further tokens.
+    transformers ignores it.
+    """
     return model.model_type == "glm4_moe" and name.startswith(f"{LAYERS}{model.num_layers}.")
 
 
@@ -96,7 +112,8 @@ class SafetensorsReader:
     """Reads tensors of a folder; opens each file on first use."""
 
     def __init__(self, folder: Path, *, text_only: bool = False) -> None:
-        """`text_only`: of a model of several modalities, the tensors of its language model, by the names they have in one.
+        """`text_only`: of a model of several modalities, the tensors of its language model, by the
+        names they have in one.
 
         Raises `HuggingFaceError` if safetensors files are missing.
         """
@@ -107,7 +124,9 @@ class SafetensorsReader:
         else:
             self._file_of = dict.fromkeys(self._open(single_file, "numpy").keys(), single_file)
         self._text_only = text_only
-        self._stored_names = {text: name for name in self._file_of if (text := self._text_name(name)) is not None}
+        self._stored_names = {
+            text: name for name in self._file_of if (text := self._text_name(name)) is not None
+        }
 
     @property
     def left_out(self) -> Counter[str]:
@@ -123,14 +142,17 @@ class SafetensorsReader:
         """A tensor's name in the language model; None if it does not belong to it."""
         if not self._text_only:
             return name
-        found = ((prefix, ours) for prefix, ours in TEXT_PREFIXES.items() if name.startswith(prefix))
+        found = (
+            (prefix, ours) for prefix, ours in TEXT_PREFIXES.items() if name.startswith(prefix)
+        )
         return next((ours + name.removeprefix(prefix) for prefix, ours in found), None)
 
     def problems(self, model: ModelConfig) -> list[str]:
         """Every difference between the files' tensors and the model's."""
         shapes: dict[str, tuple[int, ...]] = {}
         found_in: dict[str, Path] = {}
-        problems, twice = list[str](), list[str]()
+        problems = list[str]()
+        twice = list[str]()
         for path in dict.fromkeys(self._file_of.values()):
             try:
                 file = self._open(path, "numpy")
@@ -141,7 +163,9 @@ class SafetensorsReader:
                 tensor = file.get_slice(name)
                 if name in found_in:
                     twice.append(f"{name} is in {found_in[name].name} and in {path.name}")
-                shapes[name], found_in[name], dtype = tuple(tensor.get_shape()), path, tensor.get_dtype()
+                shapes[name] = tuple(tensor.get_shape())
+                found_in[name] = path
+                dtype = tensor.get_dtype()
                 allowed = {"U8"} if name.endswith(QUANTIZED_SUFFIXES) else SUPPORTED_DTYPES
                 if dtype not in allowed:
                     supported = ", ".join(sorted(allowed))
@@ -184,27 +208,41 @@ class SafetensorsReader:
                 expected[name] = stored.shape
         return expected
 
-    def tied_head_problems(self, model: ModelConfig, ranges: Sequence[range] | None = None) -> list[str]:
-        """A head of its own, where the model's is the embedding. `ranges`: the part of both to compare."""
+    def tied_head_problems(
+        self, model: ModelConfig, ranges: Sequence[range] | None = None
+    ) -> list[str]:
+        """A head of its own, where the model's is the embedding.
+
+        `ranges`: the part of both to compare.
+        """
         if not model.tie_embeddings or not self.has_tensor(LM_HEAD):
             return []
         embedding = tensor_specs(model)["embed.weight"]
         rows, columns = ranges or map(range, embedding.shape)
         for first in range(rows.start, rows.stop, TIED_HEAD_ROWS):
             part = [range(first, min(first + TIED_HEAD_ROWS, rows.stop)), columns]
-            head, values = (self.read(embedding._replace(name=name), part) for name in (LM_HEAD, embedding.name))
+            head, values = (
+                self.read(embedding._replace(name=name), part)
+                for name in (LM_HEAD, embedding.name)
+            )
             if not bool((head == values).all()):
-                return [f"{LM_HEAD} differs from {embedding.name}, but tie_word_embeddings is true"]
+                return [
+                    f"{LM_HEAD} differs from {embedding.name}, but tie_word_embeddings is true"
+                ]
         return []
 
     def read(self, spec: TensorSpec, ranges: Sequence[range] | None = None) -> Tensor:
-        """A tensor or, with one range per dimension, a slice; reads nothing else. Raises `HuggingFaceError`."""
+        """A tensor or, with one range per dimension, a slice; reads nothing else.
+
+        Raises `HuggingFaceError`.
+        """
         ranges = [*(ranges or map(range, spec.shape))]
         if spec.is_per_expert:
             import torch
 
             experts = [self.read(spec.of_expert(expert), ranges[1:]) for expert in ranges[0]]
-            # FSDP leaves ranks without an expert where there are fewer experts than ranks, or the division has a rest.
+            # FSDP leaves ranks without an expert where there are fewer experts than ranks, or the
+            # division has a rest.
             return torch.stack(experts) if experts else torch.empty([len(each) for each in ranges])
         if self.has_tensor(f"{spec.name}{mxfp4.BLOCKS}"):
             return self._read_quantized(spec, ranges)
@@ -213,10 +251,13 @@ class SafetensorsReader:
     def _read_quantized(self, spec: TensorSpec, ranges: list[range]) -> Tensor:
         """Of MXFP4, whose outputs come before the inputs."""
         experts, outputs, inputs = spec._replace(is_transposed=False).stored_ranges(ranges)
-        blocks, stored = mxfp4.block_range(inputs), spec._replace(is_transposed=False).stored_shape
+        blocks = mxfp4.block_range(inputs)
+        stored = spec._replace(is_transposed=False).stored_shape
         shapes = mxfp4.stored_shapes((stored[0], stored[1], stored[2]))
         of_blocks, of_scales = (
-            self._slice(f"{spec.name}{suffix}", shape, [experts, outputs, blocks, *map(range, shape[3:])])
+            self._slice(
+                f"{spec.name}{suffix}", shape, [experts, outputs, blocks, *map(range, shape[3:])]
+            )
             for suffix, shape in shapes.items()
         )
         first = inputs.start - blocks.start * mxfp4.BLOCK_SIZE
@@ -233,14 +274,22 @@ class SafetensorsReader:
             if tuple(stored.get_shape()) == shape:
                 tensor: Tensor = stored[tuple(slice(bound.start, bound.stop) for bound in ranges)]
                 return tensor
-        except Exception as error:  # SafetensorError, KeyError, OSError and others.
+        except Exception as error:
+            # SafetensorError, KeyError, OSError and others.
             raise HuggingFaceError([f"{path}: {name} cannot be read: {error}"]) from error
-        raise HuggingFaceError([f"{path}: {name} has shape {stored.get_shape()}, expected {list(shape)}"])
+        raise HuggingFaceError(
+            [f"{path}: {name} has shape {stored.get_shape()}, expected {list(shape)}"]
+        )
 
     def specs(self, model: ModelConfig) -> dict[str, TensorSpec]:
-        """The `tensor_specs` for the tensors that the files have, whatever `model_type` the model has."""
+        """The `tensor_specs` for the tensors that the files have, whatever `model_type` the model
+        has.
+        """
         model_types = (model.model_type, "", *FUSED_TENSORS, *RENAMED_TENSORS)
-        found = [tensor_specs(dataclasses.replace(model, model_type=each)) for each in dict.fromkeys(model_types)]
+        found = [
+            tensor_specs(dataclasses.replace(model, model_type=each))
+            for each in dict.fromkeys(model_types)
+        ]
         return next((specs for specs in found if all(map(self._has, specs.values()))), found[0])
 
     def _has(self, spec: TensorSpec) -> bool:
@@ -270,27 +319,38 @@ def _read_index(folder: Path) -> dict[str, Path]:
         pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in folder.glob(pattern))
         problem = f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}"
         if pickles:
-            problem += f"; {pickles[0]} is a pickle file, which is not read because it can execute code"
+            problem += (
+                f"; {pickles[0]} is a pickle file, which is not read because it can execute code"
+            )
         raise HuggingFaceError([problem])
     try:
         content = load_json(read_regular(index))
     except (OSError, ValueError) as error:
         raise HuggingFaceError([f"{index} cannot be read: {error}"]) from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
         raise HuggingFaceError([f"{index} has no weight_map from tensors to files"])
     file_names = sorted(set(weight_map.values()))
     # Only files of this folder are opened, whatever path a name contains.
-    invalid = [name for name in file_names if Path(name).name != name or not name.endswith(".safetensors")]
+    invalid = [
+        name for name in file_names if Path(name).name != name or not name.endswith(".safetensors")
+    ]
     if invalid:
         raise HuggingFaceError(
-            [f"{index} names {json.dumps(name)}, which is not a safetensors file of its folder" for name in invalid]
+            [
+                f"{index} names {json.dumps(name)}, which is not a safetensors file of its folder"
+                for name in invalid
+            ]
         )
     missing = [name for name in file_names if not (folder / name).is_file()]
     if missing:
         raise HuggingFaceError([f"{index} names {name}, which does not exist" for name in missing])
     if SINGLE_FILE not in file_names and (folder / SINGLE_FILE).exists():
         raise HuggingFaceError(
-            [f"{folder} has both {SINGLE_FILE} and {INDEX_FILE}, which does not name it; delete one"]
+            [
+                f"{folder} has both {SINGLE_FILE} and {INDEX_FILE}, which does not name it; delete one"
+            ]
         )
     return {name: folder / file for name, file in weight_map.items()}

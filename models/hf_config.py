@@ -1,7 +1,7 @@
 """From Hugging Face's config.json to `ModelConfig`. Imports no torch.
 
-`models/hf_families.py` has what each `model_type` means. An export takes the first one whose config.json, read back, is
-the same model again.
+`models/hf_families.py` has what each `model_type` means. An export takes the first one whose
+config.json, read back, is the same model again.
 """
 
 from __future__ import annotations
@@ -37,12 +37,16 @@ def config_remarks(values: Mapping[str, Any], ignore_keys: Iterable[str] = ()) -
     return [*ignored, *id_remarks(values), *pattern_remarks(values), *dtype_remarks(values)]
 
 
-def model_config_from_hf(values: Mapping[str, Any], ignore_keys: Iterable[str] = ()) -> ModelConfig:
-    """The model that a config.json describes. Raises `HuggingFaceError` with everything unsupported.
+def model_config_from_hf(
+    values: Mapping[str, Any], ignore_keys: Iterable[str] = ()
+) -> ModelConfig:
+    """The model that a config.json describes. Raises `HuggingFaceError` with everything
+    unsupported.
 
     `ignore_keys`: keys that are not known, and need not be.
     """
-    family, model_type = _family(values), values["model_type"]
+    family = _family(values)
+    model_type = values["model_type"]
     values, problems = _without_aliases(values, family)
     present = _with_defaults(values, family)
     problems += review_keys(values, family, ignore_keys).problems
@@ -70,7 +74,9 @@ def model_config_from_hf(values: Mapping[str, Any], ignore_keys: Iterable[str] =
     options: dict[str, Any] = {**fields, **family.options, **ropes}
     model = with_layers(ModelConfig(**options, model_type=model_type), kinds)
     if model_problems := [*model.problems(), *_shape_problems(model, family)]:
-        raise HuggingFaceError([f"config.json: {_with_their_keys(problem, family)}" for problem in model_problems])
+        raise HuggingFaceError(
+            [f"config.json: {_with_their_keys(problem, family)}" for problem in model_problems]
+        )
     return model
 
 
@@ -88,13 +94,23 @@ def _with_their_keys(problem: str, family: Family) -> str:
     }
     for rope, theta_key in (("rope", "rope_theta"), ("local_rope", family.local_theta_key)):
         keys = {**ROPE_KEYS, "kind": "rope_type", "theta": theta_key}
-        ours |= {f"{rope}.{each.name}": keys.get(each.name, each.name) for each in dataclasses.fields(RopeConfig)}
-    return re.sub(r"\bmodel\.((?:rope\.|local_rope\.)?\w+)", lambda found: ours.get(found[1], found[0]), problem)
+        ours |= {
+            f"{rope}.{each.name}": keys.get(each.name, each.name)
+            for each in dataclasses.fields(RopeConfig)
+        }
+    return re.sub(
+        r"\bmodel\.((?:rope\.|local_rope\.)?\w+)",
+        lambda found: ours.get(found[1], found[0]),
+        problem,
+    )
 
 
-def _without_aliases(values: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+def _without_aliases(
+    values: Mapping[str, Any], family: Family
+) -> tuple[dict[str, Any], list[str]]:
     """With the usual names of keys, and what disagrees."""
-    found, problems = dict(values), list[str]()
+    found = dict(values)
+    problems = list[str]()
     for alias, key in family.aliases.items():
         if alias in found:
             value = found.pop(alias)
@@ -106,16 +122,27 @@ def _without_aliases(values: Mapping[str, Any], family: Family) -> tuple[dict[st
 
 def _with_defaults(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Fills absent keys, and those whose null means a value, with transformers' defaults."""
-    # A theta belongs to the older format if it is stated: its default comes where the rope is read.
+    # A theta belongs to the older format if it is stated: its default comes where the rope is
+    # read.
     thetas = {"rope_theta", family.local_theta_key}
-    defaults = {key: value for key, value in {**BASE_DEFAULTS, **family.defaults}.items() if key not in thetas}
+    defaults = {
+        key: value
+        for key, value in {**BASE_DEFAULTS, **family.defaults}.items()
+        if key not in thetas
+    }
     present = {**defaults, **values}
     if present.get("rope_parameters") is None:
         present["rope_parameters"] = defaults.get("rope_parameters")
-    heads, width = present.get("num_attention_heads"), present.get("hidden_size")
+    heads = present.get("num_attention_heads")
+    width = present.get("hidden_size")
     if present.get("num_key_value_heads") is None:
         present["num_key_value_heads"] = heads
-    if present.get("head_dim") is None and isinstance(heads, int) and isinstance(width, int) and heads > 0:
+    if (
+        present.get("head_dim") is None
+        and isinstance(heads, int)
+        and isinstance(width, int)
+        and heads > 0
+    ):
         present["head_dim"] = width // heads
     return present
 
@@ -125,15 +152,21 @@ def _read_fields(values: Mapping[str, Any], problems: list[str]) -> dict[str, An
     for theirs, ours in COMMON_KEYS.items():
         value = values.get(theirs)
         if ours == "tie_embeddings":
-            is_valid, rule = isinstance(value, bool), "true or false"
+            is_valid = isinstance(value, bool)
+            rule = "true or false"
         elif ours == "norm_eps":
-            is_valid, rule = is_number(value) and value > 0, "a number above 0"
+            is_valid = is_number(value) and value > 0
+            rule = "a number above 0"
         elif ours == "num_layers":
-            is_valid, rule = is_count(value, MAX_LAYERS), f"an integer from 1 to {MAX_LAYERS}"
+            is_valid = is_count(value, MAX_LAYERS)
+            rule = f"an integer from 1 to {MAX_LAYERS}"
         else:
-            is_valid, rule = is_count(value), "an integer above 0"
+            is_valid = is_count(value)
+            rule = "an integer above 0"
         if ours == "head_dim":
-            sizes = [format_value(values.get(key)) for key in ("hidden_size", "num_attention_heads")]
+            sizes = [
+                format_value(values.get(key)) for key in ("hidden_size", "num_attention_heads")
+            ]
             rule += f"; left out, it is hidden_size / num_attention_heads = {' / '.join(sizes)}"
         if not is_valid:
             problems.append(f"config.json: {theirs} = {format_value(value)} must be {rule}")
@@ -141,7 +174,9 @@ def _read_fields(values: Mapping[str, Any], problems: list[str]) -> dict[str, An
     return fields
 
 
-def _read_ropes(values: Mapping[str, Any], family: Family, problems: list[str]) -> dict[str, RopeConfig]:
+def _read_ropes(
+    values: Mapping[str, Any], family: Family, problems: list[str]
+) -> dict[str, RopeConfig]:
     parameters = values.get("rope_parameters")
     if not family.has_local_rope:
         views = {"rope": values}
@@ -151,13 +186,23 @@ def _read_ropes(values: Mapping[str, Any], family: Family, problems: list[str]) 
         return {}
     else:
         local = {**values, "rope_theta": values.get(family.local_theta_key), "rope_scaling": None}
-        views = {"rope": _rope_of_layers(values, FULL), "local_rope": _rope_of_layers(local, SLIDING)}
-    theta = values.get("rope_theta") or family.defaults.get("rope_theta", BASE_DEFAULTS["rope_theta"])
-    default_thetas = {"rope": theta, "local_rope": family.defaults.get(family.local_theta_key, theta)}
+        views = {
+            "rope": _rope_of_layers(values, FULL),
+            "local_rope": _rope_of_layers(local, SLIDING),
+        }
+    theta = values.get("rope_theta") or family.defaults.get(
+        "rope_theta", BASE_DEFAULTS["rope_theta"]
+    )
+    default_thetas = {
+        "rope": theta,
+        "local_rope": family.defaults.get(family.local_theta_key, theta),
+    }
     ropes = dict[str, RopeConfig]()
     for name, view in views.items():
         theta_key = family.local_theta_key if name == "local_rope" else "rope_theta"
-        rope = rope_from_hf(view, problems, default_theta=default_thetas[name], theta_key=theta_key)
+        rope = rope_from_hf(
+            view, problems, default_theta=default_thetas[name], theta_key=theta_key
+        )
         if rope is not None:
             ropes[name] = rope
             if rope.partial != 1 and not family.has_partial_rotary:
@@ -175,18 +220,27 @@ def _rope_of_layers(values: Mapping[str, Any], layer_type: str) -> Mapping[str, 
     return {**values, "rope_parameters": parameters.get(layer_type) or {"rope_type": "default"}}
 
 
-def _read_layers(values: Mapping[str, Any], family: Family, problems: list[str]) -> Iterable[LayerKind]:
+def _read_layers(
+    values: Mapping[str, Any], family: Family, problems: list[str]
+) -> Iterable[LayerKind]:
     """Each layer's kind, as far as it differs between layers."""
-    count, window = values["num_hidden_layers"], values.get("sliding_window")
+    count = values["num_hidden_layers"]
+    window = values.get("sliding_window")
     types = values.get("layer_types") if family.has_layer_types else None
     if types is not None and not (
-        isinstance(types, list) and len(types) == count and all(each in (FULL, SLIDING) for each in types)
+        isinstance(types, list)
+        and len(types) == count
+        and all(each in (FULL, SLIDING) for each in types)
     ):
-        rule = f'must have num_hidden_layers = {count} items "{FULL}" or "{SLIDING}", one per layer'
+        rule = (
+            f'must have num_hidden_layers = {count} items "{FULL}" or "{SLIDING}", one per layer'
+        )
         problems.append(f"config.json: layer_types = {format_value(types)} {rule}")
     switch = values.get("use_sliding_window")
     if not isinstance(switch, bool | None):
-        problems.append(f"config.json: use_sliding_window = {format_value(switch)} must be true or false")
+        problems.append(
+            f"config.json: use_sliding_window = {format_value(switch)} must be true or false"
+        )
     smallest = {"sliding_window": 1, "max_window_layers": 0, "sliding_window_pattern": 1}
     # A null that would be computed with. No window is no mistake.
     needed = {"sliding_window_pattern"} | ({"max_window_layers"} if switch else set())
@@ -199,7 +253,8 @@ def _read_layers(values: Mapping[str, Any], family: Family, problems: list[str])
         and not is_count(value, least=least)
     ]
     # transformers writes it beside layer_types, and does not read it.
-    pattern, unread = values.get("sliding_window_pattern"), values.get("_sliding_window_pattern")
+    pattern = values.get("sliding_window_pattern")
+    unread = values.get("_sliding_window_pattern")
     if types is None and unread not in (None, pattern):
         problems.append(unsupported("_sliding_window_pattern", unread, (pattern,)))
     ropes = _rotated_layers(values, family, problems)
@@ -209,9 +264,15 @@ def _read_layers(values: Mapping[str, Any], family: Family, problems: list[str])
     window = None if switch is False else window
     given = {**values, "no_rope_layers": ropes}
     for layer in range(count):
-        has_window = types[layer] == SLIDING if types else bool(family.has_window and family.has_window(given, layer))
+        has_window = (
+            types[layer] == SLIDING
+            if types
+            else bool(family.has_window and family.has_window(given, layer))
+        )
         if types and has_window and window is None:
-            problems.append(f'config.json: layer_types names "{SLIDING}", but no sliding_window is used')
+            problems.append(
+                f'config.json: layer_types names "{SLIDING}", but no sliding_window is used'
+            )
             return
         is_local = has_window and family.has_local_rope
         yield LayerKind(
@@ -220,13 +281,20 @@ def _read_layers(values: Mapping[str, Any], family: Family, problems: list[str])
             feed_forward="moe" if family.has_experts(given, layer) else "gated",
         )
     if family.expert_keys and not any(family.has_experts(given, layer) for layer in range(count)):
-        stated = ", ".join(f"{key} = {format_value(given.get(key))}" for key in sorted(family.expert_keys))
+        stated = ", ".join(
+            f"{key} = {format_value(given.get(key))}" for key in sorted(family.expert_keys)
+        )
         problems.append(f"config.json: no layer has experts: {stated}")
 
 
 def _expert_key_problems(values: Mapping[str, Any], family: Family) -> Iterable[str]:
     """Of the keys that say which layers have experts."""
-    least = {"decoder_sparse_step": 1, "first_k_dense_replace": 0, "n_shared_experts": 1, "max_window_layers": 0}
+    least = {
+        "decoder_sparse_step": 1,
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 1,
+        "max_window_layers": 0,
+    }
     for key in sorted(family.expert_keys & least.keys() & values.keys()):
         if not is_count(value := values[key], least=least[key]):
             rule = "an integer above 0" if least[key] else "an integer of at least 0"
@@ -243,12 +311,19 @@ def _rotated_layers(values: Mapping[str, Any], family: Family, problems: list[st
     count = values["num_hidden_layers"]
     if "no_rope_layers" not in family.window_keys:
         return [1] * count
-    stated, interval = values.get("no_rope_layers"), values["no_rope_layer_interval"]
+    stated = values.get("no_rope_layers")
+    interval = values["no_rope_layer_interval"]
     if not is_count(interval):
-        problems.append(f"config.json: no_rope_layer_interval = {format_value(interval)} must be an integer above 0")
+        problems.append(
+            f"config.json: no_rope_layer_interval = {format_value(interval)} must be an integer above 0"
+        )
     elif stated is None:
         return [int((layer + 1) % interval != 0) for layer in range(count)]
-    elif not isinstance(stated, list) or len(stated) != count or any(each not in (0, 1) for each in stated):
+    elif (
+        not isinstance(stated, list)
+        or len(stated) != count
+        or any(each not in (0, 1) for each in stated)
+    ):
         problems.append(
             f"config.json: no_rope_layers = {format_value(stated)} must have num_hidden_layers = {count} items 0 or 1"
         )
@@ -258,29 +333,39 @@ def _rotated_layers(values: Mapping[str, Any], family: Family, problems: list[st
 
 
 def with_layers(model: ModelConfig, kinds: list[LayerKind]) -> ModelConfig:
-    """The model whose layers also differ as these do: options of all layers, or the shortest pattern that repeats."""
+    """The model whose layers also differ as these do: options of all layers, or the shortest
+    pattern that repeats.
+    """
     defaults = {name: getattr(model, name) for name in ALIKE_OPTIONS}
     without_experts = {"feed_forward": "gated"} | dict.fromkeys(EXPERT_OPTIONS, False)
     kinds = [
         dataclasses.replace(
             kind,
-            **defaults | {"window": kind.window} | (without_experts if kind.feed_forward == "gated" else {}),
+            **defaults
+            | {"window": kind.window}
+            | (without_experts if kind.feed_forward == "gated" else {}),
         )
         for kind in kinds
     ]
     # Numbers compare faster, for ten thousand layers.
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     order = [numbers[kind] for kind in kinds]
-    period = next(size for size in range(1, len(order) + 1) if order[size:] == order[: len(order) - size])
+    period = next(
+        size for size in range(1, len(order) + 1) if order[size:] == order[: len(order) - size]
+    )
     if period == 1 and kinds[0].rope == "global":
         return dataclasses.replace(model, window=kinds[0].window)
     return dataclasses.replace(
-        model, layers=tuple(kinds[:period]), **{name: getattr(ModelConfig, name) for name in ALIKE_OPTIONS}
+        model,
+        layers=tuple(kinds[:period]),
+        **{name: getattr(ModelConfig, name) for name in ALIKE_OPTIONS},
     )
 
 
 def _shape_problems(model: ModelConfig, family: Family) -> Iterable[str]:
-    dim, heads, name = model.dim, model.num_heads, family.architecture
+    dim = model.dim
+    heads = model.num_heads
+    name = family.architecture
     if family.derives_head_dim and model.head_dim * heads != dim:
         width = f"model.head_dim = {model.head_dim}"
         yield f"{width} must be model.dim / model.num_heads = {dim} / {heads} for transformers' {name}"

@@ -1,4 +1,7 @@
-"""From `ModelConfig` to Hugging Face's config.json, and the differences of two models. Imports no torch."""
+"""From `ModelConfig` to Hugging Face's config.json, and the differences of two models.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,17 @@ from models.rope_config import RopeConfig
 
 
 def model_config_to_hf(
-    model: ModelConfig, *, max_length: int, dtype: str, bos: int | None = None, eos: int | None = None
+    model: ModelConfig,
+    *,
+    max_length: int,
+    dtype: str,
+    bos: int | None = None,
+    eos: int | None = None,
 ) -> dict[str, Any]:
-    """The config.json of a model trained on `max_length` tokens. Raises `HuggingFaceError` for what it cannot express."""
+    """The config.json of a model trained on `max_length` tokens.
+
+    Raises `HuggingFaceError` for what it cannot express.
+    """
     if problems := model.problems():
         raise HuggingFaceError(problems)
     nearest = list[str]()
@@ -51,23 +62,32 @@ def model_config_to_hf(
 
 def _write(model: ModelConfig, model_type: str, max_length: int) -> dict[str, Any]:
     """What this family can say of the model."""
-    family, kinds = FAMILIES[model_type], model.layer_kinds
+    family = FAMILIES[model_type]
+    kinds = model.layer_kinds
     activation = ACTIVATIONS[family.options.get("activation", "silu")]
     values: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
     values |= {theirs: getattr(model, ours) for theirs, ours in COMMON_KEYS.items()}
-    values |= dict.fromkeys(family.activation_keys, activation) | {"max_position_embeddings": max_length}
+    values |= dict.fromkeys(family.activation_keys, activation) | {
+        "max_position_embeddings": max_length
+    }
     values |= {
         key: None if (value := _option(model, option)) is None else write(value)
         for key, (option, _, write, _) in family.keys.items()
     }
-    values |= {key: only[0] for key, only in family.allowed.items()} | _write_experts(model, family)
+    values |= {key: only[0] for key, only in family.allowed.items()} | _write_experts(
+        model, family
+    )
     values |= dict.fromkeys(family.bias_keys, False) | {"attention_dropout": 0.0}
     if family.derives_head_dim:
         del values["head_dim"]
     values |= _write_ropes(model, family) | _write_layers(kinds, family)
     if family.states_longrope_by_length and model.rope.kind == "longrope":
-        scaling, original = values["rope_scaling"], model.rope.original_length
-        values["rope_scaling"] = {"type": "longrope", **{key: scaling[key] for key in ("short_factor", "long_factor")}}
+        scaling = values["rope_scaling"]
+        original = model.rope.original_length
+        values["rope_scaling"] = {
+            "type": "longrope",
+            **{key: scaling[key] for key in ("short_factor", "long_factor")},
+        }
         values["max_position_embeddings"] = round(model.rope.factor * original)
     return values
 
@@ -93,7 +113,13 @@ def _option(model: ModelConfig, name: str) -> Any:
         return model.head_dim**-0.5
     if name not in ALIKE_OPTIONS:
         return getattr(model, name)
-    return getattr(next((kind for kind in model.layer_kinds if kind.feed_forward == "moe"), model.layer_kinds[0]), name)
+    return getattr(
+        next(
+            (kind for kind in model.layer_kinds if kind.feed_forward == "moe"),
+            model.layer_kinds[0],
+        ),
+        name,
+    )
 
 
 def _write_ropes(model: ModelConfig, family: Family) -> dict[str, Any]:
@@ -107,7 +133,9 @@ def _write_ropes(model: ModelConfig, family: Family) -> dict[str, Any]:
         # transformers 4 reads it here, and falls back to `max_position_embeddings`.
         values[ORIGINAL_LENGTH_KEY] = model.rope.original_length
     if family.has_local_rope:
-        local_rope = model.local_rope if model.has_local_rope else RopeConfig(theta=model.rope.theta)
+        local_rope = (
+            model.local_rope if model.has_local_rope else RopeConfig(theta=model.rope.theta)
+        )
         local = rope_to_hf(local_rope) | {"rope_theta": local_rope.theta}
         values["rope_parameters"] = {FULL: values["rope_parameters"], SLIDING: local}
         if family.local_theta_key not in values:
@@ -136,13 +164,17 @@ def _write_layers(kinds: tuple[LayerKind, ...], family: Family) -> dict[str, Any
 
 
 def config_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """(their value, our value) of every field that differs, including the `rope.` fields that either kind uses.
+    """(their value, our value) of every field that differs, including the `rope.` fields that
+    either kind uses.
 
-    Options of layers are compared for all layers at once where they agree, else as `layers`; which layers rotate, as `rope.layers`.
+    Options of layers are compared for all layers at once where they agree, else as `layers`; which
+    layers rotate, as `rope.layers`.
     """
     keys = {each.name for each in dataclasses.fields(ModelConfig)}
     keys -= {*ROPES, *ALIKE_OPTIONS, "layers", "nope_every", "model_type"}
-    pairs: dict[str, tuple[Any, Any]] = {key: (getattr(theirs, key), getattr(ours, key)) for key in sorted(keys)}
+    pairs: dict[str, tuple[Any, Any]] = {
+        key: (getattr(theirs, key), getattr(ours, key)) for key in sorted(keys)
+    }
     pairs["shared_expert_dim"] = theirs.sizes["Z"], ours.sizes["Z"]
     kinds = [*theirs.layer_kinds, *ours.layer_kinds]
     if not any(kind.shared_expert for kind in kinds):
@@ -154,12 +186,16 @@ def config_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tupl
     alike = common[0].keys() & common[1].keys()
     pairs |= {name: (common[0][name], common[1][name]) for name in sorted(alike)}
     pairs["rope.layers"] = _by_layer(theirs, ["rope"]), _by_layer(ours, ["rope"])
-    differing = [each.name for each in dataclasses.fields(LayerKind) if each.name not in {"rope", *alike}]
+    differing = [
+        each.name for each in dataclasses.fields(LayerKind) if each.name not in {"rope", *alike}
+    ]
     pairs["layers"] = _by_layer(theirs, differing), _by_layer(ours, differing)
     for name in ROPES:
         if name == "local_rope" and not (theirs.has_local_rope and ours.has_local_rope):
             continue
-        their_rope, our_rope = (without_default_factor(getattr(model, name)) for model in (theirs, ours))
+        their_rope, our_rope = (
+            without_default_factor(getattr(model, name)) for model in (theirs, ours)
+        )
         for key in rope_fields(their_rope) | rope_fields(our_rope):
             pairs[f"{name}.{key}"] = getattr(their_rope, key), getattr(our_rope, key)
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}

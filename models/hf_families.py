@@ -1,4 +1,5 @@
-"""Which models transformers' `model_type`s describe, as data: keys of config.json, their defaults, kinds of layers.
+"""Which models transformers' `model_type`s describe, as data: keys of config.json, their defaults,
+kinds of layers.
 
 Imports no torch.
 """
@@ -21,7 +22,11 @@ from models.hf_family import (
     without_rope,
 )
 
-BASE_DEFAULTS: Values = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0}
+BASE_DEFAULTS: Values = {
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+}
 QWEN: dict[str, Any] = {
     "has_window": from_layer_on,
     "window_keys": frozenset({"use_sliding_window", "max_window_layers"}),
@@ -37,7 +42,9 @@ OLMO: dict[str, Any] = {
 GEMMA: dict[str, Any] = {
     "options": {"norms": "sandwich", "zero_centered_norms": True, "activation": "gelu_tanh"},
     "keys": {
-        "query_pre_attn_scalar": Key("attention_scale", lambda scalar: scalar**-0.5, lambda scale: round(scale**-2)),
+        "query_pre_attn_scalar": Key(
+            "attention_scale", lambda scalar: scalar**-0.5, lambda scale: round(scale**-2)
+        ),
         "final_logit_softcapping": Key("logit_softcap"),
     },
     "activation_keys": ("hidden_activation", "hidden_act"),
@@ -58,7 +65,11 @@ GEMMA_DEFAULTS = {
 }
 EXPERTS: dict[str, Any] = {"feed_forward": "moe"}
 FAMILIES: dict[str, Family] = {
-    "llama": Family(architecture="LlamaForCausalLM", needs_even_heads=True, bias_keys=("attention_bias", "mlp_bias")),
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        needs_even_heads=True,
+        bias_keys=("attention_bias", "mlp_bias"),
+    ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
         options={"qkv_bias": True},
@@ -75,7 +86,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral": Family(architecture="MistralForCausalLM", defaults=MISTRAL_DEFAULTS, **MISTRAL),
     "ministral": Family(
-        architecture="MinistralForCausalLM", defaults=MISTRAL_DEFAULTS, has_layer_types=True, **MISTRAL
+        architecture="MinistralForCausalLM",
+        defaults=MISTRAL_DEFAULTS,
+        has_layer_types=True,
+        **MISTRAL,
     ),
     "olmo2": Family(architecture="Olmo2ForCausalLM", defaults={"rms_norm_eps": 1e-5}, **OLMO),
     "olmo3": Family(
@@ -110,7 +124,13 @@ FAMILIES: dict[str, Family] = {
             "logits_scaling": Key("logits_scaling"),
         },
         defaults=dict.fromkeys(
-            ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
+            (
+                "attention_multiplier",
+                "embedding_multiplier",
+                "residual_multiplier",
+                "logits_scaling",
+            ),
+            1.0,
         ),
         derives_head_dim=True,
         bias_keys=("attention_bias", "mlp_bias"),
@@ -199,7 +219,12 @@ FAMILIES: dict[str, Family] = {
             "norm_topk_prob": flag("normalize_top_k"),
         },
         aliases={"num_local_experts": "num_experts"},
-        defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
         allowed={"clip_qkv": (None,)},
         has_experts=lambda *_: True,
         derives_head_dim=True,
@@ -238,7 +263,11 @@ FAMILIES: dict[str, Family] = {
                 "original_max_position_embeddings": 4096,
             },
         },
-        allowed={"attention_bias": (True,), "swiglu_limit": (7.0, None), "swiglu_alpha": (1.702, None)},
+        allowed={
+            "attention_bias": (True,),
+            "swiglu_limit": (7.0, None),
+            "swiglu_alpha": (1.702, None),
+        },
         has_window=every(2),
         has_layer_types=True,
         has_experts=lambda *_: True,
@@ -276,7 +305,9 @@ FAMILIES: dict[str, Family] = {
             "partial_rotary_factor": 0.5,
         },
         has_experts=has_layer_after_dense,
-        expert_keys=frozenset({"first_k_dense_replace", "n_shared_experts", "partial_rotary_factor"}),
+        expert_keys=frozenset(
+            {"first_k_dense_replace", "n_shared_experts", "partial_rotary_factor"}
+        ),
         has_partial_rotary=True,
         bias_keys=(),
     ),

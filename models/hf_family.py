@@ -1,4 +1,7 @@
-"""What a `model_type` of transformers is described by: keys of config.json, kinds of layers. Imports no torch."""
+"""What a `model_type` of transformers is described by: keys of config.json, kinds of layers.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from typing import Any, Literal, NamedTuple
 from models.rope_config import ROPE_FIELDS
 
 Values = Mapping[str, Any]
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 COMMON_KEYS = {
     "vocab_size": "vocab_size",
     "hidden_size": "dim",
@@ -33,9 +37,29 @@ UNUSED_KEYS = {
         "transformers_version",
         "max_position_embeddings",
     ),
-    *("initializer_range", "use_cache", "cache_implementation", "tokenizer_class", "torchscript", "return_dict"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "prefix"),
-    *("output_attentions", "output_hidden_states", "use_return_dict", "chunk_size_feed_forward", "use_bfloat16"),
+    *(
+        "initializer_range",
+        "use_cache",
+        "cache_implementation",
+        "tokenizer_class",
+        "torchscript",
+        "return_dict",
+    ),
+    *(
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "prefix",
+    ),
+    *(
+        "output_attentions",
+        "output_hidden_states",
+        "use_return_dict",
+        "chunk_size_feed_forward",
+        "use_bfloat16",
+    ),
     *(
         "id2label",
         "label2id",
@@ -44,10 +68,17 @@ UNUSED_KEYS = {
         "task_specific_params",
         "_attn_implementation_autoset",
     ),
-    *("router_aux_loss_coef", "output_router_logits", "num_nextn_predict_layers", "initial_context_length"),
+    *(
+        "router_aux_loss_coef",
+        "output_router_logits",
+        "num_nextn_predict_layers",
+        "initial_context_length",
+    ),
     *("_attn_implementation", "attn_implementation"),
 }
-"""Keys that transformers writes into any config.json; no number that a model computes depends on them."""
+"""Keys that transformers writes into any config.json; no number that a model computes depends on
+them.
+"""
 OFF: Mapping[str, tuple[object, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
@@ -69,7 +100,8 @@ OFF: Mapping[str, tuple[object, ...]] = {
     "use_mrope": (False, None),
     "use_bidirectional_attention": (False, None),
     "pretraining_tp": (1, None),
-    "attn_logit_softcapping": (None,),  # Of scores. Gemma 3's configuration has it, and no layer reads it.
+    # Of scores. Gemma 3's configuration has it, and no layer reads it.
+    "attn_logit_softcapping": (None,),
 }
 """Features that our model does not have: the values that switch them off."""
 
@@ -110,7 +142,9 @@ def without_rope(values: Values, layer: int) -> bool:
 
 def is_sparse(values: Values, layer: int) -> bool:
     """Whether a layer has experts (Qwen3)."""
-    return layer not in values["mlp_only_layers"] and (layer + 1) % values["decoder_sparse_step"] == 0
+    return (
+        layer not in values["mlp_only_layers"] and (layer + 1) % values["decoder_sparse_step"] == 0
+    )
 
 
 def has_layer_after_dense(values: Values, layer: int) -> bool:
@@ -162,7 +196,15 @@ class Family:
 
     @property
     def known_keys(self) -> set[str]:
-        keys = {*COMMON_KEYS, *ROPE_KEYS, *UNUSED_KEYS, *OFF, *self.keys, *self.activation_keys, *self.window_keys}
+        keys = {
+            *COMMON_KEYS,
+            *ROPE_KEYS,
+            *UNUSED_KEYS,
+            *OFF,
+            *self.keys,
+            *self.activation_keys,
+            *self.window_keys,
+        }
         keys |= {*self.allowed, *self.expert_keys}
         keys |= {"layer_types"} if self.has_layer_types else set()
         return keys | {self.local_theta_key} | ({"sliding_window"} if self.has_window else set())

@@ -1,4 +1,7 @@
-"""Which keys of a config.json are read, which say nothing about a model, and which are refused. Imports no torch."""
+"""Which keys of a config.json are read, which say nothing about a model, and which are refused.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +31,63 @@ class Meaningless(NamedTuple):
 
 QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
 GENERATION_KEYS = (
-    *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
-    *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
+    *(
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+    ),
+    *(
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+    ),
     *("encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores"),
-    *("return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
+    *(
+        "return_dict_in_generate",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+    ),
     *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
 )
 MEANINGLESS = (
     Meaningless("pretraining_tp", "products are computed in slices, whose sum is the product"),
-    Meaningless("auto_map", "code of the folder, which is not executed; the model is that of model_type"),
+    Meaningless(
+        "auto_map", "code of the folder, which is not executed; the model is that of model_type"
+    ),
     Meaningless("is_llama_config", "written by nanotron", (True,), frozenset({"llama"})),
     Meaningless("is_qwen2_config", "written by nanotron", (True,), frozenset({"qwen2"})),
-    Meaningless("rope_interleaved", "the halves of a head rotate, as in every model of transformers", (False,)),
-    Meaningless("max_window_layers", "layer_types and no_rope_layers say it", model_types=frozenset({"smollm3"})),
+    Meaningless(
+        "rope_interleaved",
+        "the halves of a head rotate, as in every model of transformers",
+        (False,),
+    ),
+    Meaningless(
+        "max_window_layers",
+        "layer_types and no_rope_layers say it",
+        model_types=frozenset({"smollm3"}),
+    ),
     Meaningless("qkv_bias", "the model_type has no bias of q, k and v", (False,), QWEN3_TYPES),
-    Meaningless("qkv_bias", "the model_type has biases of q, k and v", (True,), frozenset({"qwen2"})),
-    Meaningless("use_qk_norm", "the model_type has norms of queries and keys", (True,), QWEN3_TYPES),
+    Meaningless(
+        "qkv_bias", "the model_type has biases of q, k and v", (True,), frozenset({"qwen2"})
+    ),
+    Meaningless(
+        "use_qk_norm", "the model_type has norms of queries and keys", (True,), QWEN3_TYPES
+    ),
     Meaningless("shared_expert_intermediate_size", "no expert is shared", (0,), QWEN3_TYPES),
     Meaningless(
-        "sliding_window_size", "repeats sliding_window", model_types=frozenset({"gemma2"}), same_as="sliding_window"
+        "sliding_window_size",
+        "repeats sliding_window",
+        model_types=frozenset({"gemma2"}),
+        same_as="sliding_window",
     ),
     Meaningless("max_sequence_length", "a length, on which no number depends"),
     Meaningless("unsloth_version", "what wrote the file"),
@@ -67,14 +108,19 @@ class KeyReview(NamedTuple):
     """A line for each key that is not read, though it has a value."""
 
 
-def review_keys(values: Mapping[str, Any], family: Family, ignore_keys: Iterable[str] = ()) -> KeyReview:
+def review_keys(
+    values: Mapping[str, Any], family: Family, ignore_keys: Iterable[str] = ()
+) -> KeyReview:
     """Keys that are not known, and values of features that our model does not have.
 
     `ignore_keys`: unknown ones that a user vouches for.
     """
-    vouched, model_type = set(ignore_keys), values["model_type"]
-    allowed, all_full = _allowed_values(values, family), _all_full(values, family)
-    problems, ignored = list[str](), list[str]()
+    vouched = set(ignore_keys)
+    model_type = values["model_type"]
+    allowed = _allowed_values(values, family)
+    all_full = _all_full(values, family)
+    problems = list[str]()
+    ignored = list[str]()
     for key, value in values.items():
         stated = f"{key} = {format_value(value)}"
         if key in allowed and value in allowed[key]:
@@ -86,7 +132,11 @@ def review_keys(values: Mapping[str, Any], family: Family, ignore_keys: Iterable
                 ignored.append(f"ignored: {stated}: {entry.why}")
         elif key in allowed:
             problems.append(unsupported(key, value, allowed[key]))
-        elif value is None or key in family.known_keys or (key == "layer_types" and value == all_full):
+        elif (
+            value is None
+            or key in family.known_keys
+            or (key == "layer_types" and value == all_full)
+        ):
             continue
         elif key in WINDOW_KEYS:
             problems.append(unsupported(key, value, (None,)))
@@ -106,9 +156,12 @@ def _allowed_values(values: Mapping[str, Any], family: Family) -> dict[str, tupl
         "architectures": ([family.architecture], None),
         **dict.fromkeys(family.activation_keys, (activation, None)),
     }
-    if family.architecture == "Qwen2ForCausalLM":  # q, k and v have biases, and o has none, whatever the key says.
+    # q, k and v have biases, and o has none, whatever the key says.
+    if family.architecture == "Qwen2ForCausalLM":
         del allowed["attention_bias"]
-    allowed = {key: only for key, only in {**allowed, **family.allowed}.items() if key not in family.keys}
+    allowed = {
+        key: only for key, only in {**allowed, **family.allowed}.items() if key not in family.keys
+    }
     if family.has_partial_rotary:
         del allowed["partial_rotary_factor"]
     if is_mxfp4(values, family):
@@ -136,7 +189,9 @@ def _all_full(values: Mapping[str, Any], family: Family) -> list[str] | None:
 
 def _meaningless(key: str, model_type: str) -> Meaningless | None:
     entries = (each for each in MEANINGLESS if each.key == key)
-    return next((each for each in entries if not each.model_types or model_type in each.model_types), None)
+    return next(
+        (each for each in entries if not each.model_types or model_type in each.model_types), None
+    )
 
 
 def _meaning(entry: Meaningless, value: object, values: Mapping[str, Any]) -> str | None:
@@ -149,7 +204,9 @@ def _meaning(entry: Meaningless, value: object, values: Mapping[str, Any]) -> st
     return None
 
 
-def _ignore_key_problems(vouched: Iterable[str], values: Mapping[str, Any], family: Family) -> Iterator[str]:
+def _ignore_key_problems(
+    vouched: Iterable[str], values: Mapping[str, Any], family: Family
+) -> Iterator[str]:
     known = {*family.known_keys, *family.aliases, *WINDOW_KEYS}
     for key in sorted(vouched):
         if key in known or _meaningless(key, values["model_type"]):
@@ -167,16 +224,22 @@ def id_remarks(values: Mapping[str, Any]) -> Iterator[str]:
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         stated = values.get(key)
         ids = stated if isinstance(stated, list) else [stated]
-        if is_count(size) and any(each is not None and not is_count(each, size - 1, least=0) for each in ids):
+        if is_count(size) and any(
+            each is not None and not is_count(each, size - 1, least=0) for each in ids
+        ):
             yield f"ignored: {key} = {format_value(stated)}: not in the vocabulary of {size}"
 
 
 def pattern_remarks(values: Mapping[str, Any]) -> Iterator[str]:
     """Remarks on a pattern of windows beside `layer_types`, which decides."""
     types: Any = values.get("layer_types")
-    for key in ("sliding_window_pattern", "_sliding_window_pattern") if isinstance(types, list) else ():
+    for key in (
+        ("sliding_window_pattern", "_sliding_window_pattern") if isinstance(types, list) else ()
+    ):
         every = values.get(key)
-        if every is not None and not (is_count(every) and types == _windows_but_every(every, len(types))):
+        if every is not None and not (
+            is_count(every) and types == _windows_but_every(every, len(types))
+        ):
             yield f"ignored: {key} = {format_value(every)}: layer_types says which layers have windows"
 
 
@@ -185,7 +248,8 @@ def _windows_but_every(interval: int, count: int) -> list[str]:
 
 
 def dtype_remarks(values: Mapping[str, Any]) -> Iterator[str]:
-    new, old = values.get("dtype"), values.get("torch_dtype")
+    new = values.get("dtype")
+    old = values.get("torch_dtype")
     if new is not None and old is not None and new != old:
         stated = f"dtype = {format_value(new)} and torch_dtype = {format_value(old)}"
         yield f"ignored: {stated} disagree: weights are read in the type that they are stored in"

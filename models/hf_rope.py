@@ -1,7 +1,7 @@
 """Rotary embeddings in transformers' config.json. Imports no torch.
 
-There are two formats. transformers 5 uses `rope_parameters`; transformers 4 uses `rope_theta` and `rope_scaling`, and
-silently ignores the other. We write both and read either.
+There are two formats. transformers 5 uses `rope_parameters`; transformers 4 uses `rope_theta` and
+`rope_scaling`, and silently ignores the other. We write both and read either.
 """
 
 from __future__ import annotations
@@ -27,17 +27,24 @@ ROPE_KEYS = {
 PARTIAL_KEY = "partial_rotary_factor"
 OPTIONAL_ROPE_KEYS = {"beta_fast", "beta_slow", "truncate", "attention_factor"}
 ROPE_TYPE_KEYS = {"rope_type", "type", "rope_theta"}
-MSCALES = ("mscale", "mscale_all_dim")  # DeepSeek's form of yarn's attention factor.
+# DeepSeek's form of yarn's attention factor.
+MSCALES = ("mscale", "mscale_all_dim")
 
 
 def rope_from_hf(
-    values: Mapping[str, Any], problems: list[str], *, default_theta: float, theta_key: str = "rope_theta"
+    values: Mapping[str, Any],
+    problems: list[str],
+    *,
+    default_theta: float,
+    theta_key: str = "rope_theta",
 ) -> RopeConfig | None:
     """Reads the rope from either format; if both are present they must agree."""
     theta = values.get("rope_theta")
     default = {"rope_theta": default_theta if theta is None else theta}
     dialects = {key: values[key] for key in DIALECTS if values.get(key) is not None}
-    if not dialects or (theta is not None and "rope_scaling" not in dialects and "rope_scaling" in values):
+    if not dialects or (
+        theta is not None and "rope_scaling" not in dialects and "rope_scaling" in values
+    ):
         dialects["rope_scaling"] = {}
     ropes = {}
     for name, rope in dialects.items():
@@ -57,7 +64,9 @@ def rope_from_hf(
 
 
 def rope_problems(values: Mapping[str, Any], local_theta_key: str) -> Iterator[str]:
-    """Problems of rope keys at the top of a config.json: invalid values, and others than in `rope_parameters` or `rope_scaling`."""
+    """Problems of rope keys at the top of a config.json: invalid values, and others than in
+    `rope_parameters` or `rope_scaling`.
+    """
     length = values.get(ORIGINAL_LENGTH_KEY)
     if length is not None and not (is_number(length) and length > 0):
         yield f"config.json: {ORIGINAL_LENGTH_KEY} = {format_value(length)} must be a number above 0"
@@ -66,15 +75,27 @@ def rope_problems(values: Mapping[str, Any], local_theta_key: str) -> Iterator[s
         ropes = {name: ("rope_theta", stated)}
         if isinstance(stated, dict) and stated.keys() & {FULL, SLIDING}:
             theta_keys = {FULL: "rope_theta", SLIDING: local_theta_key}
-            ropes = {f"{name}.{layers}": (key, stated.get(layers)) for layers, key in theta_keys.items()}
+            ropes = {
+                f"{name}.{layers}": (key, stated.get(layers)) for layers, key in theta_keys.items()
+            }
         for path, (theta_key, rope) in ropes.items():
             if isinstance(rope, dict):
-                keys = {"rope_theta": theta_key, ORIGINAL_LENGTH_KEY: ORIGINAL_LENGTH_KEY, PARTIAL_KEY: PARTIAL_KEY}
-                yield from _disagreements(path, rope, {key: (top, values.get(top)) for key, top in keys.items()})
-                yield from _disagreements(path, rope, {"rope_type": (f"{path}.type", rope.get("type"))})
+                keys = {
+                    "rope_theta": theta_key,
+                    ORIGINAL_LENGTH_KEY: ORIGINAL_LENGTH_KEY,
+                    PARTIAL_KEY: PARTIAL_KEY,
+                }
+                yield from _disagreements(
+                    path, rope, {key: (top, values.get(top)) for key, top in keys.items()}
+                )
+                yield from _disagreements(
+                    path, rope, {"rope_type": (f"{path}.type", rope.get("type"))}
+                )
 
 
-def _disagreements(path: str, rope: Mapping[str, Any], others: Mapping[str, tuple[str, Any]]) -> Iterator[str]:
+def _disagreements(
+    path: str, rope: Mapping[str, Any], others: Mapping[str, tuple[str, Any]]
+) -> Iterator[str]:
     for key, (name, other) in others.items():
         if None not in (other, rope.get(key)) and other != rope[key]:
             stated = f"{name} = {format_value(other)} and {path}.{key} = {format_value(rope[key])}"
@@ -82,24 +103,39 @@ def _disagreements(path: str, rope: Mapping[str, Any], others: Mapping[str, tupl
 
 
 def _parse_rope(
-    name: str, rope: dict[str, Any], values: Mapping[str, Any], problems: list[str], theta_name: str
+    name: str,
+    rope: dict[str, Any],
+    values: Mapping[str, Any],
+    problems: list[str],
+    theta_name: str,
 ) -> RopeConfig | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_FIELDS:
         problems.append(unsupported(f"{name}.rope_type", kind, tuple(ROPE_FIELDS)))
         return None
-    field_of, num_problems = {key: field for field, key in _rope_keys(kind).items()}, len(problems)
+    field_of = {key: field for field, key in _rope_keys(kind).items()}
+    num_problems = len(problems)
     present = rope | _derived_rope_values(kind, rope, values)
-    known = field_of.keys() | ROPE_TYPE_KEYS | {PARTIAL_KEY} | (set(MSCALES) if kind == "yarn" else set())
+    known = (
+        field_of.keys()
+        | ROPE_TYPE_KEYS
+        | {PARTIAL_KEY}
+        | (set(MSCALES) if kind == "yarn" else set())
+    )
     problems += [
         f'config.json: {name}.{key} = {format_value(value)} is not supported for rope_type "{kind}"'
         for key, value in sorted(present.items())
         if key not in known
     ]
     missing = field_of.keys() - present.keys() - OPTIONAL_ROPE_KEYS
-    problems += [f'config.json: {name} of rope_type "{kind}" needs {key}' for key in sorted(missing)]
+    problems += [
+        f'config.json: {name} of rope_type "{kind}" needs {key}' for key in sorted(missing)
+    ]
     partial = present.get(PARTIAL_KEY, values.get(PARTIAL_KEY))
-    fields: dict[str, Any] = {"theta": present["rope_theta"], "partial": 1.0 if partial is None else partial}
+    fields: dict[str, Any] = {
+        "theta": present["rope_theta"],
+        "partial": 1.0 if partial is None else partial,
+    }
     for key, field in field_of.items():
         if key in present:
             fields[field] = tuple(present[key]) if isinstance(present[key], list) else present[key]
@@ -108,7 +144,9 @@ def _parse_rope(
         if key.endswith("_factors"):
             is_valid = isinstance(value, tuple) and all(map(is_number, value))
         else:
-            is_valid = isinstance(value, bool) if key == "truncate" else is_number(value) and value > 0
+            is_valid = (
+                isinstance(value, bool) if key == "truncate" else is_number(value) and value > 0
+            )
         if not is_valid or (key == "partial" and value > 1):
             stated = names.get(key, f"{name}.{ROPE_KEYS.get(key, key)}")
             problems.append(f"config.json: {stated} = {format_value(value)} is invalid")
@@ -118,7 +156,9 @@ def _parse_rope(
 
 
 def without_default_factor(rope: RopeConfig) -> RopeConfig:
-    """The rope without an attention factor that equals longrope's default, which every export states."""
+    """The rope without an attention factor that equals longrope's default, which every export
+    states.
+    """
     if rope.kind != "longrope" or min(rope.factor, rope.original_length) <= 1:
         return rope
     default = dataclasses.replace(rope, attention_factor=None)
@@ -130,18 +170,31 @@ def _rope_keys(kind: str) -> dict[str, str]:
     return {field: ROPE_KEYS.get(field, field) for field in ROPE_FIELDS[kind]}
 
 
-def _derived_rope_values(kind: str, rope: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _derived_rope_values(
+    kind: str, rope: dict[str, Any], values: Mapping[str, Any]
+) -> dict[str, Any]:
     """What transformers derives from other keys."""
     derived = dict[str, Any]()
     if "original_length" in ROPE_FIELDS[kind]:
         max_length = values.get("max_position_embeddings")
-        original_length = values.get(ORIGINAL_LENGTH_KEY) or rope.get(ORIGINAL_LENGTH_KEY) or max_length
+        original_length = (
+            values.get(ORIGINAL_LENGTH_KEY) or rope.get(ORIGINAL_LENGTH_KEY) or max_length
+        )
         if original_length is not None:
             derived[ORIGINAL_LENGTH_KEY] = original_length
-        if kind != "llama3" and "factor" not in rope and is_number(max_length) and is_number(original_length):
+        if (
+            kind != "llama3"
+            and "factor" not in rope
+            and is_number(max_length)
+            and is_number(original_length)
+        ):
             derived["factor"] = max_length / original_length
     scales: list[Any] = [rope.get(key) for key in MSCALES]
-    if kind == "yarn" and "attention_factor" not in rope and all(is_number(scale) and scale for scale in scales):
+    if (
+        kind == "yarn"
+        and "attention_factor" not in rope
+        and all(is_number(scale) and scale for scale in scales)
+    ):
         factor = (rope | derived).get("factor")
         log_scale = 0.1 * math.log(factor) if is_number(factor) and factor > 1 else 0.0
         numerator, denominator = (scale * log_scale + 1 for scale in scales)
@@ -155,9 +208,14 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     if rope.kind == "default":
         return {"rope_type": "default"} | partial
     fields = {theirs: getattr(rope, ours) for ours, theirs in _rope_keys(rope.kind).items()}
-    if rope.kind == "longrope":  # transformers 4 would derive another one from the trained length.
+    # transformers 4 would derive another one from the trained length.
+    if rope.kind == "longrope":
         fields["attention_factor"] = attention_factor(rope)
-    return {"rope_type": rope.kind} | partial | {key: value for key, value in fields.items() if value is not None}
+    return (
+        {"rope_type": rope.kind}
+        | partial
+        | {key: value for key, value in fields.items() if value is not None}
+    )
 
 
 def rope_fields(rope: RopeConfig) -> dict[str, None]:

@@ -1,7 +1,8 @@
-"""Where parameters are in the tensors of Hugging Face's format. Imports no torch until a tensor is made.
+"""Where parameters are in the tensors of Hugging Face's format. Imports no torch until a tensor is
+made.
 
-A tensor may hold several parameters: one after the other (phi3), or in turns (gpt-oss). The weights of experts are a
-tensor for each expert, or one for all.
+A tensor may hold several parameters: one after the other (phi3), or in turns (gpt-oss). The
+weights of experts are a tensor for each expert, or one for all.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class TensorSpec(NamedTuple):
     fused_rows: int | None = None
     """Rows of the tensor, if it holds several parameters one after the other."""
     turn: int | None = None
-    """Of each two outputs of an expert the one that is the parameter's, if the tensor holds two parameters in turns."""
+    """Of each two outputs of an expert the one that is the parameter's, if the tensor holds two
+    parameters in turns.
+    """
     is_transposed: bool = False
     """Whether the tensor is [experts, inputs, outputs]."""
 
@@ -106,7 +109,9 @@ class StoredTensor(NamedTuple):
         """The tensor, from our parameters."""
         import torch
 
-        values = [read(ours) if expert is None else read(ours)[expert] for ours, _, expert in self.parts]
+        values = [
+            read(ours) if expert is None else read(ours)[expert] for ours, _, expert in self.parts
+        ]
         spec = self.parts[0][1]
         if spec.turn is not None:
             values = [torch.stack(values, dim=2).flatten(1, 2)]
@@ -115,9 +120,16 @@ class StoredTensor(NamedTuple):
 
 
 def tensor_specs(model: ModelConfig) -> dict[str, TensorSpec]:
-    """The Hugging Face tensor of every parameter and buffer, by our name, in model order; without a tied head."""
-    declared = model.parameters | {name: each for name, each in model.buffers.items() if each.hf_name}
-    specs = {name: _spec(model.model_type, each.hf_name, each.shape_of(model.sizes)) for name, each in declared.items()}
+    """The Hugging Face tensor of every parameter and buffer, by our name, in model order; without
+    a tied head.
+    """
+    declared = model.parameters | {
+        name: each for name, each in model.buffers.items() if each.hf_name
+    }
+    specs = {
+        name: _spec(model.model_type, each.hf_name, each.shape_of(model.sizes))
+        for name, each in declared.items()
+    }
     return dict(_fuse(specs, FUSED_TENSORS.get(model.model_type, {})))
 
 
@@ -144,17 +156,23 @@ def _spec(model_type: str, name: str, shape: tuple[int, ...]) -> TensorSpec:
     return TensorSpec(theirs, shape, turn=turn, is_transposed=len(shape) == 3)
 
 
-def _fuse(specs: dict[str, TensorSpec], fused: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, TensorSpec]]:
+def _fuse(
+    specs: dict[str, TensorSpec], fused: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[str, TensorSpec]]:
     """With the tensors of layers that hold several of ours, one after the other."""
     rows = {spec.name: spec.shape[0] for spec in specs.values()}
     for ours, spec in specs.items():
         layer, _, name = spec.name.removeprefix(LAYERS).partition(".")
         for whole, parts in fused.items() if spec.name.startswith(LAYERS) else ():
-            # A layer of another kind may have some of the parts alone, such as a feed-forward without a gate.
+            # A layer of another kind may have some of the parts alone, such as a feed-forward
+            # without a gate.
             sizes = [rows.get(f"{LAYERS}{layer}.{part}", 0) for part in parts]
             if name in parts and all(sizes):
                 first_row = sum(sizes[: parts.index(name)])
-                yield ours, TensorSpec(f"{LAYERS}{layer}.{whole}", spec.shape, first_row, sum(sizes))
+                yield (
+                    ours,
+                    TensorSpec(f"{LAYERS}{layer}.{whole}", spec.shape, first_row, sum(sizes)),
+                )
                 break
         else:
             yield ours, spec

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_PARTS = 3
-"""Parameters in one tensor: each is read once for the tensors of all its experts, which follow each other."""
+"""Parameters in one tensor: each is read once for the tensors of all its experts, which follow
+each other.
+"""
 
 
 def write_safetensors(
@@ -29,34 +31,48 @@ def write_safetensors(
     dtype: torch.dtype,
     file_bytes: int,
 ) -> Iterator[Path]:
-    """Writes the tensors that `read` returns for our names: files of about `file_bytes`, with an index if several.
+    """Writes the tensors that `read` returns for our names: files of about `file_bytes`, with an
+    index if several.
 
-    Yields each file once it is written. Holds the tensors of one file in memory at a time. Reads each file back and compares every tensor bitwise. Raises
-    `HuggingFaceError` if one differs.
+    Yields each file once it is written. Holds the tensors of one file in memory at a time. Reads
+    each file back and compares every tensor bitwise. Raises `HuggingFaceError` if one differs.
     """
     from safetensors.torch import save_file
 
     stored = stored_tensors(model)
     read_once = lru_cache(maxsize=MAX_PARTS)(lambda ours: read(ours).to(dtype))
-    files = _assign_files({name: each.shape for name, each in stored.items()}, dtype.itemsize, file_bytes)
+    files = _assign_files(
+        {name: each.shape for name, each in stored.items()}, dtype.itemsize, file_bytes
+    )
     names = [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
     names = names if len(files) > 1 else [SINGLE_FILE]
     for name, members in zip(names, files, strict=True):
         tensors = {each: stored[each].join(read_once) for each in members}
         save_file(tensors, folder / name, metadata={"format": "pt"})
-        (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors creates it readable by the owner only.
+        # safetensors creates it readable by the owner only.
+        (folder / name).chmod(folder.stat().st_mode & 0o666)
         _verify_file(folder / name, tensors)
         yield folder / name
     if len(files) > 1:
-        weight_map = {each: name for name, members in zip(names, files, strict=True) for each in members}
-        content = {"metadata": {"total_size": model.num_parameters * dtype.itemsize}, "weight_map": weight_map}
+        weight_map = {
+            each: name for name, members in zip(names, files, strict=True) for each in members
+        }
+        content = {
+            "metadata": {"total_size": model.num_parameters * dtype.itemsize},
+            "weight_map": weight_map,
+        }
         (folder / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n")
         yield folder / INDEX_FILE
 
 
-def _assign_files(shapes: dict[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> list[list[str]]:
-    """Names of tensors in order, grouped into files of at most `max_bytes`, with at least one per file."""
-    files, remaining_bytes = list[list[str]](), 0
+def _assign_files(
+    shapes: dict[str, tuple[int, ...]], itemsize: int, max_bytes: int
+) -> list[list[str]]:
+    """Names of tensors in order, grouped into files of at most `max_bytes`, with at least one per
+    file.
+    """
+    files = list[list[str]]()
+    remaining_bytes = 0
     for name, shape in shapes.items():
         tensor_bytes = prod(shape) * itemsize
         if not files or tensor_bytes > remaining_bytes:
@@ -79,6 +95,8 @@ def _verify_file(path: Path, tensors: dict[str, Tensor]) -> None:
 
     with safe_open(path, "pt") as file:
         same_names = set(file.keys()) == set(tensors)
-        is_equal = same_names and all(is_same(file.get_tensor(name), x) for name, x in tensors.items())
+        is_equal = same_names and all(
+            is_same(file.get_tensor(name), x) for name, x in tensors.items()
+        )
     if not is_equal:
         raise HuggingFaceError([f"{path} differs from what was written to it"])

@@ -1,7 +1,8 @@
 """Start-up check of an attention kernel against matrix products in float64.
 
-Kernels of one name differ between devices and versions without raising an error, and one call may reach several code
-paths. Each block of work is therefore judged by itself, row by row: a wrong last row is not hidden by large first ones.
+Kernels of one name differ between devices and versions without raising an error, and one call may
+reach several code paths. Each block of work is therefore judged by itself, row by row: a wrong
+last row is not hidden by large first ones.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ import torch
 from torch import Tensor
 
 from models.kernel_choice import CUDNN_AND_FLASH, LONG_TOKENS
-from models.kernel_reference import OUTPUTS, Reference, Results, Sample, forward_backward, reference
+from models.kernel_reference import (
+    OUTPUTS,
+    Reference,
+    Results,
+    Sample,
+    forward_backward,
+    reference,
+)
 from models.score_blocks import ScoreBlock, ScoreBlocks
 from models.score_pairs import Scores
 
@@ -24,12 +32,19 @@ LENGTHS = (*SHORT_LENGTHS, 1000, 4097)
 """Of documents: around the tile sizes of kernels, and beyond several tiles."""
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 5e-4, torch.float16: 0.03, torch.bfloat16: 0.15}
 FLOOR = 0.25
-"""Of a tensor's largest number, added to a row's: rows that cancel to zero in float64 do not in other dtypes."""
+"""Of a tensor's largest number, added to a row's: rows that cancel to zero in float64 do not in
+other dtypes.
+"""
 CANCELLED = 0.0625
-"""The least scale where terms cancel in a whole tensor: this share of their sizes, a row's plus the mean of all rows'."""
+"""The least scale where terms cancel in a whole tensor: this share of their sizes, a row's plus
+the mean of all rows'.
+"""
 MAX_ELEMENTS = 2**31 - 1
 """That a kernel which counts in 32 bits can address."""
-LONG_DOCUMENT, FEW_TOKENS, MAX_SCORES, MAX_ROWS = 1024, 256, 1 << 24, 1 << 14
+LONG_DOCUMENT = 1024
+FEW_TOKENS = 256
+MAX_SCORES = 1 << 24
+MAX_ROWS = 1 << 14
 
 
 class Heads(NamedTuple):
@@ -50,18 +65,26 @@ def verify_kernel(
     windows: Collection[int] = (),
     deterministic: bool = False,
 ) -> dict[str, float]:
-    """The largest relative error of each output. `deterministic`: two passes must also agree bitwise.
+    """The largest relative error of each output. `deterministic`: two passes must also agree
+    bitwise.
 
-    `windows`: those of the model's layers; causal blocks longer than a window and flipped blocks are checked too.
+    `windows`: those of the model's layers; causal blocks longer than a window and flipped blocks
+    are checked too.
 
-    Raises ValueError unless the kernel's forward and backward pass agree with the reference, each number finite.
+    Raises ValueError unless the kernel's forward and backward pass agree with the reference, each
+    number finite.
     """
     errors = dict.fromkeys(OUTPUTS, 0.0)
     for name, blocks in (check_cases(lengths, windows) | long_cases(kernel)).items():
         for inputs, draw in SAMPLES.items():
             sample = draw(blocks, heads, device, dtype)
             actual = forward_backward(sample, blocks, kernel)
-            found = compare(f'"{kernel}" on {name}, {inputs}', actual, reference(sample, blocks), TOLERANCES[dtype])
+            found = compare(
+                f'"{kernel}" on {name}, {inputs}',
+                actual,
+                reference(sample, blocks),
+                TOLERANCES[dtype],
+            )
             errors = {output: max(error, found[output]) for output, error in errors.items()}
             if deterministic:
                 again = forward_backward(sample, blocks, kernel)
@@ -79,18 +102,25 @@ def check_cases(lengths: Sequence[int], windows: Collection[int] = ()) -> dict[s
     spans = [*pairwise(accumulate(lengths, initial=0))]
     # A model's window may be longer than all lengths: around a tile it says as much.
     windowed = {
-        f"a window of {window}": ScoreBlocks([span + span for span in spans], causal=True, scores=Scores(window))
-        for window in sorted({min(window, near) for window in windows for near in (1, 65, *lengths[-1:])})
+        f"a window of {window}": ScoreBlocks(
+            [span + span for span in spans], causal=True, scores=Scores(window)
+        )
+        for window in sorted(
+            {min(window, near) for window in windows for near in (1, 65, *lengths[-1:])}
+        )
     }
     flipped = ScoreBlocks([ScoreBlock(*span, *span, "flipped") for span in spans])
-    whole, half = 2 * max(lengths), max(lengths) // 2
+    whole = 2 * max(lengths)
+    half = max(lengths) // 2
     rectangles = [(0, 50, 0, 20), (50, 100, 20, 71), (100, 192, 80, 192)]
     return {
         "causal blocks": causal_blocks(lengths),
         "causal blocks and single tokens": causal_blocks((65, 1, 126, 1)),
         "a rectangular block": ScoreBlocks([(0, half, 0, whole)], causal=False),
         "rectangular blocks": ScoreBlocks(rectangles, causal=False),
-        "rectangular blocks that share keys": ScoreBlocks([(0, 50, 0, 20), (50, 70, 0, 70)], causal=False),
+        "rectangular blocks that share keys": ScoreBlocks(
+            [(0, 50, 0, 20), (50, 70, 0, 70)], causal=False
+        ),
         "single queries and keys": ScoreBlocks([(0, 1, 0, 70), (1, 50, 70, 71)], causal=False),
         **windowed,
         **({"flipped blocks": flipped} if windows else {}),
@@ -101,7 +131,11 @@ def long_cases(kernel: str) -> dict[str, ScoreBlocks]:
     """For the kernel of a pair that takes long blocks only; of causal ones `LENGTHS` has one."""
     if kernel != CUDNN_AND_FLASH:
         return {}
-    return {"a long rectangular block": ScoreBlocks([(0, LONG_TOKENS, 0, 2 * LONG_TOKENS)], causal=False)}
+    return {
+        "a long rectangular block": ScoreBlocks(
+            [(0, LONG_TOKENS, 0, 2 * LONG_TOKENS)], causal=False
+        )
+    }
 
 
 def causal_blocks(lengths: Sequence[int]) -> ScoreBlocks:
@@ -112,15 +146,23 @@ def causal_blocks(lengths: Sequence[int]) -> ScoreBlocks:
 # ---- samples
 
 
-def random_sample(blocks: ScoreBlocks, heads: Heads, device: torch.device, dtype: torch.dtype) -> Sample:
-    num_queries, num_keys = (max(getattr(block, side) for block in blocks.blocks) for side in ("q1", "k1"))
+def random_sample(
+    blocks: ScoreBlocks, heads: Heads, device: torch.device, dtype: torch.dtype
+) -> Sample:
+    num_queries, num_keys = (
+        max(getattr(block, side) for block in blocks.blocks) for side in ("q1", "k1")
+    )
     drawn: Any = {"device": device, "generator": torch.Generator(device).manual_seed(0)}
     shapes = [(num_queries, heads.num)] * 2 + [(num_keys, heads.kv)] * 2
     return Sample(*(torch.randn(*shape, heads.dim, **drawn).to(dtype) for shape in shapes))
 
 
-def matching_sample(blocks: ScoreBlocks, heads: Heads, device: torch.device, dtype: torch.dtype) -> Sample:
-    """Every query gives about half of its attention to one key, its own: no row of any gradient is small."""
+def matching_sample(
+    blocks: ScoreBlocks, heads: Heads, device: torch.device, dtype: torch.dtype
+) -> Sample:
+    """Every query gives about half of its attention to one key, its own: no row of any gradient is
+    small.
+    """
     grad, q, k, v = random_sample(blocks, heads, device, torch.float32)
     for q0, q1, k0, k1, _ in blocks.blocks:
         own_key = k[k0 + torch.arange(q1 - q0, device=device) % (k1 - k0)]
@@ -130,7 +172,9 @@ def matching_sample(blocks: ScoreBlocks, heads: Heads, device: torch.device, dty
     return Sample(*(x.to(dtype) for x in (grad, q, k, v)))
 
 
-def negative_sample(blocks: ScoreBlocks, heads: Heads, device: torch.device, dtype: torch.dtype) -> Sample:
+def negative_sample(
+    blocks: ScoreBlocks, heads: Heads, device: torch.device, dtype: torch.dtype
+) -> Sample:
     """Scores whose exponentials underflow."""
     grad, q, k, v = random_sample(blocks, heads, device, dtype)
     return Sample(grad, 5 * q.abs(), -5 * k.abs(), v)
@@ -146,7 +190,9 @@ SAMPLES: dict[str, Callable[[ScoreBlocks, Heads, torch.device, torch.dtype], Sam
 # ---- comparison
 
 
-def compare(where: str, actual: Results, expected: Reference, tolerance: float) -> dict[str, float]:
+def compare(
+    where: str, actual: Results, expected: Reference, tolerance: float
+) -> dict[str, float]:
     """The largest error of each output over MAX_ROWS tokens.
 
     Raises ValueError, with the worst token, for an error that is not below the tolerance.
@@ -161,7 +207,9 @@ def compare(where: str, actual: Results, expected: Reference, tolerance: float) 
         if not error < tolerance:
             token = first + stride * int(errors.nan_to_num(torch.inf).argmax())
             which = f"in the {name} of token {token}"
-            raise ValueError(f"attention kernel {where}: relative error {error:.1e} {which}, above {tolerance:g}")
+            raise ValueError(
+                f"attention kernel {where}: relative error {error:.1e} {which}, above {tolerance:g}"
+            )
         found[name] = error
     return found
 
@@ -177,7 +225,8 @@ def row_scales(exact: Tensor, terms: Tensor) -> Tensor:
 
     Where all terms are zero there is nothing to round: any other number is wrong.
     """
-    largest, sizes = exact.abs().amax(1), terms.amax(1)
+    largest = exact.abs().amax(1)
+    sizes = terms.amax(1)
     of_numbers = largest + FLOOR * largest.max()
     of_terms = CANCELLED * (sizes + sizes.mean())
     return torch.maximum(of_numbers, of_terms).clamp(min=torch.finfo(exact.dtype).tiny)
@@ -195,12 +244,16 @@ def verify_wide(
     num_tokens: int,
     max_elements: int = MAX_ELEMENTS,
 ) -> None:
-    """Raises ValueError unless the kernel is right where queries or KV of `num_tokens` have more than `max_elements`.
+    """Raises ValueError unless the kernel is right where queries or KV of `num_tokens` have more
+    than `max_elements`.
 
-    Quick: short documents, few keys or queries, the first and last KV head. Takes memory for about ten such tensors.
+    Quick: short documents, few keys or queries, the first and last KV head. Takes memory for about
+    ten such tensors.
     """
     elements = heads.dim * LONG_DOCUMENT
-    num_queries, num_keys = (LONG_DOCUMENT * (max_elements // (n * elements) + 1) for n in (heads.num, heads.kv))
+    num_queries, num_keys = (
+        LONG_DOCUMENT * (max_elements // (n * elements) + 1) for n in (heads.num, heads.kv)
+    )
     cases = {}
     if num_tokens >= num_queries:
         cases["documents"] = causal_blocks([LONG_DOCUMENT] * (num_queries // LONG_DOCUMENT))
@@ -209,17 +262,26 @@ def verify_wide(
         cases["few queries"] = ScoreBlocks([(0, FEW_TOKENS, 0, num_keys)], causal=False)
     for name, blocks in cases.items():
         q0, q1, k0, k1, mask = blocks.blocks[-1]
-        drawn: Any = {"device": device, "dtype": dtype, "generator": torch.Generator(device).manual_seed(0)}
+        drawn: Any = {
+            "device": device,
+            "dtype": dtype,
+            "generator": torch.Generator(device).manual_seed(0),
+        }
         shapes = [(q1, heads.num)] * 2 + [(k1, heads.kv)] * 2
         sample = Sample(*(torch.randn(*shape, heads.dim, **drawn) for shape in shapes))
         out, lse, dq, dk, dv = forward_backward(sample, blocks, kernel)
         step = q1 - q0 if mask == "causal" else max(1, MAX_SCORES // (k1 - k0))
-        chunks = [(start, min(start + step, q1 - q0), 0, k1 - k0) for start in range(0, q1 - q0, step)]
-        work, ratio = ScoreBlocks(chunks, causal=mask == "causal"), heads.num // heads.kv
+        chunks = [
+            (start, min(start + step, q1 - q0), 0, k1 - k0) for start in range(0, q1 - q0, step)
+        ]
+        work = ScoreBlocks(chunks, causal=mask == "causal")
+        ratio = heads.num // heads.kv
         for head in sorted({0, heads.kv - 1}):
             queries = slice(q0, q1), slice(head * ratio, (head + 1) * ratio)
             keys = slice(k0, k1), slice(head, head + 1)
             actual = out[queries], lse[queries[::-1]], dq[queries], dk[keys], dv[keys]
             part = Sample(sample.grad[queries], sample.q[queries], sample.k[keys], sample.v[keys])
-            where = f'"{kernel}" on {name}, in tensors of {max(x.numel() for x in sample):,} elements'
+            where = (
+                f'"{kernel}" on {name}, in tensors of {max(x.numel() for x in sample):,} elements'
+            )
             compare(where, actual, reference(part, work), TOLERANCES[dtype])

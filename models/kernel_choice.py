@@ -1,7 +1,7 @@
 """What each attention kernel can do, and which of them takes a block of scores. Imports no torch.
 
-A choice names one kernel, or two: with `CUDNN_AND_FLASH` cuDNN takes long blocks, where it is faster, and FlashAttention
-takes windows and short blocks, many in one call.
+A choice names one kernel, or two: with `CUDNN_AND_FLASH` cuDNN takes long blocks, where it is
+faster, and FlashAttention takes windows and short blocks, many in one call.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ from dataclasses import dataclass
 
 CUDNN_AND_FLASH = "cudnn+flash"
 LONG_TOKENS = 4096
-"""Queries and keys of a block from which on cuDNN, which takes one block a call, is faster than FlashAttention."""
+"""Queries and keys of a block from which on cuDNN, which takes one block a call, is faster than
+FlashAttention.
+"""
 LENGTHS_PER_OCTAVE = 16
-"""Lengths from one power of two to the next at which cuDNN runs causal blocks, because each costs it a plan."""
+"""Lengths from one power of two to the next at which cuDNN runs causal blocks, because each costs
+it a plan.
+"""
 SOFTCAP_PROBLEM = (
     'attention kernel "{kernel}" has no soft-capped scores (softcap = {softcap}): torch gives no CUDA kernel the cap; '
     '"plain" has it, and holds the scores of a document in memory'
@@ -39,14 +43,21 @@ KERNEL_LIMITS: Mapping[str, KernelLimits] = {
     "cudnn": KernelLimits(generations=NVIDIA, is_deterministic=False),
     "efficient": KernelLimits(dtypes=("bfloat16", "float16", "float32"), max_head_dim=None),
     "plain": KernelLimits(
-        dtypes=("bfloat16", "float16", "float32", "float64"), max_head_dim=None, head_dim_multiple=1, has_softcap=True
+        dtypes=("bfloat16", "float16", "float32", "float64"),
+        max_head_dim=None,
+        head_dim_multiple=1,
+        has_softcap=True,
     ),
     "fa3": KernelLimits(generations=("hopper",)),
     "fa4": KernelLimits(max_head_dim=128, generations=("hopper", "blackwell")),
 }
 FLASH_VERSIONS = ("fa3", "fa4")
-"""FlashAttention 3 and 4: torch puts one of them in the place of its FlashAttention 2, for a whole process."""
-FASTEST_FIRST: Mapping[str | None, tuple[str, ...]] = dict.fromkeys(("hopper", "blackwell"), ("cudnn", "flash"))
+"""FlashAttention 3 and 4: torch puts one of them in the place of its FlashAttention 2, for a whole
+process.
+"""
+FASTEST_FIRST: Mapping[str | None, tuple[str, ...]] = dict.fromkeys(
+    ("hopper", "blackwell"), ("cudnn", "flash")
+)
 """By generation, where no table of rates is at hand; `USUAL_ORDER` for all others."""
 USUAL_ORDER = ("flash",)
 
@@ -70,7 +81,8 @@ def kernels_of(choice: str) -> tuple[str, ...]:
 def problems(choice: str, needs: AttentionNeeds) -> Iterator[str]:
     """Why the kernels of a choice other than "auto" cannot do it."""
     for kernel in kernels_of(choice):
-        limits, name = KERNEL_LIMITS[kernel], f'training.attention = "{choice}"'
+        limits = KERNEL_LIMITS[kernel]
+        name = f'training.attention = "{choice}"'
         if needs.dtype not in limits.dtypes:
             yield f'{name} supports {" or ".join(limits.dtypes)}, not training.dtype = "{needs.dtype}"'
         if needs.deterministic and not limits.is_deterministic:
@@ -81,28 +93,45 @@ def problems(choice: str, needs: AttentionNeeds) -> Iterator[str]:
             yield f"{name} supports heads of at most {limits.max_head_dim} dimensions, not head_dim = {needs.head_dim}"
         if needs.head_dim % limits.head_dim_multiple:
             yield f"{name} supports heads of a multiple of {limits.head_dim_multiple} dimensions, not head_dim = {needs.head_dim}"
-        if needs.generation is not None and limits.generations and needs.generation not in limits.generations:
+        if (
+            needs.generation is not None
+            and limits.generations
+            and needs.generation not in limits.generations
+        ):
             yield f"{name} runs on {', '.join(limits.generations)} devices, not on {needs.generation}"
 
 
 def auto_choices(needs: AttentionNeeds, fastest_first: Sequence[str] | None = None) -> list[str]:
-    """What `training.attention = "auto"` takes, best first: each one for the case that those before it fail on the device.
+    """What `training.attention = "auto"` takes, best first: each one for the case that those
+    before it fail on the device.
 
-    `fastest_first`: kernels that the device has, by measured rates; None: the usual order of its generation.
+    `fastest_first`: kernels that the device has, by measured rates; None: the usual order of its
+    generation.
     """
-    order = FASTEST_FIRST.get(needs.generation, USUAL_ORDER) if fastest_first is None else fastest_first
-    able = [each for each in dict.fromkeys((*order, "efficient", "plain")) if not any(problems(each, needs))]
+    order = (
+        FASTEST_FIRST.get(needs.generation, USUAL_ORDER)
+        if fastest_first is None
+        else fastest_first
+    )
+    able = [
+        each
+        for each in dict.fromkeys((*order, "efficient", "plain"))
+        if not any(problems(each, needs))
+    ]
     choices = list[str]()
     for kernel in able:
         if kernel != "cudnn":
             choices.append(kernel)
-        elif "flash" in able:  # Alone it would take windows in pieces, and short blocks one by one.
+        elif "flash" in able:
+            # Alone it would take windows in pieces, and short blocks one by one.
             choices.append(CUDNN_AND_FLASH)
     return choices
 
 
 def kernel_for(choice: str, *, tokens: float, window: int | None = None) -> str:
-    """Which kernel of a choice takes blocks of this many queries and keys, in layers with this window."""
+    """Which kernel of a choice takes blocks of this many queries and keys, in layers with this
+    window.
+    """
     if choice != CUDNN_AND_FLASH:
         return choice
     return "flash" if window is not None or tokens < LONG_TOKENS else "cudnn"

@@ -2,8 +2,8 @@
 
 The score matrix is given as blocks (`models/score_blocks.py`).
 
-Shape suffixes: X query tokens and Y key tokens (all sequences of a batch concatenated), P tokens of a block, N query
-heads, K KV heads (N is a multiple of K), H head dim.
+Shape suffixes: X query tokens and Y key tokens (all sequences of a batch concatenated), P tokens
+of a block, N query heads, K KV heads (N is a multiple of K), H head dim.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from torch.nn import functional as F
 
 from models.device_paths import runs_as_on_gpu
 from models.dtypes import accumulation_dtype
-from models.kernel_choice import CUDNN_AND_FLASH, SOFTCAP_PROBLEM, AttentionNeeds, auto_choices, planned_length
+from models.kernel_choice import (
+    CUDNN_AND_FLASH,
+    SOFTCAP_PROBLEM,
+    AttentionNeeds,
+    auto_choices,
+    planned_length,
+)
 from models.score_blocks import ScoreBlock, ScoreBlocks, TokenIndex, VarlenBatch
 from models.score_pairs import FULL_SCORES, Scores
 from models.tiling import each
@@ -26,7 +32,9 @@ aten = torch.ops.aten
 
 KERNELS = ("auto", "cpu", "flash", "cudnn", CUDNN_AND_FLASH, "efficient", "plain")
 left_out = set[str]()
-"""What "auto" does not choose in this process, because it was wrong on its device; never "plain"."""
+"""What "auto" does not choose in this process, because it was wrong on its device; never
+"plain".
+"""
 Grads = tuple[Tensor, Tensor, Tensor]
 BlockGrads = tuple[TokenIndex, TokenIndex, Tensor, Tensor, Tensor]
 """Queries, keys, dq, dk and dv."""
@@ -43,17 +51,24 @@ def attend_blocks(
     for name, part in _assigned(blocks, select_kernel(q_XNH, kernel, scores=blocks.scores)):
         if name == "flash":
             for batch in part.varlen_batches(q_XNH.device):
-                q, k, v = q_XNH[batch.queries], k_YKH[batch.keys], v_YKH[batch.keys]
+                q = q_XNH[batch.queries]
+                k = k_YKH[batch.keys]
+                v = v_YKH[batch.keys]
                 yield batch.queries, *_flash_forward(q, k, v, batch, part.window)
             continue
-        forward = DENSE_KERNELS[name][0] if softcap is None else partial(_plain_forward, softcap=softcap)
+        forward = (
+            DENSE_KERNELS[name][0] if softcap is None else partial(_plain_forward, softcap=softcap)
+        )
         for block in each(part.blocks, ScoreBlock.shape):
-            num_queries, length = block.q1 - block.q0, _call_length(name, block)
+            num_queries = block.q1 - block.q0
+            length = _call_length(name, block)
             q, k, v = _block_tokens(block, [q_XNH], [k_YKH, v_YKH], length)
             out, lse = forward(q, k, v, block.mask != "full")
-            out_PNH, lse_NP = out[0].transpose(0, 1)[:num_queries], lse[0, :, :num_queries]
+            out_PNH = out[0].transpose(0, 1)[:num_queries]
+            lse_NP = lse[0, :, :num_queries]
             if block.mask == "flipped":
-                out_PNH, lse_NP = out_PNH.flip(0), lse_NP.flip(1)
+                out_PNH = out_PNH.flip(0)
+                lse_NP = lse_NP.flip(1)
             yield slice(block.q0, block.q1), out_PNH, lse_NP
 
 
@@ -70,8 +85,9 @@ def attend_blocks_backward(
 ) -> Iterator[BlockGrads]:
     """The gradient contributions of one or several blocks at a time.
 
-    `out_XNH` and `lse_NX` are the results over *all* keys of each query, also those that other ranks hold. With them
-    the contribution of any subset of the keys is exact (FlashAttention, Dao et al., 2022, appendix B).
+    `out_XNH` and `lse_NX` are the results over *all* keys of each query, also those that other
+    ranks hold. With them the contribution of any subset of the keys is exact (FlashAttention, Dao
+    et al., 2022, appendix B).
     """
     softcap = blocks.scores.softcap
     for name, part in _assigned(blocks, select_kernel(q_XNH, kernel, scores=blocks.scores)):
@@ -79,19 +95,30 @@ def attend_blocks_backward(
             for batch in part.varlen_batches(q_XNH.device):
                 grad, q, out = (x[batch.queries] for x in (grad_XNH, q_XNH, out_XNH))
                 k, v = (x[batch.keys] for x in (k_YKH, v_YKH))
-                grads = _flash_backward(grad, q, k, v, out, lse_NX[:, batch.queries], batch, part.window)
+                grads = _flash_backward(
+                    grad, q, k, v, out, lse_NX[:, batch.queries], batch, part.window
+                )
                 yield batch.queries, batch.keys, *grads
             continue
-        backward = DENSE_KERNELS[name][1] if softcap is None else partial(_plain_backward, softcap=softcap)
+        backward = (
+            DENSE_KERNELS[name][1]
+            if softcap is None
+            else partial(_plain_backward, softcap=softcap)
+        )
         for block in each(part.blocks, ScoreBlock.shape):
-            num_queries, length = block.q1 - block.q0, _call_length(name, block)
-            grad, q, out, k, v = _block_tokens(block, [grad_XNH, q_XNH, out_XNH], [k_YKH, v_YKH], length)
+            num_queries = block.q1 - block.q0
+            length = _call_length(name, block)
+            grad, q, out, k, v = _block_tokens(
+                block, [grad_XNH, q_XNH, out_XNH], [k_YKH, v_YKH], length
+            )
             lse = lse_NX[None, :, block.q0 : block.q1]
             lse = lse.flip(2) if block.mask == "flipped" else lse
             # A row that only fills up gets no weight, so it adds nothing to the gradients.
             lse = lse if length is None else F.pad(lse, (0, length - num_queries), value=torch.inf)
             grads = backward(grad, q, k, v, out, lse, block.mask != "full")
-            dq, dk, dv = (x[0].transpose(0, 1)[: None if length is None else num_queries] for x in grads)
+            dq, dk, dv = (
+                x[0].transpose(0, 1)[: None if length is None else num_queries] for x in grads
+            )
             if block.mask == "flipped":
                 dq, dk, dv = (x.flip(0) for x in (dq, dk, dv))
             yield slice(block.q0, block.q1), slice(block.k0, block.k1), dq, dk, dv
@@ -100,9 +127,11 @@ def attend_blocks_backward(
 def _block_tokens(
     block: ScoreBlock, queries: list[Tensor], keys: list[Tensor], length: int | None = None
 ) -> Iterator[Tensor]:
-    """A block's tokens of each tensor as dense kernels take them, [1, heads, P, H]; reversed if it is flipped.
+    """A block's tokens of each tensor as dense kernels take them, [1, heads, P, H]; reversed if it
+    is flipped.
 
-    `length`: that of the call, if it is not the block's own. The tokens that follow fill it up, then zeros.
+    `length`: that of the call, if it is not the block's own. The tokens that follow fill it up,
+    then zeros.
     """
     ranges = [(block.q0, block.q1)] * len(queries) + [(block.k0, block.k1)] * len(keys)
     for x, (start, end) in zip(queries + keys, ranges, strict=True):
@@ -113,7 +142,9 @@ def _block_tokens(
 
 
 def _call_length(kernel: str, block: ScoreBlock) -> int | None:
-    """The tokens of a causal block's call, if the kernel builds a plan for every length: a query does not see later keys."""
+    """The tokens of a causal block's call, if the kernel builds a plan for every length: a query
+    does not see later keys.
+    """
     if kernel != "cudnn" or block.mask != "causal":
         return None
     length = planned_length(block.q1 - block.q0)
@@ -132,10 +163,13 @@ def accumulate_grads(accumulators: Grads, block_grads: Iterable[BlockGrads]) -> 
 def select_kernel(q_XNH: Tensor, kernel: str = "auto", *, scores: Scores = FULL_SCORES) -> str:
     """The kernel for queries of this device and dtype; on CPU always "cpu" or "plain".
 
-    Raises ValueError if the name is unknown, and for soft-capped scores, unless it is that of matrix products.
+    Raises ValueError if the name is unknown, and for soft-capped scores, unless it is that of
+    matrix products.
     """
     if kernel not in KERNELS:
-        raise ValueError(f'attention kernel "{kernel}" is unknown; choose from {", ".join(KERNELS)}')
+        raise ValueError(
+            f'attention kernel "{kernel}" is unknown; choose from {", ".join(KERNELS)}'
+        )
     if not runs_as_on_gpu(q_XNH):
         return "plain" if kernel == "plain" or scores.softcap is not None else "cpu"
     if kernel == "auto":
@@ -147,9 +181,14 @@ def select_kernel(q_XNH: Tensor, kernel: str = "auto", *, scores: Scores = FULL_
 
 
 @lru_cache
-def _auto_choices(dtype: torch.dtype, head_dim: int, softcap: float | None, device: torch.device) -> list[str]:
-    name, generation = str(dtype).removeprefix("torch."), device_generation(device)
-    return auto_choices(AttentionNeeds(dtype=name, head_dim=head_dim, softcap=softcap, generation=generation))
+def _auto_choices(
+    dtype: torch.dtype, head_dim: int, softcap: float | None, device: torch.device
+) -> list[str]:
+    name = str(dtype).removeprefix("torch.")
+    generation = device_generation(device)
+    return auto_choices(
+        AttentionNeeds(dtype=name, head_dim=head_dim, softcap=softcap, generation=generation)
+    )
 
 
 GENERATIONS = {
@@ -168,7 +207,9 @@ def device_generation(device: torch.device) -> str | None:
     """As the device tables name it; None if unknown."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    return "cdna" if torch.version.hip else GENERATIONS.get(torch.cuda.get_device_capability(device))
+    return (
+        "cdna" if torch.version.hip else GENERATIONS.get(torch.cuda.get_device_capability(device))
+    )
 
 
 def supported_blocks(blocks: ScoreBlocks, kernel: str) -> ScoreBlocks:
@@ -177,7 +218,10 @@ def supported_blocks(blocks: ScoreBlocks, kernel: str) -> ScoreBlocks:
 
 
 def prepare(blocks: ScoreBlocks, kernel: str) -> None:
-    """Computes what a kernel's calls need on the host, and keeps it with the blocks. `kernel`: a name other than "auto"."""
+    """Computes what a kernel's calls need on the host, and keeps it with the blocks.
+
+    `kernel`: a name other than "auto".
+    """
     for name, part in _assigned(blocks, kernel):
         _ = part.host_varlen_batches if name == "flash" else part.blocks
 
@@ -185,7 +229,8 @@ def prepare(blocks: ScoreBlocks, kernel: str) -> None:
 def _assigned(blocks: ScoreBlocks, name: str) -> Iterator[tuple[str, ScoreBlocks]]:
     """Kernels and the blocks that they take.
 
-    cuDNN rejects a single key, and its results for a single query are unreliable: flash takes those blocks.
+    cuDNN rejects a single key, and its results for a single query are unreliable: flash takes
+    those blocks.
     """
     blocks = supported_blocks(blocks, name)
     if name == "cudnn":
@@ -205,16 +250,23 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor,
     return out, lse
 
 
-def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+def _cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> Grads:
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal
+    )
     return dq, dk, dv
 
 
 # ---- CUDA flash (FlashAttention 2, or 3 and 4 if activated): several blocks per varlen call.
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, batch: VarlenBatch, window: int | None) -> tuple[Tensor, Tensor]:
-    causal, return_debug_mask = batch.mask != "full", False
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, batch: VarlenBatch, window: int | None
+) -> tuple[Tensor, Tensor]:
+    causal = batch.mask != "full"
+    return_debug_mask = False
     out, lse, *_ = aten._flash_attention_forward(
         q, k, v, *batch.lengths, 0.0, causal, return_debug_mask, **_window_option(batch, window)
     )
@@ -222,10 +274,20 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, batch: VarlenBatch, window: 
 
 
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, batch: VarlenBatch, window: int | None
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    batch: VarlenBatch,
+    window: int | None,
 ) -> Grads:
     contiguous = [x.contiguous() for x in (grad, q, k, v, out, lse)]
-    no_dropout_state = (torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device))
+    no_dropout_state = (
+        torch.empty(2, dtype=torch.uint64, device=q.device),
+        torch.empty(0, device=q.device),
+    )
     options = _window_option(batch, window)
     dq, dk, dv = aten._flash_attention_backward(
         *contiguous, *batch.lengths, 0.0, batch.mask != "full", *no_dropout_state, **options
@@ -243,11 +305,15 @@ def _window_option(batch: VarlenBatch, window: int | None) -> dict[str, int]:
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     compute_lse = True
-    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, compute_lse, 0.0, causal)
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, compute_lse, 0.0, causal
+    )
     return out, lse.view(q.shape[:3])
 
 
-def _cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
+def _cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> Grads:
     empty = torch.empty(0, dtype=torch.int64, device=q.device)
     seqlen_arguments = (None, None, q.shape[2], k.shape[2])
     saved = (out.contiguous(), lse.contiguous()[..., None])
@@ -263,12 +329,17 @@ def _cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     compute_lse = True
     keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, keys, values, None, compute_lse, 0.0, causal)
-    # The log-sum-exp is padded to a multiple of 32 queries; the backward kernel expects the padding too.
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+        q, keys, values, None, compute_lse, 0.0, causal
+    )
+    # The log-sum-exp is padded to a multiple of 32 queries; the backward kernel expects the
+    # padding too.
     return out, lse[..., : q.shape[2]]
 
 
-def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
+def _efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> Grads:
     head_groups = (k.shape[1], q.shape[1] // k.shape[1])
     keys, values = (x.repeat_interleave(head_groups[1], dim=1) for x in (k, v))
     padded_lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
@@ -283,14 +354,17 @@ def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
 # ---- Matrix products on any device: the reference of the other kernels, and the choice for float64 on CUDA.
 
 
-def _plain_scores(q: Tensor, k: Tensor, causal: bool, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+def _plain_scores(
+    q: Tensor, k: Tensor, causal: bool, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
     """With the derivative of the soft cap, if there is one."""
     repeated = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores: Tensor = q @ repeated.transpose(-2, -1) * q.shape[-1] ** -0.5
     slope: Tensor | None = None
     if softcap is not None:
         saturation = (scores / softcap).tanh()
-        scores, slope = softcap * saturation, 1 - saturation.square()
+        scores = softcap * saturation
+        slope = 1 - saturation.square()
     if causal:
         causal_mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(causal_mask, -torch.inf)

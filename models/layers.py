@@ -1,13 +1,15 @@
 """A layer as data, and every parameter of the model, declared once. Imports no torch.
 
-From a declaration follow a parameter's tensor-parallel cut, initial values, weight decay, Hugging Face tensor, part of
-counts and FLOPs, and bytes in the memory estimate. A parameter that is not declared ends the run when the model is built.
+From a declaration follow a parameter's tensor-parallel cut, initial values, weight decay, Hugging
+Face tensor, part of counts and FLOPs, and bytes in the memory estimate. A parameter that is not
+declared ends the run when the model is built.
 
-A kind of mixer or feed-forward is declared in `MIXERS` or `FEED_FORWARDS`. Its module, with the forward function, has
-the same name in those of `models/transformer.py`.
+A kind of mixer or feed-forward is declared in `MIXERS` or `FEED_FORWARDS`. Its module, with the
+forward function, has the same name in those of `models/transformer.py`.
 
-Letters of a shape: V vocabulary, E model dim, G feed-forward dim, Q query heads x head dim, K KV heads x head dim,
-H head dim, N query heads, X experts, M feed-forward dim of an expert, Z feed-forward dim of the shared expert.
+Letters of a shape: V vocabulary, E model dim, G feed-forward dim, Q query heads x head dim, K KV
+heads x head dim, H head dim, N query heads, X experts, M feed-forward dim of an expert, Z
+feed-forward dim of the shared expert.
 """
 
 from __future__ import annotations
@@ -24,12 +26,17 @@ Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 Sizes = Mapping[str, int]
 """Of every letter, in one model."""
 ParallelStyle = Literal["replicate", "replicate_partial", "colwise", "rowwise", "vocab"]
-"""As torch's: colwise shards the outputs of a weight [outputs, inputs], rowwise its inputs. Of `replicate_partial` each rank
-computes a part of the gradient, also without sequence parallelism: that of its own heads."""
+"""As torch's: colwise shards the outputs of a weight [outputs, inputs], rowwise its inputs. Of
+`replicate_partial` each rank computes a part of the gradient, also without sequence parallelism:
+that of its own heads.
+"""
 
 
 class Parameter(NamedTuple):
-    """`option`: the field of `LayerKind` without which it does not exist. `weight_decay`: by default of matrices only."""
+    """`option`: the field of `LayerKind` without which it does not exist.
+
+    `weight_decay`: by default of matrices only.
+    """
 
     shape: str
     style: ParallelStyle
@@ -39,7 +46,9 @@ class Parameter(NamedTuple):
     option: str = ""
     weight_decay: bool | None = None
     per_expert: bool = False
-    """Whether dimension 0 counts experts: the others are those of one expert, and `{}` in `hf_name` is its index."""
+    """Whether dimension 0 counts experts: the others are those of one expert, and `{}` in
+    `hf_name` is its index.
+    """
 
     @property
     def is_matrix(self) -> bool:
@@ -69,7 +78,9 @@ class Parameter(NamedTuple):
 
 
 EMBEDDING_GRAD_BYTES = 256 << 20
-"""Of float32 numbers at once, where the embedding's gradient is summed by columns: each part sorts the tokens again."""
+"""Of float32 numbers at once, where the embedding's gradient is summed by columns: each part sorts
+the tokens again.
+"""
 EMBEDDING = {"embed.weight": Parameter("VE", "vocab", "model.embed_tokens.weight")}
 HEAD = {
     "head.norm.weight": Parameter("E", "replicate", "model.norm.weight", "ones"),
@@ -89,20 +100,31 @@ class SublayerKind(NamedTuple):
     parameters: Mapping[str, Parameter]
     """By name within its module; their Hugging Face names are those within a layer."""
     buffers: Mapping[str, Parameter] = {}
-    """Vectors that no gradient changes, in the dtype of sums; an empty Hugging Face name: it has none."""
+    """Vectors that no gradient changes, in the dtype of sums; an empty Hugging Face name: it has
+    none.
+    """
     options: frozenset[str] = frozenset()
     """The fields of `LayerKind` that it reads, besides those that parameters depend on."""
     saved: str = ""
-    """Activations that autograd saves, a number per token each: letters of their widths, as in a parameter's shape."""
+    """Activations that autograd saves, a number per token each: letters of their widths, as in a
+    parameter's shape.
+    """
     attends: bool = False
-    """Whether it computes scores of token pairs: with matrix products all FLOPs that are counted."""
+    """Whether it computes scores of token pairs: with matrix products all FLOPs that are
+    counted.
+    """
     in_pieces: bool = True
-    """Whether recomputation runs it piece by piece (`models/sublayer.py`), rather than the whole block again."""
+    """Whether recomputation runs it piece by piece (`models/sublayer.py`), rather than the whole
+    block again.
+    """
 
 
 def _norms(**names: str) -> dict[str, Parameter]:
     """Norms of the residual stream, by module name, with their Hugging Face names."""
-    return {f"{ours}.weight": Parameter("E", "replicate", f"{theirs}.weight", "ones") for ours, theirs in names.items()}
+    return {
+        f"{ours}.weight": Parameter("E", "replicate", f"{theirs}.weight", "ones")
+        for ours, theirs in names.items()
+    }
 
 
 NORMS = {
@@ -115,11 +137,17 @@ NORMS = {
         "feed_forward": _norms(ffn_post_norm="post_feedforward_layernorm"),
     },
     "sandwich": {
-        "attention": _norms(attention_norm="input_layernorm", attention_post_norm="post_attention_layernorm"),
-        "feed_forward": _norms(ffn_norm="pre_feedforward_layernorm", ffn_post_norm="post_feedforward_layernorm"),
+        "attention": _norms(
+            attention_norm="input_layernorm", attention_post_norm="post_attention_layernorm"
+        ),
+        "feed_forward": _norms(
+            ffn_norm="pre_feedforward_layernorm", ffn_post_norm="post_feedforward_layernorm"
+        ),
     },
 }
-"""By placement and module: of the input of a sublayer, or, if a name ends in `_post_norm`, of its output."""
+"""By placement and module: of the input of a sublayer, or, if a name ends in `_post_norm`, of its
+output.
+"""
 
 
 def _expert(
@@ -151,10 +179,18 @@ MIXERS = {
             "v_proj.bias": Parameter("K", "colwise", "self_attn.v_proj.bias", "zeros", "qkv_bias"),
             "o_proj.weight": Parameter("EQ", "rowwise", "self_attn.o_proj.weight", "residual"),
             "o_proj.bias": Parameter("E", "replicate", "self_attn.o_proj.bias", "zeros", "o_bias"),
-            "q_norm.weight": Parameter("H", "replicate_partial", "self_attn.q_norm.weight", "ones", "qk_norm"),
-            "k_norm.weight": Parameter("H", "replicate_partial", "self_attn.k_norm.weight", "ones", "qk_norm"),
-            "wide_q_norm.weight": Parameter("Q", "colwise", "self_attn.q_norm.weight", "ones", "full_qk_norm"),
-            "wide_k_norm.weight": Parameter("K", "colwise", "self_attn.k_norm.weight", "ones", "full_qk_norm"),
+            "q_norm.weight": Parameter(
+                "H", "replicate_partial", "self_attn.q_norm.weight", "ones", "qk_norm"
+            ),
+            "k_norm.weight": Parameter(
+                "H", "replicate_partial", "self_attn.k_norm.weight", "ones", "qk_norm"
+            ),
+            "wide_q_norm.weight": Parameter(
+                "Q", "colwise", "self_attn.q_norm.weight", "ones", "full_qk_norm"
+            ),
+            "wide_k_norm.weight": Parameter(
+                "K", "colwise", "self_attn.k_norm.weight", "ones", "full_qk_norm"
+            ),
             "sinks": Parameter("N", "colwise", "self_attn.sinks", "zeros", "sink"),
         },
         options=frozenset({"rope", "window", "softcap"}),
@@ -177,11 +213,15 @@ FEED_FORWARDS = {
             "router.weight": Parameter("XE", "replicate", "mlp.gate.weight"),
             "router.bias": Parameter("X", "replicate", "mlp.gate.bias", "zeros", "router_bias"),
             "experts.gate_proj": _expert("XME", "colwise", "gate_proj.weight"),
-            "experts.gate_bias": _expert("XM", "colwise", "gate_proj.bias", "zeros", "expert_bias"),
+            "experts.gate_bias": _expert(
+                "XM", "colwise", "gate_proj.bias", "zeros", "expert_bias"
+            ),
             "experts.up_proj": _expert("XME", "colwise", "up_proj.weight"),
             "experts.up_bias": _expert("XM", "colwise", "up_proj.bias", "zeros", "expert_bias"),
             "experts.down_proj": _expert("XEM", "rowwise", "down_proj.weight", "residual"),
-            "experts.down_bias": _expert("XE", "replicate_partial", "down_proj.bias", "zeros", "expert_bias"),
+            "experts.down_bias": _expert(
+                "XE", "replicate_partial", "down_proj.bias", "zeros", "expert_bias"
+            ),
             "shared_gate_proj.weight": _shared("ZE", "colwise", "gate_proj.weight"),
             "shared_up_proj.weight": _shared("ZE", "colwise", "up_proj.weight"),
             "shared_down_proj.weight": _shared("EZ", "rowwise", "down_proj.weight", "residual"),
@@ -208,9 +248,13 @@ class LayerKind:
     mixer: str = "attention"
     feed_forward: str = "gated"
     norms: str = "pre"
-    """Of what: the inputs of attention and feed-forward, their outputs (OLMo 2), or both (Gemma 2)."""
+    """Of what: the inputs of attention and feed-forward, their outputs (OLMo 2), or both (Gemma
+    2).
+    """
     rope: Literal["global", "local", "none"] = "global"
-    """`model.rope`, `model.local_rope` (Gemma 3), or no rotation (NoPE, Kazemnejad et al., 2023)."""
+    """`model.rope`, `model.local_rope` (Gemma 3), or no rotation (NoPE, Kazemnejad et al.,
+    2023).
+    """
     qk_norm: bool = False
     """Of each query and key head (Qwen3)."""
     full_qk_norm: bool = False
@@ -221,7 +265,9 @@ class LayerKind:
     window: int | None = None
     """Keys that a query sees at most, its own included; None: all of its document up to itself."""
     sink: bool = False
-    """Whether each query head has a learned logit that takes part in the softmax's sum and has no value."""
+    """Whether each query head has a learned logit that takes part in the softmax's sum and has no
+    value.
+    """
     softcap: float | None = None
     """c of the scores c tanh(score / c) (Gemma 2)."""
     activation: Activation = "silu"
@@ -232,27 +278,36 @@ class LayerKind:
     shared_expert: bool = False
     """Whether an expert sees every token, beside those that the router chooses."""
     correction_bias: bool = False
-    """Whether a bias that no gradient changes is added to the scores where experts are chosen (DeepSeek-V3)."""
+    """Whether a bias that no gradient changes is added to the scores where experts are chosen
+    (DeepSeek-V3).
+    """
 
     def problems(self) -> list[str]:
         """Every broken rule, with its values."""
         for name, known in (("mixer", MIXERS), ("feed_forward", FEED_FORWARDS), ("norms", NORMS)):
             if getattr(self, name) not in known:
-                return [f'{name} = "{getattr(self, name)}" is unknown; there are {", ".join(known)}']
-        options = {each.option for each in (self._declared | self._declared_buffers).values()} - {""}
+                return [
+                    f'{name} = "{getattr(self, name)}" is unknown; there are {", ".join(known)}'
+                ]
+        options = {each.option for each in (self._declared | self._declared_buffers).values()} - {
+            ""
+        }
         problems = [
             f'{each.name} is read neither by mixer "{self.mixer}" nor by feed_forward "{self.feed_forward}"'
             for each in fields(self)
             if each.name not in self.readable and getattr(self, each.name) != each.default
         ]
         problems += [
-            f"{name} is no option of LayerKind" for name in sorted(options - {each.name for each in fields(self)})
+            f"{name} is no option of LayerKind"
+            for name in sorted(options - {each.name for each in fields(self)})
         ]
         if self.qk_norm and self.full_qk_norm:
             problems.append("full_qk_norm = true excludes qk_norm = true")
         limits = {"window": self.window, "softcap": self.softcap}
         problems += [
-            f"{name} = {limit} must be above 0" for name, limit in limits.items() if not (limit is None or limit > 0)
+            f"{name} = {limit} must be above 0"
+            for name, limit in limits.items()
+            if not (limit is None or limit > 0)
         ]
         for name, each in self._declared.items():
             if unknown := set(each.shape) - set(LETTERS):
@@ -260,14 +315,18 @@ class LayerKind:
                     f"{name} has a width that is unknown: {', '.join(sorted(unknown))}; there are {LETTERS}"
                 )
             if each.initial in ("normal", "residual") and not each.is_matrix:
-                problems.append(f'{name} is no matrix: its initial values are "ones" or "zeros", not "{each.initial}"')
+                problems.append(
+                    f'{name} is no matrix: its initial values are "ones" or "zeros", not "{each.initial}"'
+                )
         return problems
 
     @property
     def readable(self) -> set[str]:
         """The fields that its mixer and feed-forward read, or on which their parameters depend."""
         declared = (self._declared | self._declared_buffers).values()
-        names = {"mixer", "feed_forward", "norms"}.union(*(kind.options for kind in self.sublayers.values()))
+        names = {"mixer", "feed_forward", "norms"}.union(
+            *(kind.options for kind in self.sublayers.values())
+        )
         return names | {each.option for each in declared} - {""}
 
     @property
@@ -293,14 +352,20 @@ class LayerKind:
         """With every option."""
         declared = dict[str, Parameter]()
         for module, kind in self.sublayers.items():
-            declared |= NORMS[self.norms][module] | {f"{module}.{name}": each for name, each in kind.parameters.items()}
+            declared |= NORMS[self.norms][module] | {
+                f"{module}.{name}": each for name, each in kind.parameters.items()
+            }
         return declared
 
     @property
     def _declared_buffers(self) -> dict[str, Parameter]:
         """With every option."""
         kinds = self.sublayers.items()
-        return {f"{module}.{name}": each for module, kind in kinds for name, each in kind.buffers.items()}
+        return {
+            f"{module}.{name}": each
+            for module, kind in kinds
+            for name, each in kind.buffers.items()
+        }
 
     @cached_property
     def buffers(self) -> dict[str, Parameter]:
@@ -308,7 +373,11 @@ class LayerKind:
         return self._with_option(self._declared_buffers)
 
     def _with_option(self, declared: Mapping[str, Parameter]) -> dict[str, Parameter]:
-        return {name: each for name, each in declared.items() if not each.option or getattr(self, each.option)}
+        return {
+            name: each
+            for name, each in declared.items()
+            if not each.option or getattr(self, each.option)
+        }
 
     def has_post_norm(self, module: str) -> bool:
         """Whether the output of a sublayer is normed."""
@@ -317,12 +386,20 @@ class LayerKind:
     def parameters_of(self, module: str) -> dict[str, Parameter]:
         """By name within a module of the block."""
         prefix = f"{module}."
-        return {name.removeprefix(prefix): each for name, each in self.parameters.items() if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): each
+            for name, each in self.parameters.items()
+            if name.startswith(prefix)
+        }
 
     def buffers_of(self, module: str) -> dict[str, Parameter]:
         """By name within a module of the block."""
         prefix = f"{module}."
-        return {name.removeprefix(prefix): each for name, each in self.buffers.items() if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): each
+            for name, each in self.buffers.items()
+            if name.startswith(prefix)
+        }
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:

@@ -1,6 +1,7 @@
 """Linear and Embedding modules, and the part of a parameter that a rank computes with.
 
-Shape suffixes: B batch, S tokens of this rank, E model dim, I inputs, O outputs, V vocabulary rows of this rank.
+Shape suffixes: B batch, S tokens of this rank, E model dim, I inputs, O outputs, V vocabulary rows
+of this rank.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from models.layers import embedding_grad_columns
 from models.tiling import each_chunk
 
 LocalView = Callable[[Tensor], Tensor]
-"""Maps a parameter to the tensor that this rank computes with: the identity, or what tensor parallelism sets."""
+"""Maps a parameter to the tensor that this rank computes with: the identity, or what tensor
+parallelism sets.
+"""
 
 
 def identity(x: Tensor) -> Tensor:
@@ -37,7 +40,9 @@ def local_parameter(module: nn.Module, name: str = "weight") -> Tensor:
 
 
 def local_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Every parameter of a module and of those inside it, by name, as this rank computes with it."""
+    """Every parameter of a module and of those inside it, by name, as this rank computes with
+    it.
+    """
     return {
         f"{prefix}.{name}".lstrip("."): local_parameter(each, name)
         for prefix, each in module.named_modules()
@@ -57,7 +62,9 @@ class Linear(nn.Linear):
 
 
 class EmbeddingFunction(torch.autograd.Function):
-    """`F.embedding` whose backward sums in `accumulation_dtype`; torch's loses most of 2,000 equal tokens in bfloat16."""
+    """`F.embedding` whose backward sums in `accumulation_dtype`; torch's loses most of 2,000 equal
+    tokens in bfloat16.
+    """
 
     @staticmethod
     def forward(ctx: Any, index_BS: Tensor, weight_VE: Tensor) -> Tensor:
@@ -69,18 +76,24 @@ class EmbeddingFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         (grad_BSE,), (index_BS,) = grads, ctx.saved_tensors
         dtype = accumulation_dtype(grad_BSE.dtype)
-        sum_by_row = partial(torch.ops.aten.embedding_dense_backward, padding_idx=-1, scale_grad_by_freq=False)
+        sum_by_row = partial(
+            torch.ops.aten.embedding_dense_backward, padding_idx=-1, scale_grad_by_freq=False
+        )
         if dtype == grad_BSE.dtype:
             return None, sum_by_row(grad_BSE, index_BS, ctx.num_rows)
         grad_weight_VE = grad_BSE.new_empty(ctx.num_rows, grad_BSE.shape[-1])
         num_columns = embedding_grad_columns(ctx.num_rows, index_BS.numel(), grad_BSE.shape[-1])
         for columns in each_chunk(grad_BSE.shape[-1], num_columns):
-            grad_weight_VE[:, columns] = sum_by_row(grad_BSE[..., columns].to(dtype), index_BS, ctx.num_rows)
+            grad_weight_VE[:, columns] = sum_by_row(
+                grad_BSE[..., columns].to(dtype), index_BS, ctx.num_rows
+            )
         return None, grad_weight_VE
 
 
 class Embedding(nn.Embedding):
-    """Token embedding; a vocabulary shard gives zeros for the tokens of other shards, and NaN for those of none."""
+    """Token embedding; a vocabulary shard gives zeros for the tokens of other shards, and NaN for
+    those of none.
+    """
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         super().__init__(num_embeddings, embedding_dim)

@@ -1,6 +1,7 @@
 """Final norm, output projection and cross-entropy, fused over chunks of tokens.
 
-Shape suffixes: B batch, S tokens, R tokens of all sequences, C tokens of a chunk, E model dim, V vocabulary of this rank.
+Shape suffixes: B batch, S tokens, R tokens of all sequences, C tokens of a chunk, E model dim, V
+vocabulary of this rank.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from models.tiling import CompilePiece, each_chunk
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Vocabulary shard of this rank; the default is the full vocabulary. Tensor parallelism sets another one."""
+    """Vocabulary shard of this rank; the default is the full vocabulary.
+
+    Tensor parallelism sets another one.
+    """
 
     vocab_start_index: int = 0
     """Token id of the projection's first row."""
@@ -36,9 +40,11 @@ class VocabShard:
     """Elementwise sum over the shards, in place."""
 
     def argmax(self, local_argmax_C1: Tensor, is_max_C1: Tensor) -> Tensor:
-        """Token id of the largest logit over all shards, [C, 1]; the lowest id if several are equal.
+        """Token id of the largest logit over all shards, [C, 1]; the lowest id if several are
+        equal.
 
-        `local_argmax_C1`: the row of this shard's largest logit, which `is_max_C1` if no shard has a larger one.
+        `local_argmax_C1`: the row of this shard's largest logit, which `is_max_C1` if no shard has
+        a larger one.
         """
         no_match = torch.iinfo(local_argmax_C1.dtype).max
         candidate_C1 = (local_argmax_C1 + self.vocab_start_index).where(is_max_C1, no_match)
@@ -46,7 +52,9 @@ class VocabShard:
 
 
 class LogitTransform(NamedTuple):
-    """Logits from products: divided by `scaling` (Granite), then c tanh(logit / c) with c = `softcap` (Gemma 2)."""
+    """Logits from products: divided by `scaling` (Granite), then c tanh(logit / c) with c =
+    `softcap` (Gemma 2).
+    """
 
     scaling: float = 1.0
     softcap: float | None = None
@@ -67,7 +75,8 @@ IDENTITY = LogitTransform()
 
 
 def products_are_wide(x: Tensor) -> bool:
-    """Whether a product of two tensors like `x` can be returned in float32, without rounding to their dtype.
+    """Whether a product of two tensors like `x` can be returned in float32, without rounding to
+    their dtype.
 
     torch (2.8 or later) has the argument `out_dtype` on CUDA only.
     """
@@ -109,13 +118,17 @@ class Softmax(Protocol):
     """Softmax over a chunk of logits on this rank, and its gradient."""
 
     def argmax(self) -> Tensor:
-        """Row of the largest logit, [C, 1], the lowest if several are equal. Before `statistics`."""
+        """Row of the largest logit, [C, 1], the lowest if several are equal.
+
+        Before `statistics`.
+        """
 
     def statistics(self) -> RowStatistics:
         """Once, before `gradient`."""
 
     def gradient(self, scale_C1: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gradient of the product, [C, V] in `dtype`: (sum_exp * scale * softmax, less 1 at the target) * slope.
+        """Gradient of the product, [C, V] in `dtype`: (sum_exp * scale * softmax, less 1 at the
+        target) * slope.
 
         At once, since it may overwrite the product.
         """
@@ -124,8 +137,8 @@ class Softmax(Protocol):
 class EagerSoftmax:
     """With torch's operators, in the memory of the product.
 
-    For each logit: a read for the maximum and one for the sum, a read and a write to subtract and to exponentiate, a
-    read and a narrow write for the gradient.
+    For each logit: a read for the maximum and one for the sum, a read and a write to subtract and
+    to exponentiate, a read and a narrow write for the gradient.
 
     `index_C1`: the target's row in this rank's vocabulary, -1 if it has none.
     """
@@ -133,7 +146,8 @@ class EagerSoftmax:
     def __init__(self, product_CV: Tensor, index_C1: Tensor, transform: LogitTransform) -> None:
         self._values_CV, self._slope = transform.apply(product_CV)
         """The logits, and from `statistics` on exp(logit - max_logit)."""
-        self._column_C1, self._is_local_C1 = index_C1.clamp(min=0), index_C1 >= 0
+        self._column_C1 = index_C1.clamp(min=0)
+        self._is_local_C1 = index_C1 >= 0
 
     def argmax(self) -> Tensor:
         return self._values_CV.argmax(-1, keepdim=True)
@@ -145,8 +159,11 @@ class EagerSoftmax:
         return RowStatistics(max_logit_C1, sum_exp_C1, target_logit_C1)
 
     def gradient(self, scale_C1: Tensor, dtype: torch.dtype) -> Tensor:
-        exp_CV, slope = self._values_CV, self._slope
-        target_C1 = exp_CV.gather(-1, self._column_C1) * scale_C1 - self._is_local_C1.to(exp_CV.dtype)
+        exp_CV = self._values_CV
+        slope = self._slope
+        target_C1 = exp_CV.gather(-1, self._column_C1) * scale_C1 - self._is_local_C1.to(
+            exp_CV.dtype
+        )
         if isinstance(slope, Tensor):
             target_C1 *= slope.gather(-1, self._column_C1)
             exp_CV.mul_(slope)
@@ -160,12 +177,21 @@ class EagerSoftmax:
 
 
 class CompiledSoftmax:
-    """With compiled functions, which read the product once each: `statistics`, and `gradient`, which writes it once."""
+    """With compiled functions, which read the product once each: `statistics`, and `gradient`,
+    which writes it once.
+    """
 
     def __init__(
-        self, product_CV: Tensor, index_C1: Tensor, transform: LogitTransform, *, compile_piece: CompilePiece
+        self,
+        product_CV: Tensor,
+        index_C1: Tensor,
+        transform: LogitTransform,
+        *,
+        compile_piece: CompilePiece,
     ) -> None:
-        self._product_CV, self._index_C1, self._transform = product_CV, index_C1, transform
+        self._product_CV = product_CV
+        self._index_C1 = index_C1
+        self._transform = transform
         self._row_statistics: Callable[..., RowStatistics] = compile_piece(row_statistics)
         self._softmax_gradient: Callable[..., Tensor] = compile_piece(softmax_gradient)
         self._max_logit_C1 = torch.empty(0)
@@ -183,7 +209,9 @@ class CompiledSoftmax:
         return self._softmax_gradient(self._product_CV, *row, self._transform, dtype)
 
 
-def row_statistics(product_CV: Tensor, index_C1: Tensor, transform: LogitTransform) -> RowStatistics:
+def row_statistics(
+    product_CV: Tensor, index_C1: Tensor, transform: LogitTransform
+) -> RowStatistics:
     """As `Softmax.statistics`. Eager, it has temporaries of the product's size."""
     logits_CV, _ = transform.apply(product_CV.clone())
     max_logit_C1 = logits_CV.amax(-1, keepdim=True)
@@ -212,16 +240,19 @@ def softmax_gradient(
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """`cross_entropy(x @ weight.T, labels)` per token, with the logits of one chunk in memory at a time.
+    """`cross_entropy(x @ weight.T, labels)` per token, with the logits of one chunk in memory at a
+    time.
 
-    The forward pass also computes the gradients, from the same logits: three matrix products instead of four. It
-    assumes that every target has weight 1 in the final loss; the backward pass scales by the actual weight. That weight
-    must be equal for all targets (in training, 1 / their global number). If it is not, every gradient becomes NaN,
-    because a wrong gradient would go unnoticed.
+    The forward pass also computes the gradients, from the same logits: three matrix products
+    instead of four. It assumes that every target has weight 1 in the final loss; the backward pass
+    scales by the actual weight. That weight must be equal for all targets (in training, 1 / their
+    global number). If it is not, every gradient becomes NaN, because a wrong gradient would go
+    unnoticed.
 
     The loss of a label outside the vocabulary is NaN, and so are the gradients of its chunk.
 
-    `correct_BS`, if given, is set to 1 where the target is the argmax of the logits (the lowest token id of a tie).
+    `correct_BS`, if given, is set to 1 where the target is the argmax of the logits (the lowest
+    token id of a tie).
     """
 
     @staticmethod
@@ -236,11 +267,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         transform: LogitTransform = IDENTITY,
         compile_piece: CompilePiece | None = None,
     ) -> Tensor:
-        x_RE, labels_R1 = x_BSE.flatten(0, 1), labels_BS.flatten().unsqueeze(-1)
+        x_RE = x_BSE.flatten(0, 1)
+        labels_R1 = labels_BS.flatten().unsqueeze(-1)
         is_target_R1 = labels_R1 != IGNORE_INDEX
         is_token_R1 = (labels_R1 >= 0) & (labels_R1 < vocab_shard.num_shards * weight_VE.shape[0])
         index_R1 = labels_R1 - vocab_shard.vocab_start_index
-        index_R1 = index_R1.where(is_target_R1 & (index_R1 >= 0) & (index_R1 < weight_VE.shape[0]), -1)
+        index_R1 = index_R1.where(
+            is_target_R1 & (index_R1 >= 0) & (index_R1 < weight_VE.shape[0]), -1
+        )
         dtype = accumulation_dtype(x_RE.dtype)
         losses_BS = torch.zeros(labels_BS.shape, dtype=dtype, device=x_RE.device)
         losses_R1 = losses_BS.view(-1, 1)
@@ -265,14 +299,17 @@ class LinearCrossEntropy(torch.autograd.Function):
                 torch.stack((own.sum_exp * factor_C1, own.target_logit))
             ).unbind()
             sum_exp_C1 = sum_exp_C1.where(is_token_R1[token_slice] | ~is_target_C1, torch.nan)
-            losses_R1[token_slice] = (sum_exp_C1.log() + max_logit_C1 - target_logit_C1) * is_target_C1
+            losses_R1[token_slice] = (
+                sum_exp_C1.log() + max_logit_C1 - target_logit_C1
+            ) * is_target_C1
             if grad_x_RE is not None and grad_weight_VE is not None:
                 scale_C1 = factor_C1 * is_target_C1 / sum_exp_C1
                 grad_CV = softmax.gradient(scale_C1, x_RE.dtype)
                 torch.mm(grad_CV, weight_VE, out=grad_x_RE[token_slice])
                 add_weight_grad(grad_weight_VE, grad_CV, x_CE)
                 del grad_CV
-            del softmax  # Otherwise two chunks of logits would be alive at once.
+            # Otherwise two chunks of logits would be alive at once.
+            del softmax
         ctx.save_for_backward(grad_x_RE, grad_weight_VE, labels_BS)
         ctx.weight_dtype = weight_VE.dtype
         return losses_BS
@@ -301,9 +338,15 @@ class LossHead(nn.Module):
         self.transform = LogitTransform(config.logits_scaling, config.logit_softcap)
         self.chunk_mib = chunk_mib
         self.compile_piece: CompilePiece | None = None
-        """Compiles the softmax of a chunk and its gradient; None: torch's operators. `training.compile` sets it."""
+        """Compiles the softmax of a chunk and its gradient; None: torch's operators.
+
+        `training.compile` sets it.
+        """
         self.reports_correct = False
-        """Whether `forward` also returns which targets were predicted correctly. Evaluation sets it."""
+        """Whether `forward` also returns which targets were predicted correctly.
+
+        Evaluation sets it.
+        """
 
     def forward(self, x_BSE: Tensor, labels_BS: Tensor) -> Tensor:
         """Loss per token [B, S] in `accumulation_dtype`, zero where there is no target.
@@ -317,16 +360,30 @@ class LossHead(nn.Module):
         normed_BSE = self.norm(x_BSE)
         if not torch.is_grad_enabled():
             # An autograd.Function cannot see grad mode, only whether its inputs require gradients.
-            normed_BSE, weight_VE = normed_BSE.detach(), weight_VE.detach()
+            normed_BSE = normed_BSE.detach()
+            weight_VE = weight_VE.detach()
         correct_BS = torch.zeros_like(labels_BS) if self.reports_correct else None
         # Evaluation is eager: its lengths would add graphs.
         compile_piece = self.compile_piece if torch.is_grad_enabled() else None
         losses_BS: Tensor = LinearCrossEntropy.apply(
-            normed_BSE, weight_VE, labels_BS, chunk_tokens, self.vocab_shard, correct_BS, self.transform, compile_piece
+            normed_BSE,
+            weight_VE,
+            labels_BS,
+            chunk_tokens,
+            self.vocab_shard,
+            correct_BS,
+            self.transform,
+            compile_piece,
         )
-        return losses_BS if correct_BS is None else torch.stack((losses_BS, correct_BS.to(losses_BS.dtype)), dim=-1)
+        return (
+            losses_BS
+            if correct_BS is None
+            else torch.stack((losses_BS, correct_BS.to(losses_BS.dtype)), dim=-1)
+        )
 
     def logits(self, x_BSE: Tensor) -> Tensor:
         """[B, S, V] in `accumulation_dtype`, not chunked: for few tokens."""
-        product_BSV: Tensor = self.proj(self.norm(x_BSE)).to(accumulation_dtype(x_BSE.dtype), copy=True)
+        product_BSV: Tensor = self.proj(self.norm(x_BSE)).to(
+            accumulation_dtype(x_BSE.dtype), copy=True
+        )
         return self.transform.apply(product_BSV)[0]

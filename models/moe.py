@@ -1,15 +1,17 @@
-"""Mixture of experts (Shazeer et al., 2017): a router gives each token to `top_k` experts, and none is dropped.
+"""Mixture of experts (Shazeer et al., 2017): a router gives each token to `top_k` experts, and
+none is dropped.
 
     x --> router ------> chosen experts, their weights
       --> dispatch ----> rows, sorted by expert --> experts, times the weight --> combine --> + shared expert
 
-The router computes in `accumulation_dtype`. Equal scores are ordered by index. Experts are chosen for all tiles of a
-layer at once, so that ranks exchange their counts, and the host waits for them, once per layer and only in the forward
-pass: the backward pass uses the same choice. The host waits for nothing where rows stay on a rank and one kernel takes
-the groups of all experts (`models/row_groups.py`).
+The router computes in `accumulation_dtype`. Equal scores are ordered by index. Experts are chosen
+for all tiles of a layer at once, so that ranks exchange their counts, and the host waits for them,
+once per layer and only in the forward pass: the backward pass uses the same choice. The host waits
+for nothing where rows stay on a rank and one kernel takes the groups of all experts
+(`models/row_groups.py`).
 
-Shape suffixes, of a tile: B batch, S tokens of this rank, N all of them, E model dim, X experts, K experts of a token,
-P places of rows of this rank's experts.
+Shape suffixes, of a tile: B batch, S tokens of this rank, N all of them, E model dim, X experts, K
+experts of a token, P places of rows of this rank's experts.
 """
 
 from __future__ import annotations
@@ -44,11 +46,18 @@ class RouterStep:
     balance_loss: float = 0.0
     """Weight of the load-balance loss."""
     balances_sequences: bool = False
-    """Whether that is the mean over sequences, each by its own load; else by the load of the whole step before."""
+    """Whether that is the mean over sequences, each by its own load; else by the load of the whole
+    step before.
+    """
     z_loss: float = 0.0
-    """Weight of the mean squared log-sum-exp of the router's logits (ST-MoE, Zoph et al., 2022)."""
+    """Weight of the mean squared log-sum-exp of the router's logits (ST-MoE, Zoph et al.,
+    2022).
+    """
     num_targets: Tensor | None = None
-    """Tokens of the step that have a target. None outside of training: nothing is counted, and there are no losses."""
+    """Tokens of the step that have a target.
+
+    None outside of training: nothing is counted, and there are no losses.
+    """
     is_target: Tensor | None = None
     """[B, T], of the micro-batch whose forward pass runs."""
 
@@ -64,7 +73,9 @@ class TileRouting(NamedTuple):
     """[N, K]."""
     rows: Rows
     share: Tensor | None = None
-    """[N], of each token in the means of a step: 1 / number of targets, or 0; None outside of training."""
+    """[N], of each token in the means of a step: 1 / number of targets, or 0; None outside of
+    training.
+    """
     load: Tensor | None = None
     """[N, X], load of each expert, as the balance loss takes it: 1 is the mean."""
 
@@ -74,11 +85,15 @@ class MixtureOfExperts(SublayerModule):
 
     def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
         super().__init__(config, kind)
-        self.config, self.activation = config, kind.activation
+        self.config = config
+        self.activation = kind.activation
         self.dispatcher: TokenDispatcher = LocalDispatcher()
         self.step = RouterStep()
         self.compile_piece: CompilePiece | None = None
-        """Compiles what experts compute between their products; None: torch's operators. `training.compile` sets it."""
+        """Compiles what experts compute between their products; None: torch's operators.
+
+        `training.compile` sets it.
+        """
         self.statistics: Tensor | None = None
         """Sums over the tokens of the step on this rank; see `router_statistics`."""
 
@@ -94,8 +109,11 @@ class MixtureOfExperts(SublayerModule):
         return self.mix(x_BSE, logits_BSX, routing, weights)
 
     def bytes_per_token(self, itemsize: int) -> int:
-        config = self.config  # Between passes, FSDP may hold a part of each expert.
-        return bytes_per_token(config.dim, config.expert_dim // self.dispatcher.tp_degree, itemsize, rows=config.top_k)
+        # Between passes, FSDP may hold a part of each expert.
+        config = self.config
+        return bytes_per_token(
+            config.dim, config.expert_dim // self.dispatcher.tp_degree, itemsize, rows=config.top_k
+        )
 
     # ---- the router
 
@@ -103,7 +121,9 @@ class MixtureOfExperts(SublayerModule):
         dtype = accumulation_dtype(x_BSE.dtype)
         bias_X = weights.get("router.bias")
         return F.linear(
-            x_BSE.to(dtype), weights["router.weight"].to(dtype), None if bias_X is None else bias_X.to(dtype)
+            x_BSE.to(dtype),
+            weights["router.weight"].to(dtype),
+            None if bias_X is None else bias_X.to(dtype),
         )
 
     def scores(self, logits_NX: Tensor) -> Tensor:
@@ -111,7 +131,8 @@ class MixtureOfExperts(SublayerModule):
 
     def choose(self, logits_NX: Tensor) -> Tensor:
         """The experts of each token [N, K], best first, and equal ones by index."""
-        scores_NX, config = self.scores(logits_NX), self.config
+        scores_NX = self.scores(logits_NX)
+        config = self.config
         if (bias_X := self._buffers.get("correction_bias")) is not None:
             scores_NX = scores_NX + bias_X
         if config.expert_groups > 1:
@@ -126,13 +147,20 @@ class MixtureOfExperts(SublayerModule):
 
     @torch.no_grad()
     def route(self, logits_BSX: Sequence[Tensor], dtype: torch.dtype) -> list[TileRouting]:
-        """Chooses the experts of every tile of a layer, which compute in `dtype`. Collective; the host may wait."""
+        """Chooses the experts of every tile of a layer, which compute in `dtype`.
+
+        Collective; the host may wait.
+        """
         experts = [self.choose(logits.flatten(0, 1)) for logits in logits_BSX]
-        rows = self.dispatcher.rows(experts, self.config.num_experts, padded=has_grouped_product(experts[0], dtype))
-        is_target, num_targets = self.step.is_target, self.step.num_targets
+        rows = self.dispatcher.rows(
+            experts, self.config.num_experts, padded=has_grouped_product(experts[0], dtype)
+        )
+        is_target = self.step.is_target
+        num_targets = self.step.num_targets
         if is_target is None or num_targets is None:
             return [*map(TileRouting, experts, rows)]
-        lengths, sum_dtype = [logits.shape[1] for logits in logits_BSX], logits_BSX[0].dtype
+        lengths = [logits.shape[1] for logits in logits_BSX]
+        sum_dtype = logits_BSX[0].dtype
         own_BS = is_target.split(sum(lengths), dim=1)[self.dispatcher.tp_rank].double()
         targets_BS = own_BS.split(lengths, dim=1)
         by_sequence = [*map(self._counts, experts, targets_BS)]
@@ -151,17 +179,23 @@ class MixtureOfExperts(SublayerModule):
     def _loads(self, counts_BX: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """[N, X] for each tile of these lengths."""
         if not self.step.balances_sequences:
-            return [self.get_buffer("last_load").expand(len(counts_BX) * length, -1) for length in lengths]
+            return [
+                self.get_buffer("last_load").expand(len(counts_BX) * length, -1)
+                for length in lengths
+            ]
         counts_BX = self.dispatcher.sum_over_sequence(counts_BX.clone())
         load_BX = counts_BX / counts_BX.mean(-1, keepdim=True).clamp(min=SUM_FLOOR)
         return [load_BX.repeat_interleave(length, dim=0) for length in lengths]
 
     def expert_weights(self, logits_NX: Tensor, routing: TileRouting) -> Tensor:
         """[N, K]; losses of the router add their gradients here."""
-        scores_NX, config = self.scores(logits_NX), self.config
+        scores_NX = self.scores(logits_NX)
+        config = self.config
         weight_NK = scores_NX.gather(1, routing.experts)
         if config.normalize_top_k:
-            weight_NK = weight_NK / (weight_NK.sum(-1, keepdim=True) + SUM_FLOOR * (config.router == "sigmoid"))
+            weight_NK = weight_NK / (
+                weight_NK.sum(-1, keepdim=True) + SUM_FLOOR * (config.router == "sigmoid")
+            )
         if config.router_scaling != 1:
             weight_NK = weight_NK * config.router_scaling
         step = self.step
@@ -169,7 +203,9 @@ class MixtureOfExperts(SublayerModule):
             return weight_NK
         balance = (routing.share * (routing.load * probabilities(scores_NX)).sum(-1)).sum()
         z = (routing.share * logits_NX.logsumexp(-1).square()).sum()
-        attached_NK: Tensor = AttachLoss.apply(weight_NK, step.balance_loss * balance + step.z_loss * z)
+        attached_NK: Tensor = AttachLoss.apply(
+            weight_NK, step.balance_loss * balance + step.z_loss * z
+        )
         return attached_NK
 
     # ---- statistics of a step
@@ -179,12 +215,15 @@ class MixtureOfExperts(SublayerModule):
         load_X = self.get_buffer("last_load")
         self.statistics = load_X.new_zeros(router_statistics(len(load_X)), dtype=torch.float64)
 
-    def _add_statistics(self, counts_X: Tensor, logits_BSX: Sequence[Tensor], targets_BS: Sequence[Tensor]) -> None:
+    def _add_statistics(
+        self, counts_X: Tensor, logits_BSX: Sequence[Tensor], targets_BS: Sequence[Tensor]
+    ) -> None:
         if self.statistics is None:
             return
         self.statistics[: len(counts_X)] += counts_X
         for logits, target in zip(logits_BSX, targets_BS, strict=True):
-            logits_NX, target_N = logits.flatten(0, 1), target.flatten()
+            logits_NX = logits.flatten(0, 1)
+            target_N = target.flatten()
             share_NX = probabilities(self.scores(logits_NX)).double()
             entropy_N = -share_NX.xlogy(share_NX).sum(-1)
             z_N = logits_NX.double().logsumexp(-1).square()
@@ -194,17 +233,27 @@ class MixtureOfExperts(SublayerModule):
     # ---- the experts
 
     def mix(
-        self, x_BSE: Tensor, logits_BSX: Tensor, routing: TileRouting, weights: Weights, *, needs_output: bool = True
+        self,
+        x_BSE: Tensor,
+        logits_BSX: Tensor,
+        routing: TileRouting,
+        weights: Weights,
+        *,
+        needs_output: bool = True,
     ) -> Tensor:
         """[B, S, E]. Without `needs_output` it only carries gradients. Collective."""
-        x_NE, dispatcher, rows = x_BSE.flatten(0, 1), self.dispatcher, routing.rows
+        x_NE = x_BSE.flatten(0, 1)
+        dispatcher = self.dispatcher
+        rows = routing.rows
         weight_NK = self.expert_weights(logits_BSX.flatten(0, 1), routing)
         pending = dispatcher.dispatch(x_NE, weight_NK, rows)
         shared_NE = self._shared(x_NE, weights, needs_output=needs_output)
         row_PE, weight_P = dispatcher.wait(pending, rows)
         del pending
         parameters = {name.removeprefix("experts."): each for name, each in weights.items()}
-        options = Options(self.activation, 1 / dispatcher.tp_degree, needs_output, self.compile_piece)
+        options = Options(
+            self.activation, 1 / dispatcher.tp_degree, needs_output, self.compile_piece
+        )
         out_PE = run_experts(row_PE, weight_P, rows.groups, parameters, options)
         out_NE = dispatcher.combine(out_PE, rows, is_needed=needs_output)
         out_NE = out_NE if shared_NE is None else out_NE + shared_NE
@@ -214,7 +263,8 @@ class MixtureOfExperts(SublayerModule):
 
     def _shared(self, x_NE: Tensor, weights: Weights, *, needs_output: bool) -> Tensor | None:
         """Of the shared expert, if there is one."""
-        prefix, suffix = "shared_", ".weight"
+        prefix = "shared_"
+        suffix = ".weight"
         parameters = {
             name.removeprefix(prefix).removesuffix(suffix): each[None]
             for name, each in weights.items()
@@ -224,14 +274,18 @@ class MixtureOfExperts(SublayerModule):
             return None
 
         def run(x_TE: Tensor) -> Tensor:
-            options = Options(self.activation, needs_output=needs_output, compile_piece=self.compile_piece)
+            options = Options(
+                self.activation, needs_output=needs_output, compile_piece=self.compile_piece
+            )
             return run_experts(x_TE, None, RowGroups([len(x_TE)]), parameters, options)
 
         return self.dispatcher.shared(x_NE, run, is_needed=needs_output)
 
 
 def router_statistics(num_experts: int) -> int:
-    """Number of sums: tokens of each expert, probability of each, then entropy and squared log-sum-exp."""
+    """Number of sums: tokens of each expert, probability of each, then entropy and squared
+    log-sum-exp.
+    """
     return 2 * num_experts + 2
 
 

@@ -1,7 +1,9 @@
-"""MXFP4 weights (OCP Microscaling 1.0), as gpt-oss is published: 4-bit floats with an 8-bit exponent for each 32.
+"""MXFP4 weights (OCP Microscaling 1.0), as gpt-oss is published: 4-bit floats with an 8-bit
+exponent for each 32.
 
-Two tensors stand for a weight [experts, outputs, inputs]: `_blocks` [experts, outputs, inputs / 32, 16], two numbers in
-a byte, the lower half first; and `_scales` [experts, outputs, inputs / 32].
+Two tensors stand for a weight [experts, outputs, inputs]: `_blocks` [experts, outputs, inputs /
+32, 16], two numbers in a byte, the lower half first; and `_scales` [experts, outputs, inputs /
+32].
 """
 
 from __future__ import annotations
@@ -12,8 +14,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCKS, SCALES = "_blocks", "_scales"
-BLOCK_SIZE, EXPONENT_BIAS, NAN_SCALE = 32, 127, 255
+BLOCKS = "_blocks"
+SCALES = "_scales"
+BLOCK_SIZE = 32
+EXPONENT_BIAS = 127
+NAN_SCALE = 255
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the lower three bits; the fourth is the sign."""
 
@@ -36,7 +41,9 @@ def block_range(inputs: range) -> range:
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """float32 [experts, outputs, inputs]; exact, infinite where float32 is, and NaN for a scale of 255."""
+    """float32 [experts, outputs, inputs]; exact, infinite where float32 is, and NaN for a scale of
+    255.
+    """
     import torch
 
     values = torch.tensor([*VALUES, *(-value for value in VALUES)], device=blocks.device)

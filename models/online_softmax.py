@@ -1,6 +1,8 @@
-"""Attention from results over parts of the keys: merging them, and the sink that takes part in the softmax's sum.
+"""Attention from results over parts of the keys: merging them, and the sink that takes part in the
+softmax's sum.
 
-Shape suffixes: X query tokens (all sequences of a batch concatenated), P tokens of a part, N query heads, H head dim.
+Shape suffixes: X query tokens (all sequences of a batch concatenated), P tokens of a part, N query
+heads, H head dim.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from models.tiling import each_chunk
 
 
 class OnlineSoftmax:
-    """Output [X, N, H] and log-sum-exp [N, X] over the keys merged so far, in `accumulation_dtype`.
+    """Output [X, N, H] and log-sum-exp [N, X] over the keys merged so far, in
+    `accumulation_dtype`.
 
-    A partial result (out', lse') has weight w = sigmoid(lse' - lse) and is merged by out += w (out' - out). This neither
-    overflows nor loses precision, however far apart the two are; online softmax (Milakov & Gimelshein, 2018).
+    A partial result (out', lse') has weight w = sigmoid(lse' - lse) and is merged by out += w
+    (out' - out). This neither overflows nor loses precision, however far apart the two are; online
+    softmax (Milakov & Gimelshein, 2018).
     """
 
     def __init__(self, out_XNH: Tensor, lse_NX: Tensor) -> None:
@@ -34,9 +38,12 @@ class OnlineSoftmax:
 
     def merge(self, queries: TokenIndex, out_PNH: Tensor, lse_NP: Tensor) -> None:
         """Merges the result of some queries over further keys; an lse of -inf means no keys."""
-        out, lse = self.out_XNH[queries], self.lse_NX[:, queries]
+        out = self.out_XNH[queries]
+        lse = self.lse_NX[:, queries]
         weight_NP = torch.where(lse_NP == -torch.inf, 0.0, torch.sigmoid(lse_NP - lse))
-        self.out_XNH[queries] = out.lerp_(out_PNH.to(out.dtype), weight_NP.T.unsqueeze(-1).to(out.dtype).contiguous())
+        self.out_XNH[queries] = out.lerp_(
+            out_PNH.to(out.dtype), weight_NP.T.unsqueeze(-1).to(out.dtype).contiguous()
+        )
         self.lse_NX[:, queries] = torch.logaddexp(lse, lse_NP)
 
 
@@ -45,9 +52,11 @@ SINK_TOKENS = 4096
 
 
 def add_sink(out_XNH: Tensor, lse_NX: Tensor, sink_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp with one more logit per head, which has no value (gpt-oss, OpenAI, 2025).
+    """Output and log-sum-exp with one more logit per head, which has no value (gpt-oss, OpenAI,
+    2025).
 
-    For the result over *all* keys. With what this returns, the gradients of Q, K and V are those of plain attention.
+    For the result over *all* keys. With what this returns, the gradients of Q, K and V are those
+    of plain attention.
     """
     sink_N1 = sink_N.to(lse_NX.dtype).unsqueeze(1)
     weight_XN1 = torch.sigmoid(lse_NX - sink_N1).T.unsqueeze(-1)
@@ -59,7 +68,9 @@ def sink_grad(grad_XNH: Tensor, out_XNH: Tensor, lse_NX: Tensor, sink_N: Tensor)
     dtype = accumulation_dtype(sink_N.dtype)
     total_N = torch.zeros_like(sink_N, dtype=dtype)
     for chunk in each_chunk(len(grad_XNH), SINK_TOKENS):
-        grad, out, lse = grad_XNH[chunk], out_XNH[chunk], lse_NX[:, chunk]
+        grad = grad_XNH[chunk]
+        out = out_XNH[chunk]
+        lse = lse_NX[:, chunk]
         weight_NP = (sink_N.to(lse.dtype).unsqueeze(1) - lse).exp()
         total_N -= (weight_NP * (grad.to(dtype) * out).sum(-1).T).sum(1)
     return total_N

@@ -1,4 +1,6 @@
-"""Model presets by family and size: the published configurations, and a small "debug" size for tests and first runs."""
+"""Model presets by family and size: the published configurations, and a small "debug" size for
+tests and first runs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from models.layers import LayerKind
 from models.rope_config import RopeConfig
 
 COLUMNS = ("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
-QWEN2_5: dict[str, Any] = {"model_type": "qwen2", "qkv_bias": True, "rope": RopeConfig(theta=1_000_000.0)}
+QWEN2_5: dict[str, Any] = {
+    "model_type": "qwen2",
+    "qkv_bias": True,
+    "rope": RopeConfig(theta=1_000_000.0),
+}
 MISTRAL: dict[str, Any] = {"model_type": "mistral", "norm_eps": 1e-5}
 EXPERT_COLUMNS = (*COLUMNS, "num_experts", "top_k", "expert_dim")
 MIXTRAL: dict[str, Any] = {
@@ -35,11 +41,20 @@ GEMMA = LayerKind(norms="sandwich", qk_norm=True, activation="gelu_tanh")
 
 
 def _gemma3(
-    sizes: dict[str, tuple[int, ...]], *, window: int, vocab_size: int = 262_208, factor: float = 8.0, **common: Any
+    sizes: dict[str, tuple[int, ...]],
+    *,
+    window: int,
+    vocab_size: int = 262_208,
+    factor: float = 8.0,
+    **common: Any,
 ) -> dict[str, ModelConfig]:
     """Five layers with a window and a rotary embedding of their own, then one without."""
     local = replace(GEMMA, window=window, rope="local")
-    rope = RopeConfig(theta=1_000_000.0, kind="linear", factor=factor) if factor > 1 else RopeConfig(theta=1_000_000.0)
+    rope = (
+        RopeConfig(theta=1_000_000.0, kind="linear", factor=factor)
+        if factor > 1
+        else RopeConfig(theta=1_000_000.0)
+    )
     return {
         name: replace(model, embedding_multiplier=model.dim**0.5)
         for name, model in _family(
@@ -77,7 +92,11 @@ def _glm4_moe(
 
 
 def _family(
-    sizes: dict[str, tuple[int, ...]], *, vocab_size: int, tied: Collection[str] = (), **common: Any
+    sizes: dict[str, tuple[int, ...]],
+    *,
+    vocab_size: int,
+    tied: Collection[str] = (),
+    **common: Any,
 ) -> dict[str, ModelConfig]:
     return {
         size: ModelConfig(
@@ -139,7 +158,8 @@ FAMILIES: dict[str, dict[str, ModelConfig]] = {
         **QWEN2_5,
     )
     | _family({"7b": (3584, 28, 28, 4, 128, 18_944)}, vocab_size=152_064, norm_eps=1e-6, **QWEN2_5)
-    | _family(  # The instruction-tuned models of these sizes have norm_eps = 1e-6.
+    # The instruction-tuned models of these sizes have norm_eps = 1e-6.
+    | _family(
         {
             "14b": (5120, 48, 40, 8, 128, 13_824),
             "32b": (5120, 64, 40, 8, 128, 27_648),
@@ -166,7 +186,9 @@ FAMILIES: dict[str, dict[str, ModelConfig]] = {
         qk_norm=True,
         rope=RopeConfig(theta=1_000_000.0),
     ),
-    "mistral": _family({"7b-v0.1": (4096, 32, 32, 8, 128, 14_336)}, vocab_size=32_000, window=4096, **MISTRAL)
+    "mistral": _family(
+        {"7b-v0.1": (4096, 32, 32, 8, 128, 14_336)}, vocab_size=32_000, window=4096, **MISTRAL
+    )
     | _family(
         {"7b": (4096, 32, 32, 8, 128, 14_336), "small-22b": (6144, 56, 48, 8, 128, 16_384)},
         vocab_size=32_768,
@@ -219,7 +241,9 @@ FAMILIES: dict[str, dict[str, ModelConfig]] = {
     ),
     "gemma3": _gemma3({"debug": (256, 6, 8, 4, 32, 704)}, window=256, factor=1.0)
     | _gemma3({"1b": (1152, 26, 4, 1, 256, 6912)}, window=512, vocab_size=262_144, factor=1.0)
-    | _gemma3({"4b": (2560, 34, 8, 4, 256, 10_240), "12b": (3840, 48, 16, 8, 256, 15_360)}, window=1024)
+    | _gemma3(
+        {"4b": (2560, 34, 8, 4, 256, 10_240), "12b": (3840, 48, 16, 8, 256, 15_360)}, window=1024
+    )
     | _gemma3({"27b": (5376, 62, 32, 16, 128, 21_504)}, window=1024, attention_scale=168**-0.5),
     "qwen3_moe": _family(
         {
@@ -234,8 +258,12 @@ FAMILIES: dict[str, dict[str, ModelConfig]] = {
         qk_norm=True,
         rope=RopeConfig(theta=1_000_000.0),
     ),
-    "mixtral": _family({"8x7b": (4096, 32, 32, 8, 128, 14_336, 8, 2, 14_336)}, vocab_size=32_000, **MIXTRAL)
-    | _family({"8x22b": (6144, 56, 48, 8, 128, 16_384, 8, 2, 16_384)}, vocab_size=32_768, **MIXTRAL),
+    "mixtral": _family(
+        {"8x7b": (4096, 32, 32, 8, 128, 14_336, 8, 2, 14_336)}, vocab_size=32_000, **MIXTRAL
+    )
+    | _family(
+        {"8x22b": (6144, 56, 48, 8, 128, 16_384, 8, 2, 16_384)}, vocab_size=32_768, **MIXTRAL
+    ),
     "olmoe": _family(
         {"1b-7b": (2048, 16, 16, 16, 128, 1024, 64, 8, 1024)},
         vocab_size=50_304,
@@ -255,8 +283,18 @@ FAMILIES: dict[str, dict[str, ModelConfig]] = {
         model_type="gpt_oss",
         # Layers with a window of 128 and without one take turns.
         layers=(replace(GPT_OSS, window=128), GPT_OSS),
-        rope=RopeConfig(theta=150_000.0, kind="yarn", factor=32.0, original_length=4096, truncate=False),
+        rope=RopeConfig(
+            theta=150_000.0, kind="yarn", factor=32.0, original_length=4096, truncate=False
+        ),
     ),
-    "glm4_moe": _glm4_moe("4.5", (5120, 92, 96, 8, 128, 12_288, 160, 8, 1536), dense=3, qk_norm=True, scaling=2.5)
-    | _glm4_moe("4.5-air", (4096, 46, 96, 8, 128, 10_944, 128, 8, 1408), dense=1, qk_norm=False, scaling=1.0),
+    "glm4_moe": _glm4_moe(
+        "4.5", (5120, 92, 96, 8, 128, 12_288, 160, 8, 1536), dense=3, qk_norm=True, scaling=2.5
+    )
+    | _glm4_moe(
+        "4.5-air",
+        (4096, 46, 96, 8, 128, 10_944, 128, 8, 1408),
+        dense=1,
+        qk_norm=False,
+        scaling=1.0,
+    ),
 }

@@ -1,4 +1,6 @@
-"""Ranges of tokens as int64 tensors on the host: a sequence may have a hundred thousand, too many for Python."""
+"""Ranges of tokens as int64 tensors on the host: a sequence may have a hundred thousand, too many
+for Python.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,18 @@ def concatenated_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def cut_ranges(starts: Tensor, lengths: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cuts ranges at `bounds`, which ascend and enclose them: (number of the interval, start, length) of each part.
+    """Cuts ranges at `bounds`, which ascend and enclose them: (number of the interval, start,
+    length) of each part.
 
     bounds 0 4 6 10    ranges 2-5, 6-8    parts 2-4, 4-5, 6-8    of intervals 0, 1, 2
     """
     ends = starts + lengths
     first = torch.searchsorted(bounds, starts, right=True) - 1
     counts = (torch.searchsorted(bounds, ends) - first).clamp(min=0)
-    interval, number = concatenated_ranges(first, counts), torch.repeat_interleave(counts)
-    start, end = torch.maximum(starts[number], bounds[interval]), torch.minimum(ends[number], bounds[interval + 1])
+    interval = concatenated_ranges(first, counts)
+    number = torch.repeat_interleave(counts)
+    start = torch.maximum(starts[number], bounds[interval])
+    end = torch.minimum(ends[number], bounds[interval + 1])
     return interval[start < end], start[start < end], (end - start)[start < end]
 
 

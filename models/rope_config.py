@@ -10,7 +10,14 @@ ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_length"),
-    "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+    "yarn": (
+        "factor",
+        "original_length",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+    ),
     "longrope": ("factor", "original_length", "short_factors", "long_factors", "attention_factor"),
 }
 """The fields that each `rope.kind` uses in addition to theta and precision."""
@@ -21,7 +28,9 @@ EXCLUSIVE_MINIMUMS = {"theta": 1, "factor": 1, "original_length": 1} | dict.from
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al., 2021) and its context-extension scaling; see `models/rope_scaling.py`."""
+    """Rotary position embedding (Su et al., 2021) and its context-extension scaling; see
+    `models/rope_scaling.py`.
+    """
 
     kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     theta: float = 10_000.0
@@ -56,16 +65,21 @@ class RopeConfig:
             if low in values and not values[low] < values[high]
         ]
         for key in ("short_factors", "long_factors") if self.kind == "longrope" else ():
-            count, half = len(values[key]), self.rotary_dim(head_dim) // 2
+            count = len(values[key])
+            half = self.rotary_dim(head_dim) // 2
             if count != half:
                 problems.append(
                     f"{section}.{key} has {count} values, and must have {half}: half of model.head_dim = {head_dim}"
                 )
             if any(not factor > 0 for factor in values[key]):
-                problems.append(f"{section}.{key} holds {min(values[key])}; every factor must be above 0")
+                problems.append(
+                    f"{section}.{key} holds {min(values[key])}; every factor must be above 0"
+                )
         if (rotated := self.rotary_dim(head_dim)) % 2 or rotated < 2:
             part = "" if self.partial == 1 else f" * {section}.partial = {self.partial}"
-            problems.append(f"model.head_dim = {head_dim}{part} must be even: rotary embedding rotates pairs")
+            problems.append(
+                f"model.head_dim = {head_dim}{part} must be even: rotary embedding rotates pairs"
+            )
         return problems
 
     def unused_keys(self, keys: Iterable[str], *, section: str = "model.rope") -> list[str]:
@@ -74,5 +88,7 @@ class RopeConfig:
         for key in keys:
             kinds = " or ".join(f'"{kind}"' for kind, used in ROPE_FIELDS.items() if key in used)
             if kinds and key not in ROPE_FIELDS[self.kind]:
-                problems.append(f'{section}.{key} is only used with {section}.kind = {kinds}, not "{self.kind}"')
+                problems.append(
+                    f'{section}.{key} is only used with {section}.kind = {kinds}, not "{self.kind}"'
+                )
         return problems

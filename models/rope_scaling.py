@@ -1,9 +1,10 @@
 """Rotary frequencies and their scaling for context extension, without torch.
 
-Frequency i is 1 / theta ** (2 i / head_dim), in radians per position. Scaling extends the context from L to s L tokens:
-every frequency by s (`linear`, Chen et al., 2023), by wavelength (`llama3`, Llama 3.1's release), by the number of
-rotations within L (`yarn`, Peng et al., 2023), or by a factor per frequency (`longrope`, Ding et al., 2024). The last two
-also multiply cosine and sine by the attention factor, and therefore the scores by its square.
+Frequency i is 1 / theta ** (2 i / head_dim), in radians per position. Scaling extends the context
+from L to s L tokens: every frequency by s (`linear`, Chen et al., 2023), by wavelength (`llama3`,
+Llama 3.1's release), by the number of rotations within L (`yarn`, Peng et al., 2023), or by a
+factor per frequency (`longrope`, Ding et al., 2024). The last two also multiply cosine and sine by
+the attention factor, and therefore the scores by its square.
 """
 
 from __future__ import annotations
@@ -20,26 +21,40 @@ from models.rope_config import RopeConfig
 def frequencies(config: RopeConfig, head_dim: int, *, seq_len: int) -> list[float]:
     """Radians per position, for sequences of `seq_len` tokens."""
     indices = range(head_dim // 2)
-    return scale_frequencies(config, [config.theta ** (2 * i / head_dim) for i in indices], indices, seq_len=seq_len)
+    return scale_frequencies(
+        config, [config.theta ** (2 * i / head_dim) for i in indices], indices, seq_len=seq_len
+    )
 
 
-def scale_frequencies(config: RopeConfig, powers: Iterable[Any], indices: Iterable[Any], *, seq_len: int) -> list[Any]:
-    """Scaled frequencies from `powers` (theta ** (2 i / head_dim)) and `indices` (i): floats, or scalar tensors.
+def scale_frequencies(
+    config: RopeConfig, powers: Iterable[Any], indices: Iterable[Any], *, seq_len: int
+) -> list[Any]:
+    """Scaled frequencies from `powers` (theta ** (2 i / head_dim)) and `indices` (i): floats, or
+    scalar tensors.
 
-    The order of operations is Hugging Face's, so that float32 tensors give bitwise the same result.
+    The order of operations is Hugging Face's, so that float32 tensors give bitwise the same
+    result.
     """
-    powers, original_length, factor = list(powers), config.original_length, config.factor
+    powers = list(powers)
+    original_length = config.original_length
+    factor = config.factor
     unscaled = [1 / power for power in powers]
     if config.kind == "linear":
         return [frequency / factor for frequency in unscaled]
     if config.kind == "llama3":
-        low, high = config.low_freq_factor, config.high_freq_factor
-        smooth = [_clamp01((original_length / (2 * math.pi / f) - low) / (high - low)) for f in unscaled]
+        low = config.low_freq_factor
+        high = config.high_freq_factor
+        smooth = [
+            _clamp01((original_length / (2 * math.pi / f) - low) / (high - low)) for f in unscaled
+        ]
         return [(1 - g) * f / factor + g * f for g, f in zip(smooth, unscaled, strict=True)]
     if config.kind == "yarn":
         start, end = yarn_ramp_bounds(config, 2 * len(powers))
         smooth = [1 - _clamp01((index - start) / (end - start)) for index in indices]
-        return [1 / (factor * power) * (1 - g) + 1 / power * g for g, power in zip(smooth, powers, strict=True)]
+        return [
+            1 / (factor * power) * (1 - g) + 1 / power * g
+            for g, power in zip(smooth, powers, strict=True)
+        ]
     if config.kind == "longrope":
         factors = config.long_factors if seq_len > original_length else config.short_factors
         return [1 / (divisor * power) for divisor, power in zip(factors, powers, strict=True)]
@@ -49,12 +64,16 @@ def scale_frequencies(config: RopeConfig, powers: Iterable[Any], indices: Iterab
 def yarn_ramp_bounds(config: RopeConfig, head_dim: int) -> tuple[float, float]:
     """`yarn`: the index where scaling starts, and the index from which it is the full factor."""
     start, end = (
-        head_dim * math.log(config.original_length / (num_rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+        head_dim
+        * math.log(config.original_length / (num_rotations * 2 * math.pi))
+        / (2 * math.log(config.theta))
         for num_rotations in (config.beta_fast, config.beta_slow)
     )
     if config.truncate:
-        start, end = math.floor(start), math.ceil(end)
-    start, end = max(start, 0), min(end, head_dim - 1)
+        start = math.floor(start)
+        end = math.ceil(end)
+    start = max(start, 0)
+    end = min(end, head_dim - 1)
     return start, end + 0.001 * (start == end)
 
 
@@ -71,7 +90,9 @@ def attention_factor(config: RopeConfig) -> float:
 
 
 def rope_summary(model: ModelConfig, seq_len: int) -> str:
-    """One log line that shows a missing context extension: frequencies that complete no rotation in `seq_len`."""
+    """One log line that shows a missing context extension: frequencies that complete no rotation
+    in `seq_len`.
+    """
     rope = model.rope
     freqs = frequencies(rope, model.head_dim, seq_len=seq_len)
     num_partial_rotations = sum(seq_len * frequency < 2 * math.pi for frequency in freqs)

@@ -1,7 +1,7 @@
 """Groups of rows, one for each expert, where torch's grouped product can take them.
 
-The product needs groups that begin at multiples of 8 rows. Rows of padding make them so: copies of some token, whose
-weight is zero, so that they add nothing to any sum.
+The product needs groups that begin at multiples of 8 rows. Rows of padding make them so: copies of
+some token, whose weight is zero, so that they add nothing to any sum.
 
 Shape suffixes: R rows without and P rows with padding, X experts.
 """
@@ -29,7 +29,10 @@ class RowGroups(NamedTuple):
     counts: Sequence[int]
     """Rows of each expert, for a loop over them; empty where one kernel takes all."""
     ends: Tensor | None = None
-    """[X] int32, for that kernel: the row after the last of each expert, on the device. Rows after all belong to none."""
+    """[X] int32, for that kernel: the row after the last of each expert, on the device.
+
+    Rows after all belong to none.
+    """
 
 
 class RowPlaces(NamedTuple):
@@ -48,7 +51,9 @@ class RowPlaces(NamedTuple):
 
 
 def padded_ends(counts_X: Tensor) -> Tensor:
-    """[X]: a group without rows has padding too, because the kernel would leave its weight gradient as it was."""
+    """[X]: a group without rows has padding too, because the kernel would leave its weight
+    gradient as it was.
+    """
     padded_X = (counts_X.clamp(min=1) + (GROUP_ALIGNMENT - 1)) // GROUP_ALIGNMENT * GROUP_ALIGNMENT
     return padded_X.cumsum(0)
 

@@ -1,8 +1,9 @@
-"""The score matrix as rectangular blocks, and a sliding window as blocks that need no mask of their own.
+"""The score matrix as rectangular blocks, and a sliding window as blocks that need no mask of
+their own.
 
-A block covers all pairs of its queries and keys or, if it is square, those of a triangle: `causal` the keys up to each
-query's place, `flipped` those from it on, which is causal attention of both in reversed order. A window of w tokens is
-made of these three:
+A block covers all pairs of its queries and keys or, if it is square, those of a triangle: `causal`
+the keys up to each query's place, `flipped` those from it on, which is causal attention of both in
+reversed order. A window of w tokens is made of these three:
 
     w = 4     keys  0 1 2 3 4 5 6 7
     queries 0       c                   c  causal squares of w tokens
@@ -14,7 +15,8 @@ made of these three:
             6             f c c c
             7               c c c c
 
-Blocks are rows of an int64 tensor on the host: a sequence may have a hundred thousand, too many for Python.
+Blocks are rows of an int64 tensor on the host: a sequence may have a hundred thousand, too many
+for Python.
 
 Shape suffixes: X query tokens and Y key tokens (all sequences of a batch concatenated), R blocks.
 """
@@ -55,9 +57,9 @@ class ScoreBlock(NamedTuple):
 class ScoreBlocks:
     """Blocks of the score matrix; validated once for all layers.
 
-    `scores`: how they are formed. The window is that of causal blocks; only kernels with windows take such blocks, and
-    `without_window` are the same pairs for the others. Raises ValueError for an empty block, and for one that is causal or
-    flipped and not square.
+    `scores`: how they are formed. The window is that of causal blocks; only kernels with windows
+    take such blocks, and `without_window` are the same pairs for the others. Raises ValueError for
+    an empty block, and for one that is causal or flipped and not square.
     """
 
     def __init__(
@@ -67,19 +69,28 @@ class ScoreBlocks:
         causal: bool = False,
         scores: Scores = FULL_SCORES,
     ) -> None:
-        """`blocks`: also int64 [R, 5] on the CPU, the last column a mask's place in `MASKS`. `causal`: all blocks are."""
+        """`blocks`: also int64 [R, 5] on the CPU, the last column a mask's place in `MASKS`.
+
+        `causal`: all blocks are.
+        """
         if not isinstance(blocks, Tensor):
             named = [ScoreBlock(*block) for block in blocks]
             rows = [(*block[:4], CAUSAL if causal else MASKS.index(block.mask)) for block in named]
             blocks = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 5)
         self._rows_R5 = blocks
         q0, q1, k0, k1, mask = blocks.unbind(1)
-        queries, keys = q1 - q0, k1 - k0
-        # The CPU kernel crashes on length zero; kernels disagree on the diagonal of a block that is not square.
+        queries = q1 - q0
+        keys = k1 - k0
+        # The CPU kernel crashes on length zero; kernels disagree on the diagonal of a block that
+        # is not square.
         if rows := blocks[torch.minimum(queries, keys) <= 0].tolist():
-            raise ValueError(f"{_named(rows[0])} is empty: attention needs at least one query and one key")
+            raise ValueError(
+                f"{_named(rows[0])} is empty: attention needs at least one query and one key"
+            )
         if rows := blocks[(mask != FULL) & (queries != keys)].tolist():
-            raise ValueError(f"{_named(rows[0])} is {MASKS[rows[0][4]]}, and must have as many queries as keys")
+            raise ValueError(
+                f"{_named(rows[0])} is {MASKS[rows[0][4]]}, and must have as many queries as keys"
+            )
         self._is_long = torch.zeros_like(mask, dtype=torch.bool)
         """Causal, and longer than the window."""
         if scores.window is not None:
@@ -102,9 +113,15 @@ class ScoreBlocks:
 
     @cached_property
     def disjoint_tokens(self) -> tuple[int, int] | None:
-        """How many queries and keys the blocks have, if none of them is in two, or reversed: results of a block are final."""
-        queries_R2, keys_R2, mask_R = self._rows_R5[:, :2], self._rows_R5[:, 2:4], self._rows_R5[:, 4]
-        overlaps = (bool(_places_in_overlaps(ranges_R2).any()) for ranges_R2 in (queries_R2, keys_R2))
+        """How many queries and keys the blocks have, if none of them is in two, or reversed:
+        results of a block are final.
+        """
+        queries_R2 = self._rows_R5[:, :2]
+        keys_R2 = self._rows_R5[:, 2:4]
+        mask_R = self._rows_R5[:, 4]
+        overlaps = (
+            bool(_places_in_overlaps(ranges_R2).any()) for ranges_R2 in (queries_R2, keys_R2)
+        )
         if bool((mask_R == FLIPPED).any()) or any(overlaps):
             return None
         return int(queries_R2.diff().sum()), int(keys_R2.diff().sum())
@@ -116,10 +133,11 @@ class ScoreBlocks:
 
     @cached_property
     def short_and_long(self) -> tuple[ScoreBlocks, ScoreBlocks]:
-        """(blocks for calls of many, blocks that are worth a call each). With a window all are short.
+        """(blocks for calls of many, blocks that are worth a call each). With a window all are
+        short.
 
-        Of the long ones, a rectangle has lengths for which kernels have plans; a causal block need not have them, because
-        a longer call gives the same results.
+        Of the long ones, a rectangle has lengths for which kernels have plans; a causal block need
+        not have them, because a longer call gives the same results.
         """
         if self.window is not None:
             return self, self._of(self._rows_R5[:0])
@@ -150,14 +168,21 @@ class ScoreBlocks:
         counts = (q1 - q0 + self.window - 1) // self.window
         start = concatenated_ranges(torch.zeros_like(counts), counts) * self.window
         shift_P2 = torch.stack((q0, k0), dim=1).repeat_interleave(counts, dim=0)
-        strips_P2 = torch.stack((start, torch.minimum(start + self.window, (q1 - q0).repeat_interleave(counts))), dim=1)
+        strips_P2 = torch.stack(
+            (start, torch.minimum(start + self.window, (q1 - q0).repeat_interleave(counts))), dim=1
+        )
         squares = block_rows(strips_P2 + shift_P2[:, :1], strips_P2 + shift_P2[:, 1:], CAUSAL)
-        later, keys_P2 = start > 0, torch.stack((start - self.window, start), dim=1)
-        before = rows_before(strips_P2[later], keys_P2[later], self.window, shift_P2=shift_P2[later])
+        later = start > 0
+        keys_P2 = torch.stack((start - self.window, start), dim=1)
+        before = rows_before(
+            strips_P2[later], keys_P2[later], self.window, shift_P2=shift_P2[later]
+        )
         return self._of(torch.cat((self._rows_R5[~self._is_long], squares, before)))
 
     def varlen_batches(self, device: torch.device) -> list[VarlenBatch]:
-        """The blocks grouped into varlen calls, within each of which queries and keys are disjoint; cached by device."""
+        """The blocks grouped into varlen calls, within each of which queries and keys are
+        disjoint; cached by device.
+        """
         if device not in self._varlen_batches:
             self._varlen_batches[device] = [batch.to(device) for batch in self.host_varlen_batches]
         return self._varlen_batches[device]
@@ -167,10 +192,14 @@ class ScoreBlocks:
         batches = []
         for mask in range(len(MASKS)):
             rows_R5 = self._rows_R5[self._rows_R5[:, 4] == mask]
-            # Two blocks with queries in common differ in the first, with keys in common in the second.
+            # Two blocks with queries in common differ in the first, with keys in common in the
+            # second.
             places = (_places_in_overlaps(rows_R5[:, :2]), _places_in_overlaps(rows_R5[:, 2:4]))
             call_R = places[0] * len(rows_R5) + places[1]
-            batches += [_varlen_batch(rows_R5[call_R == call], MASKS[mask]) for call in call_R.unique().tolist()]
+            batches += [
+                _varlen_batch(rows_R5[call_R == call], MASKS[mask])
+                for call in call_R.unique().tolist()
+            ]
         return batches
 
 
@@ -191,18 +220,24 @@ def block_rows(queries_R2: Tensor, keys_R2: Tensor, mask: int = FULL) -> Tensor:
 
 
 def document_rows(queries_R2: Tensor, keys_R2: Tensor) -> Tensor:
-    """int64 [R, 5]: all pairs of the queries and the keys of each document, for documents that have both."""
+    """int64 [R, 5]: all pairs of the queries and the keys of each document, for documents that
+    have both.
+    """
     has_both = torch.minimum(queries_R2.diff(), keys_R2.diff()).flatten() > 0
     return block_rows(queries_R2[has_both], keys_R2[has_both])
 
 
-def rows_before(queries_P2: Tensor, keys_P2: Tensor, window: int | None, *, shift_P2: Tensor) -> Tensor:
-    """int64 [R, 5], pair by pair: the blocks of spans [start, end) of a document with spans that end before them.
+def rows_before(
+    queries_P2: Tensor, keys_P2: Tensor, window: int | None, *, shift_P2: Tensor
+) -> Tensor:
+    """int64 [R, 5], pair by pair: the blocks of spans [start, end) of a document with spans that
+    end before them.
 
-    Spans are given by place in the document, which `shift_P2` moves to (query, key) indices. A query sees keys that are
-    less than `window` tokens before it (None: however far).
+    Spans are given by place in the document, which `shift_P2` moves to (query, key) indices. A
+    query sees keys that are less than `window` tokens before it (None: however far).
     """
-    to_query, to_key = shift_P2[:, :1], shift_P2[:, 1:]
+    to_query = shift_P2[:, :1]
+    to_key = shift_P2[:, 1:]
     if window is None:
         return block_rows(queries_P2 + to_query, keys_P2 + to_key)
     (start, stop), (first, end) = queries_P2.unbind(1), keys_P2.unbind(1)
@@ -210,7 +245,8 @@ def rows_before(queries_P2: Tensor, keys_P2: Tensor, window: int | None, *, shif
     # Queries before `sliding` see all keys.
     sliding = torch.minimum(stop, torch.maximum(start, first + window))
     is_triangle = stop - sliding > 1
-    first_of_triangle, end_of_triangle = sliding - window + 1, stop - window + 1
+    first_of_triangle = sliding - window + 1
+    end_of_triangle = stop - window + 1
     rest = torch.where(is_triangle, end_of_triangle, first_of_triangle)
     parts = [
         (start, sliding, first, end, FULL, start < sliding),
@@ -219,7 +255,11 @@ def rows_before(queries_P2: Tensor, keys_P2: Tensor, window: int | None, *, shif
     ]
     rows_P35 = torch.stack(
         [
-            block_rows(torch.stack(part[:2], dim=1) + to_query, torch.stack(part[2:4], dim=1) + to_key, part[4])
+            block_rows(
+                torch.stack(part[:2], dim=1) + to_query,
+                torch.stack(part[2:4], dim=1) + to_key,
+                part[4],
+            )
             for part in parts
         ],
         dim=1,
@@ -231,7 +271,9 @@ def rows_before(queries_P2: Tensor, keys_P2: Tensor, window: int | None, *, shif
 
 
 class VarlenBatch(NamedTuple):
-    """Arguments of one varlen flash attention call; flipped blocks have their tokens in reversed order."""
+    """Arguments of one varlen flash attention call; flipped blocks have their tokens in reversed
+    order.
+    """
 
     queries: TokenIndex
     keys: TokenIndex
@@ -246,17 +288,26 @@ class VarlenBatch(NamedTuple):
         return self[2:6]
 
     def to(self, device: torch.device) -> VarlenBatch:
-        queries, keys = (to_device(x, device) if isinstance(x, Tensor) else x for x in (self.queries, self.keys))
+        queries, keys = (
+            to_device(x, device) if isinstance(x, Tensor) else x for x in (self.queries, self.keys)
+        )
         cu_seqlens = (to_device(self.cu_seqlens_q, device), to_device(self.cu_seqlens_k, device))
-        return VarlenBatch(queries, keys, *cu_seqlens, self.max_seqlen_q, self.max_seqlen_k, self.mask)
+        return VarlenBatch(
+            queries, keys, *cu_seqlens, self.max_seqlen_q, self.max_seqlen_k, self.mask
+        )
 
 
 def _places_in_overlaps(ranges_R2: Tensor) -> Tensor:
-    """int64 [R]: each range's place among those that it overlaps, directly or through others. Equal ones are disjoint."""
+    """int64 [R]: each range's place among those that it overlaps, directly or through others.
+
+    Equal ones are disjoint.
+    """
     start, order = ranges_R2[:, 0].sort(stable=True)
     reached = ranges_R2[order, 1].cummax(0).values
     number = torch.arange(len(order), device="cpu")
-    is_apart = torch.cat((number.new_ones(1, dtype=torch.bool), start[1:] >= reached[:-1]))[: len(order)]
+    is_apart = torch.cat((number.new_ones(1, dtype=torch.bool), start[1:] >= reached[:-1]))[
+        : len(order)
+    ]
     place = torch.empty_like(number)
     place[order] = number - (number * is_apart).cummax(0).values
     return place
@@ -283,5 +334,7 @@ def _varlen_spans(spans_R2: Tensor, *, flip: bool) -> tuple[TokenIndex, Tensor, 
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copies without blocking the host; a copy from pageable memory would wait for the device's queue."""
+    """Copies without blocking the host; a copy from pageable memory would wait for the device's
+    queue.
+    """
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

@@ -1,4 +1,7 @@
-"""The (query, key) pairs of attention: how they are scored, and how many are computed. Imports no torch."""
+"""The (query, key) pairs of attention: how they are scored, and how many are computed.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ Tokens = TypeVar("Tokens", bound=Any)
 
 
 class Scores(NamedTuple):
-    """How a layer's attention forms scores, besides the scale H ** -0.5. Hashable; operators take its fields, in order."""
+    """How a layer's attention forms scores, besides the scale H ** -0.5.
+
+    Hashable; operators take its fields, in order.
+    """
 
     window: int | None = None
     """Keys that a query sees at most, its own included; None: all of its document up to itself."""
@@ -23,7 +29,9 @@ FULL_SCORES = Scores()
 
 
 def causal_pairs(tokens: Tokens, window: int | None = None) -> Tokens:
-    """(query, key) pairs of a document of `tokens`, in which a query sees at most `window` keys, its own included."""
+    """(query, key) pairs of a document of `tokens`, in which a query sees at most `window` keys,
+    its own included.
+    """
     pairs: Tokens = tokens * (tokens + 1) // 2
     if window is None:
         return pairs
@@ -38,4 +46,6 @@ FULL_ATTENTION: Windows = {None: 1}
 
 def mean_pairs(windows: Windows, pairs: Callable[[int | None], float]) -> float:
     """The mean over such layers of what `pairs` gives for a window."""
-    return sum(layers * pairs(window) for window, layers in windows.items()) / sum(windows.values())
+    return sum(layers * pairs(window) for window, layers in windows.items()) / sum(
+        windows.values()
+    )

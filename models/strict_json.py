@@ -9,7 +9,9 @@ from typing import Any, NoReturn
 def load_json(content: bytes | str) -> Any:
     """Raises ValueError with the reason."""
     try:
-        return json.loads(content, object_pairs_hook=_one_value_each, parse_constant=_refuse_constant)
+        return json.loads(
+            content, object_pairs_hook=_one_value_each, parse_constant=_refuse_constant
+        )
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -18,7 +20,9 @@ def _one_value_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict[str, Any]()
     for key, value in pairs:
         if found.setdefault(key, value) != value:
-            raise ValueError(f"{key} is stated twice: {json.dumps(found[key])} and {json.dumps(value)}")
+            raise ValueError(
+                f"{key} is stated twice: {json.dumps(found[key])} and {json.dumps(value)}"
+            )
     return found
 
 

@@ -1,16 +1,18 @@
-"""A half of a block, in the pieces that recomputation, tiles and tensor parallelism act between, and their gradients.
+"""A half of a block, in the pieces that recomputation, tiles and tensor parallelism act between,
+and their gradients.
 
     x --> before --> linears --> inner --> core --> last --> after --> + x
           norm       products    heads,    attention product norm, if
                                  gate      only              it has one
 
-`before`, `inner` and `after` are ordinary forward functions that treat each token by itself, and `inner` of attention
-each head (unless heads are normed together), so that any tile of tokens and group of heads gives the same numbers. They
-take their weights by name. To differentiate one of them alone, `LocalGraph` runs it on detached inputs. Products and
-their gradients, communication and attention are up to the caller (`parallelisms/block_recompute.py`).
+`before`, `inner` and `after` are ordinary forward functions that treat each token by itself, and
+`inner` of attention each head (unless heads are normed together), so that any tile of tokens and
+group of heads gives the same numbers. They take their weights by name. To differentiate one of
+them alone, `LocalGraph` runs it on detached inputs. Products and their gradients, communication
+and attention are up to the caller (`parallelisms/block_recompute.py`).
 
-Shape suffixes: B batch, S tokens of this rank, E model dim, F rotary frequencies, D document boundaries; I inputs and
-O outputs of a linear layer, after any leading dimensions.
+Shape suffixes: B batch, S tokens of this rank, E model dim, F rotary frequencies, D document
+boundaries; I inputs and O outputs of a linear layer, after any leading dimensions.
 """
 
 from __future__ import annotations
@@ -51,7 +53,10 @@ class SublayerModule(nn.Module):
     linears: ClassVar[tuple[str, ...]] = ()
     """The linear layers that take the input."""
     last: ClassVar[str] = ""
-    """The linear layer that gives the output, to which `Sublayer.after` adds its bias. Empty: the sublayer is one piece."""
+    """The linear layer that gives the output, to which `Sublayer.after` adds its bias.
+
+    Empty: the sublayer is one piece.
+    """
 
     def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
         """Adds the linear layers, norms and other parameters that are declared."""
@@ -66,29 +71,42 @@ class SublayerModule(nn.Module):
             (layer, _, attribute), shape = name.rpartition("."), parameter.shape_of(config.sizes)
             if parameter.per_expert:
                 experts = self._modules.setdefault(layer, ExpertWeights())
-                cast(ExpertWeights, experts).register_parameter(attribute, nn.Parameter(torch.empty(shape)))
+                cast(ExpertWeights, experts).register_parameter(
+                    attribute, nn.Parameter(torch.empty(shape))
+                )
             elif not layer:
                 self.register_parameter(name, nn.Parameter(torch.empty(shape)))
             elif attribute == "weight" and parameter.is_matrix:
-                self.add_module(layer, Linear(shape[1], shape[0], bias=f"{layer}.bias" in declared))
+                self.add_module(
+                    layer, Linear(shape[1], shape[0], bias=f"{layer}.bias" in declared)
+                )
             elif attribute == "weight":
                 self.add_module(layer, config_norm(config, *shape))
         for name, buffer in kind.buffers_of(self.module_name).items():
             initial = torch.ones if buffer.initial == "ones" else torch.zeros
-            self.register_buffer(name, initial(buffer.shape_of(config.sizes), dtype=torch.get_default_dtype()))
+            self.register_buffer(
+                name, initial(buffer.shape_of(config.sizes), dtype=torch.get_default_dtype())
+            )
 
-    def inner(self, products: Sequence[Tensor], rotation_2BS1F: Tensor, weights: Weights) -> Sequence[Tensor]:
-        """From the products of `linears`: queries, keys and values for `core`, or the input of `last`."""
+    def inner(
+        self, products: Sequence[Tensor], rotation_2BS1F: Tensor, weights: Weights
+    ) -> Sequence[Tensor]:
+        """From the products of `linears`: queries, keys and values for `core`, or the input of
+        `last`.
+        """
         raise NotImplementedError
 
     def forward(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
         """Without a core. The backward pass runs `inner` again."""
         del boundaries_BD
         weights = local_parameters(self)
-        products, last_EI = self.products(x_BSE, weights), weights[f"{self.last}.weight"]
+        products = self.products(x_BSE, weights)
+        last_EI = weights[f"{self.last}.weight"]
         if torch.compiler.is_compiling():
             return F.linear(self.inner(products, rotation_2BS1F, weights)[0], last_EI)
-        inner_weights = {name: weight for name, weight in weights.items() if not self.is_in_product(name)}
+        inner_weights = {
+            name: weight for name, weight in weights.items() if not self.is_in_product(name)
+        }
         out: Tensor = LinearOfPiece.apply(
             lambda inputs, given: self.inner(inputs, rotation_2BS1F, given),
             (*inner_weights,),
@@ -111,7 +129,9 @@ class SublayerModule(nn.Module):
         return norm.normalize(x, weights[f"{name}.weight"]) if isinstance(norm, RMSNorm) else x
 
     def gathered(self, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """`run(*inputs)` while the weights that FSDP gathers apart from those of the block are gathered."""
+        """`run(*inputs)` while the weights that FSDP gathers apart from those of the block are
+        gathered.
+        """
         experts = self._modules.get("experts")
         return run(*inputs) if experts is None else experts(run, *inputs)
 
@@ -126,7 +146,9 @@ class SublayerModule(nn.Module):
 
 
 class Sublayer:
-    """Attention or feed-forward with its residual connection and a norm of its input, of its output, or of both."""
+    """Attention or feed-forward with its residual connection and a norm of its input, of its
+    output, or of both.
+    """
 
     def __init__(
         self,
@@ -136,9 +158,14 @@ class Sublayer:
         post_norm: RMSNorm | None = None,
         multiplier: float = 1.0,
     ) -> None:
-        self.module, self.norm, self.post_norm, self.multiplier = module, norm, post_norm, multiplier
+        self.module = module
+        self.norm = norm
+        self.post_norm = post_norm
+        self.multiplier = multiplier
         bias = f"{getattr(module, 'last', '')}.bias"
-        self.bias_name = bias if any(name == bias for name, _ in module.named_parameters()) else None
+        self.bias_name = (
+            bias if any(name == bias for name, _ in module.named_parameters()) else None
+        )
         """Of the last product."""
         self.has_after = post_norm is not None or multiplier != 1 or self.bias_name is not None
 
@@ -153,7 +180,9 @@ class Sublayer:
         norms = {"norm.weight": self.norm, "post_norm.weight": self.post_norm}
         weights = {name: local_parameter(norm) for name, norm in norms.items() if norm is not None}
         if self.bias_name is not None:
-            weights[self.bias_name] = local_parameter(self.module.get_submodule(self.module.last), "bias")
+            weights[self.bias_name] = local_parameter(
+                self.module.get_submodule(self.module.last), "bias"
+            )
         return weights
 
     def weights(self) -> dict[str, Tensor]:
@@ -177,18 +206,27 @@ class Sublayer:
 
 
 class LocalGraph:
-    """The autograd graph of `piece(inputs, weights)`, whose results are in `outputs` until `backward`.
+    """The autograd graph of `piece(inputs, weights)`, whose results are in `outputs` until
+    `backward`.
 
-    `weights` are leaves that require gradients. Keeps what the piece saves for its backward pass, except `restorable`:
-    tensors that `backward` can ask for again.
+    `weights` are leaves that require gradients. Keeps what the piece saves for its backward pass,
+    except `restorable`: tensors that `backward` can ask for again.
     """
 
     def __init__(
-        self, piece: Piece, inputs: Sequence[Tensor], weights: Weights, *, restorable: Sequence[Tensor] = ()
+        self,
+        piece: Piece,
+        inputs: Sequence[Tensor],
+        weights: Weights,
+        *,
+        restorable: Sequence[Tensor] = (),
     ) -> None:
         self._weights = weights
         self._hooks = SavedTensorHooks()
-        with torch.enable_grad(), self._hooks.pack_as_index(restorable) if restorable else nullcontext():
+        with (
+            torch.enable_grad(),
+            self._hooks.pack_as_index(restorable) if restorable else nullcontext(),
+        ):
             entered = Enter.apply(_ANCHOR, *inputs)
             outputs = piece(entered, self._weights)
         self._input_edges = [get_gradient_edge(x) for x in entered]
@@ -198,12 +236,19 @@ class LocalGraph:
     def backward(
         self, grads: Sequence[Tensor], restore: Restore | None = None
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Gradients of the inputs, and of the weights that the piece uses; `restore(i)` gives `restorable[i]`."""
-        self.outputs, self._hooks.restore = [], restore
+        """Gradients of the inputs, and of the weights that the piece uses; `restore(i)` gives
+        `restorable[i]`.
+        """
+        self.outputs = []
+        self._hooks.restore = restore
         num_inputs = len(self._input_edges)
         wanted: Any = [*self._input_edges, *self._weights.values()]
         found = torch.autograd.grad(self._output_edges, wanted, [*grads], allow_unused=True)
-        used = {name: grad for name, grad in zip(self._weights, found[num_inputs:], strict=True) if grad is not None}
+        used = {
+            name: grad
+            for name, grad in zip(self._weights, found[num_inputs:], strict=True)
+            if grad is not None
+        }
         return [*found[:num_inputs]], used
 
 
@@ -239,7 +284,10 @@ class SavedTensorHooks:
 
 
 class Enter(torch.autograd.Function):
-    """The inputs of a piece, where its graph begins. Unlike leaves of autograd, the graph does not keep them alive."""
+    """The inputs of a piece, where its graph begins.
+
+    Unlike leaves of autograd, the graph does not keep them alive.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -256,14 +304,18 @@ _ANCHOR = torch.empty(0, requires_grad=True, device="cpu")
 
 
 class LinearOfPiece(torch.autograd.Function):
-    """`F.linear(piece(inputs, weights), weight)`, which saves the inputs and recomputes the piece in the backward pass.
+    """`F.linear(piece(inputs, weights), weight)`, which saves the inputs and recomputes the piece
+    in the backward pass.
 
     `tensors` are the inputs of the piece, then its weights, whose names are `names`.
     """
 
     @staticmethod
-    def forward(ctx: Any, piece: Piece, names: Sequence[str], weight_OI: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.piece, ctx.names = piece, names
+    def forward(
+        ctx: Any, piece: Piece, names: Sequence[str], weight_OI: Tensor, *tensors: Tensor
+    ) -> Tensor:
+        ctx.piece = piece
+        ctx.names = names
         ctx.save_for_backward(weight_OI, *tensors)
         (x_I,) = piece(*_split([x.detach() for x in tensors], names))
         return F.linear(x_I, weight_OI)
@@ -275,7 +327,13 @@ class LinearOfPiece(torch.autograd.Function):
         graph = LocalGraph(ctx.piece, inputs, as_leaves(weights))
         grad_weight_OI = weight_grad(grad_O, graph.outputs.pop())
         input_grads, weight_grads = graph.backward([grad_O @ weight_OI])
-        return None, None, grad_weight_OI, *input_grads, *(weight_grads.get(name) for name in ctx.names)
+        return (
+            None,
+            None,
+            grad_weight_OI,
+            *input_grads,
+            *(weight_grads.get(name) for name in ctx.names),
+        )
 
 
 def as_leaves(weights: Weights) -> dict[str, Tensor]:

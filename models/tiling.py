@@ -1,7 +1,7 @@
 """Tiles and chunks of tokens, loops over them, and sums of weight gradients.
 
-Tiling bounds the transient memory of recomputation (ALST, Bekman et al., 2025). Tokens interact only in attention, so
-every tile length gives exact results.
+Tiling bounds the transient memory of recomputation (ALST, Bekman et al., 2025). Tokens interact
+only in attention, so every tile length gives exact results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from models.dtypes import accumulation_dtype
 
 Part = TypeVar("Part")
 Likeness = Callable[[Any], Hashable]
-"""Equal for parts that take the same operations on tensors of the same shapes, wherever they are in the loop."""
+"""Equal for parts that take the same operations on tensors of the same shapes, wherever they are
+in the loop.
+"""
 Loop = Callable[[Sequence[Any], Likeness], Iterator[Any]]
 
 CompilePiece = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -27,7 +29,9 @@ _loops: list[Loop] = []
 
 
 def split_into_tiles(num_tokens: int, max_tokens: int | None = None) -> list[slice]:
-    """The fewest tiles of at most `max_tokens`, as equal as possible: a small last tile would waste the device."""
+    """The fewest tiles of at most `max_tokens`, as equal as possible: a small last tile would
+    waste the device.
+    """
     count = 1 if max_tokens is None else -(-num_tokens // max(1, max_tokens))
     starts = [-(-num_tokens * index // count) for index in range(count + 1)]
     return [slice(start, end) for start, end in pairwise(starts)]
@@ -36,20 +40,25 @@ def split_into_tiles(num_tokens: int, max_tokens: int | None = None) -> list[sli
 def bytes_per_token(dim: int, ffn_dim: int, itemsize: int, *, rows: int = 0) -> int:
     """Peak bytes per token in the feed-forward's backward pass, at `itemsize` bytes per number.
 
-    Gate, up and the buffers of their gradients; then these gradients and two input gradients; plus the normed input. With
-    experts, for each of a token's `rows`; besides them, its input and the gradient of its output as rows.
+    Gate, up and the buffers of their gradients; then these gradients and two input gradients; plus
+    the normed input. With experts, for each of a token's `rows`; besides them, its input and the
+    gradient of its output as rows.
     """
     numbers = 2 * ffn_dim + 2 * max(ffn_dim, dim)
     return (rows * (numbers + 2 * dim) + 2 * dim if rows else numbers + dim) * itemsize
 
 
 class TokenTiles:
-    """Tiles of a rank's S tokens, and their positions among all T tokens, which are ordered by tp rank."""
+    """Tiles of a rank's S tokens, and their positions among all T tokens, which are ordered by tp
+    rank.
+    """
 
     def __init__(self, local_tokens: int, total_tokens: int, max_tile_tokens: int | None) -> None:
-        self.num_tp_shards, self.total_tokens = total_tokens // local_tokens, total_tokens
+        self.num_tp_shards = total_tokens // local_tokens
+        self.total_tokens = total_tokens
         self.tiles = split_into_tiles(
-            local_tokens, None if max_tile_tokens is None else max_tile_tokens // self.num_tp_shards
+            local_tokens,
+            None if max_tile_tokens is None else max_tile_tokens // self.num_tp_shards,
         )
 
     def select(self, x_BT: Tensor, tile: slice, *, dim: int = 1) -> Tensor:
@@ -60,12 +69,19 @@ class TokenTiles:
 
     def each(self, *beside: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
         """Every tile, with what `beside` has for it."""
-        return each([*zip(self.tiles, *beside, strict=True)], lambda part: part[0].stop - part[0].start)
+        return each(
+            [*zip(self.tiles, *beside, strict=True)], lambda part: part[0].stop - part[0].start
+        )
 
     def map_tiles(
-        self, compute: Callable[..., Sequence[Tensor]], *beside: Sequence[Any], gathered: bool = False
+        self,
+        compute: Callable[..., Sequence[Tensor]],
+        *beside: Sequence[Any],
+        gathered: bool = False,
     ) -> list[Tensor]:
-        """Runs `compute` on every tile, with what `beside` has for it, and concatenates its outputs along the tokens."""
+        """Runs `compute` on every tile, with what `beside` has for it, and concatenates its
+        outputs along the tokens.
+        """
         outputs: list[Tensor] = []
         num_shards = self.num_tp_shards if gathered else 1
         for tile, *others in self.each(*beside):
@@ -76,12 +92,16 @@ class TokenTiles:
                 num_tokens = self.total_tokens * num_shards // self.num_tp_shards
                 outputs = [x.new_empty(x.shape[0], num_tokens, *x.shape[2:]) for x in results]
             for x, result in zip(outputs, results, strict=True):
-                x.unflatten(1, (num_shards, -1))[:, :, tile] = result.unflatten(1, (num_shards, -1))
+                x.unflatten(1, (num_shards, -1))[:, :, tile] = result.unflatten(
+                    1, (num_shards, -1)
+                )
         return outputs
 
 
 class GradAccumulator:
-    """Sums weight gradients over tiles and head groups, in `accumulation_dtype`; a single one is kept as it is."""
+    """Sums weight gradients over tiles and head groups, in `accumulation_dtype`; a single one is
+    kept as it is.
+    """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._dtypes = {name: weight.dtype for name, weight in weights.items()}
@@ -96,9 +116,14 @@ class GradAccumulator:
                 self._sums[name] = grad
 
     def pop_grads(self) -> list[Tensor]:
-        """Each gradient in its weight's dtype and order. Raises ValueError with the names of weights without one."""
+        """Each gradient in its weight's dtype and order.
+
+        Raises ValueError with the names of weights without one.
+        """
         if lost := self._dtypes.keys() - self._sums.keys():
-            raise ValueError(f"recomputation found no gradient of {', '.join(sorted(lost))}: no piece uses it")
+            raise ValueError(
+                f"recomputation found no gradient of {', '.join(sorted(lost))}: no piece uses it"
+            )
         return [self._sums.pop(name).to(dtype) for name, dtype in self._dtypes.items()]
 
 
@@ -106,7 +131,10 @@ class GradAccumulator:
 
 
 def each(parts: Sequence[Part], likeness: Likeness = lambda _: None) -> Iterator[Part]:
-    """The parts, one after the other. No part may need what the body keeps of a certain other one."""
+    """The parts, one after the other.
+
+    No part may need what the body keeps of a certain other one.
+    """
     return _loops[-1](parts, likeness) if _loops else iter(parts)
 
 
@@ -117,7 +145,10 @@ def each_chunk(length: int, size: int) -> Iterator[slice]:
 
 @contextmanager
 def loops_run_by(loop: Loop) -> Iterator[None]:
-    """Until the end of the context, `loop` chooses which parts `each` gives. For fake tensors only."""
+    """Until the end of the context, `loop` chooses which parts `each` gives.
+
+    For fake tensors only.
+    """
     _loops.append(loop)
     try:
         yield

@@ -1,9 +1,10 @@
-"""The Transformer of every family: embedding, blocks, loss head. Families differ by configuration only.
+"""The Transformer of every family: embedding, blocks, loss head. Families differ by configuration
+only.
 
 `MIXERS` and `FEED_FORWARDS` have the modules of the kinds that `models/layers.py` declares.
 
-Shape suffixes: B batch, S tokens of this rank, T tokens of the sequence-parallel group, E model dim, F rotary
-frequencies, D document boundaries.
+Shape suffixes: B batch, S tokens of this rank, T tokens of the sequence-parallel group, E model
+dim, F rotary frequencies, D document boundaries.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from models.tiling import CompilePiece
 
 
 class SequenceParallelComm(NamedTuple):
-    """All-gather and reduce-scatter of a block's tokens; each is the other's gradient. Tensor parallelism sets them."""
+    """All-gather and reduce-scatter of a block's tokens; each is the other's gradient.
+
+    Tensor parallelism sets them.
+    """
 
     gather: Callable[[Tensor], Tensor] = identity
     """All-gather: [B, S, E] -> [B, T, E]."""
@@ -39,7 +43,10 @@ class SequenceParallelComm(NamedTuple):
 
 
 BlockForward = Callable[["TransformerBlock", Tensor, Tensor, Tensor], Tensor]
-"""Runs a block. `parallelisms.activation_checkpoint` sets one that saves less and recomputes in the backward pass."""
+"""Runs a block.
+
+`parallelisms.activation_checkpoint` sets one that saves less and recomputes in the backward pass.
+"""
 
 
 Build = Callable[[ModelConfig, LayerKind], SublayerModule]
@@ -48,7 +55,9 @@ FEED_FORWARDS: dict[str, Build] = {"gated": FeedForward, "moe": MixtureOfExperts
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward with residual connections and norms: those of one of the configuration's layers."""
+    """Attention and feed-forward with residual connections and norms: those of one of the
+    configuration's layers.
+    """
 
     attention: SublayerModule
     feed_forward: SublayerModule
@@ -95,25 +104,36 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, *, stage: StageSpec | None = None, seq_len: int = 0, loss_chunk_mib: int = 256
+        self,
+        config: ModelConfig,
+        *,
+        stage: StageSpec | None = None,
+        seq_len: int = 0,
+        loss_chunk_mib: int = 256,
     ) -> None:
         super().__init__()
         stage = stage or StageSpec(range(config.num_layers))
-        self.config, self.seq_len = config, seq_len
+        self.config = config
+        self.seq_len = seq_len
         if problems := [problem for kind in config.kinds for problem in kind.problems()]:
             raise ValueError("; ".join(problems))
         self.embed = Embedding(config.vocab_size, config.dim) if stage.has_embedding else None
         # Keyed by layer index, so that parameter names do not depend on the pipeline split.
-        self.blocks = nn.ModuleDict({str(index): TransformerBlock(config, index) for index in stage.layers})
+        self.blocks = nn.ModuleDict(
+            {str(index): TransformerBlock(config, index) for index in stage.layers}
+        )
         self.head = LossHead(config, chunk_mib=loss_chunk_mib) if stage.has_head else None
         self.router_step = RouterStep()
         for layer in self.expert_layers():
             layer.step = self.router_step
-        # Called on the residual stream before each block and after the last one. The trainer sets it to track progress.
+        # Called on the residual stream before each block and after the last one. The trainer sets
+        # it to track progress.
         self.block_boundary_hook: Callable[[Tensor], Tensor] = identity
         if config.tie_embeddings and self.embed is not None and self.head is not None:
             self.head.proj.weight = self.embed.weight
-        if problems := config.parameter_problems({name: tuple(x.shape) for name, x in self.named_parameters()}):
+        if problems := config.parameter_problems(
+            {name: tuple(x.shape) for name, x in self.named_parameters()}
+        ):
             raise ValueError("; ".join(problems))
 
     def compile_pieces(self, compile_piece: CompilePiece) -> None:
@@ -127,7 +147,9 @@ class Transformer(nn.Module):
 
     def named_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the model: parameters, and the buffers of routers."""
-        return {name: each.detach() for name, each in (*self.named_parameters(), *self.named_buffers())}
+        return {
+            name: each.detach() for name, each in (*self.named_parameters(), *self.named_buffers())
+        }
 
     def cast(self, dtype: torch.dtype) -> Transformer:
         """Weights in `dtype`, and buffers in the dtype of its sums."""
@@ -142,39 +164,57 @@ class Transformer(nn.Module):
         return [module for module in modules if isinstance(module, MixtureOfExperts)]
 
     def init_mean_std(self, name: str) -> tuple[float, float]:
-        """Mean and standard deviation of a parameter's initial values: norms start at 1, biases at 0.
+        """Mean and standard deviation of a parameter's initial values: norms start at 1, biases at
+        0.
 
         0.02; the two projections that write to the residual stream get 0.02 / sqrt(2 num_layers), as in GPT-2.
         """
         residual_std = 0.02 * (2 * self.config.num_layers) ** -0.5
-        values = {"normal": (0.0, 0.02), "residual": (0.0, residual_std), "ones": (1.0, 0.0), "zeros": (0.0, 0.0)}
+        values = {
+            "normal": (0.0, 0.02),
+            "residual": (0.0, residual_std),
+            "ones": (1.0, 0.0),
+            "zeros": (0.0, 0.0),
+        }
         return values[self.config.declared(name).initial]
 
     def _rotations(self, positions_BS: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """[2, B, S, 1, F] of each `LayerKind.rope` of this stage's layers, computed once for all of them."""
-        config, needed = self.config, {block.kind.rope for block in self.transformer_blocks()}
+        """[2, B, S, 1, F] of each `LayerKind.rope` of this stage's layers, computed once for all
+        of them.
+        """
+        config = self.config
+        needed = {block.kind.rope for block in self.transformer_blocks()}
         ropes = {"global": config.rope, "local": config.local_rope}
         tables = {
-            name: rope.cos_sin_table(each, each.rotary_dim(config.head_dim), positions_BS, dtype, seq_len=self.seq_len)
+            name: rope.cos_sin_table(
+                each, each.rotary_dim(config.head_dim), positions_BS, dtype, seq_len=self.seq_len
+            )
             for name, each in ropes.items()
             if name in needed or (name == "global" and "none" in needed)
         }
-        return tables | ({"none": rope.identity_rotation(tables["global"])} if "none" in needed else {})
+        return tables | (
+            {"none": rope.identity_rotation(tables["global"])} if "none" in needed else {}
+        )
 
     def forward(self, batch: Batch, x_BSE: Tensor | None = None) -> Tensor:
         """Loss per token [B, S], zero where there is no target; see `LossHead.forward`.
 
-        A stage without embedding also takes the hidden states [B, S, E]; a stage without head returns them.
+        A stage without embedding also takes the hidden states [B, S, E]; a stage without head
+        returns them.
         """
         if self.embed is not None:
             x_BSE = self.embed(batch.tokens)
             if self.config.embedding_multiplier != 1:
                 x_BSE = x_BSE * self.config.embedding_multiplier
         if x_BSE is None:
-            raise ValueError("a pipeline stage without embedding needs the hidden states of the previous stage")
+            raise ValueError(
+                "a pipeline stage without embedding needs the hidden states of the previous stage"
+            )
         rotations = self._rotations(batch.positions, accumulation_dtype(x_BSE.dtype))
         self.router_step.begin(batch.labels)
         for block in self.transformer_blocks():
-            x_BSE = block(self.block_boundary_hook(x_BSE), rotations[block.kind.rope], batch.boundaries)
+            x_BSE = block(
+                self.block_boundary_hook(x_BSE), rotations[block.kind.rope], batch.boundaries
+            )
         x_BSE = self.block_boundary_hook(x_BSE)
         return x_BSE if self.head is None else self.head(x_BSE, batch.labels)

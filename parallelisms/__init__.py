@@ -1,1 +1,3 @@
-"""The device mesh, every parallelism, activation checkpointing and offload: how a model is distributed."""
+"""The device mesh, every parallelism, activation checkpointing and offload: how a model is
+distributed.
+"""

@@ -5,7 +5,8 @@
     backward    block 2     block 1     block 0
     copies         1 in        0 in
 
-Copies run on separate CUDA streams; the device waits for them, the host never does. On a CPU they are synchronous.
+Copies run on separate CUDA streams; the device waits for them, the host never does. On a CPU they
+are synchronous.
 """
 
 from __future__ import annotations
@@ -35,9 +36,14 @@ CopyPairs = list[tuple[Tensor, Tensor]]
 class SavedTensor:
     """A tensor saved for backward: in host memory with a `pool`, else on its device."""
 
-    def __init__(self, x: Tensor, pool: HostActivationPool | None = None, kind: SavedKind = "inputs") -> None:
-        self._pool, self._kind = pool, kind
-        self._shape, self._dtype, self._device = x.shape, x.dtype, x.device
+    def __init__(
+        self, x: Tensor, pool: HostActivationPool | None = None, kind: SavedKind = "inputs"
+    ) -> None:
+        self._pool = pool
+        self._kind = kind
+        self._shape = x.shape
+        self._dtype = x.dtype
+        self._device = x.device
         self._device_tensor: Tensor | None = x if pool is None else None
         self._host_buffers: list[Tensor] = [] if pool is None else pool.offload(x, kind)
 
@@ -52,7 +58,9 @@ class SavedTensor:
         self.prefetch()
         device_tensor = self._device_tensor
         if device_tensor is None:
-            raise RuntimeError("the saved activations of this block were already used by a backward pass")
+            raise RuntimeError(
+                "the saved activations of this block were already used by a backward pass"
+            )
         if self._pool is not None:
             self._pool.wait()
             self._device_tensor = None
@@ -63,16 +71,17 @@ class SavedTensor:
         device_tensor = self.read()
         if self._pool is not None:
             self._pool.release(self._host_buffers, self._kind)
-        self._device_tensor, self._host_buffers = None, []
+        self._device_tensor = None
+        self._host_buffers = []
         return device_tensor
 
 
 class HostActivationPool:
     """Host memory for the saved activations of this rank, at most `budget` bytes.
 
-    Block inputs, at most `max_inputs` at a time, have priority; attention outputs use the rest. An input that does not
-    fit stays on its device. An attention output that does not fit is recomputed, and so on all cp and tp ranks, whose
-    tensors have the same size.
+    Block inputs, at most `max_inputs` at a time, have priority; attention outputs use the rest. An
+    input that does not fit stays on its device. An attention output that does not fit is
+    recomputed, and so on all cp and tp ranks, whose tensors have the same size.
     """
 
     def __init__(self, *, max_inputs: int, budget: int | None = None) -> None:
@@ -91,7 +100,9 @@ class HostActivationPool:
         return SavedTensor(x, self if fits else None)
 
     def has_headroom(self, outputs: Sequence[Tensor], *, head_groups: int, x: Tensor) -> bool:
-        """Whether `head_groups` such outputs and `max_inputs` block inputs of the size of x fit in the budget."""
+        """Whether `head_groups` such outputs and `max_inputs` block inputs of the size of x fit in
+        the budget.
+        """
         input_bytes = self._max_inputs * allocated_size(x.nbytes)
         required_bytes = head_groups * sum(allocated_size(output.nbytes) for output in outputs)
         return self.used_bytes["attention"] + required_bytes <= self._budget_bytes - input_bytes
@@ -109,13 +120,19 @@ class HostActivationPool:
         return buffers
 
     def release(self, buffers: list[Tensor], kind: SavedKind) -> None:
-        """Frees the buffers for the next tensor. They stay allocated: pinned memory is slow to allocate."""
+        """Frees the buffers for the next tensor.
+
+        They stay allocated: pinned memory is slow to allocate.
+        """
         for buffer in buffers:
             self.used_bytes[kind] -= buffer.nbytes
             self._free_buffers.setdefault(buffer.nbytes, []).append(buffer)
 
     def release_offloaded(self) -> None:
-        """Drops device tensors whose copy to the host is pending. The device waits for the copies, the host does not."""
+        """Drops device tensors whose copy to the host is pending.
+
+        The device waits for the copies, the host does not.
+        """
         if self._streams is not None:
             self._streams.release_offloaded()
 
@@ -138,8 +155,8 @@ class HostActivationPool:
 class OffloadStreams:
     """Copies between a CUDA device and pinned host memory, on one stream per direction.
 
-    A device tensor is held until its copy precedes all later work of the current stream, so that the allocator can reuse
-    its memory: after a copy out, and if nobody reads what was copied in.
+    A device tensor is held until its copy precedes all later work of the current stream, so that
+    the allocator can reuse its memory: after a copy out, and if nobody reads what was copied in.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -154,7 +171,8 @@ class OffloadStreams:
             oldest_copy, _ = self._pending_offloads.popleft()
             current.wait_event(oldest_copy)
         self._offload_stream.wait_stream(current)
-        self._offload_stream.wait_stream(self._reload_stream)  # It may still read the reused host buffers.
+        # It may still read the reused host buffers.
+        self._offload_stream.wait_stream(self._reload_stream)
         with torch.cuda.stream(self._offload_stream):
             _copy(pairs)
         self._pending_offloads.append((self._offload_stream.record_event(), pairs))
@@ -183,7 +201,8 @@ def buffer_sizes(size: int) -> list[int]:
 
     PyTorch rounds every pinned allocation up to a power of two (1.1 GiB to 2 GiB).
     """
-    sizes, remaining = [], size
+    sizes = []
+    remaining = size
     while remaining > 0:
         buffer_size = 1 << (remaining.bit_length() - 1)
         if buffer_size < remaining and 16 * (2 * buffer_size - remaining) <= size:
@@ -200,7 +219,10 @@ def allocated_size(size: int) -> int:
 def _copy_pairs(buffers: list[Tensor], x: Tensor) -> CopyPairs:
     flat = x.reshape(-1).view(torch.uint8)
     slices = flat.tensor_split([*accumulate(buffer.nbytes for buffer in buffers)][:-1])
-    return [(buffer[: device_slice.nbytes], device_slice) for buffer, device_slice in zip(buffers, slices, strict=True)]
+    return [
+        (buffer[: device_slice.nbytes], device_slice)
+        for buffer, device_slice in zip(buffers, slices, strict=True)
+    ]
 
 
 def _copy(pairs: CopyPairs) -> None:

@@ -1,16 +1,18 @@
-"""Expert parallelism (GShard, Lepikhin et al., 2020): each of `ep` ranks holds some of the experts.
+"""Expert parallelism (GShard, Lepikhin et al., 2020): each of `ep` ranks holds some of the
+experts.
 
-The ranks are those of dp_shard x cp, in groups of `ep` neighbours, so that expert parallelism needs no ranks of its own.
-FSDP shards the experts over what remains. Tensor parallelism cuts inside an expert:
+The ranks are those of dp_shard x cp, in groups of `ep` neighbours, so that expert parallelism
+needs no ranks of its own. FSDP shards the experts over what remains. Tensor parallelism cuts
+inside an expert:
 
     tokens of a rank --all-to-all over ep--> rows of its experts --gather over tp--> rows of all tp ranks, a part of each
     expert --reduce over tp--> rows --all-to-all over ep--> tokens
 
-With sequence parallelism every tp rank sends its own tokens, so each goes over ep once; without it all tp ranks have and
-send the same tokens.
+With sequence parallelism every tp rank sends its own tokens, so each goes over ep once; without it
+all tp ranks have and send the same tokens.
 
-Shape suffixes: N tokens of a tile on this rank, E model dim, X experts of this rank, K experts of a token, R rows,
-S sources of rows, P ranks of ep, Q ranks of tp.
+Shape suffixes: N tokens of a tile on this rank, E model dim, X experts of this rank, K experts of
+a token, R rows, S sources of rows, P ranks of ep, Q ranks of tp.
 """
 
 from __future__ import annotations
@@ -23,7 +25,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from models.dispatch import Rows, linear_map, own_rows, select, sort_by_expert, to_places, to_rows, to_tokens
+from models.dispatch import (
+    Rows,
+    linear_map,
+    own_rows,
+    select,
+    sort_by_expert,
+    to_places,
+    to_rows,
+    to_tokens,
+)
 from models.linear import set_local_view
 from models.row_groups import RowGroups, RowPlaces, padded_ends, padded_shifts
 from models.transformer import Transformer
@@ -34,28 +45,47 @@ from parallelisms.tensor_parallel import replicated_part
 
 def apply(model: Transformer, mesh: Mesh, *, sequence_parallel: bool) -> None:
     """Shards the experts in place, and sets their dispatchers."""
-    tp_group, ep_group = mesh.tp_group, mesh.ep_group
+    tp_group = mesh.tp_group
+    ep_group = mesh.ep_group
     for block in model.transformer_blocks():
         for name, parameter in block.kind.parameters.items():
             prefix, _, attribute = name.rpartition(".")
             if parameter.per_expert and (tp_group is not None or ep_group is not None):
                 is_partial = parameter.style == "replicate_partial" and tp_group is not None
                 tp_dim = parameter.tp_dim(model.config.sizes, mesh.degrees["tp"])
-                _distribute(block.get_submodule(prefix), attribute, mesh, tp_dim, tp_group if is_partial else None)
+                _distribute(
+                    block.get_submodule(prefix),
+                    attribute,
+                    mesh,
+                    tp_dim,
+                    tp_group if is_partial else None,
+                )
     for layer in model.expert_layers():
-        layer.dispatcher = RankDispatcher(ep_group, tp_group, mesh.cp_groups, sequence_parallel=sequence_parallel)
+        layer.dispatcher = RankDispatcher(
+            ep_group, tp_group, mesh.cp_groups, sequence_parallel=sequence_parallel
+        )
 
 
-def _distribute(module: nn.Module, name: str, mesh: Mesh, tp_dim: int | None, sum_group: ProcessGroup | None) -> None:
-    """Replaces a parameter of experts by a DTensor over ep and tp, of which this rank computes with its local shard."""
+def _distribute(
+    module: nn.Module, name: str, mesh: Mesh, tp_dim: int | None, sum_group: ProcessGroup | None
+) -> None:
+    """Replaces a parameter of experts by a DTensor over ep and tp, of which this rank computes
+    with its local shard.
+    """
     from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
     placements: list[Placement] = [Shard(0)] if mesh.ep_group is not None else []
     if mesh.tp_group is not None:
         placements.append(Replicate() if tp_dim is None else Shard(tp_dim))
-    sharded = distribute_tensor(getattr(module, name), mesh.expert_mesh, placements, src_data_rank=None)
+    sharded = distribute_tensor(
+        getattr(module, name), mesh.expert_mesh, placements, src_data_rank=None
+    )
     setattr(module, name, nn.Parameter(sharded))
-    view = collectives.to_local if sum_group is None else partial(replicated_part, group_name=sum_group.group_name)
+    view = (
+        collectives.to_local
+        if sum_group is None
+        else partial(replicated_part, group_name=sum_group.group_name)
+    )
     set_local_view(module, name, view)
 
 
@@ -81,7 +111,9 @@ class RankDispatcher:
         *,
         sequence_parallel: bool,
     ) -> None:
-        self._ep_group, self._tp_group, self._cp_groups = ep_group, tp_group, cp_groups
+        self._ep_group = ep_group
+        self._tp_group = tp_group
+        self._cp_groups = cp_groups
         self._gather_group = tp_group if sequence_parallel else None
         self._copy_group = None if sequence_parallel else tp_group
         self.tp_rank = 0 if self._gather_group is None else self._gather_group.rank()
@@ -99,8 +131,13 @@ class RankDispatcher:
         if self._ep_group is None and self._gather_group is None:
             return own_rows(experts_NK, num_experts, padded=padded)
         ordered = [sort_by_expert(experts, num_experts) for experts in experts_NK]
-        counts = torch.stack([counts_X for *_, counts_X in ordered])  # [tiles, experts of all ranks]
-        by_ep = counts[None] if self._ep_group is None else collectives.all_gather_async(counts, self._ep_group).wait()
+        # [tiles, experts of all ranks]
+        counts = torch.stack([counts_X for *_, counts_X in ordered])
+        by_ep = (
+            counts[None]
+            if self._ep_group is None
+            else collectives.all_gather_async(counts, self._ep_group).wait()
+        )
         by_tp = (
             by_ep[None]
             if self._gather_group is None
@@ -113,12 +150,17 @@ class RankDispatcher:
 
     def _route(self, rows: Rows, counts_QPX: Tensor, *, padded: bool) -> Rows:
         """From the rows of each tp and ep rank for each expert."""
-        ep_rank, ep = (0, 1) if self._ep_group is None else (self._ep_group.rank(), self._ep_group.size())
+        ep_rank, ep = (
+            (0, 1) if self._ep_group is None else (self._ep_group.rank(), self._ep_group.size())
+        )
         by_owner_QPPX = counts_QPX.unflatten(2, (ep, -1))
         own_QPX = by_owner_QPPX[:, :, ep_rank]
-        sent_P, received_P = by_owner_QPPX[self.tp_rank, ep_rank].sum(-1), own_QPX[self.tp_rank].sum(-1)
+        sent_P = by_owner_QPPX[self.tp_rank, ep_rank].sum(-1)
+        received_P = own_QPX[self.tp_rank].sum(-1)
         arrived, groups = _places(own_QPX.flatten(0, 1), rows.place.device, padded=padded)
-        route = Route((sent_P.tolist(), received_P.tolist()), own_QPX.sum((1, 2)).tolist(), arrived)
+        route = Route(
+            (sent_P.tolist(), received_P.tolist()), own_QPX.sum((1, 2)).tolist(), arrived
+        )
         return rows._replace(groups=groups, route=route)
 
     # ---- tokens
@@ -139,7 +181,9 @@ class RankDispatcher:
         return select(x_RE, source_P, place_R), to_places(weight_R, place_R, len(source_P))
 
     def combine(self, out_PE: Tensor, rows: Rows, *, is_needed: bool) -> Tensor:
-        out_RE = out_PE if rows.route is None else self._return(out_PE, rows.route, is_needed=is_needed)
+        out_RE = (
+            out_PE if rows.route is None else self._return(out_PE, rows.route, is_needed=is_needed)
+        )
         return self._sum_copies(to_tokens(out_RE, rows, is_needed=is_needed), is_needed=is_needed)
 
     def _return(self, out_PE: Tensor, route: Route, *, is_needed: bool) -> Tensor:
@@ -157,7 +201,10 @@ class RankDispatcher:
         return self._reduce(run(self._gather(x_NE, counts)), counts, is_needed=is_needed)
 
     def sum_over_sequence(self, counts: Tensor) -> Tensor:
-        for group in (*self._cp_groups, *([] if self._gather_group is None else [self._gather_group])):
+        for group in (
+            *self._cp_groups,
+            *([] if self._gather_group is None else [self._gather_group]),
+        ):
             collectives.all_reduce(group, counts)
         return counts
 
@@ -174,7 +221,10 @@ class RankDispatcher:
         if (group := self._copy_group) is None:
             return x
         return linear_map(
-            x, partial(_all_reduce, group=group), lambda grad: grad, skipped=None if is_needed else len(x)
+            x,
+            partial(_all_reduce, group=group),
+            lambda grad: grad,
+            skipped=None if is_needed else len(x),
         )
 
     def _gather(self, x: Tensor, counts: list[int]) -> Tensor:
@@ -182,19 +232,25 @@ class RankDispatcher:
         if (group := self._gather_group) is None:
             return x
         return linear_map(
-            x, partial(_gather_rows, group=group, counts=counts), partial(_reduce_rows, group=group, counts=counts)
+            x,
+            partial(_gather_rows, group=group, counts=counts),
+            partial(_reduce_rows, group=group, counts=counts),
         )
 
     def _reduce(self, x: Tensor, counts: list[int], *, is_needed: bool = True) -> Tensor:
         """Sums over the tp ranks, and keeps the rows of this one."""
         if (group := self._gather_group) is None:
             return x
-        gather, reduce = (partial(each, group=group, counts=counts) for each in (_gather_rows, _reduce_rows))
+        gather, reduce = (
+            partial(each, group=group, counts=counts) for each in (_gather_rows, _reduce_rows)
+        )
         return linear_map(x, reduce, gather, skipped=None if is_needed else counts[group.rank()])
 
 
 class AllToAll:
-    """An all-to-all of rows that overlaps what is computed before `wait`, and in the backward pass what was."""
+    """An all-to-all of rows that overlaps what is computed before `wait`, and in the backward pass
+    what was.
+    """
 
     def __init__(
         self,
@@ -204,13 +260,17 @@ class AllToAll:
         *,
         is_needed: bool = True,
     ) -> None:
-        self._group, self._counts = group, counts
+        self._group = group
+        self._counts = counts
         self._pending: collectives.AsyncHandle | None = None
         self._skipped = None if is_needed else sum(counts[1])
-        self._buffers = [x if group is None else linear_map(x, self._start, self._finish, skipped=self._skipped)]
+        self._buffers = [
+            x if group is None else linear_map(x, self._start, self._finish, skipped=self._skipped)
+        ]
 
     def wait(self) -> Tensor:
-        # Its graph holds this object, which must not hold it: a cycle would live until the next garbage collection.
+        # Its graph holds this object, which must not hold it: a cycle would live until the next
+        # garbage collection.
         buffer = self._buffers.pop()
         if self._group is None:
             return buffer
@@ -227,31 +287,47 @@ class AllToAll:
         return grad
 
     def _finish(self, _: Tensor) -> Tensor:
-        pending, self._pending = cast(collectives.AsyncHandle, self._pending), None
+        pending = cast(collectives.AsyncHandle, self._pending)
+        self._pending = None
         return pending.wait()
 
-    def _exchange(self, x: Tensor, sent: list[int], received: list[int]) -> collectives.AsyncHandle:
-        return collectives.all_to_all_tokens_async(cast(ProcessGroup, self._group), x, sent, received)
+    def _exchange(
+        self, x: Tensor, sent: list[int], received: list[int]
+    ) -> collectives.AsyncHandle:
+        return collectives.all_to_all_tokens_async(
+            cast(ProcessGroup, self._group), x, sent, received
+        )
 
 
-def _places(counts_SX: Tensor, device: torch.device, *, padded: bool) -> tuple[RowPlaces, RowGroups]:
+def _places(
+    counts_SX: Tensor, device: torch.device, *, padded: bool
+) -> tuple[RowPlaces, RowGroups]:
     """Of the rows of every source for each expert, which arrive one source after the other."""
-    source_R, counts_X = _sorted_by_expert(counts_SX), counts_SX.sum(0)
-    place_R, num_places, groups = torch.arange(len(source_R)), len(source_R), RowGroups(counts_X.tolist())
+    source_R = _sorted_by_expert(counts_SX)
+    counts_X = counts_SX.sum(0)
+    place_R = torch.arange(len(source_R))
+    num_places = len(source_R)
+    groups = RowGroups(counts_X.tolist())
     if padded and num_places:
         ends_X = padded_ends(counts_X)
         place_R += padded_shifts(counts_X, ends_X).repeat_interleave(counts_X)
-        num_places, groups = int(ends_X[-1]), RowGroups((), ends_X.int().to(device, non_blocking=True))
+        num_places = int(ends_X[-1])
+        groups = RowGroups((), ends_X.int().to(device, non_blocking=True))
     source_R, place_R = (each.to(device, non_blocking=True) for each in (source_R, place_R))
     return RowPlaces.sorted(source_R, place_R, num_places), groups
 
 
 def _sorted_by_expert(counts_SX: Tensor) -> Tensor:
-    """The rows of every source, which arrive one source after the other, ordered by expert instead."""
+    """The rows of every source, which arrive one source after the other, ordered by expert
+    instead.
+    """
     starts_SX = (counts_SX.flatten().cumsum(0) - counts_SX.flatten()).view_as(counts_SX)
-    counts, starts = counts_SX.T.flatten(), starts_SX.T.flatten()
+    counts = counts_SX.T.flatten()
+    starts = starts_SX.T.flatten()
     before = counts.cumsum(0) - counts
-    return torch.arange(int(counts.sum()), device=counts.device) + (starts - before).repeat_interleave(counts)
+    return torch.arange(int(counts.sum()), device=counts.device) + (
+        starts - before
+    ).repeat_interleave(counts)
 
 
 def _all_reduce(x: Tensor, *, group: ProcessGroup) -> Tensor:
@@ -260,7 +336,9 @@ def _all_reduce(x: Tensor, *, group: ProcessGroup) -> Tensor:
 
 def _gather_rows(x: Tensor, *, group: ProcessGroup, counts: list[int]) -> Tensor:
     copies = x.contiguous().repeat(group.size(), *[1] * (x.ndim - 1))
-    return collectives.all_to_all_tokens_async(group, copies, [len(x)] * group.size(), counts).wait()
+    return collectives.all_to_all_tokens_async(
+        group, copies, [len(x)] * group.size(), counts
+    ).wait()
 
 
 def _reduce_rows(x: Tensor, *, group: ProcessGroup, counts: list[int]) -> Tensor:

@@ -1,10 +1,12 @@
-"""Forward and backward of a feed-forward half with experts, tile by tile, below the autograd graph of the model.
+"""Forward and backward of a feed-forward half with experts, tile by tile, below the autograd graph
+of the model.
 
-The experts of all tiles are chosen first, so that the host waits for their counts once. Each tile's backward pass is
-autograd's, over the tile alone; what it computes again ends before the last product of the experts, whose output no
-gradient needs.
+The experts of all tiles are chosen first, so that the host waits for their counts once. Each
+tile's backward pass is autograd's, over the tile alone; what it computes again ends before the
+last product of the experts, whose output no gradient needs.
 
-Shape suffixes: B sequences, S tokens of this rank, C tokens of a tile, E width of the residual stream.
+Shape suffixes: B sequences, S tokens of this rank, C tokens of a tile, E width of the residual
+stream.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class ExpertHalf:
     """Of one block and batch."""
 
     def __init__(self, sublayer: Sublayer, tiles: TokenTiles) -> None:
-        self._sublayer, self._tiles = sublayer, tiles
+        self._sublayer = sublayer
+        self._tiles = tiles
         self._module = cast(MixtureOfExperts, sublayer.module)
         self._routings: list[TileRouting] = []
 
@@ -36,13 +39,17 @@ class ExpertHalf:
             self._routings = self._module.route(logits, hidden_BSE.dtype)
             del logits
         (out_BSE,) = self._tiles.map_tiles(
-            lambda tile, routing: [hidden_BSE[:, tile] + self._added(hidden_BSE[:, tile], routing, weights)],
+            lambda tile, routing: [
+                hidden_BSE[:, tile] + self._added(hidden_BSE[:, tile], routing, weights)
+            ],
             self._routings,
         )
         return out_BSE
 
     def backward(self, grad_BSE: Tensor, hidden: Callable[[slice], Tensor]) -> tuple[Tensor, ...]:
-        """Gradients of the hidden state between the halves, whose tiles `hidden` gives, and of the weights."""
+        """Gradients of the hidden state between the halves, whose tiles `hidden` gives, and of the
+        weights.
+        """
         weights = as_leaves(self._sublayer.weights())
         grads = GradAccumulator(weights)
         needs_output = self._sublayer.post_norm is not None
@@ -51,7 +58,8 @@ class ExpertHalf:
             def added(inputs: Sequence[Tensor], given: Weights) -> list[Tensor]:
                 return [self._added(inputs[0], routing, given, needs_output=needs_output)]
 
-            graph, grad_BCE = LocalGraph(added, [hidden(tile)], weights), grad_BSE[:, tile]
+            graph = LocalGraph(added, [hidden(tile)], weights)
+            grad_BCE = grad_BSE[:, tile]
             (grad_hidden_BCE,), weight_grads = graph.backward([grad_BCE])
             grads.add(weight_grads)
             return [grad_hidden_BCE.add_(grad_BCE)]
@@ -61,7 +69,8 @@ class ExpertHalf:
 
     def _agree_on_tiles(self) -> None:
         """Ranks exchange tokens in every tile, and evaluation has sequences of any length."""
-        tiles, end = self._tiles.tiles, self._tiles.tiles[-1].stop
+        tiles = self._tiles.tiles
+        end = self._tiles.tiles[-1].stop
         if self._module.step.num_targets is None:
             tiles += [slice(end, end)] * (self._module.dispatcher.agree(len(tiles)) - len(tiles))
 
@@ -71,8 +80,15 @@ class ExpertHalf:
         return normed_BCE, self._module.logits(normed_BCE, weights)
 
     def _added(
-        self, hidden_BCE: Tensor, routing: TileRouting, weights: Weights, *, needs_output: bool = True
+        self,
+        hidden_BCE: Tensor,
+        routing: TileRouting,
+        weights: Weights,
+        *,
+        needs_output: bool = True,
     ) -> Tensor:
         """What the residual connection adds."""
-        out_BCE = self._module.mix(*self._logits(hidden_BCE, weights), routing, weights, needs_output=needs_output)
+        out_BCE = self._module.mix(
+            *self._logits(hidden_BCE, weights), routing, weights, needs_output=needs_output
+        )
         return self._sublayer.after(out_BCE, weights)

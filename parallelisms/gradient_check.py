@@ -1,7 +1,9 @@
-"""Start-up check of recomputation and compilation: the gradients of a small block against those of plain autograd.
+"""Start-up check of recomputation and compilation: the gradients of a small block against those of
+plain autograd.
 
-It holds whatever the blocks of a model are made of. Recomputation differentiates their pieces one by one; dynamo of
-torch 2.11 differentiates some autograd functions wrongly: the loss is right, and nothing is raised.
+It holds whatever the blocks of a model are made of. Recomputation differentiates their pieces one
+by one; dynamo of torch 2.11 differentiates some autograd functions wrongly: the loss is right, and
+nothing is raised.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig, RecomputePolicy
 from parallelisms.block_recompute import Tiling, compiler, eager
 
-TOLERANCE, ROUNDED = 1e-9, 1e-6
+TOLERANCE = 1e-9
+ROUNDED = 1e-6
 """Of a gradient's norm, in float64."""
 SMALL: dict[str, Any] = {
     "vocab_size": 16,
@@ -36,8 +39,9 @@ SMALL: dict[str, Any] = {
 
 
 def verify_gradients(config: ModelConfig, policy: RecomputePolicy, tiling: Tiling) -> None:
-    """Raises ValueError with what these options change: the loss or gradients of small blocks, one of each of the
-    model's kinds, in as many head groups as fit them, and in several tiles if blocks are not compiled.
+    """Raises ValueError with what these options change: the loss or gradients of small blocks, one
+    of each of the model's kinds, in as many head groups as fit them, and in several tiles if
+    blocks are not compiled.
 
     Takes about 20 ms, a second if compiled.
     """
@@ -47,14 +51,23 @@ def verify_gradients(config: ModelConfig, policy: RecomputePolicy, tiling: Tilin
     # Without rotation and norms no gradient reaches the bias of keys.
     kinds = tuple(dict.fromkeys(config.unrotated_layers))
     small = replace(config, **SMALL, num_layers=len(kinds), layers=kinds, rope=RopeConfig())
-    options = {"head_groups": min(2, tiling.head_groups), "is_tiled": tiling.tile_bytes is not None}
+    options = {
+        "head_groups": min(2, tiling.head_groups),
+        "is_tiled": tiling.tile_bytes is not None,
+    }
     if wrong := _wrong_gradients(small, policy, is_compiled=is_compiled, **options):
-        how = f"torch {torch.__version__} gives compiled blocks" if is_compiled else "recomputation gives blocks"
+        how = (
+            f"torch {torch.__version__} gives compiled blocks"
+            if is_compiled
+            else "recomputation gives blocks"
+        )
         raise ValueError(f"{how} other gradients: {', '.join(wrong)}")
 
 
 def verify_code_generation(device: torch.device) -> None:
-    """Raises RuntimeError unless torch.compile generates right code for the device: a small gate, forward and backward."""
+    """Raises RuntimeError unless torch.compile generates right code for the device: a small gate,
+    forward and backward.
+    """
 
     def gate(x: Tensor) -> Tensor:
         return (torch.nn.functional.silu(x) * x).softmax(-1)
@@ -75,13 +88,22 @@ def verify_code_generation(device: torch.device) -> None:
 
 @lru_cache
 def _wrong_gradients(
-    config: ModelConfig, policy: RecomputePolicy, *, is_compiled: bool, head_groups: int, is_tiled: bool
+    config: ModelConfig,
+    policy: RecomputePolicy,
+    *,
+    is_compiled: bool,
+    head_groups: int,
+    is_tiled: bool,
 ) -> tuple[str, ...]:
     expected = _gradients(_model(config))
     model = _model(config)
     # Traces and differentiates as every backend does, and generates no code.
     backend = "aot_eager"
-    tile_bytes = 5 * bytes_per_token(config.dim, config.ffn_dim, 8) if is_tiled and not is_compiled else None
+    tile_bytes = (
+        5 * bytes_per_token(config.dim, config.ffn_dim, 8)
+        if is_tiled and not is_compiled
+        else None
+    )
     tiling = Tiling(head_groups, tile_bytes, compiler(backend=backend) if is_compiled else eager)
     activation_checkpoint.apply(model, RecomputeConfig(policy, tiling=tiling))
     if is_compiled and policy == "none":
@@ -131,5 +153,6 @@ def _gradients(model: Transformer) -> dict[str, Tensor]:
     losses = model(batch)
     losses.sum().backward()
     return {"losses": losses.detach()} | {
-        name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in model.named_parameters()
+        name: torch.zeros_like(x) if x.grad is None else x.grad
+        for name, x in model.named_parameters()
     }

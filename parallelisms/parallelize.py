@@ -1,4 +1,6 @@
-"""Applies every parallelism to a model, in the only valid order: context, tensor, recomputation, compile, FSDP."""
+"""Applies every parallelism to a model, in the only valid order: context, tensor, recomputation,
+compile, FSDP.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,25 @@ def parallelize(
 ) -> None:
     """Changes the model in place; its parameters may still be on the meta device."""
     set_attention_core(model, core)
-    tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    tensor_parallel.apply(
+        model, mesh.tp_mesh, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel
+    )
     if model.config.has_experts:
         expert_parallel.apply(model, mesh, sequence_parallel=sequence_parallel)
     activation_checkpoint.apply(model, recompute_config)
-    if compiled and recompute_config.policy == "none":  # Recomputed blocks compile their tile operations.
+    # Recomputed blocks compile their tile operations.
+    if compiled and recompute_config.policy == "none":
         for block in model.transformer_blocks():
-            block.compile(fullgraph=block.kind.feed_forward != "moe")  # The host waits for the counts of experts.
+            # The host waits for the counts of experts.
+            block.compile(fullgraph=block.kind.feed_forward != "moe")
     if compiled:
         model.compile_pieces(recompute_config.tiling.compile)
     stored_dtype = next(model.parameters()).dtype
-    if mesh.fsdp_mesh.size() == 1 and fsdp_config.param_dtype == stored_dtype and not fsdp_config.cpu_offload:
+    if (
+        mesh.fsdp_mesh.size() == 1
+        and fsdp_config.param_dtype == stored_dtype
+        and not fsdp_config.cpu_offload
+    ):
         return  # Nothing to shard, cast or offload.
     expert_mesh = None if mesh.ep_group is None else mesh.expert_fsdp_mesh
     fsdp.apply(model, mesh.fsdp_mesh, fsdp_config, expert_mesh=expert_mesh)
@@ -44,11 +54,14 @@ def parallelize(
 def set_attention_core(model: Transformer, core: LocalAttentionCore | ContextParallel) -> None:
     """Sets the attention core of every block, with the block's scores.
 
-    Raises ValueError for a mixer that is not attention: no context-parallel method knows what it needs of other ranks.
+    Raises ValueError for a mixer that is not attention: no context-parallel method knows what it
+    needs of other ranks.
     """
     is_local = isinstance(core, LocalAttentionCore)
     for block in model.transformer_blocks():
         if isinstance(block.attention, Attention):
             block.attention.core = core.with_scores(block.kind.scores)
         elif not is_local:
-            raise ValueError(f'mixer "{block.kind.mixer}" has no context parallelism: parallelism.cp must be 1')
+            raise ValueError(
+                f'mixer "{block.kind.mixer}" has no context parallelism: parallelism.cp must be 1'
+            )

@@ -1,9 +1,10 @@
 """The order in which pipeline ranks compute. Imports no torch.
 
-Rank 0 of two, with four micro-batches, under 1F1B (F forward, B backward): `F0 F1 B0 F2 B1 F3 B2 B3`.
+Rank 0 of two, with four micro-batches, under 1F1B (F forward, B backward): `F0 F1 B0 F2 B1 F3 B2
+B3`.
 
-GPipe (Huang et al., 2019), 1F1B and interleaved 1F1B (Narayanan et al., 2021). The orders are those of
-torch.distributed.pipelining.
+GPipe (Huang et al., 2019), 1F1B and interleaved 1F1B (Narayanan et al., 2021). The orders are
+those of torch.distributed.pipelining.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class Action(NamedTuple):
 
 
 StreamKey = tuple[ActionKind, int, int]
-"""The residual stream that enters a stage (F), or the gradient of its output (B): (kind, stage, micro-batch)."""
+"""The residual stream that enters a stage (F), or the gradient of its output (B): (kind, stage,
+micro-batch).
+"""
 
 
 class Message(NamedTuple):
@@ -45,18 +48,23 @@ class Tick(NamedTuple):
 
 @lru_cache(maxsize=64)
 def ticks(plan: PipelinePlan) -> tuple[Tick, ...]:
-    """The step, as if every action took one tick: a rank computes once its input was produced in an earlier tick.
+    """The step, as if every action took one tick: a rank computes once its input was produced in
+    an earlier tick.
 
-    Messages between two ranks that all ranks exchange in this order cannot deadlock. Raises ValueError if the orders of
-    the ranks contradict each other.
+    Messages between two ranks that all ranks exchange in this order cannot deadlock. Raises
+    ValueError if the orders of the ranks contradict each other.
     """
     waiting = [deque(rank_actions(plan, rank)) for rank in range(plan.pp)]
     done: set[Action] = set()
     found = []
     while any(waiting):
-        ready = tuple(queue[0] if queue and _needs(plan, queue[0]) <= done else None for queue in waiting)
+        ready = tuple(
+            queue[0] if queue and _needs(plan, queue[0]) <= done else None for queue in waiting
+        )
         if not any(ready):
-            raise ValueError(f"{plan.schedule}: ranks wait for each other: {[queue[0] for queue in waiting if queue]}")
+            raise ValueError(
+                f"{plan.schedule}: ranks wait for each other: {[queue[0] for queue in waiting if queue]}"
+            )
         for action, queue in zip(ready, waiting, strict=True):
             if action is not None:
                 done.add(queue.popleft())
@@ -77,13 +85,18 @@ def _messages(plan: PipelinePlan, actions: Iterable[Action]) -> Iterator[Message
     for kind, stage, micro_batch in actions:
         other = stage + 1 if kind == "F" else stage - 1
         if 0 <= other < plan.num_stages:
-            yield Message((kind, other, micro_batch), plan.stage_ranks[stage], plan.stage_ranks[other])
+            yield Message(
+                (kind, other, micro_batch), plan.stage_ranks[stage], plan.stage_ranks[other]
+            )
 
 
 @lru_cache(maxsize=1024)
 def rank_actions(plan: PipelinePlan, rank: int) -> tuple[Action, ...]:
-    """What a rank computes in a step: forwards until the first gradient is due, then backwards and forwards in turn."""
-    stages, micro_batches = plan.stages_of(rank), plan.num_micro_batches
+    """What a rank computes in a step: forwards until the first gradient is due, then backwards and
+    forwards in turn.
+    """
+    stages = plan.stages_of(rank)
+    micro_batches = plan.num_micro_batches
     round_size = micro_batches // max(1, micro_batches // plan.pp)
     order = [
         (chunk, number)
@@ -100,4 +113,7 @@ def rank_actions(plan: PipelinePlan, rank: int) -> tuple[Action, ...]:
     else:
         in_flight = (len(stages) - 1) * round_size + 2 * (plan.pp - 1 - rank) + 1
     in_turn = zip_longest(backwards, forwards[in_flight:])
-    return (*forwards[:in_flight], *(action for pair in in_turn for action in pair if action is not None))
+    return (
+        *forwards[:in_flight],
+        *(action for pair in in_turn for action in pair if action is not None),
+    )

@@ -1,10 +1,12 @@
-"""One pass, forward or backward, through the pieces of a sublayer: their weights, products and gradients.
+"""One pass, forward or backward, through the pieces of a sublayer: their weights, products and
+gradients.
 
-Matrix products and their gradients are written here, and attention brings its own; `LocalGraph` differentiates the
-pieces between them (`models/sublayer.py`). So no product runs again to build a graph.
+Matrix products and their gradients are written here, and attention brings its own; `LocalGraph`
+differentiates the pieces between them (`models/sublayer.py`). So no product runs again to build a
+graph.
 
-Shape suffixes: B sequences, T tokens of all tp ranks, C tokens of a tile, E width of the residual stream, F rotary
-frequencies.
+Shape suffixes: B sequences, T tokens of all tp ranks, C tokens of a tile, E width of the residual
+stream, F rotary frequencies.
 """
 
 from __future__ import annotations
@@ -17,13 +19,23 @@ from torch.nn import functional as F
 
 from models.attention import SINKS
 from models.dtypes import accumulation_dtype
-from models.sublayer import LocalGraph, Restore, Sublayer, Weights, as_leaves, input_grad, weight_grad
+from models.sublayer import (
+    LocalGraph,
+    Restore,
+    Sublayer,
+    Weights,
+    as_leaves,
+    input_grad,
+    weight_grad,
+)
 from models.tiling import CompilePiece, GradAccumulator, TokenTiles
 from models.transformer import SequenceParallelComm
 
 
 class SublayerPass:
-    """What a pass, forward or backward, does with one tile in one sublayer, whose weights are gathered meanwhile."""
+    """What a pass, forward or backward, does with one tile in one sublayer, whose weights are
+    gathered meanwhile.
+    """
 
     def __init__(
         self,
@@ -33,10 +45,15 @@ class SublayerPass:
         compile_piece: CompilePiece,
         rotation_2BT1F: Tensor | None = None,
     ) -> None:
-        self._sublayer, self._module = sublayer, sublayer.module
-        self._tp_comm, self._tiles, self._rotation_2BT1F = tp_comm, tiles, rotation_2BT1F
+        self._sublayer = sublayer
+        self._module = sublayer.module
+        self._tp_comm = tp_comm
+        self._tiles = tiles
+        self._rotation_2BT1F = rotation_2BT1F
         before = type(sublayer).before
-        self._before: Callable[..., Tensor] = before if sublayer.norm is None else compile_piece(before)
+        self._before: Callable[..., Tensor] = (
+            before if sublayer.norm is None else compile_piece(before)
+        )
         self._inner = compile_piece(type(sublayer.module).inner)
         self._after = compile_piece(type(sublayer).after)
         self.has_after = sublayer.has_after
@@ -65,17 +82,25 @@ class SublayerPass:
 
     def sinks(self, num_groups: int) -> Iterator[Tensor | None]:
         """Of each group of heads."""
-        yield from self._weights[SINKS].chunk(num_groups) if self.has_sinks else [None] * num_groups
+        yield from (
+            self._weights[SINKS].chunk(num_groups) if self.has_sinks else [None] * num_groups
+        )
 
     def products(self, normed_BCE: Tensor, linear_weights: Weights) -> list[Tensor]:
         return self._module.products(normed_BCE, linear_weights)
 
     def inner(self, products: Sequence[Tensor], tile: slice) -> Sequence[Tensor]:
-        results: Sequence[Tensor] = self._inner(self._module, products, self.rotation(tile), self._piece_weights)
+        results: Sequence[Tensor] = self._inner(
+            self._module, products, self.rotation(tile), self._piece_weights
+        )
         return results
 
     def rotation(self, tile: slice) -> Tensor | None:
-        return None if self._rotation_2BT1F is None else self._tiles.select(self._rotation_2BT1F, tile, dim=2)
+        return (
+            None
+            if self._rotation_2BT1F is None
+            else self._tiles.select(self._rotation_2BT1F, tile, dim=2)
+        )
 
     def last_product(self, last_input: Tensor) -> Tensor:
         """A partial sum, under tensor parallelism."""
@@ -92,11 +117,17 @@ class SublayerPass:
 
     def before_graph(self, x_BCE: Tensor) -> LocalGraph:
         return LocalGraph(
-            lambda inputs, weights: [self._before(self._sublayer, *inputs, weights)], [x_BCE], self._piece_weights
+            lambda inputs, weights: [self._before(self._sublayer, *inputs, weights)],
+            [x_BCE],
+            self._piece_weights,
         )
 
-    def inner_graph(self, products: Sequence[Tensor], tile: slice, *, restorable: bool = False) -> LocalGraph:
-        """If `restorable`, it keeps neither the products nor the rotation: its `backward` takes `restore_inputs`."""
+    def inner_graph(
+        self, products: Sequence[Tensor], tile: slice, *, restorable: bool = False
+    ) -> LocalGraph:
+        """If `restorable`, it keeps neither the products nor the rotation: its `backward` takes
+        `restore_inputs`.
+        """
         rotation = self.rotation(tile)
         return LocalGraph(
             lambda inputs, weights: self._inner(self._module, inputs, rotation, weights),
@@ -106,12 +137,17 @@ class SublayerPass:
         )
 
     def last_grad(self, grad_BCE: Tensor, last_input: Tensor) -> Tensor:
-        """Gradient of the last product, from that of the residual stream. Where a norm follows, it needs the product."""
+        """Gradient of the last product, from that of the residual stream.
+
+        Where a norm follows, it needs the product.
+        """
         if self._sublayer.post_norm is None:
             grad_last_BCE = grad_BCE * self._sublayer.multiplier
             if self._sublayer.bias_name is not None:
                 dtype = accumulation_dtype(grad_BCE.dtype)
-                self.grads.add({self._sublayer.bias_name: grad_last_BCE.flatten(0, -2).sum(0, dtype=dtype)})
+                self.grads.add(
+                    {self._sublayer.bias_name: grad_last_BCE.flatten(0, -2).sum(0, dtype=dtype)}
+                )
             return grad_last_BCE
         graph = LocalGraph(
             lambda inputs, weights: [self._after(self._sublayer, *inputs, weights)],
@@ -122,25 +158,34 @@ class SublayerPass:
         self.grads.add(weight_grads)
         return grad_last_BCE
 
-    def restore_inputs(self, normed_BCE: Tensor, tile: slice, group: int, num_groups: int) -> Restore:
+    def restore_inputs(
+        self, normed_BCE: Tensor, tile: slice, group: int, num_groups: int
+    ) -> Restore:
         """Gives one product of `linears` of a head group again, or the rotation."""
         linears = self._module.linears
 
         def restore(index: int) -> Tensor:
             if index == len(linears):
                 return cast(Tensor, self.rotation(tile))
-            return self._module.product(linears[index], normed_BCE, self.linear_weights(group, num_groups))
+            return self._module.product(
+                linears[index], normed_BCE, self.linear_weights(group, num_groups)
+            )
 
         return restore
 
     def linears_backward(self, product_grads: list[Tensor], normed_BCE: Tensor) -> Tensor:
-        """Gradient of the linear layers' input, a partial sum under tensor parallelism. Empties `product_grads`."""
+        """Gradient of the linear layers' input, a partial sum under tensor parallelism.
+
+        Empties `product_grads`.
+        """
         for index, name in enumerate(self._module.linears):
             self.grads.add({f"{name}.weight": weight_grad(product_grads[index], normed_BCE)})
             if (bias := f"{name}.bias") in self._weights:
                 dtype = accumulation_dtype(normed_BCE.dtype)
                 self.grads.add({bias: product_grads[index].flatten(0, -2).sum(0, dtype=dtype)})
-        grad_BCE = input_grad(product_grads, [self._weights[f"{name}.weight"] for name in self._module.linears])
+        grad_BCE = input_grad(
+            product_grads, [self._weights[f"{name}.weight"] for name in self._module.linears]
+        )
         product_grads.clear()
         return grad_BCE
 

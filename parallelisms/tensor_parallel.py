@@ -1,17 +1,21 @@
-"""Tensor parallelism (Megatron-LM, Shoeybi et al., 2019): shards every weight matrix over the tp ranks.
+"""Tensor parallelism (Megatron-LM, Shoeybi et al., 2019): shards every weight matrix over the tp
+ranks.
 
-Styles as in torch: colwise shards a weight's dimension 0 (`Shard(0)`, output features), rowwise dimension 1 (`Shard(1)`,
-input features). A colwise and a rowwise layer form a tensor-parallel region with one collective at either end. Inside
-it a rank has all tokens, but only a shard of the heads or of the FFN width. `models/layers.py` has every weight's
-style. Tokens are gathered before q, k, v, gate, up and the head, and reduce-scattered after o, down and the embedding.
+Styles as in torch: colwise shards a weight's dimension 0 (`Shard(0)`, output features), rowwise
+dimension 1 (`Shard(1)`, input features). A colwise and a rowwise layer form a tensor-parallel
+region with one collective at either end. Inside it a rank has all tokens, but only a shard of the
+heads or of the FFN width. `models/layers.py` has every weight's style. Tokens are gathered before
+q, k, v, gate, up and the head, and reduce-scattered after o, down and the embedding.
 
-With sequence parallelism (Korthikanti et al., 2022) the ranks shard the tokens outside the regions. Without it every
-rank has all tokens: the all-gather is an identity, the reduce-scatter an all-reduce. The gradients use the conjugate
-collectives.
+With sequence parallelism (Korthikanti et al., 2022) the ranks shard the tokens outside the
+regions. Without it every rank has all tokens: the all-gather is an identity, the reduce-scatter an
+all-reduce. The gradients use the conjugate collectives.
 
-Parameters are DTensors, so that FSDP2 and checkpoints see their global shapes; the computation uses plain tensors.
+Parameters are DTensors, so that FSDP2 and checkpoints see their global shapes; the computation
+uses plain tensors.
 
-Shape suffixes: B sequences, S tokens of this rank, T tokens of all tp ranks, E width of the residual stream.
+Shape suffixes: B sequences, S tokens of this rank, T tokens of all tp ranks, E width of the
+residual stream.
 """
 
 from __future__ import annotations
@@ -35,7 +39,9 @@ from parallelisms.mesh import collectives
 from parallelisms.mesh.parallel_dims import tensor_parallel_problems
 
 
-def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
+def apply(
+    model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool
+) -> None:
     """Shards the model over a 1-D mesh, in place; its parameters may be on the meta device.
 
     Every rank returns the losses of all tokens. Raises ValueError for the problems that
@@ -44,13 +50,17 @@ def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss
     if mesh.size() == 1:
         return
     config = model.config
-    _require_divisible(config, mesh.size(), replicate_vocab=config.tie_embeddings and not loss_parallel)
+    _require_divisible(
+        config, mesh.size(), replicate_vocab=config.tie_embeddings and not loss_parallel
+    )
     parallelizer = TensorParallelizer(mesh, sequence_parallel=sequence_parallel)
     for block in model.transformer_blocks():
         parallelizer.parallelize_block(block, config)
     replicate_vocab = not loss_parallel
     if model.embed is not None:
-        parallelizer.parallelize_embedding(model.embed, replicate=replicate_vocab and config.tie_embeddings)
+        parallelizer.parallelize_embedding(
+            model.embed, replicate=replicate_vocab and config.tie_embeddings
+        )
     if model.head is not None:
         parallelizer.parallelize_head(model.head, replicate=replicate_vocab)
     if model.embed is not None and model.head is not None and config.tie_embeddings:
@@ -63,7 +73,8 @@ def _require_divisible(config: ModelConfig, tp: int, *, replicate_vocab: bool) -
 
 
 def enable_async_tp(mesh: DeviceMesh) -> None:
-    """Async TP: the compiler splits matrix products and overlaps the collective of each piece with the next one.
+    """Async TP: the compiler splits matrix products and overlaps the collective of each piece with
+    the next one.
 
     Needs CUDA devices with peer access. Uses private APIs of torch.
     """
@@ -72,7 +83,8 @@ def enable_async_tp(mesh: DeviceMesh) -> None:
 
     torch._inductor.config._micro_pipeline_tp = True
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 deprecates this call, 2.11 may need it.
+        # torch 2.13 deprecates this call, 2.11 may need it.
+        warnings.simplefilter("ignore", FutureWarning)
         _symmetric_memory.enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
@@ -81,7 +93,8 @@ class TensorParallelizer:
 
     def __init__(self, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
         self._mesh = mesh
-        self._size, self._rank = mesh.size(), mesh.get_local_rank()
+        self._size = mesh.size()
+        self._rank = mesh.get_local_rank()
         self._group = mesh.get_group()
         self._sequence_parallel = sequence_parallel
         self._group_name = self._group.group_name
@@ -90,10 +103,12 @@ class TensorParallelizer:
         """All but its experts, which `expert_parallel.apply` shards."""
         for name, parameter in block.kind.parameters.items():
             prefix, _, attribute = name.rpartition(".")
-            module, style = block.get_submodule(prefix), parameter.style_over(config.sizes, self._size)
+            module = block.get_submodule(prefix)
+            style = parameter.style_over(config.sizes, self._size)
             if not parameter.per_expert:
                 self.distribute(module, style, attribute)
-            if parameter.initial == "ones" and parameter.style == "colwise":  # A norm over all heads.
+            # A norm over all heads.
+            if parameter.initial == "ones" and parameter.style == "colwise":
                 cast(RMSNorm, module).mean_of = self.mean_over_ranks()
             if style != parameter.style:
                 self.select_kv_head(module, config.num_kv_heads, attribute)
@@ -106,24 +121,43 @@ class TensorParallelizer:
         """Replaces a parameter by a DTensor, of which this rank computes with its local shard."""
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-        placement = {"colwise": Shard(0), "vocab": Shard(0), "rowwise": Shard(1)}.get(style, Replicate())
-        sharded = distribute_tensor(getattr(module, name), self._mesh, [placement], src_data_rank=None)
+        placement = {"colwise": Shard(0), "vocab": Shard(0), "rowwise": Shard(1)}.get(
+            style, Replicate()
+        )
+        sharded = distribute_tensor(
+            getattr(module, name), self._mesh, [placement], src_data_rank=None
+        )
         setattr(module, name, nn.Parameter(sharded))
-        # The ranks use a replicated weight for different heads or tokens, so each has a part of its gradient.
-        is_partial = style == "replicate_partial" or (style == "replicate" and self._sequence_parallel)
+        # The ranks use a replicated weight for different heads or tokens, so each has a part of
+        # its gradient.
+        is_partial = style == "replicate_partial" or (
+            style == "replicate" and self._sequence_parallel
+        )
         set_local_view(
-            module, name, partial(replicated_part, group_name=self._group_name) if is_partial else collectives.to_local
+            module,
+            name,
+            partial(replicated_part, group_name=self._group_name)
+            if is_partial
+            else collectives.to_local,
         )
 
-    def select_kv_head(self, projection: nn.Module, num_kv_heads: int, name: str = "weight") -> None:
-        """With fewer KV heads than ranks the projection is replicated, and each rank computes only the head it needs."""
+    def select_kv_head(
+        self, projection: nn.Module, num_kv_heads: int, name: str = "weight"
+    ) -> None:
+        """With fewer KV heads than ranks the projection is replicated, and each rank computes only
+        the head it needs.
+        """
         head_dim = getattr(projection, name).shape[0] // num_kv_heads
         first = self._rank * num_kv_heads // self._size * head_dim
         rows = slice(first, first + head_dim)
-        set_local_view(projection, name, partial(replicated_part, group_name=self._group_name, rows=rows))
+        set_local_view(
+            projection, name, partial(replicated_part, group_name=self._group_name, rows=rows)
+        )
 
     def mean_over_ranks(self) -> tuple[int, Callable[[Tensor], Tensor]]:
-        """Of numbers of which each rank has a shard; a head that several ranks compute counts as often for each head."""
+        """Of numbers of which each rank has a shard; a head that several ranks compute counts as
+        often for each head.
+        """
         return self._size, partial(collectives.all_reduce_functional, group_name=self._group_name)
 
     def add_region_hooks(self, module: nn.Module) -> None:
@@ -134,9 +168,13 @@ class TensorParallelizer:
     def sequence_parallel_comm(self) -> SequenceParallelComm:
         """The same collectives, for blocks with a manually written backward."""
         if not self._sequence_parallel:
-            return SequenceParallelComm(reduce=partial(collectives.all_reduce_functional, group_name=self._group_name))
+            return SequenceParallelComm(
+                reduce=partial(collectives.all_reduce_functional, group_name=self._group_name)
+            )
         conjugates = (collectives.all_gather_tokens, collectives.reduce_scatter_tokens)
-        return SequenceParallelComm(*(partial(f, group_name=self._group_name, size=self._size) for f in conjugates))
+        return SequenceParallelComm(
+            *(partial(f, group_name=self._group_name, size=self._size) for f in conjugates)
+        )
 
     def parallelize_embedding(self, module: Embedding, *, replicate: bool) -> None:
         if not replicate:
@@ -146,7 +184,9 @@ class TensorParallelizer:
             return
         self.distribute(module, "replicate")
         if self._sequence_parallel:
-            module.register_forward_pre_hook(lambda _, args: (_local_tokens(args[0], self._group_name, self._size),))
+            module.register_forward_pre_hook(
+                lambda _, args: (_local_tokens(args[0], self._group_name, self._size),)
+            )
 
     def parallelize_head(self, module: LossHead, *, replicate: bool) -> None:
         self.distribute(module.norm, "replicate")
@@ -164,14 +204,22 @@ class TensorParallelizer:
         if self._sequence_parallel:
             # Each rank computes the losses of its own tokens.
             group = (self._group_name, self._size)
-            module.register_forward_pre_hook(lambda _, args: (args[0], _local_tokens(args[1], *group)))
-            module.register_forward_hook(lambda _, __, losses_BS: AllGatherSplitGrad.apply(losses_BS, *group))
+            module.register_forward_pre_hook(
+                lambda _, args: (args[0], _local_tokens(args[1], *group))
+            )
+            module.register_forward_hook(
+                lambda _, __, losses_BS: AllGatherSplitGrad.apply(losses_BS, *group)
+            )
 
     def _enter_region(self, x_BSE: Tensor) -> Any:
-        return (AllGather if self._sequence_parallel else CopyToTP).apply(x_BSE, self._group_name, self._size)
+        return (AllGather if self._sequence_parallel else CopyToTP).apply(
+            x_BSE, self._group_name, self._size
+        )
 
     def _exit_region(self, x_BTE: Tensor) -> Any:
-        return (ReduceScatter if self._sequence_parallel else AllReduce).apply(x_BTE, self._group_name, self._size)
+        return (ReduceScatter if self._sequence_parallel else AllReduce).apply(
+            x_BTE, self._group_name, self._size
+        )
 
 
 def replicated_part(weight: Tensor, *, group_name: str, rows: slice | None = None) -> Tensor:
@@ -213,7 +261,9 @@ def _all_reduce(x: Tensor, group_name: str, size: int) -> Tensor:
 
 def _all_reduce_fp32(grad: Tensor, group_name: str, size: int) -> Tensor:
     """Sums in float32 at least."""
-    return _all_reduce(grad.to(torch.promote_types(grad.dtype, torch.float32)), group_name, size).to(grad.dtype)
+    return _all_reduce(
+        grad.to(torch.promote_types(grad.dtype, torch.float32)), group_name, size
+    ).to(grad.dtype)
 
 
 def _local_tokens(x_BT: Tensor, group_name: str, size: int) -> Tensor:
@@ -227,5 +277,6 @@ ReduceScatter = _differentiable(collectives.reduce_scatter_tokens, collectives.a
 CopyToTP = _differentiable(_identity, _all_reduce)
 AllReduce = _differentiable(_all_reduce, _identity)
 CopyWeightToTP = _differentiable(_identity, _all_reduce_fp32)
-# All ranks compute the same from the gathered tokens, so each keeps the gradient of its own tokens.
+# All ranks compute the same from the gathered tokens, so each keeps the gradient of its own
+# tokens.
 AllGatherSplitGrad = _differentiable(collectives.all_gather_tokens, _local_tokens)

@@ -1,7 +1,9 @@
-"""python -m tests.alone [--seed N] [PATH]...: every test file in a process of its own; all of them must be green.
+"""python -m tests.alone [--seed N] [PATH]...: every test file in a process of its own; all of them
+must be green.
 
-No file may need what another leaves behind: an import, a registered type, a cache, a working folder. With `--seed`, files
-and the tests in them run in a random order. Exit status 0 if all files are green, else 1.
+No file may need what another leaves behind: an import, a registered type, a cache, a working
+folder. With `--seed`, files and the tests in them run in a random order. Exit status 0 if all
+files are green, else 1.
 """
 
 from __future__ import annotations
@@ -29,7 +31,18 @@ def files(paths: list[str]) -> list[Path]:
 
 def run_file(file: Path, order: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *order, str(file)],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not slow",
+            *order,
+            str(file),
+        ],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -39,9 +52,21 @@ def run_file(file: Path, order: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.alone", description=(__doc__ or "").partition(": ")[2])
-    parser.add_argument("paths", nargs="*", metavar="PATH", default=["tests"], help="files or folders; default: tests")
-    parser.add_argument("--seed", type=integer(minimum=0), help="run files, and the tests in each, in a random order")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.alone", description=(__doc__ or "").partition(": ")[2]
+    )
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        default=["tests"],
+        help="files or folders; default: tests",
+    )
+    parser.add_argument(
+        "--seed",
+        type=integer(minimum=0),
+        help="run files, and the tests in each, in a random order",
+    )
     options = parser.parse_args()
     chosen = files(options.paths)
     order = []
@@ -54,7 +79,9 @@ def main() -> int:
         result = run_file(file, order)
         green = result.returncode in GREEN
         seconds = time.monotonic() - started
-        sys.stdout.write(f"{'green' if green else 'RED  '} {seconds:5.1f} s  {file.relative_to(ROOT)}\n")
+        sys.stdout.write(
+            f"{'green' if green else 'RED  '} {seconds:5.1f} s  {file.relative_to(ROOT)}\n"
+        )
         if not green:
             red.append(file)
             sys.stdout.write(result.stdout)

@@ -26,7 +26,9 @@ def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Changes the content, and seals the file again."""
     envelope = json.loads(path.read_text())
     change(envelope["content"])
-    path.write_bytes(seal_object({key: value for key, value in envelope.items() if key != "sha256"}))
+    path.write_bytes(
+        seal_object({key: value for key, value in envelope.items() if key != "sha256"})
+    )
 
 
 def train_state(config: Config, *, step: int = 6) -> TrainState:

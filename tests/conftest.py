@@ -1,4 +1,6 @@
-"""What holds for every test: one thread of computation, and no garbage collection of what was imported."""
+"""What holds for every test: one thread of computation, and no garbage collection of what was
+imported.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,17 @@ import pytest
 
 from tests.garbage import freeze_imports
 
-# Before torch is imported. Several tests run at a time, and tiny tensors gain nothing from threads.
+# Before torch is imported. Several tests run at a time, and tiny tensors gain nothing from
+# threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--order-seed", type=int, metavar="N", help="run the tests in a random order, drawn with this seed"
+        "--order-seed",
+        type=int,
+        metavar="N",
+        help="run the tests in a random order, drawn with this seed",
     )
 
 

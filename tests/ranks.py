@@ -1,8 +1,10 @@
-"""Runs a function on several processes that form a gloo group, and brings every rank's result back.
+"""Runs a function on several processes that form a gloo group, and brings every rank's result
+back.
 
-The processes are a pool: they stay for the next call, so only the first call pays for starting them. They are forked
-from a server that has imported torch once. Between calls a process gets its state back; if it cannot, or if any rank
-fails, it is replaced. Ranks meet through a file, so no port can be taken.
+The processes are a pool: they stay for the next call, so only the first call pays for starting
+them. They are forked from a server that has imported torch once. Between calls a process gets its
+state back; if it cannot, or if any rank fails, it is replaced. Ranks meet through a file, so no
+port can be taken.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class RankError(AssertionError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a rank's task: its value, or its traceback, or neither if the process died."""
+    """What became of a rank's task: its value, or its traceback, or neither if the process
+    died.
+    """
 
     value: Any = None
     error: str = ""
@@ -79,25 +83,36 @@ class Outcome:
 
 
 def run_ranks(
-    function: Callable[..., Result], world_size: int, *arguments: Any, timeout: float = 60, fresh: bool = False
+    function: Callable[..., Result],
+    world_size: int,
+    *arguments: Any,
+    timeout: float = 60,
+    fresh: bool = False,
 ) -> list[Result]:
     """`function(*arguments)` on each of `world_size` ranks: their results, in order.
 
-    `function` stands at the top of a module; arguments and results are pickled, tensors as their values. The first
-    rank that raises, dies or is not done after `timeout` seconds ends all of them and raises `RankError`. A function
-    that patches other libraries, or measures what earlier calls change, asks for `fresh` processes.
+    `function` stands at the top of a module; arguments and results are pickled, tensors as their
+    values. The first rank that raises, dies or is not done after `timeout` seconds ends all of
+    them and raises `RankError`. A function that patches other libraries, or measures what earlier
+    calls change, asks for `fresh` processes.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         store = Path(folder) / "store"
         tasks = [
-            partial(_in_group, (rank, world_size, store, timeout), function, arguments) for rank in range(world_size)
+            partial(_in_group, (rank, world_size, store, timeout), function, arguments)
+            for rank in range(world_size)
         ]
         with team(tasks, fresh=fresh) as ranks:
             outcomes = ranks.outcomes(timeout, failed=lambda outcome: not outcome.succeeded)
-        stacks = [f"\n{path.name}\n{path.read_text()}" for path in sorted(Path(folder).glob("stacks of rank *"))]
+        stacks = [
+            f"\n{path.name}\n{path.read_text()}"
+            for path in sorted(Path(folder).glob("stacks of rank *"))
+        ]
     for rank, outcome in outcomes.items():
         if not outcome.succeeded:
-            raise RankError(f"rank {rank} died" if outcome.died else f"rank {rank} raised\n{outcome.error}")
+            raise RankError(
+                f"rank {rank} died" if outcome.died else f"rank {rank} raised\n{outcome.error}"
+            )
     if missing := sorted(set(range(world_size)) - set(outcomes)):
         raise RankError(f"ranks {missing} were not done after {timeout} s{''.join(stacks)}")
     return [outcomes[rank].value for rank in range(world_size)]
@@ -147,8 +162,11 @@ class Team:
     statuses: dict[int, int | None] = field(default_factory=dict)
     """Exit statuses of the processes that did not stay in the pool, once the team is released."""
 
-    def outcomes(self, timeout: float, *, failed: Callable[[Outcome], bool], grace: float = 0) -> dict[int, Outcome]:
-        """What became of each rank, in the order of answers, until `grace` seconds after one failed.
+    def outcomes(
+        self, timeout: float, *, failed: Callable[[Outcome], bool], grace: float = 0
+    ) -> dict[int, Outcome]:
+        """What became of each rank, in the order of answers, until `grace` seconds after one
+        failed.
 
         Ranks that were not done then, or after `timeout` seconds, are missing.
         """
@@ -171,7 +189,9 @@ class Team:
 
 @contextmanager
 def team(tasks: Sequence[Callable[[], object]], *, fresh: bool = False) -> Iterator[Team]:
-    """Gives each task to a worker of the pool, or to a `fresh` one; takes them back into the pool where possible."""
+    """Gives each task to a worker of the pool, or to a `fresh` one; takes them back into the pool
+    where possible.
+    """
     jobs = [pickle.dumps((sys.path, task)) for task in tasks]
     ours = Team([IDLE.pop(0) if IDLE and not fresh else Worker.start() for _ in jobs])
     try:
@@ -179,9 +199,14 @@ def team(tasks: Sequence[Callable[[], object]], *, fresh: bool = False) -> Itera
             worker.connection.send_bytes(job)
         yield ours
     finally:
-        # None leaves its group before all are done: one whose peer vanished could wait for it forever.
+        # None leaves its group before all are done: one whose peer vanished could wait for it
+        # forever.
         are_done = not fresh and len(ours.found) == len(jobs)
-        kept = [worker for rank, worker in enumerate(ours.workers) if are_done and ours.found[rank].reusable]
+        kept = [
+            worker
+            for rank, worker in enumerate(ours.workers)
+            if are_done and ours.found[rank].reusable
+        ]
         for worker in kept:
             worker.connection.send_bytes(b"")
         for rank, worker in enumerate(ours.workers):
@@ -226,7 +251,9 @@ def _done(task: Callable[[], object], state: _State) -> bytes:
 
 
 def _in_group(
-    place: tuple[int, int, Path, float], function: Callable[..., Result], arguments: tuple[object, ...]
+    place: tuple[int, int, Path, float],
+    function: Callable[..., Result],
+    arguments: tuple[object, ...],
 ) -> Result:
     rank, world_size, store, timeout = place
     stacks = (store.parent / f"stacks of rank {rank}").open("w")
@@ -255,7 +282,11 @@ class _State:
         self.handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
         self.random = torch.get_rng_state()
         self.logging = [(logger, list(logger.handlers), logger.level) for logger in _loggers()]
-        self.modules = {name: dict(vars(module)) for name, module in sys.modules.items() if name.split(".")[0] in OURS}
+        self.modules = {
+            name: dict(vars(module))
+            for name, module in sys.modules.items()
+            if name.split(".")[0] in OURS
+        }
 
     def is_restorable(self) -> bool:
         for thread in _threads() - self.threads:
@@ -263,7 +294,8 @@ class _State:
         return _threads() <= self.threads
 
     def restore(self) -> None:
-        from torch import _dynamo  # In the process of the tests it would take a second.
+        # In the process of the tests it would take a second.
+        from torch import _dynamo
         from torch._dynamo import utils
 
         from trainer.selfcheck.worker import clear_mesh_caches
@@ -285,11 +317,14 @@ class _State:
             for added in set(logger.handlers) - set(handlers):
                 logger.removeHandler(added)
                 added.close()
-            if logger.level != level:  # Setting it clears the caches of all loggers.
+            # Setting it clears the caches of all loggers.
+            if logger.level != level:
                 logger.setLevel(level)
         for name, attributes in self.modules.items():
             now = vars(sys.modules[name])
-            now.update({key: value for key, value in attributes.items() if now.get(key) is not value})
+            now.update(
+                {key: value for key, value in attributes.items() if now.get(key) is not value}
+            )
         torch.set_rng_state(self.random)
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)

@@ -22,7 +22,9 @@ LOSSLESS: dict[str, Any] = {
 }
 
 
-def train_sentencepiece(path: Path, lines: Iterable[str], *, vocab_size: int, **options: Any) -> Path:
+def train_sentencepiece(
+    path: Path, lines: Iterable[str], *, vocab_size: int, **options: Any
+) -> Path:
     """Writes the model to `path`. `options` replace those of LOSSLESS."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(

@@ -31,7 +31,8 @@ def follow(root: Path) -> list[str]:
         else:
             changed = root / first.removeprefix("--- ")
             old, new = (
-                "".join(f"{line[1:]}\n" for line in rest.splitlines() if line[0] in signs) for signs in (" -", " +")
+                "".join(f"{line[1:]}\n" for line in rest.splitlines() if line[0] in signs)
+                for signs in (" -", " +")
             )
             assert changed.read_text().count(old) == 1, block
             changed.write_text(changed.read_text().replace(old, new))
@@ -41,14 +42,26 @@ def follow(root: Path) -> list[str]:
 @pytest.mark.slow
 def test_the_page_adds_a_model_that_trains(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
-    shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*", "outputs", "prepared", "docs", "__pycache__"))
+    shutil.copytree(
+        ROOT,
+        clone,
+        ignore=shutil.ignore_patterns(".*", "outputs", "prepared", "docs", "__pycache__"),
+    )
     commands = follow(clone)
     assert len(commands) == 1
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONDONTWRITEBYTECODE"] = ""  # The second command uses what the first compiled.
+    environment |= {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
+    # The second command uses what the first compiled.
+    environment["PYTHONDONTWRITEBYTECODE"] = ""
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", commands[0]], cwd=clone, env=environment, capture_output=True, text=True
+        ["bash", "-euo", "pipefail", "-c", commands[0]],
+        cwd=clone,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\n\d+ passed", done.stdout)

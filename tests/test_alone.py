@@ -1,4 +1,6 @@
-"""Test files alone and in a random order: which files, and that every process of a run draws the same order."""
+"""Test files alone and in a random order: which files, and that every process of a run draws the
+same order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""docs/architecture.md names files, functions and classes that exist, and every use of private torch."""
+"""docs/architecture.md names files, functions and classes that exist, and every use of private
+torch.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ NAMED = sorted(set(re.findall(r"`([\w./]+\.py)(?:: ([\w.]+))?`", PAGE)))
 
 
 def definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
-    """Dotted names of functions, classes, methods, constants, and attributes that `__init__` sets."""
+    """Dotted names of functions, classes, methods, constants, and attributes that `__init__`
+    sets.
+    """
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield prefix + node.name
@@ -43,10 +47,16 @@ def definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
 
 def test_what_the_page_names_exists() -> None:
     defined = {
-        path: set(definitions(ast.parse((ROOT / path).read_text()).body)) if (ROOT / path).is_file() else None
+        path: set(definitions(ast.parse((ROOT / path).read_text()).body))
+        if (ROOT / path).is_file()
+        else None
         for path, _ in NAMED
     }
-    missing = [(path, name) for path, name in NAMED if (names := defined[path]) is None or (name and name not in names)]
+    missing = [
+        (path, name)
+        for path, name in NAMED
+        if (names := defined[path]) is None or (name and name not in names)
+    ]
     assert missing == []
 
 
@@ -65,23 +75,40 @@ def test_the_page_lists_every_use_of_private_torch() -> None:
     found = set()
     for file in [
         ROOT / "train.py",
-        *(file for room in ("models", "parallelisms", "trainer") for file in (ROOT / room).rglob("*.py")),
+        *(
+            file
+            for room in ("models", "parallelisms", "trainer")
+            for file in (ROOT / room).rglob("*.py")
+        ),
     ]:
-        code = "\n".join(line for line in file.read_text().splitlines() if not line.strip().startswith(("#", '"')))
+        code = "\n".join(
+            line
+            for line in file.read_text().splitlines()
+            if not line.strip().startswith(("#", '"'))
+        )
         if private.search(code):
             found.add(str(file.relative_to(ROOT)))
     assert found == listed
 
 
 def entered() -> set[str]:
-    """Files of the project with a function that the second step of a run calls, backward pass included."""
+    """Files of the project with a function that the second step of a run calls, backward pass
+    included.
+    """
     files = set[str]()
 
     def see(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and (path := Path(frame.f_code.co_filename)).is_relative_to(ROOT):
             files.add(str(path.relative_to(ROOT)))
 
-    config = load(["--data.corpus=copy", "--parallelism.cp=2", "--parallelism.cp_method=ring", "--training.steps=2"])
+    config = load(
+        [
+            "--data.corpus=copy",
+            "--parallelism.cp=2",
+            "--parallelism.cp_method=ring",
+            "--training.steps=2",
+        ]
+    )
     world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
     trainer = Trainer(config, world, build_train_dataset(config))
     with closing(trainer.train_steps()) as steps:
@@ -95,7 +122,13 @@ def entered() -> set[str]:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_step_of_two_ranks_can_be_read_in_30_files() -> None:
-    """From the batch that the loader hands over to the updated weights, in one thread or the other."""
+    """From the batch that the loader hands over to the updated weights, in one thread or the
+    other.
+    """
     for files in run_ranks(entered, 2):
-        assert {"parallelisms/context/ring.py", "trainer/step/optimizer.py", "models/loss_head.py"} <= files
+        assert {
+            "parallelisms/context/ring.py",
+            "trainer/step/optimizer.py",
+            "models/loss_head.py",
+        } <= files
         assert len(files) <= 30, sorted(files)

@@ -1,4 +1,6 @@
-"""Every script in benchmarks/ runs at toy size, and none reaches into our modules in a way that a rename would break."""
+"""Every script in benchmarks/ runs at toy size, and none reaches into our modules in a way that a
+rename would break.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ LIBRARIES = {
     "storm_faults",
     "torchtitan_cpu",
 }
-"""Modules that other scripts import, and those that run in an environment or a process of their own."""
+"""Modules that other scripts import, and those that run in an environment or a process of their
+own.
+"""
 QUICK = {
     "balance": "--documents 10000",
     "config_pages": "--check",
@@ -105,7 +109,8 @@ def run_here(script: str, words: list[str], environment: dict[str, str], log: Pa
 
 @pytest.mark.parametrize("script", QUICK)
 def test_a_script_runs_at_toy_size(script: str, tmp_path: Path) -> None:
-    log, words = tmp_path / "log", QUICK[script].format(tmp=tmp_path).split()
+    log = tmp_path / "log"
+    words = QUICK[script].format(tmp=tmp_path).split()
     # A process that has imported torch already.
     process = context.Process(target=run_here, args=(script, words, inputs(tmp_path), log))
     process.start()
@@ -117,8 +122,11 @@ def test_a_script_runs_at_toy_size(script: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", QUICK | SLOW)
 def test_a_script_runs_as_a_command(script: str, tmp_path: Path) -> None:
     words = (QUICK | SLOW)[script].format(tmp=tmp_path).split()
-    command, environment = [sys.executable, "-m", f"benchmarks.{script}", *words], os.environ | inputs(tmp_path)
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", f"benchmarks.{script}", *words]
+    environment = os.environ | inputs(tmp_path)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -145,7 +153,9 @@ def test_a_halo_of_contiguous_ranks_is_a_token_shorter_than_the_window() -> None
 def test_the_page_on_scaling_compares_with_what_the_planner_predicts_now() -> None:
     parts = scaling.GENERATED.findall((DOCS / "scaling.md").read_text())
     assert len(parts) == 9
-    assert parts[-1] == "\n".join((scaling.BEGIN, "", *published.report([*published.tables()]), "", scaling.END))
+    assert parts[-1] == "\n".join(
+        (scaling.BEGIN, "", *published.report([*published.tables()]), "", scaling.END)
+    )
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -155,14 +165,31 @@ def test_benchmarks_patch_nothing_and_use_nothing_private_of_ours(file: Path) ->
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = getattr(node, "module", None) or ""
-            if any(name.partition(".")[0] in OURS for name in (module, *(alias.name for alias in node.names))):
+            if any(
+                name.partition(".")[0] in OURS
+                for name in (module, *(alias.name for alias in node.names))
+            ):
                 names = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
                 assert not [alias.name for alias in node.names if alias.name.startswith("_")]
                 imported |= set(names)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported:
-            assert not isinstance(node.ctx, ast.Store), f"line {node.lineno} sets {node.value.id}.{node.attr}"
-            assert not node.attr.startswith("_"), f"line {node.lineno} uses {node.value.id}.{node.attr}"
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("vars", "setattr"):
-            patched = node.args and isinstance(node.args[0], ast.Name) and node.args[0].id in imported
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in imported
+        ):
+            assert not isinstance(node.ctx, ast.Store), (
+                f"line {node.lineno} sets {node.value.id}.{node.attr}"
+            )
+            assert not node.attr.startswith("_"), (
+                f"line {node.lineno} uses {node.value.id}.{node.attr}"
+            )
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("vars", "setattr")
+        ):
+            patched = (
+                node.args and isinstance(node.args[0], ast.Name) and node.args[0].id in imported
+            )
             assert not patched, f"line {node.lineno} patches a module of ours"

@@ -1,4 +1,6 @@
-"""The GPU benchmark without a GPU: every kind of job gives rows, and the choice of jobs ends in time by a clock of the test."""
+"""The GPU benchmark without a GPU: every kind of job gives rows, and the choice of jobs ends in
+time by a clock of the test.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_without_a_device_nothing_is_measured(capsys: pytest.CaptureFixture[str]
 
 
 class Forked:
-    """A command in a process that is forked here, where everything is imported: what jobs ask of their children."""
+    """A command in a process that is forked here, where everything is imported: what jobs ask of
+    their children.
+    """
 
     def __init__(self, words: Sequence[str], log: Path, *, own_group: bool = False) -> None:
         self._status: int | None = None
@@ -63,7 +67,11 @@ class Forked:
                 if own_group:
                     os.setsid()
                 become(0, 1, free_port(), log)
-                status = plan(words[3:]) if words[1:3] == ["-m", "trainer.plan"] else train_rank([*words[1:]])
+                status = (
+                    plan(words[3:])
+                    if words[1:3] == ["-m", "trainer.plan"]
+                    else train_rank([*words[1:]])
+                )
             except BaseException:  # noqa: BLE001 - the log has it
                 traceback.print_exc()
             finally:
@@ -84,7 +92,9 @@ class Forked:
 
 
 LEFT_OUT = {"torchtitan", "tests"}
-"""Kinds that are not rehearsed: torchtitan is not installed here, and pytest is not run inside of a test."""
+"""Kinds that are not rehearsed: torchtitan is not installed here, and pytest is not run inside of
+a test.
+"""
 
 
 def rehearsed_jobs() -> list[Job]:
@@ -95,12 +105,17 @@ def rehearsed_jobs() -> list[Job]:
 
 
 def rehearse(folder: Path) -> dict[str, list[Row]]:
-    """Rows of a job of each kind, in this process: blocks are traced, no code is generated, and commands are forked."""
-    warnings.filterwarnings("ignore")  # As in the processes of the command: dynamo and transformers warn.
+    """Rows of a job of each kind, in this process: blocks are traced, no code is generated, and
+    commands are forked.
+    """
+    # As in the processes of the command: dynamo and transformers warn.
+    warnings.filterwarnings("ignore")
     torch.compiler.set_stance("default", force_backend="aot_eager")
     patched: Any = gpu_product
     # Long enough for a signal to come before the end.
-    patched.start, patched.STEPS, patched.KILLED_AFTER = Forked, 12, 4
+    patched.start = Forked
+    patched.STEPS = 12
+    patched.KILLED_AFTER = 4
     vars(gpu_rivals)["answer_of"] = lambda asked: rival_step.STEPS_OF[asked["library"]](asked)
     found: dict[str, list[Row]] = {}
     for job in rehearsed_jobs():
@@ -122,8 +137,13 @@ def test_a_job_of_every_kind_is_rehearsed(tmp_path: Path) -> None:
     assert [row["heads"] for row in found["errors"]] == ["8:2 x 128", "8:2 x 64", "2:2 x 128"]
     beside = {row["variant"]: row["gradients"] for row in found["parity"]}
     assert list(beside) == [name for name in VARIANTS if name not in gpu_parity.OF_CUDA]
-    assert {name for name, far in beside.items() if far == "bitwise equal"} >= {"inputs on the host", "tiles"}
-    results = {row["what"]: row["result"] for rows in found.values() for row in rows if "what" in row}
+    assert {name for name, far in beside.items() if far == "bitwise equal"} >= {
+        "inputs on the host",
+        "tiles",
+    }
+    results = {
+        row["what"]: row["result"] for rows in found.values() for row in rows if "what" in row
+    }
     assert results["flash on tensors of more than 131,072 elements"] == "right"
     assert results["4 ranks of a ring against one call"].startswith("output ")
     assert results["calibrated"].startswith("width_128")
@@ -145,14 +165,29 @@ def test_a_job_of_every_kind_is_rehearsed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("only", ["gpu tests", "errors of flash", "pair: --training.compile true", "transformers"])
-def test_jobs_are_rehearsed_in_the_processes_that_the_command_starts(only: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "only", ["gpu tests", "errors of flash", "pair: --training.compile true", "transformers"]
+)
+def test_jobs_are_rehearsed_in_the_processes_that_the_command_starts(
+    only: str, tmp_path: Path
+) -> None:
     """With generated code, and another library in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", f"--only={only}", f"--out={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--rehearse",
+        f"--only={only}",
+        f"--out={tmp_path}",
+    ]
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    again = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=60)
+    again = subprocess.run(
+        command, cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=60
+    )
     assert "state measured" not in again.stdout, "a row that is valid was measured again"
 
 
@@ -195,9 +230,15 @@ def test_the_ranks_of_a_ring_agree_with_one_call(tmp_path: Path) -> None:
     assert max(map(float, far.values())) < 0.01
 
 
-def test_a_ring_that_differs_from_one_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_that_differs_from_one_call_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def differing(*_: Any) -> tuple[Callable[[], list[torch.Tensor]], ...]:
-        return (lambda: [torch.ones(2)] * 4), list, (lambda: [torch.ones(2)] * 3 + [torch.ones(2) * 1.05])
+        return (
+            (lambda: [torch.ones(2)] * 4),
+            list,
+            (lambda: [torch.ones(2)] * 3 + [torch.ones(2) * 1.05]),
+        )
 
     monkeypatch.setattr(gpu_kernels, "ring_job", differing)
     with pytest.raises(ValueError, match=r"dv 5\.0e-02"):
@@ -205,7 +246,8 @@ def test_a_ring_that_differs_from_one_call_fails(tmp_path: Path, monkeypatch: py
 
 
 def test_a_gradient_of_rounding_errors_counts_as_none() -> None:
-    ones, zeros = torch.ones(4), torch.zeros(4)
+    ones = torch.ones(4)
+    zeros = torch.zeros(4)
     theirs = {"weight": ones, "bias of keys": zeros}
     assert distance({"weight": ones, "bias of keys": zeros + 1e-9}, theirs) == pytest.approx(1e-3)
     assert distance({"weight": ones, "bias of keys": zeros + 1e-3}, theirs) == pytest.approx(1e3)
@@ -215,15 +257,25 @@ def test_a_gradient_of_rounding_errors_counts_as_none() -> None:
 def test_parity_fails_for_gradients_that_differ_or_are_not_finite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = {"one": torch.ones(2), "far": torch.ones(2) * 1.1, "nan": torch.tensor([1.0, torch.nan])}
+    seen = {
+        "one": torch.ones(2),
+        "far": torch.ones(2) * 1.1,
+        "nan": torch.tensor([1.0, torch.nan]),
+    }
     firsts = iter(seen.values())
-    monkeypatch.setattr(gpu_parity, "VARIANTS", {"one": ("", ""), "far": ("one", ""), "nan": ("one", "")})
+    monkeypatch.setattr(
+        gpu_parity, "VARIANTS", {"one": ("", ""), "far": ("one", ""), "nan": ("one", "")}
+    )
     monkeypatch.setattr(gpu_parity, "first_step", lambda *_: (1.0, 1.0, {"weight": next(firsts)}))
-    with pytest.raises(ValueError, match=r"^far: 1.0e-01 of a tensor's norm; nan: nan of a tensor's norm$"):
+    with pytest.raises(
+        ValueError, match=r"^far: 1.0e-01 of a tensor's norm; nan: nan of a tensor's norm$"
+    ):
         gpu_parity.parity(bench_on(tmp_path, []))
 
 
-def test_a_kernel_whose_last_query_is_wrong_has_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_whose_last_query_is_wrong_has_no_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forward, backward = kernels.DENSE_KERNELS["cpu"]
 
     def without_dq(*inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -237,29 +289,38 @@ def test_a_kernel_whose_last_query_is_wrong_has_no_rate(tmp_path: Path, monkeypa
 
 def test_gpu_tests_that_fail_fail_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passed = subprocess.CompletedProcess([], 0, "...\n43 passed in 3 s\n", "")
-    failed = subprocess.CompletedProcess([], 1, "FAILED tests/models/test_x.py::test_y\n1 failed in 3 s\n", "")
+    failed = subprocess.CompletedProcess(
+        [], 1, "FAILED tests/models/test_x.py::test_y\n1 failed in 3 s\n", ""
+    )
     ends = iter([passed, failed])
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: next(ends))
     rows: list[Row] = []
     gpu_parity.gpu_tests(bench_on(tmp_path, rows))
     assert rows == [{"what": "gpu tests", "result": "43 passed in 3 s"}]
-    with pytest.raises(RuntimeError, match=r"1 failed in 3 s / FAILED tests/models/test_x.py::test_y"):
+    with pytest.raises(
+        RuntimeError, match=r"1 failed in 3 s / FAILED tests/models/test_x.py::test_y"
+    ):
         gpu_parity.gpu_tests(bench_on(tmp_path, []))
 
 
-def test_losses_that_differ_after_a_kill_fail_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_that_differ_after_a_kill_fail_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = iter([{"5": 2.0}, {"5": 2.0, "6": 1.5}])
     monkeypatch.setattr(gpu_product, "losses", lambda _: next(found))
     monkeypatch.setattr(gpu_product, "command", lambda *_: ["sleep", "60"])
     monkeypatch.setattr(gpu_product, "run_to_end", lambda *_: 3.0)
     with pytest.raises(RuntimeError, match="1 of 2 losses after step 0 bitwise"):
-        gpu_product.compare_after_kill(bench_on(tmp_path, []), tmp_path / "run", {"5": 2.0, "6": 1.25})
+        gpu_product.compare_after_kill(
+            bench_on(tmp_path, []), tmp_path / "run", {"5": 2.0, "6": 1.25}
+        )
 
 
 def test_sequences_are_packed_with_documents_of_the_lengths_asked_for() -> None:
     config = StepCase("1.24B", 10).config(tiny=True)
     packed = Packed(config, [4, 100])
-    short, whole = packed.read([0]), packed.read([5])
+    short = packed.read([0])
+    whole = packed.read([5])
     assert short.boundaries.tolist() == [[0, 4, 8, 10]]
     assert (short.num_pairs, whole.num_pairs) == (23, 55)
     assert short.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0, 1]]
@@ -271,10 +332,14 @@ def test_every_configuration_is_valid_and_every_source_exists() -> None:
     jobs = all_jobs()
     assert len({job.name for job in jobs}) == len(jobs), "rows are found by the names of jobs"
     for case in {
-        job.measure.keywords["case"] for job in jobs if isinstance(job.measure, partial) and job.kind == "step"
+        job.measure.keywords["case"]
+        for job in jobs
+        if isinstance(job.measure, partial) and job.kind == "step"
     }:
         assert case.config().training.seq_len == case.tokens
-    assert [pattern for job in jobs for pattern in job.sources if not list(ROOT.glob(pattern))] == []
+    assert [
+        pattern for job in jobs for pattern in job.sources if not list(ROOT.glob(pattern))
+    ] == []
 
 
 # ---- other libraries
@@ -293,7 +358,10 @@ def test_a_library_is_absent_unless_it_is_installed_or_unpacked(
 def test_a_rival_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "rival_step.py").write_text("raise SystemExit('no such model')")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="status 1: no such model"):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(RuntimeError, match="status 1: no such model"),
+    ):
         patch.setattr(gpu_rivals, "ROOT", tmp_path)
         gpu_rivals.answer_of({})
 
@@ -306,7 +374,13 @@ def job(name: str, seconds: float = 10, **more: Any) -> Job:
 
 
 def ended(job: Job, changes: Row | None = None) -> Row:
-    return {"job": job.name, "state": "measured", "sources": digest(job.sources), **MACHINE, **(changes or {})}
+    return {
+        "job": job.name,
+        "state": "measured",
+        "sources": digest(job.sources),
+        **MACHINE,
+        **(changes or {}),
+    }
 
 
 @pytest.mark.parametrize(
@@ -321,7 +395,9 @@ def ended(job: Job, changes: Row | None = None) -> Row:
         ({"job": "another"}, True),
     ],
 )
-def test_a_row_of_the_same_sources_and_machine_is_not_measured_again(changes: Row, *, is_measured_again: bool) -> None:
+def test_a_row_of_the_same_sources_and_machine_is_not_measured_again(
+    changes: Row, *, is_measured_again: bool
+) -> None:
     one = job("one")
     assert unknown([one], [ended(one, changes)], MACHINE) == [one] * is_measured_again
 
@@ -340,10 +416,16 @@ def test_one_job_of_each_kind_comes_first_and_then_the_most_valuable() -> None:
         *("step 2", "step 3", "pair 2"),
     ]
     rows = [ended(jobs["step 1"]), ended(jobs["pair 1"])]
-    assert [job.name for job in unknown(jobs.values(), rows, MACHINE)] == ["step 2", "step 3", "pair 2"]
+    assert [job.name for job in unknown(jobs.values(), rows, MACHINE)] == [
+        "step 2",
+        "step 3",
+        "pair 2",
+    ]
 
 
-def test_sources_that_change_make_a_row_invalid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_that_change_make_a_row_invalid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("benchmarks.gpu_jobs.ROOT", tmp_path)
     (tmp_path / "kernel.py").write_text("a = 1")
     before = digest(("kernel*.py",))
@@ -354,7 +436,9 @@ def test_sources_that_change_make_a_row_invalid(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_first_job_that_fits_is_next() -> None:
-    long, large, fits = job("long", 100), job("large", gib=80), job("fits")
+    long = job("long", 100)
+    large = job("large", gib=80)
+    fits = job("fits")
     assert next_job([long, large, fits], seconds=50, gib=40) is fits
     assert next_job([long, large, fits], seconds=5, gib=40) is None
 
@@ -404,7 +488,10 @@ class Fake:
         if self.clock.now < self.begun + self.takes.get(self.job.name, self.job.seconds):
             return []
         failed = self.job.name.startswith("failing")
-        return [{"what": self.job.name}, {"state": "failed" if failed else "measured", "result": ""}]
+        return [
+            {"what": self.job.name},
+            {"state": "failed" if failed else "measured", "result": ""},
+        ]
 
     def close(self) -> None:
         self.closed = True
@@ -447,7 +534,9 @@ def test_jobs_share_the_device_as_far_as_processes_and_memory_reach() -> None:
 
 def test_a_job_that_does_not_fit_into_the_time_left_is_named_and_a_shorter_one_runs() -> None:
     day = Day()
-    left = day.schedule.run([job("a", 60), job("long", 50), job("short", 30)], deadline=100, lanes=1)
+    left = day.schedule.run(
+        [job("a", 60), job("long", 50), job("short", 30)], deadline=100, lanes=1
+    )
     assert [job.name for job in left] == ["long"]
     assert [name for _, name in day.begun] == ["a", "short"]
 
@@ -461,7 +550,12 @@ def test_all_ends_at_the_deadline() -> None:
 
 def test_a_job_that_hangs_or_fails_ends_with_its_process_and_the_next_has_a_new_one() -> None:
     day = Day(takes={"hangs": 1000})
-    assert day.schedule.run([job("hangs", 10), job("failing", 10), job("c", 10)], deadline=1000, lanes=1) == []
+    assert (
+        day.schedule.run(
+            [job("hangs", 10), job("failing", 10), job("c", 10)], deadline=1000, lanes=1
+        )
+        == []
+    )
     assert day.states == {"hangs": "failed", "failing": "failed", "c": "measured"}
     assert day.begun[1][0] == job("hangs", 10).limit
     assert [worker.closed for worker in day.workers] == [True, True, False]
@@ -470,48 +564,81 @@ def test_a_job_that_hangs_or_fails_ends_with_its_process_and_the_next_has_a_new_
 def test_checks_and_compilations_come_first_for_half_of_the_time_and_timings_are_alone() -> None:
     compiled = job("timed", 30, alone=True, compilation=lambda _: None)
     too_long = job("too long", 90, alone=True, compilation=lambda _: None)
-    jobs = [compiled, job("check 1", 100), job("check 2", 45), job("second", 30, alone=True), too_long]
+    jobs = [
+        compiled,
+        job("check 1", 100),
+        job("check 2", 45),
+        job("second", 30, alone=True),
+        too_long,
+    ]
     day = Day(takes={"compile timed": 20})
     left = run_all(day.schedule, jobs, deadline=200)
-    assert day.begun == [(0, "check 1"), (0, "check 2"), (0, "compile timed"), (100, "timed"), (130, "second")]
+    assert day.begun == [
+        (0, "check 1"),
+        (0, "check 2"),
+        (0, "compile timed"),
+        (100, "timed"),
+        (130, "second"),
+    ]
     assert left == [too_long], "and it was not compiled"
     day = Day()
-    assert run_all(day.schedule, [job("check", 101), job("timed", 30, alone=True)], deadline=200) == []
-    assert day.begun == [(0, "timed"), (30, "check")], "a check that takes longer than half waits for the timings"
+    assert (
+        run_all(day.schedule, [job("check", 101), job("timed", 30, alone=True)], deadline=200)
+        == []
+    )
+    assert day.begun == [(0, "timed"), (30, "check")], (
+        "a check that takes longer than half waits for the timings"
+    )
 
 
 def test_four_minutes_touch_every_kind_of_job_and_seven_more_measure_what_is_left() -> None:
     """On the 140 GiB of an H200, if every job takes its estimate."""
     jobs = {job.name: job for job in all_jobs()}
     first = Day(gib=gpu.FREE * 140)
-    run_all(first.schedule, unknown(jobs.values(), [], MACHINE), deadline=4 * 60 - gpu.PAGE_SECONDS)
+    run_all(
+        first.schedule, unknown(jobs.values(), [], MACHINE), deadline=4 * 60 - gpu.PAGE_SECONDS
+    )
     touched = [name for _, name in first.begun if name in jobs]
     assert {jobs[name].kind for name in touched} == {job.kind for job in jobs.values()}
     second = Day(gib=gpu.FREE * 140)
     rows = [ended(jobs[name]) for name in touched]
-    left = run_all(second.schedule, unknown(jobs.values(), rows, MACHINE), deadline=7 * 60 - gpu.PAGE_SECONDS)
-    assert {job.kind for job in left} <= {"step", "machine", "torchtitan", "transformers"}, "the last and the longest"
+    left = run_all(
+        second.schedule, unknown(jobs.values(), rows, MACHINE), deadline=7 * 60 - gpu.PAGE_SECONDS
+    )
+    assert {job.kind for job in left} <= {"step", "machine", "torchtitan", "transformers"}, (
+        "the last and the longest"
+    )
     assert not {job.name for job in jobs.values() if not job.alone} & {job.name for job in left}
 
 
 # ---- rows and pages
 
 
-def test_rows_are_on_disk_as_they_come_and_say_what_they_were_measured_with(tmp_path: Path) -> None:
+def test_rows_are_on_disk_as_they_come_and_say_what_they_were_measured_with(
+    tmp_path: Path,
+) -> None:
     report = gpu.Report(tmp_path / "rows.jsonl", MACHINE | {"commit": "c"})
     report(job("one"), {"s_step": 0.5})
     with report.path.open("a") as file:
         file.write('{"job": "cut o')
     (row,) = measured.read_rows(report.path)
     assert row.pop("date").startswith("20")
-    assert row == {"job": "one", "s_step": 0.5, "sources": digest(("train.py",)), "commit": "c", **MACHINE}
+    assert row == {
+        "job": "one",
+        "s_step": 0.5,
+        "sources": digest(("train.py",)),
+        "commit": "c",
+        **MACHINE,
+    }
     assert measured.read_rows(tmp_path / "none.jsonl") == []
 
 
 def test_the_page_has_measured_predicted_rival_and_ratio() -> None:
     rows = measured.read_rows(FIRST_DAY)
     (line,) = (
-        line for line in measured.page(rows, ["a long one"]).splitlines() if "8K, --memory.recompute none" in line
+        line
+        for line in measured.page(rows, ["a long one"]).splitlines()
+        if "8K, --memory.recompute none" in line
     )
     ours = next(row for row in rows if row["job"] == line.split(" | ")[0].removeprefix("| "))
     prediction = plan_stage(measured.case(ours).config(), 1, load_device("h200"))
@@ -527,16 +654,28 @@ def test_the_page_has_measured_predicted_rival_and_ratio() -> None:
 
 def test_the_page_says_what_failed_and_what_did_not_run() -> None:
     rows: list[Row] = [MACHINE | {"job": "one", "state": "failed", "result": "out of memory"}]
-    rows.append(MACHINE | {"job": "rate", "kernel": "flash", "forward_tflops": 351.619, "clocks": "1980 MHz"})
+    rows.append(
+        MACHINE
+        | {"job": "rate", "kernel": "flash", "forward_tflops": 351.619, "clocks": "1980 MHz"}
+    )
     text = measured.page(rows, ["another"])
     assert "- rate: kernel flash, forward_tflops 351.6\n" in text
     assert "- one: FAILED: out of memory" in text
-    assert "FAILED" not in measured.page([*rows, rows[0] | {"state": "measured"}], []), "it went well later"
+    assert "FAILED" not in measured.page([*rows, rows[0] | {"state": "measured"}], []), (
+        "it went well later"
+    )
     assert "- did not run: another" in text
 
 
 def test_packed_documents_are_not_compared_with_one_document() -> None:
-    packed = {"model": "1.24B", "tokens": 32768, "document": 4096, "s_step": 1.0, "options": "", **MACHINE}
+    packed = {
+        "model": "1.24B",
+        "tokens": 32768,
+        "document": 4096,
+        "s_step": 1.0,
+        "options": "",
+        **MACHINE,
+    }
     rival = {"model": "1.24B", "tokens": 32768, "s_step": 1.0, "system": "another", **MACHINE}
     assert measured.planned(packed) is None
     assert measured.fastest_rival(packed, [rival]) is None
@@ -557,11 +696,15 @@ def test_measured_rows_are_of_one_card_and_say_when_and_with_what(day: Path) -> 
     commits = {"e39bdbc", "cfe3e14", "45f98b9", "b539190", "0d7a383", "9a253b3"}
     assert {row.get("commit") for row in rows if "system" not in row} <= commits
     for row in measured.steps(rows):
-        assert row.keys() >= {"recompute", "compile", "head", "peak_gib"}, "what differs between libraries"
+        assert row.keys() >= {"recompute", "compile", "head", "peak_gib"}, (
+            "what differs between libraries"
+        )
     assert len(day.read_text()) < 25_000
 
 
-def test_the_newest_of_rows_that_are_alike_counts_and_of_one_day_that_with_the_fewest_options() -> None:
+def test_the_newest_of_rows_that_are_alike_counts_and_of_one_day_that_with_the_fewest_options() -> (
+    None
+):
     def row(seconds: float, day: str, options: str = "") -> Row:
         return {"tokens": 1, "s_step": seconds, "date": f"2026-01-0{day}T00", "options": options}
 
@@ -570,6 +713,8 @@ def test_the_newest_of_rows_that_are_alike_counts_and_of_one_day_that_with_the_f
 
 
 def test_other_libraries_mfu_counts_the_same_flops() -> None:
-    rows = [row for row in measured.steps(measured.read_rows(FIRST_DAY)) if measured.is_beside(row)]
+    rows = [
+        row for row in measured.steps(measured.read_rows(FIRST_DAY)) if measured.is_beside(row)
+    ]
     theirs = next(row for row in rows if row.get("system", "").startswith("transformers"))
     assert measured.mfu(theirs | {"mfu": None}) == pytest.approx(theirs["mfu"], rel=1e-12)

@@ -1,4 +1,6 @@
-"""`longhaul`: each command is the module behind it, and an unknown one is refused with the list."""
+"""`longhaul`: each command is the module behind it, and an unknown one is refused with the
+list.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def longhaul(*args: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; from trainer.cli import main; main()"
-    return subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_help_lists_every_command() -> None:
@@ -49,7 +53,8 @@ def explain(command: str, out: Path, err: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
-    out, err = tmp_path / "out", tmp_path / "err"
+    out = tmp_path / "out"
+    err = tmp_path / "err"
     # A process that has imported torch already, as several commands do.
     process = context.Process(target=explain, args=(command, out, err))
     process.start()
@@ -110,9 +115,15 @@ def test_options_are_declared_refused_and_explained_in_one_way(
         assert printed.startswith(f"usage: {each.prog} ")
         assert EXIT_HELP in printed
         # A command that consists of others has no options of its own.
-        meant = max((name for name in each._option_string_actions), key=len) if each.get_default("run") else None
+        meant = (
+            max((name for name in each._option_string_actions), key=len)
+            if each.get_default("run")
+            else None
+        )
         wrong = [*words, f"{meant}x"] if meant else [f"{next(iter(each.commands))}x"]
-        positional = ["x"] * sum(not action.option_strings for action in each._actions) if meant else []
+        positional = (
+            ["x"] * sum(not action.option_strings for action in each._actions) if meant else []
+        )
         required = [
             word
             for action in each._actions
@@ -134,7 +145,9 @@ def test_no_help_imports_torch() -> None:
             assert run_command(["--help"], resolve(each.parser)()) == 0
             assert "torch" not in sys.modules, each
     """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -157,7 +170,9 @@ def test_a_parser_runs_what_exists(command: Command) -> None:
 def test_an_unknown_command_is_refused_with_the_nearest(args: tuple[str, ...], hint: str) -> None:
     done = longhaul(*args)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: unknown command {' '.join(args)}; did you mean longhaul {hint}?\n")
+    assert done.stderr.startswith(
+        f"error: unknown command {' '.join(args)}; did you mean longhaul {hint}?\n"
+    )
 
 
 def test_an_unknown_option_of_a_run_names_the_key_that_is_meant() -> None:

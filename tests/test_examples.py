@@ -23,14 +23,22 @@ pytestmark = pytest.mark.ranks
 compiled = (
     pytest.mark.slow,
     pytest.mark.skipif(
-        not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler"
+        not any(map(shutil.which, ("c++", "g++", "clang++"))),
+        reason="torch.compile needs a C++ compiler",
     ),
 )
 
 
 def run(name: str, *options: str) -> list[str]:
     """The output lines of an example on four ranks."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(RANKS),
+    ]
     done = subprocess.run(
         [*launcher, "-m", f"examples.{name}", *options],
         cwd=ROOT,
@@ -53,16 +61,22 @@ def run_here(rank: int, port: int, log: Path, name: str, options: tuple[str, ...
 def run_in_pool(name: str, *options: str, log: Path) -> list[str]:
     """As `run`, on ranks that have imported torch already."""
     port = free_port()
-    with team([partial(run_here, rank, port, log, name, options) for rank in range(RANKS)], fresh=True) as ranks:
+    with team(
+        [partial(run_here, rank, port, log, name, options) for rank in range(RANKS)], fresh=True
+    ) as ranks:
         outcomes = ranks.outcomes(60, failed=lambda outcome: not outcome.succeeded)
-    assert len(outcomes) == RANKS and all(outcome.succeeded for outcome in outcomes.values()), outcomes
+    assert len(outcomes) == RANKS and all(outcome.succeeded for outcome in outcomes.values()), (
+        outcomes
+    )
     return log.read_text().splitlines()
 
 
 @pytest.mark.parametrize(
     ("options", "plan"),
     [
-        pytest.param((), "ring (4 ranks), layout doc_headtail (as configured)", marks=pytest.mark.slow),
+        pytest.param(
+            (), "ring (4 ranks), layout doc_headtail (as configured)", marks=pytest.mark.slow
+        ),
         pytest.param(
             ("--rotation", "alltoall"),
             "alltoall (4 ranks), layout doc_headtail (as configured)",
@@ -73,7 +87,11 @@ def run_in_pool(name: str, *options: str, log: Path) -> list[str]:
             "allgather (4 ranks), layout balanced (as configured)",
             marks=pytest.mark.slow,
         ),
-        pytest.param(("--compile",), "ring (4 ranks), layout doc_headtail (as configured), compiled", marks=compiled),
+        pytest.param(
+            ("--compile",),
+            "ring (4 ranks), layout doc_headtail (as configured), compiled",
+            marks=compiled,
+        ),
         pytest.param(
             ("--rotation", "allgather", "--compile"),
             "allgather (4 ranks), layout balanced (as configured), compiled",
@@ -93,13 +111,27 @@ def test_attention_on_four_ranks_equals_one_rank(options: tuple[str, ...], plan:
 @pytest.mark.parametrize(
     ("options", "plan"),
     [
-        pytest.param((), "hybrid (2 x 2, ring across), layout doc_headtail", marks=pytest.mark.slow),
-        pytest.param(("--ulysses", "1"), "hybrid (1 x 4, ring across), layout doc_headtail", marks=pytest.mark.slow),
-        pytest.param(("--ulysses", "4"), "hybrid (4 x 1, ring across), layout doc_headtail", marks=pytest.mark.slow),
-        pytest.param(("--compile",), "hybrid (2 x 2, ring across), layout doc_headtail", marks=compiled),
+        pytest.param(
+            (), "hybrid (2 x 2, ring across), layout doc_headtail", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("--ulysses", "1"),
+            "hybrid (1 x 4, ring across), layout doc_headtail",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--ulysses", "4"),
+            "hybrid (4 x 1, ring across), layout doc_headtail",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--compile",), "hybrid (2 x 2, ring across), layout doc_headtail", marks=compiled
+        ),
     ],
 )
-def test_model_on_four_ranks_has_the_losses_of_one_rank(options: tuple[str, ...], plan: str) -> None:
+def test_model_on_four_ranks_has_the_losses_of_one_rank(
+    options: tuple[str, ...], plan: str
+) -> None:
     check_losses(run("unified_attention", *options), plan, options)
 
 
@@ -111,7 +143,9 @@ def test_model_on_ranks_of_the_pool_has_the_losses_of_one_rank(tmp_path: Path) -
 def check_losses(said: list[str], plan: str, options: tuple[str, ...] = ()) -> None:
     summary, losses = said
     assert summary == f"{plan} (as configured){', compiled' if '--compile' in options else ''}"
-    found = re.fullmatch(r"losses on 4 ranks (\S+) \.\.\. (\S+), on 1 rank (\S+) \.\.\. (\S+)", losses)
+    found = re.fullmatch(
+        r"losses on 4 ranks (\S+) \.\.\. (\S+), on 1 rank (\S+) \.\.\. (\S+)", losses
+    )
     assert found
     first, last, first_alone, last_alone = map(float, found.groups())
     assert (first, last) == pytest.approx((first_alone, last_alone), rel=1e-5)

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config.extension import BUILT_IN_OPTIMIZERS, BUILT_IN_SOURCES, BUILT_IN_TOKENIZERS, BUILT_IN_TRACKERS
+from trainer.config.extension import (
+    BUILT_IN_OPTIMIZERS,
+    BUILT_IN_SOURCES,
+    BUILT_IN_TOKENIZERS,
+    BUILT_IN_TRACKERS,
+)
 from trainer.data.contents import COMPRESSIONS
 from trainer.data.contents import KINDS as SOURCES
 from trainer.data.tokenizer import KINDS as TOKENIZERS
@@ -53,9 +58,15 @@ ALONE = ("--parallelism.cp", "1", "--parallelism.tp", "1")
 GIVEN = ("--job.extension", "nemotron_parts:extension")
 
 
-def command(folder: Path, module: str, *words: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+def command(
+    folder: Path, module: str, *words: str, ranks: int = 1
+) -> subprocess.CompletedProcess[str]:
     """In the folder, which has modules with the names of ours."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "NGPU": str(ranks), "XDG_CACHE_HOME": str(folder / "cache")}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "NGPU": str(ranks),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
     return subprocess.run(
         [sys.executable, "-P", "-m", module, *words],
         cwd=folder,
@@ -68,7 +79,9 @@ def command(folder: Path, module: str, *words: str, ranks: int = 1) -> subproces
 
 
 def write_example(folder: Path, *changes: tuple[str, str]) -> None:
-    code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+    code = re.search(
+        r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL
+    )
     assert code is not None
     text = code[1]
     for before, after in changes:
@@ -84,7 +97,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_example(folder)
     (folder / "run.toml").write_text(RUN)
     (folder / "own").mkdir()
-    (folder / "own" / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 200)
+    (folder / "own" / "text.txt").write_text(
+        "The quick brown fox jumps over the lazy dog.\n" * 200
+    )
     done = command(folder, "trainer.launch", "--config", "run.toml", ranks=4)
     assert done.returncode == 0, done.stderr
     assert "extension nemotron parts 1 from" in done.stderr + done.stdout
@@ -92,17 +107,23 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_its_layers_train_and_its_tracker_hears_of_steps(trained: Path) -> None:
-    assert [line.split()[0] for line in (trained / "outputs/run/losses.txt").read_text().splitlines()] == ["1", "2"]
+    assert [
+        line.split()[0] for line in (trained / "outputs/run/losses.txt").read_text().splitlines()
+    ] == ["1", "2"]
 
 
 def test_a_resume_names_a_missing_or_another_extension(trained: Path) -> None:
     (trained / "plain.toml").write_text(RUN.replace('extension = "nemotron_parts:extension"', ""))
-    missing = command(trained, "trainer.launch", "--config", "plain.toml", "--training.steps", "3", *ALONE)
+    missing = command(
+        trained, "trainer.launch", "--config", "plain.toml", "--training.steps", "3", *ALONE
+    )
     assert missing.returncode == 2
     assert 'model.family = "nemotron" is unknown' in missing.stderr
     write_example(trained, ('version="1"', 'version="2"'))
     try:
-        other = command(trained, "trainer.launch", "--config", "run.toml", "--training.steps", "3", *ALONE)
+        other = command(
+            trained, "trainer.launch", "--config", "run.toml", "--training.steps", "3", *ALONE
+        )
     finally:
         write_example(trained)
     assert other.returncode == 78
@@ -132,7 +153,15 @@ def test_a_run_folder_imports_nothing_unless_it_is_named_again(trained: Path) ->
 
 @pytest.mark.slow
 def test_its_optimizer_trains_saves_and_resumes(trained: Path) -> None:
-    words = ("trainer.launch", "--config", "run.toml", "--optimizer.name", "momentum", "--schedule.kind", "constant")
+    words = (
+        "trainer.launch",
+        "--config",
+        "run.toml",
+        "--optimizer.name",
+        "momentum",
+        "--schedule.kind",
+        "constant",
+    )
     losses = {}
     for name, launches in {"whole": ("4",), "parts": ("2", "4")}.items():
         for steps in launches:
@@ -143,7 +172,9 @@ def test_its_optimizer_trains_saves_and_resumes(trained: Path) -> None:
 
 
 def test_an_optimizer_that_nobody_adds_is_an_error(trained: Path) -> None:
-    done = command(trained, "trainer.launch", "--config", "run.toml", "--optimizer.name", "lion", *ALONE)
+    done = command(
+        trained, "trainer.launch", "--config", "run.toml", "--optimizer.name", "lion", *ALONE
+    )
     assert done.returncode == 2
     assert 'optimizer.name = "lion" is unknown; there are adamw, momentum' in done.stderr
 
@@ -165,7 +196,9 @@ def test_it_is_planned_from_its_code(trained: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
 def test_it_equals_one_process_on_every_mesh(trained: Path, optimizer: str) -> None:
-    done = command(trained, "trainer.selfcheck", "--config", "run.toml", "--optimizer.name", optimizer)
+    done = command(
+        trained, "trainer.selfcheck", "--config", "run.toml", "--optimizer.name", optimizer
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -198,7 +231,9 @@ def test_it_equals_one_process_on_every_mesh(trained: Path, optimizer: str) -> N
         ),
     ],
 )
-def test_a_wrong_extension_is_one_error_with_its_name(tmp_path: Path, code: str, problem: str) -> None:
+def test_a_wrong_extension_is_one_error_with_its_name(
+    tmp_path: Path, code: str, problem: str
+) -> None:
     (tmp_path / "mine.py").write_text(code)
     (tmp_path / "run.toml").write_text('[job]\nextension = "mine:extension"\n')
     done = command(tmp_path, "trainer.launch", "--config", "run.toml", "--check")
@@ -216,22 +251,33 @@ def test_names_that_are_taken_are_those_of_our_tables() -> None:
 
 
 def test_a_package_of_ours_is_no_extension(tmp_path: Path) -> None:
-    done = command(tmp_path, "trainer.launch", "--config", "debug", "--job.extension", "trainer.cli:main", "--check")
+    done = command(
+        tmp_path,
+        "trainer.launch",
+        "--config",
+        "debug",
+        "--job.extension",
+        "trainer.cli:main",
+        "--check",
+    )
     assert done.returncode == 2
-    assert "its package must not be called models, parallelisms, trainer, train, longhaul" in done.stderr
+    assert (
+        "its package must not be called models, parallelisms, trainer, train, longhaul"
+        in done.stderr
+    )
 
 
 @pytest.mark.slow
 def test_a_hook_that_raises_ends_the_run_with_its_line(trained: Path) -> None:
     write_example(trained, ("view.step > 1_000_000", "view.step > 0"))
     try:
-        done = command(trained, "trainer.launch", "--config", "run.toml", "--job.name", "short", *ALONE)
+        done = command(
+            trained, "trainer.launch", "--config", "run.toml", "--job.name", "short", *ALONE
+        )
     finally:
         write_example(trained)
     assert done.returncode == 78
-    named = (
-        r'on_step of extension "nemotron parts" 1: RuntimeError: this was meant to be short \(.*nemotron_parts.py:\d+\)'
-    )
+    named = r'on_step of extension "nemotron parts" 1: RuntimeError: this was meant to be short \(.*nemotron_parts.py:\d+\)'
     assert re.search(named, done.stderr)
 
 
@@ -263,7 +309,9 @@ def test_an_error_in_a_layer_names_the_extension_and_the_line(trained: Path) -> 
 def test_a_tracker_that_raises_is_left_out(trained: Path) -> None:
     write_example(trained, ("self.file.write(", "self.file.no_such_method("))
     try:
-        done = command(trained, "trainer.launch", "--config", "run.toml", "--job.name", "silent", *ALONE)
+        done = command(
+            trained, "trainer.launch", "--config", "run.toml", "--job.name", "silent", *ALONE
+        )
     finally:
         write_example(trained)
     assert done.returncode == 0, done.stderr

@@ -83,7 +83,9 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "notes_package" / "parts.py").write_text(PACKAGE)
     (tmp_path / "run.toml").write_text(RUN)
     (tmp_path / "own").mkdir()
-    notes = "%%\n".join(f"the quick brown fox jumps over {number} lazy dogs\n" * 8 for number in range(50))
+    notes = "%%\n".join(
+        f"the quick brown fox jumps over {number} lazy dogs\n" * 8 for number in range(50)
+    )
     for number in range(3):
         (tmp_path / "own" / f"{number}.notes").write_text(notes)
     (tmp_path / "own" / "3.notes.gz").write_bytes(gzip.compress(notes.encode()))
@@ -95,9 +97,14 @@ def test_a_run_reads_its_files_with_its_tokenizer(folder: Path) -> None:
     done = command(folder, "trainer.launch", "--config", "run.toml", "--job.name", "run", ranks=2)
     assert done.returncode == 0, done.stderr
     said = done.stdout + done.stderr
-    assert 'texts that extension "notes" reads, each a document; the first begins "note: the quick' in said
+    assert (
+        'texts that extension "notes" reads, each a document; the first begins "note: the quick'
+        in said
+    )
     assert "201 documents" in said
-    sampled = command(folder, "trainer.generate", "outputs/run", "--prompt", "fox", "--tokens", "4", *GIVEN)
+    sampled = command(
+        folder, "trainer.generate", "outputs/run", "--prompt", "fox", "--tokens", "4", *GIVEN
+    )
     assert sampled.returncode == 0, sampled.stderr
     assert sampled.stdout.startswith("fox")
 
@@ -106,10 +113,13 @@ def test_workers_of_a_preparation_have_the_extension(folder: Path) -> None:
     for path in (folder / "own").glob("*.notes"):
         path.write_text(
             path.read_text() * 400
-        )  # A partition is at least 8 MB, so that workers have something to share.
+            # A partition is at least 8 MB, so that workers have something to share.
+        )
     fingerprints = []
     for workers in ("1", "2"):
-        done = command(folder, *PREPARE, "--workers", workers, "--output", f"prepared by {workers}")
+        done = command(
+            folder, *PREPARE, "--workers", workers, "--output", f"prepared by {workers}"
+        )
         assert done.returncode == 0, done.stderr
         fingerprints.append(re.findall(r"fingerprint (\w+)", done.stdout))
     assert fingerprints[0] == fingerprints[1] != []
@@ -119,7 +129,9 @@ def test_workers_of_a_preparation_have_the_extension(folder: Path) -> None:
 def test_changed_code_of_a_reader_prepares_the_corpus_again(folder: Path) -> None:
     for change in (False, False, True):
         if change:
-            (folder / "notes_package" / "parts.py").write_text(PACKAGE.replace("{key}: ", "{key} is "))
+            (folder / "notes_package" / "parts.py").write_text(
+                PACKAGE.replace("{key}: ", "{key} is ")
+            )
         assert command(folder, *PREPARE).returncode == 0
         assert len([*(folder / "prepared").glob("own-*/meta.json")]) == 1 + change
 
@@ -133,7 +145,9 @@ def test_changed_code_of_a_reader_prepares_the_corpus_again(folder: Path) -> Non
         ("forbidden", 78, 'error: extension "notes" 3: RuntimeError: a forbidden word ('),
     ],
 )
-def test_an_error_names_the_extension(folder: Path, text: str, status: int, said: str, workers: str) -> None:
+def test_an_error_names_the_extension(
+    folder: Path, text: str, status: int, said: str, workers: str
+) -> None:
     big = folder / "own" / "8.notes"
     big.write_text((folder / "own" / "0.notes").read_text() * 400)
     (folder / "own" / "9.notes").write_text(f"{text}\n")
@@ -148,7 +162,10 @@ def test_an_error_names_the_extension(folder: Path, text: str, status: int, said
 def test_a_tokenizer_that_cannot_be_opened_or_that_nobody_adds_is_an_error(folder: Path) -> None:
     wrong = command(folder, *PREPARE, "--tokenizer.path", "own/4.txt")
     assert wrong.returncode == 78
-    assert 'tokenizer.kind = "letters": extension "notes" 3: LookupError: letters need no file (' in wrong.stderr
+    assert (
+        'tokenizer.kind = "letters": extension "notes" 3: LookupError: letters need no file ('
+        in wrong.stderr
+    )
     unknown = command(folder, *PREPARE, "--tokenizer.kind", "words")
     assert unknown.returncode == 2
     known = "byte, tiktoken, sentencepiece, huggingface, letters"
@@ -159,5 +176,7 @@ def test_a_tokenizer_that_cannot_be_opened_or_that_nobody_adds_is_an_error(folde
 def test_its_version_is_part_of_a_run(folder: Path) -> None:
     words = ("trainer.launch", "--config", "run.toml", "--job.name", "run")
     assert command(folder, *words, ranks=2).returncode == 0
-    state = json.loads(next((folder / "outputs/run/checkpoints").glob("step-2/state.json")).read_text())
+    state = json.loads(
+        next((folder / "outputs/run/checkpoints").glob("step-2/state.json")).read_text()
+    )
     assert '"extension.notes": "3"' in json.dumps(state)

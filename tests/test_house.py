@@ -1,4 +1,6 @@
-"""The house: imports point down and never round, one door to each dependency, and nothing grows too large to read."""
+"""The house: imports point down and never round, one door to each dependency, and nothing grows
+too large to read.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ BELOW = {
     "trainer": {"models", "parallelisms", "trainer"},
     "train": {"models", "parallelisms", "trainer"},
 }
-PRODUCT = sorted([ROOT / "train.py", *(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))])
+PRODUCT = sorted(
+    [ROOT / "train.py", *(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))]
+)
 FILES = [*PRODUCT, *sorted((PACKAGE / "longhaul_attention").rglob("*.py"))]
 NAMES = {
     path: ".".join(
@@ -81,8 +85,16 @@ DOORS = {
 COLLECTIVES = {
     "all_reduce": {"parallelisms.mesh.collectives"},
     "barrier": {"parallelisms.mesh.collectives", "longhaul_attention.__main__"},
-    "init_process_group": {"trainer.step.distributed", "trainer.trace.operators", "longhaul_attention.__main__"},
-    "destroy_process_group": {"trainer.step.distributed", "trainer.trace.operators", "longhaul_attention.__main__"},
+    "init_process_group": {
+        "trainer.step.distributed",
+        "trainer.trace.operators",
+        "longhaul_attention.__main__",
+    },
+    "destroy_process_group": {
+        "trainer.step.distributed",
+        "trainer.trace.operators",
+        "longhaul_attention.__main__",
+    },
     "new_group": {"trainer.step.distributed", "parallelisms.mesh.mesh"},
 }
 OTHER_COLLECTIVES = (
@@ -107,18 +119,28 @@ PICKLING = (
     "scatter_object_list",
     "send_object_list",
 )
-"""A rank that unpickles runs what it is sent; so do `dcp.save`, and `dcp.load` without `no_dist`."""
-# Reads that wait for a device, or of boundaries and what follows from them, which is on the host by contract.
+"""A rank that unpickles runs what it is sent; so do `dcp.save`, and `dcp.load` without
+`no_dist`.
+"""
+# Reads that wait for a device, or of boundaries and what follows from them, which is on the host
+# by contract.
 WAITS = {
     "models.batch": {"require_ascending"},
-    # The counts of experts: once per layer, in the forward pass, where they are not padded or leave the rank.
+    # The counts of experts: once per layer, in the forward pass, where they are not padded or
+    # leave the rank.
     "models.dispatch": {"own_rows"},
     "parallelisms.expert_parallel": {"_route", "_places"},
     "models.score_blocks": {"__init__", "blocks", "host_varlen_batches", "short_and_long"},
     "parallelisms.context.attention_plan": {"halo_received"},
-    "parallelisms.context.batch_layout": {"_chunks", "pairs_before", "pairs_by_document", "pairs_per_rank"},
+    "parallelisms.context.batch_layout": {
+        "_chunks",
+        "pairs_before",
+        "pairs_by_document",
+        "pairs_per_rank",
+    },
     "parallelisms.mesh.collectives": {"_pad_to_longest", "max_over_ranks"},  # values of the host
-    "trainer.generate": {"generate"},  # the end of a prompt, which is on the host
+    # the end of a prompt, which is on the host
+    "trainer.generate": {"generate"},
     "trainer.hardware.device": {"seconds", "read"},
     "trainer.hardware.node_checks": {"links"},  # before a run
     "trainer.metrics.step_metrics": {"new_vector"},
@@ -126,12 +148,21 @@ WAITS = {
     "trainer.step.trainer": {"train_state"},
 }
 DIRECT = {"item", "tolist", "synchronize"}
-HOT = ("models.", "parallelisms.", "trainer.hardware.", "trainer.metrics.", "trainer.run.", "trainer.step.")
+HOT = (
+    "models.",
+    "parallelisms.",
+    "trainer.hardware.",
+    "trainer.metrics.",
+    "trainer.run.",
+    "trainer.step.",
+)
 """Rooms whose code runs in a step, besides the files of `trainer` itself."""
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Every module that is imported, also inside functions; `from a import b` gives both a and a.b."""
+    """Every module that is imported, also inside functions; `from a import b` gives both a and
+    a.b.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -148,14 +179,18 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 def calls(tree: ast.AST) -> Iterator[str]:
-    """The last part of the name of everything that is called: `barrier` of `distributed.barrier()`."""
+    """The last part of the name of everything that is called: `barrier` of
+    `distributed.barrier()`.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
             yield node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
 
 
 def torch_calls(tree: ast.AST) -> Iterator[str]:
-    """The same, of calls of torch's own functions: `parallelisms.mesh.collectives` gives its functions torch's names."""
+    """The same, of calls of torch's own functions: `parallelisms.mesh.collectives` gives its
+    functions torch's names.
+    """
     from_torch = {
         alias.asname or alias.name
         for node in ast.walk(tree)
@@ -168,7 +203,9 @@ def torch_calls(tree: ast.AST) -> Iterator[str]:
 
 
 def local_imports(path: Path) -> set[str]:
-    """Our own modules that a file imports; `from package import name` counts the package only if name is no module."""
+    """Our own modules that a file imports; `from package import name` counts the package only if
+    name is no module.
+    """
     ours = set(NAMES.values())
     found = {name for name in imports(TREES[path]) if name in ours}
     # The package of a module that is imported from it is not itself what was asked for.
@@ -176,7 +213,8 @@ def local_imports(path: Path) -> set[str]:
     asked = {
         node.module
         for node in ast.walk(TREES[path])
-        if isinstance(node, ast.ImportFrom) and any(f"{node.module}.{alias.name}" not in ours for alias in node.names)
+        if isinstance(node, ast.ImportFrom)
+        and any(f"{node.module}.{alias.name}" not in ours for alias in node.names)
     }
     return {name for name in found if name not in deeper or name in asked}
 
@@ -189,7 +227,8 @@ def test_imports_point_down() -> None:
         (NAMES[path], name)
         for path in FILES
         for name in imports(TREES[path])
-        if name.partition(".")[0] in BELOW and name.partition(".")[0] not in BELOW[NAMES[path].partition(".")[0]]
+        if name.partition(".")[0] in BELOW
+        and name.partition(".")[0] not in BELOW[NAMES[path].partition(".")[0]]
     }
     assert upward == set()
 
@@ -205,7 +244,9 @@ def room(module: str) -> str:
     package, *inner = module.split(".")
     if package == "models":
         return package
-    return ".".join([package, *inner[:1]]) if len(inner) > 1 or package != "parallelisms" else package
+    return (
+        ".".join([package, *inner[:1]]) if len(inner) > 1 or package != "parallelisms" else package
+    )
 
 
 def test_rooms_do_not_import_each_other_in_circles() -> None:
@@ -221,14 +262,22 @@ def annotated_names(tree: ast.AST) -> Iterator[str]:
     """The names in annotations of parameters and fields."""
     for node in ast.walk(tree):
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
-            yield from (each.id for each in ast.walk(node.annotation) if isinstance(each, ast.Name))
+            yield from (
+                each.id for each in ast.walk(node.annotation) if isinstance(each, ast.Name)
+            )
 
 
 def test_the_whole_configuration_and_the_run_folder_stay_where_they_are_read() -> None:
-    taken = [(room(NAMES[path]), name) for path in PRODUCT for name in annotated_names(TREES[path])]
+    taken = [
+        (room(NAMES[path]), name) for path in PRODUCT for name in annotated_names(TREES[path])
+    ]
     with_config = {place for place, name in taken if name in ("Config", "Recipe")}
     assert "trainer.plan" in with_config
-    assert {place for place in with_config if place.startswith(("models", "parallelisms", "trainer.metrics"))} == set()
+    assert {
+        place
+        for place in with_config
+        if place.startswith(("models", "parallelisms", "trainer.metrics"))
+    } == set()
     assert len({place for place, name in taken if name == "RunDir"}) <= 6
 
 
@@ -242,8 +291,12 @@ def test_models_need_torch_and_nothing_else() -> None:
         if name.partition(".")[0] not in allowed
     }
     assert needed == set()
-    ranks = {name for path in FILES if NAMES[path].startswith("models") for name in imports(TREES[path])}
-    assert not any(name.startswith("torch.distributed") for name in ranks), "a model does not know of ranks"
+    ranks = {
+        name for path in FILES if NAMES[path].startswith("models") for name in imports(TREES[path])
+    }
+    assert not any(name.startswith("torch.distributed") for name in ranks), (
+        "a model does not know of ranks"
+    )
 
 
 WITHOUT_TORCH = (
@@ -280,7 +333,9 @@ def test_configurations_are_checked_and_planned_without_torch() -> None:
             if loaded := {{"torch", "numpy"}} & set(sys.modules):
                 sys.exit(f"{{module}} imports {{loaded}}")
     """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -295,7 +350,11 @@ def test_every_dependency_has_its_doors() -> None:
             assert package in known, f"{NAMES[path]} imports {package}"
             if package in found:
                 found[package].add(NAMES[path])
-    assert {package: modules - DOORS[package] for package, modules in found.items() if modules - DOORS[package]} == {}
+    assert {
+        package: modules - DOORS[package]
+        for package, modules in found.items()
+        if modules - DOORS[package]
+    } == {}
 
 
 def test_ranks_wait_for_each_other_in_few_places() -> None:
@@ -318,15 +377,22 @@ def test_no_rank_unpickles_what_another_sent() -> None:
         and (
             ast.unparse(node.func).rpartition(".")[2] in PICKLING
             or ast.unparse(node.func) in ("dcp.save", "dcp.async_save")
-            or (ast.unparse(node.func) == "dcp.load" and "no_dist" not in {each.arg for each in node.keywords})
+            or (
+                ast.unparse(node.func) == "dcp.load"
+                and "no_dist" not in {each.arg for each in node.keywords}
+            )
         )
     ]
     assert wrong == []
 
 
 def test_numbers_leave_the_device_in_few_places() -> None:
-    """In what runs inside an update, on tensors of the step: models, parallelisms, and the trainer's loop."""
-    hot = [path for path in FILES if NAMES[path].startswith(HOT) or path.parent == ROOT / "trainer"]
+    """In what runs inside an update, on tensors of the step: models, parallelisms, and the
+    trainer's loop.
+    """
+    hot = [
+        path for path in FILES if NAMES[path].startswith(HOT) or path.parent == ROOT / "trainer"
+    ]
     wrong = {
         (NAMES[path], function.name, name)
         for path in hot
@@ -345,19 +411,24 @@ def test_every_file_can_be_read_in_one_go() -> None:
     assert {name: length for name, length in lengths.items() if length > 430} == {}
 
 
-CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 135, 21_700, 44_800
+CLOSURE_FILES = 135
+CLOSURE_LINES = 21_700
+PRODUCT_LINES = 44_800
 PACKAGE_LINES = 2_300
-"""What `import train` reaches by any import statement, and all of models, parallelisms, trainer and train.py; the wheel's own.
+"""What `import train` reaches by any import statement, and all of models, parallelisms, trainer
+and train.py; the wheel's own.
 
-With a complete memory ledger, the first GPU minute, one engine for any block, families, windows and their own tokenizers.
-docs/architecture.md says what is more than planned. Aims (files, lines, product): 95, 12,800, 24,000 with families; 95, 13,100, 25,500 with balance and
-sealed artefacts; 95, 13,100, 26,000 with planning; 100, 13,800, 27,000 with experts.
+With a complete memory ledger, the first GPU minute, one engine for any block, families, windows
+and their own tokenizers. docs/architecture.md says what is more than planned. Aims (files, lines,
+product): 95, 12,800, 24,000 with families; 95, 13,100, 25,500 with balance and sealed artefacts;
+95, 13,100, 26,000 with planning; 100, 13,800, 27,000 with experts.
 """
 
 
 def reached(name: str) -> set[str]:
     """Modules that an import of this one reaches, with the packages that hold them."""
-    found, waiting = set[str](), [name]
+    found = set[str]()
+    waiting = [name]
     paths = {module: path for path, module in NAMES.items()}
     while waiting:
         module = waiting.pop()
@@ -365,7 +436,9 @@ def reached(name: str) -> set[str]:
             found.add(module)
             for target in imports(TREES[paths[module]]):
                 parts = target.split(".")
-                waiting += [each for n in range(len(parts)) if (each := ".".join(parts[: n + 1])) in paths]
+                waiting += [
+                    each for n in range(len(parts)) if (each := ".".join(parts[: n + 1])) in paths
+                ]
     return found
 
 
@@ -379,7 +452,9 @@ def test_training_reaches_few_files_and_the_product_stays_small() -> None:
     assert len(closure) <= CLOSURE_FILES
     assert lines(closure) <= CLOSURE_LINES
     assert lines({NAMES[path] for path in PRODUCT}) <= PRODUCT_LINES
-    assert lines({NAMES[path] for path in FILES} - {NAMES[path] for path in PRODUCT}) <= PACKAGE_LINES
+    assert (
+        lines({NAMES[path] for path in FILES} - {NAMES[path] for path in PRODUCT}) <= PACKAGE_LINES
+    )
 
 
 def test_training_needs_no_planner_and_no_corpus_preparation() -> None:
@@ -395,7 +470,10 @@ def test_training_needs_no_planner_and_no_corpus_preparation() -> None:
     )
     closure = reached("train")
     assert {name for name in closure if name.startswith(rooms)} == set()
-    assert not {"models.hf_config", "models.decode", "trainer.config.parse", "trainer.data.tokenizer"} & closure
+    assert (
+        not {"models.hf_config", "models.decode", "trainer.config.parse", "trainer.data.tokenizer"}
+        & closure
+    )
 
 
 def test_every_function_fits_on_a_screen() -> None:
@@ -411,30 +489,51 @@ MAX_PARAMETERS = 8
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    """All names, besides that of the object, the class or the context in which the function runs."""
+    """All names, besides that of the object, the class or the context in which the function
+    runs.
+    """
     given = function.args
     names = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
-    return [each.arg for each in names if each is not None and each.arg not in ("self", "cls", "ctx")]
+    return [
+        each.arg for each in names if each is not None and each.arg not in ("self", "cls", "ctx")
+    ]
 
 
 def test_what_travels_together_is_one_object() -> None:
-    files = [path for path in FILES if NAMES[path].startswith(("models.", "parallelisms.", "trainer.step."))]
+    files = [
+        path
+        for path in FILES
+        if NAMES[path].startswith(("models.", "parallelisms.", "trainer.step."))
+    ]
     counts = {
-        (NAMES[path], function.name): len(parameters(function)) for path in files for function in functions(TREES[path])
+        (NAMES[path], function.name): len(parameters(function))
+        for path in files
+        for function in functions(TREES[path])
     }
     assert len(counts) > 500, "the functions were not found"
     assert {name: count for name, count in counts.items() if count > MAX_PARAMETERS} == {}
 
 
 def test_nothing_is_printed_and_nothing_left_for_later() -> None:
-    assert [NAMES[path] for path in FILES if "print" in calls(TREES[path])] == ["longhaul_attention.__main__"]
+    assert [NAMES[path] for path in FILES if "print" in calls(TREES[path])] == [
+        "longhaul_attention.__main__"
+    ]
     later = ("TO" + "DO", "FIX" + "ME", "X" + "XX", "HA" + "CK")
-    everything = [*FILES, *(ROOT / "tests").rglob("*.py"), *ROOT.glob("*.sh"), *(ROOT / "train_configs").glob("*.toml")]
+    everything = [
+        *FILES,
+        *(ROOT / "tests").rglob("*.py"),
+        *ROOT.glob("*.sh"),
+        *(ROOT / "train_configs").glob("*.toml"),
+    ]
     assert [path for path in everything if any(word in path.read_text() for word in later)] == []
 
 
 def test_the_environment_is_read_where_processes_begin() -> None:
-    readers = {NAMES[path] for path in FILES if "os.environ" in path.read_text() or "getenv" in path.read_text()}
+    readers = {
+        NAMES[path]
+        for path in FILES
+        if "os.environ" in path.read_text() or "getenv" in path.read_text()
+    }
     assert readers <= {
         "train",
         "trainer.launch.launcher",

@@ -37,7 +37,13 @@ def run(*command: object, folder: Path, **environment: str) -> subprocess.Comple
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     words = [str(word) for word in command]
     return subprocess.run(
-        words, cwd=folder, env=clean | environment, capture_output=True, text=True, timeout=300, check=False
+        words,
+        cwd=folder,
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
 
 
@@ -54,7 +60,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if kind == "build_wheel":
             (folder / "source").mkdir()
             archive = next(folder.glob("*.tar.gz"))
-            assert not run("tar", "xf", archive, "--strip-components=1", "-C", source, folder=folder).returncode
+            assert not run(
+                "tar", "xf", archive, "--strip-components=1", "-C", source, folder=folder
+            ).returncode
         done = run(sys.executable, "-c", code, kind, folder, folder=source)
         assert done.returncode == 0, done.stderr
     return next(folder.glob("*.whl"))
@@ -62,8 +70,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def longhaul(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Longhaul:
-    """The command of an installation, run in a hostile folder. Other packages are those of this interpreter."""
-    environment, folder = tmp_path_factory.mktemp("venv"), tmp_path_factory.mktemp("hostile")
+    """The command of an installation, run in a hostile folder.
+
+    Other packages are those of this interpreter.
+    """
+    environment = tmp_path_factory.mktemp("venv")
+    folder = tmp_path_factory.mktemp("hostile")
     venv.create(environment, with_pip=False)
     packages = next(environment.glob("lib/python3*/site-packages"))
     with zipfile.ZipFile(wheel) as archive:
@@ -71,16 +83,24 @@ def longhaul(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Longhaul:
     (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
     for name in ("models/__init__.py", "parallelisms/__init__.py", "trainer.py", "train.py"):
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(f"raise SystemExit('{name} of the current folder was imported')\n")
+        (folder / name).write_text(
+            f"raise SystemExit('{name} of the current folder was imported')\n"
+        )
     (folder / "run.toml").write_text(RUN)
     (folder / "own").mkdir()
-    (folder / "own" / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 200)
-    script = (packages / next(packages.glob("longhaul-*.dist-info")).name / "entry_points.txt").read_text()
+    (folder / "own" / "text.txt").write_text(
+        "The quick brown fox jumps over the lazy dog.\n" * 200
+    )
+    script = (
+        packages / next(packages.glob("longhaul-*.dist-info")).name / "entry_points.txt"
+    ).read_text()
     assert "longhaul = longhaul.__main__:main" in script
 
     def call(*words: str) -> subprocess.CompletedProcess[str]:
         code = "import sys; sys.argv[0] = 'longhaul'; from longhaul.__main__ import main; main()"
-        return run(environment / "bin" / "python", "-P", "-c", code, *words, folder=folder, NGPU="2")
+        return run(
+            environment / "bin" / "python", "-P", "-c", code, *words, folder=folder, NGPU="2"
+        )
 
     return call
 
@@ -131,7 +151,16 @@ def test_an_unknown_command_is_an_error(longhaul: Longhaul) -> None:
 
 
 def test_a_job_script_names_what_is_installed(longhaul: Longhaul) -> None:
-    done = longhaul("slurm", "render", "--config", "run.toml", "--slurm.nodes", "1", "--slurm.gpus_per_node", "2")
+    done = longhaul(
+        "slurm",
+        "render",
+        "--config",
+        "run.toml",
+        "--slurm.nodes",
+        "1",
+        "--slurm.gpus_per_node",
+        "2",
+    )
     assert done.returncode == 0, done.stderr
     root = next(line for line in done.stdout.splitlines() if line.startswith("ROOT="))
     assert "site-packages/longhaul" in root

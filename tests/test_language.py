@@ -12,7 +12,15 @@ FILES = [
     *sorted(
         path
         for pattern in ("*.py", "*.md", "*.sh", "*.toml", "*.j2")
-        for folder in ("models", "parallelisms", "trainer", "docs", "train_configs", "examples", "packages")
+        for folder in (
+            "models",
+            "parallelisms",
+            "trainer",
+            "docs",
+            "train_configs",
+            "examples",
+            "packages",
+        )
         for path in (ROOT / folder).rglob(pattern)
     ),
     ROOT / "README.md",
@@ -58,7 +66,17 @@ IDENTIFIERS = (
         "Arriving",
         "Cutter",
     ),
-    *("sum_over", "gather_over", "max_over", "largest_over", "RunFolder", "Requests", "Asked", "Stops", "Verdict"),
+    *(
+        "sum_over",
+        "gather_over",
+        "max_over",
+        "largest_over",
+        "RunFolder",
+        "Requests",
+        "Asked",
+        "Stops",
+        "Verdict",
+    ),
     *(
         "LostError",
         "HeldOut",
@@ -74,7 +92,8 @@ IDENTIFIERS = (
 
 
 def found_in(path: Path, pattern: str, flags: int) -> list[str]:
-    if not flags and path.suffix != ".py":  # Names may be words at the beginning of a sentence.
+    # Names may be words at the beginning of a sentence.
+    if not flags and path.suffix != ".py":
         return []
     text = path.read_text()
     if path.suffix == ".md":
@@ -87,7 +106,9 @@ def found_in(path: Path, pattern: str, flags: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "flags"), [(PHRASES, re.IGNORECASE), (IDENTIFIERS, 0)], ids=["phrases", "identifiers"]
+    ("words", "flags"),
+    [(PHRASES, re.IGNORECASE), (IDENTIFIERS, 0)],
+    ids=["phrases", "identifiers"],
 )
 def test_the_old_dialect_stays_out(words: tuple[str, ...], flags: int) -> None:
     pattern = rf"\b(?:{'|'.join(map(re.escape, words))})\b"

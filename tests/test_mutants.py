@@ -1,4 +1,6 @@
-"""The mutants can be applied to today's code; `python -m tests.mutants` shows that the tests named for them fail."""
+"""The mutants can be applied to today's code; `python -m tests.mutants` shows that the tests named
+for them fail.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The pool of ranks: results in order, errors with their rank, and no call notices the one before it."""
+"""The pool of ranks: results in order, errors with their rank, and no call notices the one before
+it.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_results_come_in_the_order_of_ranks() -> None:
 
 
 def test_an_error_is_raised_here_with_its_rank_and_place() -> None:
-    with pytest.raises(RankError, match=r"(?s)rank 1 raised.*in fail_at.*ValueError: broken on purpose"):
+    with pytest.raises(
+        RankError, match=r"(?s)rank 1 raised.*in fail_at.*ValueError: broken on purpose"
+    ):
         run_ranks(fail_at, 2, 1)
 
 
@@ -64,9 +68,12 @@ def test_a_rank_that_dies_ends_the_others() -> None:
 
 
 def test_a_rank_that_hangs_ends_the_others_and_shows_where() -> None:
-    run_ranks(process, 2)  # Processes that wait in the pool: starting them takes longer than the time limit below.
+    # Processes that wait in the pool: starting them takes longer than the time limit below.
+    run_ranks(process, 2)
     started = time.monotonic()
-    with pytest.raises(RankError, match=r"(?s)ranks \[1\] were not done after 3 s.*stacks of rank 1.*in hang_at"):
+    with pytest.raises(
+        RankError, match=r"(?s)ranks \[1\] were not done after 3 s.*stacks of rank 1.*in hang_at"
+    ):
         run_ranks(hang_at, 2, 1, timeout=3)
     assert time.monotonic() - started < 30
 

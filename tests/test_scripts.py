@@ -36,16 +36,22 @@ def clone(tmp_path: Path) -> Path:
 
 def bash(code: str, *, cwd: Path, path: str | None = None) -> subprocess.CompletedProcess[str]:
     """Runs `code`, with this interpreter as the active one unless another PATH is given."""
-    environment = os.environ | {"PATH": path or f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = os.environ | {
+        "PATH": path or f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    }
     command = ["bash", "-euo", "pipefail", "-c", code]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 def stub(clone: Path, body: str) -> None:
     """Puts a script in the place of Python."""
     (clone / "python").write_text(f"#!/bin/bash\n{body}\n")
     (clone / "python").chmod(0o755)
-    (clone / "setup_env.sh").write_text(f'ROOT="{clone}"\nsetup_env() {{ PYTHON="$ROOT/python"; }}\n')
+    (clone / "setup_env.sh").write_text(
+        f'ROOT="{clone}"\nsetup_env() {{ PYTHON="$ROOT/python"; }}\n'
+    )
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -58,7 +64,11 @@ def test_a_script_is_valid_and_stops_at_the_first_fault(name: str) -> None:
 
 def test_the_active_interpreter_is_taken_if_it_has_everything(clone: Path) -> None:
     done = bash('source "a clone/setup_env.sh"; setup_env dev; echo "$PYTHON"', cwd=clone.parent)
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, str(Path(sys.executable).parent / "python"), "")
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (
+        0,
+        str(Path(sys.executable).parent / "python"),
+        "",
+    )
     assert not (clone / ".venv").exists()
 
 
@@ -72,7 +82,11 @@ def test_the_active_interpreter_is_taken_if_it_has_everything(clone: Path) -> No
         ('["tomli"]', True),
     ],
 )
-def test_requirements_are_compared_with_what_is_installed(clone: Path, dependencies: str, has_all: bool) -> None:  # noqa: FBT001
+def test_requirements_are_compared_with_what_is_installed(
+    clone: Path,
+    dependencies: str,
+    has_all: bool,  # noqa: FBT001
+) -> None:
     (clone / "pyproject.toml").write_text(PROJECT.format(dependencies))
     done = bash(f'source ./setup_env.sh; requirements "{sys.executable}"', cwd=clone)
     assert (done.returncode == 0) == has_all
@@ -117,7 +131,15 @@ def test_training_leaves_no_shell_in_between_and_passes_arguments_whole(clone: P
         env={"PATH": os.environ["PATH"]},
     )
     told = process.communicate(timeout=60)[0].splitlines()
-    assert told == [str(process.pid), "-P", "-m", "trainer.launch", "--job.name", "a b", str(clone)]
+    assert told == [
+        str(process.pid),
+        "-P",
+        "-m",
+        "trainer.launch",
+        "--job.name",
+        "a b",
+        str(clone),
+    ]
 
 
 def test_the_check_runs_its_stages_in_order_and_passes_arguments_to_pytest(clone: Path) -> None:
@@ -133,7 +155,9 @@ def test_the_check_runs_its_stages_in_order_and_passes_arguments_to_pytest(clone
     assert "-m pytest -m not slow and slurm" in told
 
 
-def test_the_tests_run_on_another_torch_release_in_an_environment_of_that_release(clone: Path) -> None:
+def test_the_tests_run_on_another_torch_release_in_an_environment_of_that_release(
+    clone: Path,
+) -> None:
     stub(clone, 'echo "$@"')
     shutil.copy(ROOT / "setup_env.sh", clone / "setup_env.sh")
     wanted = """
@@ -143,16 +167,31 @@ def test_the_tests_run_on_another_torch_release_in_an_environment_of_that_releas
     requirements python dev
     """
     told = bash(wanted, cwd=clone).stdout.splitlines()
-    assert told == [f"{clone}/.venv-torch2.11", "tomli>=2.2", "torch>=2.11,<2.14", "pytest>=8", "torch>=2.11,<2.12"]
+    assert told == [
+        f"{clone}/.venv-torch2.11",
+        "tomli>=2.2",
+        "torch>=2.11,<2.14",
+        "pytest>=8",
+        "torch>=2.11,<2.12",
+    ]
     # That environment exists and has everything.
     (clone / ".venv-torch2.11/bin").mkdir(parents=True)
     python = clone / ".venv-torch2.11/bin/python"
-    python.write_text('#!/bin/bash\n[[ $* == *pyproject.toml* ]] && exit\necho "$0 $*"\ncommand -v python\n')
+    python.write_text(
+        '#!/bin/bash\n[[ $* == *pyproject.toml* ]] && exit\necho "$0 $*"\ncommand -v python\n'
+    )
     python.chmod(0o755)
     done = bash("./run_tests.sh --torch 2.11 -k some", cwd=clone)
     assert done.returncode == 0, done.stderr
-    stages = [line for line in done.stdout.splitlines() if line.startswith(str(python)) and line != str(python)]
-    assert [stage.partition(" -m ")[2].partition(" ")[0] for stage in stages] == ["pytest", "pytest"]
+    stages = [
+        line
+        for line in done.stdout.splitlines()
+        if line.startswith(str(python)) and line != str(python)
+    ]
+    assert [stage.partition(" -m ")[2].partition(" ")[0] for stage in stages] == [
+        "pytest",
+        "pytest",
+    ]
     assert done.stdout.splitlines().count(str(python)) == 2
 
 
@@ -176,17 +215,22 @@ def test_ci_fetches_what_is_missing_and_goes_on_without(clone: Path, fetched: bo
     tools.mkdir()
     for tool in ("bash", "env", "dirname", "readlink", "nproc", "timeout"):
         (tools / tool).symlink_to(str(shutil.which(tool)))
-    (tools / "apt-get").write_text(f'#!/bin/bash\necho "$@" >>"{clone}/asked"\nexit {int(not fetched)}\n')
+    (tools / "apt-get").write_text(
+        f'#!/bin/bash\necho "$@" >>"{clone}/asked"\nexit {int(not fetched)}\n'
+    )
     (tools / "apt-get").chmod(0o755)
     stub(clone, "exit 0")
     done = bash(".ci/run", cwd=clone, path=str(tools))
     assert done.returncode == 0
-    assert done.stdout.count("that failed; tests that need it are skipped") == (0 if fetched else 2)
+    assert done.stdout.count("that failed; tests that need it are skipped") == (
+        0 if fetched else 2
+    )
     asked = (clone / "asked").read_text().splitlines()
     install = "-qq install -y --no-install-recommends"
     update = ["-qq update"]
     slurm, browser = (
-        [f"{install} {packages}"] * fetched for packages in ("slurm-wlm munge iproute2", "chromium fonts-dejavu-core")
+        [f"{install} {packages}"] * fetched
+        for packages in ("slurm-wlm munge iproute2", "chromium fonts-dejavu-core")
     )
     assert asked == update + slurm + update + browser
     for name, fetches in (("slurmctld", 2), ("munged", 1), ("chromium", 0)):
@@ -194,8 +238,12 @@ def test_ci_fetches_what_is_missing_and_goes_on_without(clone: Path, fetched: bo
         assert bash(".ci/run", cwd=clone, path=str(tools)).stdout.count("fetching") == fetches
 
 
-@pytest.mark.parametrize(("word", "stage"), [("format", "format"), ("mypy", "types"), ("pytest", "tests")])
-def test_the_check_stops_at_the_first_failing_stage_and_names_it(clone: Path, word: str, stage: str) -> None:
+@pytest.mark.parametrize(
+    ("word", "stage"), [("format", "format"), ("mypy", "types"), ("pytest", "tests")]
+)
+def test_the_check_stops_at_the_first_failing_stage_and_names_it(
+    clone: Path, word: str, stage: str
+) -> None:
     stub(clone, f'[[ " $* " != *" {word} "* ]]')
     done = bash("./run_tests.sh", cwd=clone)
     assert done.returncode == 1
@@ -204,11 +252,15 @@ def test_the_check_stops_at_the_first_failing_stage_and_names_it(clone: Path, wo
 
 
 @pytest.mark.slow
-def test_two_set_ups_at_once_make_one_environment_and_an_interrupted_one_is_repaired(clone: Path) -> None:
+def test_two_set_ups_at_once_make_one_environment_and_an_interrupted_one_is_repaired(
+    clone: Path,
+) -> None:
     (clone / "pyproject.toml").write_text(PROJECT.format('["tomli>=2.2"]'))
     command = ["bash", "-euo", "pipefail", "-c", SET_UP_ANEW]
     both = [
-        subprocess.Popen(command, cwd=clone, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, cwd=clone, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for _ in range(2)
     ]
     told = [process.communicate(timeout=300) for process in both]

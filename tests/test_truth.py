@@ -1,4 +1,6 @@
-"""Formulas that planner, metrics and a run of one process share, against tests/truth.py, over grids of small cases."""
+"""Formulas that planner, metrics and a run of one process share, against tests/truth.py, over
+grids of small cases.
+"""
 
 from __future__ import annotations
 
@@ -76,10 +78,15 @@ def test_pairs_of_documents_are_those_that_the_mask_allows(window: int | None) -
 
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("window", WINDOWS)
-def test_attention_sees_the_pairs_that_the_mask_allows(documents: list[int], window: int | None) -> None:
+def test_attention_sees_the_pairs_that_the_mask_allows(
+    documents: list[int], window: int | None
+) -> None:
     """Compared with the attention of torch under the mask of the truth."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, sum(documents), 2, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, sum(documents), 2, 4, generator=generator, dtype=torch.float64)
+        for _ in range(3)
+    )
     allowed = torch.tensor(truth.mask(truth.document_of(documents), window))
     query, key, value = (x.transpose(1, 2) for x in (q, k, v))
     expected = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
@@ -94,8 +101,12 @@ def queries_by_rank(layout: BatchLayout, ranks: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("window", WINDOWS)
-def test_a_rank_counts_the_keys_that_its_queries_see(kind: ShardLayout, window: int | None) -> None:
-    for ranks, documents in product((1, 2, 3), ([24], [5, 1, 18], [11, 13], [1, 2, 3, 4, 5, 6, 3])):
+def test_a_rank_counts_the_keys_that_its_queries_see(
+    kind: ShardLayout, window: int | None
+) -> None:
+    for ranks, documents in product(
+        (1, 2, 3), ([24], [5, 1, 18], [11, 13], [1, 2, 3, 4, 5, 6, 3])
+    ):
         layout = BatchLayout(kind, ranks, starts(documents))
         queries = queries_by_rank(layout, ranks)
         assert sorted(chain.from_iterable(queries)) == [*range(24)]
@@ -107,11 +118,22 @@ def test_a_rank_counts_the_keys_that_its_queries_see(kind: ShardLayout, window: 
 
 
 @pytest.mark.parametrize(
-    ("method", "layout"), [(method, each) for method, layouts in LAYOUTS_BY_ROTATE_METHOD.items() for each in layouts]
+    ("method", "layout"),
+    [(method, each) for method, layouts in LAYOUTS_BY_ROTATE_METHOD.items() for each in layouts],
 )
-def test_the_planner_counts_the_pairs_of_the_busiest_rank(method: RotateMethod, layout: str) -> None:
-    options = {"parallelism.cp": 2, "parallelism.cp_method": method, "parallelism.cp_layout": layout}
-    sizes = {"training.seq_len": 64, "model.num_layers": 3, "model.layers": '[{"window":5},{"window":16},{}]'}
+def test_the_planner_counts_the_pairs_of_the_busiest_rank(
+    method: RotateMethod, layout: str
+) -> None:
+    options = {
+        "parallelism.cp": 2,
+        "parallelism.cp_method": method,
+        "parallelism.cp_layout": layout,
+    }
+    sizes = {
+        "training.seq_len": 64,
+        "model.num_layers": 3,
+        "model.layers": '[{"window":5},{"window":16},{}]',
+    }
     rank = RankMemory(memory_grid.configured({"data.corpus": "copy", **sizes, **options}), 2, 0)
     kind: Any = rank.layout.kind
     queries = queries_by_rank(BatchLayout(kind, 2, starts([64])), 2)
@@ -126,20 +148,30 @@ def test_the_planner_counts_the_pairs_of_the_busiest_rank(method: RotateMethod, 
 
 def matrices(model: ModelConfig) -> Iterator[tuple[int, int]]:
     """(outputs, inputs) of every product with a weight that a token takes part in."""
-    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    heads = model.num_heads * model.head_dim
+    kv_heads = model.num_kv_heads * model.head_dim
     for kind in model.layer_kinds:
-        yield from ((heads, model.dim), (kv_heads, model.dim), (kv_heads, model.dim), (model.dim, heads))
+        yield from (
+            (heads, model.dim),
+            (kv_heads, model.dim),
+            (kv_heads, model.dim),
+            (model.dim, heads),
+        )
         gated = [model.ffn_dim]
         if kind.feed_forward == "moe":
             yield model.num_experts, model.dim
-            gated = [model.expert_dim] * model.top_k + [model.shared_expert_dim or 0] * kind.shared_expert
+            gated = [model.expert_dim] * model.top_k + [
+                model.shared_expert_dim or 0
+            ] * kind.shared_expert
         for width in gated:
             yield from ((width, model.dim), (width, model.dim), (model.dim, width))
     yield model.vocab_size, model.dim
 
 
 WINDOWED = replace(
-    SMALL, num_layers=3, layers=tuple(replace(SMALL.layer_kinds[0], window=each) for each in (2, 6, None))
+    SMALL,
+    num_layers=3,
+    layers=tuple(replace(SMALL.layer_kinds[0], window=each) for each in (2, 6, None)),
 )
 
 
@@ -150,14 +182,38 @@ def test_model_flops_are_those_of_every_product(model: ModelConfig) -> None:
         truth.score_flops(model.num_heads, model.head_dim, truth.attended_pairs([9], kind.window))
         for kind in model.layer_kinds
     ]
-    assert model.flops(tokens=0, pairs=model.mean_pairs(9)) == pytest.approx(sum(of_scores), rel=1e-14)
+    assert model.flops(tokens=0, pairs=model.mean_pairs(9)) == pytest.approx(
+        sum(of_scores), rel=1e-14
+    )
 
 
 # ---- activations
 
 
-INPUTS = [-40.0, -20.0, -9.0, -7.5, -6.5, -3.0, -1.0, -0.3, 0.0, 0.4, 1.0, 2.5, 6.5, 7.5, 9.0, 20.0, 40.0]
-GATES_BY_DEFINITION = {"silu": truth.swiglu, "gelu_tanh": truth.geglu, "clamped_swiglu": truth.clamped_swiglu}
+INPUTS = [
+    -40.0,
+    -20.0,
+    -9.0,
+    -7.5,
+    -6.5,
+    -3.0,
+    -1.0,
+    -0.3,
+    0.0,
+    0.4,
+    1.0,
+    2.5,
+    6.5,
+    7.5,
+    9.0,
+    20.0,
+    40.0,
+]
+GATES_BY_DEFINITION = {
+    "silu": truth.swiglu,
+    "gelu_tanh": truth.geglu,
+    "clamped_swiglu": truth.clamped_swiglu,
+}
 STEP = 1e-5
 
 
@@ -168,8 +224,12 @@ def test_every_activation_has_a_definition() -> None:
 @pytest.mark.parametrize("name", GATES_BY_DEFINITION)
 def test_activations_and_their_slopes_equal_the_definition(name: str) -> None:
     """Also beyond every limit; slopes as differences."""
-    define, pairs = GATES_BY_DEFINITION[name], [*product(INPUTS, INPUTS)]
-    gates, ups = (torch.tensor(side, dtype=torch.float64, requires_grad=True) for side in zip(*pairs, strict=True))
+    define = GATES_BY_DEFINITION[name]
+    pairs = [*product(INPUTS, INPUTS)]
+    gates, ups = (
+        torch.tensor(side, dtype=torch.float64, requires_grad=True)
+        for side in zip(*pairs, strict=True)
+    )
     with torch.no_grad():
         plain = GATES[name](gates.clone(), ups.clone())
     out = GATES[name](gates * 1, ups * 1)
@@ -177,23 +237,36 @@ def test_activations_and_their_slopes_equal_the_definition(name: str) -> None:
     for found in (plain, out.detach()):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     slopes = [
-        ((define(g + STEP, u) - define(g - STEP, u)) / 2 / STEP, (define(g, u + STEP) - define(g, u - STEP)) / 2 / STEP)
+        (
+            (define(g + STEP, u) - define(g - STEP, u)) / 2 / STEP,
+            (define(g, u + STEP) - define(g, u - STEP)) / 2 / STEP,
+        )
         for g, u in pairs
     ]
-    for found, slope in zip(torch.autograd.grad(out.sum(), (gates, ups)), zip(*slopes, strict=True), strict=True):
-        torch.testing.assert_close(found, torch.tensor(slope, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    for found, slope in zip(
+        torch.autograd.grad(out.sum(), (gates, ups)), zip(*slopes, strict=True), strict=True
+    ):
+        torch.testing.assert_close(
+            found, torch.tensor(slope, dtype=torch.float64), rtol=1e-6, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 def test_soft_caps_of_logits_equal_the_definition(cap: float) -> None:
-    found, _ = LogitTransform(scaling=2.0, softcap=cap).apply(torch.tensor(INPUTS, dtype=torch.float64))
+    found, _ = LogitTransform(scaling=2.0, softcap=cap).apply(
+        torch.tensor(INPUTS, dtype=torch.float64)
+    )
     expected = torch.tensor([truth.soft_cap(x / 2, cap) for x in INPUTS], dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 def test_a_part_of_a_head_has_the_dimensions_that_lie_in_it_wholly() -> None:
-    for head_dim, fraction in product((6, 8, 10, 64, 80), (0.25, 0.3, 0.4, 0.5, 0.55, 0.75, 0.95, 1.0)):
-        assert RopeConfig(partial=fraction).rotary_dim(head_dim) == truth.rotated_dimensions(head_dim, fraction)
+    for head_dim, fraction in product(
+        (6, 8, 10, 64, 80), (0.25, 0.3, 0.4, 0.5, 0.55, 0.75, 0.95, 1.0)
+    ):
+        assert RopeConfig(partial=fraction).rotary_dim(head_dim) == truth.rotated_dimensions(
+            head_dim, fraction
+        )
 
 
 # ---- sequences
@@ -216,7 +289,10 @@ def segments(tokens: Sequence[int], document_of: Sequence[int]) -> list[int]:
 
 
 def pairs_of(lengths: Sequence[int]) -> float:
-    return sum(layers * truth.attended_pairs(lengths, window) for window, layers in COUNTED.items()) / 3
+    return (
+        sum(layers * truth.attended_pairs(lengths, window) for window, layers in COUNTED.items())
+        / 3
+    )
 
 
 @pytest.mark.parametrize("mask", ["document", "none"])
@@ -226,13 +302,17 @@ def test_sequences_have_the_labels_positions_and_pairs_of_the_definition(
     packing: Packing, seq_len: int, mask: Any
 ) -> None:
     for documents in CORPORA:
-        prepared, document_of = corpus(documents), truth.document_of(documents)
+        prepared = corpus(documents)
+        document_of = truth.document_of(documents)
         plan = pack_documents(prepared.document_lengths, seq_len=seq_len, packing=packing)
-        dataset = BlendedDataset([PackedDataset(prepared, plan, seed=0)], seq_len=seq_len, mask=mask, windows=COUNTED)
+        dataset = BlendedDataset(
+            [PackedDataset(prepared, plan, seed=0)], seq_len=seq_len, mask=mask, windows=COUNTED
+        )
         for index in range(plan.num_sequences):
             batch = dataset.read([index])
             tokens = [token for token in batch.tokens[0].tolist() if token != prepared.eos]
-            padding, lengths = seq_len - len(tokens), segments(tokens, document_of)
+            padding = seq_len - len(tokens)
+            lengths = segments(tokens, document_of)
             labels = [truth.labels(documents, token, 1)[0] for token in tokens]
             assert batch.labels[0].tolist() == labels + [truth.NO_LABEL] * padding
             attended = lengths if mask == "document" else [len(tokens)]
@@ -253,19 +333,28 @@ def test_a_loss_counts_in_the_bucket_of_its_position() -> None:
     positions = sorted({max(0, edge + offset) for edge in edges for offset in (-2, -1, 0, 1, 2)})
     losses = [1 + 0.5**number for number in range(len(positions))]
     batch = packed([len(positions)])
-    batch = replace(batch, positions=torch.tensor([positions]), labels=torch.zeros_like(batch.labels))
+    batch = replace(
+        batch, positions=torch.tensor([positions]), labels=torch.zeros_like(batch.labels)
+    )
     mesh = cast(Mesh, SimpleNamespace(degrees={"cp": 1}, coordinate={"cp": 0}))
     accumulator = MetricAccumulator(mesh, torch.device("cpu"))
     vector = accumulator.new_vector()
     accumulator.add(vector, torch.tensor([losses], dtype=torch.float64), batch)
     views = accumulator.layout.split(vector)
-    for name, total, count in zip(truth.BUCKETS, views["loss_by_position"], views["targets_by_position"], strict=True):
-        inside = [loss for loss, position in zip(losses, positions, strict=True) if truth.bucket(position) == name]
+    for name, total, count in zip(
+        truth.BUCKETS, views["loss_by_position"], views["targets_by_position"], strict=True
+    ):
+        inside = [
+            loss
+            for loss, position in zip(losses, positions, strict=True)
+            if truth.bucket(position) == name
+        ]
         assert float(total) == pytest.approx(sum(inside), rel=1e-14)
         assert int(count) == len(inside) > 2
 
 
-TRIALS, WIDTH = 7, ByteTokenizer.vocab_size
+TRIALS = 7
+WIDTH = ByteTokenizer.vocab_size
 """With so many trials, the digits of the last number follow each other without contradiction."""
 NORMED = (1 / WIDTH + 1e-5) ** -0.5
 """The one entry of a unit vector after the norm of the head."""
@@ -273,13 +362,24 @@ NORMED = (1 / WIDTH + 1e-5) ** -0.5
 
 @contextmanager
 def model_that_follows(successor: dict[int, int]) -> Iterator[ParallelModel]:
-    """A model whose likeliest token depends on the one before it alone; in float64, on one process.
+    """A model whose likeliest token depends on the one before it alone; in float64, on one
+    process.
 
-    Embeddings are unit vectors, attention and feed-forward add nothing, and the head has a row for each token.
+    Embeddings are unit vectors, attention and feed-forward add nothing, and the head has a row for
+    each token.
     """
-    sizes = {"dim": WIDTH, "vocab_size": WIDTH, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+    sizes = {
+        "dim": WIDTH,
+        "vocab_size": WIDTH,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+    }
     options = [f"--model.{key}={value}" for key, value in sizes.items()]
-    config = load(["--data.corpus=copy", "--training.dtype=float64", "--training.seq_len=90", *options])
+    config = load(
+        ["--data.corpus=copy", "--training.dtype=float64", "--training.seq_len=90", *options]
+    )
     with process_group(config.distributed) as world:
         model = ParallelModel(config, world, kernel="plain")
         weights = dict(model.stage_modules[0].named_parameters())
@@ -295,11 +395,16 @@ def model_that_follows(successor: dict[int, int]) -> Iterator[ParallelModel]:
 
 def test_a_needle_is_found_if_every_digit_is_the_likeliest() -> None:
     """The model knows every digit of one number, and some of the others."""
-    letters, eos = torch.arange(200) % 26 + ord("a"), 0
+    letters = torch.arange(200) % 26 + ord("a")
+    eos = 0
     prepared: Any = SimpleNamespace(
-        document_starts=torch.tensor([0, 200]), eos=eos, fingerprint="", read=lambda start, stop: letters[start:stop]
+        document_starts=torch.tensor([0, 200]),
+        eos=eos,
+        fingerprint="",
+        read=lambda start, stop: letters[start:stop],
     )
-    text, sentences = FillerText(prepared, [0]), PasskeySentences(ByteTokenizer())
+    text = FillerText(prepared, [0])
+    sentences = PasskeySentences(ByteTokenizer())
     dataset = NeedleDataset(text, sentences, length=90, depths=2, trials=TRIALS)
     sequences = [dataset.sequence(number)[0].tolist() for number in range(2 * TRIALS)]
     successor = dict[int, int]()
@@ -309,18 +414,24 @@ def test_a_needle_is_found_if_every_digit_is_the_likeliest() -> None:
     with model_that_follows(successor) as model:
         cells = evaluate_length(dataset, model)
     for depth, cell in enumerate(cells):
-        found, partly, log_probabilities = [], [], []
+        found = []
+        partly = []
+        log_probabilities = []
         for sequence in sequences[depth::2]:
             predicted = [successor.get(token, 0) for token in sequence[-6:-1]]
             found.append(truth.is_found(predicted, sequence[-5:]))
-            partly.append(any(guess == digit for guess, digit in zip(predicted, sequence[-5:], strict=True)))
+            partly.append(
+                any(guess == digit for guess, digit in zip(predicted, sequence[-5:], strict=True))
+            )
             for guess, digit in zip(predicted, sequence[-5:], strict=True):
                 logits = [0.0] * WIDTH
                 logits[guess] = NORMED
                 log_probabilities.append(truth.log_probability(logits, digit))
         assert cell.found == sum(found) / TRIALS == 1 / TRIALS
         assert sum(partly) > 3
-        assert cell.log_probability == pytest.approx(sum(log_probabilities) / len(log_probabilities))
+        assert cell.log_probability == pytest.approx(
+            sum(log_probabilities) / len(log_probabilities)
+        )
 
 
 # ---- learning rates, files
@@ -328,15 +439,28 @@ def test_a_needle_is_found_if_every_digit_is_the_likeliest() -> None:
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
 def test_learning_rates_equal_the_definition(kind: Any) -> None:
-    for steps, warmup, decay, floor in product((1, 2, 7, 20), (0, 1, 3, 10), (None, 1, 5), (0.0, 0.3)):
+    for steps, warmup, decay, floor in product(
+        (1, 2, 7, 20), (0, 1, 3, 10), (None, 1, 5), (0.0, 0.3)
+    ):
         if decay is not None and kind != "wsd":
             continue
-        options = {"kind": kind, "warmup_steps": warmup, "min_lr_factor": floor, "decay_steps": decay}
-        schedule = ScheduleSection.model_validate({key: each for key, each in options.items() if each is not None})
+        options = {
+            "kind": kind,
+            "warmup_steps": warmup,
+            "min_lr_factor": floor,
+            "decay_steps": decay,
+        }
+        schedule = ScheduleSection.model_validate(
+            {key: each for key, each in options.items() if each is not None}
+        )
         falling = max(1, steps // 10) if decay is None else decay
         for step in range(1, steps + 1):
-            expected = truth.learning_rate(kind, step, steps, warmup=warmup, decay=falling, floor=floor)
-            assert lr_factor(schedule, step=step, num_steps=steps) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+            expected = truth.learning_rate(
+                kind, step, steps, warmup=warmup, decay=falling, floor=floor
+            )
+            assert lr_factor(schedule, step=step, num_steps=steps) == pytest.approx(
+                expected, rel=1e-12, abs=1e-15
+            )
 
 
 def test_every_byte_of_mxfp4_is_decoded_as_its_definition_says() -> None:
@@ -345,5 +469,7 @@ def test_every_byte_of_mxfp4_is_decoded_as_its_definition_says() -> None:
         blocks = torch.tensor(packed_bytes, dtype=torch.uint8).view(1, 1, 16, 16)
         scales = torch.full((1, 1, 16), scale, dtype=torch.uint8)
         found = mxfp4.dequantize(blocks, scales).view(16, 32)
-        expected = torch.tensor([truth.mxfp4(row, scale) for row in packed_bytes], dtype=torch.float64).float()
+        expected = torch.tensor(
+            [truth.mxfp4(row, scale) for row in packed_bytes], dtype=torch.float64
+        ).float()
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

@@ -1,7 +1,8 @@
-"""What the product computes, by definition: in plain loops, slow and obvious, and without a line of the product.
+"""What the product computes, by definition: in plain loops, slow and obvious, and without a line
+of the product.
 
-Planner, metrics and a run of one process share formulas, and would agree on a wrong one. `test_truth.py` compares each of
-them with this module over grids of small cases.
+Planner, metrics and a run of one process share formulas, and would agree on a wrong one.
+`test_truth.py` compares each of them with this module over grids of small cases.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import math
 from collections.abc import Sequence
 
 NO_LABEL = -100
-K, M = 1024, 1024 * 1024
+K = 1024
+M = 1024 * 1024
 BUCKETS = {
     "0-256": range(256),
     "256-1K": range(256, K),
@@ -23,14 +25,18 @@ BUCKETS = {
 }
 """Positions in a document whose losses are averaged together."""
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-"""Magnitudes of a 4-bit float E2M1 by its lower three bits (OCP Microscaling Formats 1.0, table 5)."""
+"""Magnitudes of a 4-bit float E2M1 by its lower three bits (OCP Microscaling Formats 1.0, table
+5).
+"""
 
 
 # ---- attention
 
 
 def sees(query: int, key: int, document_of: Sequence[int], window: int | None = None) -> bool:
-    """Whether the token at `query` attends to the one at `key`: the rule of Mistral, and of masks in transformers."""
+    """Whether the token at `query` attends to the one at `key`: the rule of Mistral, and of masks
+    in transformers.
+    """
     if document_of[query] != document_of[key]:
         return False
     if key > query:
@@ -95,7 +101,9 @@ def rotated_dimensions(head_dim: int, fraction: float) -> int:
 
 
 def labels(document_lengths: Sequence[int], start: int, length: int) -> list[int]:
-    """Of a part of a stream whose token n is the number n: the next token, if it belongs to the same document."""
+    """Of a part of a stream whose token n is the number n: the next token, if it belongs to the
+    same document.
+    """
     document = document_of(document_lengths)
     found = []
     for token in range(start, start + length):
@@ -126,8 +134,12 @@ def is_found(predicted: Sequence[int], number: Sequence[int]) -> bool:
 # ---- numbers of a step
 
 
-def learning_rate(kind: str, step: int, steps: int, *, warmup: int, decay: int, floor: float) -> float:
-    """As a fraction of the peak: it rises to step `warmup`, and falls to `floor` at the last step."""
+def learning_rate(
+    kind: str, step: int, steps: int, *, warmup: int, decay: int, floor: float
+) -> float:
+    """As a fraction of the peak: it rises to step `warmup`, and falls to `floor` at the last
+    step.
+    """
     falls_after = max(warmup, steps - decay) if kind == "wsd" else warmup
     if step < warmup:
         return step / warmup
@@ -140,12 +152,16 @@ def learning_rate(kind: str, step: int, steps: int, *, warmup: int, decay: int, 
 
 
 def matrix_flops(shapes: Sequence[tuple[int, int]], tokens: int) -> int:
-    """Of training: a multiply-add is two, and a product of [outputs, inputs] has two of its size in the backward pass."""
+    """Of training: a multiply-add is two, and a product of [outputs, inputs] has two of its size
+    in the backward pass.
+    """
     return sum(3 * 2 * outputs * inputs * tokens for outputs, inputs in shapes)
 
 
 def score_flops(heads: int, head_dim: int, pairs: int) -> int:
-    """Of training: scores and weighted values are a product each of every pair, with two in the backward pass."""
+    """Of training: scores and weighted values are a product each of every pair, with two in the
+    backward pass.
+    """
     return 2 * 3 * 2 * heads * head_dim * pairs
 
 
@@ -153,7 +169,9 @@ def score_flops(heads: int, head_dim: int, pairs: int) -> int:
 
 
 def mxfp4(packed: Sequence[int], scale: int) -> list[float]:
-    """The numbers of one block: two in a byte, the lower half first, times two to the power of `scale` - 127."""
+    """The numbers of one block: two in a byte, the lower half first, times two to the power of
+    `scale` - 127.
+    """
     halves = [half for byte in packed for half in (byte % 16, byte // 16)]
     signed = [-FP4[half - 8] if half >= 8 else FP4[half] for half in halves]
     return [math.nan if scale == 255 else number * 2.0 ** (scale - 127) for number in signed]

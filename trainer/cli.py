@@ -32,7 +32,8 @@ def main() -> None:
         command = " ".join(sys.argv[1 : 1 + length])
         if command in COMMANDS:
             sys.argv = [f"longhaul {command}", *sys.argv[1 + length :]]
-            from trainer.commands import run_command  # Later than `--version` and the list of commands.
+            # Later than `--version` and the list of commands.
+            from trainer.commands import run_command
 
             sys.exit(run_command(sys.argv[1:], resolve(COMMANDS[command].parser)()))
     words = sys.argv[1:]
@@ -57,7 +58,9 @@ def completion(shell: str) -> str:
 
 
 def show_usage(words: list[str]) -> int:
-    """The commands, or those that begin with the first word; on standard error unless help was asked for."""
+    """The commands, or those that begin with the first word; on standard error unless help was
+    asked for.
+    """
     of_group = [name for name in COMMANDS if words and name.startswith(f"{words[0]} ")]
     asks_for_help = words[-1:] in (["-h"], ["--help"]) and (len(words) == 1 or bool(of_group))
     error = "" if asks_for_help else f"error: {_unknown(words)}\n"
@@ -72,7 +75,10 @@ def _unknown(words: list[str]) -> str:
     """What is wrong with the words of no command, with the command that is meant."""
     given = [word for word in words[:2] if not word.startswith("-")]
     names = dict.fromkeys(prefix for name in COMMANDS for prefix in (name, name.partition(" ")[0]))
-    meant = [*get_close_matches(" ".join(given), names, n=1), *get_close_matches("".join(given[:1]), names, n=1)]
+    meant = [
+        *get_close_matches(" ".join(given), names, n=1),
+        *get_close_matches("".join(given[:1]), names, n=1),
+    ]
     hint = f"; did you mean longhaul {meant[0]}?" if meant and meant[0] != " ".join(given) else ""
     return f"unknown command {' '.join(given) or '(none)'}{hint}"
 

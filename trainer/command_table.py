@@ -1,4 +1,7 @@
-"""The commands of `longhaul`, and what a reader of a message types to run one. Imports nothing of ours by itself."""
+"""The commands of `longhaul`, and what a reader of a message types to run one.
+
+Imports nothing of ours by itself.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,14 @@ COMMANDS = {
         "tokenize corpora before a run, inspect the result",
     ),
     "hf": Command(
-        "trainer.hf", "trainer.hf:build_parser", "import a Hugging Face model, or export a checkpoint as one"
+        "trainer.hf",
+        "trainer.hf:build_parser",
+        "import a Hugging Face model, or export a checkpoint as one",
     ),
     "checkpoint": Command(
-        "trainer.checkpoint", "trainer.checkpoint.__main__:build_parser", "list, verify, prune or export checkpoints"
+        "trainer.checkpoint",
+        "trainer.checkpoint.__main__:build_parser",
+        "list, verify, prune or export checkpoints",
     ),
     "evaluate needle": Command(
         "trainer.evaluation.needle",
@@ -51,7 +58,9 @@ COMMANDS = {
         "loss, perplexity and bits per byte by position",
     ),
     "generate": Command(
-        "trainer.generate", "trainer.evaluation.arguments:generate_parser", "sample text from a checkpoint"
+        "trainer.generate",
+        "trainer.evaluation.arguments:generate_parser",
+        "sample text from a checkpoint",
     ),
     "selfcheck": Command(
         "trainer.selfcheck",
@@ -59,10 +68,14 @@ COMMANDS = {
         "compare a run's mesh with one process, reduced, in float64 on this CPU",
     ),
     "preflight": Command(
-        "trainer.preflight", "trainer.preflight:build_parser", "check this node before a run trains on it"
+        "trainer.preflight",
+        "trainer.preflight:build_parser",
+        "check this node before a run trains on it",
     ),
     "slurm": Command(
-        "trainer.slurm", "trainer.slurm.__main__:build_parser", "render, submit, watch or cancel a run as a SLURM job"
+        "trainer.slurm",
+        "trainer.slurm.__main__:build_parser",
+        "render, submit, watch or cancel a run as a SLURM job",
     ),
 }
 
@@ -74,9 +87,11 @@ def resolve(reference: str) -> Any:
 
 
 def typed(command: str, *words: object) -> str:
-    """What to type for a command of `COMMANDS` and further words, in the way in which this process was started.
+    """What to type for a command of `COMMANDS` and further words, in the way in which this process
+    was started.
 
-    A reader who typed `longhaul` has it on the path. In a checkout that is not installed there are only the modules.
+    A reader who typed `longhaul` has it on the path. In a checkout that is not installed there are
+    only the modules.
     """
     if sys.argv[0].startswith("longhaul "):
         program = f"longhaul {command}"

@@ -1,4 +1,7 @@
-"""What the commands of `longhaul` share: argument parser, overrides, errors and exit codes. Imports no torch."""
+"""What the commands of `longhaul` share: argument parser, overrides, errors and exit codes.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,14 @@ from typing import NoReturn
 from trainer.command_table import resolve, typed
 from trainer.config import extension
 from trainer.config.parse import COMMAND_LINE, load, parse_arguments
-from trainer.errors import EXIT_FAILURE, EXIT_SUCCESS, ConfigError, RankFailedError, RunError, printable
+from trainer.errors import (
+    EXIT_FAILURE,
+    EXIT_SUCCESS,
+    ConfigError,
+    RankFailedError,
+    RunError,
+    printable,
+)
 
 MAX_PROBLEMS = 100
 EXIT_HELP = "Exit codes: 0 success, 2 wrong arguments or configuration, 78 unusable data or checkpoint, 1 other errors."
@@ -27,7 +37,9 @@ def overrides_help() -> str:
 
 
 Run = Callable[[Namespace, list[str]], int | None]
-"""What a command does with its options and the arguments for `load`; returns the exit code, None for success."""
+"""What a command does with its options and the arguments for `load`; returns the exit code, None
+for success.
+"""
 
 
 def later(reference: str) -> Run:
@@ -43,8 +55,9 @@ def later(reference: str) -> Run:
 class CommandParser(ArgumentParser):
     """The arguments of a command. Raises `ConfigError` instead of exiting.
 
-    It takes `--section.key VALUE` if `overrides` describes that. An option whose `dest` is `section.key` is short for it.
-    With `add_command` it has commands of its own; without `run` one of them must be given.
+    It takes `--section.key VALUE` if `overrides` describes that. An option whose `dest` is
+    `section.key` is short for it. With `add_command` it has commands of its own; without `run` one
+    of them must be given.
     """
 
     def __init__(
@@ -58,27 +71,39 @@ class CommandParser(ArgumentParser):
         report: Callable[[Sequence[str], Sequence[str]], str] | None = None,
     ) -> None:
         super().__init__(
-            prog=prog, description=description, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
+            prog=prog,
+            description=description,
+            formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         self.rank = rank
         """Of this process; all ranks find the same problems, which rank 0 prints."""
         self.report = report
-        """The text for refused arguments, of the problems and the arguments; by default a line for each."""
-        self._run, self._overrides = run, overrides
+        """The text for refused arguments, of the problems and the arguments; by default a line for
+        each.
+        """
+        self._run = run
+        self._overrides = overrides
         self.commands: dict[str, tuple[CommandParser, str]] = {}
         """Commands of this command by name, with a summary."""
         self.set_defaults(run=run)
 
-    def add_command(self, name: str, summary: str, *, run: Run, overrides: str = "") -> CommandParser:
+    def add_command(
+        self, name: str, summary: str, *, run: Run, overrides: str = ""
+    ) -> CommandParser:
         """The parser of a command of this command."""
         description = f"{summary[:1].upper()}{summary[1:]}."
-        parser = CommandParser(f"{self.prog} {name}", description, run=run, overrides=overrides, rank=self.rank)
+        parser = CommandParser(
+            f"{self.prog} {name}", description, run=run, overrides=overrides, rank=self.rank
+        )
         self.commands[name] = (parser, summary)
         return parser
 
     def add_config(self) -> None:
         self.add_argument(
-            "--config", metavar="NAME|PATH", help="a TOML file, or the name of one in train_configs/; default: debug"
+            "--config",
+            metavar="NAME|PATH",
+            help="a TOML file, or the name of one in train_configs/; default: debug",
         )
 
     def format_usage(self) -> str:
@@ -103,18 +128,26 @@ class CommandParser(ArgumentParser):
         return "\n".join([f"{title}, each with its own --help:", *lines, "", ""]) if lines else ""
 
     def error(self, message: str) -> NoReturn:
-        if wrong := re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.+)\)", message, re.DOTALL):
+        if wrong := re.fullmatch(
+            r"argument (\S+): invalid choice: '(.*)' \(choose from (.+)\)", message, re.DOTALL
+        ):
             option, given, listed = wrong.groups()
             hint = _hint(given, re.findall(r"[^', ]+", listed))
             raise ConfigError([f'{COMMAND_LINE}: {option} "{given}" is unknown; {hint}'])
-        message = re.sub(r"^argument (\S+): ", r"\1 ", message).replace("expected one argument", "needs a value")
-        message = message.replace("the following arguments are required:", f"{self.prog.split()[-1]} needs")
+        message = re.sub(r"^argument (\S+): ", r"\1 ", message).replace(
+            "expected one argument", "needs a value"
+        )
+        message = message.replace(
+            "the following arguments are required:", f"{self.prog.split()[-1]} needs"
+        )
         raise ConfigError([f"{COMMAND_LINE}: {message}"])
 
     def parse(self, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-        """The options, and the arguments for `load`: --config and `--section.key=VALUE`. Raises `ConfigError`.
+        """The options, and the arguments for `load`: --config and `--section.key=VALUE`. Raises
+        `ConfigError`.
 
-        `run` of the options is what the command does, `words` are the arguments as they were given.
+        `run` of the options is what the command does, `words` are the arguments as they were
+        given.
         """
         if argv and argv[0] in self.commands:
             options, overrides = self.commands[argv[0]][0].parse(argv[1:])
@@ -122,7 +155,9 @@ class CommandParser(ArgumentParser):
             return options, overrides
         if not self._run:
             self._raise_without_command(argv)
-        arguments, overrides, remaining = list[str](), list[str](), [*argv]
+        arguments = list[str]()
+        overrides = list[str]()
+        remaining = [*argv]
         while remaining:
             argument = remaining.pop(0)
             name, equals, _ = argument.partition("=")
@@ -136,7 +171,9 @@ class CommandParser(ArgumentParser):
         options.words = [*argv]
         values = vars(options).items()
         overrides += [
-            f"--{key}={value}" for key, value in values if ("." in key or key == "config") and value is not None
+            f"--{key}={value}"
+            for key, value in values
+            if ("." in key or key == "config") and value is not None
         ]
         if unknown:
             self._raise_unknown(unknown, overrides)
@@ -146,15 +183,24 @@ class CommandParser(ArgumentParser):
         self.parse_known_args(argv)  # Prints the help, if that is asked for.
         given = next((word for word in argv if not word.startswith("-")), None)
         if given is None:
-            raise ConfigError([f"{COMMAND_LINE}: {self.prog.split()[-1]} needs a command: {', '.join(self.commands)}"])
-        raise ConfigError([f'{COMMAND_LINE}: command "{given}" is unknown; {_hint(given, self.commands)}'])
+            raise ConfigError(
+                [
+                    f"{COMMAND_LINE}: {self.prog.split()[-1]} needs a command: {', '.join(self.commands)}"
+                ]
+            )
+        raise ConfigError(
+            [f'{COMMAND_LINE}: command "{given}" is unknown; {_hint(given, self.commands)}']
+        )
 
     def _raise_unknown(self, unknown: Sequence[str], overrides: Sequence[str]) -> NoReturn:
-        """Raises `ConfigError` with the unknown arguments, and with everything that is wrong with the overrides."""
+        """Raises `ConfigError` with the unknown arguments, and with everything that is wrong with
+        the overrides.
+        """
         problems = [
             f"{COMMAND_LINE}: unknown argument {argument}{self._nearest(argument)}"
             for previous, argument in pairwise(["", *unknown])
-            if argument.startswith("--") or not previous.startswith("--")  # Else it is the value of `previous`.
+            # Else it is the value of `previous`.
+            if argument.startswith("--") or not previous.startswith("--")
         ]
         try:
             load(overrides)
@@ -163,11 +209,17 @@ class CommandParser(ArgumentParser):
         raise ConfigError(problems)
 
     def _nearest(self, argument: str) -> str:
-        """What an unknown argument may be meant for: an option, a command, or a key of the configuration."""
+        """What an unknown argument may be meant for: an option, a command, or a key of the
+        configuration.
+        """
         name = argument.partition("=")[0]
         if get_close_matches(name, known := [*self._option_string_actions, *self.commands], n=1):
             return f"; {_hint(name, known)}"
-        hints = [problem.partition("; ")[2] for problem in parse_arguments([name]).problems if self._overrides]
+        hints = [
+            problem.partition("; ")[2]
+            for problem in parse_arguments([name]).problems
+            if self._overrides
+        ]
         return f"; {hints[0]}" if hints and hints[0] else ""
 
 
@@ -196,7 +248,9 @@ def number(*, positive: bool = False) -> Callable[[str], float]:
         except ValueError:
             value = -1.0
         if not isfinite(value) or value < 0 or (positive and value == 0):
-            raise ArgumentTypeError(f"{text} must be a finite number, {'above' if positive else 'at least'} 0")
+            raise ArgumentTypeError(
+                f"{text} must be a finite number, {'above' if positive else 'at least'} 0"
+            )
         return value
 
     return parse
@@ -205,7 +259,8 @@ def number(*, positive: bool = False) -> Callable[[str], float]:
 def run_command(argv: Sequence[str], parser: CommandParser) -> int:
     """Runs a command with its arguments; prints its errors and returns the exit code.
 
-    All ranks find the same problems, which rank 0 prints, except for `RankFailedError` and `OSError`.
+    All ranks find the same problems, which rank 0 prints, except for `RankFailedError` and
+    `OSError`.
     """
     try:
         options, overrides = parser.parse(argv)
@@ -234,14 +289,17 @@ def run_command(argv: Sequence[str], parser: CommandParser) -> int:
 def _print_failure(failure: RunError, rank: int) -> int:
     prefix = f"error: [rank {rank}] " if rank else "error: "
     if rank == 0 or isinstance(failure, RankFailedError):
-        problems, more = failure.problems[:MAX_PROBLEMS], len(failure.problems) - MAX_PROBLEMS
+        problems = failure.problems[:MAX_PROBLEMS]
+        more = len(failure.problems) - MAX_PROBLEMS
         problems += [f"and {more:,} more"] * (more > 0)
         sys.stderr.write("".join(f"{prefix}{problem}\n" for problem in problems))
     return failure.status
 
 
 def print_lines(*lines: str) -> None:
-    """Prints lines at once, so that a reader of the output sees progress, with control characters escaped."""
+    """Prints lines at once, so that a reader of the output sees progress, with control characters
+    escaped.
+    """
     sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
     sys.stdout.flush()
 

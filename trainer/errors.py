@@ -51,24 +51,31 @@ ENDINGS = (
 
 def failure_ending(exit_code: int) -> Ending:
     """How a launch ends that fails with this code."""
-    return next((ending for ending in ENDINGS if ending.exit_code == exit_code != EXIT_SUCCESS), ENDINGS[2])
+    return next(
+        (ending for ending in ENDINGS if ending.exit_code == exit_code != EXIT_SUCCESS), ENDINGS[2]
+    )
 
 
 START_TIME_ENV = "LONGHAUL_BEGAN"
-"""Environment variable: when the launcher started, as the host's `boot_id` and `seconds_since_boot`."""
+"""Environment variable: when the launcher started, as the host's `boot_id` and
+`seconds_since_boot`.
+"""
 STACK_DUMP_SIGNAL = signal.SIGQUIT
 """Makes a rank dump its stack and continue."""
 
 
 def printable(text: str) -> str:
-    """`text` as a terminal shows it: characters that control one, or are not seen, are escaped; lines stay lines.
+    """`text` as a terminal shows it: characters that control one, or are not seen, are escaped;
+    lines stay lines.
 
     Names of files, and whatever else is quoted, may come from a stranger.
     """
     if text.isprintable():
         return text
     return "".join(
-        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
+        character
+        if character.isprintable() or character in "\n\t"
+        else character.encode("unicode_escape").decode()
         for character in text
     )
 
@@ -130,11 +137,16 @@ class DataError(RunError, ValueError):
 
 
 class CorpusRefusedError(DataError):
-    """Files of a corpus would be read as what they are not. Commands that find it before they begin exit with 2."""
+    """Files of a corpus would be read as what they are not.
+
+    Commands that find it before they begin exit with 2.
+    """
 
 
 class ResumeError(RunError):
-    """No checkpoint is readable, or this configuration cannot resume from it; a retry would not help."""
+    """No checkpoint is readable, or this configuration cannot resume from it; a retry would not
+    help.
+    """
 
     status = EXIT_NO_RETRY
 

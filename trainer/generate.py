@@ -83,24 +83,33 @@ def load_model(resolved: ResolvedCheckpoint, device: torch.device) -> Transforme
         model = model.cast(getattr(torch, config.training.dtype))
     materialize(model, device)
     tensors = model.named_tensors()
-    reader = open_model(resolved.checkpoint, {name: each.shape for name, each in tensors.items()}, max_shown=1)
+    reader = open_model(
+        resolved.checkpoint, {name: each.shape for name, each in tensors.items()}, max_shown=1
+    )
     read_tensors(reader, {f"{MODEL_PREFIX}{name}": each for name, each in tensors.items()})
     return model
 
 
 def load_matching_tokenizer(resolved: ResolvedCheckpoint) -> Tokenizer:
-    """The run's tokenizer. Raises `ConfigError` for a run without text, `DataError` for a tokenizer mismatch."""
+    """The run's tokenizer.
+
+    Raises `ConfigError` for a run without text, `DataError` for a tokenizer mismatch.
+    """
     config = resolved.config
     if config.data.is_synthetic:
         raise ConfigError(
-            ['data.corpus = "copy" trains on synthetic tokens without a tokenizer, so there is no text to generate']
+            [
+                'data.corpus = "copy" trains on synthetic tokens without a tokenizer, so there is no text to generate'
+            ]
         )
-    kind, trained_kind = config.tokenizer.kind, manifest.read_state(resolved.checkpoint).config.get("tokenizer.kind")
+    kind = config.tokenizer.kind
+    trained_kind = manifest.read_state(resolved.checkpoint).config.get("tokenizer.kind")
     if kind != trained_kind:
         raise DataError(
             f'tokenizer.kind = "{kind}", but {resolved.checkpoint} was trained with tokenizer.kind = "{trained_kind}"'
         )
-    tokenizer, model_vocab_size = open_tokenizer(config.tokenizer), config.model.build().vocab_size
+    tokenizer = open_tokenizer(config.tokenizer)
+    model_vocab_size = config.model.build().vocab_size
     if (size := text_vocab_size(tokenizer, config.data.separators)) > model_vocab_size:
         raise DataError(
             f"{resolved.checkpoint} was trained with another tokenizer: this one has {size} tokens, "
@@ -114,12 +123,19 @@ def load_matching_tokenizer(resolved: ResolvedCheckpoint) -> Tokenizer:
 
 def generate(options: Namespace, resolved: ResolvedCheckpoint) -> None:
     """Writes the samples. Raises as `load_model` and `load_matching_tokenizer`."""
-    config, tokenizer, device = resolved.config, load_matching_tokenizer(resolved), choose_device(0)
+    config = resolved.config
+    tokenizer = load_matching_tokenizer(resolved)
+    device = choose_device(0)
     prompt_S = encode_prompt(options.prompt, tokenizer, separators=config.data.separators)
-    stop_tokens = {*tokenizer.stop_tokens, *map(int, document_separators(tokenizer, config.data.separators)[1])}
-    prompt_len, seq_len = prompt_S.numel(), config.training.seq_len
+    stop_tokens = {
+        *tokenizer.stop_tokens,
+        *map(int, document_separators(tokenizer, config.data.separators)[1]),
+    }
+    prompt_len = prompt_S.numel()
+    seq_len = config.training.seq_len
     capacity = prompt_len + options.tokens
-    model, kernel = load_model(resolved, device), choose_attention_kernel(config, device)
+    model = load_model(resolved, device)
+    kernel = choose_attention_kernel(config, device)
     print_status(
         f"model {config.model.family} {config.model.size}: {model.config.parameter_summary}, "
         f"{config.training.dtype} on {device}; checkpoint {resolved.checkpoint}, step {resolved.step:,}"
@@ -134,13 +150,22 @@ def generate(options: Namespace, resolved: ResolvedCheckpoint) -> None:
         decoder.rewind(prompt_len)
         write_text("\n---\n" * (sample > 0) + options.prompt)
         generator = torch.Generator().manual_seed(options.seed + sample)
-        sample_one = partial(sample_token, temperature=options.temperature, top_k=options.top_k, generator=generator)
-        continuation = generate_tokens(
-            decoder, first_logits_V, sample_one, vocab_size=tokenizer.vocab_size, stop_tokens=stop_tokens
+        sample_one = partial(
+            sample_token, temperature=options.temperature, top_k=options.top_k, generator=generator
         )
-        num_tokens = -1  # `stream_text` yields one string more than tokens.
+        continuation = generate_tokens(
+            decoder,
+            first_logits_V,
+            sample_one,
+            vocab_size=tokenizer.vocab_size,
+            stop_tokens=stop_tokens,
+        )
+        # `stream_text` yields one string more than tokens.
+        num_tokens = -1
         started = time.perf_counter()
-        for text in stream_text(islice(continuation, options.tokens), tokenizer, context_tokens=prompt_S[-8:].tolist()):
+        for text in stream_text(
+            islice(continuation, options.tokens), tokenizer, context_tokens=prompt_S[-8:].tolist()
+        ):
             write_text(text)
             num_tokens += 1
         write_text("\n")
@@ -149,11 +174,16 @@ def generate(options: Namespace, resolved: ResolvedCheckpoint) -> None:
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, *, separators: str = "bos_eos") -> Tensor:
-    """int64 [S]: the start of a document with this text. Raises `ConfigError` if it has no tokens."""
+    """int64 [S]: the start of a document with this text.
+
+    Raises `ConfigError` if it has no tokens.
+    """
     prefix_tokens, _ = document_separators(tokenizer, separators)
     tokens_S = torch.cat([prefix_tokens, tokenizer.encode(prompt)]).long()
     if not tokens_S.numel():
-        raise ConfigError([f"{COMMAND_LINE}: --prompt is required: documents of this run have no start token"])
+        raise ConfigError(
+            [f"{COMMAND_LINE}: --prompt is required: documents of this run have no start token"]
+        )
     return tokens_S
 
 
@@ -167,7 +197,8 @@ def generate_tokens(
 ) -> Iterator[int]:
     """Yields tokens up to the end of the document. Raises `ResumeError` for non-finite logits.
 
-    Samples from the first `vocab_size` logits, because the model's vocabulary may be larger than the tokenizer's.
+    Samples from the first `vocab_size` logits, because the model's vocabulary may be larger than
+    the tokenizer's.
     """
     while bool(logits_V.isfinite().all()):
         if (token := sample_one(logits_V[:vocab_size])) in stop_tokens:
@@ -177,8 +208,12 @@ def generate_tokens(
     raise ResumeError("the model's logits are not finite: its training has diverged")
 
 
-def sample_token(logits_V: Tensor, *, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Samples a token from logits on the host, so that equal logits give the same token on every device."""
+def sample_token(
+    logits_V: Tensor, *, temperature: float, top_k: int, generator: torch.Generator
+) -> int:
+    """Samples a token from logits on the host, so that equal logits give the same token on every
+    device.
+    """
     if temperature == 0:
         return int(logits_V.argmax())
     top_logits, top_tokens = logits_V.double().topk(min(top_k, logits_V.numel()))
@@ -187,17 +222,22 @@ def sample_token(logits_V: Tensor, *, temperature: float, top_k: int, generator:
     return int(top_tokens[probs.multinomial(1, generator=generator)])
 
 
-def stream_text(tokens: Iterable[int], tokenizer: Tokenizer, *, context_tokens: Sequence[int]) -> Iterator[str]:
-    """Yields what each token adds to the text, holding back incomplete characters, and then the rest.
+def stream_text(
+    tokens: Iterable[int], tokenizer: Tokenizer, *, context_tokens: Sequence[int]
+) -> Iterator[str]:
+    """Yields what each token adds to the text, holding back incomplete characters, and then the
+    rest.
 
-    `context_tokens` precede the text: some tokenizers decode the first token of a text differently.
+    `context_tokens` precede the text: some tokenizers decode the first token of a text
+    differently.
     """
     ids = list(context_tokens)
     num_emitted = len(tokenizer.decode(ids))
     for token in tokens:
         ids.append(token)
         text = tokenizer.decode(ids)
-        text = text[:-3] + text[-3:].rstrip("\ufffd")  # An incomplete character decodes to one to three of these.
+        # An incomplete character decodes to one to three of these.
+        text = text[:-3] + text[-3:].rstrip("\ufffd")
         yield text[num_emitted:]
         num_emitted = max(num_emitted, len(text))
     yield tokenizer.decode(ids)[num_emitted:]

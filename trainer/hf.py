@@ -1,4 +1,6 @@
-"""`longhaul hf export | import`: convert a checkpoint to a Hugging Face folder, and start a run from one."""
+"""`longhaul hf export | import`: convert a checkpoint to a Hugging Face folder, and start a run
+from one.
+"""
 
 from __future__ import annotations
 
@@ -54,14 +56,26 @@ def build_parser() -> CommandParser:
     add("source", type=Path, metavar="RUN_FOLDER|CHECKPOINT")
     add("output", type=Path, metavar="OUTPUT", help="folder to create; may exist if empty")
     add("--dtype", choices=("bfloat16", "float32"), help="default: the run's training.dtype")
-    add("--max-shard-gib", type=number(positive=True), default=4.0, metavar="N", help="maximum file size; default: 4")
+    add(
+        "--max-shard-gib",
+        type=number(positive=True),
+        default=4.0,
+        metavar="N",
+        help="maximum file size; default: 4",
+    )
     add("--tokenizer", type=Path, metavar="PATH", help="default: the run's tokenizer.path")
     add("--extension", action="append", default=[], metavar=EXTENSION, help=EXTENSION_HELP)
     add = parser.add_command("import", IMPORT, run=refusing(run_import)).add_argument
     add("folder", type=Path, metavar="HF_DIR")
     add("output", type=Path, nargs="?", metavar="OUTPUT.toml", help="default: standard output")
-    add("--text-only", action="store_true", help="of a model of several modalities, import the language model")
-    help_text = "a key of config.json that is unknown, and that the model does without; may be repeated"
+    add(
+        "--text-only",
+        action="store_true",
+        help="of a model of several modalities, import the language model",
+    )
+    help_text = (
+        "a key of config.json that is unknown, and that the model does without; may be repeated"
+    )
     add("--ignore-key", action="append", default=[], metavar="NAME", help=help_text)
     add("--extension", action="append", default=[], metavar=EXTENSION, help=EXTENSION_HELP)
     return parser
@@ -86,17 +100,20 @@ def refusing(convert: Callable[[Namespace], None]) -> Run:
 def export(options: Namespace) -> None:
     """Writes the folder `options.output` atomically and verifies it.
 
-    Raises `ResumeError` for an unreadable checkpoint, `DataError` for its tokenizer, `HuggingFaceError` otherwise.
+    Raises `ResumeError` for an unreadable checkpoint, `DataError` for its tokenizer,
+    `HuggingFaceError` otherwise.
     """
     import torch
 
     from trainer.checkpoint.load import MODEL_PREFIX, read_full_tensor
     from trainer.evaluation.load_checkpoint import open_model
 
-    checkpoint, output = find_checkpoint(options.source), options.output
+    checkpoint = find_checkpoint(options.source)
+    output = options.output
     values = manifest.read_state(checkpoint).config
     require_extensions(checkpoint, values)
-    model, seq_len = model_config_from_values(values), values["training.seq_len"]
+    model = model_config_from_values(values)
+    seq_len = values["training.seq_len"]
     dtype = options.dtype or ("bfloat16" if values["training.dtype"] == "bfloat16" else "float32")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise HuggingFaceError([f"{output} exists already"])
@@ -105,9 +122,15 @@ def export(options: Namespace) -> None:
     written = dataclasses.replace(model, model_type=hf_config["model_type"])
     manifest.read_intact(checkpoint, check_hashes=True)
     reader = open_model(
-        checkpoint, {name: each.shape_of(model.sizes) for name, each in (model.parameters | model.buffers).items()}
+        checkpoint,
+        {
+            name: each.shape_of(model.sizes)
+            for name, each in (model.parameters | model.buffers).items()
+        },
     )
-    print_lines(f"{checkpoint}: {model.parameter_summary} as {dtype}, context of {seq_len:,} tokens")
+    print_lines(
+        f"{checkpoint}: {model.parameter_summary} as {dtype}, context of {seq_len:,} tokens"
+    )
     with atomic_folder(output) as folder:
         for path in write_safetensors(
             folder,
@@ -120,7 +143,10 @@ def export(options: Namespace) -> None:
             print_lines(path.name)
         generation = {key: hf_config[key] for key in ("bos_token_id", "eos_token_id")}
         contents = {hf.CONFIG_FILE: hf_config, "generation_config.json": generation}
-        files = {Path(name): (json.dumps(item, indent=2) + "\n").encode() for name, item in contents.items()} | files
+        files = {
+            Path(name): (json.dumps(item, indent=2) + "\n").encode()
+            for name, item in contents.items()
+        } | files
         for name, content in files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             write_and_fsync(folder / name, content)
@@ -129,35 +155,52 @@ def export(options: Namespace) -> None:
         changed = config_differences(exported, model)
         problems = [f"{key} changed to {value}" for key, (value, _) in changed.items()]
         if problems := problems + hf.SafetensorsReader(folder).problems(exported):
-            raise HuggingFaceError([f"{output} was not written: {problem}" for problem in problems])
+            raise HuggingFaceError(
+                [f"{output} was not written: {problem}" for problem in problems]
+            )
     print_lines(f"{output} is complete: every tensor was read back and is bitwise equal")
 
 
 def require_extensions(checkpoint: Path, values: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for extensions of the run that are not given: a checkpoint's word imports no code."""
+    """Raises `ConfigError` for extensions of the run that are not given: a checkpoint's word
+    imports no code.
+    """
     recorded = {key.partition(".")[2] for key in values if key.startswith("extension.")}
     if missing := sorted(recorded - {each.extension.name for each in extension.installed()}):
         names = ", ".join(f'"{name}"' for name in missing)
-        raise ConfigError([f"{checkpoint} was trained with extension {names}: name it, --extension {EXTENSION}"])
+        raise ConfigError(
+            [f"{checkpoint} was trained with extension {names}: name it, --extension {EXTENSION}"]
+        )
 
 
 def tokenizer_files(
     values: dict[str, Any], tokenizer_path: Path | None, *, seq_len: int
 ) -> tuple[Any, Any, dict[Path, bytes]]:
-    """(bos_token_id, eos_token_id, tokenizer files by name); (None, None, {}) for synthetic data."""
+    """(bos_token_id, eos_token_id, tokenizer files by name); (None, None, {}) for synthetic
+    data.
+    """
     from trainer.data.hf_tokenizer import changes_of_copy, hf_tokenizer_files, model_token_ids
     from trainer.data.tokenizer import open_tokenizer
 
-    mix_sources = {item["source"] for item in values.get("data.mix") or [{"source": DEFAULT_SOURCE}]}
+    mix_sources = {
+        item["source"] for item in values.get("data.mix") or [{"source": DEFAULT_SOURCE}]
+    }
     if values.get("data.corpus") == COPY_CORPUS and mix_sources == {DEFAULT_SOURCE}:
         print_lines("no tokenizer: the run trained on synthetic tokens")
         return None, None, {}
-    keys = {name: value for key, value in values.items() if (name := key.removeprefix("tokenizer.")) != key}
-    stated = TokenizerSection.model_validate(keys | ({"path": tokenizer_path} if tokenizer_path else {}))
+    keys = {
+        name: value
+        for key, value in values.items()
+        if (name := key.removeprefix("tokenizer.")) != key
+    }
+    stated = TokenizerSection.model_validate(
+        keys | ({"path": tokenizer_path} if tokenizer_path else {})
+    )
     if stated.kind in extension.BUILT_IN_TOKENIZERS:
         tokenizer, files = hf_tokenizer_files(stated, max_length=seq_len)
     else:
-        tokenizer, files = open_tokenizer(stated), {}
+        tokenizer = open_tokenizer(stated)
+        files = {}
         print_lines(f'no tokenizer files: tokenizer.kind = "{stated.kind}" is of an extension')
     separators = values.get("data.separators", "bos_eos")
     if separators != "bos_eos" and tokenizer.bos is not None:
@@ -177,24 +220,32 @@ def tokenizer_files(
 
 
 def run_import(options: Namespace) -> None:
-    import_model(options.folder, options.output, text_only=options.text_only, ignore_keys=options.ignore_key)
+    import_model(
+        options.folder, options.output, text_only=options.text_only, ignore_keys=options.ignore_key
+    )
 
 
 def import_model(
     folder: Path, output: Path | None, *, text_only: bool = False, ignore_keys: Sequence[str] = ()
 ) -> None:
-    """Writes or prints a configuration that starts from the model in `folder`. Raises `HuggingFaceError`."""
+    """Writes or prints a configuration that starts from the model in `folder`.
+
+    Raises `HuggingFaceError`.
+    """
     if output is not None and output.exists():
         raise HuggingFaceError([f"{output} exists already"])
     values = text_model_values(stored := read_config(folder), text_only=text_only)
     text_only = values is not stored
-    model, weights = model_config_from_hf(values, ignore_keys), hf.SafetensorsReader(folder, text_only=text_only)
+    model = model_config_from_hf(values, ignore_keys)
+    weights = hf.SafetensorsReader(folder, text_only=text_only)
     if problems := weights.problems(model) or weights.tied_head_problems(model):
         raise HuggingFaceError([f"{folder}: {problem}" for problem in problems])
     left_out = [*config_remarks(values, ignore_keys), *check_tokenizer(folder, model)]
     left_out += [f"left out: {name} ({count} tensors)" for name, count in weights.left_out.items()]
     if count := weights.num_extra_tensors(model):
-        left_out.append(f"left out: the layer after the last, which predicts further tokens ({count} tensors)")
+        left_out.append(
+            f"left out: the layer after the last, which predicts further tokens ({count} tensors)"
+        )
     if (loss := values.get("router_aux_loss_coef")) is not None:
         left_out.append(f"left out: router_aux_loss_coef = {loss}; see training.balance_loss")
     length = values.get("max_position_embeddings")
@@ -204,14 +255,22 @@ def import_model(
         sys.stdout.write(text)
         return
     output.write_text(text)
-    rope = ", ".join(f"{key} {json.dumps(getattr(model.rope, key))}" for key in rope_fields(model.rope))
-    print_lines(f"{model.parameter_summary}; every tensor found", *left_out, f"rope: {rope}", f"wrote {output}")
+    rope = ", ".join(
+        f"{key} {json.dumps(getattr(model.rope, key))}" for key in rope_fields(model.rope)
+    )
+    print_lines(
+        f"{model.parameter_summary}; every tensor found",
+        *left_out,
+        f"rope: {rope}",
+        f"wrote {output}",
+    )
 
 
 def check_tokenizer(folder: Path, model: ModelConfig) -> list[str]:
     """Remarks on a tokenizer.
 
-    Raises `DataError` for a damaged one, `HuggingFaceError` for one with texts of tokens that the model does not have.
+    Raises `DataError` for a damaged one, `HuggingFaceError` for one with texts of tokens that the
+    model does not have.
     """
     from trainer.data.hf_tokenizer import detect_tokenizer
     from trainer.data.tokenizer import load_tokenizer
@@ -221,7 +280,9 @@ def check_tokenizer(folder: Path, model: ModelConfig) -> list[str]:
         return []
     tokenizer = load_tokenizer(*detected)
     if (size := text_vocab_size(tokenizer)) > model.vocab_size:
-        raise HuggingFaceError([f"{folder}: the tokenizer has {size} tokens, but the model {model.vocab_size}"])
+        raise HuggingFaceError(
+            [f"{folder}: the tokenizer has {size} tokens, but the model {model.vocab_size}"]
+        )
     missing = tokens_without_embedding(tokenizer, model.vocab_size)
     line = f"ignored: special tokens that no text has, beyond the model's {model.vocab_size}: {', '.join(missing)}"
     return [line] if missing else []
@@ -244,9 +305,13 @@ def config_lines(
     yield from ("[model]", f'family = "{family}"', f'size = "{size}"')
     yield from (f"{key} = {toml_value(value)}" for key, value in overrides.items())
     for name in ROPES if model.has_local_rope else ROPES[:1]:
-        rope = {key: getattr(getattr(model, name), key) for key in rope_fields(getattr(model, name))}
+        rope = {
+            key: getattr(getattr(model, name), key) for key in rope_fields(getattr(model, name))
+        }
         yield from ("", f"[model.{name}]")
-        yield from (f"{key} = {json.dumps(item)}" for key, item in rope.items() if item is not None)
+        yield from (
+            f"{key} = {json.dumps(item)}" for key, item in rope.items() if item is not None
+        )
     if detected := detect_tokenizer(folder):
         kind, path = detected
         yield from ("", "[tokenizer]", *bos_remarks(folder), f'kind = "{kind}"')
@@ -257,13 +322,19 @@ def config_lines(
             "# The folder has no tokenizer that can be read. Add [tokenizer]: its default, bytes, is refused.",
         )
     prefix = HF_TEXT_PREFIX if text_only else HF_PREFIX
-    yield from ("", "[checkpoint]", f"initial_load_path = {json.dumps(f'{prefix}{folder.resolve()}')}")
+    yield from (
+        "",
+        "[checkpoint]",
+        f"initial_load_path = {json.dumps(f'{prefix}{folder.resolve()}')}",
+    )
     if ignore_keys:
         yield f"initial_ignore_keys = {toml_value(sorted(ignore_keys))}"
 
 
 def nearest_preset(model: ModelConfig) -> tuple[str, str, dict[str, Any]]:
-    """(family, size, overrides but for ropes) of the preset that differs from the model in the fewest fields."""
+    """(family, size, overrides but for ropes) of the preset that differs from the model in the
+    fewest fields.
+    """
     differences = {
         (family, size): config_differences(model, preset)
         for family, presets in FAMILIES.items()
@@ -274,11 +345,20 @@ def nearest_preset(model: ModelConfig) -> tuple[str, str, dict[str, Any]]:
         return len(differences[name]), FAMILIES[name[0]][name[1]].model_type != model.model_type
 
     family, size = nearest = min(differences, key=distance)
-    preset, differing = FAMILIES[family][size], differences[nearest]
-    overrides = {key: value for key, (value, _) in differing.items() if not key.startswith((*ROPES, "layers"))}
+    preset = FAMILIES[family][size]
+    differing = differences[nearest]
+    overrides = {
+        key: value
+        for key, (value, _) in differing.items()
+        if not key.startswith((*ROPES, "layers"))
+    }
     if differing.keys() & {"layers", "rope.layers"} or overrides.get("window", 0) is None:
-        inherited = {each.name: each.default for each in dataclasses.fields(LayerKind)} | preset.common_options
-        overrides |= {key: value for key, value in model.common_options.items() if value != inherited[key]}
+        inherited = {
+            each.name: each.default for each in dataclasses.fields(LayerKind)
+        } | preset.common_options
+        overrides |= {
+            key: value for key, value in model.common_options.items() if value != inherited[key]
+        }
         overrides = {**overrides, "window": None, "layers": layer_tables(model, inherited)}
     if preset.model_type != model.model_type:
         overrides["model_type"] = model.model_type
@@ -286,7 +366,9 @@ def nearest_preset(model: ModelConfig) -> tuple[str, str, dict[str, Any]]:
 
 
 def layer_tables(model: ModelConfig, inherited: dict[str, Any]) -> list[dict[str, Any]]:
-    """The items of `model.layers`, without what all layers share, or what they inherit from the preset."""
+    """The items of `model.layers`, without what all layers share, or what they inherit from the
+    preset.
+    """
     tables = list[dict[str, Any]]()
     shared = model.common_options.keys() - {"window"}
     pattern = model.layers or model.layer_kinds[: model.nope_every or 1]

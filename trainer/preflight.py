@@ -1,6 +1,7 @@
 """`longhaul preflight`: checks this node before a run trains on it.
 
-The checks run in a process of their own, so that one that hangs is named and the command still ends.
+The checks run in a process of their own, so that one that hangs is named and the command still
+ends.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from trainer.command_table import typed
 from trainer.commands import CommandParser, integer, number, run_command
 from trainer.errors import EXIT_BAD_NODE, EXIT_SUCCESS, ConfigError
 
-HUNG, FAILED, PASSED = "hung", "failed", "passed"
+HUNG = "hung"
+FAILED = "failed"
+PASSED = "passed"
 Result = dict[str, Any]
 """Of a check: name, state, detail and seconds."""
 
@@ -31,14 +34,26 @@ Checks this node in seconds: visible devices and their free memory, exact produc
 between devices, the clock, the disk of the run and shared memory. Exit code {EXIT_BAD_NODE}: the node fails."""
     parser = CommandParser(typed("preflight"), description, run=check_node)
     add = parser.add_argument
-    add("--path", type=Path, default=Path(), metavar="FOLDER", help="on the disk that the run uses; default: here")
+    add(
+        "--path",
+        type=Path,
+        default=Path(),
+        metavar="FOLDER",
+        help="on the disk that the run uses; default: here",
+    )
     add(
         "--devices",
         type=integer(minimum=0),
         metavar="N",
         help="GPUs that the node must have; default: as many as it lists",
     )
-    add("--seconds", type=number(), default=60.0, metavar="S", help="in which all checks must end (60)")
+    add(
+        "--seconds",
+        type=number(),
+        default=60.0,
+        metavar="S",
+        help="in which all checks must end (60)",
+    )
     add("--json", type=Path, metavar="FOLDER", help="also write the results to FOLDER/HOST.json")
     return parser
 
@@ -59,9 +74,13 @@ def check_node(options: Namespace, overrides: list[str]) -> int:
     if options.json is not None:
         try:
             options.json.mkdir(parents=True, exist_ok=True)
-            (options.json / f"{host}.json").write_text(json.dumps({"host": host, "good": is_good, "checks": results}))
+            (options.json / f"{host}.json").write_text(
+                json.dumps({"host": host, "good": is_good, "checks": results})
+            )
         except OSError as error:
-            raise ConfigError([f"--json {options.json} cannot be written: {error.strerror}"]) from None
+            raise ConfigError(
+                [f"--json {options.json} cannot be written: {error.strerror}"]
+            ) from None
     return EXIT_SUCCESS if is_good else EXIT_BAD_NODE
 
 
@@ -71,8 +90,12 @@ def run_checks(options: Namespace) -> list[Result]:
     asked = json.dumps({"path": str(options.path), "devices": options.devices})
     command = [sys.executable, "-P", "-m", "trainer.hardware.check_node", asked]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    begun, results, others = ["start"], list[Result](), list[str]()
+    worker = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    begun = ["start"]
+    results = list[Result]()
+    others = list[str]()
 
     def read() -> None:
         for line in worker.stdout or ():
@@ -91,7 +114,10 @@ def run_checks(options: Namespace) -> list[Result]:
         reader.join()
         ending = {"state": HUNG, "detail": f"did not end within {options.seconds:g} s"}
     else:
-        ending = {"state": FAILED, "detail": f"its process ended with {worker.wait()}: {' '.join(others[-3:])[-300:]}"}
+        ending = {
+            "state": FAILED,
+            "detail": f"its process ended with {worker.wait()}: {' '.join(others[-3:])[-300:]}",
+        }
     if len(results) < len(begun) - 1 or not results:
         results.append({"name": begun[-1], **ending, "seconds": time.monotonic() - started})
     return results

@@ -1,8 +1,9 @@
 """Builds the distribution from the checkout's own sources, so that there is one copy of each.
 
-`longhaul_attention` imports `models` and `parallelisms`. Their files that it reaches, and no others, become packages inside
-it, and their operators get its namespace: it collides with no `models` of anybody's, nor with Longhaul in one process. A
-source distribution holds the result, and builds as it is.
+`longhaul_attention` imports `models` and `parallelisms`. Their files that it reaches, and no
+others, become packages inside it, and their operators get its namespace: it collides with no
+`models` of anybody's, nor with Longhaul in one process. A source distribution holds the result,
+and builds as it is.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ ALLOWED = {*sys.stdlib_module_names, NAME, "torch", "transformers", "accelerate"
 COPIED = ("pyproject.toml", "README.md", "build_backend.py", "MANIFEST.in")
 
 
-def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
+def build_wheel(
+    wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
+) -> str:
     with sources():
         return str(build_meta.build_wheel(wheel_directory, config_settings, metadata_directory))
 
@@ -56,7 +59,10 @@ def sources() -> Iterator[None]:
 
 
 def gather(folder: Path) -> None:
-    """Writes complete sources. Raises ImportError for an import of what the distribution does not need."""
+    """Writes complete sources.
+
+    Raises ImportError for an import of what the distribution does not need.
+    """
     for name in COPIED:
         shutil.copy(HERE / name, folder)
     shutil.copy(CHECKOUT / "LICENSE", folder)

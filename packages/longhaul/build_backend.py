@@ -1,6 +1,6 @@
-"""Builds wheel and source distribution from the checkout: the rooms, `train.py` and the configurations go into `longhaul`,
-so that one name and no other is installed. A source distribution holds the result, and builds as it is. An editable
-installation finds the checkout.
+"""Builds wheel and source distribution from the checkout: the rooms, `train.py` and the
+configurations go into `longhaul`, so that one name and no other is installed. A source
+distribution holds the result, and builds as it is. An editable installation finds the checkout.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 
 from setuptools import build_meta
 from setuptools.build_meta import build_editable as build_editable
-from setuptools.build_meta import get_requires_for_build_editable as get_requires_for_build_editable
+from setuptools.build_meta import (
+    get_requires_for_build_editable as get_requires_for_build_editable,
+)
 from setuptools.build_meta import get_requires_for_build_sdist as get_requires_for_build_sdist
 from setuptools.build_meta import get_requires_for_build_wheel as get_requires_for_build_wheel
 
@@ -27,7 +29,9 @@ COPIED = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "trainer/__in
 """The last has the version."""
 
 
-def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
+def build_wheel(
+    wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
+) -> str:
     with sources():
         return str(build_meta.build_wheel(wheel_directory, config_settings, metadata_directory))
 

@@ -28,7 +28,15 @@ from torch import Tensor
 
 from models.batch import remembered, require_keys, split_boundaries
 from models.ranges import concatenated_ranges, is_first_of_run
-from models.score_blocks import CAUSAL, FULL, ScoreBlocks, block_rows, document_rows, rows_before, to_device
+from models.score_blocks import (
+    CAUSAL,
+    FULL,
+    ScoreBlocks,
+    block_rows,
+    document_rows,
+    rows_before,
+    to_device,
+)
 from models.score_pairs import FULL_SCORES, Scores
 from parallelisms.context.batch_layout import BatchLayout, Spans, batch_layout
 from parallelisms.mesh.context_plan import ShardLayout
@@ -49,10 +57,20 @@ class RankAttentionPlan:
     """
 
     def __init__(
-        self, layout: BatchLayout, rank: int, *, scores: Scores = FULL_SCORES, keys: BatchLayout | None = None
+        self,
+        layout: BatchLayout,
+        rank: int,
+        *,
+        scores: Scores = FULL_SCORES,
+        keys: BatchLayout | None = None,
     ) -> None:
-        self.ring_degree, self.rank, self.scores, self.window = layout.ring_degree, rank, scores, scores.window
-        self._layout, self._keys, self._is_causal = layout, layout if keys is None else keys, keys is None
+        self.ring_degree = layout.ring_degree
+        self.rank = rank
+        self.scores = scores
+        self.window = scores.window
+        self._layout = layout
+        self._keys = layout if keys is None else keys
+        self._is_causal = keys is None
         self.tokens_per_rank = self._keys.tokens_per_rank
         """Of keys."""
         self._remote_kv_index: dict[torch.device, Tensor] = {}
@@ -66,24 +84,34 @@ class RankAttentionPlan:
     def local_blocks(self) -> ScoreBlocks:
         """Blocks of the rank's own tokens, which together cover them.
 
-        One causal block per document, whose tokens are contiguous on the rank. In a document longer than the window, one
-        per span, and those between spans.
+        One causal block per document, whose tokens are contiguous on the rank. In a document
+        longer than the window, one per span, and those between spans.
         """
         if not self._is_causal:
             return self.source_blocks(self.rank)
-        own, first = self._own, is_first_of_run(self._own.document_start)
+        own = self._own
+        first = is_first_of_run(self._own.document_start)
         between = torch.empty(0, 5, dtype=torch.int64, device="cpu")
         if self.window is not None:
             extents = own.end[_is_last(first)] - own.start[first]
             is_long = (extents > self.window)[first.cumsum(0) - 1]
-            between, first = self._blocks(own[is_long], own[is_long]), first | is_long
+            between = self._blocks(own[is_long], own[is_long])
+            first = first | is_long
         tokens_R2 = torch.stack((own.local_start[first], own.local_end[_is_last(first)]), dim=1)
-        return ScoreBlocks(torch.cat((block_rows(tokens_R2, tokens_R2, CAUSAL), between)), scores=self.scores)
+        return ScoreBlocks(
+            torch.cat((block_rows(tokens_R2, tokens_R2, CAUSAL), between)), scores=self.scores
+        )
 
     @cached_property
     def ring_step_blocks(self) -> list[ScoreBlocks]:
-        """Blocks with the keys that the rank receives in ring steps 1, 2, ... (step 0 is its own keys)."""
-        return [self.source_blocks((self.rank - step) % self.ring_degree) for step in range(1, self.ring_degree)]
+        """Blocks with the keys that the rank receives in ring steps 1, 2, ...
+
+        (step 0 is its own keys).
+        """
+        return [
+            self.source_blocks((self.rank - step) % self.ring_degree)
+            for step in range(1, self.ring_degree)
+        ]
 
     def source_blocks(self, source: int) -> ScoreBlocks:
         """Blocks with the keys of another rank, `source`."""
@@ -103,7 +131,8 @@ class RankAttentionPlan:
         return self._score_blocks(replace(keys, local_start=keys.length.cumsum(0) - keys.length))
 
     def remote_kv_index(self, device: torch.device) -> Tensor:
-        """int64 [2, Y]: the remote keys that the rank's queries attend to, in the order of each sequence; their values.
+        """int64 [2, Y]: the remote keys that the rank's queries attend to, in the order of each
+        sequence; their values.
 
         Indices into the gathered KV [ranks, 2, tokens], flattened.
         """
@@ -114,7 +143,9 @@ class RankAttentionPlan:
     @cached_property
     def _host_remote_kv_index(self) -> Tensor:
         keys = self._remote_keys
-        index_Y = concatenated_ranges(2 * self.tokens_per_rank * keys.rank + keys.local_start, keys.length)
+        index_Y = concatenated_ranges(
+            2 * self.tokens_per_rank * keys.rank + keys.local_start, keys.length
+        )
         return torch.stack((index_Y, index_Y + self.tokens_per_rank))
 
     # ---- a halo: ranks send each other the keys that are needed, and no others
@@ -143,13 +174,17 @@ class RankAttentionPlan:
     def halo_received(self) -> list[int]:
         """Keys that this rank receives from each."""
         keys = self._remote_keys
-        received: list[int] = keys.length.new_zeros(self.ring_degree).index_add_(0, keys.rank, keys.length).tolist()
+        received: list[int] = (
+            keys.length.new_zeros(self.ring_degree).index_add_(0, keys.rank, keys.length).tolist()
+        )
         return received
 
     def halo_index(self, device: torch.device) -> tuple[Tensor, ...]:
         """int64: for each receiver, the tokens of this rank that it needs."""
         if device not in self._halo_index:
-            self._halo_index[device] = tuple(to_device(index_Y, device) for index_Y in self._host_halo_index)
+            self._halo_index[device] = tuple(
+                to_device(index_Y, device) for index_Y in self._host_halo_index
+            )
         return self._halo_index[device]
 
     @cached_property
@@ -171,17 +206,24 @@ class RankAttentionPlan:
         """The parts of other ranks' spans that queries of `rank` attend to."""
         queries = self._layout.of_rank(rank)
         if not self._is_causal:
-            is_in_document = torch.isin(self._keys.documents(spans), self._layout.documents(queries))
+            is_in_document = torch.isin(
+                self._keys.documents(spans), self._layout.documents(queries)
+            )
             return spans[is_in_document & (spans.rank != rank)]
         # Its next span after the keys sees as much of them as any.
         following = torch.searchsorted(queries.start, spans.start).clamp(max=len(queries) - 1)
-        start, skipped = queries.start[following], torch.zeros_like(spans.start)
+        start = queries.start[following]
+        skipped = torch.zeros_like(spans.start)
         if self.window is not None:
             skipped = (start - self.window + 1 - spans.start).clamp(min=0)
-        is_in_document = (queries.document_start[following] == spans.document_start) & (start > spans.start)
+        is_in_document = (queries.document_start[following] == spans.document_start) & (
+            start > spans.start
+        )
         is_seen = is_in_document & (skipped < spans.length) & (spans.rank != rank)
-        seen, skipped = spans[is_seen], skipped[is_seen]
-        start, local_start = seen.start + skipped, seen.local_start + skipped
+        seen = spans[is_seen]
+        skipped = skipped[is_seen]
+        start = seen.start + skipped
+        local_start = seen.local_start + skipped
         return replace(seen, start=start, local_start=local_start, length=seen.length - skipped)
 
     def _score_blocks(self, keys: Spans) -> ScoreBlocks:
@@ -191,7 +233,11 @@ class RankAttentionPlan:
         """int64 [R, 5]: blocks of each query span with the keys of its document that it sees."""
         if not self._is_causal:
             return document_rows(self._layout.local_ranges(queries), self._keys.local_ranges(keys))
-        return _rectangles(queries, keys) if self.window is None else _window_blocks(queries, keys, self.window)
+        return (
+            _rectangles(queries, keys)
+            if self.window is None
+            else _window_blocks(queries, keys, self.window)
+        )
 
 
 @remembered
@@ -204,9 +250,13 @@ def rank_attention_plan(
     kv_boundaries_BD: Tensor | None = None,
     kv_len: int = 0,
 ) -> RankAttentionPlan:
-    """The plan of a rank, for sequences with these boundaries. Those of keys: for attention without a causal mask."""
+    """The plan of a rank, for sequences with these boundaries.
+
+    Those of keys: for attention without a causal mask.
+    """
     layout, ring_degree, rank = place
-    queries, keys = batch_layout(boundaries_BD, batch_size, seq_len, layout, ring_degree), None
+    queries = batch_layout(boundaries_BD, batch_size, seq_len, layout, ring_degree)
+    keys = None
     if kv_boundaries_BD is not None:
         require_keys(boundaries_BD, kv_boundaries_BD)
         keys = batch_layout(kv_boundaries_BD, batch_size, kv_len, layout, ring_degree)
@@ -214,9 +264,16 @@ def rank_attention_plan(
 
 
 def plan_of(
-    boundaries_BD: Tensor, batch_size: int, seq_len: int, kv_len: int, place: RingPlace, scores: Scores
+    boundaries_BD: Tensor,
+    batch_size: int,
+    seq_len: int,
+    kv_len: int,
+    place: RingPlace,
+    scores: Scores,
 ) -> RankAttentionPlan:
-    """The plan of a rank for boundaries of `models.attention_core.AttentionCore`; full sequences have `kv_len` keys."""
+    """The plan of a rank for boundaries of `models.attention_core.AttentionCore`; full sequences
+    have `kv_len` keys.
+    """
     queries_BD, keys_BD = split_boundaries(boundaries_BD)
     keys = () if keys_BD is None else (keys_BD, kv_len)
     return rank_attention_plan(queries_BD, batch_size, seq_len, place, scores, *keys)
@@ -225,14 +282,19 @@ def plan_of(
 def _rectangles(queries: Spans, keys: Spans) -> Tensor:
     """Without a window, of keys that are held in their order. Adjacent blocks are joined.
 
-    Query spans with the same last key are adjacent and in the same document, namely that of the key.
+    Query spans with the same last key are adjacent and in the same document, namely that of the
+    key.
     """
     if not len(keys):
         return torch.empty(0, 5, dtype=torch.int64, device="cpu")
     places = torch.cat((keys.local_start, keys.local_end[-1:]))
-    k0, k1 = (places[torch.searchsorted(keys.start, x)] for x in (queries.document_start, queries.start))
+    k0, k1 = (
+        places[torch.searchsorted(keys.start, x)] for x in (queries.document_start, queries.start)
+    )
     has_keys = k0 < k1
-    queries, k0, k1 = queries[has_keys], k0[has_keys], k1[has_keys]
+    queries = queries[has_keys]
+    k0 = k0[has_keys]
+    k1 = k1[has_keys]
     first = is_first_of_run(k1)
     last = _is_last(first)
     tokens_R2 = torch.stack((queries.local_start[first], queries.local_end[last]), dim=1)
@@ -240,16 +302,26 @@ def _rectangles(queries: Spans, keys: Spans) -> Tensor:
 
 
 def _window_blocks(queries: Spans, keys: Spans, window: int) -> Tensor:
-    first = torch.searchsorted(keys.end, torch.maximum(queries.document_start, queries.start - window + 1), right=True)
+    first = torch.searchsorted(
+        keys.end, torch.maximum(queries.document_start, queries.start - window + 1), right=True
+    )
     counts = (torch.searchsorted(keys.start, queries.start) - first).clamp(min=0)
     queries = queries[torch.repeat_interleave(counts)]
     keys = keys[concatenated_ranges(first, counts)]
     queries_P2, keys_P2 = (torch.stack((each.start, each.end), dim=1) for each in (queries, keys))
-    shift_P2 = torch.stack((queries.local_start - queries.start, keys.local_start - keys.start), dim=1)
+    shift_P2 = torch.stack(
+        (queries.local_start - queries.start, keys.local_start - keys.start), dim=1
+    )
     rows_R5 = rows_before(queries_P2, keys_P2, window, shift_P2=shift_P2)
     # Neighbouring keys extend a block of the same queries.
     q0, q1, k0, k1, mask = rows_R5.unbind(1)
-    starts = is_first_of_run(q0) | is_first_of_run(q1) | (mask != FULL) | (mask.roll(1) != FULL) | (k0 != k1.roll(1))
+    starts = (
+        is_first_of_run(q0)
+        | is_first_of_run(q1)
+        | (mask != FULL)
+        | (mask.roll(1) != FULL)
+        | (k0 != k1.roll(1))
+    )
     starts[:1] = True
     return torch.cat((rows_R5[starts, :3], rows_R5[_is_last(starts), 3:]), dim=1)
 

@@ -1,12 +1,14 @@
-"""`longhaul::context_attention`: attention over sequences sharded across a ring of ranks, as one operator.
+"""`longhaul::context_attention`: attention over sequences sharded across a ring of ranks, as one
+operator.
 
-A rank attends to its own KV during the first transfer, then to that of the other ranks, which `Ring` rotates (methods
-`ring` and `alltoall`) or `AllGather` gathers; layers with a window get a `Halo`. All of it runs inside the operator.
-Every rank therefore traces the same graph, whichever tokens it holds, and a new batch of documents needs no
-recompilation.
+A rank attends to its own KV during the first transfer, then to that of the other ranks, which
+`Ring` rotates (methods `ring` and `alltoall`) or `AllGather` gathers; layers with a window get a
+`Halo`. All of it runs inside the operator. Every rank therefore traces the same graph, whichever
+tokens it holds, and a new batch of documents needs no recompilation.
 
-Shape suffixes: B batch, S tokens of this rank, X those of all sequences concatenated, Y remote tokens at hand, P tokens
-of a block, R ranks, N query heads, K KV heads, H head dim, D document boundaries.
+Shape suffixes: B batch, S tokens of this rank, X those of all sequences concatenated, Y remote
+tokens at hand, P tokens of a block, R ranks, N query heads, K KV heads, H head dim, D document
+boundaries.
 """
 
 from __future__ import annotations
@@ -49,16 +51,23 @@ class KVExchange(Protocol):
     def plan(self) -> RankAttentionPlan: ...
 
     def prepare(self) -> Sequence[ScoreBlocks]:
-        """Computes what the transfers need of the host. Returns the blocks that `remote_kv` yields."""
+        """Computes what the transfers need of the host.
+
+        Returns the blocks that `remote_kv` yields.
+        """
 
     def start(self, k_XKH: Tensor, v_XKH: Tensor) -> Waitable:
         """Starts the first transfer of this rank's KV."""
 
     def remote_kv(self, pending_kv: Waitable) -> Iterator[tuple[Tensor, ScoreBlocks]]:
-        """Yields KV [2, Y, K, H] and the score blocks of this rank's queries with it. `pending_kv` is in flight."""
+        """Yields KV [2, Y, K, H] and the score blocks of this rank's queries with it.
+
+        `pending_kv` is in flight.
+        """
 
     def send_grads(self, dkv_2YKH: Tensor, pending_dkv: Waitable | None) -> Waitable:
-        """Starts to return the gradients of the KV yielded last; the previous call gave `pending_dkv`.
+        """Starts to return the gradients of the KV yielded last; the previous call gave
+        `pending_dkv`.
 
         After the last KV, the result is the gradient of this rank's own KV, from all other ranks.
         """
@@ -66,14 +75,16 @@ class KVExchange(Protocol):
 
 @dataclass(frozen=True)
 class Ring:
-    """Ring attention (Liu et al., 2023): passes KV shards around; each rank attends to every shard in turn.
+    """Ring attention (Liu et al., 2023): passes KV shards around; each rank attends to every shard
+    in turn.
 
         4 ranks, step    0        1        2        3
         rank 0 sees     KV 0     KV 3     KV 2     KV 1
         rank 1          KV 1     KV 0     KV 3     KV 2        the next step's transfer overlaps this step's attention
 
-    In the backward pass the gradients of a KV shard follow it around the ring, one step behind. Each rank keeps its own
-    contribution, so both directions take one transfer less than there are ranks.
+    In the backward pass the gradients of a KV shard follow it around the ring, one step behind.
+    Each rank keeps its own contribution, so both directions take one transfer less than there are
+    ranks.
     """
 
     plan: RankAttentionPlan
@@ -105,10 +116,11 @@ class Ring:
 
 @dataclass(frozen=True)
 class AllGather:
-    """All-gather attention (Llama 3): every rank gathers the KV of all ranks and attends to the keys that it needs.
+    """All-gather attention (Llama 3): every rank gathers the KV of all ranks and attends to the
+    keys that it needs.
 
-    They are selected in sequence order, so that each span of queries attends to one contiguous range. A reduce-scatter
-    sums their gradients.
+    They are selected in sequence order, so that each span of queries attends to one contiguous
+    range. A reduce-scatter sums their gradients.
     """
 
     plan: RankAttentionPlan
@@ -130,7 +142,9 @@ class AllGather:
 
     def _select_remote(self, kv_R2XKH: Tensor) -> Tensor:
         index_2Y = self.plan.remote_kv_index(kv_R2XKH.device)
-        kv_2YKH: Tensor = kv_R2XKH.flatten(0, 2).index_select(0, index_2Y.flatten()).unflatten(0, index_2Y.shape)
+        kv_2YKH: Tensor = (
+            kv_R2XKH.flatten(0, 2).index_select(0, index_2Y.flatten()).unflatten(0, index_2Y.shape)
+        )
         return kv_2YKH
 
     def send_grads(self, dkv_2YKH: Tensor, pending_dkv: Waitable | None) -> Waitable:
@@ -139,13 +153,15 @@ class AllGather:
         dkv_R2XKH = torch.zeros(shape, dtype=self.reduce_dtype, device=dkv_2YKH.device)
         index = self.plan.remote_kv_index(dkv_2YKH.device).flatten()
         dkv_R2XKH.flatten(0, 2).index_copy_(0, index, dkv_2YKH.flatten(0, 1).to(self.reduce_dtype))
-        del dkv_2YKH  # Freed before the reduce-scatter allocates its result.
+        # Freed before the reduce-scatter allocates its result.
+        del dkv_2YKH
         return self.reduce_scatter(dkv_R2XKH)
 
 
 @dataclass(frozen=True)
 class Halo:
-    """Sends each rank the keys that its queries see: with a window of w tokens, w - 1 before each of its spans.
+    """Sends each rank the keys that its queries see: with a window of w tokens, w - 1 before each
+    of its spans.
 
     4 ranks, contiguous    | 0 0 0 0 | 1 1 1 1 | 2 2 2 2 | 3 3 3 3 |
     w = 3: rank 1 needs          ^ ^   and rank 2 the last two of rank 1
@@ -164,7 +180,9 @@ class Halo:
     def start(self, k_XKH: Tensor, v_XKH: Tensor) -> Waitable:
         index_Y = torch.cat(self.plan.halo_index(k_XKH.device))
         return self.exchange(
-            torch.stack((k_XKH[index_Y], v_XKH[index_Y]), dim=1), self.plan.halo_sent, self.plan.halo_received
+            torch.stack((k_XKH[index_Y], v_XKH[index_Y]), dim=1),
+            self.plan.halo_sent,
+            self.plan.halo_received,
         )
 
     def remote_kv(self, pending_kv: Waitable) -> Iterator[tuple[Tensor, ScoreBlocks]]:
@@ -173,7 +191,9 @@ class Halo:
     def send_grads(self, dkv_2YKH: Tensor, pending_dkv: Waitable | None) -> Waitable:
         del pending_dkv
         dkv_Y2KH = dkv_2YKH.movedim(0, 1).to(self.reduce_dtype)
-        return HaloGrads(self.exchange(dkv_Y2KH, self.plan.halo_received, self.plan.halo_sent), self.plan)
+        return HaloGrads(
+            self.exchange(dkv_Y2KH, self.plan.halo_received, self.plan.halo_sent), self.plan
+        )
 
 
 @dataclass(frozen=True)
@@ -190,7 +210,9 @@ class HaloGrads:
         shape = (2, self.plan.tokens_per_rank, *received_Y2KH.shape[2:])
         total_2XKH = received_Y2KH.new_zeros(shape, dtype=accumulation_dtype(received_Y2KH.dtype))
         # Rank by rank: within one rank's, no key occurs twice, so the sum is deterministic.
-        for index_Y, grads_Y2KH in zip(indices, received_Y2KH.split([len(index) for index in indices]), strict=True):
+        for index_Y, grads_Y2KH in zip(
+            indices, received_Y2KH.split([len(index) for index in indices]), strict=True
+        ):
             total_2XKH[:, index_Y] += grads_Y2KH.movedim(1, 0)
         return total_2XKH
 
@@ -212,7 +234,9 @@ class RingAttentionCore:
     group_name: str
     """The ring's process group. Operators take a name, because a graph cannot hold a group."""
     reduce_dtype: torch.dtype
-    """The dtype in which dk and dv are sent if the inputs are 16-bit; otherwise they are sent in their own dtype."""
+    """The dtype in which dk and dv are sent if the inputs are 16-bit; otherwise they are sent in
+    their own dtype.
+    """
     kernel: str
     scores: Scores = FULL_SCORES
 
@@ -223,7 +247,12 @@ class RingAttentionCore:
         return " ".join((self.rotate_method, self.layout, dtype, self.kernel, self.group_name))
 
     def __call__(
-        self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, sink_N: Tensor | None = None
+        self,
+        q_BSNH: Tensor,
+        k_BSKH: Tensor,
+        v_BSKH: Tensor,
+        boundaries_BD: Tensor,
+        sink_N: Tensor | None = None,
     ) -> Tensor:
         return self.attend(self.scores, q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N)
 
@@ -232,9 +261,12 @@ class RingAttentionCore:
         out_BSNH: Tensor = attend(*inputs, *scores, self.options)[0]
         return out_BSNH
 
-    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> StartedQKV:
+    def start(
+        self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor
+    ) -> StartedQKV:
         """Starts the first transfer of keys and values."""
-        # Validated before sending: a message that no rank waits for would be matched with the next receive.
+        # Validated before sending: a message that no rank waits for would be matched with the next
+        # receive.
         exchange = self.exchange(q_BSNH, k_BSKH, boundaries_BD)
         return q_BSNH, k_BSKH, v_BSKH, exchange.start(k_BSKH.flatten(0, 1), v_BSKH.flatten(0, 1))
 
@@ -257,7 +289,8 @@ class RingAttentionCore:
         return backward(grad_BSNH, pending, out_BSNH, lse, exchange, sink_N, kernel=self.kernel)
 
     def prepare(self, boundaries_BD: Tensor) -> object:
-        batch_size, seq_len = len(boundaries_BD), int(boundaries_BD[0, -1])
+        batch_size = len(boundaries_BD)
+        seq_len = int(boundaries_BD[0, -1])
         exchange = self._exchange(boundaries_BD, self.reduce_dtype, batch_size, seq_len, seq_len)
         for blocks in (exchange.plan.local_blocks, *exchange.prepare()):
             kernels.prepare(blocks, self.kernel)
@@ -279,34 +312,54 @@ class RingAttentionCore:
         if sends_halo(plan, self.rotate_method):
             return Halo(plan, partial(collectives.all_to_all_tokens_async, group), dtype)
         if self.rotate_method == "allgather":
-            gather, scatter = collectives.all_gather_async, collectives.reduce_scatter_async
-            return AllGather(plan, partial(gather, group=group), partial(scatter, group=group), dtype)
+            gather = collectives.all_gather_async
+            scatter = collectives.reduce_scatter_async
+            return AllGather(
+                plan, partial(gather, group=group), partial(scatter, group=group), dtype
+            )
         return Ring(plan, partial(ROTATIONS[self.rotate_method], group=group), dtype)
 
 
 def sends_halo(plan: RankAttentionPlan, rotate_method: str) -> bool:
-    """Whether ranks send each other the keys that a window needs, instead of all keys. The same on all ranks."""
-    return plan.window is not None and halo_fits(plan.max_halo_tokens, plan.tokens_per_rank, rotate_method)
+    """Whether ranks send each other the keys that a window needs, instead of all keys.
+
+    The same on all ranks.
+    """
+    return plan.window is not None and halo_fits(
+        plan.max_halo_tokens, plan.tokens_per_rank, rotate_method
+    )
 
 
 # ---- below autograd
 
 
 def forward(
-    started: StartedQKV, exchange: KVExchange, sink_N: Tensor | None = None, *, kernel: str = "auto"
+    started: StartedQKV,
+    exchange: KVExchange,
+    sink_N: Tensor | None = None,
+    *,
+    kernel: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Output, in q's dtype, and log-sum-exp [B, N, S]."""
     q_BSNH, k_BSKH, v_BSKH, pending_kv = started
     q_XNH, k_XKH, v_XKH = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
-    softmax = OnlineSoftmax(*attention_op.forward(q_XNH, k_XKH, v_XKH, exchange.plan.local_blocks, kernel=kernel))
+    softmax = OnlineSoftmax(
+        *attention_op.forward(q_XNH, k_XKH, v_XKH, exchange.plan.local_blocks, kernel=kernel)
+    )
     for kv_2YKH, blocks in exchange.remote_kv(pending_kv):
-        for block_output in kernels.attend_blocks(q_XNH, kv_2YKH[0], kv_2YKH[1], blocks, kernel=kernel):
+        for block_output in kernels.attend_blocks(
+            q_XNH, kv_2YKH[0], kv_2YKH[1], blocks, kernel=kernel
+        ):
             softmax.merge(*block_output)
-        del kv_2YKH  # Freed before the next rotation allocates its receive buffer.
-    out_XNH, lse_NX = softmax.out_XNH, softmax.lse_NX
+        # Freed before the next rotation allocates its receive buffer.
+        del kv_2YKH
+    out_XNH = softmax.out_XNH
+    lse_NX = softmax.lse_NX
     if sink_N is not None:
         out_XNH, lse_NX = add_sink(out_XNH, lse_NX, sink_N)
-    return out_XNH.to(q_BSNH.dtype).view_as(q_BSNH), attention_op.unflatten_lse(lse_NX, q_BSNH.shape[0])
+    return out_XNH.to(q_BSNH.dtype).view_as(q_BSNH), attention_op.unflatten_lse(
+        lse_NX, q_BSNH.shape[0]
+    )
 
 
 def backward(
@@ -319,15 +372,24 @@ def backward(
     *,
     kernel: str = "auto",
 ) -> QKVGrads:
-    """dq, dk and dv in their inputs' dtypes, and that of the sink. `started` holds a new first transfer."""
+    """dq, dk and dv in their inputs' dtypes, and that of the sink.
+
+    `started` holds a new first transfer.
+    """
     q_BSNH, k_BSKH, v_BSKH, pending_kv = started
-    grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH = (x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH))
+    grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH = (
+        x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH)
+    )
     lse_NX = attention_op.flatten_lse(lse_BNS)
     local_inputs = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
-    dq_XNH, dk_XKH, dv_XKH = attention_op.backward(*local_inputs, exchange.plan.local_blocks, kernel=kernel)
+    dq_XNH, dk_XKH, dv_XKH = attention_op.backward(
+        *local_inputs, exchange.plan.local_blocks, kernel=kernel
+    )
     dtype = accumulation_dtype(dq_XNH.dtype)
-    dq_XNH, dkv_2XKH = dq_XNH.to(dtype), torch.empty(2, *dk_XKH.shape, dtype=dtype, device=dk_XKH.device)
-    dkv_2XKH[0], dkv_2XKH[1] = dk_XKH, dv_XKH
+    dq_XNH = dq_XNH.to(dtype)
+    dkv_2XKH = torch.empty(2, *dk_XKH.shape, dtype=dtype, device=dk_XKH.device)
+    dkv_2XKH[0] = dk_XKH
+    dkv_2XKH[1] = dv_XKH
     del dk_XKH, dv_XKH
     pending_dkv: Waitable | None = None
     for kv_2YKH, blocks in exchange.remote_kv(pending_kv):
@@ -336,7 +398,8 @@ def backward(
         block_grads = kernels.attend_blocks_backward(*inputs, blocks, kernel=kernel)
         kernels.accumulate_grads((dq_XNH, remote_grads[0][0], remote_grads[0][1]), block_grads)
         del kv_2YKH, inputs, block_grads
-        pending_dkv = exchange.send_grads(remote_grads.pop(), pending_dkv)  # Passed on, so that it can be freed there.
+        # Passed on, so that it can be freed there.
+        pending_dkv = exchange.send_grads(remote_grads.pop(), pending_dkv)
     if pending_dkv is not None:
         dkv_2XKH += pending_dkv.wait()
     # In separate storages, because an operator's outputs must not alias each other.
@@ -392,5 +455,7 @@ attention_backward = torch.library.custom_op(
 )
 attention.register_fake(lambda q_BSNH, *_: attention_op.empty_output(q_BSNH))
 attention_backward.register_fake(attention_op.fake_backward)
-attention.register_autograd(attention_op.backward_of(attention_backward), setup_context=attention_op.setup_context)
+attention.register_autograd(
+    attention_op.backward_of(attention_backward), setup_context=attention_op.setup_context
+)
 attend = attention_op.undispatched(attention, _attention, _attention_backward)

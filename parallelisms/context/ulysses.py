@@ -1,6 +1,8 @@
-"""Ulysses (Jacobs et al., 2023): all-to-all between a shard of the tokens with all heads, and all tokens of a head shard.
+"""Ulysses (Jacobs et al., 2023): all-to-all between a shard of the tokens with all heads, and all
+tokens of a head shard.
 
-Shape suffixes: B batch, S tokens of this rank, T tokens of the group, N heads, M heads of this rank, H head dim.
+Shape suffixes: B batch, S tokens of this rank, T tokens of the group, N heads, M heads of this
+rank, H head dim.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class UlyssesGroup(NamedTuple):
     def seq_to_heads(self, x_BSNH: Tensor) -> Tensor:
         """[B, S, N, H] -> [B, T, M, H]; differentiable.
 
-        KV heads that the group size does not divide are repeated first, so each rank has the KV of its query heads.
+        KV heads that the group size does not divide are repeated first, so each rank has the KV of
+        its query heads.
         """
         num_repeats = kv_head_repeats(self.size, x_BSNH.shape[2])
         if num_repeats > 1:
@@ -41,11 +44,14 @@ class SeqToHeads:
     """`UlyssesGroup.seq_to_heads` as an asynchronous all-to-all, below autograd."""
 
     def __init__(self, x_BSNH: Tensor, group: UlyssesGroup) -> None:
-        self._num_repeats, self._group = kv_head_repeats(group.size, x_BSNH.shape[2]), group
+        self._num_repeats = kv_head_repeats(group.size, x_BSNH.shape[2])
+        self._group = group
         if self._num_repeats > 1:  # Once would be a copy, too.
             x_BSNH = x_BSNH.repeat_interleave(self._num_repeats, dim=2)
         x_by_rank = x_BSNH.unflatten(2, (group.size, -1)).movedim(2, 0)
-        self._handle = collectives.all_to_all_async(x_by_rank, collectives.resolve_process_group(group.name))
+        self._handle = collectives.all_to_all_async(
+            x_by_rank, collectives.resolve_process_group(group.name)
+        )
 
     def wait(self) -> Tensor:
         """[B, T, M, H]."""
@@ -68,7 +74,9 @@ def _seq_to_heads(x_BSNH: Tensor, group_name: str, group_size: int) -> Tensor:
 @torch.library.custom_op("longhaul::to_tokens", mutates_args=())
 def _heads_to_seq(x_BTMH: Tensor, group_name: str, group_size: int) -> Tensor:
     by_rank = x_BTMH.unflatten(1, (group_size, -1)).movedim(1, 0)
-    received = collectives.all_to_all_async(by_rank, collectives.resolve_process_group(group_name)).wait()
+    received = collectives.all_to_all_async(
+        by_rank, collectives.resolve_process_group(group_name)
+    ).wait()
     return received.movedim(0, 2).flatten(2, 3).contiguous()
 
 
@@ -77,11 +85,17 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, str, int], output: Tensor) ->
     _, *ctx.group = inputs
 
 
-_seq_to_heads.register_fake(lambda x, _, size: x.new_empty(len(x), x.shape[1] * size, x.shape[2] // size, x.shape[3]))
-_heads_to_seq.register_fake(lambda x, _, size: x.new_empty(len(x), x.shape[1] // size, x.shape[2] * size, x.shape[3]))
+_seq_to_heads.register_fake(
+    lambda x, _, size: x.new_empty(len(x), x.shape[1] * size, x.shape[2] // size, x.shape[3])
+)
+_heads_to_seq.register_fake(
+    lambda x, _, size: x.new_empty(len(x), x.shape[1] // size, x.shape[2] * size, x.shape[3])
+)
 _seq_to_heads.register_autograd(
-    lambda ctx, grad: (_heads_to_seq(grad.contiguous(), *ctx.group), None, None), setup_context=_setup_context
+    lambda ctx, grad: (_heads_to_seq(grad.contiguous(), *ctx.group), None, None),
+    setup_context=_setup_context,
 )
 _heads_to_seq.register_autograd(
-    lambda ctx, grad: (_seq_to_heads(grad.contiguous(), *ctx.group), None, None), setup_context=_setup_context
+    lambda ctx, grad: (_seq_to_heads(grad.contiguous(), *ctx.group), None, None),
+    setup_context=_setup_context,
 )

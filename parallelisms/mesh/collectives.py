@@ -1,7 +1,7 @@
 """All tensor communication goes through this module.
 
-No collective here is differentiable: metrics need no gradient, and inside the model custom operators and autograd
-functions call collectives in both directions.
+No collective here is differentiable: metrics need no gradient, and inside the model custom
+operators and autograd functions call collectives in both directions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from torch.distributed import ProcessGroup
 T = TypeVar("T")
 
 MAX_VALUE_BYTES = 64 << 20
-"""Largest value of one rank as JSON. A rank that announces more is refused before memory is allocated for it."""
+"""Largest value of one rank as JSON.
+
+A rank that announces more is refused before memory is allocated for it.
+"""
 MAX_VALUES_BYTES = 1 << 30
 """Largest sum of the values of all ranks, each padded to the longest."""
 
@@ -54,7 +57,9 @@ def broadcast(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def scatter(buffer: Tensor, parts: list[Tensor] | None, group: ProcessGroup) -> Tensor:
-    """Fills `buffer` with this rank's part of rank 0's `parts`, which is None on the other ranks; returns `buffer`."""
+    """Fills `buffer` with this rank's part of rank 0's `parts`, which is None on the other ranks;
+    returns `buffer`.
+    """
     if group.size() > 1:
         distributed.scatter(buffer, parts, group=group, group_src=0)
     elif parts is not None:
@@ -63,7 +68,10 @@ def scatter(buffer: Tensor, parts: list[Tensor] | None, group: ProcessGroup) -> 
 
 
 def to_local(x: Tensor) -> Tensor:
-    """The local shard of a DTensor; a plain tensor unchanged. Without gradients it takes the host little time."""
+    """The local shard of a DTensor; a plain tensor unchanged.
+
+    Without gradients it takes the host little time.
+    """
     convert = getattr(x, "to_local", None)
     return x if convert is None else convert()
 
@@ -74,7 +82,11 @@ def num_replicas(x: Tensor) -> int:
     if mesh is None:
         return 1
     placements = cast(Any, x).placements
-    return prod(size for size, placement in zip(mesh.shape, placements, strict=True) if placement.is_replicate())
+    return prod(
+        size
+        for size, placement in zip(mesh.shape, placements, strict=True)
+        if placement.is_replicate()
+    )
 
 
 def full_tensor(x: Tensor) -> Tensor:
@@ -87,29 +99,41 @@ def full_tensor(x: Tensor) -> Tensor:
 
 
 def all_gather_values(value: T, group: ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, by rank. Values travel as JSON: a pickle would run code of whoever reached the group.
+    """Every rank's value, by rank. Values travel as JSON: a pickle would run code of whoever
+    reached the group.
 
-    A value is None, a bool, int, float or str, or a list of values, or a dict of values by str. Blocks the host. Raises
-    TypeError on the rank whose value is another one, and `ValueExchangeError`.
+    A value is None, a bool, int, float or str, or a list of values, or a dict of values by str.
+    Blocks the host. Raises TypeError on the rank whose value is another one, and
+    `ValueExchangeError`.
     """
-    content, size = _encode(value), distributed.get_world_size(group)
+    content = _encode(value)
+    size = distributed.get_world_size(group)
     if size == 1:
         return [value]
     lengths, padded = _pad_to_longest(content, group)
     gathered = padded.new_empty(size, padded.numel())
     _all_gather_single(gathered.view(-1), padded, group=group)
-    return [_decode(row, length, rank) for rank, (row, length) in enumerate(zip(gathered.cpu(), lengths, strict=True))]
+    return [
+        _decode(row, length, rank)
+        for rank, (row, length) in enumerate(zip(gathered.cpu(), lengths, strict=True))
+    ]
 
 
 def gather_values(value: T, group: ProcessGroup) -> list[T]:
-    """On rank 0 every rank's value, by rank; on the others an empty list. Else as `all_gather_values`."""
+    """On rank 0 every rank's value, by rank; on the others an empty list.
+
+    Else as `all_gather_values`.
+    """
     content = _encode(value)
     if group.size() == 1:
         return [value]
     lengths, padded = _pad_to_longest(content, group)
     gathered = [torch.empty_like(padded) for _ in lengths] if group.rank() == 0 else []
     distributed.gather(padded, gathered or None, group=group, group_dst=0)
-    return [_decode(row.cpu(), length, rank) for rank, (row, length) in enumerate(zip(gathered, lengths, strict=False))]
+    return [
+        _decode(row.cpu(), length, rank)
+        for rank, (row, length) in enumerate(zip(gathered, lengths, strict=False))
+    ]
 
 
 def _encode(value: object) -> bytes:
@@ -118,7 +142,9 @@ def _encode(value: object) -> bytes:
 
 
 def _require_plain(value: object) -> None:
-    """Raises TypeError for what JSON has no word for, and for what it would change: tuples, and keys that are no str."""
+    """Raises TypeError for what JSON has no word for, and for what it would change: tuples, and
+    keys that are no str.
+    """
     if type(value) is dict:
         for key, each in value.items():
             if type(key) is not str:
@@ -184,7 +210,9 @@ def resolve_process_group(group_name: str) -> ProcessGroup:
 class AsyncHandle:
     """The result of a collective in flight. Keeps the send buffer alive until `wait`."""
 
-    def __init__(self, result: Tensor, send_buffer: Tensor, works: Sequence[distributed.Work]) -> None:
+    def __init__(
+        self, result: Tensor, send_buffer: Tensor, works: Sequence[distributed.Work]
+    ) -> None:
         self._in_flight = (result, send_buffer, works)
 
     @property
@@ -202,7 +230,9 @@ class AsyncHandle:
 
 
 def ring_shift(x: Tensor, group: ProcessGroup) -> AsyncHandle:
-    """Starts send-recv around the ring: `x` goes to the next rank, the result comes from the previous one."""
+    """Starts send-recv around the ring: `x` goes to the next rank, the result comes from the
+    previous one.
+    """
     send_buffer, receive_buffer, to, source = _ring_buffers(x, group)
     send = distributed.P2POp(distributed.isend, send_buffer, group=group, group_peer=to)
     receive = distributed.P2POp(distributed.irecv, receive_buffer, group=group, group_peer=source)
@@ -215,7 +245,12 @@ def ring_shift_all_to_all(x: Tensor, group: ProcessGroup) -> AsyncHandle:
     send_counts, receive_counts = ([0] * group.size() for _ in range(2))
     send_counts[to] = receive_counts[source] = x.numel()
     work = distributed.all_to_all_single(
-        receive_buffer.view(-1), send_buffer.view(-1), receive_counts, send_counts, group=group, async_op=True
+        receive_buffer.view(-1),
+        send_buffer.view(-1),
+        receive_counts,
+        send_counts,
+        group=group,
+        async_op=True,
     )
     return AsyncHandle(receive_buffer, send_buffer, (work,))
 
@@ -224,7 +259,8 @@ def _ring_buffers(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, int, 
     """Send buffer, receive buffer, and the ranks to send to and to receive from."""
     if group.size() < 2:
         raise ValueError("a ring shift needs at least 2 ranks")
-    rank, size = group.rank(), group.size()
+    rank = group.rank()
+    size = group.size()
     receive_buffer = torch.empty_like(x, memory_format=torch.contiguous_format)
     return x.contiguous(), receive_buffer, (rank + 1) % size, (rank - 1) % size
 
@@ -239,8 +275,11 @@ def all_gather_async(x: Tensor, group: ProcessGroup) -> AsyncHandle:
 
 def reduce_scatter_async(x: Tensor, group: ProcessGroup) -> AsyncHandle:
     """Starts to sum `x[rank]` over the ranks: [ranks, ...] -> [...]."""
-    send_buffer, output = x.contiguous(), x.new_empty(x.shape[1:])
-    work = _reduce_scatter_single(output.view(-1), send_buffer.view(-1), group=group, async_op=True)
+    send_buffer = x.contiguous()
+    output = x.new_empty(x.shape[1:])
+    work = _reduce_scatter_single(
+        output.view(-1), send_buffer.view(-1), group=group, async_op=True
+    )
     return AsyncHandle(output, send_buffer, (work,))
 
 
@@ -270,7 +309,8 @@ def receive_async(group: ProcessGroup, *, buffer: Tensor, source: int) -> AsyncH
 
 def all_to_all_async(x: Tensor, group: ProcessGroup) -> AsyncHandle:
     """Starts an all-to-all of `x`, [ranks, ...]: `x[i]` goes to rank i."""
-    send_buffer, receive_buffer = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    send_buffer = x.contiguous()
+    receive_buffer = torch.empty_like(x, memory_format=torch.contiguous_format)
     work = distributed.all_to_all_single(receive_buffer, send_buffer, group=group, async_op=True)
     return AsyncHandle(receive_buffer, send_buffer, (work,))
 
@@ -278,8 +318,11 @@ def all_to_all_async(x: Tensor, group: ProcessGroup) -> AsyncHandle:
 def all_to_all_tokens_async(
     group: ProcessGroup, x: Tensor, send_counts: list[int], receive_counts: list[int]
 ) -> AsyncHandle:
-    """Starts an all-to-all of unequal parts of dimension 0: the first `send_counts[0]` tokens go to rank 0, and so on."""
-    send_buffer, receive_buffer = x.contiguous(), x.new_empty(sum(receive_counts), *x.shape[1:])
+    """Starts an all-to-all of unequal parts of dimension 0: the first `send_counts[0]` tokens go
+    to rank 0, and so on.
+    """
+    send_buffer = x.contiguous()
+    receive_buffer = x.new_empty(sum(receive_counts), *x.shape[1:])
     work = distributed.all_to_all_single(
         receive_buffer, send_buffer, receive_counts, send_counts, group=group, async_op=True
     )
@@ -292,7 +335,9 @@ def all_to_all_tokens_async(
 def all_gather_tokens(x_BSE: Tensor, group_name: str, size: int) -> Tensor:
     """Concatenates the tokens of all ranks: [B, S, ...] -> [B, S * size, ...]."""
     functional = torch.ops._c10d_functional
-    gathered = functional.wait_tensor(functional.all_gather_into_tensor(x_BSE.contiguous(), size, group_name))
+    gathered = functional.wait_tensor(
+        functional.all_gather_into_tensor(x_BSE.contiguous(), size, group_name)
+    )
     if x_BSE.shape[0] == 1 and not torch.compiler.is_compiling():
         return _add_batch_dim(gathered.flatten(0, 1))
     # The pattern that async TP of the compiler recognizes.
@@ -303,14 +348,22 @@ def reduce_scatter_tokens(x_BTE: Tensor, group_name: str, size: int) -> Tensor:
     """Sums over the ranks and keeps this rank's tokens: [B, T, ...] -> [B, T / size, ...]."""
     functional = torch.ops._c10d_functional
     is_single_sequence = x_BTE.shape[0] == 1
-    by_rank = x_BTE.reshape(-1, *x_BTE.shape[2:]) if is_single_sequence else torch.cat(x_BTE.chunk(size, dim=1))
-    output: Tensor = functional.wait_tensor(functional.reduce_scatter_tensor(by_rank, "sum", size, group_name))
+    by_rank = (
+        x_BTE.reshape(-1, *x_BTE.shape[2:])
+        if is_single_sequence
+        else torch.cat(x_BTE.chunk(size, dim=1))
+    )
+    output: Tensor = functional.wait_tensor(
+        functional.reduce_scatter_tensor(by_rank, "sum", size, group_name)
+    )
     return _add_batch_dim(output) if is_single_sequence else output
 
 
 def all_reduce_functional(x: Tensor, group_name: str) -> Tensor:
     functional = torch.ops._c10d_functional
-    reduced: Tensor = functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group_name))
+    reduced: Tensor = functional.wait_tensor(
+        functional.all_reduce(x.contiguous(), "sum", group_name)
+    )
     return reduced
 
 

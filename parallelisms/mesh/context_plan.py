@@ -1,6 +1,7 @@
 """Rules for context parallelism, and the choices of `auto`. Imports no torch.
 
-The configuration is validated with these rules before any process starts; `ContextParallel` raises them as errors.
+The configuration is validated with these rules before any process starts; `ContextParallel` raises
+them as errors.
 """
 
 from __future__ import annotations
@@ -16,26 +17,29 @@ ShardLayout = Literal["contiguous", "headtail", "doc_headtail", "balanced"]
 CP_METHODS: tuple[CPMethod, ...] = get_args(CPMethod)
 ROTATE_METHODS: tuple[RotateMethod, ...] = get_args(RotateMethod)
 
-# The first is the default. A ring runs in lock step, and `balanced` equalizes the total work but not each ring step.
+# The first is the default. A ring runs in lock step, and `balanced` equalizes the total work but
+# not each ring step.
 LAYOUTS_BY_ROTATE_METHOD: dict[RotateMethod, tuple[ShardLayout, ...]] = {
     "allgather": ("balanced", "headtail", "doc_headtail", "contiguous"),
     "ring": ("doc_headtail", "headtail", "contiguous"),
     "alltoall": ("doc_headtail", "headtail", "contiguous"),
 }
 
-# Transient KV per layer above which `auto` prefers the ring to all-gather: the ring holds 1/cp of it.
+# Transient KV per layer above which `auto` prefers the ring to all-gather: the ring holds 1/cp of
+# it.
 ALL_GATHER_BUDGET_BYTES = 4 * 2**30
-# Bytes per token, KV head and head_dim in the backward pass of all-gather, for K and V: gathered bfloat16, its copy in
-# sequence order, and the float32 gradients of both.
+# Bytes per token, KV head and head_dim in the backward pass of all-gather, for K and V: gathered
+# bfloat16, its copy in sequence order, and the float32 gradients of both.
 ALL_GATHER_BYTES_PER_ELEMENT = 2 * (2 + 2 + 4 + 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextPlan:
-    """How cp ranks share a sequence: `ulysses_degree` neighbours exchange heads, and `ring_degree` such groups rotate KV.
+    """How cp ranks share a sequence: `ulysses_degree` neighbours exchange heads, and `ring_degree`
+    such groups rotate KV.
 
-    `cp_ulysses` None lets the plan choose. `heads` and `kv_heads` count those of one tp rank, `ranks_per_node` the cp
-    ranks joined by fast links. `seq_len` is in tokens of a micro-batch.
+    `cp_ulysses` None lets the plan choose. `heads` and `kv_heads` count those of one tp rank,
+    `ranks_per_node` the cp ranks joined by fast links. `seq_len` is in tokens of a micro-batch.
     """
 
     cp: int
@@ -63,7 +67,9 @@ class ContextPlan:
         if self.method != "auto":
             return "as configured"
         is_mixed = None in self.windows and len(self.windows) > 1
-        return f"auto: {self._choice[1]}{'; the layers without a window decide' if is_mixed else ''}"
+        return (
+            f"auto: {self._choice[1]}{'; the layers without a window decide' if is_mixed else ''}"
+        )
 
     @property
     def ulysses_degree(self) -> int:
@@ -87,13 +93,23 @@ class ContextPlan:
     @property
     def mesh_shape(self) -> tuple[int, ...]:
         """The context-parallel mesh: one dimension or, for `hybrid`, two: ring, then Ulysses."""
-        return (self.ring_degree, self.ulysses_degree) if self.resolved_method == "hybrid" else (self.cp,)
+        return (
+            (self.ring_degree, self.ulysses_degree)
+            if self.resolved_method == "hybrid"
+            else (self.cp,)
+        )
 
     @property
     def rotate_method(self) -> RotateMethod | None:
         """How KV reaches the other `ring_degree` ranks; None for "ulysses"."""
         if self.resolved_method == "hybrid":
-            return self.outer_method if self.outer_method != "auto" else "allgather" if self.packs_documents else "ring"
+            return (
+                self.outer_method
+                if self.outer_method != "auto"
+                else "allgather"
+                if self.packs_documents
+                else "ring"
+            )
         return None if self.resolved_method == "ulysses" else self.resolved_method
 
     @property
@@ -124,7 +140,9 @@ class ContextPlan:
         if problems or self.cp == 1:
             return problems
         if self.kv_heads < 1 or self.heads % self.kv_heads:
-            problems.append(f"{self.heads} query heads must be a multiple of {self.kv_heads} KV heads")
+            problems.append(
+                f"{self.heads} query heads must be a multiple of {self.kv_heads} KV heads"
+            )
         if self.resolved_method != "hybrid":
             unused = f'is only used with cp_method = "hybrid", not "{self.resolved_method}"'
             if self.cp_ulysses is not None:
@@ -156,7 +174,11 @@ class ContextPlan:
         return f"{self.resolved_method} ({degrees}), layout {self.resolved_layout} ({self.reason})"
 
     def _allowed_layouts(self) -> tuple[ShardLayout, ...]:
-        return ("contiguous",) if self.rotate_method is None else LAYOUTS_BY_ROTATE_METHOD[self.rotate_method]
+        return (
+            ("contiguous",)
+            if self.rotate_method is None
+            else LAYOUTS_BY_ROTATE_METHOD[self.rotate_method]
+        )
 
     def _max_ulysses_in_node(self) -> int:
         """The largest Ulysses degree inside a node: it divides the node, cp and the heads."""
@@ -164,7 +186,9 @@ class ContextPlan:
 
     @property
     def _halo_tokens(self) -> int | None:
-        """Of the widest window, before each of a rank's two chunks; None if some layer has no window."""
+        """Of the widest window, before each of a rank's two chunks; None if some layer has no
+        window.
+        """
         windows = [window for window in self.windows if window is not None]
         return 2 * (max(windows) - 1) if len(windows) == len(self.windows) else None
 
@@ -174,12 +198,19 @@ class ContextPlan:
         remote_kv: float = self.cp - 1  # Relative to a rank's own.
         if halo is not None:
             remote_kv = min(remote_kv, halo * self.cp / max(1, self.seq_len))
-        # The ring sends float32 KV gradients, so an exchange of heads, of which 1 / cp stays, soon sends fewer bytes.
-        ulysses_sends_less = 2 * self.kv_heads * remote_kv * self.cp > (self.heads + self.kv_heads) * (self.cp - 1)
+        # The ring sends float32 KV gradients, so an exchange of heads, of which 1 / cp stays, soon
+        # sends fewer bytes.
+        ulysses_sends_less = 2 * self.kv_heads * remote_kv * self.cp > (
+            self.heads + self.kv_heads
+        ) * (self.cp - 1)
         if halo is not None and not ulysses_sends_less:
-            return "allgather", f"every layer has a window: ranks send at most {halo:,} tokens of KV"
+            return (
+                "allgather",
+                f"every layer has a window: ranks send at most {halo:,} tokens of KV",
+            )
         documents = "packed documents" if self.packs_documents else "one document per sequence"
-        max_ulysses, fits_in_node = self._max_ulysses_in_node(), self.ranks_per_node % self.cp == 0
+        max_ulysses = self._max_ulysses_in_node()
+        fits_in_node = self.ranks_per_node % self.cp == 0
         if not fits_in_node and max_ulysses > 1:
             return (
                 "hybrid",
@@ -189,16 +220,28 @@ class ContextPlan:
         if fits_in_node and can_split_heads and (self.packs_documents or ulysses_sends_less):
             reason = documents if self.packs_documents else f"{documents}, fewer bytes than KV"
             return "ulysses", f"{self.heads} heads are divisible by {self.cp} ranks; {reason}"
-        prefix = "" if self.heads % self.cp == 0 else f"{self.heads} heads are not divisible by {self.cp} ranks; "
+        prefix = (
+            ""
+            if self.heads % self.cp == 0
+            else f"{self.heads} heads are not divisible by {self.cp} ranks; "
+        )
         if self.packs_documents:
             return "allgather", f"{prefix}{documents} balance best with all-gather"
         gathered_bytes = (
-            self.seq_len * (1 + remote_kv) / self.cp * self.kv_heads * self.head_dim * ALL_GATHER_BYTES_PER_ELEMENT
+            self.seq_len
+            * (1 + remote_kv)
+            / self.cp
+            * self.kv_heads
+            * self.head_dim
+            * ALL_GATHER_BYTES_PER_ELEMENT
         )
         gathered_gib = f"all-gather needs {gathered_bytes / 2**30:.1f} GiB per layer"
         if gathered_bytes <= ALL_GATHER_BUDGET_BYTES or self.layout == "balanced":
             return "allgather", f"{prefix}{documents}; {gathered_gib}"
-        return "ring", f"{prefix}{documents}; {gathered_gib}, more than {ALL_GATHER_BUDGET_BYTES / 2**30:.0f} GiB"
+        return (
+            "ring",
+            f"{prefix}{documents}; {gathered_gib}, more than {ALL_GATHER_BUDGET_BYTES / 2**30:.0f} GiB",
+        )
 
 
 def kv_head_repeats(ulysses_degree: int, kv_heads: int) -> int:

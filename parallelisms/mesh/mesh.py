@@ -23,7 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelisms.mesh.collectives import max_over_ranks
 from parallelisms.mesh.parallel_dims import AXES
-from parallelisms.mesh.process_groups import coordinate, format_ranks, process_group_ranks, rank_groups
+from parallelisms.mesh.process_groups import (
+    coordinate,
+    format_ranks,
+    process_group_ranks,
+    rank_groups,
+)
 
 WEIGHT_DIMS = ("pp", "dp_replicate", "fsdp", "tp")
 EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep", "tp")
@@ -32,9 +37,9 @@ EXPERT_DIMS = ("pp", "dp_replicate", "efsdp", "ep", "tp")
 class Mesh:
     """The process groups and device meshes of this rank. Collective.
 
-    The product of `degrees`, the size of each dimension, must be the world size. `ulysses_degree` splits cp for
-    `hybrid`: that many neighbouring ranks exchange heads, and KV rotates among such groups. `ep` neighbours of
-    dp_shard x cp hold different experts.
+    The product of `degrees`, the size of each dimension, must be the world size. `ulysses_degree`
+    splits cp for `hybrid`: that many neighbouring ranks exchange heads, and KV rotates among such
+    groups. `ep` neighbours of dp_shard x cp hold different experts.
     """
 
     def __init__(
@@ -52,7 +57,9 @@ class Mesh:
         self.rank = rank
         self.coordinate = coordinate(degrees, rank)
         self.dp_degree = degrees["dp_replicate"] * degrees["dp_shard"]
-        self.dp_rank = self.coordinate["dp_replicate"] * degrees["dp_shard"] + self.coordinate["dp_shard"]
+        self.dp_rank = (
+            self.coordinate["dp_replicate"] * degrees["dp_shard"] + self.coordinate["dp_shard"]
+        )
         """The same on all pp, cp and tp ranks, which read the same sequences."""
         self._groups = {
             name: _new_group(name, grouped_ranks, rank=rank, timeout=timeout)
@@ -60,35 +67,53 @@ class Mesh:
         }
         self.pp_group = self._groups["pp"]
         self.dp_cp_group = self._groups["dp_cp"]
-        """The ranks of a pipeline stage with different tokens: a sum over them covers the global batch."""
+        """The ranks of a pipeline stage with different tokens: a sum over them covers the global
+        batch.
+        """
         self.metrics_group = self._groups.get("metrics", self.dp_cp_group)
         """Loss and metric reductions: every dp, cp and pp rank, one per tp group."""
         # One root mesh: FSDP2 and tensor parallelism shard the same parameters.
         weight_mesh = self._device_mesh(device_type, WEIGHT_DIMS, range(self.size))
-        self.fsdp_mesh = weight_mesh["dp_replicate", "fsdp"] if degrees["dp_replicate"] > 1 else weight_mesh["fsdp"]
+        self.fsdp_mesh = (
+            weight_mesh["dp_replicate", "fsdp"]
+            if degrees["dp_replicate"] > 1
+            else weight_mesh["fsdp"]
+        )
         """1-D, or 2-D (replicas, shards) for HSDP."""
         self.tp_mesh = weight_mesh["tp"]
         self.ep_group, self.tp_group = (
-            self._groups[name] if size > 1 else None for name, size in (("ep", ep), ("tp", degrees["tp"]))
+            self._groups[name] if size > 1 else None
+            for name, size in (("ep", ep), ("tp", degrees["tp"]))
         )
-        self.expert_mesh, self.expert_fsdp_mesh = self.tp_mesh, self.fsdp_mesh
-        """Of the dimensions over which an expert's rank has a part, and of those that FSDP shards the rest over."""
+        self.expert_mesh = self.tp_mesh
+        self.expert_fsdp_mesh = self.fsdp_mesh
+        """Of the dimensions over which an expert's rank has a part, and of those that FSDP shards
+        the rest over.
+        """
         if ep > 1:
             expert_mesh = self._device_mesh(device_type, EXPERT_DIMS, range(self.size))
             self.expert_mesh = expert_mesh["ep", "tp"] if degrees["tp"] > 1 else expert_mesh["ep"]
             self.expert_fsdp_mesh = (
-                expert_mesh["dp_replicate", "efsdp"] if degrees["dp_replicate"] > 1 else expert_mesh["efsdp"]
+                expert_mesh["dp_replicate", "efsdp"]
+                if degrees["dp_replicate"] > 1
+                else expert_mesh["efsdp"]
             )
         cp_ranks = next(ranks for ranks in rank_groups(degrees, "cp") if rank in ranks)
         cp_names = [name for name in ("cp", "rotate", "exchange") if name in self._groups]
         self.cp_groups = [self._groups[name] for name in cp_names]
-        """Their ranks share a sequence; with several, a sum over one after the other is over all."""
+        """Their ranks share a sequence; with several, a sum over one after the other is over
+        all.
+        """
         self._cp_mesh = self._device_mesh(device_type, cp_names, cp_ranks) if cp_names else None
 
     def _device_mesh(self, device_type: str, names: Sequence[str], ranks: range) -> DeviceMesh:
         process_groups = [self._groups[name] for name in names]
-        grid = torch.arange(ranks.start, ranks.stop, ranks.step).view([group.size() for group in process_groups])
-        return DeviceMesh.from_group(process_groups, device_type, grid, mesh_dim_names=tuple(names))
+        grid = torch.arange(ranks.start, ranks.stop, ranks.step).view(
+            [group.size() for group in process_groups]
+        )
+        return DeviceMesh.from_group(
+            process_groups, device_type, grid, mesh_dim_names=tuple(names)
+        )
 
     @property
     def cp_mesh(self) -> DeviceMesh:
@@ -99,16 +124,23 @@ class Mesh:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the timeout of every process group. Collective."""
-        # Wait for all ranks first: a rank that is ahead must not time out while another still compiles.
+        # Wait for all ranks first: a rank that is ahead must not time out while another still
+        # compiles.
         max_over_ranks(None, [0.0])
         for group in filter(None, (distributed.group.WORLD, *self._groups.values())):
             group.set_timeout(timeout)
 
 
-def _new_group(name: str, grouped_ranks: Sequence[range], *, rank: int, timeout: timedelta | None) -> ProcessGroup:
+def _new_group(
+    name: str, grouped_ranks: Sequence[range], *, rank: int, timeout: timedelta | None
+) -> ProcessGroup:
     """The group of this rank. Every rank must create all of them, in this order."""
     process_groups: list[ProcessGroup] = [
-        distributed.new_group(list(ranks), timeout=timeout, group_desc=f"{name} {format_ranks(ranks)}")
+        distributed.new_group(
+            list(ranks), timeout=timeout, group_desc=f"{name} {format_ranks(ranks)}"
+        )
         for ranks in grouped_ranks
     ]
-    return next(group for group, ranks in zip(process_groups, grouped_ranks, strict=True) if rank in ranks)
+    return next(
+        group for group, ranks in zip(process_groups, grouped_ranks, strict=True) if rank in ranks
+    )

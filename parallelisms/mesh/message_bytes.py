@@ -4,14 +4,17 @@ from __future__ import annotations
 
 MESSAGE_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
 MIN_COUNTED_BYTES = 4096
-"""Messages below this size are sums of a few scalars, whose volume does not grow with the model."""
+"""Messages below this size are sums of a few scalars, whose volume does not grow with the
+model.
+"""
 
 
 def sent_bytes(kind: str, size: float, ranks: int) -> float:
     """Bytes that a rank sends in one call in a group of `ranks`.
 
-    `size` is the input shard for all_gather, the output shard for reduce_scatter, the whole tensor for all_reduce, the
-    evenly split input for all_to_all, and the message for send. Raises ValueError for any other kind.
+    `size` is the input shard for all_gather, the output shard for reduce_scatter, the whole tensor
+    for all_reduce, the evenly split input for all_to_all, and the message for send. Raises
+    ValueError for any other kind.
     """
     if kind not in MESSAGE_KINDS:
         raise ValueError(f'kind = "{kind}" must be one of {", ".join(MESSAGE_KINDS)}')

@@ -22,18 +22,29 @@ def expert_parallel_problems(model: ModelConfig, ep: int, *, num_shards: int) ->
         return [f"parallelism.ep = {ep} must be 1: no layer has experts"]
     rules = {"model.num_experts": model.num_experts, "parallelism.dp_shard x cp": num_shards}
     return [
-        f"parallelism.ep = {ep} must divide {name} = {size}" for name, size in rules.items() if ep > 1 and size % ep
+        f"parallelism.ep = {ep} must divide {name} = {size}"
+        for name, size in rules.items()
+        if ep > 1 and size % ep
     ]
 
 
-def tensor_parallel_problems(model: ModelConfig, tp: int, *, replicate_vocab: bool = False) -> list[str]:
+def tensor_parallel_problems(
+    model: ModelConfig, tp: int, *, replicate_vocab: bool = False
+) -> list[str]:
     """Every rule of tensor parallelism that the model breaks, one message each."""
-    kinds, kv_heads = model.kinds, model.num_kv_heads
+    kinds = model.kinds
+    kv_heads = model.num_kv_heads
     names = ["num_heads", *["ffn_dim"] * any(kind.feed_forward == "gated" for kind in kinds)]
-    names += ["expert_dim"] * model.has_experts + ["shared_expert_dim"] * (model.shared_expert_dim > 0)
+    names += ["expert_dim"] * model.has_experts + ["shared_expert_dim"] * (
+        model.shared_expert_dim > 0
+    )
     names += ["vocab_size"] * (not replicate_vocab)
     sizes = {f"model.{name}": getattr(model, name) for name in names}
-    problems = [f"parallelism.tp = {tp} must divide {name} = {size}" for name, size in sizes.items() if size % tp]
+    problems = [
+        f"parallelism.tp = {tp} must divide {name} = {size}"
+        for name, size in sizes.items()
+        if size % tp
+    ]
     if kv_heads % tp and tp % kv_heads:
         problems.append(
             f"parallelism.tp = {tp} must divide model.num_kv_heads = {kv_heads} or be a multiple of it (replicated KV heads)"

@@ -1,4 +1,5 @@
-"""Pipeline stages: the blocks of each stage, the stages of each rank, and the rules of a schedule. Imports no torch.
+"""Pipeline stages: the blocks of each stage, the stages of each rank, and the rules of a schedule.
+Imports no torch.
 
 A rank has one stage, or several interleaved ones. The rank of each of 8 stages on 4 ranks:
 
@@ -22,8 +23,9 @@ SINGLE_STAGE_SCHEDULES: tuple[PipelineSchedule, ...] = ("1F1B", "GPipe")
 class PipelinePlan:
     """How `pp` ranks share the layers and schedule the `num_micro_batches` of a step.
 
-    `pp_stages_per_rank` and `pp_layers` (blocks per stage) are chosen if None. `embed_cost` and `head_cost` are in
-    units of one block. With pp = 1 there is one stage and the other fields are ignored.
+    `pp_stages_per_rank` and `pp_layers` (blocks per stage) are chosen if None. `embed_cost` and
+    `head_cost` are in units of one block. With pp = 1 there is one stage and the other fields are
+    ignored.
     """
 
     pp: int
@@ -35,7 +37,9 @@ class PipelinePlan:
     head_cost: float = 0.0
     num_micro_batches: int
     reduces_per_micro_batch: bool = False
-    """Whether gradients are reduced over ranks after every micro-batch, rather than once per step."""
+    """Whether gradients are reduced over ranks after every micro-batch, rather than once per
+    step.
+    """
     tie_embeddings: bool = False
 
     @property
@@ -60,9 +64,10 @@ class PipelinePlan:
     def blocks_per_stage(self) -> tuple[int, ...]:
         """The number of blocks of each stage.
 
-        In steady state every rank runs all its stages once per micro-batch, so the busiest rank limits throughput, then
-        the largest stage. Blocks cost the same: giving each to the least loaded rank, and there to its smallest stage,
-        minimizes both. Ties go to the later stage, whose rank holds fewer micro-batches in flight.
+        In steady state every rank runs all its stages once per micro-batch, so the busiest rank
+        limits throughput, then the largest stage. Blocks cost the same: giving each to the least
+        loaded rank, and there to its smallest stage, minimizes both. Ties go to the later stage,
+        whose rank holds fewer micro-batches in flight.
         """
         if self.pp_layers is not None and self.pp > 1:
             return self.pp_layers
@@ -79,7 +84,11 @@ class PipelinePlan:
         """An upper bound on the micro-batches of a rank whose backward is pending."""
         if self.pp == 1:
             return 1
-        return self.num_micro_batches if self.schedule == "GPipe" else min(self.num_micro_batches, 2 * self.pp)
+        return (
+            self.num_micro_batches
+            if self.schedule == "GPipe"
+            else min(self.num_micro_batches, 2 * self.pp)
+        )
 
     @property
     def num_chunks(self) -> int:
@@ -88,8 +97,11 @@ class PipelinePlan:
 
     @property
     def bubble_chunks(self) -> int:
-        """As many chunks of equal stages as a rank could compute while it waits (Narayanan et al., 2021)."""
-        # With fewer micro-batches than ranks, every stage of a rank first waits for the first micro-batch.
+        """As many chunks of equal stages as a rank could compute while it waits (Narayanan et al.,
+        2021).
+        """
+        # With fewer micro-batches than ranks, every stage of a rank first waits for the first
+        # micro-batch.
         shortest = self.stages_per_rank * self.pp + self.num_micro_batches - 1
         return max(self.num_chunks + self.pp - 1, shortest) - self.num_chunks
 
@@ -134,12 +146,16 @@ class PipelinePlan:
         if self.pp_layers is None:
             return problems
         if len(self.pp_layers) != self.num_stages:
-            problems.append(f"parallelism.pp_layers has {len(self.pp_layers)} entries, but there are {stages}")
+            problems.append(
+                f"parallelism.pp_layers has {len(self.pp_layers)} entries, but there are {stages}"
+            )
         if sum(self.pp_layers) != self.num_layers:
             problems.append(
                 f"parallelism.pp_layers sums to {sum(self.pp_layers)}, which must be model.num_layers = {self.num_layers}"
             )
-        empty = [str(stage) for stage, blocks in enumerate(self.pp_layers[1:-1], start=1) if blocks == 0]
+        empty = [
+            str(stage) for stage, blocks in enumerate(self.pp_layers[1:-1], start=1) if blocks == 0
+        ]
         if empty:
             problems.append(
                 f"parallelism.pp_layers has no block for stage {', '.join(empty)}; only the first and the last stage may "
@@ -150,9 +166,13 @@ class PipelinePlan:
     def _micro_batch_problems(self) -> list[str]:
         rounds = max(1, self.num_micro_batches // self.pp)
         if self.schedule == "1F1B" and self.num_micro_batches < self.num_stages:
-            requirement = f"at least {self.num_stages}, the number of stages (parallelism.pp = {self.pp})"
+            requirement = (
+                f"at least {self.num_stages}, the number of stages (parallelism.pp = {self.pp})"
+            )
         elif self.schedule == "Interleaved1F1B" and self.num_micro_batches % rounds:
-            requirement = f"a multiple of {rounds}, its rounds (micro-batches // parallelism.pp = {self.pp})"
+            requirement = (
+                f"a multiple of {rounds}, its rounds (micro-batches // parallelism.pp = {self.pp})"
+            )
         else:
             return []
         return [
@@ -175,7 +195,8 @@ def _balance_blocks(
         rank_costs[rank] += cost
     for _ in range(num_blocks - sum(blocks_per_stage)):
         stage = min(
-            range(len(stage_ranks)), key=lambda stage: (rank_costs[stage_ranks[stage]], stage_costs[stage], -stage)
+            range(len(stage_ranks)),
+            key=lambda stage: (rank_costs[stage_ranks[stage]], stage_costs[stage], -stage),
         )
         blocks_per_stage[stage] += 1
         stage_costs[stage] += 1

@@ -1,7 +1,9 @@
-"""Shard layouts: which rank of the ring holds which tokens of a sequence. Integers only; imports no torch.
+"""Shard layouts: which rank of the ring holds which tokens of a sequence. Integers only; imports
+no torch.
 
-A rank holds its tokens in sequence order. The tokens of a document are therefore contiguous on the rank, and attention
-among them is plain causal attention. Every rank holds the same number of tokens, for documents of any length.
+A rank holds its tokens in sequence order. The tokens of a document are therefore contiguous on the
+rank, and attention among them is plain causal attention. Every rank holds the same number of
+tokens, for documents of any length.
 
     headtail, 2 ranks        0 0 1 1 1 1 0 0
     contiguous               0 0 0 0 1 1 1 1
@@ -22,9 +24,11 @@ from typing import Any, NamedTuple
 from models.score_pairs import causal_pairs
 from parallelisms.mesh.context_plan import ShardLayout
 
-# `balanced` takes the fewest chunks per rank whose imbalance (busiest rank over mean) is at most this...
+# `balanced` takes the fewest chunks per rank whose imbalance (busiest rank over mean) is at most
+# this...
 TARGET_IMBALANCE = 1.01
-# ...unless the chunks would be shorter than a kernel's tile. Above this imbalance it splits every document instead.
+# ...unless the chunks would be shorter than a kernel's tile. Above this imbalance it splits every
+# document instead.
 MIN_CHUNK_TOKENS = 128
 MAX_IMBALANCE = 1.02
 
@@ -50,13 +54,16 @@ class TokenSpan(NamedTuple):
 
     def num_pairs(self, window: int | None = None) -> int:
         """(query, key) pairs that these tokens, as queries, attend to."""
-        first, last = self.start - self.document_start, self.end - self.document_start
+        first = self.start - self.document_start
+        last = self.end - self.document_start
         return causal_pairs(last, window) - causal_pairs(first, window)
 
 
 @dataclass(frozen=True)
 class SeqLayout:
-    """The layout of one sequence; `boundaries` are its document starts and its length, ascending."""
+    """The layout of one sequence; `boundaries` are its document starts and its length,
+    ascending.
+    """
 
     kind: ShardLayout
     ring_degree: int
@@ -80,11 +87,18 @@ class SeqLayout:
         return tuple(sum(span.num_pairs(window) for span in spans) for spans in _token_spans(self))
 
     def halo_tokens(self, window: int) -> list[list[int]]:
-        """[receiver][sender]: keys of other ranks that the receiver's queries see, up to `window` - 1 before each span."""
+        """[receiver][sender]: keys of other ranks that the receiver's queries see, up to `window`
+        - 1 before each span.
+        """
         tokens = [[0] * self.ring_degree for _ in range(self.ring_degree)]
-        spans = sorted((span.start, rank, span) for rank in range(self.ring_degree) for span in self.spans(rank))
+        spans = sorted(
+            (span.start, rank, span)
+            for rank in range(self.ring_degree)
+            for span in self.spans(rank)
+        )
         for index, (_, receiver, span) in enumerate(spans):
-            needed, before = min(window - 1, span.start - span.document_start), index - 1
+            needed = min(window - 1, span.start - span.document_start)
+            before = index - 1
             # What lies beyond a span of its own, the receiver needs for that one.
             while needed > 0 and (sender := spans[before][1]) != receiver:
                 tokens[receiver][sender] += min(needed, spans[before][2].length)
@@ -100,9 +114,14 @@ class SeqLayout:
     def pairs_before(self, ends: Sequence[int]) -> list[int]:
         """(query, key) pairs of the tokens before each of these."""
         starts = [start for start, _ in self.documents]
-        pairs = [*accumulate((causal_pairs(end - start) for start, end in self.documents), initial=0)]
+        pairs = [
+            *accumulate((causal_pairs(end - start) for start, end in self.documents), initial=0)
+        ]
         documents = [bisect_left(starts, end) - 1 for end in ends]
-        return [pairs[each] + causal_pairs(end - starts[each]) for each, end in zip(documents, ends, strict=True)]
+        return [
+            pairs[each] + causal_pairs(end - starts[each])
+            for each, end in zip(documents, ends, strict=True)
+        ]
 
     def pairs_by_document(self) -> list[int]:
         """`pairs_per_rank` in `doc_headtail`."""
@@ -110,29 +129,39 @@ class SeqLayout:
 
 
 def halo_fits(received: int, tokens_per_rank: int, rotate_method: str) -> bool:
-    """Whether ranks send each other the keys that a window needs, instead of all keys. `received`: at most by a rank.
+    """Whether ranks send each other the keys that a window needs, instead of all keys. `received`:
+    at most by a rank.
 
-    These are never more. But a ring holds one rank's keys while it receives the next; a halo has all of them at once.
+    These are never more. But a ring holds one rank's keys while it receives the next; a halo has
+    all of them at once.
     """
     return rotate_method == "allgather" or received <= 2 * tokens_per_rank
 
 
 def halo_traffic(halo: tuple[int, int]) -> tuple[int, int]:
-    """Orders (sent, received) tokens of ranks by traffic: keys are sent more often than their gradients are returned."""
+    """Orders (sent, received) tokens of ranks by traffic: keys are sent more often than their
+    gradients are returned.
+    """
     return sum(halo), halo[0]
 
 
 @lru_cache(maxsize=64)
 def _token_spans(layout: SeqLayout) -> tuple[tuple[TokenSpan, ...], ...]:
     kind = require_divisible(layout.kind, layout.ring_degree, layout.num_tokens)
-    chunks = chunks_of(kind, layout.ring_degree, layout.num_tokens, layout.pairs_before, layout.pairs_by_document)
+    chunks = chunks_of(
+        kind, layout.ring_degree, layout.num_tokens, layout.pairs_before, layout.pairs_by_document
+    )
     by_rank: list[list[TokenSpan]] = [[] for _ in range(layout.ring_degree)]
-    for rank, document_start, start, end in _doc_headtail(layout) if chunks is None else _cut(layout, *chunks):
+    for rank, document_start, start, end in (
+        _doc_headtail(layout) if chunks is None else _cut(layout, *chunks)
+    ):
         last = by_rank[rank][-1] if by_rank[rank] else TokenSpan(0, 0, 0, -1)
         if (last.start + last.length, last.document_start) == (start, document_start):
             by_rank[rank][-1] = last._replace(length=last.length + end - start)
         elif end > start:
-            by_rank[rank].append(TokenSpan(last.local_start + last.length, start, end - start, document_start))
+            by_rank[rank].append(
+                TokenSpan(last.local_start + last.length, start, end - start, document_start)
+            )
     return tuple(map(tuple, by_rank))
 
 
@@ -141,9 +170,11 @@ RankSpans = Iterator[tuple[int, int, int, int]]
 
 
 def _doc_headtail(layout: SeqLayout) -> RankSpans:
-    ring_degree, next_rank = layout.ring_degree, 0
+    ring_degree = layout.ring_degree
+    next_rank = 0
     for document_start, document_end in layout.documents:
-        start, length = document_start, document_end - document_start
+        start = document_start
+        length = document_end - document_start
         for slot, rank in enumerate(mirrored(ring_degree)):
             tokens = doc_headtail_tokens(length, next_rank, rank, slot >= ring_degree, ring_degree)
             yield rank, document_start, start, start + tokens
@@ -159,16 +190,22 @@ def _cut(layout: SeqLayout, ends: Sequence[int], owners: Sequence[int]) -> RankS
         while start < document_end:
             end = min(document_end, ends[chunk])
             yield owners[chunk], document_start, start, end
-            start, chunk = end, chunk + (end == ends[chunk])
+            start = end
+            chunk = chunk + (end == ends[chunk])
 
 
 # ---- how a sequence is split, for ints and tensors
 
 
 def require_divisible(kind: ShardLayout, ring_degree: int, num_tokens: int) -> ShardLayout:
-    """The layout; that of a single rank is contiguous. Raises ValueError for a length that it cannot split."""
+    """The layout; that of a single rank is contiguous.
+
+    Raises ValueError for a length that it cannot split.
+    """
     if ring_degree < 1 or num_tokens % ring_degree:
-        raise ValueError(f"sequence length {num_tokens} must be a multiple of the {ring_degree} ring ranks")
+        raise ValueError(
+            f"sequence length {num_tokens} must be a multiple of the {ring_degree} ring ranks"
+        )
     kind = kind if ring_degree > 1 else "contiguous"
     if kind != "contiguous" and num_tokens % (2 * ring_degree):
         raise ValueError(
@@ -179,16 +216,23 @@ def require_divisible(kind: ShardLayout, ring_degree: int, num_tokens: int) -> S
 
 
 def mirrored(ring_degree: int) -> list[int]:
-    """The ranks of a head-tail split: rank r of n holds parts r and 2n-1-r, which balances a causal mask."""
+    """The ranks of a head-tail split: rank r of n holds parts r and 2n-1-r, which balances a
+    causal mask.
+    """
     return [*range(ring_degree), *reversed(range(ring_degree))]
 
 
-def doc_headtail_tokens(length: Any, next_rank: Any, rank: Any, is_tail: Any, ring_degree: int) -> Any:
-    """Tokens of the head or the tail of a document that a rank holds: equal parts, and one more of those left over.
+def doc_headtail_tokens(
+    length: Any, next_rank: Any, rank: Any, is_tail: Any, ring_degree: int
+) -> Any:
+    """Tokens of the head or the tail of a document that a rank holds: equal parts, and one more of
+    those left over.
 
-    They go round-robin over the ranks, from `next_rank` (modulo the ranks) on, which continues across documents.
+    They go round-robin over the ranks, from `next_rank` (modulo the ranks) on, which continues
+    across documents.
     """
-    equal, left_over = length // (2 * ring_degree), length % (2 * ring_degree)
+    equal = length // (2 * ring_degree)
+    left_over = length % (2 * ring_degree)
     first = next_rank - rank + ring_degree - 1
     extra = (first + left_over) // ring_degree - first // ring_degree
     return equal + (extra > is_tail)
@@ -201,12 +245,14 @@ def chunks_of(
     pairs_before: Callable[[Sequence[int]], list[int]],
     pairs_by_document: Callable[[], list[int]],
 ) -> tuple[list[int], list[int]] | None:
-    """Ends and owners of the chunks that a sequence is split into; None: `doc_headtail` splits every document.
+    """Ends and owners of the chunks that a sequence is split into; None: `doc_headtail` splits
+    every document.
 
-    `pairs_before`: (query, key) pairs of the tokens before each of these; `pairs_by_document`: those of each rank in
-    `doc_headtail`. Both are for `balanced`: equal chunks, of which the heaviest goes first, to the least loaded rank
-    (longest processing time, Graham 1969). The tokens that equal chunks leave over are the last chunks, one per rank.
-    Documents that no chunks balance are split as in `doc_headtail`.
+    `pairs_before`: (query, key) pairs of the tokens before each of these; `pairs_by_document`:
+    those of each rank in `doc_headtail`. Both are for `balanced`: equal chunks, of which the
+    heaviest goes first, to the least loaded rank (longest processing time, Graham 1969). The
+    tokens that equal chunks leave over are the last chunks, one per rank. Documents that no chunks
+    balance are split as in `doc_headtail`.
     """
     if kind == "contiguous":
         return _equal_chunk_ends(num_tokens, ring_degree, 1), [*range(ring_degree)]
@@ -226,7 +272,11 @@ def chunks_of(
         if imbalance <= TARGET_IMBALANCE:
             break
     imbalance, ends, owners = best
-    return None if imbalance > MAX_IMBALANCE and imbalance > imbalance_of(pairs_by_document()) else (ends, owners)
+    return (
+        None
+        if imbalance > MAX_IMBALANCE and imbalance > imbalance_of(pairs_by_document())
+        else (ends, owners)
+    )
 
 
 def imbalance_of(pairs_per_rank: Sequence[int]) -> float:
@@ -235,26 +285,33 @@ def imbalance_of(pairs_per_rank: Sequence[int]) -> float:
 
 
 def _equal_chunk_ends(num_tokens: int, ring_degree: int, per_rank: int) -> list[int]:
-    """The ends of `per_rank` equal chunks per rank and, if tokens are left, of one shorter chunk per rank."""
+    """The ends of `per_rank` equal chunks per rank and, if tokens are left, of one shorter chunk
+    per rank.
+    """
     length = num_tokens // (ring_degree * per_rank)
     ends = [length * (chunk + 1) for chunk in range(ring_degree * per_rank)]
     remainder = (num_tokens - ends[-1]) // ring_degree
     return ends + [ends[-1] + remainder * (rank + 1) for rank in range(ring_degree) if remainder]
 
 
-def _longest_processing_time(chunk_pairs: list[int], per_rank: int, ring_degree: int) -> tuple[list[int], float]:
+def _longest_processing_time(
+    chunk_pairs: list[int], per_rank: int, ring_degree: int
+) -> tuple[list[int], float]:
     """The owner of each chunk, and the imbalance: busiest rank over mean.
 
-    Each rank owns `per_rank` of the equal chunks, which come first, and one of the shorter ones, if there are any.
+    Each rank owns `per_rank` of the equal chunks, which come first, and one of the shorter ones,
+    if there are any.
     """
-    owners, totals = [0] * len(chunk_pairs), [0] * ring_degree
+    owners = [0] * len(chunk_pairs)
+    totals = [0] * ring_degree
     num_equal = per_rank * ring_degree
     for chunks, slots in ((range(num_equal), per_rank), (range(num_equal, len(chunk_pairs)), 1)):
         least_loaded = [(total, rank, slots) for rank, total in enumerate(totals)]
         heapify(least_loaded)
         for chunk in sorted(chunks, key=lambda chunk: (-chunk_pairs[chunk], chunk)):
             total, rank, free_slots = heappop(least_loaded)
-            owners[chunk], totals[rank] = rank, total + chunk_pairs[chunk]
+            owners[chunk] = rank
+            totals[rank] = total + chunk_pairs[chunk]
             if free_slots > 1:
                 heappush(least_loaded, (totals[rank], rank, free_slots - 1))
     return owners, imbalance_of(totals)

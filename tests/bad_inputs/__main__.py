@@ -1,7 +1,9 @@
-"""Damages, forges and replaces every file that the trainer reads, and runs a command on each: python -m tests.bad_inputs.
+"""Damages, forges and replaces every file that the trainer reads, and runs a command on each:
+python -m tests.bad_inputs.
 
-Every case must end within thirty seconds, with a known exit code and one message, without a traceback, without executing anything
-and without losing a checkpoint; a run that continues must train as one that was not disturbed.
+Every case must end within thirty seconds, with a known exit code and one message, without a
+traceback, without executing anything and without losing a checkpoint; a run that continues must
+train as one that was not disturbed.
 """
 
 from __future__ import annotations
@@ -19,11 +21,17 @@ from tests.bad_inputs.cases import cases
 from tests.bad_inputs.runs import LEFT, expected_losses, make_folder, problems
 
 
-def run_share(root: Path, share: int, shares: int, only: str, sample: int | None) -> list[tuple[str, list[str]]]:
+def run_share(
+    root: Path, share: int, shares: int, only: str, sample: int | None
+) -> list[tuple[str, list[str]]]:
     """Every `shares`-th case, and what went wrong in it."""
     template = root / "template"
     expected = expected_losses(template, root / f"undisturbed-{share}")
-    every = [case for case in cases(lambda file: content(template / LEFT.get(file, file))) if only in case.name]
+    every = [
+        case
+        for case in cases(lambda file: content(template / LEFT.get(file, file)))
+        if only in case.name
+    ]
     if sample is not None:
         every = random.Random(0).sample(every, sample)
     found = []
@@ -36,7 +44,9 @@ def run_share(root: Path, share: int, shares: int, only: str, sample: int | None
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--sample", type=int, metavar="N", help="N cases of them, always the same")
     parser.add_argument("--jobs", type=int, default=2)

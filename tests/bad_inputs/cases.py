@@ -1,4 +1,6 @@
-"""Damaged, forged and hostile files in every place that the trainer reads, and what may happen then."""
+"""Damaged, forged and hostile files in every place that the trainer reads, and what may happen
+then.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ ANY_FILE: dict[str, Damage] = {
     "a long number": lambda path: path.write_bytes(b'{"step": ' + b"9" * 10_000 + b"}"),
     "a lone surrogate": lambda path: path.write_text('{"step": "\\ud800", "kind": "\\udfff"}'),
     "not finite": lambda path: path.write_text('{"step": NaN, "loss": Infinity}'),
-    "another kind": lambda path: path.write_text('{\n "kind": "another",\n "schema": 1,\n "content": {}\n}\n'),
+    "another kind": lambda path: path.write_text(
+        '{\n "kind": "another",\n "schema": 1,\n "content": {}\n}\n'
+    ),
     "a megabyte in a string": lambda path: path.write_text(json.dumps({"kind": "x" * (1 << 20)})),
     "a folder": replaced_by(Path.mkdir),
     "a pipe": replaced_by(os.mkfifo),
@@ -140,7 +144,9 @@ def places(values: dict[str, Any] | list[Any]) -> Iterator[Place]:
     keys: list[Any] = [*values] if isinstance(values, dict) else [*range(len(values))]
     if isinstance(values, list):
         keys = keys[:1] + keys[1:][-1:]
-    for key in random.Random(0).sample(keys, min(MANY, len(keys))) if len(keys) > 2 * MANY else keys:
+    for key in (
+        random.Random(0).sample(keys, min(MANY, len(keys))) if len(keys) > 2 * MANY else keys
+    ):
         yield (key,)
         if isinstance(values[key], dict | list):
             yield from ((key, *rest) for rest in places(values[key]))
@@ -157,7 +163,9 @@ def put(values: Any, place: Place, value: object) -> None:
 
 
 def forged(place: Place, value: object, *, then: Damage = lambda _: None) -> Damage:
-    """A content with another value, or without it, sealed again; `then` makes what lists the file fit."""
+    """A content with another value, or without it, sealed again; `then` makes what lists the file
+    fit.
+    """
 
     def damage(path: Path) -> None:
         forge(path, lambda content: put(content, place, value))
@@ -167,11 +175,14 @@ def forged(place: Place, value: object, *, then: Damage = lambda _: None) -> Dam
 
 
 def forged_plan(number: str, place: Place, value: object) -> Damage:
-    """A packing plan with another value in its header, or with another number at a place, sealed again."""
+    """A packing plan with another value in its header, or with another number at a place, sealed
+    again.
+    """
 
     def damage(path: Path) -> None:
         data = path.read_bytes()
-        envelope, numbers = json.loads(data[:HEADER_BYTES]), [*memoryview(data[HEADER_BYTES:]).cast("q")]
+        envelope = json.loads(data[:HEADER_BYTES])
+        numbers = [*memoryview(data[HEADER_BYTES:]).cast("q")]
         if number:
             (at,) = place
             numbers[int(at)] = other_number(number, numbers, int(at))
@@ -193,7 +204,10 @@ def forged_index(number: str, at: int) -> Damage:
         numbers[at] = other_number(number, numbers, at)
         path.write_bytes(array("q", numbers).tobytes())
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        forge(path.with_name("meta.json"), lambda content: content["shards"][0].update(idx_sha256=digest))
+        forge(
+            path.with_name("meta.json"),
+            lambda content: content["shards"][0].update(idx_sha256=digest),
+        )
 
     return damage
 
@@ -205,9 +219,12 @@ def broken_rules(corpus: Path) -> list[str]:
     steps = [last - first for first, last in pairwise(index)]
     broken = ["the index"] * (index[0] != 0 or index[-1] != tokens or min(steps) < 1)
     data = (corpus / Path(PLAN).name).read_bytes()
-    header, numbers = json.loads(data[:HEADER_BYTES])["content"], [*memoryview(data[HEADER_BYTES:]).cast("q")]
+    header = json.loads(data[:HEADER_BYTES])["content"]
+    numbers = [*memoryview(data[HEADER_BYTES:]).cast("q")]
     segments = (len(numbers) - header["num_offsets"]) // 2
-    offsets, starts, lengths = numbers[: -2 * segments], numbers[-2 * segments : -segments], numbers[-segments:]
+    offsets = numbers[: -2 * segments]
+    starts = numbers[-2 * segments : -segments]
+    lengths = numbers[-segments:]
     counts = [last - first for first, last in pairwise(offsets)]
     broken += ["the offsets"] * (offsets[0] != 0 or offsets[-1] != segments or min(counts) < 1)
     if not broken:
@@ -215,7 +232,8 @@ def broken_rules(corpus: Path) -> list[str]:
         filled = [sum(lengths[first:last]) for first, last in pairwise(offsets)]
         broken += ["the sequences"] * (max(filled) > 64)
     outside = any(
-        start < 0 or length < 1 or start + length > tokens for start, length in zip(starts, lengths, strict=True)
+        start < 0 or length < 1 or start + length > tokens
+        for start, length in zip(starts, lengths, strict=True)
     )
     return broken + ["the segments"] * outside
 
@@ -224,7 +242,9 @@ def older_manifest(value: object) -> Damage:
     """One of before the envelope, whose format is this value."""
 
     def damage(path: Path) -> None:
-        body = json.loads(path.read_text())["content"] | ({} if value is ABSENT else {"format": value})
+        body = json.loads(path.read_text())["content"] | (
+            {} if value is ABSENT else {"format": value}
+        )
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         path.write_text(json.dumps(body | {"sha256": digest}))
 
@@ -243,13 +263,28 @@ SEALED = {
 }
 FILES = {
     "train": (
-        *(f"{CHECKPOINT}/{name}" for name in ("manifest.json", "state.json", ".metadata", "__0_0.distcp")),
-        *(f"run/{name}" for name in ("config.toml", "metrics.jsonl", "events.jsonl", "prediction.json", "REQUEUE")),
+        *(
+            f"{CHECKPOINT}/{name}"
+            for name in ("manifest.json", "state.json", ".metadata", "__0_0.distcp")
+        ),
+        *(
+            f"run/{name}"
+            for name in (
+                "config.toml",
+                "metrics.jsonl",
+                "events.jsonl",
+                "prediction.json",
+                "REQUEUE",
+            )
+        ),
         *(f"prepared/corpus/{name}" for name in ("meta.json", *SHARD)),
         PLAN,
         "run/logs/lease",
     ),
-    "verify": tuple(f"{CHECKPOINT}/{name}" for name in ("manifest.json", "state.json", ".metadata", "__0_0.distcp")),
+    "verify": tuple(
+        f"{CHECKPOINT}/{name}"
+        for name in ("manifest.json", "state.json", ".metadata", "__0_0.distcp")
+    ),
     "inspect": tuple(f"prepared/corpus/{name}" for name in ("meta.json", *SHARD)),
     "prepare": ("text/00.txt",),
     "import": ("hf/config.json", "hf/model.safetensors", "hf/tokenizer.json"),
@@ -264,22 +299,45 @@ def cases(content_of: Callable[[str], dict[str, Any]]) -> Iterator[Case]:
             yield Case(command, file, name, damage)
     for command, files in SEALED.items():
         for file in files:
-            then: Damage = (lambda path: reseal(path.parent)) if file.endswith("state.json") else lambda _: None
+            then: Damage = (
+                (lambda path: reseal(path.parent))
+                if file.endswith("state.json")
+                else lambda _: None
+            )
             for place, name, value in forgeries(content_of(file)):
-                yield Case(command, file, f"{show(place)} is {name}, sealed again", forged(place, value, then=then))
+                yield Case(
+                    command,
+                    file,
+                    f"{show(place)} is {name}, sealed again",
+                    forged(place, value, then=then),
+                )
     yield from binary_cases(content_of(PLAN))
     for name, value in VALUES.items():
-        yield Case("train", f"{CHECKPOINT}/manifest.json", f"unsealed, its format {name}", older_manifest(value))
+        yield Case(
+            "train",
+            f"{CHECKPOINT}/manifest.json",
+            f"unsealed, its format {name}",
+            older_manifest(value),
+        )
 
 
 def binary_cases(header: dict[str, Any]) -> Iterator[Case]:
     """Of a packing plan with this header, and of the index of a shard."""
     for place, name, value in forgeries(header):
-        yield Case("fresh", PLAN, f"{show(place)} is {name}, sealed again", forged_plan("", place, value))
+        yield Case(
+            "fresh", PLAN, f"{show(place)} is {name}, sealed again", forged_plan("", place, value)
+        )
     for at, name in product((0, 1, 5, 20, -2, -1), NUMBERS):
-        yield Case("fresh", PLAN, f"number {at} is {name}, sealed again", forged_plan(name, (at,), None))
+        yield Case(
+            "fresh", PLAN, f"number {at} is {name}, sealed again", forged_plan(name, (at,), None)
+        )
     for at, name in product((0, 1, 2, -2, -1), NUMBERS):
-        yield Case("fresh", "prepared/corpus/shard-00000.idx", f"number {at} is {name}", forged_index(name, at))
+        yield Case(
+            "fresh",
+            "prepared/corpus/shard-00000.idx",
+            f"number {at} is {name}",
+            forged_index(name, at),
+        )
 
 
 def forgeries(content: dict[str, Any]) -> Iterator[tuple[Place, str, object]]:

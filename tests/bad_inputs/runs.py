@@ -1,4 +1,6 @@
-"""Runs a command on a damaged copy of a run folder, in a forked process, and says what should not have happened."""
+"""Runs a command on a damaged copy of a run folder, in a forked process, and says what should not
+have happened.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from trainer.storage.lease import Lease
 from trainer.storage.run_dir import RunDir
 
 SECONDS = 30.0
-MAX_LINES, MAX_CHARS = 25, 6000
+MAX_LINES = 25
+MAX_CHARS = 6000
 CONFIG = """
 [model]
 family = "llama3"
@@ -57,12 +60,20 @@ log_interval = 1
 tensorboard = false
 """
 TRAIN = ["--config", "config.toml", "--job.output_dir=run", "--training.steps=6"]
-FRESH = ["--config", "config.toml", "--job.output_dir=fresh", "--training.steps=1", "--checkpoint.enabled=false"]
+FRESH = [
+    "--config",
+    "config.toml",
+    "--job.output_dir=fresh",
+    "--training.steps=1",
+    "--checkpoint.enabled=false",
+]
 COMMANDS: dict[str, Callable[[], int | None]] = {
     "train": lambda: train_rank(TRAIN),
     "fresh": lambda: train_rank(FRESH),
     "verify": lambda: checkpoint_command.main(["verify", "run", "--all"]),
-    "inspect": lambda: prepare_command.main(["inspect", "prepared/corpus", "--verify", "--config", "config.toml"]),
+    "inspect": lambda: prepare_command.main(
+        ["inspect", "prepared/corpus", "--verify", "--config", "config.toml"]
+    ),
     "prepare": lambda: prepare_command.main(["--corpus", "text", "--output", "made"]),
     "import": lambda: hf.main(["import", "hf", "imported.toml"]),
     "status": lambda: slurm_command.main(["status", "run"]),
@@ -70,7 +81,9 @@ COMMANDS: dict[str, Callable[[], int | None]] = {
 
 
 CHOSEN = ("trainer.next_sequence",)
-"""Whoever can seal a checkpoint chooses what a run reads next, as he chooses its weights: docs/security.md."""
+"""Whoever can seal a checkpoint chooses what a run reads next, as he chooses its weights:
+docs/security.md.
+"""
 LEFT = {"run/logs/lease": "run/logs/left"}
 """What is put in its place only for its own cases: to take over a lease takes a second."""
 
@@ -83,7 +96,9 @@ class Outcome(NamedTuple):
 
 
 def make_folder(root: Path) -> None:
-    """A run that stands at step 4 of 6, its prepared corpus, its export, and what a launcher leaves."""
+    """A run that stands at step 4 of 6, its prepared corpus, its export, and what a launcher
+    leaves.
+    """
     (root / "text").mkdir(parents=True)
     for number in range(20):
         (root / "text" / f"{number:02}.txt").write_text(
@@ -92,7 +107,9 @@ def make_folder(root: Path) -> None:
     (root / "config.toml").write_text(CONFIG)
 
     def prepare() -> int:
-        return prepare_command.main(["--corpus", "text", "--output", "prepared/corpus", "--config", "config.toml"])
+        return prepare_command.main(
+            ["--corpus", "text", "--output", "prepared/corpus", "--config", "config.toml"]
+        )
 
     def train() -> int:
         return train_rank([*TRAIN, "--training.steps=4"])
@@ -112,7 +129,9 @@ def make_folder(root: Path) -> None:
             raise RuntimeError(outcome.said)
 
 
-def run_forked(function: Callable[[], int | None], folder: Path, *, seconds: float = SECONDS) -> Outcome:
+def run_forked(
+    function: Callable[[], int | None], folder: Path, *, seconds: float = SECONDS
+) -> Outcome:
     log = folder / "said"
     began = time.monotonic()
     if not (child := os.fork()):
@@ -126,7 +145,9 @@ def run_forked(function: Callable[[], int | None], folder: Path, *, seconds: flo
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     spent = time.monotonic() - began
-    return Outcome(-signal.SIGALRM if code is None else code, log.read_text(errors="replace"), spent)
+    return Outcome(
+        -signal.SIGALRM if code is None else code, log.read_text(errors="replace"), spent
+    )
 
 
 def _become(function: Callable[[], int | None], folder: Path, log: Path) -> None:
@@ -154,7 +175,9 @@ def _become(function: Callable[[], int | None], folder: Path, log: Path) -> None
 
 
 def problems(case: Case, template: Path, folder: Path, expected: Sequence[Any]) -> list[str]:
-    """What went wrong in a case, run in `folder`; `expected`: loss of each step of the undisturbed run."""
+    """What went wrong in a case, run in `folder`; `expected`: loss of each step of the undisturbed
+    run.
+    """
     shutil.copytree(template, folder, symlinks=True)
     if left := LEFT.get(case.file):
         (folder / left).rename(folder / case.file)
@@ -168,23 +191,40 @@ def problems(case: Case, template: Path, folder: Path, expected: Sequence[Any]) 
     found += ["something executed the file"] * any(folder.rglob(EXECUTED))
     lines = outcome.said.splitlines()
     failed = outcome.code in codes - {0}
-    found += ["no message"] * (failed and not any(line.startswith(("error: ", "run/", "prepared/")) for line in lines))
+    found += ["no message"] * (
+        failed and not any(line.startswith(("error: ", "run/", "prepared/")) for line in lines)
+    )
     found += [f"{len(lines)} lines"] * (failed and len(lines) > MAX_LINES)
     longest = max(map(len, lines), default=0)
     found += [f"a line of {longest} characters"] * (longest > MAX_CHARS)
-    kept = {path.name.removeprefix("bad-").split("-2026")[0] for path in (folder / "run/checkpoints").glob("*step-*")}
-    if lost := {name for name in committed if name not in kept and name != Path(case.file).parent.name}:
+    kept = {
+        path.name.removeprefix("bad-").split("-2026")[0]
+        for path in (folder / "run/checkpoints").glob("*step-*")
+    }
+    if lost := {
+        name for name in committed if name not in kept and name != Path(case.file).parent.name
+    }:
         found.append(f"lost {', '.join(sorted(lost))}")
     if any(letter < " " for letter in outcome.said.replace("\n", "").replace("\t", "")):
         found.append("control characters")
     if case.command == "fresh" and not outcome.code:
         (loss,) = losses_of(folder / "fresh")
-        with suppress(ValueError, KeyError, TypeError):  # Whose header does not say what the rules are about.
-            found += [f"accepted against the rules of {each}" for each in broken_rules(folder / "prepared/corpus")]
+        # Whose header does not say what the rules are about.
+        with suppress(ValueError, KeyError, TypeError):
+            found += [
+                f"accepted against the rules of {each}"
+                for each in broken_rules(folder / "prepared/corpus")
+            ]
         found += [f"trained on nothing: loss {loss}"] * (not 3 < loss < 8)
-    if case.command == "train" and not outcome.code and not any(name in case.damage for name in CHOSEN):
+    if (
+        case.command == "train"
+        and not outcome.code
+        and not any(name in case.damage for name in CHOSEN)
+    ):
         losses = losses_of(folder / "run")
-        found += [f"trained otherwise: losses {losses[-2:]}, not {expected[-2:]}"] * (losses[-2:] != expected[-2:])
+        found += [f"trained otherwise: losses {losses[-2:]}, not {expected[-2:]}"] * (
+            losses[-2:] != expected[-2:]
+        )
     if found:
         found.append(outcome.said[-600:])
     shutil.rmtree(folder, ignore_errors=True)
@@ -193,7 +233,9 @@ def problems(case: Case, template: Path, folder: Path, expected: Sequence[Any]) 
 
 def losses_of(folder: Path) -> list[float]:
     """Of a run."""
-    return [json.loads(line)["loss"] for line in RunDir(folder).metrics_path.read_text().splitlines()]
+    return [
+        json.loads(line)["loss"] for line in RunDir(folder).metrics_path.read_text().splitlines()
+    ]
 
 
 def expected_losses(template: Path, folder: Path) -> list[float]:

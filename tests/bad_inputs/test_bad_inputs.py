@@ -1,4 +1,6 @@
-"""No file that is damaged, forged or no file at all makes the trainer hang, crash, lose something or train otherwise."""
+"""No file that is damaged, forged or no file at all makes the trainer hang, crash, lose something
+or train otherwise.
+"""
 
 from __future__ import annotations
 

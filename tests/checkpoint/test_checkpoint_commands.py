@@ -75,7 +75,9 @@ def test_verify_names_the_damaged_file(run: Path, capsys: Capture) -> None:
     assert checkpoints(run) == ["step-2", "step-4", "step-6"], "nothing is renamed"
 
 
-def test_prune_keeps_the_newest_checkpoint_and_the_newest_intact_one(run: Path, capsys: Capture) -> None:
+def test_prune_keeps_the_newest_checkpoint_and_the_newest_intact_one(
+    run: Path, capsys: Capture
+) -> None:
     before = checkpoints(run)
     status, out, _ = run_main(capsys, "prune", run, "--keep", 1, "--dry-run")
     assert (status, out[-1]) == (0, "1 checkpoints would remain")
@@ -94,9 +96,13 @@ def test_prune_keeps_the_newest_checkpoint_and_the_newest_intact_one(run: Path, 
     assert checkpoints(run) == ["step-4", "step-6"]
 
 
-def test_prune_keeps_pinned_checkpoints_and_the_initial_weights(trained: Path, run: Path, capsys: Capture) -> None:
+def test_prune_keeps_pinned_checkpoints_and_the_initial_weights(
+    trained: Path, run: Path, capsys: Capture
+) -> None:
     (run / "checkpoints" / "step-2" / "pinned").touch()
-    config = configured(trained / "run.toml", run, f"--checkpoint.initial_load_path={run}/checkpoints/step-4")
+    config = configured(
+        trained / "run.toml", run, f"--checkpoint.initial_load_path={run}/checkpoints/step-4"
+    )
     RunDir(run).record_start(config, 6)
     assert run_main(capsys, "prune", run, "--keep", 1) == (0, ["3 checkpoints remain"], "")
     (run / "checkpoints" / "step-2" / "pinned").unlink()
@@ -115,31 +121,46 @@ def test_exported_weights_are_a_checkpoint_that_a_run_starts_from(
     exported = tensors(output)
     assert exported.keys() == {name for name in whole if name.startswith("model.")}
     assert all(torch.equal(tensor, whole[name]) for name, tensor in exported.items())
-    sizes = [sum(path.stat().st_size for path in folder.iterdir()) for folder in (output, run / "checkpoints/step-6")]
+    sizes = [
+        sum(path.stat().st_size for path in folder.iterdir())
+        for folder in (output, run / "checkpoints/step-6")
+    ]
     assert sizes[0] < 0.5 * sizes[1]
     assert state(output) == state(run / "checkpoints" / "step-6")
     assert run_main(capsys, "verify", output)[0] == 0
     shutil.rmtree(run)
-    config = configured(trained / "run.toml", tmp_path / "next", f"--checkpoint.initial_load_path={output}")
+    config = configured(
+        trained / "run.toml", tmp_path / "next", f"--checkpoint.initial_load_path={output}"
+    )
     with trainer_of(config) as trainer:
-        assert CheckpointManager(config, RunDir(config.output_dir), trainer.world).resume(trainer) is None
+        assert (
+            CheckpointManager(config, RunDir(config.output_dir), trainer.world).resume(trainer)
+            is None
+        )
         state_dict = trainer.state_dict()
         assert all(torch.equal(state_dict[name], tensor) for name, tensor in exported.items())
     assert run_main(capsys, "export", output, output)[0] == 2
 
 
-def test_export_finds_weights_at_any_offset_of_a_file(trained: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_export_finds_weights_at_any_offset_of_a_file(
+    trained: Path, tmp_path: Path, capsys: Capture
+) -> None:
     config = configured(trained / "run.toml", tmp_path / "run")
     with trainer_of(config) as trainer:
         state_dict = dict(reversed(trainer.state_dict().items()))
         trainer.state_dict = lambda: state_dict  # type: ignore[method-assign]
-        saved = saved_by(CheckpointManager(config, RunDir(config.output_dir), trainer.world), trainer)
+        saved = saved_by(
+            CheckpointManager(config, RunDir(config.output_dir), trainer.world), trainer
+        )
     assert run_main(capsys, "export", saved, tmp_path / "weights")[0] == 0
-    whole, exported = tensors(saved), tensors(tmp_path / "weights")
+    whole = tensors(saved)
+    exported = tensors(tmp_path / "weights")
     assert all(torch.equal(tensor, whole[name]) for name, tensor in exported.items())
 
 
-def test_export_of_a_damaged_checkpoint_leaves_nothing(run: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_export_of_a_damaged_checkpoint_leaves_nothing(
+    run: Path, tmp_path: Path, capsys: Capture
+) -> None:
     flip(run / "checkpoints" / "step-6" / "__0_0.distcp")
     status, _, err = run_main(capsys, "export", run, tmp_path / "weights")
     assert (status, "checksum mismatch" in err) == (78, True)
@@ -149,9 +170,14 @@ def test_export_of_a_damaged_checkpoint_leaves_nothing(run: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("argv", [["list"], ["verify"], ["prune", "--keep=1"]])
-def test_a_folder_without_checkpoints_exits_with_78(tmp_path: Path, capsys: Capture, argv: list[str]) -> None:
+def test_a_folder_without_checkpoints_exits_with_78(
+    tmp_path: Path, capsys: Capture, argv: list[str]
+) -> None:
     status, _, err = run_main(capsys, *argv, tmp_path)
-    assert (status, err) == (78, f"error: {tmp_path} is neither a checkpoint nor a run folder with a checkpoint\n")
+    assert (status, err) == (
+        78,
+        f"error: {tmp_path} is neither a checkpoint nor a run folder with a checkpoint\n",
+    )
 
 
 @pytest.mark.parametrize(

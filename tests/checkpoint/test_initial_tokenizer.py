@@ -1,4 +1,6 @@
-"""Weights of a Hugging Face model are only trained with a tokenizer that gives the ids they know."""
+"""Weights of a Hugging Face model are only trained with a tokenizer that gives the ids they
+know.
+"""
 
 from __future__ import annotations
 
@@ -65,27 +67,46 @@ def test_the_launcher_refuses_them(run: Path, model: Path) -> None:
     assert f'set tokenizer.kind = "huggingface" and tokenizer.path = "{model}"' in problem
 
 
-def test_a_copy_of_the_tokenizer_is_accepted_and_another_one_refused(run: Path, model: Path, tmp_path: Path) -> None:
+def test_a_copy_of_the_tokenizer_is_accepted_and_another_one_refused(
+    run: Path, model: Path, tmp_path: Path
+) -> None:
     write_family(model, "qwen3")
     assert (
-        problems_of(run, model, *huggingface(write_family(tmp_path / "copy", "qwen3", eos_token="<|endoftext|>"))) == []
+        problems_of(
+            run,
+            model,
+            *huggingface(write_family(tmp_path / "copy", "qwen3", eos_token="<|endoftext|>")),
+        )
+        == []
     )
-    (problem,) = problems_of(run, model, *huggingface(write_family(tmp_path / "other", "gpt_neox")))
+    (problem,) = problems_of(
+        run, model, *huggingface(write_family(tmp_path / "other", "gpt_neox"))
+    )
     assert "a probe text gives ids" in problem
-    assert "the last token of documents, 0, is no special token of the model's tokenizer" in problem
+    assert (
+        "the last token of documents, 0, is no special token of the model's tokenizer" in problem
+    )
 
 
-def test_a_special_token_with_another_id_is_refused(run: Path, model: Path, tmp_path: Path) -> None:
+def test_a_special_token_with_another_id_is_refused(
+    run: Path, model: Path, tmp_path: Path
+) -> None:
     write_family(model, "qwen2")
     other = write_family(tmp_path / "other", "qwen2") / "tokenizer.json"
     content = json.loads(other.read_text())
-    content["added_tokens"][0]["content"], content["added_tokens"][1]["content"] = "<|im_start|>", "<|endoftext|>"
+    content["added_tokens"][0]["content"] = "<|im_start|>"
+    content["added_tokens"][1]["content"] = "<|endoftext|>"
     other.write_text(json.dumps(content))
     (problem,) = problems_of(run, model, *huggingface(other))
-    assert 'special token "<|endoftext|>" is 801, but 800 for the model; special token "<|im_start|>" is 800' in problem
+    assert (
+        'special token "<|endoftext|>" is 801, but 800 for the model; special token "<|im_start|>" is 800'
+        in problem
+    )
 
 
-def test_metas_file_is_accepted_for_the_tokenizer_json_made_from_it(run: Path, model: Path, tmp_path: Path) -> None:
+def test_metas_file_is_accepted_for_the_tokenizer_json_made_from_it(
+    run: Path, model: Path, tmp_path: Path
+) -> None:
     _, exported = export_tokenizer("tiktoken", tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(exported / name, model)

@@ -1,4 +1,6 @@
-"""Initial weights: each rank reads its shards on every mesh, validation precedes training, nothing is deleted."""
+"""Initial weights: each rank reads its shards on every mesh, validation precedes training, nothing
+is deleted.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +35,30 @@ from trainer.storage.manifest import read_state
 from trainer.storage.run_dir import ResumeError, RunDir
 
 ODD = ("--model.ffn_dim=68", "--model.vocab_size=268")
-SIX_EXPERTS = ("--model.feed_forward=moe", "--model.num_experts=6", "--model.top_k=2", "--model.expert_dim=24")
+SIX_EXPERTS = (
+    "--model.feed_forward=moe",
+    "--model.num_experts=6",
+    "--model.top_k=2",
+    "--model.expert_dim=24",
+)
 
 
-def write_hf_model(run: Path, folder: Path, *options: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def write_hf_model(
+    run: Path, folder: Path, *options: str, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """Writes a Hugging Face model with random weights; returns the tensors by parameter name."""
     model = configured(run, run.parent / "run", *options).model.build()
     torch.manual_seed(1)
-    weights = {name: torch.randn(entry.shape).to(dtype) for name, entry in tensor_specs(model).items()}
+    weights = {
+        name: torch.randn(entry.shape).to(dtype) for name, entry in tensor_specs(model).items()
+    }
     folder.mkdir()
     (folder / hf.CONFIG_FILE).write_text(
         json.dumps(model_config_to_hf(model, max_length=64, dtype=str(dtype).partition(".")[2]))
     )
-    *_, last = write_safetensors(folder, model, weights.__getitem__, dtype=dtype, file_bytes=100_000)
+    *_, last = write_safetensors(
+        folder, model, weights.__getitem__, dtype=dtype, file_bytes=100_000
+    )
     assert last == folder / hf.INDEX_FILE
     return weights
 
@@ -59,7 +72,9 @@ def run(tmp_path: Path) -> Path:
 
 
 def load_initial(run: Path, options: tuple[str, ...]) -> tuple[dict[str, Tensor], int, int]:
-    """On one rank: (full weights of its stages, number of elements read, number of local elements)."""
+    """On one rank: (full weights of its stages, number of elements read, number of local
+    elements).
+    """
     from torch import distributed
 
     config = configured(run, run.parent / "run", *options)
@@ -67,7 +82,8 @@ def load_initial(run: Path, options: tuple[str, ...]) -> tuple[dict[str, Tensor]
     trainer = Trainer(config, world, dataset_of(config))
     parameters = trainer.optimizer.parameters_by_name
     assert all(bool(to_local(weight).isnan().all()) for weight in parameters.values())
-    count, read = 0, hf.SafetensorsReader._slice
+    count = 0
+    read = hf.SafetensorsReader._slice
 
     def counting_read(self: hf.SafetensorsReader, *arguments: Any) -> Tensor:
         nonlocal count
@@ -76,10 +92,14 @@ def load_initial(run: Path, options: tuple[str, ...]) -> tuple[dict[str, Tensor]
         return found
 
     hf.SafetensorsReader._slice = counting_read  # type: ignore[assignment, method-assign]
-    assert CheckpointManager(config, RunDir(config.output_dir), trainer.world).resume(trainer) is None
+    assert (
+        CheckpointManager(config, RunDir(config.output_dir), trainer.world).resume(trainer) is None
+    )
     hf.SafetensorsReader._slice = read  # type: ignore[method-assign]
     assert trainer.step == 0
-    full_weights = {name: full_tensor(weight.detach()).clone() for name, weight in parameters.items()}
+    full_weights = {
+        name: full_tensor(weight.detach()).clone() for name, weight in parameters.items()
+    }
     return full_weights, count, sum(to_local(weight).numel() for weight in parameters.values())
 
 
@@ -87,27 +107,45 @@ MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "one process": (1, ()),
     "fsdp 3, uneven": (3, ()),
     "qk norm, tp 2, fsdp 2": (4, ("--parallelism.tp=2", "--model.qk_norm=true", *ODD)),
-    "biases, tp 4, replicated KV heads": (4, ("--parallelism.tp=4", "--model.qkv_bias=true", *ODD)),
+    "biases, tp 4, replicated KV heads": (
+        4,
+        ("--parallelism.tp=4", "--model.qkv_bias=true", *ODD),
+    ),
     "pp 2, fsdp 2": (4, ("--parallelism.pp=2",)),
-    "dp_replicate, cp": (4, ("--parallelism.dp_replicate=2", "--parallelism.dp_shard=1", "--parallelism.cp=2")),
+    "dp_replicate, cp": (
+        4,
+        ("--parallelism.dp_replicate=2", "--parallelism.dp_shard=1", "--parallelism.cp=2"),
+    ),
     "tied, tp 2, fsdp 2": (4, ("--parallelism.tp=2", "--model.tie_embeddings=true")),
     "fsdp 4, a rank without an expert": (4, SIX_EXPERTS),
     "optimizer on the host": (2, ("--memory.optimizer_placement=host",)),
 }
-QUICK = ("fsdp 3, uneven", "biases, tp 4, replicated KV heads", "pp 2, fsdp 2", "tied, tp 2, fsdp 2")
+QUICK = (
+    "fsdp 3, uneven",
+    "biases, tp 4, replicated KV heads",
+    "pp 2, fsdp 2",
+    "tied, tp 2, fsdp 2",
+)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [pytest.param(*mesh, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, mesh in MESHES.items()],
+    [
+        pytest.param(*mesh, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, mesh in MESHES.items()
+    ],
 )
-def test_every_rank_reads_exactly_its_shards(run: Path, ranks: int, options: tuple[str, ...]) -> None:
+def test_every_rank_reads_exactly_its_shards(
+    run: Path, ranks: int, options: tuple[str, ...]
+) -> None:
     folder = run.parent / "model"
     dtype = torch.bfloat16 if ranks == 3 else torch.float32
     expected = write_hf_model(run, folder, *options, dtype=dtype)
     dataset_of(configured(run, run.parent / "run"))  # Tokenize once, not on every rank.
-    found = run_ranks(load_initial, ranks, run, (*options, f"--checkpoint.initial_load_path={HF_PREFIX}{folder}"))
+    found = run_ranks(
+        load_initial, ranks, run, (*options, f"--checkpoint.initial_load_path={HF_PREFIX}{folder}")
+    )
     names = set[str]()
     for weights, count, num_local in found:
         assert count == num_local
@@ -136,11 +174,18 @@ def test_only_the_weights_of_another_run_are_loaded(run: Path) -> None:
 
 def check_loaded_weights(run: Path, first: Path, path: str) -> None:
     saved = tensors(find_checkpoint(first / path))
-    options = ("--optimizer.lr=0.5", "--training.seed=4", f"--checkpoint.initial_load_path={first / path}")
+    options = (
+        "--optimizer.lr=0.5",
+        "--training.seed=4",
+        f"--checkpoint.initial_load_path={first / path}",
+    )
     config = configured(run, run.parent / "second", *options)
     validate_initial_weights(config)
     with trainer_of(config) as trainer:
-        assert CheckpointManager(config, RunDir(config.output_dir), trainer.world).resume(trainer) is None
+        assert (
+            CheckpointManager(config, RunDir(config.output_dir), trainer.world).resume(trainer)
+            is None
+        )
         loaded = trainer.state_dict()
         assert (trainer.step, trainer.next_sequence) == (0, 0)
     assert loaded.keys() == saved.keys()
@@ -153,7 +198,14 @@ def check_loaded_weights(run: Path, first: Path, path: str) -> None:
 @pytest.mark.ranks
 def test_initial_weights_load_on_another_mesh(run: Path) -> None:
     first = first_run(run)
-    options = ("--checkpoint.initial_load_path", str(first), "--parallelism.tp", "2", "--training.steps", "1")
+    options = (
+        "--checkpoint.initial_load_path",
+        str(first),
+        "--parallelism.tp",
+        "2",
+        "--training.steps",
+        "1",
+    )
     done = forked(run, run.parent / "second", *options, processes=4)
     assert done.statuses == [0, 0, 0, 0], done.said
     assert "initial weights: " in done.said
@@ -163,24 +215,33 @@ def test_initial_weights_load_on_another_mesh(run: Path) -> None:
 
 def test_a_folder_without_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
     config = configured(run, tmp_path / "run", f"--checkpoint.initial_load_path={tmp_path}")
-    with pytest.raises(ConfigError, match="is neither a checkpoint nor a run folder with a checkpoint"):
+    with pytest.raises(
+        ConfigError, match="is neither a checkpoint nor a run folder with a checkpoint"
+    ):
         validate_initial_weights(config)
 
 
 def test_the_model_configuration_of_a_checkpoint_is_restored(run: Path) -> None:
-    first = first_run(run, "--training.steps=1", "--model.rope.kind=llama3", "--model.rope.factor=4")
+    first = first_run(
+        run, "--training.steps=1", "--model.rope.kind=llama3", "--model.rope.factor=4"
+    )
     state = read_state(find_checkpoint(first))
     assert (
         model_config_from_values(state.config)
-        == configured(run, first, "--model.rope.kind=llama3", "--model.rope.factor=4").model.build()
+        == configured(
+            run, first, "--model.rope.kind=llama3", "--model.rope.factor=4"
+        ).model.build()
     )
     state.config["model.experts"] = 8
     with pytest.raises(
-        ResumeError, match=r"state.json is not of this version's models: .* unexpected keyword argument 'experts'"
+        ResumeError,
+        match=r"state.json is not of this version's models: .* unexpected keyword argument 'experts'",
     ):
         model_config_from_values(state.config)
     del state.config["model.experts"], state.config["model.dim"]
-    with pytest.raises(ResumeError, match=r"state.json is not of this version's models: .* missing "):
+    with pytest.raises(
+        ResumeError, match=r"state.json is not of this version's models: .* missing "
+    ):
         model_config_from_values(state.config)
 
 
@@ -199,7 +260,10 @@ def test_every_differing_model_field_is_reported(run: Path) -> None:
     folder = run.parent / "model"
     write_hf_model(run, folder)
     problems = problems_of(
-        run, f"--checkpoint.initial_load_path=hf:{folder}", "--model.ffn_dim=80", "--model.norm_eps=1e-6"
+        run,
+        f"--checkpoint.initial_load_path=hf:{folder}",
+        "--model.ffn_dim=80",
+        "--model.norm_eps=1e-6",
     )
     start = f'checkpoint.initial_load_path = "hf:{folder}": model.'
     assert problems == [
@@ -212,7 +276,10 @@ def test_another_rope_is_allowed_and_logged(run: Path, caplog: pytest.LogCapture
     folder = run.parent / "model"
     write_hf_model(run, folder)
     caplog.set_level(logging.INFO)
-    assert problems_of(run, f"--checkpoint.initial_load_path=hf:{folder}", "--model.rope.theta=8e6") == []
+    assert (
+        problems_of(run, f"--checkpoint.initial_load_path=hf:{folder}", "--model.rope.theta=8e6")
+        == []
+    )
     assert caplog.messages == [
         "checkpoint.initial_load_path: model.rope.theta = 8000000.0, but the initial weights have 500000.0"
     ]
@@ -230,7 +297,8 @@ def test_missing_and_truncated_files_are_reported(run: Path) -> None:
     )
     (folder / hf.CONFIG_FILE).unlink()
     assert (
-        "config.json cannot be read: No such file" in problems_of(run, f"--checkpoint.initial_load_path=hf:{folder}")[0]
+        "config.json cannot be read: No such file"
+        in problems_of(run, f"--checkpoint.initial_load_path=hf:{folder}")[0]
     )
 
 
@@ -288,16 +356,26 @@ def test_a_checkpoint_of_the_run_takes_precedence(run: Path) -> None:
     config = configured(run, run.parent / "run", initial)
     validate_initial_weights(config)
     with trainer_of(config) as trainer:
-        assert CheckpointManager(config, RunDir(config.output_dir), trainer.world).resume(trainer) is not None
+        assert (
+            CheckpointManager(config, RunDir(config.output_dir), trainer.world).resume(trainer)
+            is not None
+        )
         assert trainer.step == 3
-        assert all(torch.equal(tensor, saved[name]) for name, tensor in trainer.state_dict().items())
+        assert all(
+            torch.equal(tensor, saved[name]) for name, tensor in trainer.state_dict().items()
+        )
 
 
 def test_initial_weights_load_with_checkpoints_disabled(run: Path) -> None:
     folder = run.parent / "model"
     write_hf_model(run, folder)
     run_here(
-        configured(run, run.parent / "run", f"--checkpoint.initial_load_path=hf:{folder}", "--checkpoint.enabled=false")
+        configured(
+            run,
+            run.parent / "run",
+            f"--checkpoint.initial_load_path=hf:{folder}",
+            "--checkpoint.enabled=false",
+        )
     )
     losses = [loss for (loss,) in metrics(run.parent / "run", "loss")]
     assert losses[0] > 10
@@ -321,4 +399,6 @@ def test_parameters_are_nan_until_the_initial_weights_are_loaded(run: Path) -> N
     config = configured(run, run.parent / "run", "--checkpoint.initial_load_path=hf:/no/where")
     with trainer_of(config) as trainer:
         assert isinstance(trainer.stage_modules[0], Transformer)
-        assert all(bool(weight.isnan().all()) for weight in trainer.optimizer.parameters_by_name.values())
+        assert all(
+            bool(weight.isnan().all()) for weight in trainer.optimizer.parameters_by_name.values()
+        )

@@ -36,10 +36,16 @@ def run(tmp_path: Path) -> Path:
         (("--checkpoint.enabled", "false"), []),
     ],
 )
-def test_every_nth_step_and_the_last_are_saved(run: Path, options: tuple[str, ...], expected_steps: list[int]) -> None:
+def test_every_nth_step_and_the_last_are_saved(
+    run: Path, options: tuple[str, ...], expected_steps: list[int]
+) -> None:
     config = configured(run, run.parent / "run", "--training.steps", "7", *options)
-    manager = CheckpointManager(config, RunDir(config.output_dir), World(0, 1, torch.device("cpu")))
-    assert [step for step in range(1, 8) if manager.should_save(step, config.training_stages[0])] == expected_steps
+    manager = CheckpointManager(
+        config, RunDir(config.output_dir), World(0, 1, torch.device("cpu"))
+    )
+    assert [
+        step for step in range(1, 8) if manager.should_save(step, config.training_stages[0])
+    ] == expected_steps
 
 
 def test_resume_restores_what_was_saved(run: Path) -> None:
@@ -56,7 +62,12 @@ def test_resume_restores_what_was_saved(run: Path) -> None:
     assert {name: tensor.tolist() for name, tensor in tensors(saved).items()} == {
         name: tensor.tolist() for name, tensor in saved_tensors.items()
     }
-    assert sorted(path.name for path in saved.iterdir()) == [".metadata", "__0_0.distcp", "manifest.json", "state.json"]
+    assert sorted(path.name for path in saved.iterdir()) == [
+        ".metadata",
+        "__0_0.distcp",
+        "manifest.json",
+        "state.json",
+    ]
     assert (
         scalars
         == state(saved)["trainer"]
@@ -73,13 +84,19 @@ def test_resume_restores_what_was_saved(run: Path) -> None:
     with trainer_of(config) as trainer:
         assert CheckpointManager(config, folder, trainer.world).resume(trainer) == saved
         assert trainer.train_state() == scalars
-        assert all(torch.equal(tensor, saved_tensors[name]) for name, tensor in trainer.state_dict().items())
+        assert all(
+            torch.equal(tensor, saved_tensors[name])
+            for name, tensor in trainer.state_dict().items()
+        )
 
 
 def test_a_fresh_run_starts_at_step_0(run: Path) -> None:
     config = configured(run, run.parent / "run")
     with trainer_of(config) as trainer:
-        assert CheckpointManager(config, RunDir(config.output_dir), trainer.world).resume(trainer) is None
+        assert (
+            CheckpointManager(config, RunDir(config.output_dir), trainer.world).resume(trainer)
+            is None
+        )
         assert (trainer.step, trainer.next_sequence) == (0, 0)
 
 
@@ -93,17 +110,25 @@ def test_a_committed_step_is_not_rewritten(run: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in saved.iterdir()} == before
 
 
-def test_a_full_disk_makes_room_by_superfluous_checkpoints(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = configured(run, run.parent / "run", "--checkpoint.keep", "3", "--checkpoint.async", "false")
+def test_a_full_disk_makes_room_by_superfluous_checkpoints(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(
+        run, run.parent / "run", "--checkpoint.keep", "3", "--checkpoint.async", "false"
+    )
     folder = RunDir(config.output_dir)
     with trainer_of(config) as trainer:
         manager = CheckpointManager(config, folder, trainer.world)
         for step in (1, 2, 3):
             trainer.step = step
             saved_by(manager, trainer)
-        fewer = configured(run, run.parent / "run", "--checkpoint.keep", "2", "--checkpoint.async", "false")
+        fewer = configured(
+            run, run.parent / "run", "--checkpoint.keep", "2", "--checkpoint.async", "false"
+        )
         manager = CheckpointManager(fewer, folder, trainer.world)
-        monkeypatch.setattr(save, "_free_bytes", lambda _: 0 if len(checkpoints(folder.path)) > 2 else 1 << 40)
+        monkeypatch.setattr(
+            save, "_free_bytes", lambda _: 0 if len(checkpoints(folder.path)) > 2 else 1 << 40
+        )
         trainer.step = 4
         saved_by(manager, trainer)
     assert checkpoints(folder.path) == ["step-3", "step-4"]
@@ -116,7 +141,9 @@ QUICK = (("manifest.json", 1), ("state.json", 3), (".metadata", 2), ("__0_0.dist
 @pytest.mark.parametrize(
     ("name", "unreadable"),
     [
-        pytest.param(name, unreadable, marks=() if (name, len(unreadable)) in QUICK else pytest.mark.slow)
+        pytest.param(
+            name, unreadable, marks=() if (name, len(unreadable)) in QUICK else pytest.mark.slow
+        )
         for name in ("manifest.json", "state.json", ".metadata", "__0_0.distcp")
         for unreadable in (["step-6"], ["step-4", "step-6"], ["step-2", "step-4", "step-6"])
     ],
@@ -151,15 +178,20 @@ def test_a_checkpoint_that_the_device_cannot_read_is_passed_over_if_one_before_i
         resumed = manager.resume(trainer)
     assert resumed is not None
     assert resumed.name == f"step-{6 - 2 * len(unreadable)}"
-    committed, bad = before[: -len(unreadable)], [f"bad-{each}" for each in unreadable]
-    assert [each.rsplit("-2", 1)[0] if "bad" in each else each for each in checkpoints(folder.path)] == [
+    committed = before[: -len(unreadable)]
+    bad = [f"bad-{each}" for each in unreadable]
+    assert [
+        each.rsplit("-2", 1)[0] if "bad" in each else each for each in checkpoints(folder.path)
+    ] == [
         *bad,
         *committed,
     ]
 
 
 def test_pruning_does_not_count_damaged_checkpoints(run: Path) -> None:
-    config = configured(run, run.parent / "run", "--checkpoint.keep", "2", "--checkpoint.async", "false")
+    config = configured(
+        run, run.parent / "run", "--checkpoint.keep", "2", "--checkpoint.async", "false"
+    )
     with trainer_of(config) as trainer:
         manager = CheckpointManager(config, RunDir(config.output_dir), trainer.world)
         for step in (1, 2, 3):
@@ -189,21 +221,30 @@ def test_a_failed_save_leaves_no_checkpoint_and_the_next_launch_trains(
     assert checkpoints(folder.path) == ["step-2", "step-4", "step-6"]
 
 
-@pytest.mark.parametrize("change", [{"step": 50}, {"step": 50, "optimizer_steps": 50}, {"optimizer_steps": 5}])
-def test_a_state_of_another_step_than_its_tensors_is_refused(run: Path, change: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "change", [{"step": 50}, {"step": 50, "optimizer_steps": 50}, {"optimizer_steps": 5}]
+)
+def test_a_state_of_another_step_than_its_tensors_is_refused(
+    run: Path, change: dict[str, int]
+) -> None:
     config = configured(run, run.parent / "run")
     run_here(config)
     folder = RunDir(config.output_dir)
     (_, newest), *_ = reversed(folder.committed_checkpoints())
     step = change.get("step", 6)
-    forge(newest / "state.json", lambda state: (state.update(change), state["trainer"].update(step=step)))
+    forge(
+        newest / "state.json",
+        lambda state: (state.update(change), state["trainer"].update(step=step)),
+    )
     about = manifest.read(newest)
     manifest.write(newest, about.model_copy(update={"step": step}))
     renamed = newest.rename(newest.with_name(f"step-{step}"))
     reseal(renamed)
     with (
         trainer_of(config) as trainer,
-        pytest.raises(ResumeError, match=r"optimizer tensors count 6 steps, and state.json is for step"),
+        pytest.raises(
+            ResumeError, match=r"optimizer tensors count 6 steps, and state.json is for step"
+        ),
     ):
         CheckpointManager(config, folder, trainer.world).resume(trainer)
 
@@ -218,7 +259,10 @@ def test_a_checkpoint_of_otherwise_packed_data_is_refused(run: Path) -> None:
     reseal(newest)
     with (
         trainer_of(config) as trainer,
-        pytest.raises(ResumeError, match='was trained on otherwise packed data: corpus was "another" and is now "'),
+        pytest.raises(
+            ResumeError,
+            match='was trained on otherwise packed data: corpus was "another" and is now "',
+        ),
     ):
         CheckpointManager(config, folder, trainer.world).resume(trainer)
 
@@ -275,7 +319,8 @@ def test_mismatching_tensors_are_refused_and_nothing_is_loaded(
         trainer.state_dict = lambda: expected  # type: ignore[method-assign]
         before = {key: tensor.clone() for key, tensor in expected.items()}
         with pytest.raises(
-            ResumeError, match=rf"(?s)step-0 does not match the model: 1 tensors differ:\n  .*{message}"
+            ResumeError,
+            match=rf"(?s)step-0 does not match the model: 1 tensors differ:\n  .*{message}",
         ):
             CheckpointManager(config, folder, trainer.world).resume(trainer)
         assert all(torch.equal(tensor, before[key]) for key, tensor in expected.items())
@@ -292,11 +337,16 @@ def test_optimizer_moments_are_converted_to_optimizer_dtype(run: Path) -> None:
             loaded = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
             for name, tensor in saved_tensors[-1].items() if saved_tensors else ():
                 assert torch.equal(loaded[name], tensor.to(loaded[name].dtype)), name
-                assert str(loaded[name].dtype) == f"torch.{dtype if '.exp_avg' in name else 'float32'}"
+                assert (
+                    str(loaded[name].dtype)
+                    == f"torch.{dtype if '.exp_avg' in name else 'float32'}"
+                )
             assert trainer.step == step - 1
             assert len(trainer.config_changes) == (step > 1)
             next(trainer.train_steps())
-            saved_tensors.append({name: tensor.clone() for name, tensor in trainer.state_dict().items()})
+            saved_tensors.append(
+                {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+            )
             saved_by(checkpoints, trainer)
 
 
@@ -308,5 +358,7 @@ def test_a_checkpoint_of_other_data_is_refused(run: Path) -> None:
         path = saved / "state.json"
         forge(path, lambda state: state.update(data={"corpus": "another"}))
         reseal(saved)
-        with pytest.raises(ResumeError, match='was trained on other data: corpus was "another" and is now "'):
+        with pytest.raises(
+            ResumeError, match='was trained on other data: corpus was "another" and is now "'
+        ):
             CheckpointManager(config, folder, trainer.world).resume(trainer)

@@ -27,8 +27,17 @@ def commit(folder: Path, *, step: int = 6) -> Path:
     for name, data in ((".metadata", b"m"), ("__0_0.distcp", bytes(range(256)) * 40)):
         (folder / name).write_bytes(data)
     files = {path.name: manifest.hash_file(path) for path in folder.iterdir()}
-    versions, mesh = {"torch": "2"}, {"tp": 2}
-    about = Manifest(step=step, attempt="a", world_size=2, mesh=mesh, versions=versions, saved="now", files=files)
+    versions = {"torch": "2"}
+    mesh = {"tp": 2}
+    about = Manifest(
+        step=step,
+        attempt="a",
+        world_size=2,
+        mesh=mesh,
+        versions=versions,
+        saved="now",
+        files=files,
+    )
     manifest.write(folder, about)
     return folder
 
@@ -36,7 +45,12 @@ def commit(folder: Path, *, step: int = 6) -> Path:
 def test_manifest_round_trip(tmp_path: Path) -> None:
     problem = read_validated(commit(tmp_path / "step-6"))
     size = 10241 + (tmp_path / "step-6" / "state.json").stat().st_size
-    assert (problem.step, problem.world_size, problem.mesh, problem.bytes) == (6, 2, {"tp": 2}, size)
+    assert (problem.step, problem.world_size, problem.mesh, problem.bytes) == (
+        6,
+        2,
+        {"tp": 2},
+        size,
+    )
     assert manifest.find_damage(tmp_path / "step-6", problem, problem.files) == []
 
 
@@ -45,7 +59,9 @@ def test_every_flipped_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
     path = folder / manifest.MANIFEST_FILE
     content = path.read_bytes()
     for offset in range(len(content)):
-        path.write_bytes(content[:offset] + bytes([content[offset] ^ (1 << offset % 8)]) + content[offset + 1 :])
+        path.write_bytes(
+            content[:offset] + bytes([content[offset] ^ (1 << offset % 8)]) + content[offset + 1 :]
+        )
         with pytest.raises(DamageError):
             read(folder)
 
@@ -67,7 +83,8 @@ def test_other_content_is_not_a_manifest(tmp_path: Path, content: bytes) -> None
     folder = commit(tmp_path / "step-6")
     (folder / manifest.MANIFEST_FILE).write_bytes(content)
     with pytest.raises(
-        DamageError, match=r"manifest.json is damaged: it (is not a checkpoint manifest|does not match)"
+        DamageError,
+        match=r"manifest.json is damaged: it (is not a checkpoint manifest|does not match)",
     ):
         read_validated(folder)
 
@@ -76,7 +93,10 @@ FORGED: dict[str, tuple[dict[str, object], str]] = {
     "a path": ({"files": {"../state.json": (1, "")}}, '"../state.json" is not a checkpoint file'),
     "a root": ({"files": {"/etc/passwd": (1, "")}}, '"/etc/passwd" is not'),
     "itself": ({"files": {"manifest.json": (1, "")}}, '"manifest.json" is not'),
-    "no size": ({"files": {"state.json": ("1", "")}}, "files.state.json.0: Input should be a valid integer"),
+    "no size": (
+        {"files": {"state.json": ("1", "")}},
+        "files.state.json.0: Input should be a valid integer",
+    ),
     "no state": ({"files": {".metadata": (1, "")}}, "state.json must be listed"),
     "another step": ({"step": 7}, "is for step 7"),
     "no step": ({"step": "6"}, "step: Input should be a valid integer"),
@@ -98,7 +118,10 @@ def test_a_later_format_is_not_damage(tmp_path: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as newer:
         newer.setattr(Manifest, "version", classmethod(lambda _: 2))
         folder = commit(tmp_path / "step-6")
-    with pytest.raises(ResumeError, match=r'has version 2 of "checkpoint manifest"; longhaul .* reads versions 1 to 1'):
+    with pytest.raises(
+        ResumeError,
+        match=r'has version 2 of "checkpoint manifest"; longhaul .* reads versions 1 to 1',
+    ):
         read_validated(folder)
     assert issubclass(NewerFormatError, ResumeError)
 
@@ -106,7 +129,10 @@ def test_a_later_format_is_not_damage(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("part", ["step", "trainer"])
 def test_manifest_and_state_are_of_one_step(tmp_path: Path, part: str) -> None:
     folder = commit(tmp_path / "step-6")
-    forge(folder / "state.json", lambda state: (state if part == "step" else state["trainer"]).update(step=50))
+    forge(
+        folder / "state.json",
+        lambda state: (state if part == "step" else state["trainer"]).update(step=50),
+    )
     about = read(folder)
     files = about.files | {"state.json": manifest.hash_file(folder / "state.json")}
     manifest.write(folder, about.model_copy(update={"files": files}))
@@ -145,7 +171,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("do", "message"), DAMAGES.values(), ids=list(DAMAGES))
-def test_damage_is_reported_with_the_file_name(tmp_path: Path, do: Callable[[Path], object], message: str) -> None:
+def test_damage_is_reported_with_the_file_name(
+    tmp_path: Path, do: Callable[[Path], object], message: str
+) -> None:
     folder = commit(tmp_path / "step-6")
     do(folder / "__0_0.distcp")
     about = read_validated(folder)
@@ -173,7 +201,12 @@ def failing(function: Callable[..., object], times: int, number: int) -> Callabl
 
 @pytest.mark.parametrize(
     ("number", "times", "succeeds"),
-    [(errno.EIO, 3, True), (errno.ESTALE, 3, True), (errno.EIO, 4, False), (errno.EACCES, 1, False)],
+    [
+        (errno.EIO, 3, True),
+        (errno.ESTALE, 3, True),
+        (errno.EIO, 4, False),
+        (errno.EACCES, 1, False),
+    ],
 )
 def test_transient_io_errors_are_retried_and_are_not_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, times: int, *, succeeds: bool
@@ -184,7 +217,9 @@ def test_transient_io_errors_are_retried_and_are_not_damage(
     if succeeds:
         assert read_validated(folder).step == 6
     else:
-        with pytest.raises(RunFailedError, match=rf"state.json cannot be read .*{os.strerror(number)}"):
+        with pytest.raises(
+            RunFailedError, match=rf"state.json cannot be read .*{os.strerror(number)}"
+        ):
             read_validated(folder)
 
 

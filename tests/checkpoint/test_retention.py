@@ -23,7 +23,14 @@ def commit_steps(checkpoints: Path, *steps: int) -> list[tuple[int, Path]]:
 
 @pytest.mark.parametrize(
     ("keep", "keep_every", "deleted"),
-    [(1, None, [2, 4, 6, 8]), (3, None, [2, 4]), (5, None, []), (6, None, []), (1, 4, [2, 6]), (2, 2, [])],
+    [
+        (1, None, [2, 4, 6, 8]),
+        (3, None, [2, 4]),
+        (5, None, []),
+        (6, None, []),
+        (1, 4, [2, 6]),
+        (2, 2, []),
+    ],
 )
 def test_the_newest_and_every_nth_are_kept(
     tmp_path: Path, keep: int, keep_every: int | None, deleted: list[int]
@@ -33,13 +40,17 @@ def test_the_newest_and_every_nth_are_kept(
     assert to_delete == [folder for step, folder in committed if step in deleted]
 
 
-def test_pinned_and_protected_checkpoints_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_and_protected_checkpoints_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     committed = commit_steps(tmp_path / "run", 2, 4, 6, 8)
     (tmp_path / "run" / "step-4" / "pinned").touch()
     (tmp_path / "link").symlink_to(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     protected = [Path("link/step-2")]
-    assert checkpoints_to_delete(committed, keep=1, protected=protected) == [tmp_path / "run" / "step-6"]
+    assert checkpoints_to_delete(committed, keep=1, protected=protected) == [
+        tmp_path / "run" / "step-6"
+    ]
 
 
 def test_damaged_checkpoints_do_not_count_and_are_kept(tmp_path: Path) -> None:
@@ -50,7 +61,9 @@ def test_damaged_checkpoints_do_not_count_and_are_kept(tmp_path: Path) -> None:
     assert checkpoints_to_delete(valid_checkpoints(committed), keep=1) == []
 
 
-def test_a_checkpoint_is_renamed_before_it_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_renamed_before_it_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit_steps(tmp_path, 2)
     names = []
     monkeypatch.setattr("shutil.rmtree", lambda folder: names.append(folder.name))

@@ -55,7 +55,9 @@ def seal(checkpoint: Path) -> None:
     """Writes a manifest of the present files."""
     step = int(checkpoint.name.removeprefix("step-"))
     files = {name: manifest.hash_file(checkpoint / name) for name in ("state.json", ".metadata")}
-    about = manifest.Manifest(step=step, attempt="a", world_size=1, mesh={}, versions={}, saved="", files=files)
+    about = manifest.Manifest(
+        step=step, attempt="a", world_size=1, mesh={}, versions={}, saved="", files=files
+    )
     manifest.write(checkpoint, about)
 
 
@@ -66,7 +68,10 @@ def test_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
     for step in (1000, 6, 30, 200):
         commit(tmp_path, step, config(tmp_path))
     assert [step for step, _ in RunDir(tmp_path).committed_checkpoints()] == [6, 30, 200, 1000]
-    assert RunDir(tmp_path).resume_checkpoint(config(tmp_path)) == tmp_path / "checkpoints" / "step-1000"
+    assert (
+        RunDir(tmp_path).resume_checkpoint(config(tmp_path))
+        == tmp_path / "checkpoints" / "step-1000"
+    )
 
 
 JUNK = [
@@ -132,7 +137,8 @@ def test_a_file_in_place_of_the_folder_is_an_error(tmp_path: Path, child: str) -
     (tmp_path / "taken").touch()
     path = tmp_path / "taken" / child
     with pytest.raises(
-        ConfigError, match=rf"^job.output_dir = {path} cannot be used: {tmp_path}/taken is not a folder"
+        ConfigError,
+        match=rf"^job.output_dir = {path} cannot be used: {tmp_path}/taken is not a folder",
     ):
         RunDir(path).create()
 
@@ -146,7 +152,9 @@ def test_a_folder_that_is_not_writable_is_an_error() -> None:
 def test_the_resolved_configuration_is_stored(tmp_path: Path) -> None:
     values = config(tmp_path, optimizer={"lr": 0.125})
     RunDir(tmp_path).record_start(values, 0)
-    assert load(["--config", str(tmp_path / "config.toml")]).training_stages == values.training_stages
+    assert (
+        load(["--config", str(tmp_path / "config.toml")]).training_stages == values.training_stages
+    )
 
 
 # ---- metrics and events
@@ -167,16 +175,31 @@ def test_metrics_after_the_checkpoint_are_cut_and_others_kept_byte_by_byte(tmp_p
     assert truncate(tmp_path, prefix, 0) == b""
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 3', b'{"step": 3}', b"{", b'{"step": 3, "x": "\xc3', b"\0\0\0\0"])
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 3', b'{"step": 3}', b"{", b'{"step": 3, "x": "\xc3', b"\0\0\0\0"]
+)
 def test_a_torn_last_line_is_cut(tmp_path: Path, torn: bytes) -> None:
     assert truncate(tmp_path, b'{"step": 2}\n' + torn, 5) == b'{"step": 2}\n'
 
 
 @pytest.mark.parametrize(
-    "junk", [b"junk\n", b"\n", b"[1]\n", b'"step"\n', b"null\n", b"7\n", b'{"loss": 1}\n', b'{"step": "2"}\n']
+    "junk",
+    [
+        b"junk\n",
+        b"\n",
+        b"[1]\n",
+        b'"step"\n',
+        b"null\n",
+        b"7\n",
+        b'{"loss": 1}\n',
+        b'{"step": "2"}\n',
+    ],
 )
 def test_an_invalid_line_is_cut(tmp_path: Path, junk: bytes) -> None:
-    assert truncate(tmp_path, b'{"step": 1}\n' + junk + b'{"step": 2}\n', 5) == b'{"step": 1}\n{"step": 2}\n'
+    assert (
+        truncate(tmp_path, b'{"step": 1}\n' + junk + b'{"step": 2}\n', 5)
+        == b'{"step": 1}\n{"step": 2}\n'
+    )
 
 
 def test_a_file_with_nothing_to_cut_is_not_rewritten(tmp_path: Path) -> None:
@@ -214,9 +237,15 @@ def test_the_same_configuration_is_the_same_run(tmp_path: Path) -> None:
         ({"model": {"dim": 128}}, "model.dim was 256 and is now 128"),
         ({"model": {"rope": {"theta": 1e4}}}, "model.rope.theta was 500000.0 and is now 10000.0"),
         ({"model": {"tie_embeddings": True}}, "model.tie_embeddings was false and is now true"),
-        ({"tokenizer": {"kind": "tiktoken", "path": "x"}}, 'tokenizer.kind was "byte" and is now "tiktoken"'),
+        (
+            {"tokenizer": {"kind": "tiktoken", "path": "x"}},
+            'tokenizer.kind was "byte" and is now "tiktoken"',
+        ),
         ({"data": {"max_document": 9}}, "data.max_document was null and is now 9"),
-        ({"data": {"documents": "repository"}}, 'data.documents was "file" and is now "repository"'),
+        (
+            {"data": {"documents": "repository"}},
+            'data.documents was "file" and is now "repository"',
+        ),
         ({"training": {"steps": 6, "seed": 1}}, "training.seed was 0 and is now 1"),
         ({"training": {"steps": 6, "seq_len": 512}}, "training.seq_len was 2048 and is now 512"),
     ],
@@ -229,11 +258,20 @@ def test_a_changed_identity_key_is_reported_with_both_values(
 
 def test_all_differences_are_reported(tmp_path: Path) -> None:
     other = config(
-        tmp_path, model={"dim": 128, "num_layers": 2}, data={"mask": "none"}, training={"steps": 6, "seed": 3}
+        tmp_path,
+        model={"dim": 128, "num_layers": 2},
+        data={"mask": "none"},
+        training={"steps": 6, "seed": 3},
     )
-    keys = [line.split()[0] for line in describe_differences(identity(tmp_path), run_identity(flatten_config(other)))]
+    keys = [
+        line.split()[0]
+        for line in describe_differences(identity(tmp_path), run_identity(flatten_config(other)))
+    ]
     assert keys == ["data.mask", "model.dim", "model.num_layers", "training.seed"]
-    assert describe_differences({"a": 1}, {"b": 2}) == ["a was 1 and is now null", "b was null and is now 2"]
+    assert describe_differences({"a": 1}, {"b": 2}) == [
+        "a was 1 and is now null",
+        "b was null and is now 2",
+    ]
 
 
 def test_a_preset_and_its_explicit_values_are_the_same_model(tmp_path: Path) -> None:
@@ -299,7 +337,10 @@ def test_a_moved_folder_resumes(tmp_path: Path) -> None:
 
 def test_a_stored_layer_of_before_an_option_has_its_default(tmp_path: Path) -> None:
     checkpoint = commit(tmp_path, 6, config(tmp_path))
-    forge(checkpoint / "state.json", lambda state: state["config"].update({"model.layers": [{"qk_norm": True}]}))
+    forge(
+        checkpoint / "state.json",
+        lambda state: state["config"].update({"model.layers": [{"qk_norm": True}]}),
+    )
     assert read_state(checkpoint).config["model.layers"] == [asdict(LayerKind(qk_norm=True))]
 
 
@@ -314,7 +355,9 @@ def test_a_checkpoint_of_before_an_option_resumes(tmp_path: Path) -> None:
 def test_an_unreadable_state_file_is_named(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "state.json").write_bytes(content)
-    with pytest.raises(ResumeError, match=rf"^{tmp_path} cannot be read: state.json is (missing|damaged)"):
+    with pytest.raises(
+        ResumeError, match=rf"^{tmp_path} cannot be read: state.json is (missing|damaged)"
+    ):
         read_state(tmp_path)
 
 
@@ -330,13 +373,21 @@ def test_an_incomplete_state_file_is_named(tmp_path: Path, content: str) -> None
 
 def test_a_run_keeps_the_packing_version_of_its_checkpoint(tmp_path: Path) -> None:
     def resolved(*words: str) -> int | None:
-        return keep_packing_version(load([f"--job.output_dir={tmp_path}", *words])).data.packing_version
+        return keep_packing_version(
+            load([f"--job.output_dir={tmp_path}", *words])
+        ).data.packing_version
 
     assert resolved() == PACKING_VERSION
     checkpoint = commit(tmp_path, 4, config(tmp_path, data={"packing_version": 2}))
     assert resolved() == 2
     path = checkpoint / "state.json"
-    forge(path, lambda state: (state["config"].pop("data.packing_version"), state.update(schema_version=1)))
+    forge(
+        path,
+        lambda state: (
+            state["config"].pop("data.packing_version"),
+            state.update(schema_version=1),
+        ),
+    )
     seal(checkpoint)
     assert resolved() == 1
     assert resolved("--data.packing_version=2") == 2
@@ -347,9 +398,13 @@ def test_a_run_keeps_the_packing_version_of_its_checkpoint(tmp_path: Path) -> No
     assert resolved() == PACKING_VERSION, "the damage is reported when the run resumes"
 
 
-@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "events.jsonl", "prediction.json"])
+@pytest.mark.parametrize(
+    "name", ["config.toml", "metrics.jsonl", "events.jsonl", "prediction.json"]
+)
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "link to nothing"])
-def test_what_is_no_file_is_named_before_anything_starts(tmp_path: Path, name: str, kind: str) -> None:
+def test_what_is_no_file_is_named_before_anything_starts(
+    tmp_path: Path, name: str, kind: str
+) -> None:
     path = tmp_path / name
     if kind == "folder":
         path.mkdir()
@@ -362,7 +417,16 @@ def test_what_is_no_file_is_named_before_anything_starts(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize(
-    "line", ["[]", "{", '"x"', "1" * 6000, '{"step": 1', '{"event": "validation", "set": "a"}', "[" * 9999]
+    "line",
+    [
+        "[]",
+        "{",
+        '"x"',
+        "1" * 6000,
+        '{"step": 1',
+        '{"event": "validation", "set": "a"}',
+        "[" * 9999,
+    ],
 )
 def test_a_strange_line_is_passed_over(tmp_path: Path, line: str) -> None:
     run_dir = RunDir(tmp_path)

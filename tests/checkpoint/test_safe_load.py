@@ -51,7 +51,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("made")
     config = configured(write_run(root), root / "run")
     with trainer_of(config) as trainer:
-        return saved_by(CheckpointManager(config, RunDir(config.output_dir), trainer.world), trainer)
+        return saved_by(
+            CheckpointManager(config, RunDir(config.output_dir), trainer.world), trainer
+        )
 
 
 @pytest.fixture
@@ -82,13 +84,18 @@ def rewrite(checkpoint: Path, content: object) -> None:
 
 
 def test_tensors_are_read_bitwise(saved: Path) -> None:
-    reader, expected = CheckpointReader(saved), tensors(saved)
+    reader = CheckpointReader(saved)
+    expected = tensors(saved)
     assert reader.tensor_metadata.keys() == expected.keys()
-    assert all(torch.equal(read_full_tensor(reader, name), tensor) for name, tensor in expected.items())
+    assert all(
+        torch.equal(read_full_tensor(reader, name), tensor) for name, tensor in expected.items()
+    )
 
 
 def test_metadata_names_only_allowed_globals(saved: Path) -> None:
-    """If this fails after an upgrade of torch, its `.metadata` names a new global: review it, then allow it."""
+    """If this fails after an upgrade of torch, its `.metadata` names a new global: review it, then
+    allow it.
+    """
     named: set[tuple[str, str]] = set()
 
     class Recorder(pickle.Unpickler):
@@ -108,14 +115,23 @@ def test_hostile_metadata_executes_nothing(saved: Path, tmp_path: Path) -> None:
     pickle.loads((saved / ".metadata").read_bytes())
     assert marker.exists(), "plain pickle executes it"
     marker.unlink()
-    with pytest.raises(ResumeError, match=r"step-0 cannot be read: .metadata names pathlib.*which is not allowed"):
+    with pytest.raises(
+        ResumeError, match=r"step-0 cannot be read: .metadata names pathlib.*which is not allowed"
+    ):
         CheckpointReader(saved)
     assert not marker.exists()
 
 
 @pytest.mark.parametrize(
     "name",
-    ["os.system", "builtins.eval", "torch.load", "torch.serialization.load", "torch.hub.load", "pathlib.Path"],
+    [
+        "os.system",
+        "builtins.eval",
+        "torch.load",
+        "torch.serialization.load",
+        "torch.hub.load",
+        "pathlib.Path",
+    ],
 )
 def test_other_globals_are_refused(name: str) -> None:
     module, _, attribute = name.rpartition(".")
@@ -170,7 +186,9 @@ def test_only_fields_of_dataclass_instances_are_set(content: bytes) -> None:
 
 
 def test_valid_metadata_is_read_as_by_pickle(saved: Path) -> None:
-    assert RestrictedUnpickler(io.BytesIO((saved / ".metadata").read_bytes())).load() == metadata_of(saved)
+    assert RestrictedUnpickler(
+        io.BytesIO((saved / ".metadata").read_bytes())
+    ).load() == metadata_of(saved)
 
 
 class EnumsByGetattr(pickle.Pickler):
@@ -187,13 +205,17 @@ def test_metadata_of_python_3_11_2_is_read(saved: Path) -> None:
     assert RestrictedUnpickler(io.BytesIO(written.getvalue())).load() == metadata_of(saved)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__")])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__")]
+)
 def test_getattr_reaches_only_memory_formats(owner: type, name: str) -> None:
     class Hostile:
         def __reduce__(self) -> Any:
             return getattr, (owner, name)
 
-    with pytest.raises(DamageError, match=f"names the attribute '{name}' of .*, which is not allowed"):
+    with pytest.raises(
+        DamageError, match=f"names the attribute '{name}' of .*, which is not allowed"
+    ):
         RestrictedUnpickler(io.BytesIO(pickle.dumps(Hostile()))).load()
 
 
@@ -212,7 +234,8 @@ def test_a_non_tensor_entry_is_refused_and_not_unpickled(saved: Path, tmp_path: 
         CheckpointReader(folder)
     # Even past the reader's validation, the entry is not unpickled.
     reader = CheckpointReader(saved)
-    reader.metadata, reader.path = metadata_of(folder), folder
+    reader.metadata = metadata_of(folder)
+    reader.path = folder
     with pytest.raises(ResumeError, match="hostile is not a tensor"):
         read_tensors(reader, cast(Any, {"hostile": None}))
     assert not marker.exists()
@@ -224,20 +247,27 @@ def test_a_hostile_data_file_executes_nothing(saved: Path, tmp_path: Path) -> No
     content = io.BytesIO()
     torch.save(Hostile(marker), content)
     data = saved / "__0_0.distcp"
-    entries = {index: storage for index, storage in metadata.storage_data.items() if index.fqn == NAME}
+    entries = {
+        index: storage for index, storage in metadata.storage_data.items() if index.fqn == NAME
+    }
     ((index, storage),) = entries.items()
     moved = replace(storage, offset=data.stat().st_size, length=len(content.getvalue()))
     with data.open("ab") as file:
         file.write(content.getvalue())
     rewrite(saved, replace(metadata, storage_data=metadata.storage_data | {index: moved}))
-    with pytest.raises(ResumeError, match=r"step-0 cannot be read: UnpicklingError: Weights only load failed"):
+    with pytest.raises(
+        ResumeError, match=r"step-0 cannot be read: UnpicklingError: Weights only load failed"
+    ):
         read_full_tensor(CheckpointReader(saved), NAME)
     assert not marker.exists()
 
 
 def with_path(path: str) -> Callable[[Metadata], Metadata]:
     def change(metadata: Metadata) -> Metadata:
-        moved = {index: replace(storage, relative_path=path) for index, storage in metadata.storage_data.items()}
+        moved = {
+            index: replace(storage, relative_path=path)
+            for index, storage in metadata.storage_data.items()
+        }
         return replace(metadata, storage_data=moved)
 
     return change
@@ -245,7 +275,9 @@ def with_path(path: str) -> Callable[[Metadata], Metadata]:
 
 def with_storage(**changed: Any) -> Callable[[Metadata], Metadata]:
     def change(metadata: Metadata) -> Metadata:
-        moved = {index: replace(storage, **changed) for index, storage in metadata.storage_data.items()}
+        moved = {
+            index: replace(storage, **changed) for index, storage in metadata.storage_data.items()
+        }
         return replace(metadata, storage_data=moved)
 
     return change
@@ -263,11 +295,16 @@ def with_chunks(
 
 
 def with_sizes(*sizes: int) -> Callable[[Metadata], Metadata]:
-    return with_chunks(lambda chunks: [replace(chunk, sizes=torch.Size(sizes)) for chunk in chunks])
+    return with_chunks(
+        lambda chunks: [replace(chunk, sizes=torch.Size(sizes)) for chunk in chunks]
+    )
 
 
 INVALID: dict[str, tuple[Callable[[Metadata], object], str]] = {
-    "a path": (with_path("../../../secret"), 'in "../../../secret", which the manifest does not list'),
+    "a path": (
+        with_path("../../../secret"),
+        'in "../../../secret", which the manifest does not list',
+    ),
     "a root": (with_path("/etc/passwd"), 'in "/etc/passwd", which the manifest does not list'),
     "beyond the end": (with_storage(length=1 << 40), "outside __0_0.distcp"),
     "before the start": (with_storage(offset=-1), "outside __0_0.distcp"),
@@ -281,7 +318,10 @@ INVALID: dict[str, tuple[Callable[[Metadata], object], str]] = {
         lambda metadata: replace(metadata, state_dict_metadata={}),
         "stores a tensor that it does not describe",
     ),
-    "text": (lambda metadata: replace(metadata, state_dict_metadata=cast(Any, "x")), "cannot be parsed"),
+    "text": (
+        lambda metadata: replace(metadata, state_dict_metadata=cast(Any, "x")),
+        "cannot be parsed",
+    ),
     "no chunk": (with_chunks(lambda _: []), f"chunks of {NAME} that hold 0 of its 64 elements"),
     "half a chunk": (with_sizes(32), "hold 32 of its 64 elements"),
     "a chunk twice": (with_chunks(lambda chunks: chunks * 2), "hold 128 of its 64 elements"),
@@ -289,7 +329,10 @@ INVALID: dict[str, tuple[Callable[[Metadata], object], str]] = {
     "a chunk of another rank": (with_sizes(8, 8), r"lie outside its shape"),
     "a chunk that is not stored": (
         lambda metadata: replace(
-            metadata, storage_data={key: value for key, value in metadata.storage_data.items() if key.fqn != NAME}
+            metadata,
+            storage_data={
+                key: value for key, value in metadata.storage_data.items() if key.fqn != NAME
+            },
         ),
         f"does not say where {NAME} is stored",
     ),
@@ -297,7 +340,9 @@ INVALID: dict[str, tuple[Callable[[Metadata], object], str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), INVALID.values(), ids=list(INVALID))
-def test_invalid_metadata_is_refused(saved: Path, change: Callable[[Metadata], object], message: str) -> None:
+def test_invalid_metadata_is_refused(
+    saved: Path, change: Callable[[Metadata], object], message: str
+) -> None:
     rewrite(saved, change(metadata_of(saved)))
     with pytest.raises(ResumeError, match=f"step-0 cannot be read: .*({message})"):
         CheckpointReader(saved)
@@ -305,8 +350,14 @@ def test_invalid_metadata_is_refused(saved: Path, change: Callable[[Metadata], o
 
 def tiles(shape: Sequence[int], draw: random.Random) -> list[tuple[list[int], list[int]]]:
     """Offsets and sizes of a grid that a mesh might cut, with a cut of a cell now and then."""
-    cuts = [sorted({0, size, *(draw.randint(0, size) for _ in range(draw.randint(0, 3)))}) for size in shape]
-    boxes = [([low for low, _ in cell], [high - low for low, high in cell]) for cell in product(*map(pairwise, cuts))]
+    cuts = [
+        sorted({0, size, *(draw.randint(0, size) for _ in range(draw.randint(0, 3)))})
+        for size in shape
+    ]
+    boxes = [
+        ([low for low, _ in cell], [high - low for low, high in cell])
+        for cell in product(*map(pairwise, cuts))
+    ]
     offsets, sizes = boxes.pop(draw.randrange(len(boxes)))
     dim = draw.randrange(len(shape))
     at = draw.randint(0, sizes[dim])
@@ -327,7 +378,9 @@ def test_chunks_that_tile_a_tensor_are_accepted_and_no_others(seed: int) -> None
     offsets, _ = chunks[draw.randrange(len(chunks))]
     offsets[draw.randrange(len(shape))] += draw.choice((-1, 1, 2))
     inside = all(
-        low >= 0 and low + size <= total for at, n in chunks for low, size, total in zip(at, n, shape, strict=True)
+        low >= 0 and low + size <= total
+        for at, n in chunks
+        for low, size, total in zip(at, n, shape, strict=True)
     )
     if inside:
         for at, n in chunks:
@@ -361,5 +414,7 @@ def test_a_tensor_is_converted_to_the_requested_dtype(saved: Path) -> None:
 def test_a_reformatted_manifest_is_refused(saved: Path) -> None:
     path = saved / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text())))
-    with pytest.raises(ResumeError, match=r"step-0 cannot be read: manifest\.json is damaged: it does not match"):
+    with pytest.raises(
+        ResumeError, match=r"step-0 cannot be read: manifest\.json is damaged: it does not match"
+    ):
         CheckpointReader(saved)

@@ -18,7 +18,16 @@ from torch import Tensor, distributed
 from parallelisms.mesh.collectives import to_local
 from tests.ranks import run_ranks
 from tests.system.in_process import configured, dataset_of, run_here, saved_by, trainer_of
-from tests.system.runs import checkpoints, digests, lines, mounted, state, tensors, timeless, write_run
+from tests.system.runs import (
+    checkpoints,
+    digests,
+    lines,
+    mounted,
+    state,
+    tensors,
+    timeless,
+    write_run,
+)
 from trainer.checkpoint import save
 from trainer.checkpoint.background_save import Save
 from trainer.checkpoint.manager import CheckpointManager
@@ -49,7 +58,8 @@ class SlowFsync:
     """Delays every fsync."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-        self.flush, self.seconds = os.fsync, seconds
+        self.flush = os.fsync
+        self.seconds = seconds
         monkeypatch.setattr(os, "fsync", self)
 
     def __call__(self, descriptor: int) -> None:
@@ -60,16 +70,22 @@ class SlowFsync:
 # ---- asynchronous saves
 
 
-def test_training_during_a_save_does_not_change_the_checkpoint(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_during_a_save_does_not_change_the_checkpoint(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = configured(run, run.parent / "run")
-    changed, write = Event(), write_tensors
+    changed = Event()
+    write = write_tensors
 
     def wait_and_write(*arguments: Any) -> None:
         assert changed.wait(60)
         write(*arguments)
 
     monkeypatch.setattr(save, "write_tensors", wait_and_write)
-    with trainer_of(config) as trainer, CheckpointManager(config, RunDir(config.output_dir), trainer.world) as manager:
+    with (
+        trainer_of(config) as trainer,
+        CheckpointManager(config, RunDir(config.output_dir), trainer.world) as manager,
+    ):
         steps = trainer.train_steps()
         next(steps)
         before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
@@ -119,7 +135,10 @@ def test_training_waits_for_the_copy_alone(run: Path, monkeypatch: pytest.Monkey
 def test_a_save_waits_for_the_previous_one(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(run, run.parent / "run")
     SlowFsync(monkeypatch, 0.05)
-    with trainer_of(config) as trainer, CheckpointManager(config, RunDir(config.output_dir), trainer.world) as manager:
+    with (
+        trainer_of(config) as trainer,
+        CheckpointManager(config, RunDir(config.output_dir), trainer.world) as manager,
+    ):
         steps = trainer.train_steps()
         for _ in range(3):
             next(steps)
@@ -136,7 +155,8 @@ def test_a_save_waits_for_the_previous_one(run: Path, monkeypatch: pytest.Monkey
 
 
 def test_staging_buffers_are_reused() -> None:
-    staging, tensor = HostStaging(), torch.arange(4.0)
+    staging = HostStaging()
+    tensor = torch.arange(4.0)
     first = staging.start_copy({"a": tensor})()["a"]
     tensor.fill_(5)
     assert first.tolist() == [0, 1, 2, 3]
@@ -145,9 +165,14 @@ def test_staging_buffers_are_reused() -> None:
     assert staging.start_copy({"a": torch.zeros(5)})()["a"].shape == (5,)
 
 
-def test_a_failed_host_copy_fails_only_the_save(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_host_copy_fails_only_the_save(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = configured(run, run.parent / "run")
-    with trainer_of(config) as trainer, CheckpointManager(config, RunDir(config.output_dir), trainer.world) as manager:
+    with (
+        trainer_of(config) as trainer,
+        CheckpointManager(config, RunDir(config.output_dir), trainer.world) as manager,
+    ):
         with monkeypatch.context() as patched:
 
             def refuse(*_: object) -> Tensor:
@@ -160,9 +185,14 @@ def test_a_failed_host_copy_fails_only_the_save(run: Path, monkeypatch: pytest.M
     assert checkpoints(config.output_dir) == ["step-0"]
 
 
-def test_a_checkpoint_is_complete_when_it_is_renamed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after a crash of the machine: the folder's entries are on disk before the rename, the rename after it."""
-    events, rename = list[str](), Path.rename
+def test_a_checkpoint_is_complete_when_it_is_renamed(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a crash of the machine: the folder's entries are on disk before the rename, the
+    rename after it.
+    """
+    events = list[str]()
+    rename = Path.rename
 
     def check_rename(path: Path, target: Path) -> Path:
         if target.name == "step-0":
@@ -203,12 +233,17 @@ def test_ranks_agree_on_the_attempt_name() -> None:
 # ---- failures
 
 
-def check_failed_save(run: Path, problem: str, *options: str, break_it: Callable[[RunDir], object]) -> None:
+def check_failed_save(
+    run: Path, problem: str, *options: str, break_it: Callable[[RunDir], object]
+) -> None:
     """A failed save leaves no files and reports its problem; the next save succeeds."""
     config = configured(run, run.parent / "run", *options)
     folder = RunDir(config.output_dir)
     folder.create()
-    with trainer_of(config) as trainer, CheckpointManager(config, folder, trainer.world) as manager:
+    with (
+        trainer_of(config) as trainer,
+        CheckpointManager(config, folder, trainer.world) as manager,
+    ):
         steps = trainer.train_steps()
         next(steps)
         repair = break_it(folder)
@@ -281,11 +316,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_does_not_stop_training(
     run: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """Whether the free space is too small before the save or a write fails, the message is the same."""
+    """Whether the free space is too small before the save or a write fails, the message is the
+    same.
+    """
     config = configured(run, small_disk / "run", "--checkpoint.keep=1")
-    folder, ballast = RunDir(config.output_dir), small_disk / "ballast"
+    folder = RunDir(config.output_dir)
+    ballast = small_disk / "ballast"
     folder.create()
-    with trainer_of(config) as trainer, CheckpointManager(config, folder, trainer.world) as manager:
+    with (
+        trainer_of(config) as trainer,
+        CheckpointManager(config, folder, trainer.world) as manager,
+    ):
         steps = trainer.train_steps()
         next(steps)
         saved_by(manager, trainer)
@@ -296,7 +337,9 @@ def test_a_full_disk_does_not_stop_training(
             if when == "while":
                 answers = iter([free])
                 ask = save._free_bytes
-                patched.setattr(save, "_free_bytes", lambda folder: next(answers, None) or ask(folder))
+                patched.setattr(
+                    save, "_free_bytes", lambda folder: next(answers, None) or ask(folder)
+                )
             manager.save(trainer)
             saved = wait_for_save(manager)
         assert "disk full: " in str(saved.problem)
@@ -307,13 +350,19 @@ def test_a_full_disk_does_not_stop_training(
     assert checkpoints(folder.path) == ["step-3"]
 
 
-def save_with_failing_rank(run: Path, number: int) -> tuple[list[str], list[float], dict[str, str]]:
-    """Two saves during training, of which the first fails on rank 1: (problems, losses, digests of the second)."""
+def save_with_failing_rank(
+    run: Path, number: int
+) -> tuple[list[str], list[float], dict[str, str]]:
+    """Two saves during training, of which the first fails on rank 1: (problems, losses, digests of
+    the second).
+    """
     rank = distributed.get_rank()
     config = configured(run, run.parent / "run", "--training.global_batch_size=4")
     folder = RunDir(config.output_dir)
     trainer = Trainer(config, World(rank, 2, torch.device("cpu")), dataset_of(config))
-    flush, problems, losses = os.fsync, [], []
+    flush = os.fsync
+    problems = []
+    losses = []
 
     def refuse(_: int) -> None:
         raise OSError(number, os.strerror(number))
@@ -344,7 +393,9 @@ def test_an_error_on_one_rank_fails_the_save_on_both_and_stops_neither(run: Path
 
 
 def save_twice(run: Path, kind: str) -> tuple[str, float, str]:
-    """A save that rank 1 breaks, and another: (first problem, seconds of the first save, second problem)."""
+    """A save that rank 1 breaks, and another: (first problem, seconds of the first save, second
+    problem).
+    """
     rank = distributed.get_rank()
     config = configured(run, run.parent / "run", "--training.global_batch_size=4")
     trainer = Trainer(config, World(rank, 2, torch.device("cpu")), dataset_of(config))
@@ -392,7 +443,9 @@ def cut_after_hashing(patched: pytest.MonkeyPatch, _: Path) -> None:
 
 def move_before_hashing(patched: pytest.MonkeyPatch, _: Path) -> None:
     hashed = save._hash_own_files
-    patched.setattr(save, "_hash_own_files", lambda folder, rank: hashed(folder.with_name(".tmp-gone"), rank))
+    patched.setattr(
+        save, "_hash_own_files", lambda folder, rank: hashed(folder.with_name(".tmp-gone"), rank)
+    )
 
 
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch, Path], None]] = {
@@ -437,7 +490,9 @@ class Kill(BaseException):
 
 
 @pytest.mark.parametrize("options", [(), (SYNC,)], ids=["async", "sync"])
-def test_a_base_exception_aborts_the_save(run: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]) -> None:
+def test_a_base_exception_aborts_the_save(
+    run: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
     def kill(*_: object) -> int:
         raise Kill("enough")
 
@@ -450,8 +505,11 @@ def test_a_base_exception_aborts_the_save(run: Path, monkeypatch: pytest.MonkeyP
     assert checkpoints(config.output_dir) == []
 
 
-def test_a_failed_save_is_an_event_and_training_continues(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, failures_left = save._commit, [1]
+def test_a_failed_save_is_an_event_and_training_continues(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = save._commit
+    failures_left = [1]
 
     def commit(*arguments: object) -> None:
         failures_left[0] -= 1
@@ -478,7 +536,9 @@ def test_a_failed_last_save_fails_the_run(run: Path, monkeypatch: pytest.MonkeyP
     config = configured(run, run.parent / "run")
     run_here(configured(run, run.parent / "run", "--training.steps=3"))
     monkeypatch.setattr(save, "_commit", refuse)
-    with pytest.raises(RunFailedError, match=r"the last checkpoint, of step 6, failed: OSError: .*No space left"):
+    with pytest.raises(
+        RunFailedError, match=r"the last checkpoint, of step 6, failed: OSError: .*No space left"
+    ):
         run_here(config)
     assert checkpoints(config.output_dir) == ["step-3"]
     assert lines(config.output_dir / "events.jsonl")[-1]["event"] == "checkpoint_failed"

@@ -20,7 +20,9 @@ def load_problem(*argv: str) -> str:
 
 def test_every_alias_leads_to_an_existing_key_and_is_none() -> None:
     keys = {f"{section}.{key}" for section in all_sections() for key in section_keys(section)}
-    ours = {key.partition(" (")[0] for key in ALIASES.values() if not key.startswith(NO_EQUIVALENT)}
+    ours = {
+        key.partition(" (")[0] for key in ALIASES.values() if not key.startswith(NO_EQUIVALENT)
+    }
     assert ours <= keys
     assert not keys & ALIASES.keys()
 
@@ -43,7 +45,9 @@ def test_every_alias_leads_to_an_existing_key_and_is_none() -> None:
     ],
 )
 def test_a_flag_of_another_trainer_suggests_ours(option: str, key: str) -> None:
-    assert load_problem(option, "1") == f"command line: {option} 1: unknown key; did you mean {key}?"
+    assert (
+        load_problem(option, "1") == f"command line: {option} 1: unknown key; did you mean {key}?"
+    )
 
 
 def test_a_key_without_equivalent_says_so() -> None:
@@ -60,7 +64,9 @@ def test_sections_of_another_trainers_file_suggest_ours(tmp_path: Path) -> None:
         f"{path}: [activation_checkpoint]: unknown section; mode: did you mean memory.recompute?"
     )
     path.write_text("[training]\nlocal_batch_size = 8")
-    assert load_problem("--config", str(path)).endswith("unknown key; did you mean training.micro_batch_size?")
+    assert load_problem("--config", str(path)).endswith(
+        "unknown key; did you mean training.micro_batch_size?"
+    )
 
 
 def test_unrelated_keys_have_no_suggestion() -> None:

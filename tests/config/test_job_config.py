@@ -65,15 +65,27 @@ def test_the_default_configuration_is_valid() -> None:
 
 PROBLEMS: list[tuple[dict[str, dict[str, object]], int, str]] = [
     ({"model": {"family": "gpt"}}, 2, 'model.family = "gpt" is unknown; there are llama2, llama3'),
-    ({"model": {"size": "9b"}}, 2, 'model.size = "9b" is unknown; family "llama3" has debug, 8b, 70b'),
-    ({"model": {"num_heads": 6}}, 2, "model.num_heads = 6 must be a multiple of model.num_kv_heads = 4"),
+    (
+        {"model": {"size": "9b"}},
+        2,
+        'model.size = "9b" is unknown; family "llama3" has debug, 8b, 70b',
+    ),
+    (
+        {"model": {"num_heads": 6}},
+        2,
+        "model.num_heads = 6 must be a multiple of model.num_kv_heads = 4",
+    ),
     ({"model": {"head_dim": 33}}, 2, "model.head_dim = 33 must be even"),
     (
         {"tokenizer": {"path": "x"}},
         2,
         'tokenizer.path = "x" is not used by tokenizer.kind = "byte"; set tokenizer.kind to "tiktoken"',
     ),
-    ({"tokenizer": {"eos": "<e>"}}, 2, 'tokenizer.eos is not used by tokenizer.kind = "byte", only by "tiktoken"'),
+    (
+        {"tokenizer": {"eos": "<e>"}},
+        2,
+        'tokenizer.eos is not used by tokenizer.kind = "byte", only by "tiktoken"',
+    ),
     ({"tokenizer": {"kind": "tiktoken"}}, 2, 'tokenizer.kind = "tiktoken" needs tokenizer.path'),
     ({"tokenizer": {"kind": "tiktoken", "path": "no"}}, 2, 'tokenizer.path = "no" is not a file'),
     ({"tokenizer": {"kind": "tiktoken", "path": "n" * 5000}}, 2, "is not a file"),
@@ -125,13 +137,20 @@ def test_a_problem_names_its_keys_their_values_and_the_rule(
 @pytest.fixture(scope="module")
 def used_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with a checkpoint."""
-    return shutil.copytree(ROOT / "tests" / "fixtures" / "run_5676d2a", tmp_path_factory.mktemp("used") / "run")
+    return shutil.copytree(
+        ROOT / "tests" / "fixtures" / "run_5676d2a", tmp_path_factory.mktemp("used") / "run"
+    )
 
 
 @pytest.mark.parametrize(("values", "world", "problem"), PROBLEMS)
 @pytest.mark.parametrize("kind", ["fresh", "used"])
 def test_the_launcher_reports_every_problem_on_fresh_and_used_run_folders(
-    used_folder: Path, tmp_path: Path, values: dict[str, dict[str, object]], world: int, problem: str, kind: str
+    used_folder: Path,
+    tmp_path: Path,
+    values: dict[str, dict[str, object]],
+    world: int,
+    problem: str,
+    kind: str,
 ) -> None:
     folder = used_folder if kind == "used" else tmp_path / "run"
     options = [
@@ -139,7 +158,9 @@ def test_the_launcher_reports_every_problem_on_fresh_and_used_run_folders(
         for section, keys in values.items()
         for key, value in keys.items()
     ]
-    _, _, problems = load_and_validate([f"--job.output_dir={folder}", *options], {"NGPU": str(world)})
+    _, _, problems = load_and_validate(
+        [f"--job.output_dir={folder}", *options], {"NGPU": str(world)}
+    )
     assert any(problem in found for found in problems)
 
 
@@ -168,7 +189,9 @@ def test_the_launcher_reports_every_problem_on_fresh_and_used_run_folders(
         ),
         (
             {"cp": 4, "cp_method": "ulysses", "cp_layout": "headtail"},
-            ['parallelism.cp_layout = "headtail" is not supported by cp_method = "ulysses"; use "contiguous"'],
+            [
+                'parallelism.cp_layout = "headtail" is not supported by cp_method = "ulysses"; use "contiguous"'
+            ],
         ),
         (
             {"cp": 4, "cp_method": "ring", "cp_ulysses": 2, "cp_outer_method": "ring"},
@@ -177,13 +200,24 @@ def test_the_launcher_reports_every_problem_on_fresh_and_used_run_folders(
                 'parallelism.cp_outer_method = "ring" is only used with cp_method = "hybrid", not "ring"',
             ],
         ),
-        ({"cp": 4, "cp_method": "hybrid", "cp_ulysses": 2, "cp_outer_method": "alltoall", "cp_layout": "headtail"}, []),
+        (
+            {
+                "cp": 4,
+                "cp_method": "hybrid",
+                "cp_ulysses": 2,
+                "cp_outer_method": "alltoall",
+                "cp_layout": "headtail",
+            },
+            [],
+        ),
         ({"cp_method": "ring", "cp_layout": "headtail"}, []),
         # One rank shares nothing: the keys of a run on many may stay.
         ({"cp_ulysses": 2}, []),
     ],
 )
-def test_a_problem_of_context_parallelism_names_its_key(section: dict[str, object], problems: list[str]) -> None:
+def test_a_problem_of_context_parallelism_names_its_key(
+    section: dict[str, object], problems: list[str]
+) -> None:
     config = configured(parallelism=section)
     assert checks.problems(config, config.parallelism.cp) == problems
 
@@ -198,31 +232,54 @@ def test_a_problem_of_context_parallelism_names_its_key(section: dict[str, objec
         ("efficient", "float64", "bfloat16 or float16 or float32"),
     ],
 )
-def test_a_kernel_without_support_for_the_dtype_is_an_error(kernel: str, dtype: str, supported: str) -> None:
+def test_a_kernel_without_support_for_the_dtype_is_an_error(
+    kernel: str, dtype: str, supported: str
+) -> None:
     config = configured(training={"attention": kernel, "dtype": dtype})
     assert checks.problems(config, 1) == [
         f'training.attention = "{kernel}" supports {supported}, not training.dtype = "{dtype}"'
     ]
-    assert checks.problems(configured(training={"attention": kernel, "dtype": "bfloat16"}), 1) == []
+    assert (
+        checks.problems(configured(training={"attention": kernel, "dtype": "bfloat16"}), 1) == []
+    )
 
 
 def test_an_invalid_model_hides_problems_of_its_heads_on_the_mesh() -> None:
     config = configured(model={"num_heads": 6}, parallelism={"cp": 4, "cp_method": "ulysses"})
-    assert checks.problems(config, 4) == ["model.num_heads = 6 must be a multiple of model.num_kv_heads = 4"]
+    assert checks.problems(config, 4) == [
+        "model.num_heads = 6 must be a multiple of model.num_kv_heads = 4"
+    ]
 
 
 @pytest.mark.parametrize(
     ("values", "world", "problem"),
     [
-        ({"parallelism": {"pp": 2}, "model": {"tie_embeddings": True}}, 2, "tie_embeddings needs parallelism.pp = 1"),
+        (
+            {"parallelism": {"pp": 2}, "model": {"tie_embeddings": True}},
+            2,
+            "tie_embeddings needs parallelism.pp = 1",
+        ),
         ({"parallelism": {"pp": 4}}, 16, "give each dp rank 2 micro-batches per step"),
-        ({"parallelism": {"pp": 2, "pp_layers": [4, 4]}}, 2, "pp_layers sums to 8, which must be model.num_layers = 4"),
-        ({"parallelism": {"pp": 2, "pp_stages_per_rank": 2}}, 2, "pp_stages_per_rank = 2 must be 1"),
-        ({"parallelism": {"tp": 2}, "model": {"vocab_size": 265}}, 2, "must divide model.vocab_size = 265"),
+        (
+            {"parallelism": {"pp": 2, "pp_layers": [4, 4]}},
+            2,
+            "pp_layers sums to 8, which must be model.num_layers = 4",
+        ),
+        (
+            {"parallelism": {"pp": 2, "pp_stages_per_rank": 2}},
+            2,
+            "pp_stages_per_rank = 2 must be 1",
+        ),
+        (
+            {"parallelism": {"tp": 2}, "model": {"vocab_size": 265}},
+            2,
+            "must divide model.vocab_size = 265",
+        ),
         (
             {"parallelism": {"tp": 2, "loss_parallel": False}, "model": {"vocab_size": 265}},
             2,
-            "must divide model.vocab_size = 265",  # The embedding's rows are shared all the same.
+            # The embedding's rows are shared all the same.
+            "must divide model.vocab_size = 265",
         ),
         (
             {"parallelism": {"async_tp": True}, "training": {"compile": False}},
@@ -231,28 +288,47 @@ def test_an_invalid_model_hides_problems_of_its_heads_on_the_mesh() -> None:
         ),
     ],
 )
-def test_an_unsupported_mesh_is_an_error(values: dict[str, dict[str, object]], world: int, problem: str) -> None:
+def test_an_unsupported_mesh_is_an_error(
+    values: dict[str, dict[str, object]], world: int, problem: str
+) -> None:
     (found,) = checks.problems(configured(**values), world)
     assert problem in found
 
 
 def test_supported_neighbours_of_unsupported_meshes_are_valid() -> None:
     whole: dict[str, object] = {"vocab_size": 265, "tie_embeddings": True}
-    assert checks.problems(configured(model=whole, parallelism={"tp": 2, "loss_parallel": False}), 2) == []
-    assert checks.problems(configured(parallelism={"pp": 4}, training={"global_batch_size": 16}), 16) == []
+    assert (
+        checks.problems(configured(model=whole, parallelism={"tp": 2, "loss_parallel": False}), 2)
+        == []
+    )
+    assert (
+        checks.problems(configured(parallelism={"pp": 4}, training={"global_batch_size": 16}), 16)
+        == []
+    )
     (uneven,) = checks.problems(
-        configured(parallelism={"pp": 2}, training={"global_batch_size": 2, "micro_batch_size": 4}), 2
+        configured(
+            parallelism={"pp": 2}, training={"global_batch_size": 2, "micro_batch_size": 4}
+        ),
+        2,
     )
     assert "must be a multiple of training.micro_batch_size" in uneven
 
 
 def test_sequences_are_padded_only_for_ranks_that_shard_tokens() -> None:
     odd: dict[str, object] = {"seq_len": 63}
-    assert "63 is not a multiple of 2 (tp = 2)" in warnings(configured(parallelism={"tp": 2}, training=odd), 2)[0]
-    assert warnings(configured(parallelism={"tp": 2, "sequence_parallel": False}, training=odd), 2) == []
+    assert (
+        "63 is not a multiple of 2 (tp = 2)"
+        in warnings(configured(parallelism={"tp": 2}, training=odd), 2)[0]
+    )
+    assert (
+        warnings(configured(parallelism={"tp": 2, "sequence_parallel": False}, training=odd), 2)
+        == []
+    )
     assert (
         "63 is not a multiple of 8 (cp = 2, tp = 4)"
-        in warnings(configured(parallelism={"cp": 2, "tp": 4, "cp_method": "ring"}, training=odd), 8)[0]
+        in warnings(
+            configured(parallelism={"cp": 2, "tp": 4, "cp_method": "ring"}, training=odd), 8
+        )[0]
     )
 
 
@@ -266,7 +342,9 @@ def test_pipeline_keys_without_a_pipeline_give_a_warning() -> None:
 def test_pipeline_stages_balance_the_cost_of_the_output_projection() -> None:
     wide = configured(model={"vocab_size": 32768, "num_layers": 8}, parallelism={"pp": 2})
     assert wide.pipeline_plan(2).embed_cost == wide.pipeline_plan(2).head_cost > 5
-    heavy = configured(model={"vocab_size": 32768, "num_layers": 8}, parallelism={"pp": 4}).pipeline_plan(4)
+    heavy = configured(
+        model={"vocab_size": 32768, "num_layers": 8}, parallelism={"pp": 4}
+    ).pipeline_plan(4)
     assert heavy.blocks_per_stage[0] == heavy.blocks_per_stage[-1] == 0
 
 
@@ -317,7 +395,11 @@ def test_heads_that_tp_does_not_divide_are_reported_once() -> None:
             "one document per sequence; all-gather needs 0.0 GiB per layer)",
         ),
         (
-            {"model": {"num_kv_heads": 1}, "data": {"packing": "single"}, "training": {"seq_len": 3 * 2**19}},
+            {
+                "model": {"num_kv_heads": 1},
+                "data": {"packing": "single"},
+                "training": {"seq_len": 3 * 2**19},
+            },
             2,
             "allgather (2 ranks), layout balanced (auto: one document per sequence; all-gather needs 1.1 GiB per layer)",
         ),
@@ -341,7 +423,9 @@ def test_auto_chooses_the_cp_method_by_ranks_heads_documents_and_memory(
 def test_a_context_plan_has_the_heads_and_node_size_of_one_tp_rank() -> None:
     plan = configured(parallelism={"tp": 8, "cp": 2, "ranks_per_node": 4}).context_plan()
     assert (plan.heads, plan.kv_heads, plan.ranks_per_node) == (1, 1, 1)
-    plan = configured(parallelism={"tp": 2, "cp": 2}, training={"micro_batch_size": 2}).context_plan()
+    plan = configured(
+        parallelism={"tp": 2, "cp": 2}, training={"micro_batch_size": 2}
+    ).context_plan()
     assert (plan.heads, plan.kv_heads, plan.ranks_per_node) == (4, 2, 4)
     assert (plan.head_dim, plan.seq_len) == (32, 2 * 2048)
 
@@ -365,7 +449,9 @@ def test_copy_period_is_below_the_sequence_length() -> None:
         return checks.problems(configured(data=data, training={"seq_len": seq_len}), 1)
 
     assert problems(corpus="copy", copy_period=63) == []
-    assert problems(corpus="copy", copy_period=64) == ["data.copy_period = 64 must be below training.seq_len = 64"]
+    assert problems(corpus="copy", copy_period=64) == [
+        "data.copy_period = 64 must be below training.seq_len = 64"
+    ]
     assert problems(copy_period=64) == [
         'data.copy_period = 64 is only used with data.corpus = "copy", not "python-stdlib"'
     ]
@@ -377,12 +463,21 @@ def test_the_copy_corpus_needs_no_tokenizer() -> None:
         'model.vocab_size = 16 must be at least 264, the vocabulary size of tokenizer.kind = "byte"'
     ]
     assert checks.problems(configured(model=small, data={"corpus": "copy"}), 1) == []
-    assert checks.problems(load(["--config", "llama3_8b", "--data.corpus", "copy"]), CLUSTER_CONFIGS["llama3_8b"]) == []
+    assert (
+        checks.problems(
+            load(["--config", "llama3_8b", "--data.corpus", "copy"]), CLUSTER_CONFIGS["llama3_8b"]
+        )
+        == []
+    )
 
 
-def test_a_folder_named_copy_is_reached_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_named_copy_is_reached_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert checks.problems(configured(data={"corpus": "./copy"}), 1)[0].startswith('data.corpus = "./copy" is neither')
+    assert checks.problems(configured(data={"corpus": "./copy"}), 1)[0].startswith(
+        'data.corpus = "./copy" is neither'
+    )
     (tmp_path / "copy").mkdir()
     assert checks.problems(configured(data={"corpus": "./copy"}), 1) == []
 
@@ -396,11 +491,19 @@ NOT_FULL = 'needs memory.recompute = "keep_attention", not "full"'
     [
         ({"recompute": "none"}, []),
         ({"recompute": "none", "offload": "inputs"}, [f'memory.offload = "inputs" {NEEDS}']),
-        ({"recompute": "none", "blocks_per_checkpoint": 2}, [f"memory.blocks_per_checkpoint = 2 {NEEDS}"]),
+        (
+            {"recompute": "none", "blocks_per_checkpoint": 2},
+            [f"memory.blocks_per_checkpoint = 2 {NEEDS}"],
+        ),
         ({"recompute": "none", "head_groups": 2}, [f"memory.head_groups = 2 {NEEDS}"]),
         ({"recompute": "none", "mlp_tile_mib": 64}, [f"memory.mlp_tile_mib = 64 {NEEDS}"]),
         (
-            {"recompute": "none", "head_groups": 2, "mlp_tile_mib": 64, "blocks_per_checkpoint": 3},
+            {
+                "recompute": "none",
+                "head_groups": 2,
+                "mlp_tile_mib": 64,
+                "blocks_per_checkpoint": 3,
+            },
             [
                 f"memory.blocks_per_checkpoint = 3 {NEEDS}",
                 f"memory.head_groups = 2 {NEEDS}",
@@ -412,27 +515,50 @@ NOT_FULL = 'needs memory.recompute = "keep_attention", not "full"'
             {"recompute": "full", "offload": "inputs_and_attention"},
             [f'memory.offload = "inputs_and_attention" {NOT_FULL}'],
         ),
-        ({"recompute": "full", "blocks_per_checkpoint": 2}, [f"memory.blocks_per_checkpoint = 2 {NOT_FULL}"]),
+        (
+            {"recompute": "full", "blocks_per_checkpoint": 2},
+            [f"memory.blocks_per_checkpoint = 2 {NOT_FULL}"],
+        ),
         (
             {"recompute": "full", "blocks_per_checkpoint": 2, "offload": "inputs_and_attention"},
-            [f'memory.offload = "inputs_and_attention" {NOT_FULL}', f"memory.blocks_per_checkpoint = 2 {NOT_FULL}"],
+            [
+                f'memory.offload = "inputs_and_attention" {NOT_FULL}',
+                f"memory.blocks_per_checkpoint = 2 {NOT_FULL}",
+            ],
         ),
-        ({"host_budget_gib": 4.0}, ['memory.host_budget_gib = 4.0 is not used with memory.offload = "none"']),
+        (
+            {"host_budget_gib": 4.0},
+            ['memory.host_budget_gib = 4.0 is not used with memory.offload = "none"'],
+        ),
         ({"host_budget_gib": 4.0, "offload": "inputs"}, []),
         (
-            {"offload": "inputs_and_attention", "blocks_per_checkpoint": 4, "head_groups": 4, "mlp_tile_mib": 1},
+            {
+                "offload": "inputs_and_attention",
+                "blocks_per_checkpoint": 4,
+                "head_groups": 4,
+                "mlp_tile_mib": 1,
+            },
             [],
         ),
     ],
 )
-def test_memory_options_need_a_matching_recompute_policy(memory: dict[str, object], problems: list[str]) -> None:
+def test_memory_options_need_a_matching_recompute_policy(
+    memory: dict[str, object], problems: list[str]
+) -> None:
     for compiled in (False, True):
-        assert checks.problems(configured(memory=memory, training={"compile": compiled}), 1) == problems
+        assert (
+            checks.problems(configured(memory=memory, training={"compile": compiled}), 1)
+            == problems
+        )
 
 
 def test_default_memory_options_save_attention_outputs() -> None:
     memory = Config().memory
-    assert (memory.recompute, memory.offload, memory.blocks_per_checkpoint) == ("keep_attention", "none", 1)
+    assert (memory.recompute, memory.offload, memory.blocks_per_checkpoint) == (
+        "keep_attention",
+        "none",
+        1,
+    )
     assert (memory.head_groups, memory.mlp_tile_mib) == (1, None)
 
 
@@ -443,7 +569,11 @@ def test_default_memory_options_save_attention_outputs() -> None:
         (3, {}, "memory.head_groups = 3 must divide the 4 KV heads of a rank"),
         (8, {}, "memory.head_groups = 8 must divide the 4 KV heads of a rank"),
         (2, {"tp": 2}, None),
-        (4, {"tp": 2}, "memory.head_groups = 4 must divide the 2 KV heads of a rank (model.num_kv_heads / "),
+        (
+            4,
+            {"tp": 2},
+            "memory.head_groups = 4 must divide the 2 KV heads of a rank (model.num_kv_heads / ",
+        ),
         (2, {"tp": 4}, "memory.head_groups = 2 must divide the 1 KV heads of a rank"),
         (4, {"cp": 2, "cp_method": "ring"}, None),
         (4, {"cp": 2, "cp_method": "ulysses"}, None),
@@ -482,16 +612,28 @@ def test_a_problem_names_the_flags_that_set_its_keys() -> None:
 
 @pytest.mark.parametrize("key", ["job.output_dir", "data.cache_dir"])
 def test_a_url_is_not_a_folder(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"--{key} s3://bucket/run must be a local or mounted path, not a URL"):
+    with pytest.raises(
+        ConfigError, match=f"--{key} s3://bucket/run must be a local or mounted path, not a URL"
+    ):
         load([f"--{key}", "s3://bucket/run"])
 
 
 def test_all_problems_are_reported_together() -> None:
     config = configured(
-        model={"size": "9b"}, data={"corpus": "no"}, parallelism={"dp_shard": 3}, training={"micro_batch_size": 3}
+        model={"size": "9b"},
+        data={"corpus": "no"},
+        parallelism={"dp_shard": 3},
+        training={"micro_batch_size": 3},
     )
     assert len(checks.problems(config, 2)) == 4
-    wrong = {"tp": 2, "cp": 4, "cp_method": "ring", "cp_layout": "balanced", "cp_ulysses": 2, "cp_outer_method": "ring"}
+    wrong = {
+        "tp": 2,
+        "cp": 4,
+        "cp_method": "ring",
+        "cp_layout": "balanced",
+        "cp_ulysses": 2,
+        "cp_outer_method": "ring",
+    }
     assert len(checks.problems(configured(data={"copy_period": 1}, parallelism=wrong), 2)) == 5
 
 
@@ -507,7 +649,9 @@ def test_a_replica_check_without_copies_gives_a_warning() -> None:
     with_copies: list[dict[str, object]] = [{"dp_replicate": 2}, {"tp": 2, "dp_shard": 2}]
     for parallelism in without:
         (said,) = warnings(configured(health=checked, parallelism=parallelism), 4)
-        assert said.startswith("health.replica_check_interval compares nothing: dp_replicate = 1 and tp = 1")
+        assert said.startswith(
+            "health.replica_check_interval compares nothing: dp_replicate = 1 and tp = 1"
+        )
         assert warnings(configured(parallelism=parallelism), 4) == []
     for parallelism in with_copies:
         assert warnings(configured(health=checked, parallelism=parallelism), 4) == []
@@ -524,8 +668,14 @@ def test_a_warmup_as_long_as_the_run_gives_a_warning() -> None:
 @pytest.mark.parametrize(
     ("model", "problem"),
     [
-        ({"layers": ({},), "window": 5}, "model.window is not used beside model.layers: set it there"),
-        ({"layers": ({},), "nope_every": 2}, "model.nope_every is not used beside model.layers: set it there"),
+        (
+            {"layers": ({},), "window": 5},
+            "model.window is not used beside model.layers: set it there",
+        ),
+        (
+            {"layers": ({},), "nope_every": 2},
+            "model.nope_every is not used beside model.layers: set it there",
+        ),
         ({"model_type": "foo"}, 'model.model_type = "foo" is unknown; there are llama, qwen2'),
     ],
 )
@@ -542,7 +692,10 @@ def test_layers_are_bounded_before_they_are_counted(layer: dict[str, int]) -> No
 
 def test_a_pattern_longer_than_the_model_is_said() -> None:
     config = configured(model={"layers": [{"repeat": 7, "window": 5}, {}], "num_layers": 4})
-    assert "model.layers states 8 layers, of which model.num_layers = 4 uses the first 4" in warnings(config, 1)
+    assert (
+        "model.layers states 8 layers, of which model.num_layers = 4 uses the first 4"
+        in warnings(config, 1)
+    )
     assert len(config.model.build().layers) == 4
 
 
@@ -552,7 +705,11 @@ def test_model_keys_default_to_the_preset() -> None:
         model={"family": "llama3.1", "size": "8b", "num_layers": 2, "rope": {"factor": 2.0}}
     ).model.build()
     assert (model.num_layers, model.rope.factor) == (2, 2.0)
-    assert (model.dim, model.rope.theta, model.rope.kind) == (preset.dim, preset.rope.theta, preset.rope.kind)
+    assert (model.dim, model.rope.theta, model.rope.kind) == (
+        preset.dim,
+        preset.rope.theta,
+        preset.rope.kind,
+    )
 
 
 def test_all_rope_problems_are_reported_together() -> None:
@@ -567,11 +724,22 @@ def test_all_rope_problems_are_reported_together() -> None:
 
 def test_the_parallelism_summary_describes_the_rotary_embedding() -> None:
     config = load(
-        ["--model.rope.kind", "yarn", "--model.rope.factor", "8", "--model.nope_every", "4", "--training.seq_len", "64"]
+        [
+            "--model.rope.kind",
+            "yarn",
+            "--model.rope.factor",
+            "8",
+            "--model.nope_every",
+            "4",
+            "--training.seq_len",
+            "64",
+        ]
     )
     assert parallelism_summary(config, 1) == [rope_summary(config.model.build(), 64)]
     assert parallelism_summary(config, 1)[0].startswith("rope yarn: theta 500,000, ")
-    assert parallelism_summary(config, 1)[0].endswith("attention factor 1.2079; no rope in 1 of 4 layers")
+    assert parallelism_summary(config, 1)[0].endswith(
+        "attention factor 1.2079; no rope in 1 of 4 layers"
+    )
     preset = load(["--model.family", "qwen3"]).model.build()
     assert (preset.qk_norm, preset.nope_every, preset.rope.kind) == (True, None, "default")
     assert not load(["--model.family", "qwen3", "--model.qk_norm", "false"]).model.build().qk_norm
@@ -596,9 +764,7 @@ def test_debug_supports_any_cp_degree_up_to_eight() -> None:
 
 
 def test_debug_accepts_the_smallest_parity_run() -> None:
-    options = (
-        "--training.seq_len 512 --training.global_batch_size 4 --training.micro_batch_size 1 --training.dtype float64"
-    )
+    options = "--training.seq_len 512 --training.global_batch_size 4 --training.micro_batch_size 1 --training.dtype float64"
     assert checks.problems(load(options.split()), 4) == []
 
 
@@ -624,7 +790,11 @@ def test_debug_1m_needs_two_processes_and_no_file() -> None:
     assert checks.problems(config, 2) == []
     assert warnings(config, 2) == []
     assert (config.training.seq_len, config.parallelism.cp) == (1 << 20, 2)
-    assert (config.data.documents, config.data.max_document, config.data.mask) == ("file", 16_384, "document")
+    assert (config.data.documents, config.data.max_document, config.data.mask) == (
+        "file",
+        16_384,
+        "document",
+    )
     assert estimate_memory(config, 2).device_bytes < 2 * GIB
 
 
@@ -632,42 +802,67 @@ def test_copy_repeats_tokens_of_another_rank() -> None:
     config = load(["--config", "copy"])
     assert checks.problems(config, 4) == []
     assert warnings(config, 4) == []
-    period, chunk = config.data.copy_period, config.training.seq_len // (2 * config.parallelism.cp)
+    period = config.data.copy_period
+    chunk = config.training.seq_len // (2 * config.parallelism.cp)
     assert period is not None
-    assert (period % chunk, config.context_plan().resolved_layout, config.context_plan().rotate_method) == (
+    assert (
+        period % chunk,
+        config.context_plan().resolved_layout,
+        config.context_plan().rotate_method,
+    ) == (
         0,
         "doc_headtail",
         "ring",
     )
     holders = [0, 1, 2, 3, 3, 2, 1, 0]
     back = period // chunk
-    assert all(holders[at] != holders[before] for at in range(8) for before in range(at - back, -1, -back))
+    assert all(
+        holders[at] != holders[before] for at in range(8) for before in range(at - back, -1, -back)
+    )
 
 
 @pytest.mark.parametrize(("name", "world"), CLUSTER_CONFIGS.items())
-def test_a_cluster_configuration_states_every_degree_and_needs_only_files(name: str, world: int) -> None:
+def test_a_cluster_configuration_states_every_degree_and_needs_only_files(
+    name: str, world: int
+) -> None:
     config = load(["--config", name])
     assert all(stage.config.parallelism.dp_shard is not None for stage in config.training_stages)
     corpora = [f"data.sources.{source}.path" for source in config.data.sources] or ["data.corpus"]
-    assert [problem.split(" = ")[0] for problem in checks.problems(config, world)] == ["tokenizer.path", *corpora]
+    assert [problem.split(" = ")[0] for problem in checks.problems(config, world)] == [
+        "tokenizer.path",
+        *corpora,
+    ]
 
 
 @pytest.mark.parametrize("name", list(CLUSTER_CONFIGS)[-3:])
 def test_every_recipe_stage_fits_its_devices(name: str) -> None:
     config = load(["--config", name])
     for stage in config.training_stages:
-        assert estimate_memory(stage.config, CLUSTER_CONFIGS[name]).device_bytes < 80 * GIB, str(stage)
+        assert estimate_memory(stage.config, CLUSTER_CONFIGS[name]).device_bytes < 80 * GIB, str(
+            stage
+        )
 
 
 def test_recipes_match_the_publications() -> None:
     prolong, llama31, ultralong = (load(["--config", name]) for name in list(CLUSTER_CONFIGS)[-3:])
-    assert [stage.config.training.seq_len for stage in prolong.training_stages] == [65_536, 524_288]
-    assert [stage.config.model.build().rope.theta for stage in prolong.training_stages] == [8e6, 1.28e8]
-    assert [round(sum(item.weight for item in stage.config.data.mix), 9) for stage in prolong.training_stages] == [1, 1]
+    assert [stage.config.training.seq_len for stage in prolong.training_stages] == [
+        65_536,
+        524_288,
+    ]
+    assert [stage.config.model.build().rope.theta for stage in prolong.training_stages] == [
+        8e6,
+        1.28e8,
+    ]
+    assert [
+        round(sum(item.weight for item in stage.config.data.mix), 9)
+        for stage in prolong.training_stages
+    ] == [1, 1]
     lengths = [stage.config.training.seq_len for stage in llama31.training_stages]
     assert (len(lengths), lengths[0], lengths[-1]) == (6, 8_192, 131_072)
     assert sum(stage.tokens or 0 for stage in llama31.stage) == 800e9
-    assert {stage.config.model.build().rope.kind for stage in llama31.training_stages} == {"llama3"}
+    assert {stage.config.model.build().rope.kind for stage in llama31.training_stages} == {
+        "llama3"
+    }
     (only,) = ultralong.training_stages
     rope = only.config.model.build().rope
     assert (rope.kind, rope.factor, rope.beta_fast, rope.beta_slow) == ("yarn", 128, 4, 1)
@@ -676,7 +871,9 @@ def test_recipes_match_the_publications() -> None:
 
 def test_validation_imports_no_torch() -> None:
     code = "import sys, trainer.config.help_text; from trainer.config import checks, parse; checks.problems(parse.load([]), 2); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert "pydantic" in done.stdout.split()
     assert "torch" not in done.stdout.split()
 
@@ -700,17 +897,30 @@ def test_a_key_may_be_absent_only_if_that_is_its_default() -> None:
 
 def test_help_has_every_key_and_fits_its_width() -> None:
     text = help_text.render_keys()
-    assert all(f"--{section}.{key}  " in text for section in all_sections() for key in section_keys(section))
+    assert all(
+        f"--{section}.{key}  " in text
+        for section in all_sections()
+        for key in section_keys(section)
+    )
     assert all(f"\n[{section}]  " in text for section in all_sections())
-    assert all(f"\n{heading}  " in text for heading in ("[data.sources.NAME]", "[[data.mix]]", "[[stage]]"))
-    assert all(f"\n  {key}  " in text for owner in repeated_tables().values() for key in owner.fields_by_key())
+    assert all(
+        f"\n{heading}  " in text
+        for heading in ("[data.sources.NAME]", "[[data.mix]]", "[[stage]]")
+    )
+    assert all(
+        f"\n  {key}  " in text
+        for owner in repeated_tables().values()
+        for key in owner.fields_by_key()
+    )
     assert max(map(len, text.splitlines())) <= help_text.WIDTH
 
 
 def test_docs_format_types_and_ranges() -> None:
     owners = [all_sections()[section] for section in ("training", "optimizer", "job")]
     kinds = {
-        key.name: key.type_name for owner in owners for key in help_text.document_keys(owner, [*owner.fields_by_key()])
+        key.name: key.type_name
+        for owner in owners
+        for key in help_text.document_keys(owner, [*owner.fields_by_key()])
     }
     assert kinds["seq_len"] == "integer >= 2"
     assert kinds["dtype"] == '"bfloat16" | "float32" | "float64"'
@@ -721,7 +931,9 @@ def test_docs_format_types_and_ranges() -> None:
 
 def test_the_json_schema_forbids_unknown_keys_and_null() -> None:
     schema = json.loads(config_pages.render_json_schema())
-    assert all(part["additionalProperties"] is False for part in [schema, *schema["$defs"].values()])
+    assert all(
+        part["additionalProperties"] is False for part in [schema, *schema["$defs"].values()]
+    )
     assert schema["$defs"]["ParallelismSection"]["properties"]["dp_shard"]["type"] == "integer"
     assert "null" not in config_pages.render_json_schema()
 
@@ -751,7 +963,9 @@ def test_a_shipped_file_passes_the_same_checks_once_resolved(path: Path, tmp_pat
 
 
 def validated(data: Mapping[str, object] | None = None, **one: object) -> list[str]:
-    return checks.problems(Recipe.model_validate({"data": dict(data or {}), "validation": {"sets": {"one": one}}}), 1)
+    return checks.problems(
+        Recipe.model_validate({"data": dict(data or {}), "validation": {"sets": {"one": one}}}), 1
+    )
 
 
 def test_validation_sets_are_validated() -> None:
@@ -782,23 +996,36 @@ def test_the_tail_is_the_shortest_length_or_2048() -> None:
 def test_a_source_can_be_for_validation_only() -> None:
     only = {"sources": {"books": {"path": "python-stdlib"}}}
     assert validated(only, seq_len=64, source="books") == []
-    assert validated(only, seq_len=64) == ["data.sources.books: no mix and no validation set uses this source"]
+    assert validated(only, seq_len=64) == [
+        "data.sources.books: no mix and no validation set uses this source"
+    ]
     gone = {"sources": {"books": {"path": "/nowhere"}}}
-    assert validated(gone, seq_len=64, source="books")[0].startswith('data.sources.books.path = "/nowhere" is neither')
+    assert validated(gone, seq_len=64, source="books")[0].startswith(
+        'data.sources.books.path = "/nowhere" is neither'
+    )
 
 
 def test_a_training_corpus_cannot_be_held_out_with_other_document_settings() -> None:
-    sources = {"train": {"path": "docs"}, "judge": {"path": "docs"}, "whole": {"path": "docs", "documents": "folder"}}
+    sources = {
+        "train": {"path": "docs"},
+        "judge": {"path": "docs"},
+        "whole": {"path": "docs", "documents": "folder"},
+    }
     two = {"mix": [{"source": "train"}]}
     alike = two | {"sources": {name: sources[name] for name in ("train", "judge")}}
     other = two | {"sources": {name: sources[name] for name in ("train", "whole")}}
     assert validated(alike, seq_len=64, source="judge") == []
     (said,) = validated(other, seq_len=64, source="whole")
-    assert said.startswith('validation.sets.one: source = "whole" is the corpus of "train", which training splits')
+    assert said.startswith(
+        'validation.sets.one: source = "whole" is the corpus of "train", which training splits'
+    )
     # A stage without a mix trains on the corpus of [data].
     config = Recipe.model_validate(
         {
-            "data": {"corpus": "docs", "sources": {name: sources[name] for name in ("train", "whole")}},
+            "data": {
+                "corpus": "docs",
+                "sources": {name: sources[name] for name in ("train", "whole")},
+            },
             "validation": {"sets": {"one": {"seq_len": 64, "source": "whole"}}},
             "stage": [
                 {"name": "a", "seq_len": 64, "steps": 1, "mix": [{"source": "train"}]},
@@ -821,7 +1048,9 @@ def test_validating_on_training_documents_gives_a_warning() -> None:
 
 def test_holdout_needs_unsplit_documents_and_text() -> None:
     said = checks.problems(configured(data={"holdout": 0.1, "max_document": 64}), 1)
-    assert said[0].startswith("data.holdout = 0.1 with data.max_document = 64 would split documents")
+    assert said[0].startswith(
+        "data.holdout = 0.1 with data.max_document = 64 would split documents"
+    )
     assert checks.problems(configured(data={"holdout": 0.1, "corpus": "copy"}), 1) == [
         'data.holdout = 0.1 needs documents; data.corpus = "copy" has none'
     ]

@@ -1,4 +1,6 @@
-"""Stored configurations of earlier schema versions are migrated; old names that a user writes are errors."""
+"""Stored configurations of earlier schema versions are migrated; old names that a user writes are
+errors.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,26 @@ def test_a_version_1_config_is_migrated_in_sections_mixes_and_stages() -> None:
     assert (config.schedule.min_lr_factor, config.checkpoint.initial_load_path) == (0.2, "initial")
     assert (config.health.on_spike, config.health.max_consecutive_skips) == ("warn", 5)
     assert config.data.bad_files == "error"
-    assert [(item.min_length, item.max_length) for item in config.data.mix] == [(None, 64), (64, None)]
-    _, second = load(["--config", str(FIXTURES / "recipe_5676d2a" / "config.toml")]).training_stages
+    assert [(item.min_length, item.max_length) for item in config.data.mix] == [
+        (None, 64),
+        (64, None),
+    ]
+    _, second = load(
+        ["--config", str(FIXTURES / "recipe_5676d2a" / "config.toml")]
+    ).training_stages
     assert second.config.schedule.min_lr_factor == 0.3
-    assert (second.config.memory.blocks_per_checkpoint, second.config.memory.loss_chunk_mib) == (1, 2)
-    assert (second.config.parallelism.cp_outer_method, second.config.parallelism.ranks_per_node) == ("alltoall", 2)
-    assert [(item.min_length, item.max_length) for item in second.config.data.mix] == [(None, None), (64, 4096)]
+    assert (second.config.memory.blocks_per_checkpoint, second.config.memory.loss_chunk_mib) == (
+        1,
+        2,
+    )
+    assert (
+        second.config.parallelism.cp_outer_method,
+        second.config.parallelism.ranks_per_node,
+    ) == ("alltoall", 2)
+    assert [(item.min_length, item.max_length) for item in second.config.data.mix] == [
+        (None, None),
+        (64, 4096),
+    ]
 
 
 def test_dotted_keys_of_a_checkpoint_are_migrated() -> None:
@@ -77,13 +93,16 @@ def test_a_resolved_file_states_its_version_and_a_later_one_is_an_error(tmp_path
     path.write_text(text)
     assert load(["--config", str(path)]) == load([])
     for version in (str(SCHEMA_VERSION + 1), f'"{SCHEMA_VERSION}"', "0"):
-        path.write_text(text.replace(f"schema_version = {SCHEMA_VERSION}", f"schema_version = {version}"))
+        path.write_text(
+            text.replace(f"schema_version = {SCHEMA_VERSION}", f"schema_version = {version}")
+        )
         (problem,) = load_problems("--config", str(path))
         assert f"is unknown; this version of the trainer reads 1 to {SCHEMA_VERSION}" in problem
 
 
 def test_a_stored_run_with_a_removed_schedule_goes_on_interleaved(tmp_path: Path) -> None:
-    key, path = "parallelism.pp_schedule", tmp_path / "config.toml"
+    key = "parallelism.pp_schedule"
+    path = tmp_path / "config.toml"
     stored = load([f"--{key}=Interleaved1F1B"])
     old = to_toml(stored).replace(f"schema_version = {SCHEMA_VERSION}", "schema_version = 2")
     for schedule in REMOVED_SCHEDULES:
@@ -125,7 +144,9 @@ FILE_ERRORS = {
 
 
 @pytest.mark.parametrize("text", FILE_ERRORS)
-def test_an_old_name_in_a_users_file_is_an_error_with_the_new_name(tmp_path: Path, text: str) -> None:
+def test_an_old_name_in_a_users_file_is_an_error_with_the_new_name(
+    tmp_path: Path, text: str
+) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text)
     (problem,) = load_problems("--config", str(path))
@@ -139,7 +160,10 @@ def test_an_old_flag_is_an_error_with_the_new_name(old: str, new: str) -> None:
 
 
 def test_an_old_value_of_a_flag_is_an_error_with_the_new_value() -> None:
-    values: dict[str, Any] = {"data.bad_files": ("refuse", "error"), "health.on_spike": ("tell", "warn")}
+    values: dict[str, Any] = {
+        "data.bad_files": ("refuse", "error"),
+        "health.on_spike": ("tell", "warn"),
+    }
     for key, (old, new) in values.items():
         (problem,) = load_problems(f"--{key}", old)
         assert problem.endswith(f'; "{old}" was renamed to "{new}"')
@@ -149,5 +173,8 @@ def test_a_removed_value_of_a_flag_is_an_error_with_its_reason_and_substitute() 
     for schedule in REMOVED_SCHEDULES:
         (problem,) = load_problems("--parallelism.pp_schedule", schedule)
         assert problem.startswith(f"command line: --parallelism.pp_schedule {schedule} must be ")
-        assert f'"{schedule}" was removed: it allowed neither compilation nor recomputation' in problem
+        assert (
+            f'"{schedule}" was removed: it allowed neither compilation nor recomputation'
+            in problem
+        )
         assert problem.endswith('; use "Interleaved1F1B"')

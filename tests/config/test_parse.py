@@ -27,14 +27,29 @@ def load_problems(*argv: str) -> list[str]:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("[training]\nseq_length = 5", "training.seq_length = 5: unknown key; did you mean training.seq_len?"),
+        (
+            "[training]\nseq_length = 5",
+            "training.seq_length = 5: unknown key; did you mean training.seq_len?",
+        ),
         ("[model]\nseq_len = 5", "model.seq_len = 5: unknown key; seq_len belongs to [training]"),
-        ("[metrics]\nname = 'x'", 'metrics.name = "x": unknown key; name belongs to [job] or [optimizer]'),
-        ("[memory]\nzebra = 1", "memory.zebra = 1: unknown key; [memory] has recompute, device_gib"),
+        (
+            "[metrics]\nname = 'x'",
+            'metrics.name = "x": unknown key; name belongs to [job] or [optimizer]',
+        ),
+        (
+            "[memory]\nzebra = 1",
+            "memory.zebra = 1: unknown key; [memory] has recompute, device_gib",
+        ),
         ("seq_len = 5", "seq_len = 5: unknown key; seq_len belongs to [training]"),
         ("[trainig]\nsteps = 5", "[trainig]: unknown section [trainig]; did you mean [training]?"),
-        ("[zebra]\nsteps = 5", "[zebra]: unknown section [zebra]; the sections are job, model, model.rope"),
-        ("[model.ropes]\ntheta = 5", "[model.ropes]: unknown section [model.ropes]; did you mean [model.rope]?"),
+        (
+            "[zebra]\nsteps = 5",
+            "[zebra]: unknown section [zebra]; the sections are job, model, model.rope",
+        ),
+        (
+            "[model.ropes]\ntheta = 5",
+            "[model.ropes]: unknown section [model.ropes]; did you mean [model.rope]?",
+        ),
         ('[training]\nsteps = "50"', 'training.steps = "50" must be an integer, not a string'),
         ("[training]\nsteps = true", "training.steps = true must be an integer, not a boolean"),
         ("[training]\nsteps = 50.0", "training.steps = 50.0 must be an integer, not a float"),
@@ -43,19 +58,40 @@ def load_problems(*argv: str) -> list[str]:
             "[training]\nseed = 9223372036854775808",
             "training.seed = 9223372036854775808 must be below 9223372036854775808",
         ),
-        ("[training]\ncompile = 1", 'training.compile = 1 must be true or false, or "auto", not an integer'),
-        ('[training]\ncompile = "true"', 'training.compile = "true" must be true or false, or "auto", not a string'),
-        ('[training]\ndtype = "fp8"', 'training.dtype = "fp8" must be "bfloat16", "float32" or "float64"'),
+        (
+            "[training]\ncompile = 1",
+            'training.compile = 1 must be true or false, or "auto", not an integer',
+        ),
+        (
+            '[training]\ncompile = "true"',
+            'training.compile = "true" must be true or false, or "auto", not a string',
+        ),
+        (
+            '[training]\ndtype = "fp8"',
+            'training.dtype = "fp8" must be "bfloat16", "float32" or "float64"',
+        ),
         ("[training]\ndtype = 16", 'training.dtype = 16 must be "bfloat16"'),
         ("[optimizer]\nlr = nan", "optimizer.lr = nan must be finite"),
         ("[optimizer]\nlr = -inf", "optimizer.lr = -inf must be finite"),
         ("[optimizer]\nlr = 0", "optimizer.lr = 0 must be above 0"),
         ("[optimizer]\nlr = true", "optimizer.lr = true must be a number, not a boolean"),
-        ("[optimizer]\nlr = 2024-01-01", "optimizer.lr = 2024-01-01 must be a number, not a date or time"),
+        (
+            "[optimizer]\nlr = 2024-01-01",
+            "optimizer.lr = 2024-01-01 must be a number, not a date or time",
+        ),
         ("[optimizer]\nbetas = [0.9]", "optimizer.betas = [0.9]: item 2 is missing"),
-        ("[optimizer]\nbetas = [0.9, 1.0]", "optimizer.betas = [0.9, 1.0]: item 2 must be below 1"),
-        ("[optimizer]\nbetas = [0.9, '1']", 'optimizer.betas = [0.9, "1"]: item 2 must be a number'),
-        ("[optimizer]\nbetas = [0, 0, 0]", "optimizer.betas = [0, 0, 0] must have no more than 2 items"),
+        (
+            "[optimizer]\nbetas = [0.9, 1.0]",
+            "optimizer.betas = [0.9, 1.0]: item 2 must be below 1",
+        ),
+        (
+            "[optimizer]\nbetas = [0.9, '1']",
+            'optimizer.betas = [0.9, "1"]: item 2 must be a number',
+        ),
+        (
+            "[optimizer]\nbetas = [0, 0, 0]",
+            "optimizer.betas = [0, 0, 0] must have no more than 2 items",
+        ),
         ("[optimizer]\nbetas = 0.9", "optimizer.betas = 0.9 must be a list, not a float"),
         ("[schedule]\nmin_lr_factor = 1.5", "schedule.min_lr_factor = 1.5 must be at most 1"),
         ("[job]\nname = 5", "job.name = 5 must be text, not an integer"),
@@ -70,7 +106,9 @@ def load_problems(*argv: str) -> list[str]:
         ("training = 1979-05-27T07:32:00Z", "must be a section, not a date or time"),
     ],
 )
-def test_an_error_in_a_file_names_file_key_value_and_rule(cwd: Path, text: str, problem: str) -> None:
+def test_an_error_in_a_file_names_file_key_value_and_rule(
+    cwd: Path, text: str, problem: str
+) -> None:
     (cwd / "mine.toml").write_text(text)
     problems = load_problems("--config", "mine.toml")
     assert len(problems) == 1
@@ -83,28 +121,45 @@ def test_an_error_in_a_file_names_file_key_value_and_rule(cwd: Path, text: str, 
     [
         (b"[job]\nname = 'a'\nname = 'b'", "mine.toml:3: defined twice: name = 'b'"),
         (b"[job]\n[job]", "mine.toml:2: defined twice: [job]"),
-        (b"[job]\nname 'a'", "mine.toml:2: Expected '=' after a key in a key/value pair: name 'a'"),
+        (
+            b"[job]\nname 'a'",
+            "mine.toml:2: Expected '=' after a key in a key/value pair: name 'a'",
+        ),
         (b"[job", "mine.toml:1: Expected ']' at the end of a table declaration: [job"),
         (b'[job]\nname = "a', 'mine.toml:2: Unterminated string: name = "a'),
         (b"[job]\nname = '\xff'", "mine.toml:2: byte 14 (0xff) is not valid UTF-8"),
-        (b"x = " + b"[" * 5000, "mine.toml: TOML inline arrays/tables are nested more than the allowed"),
+        (
+            b"x = " + b"[" * 5000,
+            "mine.toml: TOML inline arrays/tables are nested more than the allowed",
+        ),
         (b"x = " + b"9" * 5000, "mine.toml: Exceeds the limit"),
     ],
 )
 def test_invalid_toml_is_an_error_with_its_line(cwd: Path, raw: bytes, problem: str) -> None:
     (cwd / "mine.toml").write_bytes(raw)
-    assert [problems[: len(problem)] for problems in load_problems("--config", "mine.toml")] == [problem]
+    assert [problems[: len(problem)] for problems in load_problems("--config", "mine.toml")] == [
+        problem
+    ]
 
 
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
-        ("--training.seq_length 5", "--training.seq_length 5: unknown key; did you mean training.seq_len?"),
+        (
+            "--training.seq_length 5",
+            "--training.seq_length 5: unknown key; did you mean training.seq_len?",
+        ),
         ("--training.seq-len 5", "--training.seq-len 5: unknown key; did you mean seq_len?"),
         ("--seq_len 5", "--seq_len 5: unknown key; seq_len belongs to [training]"),
         ("--model.seq_len=5", "--model.seq_len 5: unknown key; seq_len belongs to [training]"),
-        ("--trainig.steps 5", "--trainig.steps 5: unknown section [trainig]; did you mean [training]?"),
-        ("--training 5", "--training 5: a section, not a key; [training] has seq_len, global_batch_size"),
+        (
+            "--trainig.steps 5",
+            "--trainig.steps 5: unknown section [trainig]; did you mean [training]?",
+        ),
+        (
+            "--training 5",
+            "--training 5: a section, not a key; [training] has seq_len, global_batch_size",
+        ),
         ("--zebra", "--zebra: unknown key; see --help"),
         ("--cnfig debug", "--cnfig debug: unknown key"),
         ("--training.", '"--training." is not an option'),
@@ -125,9 +180,18 @@ def test_invalid_toml_is_an_error_with_its_line(cwd: Path, raw: bytes, problem: 
         ("--optimizer.lr ten", "--optimizer.lr ten must be a number"),
         ("--optimizer.betas 0.9", "--optimizer.betas 0.9: item 2 is missing"),
         ("--optimizer.betas 0.9,x", "--optimizer.betas 0.9,x: item 2 must be a number"),
-        ("--optimizer.betas [0.9,", "--optimizer.betas [0.9, must be a list such as 1,2 or [1, 2]"),
-        ("--training.dtype fp8", '--training.dtype fp8 must be "bfloat16", "float32" or "float64"'),
-        ("--model.rope.kind x", '--model.rope.kind x must be "default", "linear", "llama3", "yarn" or "longrope"'),
+        (
+            "--optimizer.betas [0.9,",
+            "--optimizer.betas [0.9, must be a list such as 1,2 or [1, 2]",
+        ),
+        (
+            "--training.dtype fp8",
+            '--training.dtype fp8 must be "bfloat16", "float32" or "float64"',
+        ),
+        (
+            "--model.rope.kind x",
+            '--model.rope.kind x must be "default", "linear", "llama3", "yarn" or "longrope"',
+        ),
         ("--job.name null", "--job.name null must be text"),
         ("--job.name=\udcff", "the value is not valid UTF-8"),
     ],
@@ -139,8 +203,12 @@ def test_an_error_on_the_command_line_names_option_value_and_rule(argv: str, pro
 
 
 def test_errors_of_file_and_command_line_are_reported_together(cwd: Path) -> None:
-    (cwd / "mine.toml").write_text("[training]\nsteps = 0\nseqlen = 5\n[optimizer]\nlr = nan\n[zebra]\n")
-    problems = load_problems("--config", "mine.toml", "--training.dtype", "fp8", "--zebra", "--job.name=", "stray")
+    (cwd / "mine.toml").write_text(
+        "[training]\nsteps = 0\nseqlen = 5\n[optimizer]\nlr = nan\n[zebra]\n"
+    )
+    problems = load_problems(
+        "--config", "mine.toml", "--training.dtype", "fp8", "--zebra", "--job.name=", "stray"
+    )
     assert len(problems) == 8
     assert sum(problem.startswith("mine.toml: ") for problem in problems) == 4
     assert all("\n" not in problem for problem in problems)
@@ -166,7 +234,8 @@ def test_a_missing_file_gives_the_names_of_shipped_files() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("folder", "a folder"), (".", "a folder"), ("/dev/null", "not a regular file")]
+    ("name", "kind"),
+    [("folder", "a folder"), (".", "a folder"), ("/dev/null", "not a regular file")],
 )
 def test_config_must_be_a_regular_file(cwd: Path, name: str, kind: str) -> None:
     (cwd / "folder").mkdir()
@@ -186,7 +255,17 @@ def test_a_bare_name_is_a_shipped_file_and_a_path_is_relative(cwd: Path) -> None
 
 def test_the_last_of_a_repeated_option_counts(cwd: Path) -> None:
     (cwd / "mine.toml").write_text("")
-    config = load(["--config", "nowhere", "--training.steps", "wrong", "--config", "./mine.toml", "--training.steps=7"])
+    config = load(
+        [
+            "--config",
+            "nowhere",
+            "--training.steps",
+            "wrong",
+            "--config",
+            "./mine.toml",
+            "--training.steps=7",
+        ]
+    )
     assert (config.training.steps, config.job.name) == (7, "run")
     config = load(["--optimizer.betas", "0.1,0.2", "--optimizer.betas", "[0.3, 0.4]"])
     assert config.optimizer.betas == (0.3, 0.4)
@@ -198,7 +277,11 @@ def test_text_on_the_command_line_becomes_the_keys_type() -> None:
         "--optimizer.betas 0.8,0.9 --job.name 5 --model.rope.theta 1e6 --model.tie_embeddings true --data.corpus [1]"
     )
     config = load(options.split())
-    assert (config.training.steps, config.checkpoint.enabled, config.training.compile) == (7, False, True)
+    assert (config.training.steps, config.checkpoint.enabled, config.training.compile) == (
+        7,
+        False,
+        True,
+    )
     assert (config.optimizer.lr, config.optimizer.betas) == (1e-4, (0.8, 0.9))
     assert (config.output_dir, config.job.name, config.data.corpus) == (Path("a/b"), "5", "[1]")
     assert (config.model.rope.theta, config.model.tie_embeddings) == (1e6, True)
@@ -206,7 +289,10 @@ def test_text_on_the_command_line_becomes_the_keys_type() -> None:
 
 def test_null_unsets_a_value_of_the_file() -> None:
     assert load(["--config", "llama3_8b"]).parallelism.dp_shard == 8
-    assert load(["--config", "llama3_8b", "--parallelism.dp_shard", "null"]).parallelism.dp_shard is None
+    assert (
+        load(["--config", "llama3_8b", "--parallelism.dp_shard", "null"]).parallelism.dp_shard
+        is None
+    )
 
 
 def test_toml_integers_are_numbers_and_strings_are_paths(cwd: Path) -> None:
@@ -246,7 +332,11 @@ def test_the_resolved_file_has_the_sections_in_order() -> None:
 
 def test_parsing_the_command_line_does_not_read_the_file() -> None:
     arguments = parse_arguments(["--config", "nowhere", "--training.steps=5"])
-    assert (arguments.config, arguments.values, arguments.problems) == ("nowhere", {"training": {"steps": "5"}}, [])
+    assert (arguments.config, arguments.values, arguments.problems) == (
+        "nowhere",
+        {"training": {"steps": "5"}},
+        [],
+    )
 
 
 def test_deep_merge_keeps_other_keys() -> None:
@@ -269,8 +359,12 @@ def test_a_key_may_be_a_python_keyword(cwd: Path) -> None:
     assert load_problems("--checkpoint.async", "maybe") == [
         "command line: --checkpoint.async maybe must be true or false"
     ]
-    assert load_problems("--checkpoint.async") == ["command line: --checkpoint.async needs a value: true or false"]
+    assert load_problems("--checkpoint.async") == [
+        "command line: --checkpoint.async needs a value: true or false"
+    ]
     (cwd / "some.toml").write_text("[checkpoint]\nasynchronous = false\nasync = 1\n")
     problems = load_problems("--config", "some.toml")
     assert problems[0].startswith("some.toml: checkpoint.async = 1 must be true or false")
-    assert problems[1].startswith("some.toml: checkpoint.asynchronous = false: unknown key; [checkpoint] has ")
+    assert problems[1].startswith(
+        "some.toml: checkpoint.asynchronous = false: unknown key; [checkpoint] has "
+    )

@@ -12,7 +12,8 @@ from trainer.storage.run_dir import flatten_config, run_identity
 
 
 @pytest.mark.parametrize(
-    ("time", "seconds"), [("00:00:01", 1), ("1:01:01", 3661), ("100:00:00", 360_000), ("2-03:00:00", 183_600)]
+    ("time", "seconds"),
+    [("00:00:01", 1), ("1:01:01", 3661), ("100:00:00", 360_000), ("2-03:00:00", 183_600)],
 )
 def test_a_time_limit_is_read_as_slurm_reads_it(time: str, seconds: int) -> None:
     assert parse_time_limit(time) == seconds
@@ -58,12 +59,20 @@ def test_ranks_per_node_are_gpus_or_processes() -> None:
     assert load(["--slurm.gpus_per_node", "4"]).slurm.nproc_per_node == 4
     cpu_job = load(["--slurm.gpus_per_node", "0"]).slurm
     assert cpu_job.nproc_per_node == 1
-    assert load(["--slurm.gpus_per_node", "0", "--slurm.processes_per_node", "3"]).slurm.nproc_per_node == 3
+    assert (
+        load(
+            ["--slurm.gpus_per_node", "0", "--slurm.processes_per_node", "3"]
+        ).slurm.nproc_per_node
+        == 3
+    )
     (problem,) = checks.slurm_problems(load(["--slurm.processes_per_node", "3"]).slurm)
-    assert problem.startswith("slurm.processes_per_node = 3 is only used with slurm.gpus_per_node = 0, not 8")
+    assert problem.startswith(
+        "slurm.processes_per_node = 3 is only used with slurm.gpus_per_node = 0, not 8"
+    )
 
 
 def test_the_slurm_section_does_not_identify_a_run() -> None:
-    one, other = load([]), load(["--slurm.nodes", "4", "--slurm.launcher", "torchrun"])
+    one = load([])
+    other = load(["--slurm.nodes", "4", "--slurm.launcher", "torchrun"])
     assert run_identity(flatten_config(one)) == run_identity(flatten_config(other))
     assert flatten_config(one) == flatten_config(other)

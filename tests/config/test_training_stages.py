@@ -55,24 +55,36 @@ def test_a_stage_overrides_the_sections() -> None:
     assert first.config.model == configured(**TWO).model
     assert (first.config.parallelism.tp, first.config.parallelism.cp) == (2, 1)
     assert type(first.config) is type(second.config) is Config
-    training, schedule = second.config.training, second.config.schedule
+    training = second.config.training
+    schedule = second.config.schedule
     assert (training.seq_len, training.global_batch_size, training.steps) == (512, 2, 10)
     assert training.micro_batch_size == 1
-    assert second.config.model.rope.model_dump(exclude_unset=True) == {"theta": 8e6, "kind": "default"}
+    assert second.config.model.rope.model_dump(exclude_unset=True) == {
+        "theta": 8e6,
+        "kind": "default",
+    }
     assert second.config.model.num_layers == 3
     assert (second.config.data.mask, second.config.data.packing) == ("none", "concat")
-    assert (second.config.optimizer.lr, schedule.warmup_steps, schedule.kind) == (1e-5, 1, "constant")
+    assert (second.config.optimizer.lr, schedule.warmup_steps, schedule.kind) == (
+        1e-5,
+        1,
+        "constant",
+    )
     mesh = second.config.parallelism
     assert (mesh.tp, mesh.cp, mesh.cp_method) == (2, 4, "ring")
     assert second.config.memory.recompute == "full"
     assert (second.resets_optimizer, first.resets_optimizer) == (True, False)
-    assert [(stage.start_step, stage.end_step, stage.total_steps) for stage in (first, second)] == [
+    assert [
+        (stage.start_step, stage.end_step, stage.total_steps) for stage in (first, second)
+    ] == [
         (0, 10, 20),
         (10, 20, 20),
     ]
     assert stage_position(first) == StagePosition(name="a", index=0, start_step=0)
     # With a length in tokens, the number of steps depends on the batch size.
-    assert stage_position(second) == StagePosition(name="b", index=1, start_step=10, global_batch_size=2)
+    assert stage_position(second) == StagePosition(
+        name="b", index=1, start_step=10, global_batch_size=2
+    )
 
 
 def test_a_run_without_stages_has_one_stage() -> None:
@@ -87,19 +99,29 @@ def test_a_run_without_stages_has_one_stage() -> None:
     )
 
 
-@pytest.mark.parametrize(("over", "expected"), [("stage", [0.5, 1.0, 0.5, 1.0]), ("run", [0.5, 1.0, 1.0, 1.0])])
-def test_the_learning_rate_curve_spans_a_stage_or_the_run(over: str, expected: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("over", "expected"), [("stage", [0.5, 1.0, 0.5, 1.0]), ("run", [0.5, 1.0, 1.0, 1.0])]
+)
+def test_the_learning_rate_curve_spans_a_stage_or_the_run(
+    over: str, expected: list[float]
+) -> None:
     stages = [{"name": name, "seq_len": 8, "steps": 2} for name in ("a", "b")]
     schedule = {"kind": "constant", "warmup_steps": 2, "over": over}
     config = configured(stage=stages, schedule=schedule, optimizer={"lr": 1.0})
     first, second = config.training_stages
-    rates = [learning_rate(stage, step) for stage, step in ((first, 1), (first, 2), (second, 3), (second, 4))]
+    rates = [
+        learning_rate(stage, step)
+        for stage, step in ((first, 1), (first, 2), (second, 3), (second, 4))
+    ]
     assert rates == expected
 
 
 def test_a_written_recipe_parses_to_equal_stages(tmp_path: Path) -> None:
     given = TWO | {
-        "data": {"sources": {"x": {"path": "docs"}}, "mix": [{"source": "x", "weight": 0.3, "max_length": 9}]}
+        "data": {
+            "sources": {"x": {"path": "docs"}},
+            "mix": [{"source": "x", "weight": 0.3, "max_length": 9}],
+        }
     }
     config = Recipe.model_validate(given)
     path = tmp_path / "recipe.toml"
@@ -120,7 +142,10 @@ STAGE = {"name": "a", "seq_len": 64}
     ("values", "problem"),
     [
         ({"stage": [STAGE]}, 'stage "a": exactly one of steps and tokens must be given'),
-        ({"stage": [STAGE | {"steps": 1, "tokens": 64}]}, 'stage "a": exactly one of steps and tokens must be given'),
+        (
+            {"stage": [STAGE | {"steps": 1, "tokens": 64}]},
+            'stage "a": exactly one of steps and tokens must be given',
+        ),
         (
             {"stage": [STAGE | {"steps": 1, "batch_tokens": 100}]},
             'stage "a": batch_tokens = 100 must be a multiple of seq_len = 64, as 64 or 128 is',
@@ -131,7 +156,10 @@ STAGE = {"name": "a", "seq_len": 64}
         ),
         ({"stage": [STAGE | {"steps": 1}] * 2}, 'two stages are named "a"'),
         (
-            {"stage": [STAGE | {"steps": 1}, STAGE | {"name": "b", "steps": 1}], "checkpoint": {"enabled": False}},
+            {
+                "stage": [STAGE | {"steps": 1}, STAGE | {"name": "b", "steps": 1}],
+                "checkpoint": {"enabled": False},
+            },
             "checkpoint.enabled = false: each stage starts from a checkpoint of the one before",
         ),
         (
@@ -150,7 +178,10 @@ STAGE = {"name": "a", "seq_len": 64}
             {"data": {"sources": {"x": {"path": "docs"}}}},
             "data.sources.x: no mix and no validation set uses this source",
         ),
-        ({"data": {"sources": {"corpus": {"path": "docs"}}}}, "data.sources.corpus is reserved for data.corpus"),
+        (
+            {"data": {"sources": {"corpus": {"path": "docs"}}}},
+            "data.sources.corpus is reserved for data.corpus",
+        ),
         (
             {"data": {"sources": {"x": {"path": "nowhere"}}, "mix": [{"source": "x"}]}},
             'data.sources.x.path = "nowhere" is neither "python-stdlib", "copy", a dataset ("hf:NAME"), nor an',
@@ -159,13 +190,23 @@ STAGE = {"name": "a", "seq_len": 64}
             {"data": {"mix": [{"source": "corpus", "min_length": 8, "max_length": 8}]}},
             "data.mix: max_length = 8 must be above min_length = 8",
         ),
-        ({"data": {"mix": [{"source": "corpus"}, {"source": "corpus"}]}}, "data.mix: corpus occurs twice"),
+        (
+            {"data": {"mix": [{"source": "corpus"}, {"source": "corpus"}]}},
+            "data.mix: corpus occurs twice",
+        ),
         (
             {"data": {"corpus": "copy", "mix": [{"source": "corpus"}]}},
             'data.corpus = "copy" cannot be part of data.mix',
         ),
         (
-            {"data": {"mix": [{"source": "corpus"}, {"source": "corpus", "max_length": 9, "weight": 1e-4}]}},
+            {
+                "data": {
+                    "mix": [
+                        {"source": "corpus"},
+                        {"source": "corpus", "max_length": 9, "weight": 1e-4},
+                    ]
+                }
+            },
             "data.mix: weights [1.0, 0.0001] must not differ by more than a factor of 1000",
         ),
         (
@@ -181,7 +222,10 @@ STAGE = {"name": "a", "seq_len": 64}
             "optimizer.lr is not used: every [[stage]] sets lr",
         ),
         (
-            {"model": {"rope": {"theta": 1e5}}, "stage": [STAGE | {"steps": 1, "rope": {"theta": 1e6}}]},
+            {
+                "model": {"rope": {"theta": 1e5}},
+                "stage": [STAGE | {"steps": 1, "rope": {"theta": 1e6}}],
+            },
             "model.rope is not used: every [[stage]] sets rope",
         ),
     ],
@@ -209,10 +253,14 @@ def test_an_error_in_a_table_names_the_table(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load(["--config", str(path)])
-    assert [problem for problem in caught.value.problems if FILE_ERRORS[text] in problem], caught.value.problems
+    assert [problem for problem in caught.value.problems if FILE_ERRORS[text] in problem], (
+        caught.value.problems
+    )
 
 
-@pytest.mark.parametrize("option", ["--stage.steps", "--data.mix", "--data.sources.x.path", "--stage"])
+@pytest.mark.parametrize(
+    "option", ["--stage.steps", "--data.mix", "--data.sources.x.path", "--stage"]
+)
 def test_tables_cannot_be_set_on_the_command_line(option: str) -> None:
     with pytest.raises(ConfigError, match="can only be set in the file"):
         load([option, "1"])

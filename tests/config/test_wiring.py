@@ -1,4 +1,5 @@
-"""Every key of the configuration takes effect: two configurations that differ in it differ in an observable.
+"""Every key of the configuration takes effect: two configurations that differ in it differ in an
+observable.
 
 The keys are those of the schema, so a new key fails here until the table lists it.
 """
@@ -14,7 +15,14 @@ from typing import Any
 import pytest
 
 from tests.config.wiring import runs
-from tests.config.wiring.cases import Case, Task, as_stage, has_one_value, inherited_key, schema_keys
+from tests.config.wiring.cases import (
+    Case,
+    Task,
+    as_stage,
+    has_one_value,
+    inherited_key,
+    schema_keys,
+)
 from tests.config.wiring.inputs import write_inputs
 from tests.config.wiring.observables import observe_all
 from tests.config.wiring.table import TABLE
@@ -25,7 +33,11 @@ from trainer.config.training_stages import Recipe
 
 TIME_LIMIT = 300
 KEYS = dict(schema_keys())
-STAGE_KEYS = {key: inherited for key in KEYS if key not in TABLE and (inherited := inherited_key(key)) is not None}
+STAGE_KEYS = {
+    key: inherited
+    for key in KEYS
+    if key not in TABLE and (inherited := inherited_key(key)) is not None
+}
 
 
 def pairs(*keys: str) -> Iterator[tuple[str, Task, Task]]:
@@ -58,9 +70,14 @@ def observe_distinct(tasks: list[Task], folder: Path) -> dict[str, list[Observat
     """By task, the observation of each rank. Equal tasks run once."""
     found: dict[str, list[Observation]] = {}
     for size, whole in sorted({(task.world_size, is_run(task)) for task in tasks}):
-        distinct = {str(task): task for task in tasks if (task.world_size, is_run(task)) == (size, whole)}
+        distinct = {
+            str(task): task for task in tasks if (task.world_size, is_run(task)) == (size, whole)
+        }
         by_rank = observe([*distinct.values()], size, folder)
-        found |= {name: list(of_ranks) for name, of_ranks in zip(distinct, zip(*by_rank, strict=True), strict=True)}
+        found |= {
+            name: list(of_ranks)
+            for name, of_ranks in zip(distinct, zip(*by_rank, strict=True), strict=True)
+        }
     return found
 
 
@@ -76,7 +93,9 @@ def test_every_key_takes_effect(section: str, tmp_path: Path) -> None:
     write_inputs(tmp_path)
     chosen = [*pairs(*(key for key in TABLE if key.startswith(f"{section}.")))]
     found = observe_distinct([task for _, *tasks in chosen for task in tasks], tmp_path)
-    assert {problem for of_ranks in found.values() for problems, _ in of_ranks for problem in problems} == set()
+    assert {
+        problem for of_ranks in found.values() for problems, _ in of_ranks for problem in problems
+    } == set()
     # Rank by rank, on the ranks that both have.
     equal = [key for key, a, b in chosen if all(map(eq, found[str(a)], found[str(b)]))]
     assert equal == []
@@ -103,7 +122,9 @@ def require_repeatable(tasks: list[Task], folder: Path) -> None:
     assert [name for name in first if first[name] != second[name]] == []
 
 
-def test_a_stage_overrides_every_key_of_its_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_overrides_every_key_of_its_sections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
     for key, inherited in STAGE_KEYS.items():
@@ -113,6 +134,8 @@ def test_a_stage_overrides_every_key_of_its_sections(tmp_path: Path, monkeypatch
                 recipe = Recipe.model_validate(as_stage(task, key).values)
                 assert problems(recipe, task.world_size) == [], key
                 (stage,) = recipe.training_stages
-                assert stage.config.model_dump() == Config.model_validate(task.values).model_dump(), key
+                assert (
+                    stage.config.model_dump() == Config.model_validate(task.values).model_dump()
+                ), key
                 configs.append(stage.config)
             assert configs[0] != configs[1], key

@@ -1,6 +1,8 @@
-"""python -m tests.cuda_host.build DIR: builds the stand-in CUDA runtime, and prints the variables that put it before torch.
+"""python -m tests.cuda_host.build DIR: builds the stand-in CUDA runtime, and prints the variables
+that put it before torch.
 
-`eval "$(python -m tests.cuda_host.build DIR)"` in a shell runs everything after it on the stand-in.
+`eval "$(python -m tests.cuda_host.build DIR)"` in a shell runs everything after it on the
+stand-in.
 """
 
 from __future__ import annotations
@@ -29,16 +31,33 @@ def missing() -> str:
 
 
 def build(folder: Path) -> dict[str, str]:
-    """Compiles the library into the folder; returns the environment of a process that runs on it."""
+    """Compiles the library into the folder; returns the environment of a process that runs on
+    it.
+    """
     site = Path(sysconfig.get_path("purelib"))
     triton = site / "triton/backends/nvidia/include"
     runtime_headers = next(site.glob("nvidia/**/include/cuda_runtime_api.h")).parent
     answered = set(re.findall(r"\b(\w+)\([^;{]*\) \{", SOURCE.read_text()))
-    asked = {*_undefined_symbols(site / "torch/lib"), *re.findall(r"\bcu[A-Z]\w+", (triton / "cuda.h").read_text())}
+    asked = {
+        *_undefined_symbols(site / "torch/lib"),
+        *re.findall(r"\bcu[A-Z]\w+", (triton / "cuda.h").read_text()),
+    }
     rest = folder / "rest.c"
-    rest.write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(asked - answered)))
+    rest.write_text(
+        "".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(asked - answered))
+    )
     includes = [f"-I{runtime_headers}", f"-I{triton}"]
-    command = ["gcc", "-shared", "-fPIC", "-O1", "-w", *includes, f"-Wl,-soname,{LIBRARY}", "-o", str(folder / LIBRARY)]
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-w",
+        *includes,
+        f"-Wl,-soname,{LIBRARY}",
+        "-o",
+        str(folder / LIBRARY),
+    ]
     subprocess.run([*command, str(SOURCE), str(rest)], check=True)
     return {
         "LD_PRELOAD": str(folder / LIBRARY),
@@ -56,7 +75,9 @@ def build(folder: Path) -> dict[str, str]:
 def _undefined_symbols(folder: Path) -> Iterator[str]:
     """What torch's libraries ask of the runtime, cuBLAS and NCCL."""
     libraries = [str(path) for path in folder.glob("*.so")]
-    listing = subprocess.run(["nm", "-D", "--undefined-only", *libraries], check=True, capture_output=True, text=True)
+    listing = subprocess.run(
+        ["nm", "-D", "--undefined-only", *libraries], check=True, capture_output=True, text=True
+    )
     for name in re.findall(r" U (\w+)", listing.stdout):
         if re.match(r"(__)?cuda[A-Z]|cublas|nccl", name):
             yield name

@@ -1,4 +1,6 @@
-"""The stand-in CUDA runtime, built once per process of tests; without torch's CUDA build, the reason to skip."""
+"""The stand-in CUDA runtime, built once per process of tests; without torch's CUDA build, the
+reason to skip.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""cuDNN's attention without cuDNN: checks what torch would pass to it, and returns tensors of the right shapes.
+"""cuDNN's attention without cuDNN: checks what torch would pass to it, and returns tensors of the
+right shapes.
 
 Shape suffixes: B sequences, N query heads, K KV heads, X queries, Y keys, H head dim.
 """
@@ -15,7 +16,10 @@ HALF = (torch.float16, torch.bfloat16)
 
 @cache
 def replace_cudnn_attention() -> torch.library.Library:
-    """From now on torch's cuDNN attention on CUDA tensors is this. The library returned must live as long."""
+    """From now on torch's cuDNN attention on CUDA tensors is this.
+
+    The library returned must live as long.
+    """
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_dot_product_cudnn_attention", forward, "CUDA")
     library.impl("_scaled_dot_product_cudnn_attention_backward", backward, "CUDA")
@@ -35,7 +39,13 @@ def forward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, None]:
     check(q_BNXH, k_BKYH, v_BKYH, is_causal=is_causal)
-    assert (attn_bias, compute_log_sumexp, dropout_p, return_debug_mask, scale) == (None, True, 0.0, False, None)
+    assert (attn_bias, compute_log_sumexp, dropout_p, return_debug_mask, scale) == (
+        None,
+        True,
+        0.0,
+        False,
+        None,
+    )
     # In memory as the queries are, and one number for each of them.
     out = torch.empty_like(q_BNXH)
     lse = q_BNXH.new_empty((*q_BNXH.shape[:3], 1), dtype=torch.float32)
@@ -74,7 +84,9 @@ def backward(
 
 
 def check(q_BNXH: Tensor, k_BKYH: Tensor, v_BKYH: Tensor, *, is_causal: bool) -> None:
-    """What cuDNN's attention takes: 16-bit tensors with adjacent numbers of a head, and more than one query and key."""
+    """What cuDNN's attention takes: 16-bit tensors with adjacent numbers of a head, and more than
+    one query and key.
+    """
     batch, num_heads, num_queries, head_dim = q_BNXH.shape
     _, num_kv_heads, num_keys, _ = k_BKYH.shape
     assert k_BKYH.shape == v_BKYH.shape == (batch, num_kv_heads, num_keys, head_dim)

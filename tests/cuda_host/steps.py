@@ -1,7 +1,8 @@
-"""python -m tests.cuda_host.steps: what training steps ask of a GPU, without one: memory, kernel launches, waits.
+"""python -m tests.cuda_host.steps: what training steps ask of a GPU, without one: memory, kernel
+launches, waits.
 
-Runs the Trainer for each variant of options, in a process of its own on the stand-in runtime (or on a GPU, without
-launches), and prints the table of docs/memory.md; `--record` writes it there.
+Runs the Trainer for each variant of options, in a process of its own on the stand-in runtime (or
+on a GPU, without launches), and prints the table of docs/memory.md; `--record` writes it there.
 """
 
 from __future__ import annotations
@@ -125,7 +126,16 @@ class StepsFound:
 def configured(variant: str, *, blocks: int = BLOCKS) -> Config:
     # What was recorded ran in the kernel that takes every length.
     kernel = "auto" if "--training.dtype" in variant else "flash"
-    return load([*MODEL.split(), "--training.attention", kernel, *variant.split(), "--model.num_layers", str(blocks)])
+    return load(
+        [
+            *MODEL.split(),
+            "--training.attention",
+            kernel,
+            *variant.split(),
+            "--model.num_layers",
+            str(blocks),
+        ]
+    )
 
 
 def num_ranks(config: Config) -> int:
@@ -141,12 +151,19 @@ class Runtime:
 
     def counts(self) -> list[int]:
         """Launches, waits, copies to the host."""
-        return [int(self._library.cuda_host_count(index)) for index in range(3)] if self.is_stand_in else []
+        return (
+            [int(self._library.cuda_host_count(index)) for index in range(3)]
+            if self.is_stand_in
+            else []
+        )
 
 
 def run_steps(config: Config, runtime: Runtime) -> list[float]:
-    """Counts per step, and the most bytes requested. torch raises at the line that waits for the device."""
-    training, vocabulary = config.training, config.model.build().vocab_size
+    """Counts per step, and the most bytes requested. torch raises at the line that waits for the
+    device.
+    """
+    training = config.training
+    vocabulary = config.model.build().vocab_size
     sequences = CopyDataset(
         vocab_size=vocabulary,
         period=training.seq_len // 2,
@@ -155,7 +172,8 @@ def run_steps(config: Config, runtime: Runtime) -> list[float]:
         seed=0,
     )
     world_size = num_ranks(config)
-    device, dataset = torch.device("cuda:0"), BlendedDataset([sequences], seq_len=training.seq_len)
+    device = torch.device("cuda:0")
+    dataset = BlendedDataset([sequences], seq_len=training.seq_len)
     queries = torch.empty(0, dtype=getattr(torch, training.dtype), device=device)
     # Not verified: nothing may be computed.
     kernel = kernels.select_kernel(queries, training.attention)
@@ -173,7 +191,10 @@ def run_steps(config: Config, runtime: Runtime) -> list[float]:
     for _ in range(STEPS - 1):
         step()
     torch.cuda.set_sync_debug_mode("default")
-    per_step = [(after - count) / (STEPS - 1) for count, after in zip(before, runtime.counts(), strict=True)]
+    per_step = [
+        (after - count) / (STEPS - 1)
+        for count, after in zip(before, runtime.counts(), strict=True)
+    ]
     peak: int = torch.cuda.memory_stats()["requested_bytes.all.peak"]
     batches.close()
     return [*per_step, peak]
@@ -181,7 +202,8 @@ def run_steps(config: Config, runtime: Runtime) -> list[float]:
 
 def measure(variant: str) -> StepsFound:
     """In this process. Fewer blocks tell what one of them costs."""
-    runtime, fewer = Runtime(), BLOCKS // 2
+    runtime = Runtime()
+    fewer = BLOCKS // 2
     if runtime.is_stand_in:
         replace_cudnn_attention()
     distributed.init_process_group(
@@ -224,8 +246,12 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.cuda_host.steps", description=(__doc__ or "").partition(": ")[2]
     )
-    parser.add_argument("--variant", help="prints what one variant asked for, measured in this process")
-    parser.add_argument("--record", action="store_true", help="writes the table into docs/memory.md")
+    parser.add_argument(
+        "--variant", help="prints what one variant asked for, measured in this process"
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="writes the table into docs/memory.md"
+    )
     options = parser.parse_args(argv)
     if options.variant is not None:
         sys.stdout.write(f"{json.dumps(asdict(measure(options.variant)))}\n")

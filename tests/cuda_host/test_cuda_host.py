@@ -1,4 +1,6 @@
-"""The host's side of training on CUDA, over a runtime that computes nothing: what a step asks of device and driver."""
+"""The host's side of training on CUDA, over a runtime that computes nothing: what a step asks of
+device and driver.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,22 @@ import pytest
 from tests.cuda_host import steps
 from trainer.memory.estimator import estimate_memory
 
-ROW = re.compile(r"^\| `(.*?)` \| ([\d.]+) \| ([\d.]+) \| [+-][\d.]+% \| ([\d.]+) \|$", re.MULTILINE)
-RECORDED = {row[1]: tuple(map(float, row.groups()[1:])) for row in ROW.finditer(steps.PAGE.read_text())}
+ROW = re.compile(
+    r"^\| `(.*?)` \| ([\d.]+) \| ([\d.]+) \| [+-][\d.]+% \| ([\d.]+) \|$", re.MULTILINE
+)
+RECORDED = {
+    row[1]: tuple(map(float, row.groups()[1:])) for row in ROW.finditer(steps.PAGE.read_text())
+}
 """Estimated and requested MiB, and launches per block, by variant."""
 
 
 def run(code: str, stand_in: dict[str, str]) -> str:
     """What a process on the stand-in prints."""
-    command, environment = [sys.executable, "-c", code], os.environ | stand_in
-    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
+    command = [sys.executable, "-c", code]
+    environment = os.environ | stand_in
+    return subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, timeout=120, check=True
+    ).stdout
 
 
 def test_every_variant_is_recorded() -> None:
@@ -34,13 +43,19 @@ def test_estimates_equal_what_the_allocator_was_asked_for(variant: str) -> None:
     config, (recorded_estimate, requested_mib, _) = steps.configured(variant), RECORDED[variant]
     estimate = estimate_memory(config, steps.num_ranks(config)).device_bytes / 2**20
     assert estimate == pytest.approx(recorded_estimate, abs=0.06)
-    assert (variant in steps.INEXACT) == (estimate != pytest.approx(requested_mib, rel=steps.LIMIT))
+    assert (variant in steps.INEXACT) == (
+        estimate != pytest.approx(requested_mib, rel=steps.LIMIT)
+    )
 
 
 @pytest.mark.cuda_host
 @pytest.mark.parametrize("variant", steps.VARIANTS)
-def test_a_step_never_waits_and_asks_for_what_is_recorded(variant: str, stand_in: dict[str, str]) -> None:
-    """Torch's host code raises where a tensor is on the wrong device, or where the host waits for the device."""
+def test_a_step_never_waits_and_asks_for_what_is_recorded(
+    variant: str, stand_in: dict[str, str]
+) -> None:
+    """Torch's host code raises where a tensor is on the wrong device, or where the host waits for
+    the device.
+    """
     found = steps.measure_in_process(variant, stand_in)
     _, requested_mib, launches = RECORDED[variant]
     # FSDP waits once for each gradient that it copies to a host optimizer.
@@ -66,17 +81,25 @@ failed = {job.name: measure(job, bench) for job in all_jobs() if job.kind not in
 print(json.dumps({"failed": {name: row["result"] for name, row in failed.items() if row}, "rows": rows}))
 """
 OF_NUMBERS = re.compile("^(errors of|parity|windows|rate of|2.32 numbers|calibrate)")
-"""Jobs that fail where nothing is computed: they check numbers, or start a process, which checks its kernel."""
+"""Jobs that fail where nothing is computed: they check numbers, or start a process, which checks
+its kernel.
+"""
 
 
 @pytest.mark.cuda_host
-def test_every_job_of_the_gpu_script_is_rehearsed(tmp_path: Path, stand_in: dict[str, str]) -> None:
+def test_every_job_of_the_gpu_script_is_rehearsed(
+    tmp_path: Path, stand_in: dict[str, str]
+) -> None:
     """What is wrong becomes rows that say so; every step of training is measured."""
     command = [sys.executable, "-c", REHEARSAL, str(tmp_path)]
-    done = subprocess.run(command, env=os.environ | stand_in, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, env=os.environ | stand_in, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert {name: why for name, why in found["failed"].items() if not OF_NUMBERS.search(name)} == {}
+    assert {
+        name: why for name, why in found["failed"].items() if not OF_NUMBERS.search(name)
+    } == {}
     assert len([row for row in found["rows"] if "s_step" in row]) >= 20
 
 
@@ -108,11 +131,17 @@ for statement in {[*MISTAKES]}:
         print(repr(error))
 """
     found = run(code, stand_in).splitlines()
-    assert [(word, line) for word, line in zip(MISTAKES.values(), found, strict=True) if word not in line] == []
+    assert [
+        (word, line)
+        for word, line in zip(MISTAKES.values(), found, strict=True)
+        if word not in line
+    ] == []
 
 
 @pytest.mark.cuda_host
-def test_the_check_of_kernels_believes_no_device_that_computes_nothing(stand_in: dict[str, str]) -> None:
+def test_the_check_of_kernels_believes_no_device_that_computes_nothing(
+    stand_in: dict[str, str],
+) -> None:
     code = """
 import torch
 from models.kernel_check import Heads, SHORT_LENGTHS, verify_kernel

@@ -34,7 +34,9 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def shared_server() -> None:
-    """Starts the fork server of the other tests, unless it runs: a test may ask it for other imports."""
+    """Starts the fork server of the other tests, unless it runs: a test may ask it for other
+    imports.
+    """
     assert context
     forkserver.ensure_running()
 
@@ -44,7 +46,11 @@ def section(tmp_path: Path) -> Callable[..., DataSection]:
     """`[data]` with a corpus of these files."""
 
     def make(files: Files, **options: object) -> DataSection:
-        values = {"corpus": write(tmp_path / "corpus", files), "cache_dir": tmp_path / "cache", **options}
+        values = {
+            "corpus": write(tmp_path / "corpus", files),
+            "cache_dir": tmp_path / "cache",
+            **options,
+        }
         return DataSection.model_validate(values)
 
     return make
@@ -55,7 +61,13 @@ def source(tmp_path: Path) -> Callable[..., CorpusSpec]:
     """The spec of a corpus of these files."""
 
     def make(files: Files, **options: Any) -> CorpusSpec:
-        return CorpusSpec(**{"corpus": write(tmp_path / "corpus", files), "cache_dir": tmp_path / "cache", **options})
+        return CorpusSpec(
+            **{
+                "corpus": write(tmp_path / "corpus", files),
+                "cache_dir": tmp_path / "cache",
+                **options,
+            }
+        )
 
     return make
 

@@ -1,4 +1,6 @@
-"""Documents of any size, with and without line breaks and spaces, which come in blocks that end anywhere."""
+"""Documents of any size, with and without line breaks and spaces, which come in blocks that end
+anywhere.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ ODD = (
 def lines(draw: random.Random) -> Iterator[str]:
     while True:
         indent = " " * draw.choice((0, 0, 0, 1, 4, 8))
-        yield indent + " ".join(draw.choices(WORDS, k=draw.randint(0, 12))) + draw.choice(("", "", " ")) + "\n"
+        yield (
+            indent
+            + " ".join(draw.choices(WORDS, k=draw.randint(0, 12)))
+            + draw.choice(("", "", " "))
+            + "\n"
+        )
 
 
 def one_line(draw: random.Random) -> Iterator[str]:
@@ -68,13 +75,17 @@ def spaces(_: random.Random) -> Iterator[str]:
     return (" " * 1000 for _ in iter(int, 1))
 
 
-TEXTS = {kind.__name__: kind for kind in (lines, one_line, without_spaces, chinese, log, crlf, odd, equal, spaces)}
+TEXTS = {
+    kind.__name__: kind
+    for kind in (lines, one_line, without_spaces, chinese, log, crlf, odd, equal, spaces)
+}
 
 
 @cache
 def text_of(name: str, size: int) -> str:
     """A text of so many bytes, or a few less."""
-    found, length = [], 0
+    found = []
+    length = 0
     for each in TEXTS[name](random.Random(name)):
         length += len(each.encode())
         if length > size:
@@ -85,7 +96,8 @@ def text_of(name: str, size: int) -> str:
 
 def in_blocks(text: str, longest: int) -> Iterator[str]:
     """The text, cut anywhere."""
-    draw, start = random.Random(len(text)), 0
+    draw = random.Random(len(text))
+    start = 0
     while start < len(text):
         stop = start + draw.randint(1, longest)
         yield text[start:stop]

@@ -23,7 +23,9 @@ def killed(work: Callable[[], object], step: int) -> None:
 
     def count(event: str, arguments: tuple[object, ...]) -> None:
         nonlocal left
-        reading = event == "open" and (len(arguments) < 3 or not int(str(arguments[2])) & (os.O_WRONLY | os.O_RDWR))
+        reading = event == "open" and (
+            len(arguments) < 3 or not int(str(arguments[2])) & (os.O_WRONLY | os.O_RDWR)
+        )
         left -= event in STEPS and not reading
         if left < 0 and event in STEPS:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -37,7 +39,8 @@ class Preparing:
     """A picklable call of `prepare`."""
 
     def __init__(self, source: CorpusSpec, workers: int = 1) -> None:
-        self.source, self.workers = source, workers
+        self.source = source
+        self.workers = workers
 
     def __call__(self) -> None:
         corpus.PARTITION_BYTES = PARTITION_BYTES
@@ -48,7 +51,8 @@ class Fatal(ByteTokenizer):
     """At a text that starts with `text`: raises, or kills its own or its parent process."""
 
     def __init__(self, text: str, target: str) -> None:
-        self.text, self.target = text, target
+        self.text = text
+        self.target = target
 
     def encode(self, text: str) -> Tensor:
         parent = multiprocessing.parent_process()
@@ -58,7 +62,9 @@ class Fatal(ByteTokenizer):
             if self.target == "bug":
                 raise ZeroDivisionError("a bug")
             assert parent is not None
-            os.kill(int(parent.pid or 0) if self.target == "parent" else os.getpid(), signal.SIGKILL)
+            os.kill(
+                int(parent.pid or 0) if self.target == "parent" else os.getpid(), signal.SIGKILL
+            )
         return super().encode(text)
 
 

@@ -1,4 +1,6 @@
-"""Packing that mixes: nothing lost, hardly more padding than best-fit decreasing, and sequences that resemble each other."""
+"""Packing that mixes: nothing lost, hardly more padding than best-fit decreasing, and sequences
+that resemble each other.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def drawn(name: str, count: int, seed: int = 0) -> Tensor:
 
 
 def used(sequence_of: Tensor, lengths: Tensor) -> Tensor:
-    return torch.zeros(int(sequence_of.max()) + 1, dtype=torch.int64).index_add_(0, sequence_of, lengths)
+    return torch.zeros(int(sequence_of.max()) + 1, dtype=torch.int64).index_add_(
+        0, sequence_of, lengths
+    )
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -66,7 +70,10 @@ def test_padding_is_at_most_half_a_percent_more(name: str) -> None:
     lengths = drawn(name, 60_000)
     mixed, decreasing = (
         used(packed, lengths).numel()
-        for packed in (mixed_best_fit(lengths, SEQ_LEN, seed=0), best_fit_decreasing(lengths, SEQ_LEN))
+        for packed in (
+            mixed_best_fit(lengths, SEQ_LEN, seed=0),
+            best_fit_decreasing(lengths, SEQ_LEN),
+        )
     )
     assert (mixed - decreasing) * SEQ_LEN <= 0.005 * int(lengths.sum())
 
@@ -75,7 +82,9 @@ def test_padding_is_at_most_half_a_percent_more(name: str) -> None:
 def test_lengths_vary_between_sequences_nearly_as_little_as_with_concat(name: str) -> None:
     lengths = drawn(name, 60_000)
     mixed, decreasing, concat = (
-        between_sequences(pack_documents(lengths, seq_len=SEQ_LEN, packing=packing, version=version))
+        between_sequences(
+            pack_documents(lengths, seq_len=SEQ_LEN, packing=packing, version=version)
+        )
         for packing, version in PACKED
     )
     assert mixed <= concat + 0.1
@@ -83,11 +92,15 @@ def test_lengths_vary_between_sequences_nearly_as_little_as_with_concat(name: st
 
 
 def test_the_order_is_a_pure_function_of_the_seed_and_its_version() -> None:
-    """If this fails, packing has changed: keep the old one under its number, and raise PACKING_VERSION."""
+    """If this fails, packing has changed: keep the old one under its number, and raise
+    PACKING_VERSION.
+    """
 
     def digest(version: int, seed: int) -> str:
         lengths = torch.cat([drawn(name, 3000, seed=7) for name in DRAWN])
-        plan = pack_documents(lengths, seq_len=SEQ_LEN, packing="best_fit", version=version, seed=seed)
+        plan = pack_documents(
+            lengths, seq_len=SEQ_LEN, packing="best_fit", version=version, seed=seed
+        )
         numbers = torch.cat((plan.sequence_offsets, plan.starts, plan.lengths)).tolist()
         return hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]
 

@@ -34,8 +34,13 @@ ALPHABET = bytes_to_unicode()
 
 @cache
 def all_pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """A vocabulary of all pairs of bytes: its ids show where words end. Pairs at the edge of ASCII merge first."""
-    edges = sorted(product(range(256), repeat=2), key=lambda pair: (pair[0] < 128) == (pair[1] < 128))
+    """A vocabulary of all pairs of bytes: its ids show where words end.
+
+    Pairs at the edge of ASCII merge first.
+    """
+    edges = sorted(
+        product(range(256), repeat=2), key=lambda pair: (pair[0] < 128) == (pair[1] < 128)
+    )
     merges = [(ALPHABET[left], ALPHABET[right]) for left, right in edges]
     tokens = [*ALPHABET, *(left + right for left, right in merges)]
     return {token: number for number, token in enumerate(tokens)}, merges
@@ -45,10 +50,16 @@ def compare_words(characters: list[str], pattern: str) -> None:
     vocab, merges = all_pairs()
     ours = TiktokenBpe(vocab, pattern, normalize=str, added_names=())
     theirs = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern == GPT2_PATTERN)
+    byte_level = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=pattern == GPT2_PATTERN
+    )
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    theirs.pre_tokenizer = byte_level if pattern == GPT2_PATTERN else pre_tokenizers.Sequence([split, byte_level])
-    words = [f"a{each}1{each}{each} {each}b'{each} {each}\n{each}B!{each}/\n" for each in characters]
+    theirs.pre_tokenizer = (
+        byte_level if pattern == GPT2_PATTERN else pre_tokenizers.Sequence([split, byte_level])
+    )
+    words = [
+        f"a{each}1{each}{each} {each}b'{each} {each}\n{each}B!{each}/\n" for each in characters
+    ]
     for at in range(0, len(words), 2000):
         text = "".join(words[at : at + 2000])
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids, words[at]
@@ -57,7 +68,9 @@ def compare_words(characters: list[str], pattern: str) -> None:
 @pytest.mark.parametrize("pattern", PATTERNS, ids=["gpt2", "llama3", "qwen2", "o200k"])
 def test_both_libraries_read_a_pattern_alike_at_every_change_of_category(pattern: str) -> None:
     edges = [[*run] for _, run in groupby(CODE_POINTS, unicodedata.category)]
-    compare_words([each for run in edges for each in (run[0], run[-1])] + CODE_POINTS[: 1 << 10], pattern)
+    compare_words(
+        [each for run in edges for each in (run[0], run[-1])] + CODE_POINTS[: 1 << 10], pattern
+    )
     compare_words([*PROBE], pattern)
 
 
@@ -65,11 +78,23 @@ def test_both_libraries_read_a_pattern_alike_at_every_change_of_category(pattern
 @pytest.mark.parametrize("pattern", PATTERNS, ids=["gpt2", "llama3", "qwen2", "o200k"])
 def test_both_libraries_read_a_pattern_alike_at_every_code_point(pattern: str) -> None:
     """Of the planes that hold characters; of the others, every 64th."""
-    compare_words([each for each in CODE_POINTS if ord(each) < 0x40000 or ord(each) % 64 == 0], pattern)
+    compare_words(
+        [each for each in CODE_POINTS if ord(each) < 0x40000 or ord(each) % 64 == 0], pattern
+    )
 
 
-SPLIT = {"type": "Split", "pattern": {"Regex": PATTERNS[1]}, "behavior": "Isolated", "invert": False}
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+SPLIT = {
+    "type": "Split",
+    "pattern": {"Regex": PATTERNS[1]},
+    "behavior": "Isolated",
+    "invert": False,
+}
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -90,7 +115,9 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
     ],
 )
 def test_only_known_patterns_are_taken(steps: list[dict[str, Any]], expected: str | None) -> None:
-    assert split_pattern({"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}) == expected
+    assert (
+        split_pattern({"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}) == expected
+    )
     if len(steps) == 1:
         assert split_pattern({"pre_tokenizer": steps[0]}) == expected
     assert split_pattern({"pre_tokenizer": None}) is None
@@ -109,7 +136,10 @@ def test_only_known_patterns_are_taken(steps: list[dict[str, Any]], expected: st
     ],
 )
 def test_only_plain_models_are_taken(changes: dict[str, Any], expected: bool) -> None:  # noqa: FBT001
-    assert is_plain_bpe({"model": {"type": "BPE", "dropout": None}, "normalizer": None} | changes) == expected
+    assert (
+        is_plain_bpe({"model": {"type": "BPE", "dropout": None}, "normalizer": None} | changes)
+        == expected
+    )
 
 
 # ---- merges
@@ -117,7 +147,8 @@ def test_only_plain_models_are_taken(changes: dict[str, Any], expected: bool) ->
 
 def draw_bpe(draw: random.Random, *, lookup: bool) -> models.BPE:
     """A BPE of a few merges over two letters, in an order that training would hardly make."""
-    tokens, merges = ["a", "b"], list[tuple[str, str]]()
+    tokens = ["a", "b"]
+    merges = list[tuple[str, str]]()
     for _ in range(draw.randint(1, 7)):
         pair = draw.choice(tokens), draw.choice(tokens)
         if pair not in merges:
@@ -129,7 +160,10 @@ def draw_bpe(draw: random.Random, *, lookup: bool) -> models.BPE:
         merges.sort(key=lambda pair: tokens.index(pair[0] + pair[1]))
     if lookup and draw.random() < 0.5:
         tokens += [word for word in ("abba", "aab") if word not in tokens]
-    vocab = {token: number for number, token in enumerate([*(each for each in ALPHABET if each not in "ab"), *tokens])}
+    vocab = {
+        token: number
+        for number, token in enumerate([*(each for each in ALPHABET if each not in "ab"), *tokens])
+    }
     return models.BPE(vocab=vocab, merges=merges, ignore_merges=lookup)
 
 
@@ -146,7 +180,9 @@ WORDS = " ".join("".join(word) for length in range(1, 9) for word in product("ab
 
 @pytest.mark.parametrize("lookup", [False, True])
 def test_ranks_are_only_given_where_the_ids_are_equal(lookup: bool) -> None:  # noqa: FBT001
-    draw, taken, refused = random.Random(0), 0, 0
+    draw = random.Random(0)
+    taken = 0
+    refused = 0
     for _ in range(150):
         ranks, theirs = ranks_of(draw_bpe(draw, lookup=lookup))
         if ranks is None:
@@ -167,7 +203,11 @@ def test_ranks_are_only_given_where_the_ids_are_equal(lookup: bool) -> None:  # 
         (["aa", "aaa"], [("a", "a"), ("aa", "a")], True),
     ],
 )
-def test_each_condition_on_merges_is_needed(tokens: list[str], merges: list[tuple[str, str]], taken: bool) -> None:  # noqa: FBT001
+def test_each_condition_on_merges_is_needed(
+    tokens: list[str],
+    merges: list[tuple[str, str]],
+    taken: bool,  # noqa: FBT001
+) -> None:
     vocab = {token: number for number, token in enumerate([*ALPHABET, *tokens])}
     ranks, _ = ranks_of(models.BPE(vocab=vocab, merges=merges))
     assert (ranks is not None) == taken

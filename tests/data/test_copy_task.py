@@ -1,4 +1,6 @@
-"""The copy corpus: sequences repeat random tokens, and every target can be copied from one period earlier."""
+"""The copy corpus: sequences repeat random tokens, and every target can be copied from one period
+earlier.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,17 @@ __ = IGNORE_INDEX
 def rows(
     *, vocab_size: int = 64, period: int = 5, seq_len: int = 12, num_rows: int = 3, seed: int = 0
 ) -> BlendedDataset:
-    dataset = CopyDataset(vocab_size=vocab_size, period=period, seq_len=seq_len, num_sequences=num_rows, seed=seed)
+    dataset = CopyDataset(
+        vocab_size=vocab_size, period=period, seq_len=seq_len, num_sequences=num_rows, seed=seed
+    )
     return BlendedDataset([dataset], seq_len=seq_len)
 
 
 def configured(**data: object) -> Config:
     training = {"seq_len": 12, "steps": 7, "global_batch_size": 2, "seed": 3}
-    return Config.model_validate({"data": {"corpus": "copy", **data}, "training": training, "model": {"vocab_size": 9}})
+    return Config.model_validate(
+        {"data": {"corpus": "copy", **data}, "training": training, "model": {"vocab_size": 9}}
+    )
 
 
 def same(one: Batch, other: Batch) -> bool:
@@ -45,7 +51,12 @@ def test_a_batch_matches_manually_written_tensors() -> None:
     assert batch.document_ids.tolist() == [[0] * 8] * 2
     assert batch.boundaries.tolist() == [[0, 8]] * 2
     assert (batch.num_tokens, batch.num_pairs, batch.num_computed_pairs) == (8, 36, 2 * 36)
-    assert {batch.tokens.dtype, batch.labels.dtype, batch.positions.dtype, batch.document_ids.dtype} == {torch.int64}
+    assert {
+        batch.tokens.dtype,
+        batch.labels.dtype,
+        batch.positions.dtype,
+        batch.document_ids.dtype,
+    } == {torch.int64}
     assert batch.boundaries.dtype == torch.int32
 
 
@@ -53,8 +64,12 @@ def test_a_target_is_the_next_token_and_appears_one_period_earlier() -> None:
     for period in range(1, 12):
         batch = rows(period=period).read(range(20))
         sequence_indices, at = (batch.labels != IGNORE_INDEX).nonzero(as_tuple=True)
-        assert torch.equal(batch.labels[sequence_indices, at], batch.tokens[sequence_indices, at + 1])
-        assert torch.equal(batch.labels[sequence_indices, at], batch.tokens[sequence_indices, at + 1 - period])
+        assert torch.equal(
+            batch.labels[sequence_indices, at], batch.tokens[sequence_indices, at + 1]
+        )
+        assert torch.equal(
+            batch.labels[sequence_indices, at], batch.tokens[sequence_indices, at + 1 - period]
+        )
         assert sorted(set(at.tolist())) == list(range(period - 1, 11))
 
 
@@ -75,7 +90,9 @@ def test_a_sequence_depends_only_on_its_index_and_the_seed() -> None:
     assert torch.equal(together.tokens, torch.cat([batch.tokens for batch in single_batches]))
     assert not same(rows().read([0]), rows().read([1]))
     assert not same(rows().read([0]), rows(seed=1).read([0]))
-    assert not same(rows(seed=1).read([0]), rows().read([1])), "seed and index are not interchangeable"
+    assert not same(rows(seed=1).read([0]), rows().read([1])), (
+        "seed and index are not interchangeable"
+    )
 
 
 def test_tokens_are_uniform_over_the_vocabulary() -> None:
@@ -87,13 +104,19 @@ def test_tokens_are_uniform_over_the_vocabulary() -> None:
 
 def test_tokens_come_from_the_vocabulary_of_the_model() -> None:
     read = build_train_dataset(configured(copy_period=4))
-    assert (read.seq_len, read.sources[0].num_sequences, read.fingerprints) == (12, 14, {"corpus": "copy-9-4"})
+    assert (read.seq_len, read.sources[0].num_sequences, read.fingerprints) == (
+        12,
+        14,
+        {"corpus": "copy-9-4"},
+    )
     expected = rows(vocab_size=9, period=4, num_rows=14, seed=3)
     assert same(read.read([5]), expected.read([5]))
 
 
 def test_stages_read_different_sequences() -> None:
-    first, again, second = (build_train_dataset(configured(), stage=stage).read([0]) for stage in (0, 0, 1))
+    first, again, second = (
+        build_train_dataset(configured(), stage=stage).read([0]) for stage in (0, 0, 1)
+    )
     assert same(first, again)
     assert not same(first, second)
 
@@ -114,9 +137,12 @@ def test_pairs_are_the_mean_over_layers_with_their_windows() -> None:
             "model.layers": '[{"window":3,"repeat":2},{}]',
         }
     )
-    model, dataset = config.model.build(), build_train_dataset(config)
-    whole, halves = dataset.read([0]), [dataset.read([0], ContiguousHalf(rank)) for rank in (0, 1)]
-    full, windowed = 12 * 13 // 2, 1 + 2 + 10 * 3
+    model = config.model.build()
+    dataset = build_train_dataset(config)
+    whole = dataset.read([0])
+    halves = [dataset.read([0], ContiguousHalf(rank)) for rank in (0, 1)]
+    full = 12 * 13 // 2
+    windowed = 1 + 2 + 10 * 3
     assert whole.num_pairs == whole.num_computed_pairs == (full + 2 * windowed) / 3
     of_attention = model.flops(tokens=0, pairs=whole.num_pairs)
     assert of_attention == 12 * model.num_heads * model.head_dim * (full + 2 * windowed)

@@ -19,15 +19,27 @@ Make = Callable[..., CorpusSpec]
 Documents = Callable[[CorpusSpec], list[str]]
 
 
-def test_a_folder_is_read_in_path_order_with_any_extension(source: Make, documents: Documents) -> None:
+def test_a_folder_is_read_in_path_order_with_any_extension(
+    source: Make, documents: Documents
+) -> None:
     spec = source({"b.md": "B", "a/z.txt": "AZ", "a/c": "AC\r\n", "empty.txt": ""})
     assert documents(spec) == ["AC\r\n", "AZ", "B"]
 
 
-FILES = {"b.md": "B", "a.md": "A\n", "r/y/1.py": "y = 1\n", "r/x.py": "x = 1", "r/z.py": "z", "q/x.py": "", "c": "C"}
+FILES = {
+    "b.md": "B",
+    "a.md": "A\n",
+    "r/y/1.py": "y = 1\n",
+    "r/x.py": "x = 1",
+    "r/z.py": "z",
+    "q/x.py": "",
+    "c": "C",
+}
 
 
-def test_a_repository_is_one_document_with_a_header_per_file(source: Make, documents: Documents) -> None:
+def test_a_repository_is_one_document_with_a_header_per_file(
+    source: Make, documents: Documents
+) -> None:
     assert documents(source(FILES, documents="repository")) == [
         "# a.md\nA\n# b.md\nB\n# c\nC\n",
         "# q/x.py\n",
@@ -72,7 +84,8 @@ def test_a_bad_file_is_logged_and_skipped_or_raises(
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [(".hidden", ".hidden: a hidden file"), (".git/x", ".git: a hidden folder")]
+    ("name", "message"),
+    [(".hidden", ".hidden: a hidden file"), (".git/x", ".git: a hidden folder")],
 )
 def test_a_hidden_file_is_left_out_or_raises(
     name: str, message: str, source: Make, documents: Documents, caplog: pytest.LogCaptureFixture
@@ -88,9 +101,18 @@ def test_a_bad_file_does_not_affect_other_files_of_its_repository(
     source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.data.formats.BLOCK", 4)
-    spec = source({"r/a": "A", "r/b": b"B" * 40 + b"\xff", "r/c": "C", "s": "S"}, documents="repository")
+    spec = source(
+        {"r/a": "A", "r/b": b"B" * 40 + b"\xff", "r/c": "C", "s": "S"}, documents="repository"
+    )
     assert documents(spec) == ["# s\nS\n", "# r/a\nA\n# r/c\nC\n"]
-    assert documents(replace(spec, max_document=7)) == ["# s\nS", "\n", "# r/a", "\nA\n# ", "r/c\nC", "\n"]
+    assert documents(replace(spec, max_document=7)) == [
+        "# s\nS",
+        "\n",
+        "# r/a",
+        "\nA\n# ",
+        "r/c\nC",
+        "\n",
+    ]
 
 
 def test_a_symlink_is_followed_to_a_file_and_skipped_otherwise(
@@ -121,7 +143,9 @@ def test_a_large_file_is_read_in_blocks(source: Make) -> None:
 
 
 def test_a_bad_byte_at_the_end_discards_the_whole_file(source: Make, documents: Documents) -> None:
-    assert documents(source({"a.txt": "A", "large.txt": b"x\n" * (2 * BLOCK) + b"\xff", "z.txt": "Z"})) == ["A", "Z"]
+    assert documents(
+        source({"a.txt": "A", "large.txt": b"x\n" * (2 * BLOCK) + b"\xff", "z.txt": "Z"})
+    ) == ["A", "Z"]
 
 
 @pytest.mark.parametrize("files", [{}, {".hidden": "x"}])
@@ -131,11 +155,16 @@ def test_a_folder_without_text_raises(files: dict[str, str], source: Make, tmp_p
         Corpus(source(files))
 
 
-def test_partitions_hold_whole_documents_of_any_size(source: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partitions_hold_whole_documents_of_any_size(
+    source: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", 10)
-    spec = source({"a/1": "x" * 8, "a/2": "x" * 8, "a/3": "x" * 8, "b/1": "x" * 3, "b/2": "", "c/1": "x" * 9})
+    spec = source(
+        {"a/1": "x" * 8, "a/2": "x" * 8, "a/3": "x" * 8, "b/1": "x" * 3, "b/2": "", "c/1": "x" * 9}
+    )
     assert [
-        [split.name for split in piece] for piece in Corpus(replace(spec, documents="repository")).partitions()
+        [split.name for split in piece]
+        for piece in Corpus(replace(spec, documents="repository")).partitions()
     ] == [
         ["a/1", "a/2", "a/3"],
         ["b/1", "b/2", "c/1"],
@@ -143,12 +172,17 @@ def test_partitions_hold_whole_documents_of_any_size(source: Make, monkeypatch: 
     assert [len(piece) for piece in Corpus(spec).partitions()] == [2, 2, 2]
 
 
-def test_the_standard_library_excludes_packages_and_unicode_tables(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_standard_library_excludes_packages_and_unicode_tables(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     corpus = Corpus(CorpusSpec(corpus=STDLIB_CORPUS, documents="repository", bad_files="error"))
     names = [file.name for file in corpus.files]
     assert "json/decoder.py" in names
-    assert not any(name.startswith(("site-packages/", "encodings/")) or "__pycache__" in name for name in names)
+    assert not any(
+        name.startswith(("site-packages/", "encodings/")) or "__pycache__" in name
+        for name in names
+    )
     first = corpus.partitions()[0][0]
     assert first.document_key == "."
     source = Path(sysconfig.get_paths()["stdlib"], first.name).read_bytes().decode()

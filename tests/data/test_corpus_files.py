@@ -31,7 +31,9 @@ from trainer.launch.launcher import load_and_validate
 Make = Callable[..., CorpusSpec]
 Documents = Callable[[CorpusSpec], list[str]]
 Prepare = Callable[..., tuple[int, str, str]]
-LINES = "".join(json.dumps({"id": n, "text": f"text {n}", "meta": {"a": [n]}}) + "\n" for n in range(3))
+LINES = "".join(
+    json.dumps({"id": n, "text": f"text {n}", "meta": {"a": [n]}}) + "\n" for n in range(3)
+)
 TEXTS = ["text 0", "text 1", "text 2"]
 CARD = "---\ndataset_info:\n  features:\n  - name: text\n---\n# A dataset\n"
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 12345\n"
@@ -55,7 +57,9 @@ def command(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Prepare:
-    """`longhaul prepare` in the folder that holds the corpus; returns exit code, stdout and stderr with the log."""
+    """`longhaul prepare` in the folder that holds the corpus; returns exit code, stdout and stderr
+    with the log.
+    """
     monkeypatch.chdir(tmp_path)
     caplog.set_level(logging.INFO)
 
@@ -72,9 +76,21 @@ def command(
 
 
 @pytest.mark.parametrize(
-    "name", ["a.jsonl", "a.JSONL", "a.json", "a.ndjson", "a.json.gz", "a.jsonl.gz", "a.JSON.GZ", "a.jsonl.zst"]
+    "name",
+    [
+        "a.jsonl",
+        "a.JSONL",
+        "a.json",
+        "a.ndjson",
+        "a.json.gz",
+        "a.jsonl.gz",
+        "a.JSON.GZ",
+        "a.jsonl.zst",
+    ],
 )
-def test_json_lines_are_read_as_lines_by_any_name(name: str, source: Make, documents: Documents) -> None:
+def test_json_lines_are_read_as_lines_by_any_name(
+    name: str, source: Make, documents: Documents
+) -> None:
     content = LINES.encode()
     if name.lower().endswith(".gz"):
         content = gzip.compress(content)
@@ -103,7 +119,9 @@ def test_json_without_lines_is_refused_unless_it_is_stated(
 ) -> None:
     spec = source({name: content, "b.txt": "B"})
     [problem] = refusals(spec)
-    assert problem.startswith(f'data.corpus = "{spec.corpus}": {name}: JSON, but no record on each line; convert ')
+    assert problem.startswith(
+        f'data.corpus = "{spec.corpus}": {name}: JSON, but no record on each line; convert '
+    )
     text = gzip.decompress(content) if isinstance(content, bytes) else content.encode()
     assert documents(replace(spec, files=("*",))) == [text.decode(), "B"]
 
@@ -118,13 +136,19 @@ def test_text_that_is_lines_of_records_is_read_as_lines(
     if name.endswith((".gz", ".zst")):
         content = gzip.compress(content) if name.endswith(".gz") else zstandard(content)
     expected = ["long " * 40_000, *TEXTS] if first else TEXTS
-    assert documents(replace(source({name: content, "z.txt": "Z"}), files=files)) == [*expected, "Z"]
+    assert documents(replace(source({name: content, "z.txt": "Z"}), files=files)) == [
+        *expected,
+        "Z",
+    ]
 
 
 def test_the_report_says_which_texts_are_lines(source: Make, command: Prepare) -> None:
     source({"a.txt": "A", "b.txt": LINES})
     _, _, log = command("--corpus", "corpus")
-    assert 'corpus: .txt: 1 file, 144 bytes, JSON lines, each a document, from their key "text"' in log
+    assert (
+        'corpus: .txt: 1 file, 144 bytes, JSON lines, each a document, from their key "text"'
+        in log
+    )
     assert "corpus: .txt: 1 file, 1 bytes, text, 1 document" in log
 
 
@@ -133,27 +157,47 @@ NO_KEY = '{"content": "x", "id": 1}\n' * 3
 
 @pytest.mark.parametrize("name", ["a.txt", "a", "a.txt.gz", "notebook.ipynb"])
 @pytest.mark.parametrize(
-    "content", [NO_KEY, f"{LINES}no record\n", json.dumps([{"text": "a"}]), json.dumps({"cells": []}, indent=1)]
+    "content",
+    [
+        NO_KEY,
+        f"{LINES}no record\n",
+        json.dumps([{"text": "a"}]),
+        json.dumps({"cells": []}, indent=1),
+    ],
 )
 def test_text_that_looks_like_json_is_refused_unless_it_is_stated(
     name: str, content: str, source: Make, documents: Documents
 ) -> None:
-    spec = source({name: gzip.compress(content.encode()) if name.endswith(".gz") else content, "b.txt": "B"})
+    spec = source(
+        {name: gzip.compress(content.encode()) if name.endswith(".gz") else content, "b.txt": "B"}
+    )
     [problem] = refusals(spec)
-    assert f": {name}: looks like JSON, not text;" in problem or (content == NO_KEY and "content, id" in problem)
+    assert f": {name}: looks like JSON, not text;" in problem or (
+        content == NO_KEY and "content, id" in problem
+    )
     assert 'to read it as text, state it in data.files ("**/*" states all)' in problem
     assert refusals(replace(spec, bad_files="error")) == [problem]
     assert sorted(documents(replace(spec, files=("*",)))) == sorted([content, "B"])
 
 
 @pytest.mark.parametrize(
-    "content", ["[1] A note.\n", "[Chapter 1]\n", "{curly} text\n", "{}\nbody {}\n", "[a, b]\n", "{% raw %}\n"]
+    "content",
+    [
+        "[1] A note.\n",
+        "[Chapter 1]\n",
+        "{curly} text\n",
+        "{}\nbody {}\n",
+        "[a, b]\n",
+        "{% raw %}\n",
+    ],
 )
 def test_text_with_brackets_is_text(content: str, source: Make, documents: Documents) -> None:
     assert documents(source({"a.txt": content})) == [content]
 
 
-def test_json_lines_without_the_key_are_refused_with_their_keys(source: Make, documents: Documents) -> None:
+def test_json_lines_without_the_key_are_refused_with_their_keys(
+    source: Make, documents: Documents
+) -> None:
     spec = source({"a.json.gz": gzip.compress(NO_KEY.encode()), "b.txt": "B"})
     [problem] = refusals(spec)
     assert problem.endswith(
@@ -172,10 +216,19 @@ def test_the_key_is_required_of_each_file(suffix: str, source: Make) -> None:
     assert f': b{suffix}: no JSON record with the key "text"' in problem
 
 
-def test_a_table_without_the_column_is_refused_with_its_columns(source: Make, documents: Documents) -> None:
-    spec = source({"a.parquet": parquet({"text": ["A"]}), "b.parquet": parquet({"content": ["B"], "id": [1]})})
+def test_a_table_without_the_column_is_refused_with_its_columns(
+    source: Make, documents: Documents
+) -> None:
+    spec = source(
+        {
+            "a.parquet": parquet({"text": ["A"]}),
+            "b.parquet": parquet({"content": ["B"], "id": [1]}),
+        }
+    )
     [problem] = refusals(spec)
-    assert problem.endswith(': b.parquet: no column "text"; columns: content, id; set data.text_key')
+    assert problem.endswith(
+        ': b.parquet: no column "text"; columns: content, id; set data.text_key'
+    )
     Path(spec.corpus, "a.parquet").unlink()
     assert documents(replace(spec, text_key="content")) == ["B"]
 
@@ -190,7 +243,10 @@ def test_a_checkout_of_code_is_read_once_it_is_stated(source: Make, documents: D
     spec = source(dict(texts))
     problems = refusals(spec)
     assert len(problems) == 3
-    assert all('to read it as text, state it in data.files ("**/*" states all)' in each for each in problems)
+    assert all(
+        'to read it as text, state it in data.files ("**/*" states all)' in each
+        for each in problems
+    )
     assert documents(replace(spec, files=("**/*",))) == [*texts.values()]
 
 
@@ -203,7 +259,12 @@ def test_a_checkout_of_code_is_read_once_it_is_stated(source: Make, documents: D
     ],
 )
 def test_a_file_behind_the_sample_is_refused_before_a_token_is_written(
-    name: str, content: str, what: str, source: Make, command: Prepare, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    content: str,
+    what: str,
+    source: Make,
+    command: Prepare,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(corpus_files, "EXAMINED_FILES", 1)
     spec = source({"0.jsonl": LINES, "a.txt": "A" * 200, name: content + " " * 200})
@@ -223,13 +284,21 @@ def test_a_file_behind_the_sample_is_refused_before_a_token_is_written(
 def test_a_pointer_of_git_lfs_is_refused(name: str, source: Make) -> None:
     spec = source({name: POINTER, "b.txt": "B"})
     [problem] = refusals(spec)
-    assert f": {name}: a Git LFS pointer, whose data was not downloaded; run `git lfs pull`" in problem
+    assert (
+        f": {name}: a Git LFS pointer, whose data was not downloaded; run `git lfs pull`"
+        in problem
+    )
     assert refusals(replace(spec, files=("*",))) == [problem]
 
 
-def test_a_pointer_of_git_lfs_among_many_files_is_found(source: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pointer_of_git_lfs_among_many_files_is_found(
+    source: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(corpus_files, "EXAMINED_FILES", 1)
-    assert "b.jsonl: a Git LFS pointer" in corpus_problems(source({"a.jsonl": LINES, "b.jsonl": POINTER}))[0]
+    assert (
+        "b.jsonl: a Git LFS pointer"
+        in corpus_problems(source({"a.jsonl": LINES, "b.jsonl": POINTER}))[0]
+    )
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
@@ -238,14 +307,22 @@ def test_utf_16_is_refused_and_utf_8_keeps_its_line_ends(
     encoding: str, name: str, source: Make, documents: Documents
 ) -> None:
     text = LINES if encoding == "utf-16" else f"\ufeff{LINES}"
-    spec = source({name: text.encode(encoding), "b.txt": "one\r\ntwo\r\n", "c.txt": "caf\xe9".encode("latin-1")})
+    spec = source(
+        {
+            name: text.encode(encoding),
+            "b.txt": "one\r\ntwo\r\n",
+            "c.txt": "caf\xe9".encode("latin-1"),
+        }
+    )
     assert f": {name}: UTF-16, not UTF-8; convert it" in refusals(spec)[0]
     Path(spec.corpus, name).unlink()
     assert documents(spec) == ["one\r\ntwo\r\n"]
 
 
 def test_text_in_another_compression_is_refused_and_an_archive_is_left_out(source: Make) -> None:
-    spec = source({"a.txt": "A", "b.jsonl.xz": b"\xfd7zXZ", "c.tar.xz": b"\xfd7zXZ", "d.TXT.BZ2": b"BZh"})
+    spec = source(
+        {"a.txt": "A", "b.jsonl.xz": b"\xfd7zXZ", "c.tar.xz": b"\xfd7zXZ", "d.TXT.BZ2": b"BZh"}
+    )
     [problem] = refusals(spec)
     assert ": b.jsonl.xz, d.TXT.BZ2: compressed in a way that is not read" in problem
 
@@ -281,7 +358,14 @@ def test_binary_files_are_left_out_by_name_or_are_an_error(
 def test_dataset_cards_are_left_out_and_other_readmes_are_text(
     source: Make, documents: Documents, caplog: pytest.LogCaptureFixture
 ) -> None:
-    spec = source({"README.md": CARD, "dataset_infos.json": "{}", "a/readme.md": "---\ntitle: x\n---\n", "b": "B"})
+    spec = source(
+        {
+            "README.md": CARD,
+            "dataset_infos.json": "{}",
+            "a/readme.md": "---\ntitle: x\n---\n",
+            "b": "B",
+        }
+    )
     assert documents(replace(spec, bad_files="error")) == ["---\ntitle: x\n---\n", "B"]
     assert "left out README.md: a Hugging Face card" in caplog.text
     assert "left out dataset_infos.json: a description of a Hugging Face dataset" in caplog.text
@@ -316,7 +400,9 @@ def test_what_the_project_writes_is_no_text_of_a_corpus_around_it(
     assert not (project / "prepared").joinpath(first[1].split(":")[0] + ".tmp").exists()
 
 
-def test_a_run_folder_is_refused_unless_files_are_stated(source: Make, documents: Documents) -> None:
+def test_a_run_folder_is_refused_unless_files_are_stated(
+    source: Make, documents: Documents
+) -> None:
     spec = source({"checkpoints/x": "", "logs/x": "", "samples.txt": "S"})
     assert "a run folder, not text" in refusals(spec)[0]
     assert documents(replace(spec, files=("*.txt",))) == ["S"]
@@ -351,9 +437,12 @@ def test_links_inside_are_read_once_more_and_the_corpus_may_be_a_link(
     assert "b.jsonl: links to files of the corpus, read once more" in caplog.text
 
 
-def hub(folder: Path, content: str, *, repository: str = "datasets--org--name", blob: str | None = None) -> Path:
+def hub(
+    folder: Path, content: str, *, repository: str = "datasets--org--name", blob: str | None = None
+) -> Path:
     """The newest snapshot of a repository in the cache of the Hugging Face hub."""
-    blobs, snapshot = folder / repository / "blobs", folder / repository / "snapshots" / ("0" * 40)
+    blobs = folder / repository / "blobs"
+    snapshot = folder / repository / "snapshots" / ("0" * 40)
     (snapshot / "data").mkdir(parents=True)
     blobs.mkdir()
     blob = blob or sha256(content.encode()).hexdigest()
@@ -362,7 +451,9 @@ def hub(folder: Path, content: str, *, repository: str = "datasets--org--name", 
     return snapshot
 
 
-def test_a_snapshot_of_the_hub_links_into_its_own_blobs(tmp_path: Path, documents: Documents) -> None:
+def test_a_snapshot_of_the_hub_links_into_its_own_blobs(
+    tmp_path: Path, documents: Documents
+) -> None:
     snapshot = hub(tmp_path, LINES)
     spec = CorpusSpec(corpus=str(snapshot), cache_dir=tmp_path / "cache")
     assert documents(spec) == TEXTS
@@ -377,9 +468,13 @@ def test_blobs_of_another_layout_are_refused(other: dict[str, str], tmp_path: Pa
 
 
 def test_blobs_of_another_repository_are_refused(tmp_path: Path) -> None:
-    mine, other = hub(tmp_path / "a", LINES), hub(tmp_path / "b", LINES)
+    mine = hub(tmp_path / "a", LINES)
+    other = hub(tmp_path / "b", LINES)
     (mine / "b.jsonl").symlink_to((other / "data/a.jsonl").resolve())
-    assert ": b.jsonl: a link" in refusals(CorpusSpec(corpus=str(mine), cache_dir=tmp_path / "cache"))[0]
+    assert (
+        ": b.jsonl: a link"
+        in refusals(CorpusSpec(corpus=str(mine), cache_dir=tmp_path / "cache"))[0]
+    )
 
 
 def test_pipes_are_never_opened_and_loops_are_named(source: Make, documents: Documents) -> None:
@@ -399,7 +494,9 @@ def test_pipes_are_never_opened_and_loops_are_named(source: Make, documents: Doc
 
 
 @pytest.mark.parametrize("swap", ["file", "folder", "pipe"])
-def test_what_is_swapped_for_a_link_before_it_is_opened_is_not_read(swap: str, source: Make, tmp_path: Path) -> None:
+def test_what_is_swapped_for_a_link_before_it_is_opened_is_not_read(
+    swap: str, source: Make, tmp_path: Path
+) -> None:
     spec = source({"d/a.txt": "A"})
     [[split]] = Corpus(spec).partitions()
     (tmp_path / "out").mkdir()
@@ -413,7 +510,9 @@ def test_what_is_swapped_for_a_link_before_it_is_opened_is_not_read(swap: str, s
     else:
         path.parent.rmdir()
         path.parent.symlink_to(tmp_path / "out")
-    with pytest.raises(formats.BadText, match=r"^d/a.txt: (Too many levels|Not a directory|not a regular file)"):
+    with pytest.raises(
+        formats.BadText, match=r"^d/a.txt: (Too many levels|Not a directory|not a regular file)"
+    ):
         [*next(formats.read_texts(split, text_key="text")).blocks]
 
 
@@ -459,10 +558,14 @@ def test_globs_end_although_many_places_match(pattern: str, name: str, *, matche
     assert bool(glob_regex(pattern).fullmatch(name)) == matches
 
 
-def test_data_files_states_what_is_read(source: Make, documents: Documents, command: Prepare) -> None:
+def test_data_files_states_what_is_read(
+    source: Make, documents: Documents, command: Prepare
+) -> None:
     spec = source({"a.txt": "A", "en/b.txt": "B", "en/c.md": "C", ".d.txt": "D"})
     assert documents(replace(spec, files=("en/*.txt", "a.*"))) == ["A", "B"]
-    assert refusals(replace(spec, files=("*.text", "a.txt")))[0].endswith('data.files = "*.text": matches no file')
+    assert refusals(replace(spec, files=("*.text", "a.txt")))[0].endswith(
+        'data.files = "*.text": matches no file'
+    )
     status, out, errors = command("--corpus", "corpus", "--data.files", "*.txt")
     assert (status, "1 documents" in out) == (0, True)
     assert "left out 3 files by data.files" in errors
@@ -475,7 +578,9 @@ def test_an_exclamation_mark_excludes(source: Make, documents: Documents) -> Non
     assert documents(replace(spec, files=("!**/*.json",))) == ["A", "D"]
     # Without another glob nothing is stated to be text.
     assert ": b.json: no JSON record" in refusals(replace(spec, files=("!en/*",)))[0]
-    assert refusals(replace(spec, files=("!*.md",)))[0].endswith('data.files = "!*.md": matches no file')
+    assert refusals(replace(spec, files=("!*.md",)))[0].endswith(
+        'data.files = "!*.md": matches no file'
+    )
 
 
 @pytest.mark.parametrize("pattern", ["en/{a", "[ab].txt", "../a.txt"])
@@ -495,9 +600,14 @@ def test_files_of_a_source_are_its_own(tmp_path: Path) -> None:
     config = load(["--config", str(tmp_path / "my.toml")])
     from trainer.config.source import corpus_spec
 
-    assert (corpus_spec(config.data, "corpus").files, corpus_spec(config.data, "web").files) == (("*.txt",), ("*.md",))
+    assert (corpus_spec(config.data, "corpus").files, corpus_spec(config.data, "web").files) == (
+        ("*.txt",),
+        ("*.md",),
+    )
     problems = corpus_problems(corpus_spec(config.data, "web"))
-    assert problems[0].startswith(f'data.sources.web.path = "{tmp_path}/web": data.files = "*.md": matches no file')
+    assert problems[0].startswith(
+        f'data.sources.web.path = "{tmp_path}/web": data.files = "*.md": matches no file'
+    )
 
 
 def test_data_files_needs_a_folder() -> None:
@@ -537,7 +647,9 @@ def test_what_is_read_is_said_before_a_token_is_written(command: Prepare, source
 
 
 def test_an_empty_corpus_is_named(source: Make) -> None:
-    spec = source({"a.txt": "", "b.jsonl": '{"text": ""}\n', "c.txt": b"\xff"}, key="data.sources.x.path")
+    spec = source(
+        {"a.txt": "", "b.jsonl": '{"text": ""}\n', "c.txt": b"\xff"}, key="data.sources.x.path"
+    )
     with pytest.raises(DataError) as error:
         prepare(spec, ByteTokenizer())
     assert str(error.value) == (
@@ -546,7 +658,9 @@ def test_an_empty_corpus_is_named(source: Make) -> None:
     )
 
 
-def test_what_is_left_out_is_not_skipped_and_the_end_is_said_once(source: Make, command: Prepare) -> None:
+def test_what_is_left_out_is_not_skipped_and_the_end_is_said_once(
+    source: Make, command: Prepare
+) -> None:
     source({"a.txt": "A", "b.png": "", "c.txt": b"\xff"})
     _, out, log = command("--corpus", "corpus")
     assert "1 documents, the longest 3, 1 skipped, 0 empty; fingerprint" in out
@@ -554,17 +668,25 @@ def test_what_is_left_out_is_not_skipped_and_the_end_is_said_once(source: Make, 
     assert "left out b.png: an image" in log
 
 
-def test_folders_whose_names_are_not_utf_8_are_documents_of_their_own(source: Make, documents: Documents) -> None:
+def test_folders_whose_names_are_not_utf_8_are_documents_of_their_own(
+    source: Make, documents: Documents
+) -> None:
     spec = source({"a/a.txt": "A"}, documents="folder")
     for name in (b"\xfe", b"\xff"):
         folder = Path(os.fsdecode(os.fsencode(spec.corpus) + b"/" + name))
         folder.mkdir()
         (folder / "b.txt").write_text("B")
     texts = documents(spec)
-    assert [text.splitlines()[0] for text in texts] == [r"# \xfe/b.txt", r"# \xff/b.txt", "# a/a.txt"]
+    assert [text.splitlines()[0] for text in texts] == [
+        r"# \xfe/b.txt",
+        r"# \xff/b.txt",
+        "# a/a.txt",
+    ]
 
 
-def test_the_command_line_is_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_is_a_module(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delitem(sys.modules, "trainer.cli", raising=False)
     monkeypatch.setattr(sys, "argv", ["cli", "--help"])
     with pytest.raises(SystemExit) as end:
@@ -574,7 +696,10 @@ def test_the_command_line_is_a_module(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_names_are_escaped(source: Make) -> None:
-    assert r": bad\x1b[2Jname.txt: looks like JSON" in refusals(source({"bad\x1b[2Jname.txt": '[{"a": 1}]'}))[0]
+    assert (
+        r": bad\x1b[2Jname.txt: looks like JSON"
+        in refusals(source({"bad\x1b[2Jname.txt": '[{"a": 1}]'}))[0]
+    )
 
 
 def test_check_and_a_run_refuse_all_at_once(source: Make, tmp_path: Path) -> None:
@@ -601,10 +726,13 @@ def test_check_and_a_run_refuse_all_at_once(source: Make, tmp_path: Path) -> Non
 
 def test_a_corpus_that_is_read_as_before_is_found_again(source: Make) -> None:
     spec = source(
-        {"a.txt": "A", "b.jsonl": LINES, "c.jsonl.gz": b"", "d.parquet": b"", "e.png": b""}, documents="folder"
+        {"a.txt": "A", "b.jsonl": LINES, "c.jsonl.gz": b"", "d.parquet": b"", "e.png": b""},
+        documents="folder",
     )
     corpus = Corpus(spec)
-    files = [(each.name, each.size, each.mtime_ns) for each in [*corpus.files, *corpus.found.binary]]  # type: ignore[union-attr]
+    files = [
+        (each.name, each.size, each.mtime_ns) for each in [*corpus.files, *corpus.found.binary]
+    ]  # type: ignore[union-attr]
     assert corpus.identity == [False, *files]
     for changed in ("f.json.gz", "f.ndjson", "f.JSONL", "f.TXT.GZ"):
         Path(spec.corpus, changed).write_bytes(
@@ -621,7 +749,8 @@ def test_a_folder_prepared_before_first_bytes_were_looked_at_is_looked_at(
 ) -> None:
     monkeypatch.setattr(corpus_files, "EXAMINED_FILES", 1)
     spec = source({"a.txt": "A", "b.txt": "x" * len(LINES)})
-    folder, path = prepare(spec, ByteTokenizer()).folder, Path(spec.corpus, "b.txt")
+    folder = prepare(spec, ByteTokenizer()).folder
+    path = Path(spec.corpus, "b.txt")
     before = path.stat().st_mtime_ns
     forge(folder / "meta.json", lambda meta: meta.update(counts=None))
     for content, problem in [
@@ -643,7 +772,9 @@ def test_the_key_knows_files_only_if_they_are_set(source: Make) -> None:
     assert len(keys) == 2
 
 
-def test_a_library_whose_files_are_links_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_whose_files_are_links_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = tmp_path / "lib"
     (library / "package").mkdir(parents=True)
     (library / "package/a.py").write_text("x = 1\n")
@@ -653,5 +784,9 @@ def test_a_library_whose_files_are_links_is_read(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
     found = Corpus(CorpusSpec(corpus="python-stdlib"))
     splits = [split for partition in found.partitions() for split in partition]
-    texts = ["".join(text.blocks) for split in splits for text in formats.read_texts(split, text_key="text")]
+    texts = [
+        "".join(text.blocks)
+        for split in splits
+        for text in formats.read_texts(split, text_key="text")
+    ]
     assert texts == ["# package/a.py\nx = 1\n", "# sitecustomize.py\ny = 2\n"]

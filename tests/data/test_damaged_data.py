@@ -28,7 +28,9 @@ WORDS = [f"text {n} é\n" * (n % 5 + 1) for n in range(12)]
 
 
 def valid(name: str) -> bytes:
-    lines = "".join(json.dumps({"text": word}) + "\n" if "json" in name else word for word in WORDS).encode()
+    lines = "".join(
+        json.dumps({"text": word}) + "\n" if "json" in name else word for word in WORDS
+    ).encode()
     if name == "parquet":
         import pyarrow
         from pyarrow import parquet
@@ -43,11 +45,16 @@ def valid(name: str) -> bytes:
     return gzip.compress(lines, mtime=0) if name.endswith("gz") else lines
 
 
-VALID = {name: valid(name) for name in ("txt", "jsonl", "jsonl.gz", "jsonl.zst", "txt.gz", "txt.zst", "parquet")}
+VALID = {
+    name: valid(name)
+    for name in ("txt", "jsonl", "jsonl.gz", "jsonl.zst", "txt.gz", "txt.zst", "parquet")
+}
 
 
 def damaged(content: bytes, at: float, put: bytes, *, keep: bool) -> bytes:
-    """Overwrites bytes at the relative position `at` with `put`; truncates after them unless `keep`."""
+    """Overwrites bytes at the relative position `at` with `put`; truncates after them unless
+    `keep`.
+    """
     place = int(at * len(content))
     return content[:place] + put + (content[place + len(put) :] if keep else b"")
 
@@ -89,10 +96,14 @@ def test_a_damaged_file_does_not_affect_its_neighbors(
     put=st.binary(min_size=1, max_size=9),
     keep=st.booleans(),
 )
-def test_a_modified_prepared_file_raises_or_changes_nothing(*, name: str, at: float, put: bytes, keep: bool) -> None:
+def test_a_modified_prepared_file_raises_or_changes_nothing(
+    *, name: str, at: float, put: bytes, keep: bool
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "a.jsonl").write_bytes(VALID["jsonl"])
-        dataset = prepare(CorpusSpec(corpus=f"{folder}/a.jsonl", cache_dir=Path(folder)), ByteTokenizer())
+        dataset = prepare(
+            CorpusSpec(corpus=f"{folder}/a.jsonl", cache_dir=Path(folder)), ByteTokenizer()
+        )
         path = dataset.folder / name
         before = path.read_bytes()
         after = damaged(before, at, put, keep=keep)
@@ -113,9 +124,17 @@ def test_a_modified_field_of_meta_json_raises(source: Make) -> None:
     path = prepare(spec, ByteTokenizer()).folder / "meta.json"
     written = path.read_text()
     meta = json.loads(written)
-    for key, value in {"eos": 258, "vocab_size": 65_000, "skipped": 1, "longest": 3, "tokenizer": "x"}.items():
+    for key, value in {
+        "eos": 258,
+        "vocab_size": 65_000,
+        "skipped": 1,
+        "longest": 3,
+        "tokenizer": "x",
+    }.items():
         path.write_text(json.dumps(meta | {"content": meta["content"] | {key: value}}))
-        with pytest.raises(DataError, match=r"meta.json is damaged: it does not match its own checksum; delete"):
+        with pytest.raises(
+            DataError, match=r"meta.json is damaged: it does not match its own checksum; delete"
+        ):
             prepare(spec, ByteTokenizer())
     path.write_text(written)
     prepare(spec, ByteTokenizer())
@@ -129,11 +148,17 @@ def test_a_prepared_folder_is_a_corpus_for_its_tokenizer_and_options_only(source
     dataset = prepare(source({"a": "some text", "b": "more"}), ByteTokenizer())
     reopened = prepare(CorpusSpec(corpus=str(dataset.folder)), ByteTokenizer())
     assert (reopened.folder, reopened.fingerprint) == (dataset.folder, dataset.fingerprint)
-    with pytest.raises(DataError, match=r"was prepared with the tokenizer byte-264, and \[tokenizer\] is other"):
+    with pytest.raises(
+        DataError, match=r"was prepared with the tokenizer byte-264, and \[tokenizer\] is other"
+    ):
         prepare(CorpusSpec(corpus=str(dataset.folder)), Other())
-    with pytest.raises(DataError, match=r"max_document = 5, and .* was prepared with documents of up to 11 tokens"):
+    with pytest.raises(
+        DataError, match=r"max_document = 5, and .* was prepared with documents of up to 11 tokens"
+    ):
         prepare(CorpusSpec(corpus=str(dataset.folder), max_document=5), ByteTokenizer())
-    with pytest.raises(DataError, match=r'was prepared with data.separators = "bos_eos", and it is "eos" now'):
+    with pytest.raises(
+        DataError, match=r'was prepared with data.separators = "bos_eos", and it is "eos" now'
+    ):
         prepare(CorpusSpec(corpus=str(dataset.folder), separators="eos"), ByteTokenizer())
 
 
@@ -183,7 +208,9 @@ def _peak(connection: Connection, given: CorpusSpec) -> None:
     ],
 )
 @pytest.mark.usefixtures("shared_server")
-def test_memory_is_bounded_by_the_longest_line_not_the_file(kind: str, mib: int, tmp_path: Path) -> None:
+def test_memory_is_bounded_by_the_longest_line_not_the_file(
+    kind: str, mib: int, tmp_path: Path
+) -> None:
     size = 50_000_000
     path = tmp_path / f"corpus.{kind}"
     if kind == "parquet":
@@ -207,6 +234,8 @@ def test_memory_is_bounded_by_the_longest_line_not_the_file(kind: str, mib: int,
     assert growth_mib < mib
 
 
-def test_a_text_without_line_breaks_survives_the_split_into_blocks(source: Make, documents: Documents) -> None:
+def test_a_text_without_line_breaks_survives_the_split_into_blocks(
+    source: Make, documents: Documents
+) -> None:
     long = "x" * (2 * BLOCK + 5)
     assert documents(source({"a": long, "b.jsonl": json.dumps({"text": long})})) == [long, long]

@@ -1,4 +1,6 @@
-"""Dealing sequences by work: every sequence once, equal counts, and nearly the least waiting that any deal has."""
+"""Dealing sequences by work: every sequence once, equal counts, and nearly the least waiting that
+any deal has.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ SIZES = [
 def drawn(count: int, seed: int) -> list[float]:
     """Tokens, which all sequences have, and pairs of a heavy tail."""
     rng = random.Random(f"{count} {seed}")
-    draw = rng.choice([rng.random, lambda: rng.paretovariate(1.1), lambda: rng.lognormvariate(0, 2)])
+    draw = rng.choice(
+        [rng.random, lambda: rng.paretovariate(1.1), lambda: rng.lognormvariate(0, 2)]
+    )
     tokens = rng.choice([0.0, 0.5, 3.0])
     return [tokens + draw() for _ in range(count)]
 
@@ -45,7 +49,11 @@ def groupings(places: Sequence[int], size: int) -> Iterator[list[tuple[int, ...]
 def least_waits(work: Sequence[float], dp_size: int, micro_batch_size: int) -> float:
     """By exhaustive search. Of given groups, those of most work share a micro-batch."""
     return min(
-        sum(sorted((sum(work[place] for place in group) for group in groups), reverse=True)[::dp_size])
+        sum(
+            sorted((sum(work[place] for place in group) for group in groups), reverse=True)[
+                ::dp_size
+            ]
+        )
         for groups in groupings(range(len(work)), micro_batch_size)
     )
 
@@ -60,9 +68,14 @@ def test_every_sequence_is_dealt_once_and_nearly_optimally(
         assert len(dealt) == micro_batches
         assert {len(ranks) for ranks in dealt} == {dp_size}
         assert {len(places) for ranks in dealt for places in ranks} == {micro_batch_size}
-        assert sorted(place for ranks in dealt for places in ranks for place in places) == [*range(len(work))]
-        found, least = waits(work, dp_size, micro_batch_size), least_waits(work, dp_size, micro_batch_size)
-        assert least * (1 - 1e-12) <= found <= least * (1 + 1e-12 if micro_batch_size == 1 else 1.05)
+        assert sorted(place for ranks in dealt for places in ranks for place in places) == [
+            *range(len(work))
+        ]
+        found = waits(work, dp_size, micro_batch_size)
+        least = least_waits(work, dp_size, micro_batch_size)
+        assert (
+            least * (1 - 1e-12) <= found <= least * (1 + 1e-12 if micro_batch_size == 1 else 1.05)
+        )
 
 
 def test_a_step_with_many_micro_batches_waits_for_hardly_more_than_the_mean() -> None:
@@ -84,7 +97,10 @@ def test_ranks_have_similar_work_over_a_step() -> None:
 
 
 def test_equal_work_is_dealt_by_number() -> None:
-    assert deal_sequences([2.0] * 8, dp_size=2, micro_batch_size=2) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert deal_sequences([2.0] * 8, dp_size=2, micro_batch_size=2) == [
+        [[0, 1], [2, 3]],
+        [[4, 5], [6, 7]],
+    ]
 
 
 def test_a_number_of_sequences_that_does_not_divide_is_an_error() -> None:

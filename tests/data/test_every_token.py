@@ -1,4 +1,6 @@
-"""No token is lost or repeated, for any document lengths, packing, ranks, shards, epochs and resumes."""
+"""No token is lost or repeated, for any document lengths, packing, ranks, shards, epochs and
+resumes.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,11 @@ class Chunks(FullSequence):
 
     def __init__(self, rank: int, ranks: int) -> None:
         super().__init__(CHUNKS)
-        object.__setattr__(self, "held", {1: [[0, 1, 2, 3]], 2: [[0, 3], [1, 2]], 4: [[0], [1], [2], [3]]}[ranks][rank])
+        object.__setattr__(
+            self,
+            "held",
+            {1: [[0, 1, 2, 3]], 2: [[0, 3], [1, 2]], 4: [[0], [1], [2], [3]]}[ranks][rank],
+        )
 
     def spans(self, boundaries_D: Tensor) -> tuple[Tensor, Tensor]:
         size = int(boundaries_D[-1]) // CHUNKS
@@ -80,13 +86,22 @@ def test_every_token_is_read_once_per_epoch_and_is_a_target_unless_it_starts_a_d
     """Each mesh resumes at the step where the previous one stopped."""
     prepared = corpus(lengths)
     plan = pack_documents(
-        prepared.document_lengths, seq_len=seq_len, packing=packing, document_filter=DocumentFilter(max_len=max_len)
+        prepared.document_lengths,
+        seq_len=seq_len,
+        packing=packing,
+        document_filter=DocumentFilter(max_len=max_len),
     )
     blended = BlendedDataset([PackedDataset(prepared, plan, seed=1)], seq_len=seq_len, mask=mask)
     num_steps = 2 * plan.num_sequences  # whole epochs
-    read_counts, targets, at = Counter[int](), Counter[tuple[int, int]](), 0
+    read_counts = Counter[int]()
+    targets = Counter[tuple[int, int]]()
+    at = 0
     for number, (ranks, sharing, micro) in enumerate(meshes):
-        last = num_steps if number + 1 == len(meshes) else min(num_steps, at + 1 + num_steps // len(meshes))
+        last = (
+            num_steps
+            if number + 1 == len(meshes)
+            else min(num_steps, at + 1 + num_steps // len(meshes))
+        )
         for rank in range(ranks):
             for shard in shards(sharing):
                 loader = MicroBatchLoader(
@@ -100,11 +115,18 @@ def test_every_token_is_read_once_per_epoch_and_is_a_target_unless_it_starts_a_d
                 steps = range(at * global_batch_size, last * global_batch_size, global_batch_size)
                 for part in chain.from_iterable(map(loader.deal, steps)):
                     batch = blended.read(part.indices, shard)
-                    tokens, labels = batch.tokens.flatten().tolist(), batch.labels.flatten().tolist()
+                    tokens = batch.tokens.flatten().tolist()
+                    labels = batch.labels.flatten().tolist()
                     read_counts.update(token for token in tokens if token != PADDING)
-                    targets.update(pair for pair in zip(tokens, labels, strict=True) if pair[1] != IGNORE_INDEX)
+                    targets.update(
+                        pair
+                        for pair in zip(tokens, labels, strict=True)
+                        if pair[1] != IGNORE_INDEX
+                    )
         at = last
     starts = set(prepared.document_starts.tolist())
     epochs_read = num_steps * global_batch_size // plan.num_sequences
     assert read_counts == dict.fromkeys(range(sum(lengths)), epochs_read)
-    assert targets == {(token - 1, token): epochs_read for token in range(sum(lengths)) if token not in starts}
+    assert targets == {
+        (token - 1, token): epochs_read for token in range(sum(lengths)) if token not in starts
+    }

@@ -86,7 +86,9 @@ def test_a_bad_line_is_logged_and_skipped_or_raises(
     spec = source({"a.jsonl": content})
     assert documents(spec) == ["one", "two"]
     assert f"skipped a.jsonl:3: {BAD_LINES[line]}" in caplog.text
-    with pytest.raises(DataError, match=r'^data.bad_files = "error", and the corpus holds a.jsonl:3: '):
+    with pytest.raises(
+        DataError, match=r'^data.bad_files = "error", and the corpus holds a.jsonl:3: '
+    ):
         documents(replace(spec, bad_files="error"))
 
 
@@ -99,7 +101,10 @@ def test_count_lines_before_counts_line_starts(tmp_path: Path) -> None:
 
 
 def test_a_line_above_the_limit_ends_its_file(
-    source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    source: Make,
+    documents: Documents,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("trainer.data.formats.LONGEST_LINE", 30)
     spec = source({"a.jsonl": '{"text": "one"}\n{"text": "' + "x" * 100 + '"}\n', "b": "B"})
@@ -111,14 +116,21 @@ def test_a_line_above_the_limit_ends_its_file(
 
 
 def test_text_key_selects_the_key_or_column(source: Make, documents: Documents) -> None:
-    files: dict[str, str | bytes] = {"a.jsonl": '{"text": "a", "body": "b"}', "b.parquet": parquet({"body": ["c"]})}
+    files: dict[str, str | bytes] = {
+        "a.jsonl": '{"text": "a", "body": "b"}',
+        "b.parquet": parquet({"body": ["c"]}),
+    }
     assert documents(source(files, text_key="body")) == ["b", "c"]
 
 
 @pytest.mark.parametrize("partition_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("rows", [1, 7, 100])
 def test_each_row_of_a_table_is_a_document(
-    rows: int, partition_bytes: int, source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    partition_bytes: int,
+    source: Make,
+    documents: Documents,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", partition_bytes)
     spec = source({"a.parquet": parquet({"id": list(range(40)), "text": TEXTS}, rows=rows)})
@@ -146,7 +158,9 @@ def test_bad_rows_and_damaged_tables_are_logged(
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_compressed_files_are_decompressed(suffix: str, source: Make, documents: Documents) -> None:
+def test_compressed_files_are_decompressed(
+    suffix: str, source: Make, documents: Documents
+) -> None:
     pack = gzip.compress if suffix == "gz" else zstandard
     long = "a line\n" * (BLOCK // 4)
     spec = source(
@@ -193,7 +207,8 @@ def test_a_missing_package_raises_with_the_install_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
-        DataError, match=re.escape(f"{name} needs {package}: {sys.executable} -m pip install {package}")
+        DataError,
+        match=re.escape(f"{name} needs {package}: {sys.executable} -m pip install {package}"),
     ):
         documents(source({name: b"x"}))
 
@@ -213,7 +228,11 @@ def saved(folder: Path, *, split: str | None = None) -> Path:
 @pytest.mark.parametrize("partition_bytes", [1, 300, 1 << 20])
 @pytest.mark.parametrize("split", [None, "train"])
 def test_each_row_of_a_saved_dataset_is_a_document(
-    split: str | None, partition_bytes: int, tmp_path: Path, documents: Documents, monkeypatch: pytest.MonkeyPatch
+    split: str | None,
+    partition_bytes: int,
+    tmp_path: Path,
+    documents: Documents,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", partition_bytes)
     folder = saved(tmp_path / "set", split=split)
@@ -249,13 +268,19 @@ def test_a_streamed_dataset_has_one_partition_per_file_and_its_identity_changes_
         ("hf:SAVED,split=test", "cannot be opened: KeyError: 'test'"),
     ],
 )
-def test_an_invalid_or_missing_dataset_raises(corpus: str, message: str, tmp_path: Path, documents: Documents) -> None:
-    corpus = corpus.replace("SAVED", str(saved(tmp_path / "set", split="train")) if "SAVED" in corpus else "")
+def test_an_invalid_or_missing_dataset_raises(
+    corpus: str, message: str, tmp_path: Path, documents: Documents
+) -> None:
+    corpus = corpus.replace(
+        "SAVED", str(saved(tmp_path / "set", split="train")) if "SAVED" in corpus else ""
+    )
     with pytest.raises(DataError, match=message):
         documents(CorpusSpec(corpus=corpus, cache_dir=tmp_path / "cache"))
 
 
 def test_a_dataset_without_the_text_column_raises(tmp_path: Path, documents: Documents) -> None:
-    spec = CorpusSpec(corpus=str(saved(tmp_path / "set")), text_key="body", cache_dir=tmp_path / "cache")
+    spec = CorpusSpec(
+        corpus=str(saved(tmp_path / "set")), text_key="body", cache_dir=tmp_path / "cache"
+    )
     with pytest.raises(DataError, match='has no column "body"; its columns are text, id'):
         documents(spec)

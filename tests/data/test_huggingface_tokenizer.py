@@ -1,4 +1,6 @@
-"""Tokenizers of Hugging Face folders: the ids of transformers for every family, from the files as they come."""
+"""Tokenizers of Hugging Face folders: the ids of transformers for every family, from the files as
+they come.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,21 @@ from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import DataError
 
 TEXTS = (
-    *("", " ", "a", " a", "\n", "\na", "a\n", "▁ end  ", "\t", "\u00a0", "a" * 300, " " * 300 + "x", "\n" * 70),
+    *(
+        "",
+        " ",
+        "a",
+        " a",
+        "\n",
+        "\na",
+        "a\n",
+        "▁ end  ",
+        "\t",
+        "\u00a0",
+        "a" * 300,
+        " " * 300 + "x",
+        "\n" * 70,
+    ),
     "  two  spaces\t\ttabs\r\n\n\n x",
     "I'LL we've it's it'\u017f 'tis 1234567 a_b.c=='d'\u00a0\u2003x",
     "!\n/x //\n/ <|notspecial|> </ s>",
@@ -35,7 +51,9 @@ TEXTS = (
     "<think> a </think>\nb<table>\n\nc<|code|>   \n d|||IP_ADDRESS|||e",
 )
 NAMES = "</s> <s>a<unk> <|im_end|>\n<|endoftext|><|end_of_text|>s><|begin_of_text|> <|user|>  b</s>\n</s>c"
-WORDS = st.sampled_from([*TEXTS, "the ", "def f(x):\n", "\n", " ", "'s", "1", "<think>", "é", "e\u0301", "\n\n", "</"])
+WORDS = st.sampled_from(
+    [*TEXTS, "the ", "def f(x):\n", "\n", " ", "'s", "1", "<think>", "é", "e\u0301", "\n\n", "</"]
+)
 texts = st.lists(st.one_of(st.text(max_size=30), WORDS), max_size=6).map("".join)
 
 
@@ -64,7 +82,9 @@ def theirs_of(folder: Path) -> Any:
 
 def their_ids(folder: Path, text: str) -> list[int]:
     """Without special tokens, whose names are text."""
-    ids = theirs_of(folder)(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+    ids = theirs_of(folder)(
+        text, add_special_tokens=False, split_special_tokens=True, verbose=False
+    )["input_ids"]
     return [int(token) for token in ids]
 
 
@@ -75,9 +95,14 @@ def tiktoken_for_short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_gives_the_ids_of_transformers(name: str, root: Path) -> None:
-    folder, family = family_folder(root, name), FAMILIES[name]
-    ours, theirs = ours_of(folder), theirs_of(folder)
-    assert (ours._tiktoken is not None, ours.may_cut != cut_nowhere) == (family.tiktoken, family.cuts)
+    folder = family_folder(root, name)
+    family = FAMILIES[name]
+    ours = ours_of(folder)
+    theirs = theirs_of(folder)
+    assert (ours._tiktoken is not None, ours.may_cut != cut_nowhere) == (
+        family.tiktoken,
+        family.cuts,
+    )
     assert (ours.vocab_size, ours.eos) == (len(theirs), theirs.eos_token_id)
     prefix = [] if family.bos is None else [theirs.convert_tokens_to_ids(family.bos)]
     assert ours.bos == (prefix[0] if prefix else None)
@@ -92,7 +117,9 @@ def test_a_family_gives_the_ids_of_transformers(name: str, root: Path) -> None:
 def test_a_class_of_llama_2_reads_spaces_at_the_beginning_otherwise_than_its_file(
     tokenizer_class: str, tmp_path: Path
 ) -> None:
-    """Transformers 5 replaces the file's normalizer by one that puts no space before a text that begins with one."""
+    """Transformers 5 replaces the file's normalizer by one that puts no space before a text that
+    begins with one.
+    """
     folder = write_family(tmp_path, "llama2", tokenizer_class=tokenizer_class)
     library = Tokenizer.from_file(str(folder / "tokenizer.json"))
     library.encode_special_tokens = True
@@ -103,7 +130,9 @@ def test_a_class_of_llama_2_reads_spaces_at_the_beginning_otherwise_than_its_fil
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(text=texts)
 def test_any_text_has_the_ids_of_transformers(name: str, root: Path, text: str) -> None:
     folder = family_folder(root, name)
@@ -111,7 +140,9 @@ def test_any_text_has_the_ids_of_transformers(name: str, root: Path, text: str) 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_long_text_has_the_ids_of_the_whole(name: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_has_the_ids_of_the_whole(
+    name: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(huggingface_tokenizer, "PART_CHARS", 50)
     monkeypatch.setattr(huggingface_tokenizer, "TOKEN_CUTS_PART_CHARS", 20)
     monkeypatch.setattr(byte_level_bpe, "MAX_WHITESPACE", 40)
@@ -195,22 +226,38 @@ def test_truncation_and_padding_are_off(tmp_path: Path) -> None:
     folder = write_family(tmp_path, "qwen2")
     expected = load_huggingface_tokenizer(folder).encode(TEXTS[-1]).tolist()
     truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    padding: dict[str, Any] = {"strategy": {"Fixed": 500}, "direction": "Right", "pad_to_multiple_of": None}
+    padding: dict[str, Any] = {
+        "strategy": {"Fixed": 500},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+    }
     padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
-    rewrite(folder, "tokenizer.json", lambda content: content.update(truncation=truncation, padding=padding))
+    rewrite(
+        folder,
+        "tokenizer.json",
+        lambda content: content.update(truncation=truncation, padding=padding),
+    )
     assert load_huggingface_tokenizer(folder).encode(TEXTS[-1]).tolist() == expected
 
 
 def added(name: str, **flags: bool) -> dict[str, Any]:
     return (
-        {"content": name} | dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized", "special"), False) | flags
+        {"content": name}
+        | dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized", "special"), False)
+        | flags
     )
 
 
 def test_added_tokens_of_the_configuration_count_as_in_transformers(tmp_path: Path) -> None:
     folder = write_family(tmp_path, "olmo2")
-    tokens = {"800": added("<|endoftext|>", special=True), "803": added("<tool>"), "804": added("<x>", special=True)}
-    rewrite(folder, "tokenizer_config.json", lambda config: config.update(added_tokens_decoder=tokens))
+    tokens = {
+        "800": added("<|endoftext|>", special=True),
+        "803": added("<tool>"),
+        "804": added("<x>", special=True),
+    }
+    rewrite(
+        folder, "tokenizer_config.json", lambda config: config.update(added_tokens_decoder=tokens)
+    )
     ours = load_huggingface_tokenizer(folder)
     text = "a<tool>b<x>c <|endoftext|><|fim_prefix|>"
     assert 803 in ours.encode(text)
@@ -221,9 +268,19 @@ def test_added_tokens_of_the_configuration_count_as_in_transformers(tmp_path: Pa
 
 def test_old_folders_list_added_and_special_tokens_in_files_of_their_own(tmp_path: Path) -> None:
     folder = write_family(tmp_path, "mistral", tokenizer_class="PreTrainedTokenizerFast")
-    rewrite(folder, "tokenizer_config.json", lambda config: [config.pop(role) for role in ("bos_token", "eos_token")])
-    (folder / "added_tokens.json").write_text(json.dumps({"<pad>": 1159, "<code>": 1160, "</s>": 2}))
-    roles = {"eos_token": {"content": "</s>", "lstrip": False}, "pad_token": "<pad>", "bos_token": "<s>"}
+    rewrite(
+        folder,
+        "tokenizer_config.json",
+        lambda config: [config.pop(role) for role in ("bos_token", "eos_token")],
+    )
+    (folder / "added_tokens.json").write_text(
+        json.dumps({"<pad>": 1159, "<code>": 1160, "</s>": 2})
+    )
+    roles = {
+        "eos_token": {"content": "</s>", "lstrip": False},
+        "pad_token": "<pad>",
+        "bos_token": "<s>",
+    }
     (folder / "special_tokens_map.json").write_text(json.dumps(roles))
     ours = load_huggingface_tokenizer(folder)
     assert (ours.eos, ours.vocab_size, ours.special_tokens["<pad>"]) == (2, 1161, 1159)
@@ -234,7 +291,9 @@ def test_old_folders_list_added_and_special_tokens_in_files_of_their_own(tmp_pat
 def test_added_tokens_with_other_ids_are_refused(tmp_path: Path) -> None:
     folder = write_family(tmp_path, "qwen2")
     tokens = {"900": added("<tool>"), "801": added("<|endoftext|>", special=True)}
-    rewrite(folder, "tokenizer_config.json", lambda config: config.update(added_tokens_decoder=tokens))
+    rewrite(
+        folder, "tokenizer_config.json", lambda config: config.update(added_tokens_decoder=tokens)
+    )
     expected = r'"<\|endoftext\|>" is 801, but 800 by tokenizer.json, "<tool>" is 900, but 803 by tokenizer.json'
     with pytest.raises(DataError, match=expected):
         load_huggingface_tokenizer(folder)
@@ -265,13 +324,18 @@ def test_the_end_of_documents_is_the_named_one_or_else_the_models(tmp_path: Path
 
 def test_the_vocabulary_ends_with_the_highest_id(tmp_path: Path) -> None:
     folder = write_family(tmp_path, "granite")
-    rewrite(folder, "tokenizer.json", lambda content: content["model"]["vocab"].update({"zzz": 5000}))
+    rewrite(
+        folder, "tokenizer.json", lambda content: content["model"]["vocab"].update({"zzz": 5000})
+    )
     assert load_huggingface_tokenizer(folder).vocab_size == 5001
 
 
 def test_a_tokenizer_json_names_its_folder(root: Path) -> None:
     folder = family_folder(root, "qwen2")
-    assert load_tokenizer("huggingface", folder / "tokenizer.json").fingerprint == ours_of(folder).fingerprint
+    assert (
+        load_tokenizer("huggingface", folder / "tokenizer.json").fingerprint
+        == ours_of(folder).fingerprint
+    )
 
 
 # ---- the fingerprint
@@ -292,7 +356,10 @@ CHANGES: dict[str, tuple[bool, Callable[[dict[str, Any]], object]]] = {
     "merges": (False, change_model),
     "normalizer": (False, lambda content: content.update(normalizer=None)),
     "pre-tokenizer": (False, lambda content: content["pre_tokenizer"]["pretokenizers"].pop(0)),
-    "an added token": (False, lambda content: content["added_tokens"].append(added("<x>") | {"id": 803})),
+    "an added token": (
+        False,
+        lambda content: content["added_tokens"].append(added("<x>") | {"id": 803}),
+    ),
     "the file's format": (True, change_format),
     "decoder": (True, lambda content: content.update(decoder=None)),
     "truncation": (True, lambda content: content.update(padding=None)),
@@ -304,7 +371,8 @@ def test_the_fingerprint_depends_on_ids(name: str, root: Path, tmp_path: Path) -
     folder, (is_same, change) = write_family(tmp_path, "qwen2"), CHANGES[name]
     rewrite(folder, "tokenizer.json", change)
     assert (
-        load_huggingface_tokenizer(folder).fingerprint == ours_of(family_folder(root, "qwen2")).fingerprint
+        load_huggingface_tokenizer(folder).fingerprint
+        == ours_of(family_folder(root, "qwen2")).fingerprint
     ) == is_same
 
 
@@ -315,11 +383,24 @@ def updating(values: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("key", "step", "option"),
     [
-        ("pre_tokenizer", {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}, "use_regex"),
-        ("pre_tokenizer", {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never"}, "split"),
+        (
+            "pre_tokenizer",
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
+            "use_regex",
+        ),
+        (
+            "pre_tokenizer",
+            {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never"},
+            "split",
+        ),
         (
             "normalizer",
-            {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "lowercase": True},
+            {
+                "type": "BertNormalizer",
+                "clean_text": True,
+                "handle_chinese_chars": True,
+                "lowercase": True,
+            },
             "strip_accents",
         ),
     ],
@@ -340,7 +421,10 @@ def test_an_option_that_is_on_unless_the_file_says_otherwise_is_in_the_fingerpri
 
 def test_another_end_token_is_another_fingerprint(root: Path, tmp_path: Path) -> None:
     folder = write_family(tmp_path, "qwen2", eos_token="<|endoftext|>")
-    assert load_huggingface_tokenizer(folder).fingerprint != ours_of(family_folder(root, "qwen2")).fingerprint
+    assert (
+        load_huggingface_tokenizer(folder).fingerprint
+        != ours_of(family_folder(root, "qwen2")).fingerprint
+    )
 
 
 # ---- damage
@@ -348,11 +432,17 @@ def test_another_end_token_is_another_fingerprint(root: Path, tmp_path: Path) ->
 
 DAMAGE = {
     "empty": ("", "tokenizer.json looks like an empty file"),
-    "pointer": ("version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "looks like a Git LFS pointer"),
+    "pointer": (
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+        "looks like a Git LFS pointer",
+    ),
     "web page": ("<!DOCTYPE html><html></html>", "looks like a web page"),
     "array": ("[]", "tokenizer.json is damaged, or of a newer format"),
     "no model": ('{"added_tokens": []}', "tokenizer.json is damaged, or of a newer format"),
-    "null vocabulary": ('{"model": {"type": "BPE", "vocab": null, "merges": []}}', "is damaged, or of a newer format"),
+    "null vocabulary": (
+        '{"model": {"type": "BPE", "vocab": null, "merges": []}}',
+        "is damaged, or of a newer format",
+    ),
     "no vocabulary": (
         '{"model": {"type": "BPE", "vocab": {}, "merges": []}}',
         "tokenizer.json has an empty vocabulary",
@@ -384,12 +474,22 @@ def test_a_truncated_tokenizer_json_is_named(keep: float, tmp_path: Path) -> Non
     ("name", "content", "message"),
     [
         ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
-        ("special_tokens_map.json", "[1]", "special_tokens_map.json must hold an object, not a list"),
-        ("tokenizer_config.json", '{"added_tokens_decoder": {"1": "x"}}', "unreadable added tokens"),
+        (
+            "special_tokens_map.json",
+            "[1]",
+            "special_tokens_map.json must hold an object, not a list",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": {"1": "x"}}',
+            "unreadable added tokens",
+        ),
         ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "unreadable added tokens"),
     ],
 )
-def test_other_damaged_files_are_named(name: str, content: str, message: str, tmp_path: Path) -> None:
+def test_other_damaged_files_are_named(
+    name: str, content: str, message: str, tmp_path: Path
+) -> None:
     (write_family(tmp_path, "qwen2") / name).write_text(content)
     with pytest.raises(DataError, match=message):
         load_tokenizer("huggingface", tmp_path)
@@ -397,13 +497,18 @@ def test_other_damaged_files_are_named(name: str, content: str, message: str, tm
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r'tokenizer.path = ".*none": .*none/tokenizer.json cannot be read: No such file'
+        DataError,
+        match=r'tokenizer.path = ".*none": .*none/tokenizer.json cannot be read: No such file',
     ):
         load_tokenizer("huggingface", tmp_path / "none")
 
 
 def test_more_than_one_token_before_a_text_is_refused(tmp_path: Path) -> None:
-    built = add_tokens(Tokenizer.from_file(str(write_family(tmp_path, "granite") / "tokenizer.json")), "<a>", "<b>")
+    built = add_tokens(
+        Tokenizer.from_file(str(write_family(tmp_path, "granite") / "tokenizer.json")),
+        "<a>",
+        "<b>",
+    )
     ids = [(name, built.token_to_id(name)) for name in ("<a>", "<b>")]
     built.post_processor = processors.TemplateProcessing(single="<a> <b> $A", special_tokens=ids)
     built.save(str(tmp_path / "tokenizer.json"))

@@ -30,7 +30,14 @@ def test_weights_3_1_give_the_documented_order() -> None:
 
 
 def test_equal_weights_alternate_in_list_order() -> None:
-    assert [WeightedRoundRobin([0.2, 0.2, 0.2]).locate(row)[0] for row in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [WeightedRoundRobin([0.2, 0.2, 0.2]).locate(row)[0] for row in range(6)] == [
+        0,
+        1,
+        2,
+        0,
+        1,
+        2,
+    ]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -42,13 +49,16 @@ def test_indices_within_each_source_are_consecutive(weights: list[int]) -> None:
     for source in range(len(weights)):
         numbers = [number for other, number in located if other == source]
         assert numbers == list(range(len(numbers)))
-    assert schedule.counts(rows) == [sum(other == source for other, _ in located) for source in range(len(weights))]
+    assert schedule.counts(rows) == [
+        sum(other == source for other, _ in located) for source in range(len(weights))
+    ]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(WEIGHTS)
 def test_counts_stay_close_to_the_exact_shares(weights: list[int]) -> None:
-    schedule, counts = WeightedRoundRobin(weights), [0] * len(weights)
+    schedule = WeightedRoundRobin(weights)
+    counts = [0] * len(weights)
     for row in range(schedule.period):
         counts[schedule.locate(row)[0]] += 1
         shares = [Fraction(weight * (row + 1), sum(weights)) for weight in weights]
@@ -82,6 +92,9 @@ def test_locate_agrees_with_counts_at_any_index() -> None:
     schedule = WeightedRoundRobin([5, 2, 3])
     for rounds, place in product((0, 1, 10**12), range(10)):
         source, number = schedule.locate(rounds * 10 + place)
-        before, after = schedule.counts(rounds * 10 + place), schedule.counts(rounds * 10 + place + 1)
+        before = schedule.counts(rounds * 10 + place)
+        after = schedule.counts(rounds * 10 + place + 1)
         assert number == before[source]
-        assert [new - old for old, new in zip(before, after, strict=True)] == [int(n == source) for n in range(3)]
+        assert [new - old for old, new in zip(before, after, strict=True)] == [
+            int(n == source) for n in range(3)
+        ]

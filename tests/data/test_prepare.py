@@ -33,7 +33,8 @@ from trainer.errors import DataError
 from trainer.launch.cluster import launch_id
 
 Make = Callable[..., CorpusSpec]
-BOS, EOS = ByteTokenizer.bos, ByteTokenizer.eos
+BOS = ByteTokenizer.bos
+EOS = ByteTokenizer.eos
 
 
 class Counting(ByteTokenizer):
@@ -69,19 +70,34 @@ def texts(dataset: TokenDataset) -> list[str]:
 def cache_entries(source: CorpusSpec) -> list[str]:
     """Entries of the cache without locks."""
     folder = source.cache_dir
-    return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock") if folder.exists() else []
+    return (
+        sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
+        if folder.exists()
+        else []
+    )
 
 
 def test_documents_are_enclosed_in_bos_and_eos(source: Make) -> None:
     dataset = prepare(source({"a.txt": "one", "b.txt": "é", "empty": ""}), ByteTokenizer())
-    assert dataset.read(0, dataset.num_tokens).tolist() == [BOS, 111, 110, 101, EOS, BOS, 0xC3, 0xA9, EOS]
+    assert dataset.read(0, dataset.num_tokens).tolist() == [
+        BOS,
+        111,
+        110,
+        101,
+        EOS,
+        BOS,
+        0xC3,
+        0xA9,
+        EOS,
+    ]
     assert dataset.document_lengths.tolist() == [5, 4]
     assert (dataset.num_tokens, dataset.num_documents, dataset.meta.longest) == (9, 2, 5)
 
 
 def test_reads_span_shards_and_documents_do_not(source: Make) -> None:
     spec = source({f"{n}.txt": "x" * n + "!" for n in range(1, 9)})
-    whole, cut = prepare(spec, ByteTokenizer()), prepare(spec, ByteTokenizer(), shard_tokens=10)
+    whole = prepare(spec, ByteTokenizer())
+    cut = prepare(spec, ByteTokenizer(), shard_tokens=10)
     assert len(cut.meta.shards) > 2
     stream = whole.read(0, whole.num_tokens)
     for start in range(whole.num_tokens):
@@ -106,7 +122,8 @@ def test_max_document_cuts_longer_documents_without_loss(source: Make) -> None:
 
 
 def test_a_second_call_tokenizes_nothing(source: Make) -> None:
-    spec, tokenizer = source({"a": "A", "b": "B"}), Counting()
+    spec = source({"a": "A", "b": "B"})
+    tokenizer = Counting()
     first = prepare(spec, tokenizer)
     second = prepare(spec, tokenizer)
     assert tokenizer.calls == 2
@@ -115,7 +132,8 @@ def test_a_second_call_tokenizes_nothing(source: Make) -> None:
 
 @pytest.mark.parametrize("change", ["content", "file", "documents", "max_document", "tokenizer"])
 def test_a_change_of_text_options_or_tokenizer_prepares_again(change: str, source: Make) -> None:
-    spec, tokenizer = source({"a/a": "AAAA", "a/b": "B"}), ByteTokenizer()
+    spec = source({"a/a": "AAAA", "a/b": "B"})
+    tokenizer = ByteTokenizer()
     before = prepare(spec, tokenizer)
     if change == "content":
         Path(spec.corpus, "a", "b").write_text("C")
@@ -133,7 +151,9 @@ def test_a_change_of_text_options_or_tokenizer_prepares_again(change: str, sourc
     assert after.fingerprint != before.fingerprint
 
 
-def test_the_fingerprint_depends_on_tokens_not_on_times_and_paths(source: Make, tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_tokens_not_on_times_and_paths(
+    source: Make, tmp_path: Path
+) -> None:
     spec = source({"a": "A", "b": "B"})
     first = prepare(spec, ByteTokenizer())
     shutil.copytree(spec.corpus, tmp_path / "elsewhere")
@@ -176,10 +196,14 @@ def prepare_slowly(spec: CorpusSpec, calls: Path, number: int) -> None:
 
 
 @pytest.mark.ranks
-def test_one_of_two_processes_tokenizes_and_both_get_the_result(source: Make, tmp_path: Path) -> None:
+def test_one_of_two_processes_tokenizes_and_both_get_the_result(
+    source: Make, tmp_path: Path
+) -> None:
     spec = source({f"{n}.txt": str(n) for n in range(10)})
     calls = tmp_path / "calls"
-    processes = [context.Process(target=prepare_slowly, args=(spec, calls, number)) for number in range(2)]
+    processes = [
+        context.Process(target=prepare_slowly, args=(spec, calls, number)) for number in range(2)
+    ]
     for process in processes:
         process.start()
     while not all(calls.with_suffix(f".{number}").exists() for number in range(2)):
@@ -195,7 +219,9 @@ def test_one_of_two_processes_tokenizes_and_both_get_the_result(source: Make, tm
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, DataError, MemoryError])
-def test_a_failure_leaves_no_result_and_can_resume(failure: type[BaseException], source: Make) -> None:
+def test_a_failure_leaves_no_result_and_can_resume(
+    failure: type[BaseException], source: Make
+) -> None:
     class Failing(Counting):
         def encode(self, text: str) -> Tensor:
             if text == "B":
@@ -229,7 +255,9 @@ def test_a_tokenizer_error_names_the_file(source: Make) -> None:
 
 def test_a_corpus_without_tokens_raises_and_leaves_no_files(source: Make) -> None:
     spec = source({"a": "", "b": b"\xff"})
-    with pytest.raises(DataError, match="has no text: 2 files, 1 empty texts, 1 skipped, the first b: not UTF"):
+    with pytest.raises(
+        DataError, match="has no text: 2 files, 1 empty texts, 1 skipped, the first b: not UTF"
+    ):
         prepare(spec, ByteTokenizer())
     assert cache_entries(spec) == []
 
@@ -266,7 +294,8 @@ def test_an_unwritable_cache_raises(source: Make, tmp_path: Path) -> None:
 def test_a_damaged_prepared_folder_raises(damage: str, source: Make) -> None:
     spec = source({"a": "A", "b": "B"})
     folder = prepare(spec, ByteTokenizer()).folder
-    tokens, offsets = folder / "shard-00000.bin", folder / "shard-00000.idx"
+    tokens = folder / "shard-00000.bin"
+    offsets = folder / "shard-00000.idx"
     if damage == "missing":
         tokens.unlink()
     elif damage == "offsets":
@@ -274,7 +303,9 @@ def test_a_damaged_prepared_folder_raises(damage: str, source: Make) -> None:
     elif damage == "meta":
         (folder / "meta.json").write_text("{")
     else:
-        tokens.write_bytes(tokens.read_bytes()[:-1] if damage == "torn" else tokens.read_bytes() + b"\0\0")
+        tokens.write_bytes(
+            tokens.read_bytes()[:-1] if damage == "torn" else tokens.read_bytes() + b"\0\0"
+        )
     message = {
         "torn": "shard-00000.bin is damaged: 11 bytes, meta.json says 12; delete",
         "long": "shard-00000.bin is damaged: 14 bytes, meta.json says 12; delete",
@@ -289,29 +320,42 @@ def test_a_damaged_prepared_folder_raises(damage: str, source: Make) -> None:
 def test_a_token_outside_the_vocabulary_raises(source: Make) -> None:
     spec = source({"a": "abc", "b": "def"})
     dataset = prepare(spec, ByteTokenizer(), shard_tokens=4)
-    forge(dataset.folder / "meta.json", lambda meta: meta.update(vocab_size=ord("c"), bos=0, eos=1))
+    forge(
+        dataset.folder / "meta.json", lambda meta: meta.update(vocab_size=ord("c"), bos=0, eos=1)
+    )
     again = TokenDataset(dataset.folder)
     assert again.read(1, 3).tolist() == dataset.read(1, 3).tolist() == [ord("a"), ord("b")]
-    with pytest.raises(DataError, match=r"shard-00000.bin is damaged: token 3 is 99, but vocab_size = 99"):
+    with pytest.raises(
+        DataError, match=r"shard-00000.bin is damaged: token 3 is 99, but vocab_size = 99"
+    ):
         again.read(1, 4)
 
 
-def test_a_token_is_hashed_before_it_is_read(source: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_hashed_before_it_is_read(
+    source: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (token_dataset, shard_writer, prepare_module):
         monkeypatch.setattr(module, "BLOCK_BYTES", 16)
-    folder = prepare(source({"a": "abcdefghijklmnopqrstuvwxyz", "b": "0123456789"}), ByteTokenizer()).folder
+    folder = prepare(
+        source({"a": "abcdefghijklmnopqrstuvwxyz", "b": "0123456789"}), ByteTokenizer()
+    ).folder
     whole = TokenDataset(folder)
-    path, expected = folder / "shard-00000.bin", whole.read(0, whole.num_tokens).tolist()
+    path = folder / "shard-00000.bin"
+    expected = whole.read(0, whole.num_tokens).tolist()
     data = path.read_bytes()
     for offset in range(len(data)):
         path.write_bytes(data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
-        first, damaged = offset // 16 * 8, TokenDataset(folder)
+        first = offset // 16 * 8
+        damaged = TokenDataset(folder)
         last = min(first + 8, len(expected))
         assert damaged.read(0, first).tolist() == expected[:first]
         assert damaged.read(last, len(expected)).tolist() == expected[last:]
         block = f"bytes {16 * (offset // 16)} to {min(16 * (offset // 16 + 1), len(data))}"
         for start, stop in ((first, first + 1), (last - 1, last), (0, len(expected))):
-            with pytest.raises(DataError, match=rf"shard-00000.bin is damaged: checksum mismatch in {block}; delete"):
+            with pytest.raises(
+                DataError,
+                match=rf"shard-00000.bin is damaged: checksum mismatch in {block}; delete",
+            ):
                 damaged.read(start, stop)
 
 
@@ -331,7 +375,9 @@ def test_a_corpus_of_before_blocks_were_hashed_is_read(source: Make) -> None:
     assert again.read(0, again.num_tokens).tolist() == dataset.read(0, dataset.num_tokens).tolist()
     tokens = dataset.folder / "shard-00000.bin"
     tokens.write_bytes(bytes([tokens.read_bytes()[0] ^ 1]) + tokens.read_bytes()[1:])
-    with pytest.raises(DataError, match=r"shard-00000.bin is damaged: checksum mismatch in bytes 0 to"):
+    with pytest.raises(
+        DataError, match=r"shard-00000.bin is damaged: checksum mismatch in bytes 0 to"
+    ):
         TokenDataset(dataset.folder).read(3, 4)
 
 
@@ -342,16 +388,22 @@ def test_the_standard_library_is_packed_into_sequences(tmp_path: Path) -> None:
     (source,) = blended.sources
     assert isinstance(source, PackedDataset)
     assert source.num_sequences * 512 >= source.token_dataset.num_tokens
-    assert [path.name for path in source.token_dataset.folder.glob("*.plan")] == ["best_fit-512-version-2-seed-0.plan"]
+    assert [path.name for path in source.token_dataset.folder.glob("*.plan")] == [
+        "best_fit-512-version-2-seed-0.plan"
+    ]
 
 
 # ---- one process of a launch looks at the corpora
 
 
-def test_processes_of_a_launch_look_at_a_corpus_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_launch_look_at_a_corpus_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus/a.txt").write_text("some text")
-    config = load([f"--data.corpus={tmp_path / 'corpus'}", f"--data.cache_dir={tmp_path / 'cache'}"])
+    config = load(
+        [f"--data.corpus={tmp_path / 'corpus'}", f"--data.cache_dir={tmp_path / 'cache'}"]
+    )
     scans = list[Path]()
     walk = CorpusFiles._walk
 
@@ -369,7 +421,9 @@ def test_processes_of_a_launch_look_at_a_corpus_once(tmp_path: Path, monkeypatch
     assert second != first
     shutil.rmtree(second["corpus"])
     assert prepare_once(config, "launch-2") == second
-    assert [path.name for path in (tmp_path / "cache").glob(".launch-*.json")] == [".launch-2.json"]
+    assert [path.name for path in (tmp_path / "cache").glob(".launch-*.json")] == [
+        ".launch-2.json"
+    ]
     assert prepare_once(config, None) == second
     assert len(scans) == 4
 

@@ -12,11 +12,15 @@ from trainer.data.prepare.__main__ import main
 from trainer.data.token_dataset import TokenDataset
 
 Run = Callable[..., tuple[int, str, str]]
-STORY = "Once upon a time there was a document, and 12345 more of them.\n\n    And they were long.\n"
+STORY = (
+    "Once upon a time there was a document, and 12345 more of them.\n\n    And they were long.\n"
+)
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Run:
     """Runs the command in a folder with a corpus `text`; returns exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     for n in range(5):
@@ -62,7 +66,8 @@ def test_corpus_and_output_override_the_configuration(run: Run, tmp_path: Path) 
 
 @pytest.mark.ranks
 def test_the_number_of_workers_does_not_change_the_output(run: Run, tmp_path: Path) -> None:
-    one, two = run("--corpus", "text", "--output", "one"), run("--corpus", "text", "--output", "two", "--workers", "2")
+    one = run("--corpus", "text", "--output", "one")
+    two = run("--corpus", "text", "--output", "two", "--workers", "2")
     assert (one[0], two[0], one[1].replace("one:", "two:")) == (0, 0, two[1])
     assert [path.read_bytes() for path in sorted((tmp_path / "one").iterdir())] == [
         path.read_bytes() for path in sorted((tmp_path / "two").iterdir())
@@ -76,21 +81,41 @@ def test_the_number_of_workers_does_not_change_the_output(run: Run, tmp_path: Pa
         (["--workers", "many"], 2, "command line: --workers many must be an integer, at least 1"),
         (["--output"], 2, "command line: --output needs a value"),
         (["--output", "--workers", "2"], 2, "command line: --output needs a value"),
-        (["--outputs", "x"], 2, "command line: unknown argument --outputs; did you mean --output?"),
+        (
+            ["--outputs", "x"],
+            2,
+            "command line: unknown argument --outputs; did you mean --output?",
+        ),
         (["--verify"], 2, "command line: unknown argument --verify"),
         (["--corpus", "nowhere"], 2, "command line: --corpus nowhere does not exist"),
         (["--corpus", ""], 2, 'command line: --corpus "" does not exist'),
         (["--data.corpus", "nowhere"], 2, 'data.corpus = "nowhere" is neither'),
-        (["--data.corpus", "copy"], 2, 'data.corpus = "copy" is synthetic: there is nothing to prepare'),
+        (
+            ["--data.corpus", "copy"],
+            2,
+            'data.corpus = "copy" is synthetic: there is nothing to prepare',
+        ),
         (["--config", "nowhere"], 2, "nowhere: no such file"),
         (["--tokenizer.kind", "tiktoken"], 2, 'tokenizer.kind = "tiktoken" needs tokenizer.path'),
-        (["--tokenizer.kind", "tiktoken", "--tokenizer.path", "text/0.txt"], 78, "looks like plain text"),
+        (
+            ["--tokenizer.kind", "tiktoken", "--tokenizer.path", "text/0.txt"],
+            78,
+            "looks like plain text",
+        ),
         (["--corpus", "text/empty"], 78, 'data.corpus = "text/empty" has no text: 1 files'),
         (["--corpus", "hf:"], 78, "must be hf:NAME"),
-        (["--corpus", "text", "--output", "text/0.txt/made"], 78, "text/0.txt/made cannot be written"),
+        (
+            ["--corpus", "text", "--output", "text/0.txt/made"],
+            78,
+            "text/0.txt/made cannot be written",
+        ),
         (["inspect"], 2, "command line: inspect needs a folder or --config"),
         (["inspect", "text"], 2, "command line: text is not a prepared folder"),
-        (["inspect", "text", "--samples", "x"], 2, "command line: --samples x must be an integer, at least 1"),
+        (
+            ["inspect", "text", "--samples", "x"],
+            2,
+            "command line: --samples x must be an integer, at least 1",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_an_exit_code(
@@ -125,7 +150,9 @@ def test_inspect_shows_counts_lengths_and_samples(run: Run) -> None:
 
 
 def test_inspect_of_a_configuration_prepares_its_corpus(run: Run) -> None:
-    status, out, _ = run("inspect", "--config", "debug", "--data.corpus", "text", "--data.cache_dir", "made")
+    status, out, _ = run(
+        "inspect", "--config", "debug", "--data.corpus", "text", "--data.cache_dir", "made"
+    )
     assert status == 0
     assert "made/text-" in out
 
@@ -133,7 +160,9 @@ def test_inspect_of_a_configuration_prepares_its_corpus(run: Run) -> None:
 def test_inspect_with_another_tokenizer_shows_no_samples(run: Run, tmp_path: Path) -> None:
     train_sentencepiece(tmp_path / "made.model", [STORY] * 5, vocab_size=300)
     run("--corpus", "text", "--output", "made")
-    status, out, _ = run("inspect", "made", "--tokenizer.kind", "sentencepiece", "--tokenizer.path", "made.model")
+    status, out, _ = run(
+        "inspect", "made", "--tokenizer.kind", "sentencepiece", "--tokenizer.path", "made.model"
+    )
     assert status == 0
     assert "No samples: [tokenizer] is sentencepiece-" in out
 
@@ -146,7 +175,9 @@ def test_verify_detects_a_changed_token(run: Run, tmp_path: Path) -> None:
     path.write_bytes(content)
     status, out, errors = run("inspect", "made", "--verify")
     assert (status, out) == (78, "")
-    assert re.fullmatch(r"error: made/shard-00000.bin is damaged: checksum mismatch; delete made .*\n", errors)
+    assert re.fullmatch(
+        r"error: made/shard-00000.bin is damaged: checksum mismatch; delete made .*\n", errors
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,7 +198,19 @@ def test_help_lists_every_option(arguments: list[str], options: tuple[str, ...],
 @pytest.mark.ranks
 def test_the_module_runs_with_workers(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-m", "trainer.data.prepare", "--corpus", str(tmp_path), "--output", str(tmp_path / "o")]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer.data.prepare",
+        "--corpus",
+        str(tmp_path),
+        "--output",
+        str(tmp_path / "o"),
+    ]
     (tmp_path / "a.txt").write_text("text")
-    done = subprocess.run([*command, "--workers", "2"], cwd=root, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout.partition(":")[0]) == (0, str(tmp_path / "o")), done.stderr
+    done = subprocess.run(
+        [*command, "--workers", "2"], cwd=root, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout.partition(":")[0]) == (0, str(tmp_path / "o")), (
+        done.stderr
+    )

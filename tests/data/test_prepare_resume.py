@@ -23,7 +23,9 @@ from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import DataError, RankFailedError
 
 Make = Callable[..., CorpusSpec]
-FILES = {f"{folder}/{n}.txt": f"{n} of {folder}\n" * (n * 7 % 11) for folder in "abc" for n in range(6)}
+FILES = {
+    f"{folder}/{n}.txt": f"{n} of {folder}\n" * (n * 7 % 11) for folder in "abc" for n in range(6)
+}
 
 
 pytestmark = pytest.mark.usefixtures("shared_server")
@@ -39,12 +41,16 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def texts(dataset: TokenDataset) -> Iterator[str]:
-    for start, length in zip(dataset.document_starts.tolist(), dataset.document_lengths.tolist(), strict=False):
+    for start, length in zip(
+        dataset.document_starts.tolist(), dataset.document_lengths.tolist(), strict=False
+    ):
         yield ByteTokenizer().decode(dataset.read(start, start + length).tolist())
 
 
 def interrupted(work: Callable[[], object], step: int) -> bool:
-    """Runs `work` in a process that kills itself at its `step`-th file operation; returns whether it was killed."""
+    """Runs `work` in a process that kills itself at its `step`-th file operation; returns whether
+    it was killed.
+    """
     process = multiprocessing.get_context("forkserver").Process(target=killed, args=(work, step))
     process.start()
     process.join(60)
@@ -55,7 +61,9 @@ def interrupted(work: Callable[[], object], step: int) -> bool:
 # ---- killed
 
 
-def test_a_kill_before_any_file_operation_resumes_to_the_same_bytes(source: Make, tmp_path: Path) -> None:
+def test_a_kill_before_any_file_operation_resumes_to_the_same_bytes(
+    source: Make, tmp_path: Path
+) -> None:
     spec = source(FILES)
     expected = content(prepare(spec, ByteTokenizer(), shard_tokens=150).folder)
     assert len(expected) > 10
@@ -66,7 +74,9 @@ def test_a_kill_before_any_file_operation_resumes_to_the_same_bytes(source: Make
             break
         resumed = prepare(interrupted_spec, ByteTokenizer(), shard_tokens=150)
         assert content(resumed.folder) == expected, f"killed before step {step}"
-        assert [path for path in interrupted_spec.cache_dir.iterdir() if path.suffix != ".lock"] == [resumed.folder]
+        assert [
+            path for path in interrupted_spec.cache_dir.iterdir() if path.suffix != ".lock"
+        ] == [resumed.folder]
         step += 11 if step > 12 else 1
     assert step > 60
 
@@ -74,7 +84,9 @@ def test_a_kill_before_any_file_operation_resumes_to_the_same_bytes(source: Make
 def test_repeated_kills_still_make_progress(source: Make, tmp_path: Path) -> None:
     spec = source(FILES)
     interrupted_spec = replace(spec, cache_dir=tmp_path / "again")
-    launches = next(launches for launches in range(100) if not interrupted(Preparing(interrupted_spec), 17))
+    launches = next(
+        launches for launches in range(100) if not interrupted(Preparing(interrupted_spec), 17)
+    )
     assert launches > 3
     assert content(prepare(interrupted_spec, ByteTokenizer(), shard_tokens=150).folder) == content(
         prepare(spec, ByteTokenizer(), shard_tokens=150).folder
@@ -109,12 +121,20 @@ def test_a_partial_partition_of_a_killed_process_is_removed(source: Make) -> Non
         (work / "pieces" / "00001-17").mkdir()
 
 
-def test_leftovers_of_a_changed_corpus_are_not_used(source: Make, documents: Callable[..., list[str]]) -> None:
+def test_leftovers_of_a_changed_corpus_are_not_used(
+    source: Make, documents: Callable[..., list[str]]
+) -> None:
     spec = source(FILES)
     with pytest.raises(DataError):
         prepare(spec, Fatal("3 of c", "error"))
     changed = source({"a/0.txt": "changed", "a/1.txt": "also changed"})
-    texts = [text for name, text in sorted((FILES | {"a/0.txt": "changed", "a/1.txt": "also changed"}).items()) if text]
+    texts = [
+        text
+        for name, text in sorted(
+            (FILES | {"a/0.txt": "changed", "a/1.txt": "also changed"}).items()
+        )
+        if text
+    ]
     assert documents(changed) == texts
 
 
@@ -131,7 +151,9 @@ def test_a_file_that_changes_during_tokenization_raises(source: Make) -> None:
 
 
 @pytest.mark.parametrize("damage", ["gone", "short", "no record"])
-def test_a_finished_partition_with_damaged_files_is_tokenized_again(damage: str, source: Make, tmp_path: Path) -> None:
+def test_a_finished_partition_with_damaged_files_is_tokenized_again(
+    damage: str, source: Make, tmp_path: Path
+) -> None:
     spec = source(FILES)
     with pytest.raises(DataError):
         prepare(spec, Fatal("3 of c", "error"))
@@ -144,7 +166,9 @@ def test_a_finished_partition_with_damaged_files_is_tokenized_again(damage: str,
     else:
         (work / "pieces" / "00001.json").write_text("{")
     other = replace(spec, cache_dir=tmp_path / "other")
-    assert content(prepare(spec, ByteTokenizer()).folder) == content(prepare(other, ByteTokenizer()).folder)
+    assert content(prepare(spec, ByteTokenizer()).folder) == content(
+        prepare(other, ByteTokenizer()).folder
+    )
 
 
 # ---- workers
@@ -152,13 +176,24 @@ def test_a_finished_partition_with_damaged_files_is_tokenized_again(damage: str,
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("documents", ["file", "repository"])
-def test_any_number_of_workers_writes_the_same_bytes(documents: str, source: Make, tmp_path: Path) -> None:
+def test_any_number_of_workers_writes_the_same_bytes(
+    documents: str, source: Make, tmp_path: Path
+) -> None:
     # Progress messages exceed the capacity of a pipe, so the parent must read them.
-    spec = source(FILES | {f"d/{n}": "some text\n" * 20_000 for n in range(4)}, documents=documents)
+    spec = source(
+        FILES | {f"d/{n}": "some text\n" * 20_000 for n in range(4)}, documents=documents
+    )
     expected = content(prepare(spec, ByteTokenizer(), shard_tokens=150).folder)
     for workers in (2, 3, 50):
         interrupted_spec = replace(spec, cache_dir=tmp_path / str(workers))
-        assert content(prepare(interrupted_spec, ByteTokenizer(), workers=workers, shard_tokens=150).folder) == expected
+        assert (
+            content(
+                prepare(
+                    interrupted_spec, ByteTokenizer(), workers=workers, shard_tokens=150
+                ).folder
+            )
+            == expected
+        )
 
 
 @pytest.mark.ranks
@@ -167,24 +202,33 @@ def test_any_number_of_workers_writes_the_same_bytes(documents: str, source: Mak
     [
         ("error", DataError, r"c/3.txt: no such text"),
         ("bug", RuntimeError, r"ZeroDivisionError: a bug"),
-        ("worker", RankFailedError, r"a worker ended \(killed by SIGKILL\); run the same command again"),
+        (
+            "worker",
+            RankFailedError,
+            r"a worker ended \(killed by SIGKILL\); run the same command again",
+        ),
     ],
 )
 def test_a_worker_failure_ends_all_workers_and_can_resume(
     target: str, kind: type[Exception], message: str, source: Make
 ) -> None:
-    others = set(multiprocessing.active_children())  # The ranks of other tests wait in their pool.
+    # The ranks of other tests wait in their pool.
+    others = set(multiprocessing.active_children())
     spec = source(FILES)
     with pytest.raises(kind, match=message):
         prepare(spec, Fatal("3 of c", target), workers=2)
     assert set(multiprocessing.active_children()) <= others
     tokenizer = Counting()
-    assert list(texts(prepare(spec, tokenizer))) == [text for _, text in sorted(FILES.items()) if text]
+    assert list(texts(prepare(spec, tokenizer))) == [
+        text for _, text in sorted(FILES.items()) if text
+    ]
     assert 0 < tokenizer.calls < 16
 
 
 @pytest.mark.ranks
-def test_workers_of_a_killed_parent_do_not_disturb_the_next_launch(source: Make, tmp_path: Path) -> None:
+def test_workers_of_a_killed_parent_do_not_disturb_the_next_launch(
+    source: Make, tmp_path: Path
+) -> None:
     spec = source(FILES)
     process = multiprocessing.get_context("forkserver").Process(target=Doomed(spec))
     process.start()
@@ -192,13 +236,17 @@ def test_workers_of_a_killed_parent_do_not_disturb_the_next_launch(source: Make,
     assert process.exitcode == -signal.SIGKILL
     resumed = prepare(spec, ByteTokenizer(), shard_tokens=150)
     other = replace(spec, cache_dir=tmp_path / "other")
-    assert content(resumed.folder) == content(prepare(other, ByteTokenizer(), shard_tokens=150).folder)
+    assert content(resumed.folder) == content(
+        prepare(other, ByteTokenizer(), shard_tokens=150).folder
+    )
 
 
 @pytest.mark.ranks
 def test_a_daemonic_process_prepares_without_workers(source: Make) -> None:
     spec = source(FILES)
-    process = multiprocessing.get_context("forkserver").Process(target=Preparing(spec, workers=2), daemon=True)
+    process = multiprocessing.get_context("forkserver").Process(
+        target=Preparing(spec, workers=2), daemon=True
+    )
     process.start()
     process.join(60)
     assert process.exitcode == 0
@@ -254,7 +302,9 @@ def test_documents_round_trip(
                 (root / f"{number:03d}").write_bytes(text.encode())
         # A byte order mark at the start of a file is no part of the text.
         expected_texts = [
-            text for text in (text if lines else text.removeprefix("\ufeff") for text in originals) if text
+            text
+            for text in (text if lines else text.removeprefix("\ufeff") for text in originals)
+            if text
         ]
         spec = CorpusSpec(corpus=str(root), cache_dir=Path(folder, "cache"))
         for stop in interruptions:
@@ -266,5 +316,9 @@ def test_documents_round_trip(
             return
         dataset = prepare(spec, ByteTokenizer(), workers=workers, shard_tokens=shard_tokens)
         assert list(texts(dataset)) == expected_texts
-        again = prepare(replace(spec, cache_dir=Path(folder, "again")), ByteTokenizer(), shard_tokens=shard_tokens)
+        again = prepare(
+            replace(spec, cache_dir=Path(folder, "again")),
+            ByteTokenizer(),
+            shard_tokens=shard_tokens,
+        )
         assert content(dataset.folder) == content(again.folder)

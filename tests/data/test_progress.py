@@ -7,7 +7,9 @@ from trainer.data import progress
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+def log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
     return caplog
@@ -22,13 +24,19 @@ def test_a_log_line_has_percentage_throughput_and_eta(log: pytest.LogCaptureFixt
     assert all(line[1].endswith(" tokens/s") and line[2].startswith("eta ") for line in lines)
 
 
-def test_without_a_total_a_log_line_has_tokens_and_no_percentage(log: pytest.LogCaptureFixture) -> None:
+def test_without_a_total_a_log_line_has_tokens_and_no_percentage(
+    log: pytest.LogCaptureFixture,
+) -> None:
     with progress.progress("tokenizing", total_bytes=0) as advance:
         advance(100, 1030)
-    assert [record.getMessage().split(",")[:2] for record in log.records] == [["tokenizing: 1", "030 tokens"]]
+    assert [record.getMessage().split(",")[:2] for record in log.records] == [
+        ["tokenizing: 1", "030 tokens"]
+    ]
 
 
-def test_a_terminal_shows_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_a_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with progress.progress("tokenizing", total_bytes=400) as advance:

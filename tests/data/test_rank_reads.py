@@ -45,21 +45,38 @@ SPANS = some.lists(some.integers(1, 9), min_size=1, max_size=12)
 
 def same(one: Batch, other: Batch) -> list[str]:
     """Names of the fields that differ."""
-    pairs = {field.name: (getattr(one, field.name), getattr(other, field.name)) for field in fields(Batch)}
-    return [name for name, (a, b) in pairs.items() if not (torch.equal(a, b) if hasattr(a, "dim") else a == b)]
+    pairs = {
+        field.name: (getattr(one, field.name), getattr(other, field.name))
+        for field in fields(Batch)
+    }
+    return [
+        name
+        for name, (a, b) in pairs.items()
+        if not (torch.equal(a, b) if hasattr(a, "dim") else a == b)
+    ]
 
 
 def differences(data: DataSection, seq_len: int) -> list[str]:
-    """Differences between shards read directly and shards of full sequences, for every method and layout."""
+    """Differences between shards read directly and shards of full sequences, for every method and
+    layout.
+    """
     result = []
     dataset = build_blended_dataset(data, ByteTokenizer(), seq_len=seq_len, seed=0)
-    meshes = {shape: init_device_mesh("cpu", shape) for shape in sorted({shape for shape, _ in CONFIGURATIONS})}
+    meshes = {
+        shape: init_device_mesh("cpu", shape)
+        for shape in sorted({shape for shape, _ in CONFIGURATIONS})
+    }
     for shape, options in CONFIGURATIONS:
         core = build_core(meshes[shape], heads=4, kv_heads=2, **options)
         for first in (0, 6):
             indices = [first, None, first + 1]
-            whole = shard_batch(core, dataset.read(indices, FullSequence(core.plan.seq_len_divisor)))
-            result += [f"{options} rows {indices}: {name}" for name in same(dataset.read(indices, core), whole)]
+            whole = shard_batch(
+                core, dataset.read(indices, FullSequence(core.plan.seq_len_divisor))
+            )
+            result += [
+                f"{options} rows {indices}: {name}"
+                for name in same(dataset.read(indices, core), whole)
+            ]
     return result
 
 
@@ -96,8 +113,14 @@ def test_ranges_are_cut_at_bounds(segment_lengths: list[int], spans: list[int]) 
         if starts[segment] <= at < starts[segment + 1]
     ]
     starts_M, lengths_M = torch.tensor(held_spans, dtype=torch.int64).view(-1, 2).T.contiguous()
-    parts = zip(*(x.tolist() for x in cut_ranges(starts_M, lengths_M, torch.tensor(starts))), strict=True)
-    assert [(number, start - starts[number] + n) for number, start, length in parts for n in range(length)] == expected
+    parts = zip(
+        *(x.tolist() for x in cut_ranges(starts_M, lengths_M, torch.tensor(starts))), strict=True
+    )
+    assert [
+        (number, start - starts[number] + n)
+        for number, start, length in parts
+        for n in range(length)
+    ] == expected
 
 
 class Halves(FullSequence):
@@ -115,7 +138,9 @@ def targets(dataset: BlendedDataset, indices: range) -> Counter[tuple[int, int]]
     result: Counter[tuple[int, int]] = Counter()
     for half in range(2):
         batch = dataset.read([*indices], Halves(half))
-        result.update(zip(batch.tokens.flatten().tolist(), batch.labels.flatten().tolist(), strict=True))
+        result.update(
+            zip(batch.tokens.flatten().tolist(), batch.labels.flatten().tolist(), strict=True)
+        )
     return Counter({pair: count for pair, count in result.items() if pair[1] != IGNORE_INDEX})
 
 
@@ -124,7 +149,9 @@ def targets(dataset: BlendedDataset, indices: range) -> Counter[tuple[int, int]]
 def test_over_an_epoch_of_all_ranks_every_token_but_the_first_of_a_document_is_a_target_once(
     packing: str, seq_len: int, section: Callable[..., DataSection]
 ) -> None:
-    dataset = build_blended_dataset(section(TEXTS, packing=packing), ByteTokenizer(), seq_len=seq_len, seed=3)
+    dataset = build_blended_dataset(
+        section(TEXTS, packing=packing), ByteTokenizer(), seq_len=seq_len, seed=3
+    )
     expected: Counter[tuple[int, int]] = Counter()
     for text in TEXTS.values():
         tokens = [256, *text.encode(), 257]
@@ -137,7 +164,10 @@ def test_over_an_epoch_of_all_ranks_every_token_but_the_first_of_a_document_is_a
 
 
 def build_mix(
-    section: Callable[..., DataSection], tmp_path: Any, mix: list[dict[str, Any]], seq_len: int = 32
+    section: Callable[..., DataSection],
+    tmp_path: Any,
+    mix: list[dict[str, Any]],
+    seq_len: int = 32,
 ) -> BlendedDataset:
     (tmp_path / "long").mkdir()
     for n in range(6):
@@ -149,7 +179,11 @@ def build_mix(
 def test_sequences_of_a_mix_come_from_their_sources_in_proportion(
     section: Callable[..., DataSection], tmp_path: Any
 ) -> None:
-    dataset = build_mix(section, tmp_path, [{"source": "corpus", "weight": 0.75}, {"source": "long", "weight": 0.25}])
+    dataset = build_mix(
+        section,
+        tmp_path,
+        [{"source": "corpus", "weight": 0.75}, {"source": "long", "weight": 0.25}],
+    )
     batch = dataset.read(range(40))
     assert dataset.names == ["corpus", "long"]
     upper = set(range(65, 71))
@@ -203,10 +237,13 @@ def test_a_mix_selects_long_short_and_cut_documents_of_one_source(
     assert longest[2] == 8 < min(longest[0], longest[1])
 
 
-def test_stages_and_mix_entries_are_shuffled_differently(section: Callable[..., DataSection]) -> None:
+def test_stages_and_mix_entries_are_shuffled_differently(
+    section: Callable[..., DataSection],
+) -> None:
     data = section(TEXTS)
     first, second = (
-        build_blended_dataset(data, ByteTokenizer(), seq_len=16, seed=1, stage=stage) for stage in range(2)
+        build_blended_dataset(data, ByteTokenizer(), seq_len=16, seed=1, stage=stage)
+        for stage in range(2)
     )
     assert not torch.equal(first.read(range(12)).tokens, second.read(range(12)).tokens)
     twice = build_blended_dataset(
@@ -222,9 +259,17 @@ def test_stages_and_mix_entries_are_shuffled_differently(section: Callable[..., 
 def test_a_source_of_a_mix_yields_each_sequence_once_per_epoch(
     section: Callable[..., DataSection], tmp_path: Any
 ) -> None:
-    dataset = build_mix(section, tmp_path, [{"source": "corpus", "weight": 2}, {"source": "long", "weight": 3}])
+    dataset = build_mix(
+        section, tmp_path, [{"source": "corpus", "weight": 2}, {"source": "long", "weight": 3}]
+    )
     for index, source in enumerate(dataset.sources):
-        drawn = [number for number in range(5 * source.num_sequences) if dataset.round_robin.locate(number)[0] == index]
+        drawn = [
+            number
+            for number in range(5 * source.num_sequences)
+            if dataset.round_robin.locate(number)[0] == index
+        ]
         epoch = dataset.read(drawn[: source.num_sequences])
-        unmixed = BlendedDataset([source], seq_len=dataset.seq_len).read(range(source.num_sequences))
+        unmixed = BlendedDataset([source], seq_len=dataset.seq_len).read(
+            range(source.num_sequences)
+        )
         assert torch.equal(epoch.tokens, unmixed.tokens)

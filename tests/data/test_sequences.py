@@ -23,7 +23,8 @@ from trainer.storage.artifact import write_artifact
 Section = Callable[..., DataSection]
 PACKINGS: tuple[Packing, ...] = get_args(Packing)
 __ = IGNORE_INDEX
-BOS, EOS = 256, 257
+BOS = 256
+EOS = 257
 
 
 class Plain(ByteTokenizer):
@@ -35,7 +36,9 @@ class Plain(ByteTokenizer):
 
 def dataset_of(data: DataSection, *, seq_len: int, shard_tokens: int = 1 << 20) -> BlendedDataset:
     prepared = prepare(corpus_spec(data, "corpus"), Plain(), shard_tokens=shard_tokens)
-    plan = load_or_build_plan(prepared, seq_len=seq_len, packing=data.packing, version=data.packing_version or 2)
+    plan = load_or_build_plan(
+        prepared, seq_len=seq_len, packing=data.packing, version=data.packing_version or 2
+    )
     return BlendedDataset([PackedDataset(prepared, plan, seed=0)], seq_len=seq_len, mask=data.mask)
 
 
@@ -46,10 +49,14 @@ def packed(dataset: BlendedDataset) -> PackedDataset:
 
 def in_plan_order(dataset: BlendedDataset) -> list[int]:
     """Global indices of the first epoch, in the order of the plan."""
-    return sorted(range(packed(dataset).num_sequences), key=lambda number: packed(dataset).locate(number)[1])
+    return sorted(
+        range(packed(dataset).num_sequences), key=lambda number: packed(dataset).locate(number)[1]
+    )
 
 
-A, B, C = 97, 98, 99
+A = 97
+B = 98
+C = 99
 TINY = {"1": "abcabc", "2": "b", "3": "cc"}
 
 
@@ -64,7 +71,12 @@ def test_a_batch_matches_manually_written_tensors(section: Section) -> None:
     assert batch.boundaries.tolist() == [[0, 5, 5, 5], [0, 2, 5, 5], [0, 2, 5, 5]]
     assert (batch.num_tokens, batch.num_pairs) == (12, 15 + 3 + 6 + 3)
     assert batch.num_computed_pairs == 15 + (3 + 6) + (3 + 6)
-    assert {batch.tokens.dtype, batch.labels.dtype, batch.positions.dtype, batch.document_ids.dtype} == {torch.int64}
+    assert {
+        batch.tokens.dtype,
+        batch.labels.dtype,
+        batch.positions.dtype,
+        batch.document_ids.dtype,
+    } == {torch.int64}
     assert batch.boundaries.dtype == torch.int32
 
 
@@ -72,13 +84,18 @@ def test_without_a_document_mask_positions_continue_and_labels_stay(section: Sec
     data = section(TINY, packing_version=1)
     masked = dataset_of(data, seq_len=5)
     dataset = dataset_of(data.model_copy(update={"mask": "none"}), seq_len=5)
-    batch, other = dataset.read(in_plan_order(dataset)), masked.read(in_plan_order(masked))
+    batch = dataset.read(in_plan_order(dataset))
+    other = masked.read(in_plan_order(masked))
     assert torch.equal(batch.tokens, other.tokens)
     assert torch.equal(batch.labels, other.labels)
     assert torch.equal(batch.document_ids, other.document_ids)
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4]] * 3
     assert batch.boundaries.tolist() == [[0, 5]] * 3
-    assert (batch.num_tokens, batch.num_pairs, batch.num_computed_pairs) == (12, 15 + 15 + 3, 15 + 15 + 15)
+    assert (batch.num_tokens, batch.num_pairs, batch.num_computed_pairs) == (
+        12,
+        15 + 15 + 3,
+        15 + 15 + 15,
+    )
 
 
 def test_a_segment_of_one_token_has_no_target(section: Section) -> None:
@@ -88,7 +105,11 @@ def test_a_segment_of_one_token_has_no_target(section: Section) -> None:
     assert batch.tokens.tolist() == [[A, B], [EOS, EOS], [C, EOS]]
     assert batch.labels.tolist() == [[B, EOS], [__, __], [EOS, __]]
     assert batch.boundaries.tolist() == [[0, 2, 2], [0, 1, 2], [0, 2, 2]]
-    assert (batch.num_tokens, batch.num_pairs, batch.num_computed_pairs) == (5, 3 + 1 + 3, 3 + (1 + 1) + 3)
+    assert (batch.num_tokens, batch.num_pairs, batch.num_computed_pairs) == (
+        5,
+        3 + 1 + 3,
+        3 + (1 + 1) + 3,
+    )
 
 
 def test_a_document_of_one_token_is_never_a_target(tmp_path: Path) -> None:
@@ -99,8 +120,20 @@ def test_a_document_of_one_token_is_never_a_target(tmp_path: Path) -> None:
     idx_sha256 = hashlib.sha256(starts).hexdigest()
     hashes = {"bin_sha256": hashlib.sha256(tokens).hexdigest(), "idx_sha256": idx_sha256}
     shard = TokenShard(name="shard-00000", tokens=4, documents=3, **hashes)
-    fields: dict[str, Any] = {"vocab_size": 264, "bos": None, "eos": EOS, "longest": 2, "tokenizer": ""}
-    fields |= {"dtype": "uint16", "separators": "eos", "max_document": None, "block_bytes": None, "counts": None}
+    fields: dict[str, Any] = {
+        "vocab_size": 264,
+        "bos": None,
+        "eos": EOS,
+        "longest": 2,
+        "tokenizer": "",
+    }
+    fields |= {
+        "dtype": "uint16",
+        "separators": "eos",
+        "max_document": None,
+        "block_bytes": None,
+        "counts": None,
+    }
     meta = TokenDatasetMeta(tokens=4, documents=3, files=1, skipped=0, shards=[shard], **fields)
     write_artifact(tmp_path / "meta.json", meta)
     prepared = TokenDataset(tmp_path)
@@ -121,10 +154,12 @@ def test_full_sequences_of_one_segment_have_two_boundaries(section: Section) -> 
 @pytest.mark.parametrize("mask", ["document", "none"])
 def test_an_empty_sequence_is_padding_without_targets(mask: str, section: Section) -> None:
     dataset = dataset_of(section(TINY, mask=mask), seq_len=5)
-    batch, full = dataset.read([None, 0]), dataset.read([0])
+    batch = dataset.read([None, 0])
+    full = dataset.read([0])
     assert batch.tokens[0].tolist() == [EOS] * 5
     assert batch.labels[0].tolist() == [__] * 5
-    is_split = mask == "document"  # Into as many documents as a sequence may have, which cost least.
+    # Into as many documents as a sequence may have, which cost least.
+    is_split = mask == "document"
     assert batch.positions[0].tolist() == ([0, 1, 2, 0, 1] if is_split else [0, 1, 2, 3, 4])
     assert batch.document_ids[0].tolist() == ([0, 0, 0, 1, 1] if is_split else [0] * 5)
     assert batch.boundaries[0].tolist() == ([0, 3, 5, 5] if is_split else [0, 5])
@@ -146,7 +181,10 @@ def test_the_work_of_a_sequence_is_known_without_reading_it(
 ) -> None:
     windows: Windows = {None: 1, 3: 2}
     dataset = BlendedDataset(
-        dataset_of(section(LETTERS, mask=mask), seq_len=seq_len).sources, seq_len=seq_len, mask=mask, windows=windows
+        dataset_of(section(LETTERS, mask=mask), seq_len=seq_len).sources,
+        seq_len=seq_len,
+        mask=mask,
+        windows=windows,
     )
     for index in (*range(dataset.sources[0].num_sequences), None):
         assert dataset.computed_pairs(index) == dataset.read([index]).num_computed_pairs
@@ -154,13 +192,20 @@ def test_the_work_of_a_sequence_is_known_without_reading_it(
 
 @pytest.mark.parametrize("mask", ["document", "none"])
 def test_attention_pairs_of_a_long_sequence_are_exact(mask: str, section: Section) -> None:
-    dataset = dataset_of(section(TINY | {"long": "a" * 100_001}, mask=mask, packing="single"), seq_len=100_003)
-    pairs = [dataset.read([index]).num_computed_pairs for index in range(dataset.sources[0].num_sequences)]
+    dataset = dataset_of(
+        section(TINY | {"long": "a" * 100_001}, mask=mask, packing="single"), seq_len=100_003
+    )
+    pairs = [
+        dataset.read([index]).num_computed_pairs
+        for index in range(dataset.sources[0].num_sequences)
+    ]
     assert max(pairs) == 100_003 * 100_004 // 2 - (100_002 if mask == "document" else 0) > 2**32
 
 
 # No character repeats, so a token identifies its document and position.
-LETTERS = {f"{n:02}": "".join(map(chr, range(33 + 7 * n, 33 + 7 * n + n * n % 23 + 1))) for n in range(12)}
+LETTERS = {
+    f"{n:02}": "".join(map(chr, range(33 + 7 * n, 33 + 7 * n + n * n % 23 + 1))) for n in range(12)
+}
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -169,22 +214,34 @@ LETTERS = {f"{n:02}": "".join(map(chr, range(33 + 7 * n, 33 + 7 * n + n * n % 23
 def test_over_an_epoch_every_token_but_the_first_of_a_document_is_a_target_once(
     packing: Packing, mask: str, seq_len: int, section: Section
 ) -> None:
-    dataset = dataset_of(section(LETTERS, packing=packing, mask=mask), seq_len=seq_len, shard_tokens=30)
+    dataset = dataset_of(
+        section(LETTERS, packing=packing, mask=mask), seq_len=seq_len, shard_tokens=30
+    )
     assert len(packed(dataset).token_dataset.meta.shards) > 2
     expected: Counter[tuple[int, int]] = Counter()
     for text in LETTERS.values():
         tokens = [*text.encode(), EOS]
         expected.update(pairwise(tokens))
     for epoch in range(2):
-        batch = dataset.read(range(epoch * packed(dataset).num_sequences, (epoch + 1) * packed(dataset).num_sequences))
-        found = Counter(zip(batch.tokens.flatten().tolist(), batch.labels.flatten().tolist(), strict=True))
-        assert {pair: count for pair, count in found.items() if pair[1] != IGNORE_INDEX} == expected
+        batch = dataset.read(
+            range(
+                epoch * packed(dataset).num_sequences, (epoch + 1) * packed(dataset).num_sequences
+            )
+        )
+        found = Counter(
+            zip(batch.tokens.flatten().tolist(), batch.labels.flatten().tolist(), strict=True)
+        )
+        assert {
+            pair: count for pair, count in found.items() if pair[1] != IGNORE_INDEX
+        } == expected
         assert batch.num_tokens == packed(dataset).token_dataset.num_tokens
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("mask", ["document", "none"])
-def test_boundaries_documents_positions_and_pairs_agree(packing: Packing, mask: str, section: Section) -> None:
+def test_boundaries_documents_positions_and_pairs_agree(
+    packing: Packing, mask: str, section: Section
+) -> None:
     dataset = dataset_of(section(LETTERS, packing=packing, mask=mask), seq_len=16)
     pairs = 0.0
     for number in range(packed(dataset).num_sequences):
@@ -210,7 +267,9 @@ def test_each_epoch_holds_the_same_sequences_in_another_order(section: Section) 
     epochs = [
         [
             packed(dataset).locate(number)
-            for number in range(n * packed(dataset).num_sequences, (n + 1) * packed(dataset).num_sequences)
+            for number in range(
+                n * packed(dataset).num_sequences, (n + 1) * packed(dataset).num_sequences
+            )
         ]
         for n in range(3)
     ]

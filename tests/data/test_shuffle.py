@@ -21,7 +21,8 @@ def test_seeds_and_epochs_give_different_orders() -> None:
 
 
 def test_every_position_is_about_equally_likely() -> None:
-    size, epochs = 12, 3000
+    size = 12
+    epochs = 3000
     counts = [[0] * size for _ in range(size)]
     for epoch in range(epochs):
         for index, position in enumerate(order(size, epoch=epoch)):

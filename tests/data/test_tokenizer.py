@@ -22,13 +22,19 @@ MERGES = [b"  ", b"    ", b"        ", b"aa", b"aaaa", b"re", b"ret", b"de", b"d
 def tiktoken_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiktoken") / "tokenizer.model"
     tokens = [bytes([byte]) for byte in range(256)] + MERGES
-    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
+    path.write_bytes(
+        b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+    )
     return path
 
 
 @pytest.fixture(scope="module", params=["newline", "llama2"])
-def sentencepiece_file(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """A model with a line break piece, and one that prepends a space to every text, as Llama 2's does."""
+def sentencepiece_file(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Path:
+    """A model with a line break piece, and one that prepends a space to every text, as Llama 2's
+    does.
+    """
     has_newline_piece = request.param == "newline"
     return train_sentencepiece(
         tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model",
@@ -62,16 +68,24 @@ def test_byte_ids_are_bytes_and_eight_special_tokens_follow() -> None:
     assert round_trip(tokenizer, TEXT) == TEXT
 
 
-def test_a_tiktoken_file_gives_its_ranks_and_the_special_tokens_of_llama_3(tiktoken_file: Path) -> None:
+def test_a_tiktoken_file_gives_its_ranks_and_the_special_tokens_of_llama_3(
+    tiktoken_file: Path,
+) -> None:
     tokenizer = open_ranks(tiktoken_file)
     ranks = 256 + len(MERGES)
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (ranks + 256, ranks, ranks + 1)
-    assert tokenizer.encode("def aa").tolist() == [256 + MERGES.index(b"def"), 32, 256 + MERGES.index(b"aa")]
+    assert tokenizer.encode("def aa").tolist() == [
+        256 + MERGES.index(b"def"),
+        32,
+        256 + MERGES.index(b"aa"),
+    ]
     assert tokenizer.decode([ranks, ranks + 1]) == "<|begin_of_text|><|end_of_text|>"
     assert round_trip(tokenizer, TEXT) == TEXT
 
 
-def test_a_sentencepiece_model_round_trips_line_breaks_and_runs_of_spaces(sentencepiece_file: Path) -> None:
+def test_a_sentencepiece_model_round_trips_line_breaks_and_runs_of_spaces(
+    sentencepiece_file: Path,
+) -> None:
     tokenizer = load_tokenizer("sentencepiece", sentencepiece_file)
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (400, 1, 2)
     assert round_trip(tokenizer, TEXT) == TEXT
@@ -79,7 +93,9 @@ def test_a_sentencepiece_model_round_trips_line_breaks_and_runs_of_spaces(senten
 
 def test_a_model_trained_with_the_recommended_options_is_lossless(tmp_path: Path) -> None:
     lines = Path(__file__).read_text().splitlines()
-    tokenizer = load_tokenizer("sentencepiece", train_sentencepiece(tmp_path / "my.model", lines, vocab_size=400))
+    tokenizer = load_tokenizer(
+        "sentencepiece", train_sentencepiece(tmp_path / "my.model", lines, vocab_size=400)
+    )
     for text in (TEXT, "  \n\n \n   x\t\n", "a" * 50_000, "", "\r\n\r", "</s><unk>\n<s>"):
         assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
     assert len({*tokenizer.encode("12345").tolist()}) == 5, "every digit is a token"
@@ -119,8 +135,11 @@ def test_a_panic_raises_with_its_offset_and_an_interrupt_propagates() -> None:
         [*encode_parts(["^C"], encode)]
 
 
-def test_fingerprints_depend_on_the_content_not_on_the_path(tiktoken_file: Path, tmp_path: Path) -> None:
-    copy, other = tmp_path / "copy.model", tmp_path / "other.model"
+def test_fingerprints_depend_on_the_content_not_on_the_path(
+    tiktoken_file: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy.model"
+    other = tmp_path / "other.model"
     copy.write_bytes(tiktoken_file.read_bytes())
     other.write_bytes(b"".join(tiktoken_file.read_bytes().splitlines(keepends=True)[:-1]))
     fingerprint = open_ranks(tiktoken_file).fingerprint
@@ -134,17 +153,29 @@ def test_ranks_that_are_not_llama_3s_must_state_how_they_are_read(
     expected = r"is not Llama 3's file of ranks, .*: set tokenizer.pattern to gpt2, llama3, qwen2, o200k or a regular"
     with pytest.raises(DataError, match=expected):
         load_tokenizer("tiktoken", tiktoken_file)
-    longer = tmp_path / "longer"  # As many ranks as Llama 3's, but others.
-    tokens = [*(bytes([byte]) for byte in range(256)), *(b"%06d" % number for number in range(128_000 - 256))]
-    longer.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
+    # As many ranks as Llama 3's, but others.
+    longer = tmp_path / "longer"
+    tokens = [
+        *(bytes([byte]) for byte in range(256)),
+        *(b"%06d" % number for number in range(128_000 - 256)),
+    ]
+    longer.write_bytes(
+        b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+    )
     with pytest.raises(DataError, match=expected):
         load_tokenizer("tiktoken", longer)
-    monkeypatch.setattr(tiktoken_tokenizer, "LLAMA3_SHA256", hashlib.sha256(tiktoken_file.read_bytes()).hexdigest())
-    assert load_tokenizer("tiktoken", tiktoken_file).fingerprint == open_ranks(tiktoken_file).fingerprint
+    monkeypatch.setattr(
+        tiktoken_tokenizer, "LLAMA3_SHA256", hashlib.sha256(tiktoken_file.read_bytes()).hexdigest()
+    )
+    assert (
+        load_tokenizer("tiktoken", tiktoken_file).fingerprint
+        == open_ranks(tiktoken_file).fingerprint
+    )
 
 
 def test_stated_special_tokens_follow_the_ranks(tiktoken_file: Path) -> None:
-    ranks, names = 256 + len(MERGES), ("<start>", "<end>", "<call>")
+    ranks = 256 + len(MERGES)
+    names = ("<start>", "<end>", "<call>")
     tokenizer = open_ranks(tiktoken_file, "qwen2", special_tokens=names, eos="<end>")
     assert tokenizer.special_tokens == {"<start>": ranks, "<end>": ranks + 1, "<call>": ranks + 2}
     assert (tokenizer.bos, tokenizer.eos, tokenizer.vocab_size) == (None, ranks + 1, ranks + 3)
@@ -159,7 +190,9 @@ def test_stated_special_tokens_follow_the_ranks(tiktoken_file: Path) -> None:
     assert len({tokenizer.fingerprint, *(each.fingerprint for each in others)}) == 5
 
 
-def test_the_fingerprint_of_llama_3s_parts_is_that_of_earlier_releases(tiktoken_file: Path) -> None:
+def test_the_fingerprint_of_llama_3s_parts_is_that_of_earlier_releases(
+    tiktoken_file: Path,
+) -> None:
     assert open_ranks(tiktoken_file).fingerprint == "tiktoken-a6ba37b5538d521250394a76f552f63d"
 
 
@@ -167,10 +200,22 @@ def test_the_fingerprint_of_llama_3s_parts_is_that_of_earlier_releases(tiktoken_
     ("keys", "message"),
     [
         ({"pattern": "gpt2"}, "tokenizer.eos must name the special token that ends documents"),
-        ({"pattern": "gpt2", "eos": "<e>"}, 'tokenizer.eos = "<e>" must be one of tokenizer.special_tokens'),
-        ({"special_tokens": ("<e>", "<e>"), "eos": "<e>"}, "tokenizer.special_tokens names a token twice"),
-        ({"bos": "<b>"}, r'tokenizer.bos = "<b>" must be one of tokenizer.special_tokens: <\|begin_of_text'),
-        ({"pattern": "(", "special_tokens": ("<e>",), "eos": "<e>"}, r'tokenizer.pattern = "\(" is not a pattern'),
+        (
+            {"pattern": "gpt2", "eos": "<e>"},
+            'tokenizer.eos = "<e>" must be one of tokenizer.special_tokens',
+        ),
+        (
+            {"special_tokens": ("<e>", "<e>"), "eos": "<e>"},
+            "tokenizer.special_tokens names a token twice",
+        ),
+        (
+            {"bos": "<b>"},
+            r'tokenizer.bos = "<b>" must be one of tokenizer.special_tokens: <\|begin_of_text',
+        ),
+        (
+            {"pattern": "(", "special_tokens": ("<e>",), "eos": "<e>"},
+            r'tokenizer.pattern = "\(" is not a pattern',
+        ),
         (
             {"pattern": "cl100k_base", "special_tokens": ("<e>",), "eos": "<e>"},
             'tokenizer.pattern = "cl100k_base" is none of gpt2, llama3, qwen2, o200k, and as a regular expression',
@@ -179,22 +224,33 @@ def test_the_fingerprint_of_llama_3s_parts_is_that_of_earlier_releases(tiktoken_
             {"pattern": r"\w+", "special_tokens": ("<e>",), "eos": "<e>"},
             r"loses what it does not match, such as ' ' in 'The quick bro'",
         ),
-        ({"pattern": ".", "special_tokens": ("<e>",), "eos": "<e>"}, r"such as '\\n' in ' a/b//c !\\n/ "),
+        (
+            {"pattern": ".", "special_tokens": ("<e>",), "eos": "<e>"},
+            r"such as '\\n' in ' a/b//c !\\n/ ",
+        ),
         ({"pattern": "a*", "special_tokens": ("<e>",), "eos": "<e>"}, "does not split texts"),
     ],
 )
-def test_what_is_stated_wrongly_is_named(keys: dict[str, Any], message: str, tiktoken_file: Path) -> None:
+def test_what_is_stated_wrongly_is_named(
+    keys: dict[str, Any], message: str, tiktoken_file: Path
+) -> None:
     with pytest.raises(DataError, match=message):
         open_ranks(tiktoken_file, **keys)
 
 
 def test_a_sentencepiece_model_given_as_tiktoken_is_detected(sentencepiece_file: Path) -> None:
-    with pytest.raises(DataError, match=r'tokenizer.kind = "tiktoken" needs a tiktoken.* looks like a sentencepiece'):
+    with pytest.raises(
+        DataError,
+        match=r'tokenizer.kind = "tiktoken" needs a tiktoken.* looks like a sentencepiece',
+    ):
         load_tokenizer("tiktoken", sentencepiece_file)
 
 
 def test_a_tiktoken_file_given_as_sentencepiece_is_detected(tiktoken_file: Path) -> None:
-    with pytest.raises(DataError, match=r'tokenizer.kind = "sentencepiece" needs .* looks like a tiktoken BPE file'):
+    with pytest.raises(
+        DataError,
+        match=r'tokenizer.kind = "sentencepiece" needs .* looks like a tiktoken BPE file',
+    ):
         load_tokenizer("sentencepiece", tiktoken_file)
 
 
@@ -211,15 +267,21 @@ def test_a_tiktoken_file_given_as_sentencepiece_is_detected(tiktoken_file: Path)
         (b"\n\n\n\nhello world\n", "plain text"),
     ],
 )
-def test_the_error_for_a_wrong_file_names_its_type(kind: str, content: bytes, file_type: str, tmp_path: Path) -> None:
+def test_the_error_for_a_wrong_file_names_its_type(
+    kind: str, content: bytes, file_type: str, tmp_path: Path
+) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=rf'tokenizer.path = ".*tokenizer.model" looks like {file_type}'):
+    with pytest.raises(
+        DataError, match=rf'tokenizer.path = ".*tokenizer.model" looks like {file_type}'
+    ):
         load_tokenizer(kind, path)
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.99])
-def test_a_truncated_sentencepiece_model_raises(keep: float, sentencepiece_file: Path, tmp_path: Path) -> None:
+def test_a_truncated_sentencepiece_model_raises(
+    keep: float, sentencepiece_file: Path, tmp_path: Path
+) -> None:
     content = sentencepiece_file.read_bytes()
     path = tmp_path / "tokenizer.model"
     path.write_bytes(content[: int(len(content) * keep)])
@@ -230,7 +292,10 @@ def test_a_truncated_sentencepiece_model_raises(keep: float, sentencepiece_file:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda lines: lines[:100], "156 of the 256 single bytes have no rank, for example byte 100"),
+        (
+            lambda lines: lines[:100],
+            "156 of the 256 single bytes have no rank, for example byte 100",
+        ),
         (lambda lines: [*lines, b"half a line"], 'line 267 is not "base64 rank"'),
         (lambda lines: [*lines, lines[-1]], "line 267 repeats a token or breaks the order"),
         (lambda lines: [*lines, b"!!!! 266"], 'line 267 is not "base64 rank"'),
@@ -246,7 +311,9 @@ def test_a_damaged_tiktoken_file_names_the_line(
 
 
 def test_a_missing_file_raises(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r'tokenizer.path = ".*none.model" cannot be read: No such file'):
+    with pytest.raises(
+        DataError, match=r'tokenizer.path = ".*none.model" cannot be read: No such file'
+    ):
         load_tokenizer("tiktoken", tmp_path / "none.model")
 
 

@@ -1,4 +1,6 @@
-"""The ids of any document are those of one call of its library, however it comes and wherever it is cut; or it is refused."""
+"""The ids of any document are those of one call of its library, however it comes and wherever it
+is cut; or it is refused.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from tests.huggingface_folders import FAMILIES, write_family
 from tests.sentencepiece_model import train_sentencepiece
 from trainer.config.data import TokenizerSection
 from trainer.config.source import CorpusSpec, Documents
-from trainer.data import byte_level_bpe, huggingface_tokenizer, sentencepiece_tokenizer, tiktoken_tokenizer
+from trainer.data import (
+    byte_level_bpe,
+    huggingface_tokenizer,
+    sentencepiece_tokenizer,
+    tiktoken_tokenizer,
+)
 from trainer.data import prepare as prepare_module
 from trainer.data.byte_level_bpe import NAMED_PATTERNS
 from trainer.data.corpus import Corpus
@@ -31,10 +38,16 @@ MODULES = (sentencepiece_tokenizer, tiktoken_tokenizer, huggingface_tokenizer)
 
 
 def ids_of(tokenizer: Tokenizer, text: str, longest_block: int) -> list[int]:
-    return [token for ids in tokenizer.encode_blocks(in_blocks(text, longest_block)) for token in ids.tolist()]
+    return [
+        token
+        for ids in tokenizer.encode_blocks(in_blocks(text, longest_block))
+        for token in ids.tolist()
+    ]
 
 
-def require_one_call(tokenizer: Tokenizer, one_call: Callable[[str], list[int]], size: int, names: Any = TEXTS) -> None:
+def require_one_call(
+    tokenizer: Tokenizer, one_call: Callable[[str], list[int]], size: int, names: Any = TEXTS
+) -> None:
     for name in names:
         text = text_of(name, size)
         assert ids_of(tokenizer, text, max(30, size // 4)) == one_call(text), name
@@ -66,11 +79,17 @@ GRID = {
 }
 MODELS = [dict(zip(GRID, values, strict=True)) for values in product(*GRID.values())]
 IDENTITY_BPE = {"model_type": "bpe", "normalization_rule_name": "identity"}
-LLAMA2: dict[str, Any] = {"add_dummy_prefix": True, "user_defined_symbols": [], "split_by_whitespace": True}
+LLAMA2: dict[str, Any] = {
+    "add_dummy_prefix": True,
+    "user_defined_symbols": [],
+    "split_by_whitespace": True,
+}
 
 
 def drawn_models(count: int) -> list[dict[str, Any]]:
-    """Half of them with proved cuts, which one in twenty-four of the grid has, and those that lack one condition for it."""
+    """Half of them with proved cuts, which one in twenty-four of the grid has, and those that lack
+    one condition for it.
+    """
     draw = random.Random(44)
     proved = [options for options in MODELS if has_proved_cuts(options)]
     lacking: list[dict[str, Any]] = [
@@ -80,7 +99,11 @@ def drawn_models(count: int) -> list[dict[str, Any]]:
         {"treat_whitespace_as_suffix": True},
     ]
     nearly = [options | each for options, each in zip(proved, lacking, strict=False)]
-    return nearly + draw.sample(proved, min(count // 2, len(proved))) + draw.sample(MODELS, count - count // 2)
+    return (
+        nearly
+        + draw.sample(proved, min(count // 2, len(proved)))
+        + draw.sample(MODELS, count - count // 2)
+    )
 
 
 def described(options: dict[str, Any]) -> str:
@@ -95,9 +118,13 @@ def has_proved_cuts(options: dict[str, Any]) -> bool:
 
 
 def train(folder: Path, vocab_size: int = 420, **options: Any) -> Path:
-    text = "".join(text_of(name, 20_000) for name in ("lines", "one_line", "log", "without_spaces"))
+    text = "".join(
+        text_of(name, 20_000) for name in ("lines", "one_line", "log", "without_spaces")
+    )
     # Some characters stay unknown.
-    sample = [line[:200] for line in text.split("\n") if line.strip()] + ["".join(CHINESE[:20])] * 5
+    sample = [line[:200] for line in text.split("\n") if line.strip()] + [
+        "".join(CHINESE[:20])
+    ] * 5
     return train_sentencepiece(
         folder / "tokenizer.model",
         sample,
@@ -114,12 +141,16 @@ def check_sentencepiece(path: Path, options: dict[str, Any], size: int) -> None:
     assert (tokenizer.may_cut != cut_nowhere) == has_proved_cuts(options)
     if has_proved_cuts(options):
         assert places(tokenizer, text_of("lines", size)) > 10, "the test cuts nothing"
-    require_one_call(tokenizer, sentencepiece.SentencePieceProcessor(model_file=str(path)).encode, size)
+    require_one_call(
+        tokenizer, sentencepiece.SentencePieceProcessor(model_file=str(path)).encode, size
+    )
 
 
 @pytest.mark.parametrize("options", drawn_models(20), ids=described)
 @pytest.mark.usefixtures("short_parts")
-def test_a_sentencepiece_model_gives_the_ids_of_one_call(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_sentencepiece_model_gives_the_ids_of_one_call(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     check_sentencepiece(train(tmp_path, **options), options, 1500)
 
 
@@ -138,7 +169,8 @@ def test_a_sentencepiece_model_that_cannot_be_cut_refuses_a_long_text(
     whole = load_tokenizer("sentencepiece", train(tmp_path, normalization_rule_name="nmt_nfkc"))
     text = text_of("lines", 20_000)
     with pytest.raises(
-        EncodingError, match=r"has 3,0.. characters or more without a place .* at most 3,000 are encoded"
+        EncodingError,
+        match=r"has 3,0.. characters or more without a place .* at most 3,000 are encoded",
     ):
         ids_of(whole, text, 100)
     assert ids_of(whole, text[:3000], 100)
@@ -169,18 +201,27 @@ def write_ranks(folder: Path) -> Path:
         b"e ",
     )
     tokens = [*(bytes([byte]) for byte in range(256)), *merges]
-    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
+    path.write_bytes(
+        b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+    )
     return path
 
 
 def open_pattern(folder: Path, pattern: str) -> tuple[Tokenizer, Callable[[str], list[int]]]:
     stated = TokenizerSection(
-        kind="tiktoken", path=write_ranks(folder), pattern=pattern, special_tokens=("<end>",), eos="<end>"
+        kind="tiktoken",
+        path=write_ranks(folder),
+        pattern=pattern,
+        special_tokens=("<end>",),
+        eos="<end>",
     )
     tokenizer = open_tokenizer(stated)
     assert isinstance(tokenizer, tiktoken_tokenizer.TiktokenTokenizer)
     library = tiktoken.Encoding(
-        "library", pat_str=NAMED_PATTERNS.get(pattern, pattern), mergeable_ranks=tokenizer.ranks, special_tokens={}
+        "library",
+        pat_str=NAMED_PATTERNS.get(pattern, pattern),
+        mergeable_ranks=tokenizer.ranks,
+        special_tokens={},
     )
     return tokenizer, library.encode_ordinary
 
@@ -190,7 +231,10 @@ def open_pattern(folder: Path, pattern: str) -> tuple[Tokenizer, Callable[[str],
 def test_ranks_give_the_ids_of_one_call(pattern: str, tmp_path: Path) -> None:
     tokenizer, one_call = open_pattern(tmp_path, pattern)
     require_one_call(tokenizer, one_call, 4000)
-    slashes = "abcde!\n/" * 20 + "a !\n/ b\n\n/c\n 1\n\n\nd \n\ne\n\u0301f\n²g\n\u0661h \x1f i\x85 j\n" * 20
+    slashes = (
+        "abcde!\n/" * 20
+        + "a !\n/ b\n\n/c\n 1\n\n\nd \n\ne\n\u0301f\n²g\n\u0661h \x1f i\x85 j\n" * 20
+    )
     assert ids_of(tokenizer, slashes, 30) == one_call(slashes)
 
 
@@ -202,7 +246,11 @@ def test_whitespace_that_tiktoken_cannot_encode_is_cut_as_llama_3s_tokenizer_cut
     monkeypatch.setattr(tiktoken_tokenizer, "WHITESPACE_PART", 25)
     tokenizer, one_call = open_pattern(tmp_path, "llama3")
     text = "a" * 70 + " " * 60 + "b" + "\n" * 40 + "c"
-    expected = one_call("a" * 70 + " " * 25) + one_call(" " * 25) + one_call(" " * 10 + "b" + "\n" * 40 + "c")
+    expected = (
+        one_call("a" * 70 + " " * 25)
+        + one_call(" " * 25)
+        + one_call(" " * 10 + "b" + "\n" * 40 + "c")
+    )
     assert tokenizer.encode(text).tolist() == expected
 
 
@@ -216,7 +264,10 @@ def test_a_family_gives_the_ids_of_one_call(name: str, tmp_path: Path) -> None:
     assert isinstance(tokenizer, huggingface_tokenizer.HuggingFaceTokenizer)
     assert (places(tokenizer, text_of("lines", 3000)) > 10) == FAMILIES[name].cuts
     require_one_call(tokenizer, tokenizer._encode_with_library, 3000)
-    added = "<think> a</think>\n<tool_call>b <table>  c\n|||IP_ADDRESS||| d<|code|>  \n e<unused0>f  <|code|>\ng" * 20
+    added = (
+        "<think> a</think>\n<tool_call>b <table>  c\n|||IP_ADDRESS||| d<|code|>  \n e<unused0>f  <|code|>\ng"
+        * 20
+    )
     assert ids_of(tokenizer, added, 30) == tokenizer._encode_with_library(added)
 
 
@@ -227,12 +278,19 @@ def test_a_tokenizer_json_that_cannot_be_cut_refuses_a_long_text(
     monkeypatch.setattr(huggingface_tokenizer, "MAX_CHARS", 3000)
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus/short.txt").write_text("short")
-    (tmp_path / "corpus/long.jsonl").write_text('{"text": "x"}\n\n{"text": "' + "a b " * 1000 + '"}\n')
+    (tmp_path / "corpus/long.jsonl").write_text(
+        '{"text": "x"}\n\n{"text": "' + "a b " * 1000 + '"}\n'
+    )
     spec = CorpusSpec(corpus=str(tmp_path / "corpus"), cache_dir=tmp_path / "prepared")
     expected = r"long.jsonl:3: a text has 4,000 characters or more without a place .* at most 3,000 are encoded at once"
     with pytest.raises(DataError, match=expected):
         prepare(spec, load_tokenizer("huggingface", write_family(tmp_path / "falcon", "falcon")))
-    assert prepare(spec, load_tokenizer("huggingface", write_family(tmp_path / "qwen2", "qwen2"))).num_documents == 3
+    assert (
+        prepare(
+            spec, load_tokenizer("huggingface", write_family(tmp_path / "qwen2", "qwen2"))
+        ).num_documents
+        == 3
+    )
 
 
 # ---- documents
@@ -245,10 +303,13 @@ def test_a_document_of_several_files_is_one_text(tmp_path: Path) -> None:
         path.write_bytes(text.encode("latin-1"))
     path = train(tmp_path, **LLAMA2)
     tokenizer = load_tokenizer("sentencepiece", path)
-    spec = CorpusSpec(corpus=str(tmp_path / "corpus"), documents="folder", cache_dir=tmp_path / "prepared")
+    spec = CorpusSpec(
+        corpus=str(tmp_path / "corpus"), documents="folder", cache_dir=tmp_path / "prepared"
+    )
     dataset = prepare(spec, tokenizer)
     header = "".join(
-        f"# folder/{name}\n{text}" for name, text in (("a", "  first\n"), ("b", "\n second\n"), ("d", " last\n"))
+        f"# folder/{name}\n{text}"
+        for name, text in (("a", "  first\n"), ("b", "\n second\n"), ("d", " last\n"))
     )
     library = sentencepiece.SentencePieceProcessor(model_file=str(path))
     assert dataset.meta.skipped == 1
@@ -316,13 +377,23 @@ def test_bytes_are_bytes_however_they_come(longest: int) -> None:
 # ---- sizes
 
 MB = 1_000_000
-LARGE = {MB: tuple(TEXTS), 5 * MB: ("lines", "one_line", "chinese"), 20 * MB: ("lines", "without_spaces")}
+LARGE = {
+    MB: tuple(TEXTS),
+    5 * MB: ("lines", "one_line", "chinese"),
+    20 * MB: ("lines", "without_spaces"),
+}
 
 
 def sizes(*kinds: str, of_20_mb: tuple[str, ...]) -> pytest.MarkDecorator:
-    """Every kind at 1 and 5 MB; at 20 MB, for which a library takes up to a minute, one kind of each library."""
-    cases = [(kind, size) for size in LARGE for kind in kinds if size < 20 * MB or kind in of_20_mb]
-    return pytest.mark.parametrize(("kind", "size"), cases, ids=[f"{kind}-{size // MB} MB" for kind, size in cases])
+    """Every kind at 1 and 5 MB; at 20 MB, for which a library takes up to a minute, one kind of
+    each library.
+    """
+    cases = [
+        (kind, size) for size in LARGE for kind in kinds if size < 20 * MB or kind in of_20_mb
+    ]
+    return pytest.mark.parametrize(
+        ("kind", "size"), cases, ids=[f"{kind}-{size // MB} MB" for kind, size in cases]
+    )
 
 
 @pytest.mark.slow
@@ -331,9 +402,16 @@ def test_large_documents_have_the_ids_of_one_call(kind: str, size: int, tmp_path
     if kind == "byte":
         require_one_call(ByteTokenizer(), lambda text: [*text.encode()], size, LARGE[size])
         return
-    options: dict[str, dict[str, Any]] = {"lossless": {}, "llama2": LLAMA2, "unigram": {"model_type": "unigram"}}
+    options: dict[str, dict[str, Any]] = {
+        "lossless": {},
+        "llama2": LLAMA2,
+        "unigram": {"model_type": "unigram"},
+    }
     path = train(
-        tmp_path, **options.get(kind, {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True})
+        tmp_path,
+        **options.get(
+            kind, {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True}
+        ),
     )
     library = sentencepiece.SentencePieceProcessor(model_file=str(path))
     require_one_call(load_tokenizer("sentencepiece", path), library.encode, size, LARGE[size])
@@ -341,15 +419,21 @@ def test_large_documents_have_the_ids_of_one_call(kind: str, size: int, tmp_path
 
 @pytest.mark.slow
 @sizes("llama3", "gpt2", of_20_mb=("llama3",))
-def test_large_documents_have_the_ids_of_one_call_of_tiktoken(kind: str, size: int, tmp_path: Path) -> None:
+def test_large_documents_have_the_ids_of_one_call_of_tiktoken(
+    kind: str, size: int, tmp_path: Path
+) -> None:
     tokenizer, one_call = open_pattern(tmp_path, kind)
     panics = ("spaces",)  # a million of them
-    require_one_call(tokenizer, one_call, size, [name for name in LARGE[size] if name not in panics])
+    require_one_call(
+        tokenizer, one_call, size, [name for name in LARGE[size] if name not in panics]
+    )
 
 
 @pytest.mark.slow
 @sizes("llama2", "qwen3", "falcon", of_20_mb=("llama2",))
-def test_large_documents_have_the_ids_of_one_call_of_tokenizers(kind: str, size: int, tmp_path: Path) -> None:
+def test_large_documents_have_the_ids_of_one_call_of_tokenizers(
+    kind: str, size: int, tmp_path: Path
+) -> None:
     tokenizer = load_tokenizer("huggingface", write_family(tmp_path, kind))
     assert isinstance(tokenizer, huggingface_tokenizer.HuggingFaceTokenizer)
     require_one_call(tokenizer, tokenizer._encode_with_library, size, LARGE[size])

@@ -1,4 +1,6 @@
-"""Small models made to be cut wrongly: their ids are those of one call, or their texts are refused."""
+"""Small models made to be cut wrongly: their ids are those of one call, or their texts are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from trainer.errors import DataError
 
 # ---- sentencepiece
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 PIECES: dict[str, int] = {"<unk>": UNKNOWN, "<s>": CONTROL, "</s>": CONTROL}
 PIECES |= dict.fromkeys(["▁▁", "ab", "▁a", "abc", *"abc▁"], NORMAL)
@@ -38,7 +45,11 @@ def write_pieces(path: Path, pieces: dict[str, int], **flags: object) -> Path:
     proto.trainer_spec.model_type = proto.trainer_spec.BPE
     proto.normalizer_spec.remove_extra_whitespaces = False
     for name, value in flags.items():
-        spec = proto.normalizer_spec if name in proto.normalizer_spec.DESCRIPTOR.fields_by_name else proto.trainer_spec
+        spec = (
+            proto.normalizer_spec
+            if name in proto.normalizer_spec.DESCRIPTOR.fields_by_name
+            else proto.trainer_spec
+        )
         setattr(spec, name, value)
     path.write_bytes(proto.SerializeToString())
     return path
@@ -97,7 +108,9 @@ def test_what_ids_of_a_sentencepiece_model_depend_on_is_in_the_fingerprint(
 ) -> None:
     pieces = PIECES | dict.fromkeys(["cab", "\n"], NORMAL) | dict.fromkeys(BYTES, BYTE)
     usual = load_tokenizer("sentencepiece", write_pieces(tmp_path / "usual", pieces, **USUAL))
-    other = load_tokenizer("sentencepiece", write_pieces(tmp_path / "other", pieces | others, **USUAL | flags))
+    other = load_tokenizer(
+        "sentencepiece", write_pieces(tmp_path / "other", pieces | others, **USUAL | flags)
+    )
     assert usual.fingerprint != other.fingerprint
 
 
@@ -126,7 +139,10 @@ def test_models_of_the_usual_kind_keep_their_fingerprint(tmp_path: Path) -> None
     for options in ({}, LLAMA2):
         path = train(tmp_path, **options)
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        pieces = [(model.id_to_piece(n), model.get_score(n), model.is_control(n)) for n in range(len(model))]
+        pieces = [
+            (model.id_to_piece(n), model.get_score(n), model.is_control(n))
+            for n in range(len(model))
+        ]
         expected = sha256_of((pieces, model.encode(" a  b\tC\n\n \uff21\u00e9e\u0301 ")))
         assert load_tokenizer("sentencepiece", path).fingerprint == f"sentencepiece-{expected}"
 
@@ -183,7 +199,9 @@ def test_unknown_characters_of_a_tokenizer_json_keep_their_ids(
     monkeypatch.setattr(huggingface_tokenizer, "TOKEN_CUTS_PART_CHARS", 2)
     for splits in (True, False):
         options = definition | {"pre_tokenizer": METASPACE | {"split": splits}}
-        tokenizer = load_tokenizer("huggingface", write_bpe(tmp_path, *options.pop("vocab", ()), **options))
+        tokenizer = load_tokenizer(
+            "huggingface", write_bpe(tmp_path, *options.pop("vocab", ()), **options)
+        )
         assert isinstance(tokenizer, huggingface_tokenizer.HuggingFaceTokenizer)
         assert (tokenizer.may_cut != cut_nowhere) == is_cut
         for text in random_texts("abc  ▁x☃中😀\n"):
@@ -196,10 +214,18 @@ MERGES_OF_NAME = (("<", "/"), ("s", ">"), ("</", "s>"))
 
 @pytest.mark.parametrize(
     ("normalizer", "text"),
-    [({"type": "NFKC"}, "a \uff1c/s\uff1e b"), ({"type": "NFKC"}, "ab \uff1c/s>"), (LOWERCASE, "a </S> b")],
+    [
+        ({"type": "NFKC"}, "a \uff1c/s\uff1e b"),
+        ({"type": "NFKC"}, "ab \uff1c/s>"),
+        (LOWERCASE, "a </S> b"),
+    ],
 )
-def test_a_text_that_becomes_a_special_token_is_refused(normalizer: Any, text: str, tmp_path: Path) -> None:
-    folder = write_bpe(tmp_path, *NAME, merges=MERGES_OF_NAME, normalizer=normalizer, unk_token="<unk>")
+def test_a_text_that_becomes_a_special_token_is_refused(
+    normalizer: Any, text: str, tmp_path: Path
+) -> None:
+    folder = write_bpe(
+        tmp_path, *NAME, merges=MERGES_OF_NAME, normalizer=normalizer, unk_token="<unk>"
+    )
     tokenizer = load_tokenizer("huggingface", folder)
     assert 0 not in tokenizer.encode("a </s> b").tolist()
     with pytest.raises(EncodingError, match='a text is encoded as the special token "</s>"'):
@@ -207,9 +233,13 @@ def test_a_text_that_becomes_a_special_token_is_refused(normalizer: Any, text: s
 
 
 def test_a_document_that_becomes_a_special_token_is_named(tmp_path: Path) -> None:
-    folder = write_bpe(tmp_path / "x", *NAME, merges=MERGES_OF_NAME, normalizer=LOWERCASE, unk_token="<unk>")
+    folder = write_bpe(
+        tmp_path / "x", *NAME, merges=MERGES_OF_NAME, normalizer=LOWERCASE, unk_token="<unk>"
+    )
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus/bad.txt").write_text("a </S> b")
     spec = CorpusSpec(corpus=str(tmp_path / "corpus"), cache_dir=tmp_path / "prepared")
-    with pytest.raises(DataError, match=r'bad\.txt: a text is encoded as the special token "</s>"'):
+    with pytest.raises(
+        DataError, match=r'bad\.txt: a text is encoded as the special token "</s>"'
+    ):
         prepare(spec, load_tokenizer("huggingface", folder))

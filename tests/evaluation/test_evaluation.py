@@ -31,13 +31,19 @@ from trainer.evaluation.perplexity import count_target_bytes
 
 pytestmark = pytest.mark.ranks
 
-RUN = ("--training.steps=2", "--training.dtype=float64", "--data.holdout=0.4", "--checkpoint.interval=1")
+RUN = (
+    "--training.steps=2",
+    "--training.dtype=float64",
+    "--data.holdout=0.4",
+    "--checkpoint.interval=1",
+)
 
 
 @pytest.fixture(autouse=True)
 def restore_logging() -> Iterator[None]:
     root = logging.getLogger()
-    before, level = root.handlers[:], root.level
+    before = root.handlers[:]
+    level = root.level
     yield
     root.handlers[:] = before
     root.setLevel(level)
@@ -61,7 +67,10 @@ def run_ranks(command: str, argv: list[str], *, processes: int, log: Path) -> li
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     arguments = [(rank, processes, port, log, command, argv) for rank in range(processes)]
-    ranks = [context.Process(target=_evaluate, args=rank_arguments, daemon=True) for rank_arguments in arguments]
+    ranks = [
+        context.Process(target=_evaluate, args=rank_arguments, daemon=True)
+        for rank_arguments in arguments
+    ]
     for rank in ranks:
         rank.start()
     wait_for(lambda: not any(rank.is_alive() for rank in ranks))
@@ -79,7 +88,9 @@ def _evaluate(rank: int, size: int, port: int, log: Path, command: str, argv: li
 
 def run_perplexity(run: Path, *argv: str, path: Path, processes: int = 1) -> list[dict[str, Any]]:
     log = path.with_suffix(".log")
-    statuses = run_ranks("perplexity", [str(run), "--json", str(path), *argv], processes=processes, log=log)
+    statuses = run_ranks(
+        "perplexity", [str(run), "--json", str(path), *argv], processes=processes, log=log
+    )
     assert statuses == [0] * processes, log.read_text()
     summaries: list[dict[str, Any]] = json.loads(path.read_text())["sets"]
     return summaries
@@ -105,7 +116,9 @@ def test_perplexity_equals_the_last_validation_of_training(
             assert (summary[key] is None) == (event[key] is None)
 
 
-def test_bits_per_byte_count_the_bytes_of_the_targets(perplexity_on_one_rank: list[dict[str, Any]]) -> None:
+def test_bits_per_byte_count_the_bytes_of_the_targets(
+    perplexity_on_one_rank: list[dict[str, Any]],
+) -> None:
     packed, context = perplexity_on_one_rank
     # Every byte is a token. The end of a document is a target without bytes.
     assert context["bytes"] <= context["targets"] <= context["bytes"] + 5
@@ -119,7 +132,10 @@ def test_bits_per_byte_count_the_bytes_of_the_targets(perplexity_on_one_rank: li
 def test_end_tokens_count_no_bytes_even_if_they_decode_to_text(run: Path) -> None:
     class Loud(ByteTokenizer):
         def decode(self, ids: Sequence[int]) -> str:
-            return "".join("<eos>" if token == self.eos else super(Loud, self).decode([token]) for token in ids)
+            return "".join(
+                "<eos>" if token == self.eos else super(Loud, self).decode([token])
+                for token in ids
+            )
 
     packed, _ = build_validation_sets(load(["--config", str(run / "config.toml")]))
     assert count_target_bytes(packed, Loud()) == count_target_bytes(packed, ByteTokenizer()) > 100
@@ -128,8 +144,13 @@ def test_end_tokens_count_no_bytes_even_if_they_decode_to_text(run: Path) -> Non
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param(("--parallelism.cp=2", "--parallelism.cp_method=ring"), marks=pytest.mark.slow),
-        *(pytest.param((f"--parallelism.{axis}=2",), marks=pytest.mark.slow) for axis in ("pp", "tp")),
+        pytest.param(
+            ("--parallelism.cp=2", "--parallelism.cp_method=ring"), marks=pytest.mark.slow
+        ),
+        *(
+            pytest.param((f"--parallelism.{axis}=2",), marks=pytest.mark.slow)
+            for axis in ("pp", "tp")
+        ),
     ],
 )
 def test_results_are_the_same_on_every_mesh(
@@ -140,20 +161,28 @@ def test_results_are_the_same_on_every_mesh(
     tmp_path: Path,
 ) -> None:
     for summary, expected in zip(
-        run_perplexity(run, *mesh, path=tmp_path / "x.json", processes=2), perplexity_on_one_rank, strict=True
+        run_perplexity(run, *mesh, path=tmp_path / "x.json", processes=2),
+        perplexity_on_one_rank,
+        strict=True,
     ):
         assert summary["accuracy"] == expected["accuracy"]
         assert summary["loss"] == pytest.approx(expected["loss"], rel=1e-12)
-    for cell, other in zip(run_needle(run, *mesh, path=tmp_path, processes=2), needle_cells, strict=True):
+    for cell, other in zip(
+        run_needle(run, *mesh, path=tmp_path, processes=2), needle_cells, strict=True
+    ):
         assert {**cell, "log_probability": 0} == {**other, "log_probability": 0}
         assert cell["log_probability"] == pytest.approx(other["log_probability"], rel=1e-12)
 
 
-def test_a_run_without_validation_sets_is_evaluated_on_its_corpus(run: Path, tmp_path: Path) -> None:
+def test_a_run_without_validation_sets_is_evaluated_on_its_corpus(
+    run: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
     text = (folder / "config.toml").read_text()
-    (folder / "config.toml").write_text(text[: text.index("[validation.sets")] + text[text.index("[metrics]") :])
+    (folder / "config.toml").write_text(
+        text[: text.index("[validation.sets")] + text[text.index("[metrics]") :]
+    )
     packed, context = run_perplexity(folder, path=tmp_path / "perplexity.json")
     assert packed["targets"] > 500
     assert [*context["by_context"]] == ["4", "8", "16", "32", "64"]
@@ -178,10 +207,17 @@ def needle_cells(run: Path, needle_folder: Path) -> list[dict[str, Any]]:
     return run_needle(run, path=needle_folder)
 
 
-def test_needle_reports_a_cell_per_length_and_depth(needle_folder: Path, needle_cells: list[dict[str, Any]]) -> None:
-    folder, cells = needle_folder, needle_cells
-    assert [(cell["length"], cell["depth"]) for cell in cells] == [(a, b) for a in (100, 161) for b in (0, 0.5, 1)]
-    assert all(cell["found"] == 0 and cell["log_probability"] < -3 for cell in cells), "two steps teach nothing"
+def test_needle_reports_a_cell_per_length_and_depth(
+    needle_folder: Path, needle_cells: list[dict[str, Any]]
+) -> None:
+    folder = needle_folder
+    cells = needle_cells
+    assert [(cell["length"], cell["depth"]) for cell in cells] == [
+        (a, b) for a in (100, 161) for b in (0, 0.5, 1)
+    ]
+    assert all(cell["found"] == 0 and cell["log_probability"] < -3 for cell in cells), (
+        "two steps teach nothing"
+    )
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     assert [(point.step, point.value) for point in events.Scalars("needle/100")] == [(2, 0)]
     mean = sum(cell["log_probability"] for cell in cells[3:]) / 3
@@ -203,7 +239,8 @@ def test_a_sequence_hides_the_number_and_ends_with_it(run: Path) -> None:
     sequences = []
     for number in range(dataset.num_sequences):
         batch = BlendedDataset([dataset], seq_len=300).read([number])
-        text, labels = tokenizer.decode(batch.tokens[0].tolist()), batch.labels[0]
+        text = tokenizer.decode(batch.tokens[0].tolist())
+        labels = batch.labels[0]
         (at,) = (labels != IGNORE_INDEX).nonzero()[:1].flatten().tolist()
         answer = tokenizer.decode([token for token in labels.tolist() if token != IGNORE_INDEX])
         assert len(answer) == 5 and answer.isdigit()
@@ -217,7 +254,14 @@ def test_a_sequence_hides_the_number_and_ends_with_it(run: Path) -> None:
         assert position == [0, 121, 242][number % 3]
         assert text.count(answer) == 2
         sequences.append((text.replace(f"\nThe secret number is: {answer}.\n", ""), answer))
-    assert sequences[0] == sequences[1] == sequences[2] != sequences[3] == sequences[4] == sequences[5]
+    assert (
+        sequences[0]
+        == sequences[1]
+        == sequences[2]
+        != sequences[3]
+        == sequences[4]
+        == sequences[5]
+    )
     assert sequences[0][1] != sequences[3][1]
 
 
@@ -239,7 +283,12 @@ def test_a_sequence_hides_the_number_and_ends_with_it(run: Path) -> None:
             "needs 2 processes, but the world size is 1 (NGPU x NNODES, or torchrun's)",
         ),
         (perplexity, ["RUN", "--model.dim=32"], 78, "does not match the model"),
-        (perplexity, ["RUN", "--json", "/nowhere/x.json"], 78, "/nowhere/x.json cannot be written"),
+        (
+            perplexity,
+            ["RUN", "--json", "/nowhere/x.json"],
+            78,
+            "/nowhere/x.json cannot be written",
+        ),
         (
             needle,
             ["RUN", "--lengths", "12,x"],
@@ -249,13 +298,23 @@ def test_a_sequence_hides_the_number_and_ends_with_it(run: Path) -> None:
         (needle, ["RUN", "--lengths", "40"], 2, "--lengths 40 must exceed the"),
         (needle, ["RUN", "--depths", "0"], 2, "--depths 0 must be an integer, at least 1"),
         (needle, ["RUN", "--depths", "1,2"], 2, "--depths 1,2 must be an integer, at least 1"),
-        (needle, ["RUN", "--data.corpus=copy"], 2, 'source = "corpus" is the synthetic "copy" corpus'),
+        (
+            needle,
+            ["RUN", "--data.corpus=copy"],
+            2,
+            'source = "corpus" is the synthetic "copy" corpus',
+        ),
         (needle, ["RUN", "--data.corpus=/nowhere"], 2, "nor an existing file or folder"),
         (needle, ["--help"], 0, "--lengths N,..."),
     ],
 )
 def test_an_error_is_reported_without_traceback(
-    run: Path, capfd: pytest.CaptureFixture[str], command: Any, argv: list[str], status: int, message: str
+    run: Path,
+    capfd: pytest.CaptureFixture[str],
+    command: Any,
+    argv: list[str],
+    status: int,
+    message: str,
 ) -> None:
     argv = [argument.replace("RUN", str(run)) for argument in argv]
     assert command.main(argv) == status

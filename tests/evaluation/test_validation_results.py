@@ -47,7 +47,8 @@ def test_validation_leaves_no_trace_even_if_it_fails(
 
     with trainer_of(config) as trainer, ProgressReporter(trainer):
         (module,) = trainer.stage_modules.values()
-        boundary_hook, generator = module.block_boundary_hook, torch.get_rng_state()
+        boundary_hook = module.block_boundary_hook
+        generator = torch.get_rng_state()
         weights = {name: parameter.clone() for name, parameter in module.named_parameters()}
         assert module.head is not None
         if fails:
@@ -55,7 +56,12 @@ def test_validation_leaves_no_trace_even_if_it_fails(
             with pytest.raises(AttributeError):
                 evaluate_set(validation_set, trainer.parallel_model, step=0, max_tokens=64)
         else:
-            assert evaluate_set(validation_set, trainer.parallel_model, step=0, max_tokens=64).longest_context.loss > 5
+            assert (
+                evaluate_set(
+                    validation_set, trainer.parallel_model, step=0, max_tokens=64
+                ).longest_context.loss
+                > 5
+            )
         assert module.block_boundary_hook is boundary_hook
         assert module.head.reports_correct is False
         assert torch.equal(torch.get_rng_state(), generator)
@@ -77,16 +83,28 @@ def test_the_batch_size_does_not_change_the_metrics(run: Path) -> None:
     (validation_set,) = build_validation_sets(config)
     with trainer_of(config) as trainer:
         one, three, all_at_once = (
-            evaluate_set(validation_set, trainer.parallel_model, step=0, max_tokens=max_tokens).longest_context
+            evaluate_set(
+                validation_set, trainer.parallel_model, step=0, max_tokens=max_tokens
+            ).longest_context
             for max_tokens in (1, 150, 10_000)
         )
-    assert one.loss == pytest.approx(three.loss, rel=1e-13) == pytest.approx(all_at_once.loss, rel=1e-13)
+    assert (
+        one.loss
+        == pytest.approx(three.loss, rel=1e-13)
+        == pytest.approx(all_at_once.loss, rel=1e-13)
+    )
     assert (one.targets, one.accuracy) == (three.targets, three.accuracy)
 
 
-def test_validation_time_is_not_part_of_the_step_time(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A validation takes an hour by the clock that steps are timed with; a busy machine takes no step so long."""
-    evaluate, clock, passed = ParallelModel.evaluate, time.perf_counter, 0.0
+def test_validation_time_is_not_part_of_the_step_time(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A validation takes an hour by the clock that steps are timed with; a busy machine takes no
+    step so long.
+    """
+    evaluate = ParallelModel.evaluate
+    clock = time.perf_counter
+    passed = 0.0
 
     def slow(self: ParallelModel, batches: Iterable[Batch], record: EvaluationCallback) -> None:
         nonlocal passed
@@ -98,7 +116,9 @@ def test_validation_time_is_not_part_of_the_step_time(run: Path, monkeypatch: py
     folder = run.with_suffix("")
     config = configured(run, folder, "--validation.interval=1", "--training.steps=2")
     run_here(config)
-    validated_steps = [event["step"] for event in lines(folder / "events.jsonl") if event["event"] == "validation"]
+    validated_steps = [
+        event["step"] for event in lines(folder / "events.jsonl") if event["event"] == "validation"
+    ]
     assert validated_steps == [0, 1, 2]
     assert max(seconds for (seconds,) in metrics(folder, "step_seconds")) < 600
 
@@ -116,7 +136,9 @@ def test_the_first_validation_loss_ignores_torn_and_other_events(tmp_path: Path)
 
 
 def test_a_non_finite_loss_is_null_and_shown_as_a_dash() -> None:
-    metrics = ValidationMetrics(loss=float("nan"), accuracy=0.0, targets=3, loss_by_position=[None] * 8)
+    metrics = ValidationMetrics(
+        loss=float("nan"), accuracy=0.0, targets=3, loss_by_position=[None] * 8
+    )
     event = ValidationResult("a", 4, {8: metrics, 16: metrics}).event(1.0)
     assert event["loss"] is event["regression"] is event["gain"] is None
     line = "validation a at step 4: loss - (- since the first)  accuracy 0.0%  by context 8: - 16: -, gain -"

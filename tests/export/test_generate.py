@@ -63,7 +63,9 @@ def copied(trained: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def keep_logging(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a command would redirect the log of all later tests to this test's captured output."""
+    """Otherwise a command would redirect the log of all later tests to this test's captured
+    output.
+    """
     monkeypatch.setattr(loggers, "configure_logging", lambda _: None)
 
 
@@ -91,13 +93,23 @@ def test_greedy_tokens_are_those_of_the_training_forward_pass(trained: Path) -> 
     model = generate.load_model(resolved, torch.device("cpu"))
     assert all(parameter.dtype == torch.float64 for parameter in model.parameters())
     model_copy = Transformer(model.config).double()
-    weights = {name: tensor for name, tensor in tensors(resolved.checkpoint).items() if name.startswith("model.")}
-    model_copy.load_state_dict({name.removeprefix("model."): tensor for name, tensor in weights.items()})
+    weights = {
+        name: tensor
+        for name, tensor in tensors(resolved.checkpoint).items()
+        if name.startswith("model.")
+    }
+    model_copy.load_state_dict(
+        {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    )
     prompt = generate.encode_prompt("the fox ", ByteTokenizer())
     assert prompt.tolist() == [256, *b"the fox "]
     decoder = Decoder(model, capacity=60)
     token_stream = generate.generate_tokens(
-        decoder, decoder.next_token_logits(prompt), likeliest_token, vocab_size=264, stop_tokens={ByteTokenizer.eos}
+        decoder,
+        decoder.next_token_logits(prompt),
+        likeliest_token,
+        vocab_size=264,
+        stop_tokens={ByteTokenizer.eos},
     )
     sampled = [next(token_stream) for _ in range(20)]
     row = torch.cat([prompt, torch.tensor(sampled)])
@@ -142,7 +154,9 @@ def test_the_end_of_a_document_is_reported(
     argv = (trained, "--temperature", "0", "--prompt", "ab")
     resolved = resolve_checkpoint(trained)
     decoder = Decoder(generate.load_model(resolved, torch.device("cpu")), capacity=3)
-    likeliest = int(decoder.next_token_logits(generate.encode_prompt("ab", ByteTokenizer())).argmax())
+    likeliest = int(
+        decoder.next_token_logits(generate.encode_prompt("ab", ByteTokenizer())).argmax()
+    )
     monkeypatch.setattr(ByteTokenizer, "eos", likeliest)
     status, text, err = sample(capsys, *argv)
     assert (status, text) == (0, "ab\n")
@@ -157,7 +171,9 @@ def test_a_checkpoint_can_be_selected(trained: Path, capsys: pytest.CaptureFixtu
     assert first != sample(capsys, trained, "--tokens", "20")[1]
 
 
-def test_a_text_beyond_the_training_length_is_warned_about(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_beyond_the_training_length_is_warned_about(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = trained.parent / "prompt.txt"
     text.write_text("the river runs under the bridge\n" * 3)
     status, message, err = sample(capsys, trained, "--prompt-file", text, "--tokens", "4")
@@ -184,8 +200,18 @@ def test_the_stage_that_wrote_the_checkpoint_defines_the_configuration(copied: P
 def test_help_names_the_options_and_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = sample(capsys, "--help")
     assert status == 0
-    options = ("--prompt", "--prompt-file", "--tokens", "--temperature", "--top-k", "--seed", "--samples")
-    assert all(option in out for option in (*options, "CHECKPOINT", "--section.key", "training.dtype"))
+    options = (
+        "--prompt",
+        "--prompt-file",
+        "--tokens",
+        "--temperature",
+        "--top-k",
+        "--seed",
+        "--samples",
+    )
+    assert all(
+        option in out for option in (*options, "CHECKPOINT", "--section.key", "training.dtype")
+    )
     parser = generate_parser()
     for name in ("tokens", "temperature", "top_k", "seed", "samples"):
         assert f"(default: {parser.get_default(name)})" in " ".join(out.split())
@@ -203,28 +229,60 @@ def test_help_names_the_options_and_the_keys(capsys: pytest.CaptureFixture[str])
         (["{run}", "--top-k=0"], 2, "--top-k 0 must be an integer, at least 1"),
         (["{run}", "--samples", "1.5"], 2, "--samples 1.5 must be an integer, at least 1"),
         (["{run}", "--seed", "-1"], 2, "--seed -1 must be an integer, at least 0"),
-        (["{run}", "--temperature", "-1"], 2, "--temperature -1 must be a finite number, at least 0"),
-        (["{run}", "--temperature", "nan"], 2, "--temperature nan must be a finite number, at least 0"),
-        (["{run}", "--temperature", "warm"], 2, "--temperature warm must be a finite number, at least 0"),
+        (
+            ["{run}", "--temperature", "-1"],
+            2,
+            "--temperature -1 must be a finite number, at least 0",
+        ),
+        (
+            ["{run}", "--temperature", "nan"],
+            2,
+            "--temperature nan must be a finite number, at least 0",
+        ),
+        (
+            ["{run}", "--temperature", "warm"],
+            2,
+            "--temperature warm must be a finite number, at least 0",
+        ),
         (["{run}", "--prompt"], 2, "--prompt needs a value"),
         (["{run}", "--prompt", "--tokens", "3"], 2, "--prompt needs a value"),
         (["{run}", "--prompt", "\udcff"], 2, "--prompt is not valid UTF-8"),
-        (["{run}", "--prompt-file", "{run}/none"], 2, "--prompt-file {run}/none cannot be read: No such file"),
+        (
+            ["{run}", "--prompt-file", "{run}/none"],
+            2,
+            "--prompt-file {run}/none cannot be read: No such file",
+        ),
         (
             ["{run}", "--prompt", "a", "--prompt-file", "{run}/config.toml"],
             2,
             "--prompt-file not allowed with argument --prompt",
         ),
         (["{run}", "--token", "3"], 2, "unknown argument --token; did you mean --tokens?"),
-        (["{run}", "--model.num_heads", "3"], 2, "model.num_heads = 3 must be a multiple of model.num_kv_heads = 2"),
+        (
+            ["{run}", "--model.num_heads", "3"],
+            2,
+            "model.num_heads = 3 must be a multiple of model.num_kv_heads = 2",
+        ),
         (["{run}", "--data.corpus", "copy"], 2, "so there is no text to generate"),
         (["{run}/checkpoints"], 2, "is neither a run folder nor a checkpoint in one"),
         (["{run}/none"], 2, "is neither a run folder nor a checkpoint in one"),
         (["{run}/checkpoints/step-9"], 2, "contains step-1, step-2"),
-        (["{run}", "--model.num_layers", "1"], 78, "step-2 does not match the model: 9 tensors differ"),
-        (["{run}", "--model.ffn_dim", "95"], 78, "step-2 does not match the model: 6 tensors differ"),
+        (
+            ["{run}", "--model.num_layers", "1"],
+            78,
+            "step-2 does not match the model: 9 tensors differ",
+        ),
+        (
+            ["{run}", "--model.ffn_dim", "95"],
+            78,
+            "step-2 does not match the model: 6 tensors differ",
+        ),
         (["{run}", "--tokenizer.kind", "tiktoken"], 78, 'tokenizer.kind = "tiktoken", but '),
-        (["{run}", "--model.vocab_size", "257"], 78, "this one has 258 tokens, the model's vocabulary 257"),
+        (
+            ["{run}", "--model.vocab_size", "257"],
+            78,
+            "this one has 258 tokens, the model's vocabulary 257",
+        ),
     ],
 )
 def test_an_error_is_one_line(
@@ -240,12 +298,18 @@ def test_an_error_is_one_line(
 def test_a_value_may_start_with_dashes_after_an_equals_sign(trained: Path) -> None:
     argv = ["--training.dtype", "float64", str(trained), "--prompt=--x=1", "--tokens", "3"]
     options, overrides = generate_parser().parse(argv)
-    assert (generate.read_prompt(options), options.tokens, options.checkpoint) == ("--x=1", 3, trained)
+    assert (generate.read_prompt(options), options.tokens, options.checkpoint) == (
+        "--x=1",
+        3,
+        trained,
+    )
     assert overrides == ["--training.dtype=float64"]
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
-def test_a_damaged_checkpoint_exits_with_78(name: str, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_exits_with_78(
+    name: str, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = copied / "checkpoints" / "step-2" / name
     path.write_bytes(path.read_bytes()[:100])
     status, text, err = sample(capsys, copied)
@@ -254,7 +318,9 @@ def test_a_damaged_checkpoint_exits_with_78(name: str, copied: Path, capsys: pyt
     assert err.count("\n") == 1
 
 
-def test_a_run_without_checkpoint_exits_with_2(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_checkpoint_exits_with_2(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.rmtree(copied / "checkpoints")
     assert sample(capsys, copied) == (
         2,
@@ -263,14 +329,19 @@ def test_a_run_without_checkpoint_exits_with_2(copied: Path, capsys: pytest.Capt
     )
 
 
-def test_a_missing_tokenizer_file_exits_with_78(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_tokenizer_file_exits_with_78(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = copied / "checkpoints" / "step-2" / "state.json"
     forge(path, lambda state: state["config"].update({"tokenizer.kind": "tiktoken"}))
     reseal(path.parent)
     options = ("--tokenizer.kind", "tiktoken", "--tokenizer.path", copied / "tokenizer.model")
     status, _, err = sample(capsys, copied, *options)
     assert status == 78
-    assert err == f'error: tokenizer.path = "{copied}/tokenizer.model" cannot be read: No such file or directory\n'
+    assert (
+        err
+        == f'error: tokenizer.path = "{copied}/tokenizer.model" cannot be read: No such file or directory\n'
+    )
 
 
 # ---- sampling
@@ -281,7 +352,8 @@ LOGITS = torch.tensor([0.0, 2.0, -1.0, 3.0, 1.0])
 def frequencies(*, temperature: float, top_k: int, draws: int = 4000) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     sampled = [
-        generate.sample_token(LOGITS, temperature=temperature, top_k=top_k, generator=generator) for _ in range(draws)
+        generate.sample_token(LOGITS, temperature=temperature, top_k=top_k, generator=generator)
+        for _ in range(draws)
     ]
     return torch.bincount(torch.tensor(sampled), minlength=len(LOGITS)) / draws
 
@@ -289,13 +361,17 @@ def frequencies(*, temperature: float, top_k: int, draws: int = 4000) -> Tensor:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_follow_their_probabilities(temperature: float) -> None:
     expected = (LOGITS / temperature).softmax(-1)
-    torch.testing.assert_close(frequencies(temperature=temperature, top_k=100), expected, rtol=0, atol=0.025)
+    torch.testing.assert_close(
+        frequencies(temperature=temperature, top_k=100), expected, rtol=0, atol=0.025
+    )
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 5])
 def test_top_k_keeps_only_the_likeliest_tokens(top_k: int) -> None:
     truncated = LOGITS.where(LOGITS.sort(descending=True)[0][top_k - 1] <= LOGITS, -torch.inf)
-    torch.testing.assert_close(frequencies(temperature=1.0, top_k=top_k), truncated.softmax(-1), rtol=0, atol=0.025)
+    torch.testing.assert_close(
+        frequencies(temperature=1.0, top_k=top_k), truncated.softmax(-1), rtol=0, atol=0.025
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-310])
@@ -331,7 +407,11 @@ def continuation(script: ScriptedDecoder) -> Iterator[int]:
 def test_a_prompt_starts_with_the_document_separator() -> None:
     prefixes = {"bos_eos": [256], "eos": [], "none": [], "<|reserved_special_token_0|>": []}
     for separators, first in prefixes.items():
-        assert generate.encode_prompt("ab", ByteTokenizer(), separators=separators).tolist() == [*first, 97, 98]
+        assert generate.encode_prompt("ab", ByteTokenizer(), separators=separators).tolist() == [
+            *first,
+            97,
+            98,
+        ]
     with pytest.raises(ConfigError, match="documents of this run have no start token"):
         generate.encode_prompt("", ByteTokenizer(), separators="none")
 
@@ -361,7 +441,9 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
         return ByteTokenizer()
     if request.param == "tiktoken":
         ranks = [base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)]
-        return TiktokenTokenizer(b"".join(ranks), TokenizerSection(kind="tiktoken", pattern="llama3"))
+        return TiktokenTokenizer(
+            b"".join(ranks), TokenizerSection(kind="tiktoken", pattern="llama3")
+        )
     import sentencepiece
 
     model = io.BytesIO()
@@ -379,7 +461,8 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def test_characters_are_emitted_whole_and_as_soon_as_complete(tokenizer: Tokenizer) -> None:
-    context_tokens, ids = tokenizer.encode("in:").tolist(), tokenizer.encode(f"in:{TEXT}").tolist()
+    context_tokens = tokenizer.encode("in:").tolist()
+    ids = tokenizer.encode(f"in:{TEXT}").tolist()
     ids = ids[len(context_tokens) :]
     out = [*generate.stream_text(ids, tokenizer, context_tokens=context_tokens)]
     assert "".join(out) == TEXT
@@ -394,5 +477,8 @@ def test_invalid_utf8_is_emitted_as_replacement_characters(tokenizer: Tokenizer)
     for ids in (smile[:2], smile[1:], smile[:3] + smile, smile[:1] * 9 + smile[1:]):
         context_tokens = tokenizer.encode("in:").tolist()
         *out, last = generate.stream_text(ids, tokenizer, context_tokens=context_tokens)
-        assert "".join([*out, last]) == tokenizer.decode(context_tokens + ids)[len(tokenizer.decode(context_tokens)) :]
+        assert (
+            "".join([*out, last])
+            == tokenizer.decode(context_tokens + ids)[len(tokenizer.decode(context_tokens)) :]
+        )
         assert len(last) <= 3

@@ -36,7 +36,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_family(folder)
     (folder / "run.toml").write_text(RUN)
     (folder / "own").mkdir()
-    (folder / "own" / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 200)
+    (folder / "own" / "text.txt").write_text(
+        "The quick brown fox jumps over the lazy dog.\n" * 200
+    )
     alone = ("--parallelism.cp", "1", "--parallelism.tp", "1")
     trained = command(folder, "trainer.launch", "--config", "run.toml", *alone)
     assert trained.returncode == 0, trained.stderr
@@ -60,7 +62,16 @@ def test_an_import_starts_a_run_that_needs_the_extension(exported: Path) -> None
     done = command(exported, "trainer.hf", "import", "hf", "begin.toml", *GIVEN)
     assert done.returncode == 0, done.stderr
     assert 'extension = ["nemotron_parts:extension"]' in (exported / "begin.toml").read_text()
-    words = ("--job.name", "again", "--data.corpus", "own", "--training.seq_len", "64", "--training.steps", "1")
+    words = (
+        "--job.name",
+        "again",
+        "--data.corpus",
+        "own",
+        "--training.seq_len",
+        "64",
+        "--training.steps",
+        "1",
+    )
     again = command(
         exported,
         "trainer.launch",
@@ -81,7 +92,10 @@ def test_an_import_starts_a_run_that_needs_the_extension(exported: Path) -> None
 def test_neither_imports_code_that_is_not_named(exported: Path) -> None:
     exporting = command(exported, "trainer.hf", "export", "outputs/run", "other")
     assert exporting.returncode == 2
-    assert 'was trained with extension "nemotron parts": name it, --extension MODULE:FUNCTION' in exporting.stderr
+    assert (
+        'was trained with extension "nemotron parts": name it, --extension MODULE:FUNCTION'
+        in exporting.stderr
+    )
     importing = command(exported, "trainer.hf", "import", "hf")
     assert importing.returncode == 2
     assert 'model_type = "nemotron_tiny" is not supported' in importing.stderr

@@ -1,4 +1,6 @@
-"""Exported tokenizers: transformers gives the ids of training and decodes them to the same text."""
+"""Exported tokenizers: transformers gives the ids of training and decodes them to the same
+text.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def tiktoken_file(folder: Path) -> Path:
     path = folder / "bpe"
     # The last token is not a merge of two tokens: only the whole word encodes to it.
     tokens = [*trained_ranks(TEXT[:30_000], 250), b" indented"]
-    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
+    path.write_bytes(
+        b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+    )
     return path
 
 
@@ -109,8 +113,12 @@ def load_with_transformers(folder: Path) -> Any:
         return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("kind", ["byte", "tiktoken", "sentencepiece", "sentencepiece with dummy prefix"])
-def test_transformers_gives_the_ids_of_training_and_decodes_them(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["byte", "tiktoken", "sentencepiece", "sentencepiece with dummy prefix"]
+)
+def test_transformers_gives_the_ids_of_training_and_decodes_them(
+    kind: str, tmp_path: Path
+) -> None:
     ours, folder = export_tokenizer(kind, tmp_path)
     hf_tokenizer = load_with_transformers(folder)
     assert hf_tokenizer.is_fast
@@ -130,16 +138,26 @@ def test_transformers_gives_the_ids_of_training_and_decodes_them(kind: str, tmp_
 
 @pytest.mark.parametrize(
     ("kind", "detected", "name"),
-    [("byte", "byte", None), ("tiktoken", "huggingface", ""), ("sentencepiece", "sentencepiece", "tokenizer.model")],
+    [
+        ("byte", "byte", None),
+        ("tiktoken", "huggingface", ""),
+        ("sentencepiece", "sentencepiece", "tokenizer.model"),
+    ],
 )
-def test_an_exported_tokenizer_is_detected(kind: str, detected: str, name: str | None, tmp_path: Path) -> None:
+def test_an_exported_tokenizer_is_detected(
+    kind: str, detected: str, name: str | None, tmp_path: Path
+) -> None:
     ours, folder = export_tokenizer(kind, tmp_path)
     actual = detect_tokenizer(folder)
     assert actual == (detected, None if name is None else folder / name)
     stated = TokenizerSection.model_validate(dict(zip(("kind", "path"), actual, strict=True)))
     reloaded, files = hf_tokenizer_files(stated, max_length=64)
     assert reloaded.encode(TEXT).tolist() == ours.encode(TEXT).tolist()
-    assert (reloaded.bos, reloaded.eos, reloaded.vocab_size) == (ours.bos, ours.eos, ours.vocab_size)
+    assert (reloaded.bos, reloaded.eos, reloaded.vocab_size) == (
+        ours.bos,
+        ours.eos,
+        ours.vocab_size,
+    )
     assert {name: (folder / name).read_bytes() for name in files} == files
 
 
@@ -157,7 +175,9 @@ STATED = {"kind": "tiktoken", "special_tokens": ("<first>", "<end>"), "eos": "<e
 
 @pytest.mark.parametrize("pattern", ["qwen2", "gpt2", r"\p{L}+|[^\p{L}]+"])
 def test_stated_ranks_are_exported_as_they_are_read(pattern: str, tmp_path: Path) -> None:
-    stated = TokenizerSection.model_validate(STATED | {"path": tiktoken_file(tmp_path), "pattern": pattern})
+    stated = TokenizerSection.model_validate(
+        STATED | {"path": tiktoken_file(tmp_path), "pattern": pattern}
+    )
     ours, files = hf_tokenizer_files(stated, max_length=64)
     for name, content in files.items():
         (tmp_path / "hf" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -165,13 +185,19 @@ def test_stated_ranks_are_exported_as_they_are_read(pattern: str, tmp_path: Path
     theirs = load_with_transformers(tmp_path / "hf")
     text = TEXT[:20_000]
     assert theirs(text, verbose=False)["input_ids"] == ours.encode(text).tolist()
-    assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (None, ours.eos, ours.vocab_size)
+    assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (
+        None,
+        ours.eos,
+        ours.vocab_size,
+    )
 
 
 def test_a_pattern_that_is_read_otherwise_is_not_exported(tmp_path: Path) -> None:
     """In Hugging Face's library every line begins as a text does."""
     values = {"path": tiktoken_file(tmp_path), "pattern": r"^\p{L}+|[\s\S]"}
-    with pytest.raises(DataError, match="splits texts otherwise in Hugging Face's library than in tiktoken"):
+    with pytest.raises(
+        DataError, match="splits texts otherwise in Hugging Face's library than in tiktoken"
+    ):
         hf_tokenizer_files(TokenizerSection.model_validate(STATED | values), max_length=64)
 
 

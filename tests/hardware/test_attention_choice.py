@@ -35,7 +35,13 @@ H100, A100, B200 = (load_device(name) for name in ("h100-80gb", "a100-80gb", "b2
 
 def configured(*options: str) -> Config:
     return load(
-        ["--data.corpus=copy", "--model.family=llama3", "--model.size=8b", "--training.dtype=bfloat16", *options]
+        [
+            "--data.corpus=copy",
+            "--model.family=llama3",
+            "--model.size=8b",
+            "--training.dtype=bfloat16",
+            *options,
+        ]
     )
 
 
@@ -49,15 +55,23 @@ def test_a_run_reads_the_rates_that_a_plan_reads(name: str) -> None:
         kernel: {width: tuple(rate / 1e12 for rate in both) for width, both in widths.items()}
         for kernel, widths in load_device(name).attention_flops.items()
     }
-    assert {kernel: dict(widths) for kernel, widths in table_attention_rates(name).items()} == expected
+    assert {
+        kernel: dict(widths) for kernel, widths in table_attention_rates(name).items()
+    } == expected
 
 
 @pytest.mark.parametrize("name", device_names())
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_device_without_a_table_takes_what_those_of_its_generation_take(name: str, head_dim: int) -> None:
+def test_a_device_without_a_table_takes_what_those_of_its_generation_take(
+    name: str, head_dim: int
+) -> None:
     known = load_device(name)
     needs = AttentionNeeds(dtype="bfloat16", head_dim=head_dim, generation=known.generation)
-    in_torch = [kernel for kernel in fastest_first(known.attention_flops, head_dim) if kernel not in FLASH_VERSIONS]
+    in_torch = [
+        kernel
+        for kernel in fastest_first(known.attention_flops, head_dim)
+        if kernel not in FLASH_VERSIONS
+    ]
     usual = FASTEST_FIRST.get(known.generation, USUAL_ORDER)
     assert auto_choices(needs, in_torch)[0] == auto_choices(needs)[0]
     assert [kernel for kernel in in_torch if kernel in usual] == [*usual]
@@ -75,7 +89,9 @@ def test_a_device_without_a_table_takes_what_those_of_its_generation_take(name: 
 def test_plan_and_estimate_count_the_kernels_that_a_run_chooses(
     table: str, options: tuple[str, ...], choice: str, of_full: str, of_windows: str
 ) -> None:
-    config = load(["--config=gemma3_4b_128k", "--data.corpus=copy", f"--plan.device={table}", *options])
+    config = load(
+        ["--config=gemma3_4b_128k", "--data.corpus=copy", f"--plan.device={table}", *options]
+    )
     known = load_device(table)
     assert choices(config, known)[0] == choice
     assert plan_stage(config, 8, known).config.training.attention == choice
@@ -103,8 +119,12 @@ def test_a_named_kernel_is_the_only_choice_and_keeps_its_configuration() -> None
     assert configured().training.attention == "auto"
 
 
-@pytest.mark.parametrize(("table", "kernel", "of"), [(B200, "fa3", "hopper"), (A100, "fa4", "hopper, blackwell")])
-def test_a_plan_refuses_a_kernel_that_the_device_cannot_run(table: Any, kernel: str, of: str) -> None:
+@pytest.mark.parametrize(
+    ("table", "kernel", "of"), [(B200, "fa3", "hopper"), (A100, "fa4", "hopper, blackwell")]
+)
+def test_a_plan_refuses_a_kernel_that_the_device_cannot_run(
+    table: Any, kernel: str, of: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         plan_stage(configured(f"--training.attention={kernel}"), 8, table)
     (problem,) = refused.value.problems
@@ -128,7 +148,9 @@ def test_a_table_of_another_measurement_changes_the_choice(tmp_path: Path) -> No
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """The choice of a run on a device of a name, where some kernels are wrong; with what was checked."""
+    """The choice of a run on a device of a name, where some kernels are wrong; with what was
+    checked.
+    """
 
     def choose(config: Config, name: str, wrong: dict[str, Exception], checked: list[str]) -> str:
         def verify(_: Config, kernel: str, __: torch.device) -> None:
@@ -143,8 +165,14 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-        monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", lambda name: activated.append(name))
-        monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: activated.clear())
+        monkeypatch.setattr(
+            torch.nn.attention,
+            "activate_flash_attention_impl",
+            lambda name: activated.append(name),
+        )
+        monkeypatch.setattr(
+            torch.nn.attention, "restore_flash_attention_impl", lambda: activated.clear()
+        )
         with FakeTensorMode():
             return device.choose_attention_kernel(config, torch.device("cuda", 0))
 
@@ -161,24 +189,39 @@ def test_auto_takes_the_fastest_right_kernels(name: str, chosen: Callable[..., s
 def test_auto_leaves_out_a_wrong_kernel_with_one_line(
     chosen: Callable[..., str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert chosen(configured(), "NVIDIA H200", {CUDNN_AND_FLASH: ValueError("dq is wrong")}, []) == "flash"
-    (line,) = (record.getMessage() for record in caplog.records if "left out" in record.getMessage())
+    assert (
+        chosen(configured(), "NVIDIA H200", {CUDNN_AND_FLASH: ValueError("dq is wrong")}, [])
+        == "flash"
+    )
+    (line,) = (
+        record.getMessage() for record in caplog.records if "left out" in record.getMessage()
+    )
     assert line == "attention kernel cudnn+flash is left out on cuda:0: dq is wrong"
     both = {CUDNN_AND_FLASH: ValueError("a"), "flash": RuntimeError("b")}
     assert chosen(configured(), "NVIDIA H200", both, []) == "efficient"
 
 
-def test_a_wrong_flash_version_is_taken_back(monkeypatch: pytest.MonkeyPatch, chosen: Callable[..., str]) -> None:
+def test_a_wrong_flash_version_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch, chosen: Callable[..., str]
+) -> None:
     monkeypatch.setattr(attention_kernels, "is_installed", lambda kernel: kernel == "fa3")
     assert chosen(configured(), "NVIDIA H100 80GB HBM3", {}, []) == "flash"
-    wrong, checked = {"FA3": AssertionError("no windows")}, list[str]()
+    wrong = {"FA3": AssertionError("no windows")}
+    checked = list[str]()
     assert chosen(configured(), "NVIDIA H100 80GB HBM3", wrong, checked) == CUDNN_AND_FLASH
     assert checked == ["flash", CUDNN_AND_FLASH]
 
 
 def test_a_named_kernel_that_is_wrong_ends_the_run(chosen: Callable[..., str]) -> None:
     config = configured("--training.attention=cudnn+flash")
-    with pytest.raises(RankFailedError, match=r'training.attention = "cudnn\+flash" does not work on cuda:0: no'):
+    with pytest.raises(
+        RankFailedError, match=r'training.attention = "cudnn\+flash" does not work on cuda:0: no'
+    ):
         chosen(config, "NVIDIA H200", {CUDNN_AND_FLASH: ValueError("no")}, [])
     with pytest.raises(RankFailedError, match="hopper"):
-        chosen(configured("--training.attention=fa4"), "NVIDIA H200", {"FA4": ValueError("hopper")}, [])
+        chosen(
+            configured("--training.attention=fa4"),
+            "NVIDIA H200",
+            {"FA4": ValueError("hopper")},
+            [],
+        )

@@ -56,8 +56,17 @@ def test_async_copy_is_exact() -> None:
 class Node:
     """Fakes a machine with two CUDA devices on buses 0x1b and 0xc3."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, root: Path, *lists: str, allowed: set[int], threads: int = 1) -> None:
-        self.root, self.bound, self.threads = root, list[set[int]](), threads
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        root: Path,
+        *lists: str,
+        allowed: set[int],
+        threads: int = 1,
+    ) -> None:
+        self.root = root
+        self.bound = list[set[int]]()
+        self.threads = threads
         for bus, listed in zip((0x1B, 0xC3), lists, strict=False):
             folder = root / f"0000:{bus:02x}:00.0"
             folder.mkdir()
@@ -87,7 +96,11 @@ class Node:
     ],
 )
 def test_a_process_is_bound_to_the_allowed_cpus_of_its_numa_node(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listed: str, allowed: set[int], bound: set[int]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    listed: str,
+    allowed: set[int],
+    bound: set[int],
 ) -> None:
     assert Node(monkeypatch, tmp_path, "0-1\n", listed, allowed=allowed).bind() == [bound]
 
@@ -102,7 +115,14 @@ def test_a_process_is_bound_to_the_allowed_cpus_of_its_numa_node(
         (("0-1\n", "4-7\n"), {0, 1}),
         (("0-1\n", "0-7\n"), {2, 3}),
     ],
-    ids=["no files", "another's file", "empty", "garbled", "allowed elsewhere", "all allowed are local"],
+    ids=[
+        "no files",
+        "another's file",
+        "empty",
+        "garbled",
+        "allowed elsewhere",
+        "all allowed are local",
+    ],
 )
 def test_binding_is_skipped_without_a_proper_subset_of_cpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lists: tuple[str, ...], allowed: set[int]
@@ -129,14 +149,20 @@ def test_a_cpu_process_is_not_bound(tmp_path: Path) -> None:
     ids=["one device each", "both on one node", "more devices than CPUs", "one is enough"],
 )
 def test_processes_on_one_numa_node_share_its_threads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lists: tuple[str, ...], threads: int, after: int
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    lists: tuple[str, ...],
+    threads: int,
+    after: int,
 ) -> None:
     node = Node(monkeypatch, tmp_path, *lists, allowed=set(range(8)), threads=threads)
     node.bind()
     assert node.threads == after
 
 
-def test_binding_is_logged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_binding_is_logged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO", logger="trainer"):
         Node(monkeypatch, tmp_path, "0-3\n", "4-7\n", allowed=set(range(8))).bind()
     assert caplog.messages == ["bound to the 4 of 8 CPUs on the NUMA node of cuda:1"]

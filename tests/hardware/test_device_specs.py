@@ -48,20 +48,35 @@ def test_an_unknown_device_matches_no_table() -> None:
 
 
 def test_the_longest_matching_name_wins() -> None:
-    found = {name: match_device(name) for name in ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 NVL")}
-    assert [device and device.name for device in found.values()] == ["a100-40gb", "a100-80gb", "h100-nvl"]
+    found = {
+        name: match_device(name)
+        for name in ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 NVL")
+    }
+    assert [device and device.name for device in found.values()] == [
+        "a100-40gb",
+        "a100-80gb",
+        "h100-nvl",
+    ]
 
 
 @pytest.mark.parametrize("name", device_names())
 def test_table_values_are_plausible_and_have_sources(name: str) -> None:
-    device, sections = load_device(name), tomllib.loads((TABLES_DIR / f"{name}.toml").read_text())
-    entries = [*sections.pop("attention", {}).values(), *(each for each in sections.values() if isinstance(each, dict))]
+    device = load_device(name)
+    sections = tomllib.loads((TABLES_DIR / f"{name}.toml").read_text())
+    entries = [
+        *sections.pop("attention", {}).values(),
+        *(each for each in sections.values() if isinstance(each, dict)),
+    ]
     assert [
-        key for section in entries for key, entry in section.items() if key != "generation" and not entry["source"]
+        key
+        for section in entries
+        for key, entry in section.items()
+        if key != "generation" and not entry["source"]
     ] == []
     assert 0.5 * device.peak_flops < device.matmul_flops < device.peak_flops
     by_kernel = {
-        kernel: [rate for both in widths.values() for rate in both] for kernel, widths in device.attention_flops.items()
+        kernel: [rate for both in widths.values() for rate in both]
+        for kernel, widths in device.attention_flops.items()
     }
     for kernel, rates in by_kernel.items():
         assert (0.03 if kernel == "efficient" else 0.1) * device.peak_flops < min(rates)
@@ -85,7 +100,11 @@ def test_units_follow_the_key_suffixes() -> None:
 
 def test_missing_attention_rates_fall_back_to_the_nearest() -> None:
     device = load_device("a100-80gb")
-    assert [device.rated_kernel(kernel) for kernel in ("efficient", "fa3", "cudnn")] == ["flash", "flash", "cudnn"]
+    assert [device.rated_kernel(kernel) for kernel in ("efficient", "fa3", "cudnn")] == [
+        "flash",
+        "flash",
+        "cudnn",
+    ]
     assert device.attention_rates("flash", 96) == device.attention_rates("flash", 128)
     assert device.attention_rates("flash", 80) == device.attention_rates("flash", 64)
     assert device.attention_rates("flash", 93) == device.attention_rates("flash", 128)  # By ratio.
@@ -96,10 +115,15 @@ def test_a_user_file_overrides_its_base(tmp_path: Path) -> None:
     path.write_text(
         'extends = "h100-80gb"\n[network]\ngbps = { value = 12.5, source = "ours" }\n[host]\nmemory_gib = 512\n'
     )
-    ours, base = load_device(str(path)), load_device("h100-80gb")
+    ours = load_device(str(path))
+    base = load_device("h100-80gb")
     assert ours.network_bandwidth == pytest.approx(base.network_bandwidth / 4)
     assert ours.host_memory == 512 * GIB
-    assert (ours.name, ours.peak_flops, ours.attention_flops) == ("ours", base.peak_flops, base.attention_flops)
+    assert (ours.name, ours.peak_flops, ours.attention_flops) == (
+        "ours",
+        base.peak_flops,
+        base.attention_flops,
+    )
 
 
 def test_a_user_file_can_extend_a_sibling(tmp_path: Path) -> None:
@@ -136,7 +160,9 @@ def test_errors_name_section_key_and_rule(tmp_path: Path, text: str, message: st
 
 def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
     path = tmp_path / "ours.toml"
-    path.write_text('extends = "h200"\n[device]\nmemory_gb = 1\npeak_tflops = -1\n[hosts]\ngbps = 1\n')
+    path.write_text(
+        'extends = "h200"\n[device]\nmemory_gb = 1\npeak_tflops = -1\n[hosts]\ngbps = 1\n'
+    )
     with pytest.raises(ConfigError) as error:
         load_device(str(path))
     assert len(error.value.problems) == 3
@@ -162,7 +188,9 @@ def test_a_number_instead_of_a_section_is_an_error(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Tesla V100"])
+@pytest.mark.parametrize(
+    "name", ["NVIDIA GH200 480GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Tesla V100"]
+)
 def test_similar_names_and_mig_slices_do_not_match(name: str) -> None:
     assert match_device(name) is None
 

@@ -27,7 +27,12 @@ NODE = Node(Path(), product_size=64)
 def preflight(*options: str, **environment: str) -> tuple[int, list[str]]:
     command = [sys.executable, "-m", "trainer.preflight", *options]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | environment, timeout=60
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
+        timeout=60,
     )
     assert "Traceback" not in done.stdout + done.stderr
     return done.returncode, (done.stdout + done.stderr).splitlines()
@@ -52,7 +57,9 @@ def test_a_node_that_lacks_devices_exits_with_3() -> None:
     assert said[-1].endswith(": BAD")
 
 
-@pytest.mark.parametrize("options", [("--path", "nowhere"), ("--devices", "-1"), ("--unknown",), ("--seconds", "x")])
+@pytest.mark.parametrize(
+    "options", [("--path", "nowhere"), ("--devices", "-1"), ("--unknown",), ("--seconds", "x")]
+)
 def test_wrong_arguments_exit_with_2(options: tuple[str, ...]) -> None:
     code, said = preflight(*options)
     assert (code, len(said)) == (2, 1)
@@ -78,13 +85,16 @@ DYING = STALLING.replace("time.sleep(60)", "import os; os.abort()")
     ],
     ids=["hangs", "dies"],
 )
-def test_a_check_that_hangs_or_dies_is_named(tmp_path: Path, code: str, options: tuple[str, ...], said: str) -> None:
+def test_a_check_that_hangs_or_dies_is_named(
+    tmp_path: Path, code: str, options: tuple[str, ...], said: str
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         f"import sys\nif 'trainer.hardware.check_node' in sys.orig_argv:\n{indented(code)}"
     )
     began = time.monotonic()
     status, lines = preflight(
-        *options, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", str(Path.cwd()))])
+        *options,
+        PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", str(Path.cwd()))]),
     )
     assert status == 3
     assert any(said in line for line in lines), lines
@@ -122,10 +132,15 @@ class Unstable:
 
 @pytest.mark.parametrize(
     ("multiply", "said"),
-    [(wrong_product, "computes a wrong product"), (Unstable(), "computes another product the second time")],
+    [
+        (wrong_product, "computes a wrong product"),
+        (Unstable(), "computes another product the second time"),
+    ],
     ids=["wrong", "unstable"],
 )
-def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch, multiply: Callable[..., Tensor], said: str) -> None:
+def test_a_wrong_product_is_found(
+    monkeypatch: pytest.MonkeyPatch, multiply: Callable[..., Tensor], said: str
+) -> None:
     monkeypatch.setattr(Tensor, "__matmul__", lambda one, other: multiply(one, other))
     with pytest.raises(CheckFailedError, match=said):
         node_checks.product(NODE)
@@ -150,7 +165,9 @@ def test_a_clock_that_is_apart_is_found(monkeypatch: pytest.MonkeyPatch, tmp_pat
         node_checks.clock(Node(tmp_path))
 
 
-def test_a_disk_that_returns_other_bytes_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_disk_that_returns_other_bytes_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def flip(descriptor: int) -> None:
         os.pwrite(descriptor, b"x", 5)
 
@@ -162,9 +179,12 @@ def test_a_disk_that_returns_other_bytes_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [(errno.ENOSPC, "is full"), (errno.EIO, "cannot be written: Input/output error")]
+    ("number", "said"),
+    [(errno.ENOSPC, "is full"), (errno.EIO, "cannot be written: Input/output error")],
 )
-def test_a_disk_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, said: str) -> None:
+def test_a_disk_that_fails_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, said: str
+) -> None:
     def fail(_: int) -> None:
         raise OSError(number, os.strerror(number))
 

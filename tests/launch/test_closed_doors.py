@@ -1,4 +1,6 @@
-"""A run opens no door: its sockets are on loopback, no other process can take its port, and no rank unpickles what it is sent."""
+"""A run opens no door: its sockets are on loopback, no other process can take its port, and no
+rank unpickles what it is sent.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,17 @@ import pytest
 from torch.distributed import distributed_c10d
 
 from parallelisms.mesh import collectives
-from tests.system.runs import SETS, forked, launch, lines, steps, train_rank, wait_for, workers, write_run
+from tests.system.runs import (
+    SETS,
+    forked,
+    launch,
+    lines,
+    steps,
+    train_rank,
+    wait_for,
+    workers,
+    write_run,
+)
 from trainer.config.run_spec import STORE_SOCKET_ENV
 from trainer.hardware.host import loopback_environment
 from trainer.launch.cluster import LaunchWorld
@@ -59,17 +71,30 @@ def test_a_run_on_one_node_listens_on_loopback_alone_and_its_port_is_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where MASTER_PORT is set and taken."""
-    config, folder = write_run(tmp_path), tmp_path / "run"
+    config = write_run(tmp_path)
+    folder = tmp_path / "run"
     for name in INTERFACES:
         monkeypatch.delenv(name, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        launcher = launch(config, folder, "--training.steps", "100000", "--checkpoint.interval", "100000", processes=2)
+        launcher = launch(
+            config,
+            folder,
+            "--training.steps",
+            "100000",
+            "--checkpoint.interval",
+            "100000",
+            processes=2,
+        )
         try:
-            assert wait_for(lambda: (folder / "metrics.jsonl").exists() and lines(folder / "metrics.jsonl"))
+            assert wait_for(
+                lambda: (folder / "metrics.jsonl").exists() and lines(folder / "metrics.jsonl")
+            )
             by_rank = {int(environment_of(pid)["RANK"]): pid for pid in workers(launcher.pid)}
             port = int(environment_of(by_rank[0])["MASTER_PORT"])
-            interfaces = {environment_of(pid)[name] for pid in by_rank.values() for name in INTERFACES}
+            interfaces = {
+                environment_of(pid)[name] for pid in by_rank.values() for name in INTERFACES
+            }
             held = {pid: sockets_of(pid) for pid in (launcher.pid, *by_rank.values())}
             found = [
                 (address, number, inode)
@@ -85,7 +110,9 @@ def test_a_run_on_one_node_listens_on_loopback_alone_and_its_port_is_its_own(
     assert {address for address, _, _ in found} == {"127.0.0.1"}
     assert len({inode for _, _, inode in found}) >= 3, "the store, and gloo on each rank"
     assert holders == {launcher.pid, by_rank[0]}
-    assert interfaces == {"lo"}, "where the host's name is that of loopback, gloo listens there anyway"
+    assert interfaces == {"lo"}, (
+        "where the host's name is that of loopback, gloo listens there anyway"
+    )
 
 
 MEETING = f"""
@@ -133,7 +160,9 @@ def refuse(*_: object) -> None:
 
 
 def train_without_pickles(argv: list[str]) -> int:
-    """Trains where neither pickle nor torch.distributed can make or read one, but for files that are read class by class."""
+    """Trains where neither pickle nor torch.distributed can make or read one, but for files that
+    are read class by class.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("load", "loads", "dumps", "Unpickler"):
             patch.setattr(pickle, name, refuse)
@@ -151,11 +180,25 @@ EVERYTHING = (
 
 @pytest.mark.ranks
 def test_ranks_send_each_other_no_pickles(tmp_path: Path) -> None:
-    """A pipeline, validation, saves, in-memory checkpoints, resuming on another mesh, and checks of what tp copies."""
-    config, folder = write_run(tmp_path), tmp_path / "run"
+    """A pipeline, validation, saves, in-memory checkpoints, resuming on another mesh, and checks
+    of what tp copies.
+    """
+    config = write_run(tmp_path)
+    folder = tmp_path / "run"
     config.write_text(config.read_text() + SETS)
-    for options in (("--parallelism.pp=2", "--training.steps=3"), ("--parallelism.tp=2", "--checkpoint.async=false")):
-        done = forked(config, folder, *EVERYTHING, *options, processes=2, seconds=180, train=train_without_pickles)
+    for options in (
+        ("--parallelism.pp=2", "--training.steps=3"),
+        ("--parallelism.tp=2", "--checkpoint.async=false"),
+    ):
+        done = forked(
+            config,
+            folder,
+            *EVERYTHING,
+            *options,
+            processes=2,
+            seconds=180,
+            train=train_without_pickles,
+        )
         assert done.statuses == [0, 0], done.said
     assert steps(folder) == [1, 2, 3, 4, 5, 6]
 
@@ -182,7 +225,9 @@ def train_beside_a_stranger(argv: list[str]) -> int:
 
 @pytest.mark.ranks
 def test_a_stranger_in_a_run_ends_it_with_one_line_and_runs_nothing(tmp_path: Path) -> None:
-    done = forked(write_run(tmp_path), tmp_path / "run", processes=2, train=train_beside_a_stranger)
+    done = forked(
+        write_run(tmp_path), tmp_path / "run", processes=2, train=train_beside_a_stranger
+    )
     assert done.statuses == [1, 1]
     assert [line.partition(": '")[0] for line in done.said.splitlines() if "error" in line] == [
         "error: what rank 1 sent is not JSON"

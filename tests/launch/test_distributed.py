@@ -30,7 +30,11 @@ def test_srun_variables_give_the_rank() -> None:
 
 
 def test_torchrun_inside_srun_takes_precedence() -> None:
-    assert rank_from_environment(SRUN | {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}) == (2, 4, 0)
+    assert rank_from_environment(SRUN | {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}) == (
+        2,
+        4,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,7 +51,11 @@ def test_a_single_slurm_task_is_a_world_of_one_rank(environment: dict[str, str])
 
 
 def test_the_slurm_step_and_not_the_allocation_gives_the_world_size() -> None:
-    assert rank_from_environment(SRUN | {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8"}) == (5, 8, 1)
+    assert rank_from_environment(SRUN | {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8"}) == (
+        5,
+        8,
+        1,
+    )
 
 
 def test_node_count_comes_from_the_launcher() -> None:
@@ -67,7 +75,9 @@ def test_a_single_process_gets_a_process_group_without_an_address() -> None:
         assert not distributed.is_initialized()
 
 
-def test_joining_binds_the_process_to_the_numa_node_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joining_binds_the_process_to_the_numa_node_of_its_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bound: list[torch.device] = []
     monkeypatch.setattr("trainer.step.distributed.bind_to_numa_node", bound.append)
     with process_group(DistributedSection(start_timeout_minutes=1)) as world:
@@ -81,7 +91,8 @@ def test_an_error_destroys_the_process_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("uuids", "sharing"), [(["a", "b", "c"], ""), (["a", "b", "a"], "0, 2"), (["a", "a", "a"], "0, 1, 2")]
+    ("uuids", "sharing"),
+    [(["a", "b", "c"], ""), (["a", "b", "a"], "0, 2"), (["a", "a", "a"], "0, 1, 2")],
 )
 def test_ranks_that_share_a_gpu_are_refused_by_their_numbers(
     uuids: list[str], sharing: str, monkeypatch: pytest.MonkeyPatch

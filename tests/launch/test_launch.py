@@ -23,7 +23,12 @@ from trainer.launch.cluster import (
     detect_launch_world,
     set_worker_environment,
 )
-from trainer.launch.launcher import format_problems, format_resolved_config, load_and_validate, main
+from trainer.launch.launcher import (
+    format_problems,
+    format_resolved_config,
+    load_and_validate,
+    main,
+)
 from trainer.launch.workers import exit_status
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +51,14 @@ def config_with(**degrees: int) -> Config:
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
-    for name in ("NGPU", "NNODES", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"):
+    for name in (
+        "NGPU",
+        "NNODES",
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "SLURM_STEP_ID",
+        "SLURM_STEP_NUM_TASKS",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
@@ -62,11 +74,21 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
 
 @pytest.mark.parametrize(
     ("degrees", "processes"),
-    [({}, 2), ({"cp": 4}, 4), ({"dp_shard": 2, "tp": 2}, 4), ({"dp_shard": 1}, 2), ({"dp_shard": 64}, 8)],
+    [
+        ({}, 2),
+        ({"cp": 4}, 4),
+        ({"dp_shard": 2, "tp": 2}, 4),
+        ({"dp_shard": 1}, 2),
+        ({"dp_shard": 64}, 8),
+    ],
 )
-def test_without_gpus_the_stated_degrees_give_two_to_eight_processes(degrees: dict[str, int], processes: int) -> None:
+def test_without_gpus_the_stated_degrees_give_two_to_eight_processes(
+    degrees: dict[str, int], processes: int
+) -> None:
     assert default_nproc_per_node(config_with(**degrees)) == processes
-    assert detect_launch_world({}, config_with(**degrees), gpus=0) == LaunchWorld(nproc_per_node=processes)
+    assert detect_launch_world({}, config_with(**degrees), gpus=0) == LaunchWorld(
+        nproc_per_node=processes
+    )
 
 
 def test_gpus_give_the_processes_and_ngpu_overrides_them() -> None:
@@ -76,9 +98,17 @@ def test_gpus_give_the_processes_and_ngpu_overrides_them() -> None:
 
 
 def test_nnodes_multiplies_the_world_size() -> None:
-    environment = {"NGPU": "8", "NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
+    environment = {
+        "NGPU": "8",
+        "NNODES": "4",
+        "NODE_RANK": "3",
+        "MASTER_ADDR": "host",
+        "MASTER_PORT": "1234",
+    }
     cluster = detect_launch_world(environment, Recipe(), gpus=0)
-    assert cluster == LaunchWorld(nproc_per_node=8, num_nodes=4, node_rank=3, master_endpoint="host:1234")
+    assert cluster == LaunchWorld(
+        nproc_per_node=8, num_nodes=4, node_rank=3, master_endpoint="host:1234"
+    )
     assert cluster.world_size == 32
 
 
@@ -87,20 +117,30 @@ def test_nnodes_multiplies_the_world_size() -> None:
     [
         ({"NGPU": "0"}, ['environment: NGPU = "0" must be an integer, 1 to 1024']),
         ({"NGPU": "-2"}, ['environment: NGPU = "-2" must be an integer, 1 to 1024']),
-        ({"NGPU": "two", "NNODES": "1.5"}, ['NGPU = "two"', 'NNODES = "1.5" must be an integer, at least 1']),
+        (
+            {"NGPU": "two", "NNODES": "1.5"},
+            ['NGPU = "two"', 'NNODES = "1.5" must be an integer, at least 1'],
+        ),
         ({"NNODES": "2"}, ["NNODES = 2 needs NODE_RANK", "NNODES = 2 needs MASTER_ADDR"]),
-        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, ['NODE_RANK = "2" must be an integer, 0 to 1']),
+        (
+            {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"},
+            ['NODE_RANK = "2" must be an integer, 0 to 1'],
+        ),
         (
             {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "70000"},
             ['MASTER_PORT = "70000" must be an integer, 1 to 65535'],
         ),
     ],
 )
-def test_each_wrong_environment_variable_is_reported(environment: dict[str, str], problems: list[str]) -> None:
+def test_each_wrong_environment_variable_is_reported(
+    environment: dict[str, str], problems: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         detect_launch_world(environment, Recipe(), gpus=0)
     assert len(caught.value.problems) == len(problems)
-    assert all(part in problem for part, problem in zip(problems, caught.value.problems, strict=True))
+    assert all(
+        part in problem for part, problem in zip(problems, caught.value.problems, strict=True)
+    )
 
 
 def test_a_task_of_srun_is_one_rank_of_its_step() -> None:
@@ -108,7 +148,11 @@ def test_a_task_of_srun_is_one_rank_of_its_step() -> None:
     assert detect_launch_world(environment, Recipe(), gpus=2) == LaunchWorld(
         nproc_per_node=4, rank=3, master_endpoint="127.0.0.1:20000"
     )
-    two_nodes = environment | {"MASTER_ADDR": "node7", "MASTER_PORT": "123", "SLURM_STEP_NUM_NODES": "2"}
+    two_nodes = environment | {
+        "MASTER_ADDR": "node7",
+        "MASTER_PORT": "123",
+        "SLURM_STEP_NUM_NODES": "2",
+    }
     assert detect_launch_world(two_nodes, Recipe(), gpus=2) == LaunchWorld(
         nproc_per_node=2, num_nodes=2, rank=3, master_endpoint="node7:123"
     )
@@ -119,7 +163,12 @@ def test_a_task_of_srun_is_one_rank_of_its_step() -> None:
 
 
 def test_srun_on_several_nodes_needs_master_addr() -> None:
-    environment = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
+    environment = {
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "4",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": "2",
+    }
     with pytest.raises(ConfigError, match="srun on 2 nodes needs MASTER_ADDR"):
         detect_launch_world(environment, Recipe(), gpus=2)
 
@@ -129,7 +178,12 @@ def test_srun_on_several_nodes_needs_master_addr() -> None:
     [
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        {
+            "SLURM_PROCID": "0",
+            "SLURM_NTASKS": "4",
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": "1",
+        },
     ],
     ids=["batch script", "single task", "shell in an allocation"],
 )
@@ -155,7 +209,9 @@ def test_threads_that_touch_pinned_memory_are_those_of_a_worker_and_not_many() -
 
 
 def test_problems_of_file_command_line_and_environment_are_reported_together() -> None:
-    config, cluster, problems = load_and_validate(["--config", "nowhere", "--training.steps", "0"], {"NGPU": "x"})
+    config, cluster, problems = load_and_validate(
+        ["--config", "nowhere", "--training.steps", "0"], {"NGPU": "x"}
+    )
     assert (config, cluster, len(problems)) == (Recipe(), None, 3)
     assert format_problems(problems, ["--config", "nowhere"], cluster).endswith(
         "nothing was started: 3 problems with nowhere\n"
@@ -174,15 +230,22 @@ def test_check_output_is_the_resolved_toml_with_the_mesh_in_comments() -> None:
     assert Recipe.model_validate(migrate_file(tomli.loads(text))) == config
     assert "# mesh of 32 processes (4 nodes x 8)" in text
     assert "#   dp_shard                16  across 2 nodes    0-15  16-31\n" in text
-    assert "#   dp_replicate             2  across 2 nodes    0,16  1,17  2,18  3,19 ... (16 groups)\n" in text
+    assert (
+        "#   dp_replicate             2  across 2 nodes    0,16  1,17  2,18  3,19 ... (16 groups)\n"
+        in text
+    )
     assert "#   tp " not in text
     assert f"{config.model.build().num_parameters:,} parameters" in text
     assert "8 micro-batches of 1 sequence, 1 on each data-parallel rank" in text
     assert "# warning: training.global_batch_size = 8" in text
     assert "ranks_per_node" not in text.partition("# mesh of")[2]
-    text = format_resolved_config(load(["--parallelism.tp", "16"]), LaunchWorld(nproc_per_node=4, num_nodes=4))
+    text = format_resolved_config(
+        load(["--parallelism.tp", "16"]), LaunchWorld(nproc_per_node=4, num_nodes=4)
+    )
     assert "# warning: parallelism.tp = 16 crosses nodes of 8 ranks" in text
-    assert "# warning: parallelism.ranks_per_node = 8 does not match 4 nodes of 4 processes" in text
+    assert (
+        "# warning: parallelism.ranks_per_node = 8 does not match 4 nodes of 4 processes" in text
+    )
 
 
 def test_check_prints_the_configuration_and_starts_nothing(launch: Launch) -> None:
@@ -194,7 +257,9 @@ def test_check_prints_the_configuration_and_starts_nothing(launch: Launch) -> No
 
 
 @pytest.mark.parametrize("flags", [[], ["--check"]])
-def test_a_wrong_configuration_exits_with_2_and_no_traceback(launch: Launch, flags: list[str]) -> None:
+def test_a_wrong_configuration_exits_with_2_and_no_traceback(
+    launch: Launch, flags: list[str]
+) -> None:
     done = launch("--training.micro_batch_size", "3", *flags, "--parallelism.dp_shard", "64")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("error: ") == 2
@@ -202,7 +267,9 @@ def test_a_wrong_configuration_exits_with_2_and_no_traceback(launch: Launch, fla
     assert "Traceback" not in done.stderr
 
 
-def test_torchtitans_config_file_variable_is_refused(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchtitans_config_file_variable_is_refused(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CONFIG_FILE", "theirs.toml")
     done = launch("--check")
     assert (done.returncode, done.stdout) == (2, "")
@@ -210,7 +277,9 @@ def test_torchtitans_config_file_variable_is_refused(launch: Launch, monkeypatch
     assert launch("--check", "--config", "debug").returncode == 0
 
 
-def test_only_the_first_srun_task_reports_problems(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_srun_task_reports_problems(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "3")
     for task, reports in (("0", True), ("1", False)):
@@ -238,7 +307,16 @@ def test_plan_rejects_a_wrong_configuration(launch: Launch) -> None:
 
 @pytest.mark.parametrize(
     ("codes", "status"),
-    [([78], 78), ([1, 78], 78), ([-6, 1, 78], 78), ([2, 2], 2), ([1], 1), ([-9], 1), ([3], 1), ([255, -15], 1)],
+    [
+        ([78], 78),
+        ([1, 78], 78),
+        ([-6, 1, 78], 78),
+        ([2, 2], 2),
+        ([1], 1),
+        ([-9], 1),
+        ([3], 1),
+        ([255, -15], 1),
+    ],
 )
 def test_a_conclusive_exit_code_of_any_worker_wins(codes: list[int], status: int) -> None:
     assert exit_status(codes) == status
@@ -288,7 +366,10 @@ def test_two_launchers_form_one_world(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     nodes = [
         subprocess.Popen(
-            [sys.executable, "-c", code.format(node, port), str(worker)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", code.format(node, port), str(worker)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for node in range(2)
     ]
@@ -310,4 +391,6 @@ def test_check_prints_the_mesh_without_corpus_and_tokenizer(
     assert main() == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "needs 8 processes, but the world size is 4 (NGPU x NNODES, or torchrun's)" in printed.err
+    assert (
+        "needs 8 processes, but the world size is 4 (NGPU x NNODES, or torchrun's)" in printed.err
+    )

@@ -1,4 +1,6 @@
-"""Restart policy, with a stub trainer: relaunch until done, permanently failed, or without progress."""
+"""Restart policy, with a stub trainer: relaunch until done, permanently failed, or without
+progress.
+"""
 
 from __future__ import annotations
 
@@ -83,12 +85,15 @@ class Run:
 @pytest.mark.slow
 def test_a_crash_restarts_from_the_newest_checkpoint(tmp_path: Path) -> None:
     run = Run(
-        tmp_path, "commit(launch)\nif launch < 3: os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)"
+        tmp_path,
+        "commit(launch)\nif launch < 3: os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)",
     )
     status, stderr = run.finish()
     assert (status, run.launches) == (0, 3)
     assert stderr.count("error: local rank 1 (pid ") == 2
-    assert stderr.count(f"{run.folder}: restarting in 0 s from {run.folder}/checkpoints/step-") == 2
+    assert (
+        stderr.count(f"{run.folder}: restarting in 0 s from {run.folder}/checkpoints/step-") == 2
+    )
     events = [line for line in lines(run.folder / "events.jsonl") if line["event"] == "restart"]
     assert [event["life"] for event in events] == [1, 2]
 
@@ -97,7 +102,10 @@ def test_a_run_without_a_new_checkpoint_is_given_up(tmp_path: Path) -> None:
     run = Run(tmp_path, "sys.exit(1)")
     status, stderr = run.finish()
     assert (status, run.launches) == (1, 3)
-    assert "giving up: 3 consecutive launches without a new checkpoint (distributed.restarts = 2)" in stderr
+    assert (
+        "giving up: 3 consecutive launches without a new checkpoint (distributed.restarts = 2)"
+        in stderr
+    )
     assert "restarting in 0 s from step 0: there is no checkpoint yet" in stderr
 
 
@@ -136,7 +144,9 @@ def test_a_signal_reaches_all_workers_and_prevents_restarts(tmp_path: Path) -> N
     body = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(1))\n(folder / f'ready-{rank}').touch()\ntime.sleep(60)"
     run = Run(tmp_path, body)
     process = run.start()
-    assert wait_for(lambda: (run.folder / "ready-0").exists() and (run.folder / "ready-1").exists())
+    assert wait_for(
+        lambda: (run.folder / "ready-0").exists() and (run.folder / "ready-1").exists()
+    )
     process.send_signal(signal.SIGUSR1)
     _, stderr = process.communicate(timeout=30)
     assert (process.returncode, run.launches) == (1, 1)
@@ -146,7 +156,9 @@ def test_a_signal_reaches_all_workers_and_prevents_restarts(tmp_path: Path) -> N
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_a_signal_between_two_launches_ends_the_run(tmp_path: Path, *, is_saved: bool) -> None:
     # After a checkpoint the next launch starts at once.
-    run = Run(tmp_path, "if launch == 1: commit(launch)\nsys.exit(1)" if is_saved else "sys.exit(1)")
+    run = Run(
+        tmp_path, "if launch == 1: commit(launch)\nsys.exit(1)" if is_saved else "sys.exit(1)"
+    )
     process = run.start("--distributed.restart_seconds", "60")
     events = run.folder / "events.jsonl"
     assert wait_for(lambda: events.exists() and len(lines(events)) == 1 + is_saved)
@@ -196,7 +208,8 @@ def test_a_signal_at_the_end_of_a_stage_is_not_lost(
     config = Config.model_validate({"job": {"output_dir": tmp_path}})
     (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)  # The end of a stage is saved.
     first, second = (
-        TrainingStage(config, name=name, index=index, num_stages=2) for index, name in enumerate(("first", "second"))
+        TrainingStage(config, name=name, index=index, num_stages=2)
+        for index, name in enumerate(("first", "second"))
     )
     launches: list[str] = []
 

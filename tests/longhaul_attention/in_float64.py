@@ -1,5 +1,5 @@
-"""transformers computes norms, rotations, routers and losses in float32, whatever the model's dtype: here in float64, so
-that an error of one token among thousands is seen.
+"""transformers computes norms, rotations, routers and losses in float32, whatever the model's
+dtype: here in float64, so that an error of one token among thousands is seen.
 """
 
 from __future__ import annotations

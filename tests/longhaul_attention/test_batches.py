@@ -1,4 +1,6 @@
-"""Batches as collators make them: every token, label and position reaches one rank, and padding changes nothing."""
+"""Batches as collators make them: every token, label and position reaches one rank, and padding
+changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -43,24 +45,43 @@ def gathered() -> list[str]:
         back = {
             key: cp.gather(value, shard["documents"])
             for key, value in shard.items()
-            if isinstance(value, Tensor) and value.ndim > 1 and key not in ("labels", "attention_mask")
+            if isinstance(value, Tensor)
+            and value.ndim > 1
+            and key not in ("labels", "attention_mask")
         }
-        expected = {key: full[key] for key in ("input_ids", "position_ids", "loss_weights", "embeddings")}
-        expected["shift_labels"] = torch.cat((full["labels"][:, 1:], torch.full((2, 1), -100)), dim=1)
+        expected = {
+            key: full[key] for key in ("input_ids", "position_ids", "loss_weights", "embeddings")
+        }
+        expected["shift_labels"] = torch.cat(
+            (full["labels"][:, 1:], torch.full((2, 1), -100)), dim=1
+        )
         wrong += [
-            f"{method}: {key}" for key in expected if key not in back or not torch.equal(back[key], expected[key])
+            f"{method}: {key}"
+            for key in expected
+            if key not in back or not torch.equal(back[key], expected[key])
         ]
         wrong += [f"{method}: more {key}" for key in back.keys() - expected.keys()]
         count = (expected["shift_labels"] != -100).sum() / distributed.get_world_size()
         if shard["num_items_in_batch"] != count or shard["use_cache"] is not False:
             wrong.append(f"{method}: {shard['num_items_in_batch']} instead of {count}")
-        # In front one more: a loss that shifts labels itself has other lengths, and counting them in either way is right.
-        if not torch.equal(shard["labels"][:, 1:], shard["shift_labels"]) or (shard["labels"][:, 0] != -100).any():
+        # In front one more: a loss that shifts labels itself has other lengths, and counting them
+        # in either way is right.
+        if (
+            not torch.equal(shard["labels"][:, 1:], shard["shift_labels"])
+            or (shard["labels"][:, 0] != -100).any()
+        ):
             wrong.append(f"{method}: labels")
         mask = shard["attention_mask"]
-        if mask.shape[1] != shard["input_ids"].shape[1] + 1 or mask[:, 0].any() or not mask[:, 1:].all():
+        if (
+            mask.shape[1] != shard["input_ids"].shape[1] + 1
+            or mask[:, 0].any()
+            or not mask[:, 1:].all()
+        ):
             wrong.append(f"{method}: mask")
-        if cp.shard_batch(full | {"num_items_in_batch": 12})["num_items_in_batch"] != 12 / distributed.get_world_size():
+        if (
+            cp.shard_batch(full | {"num_items_in_batch": 12})["num_items_in_batch"]
+            != 12 / distributed.get_world_size()
+        ):
             wrong.append(f"{method}: a given count")
     return wrong
 
@@ -77,29 +98,43 @@ def test_targets_are_counted_whatever_the_default_type() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         torch.set_default_dtype(dtype)
         try:
-            count = cp.shard_batch({"input_ids": labels, "shift_labels": labels})["num_items_in_batch"]
+            count = cp.shard_batch({"input_ids": labels, "shift_labels": labels})[
+                "num_items_in_batch"
+            ]
         finally:
             torch.set_default_dtype(torch.float32)
         assert (count.dtype, count.item()) == (torch.float64, 65_537)
 
 
 def padded_errors() -> dict[str, float]:
-    """Of loss and gradients, for padding at either end, hidden by a mask, and for documents that are given."""
+    """Of loss and gradients, for padding at either end, hidden by a mask, and for documents that
+    are given.
+    """
     register_transformers()
     cp = ContextParallel(flat_mesh(), method="ring")
     tokens = torch.randint(40, (2, T), generator=torch.Generator().manual_seed(1))
     found = {}
     with float64_throughout():
-        eager, sharded = model("Llama", "eager"), model("Llama", "longhaul")
-        for name, hidden in {"left": [slice(0, 6), slice(0, 1)], "right": [slice(40, T), slice(20, T)]}.items():
+        eager = model("Llama", "eager")
+        sharded = model("Llama", "longhaul")
+        for name, hidden in {
+            "left": [slice(0, 6), slice(0, 1)],
+            "right": [slice(40, T), slice(20, T)],
+        }.items():
             mask = torch.ones_like(tokens)
             for row, part in zip(mask, hidden, strict=True):
                 row[part] = 0
             predicted = mask.bool() & mask.roll(1, 1).bool()  # Not the first token after padding.
-            given = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(predicted, -100)}
+            given = {
+                "input_ids": tokens,
+                "attention_mask": mask,
+                "labels": tokens.where(predicted, -100),
+            }
             found[name] = error(run(eager, given), run(sharded, cp.shard_batch(given)), cp)
         lengths = torch.tensor([0, 9, 10, 33, T])
-        positions = torch.cat([torch.arange(length) for length in lengths.diff().tolist()]).expand(2, -1)
+        positions = torch.cat([torch.arange(length) for length in lengths.diff().tolist()]).expand(
+            2, -1
+        )
         labels = {"input_ids": tokens, "labels": tokens}
         expected = run(eager, labels | {"position_ids": positions})
         found["given"] = error(expected, run(sharded, cp.shard_batch(labels, lengths)), cp)
@@ -107,7 +142,8 @@ def padded_errors() -> dict[str, float]:
 
 
 def error(expected: Run, found: Run, cp: ContextParallel) -> float:
-    loss, grads = found[0], found[2]
+    loss = found[0]
+    grads = found[2]
     for x in (loss, *grads):
         distributed.all_reduce(x)
         x /= cp.plan.cp
@@ -142,7 +178,11 @@ def attention_errors(method: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param(each, marks=[] if each in ("ring", "hybrid") else pytest.mark.slow) for each in METHODS]
+    "method",
+    [
+        pytest.param(each, marks=[] if each in ("ring", "hybrid") else pytest.mark.slow)
+        for each in METHODS
+    ],
 )
 def test_attention_takes_any_heads_windows_sinks_and_caps(method: str) -> None:
     assert max(run_ranks(attention_errors, 4, method)) < 1e-12
@@ -166,7 +206,10 @@ def test_documents_may_be_lists_and_differ_between_sequences() -> None:
     batch = {"input_ids": torch.zeros(2, 8, dtype=torch.int64)}
     assert find_boundaries(batch, [0, 3, 8]).tolist() == [[0, 3, 8]] * 2
     assert find_boundaries(batch, [[0, 3, 5, 8], [0, 8]]).tolist() == [[0, 3, 5, 8], [0, 8, 8, 8]]
-    assert find_boundaries(batch, torch.tensor([[0, 3, 8], [0, 8, 8]])).tolist() == [[0, 3, 8], [0, 8, 8]]
+    assert find_boundaries(batch, torch.tensor([[0, 3, 8], [0, 8, 8]])).tolist() == [
+        [0, 3, 8],
+        [0, 8, 8],
+    ]
 
 
 def test_without_a_mesh_it_is_plain_attention() -> None:
@@ -174,18 +217,29 @@ def test_without_a_mesh_it_is_plain_attention() -> None:
     q, k, v = inputs(boundaries, (4, 2))[:3]
     cp = ContextParallel(None, method="ring")
     shard = cp.shard_batch({"input_ids": torch.arange(96).view(2, 48)}, boundaries)
-    assert torch.equal(cp.gather(shard["input_ids"], shard["documents"]), torch.arange(96).view(2, 48))
+    assert torch.equal(
+        cp.gather(shard["input_ids"], shard["documents"]), torch.arange(96).view(2, 48)
+    )
     expected = dense(q, k, v, boundaries, window=9)[0]
-    torch.testing.assert_close(cp.attention(q, k, v, shard["documents"], window=9), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        cp.attention(q, k, v, shard["documents"], window=9), expected, rtol=1e-12, atol=1e-12
+    )
 
 
 def sharded_elsewhere() -> bool:
-    """Whether a data loader's worker that does not share this process's memory shards a batch as this rank does."""
+    """Whether a data loader's worker that does not share this process's memory shards a batch as
+    this rank does.
+    """
     cp = ContextParallel(flat_mesh(), method="ring")
-    batch = {"input_ids": torch.arange(90).view(2, 45), "position_ids": packed_positions().expand(2, -1)}
+    batch = {
+        "input_ids": torch.arange(90).view(2, 45),
+        "position_ids": packed_positions().expand(2, -1),
+    }
     here, there = (each.shard_batch(batch) for each in (cp, pickle.loads(pickle.dumps(cp))))
     tokens = cp.gather(there["input_ids"], pickle.loads(pickle.dumps(there["documents"])))
-    return torch.equal(here["input_ids"], there["input_ids"]) and torch.equal(tokens, batch["input_ids"])
+    return torch.equal(here["input_ids"], there["input_ids"]) and torch.equal(
+        tokens, batch["input_ids"]
+    )
 
 
 def test_workers_of_a_data_loader_shard_batches() -> None:

@@ -1,6 +1,8 @@
-"""Attention without a causal mask, and `scaled_dot_product_attention` in unchanged code, against a softmax over all pairs.
+"""Attention without a causal mask, and `scaled_dot_product_attention` in unchanged code, against a
+softmax over all pairs.
 
-Shape suffixes: B sequences, T query and U key tokens of the full sequences, N query heads, K KV heads, H head dim.
+Shape suffixes: B sequences, T query and U key tokens of the full sequences, N query heads, K KV
+heads, H head dim.
 """
 
 from __future__ import annotations
@@ -52,7 +54,12 @@ class Case:
 
 
 def cases(ranks: int) -> Iterator[Case]:
-    methods = [("allgather", "balanced"), ("ring", "doc_headtail"), ("alltoall", "headtail"), ("ulysses", "contiguous")]
+    methods = [
+        ("allgather", "balanced"),
+        ("ring", "doc_headtail"),
+        ("alltoall", "headtail"),
+        ("ulysses", "contiguous"),
+    ]
     methods += [("ring", "contiguous"), ("allgather", "doc_headtail")]
     if ranks == 4:
         methods += [("hybrid", "doc_headtail"), ("hybrid", "contiguous")]
@@ -84,7 +91,9 @@ def truth(
     scores_BNTU = torch.einsum("btnh,bunh->bntu", q_BTNH, k_BUNH) / q_BTNH.shape[-1] ** 0.5
     if softcap is not None:
         scores_BNTU = softcap * torch.tanh(scores_BNTU / softcap)
-    ids_BT, ids_BU = (torch.stack([torch.tensor(numbers(row)) for row in side]) for side in documents)
+    ids_BT, ids_BU = (
+        torch.stack([torch.tensor(numbers(row)) for row in side]) for side in documents
+    )
     sees_BTU = ids_BT[:, :, None] == ids_BU[:, None, :]
     if causal:
         sees_BTU = sees_BTU & torch.ones_like(sees_BTU).tril()
@@ -108,7 +117,8 @@ def boundaries(side: list[list[int]]) -> Tensor:
 def drawn(case: Case) -> list[Tensor]:
     """Queries, keys, values, and the gradient of the output."""
     generator = torch.Generator().manual_seed(len(repr(case)))
-    queries, keys = (2, 48, case.heads[0], 8), (2, LENGTHS[case.keys], case.heads[1], 8)
+    queries = (2, 48, case.heads[0], 8)
+    keys = (2, LENGTHS[case.keys], case.heads[1], 8)
     shapes = (queries, keys, keys, queries)
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
@@ -117,7 +127,9 @@ def drawn(case: Case) -> list[Tensor]:
 
 
 def errors(every: int) -> dict[str, float]:
-    """The largest error of output and gradients of one case in so many; soft caps and sinks take turns."""
+    """The largest error of output and gradients of one case in so many; soft caps and sinks take
+    turns.
+    """
     found: dict[str, float] = {}
     contexts: dict[tuple[Any, ...], ContextParallel] = {}
     meshes: dict[tuple[int, ...], DeviceMesh] = {}
@@ -128,7 +140,11 @@ def errors(every: int) -> dict[str, float]:
         shape = (2, 2) if case.method == "hybrid" else (ranks,)
         if shape not in meshes:
             meshes[shape] = init_device_mesh("cpu", shape)
-        options: dict[str, Any] = {"method": case.method, "layout": case.layout, "packs_documents": number % 3 == 0}
+        options: dict[str, Any] = {
+            "method": case.method,
+            "layout": case.layout,
+            "packs_documents": number % 3 == 0,
+        }
         key = tuple(options.values())
         if key not in contexts:
             contexts[key] = ContextParallel(meshes[shape], **options)
@@ -138,7 +154,9 @@ def errors(every: int) -> dict[str, float]:
     return found
 
 
-def error(cp: ContextParallel, case: Case, *, has_sink: bool = False, softcap: float | None = None) -> float:
+def error(
+    cp: ContextParallel, case: Case, *, has_sink: bool = False, softcap: float | None = None
+) -> float:
     q, k, v, weights = drawn(case)
     whole: Sides = [[48]] * 2, [[LENGTHS[case.keys]]] * 2
     documents = DOCUMENTS[case.keys] if case.packed else whole
@@ -149,8 +167,13 @@ def error(cp: ContextParallel, case: Case, *, has_sink: bool = False, softcap: f
 
     of_queries, of_keys = map(boundaries, documents)
     sides = (of_queries, of_keys, of_keys)
-    q, k, v = (cp.shard(x, side).requires_grad_() for x, side in zip((q, k, v), sides, strict=True))
-    scores: dict[str, Any] = {"sink": sinks[0].requires_grad_() if sinks else None, "softcap": softcap}
+    q, k, v = (
+        cp.shard(x, side).requires_grad_() for x, side in zip((q, k, v), sides, strict=True)
+    )
+    scores: dict[str, Any] = {
+        "sink": sinks[0].requires_grad_() if sinks else None,
+        "softcap": softcap,
+    }
     if case.door == "sdpa":
         out = unchanged(cp, q, k, v, is_causal=case.causal)
     elif case.causal:
@@ -160,7 +183,9 @@ def error(cp: ContextParallel, case: Case, *, has_sink: bool = False, softcap: f
     else:
         out = cp.attention(q, k, v, None, causal=False, **scores)
     grads = torch.autograd.grad(out, (q, k, v, *sinks), cp.shard(weights, of_queries))
-    found = [cp.gather(x, side) for x, side in zip((out, *grads[:3]), (of_queries, *sides), strict=True)]
+    found = [
+        cp.gather(x, side) for x, side in zip((out, *grads[:3]), (of_queries, *sides), strict=True)
+    ]
     found += [all_reduce(None, grad_N) for grad_N in grads[3:]]
     return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
 
@@ -169,12 +194,15 @@ def unchanged(cp: ContextParallel, *shards_BSNH: Tensor, is_causal: bool) -> Ten
     """Code that knows nothing of ranks, inside the context."""
     q, k, v = (x.transpose(1, 2) for x in shards_BSNH)
     with cp.sdpa():
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return out.transpose(1, 2)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "every"), [(2, 31), (3, 31), (4, 31), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (2, 3, 4))]
+    ("ranks", "every"),
+    [(2, 31), (3, 31), (4, 31), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (2, 3, 4))],
 )
 def test_output_and_gradients_equal_one_process(ranks: int, every: int) -> None:
     for found in run_ranks(errors, ranks, every, timeout=300):
@@ -224,7 +252,13 @@ def test_calls_outside_of_the_context_are_not_touched() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"is_causal": True}, {"scale": 0.3}, {"is_causal": True, "scale": 2.0}, {"enable_gqa": True}],
+    [
+        {},
+        {"is_causal": True},
+        {"scale": 0.3},
+        {"is_causal": True, "scale": 2.0},
+        {"enable_gqa": True},
+    ],
     ids=str,
 )
 def test_options_are_those_of_torch(options: dict[str, Any]) -> None:
@@ -234,10 +268,15 @@ def test_options_are_those_of_torch(options: dict[str, Any]) -> None:
         found = F.scaled_dot_product_attention(*given, **options)
         q, k, v = (x.detach().float() for x in given)
         with torch.autocast("cpu", torch.bfloat16):
-            assert F.scaled_dot_product_attention(q, k, v.bfloat16(), **options).dtype == torch.bfloat16
+            assert (
+                F.scaled_dot_product_attention(q, k, v.bfloat16(), **options).dtype
+                == torch.bfloat16
+            )
             assert F.scaled_dot_product_attention(*given, **options).dtype == torch.float64
     pairs = zip(
-        torch.autograd.grad(found.sin().sum(), given), torch.autograd.grad(expected.sin().sum(), given), strict=True
+        torch.autograd.grad(found.sin().sum(), given),
+        torch.autograd.grad(expected.sin().sum(), given),
+        strict=True,
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
     assert max((a - b).abs().max().item() for a, b in pairs) < 1e-13
@@ -249,13 +288,19 @@ def test_recomputation_is_exact_or_refused() -> None:
     given = qkv()
     expected = torch.autograd.grad(F.scaled_dot_product_attention(*given).square().sum(), given)
     with cp.sdpa():
-        out = checkpoint(F.scaled_dot_product_attention, *given, use_reentrant=False, context_fn=contexts)
-        with pytest.raises(ValueError, match="a re-entrant checkpoint would call it again outside"):
+        out = checkpoint(
+            F.scaled_dot_product_attention, *given, use_reentrant=False, context_fn=contexts
+        )
+        with pytest.raises(
+            ValueError, match="a re-entrant checkpoint would call it again outside"
+        ):
             checkpoint(F.scaled_dot_product_attention, *given, use_reentrant=True)
         with torch.no_grad():
             torch.testing.assert_close(F.scaled_dot_product_attention(*given), out, rtol=0, atol=0)
         without = checkpoint(F.scaled_dot_product_attention, *given, use_reentrant=False)
-    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), given), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(out.square().sum(), given), expected, rtol=0, atol=1e-12
+    )
     with pytest.raises(CheckpointError, match="different number of tensors was saved"):
         without.sum().backward()
 
@@ -264,12 +309,24 @@ def refusals() -> Iterator[tuple[str, Callable[[], object]]]:
     cp = ContextParallel(None, method="ring")
     q, k, v = qkv(keys=6, kv_heads=2)
     called = F.scaled_dot_product_attention
-    yield "attn_mask: which pairs it allows is not known", lambda: called(q, q, q, torch.ones(8, 8, dtype=torch.bool))
-    yield "dropout_p = 0.1: ranks would drop other pairs than one process", lambda: called(q, q, q, dropout_p=0.1)
-    yield "is_causal = True needs as many keys as queries", lambda: called(q, k, v, is_causal=True, enable_gqa=True)
+    yield (
+        "attn_mask: which pairs it allows is not known",
+        lambda: called(q, q, q, torch.ones(8, 8, dtype=torch.bool)),
+    )
+    yield (
+        "dropout_p = 0.1: ranks would drop other pairs than one process",
+        lambda: called(q, q, q, dropout_p=0.1),
+    )
+    yield (
+        "is_causal = True needs as many keys as queries",
+        lambda: called(q, k, v, is_causal=True, enable_gqa=True),
+    )
     yield "enable_gqa = False needs as many key heads as query heads", lambda: called(q, k, v)
     yield "key and value must have the same shape", lambda: called(q, q, q[..., :8])
-    yield "query, key and value must be [batch, heads, tokens of a rank, width]", lambda: called(q[0], q[0], q[0])
+    yield (
+        "query, key and value must be [batch, heads, tokens of a rank, width]",
+        lambda: called(q[0], q[0], q[0]),
+    )
     yield (
         "nn.MultiheadAttention would attend to the tokens of this rank",
         lambda: nn.MultiheadAttention(16, 2)(*[q[0, 0].float()] * 3),
@@ -277,8 +334,12 @@ def refusals() -> Iterator[tuple[str, Callable[[], object]]]:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     whole, unlike = (torch.tensor([[0, tokens]] * 2, dtype=torch.int32) for tokens in (8, 6))
     two = torch.tensor([[0, 4, 8]] * 2, dtype=torch.int32)
-    cp.attention(q, q, q, whole, window=3)  # Which is known to be right from now on.
-    yield "sliding window 3 needs a causal mask", lambda: cp.attention(q, q, q, None, causal=False, window=3)
+    # Which is known to be right from now on.
+    cp.attention(q, q, q, whole, window=3)
+    yield (
+        "sliding window 3 needs a causal mask",
+        lambda: cp.attention(q, q, q, None, causal=False, window=3),
+    )
     yield "attention needs documents or boundaries, not None", lambda: cp.attention(q, q, q, None)
     yield (
         "kv_boundaries are those of attention without a causal mask",
@@ -289,7 +350,10 @@ def refusals() -> Iterator[tuple[str, Callable[[], object]]]:
         "must have equal batch, head_dim and dtype",
         lambda: cp.attention(q, k[..., :8], v[..., :8], None, causal=False),
     )
-    yield "document 1 of sequence 0 has queries and no keys", lambda: cp.attention(q, k, v, two, causal=False)
+    yield (
+        "document 1 of sequence 0 has queries and no keys",
+        lambda: cp.attention(q, k, v, two, causal=False),
+    )
     yield (
         "boundaries end at 8, and 1 ranks have 6 tokens each: keys are",
         lambda: cp.attention(q, k, v, None, causal=False, kv_boundaries=whole),
@@ -298,8 +362,14 @@ def refusals() -> Iterator[tuple[str, Callable[[], object]]]:
         "boundaries have batch size 1; q, k and v have 2",
         lambda: cp.attention(q, k, v, None, causal=False, kv_boundaries=unlike[:1]),
     )
-    yield "boundaries must have 2 dimensions", lambda: cp.attention(q, q, q, torch.stack((whole, whole)))
-    yield "boundaries must be int32 on the CPU", lambda: cp.attention(q, q, q, whole.long(), causal=False)
+    yield (
+        "boundaries must have 2 dimensions",
+        lambda: cp.attention(q, q, q, torch.stack((whole, whole))),
+    )
+    yield (
+        "boundaries must be int32 on the CPU",
+        lambda: cp.attention(q, q, q, whole.long(), causal=False),
+    )
 
 
 def test_what_cannot_be_exact_is_refused_by_name() -> None:
@@ -310,18 +380,25 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
 
 
 def test_the_documents_of_a_batch_may_be_seen_both_ways() -> None:
-    cp, lengths = ContextParallel(None, method="ring"), [[5, 1, 2], [8]]
+    cp = ContextParallel(None, method="ring")
+    lengths = [[5, 1, 2], [8]]
     q, k, v = (x.transpose(1, 2) for x in qkv())
-    documents = cp.shard_batch({"input_ids": torch.zeros(2, 8, dtype=torch.int64)}, [[0, 5, 6, 8], [0, 8]])["documents"]
+    documents = cp.shard_batch(
+        {"input_ids": torch.zeros(2, 8, dtype=torch.int64)}, [[0, 5, 6, 8], [0, 8]]
+    )["documents"]
     expected = truth(q, k, v, documents=(lengths, lengths))
-    torch.testing.assert_close(cp.attention(q, k, v, documents, causal=False), expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(
+        cp.attention(q, k, v, documents, causal=False), expected, rtol=0, atol=1e-13
+    )
 
 
 # ---- torch.compile
 
 
 def compiled(method: str, backend: str, *lengths: int) -> tuple[float, int]:
-    """The largest error of gradients of self and cross attention, and the graphs of these lengths."""
+    """The largest error of gradients of self and cross attention, and the graphs of these
+    lengths.
+    """
     cp = ContextParallel(init_device_mesh("cpu", (2,)), method=method)
     counter = CompileCounterWithBackend(backend)
 
@@ -330,23 +407,37 @@ def compiled(method: str, backend: str, *lengths: int) -> tuple[float, int]:
         with cp.sdpa():  # Entered again, inside of the graph.
             return F.scaled_dot_product_attention(out, kv, kv, enable_gqa=True)
 
-    graph, worst = torch.compile(layers, backend=counter, fullgraph=True), 0.0
+    graph = torch.compile(layers, backend=counter, fullgraph=True)
+    worst = 0.0
     for tokens in lengths:
         generator = torch.Generator().manual_seed(distributed.get_rank())
         shapes = ((2, 4, tokens, 8), (2, 2, tokens // 2, 8))
-        given = [torch.randn(x, generator=generator, dtype=torch.float64, requires_grad=True) for x in shapes]
+        given = [
+            torch.randn(x, generator=generator, dtype=torch.float64, requires_grad=True)
+            for x in shapes
+        ]
         with cp.sdpa():
             outs = [function(*given) for function in (graph, layers)]
         found, expected = ([out, *torch.autograd.grad(out.sin().sum(), given)] for out in outs)
-        worst = max(worst, *((a - b).abs().max().item() for a, b in zip(found, expected, strict=True)))
+        worst = max(
+            worst, *((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+        )
     return worst, counter.frame_count
 
 
 @pytest.mark.parametrize(
     ("method", "backend"),
-    [("ring", "eager"), *(pytest.param(method, "aot_eager", marks=pytest.mark.slow) for method in ("ring", "ulysses"))],
+    [
+        ("ring", "eager"),
+        *(
+            pytest.param(method, "aot_eager", marks=pytest.mark.slow)
+            for method in ("ring", "ulysses")
+        ),
+    ],
 )
-def test_compiled_code_has_the_same_gradients_without_a_graph_break(method: str, backend: str) -> None:
+def test_compiled_code_has_the_same_gradients_without_a_graph_break(
+    method: str, backend: str
+) -> None:
     lengths = (8,) if backend == "eager" else (8, 12, 20)
     for error, graphs in run_ranks(compiled, 2, method, backend, *lengths, timeout=120):
         assert error < 1e-13
@@ -354,13 +445,16 @@ def test_compiled_code_has_the_same_gradients_without_a_graph_break(method: str,
 
 
 def messages_of_other_boundaries() -> list[str]:
-    """Of keys that were sharded with other documents than attention is given, and of boundaries in a list."""
+    """Of keys that were sharded with other documents than attention is given, and of boundaries in
+    a list.
+    """
     from longhaul_attention import ContextParallel
 
     cp = ContextParallel(init_device_mesh("cpu", (distributed.get_world_size(),)), method="ring")
     x = torch.ones(1, 8, 2, 4)
     whole, padded = (torch.tensor([ends], dtype=torch.int32) for ends in ([0, 8], [0, 7, 8]))
-    queries, keys = cp.shard(x), cp.shard(x)
+    queries = cp.shard(x)
+    keys = cp.shard(x)
     messages = []
     for boundaries in (padded, whole):
         try:

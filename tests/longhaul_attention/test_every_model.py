@@ -1,5 +1,5 @@
-"""Every causal language model of transformers that can be built tiny: exact on two ranks, or refused, if only by
-`evaluation.check`. None is silently wrong.
+"""Every causal language model of transformers that can be built tiny: exact on two ranks, or
+refused, if only by `evaluation.check`. None is silently wrong.
 """
 
 from __future__ import annotations
@@ -41,7 +41,13 @@ def built(kind: str) -> Any:
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(kind, **SIZES)
     with torch.device("meta"):
-        if sum(x.numel() for x in transformers.AutoModelForCausalLM.from_config(config).parameters()) > MAX_PARAMETERS:
+        if (
+            sum(
+                x.numel()
+                for x in transformers.AutoModelForCausalLM.from_config(config).parameters()
+            )
+            > MAX_PARAMETERS
+        ):
             raise ValueError("it is not tiny")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -81,7 +87,9 @@ def outcome(kind: str) -> str:
             distributed.all_reduce(x)
             x /= 2
     scale = max(x.abs().max() for x in expected)
-    difference = max(float((a - b).abs().max() / scale) for a, b in zip(found, expected, strict=True))
+    difference = max(
+        float((a - b).abs().max() / scale) for a, b in zip(found, expected, strict=True)
+    )
     if difference < 1e-9:
         evaluation.check(model.float(), cp)
         return "exact"

@@ -1,4 +1,6 @@
-"""Prefill and generation by ranks that hold a share of the keys each: logits and tokens are those of one process."""
+"""Prefill and generation by ranks that hold a share of the keys each: logits and tokens are those
+of one process.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,12 @@ pytestmark = pytest.mark.ranks
 Found = tuple[float, bool, list[int], int]
 
 
-def generated(name: str, method: str, prompt_tokens: int, new_tokens: int, options: dict[str, Any]) -> Found:
-    """Error of the logits, whether all tokens are equal, the tokens that each rank holds, and those of the sequence."""
+def generated(
+    name: str, method: str, prompt_tokens: int, new_tokens: int, options: dict[str, Any]
+) -> Found:
+    """Error of the logits, whether all tokens are equal, the tokens that each rank holds, and
+    those of the sequence.
+    """
     from longhaul_attention import generation
 
     register_transformers()
@@ -39,14 +45,18 @@ def generated(name: str, method: str, prompt_tokens: int, new_tokens: int, optio
         "pad_token_id": 0,
     } | options
     with float64_throughout():
-        plain, sharded = model(name, "sdpa" if name == "Llama" else "eager"), model(name, "longhaul")
+        plain = model(name, "sdpa" if name == "Llama" else "eager")
+        sharded = model(name, "longhaul")
         torch.manual_seed(3)
         seed = int(torch.tensor(torch.initial_seed()))
         torch.manual_seed(seed)
         expected = plain.generate(tokens, attention_mask=torch.ones_like(tokens), **asked)
-        torch.manual_seed(seed + distributed.get_rank())  # Ranks draw as rank 0 does, whatever their own state.
+        # Ranks draw as rank 0 does, whatever their own state.
+        torch.manual_seed(seed + distributed.get_rank())
         found = generation.generate(sharded, cp, tokens, **asked)
-    error = max((a - b).abs().max().item() for a, b in zip(found.logits, expected.logits, strict=True))
+    error = max(
+        (a - b).abs().max().item() for a, b in zip(found.logits, expected.logits, strict=True)
+    )
     cache = found.past_key_values
     return (
         error,
@@ -97,24 +107,28 @@ class AfterRank:
 
 
 def drawn() -> tuple[list[Any], list[Any], int]:
-    """Three draws by transformers and by ranks, one after the other, and how many tokens there are if rank 0 stops at 12."""
+    """Three draws by transformers and by ranks, one after the other, and how many tokens there are
+    if rank 0 stops at 12.
+    """
     from longhaul_attention import generation
 
     register_transformers()
-    cp, options = (
-        ContextParallel(flat_mesh(), method="ring"),
-        {"do_sample": True, "max_new_tokens": 8, "pad_token_id": 0},
-    )
+    cp = ContextParallel(flat_mesh(), method="ring")
+    options = {"do_sample": True, "max_new_tokens": 8, "pad_token_id": 0}
     tokens = torch.randint(40, (1, 9), generator=torch.Generator().manual_seed(2))
     with float64_throughout():
-        plain, sharded = model("Llama", "eager"), model("Llama", "longhaul")
+        plain = model("Llama", "eager")
+        sharded = model("Llama", "longhaul")
         torch.manual_seed(5)
         expected = [
-            plain.generate(tokens, attention_mask=torch.ones_like(tokens), **options).tolist() for _ in range(3)
+            plain.generate(tokens, attention_mask=torch.ones_like(tokens), **options).tolist()
+            for _ in range(3)
         ]
         torch.manual_seed(5 + distributed.get_rank())
         found = [generation.generate(sharded, cp, tokens, **options).tolist() for _ in range(3)]
-        stopped = generation.generate(sharded, cp, tokens, stopping_criteria=[AfterRank()], **options)
+        stopped = generation.generate(
+            sharded, cp, tokens, stopping_criteria=[AfterRank()], **options
+        )
     return expected, found, stopped.shape[1]
 
 
@@ -130,7 +144,8 @@ def shared_keys(shared: int) -> float:
     from longhaul_attention import generation
 
     register_transformers()
-    cp, tokens = ContextParallel(flat_mesh(), method="ring"), torch.randint(40, (2, 15))
+    cp = ContextParallel(flat_mesh(), method="ring")
+    tokens = torch.randint(40, (2, 15))
     sizes = {"num_hidden_layers": 4, "num_kv_shared_layers": shared, "laurel_rank": 4, "head_dim": 8, "sliding_window": 6,
              "layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
              "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40, "pad_token_id": 0}  # fmt: skip
@@ -149,9 +164,13 @@ def shared_keys(shared: int) -> float:
     with float64_throughout():
         torch.manual_seed(1)
         tokens = torch.randint(40, (2, 15))
-        expected = plain.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, **asked)
+        expected = plain.generate(
+            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, **asked
+        )
         found = generation.generate(sharded, cp, tokens, do_sample=False, **asked)
-    return float(max((a - b).abs().max() for a, b in zip(found.logits, expected.logits, strict=True)))
+    return float(
+        max((a - b).abs().max() for a, b in zip(found.logits, expected.logits, strict=True))
+    )
 
 
 def test_layers_that_share_keys_keep_each_token_once() -> None:
@@ -168,14 +187,22 @@ def messages() -> dict[str, str]:
     from longhaul_attention import generation
 
     register_transformers()
-    cp, llama = ContextParallel(flat_mesh(), method="ring"), model("Llama", "longhaul")
-    tokens, hurried = torch.ones(1, 9).long(), model("Llama", "longhaul")
+    cp = ContextParallel(flat_mesh(), method="ring")
+    llama = model("Llama", "longhaul")
+    tokens = torch.ones(1, 9).long()
+    hurried = model("Llama", "longhaul")
     hurried.generation_config.max_time = 1.0
     return {
         "beams": message_of(generation.generate, llama, cp, tokens, num_beams=2),
-        "beams without a prompt": message_of(generation.generate, llama, cp, tokens[:, :1], num_beams=2),
+        "beams without a prompt": message_of(
+            generation.generate, llama, cp, tokens[:, :1], num_beams=2
+        ),
         "padded prompts": message_of(
-            generation.generate, llama, cp, tokens, attention_mask=torch.tensor([[0] * 2 + [1] * 7])
+            generation.generate,
+            llama,
+            cp,
+            tokens,
+            attention_mask=torch.tensor([[0] * 2 + [1] * 7]),
         ),
         "keys made of what is kept": message_of(
             generation.generate, model("DeepseekV3", "longhaul").float(), cp, tokens
@@ -184,9 +211,14 @@ def messages() -> dict[str, str]:
         "no cache": message_of(generation.generate, llama, cp, tokens, use_cache=False),
         "a clock of the model": message_of(generation.generate, hurried, cp, tokens),
         "a clock": message_of(generation.generate, llama, cp, tokens, max_time=1.0),
-        "one key for two values": message_of(generation.generate, tiny("DiffLlama", num_hidden_layers=2), cp, tokens),
+        "one key for two values": message_of(
+            generation.generate, tiny("DiffLlama", num_hidden_layers=2), cp, tokens
+        ),
         "no attention": message_of(
-            generation.generate, tiny("Mamba", state_size=4, num_hidden_layers=2, expand=1), cp, tokens
+            generation.generate,
+            tiny("Mamba", state_size=4, num_hidden_layers=2, expand=1),
+            cp,
+            tokens,
         ),
     }
 
@@ -194,12 +226,21 @@ def messages() -> dict[str, str]:
 def test_what_needs_a_cache_of_another_kind_is_refused() -> None:
     for told in run_ranks(messages, 2):
         assert "the sharded cache holds 1 sequences and 2 are generated: beams" in told["beams"]
-        assert "a sharded cache cannot be cropped, repeated or reordered" in told["beams without a prompt"]
+        assert (
+            "a sharded cache cannot be cropped, repeated or reordered"
+            in told["beams without a prompt"]
+        )
         assert "attention_mask hides tokens" in told["padded prompts"]
-        assert "with models that attend to the keys and values that they keep" in told["keys made of what is kept"]
+        assert (
+            "with models that attend to the keys and values that they keep"
+            in told["keys made of what is kept"]
+        )
         assert "no documents reached attention" in told["transformers alone"]
         assert "use_cache = False leaves nothing to share" in told["no cache"]
         assert "max_time is read from each rank's clock" in told["a clock"]
         assert "max_time is read from each rank's clock" in told["a clock of the model"]
-        assert "it attends to other keys or values than those that it keeps" in told["one key for two values"]
+        assert (
+            "it attends to other keys or values than those that it keeps"
+            in told["one key for two values"]
+        )
         assert "nothing was refused" not in told["no attention"]

@@ -1,4 +1,6 @@
-"""The examples of other trainers prove, with the installed wheel, that loss and gradients are those of one process."""
+"""The examples of other trainers prove, with the installed wheel, that loss and gradients are
+those of one process.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ pytestmark = pytest.mark.ranks
 def proof(name: str, folder: Path, python: Path | str, installed: Path) -> str:
     """The line of an example that says how exact it was, on four ranks."""
     starts_ranks = name == "lightning_module"
-    launcher = [] if starts_ranks else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    launcher = (
+        []
+        if starts_ranks
+        else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    )
     shutil.copytree(EXAMPLES, folder, dirs_exist_ok=True)
     done = subprocess.run(
         [str(python), *launcher, f"{name}.py"],
@@ -49,7 +55,9 @@ def proof(name: str, folder: Path, python: Path | str, installed: Path) -> str:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     (line,) = (
-        line for line in done.stdout.splitlines() if re.search("largest error of (loss|output) and gradients", line)
+        line
+        for line in done.stdout.splitlines()
+        if re.search("largest error of (loss|output) and gradients", line)
     )
     return line
 
@@ -59,7 +67,9 @@ def proof(name: str, folder: Path, python: Path | str, installed: Path) -> str:
 def test_an_integration_equals_one_process(name: str, tmp_path: Path, installed: Path) -> None:
     missing = [package for package in ("transformers", *NEEDS[name]) if find_spec(package) is None]
     if missing:
-        pytest.skip(f"{', '.join(missing)} not installed: pip install 'longhaul-attention[integrations]'")
+        pytest.skip(
+            f"{', '.join(missing)} not installed: pip install 'longhaul-attention[integrations]'"
+        )
     assert "of one process" in proof(name, tmp_path, sys.executable, installed)
 
 
@@ -69,8 +79,13 @@ def test_torchtitan_equals_one_process(tmp_path: Path, installed: Path) -> None:
     environment = ROOT / ".venv-torchtitan"
     python = environment / "bin/python"
     if not (environment / "complete").exists():
-        for command in ([sys.executable, "-m", "venv", environment], [python, "-m", "pip", "install", *TORCHTITAN]):
-            done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=900)
+        for command in (
+            [sys.executable, "-m", "venv", environment],
+            [python, "-m", "pip", "install", *TORCHTITAN],
+        ):
+            done = subprocess.run(
+                [*map(str, command)], capture_output=True, text=True, timeout=900
+            )
             if done.returncode:
                 pytest.skip(f"torchtitan cannot be installed: {done.stderr[-300:]}")
         (environment / "complete").touch()
@@ -81,7 +96,11 @@ def test_integrations_are_short_and_all_of_them_run() -> None:
     helpers = {"tiny", "torchtitan_on_cpu"}
     lengths = {path.stem: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
     assert {*lengths} - helpers == {*NEEDS, "torchtitan_trainer"}
-    assert {name: length for name, length in lengths.items() if name not in helpers and length >= MAX_LINES} == {}
+    assert {
+        name: length
+        for name, length in lengths.items()
+        if name not in helpers and length >= MAX_LINES
+    } == {}
 
 
 def test_the_readme_says_which_runs_were_equal() -> None:
@@ -94,6 +113,14 @@ def test_the_readme_says_which_runs_were_equal() -> None:
 def test_drawn_runs_of_trainers_equal_one_process(seed: int) -> None:
     for package in ("accelerate", "datasets", "peft", "trl"):
         pytest.importorskip(package, reason="needs pip install 'longhaul-attention[integrations]'")
-    command = [sys.executable, "-m", "tests.longhaul_attention.trainer_cases", "--cases", "100", "--seed", str(seed)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.longhaul_attention.trainer_cases",
+        "--cases",
+        "100",
+        "--seed",
+        str(seed),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1:] == ["100 cases, 0 differ"], done.stdout + done.stderr

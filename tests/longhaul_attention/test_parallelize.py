@@ -1,7 +1,9 @@
-"""A parallelized model gives losses, outputs and gradients of one process for whatever is computed from its outputs.
+"""A parallelized model gives losses, outputs and gradients of one process for whatever is computed
+from its outputs.
 
-The grid is drawn: model x head x loss x rows x packing x precision x recomputation x method, on two and three ranks. One
-process runs the same model with transformers' own attention; nothing of ours is in it.
+The grid is drawn: model x head x loss x rows x packing x precision x recomputation x method, on
+two and three ranks. One process runs the same model with transformers' own attention; nothing of
+ours is in it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from tests.longhaul_attention.in_float64 import float64_throughout
 from tests.ranks import run_ranks
 
 Case = dict[str, Any]
-VOCABULARY, WIDTH = 64, 23
+VOCABULARY = 64
+WIDTH = 23
 LEVELS: dict[str, tuple[Any, ...]] = {
     "model": ("Llama", "Mistral", "Qwen3", "Gemma3", "GptOss"),
     "loss": ("labels", "logits", "pairs", "smoothed", "classes", "token classes", "hidden states"),
@@ -70,14 +73,22 @@ def build(case: Case, attention: str) -> Any:
     name = case["model"]
     config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
     torch.manual_seed(0)
-    model = getattr(transformers, name + HEADS.get(case["loss"], "ForCausalLM"))(config(**sizes | more.get(name, {})))
+    model = getattr(transformers, name + HEADS.get(case["loss"], "ForCausalLM"))(
+        config(**sizes | more.get(name, {}))
+    )
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.ndim > 1 else 1.0)
+        parameter.data = torch.randn(parameter.shape, generator=generator) * (
+            0.3 if parameter.ndim > 1 else 1.0
+        )
     if case["recomputed"] != "no":
         model.gradient_checkpointing_enable({"use_reentrant": case["recomputed"] == "reentrant"})
     model.train()
-    return model.to({"float64": torch.float64, "bfloat16": torch.bfloat16}.get(case["precision"], torch.float32))
+    return model.to(
+        {"float64": torch.float64, "bfloat16": torch.bfloat16}.get(
+            case["precision"], torch.float32
+        )
+    )
 
 
 def batch(case: Case) -> dict[str, Tensor]:
@@ -88,7 +99,10 @@ def batch(case: Case) -> dict[str, Tensor]:
     lengths = torch.randint(4, WIDTH, (rows,), generator=generator)
     places = torch.arange(WIDTH).expand(rows, -1)
     if case["packed"]:
-        return {"input_ids": tokens, "position_ids": places.where(places < lengths[:, None], places - lengths[:, None])}
+        return {
+            "input_ids": tokens,
+            "position_ids": places.where(places < lengths[:, None], places - lengths[:, None]),
+        }
     mask = (places < lengths[:, None]).long()
     return {"input_ids": tokens.where(mask.bool(), 2), "attention_mask": mask}
 
@@ -122,14 +136,20 @@ def loss_of(model: Any, case: Case) -> Any:
 
 
 def run(model: Any, case: Case) -> tuple[float, dict[str, Tensor]]:
-    dtype = {"bfloat16 autocast": torch.bfloat16, "float16 autocast": torch.float16}.get(case["precision"])
+    dtype = {"bfloat16 autocast": torch.bfloat16, "float16 autocast": torch.float16}.get(
+        case["precision"]
+    )
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
         loss = loss_of(model, case)
     loss.backward()
-    return float(loss), {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss), {
+        name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
-def errors(found: tuple[float, dict[str, Tensor]], exact: tuple[float, dict[str, Tensor]]) -> float:
+def errors(
+    found: tuple[float, dict[str, Tensor]], exact: tuple[float, dict[str, Tensor]]
+) -> float:
     """The largest of the loss and of every gradient, each over its tensor's largest."""
     if found[1].keys() != exact[1].keys():
         return float("inf")
@@ -142,7 +162,9 @@ def errors(found: tuple[float, dict[str, Tensor]], exact: tuple[float, dict[str,
 
 
 def is_wrong(case: Case, cp: Any) -> str:
-    """In float64 no digit may differ; in 16 bits the error may be three times that of one process."""
+    """In float64 no digit may differ; in 16 bits the error may be three times that of one
+    process.
+    """
     from longhaul_attention import parallelize, register_transformers
 
     is_exact = case["precision"] == "float64"
@@ -163,7 +185,9 @@ def differences(cases: list[Case]) -> list[tuple[Case, str]]:
 
     warnings.simplefilter("ignore")  # Of transformers.
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    found = ((case, is_wrong(case, ContextParallel(mesh, method=case["method"]))) for case in cases)
+    found = (
+        (case, is_wrong(case, ContextParallel(mesh, method=case["method"]))) for case in cases
+    )
     return [(case, wrong) for case, wrong in found if wrong]
 
 
@@ -178,7 +202,9 @@ def sharded_errors(method: str) -> dict[str, float]:
         "float64": MixedPrecisionPolicy(),
         "float32": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     }.items():
-        case: Case = {name: levels[0] for name, levels in LEVELS.items()} | {"precision": precision}
+        case: Case = {name: levels[0] for name, levels in LEVELS.items()} | {
+            "precision": precision
+        }
         with float64_throughout():
             exact = run(build(case, "eager").double(), case | {"precision": "float64"})
         with float64_throughout() if precision == "float64" else nullcontext():
@@ -186,7 +212,9 @@ def sharded_errors(method: str) -> dict[str, float]:
             for layer in model.model.layers:
                 fully_shard(layer, mp_policy=policy)
             loss, grads = run(fully_shard(model, mp_policy=policy), case)
-        found[precision] = errors((loss, {name: grad.full_tensor() for name, grad in grads.items()}), exact)  # type: ignore[attr-defined]
+        found[precision] = errors(
+            (loss, {name: grad.full_tensor() for name, grad in grads.items()}), exact
+        )  # type: ignore[attr-defined]
     return found
 
 

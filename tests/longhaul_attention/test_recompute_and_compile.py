@@ -28,9 +28,11 @@ def gradients(trained: Any, shard: dict[str, Any], forward: Any = None) -> list[
 
 def checkpointed(name: str, method: str) -> float:
     """The largest difference from a run without checkpoints, with and without re-entry."""
-    warnings.simplefilter("ignore")  # transformers 5 has another name for checkpoints.
+    # transformers 5 has another name for checkpoints.
+    warnings.simplefilter("ignore")
     register_transformers()
-    cp, trained = ContextParallel(flat_mesh(), method=method), model(name, "longhaul").train()
+    cp = ContextParallel(flat_mesh(), method=method)
+    trained = model(name, "longhaul").train()
     shard = cp.shard_batch(batch(packed=True))
     expected = gradients(trained, shard)
     found = []
@@ -39,7 +41,9 @@ def checkpointed(name: str, method: str) -> float:
         if reentrant:
             trained.enable_input_require_grads()
         found.append(gradients(trained, shard))
-    return max((a - b).abs().max().item() for one in found for a, b in zip(one, expected, strict=True))
+    return max(
+        (a - b).abs().max().item() for one in found for a, b in zip(one, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("method", ["ring", pytest.param("ulysses", marks=pytest.mark.slow)])
@@ -48,30 +52,43 @@ def test_checkpoints_change_no_gradient(method: str) -> None:
 
 
 def compiled(name: str, method: str) -> tuple[float, int]:
-    """The largest difference from a run that is not compiled, and the graphs that other documents need."""
+    """The largest difference from a run that is not compiled, and the graphs that other documents
+    need.
+    """
     from torch._dynamo.testing import CompileCounterWithBackend
 
     warnings.simplefilter("ignore")
     register_transformers()
-    cp, trained = ContextParallel(flat_mesh(), method=method), model(name, "longhaul").float()
+    cp = ContextParallel(flat_mesh(), method=method)
+    trained = model(name, "longhaul").float()
     counter = CompileCounterWithBackend("inductor")
     forward = torch.compile(trained, backend=counter)
-    graphs, errors = list[int](), list[float]()
+    graphs = list[int]()
+    errors = list[float]()
     for shift in (0, 3, 6):
         given = batch(packed=True)
         given["position_ids"] = given["position_ids"].roll(shift, 1)
-        expected, found = (gradients(trained, cp.shard_batch(given), each) for each in (None, forward))
+        expected, found = (
+            gradients(trained, cp.shard_batch(given), each) for each in (None, forward)
+        )
         largest = max(grad.abs().max() for grad in expected)
-        errors += [((a - b).abs().max() / largest).item() for a, b in zip(found, expected, strict=True)]
+        errors += [
+            ((a - b).abs().max() / largest).item() for a, b in zip(found, expected, strict=True)
+        ]
         graphs.append(counter.frame_count)
     return max(errors), graphs[-1] - graphs[0]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))),
+    reason="torch.compile needs a C++ compiler",
+)
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_compiled_models_find_the_same_gradients_for_any_documents(method: str) -> None:
-    for error, further_graphs in run_ranks(compiled, 2, "Qwen3 windows", method, timeout=400, fresh=True):
+    for error, further_graphs in run_ranks(
+        compiled, 2, "Qwen3 windows", method, timeout=400, fresh=True
+    ):
         assert error < 1e-5
         assert further_graphs == 0
 
@@ -83,15 +100,20 @@ def compiled_in_checkpoints() -> float:
     cp = ContextParallel(flat_mesh(), method="ring")
     boundaries = torch.tensor([[0, 5, 6, 40, 48]], dtype=torch.int32)
     torch.manual_seed(distributed.get_rank())
-    q, k = torch.randn(1, 24, 4, 8, requires_grad=True), torch.randn(1, 24, 2, 8, requires_grad=True)
+    q = torch.randn(1, 24, 4, 8, requires_grad=True)
+    k = torch.randn(1, 24, 2, 8, requires_grad=True)
 
     def layers(window: int) -> Tensor:
         out = q
         for _ in range(2):
-            out = checkpoint(cp.attention, out, k, k, boundaries, window=window, use_reentrant=False)
+            out = checkpoint(
+                cp.attention, out, k, k, boundaries, window=window, use_reentrant=False
+            )
         return out.square().sum()
 
-    found = torch.autograd.grad(torch.compile(layers, backend="aot_eager", fullgraph=True)(9), (q, k))
+    found = torch.autograd.grad(
+        torch.compile(layers, backend="aot_eager", fullgraph=True)(9), (q, k)
+    )
     expected = torch.autograd.grad(layers(9), (q, k))
     return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
 

@@ -35,7 +35,9 @@ def tiny(kind: str = "Llama", **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = getattr(transformers, f"{kind}Config")(**SIZES | options)
-        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="longhaul")
+        return transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="longhaul"
+        )
 
 
 def with_attention(model: Any, implementation: str) -> Any:
@@ -122,14 +124,18 @@ REFUSED_MODELS = {
 def test_models_that_cannot_be_exact_are_refused() -> None:
     for found in run_ranks(messages_of_models, 2, timeout=120):
         assert found.keys() == REFUSED_MODELS.keys()
-        if "Got unexpected arguments" in found["ALiBi"]:  # transformers 4, whose Bloom takes no `documents`.
+        # transformers 4, whose Bloom takes no `documents`.
+        if "Got unexpected arguments" in found["ALiBi"]:
             found["ALiBi"] = REFUSED_MODELS["ALiBi"]
-        assert {case: told for case, told in found.items() if REFUSED_MODELS[case] not in told} == {}
+        assert {
+            case: told for case, told in found.items() if REFUSED_MODELS[case] not in told
+        } == {}
 
 
 def test_masks_are_taken_apart_and_unknown_parts_refused() -> None:
     masks = pytest.importorskip("transformers.masking_utils")
-    causal, window = masks.causal_mask_function, masks.sliding_window_causal_mask_function(7)
+    causal = masks.causal_mask_function
+    window = masks.sliding_window_causal_mask_function(7)
     packed = masks.packed_sequence_mask_function(torch.zeros(1, 4))
     assert causal_mask(mask_function=causal).window is None
     assert causal_mask(mask_function=masks.and_masks(window, packed)).window == 7
@@ -143,7 +149,9 @@ def test_masks_are_taken_apart_and_unknown_parts_refused() -> None:
         (masks.chunked_overlay(4, torch.zeros(1)), "chunked_overlay"),
         (prefix, "test_masks_are_taken_apart_and_unknown_parts_refused"),
     ):
-        assert f"mask function {name} is unknown" in message_of(causal_mask, mask_function=function)
+        assert f"mask function {name} is unknown" in message_of(
+            causal_mask, mask_function=function
+        )
 
 
 # ---- batches
@@ -152,7 +160,8 @@ def test_masks_are_taken_apart_and_unknown_parts_refused() -> None:
 def messages_of_batches() -> dict[str, str]:
     cp = ContextParallel(flat_mesh(), method="ring")
     given = batch(packed=True)
-    tokens, positions = given["input_ids"], given["position_ids"]
+    tokens = given["input_ids"]
+    positions = given["position_ids"]
     mask = torch.ones_like(tokens)
     holes = mask.clone()
     holes[0, 3:5] = holes[1, 40:] = 0
@@ -205,19 +214,24 @@ REFUSED_BATCHES = {
 def test_batches_that_are_not_understood_are_refused() -> None:
     for found in run_ranks(messages_of_batches, 2):
         assert found.keys() == REFUSED_BATCHES.keys()
-        assert {case: told for case, told in found.items() if REFUSED_BATCHES[case] not in told} == {}
+        assert {
+            case: told for case, told in found.items() if REFUSED_BATCHES[case] not in told
+        } == {}
 
 
 # ---- ranks
 
 
 def messages_of_ranks() -> dict[str, str]:
-    rank, mesh = distributed.get_rank(), flat_mesh()
+    rank = distributed.get_rank()
+    mesh = flat_mesh()
     cp = ContextParallel(mesh, method="ring")
     other = batch(packed=True)
     if rank:
         other["input_ids"] = other["input_ids"].flip(0)
-    q, k, whole = torch.ones(1, 4, 4, 8), torch.ones(1, 4, 2, 8), torch.tensor([[0, 8]], dtype=torch.int32)
+    q = torch.ones(1, 4, 4, 8)
+    k = torch.ones(1, 4, 2, 8)
+    whole = torch.tensor([[0, 8]], dtype=torch.int32)
 
     def compare() -> None:
         cp.attention(q, k, k, cp.shard_batch(other)["documents"])
@@ -267,4 +281,6 @@ REFUSED_RANKS = {
 def test_ranks_that_disagree_are_refused() -> None:
     for found in run_ranks(messages_of_ranks, 2):
         assert found.keys() == REFUSED_RANKS.keys()
-        assert {case: told for case, told in found.items() if REFUSED_RANKS[case] not in told} == {}
+        assert {
+            case: told for case, told in found.items() if REFUSED_RANKS[case] not in told
+        } == {}

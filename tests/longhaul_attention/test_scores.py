@@ -1,4 +1,6 @@
-"""Perplexity and needles of a transformers model by one command: those of one process on any number of ranks."""
+"""Perplexity and needles of a transformers model by one command: those of one process on any
+number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def write_model(folder: Path) -> Path:
     vocab = {chr(code): code - 31 for code in range(32, 127)} | {"<s>": 0, "\n": 96}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="~"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>"
+    ).save_pretrained(folder)
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
         vocab_size=97, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
@@ -48,28 +52,45 @@ def run_here(rank: int, ranks: int, port: int, folder: Path, arguments: tuple[st
     from longhaul_attention.__main__ import main
 
     become(rank, ranks, port, folder / "log")
-    warnings.simplefilter("ignore")  # transformers deprecates what it does itself.
+    # transformers deprecates what it does itself.
+    warnings.simplefilter("ignore")
     os.chdir(folder)
     return main(arguments)
 
 
 def results(folder: Path, ranks: int, *arguments: str) -> Any:
     """What the command writes, as torchrun would start it."""
-    port, arguments = free_port(), (*arguments, "--json", "results.json")
+    port = free_port()
+    arguments = (*arguments, "--json", "results.json")
     tasks = [partial(run_here, rank, ranks, port, folder, arguments) for rank in range(ranks)]
     with team(tasks, fresh=True) as workers:
         outcomes = workers.outcomes(120, failed=lambda outcome: not outcome.succeeded)
-    assert [outcome.value for outcome in outcomes.values()] == [0] * ranks, (outcomes, (folder / "log").read_text())
+    assert [outcome.value for outcome in outcomes.values()] == [0] * ranks, (
+        outcomes,
+        (folder / "log").read_text(),
+    )
     return json.loads((folder / "results.json").read_text())
 
 
 @pytest.mark.slow
 def test_perplexity_is_that_of_transformers(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
-    arguments = ("perplexity", ".", "text.txt", "--tokens", "301", "--sequences", "3", "--method", "ring")
+    arguments = (
+        "perplexity",
+        ".",
+        "text.txt",
+        "--tokens",
+        "301",
+        "--sequences",
+        "3",
+        "--method",
+        "ring",
+    )
     found = results(folder, 2, *arguments)
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    tokens = torch.tensor(transformers.AutoTokenizer.from_pretrained(folder).encode(TEXT, add_special_tokens=False))
+    tokens = torch.tensor(
+        transformers.AutoTokenizer.from_pretrained(folder).encode(TEXT, add_special_tokens=False)
+    )
     sequences = F.pad(tokens[:900].view(3, 300), (1, 0))
     with torch.no_grad():
         loss = float(plain(sequences, labels=sequences).loss)
@@ -81,7 +102,17 @@ def test_perplexity_is_that_of_transformers(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_needles_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
-    arguments = ("needle", ".", "text.txt", "--tokens", "200,333", "--depths", "3", "--trials", "2")
+    arguments = (
+        "needle",
+        ".",
+        "text.txt",
+        "--tokens",
+        "200,333",
+        "--depths",
+        "3",
+        "--trials",
+        "2",
+    )
     one, four = (results(folder, ranks, *arguments) for ranks in (1, 4))
     assert len(one) == 6
     for a, b in zip(one, four, strict=True):
@@ -89,7 +120,9 @@ def test_needles_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
 
 
 def likeliest(name: str) -> list[bool]:
-    """Whether a number is found if it is the likeliest, if its first token is not, and if its last is not."""
+    """Whether a number is found if it is the likeliest, if its first token is not, and if its last
+    is not.
+    """
     from longhaul_attention import ContextParallel, evaluation
 
     register_transformers()
@@ -100,11 +133,15 @@ def likeliest(name: str) -> list[bool]:
         scores = evaluation.token_scores(sharded, cp, tokens[None])
         plain = model(name, "eager")(tokens[None]).logits[0]
         torch.testing.assert_close(
-            scores.losses[0], F.cross_entropy(plain[:-1], tokens[1:], reduction="none"), rtol=1e-10, atol=1e-10
+            scores.losses[0],
+            F.cross_entropy(plain[:-1], tokens[1:], reduction="none"),
+            rtol=1e-10,
+            atol=1e-10,
         )
         found = []
         for wrong in (None, 19, 20):
-            for place in (19, 20):  # What the model finds likeliest, or not.
+            # What the model finds likeliest, or not.
+            for place in (19, 20):
                 likely = int(model(name, "eager")(tokens[None, :place]).logits[0, -1].argmax())
                 tokens[place] = (likely + (place == wrong)) % 40
             found.append(evaluation.finds(sharded, cp, evaluation.Needle(tokens, 2))[0])
@@ -113,9 +150,15 @@ def likeliest(name: str) -> list[bool]:
 
 @pytest.mark.parametrize(
     "name",
-    ["Granite", pytest.param("Gemma2", marks=pytest.mark.slow), pytest.param("Qwen3Moe", marks=pytest.mark.slow)],
+    [
+        "Granite",
+        pytest.param("Gemma2", marks=pytest.mark.slow),
+        pytest.param("Qwen3Moe", marks=pytest.mark.slow),
+    ],
 )
-def test_scores_are_those_of_the_whole_model_and_a_needle_is_found_if_every_token_is_likeliest(name: str) -> None:
+def test_scores_are_those_of_the_whole_model_and_a_needle_is_found_if_every_token_is_likeliest(
+    name: str,
+) -> None:
     assert run_ranks(likeliest, 2, name) == [[True, False, False]] * 2
 
 
@@ -126,7 +169,10 @@ def test_mistakes_end_in_one_line(
 
     monkeypatch.chdir(write_model(tmp_path))
     for arguments, told in (
-        (("perplexity", ".", "text.txt", "--tokens", "5000"), "--tokens 5000 needs at least 2, and as much text"),
+        (
+            ("perplexity", ".", "text.txt", "--tokens", "5000"),
+            "--tokens 5000 needs at least 2, and as much text",
+        ),
         (("needle", ".", "text.txt", "--tokens", "40"), "a needle of 40 tokens needs"),
         (("needle", ".", "missing.txt"), "No such file or directory: 'missing.txt'"),
     ):

@@ -43,13 +43,31 @@ NOT_DRAWN = {
     "a number of f_divergence_type": "f_alpha_divergence_coef",
     "what a resumed run reads, which `resume` compares with its default": "ignore_data_skip resume_from_checkpoint",
 }
-"""Exact arguments that no drawn run has with another value than its default, by what they change."""
+"""Exact arguments that no drawn run has with another value than its default, by what they
+change.
+"""
 
 
 def test_every_exact_argument_is_drawn_or_changes_no_batch_and_no_loss() -> None:
-    drawn = {name for by_kind in ARGUMENTS.values() for arguments in by_kind.values() for name in arguments}
-    more = ("nothing", "checkpointing", "compiled", "workers", "drop_last", "smoothing", "stream", "resume")
-    for case in ({name: levels[0] for name, levels in LEVELS.items()} | {"more": each} for each in more):
+    drawn = {
+        name
+        for by_kind in ARGUMENTS.values()
+        for arguments in by_kind.values()
+        for name in arguments
+    }
+    more = (
+        "nothing",
+        "checkpointing",
+        "compiled",
+        "workers",
+        "drop_last",
+        "smoothing",
+        "stream",
+        "resume",
+    )
+    for case in (
+        {name: levels[0] for name, levels in LEVELS.items()} | {"more": each} for each in more
+    ):
         drawn |= arguments_of(case, Path(), 1, None).keys()
     drawn |= {"packing", "padding_free"}
     not_drawn = {name for names in NOT_DRAWN.values() for name in names.split()}
@@ -98,10 +116,15 @@ def test_an_argument_that_is_not_exact_is_refused_with_its_name_and_reason(name:
 
 def test_an_argument_on_neither_list_is_refused_unless_it_has_its_default() -> None:
     assert [*argument_problems(Arguments())] == []
-    assert [*argument_problems(Arguments(new_option="on"))] == ['new_option = "on": not known to be exact']
+    assert [*argument_problems(Arguments(new_option="on"))] == [
+        'new_option = "on": not known to be exact'
+    ]
 
 
 def test_losses_that_sort_a_batch_take_one_group() -> None:
     assert [*argument_problems(Arguments(loss_type=["sigmoid", "aot"]))] == []
     (problem,) = argument_problems(Arguments(loss_type=["sigmoid", "aot"]), 2)
-    assert problem == "loss_type = aot: it sorts the rows of a whole batch, and 2 groups have parts of it"
+    assert (
+        problem
+        == "loss_type = aot: it sorts the rows of a whole batch, and 2 groups have parts of it"
+    )

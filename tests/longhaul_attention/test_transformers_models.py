@@ -1,4 +1,5 @@
-"""Unchanged models of transformers: their losses, logits and every gradient equal those of one process, by every method.
+"""Unchanged models of transformers: their losses, logits and every gradient equal those of one
+process, by every method.
 
 Compared with transformers' own attention, in float64.
 """
@@ -21,7 +22,8 @@ from tests.ranks import run_ranks
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.ranks
 
-# Beside the families that Longhaul imports: values narrower than keys, and norms and windows of another kind.
+# Beside the families that Longhaul imports: values narrower than keys, and norms and windows of
+# another kind.
 OTHERS: dict[str, dict[str, Any]] = {
     "DeepseekV3": {
         "kv_lora_rank": 6,
@@ -43,7 +45,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 CHANGES = {"Phi3": {"original_max_position_embeddings": 4}}
 """Each rank has a position that calls for longrope's factors of long sequences."""
-LENGTH = 45  # Divisible by nothing that a layout needs.
+# Divisible by nothing that a layout needs.
+LENGTH = 45
 DOCUMENTS = [17, 1, 20, 7]
 METHODS = ("allgather", "ring", "alltoall", "ulysses", "hybrid")
 
@@ -64,7 +67,8 @@ def batch(*, packed: bool) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(40, (2, LENGTH), generator=generator)
     labels = tokens.clone()
-    labels[0, 20:30] = -100  # Ranks have different numbers of targets.
+    # Ranks have different numbers of targets.
+    labels[0, 20:30] = -100
     found = {"input_ids": tokens, "labels": labels}
     if packed:
         positions = torch.cat([torch.arange(length) for length in DOCUMENTS])
@@ -73,13 +77,18 @@ def batch(*, packed: bool) -> dict[str, Tensor]:
 
 
 def with_masks(inputs: dict[str, Tensor], window: int) -> dict[str, Any]:
-    """For gpt-oss, whose documents transformers 5.24 ignores: its masks are made without positions."""
+    """For gpt-oss, whose documents transformers 5.24 ignores: its masks are made without
+    positions.
+    """
     positions = inputs["position_ids"]
-    documents, tokens = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1), torch.arange(LENGTH)
+    documents = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
+    tokens = torch.arange(LENGTH)
     distance = tokens[:, None] - tokens
     full = (documents[:, :, None] == documents[:, None]) & (distance >= 0)
     masks = {"full_attention": full, "sliding_attention": full & (distance < window)}
-    hidden = {kind: torch.where(mask, 0.0, -torch.inf)[:, None].double() for kind, mask in masks.items()}
+    hidden = {
+        kind: torch.where(mask, 0.0, -torch.inf)[:, None].double() for kind, mask in masks.items()
+    }
     return inputs | {"attention_mask": hidden}
 
 
@@ -94,7 +103,8 @@ def run(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, list[Tensor
 
 def contexts(methods: tuple[str, ...]) -> Iterator[tuple[str, ContextParallel]]:
     ranks = distributed.get_world_size()
-    flat, grid = init_device_mesh("cpu", (ranks,)), init_device_mesh("cpu", (ranks // 2, 2))
+    flat = init_device_mesh("cpu", (ranks,))
+    grid = init_device_mesh("cpu", (ranks // 2, 2))
     for method in methods:
         yield method, ContextParallel(grid if method == "hybrid" else flat, method=method)
 
@@ -105,7 +115,8 @@ def errors(name: str, methods: tuple[str, ...]) -> dict[str, float]:
     found = {}
     made_contexts = [*contexts(methods)]
     with float64_throughout():
-        eager, sharded = model(name, "eager"), model(name, "longhaul")
+        eager = model(name, "eager")
+        sharded = model(name, "longhaul")
         for packed in (False, True):
             inputs = batch(packed=packed)
             masked = with_masks(inputs, 7) if packed and name == "GptOss" else inputs
@@ -121,7 +132,10 @@ def errors(name: str, methods: tuple[str, ...]) -> dict[str, float]:
                 found[f"{method}, {'packed' if packed else 'one document'}"] = max(
                     abs(our_loss - loss).item(),
                     ((gathered - logits).abs().max() / logits.abs().max()).item(),
-                    *(((a - b).abs().max() / scale).item() for a, b in zip(our_grads, grads, strict=True)),
+                    *(
+                        ((a - b).abs().max() / scale).item()
+                        for a, b in zip(our_grads, grads, strict=True)
+                    ),
                 )
     return found
 

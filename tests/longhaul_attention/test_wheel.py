@@ -1,4 +1,6 @@
-"""The distribution: what it holds, what it needs, and that it stands beside other packages named as ours are."""
+"""The distribution: what it holds, what it needs, and that it stands beside other packages named
+as ours are.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def installed(wheel: Path) -> Path:
     """A folder with the installed distribution, for PYTHONPATH."""
-    pip(["install", str(wheel), "--no-deps", "--target", str(wheel.parent / "installed")], wheel.parent)
+    pip(
+        ["install", str(wheel), "--no-deps", "--target", str(wheel.parent / "installed")],
+        wheel.parent,
+    )
     return wheel.parent / "installed"
 
 
@@ -39,9 +44,17 @@ def pip(arguments: list[str], folder: Path) -> None:
 
 def python(code: str, folder: Path, *paths: Path) -> str:
     """What a program prints, without the checkout on its path unless `paths` name it."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -55,15 +68,22 @@ def test_the_wheel_is_small_and_holds_one_package_that_needs_torch(wheel: Path) 
         told = message_from_bytes(file.read(metadata))
         assert sum(each.file_size for each in file.infolist()) <= MAX_BYTES
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"longhaul_attention"}
-    assert {"longhaul_attention/py.typed", "longhaul_attention/parallelisms/context/ring.py"} <= set(names)
+    assert {
+        "longhaul_attention/py.typed",
+        "longhaul_attention/parallelisms/context/ring.py",
+    } <= set(names)
     assert not any("/trainer/" in name or "tests" in name for name in names)
-    assert [each for each in told.get_all("Requires-Dist", []) if "extra ==" not in each] == ["torch<2.14,>=2.11"]
+    assert [each for each in told.get_all("Requires-Dist", []) if "extra ==" not in each] == [
+        "torch<2.14,>=2.11"
+    ]
     assert told["Name"] == "longhaul-attention"
     assert "shard_batch" in told.get_payload(), "the README is the description"
 
 
 @pytest.mark.slow
-def test_it_stands_beside_a_project_with_packages_of_the_same_names(installed: Path, tmp_path: Path) -> None:
+def test_it_stands_beside_a_project_with_packages_of_the_same_names(
+    installed: Path, tmp_path: Path
+) -> None:
     for name in ("models", "parallelisms", "trainer"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"OWNER = 'the project, {name}'\n")
@@ -77,7 +97,8 @@ def test_it_stands_beside_a_project_with_packages_of_the_same_names(installed: P
     ).splitlines()
     assert found[0] == "the project, models | the project, parallelisms | the project, trainer"
     assert found[1].startswith(str(installed))
-    assert found[2] in ("[]", "['numpy']")  # torch imports numpy where it is installed.
+    # torch imports numpy where it is installed.
+    assert found[2] in ("[]", "['numpy']")
 
 
 @pytest.mark.slow
@@ -104,7 +125,14 @@ def test_every_file_names_what_stands_in_the_wheel(wheel: Path) -> None:
         names = set(file.namelist())
         texts = {name: file.read(name).decode() for name in names if name.endswith(".py")}
     for name, text in texts.items():
-        for word in ("from models", "from parallelisms", "`models/", "`parallelisms/", '"longhaul::', "trainer."):
+        for word in (
+            "from models",
+            "from parallelisms",
+            "`models/",
+            "`parallelisms/",
+            '"longhaul::',
+            "trainer.",
+        ):
             assert word not in text, (name, word)
         for path in (part.split("`")[0] for part in text.split("`longhaul_attention/")[1:]):
             assert f"longhaul_attention/{path}" in names, (name, path)

@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longhaul_attention import ContextParallel, gathers_logits, kernel_start, parallelize, register_transformers
+from longhaul_attention import (
+    ContextParallel,
+    gathers_logits,
+    kernel_start,
+    parallelize,
+    register_transformers,
+)
 from models import kernel_check, kernels
 from models.kernel_choice import CUDNN_AND_FLASH
 from models.score_pairs import Scores
@@ -77,7 +83,9 @@ GIVEN: dict[str, tuple[Callable[[ContextParallel], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_inputs_that_no_rank_could_share_are_refused(name: str, model: Any, cp: ContextParallel) -> None:
+def test_inputs_that_no_rank_could_share_are_refused(
+    name: str, model: Any, cp: ContextParallel
+) -> None:
     given, message = GIVEN[name]
     with pytest.raises(ValueError, match=re.escape(message)):
         model(**given(cp))
@@ -88,12 +96,16 @@ def test_dropout_of_any_layer_is_refused_in_training_and_not_in_evaluation(model
     model.eval()
     assert model(input_ids=TOKENS).logits.shape == (2, 6, 32)
     model.train()
-    with pytest.raises(ValueError, match=r"model.layers.0.mlp.adapter drops 10% \(and 0 more layers\)"):
+    with pytest.raises(
+        ValueError, match=r"model.layers.0.mlp.adapter drops 10% \(and 0 more layers\)"
+    ):
         model(input_ids=TOKENS)
 
 
 def test_other_attention_and_other_modules_are_refused(cp: ContextParallel) -> None:
-    with pytest.raises(ValueError, match='has attention "eager": load it with attn_implementation="longhaul"'):
+    with pytest.raises(
+        ValueError, match='has attention "eager": load it with attn_implementation="longhaul"'
+    ):
         parallelize(tiny("eager"), cp)
     with pytest.raises(ValueError, match="Linear holds no model of transformers"):
         parallelize(nn.Linear(2, 2), cp)
@@ -108,7 +120,9 @@ def test_logits_are_gathered_where_they_are_asked_for(model: Any) -> None:
 
 def attend(cp: ContextParallel, heads: int, window: int | None = None) -> Tensor:
     q = torch.ones(1, 4, heads, 8)
-    return cp.attention(q, q[:, :, :2], q[:, :, :2], torch.tensor([[0, 4]], dtype=torch.int32), window=window)
+    return cp.attention(
+        q, q[:, :, :2], q[:, :, :2], torch.tensor([[0, 4]], dtype=torch.int32), window=window
+    )
 
 
 def test_a_kernel_is_checked_once_for_each_layout_of_heads(
@@ -117,13 +131,17 @@ def test_a_kernel_is_checked_once_for_each_layout_of_heads(
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(kernel_start, "is_checked", lambda _: True)
     monkeypatch.setattr(kernel_start, "_verified", set())
-    monkeypatch.setattr(kernel_check, "verify_kernel", lambda *_, heads, windows: seen.append((heads, windows)))
+    monkeypatch.setattr(
+        kernel_check, "verify_kernel", lambda *_, heads, windows: seen.append((heads, windows))
+    )
     for heads, window in ((4, None), (4, None), (2, None), (4, 3), (4, 3)):
         attend(cp, heads, window)
     assert seen == [((4, 2, 8), ()), ((2, 2, 8), ()), ((4, 2, 8), (3,))]
 
 
-def test_a_wrong_kernel_is_refused_before_it_is_used(cp: ContextParallel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_is_refused_before_it_is_used(
+    cp: ContextParallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def verify(*_: Any, **__: Any) -> None:
         raise ValueError("dq is off by 0.3")
 
@@ -132,12 +150,15 @@ def test_a_wrong_kernel_is_refused_before_it_is_used(cp: ContextParallel, monkey
     monkeypatch.setattr(kernel_check, "verify_kernel", verify)
     for _ in range(2):
         with pytest.raises(
-            ValueError, match=r'kernel "cpu" is wrong on cpu: dq is off by 0\.3; kernel="plain" takes matrix'
+            ValueError,
+            match=r'kernel "cpu" is wrong on cpu: dq is off by 0\.3; kernel="plain" takes matrix',
         ):
             attend(cp, 4)
 
 
-def test_auto_leaves_out_a_wrong_kernel_and_takes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_leaves_out_a_wrong_kernel_and_takes_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On a device of the newest generations: cuDNN is wrong, and FlashAttention right."""
 
     def verify(name: str, *_: Any, windows: tuple[int, ...], **__: Any) -> None:
@@ -153,7 +174,9 @@ def test_auto_leaves_out_a_wrong_kernel_and_takes_the_next(monkeypatch: pytest.M
     monkeypatch.setattr(kernels, "device_generation", lambda _: "hopper")
     monkeypatch.setattr(kernel_check, "verify_kernel", verify)
     kernels._auto_choices.cache_clear()
-    with pytest.warns(UserWarning, match=r"attention kernel cudnn\+flash is left out on meta: dq is off by 0\.3"):
+    with pytest.warns(
+        UserWarning, match=r"attention kernel cudnn\+flash is left out on meta: dq is off by 0\.3"
+    ):
         kernel_start.verify_once("auto", queries, 2, ulysses=1, scores=Scores(window=3))
     assert seen == [(CUDNN_AND_FLASH, (3,)), ("flash", (3,))]
     kernel_start.verify_once("auto", queries, 2, ulysses=1, scores=Scores(window=3))
@@ -162,8 +185,12 @@ def test_auto_leaves_out_a_wrong_kernel_and_takes_the_next(monkeypatch: pytest.M
     kernels._auto_choices.cache_clear()
 
 
-def test_a_right_kernel_passes_the_check_on_this_device(cp: ContextParallel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_right_kernel_passes_the_check_on_this_device(
+    cp: ContextParallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernel_start, "is_checked", lambda _: True)
     monkeypatch.setattr(kernel_start, "_verified", set())
-    monkeypatch.setattr(kernel_check, "verify_kernel", partial(kernel_check.verify_kernel, lengths=(2, 3, 65)))
+    monkeypatch.setattr(
+        kernel_check, "verify_kernel", partial(kernel_check.verify_kernel, lengths=(2, 3, 65))
+    )
     assert attend(cp, 4).shape == (1, 4, 4, 8)

@@ -1,10 +1,12 @@
-"""Drawn runs of transformers' and TRL's trainers, on ranks that share sequences and in one process, compared.
+"""Drawn runs of transformers' and TRL's trainers, on ranks that share sequences and in one
+process, compared.
 
     python -m tests.longhaul_attention.trainer_cases [--cases 100] [--seed 0] [--case "kind=dpo, mesh=4x2"] [--record]
 
-A case is a trainer, a dataset, a batch, a precision, a mesh and one more argument. All cases of a mesh run in one launch,
-and all one-process runs in another. Prints every case that differs, with the command that repeats it. `--record` writes which cases were equal to
-`trainer_cases.json` (with `--case`, of these cases alone), from which the package's README says what was tested.
+A case is a trainer, a dataset, a batch, a precision, a mesh and one more argument. All cases of a
+mesh run in one launch, and all one-process runs in another. Prints every case that differs, with
+the command that repeats it. `--record` writes which cases were equal to `trainer_cases.json` (with
+`--case`, of these cases alone), from which the package's README says what was tested.
 """
 
 from __future__ import annotations
@@ -180,7 +182,12 @@ ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
             "shuffle_dataset": True,
             "dataset_num_proc": 1,
         },
-        "sft_packed": {"max_length": 32, "packing_strategy": "wrapped", "eval_packing": False, "pad_token": "3"},
+        "sft_packed": {
+            "max_length": 32,
+            "packing_strategy": "wrapped",
+            "eval_packing": False,
+            "pad_token": "3",
+        },
         "dpo": {
             "f_divergence_type": "forward_kl",
             "max_length": 12,
@@ -200,12 +207,20 @@ ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
             "ddp_timeout": 600,
         },
     },
-    "fsdp": {"any": {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2, "min_num_params": 1}}},
+    "fsdp": {
+        "any": {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2, "min_num_params": 1}}
+    },
 }
 OF_RANKS = ("ddp", "fsdp")
 """Arguments that one process does not have."""
 """Values that are not the defaults, by the kind of trainer that has them."""
-TOLERANCES = {"float64": 5e-7, "float32": 1e-3, "bf16 autocast": 0.15, "fp16 autocast": 0.05, "bfloat16": 0.4}
+TOLERANCES = {
+    "float64": 5e-7,
+    "float32": 1e-3,
+    "bf16 autocast": 0.15,
+    "fp16 autocast": 0.05,
+    "bfloat16": 0.4,
+}
 """Of logged values, which trainers add up in float32."""
 COMPARED = (
     "loss",
@@ -221,7 +236,8 @@ VOCABULARY = 64
 
 
 def drawn(count: int, seed: int) -> Iterator[Case]:
-    draw, seen = random.Random(seed), set[str]()
+    draw = random.Random(seed)
+    seen = set[str]()
     while len(seen) < count:
         case = {name: draw.choice(levels) for name, levels in LEVELS.items()}
         if is_legal(case) and (name := format_case(case)) not in seen:
@@ -236,13 +252,18 @@ def of_each_argument(seed: int) -> Iterator[Case]:
     for arguments in LEVELS["arguments"][1:]:
         for kind in LEVELS["kind"]:
             chosen = {"arguments": arguments, "kind": kind}
-            cases = ({name: draw.choice(levels) for name, levels in levels_of.items()} | chosen for _ in range(1000))
+            cases = (
+                {name: draw.choice(levels) for name, levels in levels_of.items()} | chosen
+                for _ in range(1000)
+            )
             yield from itertools.islice(filter(is_legal, cases), 1)
 
 
 def is_legal(case: Case) -> bool:
     """Whether one process can do it, and gives the same rows to several groups."""
-    more, kind, groups = case["more"], case["kind"], groups_of(case)
+    more = case["more"]
+    kind = case["kind"]
+    groups = groups_of(case)
     heads = case["method"] == "ulysses" and case["mesh"] != "2x2" and case["mesh"] != "4x2"
     short = groups > 1 and int(case["rows"]) % (groups * int(case["batch"])) != 0
     by_sequence = kind in ("classifier", "dpo", "reward", "kto")
@@ -255,8 +276,10 @@ def is_legal(case: Case) -> bool:
         or (more == "lora" and kind == "classifier")
         or (by_sequence and short and more != "drop_last")
         or (by_sequence and groups > 1 and more == "stream")
-        or (more == "resume" and case["precision"] == "float64")  # torch reads no file while its types are exchanged.
-        or (kind == "kto" and (int(case["batch"]) < 2 or groups > 1))  # It pairs the rows of a device's batch.
+        # torch reads no file while its types are exchanged.
+        or (more == "resume" and case["precision"] == "float64")
+        # It pairs the rows of a device's batch.
+        or (kind == "kto" and (int(case["batch"]) < 2 or groups > 1))
         or (more == "drop_last" and int(case["rows"]) < groups * int(case["batch"]))
         or (case["precision"] == "fp16 autocast" and case["model"] in ("gemma3",))
         or (kind in ("classifier", "reward") and case["model"] == "gemma3")
@@ -269,8 +292,11 @@ def is_legal(case: Case) -> bool:
 
 
 def fits_arguments(case: Case) -> bool:
-    """Whether the kind of trainer has these arguments, and none of them is what the rest of the case asks for."""
-    arguments, more = case["arguments"], case["more"]
+    """Whether the kind of trainer has these arguments, and none of them is what the rest of the
+    case asks for.
+    """
+    arguments = case["arguments"]
+    more = case["more"]
     takes_steps = arguments in ("evaluation", "best", "logs", "determinism")
     return arguments == "defaults" or (
         not ARGUMENTS[arguments].keys().isdisjoint((case["kind"], "any"))
@@ -292,7 +318,9 @@ def format_case(case: Case) -> str:
 
 
 def parse_case(text: str) -> Case:
-    return {name: levels[0] for name, levels in LEVELS.items()} | dict(each.split("=", 1) for each in text.split(", "))
+    return {name: levels[0] for name, levels in LEVELS.items()} | dict(
+        each.split("=", 1) for each in text.split(", ")
+    )
 
 
 # ---- models and rows
@@ -321,16 +349,22 @@ def build(case: Case, attention: str) -> Any:
             "experts_implementation": "eager",
         },
     }
-    stem = {"llama": "Llama", "mistral": "Mistral", "qwen3": "Qwen3", "gemma3": "Gemma3", "gpt_oss": "GptOss"}[
-        case["model"]
-    ]
+    stem = {
+        "llama": "Llama",
+        "mistral": "Mistral",
+        "qwen3": "Qwen3",
+        "gemma3": "Gemma3",
+        "gpt_oss": "GptOss",
+    }[case["model"]]
     is_scored = case["kind"] in ("classifier", "reward")
     head = "ForSequenceClassification" if is_scored else "ForCausalLM"
     config_name = "Gemma3TextConfig" if case["model"] == "gemma3" else f"{stem}Config"
     labels = {"num_labels": 3 if case["kind"] == "classifier" else 1} if is_scored else {}
     config = getattr(transformers, config_name)(**sizes | more[case["model"]] | labels)
     torch.manual_seed(0)
-    dtype = {"float64": torch.float64, "bfloat16": torch.bfloat16}.get(case["precision"], torch.float32)
+    dtype = {"float64": torch.float64, "bfloat16": torch.bfloat16}.get(
+        case["precision"], torch.float32
+    )
     model = getattr(transformers, f"{stem}{head}")(config).to(dtype)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2) if parameter.ndim > 1 else None
@@ -340,7 +374,10 @@ def build(case: Case, attention: str) -> Any:
 def texts(count: int, seed: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(4, 24, (count,), generator=generator)
-    return [torch.randint(3, VOCABULARY, (int(length),), generator=generator).tolist() for length in lengths]
+    return [
+        torch.randint(3, VOCABULARY, (int(length),), generator=generator).tolist()
+        for length in lengths
+    ]
 
 
 def rows_of(case: Case, count: int, seed: int) -> list[dict[str, Any]]:
@@ -370,8 +407,12 @@ def spelled(text: list[int]) -> str:
 
 def padded(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
     width = max(len(example["input_ids"]) for example in examples)
-    tokens = torch.tensor([example["input_ids"] + [2] * (width - len(example["input_ids"])) for example in examples])
-    mask = torch.tensor([[int(at < len(example["input_ids"])) for at in range(width)] for example in examples])
+    tokens = torch.tensor(
+        [example["input_ids"] + [2] * (width - len(example["input_ids"])) for example in examples]
+    )
+    mask = torch.tensor(
+        [[int(at < len(example["input_ids"])) for at in range(width)] for example in examples]
+    )
     labels = tokens.where(mask.bool(), -100)
     if "labels" in examples[0]:
         labels = torch.tensor([example["labels"] for example in examples])
@@ -404,12 +445,18 @@ def arguments_of(case: Case, folder: Path, groups: int, stop: int | None) -> dic
             "gradient_checkpointing": True,
             "gradient_checkpointing_kwargs": {"use_reentrant": more.startswith("reentrant")},
         }
-    given |= {"torch_compile": True, "torch_compile_backend": "aot_eager"} if more == "compiled" else {}
+    given |= (
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"} if more == "compiled" else {}
+    )
     given |= {"dataloader_num_workers": 1} if more == "workers" else {}
     given |= {"dataloader_drop_last": True} if more == "drop_last" else {}
     given |= {"label_smoothing_factor": 0.1} if more == "smoothing" else {}
     given |= {"max_steps": 3} if more == "stream" else {}
-    given |= {"save_strategy": "steps", "save_steps": 1, "max_steps": stop or 3} if more == "resume" else {}
+    given |= (
+        {"save_strategy": "steps", "save_steps": 1, "max_steps": stop or 3}
+        if more == "resume"
+        else {}
+    )
     return given
 
 
@@ -423,66 +470,99 @@ def trained(case: Case, folder: Path, cp: ContextParallel | None) -> list[float]
     transformers = import_module("transformers")
     groups = groups_of(case) if cp is None else 1
     if case["more"] != "resume":
-        return run_trainer(transformers, case, arguments_of(case, folder, groups, None), cp, resume=False)
+        return run_trainer(
+            transformers, case, arguments_of(case, folder, groups, None), cp, resume=False
+        )
     if cp is not None:
         run_trainer(transformers, case, arguments_of(case, folder, groups, 2), cp, resume=False)
-    return run_trainer(transformers, case, arguments_of(case, folder, groups, None), cp, resume=cp is not None)
+    return run_trainer(
+        transformers, case, arguments_of(case, folder, groups, None), cp, resume=cp is not None
+    )
 
 
 def run_trainer(
-    transformers: Any, case: Case, given: dict[str, Any], cp: ContextParallel | None, *, resume: bool
+    transformers: Any,
+    case: Case,
+    given: dict[str, Any],
+    cp: ContextParallel | None,
+    *,
+    resume: bool,
 ) -> list[float]:
     import_module("accelerate.state").AcceleratorState._reset_state()
-    kind, more = case["kind"], case["more"]
+    kind = case["kind"]
+    more = case["more"]
     attention = "eager" if cp is None else "longhaul"
     model = build(case, attention)
     if more == "lora":
         peft = import_module("peft")
         torch.manual_seed(1)
-        config = peft.LoraConfig(r=2, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        config = peft.LoraConfig(
+            r=2, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+        )
         model = peft.get_peft_model(model, config)
         if case["precision"] == "float64":
             model = model.double()
     together = groups_of(case) * int(case["batch"])
     # Losses of sequences need whole batches where there are several groups.
     num_held_out = 3 * together if groups_of(case) > 1 and kind in ("dpo", "reward") else 7
-    train, held_out = rows_of(case, int(case["rows"]), 0), rows_of(case, num_held_out, 100)
+    train = rows_of(case, int(case["rows"]), 0)
+    held_out = rows_of(case, num_held_out, 100)
     options: dict[str, Any] = {}
     if kind in ("trainer", "classifier"):
-        base, config_class = transformers.Trainer, transformers.TrainingArguments
+        base = transformers.Trainer
+        config_class = transformers.TrainingArguments
         options["data_collator"] = padded
         datasets: list[Any] = [Stream(train) if more == "stream" else train, held_out]
     else:
-        trl, name = import_module("trl"), {"dpo": "DPO", "reward": "Reward", "kto": "KTO"}.get(kind, "SFT")
-        base, config_class = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
+        trl = import_module("trl")
+        name = {"dpo": "DPO", "reward": "Reward", "kto": "KTO"}.get(kind, "SFT")
+        base = getattr(trl, f"{name}Trainer")
+        config_class = getattr(trl, f"{name}Config")
         options["processing_class"] = tokenizer(transformers)
         if kind in ("dpo", "kto") and more != "lora":
             options["ref_model"] = build(case, attention)
         given |= {"max_length": None if kind == "sft_flat" else 64}
         given |= {} if kind == "reward" else {"router_aux_loss_coef": 0.0}
-        given |= {"packing": True} if kind == "sft_packed" else {"padding_free": True} if kind == "sft_flat" else {}
-        datasets = [import_module("datasets").Dataset.from_list(rows) for rows in (train, held_out)]
+        given |= (
+            {"packing": True}
+            if kind == "sft_packed"
+            else {"padding_free": True}
+            if kind == "sft_flat"
+            else {}
+        )
+        datasets = [
+            import_module("datasets").Dataset.from_list(rows) for rows in (train, held_out)
+        ]
     given |= drawn_arguments(case) if cp is not None or case["arguments"] not in OF_RANKS else {}
     if cp is not None:
-        base, options["cp"] = type("Shared", (ContextParallelTrainer, base), {}), cp
+        base = type("Shared", (ContextParallelTrainer, base), {})
+        options["cp"] = cp
     if more == "predict":
         options["compute_metrics"] = lambda given: {"sum": of_labelled(given)}
     dtype = {"fp16 autocast": torch.float16}.get(case["precision"])
     context = float64_throughout() if case["precision"] == "float64" else nullcontext()
     with context:
         trainer = base(
-            model=model, args=config_class(**given), train_dataset=datasets[0], eval_dataset=datasets[1], **options
+            model=model,
+            args=config_class(**given),
+            train_dataset=datasets[0],
+            eval_dataset=datasets[1],
+            **options,
         )
         if dtype is not None:  # Accelerate has no float16 on CPUs.
             forward = trainer.compute_loss_context_manager
-            trainer.compute_loss_context_manager = lambda: torch.autocast("cpu", dtype=dtype) if forward else None
+            trainer.compute_loss_context_manager = lambda: (
+                torch.autocast("cpu", dtype=dtype) if forward else None
+            )
         trainer.train(resume_from_checkpoint=resume or None)
         found = [
             entry[key]
             for entry in trainer.state.log_history
             if not resume or entry["step"] > 2 or "train_loss" in entry
             for key in COMPARED
-            if key in entry and "train_runtime" not in entry and not (key == "num_tokens" and not counts_tokens(case))
+            if key in entry
+            and "train_runtime" not in entry
+            and not (key == "num_tokens" and not counts_tokens(case))
         ]
         evaluated = trainer.evaluate()
         found += [
@@ -501,10 +581,15 @@ def of_labelled(found: Any) -> float:
 
 
 def counts_tokens(case: Case) -> bool:
-    """TRL counts from 0 again after a resume, and a row that a group repeats counts, too; packing changes how many there are."""
+    """TRL counts from 0 again after a resume, and a row that a group repeats counts, too; packing
+    changes how many there are.
+    """
     if case["kind"] in ("sft_packed", "sft_flat") and groups_of(case) > 1:
         return False
-    return case["more"] != "resume" and int(case["rows"]) % (groups_of(case) * int(case["batch"])) == 0
+    return (
+        case["more"] != "resume"
+        and int(case["rows"]) % (groups_of(case) * int(case["batch"])) == 0
+    )
 
 
 def tokenizer(transformers: Any) -> Any:
@@ -512,7 +597,9 @@ def tokenizer(transformers: Any) -> Any:
 
     by_word = Tokenizer(models.WordLevel({str(number): number for number in range(VOCABULARY)}))
     by_word.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=by_word, eos_token="1", pad_token="2")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=by_word, eos_token="1", pad_token="2"
+    )
 
 
 def run_all(cases: list[Case], output: Path, *, whole: bool) -> None:
@@ -528,13 +615,20 @@ def run_all(cases: list[Case], output: Path, *, whole: bool) -> None:
         cp = None
         if not whole:
             ranks, size = map(int, case["mesh"].split("x"))
-            mesh = init_device_mesh("cpu", (ranks // size, size), mesh_dim_names=("dp", "cp"))["cp"]
+            mesh = init_device_mesh("cpu", (ranks // size, size), mesh_dim_names=("dp", "cp"))[
+                "cp"
+            ]
             cp = ContextParallel(mesh, method=case["method"])
         folder = output.parent / f"run-{number}"
         try:
             found.append({"values": trained(case, folder, cp)})
         except Exception as error:  # noqa: BLE001 - a case that raises is one that differs
-            found.append({"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-1500:]})
+            found.append(
+                {
+                    "error": f"{type(error).__name__}: {error}",
+                    "trace": traceback.format_exc()[-1500:],
+                }
+            )
             sys.stderr.write(f"{format_case(case)}: {error}\n")
         if whole or distributed.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -547,7 +641,11 @@ def run_all(cases: list[Case], output: Path, *, whole: bool) -> None:
 
 def launched(cases: list[Case], output: Path, *, ranks: int) -> list[dict[str, Any]]:
     """Outcomes, in a launch of its own."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        if ranks
+        else []
+    )
     (output.parent / f"cases-{ranks}.json").write_text(json.dumps(cases))
     module = [
         "-m",
@@ -562,7 +660,9 @@ def launched(cases: list[Case], output: Path, *, ranks: int) -> list[dict[str, A
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     found: list[dict[str, Any]] = json.loads(output.read_text()) if output.exists() else []
-    return found + [{"error": "the launch ended before it", "trace": done.stderr[-3000:]}] * (len(cases) - len(found))
+    return found + [{"error": "the launch ended before it", "trace": done.stderr[-3000:]}] * (
+        len(cases) - len(found)
+    )
 
 
 def differences(cases: list[Case], folder: Path) -> list[tuple[Case, str]]:
@@ -571,7 +671,9 @@ def differences(cases: list[Case], folder: Path) -> list[tuple[Case, str]]:
     found: list[dict[str, Any]] = [{}] * len(cases)
     for ranks in sorted({int(case["mesh"][0]) for case in cases}):
         places = [place for place, case in enumerate(cases) if int(case["mesh"][0]) == ranks]
-        own = launched([cases[place] for place in places], folder / f"ranks-{ranks}.json", ranks=ranks)
+        own = launched(
+            [cases[place] for place in places], folder / f"ranks-{ranks}.json", ranks=ranks
+        )
         for place, outcome in zip(places, own, strict=True):
             found[place] = outcome
     messages = [difference(case, a, b) for case, a, b in zip(cases, expected, found, strict=True)]
@@ -582,13 +684,19 @@ def difference(case: Case, expected: dict[str, Any], found: dict[str, Any]) -> s
     for side, outcome in (("one process", expected), ("ranks", found)):
         if "error" in outcome:
             return f"{side}: {outcome['error']}\n{outcome['trace']}"
-    a, b = expected["values"], found["values"]
+    a = expected["values"]
+    b = found["values"]
     if case["more"] == "resume":
         a = a[len(a) - len(b) :]
     if len(a) != len(b):
         return f"{len(b)} values instead of {len(a)}: {b} instead of {a}"
-    error = max((abs(x - y) / max(abs(x), 0.2) for x, y in zip(a, b, strict=True) if math.isfinite(x)), default=0)
-    return f"off by {error:.1e}: {b} instead of {a}" if error > TOLERANCES[case["precision"]] else ""
+    error = max(
+        (abs(x - y) / max(abs(x), 0.2) for x, y in zip(a, b, strict=True) if math.isfinite(x)),
+        default=0,
+    )
+    return (
+        f"off by {error:.1e}: {b} instead of {a}" if error > TOLERANCES[case["precision"]] else ""
+    )
 
 
 def table() -> list[str]:
@@ -596,7 +704,11 @@ def table() -> list[str]:
     record = json.loads(RECORD.read_text())
     cases = [*map(parse_case, record["equal"])]
     differing = ", ".join(sorted({parse_case(case)["precision"] for case in record["differ"]}))
-    others = f"; {len(record['differ'])} more differ, with {differing}, by more than is allowed" if differing else ""
+    others = (
+        f"; {len(record['differ'])} more differ, with {differing}, by more than is allowed"
+        if differing
+        else ""
+    )
     lines = [
         f"{len(cases)} drawn runs, each with the losses, norms, metrics and evaluation of one process{others}.",
         "",
@@ -605,12 +717,16 @@ def table() -> list[str]:
     ]
     for name, levels in LEVELS.items():
         counted = {level: sum(case[name] == level for case in cases) for level in levels}
-        lines.append(f"| {name} | {', '.join(f'{level} {count}' for level, count in counted.items())} |")
+        lines.append(
+            f"| {name} | {', '.join(f'{level} {count}' for level, count in counted.items())} |"
+        )
     return lines
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", action="append", default=[])
@@ -618,9 +734,15 @@ def main() -> int:
     parser.add_argument("--outcomes", nargs=2, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.outcomes:
-        run_all(json.loads(options.outcomes[1].read_text()), options.outcomes[0], whole="RANK" not in os.environ)
+        run_all(
+            json.loads(options.outcomes[1].read_text()),
+            options.outcomes[0],
+            whole="RANK" not in os.environ,
+        )
         return 0
-    cases = [parse_case(case) for case in options.case] or [*of_each_argument(options.seed)][: options.cases]
+    cases = [parse_case(case) for case in options.case] or [*of_each_argument(options.seed)][
+        : options.cases
+    ]
     cases += [] if options.case else [*drawn(options.cases - len(cases), options.seed)]
     with tempfile.TemporaryDirectory() as folder:
         wrong = differences(cases, Path(folder))
@@ -629,13 +751,17 @@ def main() -> int:
             f'{message}\n  python -m tests.longhaul_attention.trainer_cases --case "{format_case(case)}"\n'
         )
     if options.record:
-        run, failed = [*map(format_case, cases)], [format_case(case) for case, _ in wrong]
+        run = [*map(format_case, cases)]
+        failed = [format_case(case) for case, _ in wrong]
         equal = [name for name in run if name not in failed]
-        if options.case:  # Those run again replace themselves; the others stay.
+        # Those run again replace themselves; the others stay.
+        if options.case:
             before = json.loads(RECORD.read_text())
             equal += [name for name in before["equal"] if name not in run]
             failed += [name for name in before["differ"] if name not in run]
-        RECORD.write_text(json.dumps({"seed": options.seed, "equal": equal, "differ": failed}, indent=1) + "\n")
+        RECORD.write_text(
+            json.dumps({"seed": options.seed, "equal": equal, "differ": failed}, indent=1) + "\n"
+        )
     sys.stdout.write(f"{len(cases)} cases, {len(wrong)} differ\n")
     return bool(wrong)
 

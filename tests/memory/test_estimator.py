@@ -1,4 +1,6 @@
-"""The memory estimate against counted bytes of real steps of small models, on one and several ranks."""
+"""The memory estimate against counted bytes of real steps of small models, on one and several
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from trainer.memory.estimator import (
 from trainer.memory.rank import RankMemory
 from trainer.memory.report import memory_savings, out_of_memory_advice
 
-# Activations dominate, and every item is large enough to matter. The vocabulary is small because the CPU's bfloat16
-# matmuls allocate workspace for a large loss head.
+# Activations dominate, and every item is large enough to matter. The vocabulary is small because
+# the CPU's bfloat16 matmuls allocate workspace for a large loss head.
 MODEL = [
     "--data.corpus",
     "copy",
@@ -55,7 +57,8 @@ MODEL = [
     "false",
 ]
 HALF = "training.dtype=bfloat16"
-FULL, KEEP = "memory.recompute=full", "memory.recompute=keep_attention"
+FULL = "memory.recompute=full"
+KEEP = "memory.recompute=keep_attention"
 FOUR = "parallelism.pp=2 model.num_layers=4 training.global_batch_size=4"
 HEAVY = "training.seq_len=128 model.ffn_dim=512"  # weights
 LARGE = "training.seq_len=16 model.num_layers=1 model.ffn_dim=8192"  # peak in the optimizer step
@@ -130,12 +133,17 @@ MORE = {
 
 
 def configured(changes: str = "") -> Config:
-    return load([*MODEL, *(word for change in changes.split() for word in f"--{change}".split("=", 1))])
+    return load(
+        [*MODEL, *(word for change in changes.split() for word in f"--{change}".split("=", 1))]
+    )
 
 
 def test_async_checkpoint_staging_is_on_the_host() -> None:
     without = estimate_memory(configured(), 1).host_bytes
-    assert estimate_memory(configured("checkpoint.enabled=true checkpoint.async=false"), 1).host_bytes == without
+    assert (
+        estimate_memory(configured("checkpoint.enabled=true checkpoint.async=false"), 1).host_bytes
+        == without
+    )
     copied = estimate_memory(configured("checkpoint.enabled=true"), 1).host_bytes - without
     assert copied == 12 * configured().model.build().num_parameters
 
@@ -147,7 +155,9 @@ def counted(cases: tuple[str, ...]) -> list[Counted]:
 
 
 def compare(world_size: int, cases: tuple[str, ...]) -> None:
-    """Peaks agree within 3 %, mostly 1 %, and within 7 % in bfloat16, where the CPU's matmuls allocate workspace."""
+    """Peaks agree within 3 %, mostly 1 %, and within 7 % in bfloat16, where the CPU's matmuls
+    allocate workspace.
+    """
     by_rank = run_ranks(counted, world_size, cases, timeout=300)
     for case, *found in zip(cases, *by_rank, strict=True):
         stages = estimate_memory_per_pp_rank(configured(case), world_size, on_cpu=True)
@@ -158,8 +168,12 @@ def compare(world_size: int, cases: tuple[str, ...]) -> None:
             states = sum(item.device_bytes + item.host_bytes for item in items)
             # The optimizer also keeps a step count per parameter.
             assert 0 <= max(rank.states for rank in ranks) - states < 2048, case
-            peak, _, _ = memory_grid.predicted(RankMemory(configured(case), world_size, place, on_cpu=True))
-            assert peak == pytest.approx(max(rank.peak for rank in ranks), rel=0.07 if HALF in case else 0.03), case
+            peak, _, _ = memory_grid.predicted(
+                RankMemory(configured(case), world_size, place, on_cpu=True)
+            )
+            assert peak == pytest.approx(
+                max(rank.peak for rank in ranks), rel=0.07 if HALF in case else 0.03
+            ), case
 
 
 @pytest.mark.ranks
@@ -178,7 +192,8 @@ def test_estimates_match_counted_peaks_on_more_meshes(world_size: int) -> None:
 
 def test_optimizer_placement_moves_state_to_the_host() -> None:
     here, there = (
-        estimate_memory(configured(f"memory.optimizer_placement={place}"), 1) for place in ("device", "host")
+        estimate_memory(configured(f"memory.optimizer_placement={place}"), 1)
+        for place in ("device", "host")
     )
     assert sum(item.device_bytes for item in there.items[:3]) == 0
     assert there.host_bytes - here.host_bytes == 16 * configured().model.build().num_parameters
@@ -189,20 +204,35 @@ def test_optimizer_placement_moves_state_to_the_host() -> None:
 
 def test_bfloat16_moments_take_half_and_are_upcast_in_chunks() -> None:
     wide, narrow = (
-        estimate_memory(configured(f"{LARGE} memory.optimizer_dtype={kept}"), 1) for kept in ("float32", "bfloat16")
+        estimate_memory(configured(f"{LARGE} memory.optimizer_dtype={kept}"), 1)
+        for kept in ("float32", "bfloat16")
     )
-    assert narrow.item("optimizer state").device_bytes == wide.item("optimizer state").device_bytes / 2
+    assert (
+        narrow.item("optimizer state").device_bytes
+        == wide.item("optimizer state").device_bytes / 2
+    )
     assert narrow.phase == "in the optimizer step" != wide.phase
     assert narrow.item(TRANSIENT_ACTIVATIONS).device_bytes == 8 * 8192 * 128
-    huge = estimate_memory(configured(f"{NARROW} training.seq_len=2 model.num_layers=1 model.ffn_dim=200000"), 1)
+    huge = estimate_memory(
+        configured(f"{NARROW} training.seq_len=2 model.num_layers=1 model.ffn_dim=200000"), 1
+    )
     assert huge.item(TRANSIENT_ACTIVATIONS).device_bytes == 8 * OPTIMIZER_CHUNK_ELEMENTS
 
 
 def test_the_last_gradient_of_a_reduced_block_is_that_of_the_down_projection() -> None:
     """FSDP2 reduces in the order of the model; QK norms come before."""
-    moments = phase_estimates(RankMemory(configured("model.qk_norm=true training.global_batch_size=2"), 2, 0))
-    after = [each for each in moments if each.phase.startswith("after the reduce-scatter of block")]
-    last = {each.shape for moment in after for each in moment.tensors if each.name == "gradient of the last weight"}
+    moments = phase_estimates(
+        RankMemory(configured("model.qk_norm=true training.global_batch_size=2"), 2, 0)
+    )
+    after = [
+        each for each in moments if each.phase.startswith("after the reduce-scatter of block")
+    ]
+    last = {
+        each.shape
+        for moment in after
+        for each in moment.tensors
+        if each.name == "gradient of the last weight"
+    }
     assert last == {(128 * 384,)}
 
 
@@ -214,17 +244,27 @@ def test_the_first_pipeline_rank_has_the_highest_peak() -> None:
 
 
 def test_savings_are_differences_of_estimates() -> None:
-    config = configured("parallelism.tp=2 parallelism.sequence_parallel=false training.micro_batch_size=1")
+    config = configured(
+        "parallelism.tp=2 parallelism.sequence_parallel=false training.micro_batch_size=1"
+    )
     changes = memory_savings(config, 2)
     assert [*changes.values()] == sorted(changes.values(), reverse=True)
     assert "parallelism.sequence_parallel = true" in changes
     assert "parallelism.loss_parallel = true" not in changes
-    less = estimate_memory(configured(f"parallelism.tp=2 parallelism.sequence_parallel=false {FULL}"), 2)
-    assert changes['memory.recompute = "full"'] == estimate_memory(config, 2).device_bytes - less.device_bytes
-    assert "parallelism.cp = 2 on 4 processes" in changes
-    narrow = estimate_memory(configured(f"parallelism.tp=2 parallelism.sequence_parallel=false {NARROW}"), 2)
+    less = estimate_memory(
+        configured(f"parallelism.tp=2 parallelism.sequence_parallel=false {FULL}"), 2
+    )
     assert (
-        changes['memory.optimizer_dtype = "bfloat16"'] == estimate_memory(config, 2).device_bytes - narrow.device_bytes
+        changes['memory.recompute = "full"']
+        == estimate_memory(config, 2).device_bytes - less.device_bytes
+    )
+    assert "parallelism.cp = 2 on 4 processes" in changes
+    narrow = estimate_memory(
+        configured(f"parallelism.tp=2 parallelism.sequence_parallel=false {NARROW}"), 2
+    )
+    assert (
+        changes['memory.optimizer_dtype = "bfloat16"']
+        == estimate_memory(config, 2).device_bytes - narrow.device_bytes
     )
 
 
@@ -233,8 +273,15 @@ def test_savings_are_valid_configurations() -> None:
     changes = memory_savings(configured("model.num_heads=1 model.num_kv_heads=1"), 1)
     slow = memory_savings(configured("optimizer.betas=0.9,0.999"), 1)
     assert not any("optimizer_dtype" in change for change in slow)
-    assert not any("parallelism.tp" in change or "micro_batch_size" in change for change in changes)
-    assert [told.count(" would free ") for told in out_of_memory_advice(configured(), 1)] == [0, 1, 1, 1]
+    assert not any(
+        "parallelism.tp" in change or "micro_batch_size" in change for change in changes
+    )
+    assert [told.count(" would free ") for told in out_of_memory_advice(configured(), 1)] == [
+        0,
+        1,
+        1,
+        1,
+    ]
 
 
 def test_a_larger_mesh_dimension_is_taken_from_dp() -> None:
@@ -246,5 +293,7 @@ def test_each_recompute_policy_saves_fewer_activations() -> None:
     def kept(changes: str) -> MemoryEstimate:
         return estimate_memory(configured(changes), 1)
 
-    none, some, full = (kept(changes).item(SAVED_ACTIVATIONS).device_bytes for changes in ("", KEEP, FULL))
+    none, some, full = (
+        kept(changes).item(SAVED_ACTIVATIONS).device_bytes for changes in ("", KEEP, FULL)
+    )
     assert none > some > full

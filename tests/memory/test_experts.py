@@ -19,7 +19,10 @@ MESHES = {
     "ep x fsdp": (4, "parallelism.ep=2"),
     "tp": (2, "parallelism.tp=2"),
     "ep x tp": (4, "parallelism.ep=2 parallelism.tp=2"),
-    "256 ranks": (256, "parallelism.cp=4 parallelism.ep=8 parallelism.tp=2 training.micro_batch_size=2"),
+    "256 ranks": (
+        256,
+        "parallelism.cp=4 parallelism.ep=8 parallelism.tp=2 training.micro_batch_size=2",
+    ),
 }
 OPTIONS = {
     "autograd": "training.dtype=float32 memory.recompute=none",
@@ -40,18 +43,27 @@ CASES = [
 
 
 @pytest.mark.parametrize(("mesh", "options"), CASES)
-def test_peaks_are_those_of_a_dry_run(mesh: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_are_those_of_a_dry_run(
+    mesh: str, options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Within 3 %; 5 % where the weights of experts are most of the memory."""
     monkeypatch.setattr(experts, "ASSUMED_LOAD", 1.0)
     ranks, degrees = MESHES[mesh]
     given = f"{MIXTURE} training.global_batch_size={ranks} {degrees} {OPTIONS[options]}"
     config = load([f"--{each}" for each in given.split()])
     estimated = estimate_memory(config, ranks, on_cpu=True).device_bytes
-    assert estimated == pytest.approx(dry_run(config, ranks).peak_bytes, rel=0.05 if options == "wide" else 0.03)
+    assert estimated == pytest.approx(
+        dry_run(config, ranks).peak_bytes, rel=0.05 if options == "wide" else 0.03
+    )
 
 
 def test_the_busiest_rank_is_assumed_to_have_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load([f"--{each}" for each in f"{MIXTURE} parallelism.ep=2 training.global_batch_size=2".split()])
+    config = load(
+        [
+            f"--{each}"
+            for each in f"{MIXTURE} parallelism.ep=2 training.global_batch_size=2".split()
+        ]
+    )
     by_load = []
     for load_of_busiest in (1.0, 1.1):
         monkeypatch.setattr(experts, "ASSUMED_LOAD", load_of_busiest)

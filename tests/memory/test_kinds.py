@@ -1,4 +1,6 @@
-"""The memory estimate of models whose layers are of several kinds, which it knows by their declarations only."""
+"""The memory estimate of models whose layers are of several kinds, which it knows by their
+declarations only.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from trainer.memory.rank import RankMemory
 
 PATTERNS = {
     "squared": (LayerKind(feed_forward="squared"), LayerKind(qkv_bias=True)),
-    "shift": (LayerKind(), LayerKind(mixer="shift", feed_forward="squared"), LayerKind(qk_norm=True)),
+    "shift": (
+        LayerKind(),
+        LayerKind(mixer="shift", feed_forward="squared"),
+        LayerKind(qk_norm=True),
+    ),
 }
 RECOMPUTE = ("none", "full")
 
@@ -49,7 +55,14 @@ def counted(name: str) -> list[tuple[Counted, float, int, int]]:
             config = configured(recompute)
             estimate = estimate_memory(config, distributed.get_world_size(), on_cpu=True)
             numel = RankMemory(config, 1, 0, on_cpu=True).local_numel
-            found.append((count(config, steps=2), estimate.device_bytes, numel, config.model.build().num_parameters))
+            found.append(
+                (
+                    count(config, steps=2),
+                    estimate.device_bytes,
+                    numel,
+                    config.model.build().num_parameters,
+                )
+            )
     return found
 
 

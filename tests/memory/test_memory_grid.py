@@ -1,4 +1,6 @@
-"""The memory estimate against dry runs of drawn configurations: a sample of `python -m benchmarks.memory_grid`."""
+"""The memory estimate against dry runs of drawn configurations: a sample of `python -m
+benchmarks.memory_grid`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ QUICK = (7,)
 
 
 def cases_in(name: str) -> list[str]:
-    return [line for line in Path(__file__).with_name(name).read_text().splitlines() if line[:1] != "#"]
+    return [
+        line for line in Path(__file__).with_name(name).read_text().splitlines() if line[:1] != "#"
+    ]
 
 
 FOUND = cases_in("memory_cases.txt")
@@ -29,7 +33,10 @@ QUICK_KINDS = (4,)
 
 def some_slow(count: int, quick: tuple[int, ...]) -> list[Any]:
     """Indices, all slow but those of quick dry runs."""
-    return [pytest.param(index, marks=[pytest.mark.slow] * (index not in quick)) for index in range(count)]
+    return [
+        pytest.param(index, marks=[pytest.mark.slow] * (index not in quick))
+        for index in range(count)
+    ]
 
 
 @pytest.mark.parametrize("index", some_slow(SAMPLE, QUICK))
@@ -54,5 +61,12 @@ def test_kinds_of_layers_are_counted(index: int) -> None:
 def test_a_printed_case_can_be_run_again() -> None:
     for case in islice(memory_grid.draw_cases(seed=1), 4):
         again = memory_grid.parse_case(str(case))
-        assert dict(again.changes) == {key: str(value) for key, value in case.changes} | memory_grid.BASE
-        assert (again.world_size, again.rank, again.pp_rank) == (case.world_size, case.rank, case.pp_rank)
+        assert (
+            dict(again.changes)
+            == {key: str(value) for key, value in case.changes} | memory_grid.BASE
+        )
+        assert (again.world_size, again.rank, again.pp_rank) == (
+            case.world_size,
+            case.rank,
+            case.pp_rank,
+        )

@@ -1,4 +1,6 @@
-"""Metric records: keys, values, which steps are logged, and how the console and TensorBoard show them."""
+"""Metric records: keys, values, which steps are logged, and how the console and TensorBoard show
+them.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,14 @@ from trainer.storage.run_dir import RunDir
 CONTRACT = """step, tokens, loss, grad_norm, lr, step_seconds, tokens_per_second, tokens_per_second_per_device,
 tflops_per_device, mfu, hfu, data_wait_pct, memory_peak_gib, memory_reserved_gib, rss_gib"""
 KEYS = [key.strip() for key in CONTRACT.replace("\n", " ").split(",")]
-DOCUMENTED_EXTRAS = ["goodput_pct", "attention_imbalance", "dp_imbalance", "loss_by_position", "loss_by_shard", "stage"]
+DOCUMENTED_EXTRAS = [
+    "goodput_pct",
+    "attention_imbalance",
+    "dp_imbalance",
+    "loss_by_position",
+    "loss_by_shard",
+    "stage",
+]
 DOCUMENTED_EXTRAS += ["sources"]
 RECORD: dict[str, Any] = {
     "step": 20,
@@ -63,14 +72,20 @@ RECORD: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of 7 steps: `every` logs each step and has a peak FLOP/s, `third` logs every third step."""
+    """Runs of 7 steps: `every` logs each step and has a peak FLOP/s, `third` logs every third
+    step.
+    """
     root = tmp_path_factory.mktemp("metrics")
     run = write_run(root)
     shared = ("--training.steps", "7", "--checkpoint.interval", "4", "--memory.recompute", "full")
     everything = ("--metrics.tensorboard", "true", "--metrics.peak_flops", "1e12")
     run_here(configured(run, root / "every", *shared, *everything))
     run_here(configured(run, root / "third", *shared, "--metrics.log_interval", "3"))
-    run_here(configured(run, root / "tiled", "--training.steps", "1", "--memory.mlp_tile_mib", "1", *everything))
+    run_here(
+        configured(
+            run, root / "tiled", "--training.steps", "1", "--memory.mlp_tile_mib", "1", *everything
+        )
+    )
     return root
 
 
@@ -142,7 +157,13 @@ def test_tokens_accumulate_over_the_run_without_padding(root: Path) -> None:
 
 
 def test_mfu_and_hfu_match_an_explicit_count(root: Path) -> None:
-    dim, heads, kv_heads, head_dim, ffn, vocabulary, layers = 64, 4, 2, 16, 96, 264, 2
+    dim = 64
+    heads = 4
+    kv_heads = 2
+    head_dim = 16
+    ffn = 96
+    vocabulary = 264
+    layers = 2
     block = dim * head_dim * (2 * heads + 2 * kv_heads) + 3 * dim * ffn
     weights = layers * block + vocabulary * dim
     for record, (tokens, pairs) in zip(
@@ -154,15 +175,22 @@ def test_mfu_and_hfu_match_an_explicit_count(root: Path) -> None:
         again = 2 * layers * matmuls * tokens + (4 + 2) * layers * heads * head_dim * pairs
         assert record["tokens_per_second"] == pytest.approx(tokens / record["step_seconds"])
         assert record["tokens_per_second_per_device"] == record["tokens_per_second"]
-        assert record["tflops_per_device"] == pytest.approx(model_flops / record["step_seconds"] / 1e12)
+        assert record["tflops_per_device"] == pytest.approx(
+            model_flops / record["step_seconds"] / 1e12
+        )
         assert record["mfu"] == pytest.approx(model_flops / record["step_seconds"] / 1e12)
-        assert record["hfu"] == pytest.approx((model_flops + again) / record["step_seconds"] / 1e12)
+        assert record["hfu"] == pytest.approx(
+            (model_flops + again) / record["step_seconds"] / 1e12
+        )
         assert 0 <= record["data_wait_pct"] <= 100
         assert 0.05 < record["rss_gib"] < 20
 
 
 def test_hfu_counts_kept_attention_once(root: Path) -> None:
-    (record,), (tokens, pairs) = lines(root / "tiled" / "metrics.jsonl"), count_tokens_and_pairs(root)[0]
+    (record,), (tokens, pairs) = (
+        lines(root / "tiled" / "metrics.jsonl"),
+        count_tokens_and_pairs(root)[0],
+    )
     block = 64 * 16 * (2 * 4 + 2 * 2) + 2 * 64 * 96  # All matmuls but the last.
     again = 2 * 2 * block * tokens + 2 * 2 * 4 * 16 * pairs  # And attention scores, in two layers.
     assert record["hfu"] - record["mfu"] == pytest.approx(again / record["step_seconds"] / 1e12)
@@ -183,7 +211,8 @@ def test_one_rank_is_balanced_and_has_no_shard_losses(root: Path) -> None:
 
 @pytest.mark.ranks
 def test_attention_imbalance_matches_the_sequences_of_each_rank(tmp_path: Path) -> None:
-    run, folder = write_run(tmp_path), tmp_path / "run"
+    run = write_run(tmp_path)
+    folder = tmp_path / "run"
     assert forked(run, folder, "--training.steps", "3", processes=2).statuses == [0, 0]
     dataset = dataset_of(configured(run, folder))
     measured = metrics(folder, "attention_imbalance", "dp_imbalance")
@@ -196,7 +225,8 @@ def test_attention_imbalance_matches_the_sequences_of_each_rank(tmp_path: Path) 
         dealt = [[dataset.read(part.indices) for part in loader.deal(first)] for loader in loaders]
         pairs = [[batch.num_computed_pairs for batch in of_rank] for of_rank in dealt]
         flops = [
-            [work(tokens=batch.tokens.numel(), pairs=batch.num_computed_pairs) for batch in each] for each in dealt
+            [work(tokens=batch.tokens.numel(), pairs=batch.num_computed_pairs) for batch in each]
+            for each in dealt
         ]
         busiest = sum(map(max, zip(*flops, strict=True)))
         totals = [*map(sum, pairs)]
@@ -222,7 +252,16 @@ def test_a_nan_loss_is_null_in_metrics(tmp_path: Path) -> None:
 
 
 def test_position_buckets_are_powers_of_four() -> None:
-    assert position_bucket_names() == ["0-256", "256-1K", "1K-4K", "4K-16K", "16K-64K", "64K-256K", "256K-1M", "1M-"]
+    assert position_bucket_names() == [
+        "0-256",
+        "256-1K",
+        "1K-4K",
+        "4K-16K",
+        "16K-64K",
+        "64K-256K",
+        "256K-1M",
+        "1M-",
+    ]
 
 
 # ---- several ranks
@@ -230,7 +269,9 @@ def test_position_buckets_are_powers_of_four() -> None:
 
 @dataclass(frozen=True)
 class RankStep:
-    """A rank's part of a step, by micro-batch: loss of each target, number of targets, computed pairs."""
+    """A rank's part of a step, by micro-batch: loss of each target, number of targets, computed
+    pairs.
+    """
 
     losses: list[float]
     targets: list[int]
@@ -244,10 +285,14 @@ def measure(parts: list[RankStep], degrees: dict[str, int]) -> StepMetrics:
     accumulator = MetricAccumulator(mesh, torch.device("cpu"))
     vector = accumulator.new_vector()
     for loss, targets, attended in zip(part.losses, part.targets, part.attended, strict=True):
-        batch = replace(packed([24], targets=targets), num_tokens=7, num_pairs=11, num_computed_pairs=attended)
+        batch = replace(
+            packed([24], targets=targets), num_tokens=7, num_pairs=11, num_computed_pairs=attended
+        )
         accumulator.add(vector, torch.where(batch.labels != IGNORE_INDEX, loss, 0.0), batch)
     accumulator.all_reduce(vector)
-    return StepResult(1, 0.1, 0, 0.0, Stopwatch(torch.device("cpu")), AsyncHostCopy(vector), accumulator.layout).read()
+    return StepResult(
+        1, 0.1, 0, 0.0, Stopwatch(torch.device("cpu")), AsyncHostCopy(vector), accumulator.layout
+    ).read()
 
 
 def measure_on_ranks(*parts: RankStep, **degrees: int) -> StepMetrics:
@@ -259,14 +304,19 @@ def measure_on_ranks(*parts: RankStep, **degrees: int) -> StepMetrics:
 
 @pytest.mark.ranks
 def test_each_shard_of_a_sequence_has_its_own_loss() -> None:
-    measured = measure_on_ranks(RankStep([1.0, 2.0], [4, 4], [100, 20]), RankStep([5.0, 5.0], [8, 16], [40, 40]), cp=2)
+    measured = measure_on_ranks(
+        RankStep([1.0, 2.0], [4, 4], [100, 20]), RankStep([5.0, 5.0], [8, 16], [40, 40]), cp=2
+    )
     assert measured.loss_by_shard == [1.5, 5.0]
     assert measured.loss == (4 * 1.0 + 4 * 2.0 + 24 * 5.0) / 32
 
 
 @pytest.mark.ranks
 def test_shard_losses_aggregate_over_dp_and_may_lack_targets() -> None:
-    parts = [RankStep([loss], [targets], [1]) for loss, targets in ((3.0, 2), (9.0, 0), (6.0, 4), (9.0, 0))]
+    parts = [
+        RankStep([loss], [targets], [1])
+        for loss, targets in ((3.0, 2), (9.0, 0), (6.0, 4), (9.0, 0))
+    ]
     measured = measure_on_ranks(*parts, dp_shard=2, cp=2)
     assert measured.loss_by_shard == [5.0, None]
     assert measured.loss == 5.0
@@ -278,7 +328,9 @@ def read_documents(lengths: list[list[int]], degrees: dict[str, int]) -> str:
     accumulator = MetricAccumulator(mesh, torch.device("cpu"))
     vector = accumulator.new_vector([packed(lengths[mesh.rank]), packed([24])])
     accumulator.all_reduce(vector)
-    result = StepResult(7, 0.1, 0, 0.0, Stopwatch(torch.device("cpu")), AsyncHostCopy(vector), accumulator.layout)
+    result = StepResult(
+        7, 0.1, 0, 0.0, Stopwatch(torch.device("cpu")), AsyncHostCopy(vector), accumulator.layout
+    )
     try:
         result.read()
     except RunFailedError as error:
@@ -296,7 +348,9 @@ def test_cp_ranks_that_read_other_documents_are_named_on_all_ranks() -> None:
         ([[3, 21], [3, 21], [4, 20], [20, 4]], {"pp": 2, "cp": 2}, "rank 1 of 2"),
     ]
     for lengths, degrees, named in cases:
-        message = named and f"step 7: context-parallel {named} read other documents than the rest: "
+        message = (
+            named and f"step 7: context-parallel {named} read other documents than the rest: "
+        )
         for found in run_ranks(read_documents, len(lengths), lengths, degrees):
             assert found.startswith(message)
             assert bool(found) == bool(named)
@@ -321,7 +375,9 @@ def test_a_sequence_sharded_over_ranks_counts_once() -> None:
 @pytest.mark.ranks
 def test_the_last_pipeline_stage_provides_the_metrics() -> None:
     empty = RankStep([], [], [])
-    measured = measure_on_ranks(empty, empty, RankStep([1.0], [1], [120]), RankStep([3.0], [3], [80]), pp=2, dp_shard=2)
+    measured = measure_on_ranks(
+        empty, empty, RankStep([1.0], [1], [120]), RankStep([3.0], [3], [80]), pp=2, dp_shard=2
+    )
     assert (measured.loss, measured.tokens) == (2.5, 14)
     assert measured.attention_imbalance == 1.2
 
@@ -330,24 +386,45 @@ def test_metric_slices_cover_the_vector_without_overlap() -> None:
     layout = MetricLayout(3)
     vector = list(map(float, range(sum(layout.widths.values()))))
     assert [value for values in layout.split(vector).values() for value in values] == vector
-    assert [len(layout.split(vector)[f"{name}_by_shard"]) for name in ("loss", "targets")] == [3, 3]
+    assert [len(layout.split(vector)[f"{name}_by_shard"]) for name in ("loss", "targets")] == [
+        3,
+        3,
+    ]
 
 
 def test_shard_losses_reach_every_logger(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = configured(write_run(tmp_path), tmp_path / "run", "--training.steps", "1", "--metrics.tensorboard", "true")
+    config = configured(
+        write_run(tmp_path),
+        tmp_path / "run",
+        "--training.steps",
+        "1",
+        "--metrics.tensorboard",
+        "true",
+    )
     layout = MetricLayout(3)
     vector = vector_of(
-        layout, loss=[8.0], targets=[4.0], finite=[1.0], loss_by_shard=[6.0, 0.0, 2.0], targets_by_shard=[2.0, 0.0, 2.0]
+        layout,
+        loss=[8.0],
+        targets=[4.0],
+        finite=[1.0],
+        loss_by_shard=[6.0, 0.0, 2.0],
+        targets_by_shard=[2.0, 0.0, 2.0],
     )
     stopwatch = Stopwatch(torch.device("cpu"))
     stopwatch.start()
     stopwatch.stop()
     with trainer_of(config) as trainer, caplog.at_level(logging.INFO, logger="trainer"):
-        log_only_step(config, trainer, StepResult(1, 0.1, 0, 0.0, stopwatch, AsyncHostCopy(vector), layout))
+        log_only_step(
+            config, trainer, StepResult(1, 0.1, 0, 0.0, stopwatch, AsyncHostCopy(vector), layout)
+        )
     assert metrics(tmp_path / "run", "loss", "loss_by_shard") == [(2.0, [3.0, None, 1.0])]
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
-    shown = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"] if tag.startswith("loss_by")}
+    shown = {
+        tag: events.Scalars(tag)[0].value
+        for tag in events.Tags()["scalars"]
+        if tag.startswith("loss_by")
+    }
     assert shown == {"loss_by_shard/0": 3.0, "loss_by_shard/2": 1.0}
     assert "loss 2.0000  loss by cp rank 3.00 - 1.00  grad norm" in caplog.text
     assert "loss 2.000 -> 2.000 (by cp rank 3.00 - 1.00). Results in" in caplog.text
@@ -370,11 +447,15 @@ def test_exact_metrics_do_not_depend_on_the_log_interval(root: Path) -> None:
 def test_rates_cover_all_steps_since_the_previous_record(root: Path) -> None:
     tokens = [tokens for tokens, _ in count_tokens_and_pairs(root)]
     spans = [tokens[0:1], tokens[1:3], tokens[3:6], tokens[6:7]]
-    for (rate, seconds), span in zip(metrics(root / "third", "tokens_per_second", "step_seconds"), spans, strict=True):
+    for (rate, seconds), span in zip(
+        metrics(root / "third", "tokens_per_second", "step_seconds"), spans, strict=True
+    ):
         assert rate * seconds * len(span) == pytest.approx(sum(span))
 
 
-def test_a_step_on_a_cpu_is_logged_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_on_a_cpu_is_logged_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     config = configured(write_run(tmp_path), tmp_path / "run", "--training.steps", "2")
     folder = RunDir(config.output_dir)
@@ -408,11 +489,17 @@ def test_the_start_up_log_has_at_most_12_lines_and_no_zero_sizes(tmp_path: Path)
     config = write_run(tmp_path)
     config.write_text(config.read_text() + '[memory]\nrecompute = "full"\n')
     for processes in (1, 2):
-        done = forked(config, tmp_path / f"run-{processes}", "--training.steps=1", processes=processes)
+        done = forked(
+            config, tmp_path / f"run-{processes}", "--training.steps=1", processes=processes
+        )
         assert done.statuses == [0] * processes, done.said
         start_up = done.said.partition(" step 1/1 ")[0].splitlines()
         assert 4 <= len(start_up) <= 12, done.said
-        assert not [line for line in start_up if re.search(r"\b0\.0+ [KMGT]iB|-0\.0+\b|\b(cp|tp|pp) 1\b", line)]
+        assert not [
+            line
+            for line in start_up
+            if re.search(r"\b0\.0+ [KMGT]iB|-0\.0+\b|\b(cp|tp|pp) 1\b", line)
+        ]
 
 
 def test_a_step_line_omits_unknown_metrics() -> None:
@@ -421,11 +508,16 @@ def test_a_step_line_omits_unknown_metrics() -> None:
         "data wait 0.3%  eta 1:02:05"
     )
     on_gpu = format_step(
-        RECORD | {"mfu": 0.4123, "memory_peak_gib": 71.26}, total_steps=100, eta_seconds=0, num_token_ranks=1
+        RECORD | {"mfu": 0.4123, "memory_peak_gib": 71.26},
+        total_steps=100,
+        eta_seconds=0,
+        num_token_ranks=1,
     )
     assert "mfu 41.2%  peak mem 71.3 GiB  rss" in on_gpu
     without = RECORD | {"loss": None, "grad_norm": None}
-    assert "loss -  grad norm -  lr" in format_step(without, total_steps=100, eta_seconds=0, num_token_ranks=1)
+    assert "loss -  grad norm -  lr" in format_step(
+        without, total_steps=100, eta_seconds=0, num_token_ranks=1
+    )
 
 
 def test_a_step_line_of_several_ranks_has_load_balance_and_shard_losses() -> None:
@@ -434,7 +526,9 @@ def test_a_step_line_of_several_ranks_has_load_balance_and_shard_losses() -> Non
 
     assert line().endswith("data wait 0.3%  attn imbalance 1.26  eta 0:00:00")
     assert line(dp_imbalance=1.04).endswith("attn imbalance 1.26  dp imbalance 1.04  eta 0:00:00")
-    assert "loss 3.2145  loss by cp rank 0.04 - 3.20  grad" in line(loss_by_shard=[0.0401, None, 3.2])
+    assert "loss 3.2145  loss by cp rank 0.04 - 3.20  grad" in line(
+        loss_by_shard=[0.0401, None, 3.2]
+    )
     assert "loss by cp rank 0.01 to 0.15  grad" in line(
         loss_by_shard=[None, *(number / 100 for number in range(1, 16))]
     )
@@ -451,7 +545,9 @@ def test_the_eta_is_smoothed_and_ignores_the_first_step(caplog: pytest.LogCaptur
     ]
 
 
-@pytest.mark.parametrize(("seconds", "written"), [(0, "0:00:00"), (59.6, "0:01:00"), (90_061, "25:01:01")])
+@pytest.mark.parametrize(
+    ("seconds", "written"), [(0, "0:00:00"), (59.6, "0:01:00"), (90_061, "25:01:01")]
+)
 def test_format_duration(seconds: float, written: str) -> None:
     assert format_duration(seconds) == written
 
@@ -471,7 +567,11 @@ def test_tensorboard_tags(events: EventAccumulator) -> None:
     saves = {"checkpoint/bytes", "checkpoint/seconds", "checkpoint/blocked_seconds"}
     assert set(events.Tags()["scalars"]) == known | {"position/0-256"} | saves
     assert {"train/loss", "train/grad_norm", "train/lr", "perf/mfu", "memory/rss_gib"} <= known
-    assert set(TAGS) == set(KEYS) - {"step"} | {"attention_imbalance", "dp_imbalance", "goodput_pct"}
+    assert set(TAGS) == set(KEYS) - {"step"} | {
+        "attention_imbalance",
+        "dp_imbalance",
+        "goodput_pct",
+    }
     assert (TAGS["attention_imbalance"], TAGS["goodput_pct"]) == (
         "perf/attention_imbalance",
         "perf/goodput_pct",
@@ -490,11 +590,32 @@ def test_tensorboard_agrees_with_metrics_jsonl(root: Path, events: EventAccumula
 def test_the_dashboard_only_has_known_tags(events: EventAccumulator) -> None:
     (content,) = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val
     layout = layout_pb2.Layout.FromString(content)
-    assert [category.title for category in layout.category] == ["training", "validation", "performance"]
-    shown = [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
-    groups = ("position", "loss_by_shard", "loss_by_source", "memory", "validation", "validation_context")
-    assert set(shown) - {f"{group}/.*" for group in groups} <= {*TAGS.values(), *EXPERT_TAGS.values()}
-    assert {"train/loss", "train/grad_norm", "perf/mfu", "position/.*", "loss_by_shard/.*"} <= set(shown)
+    assert [category.title for category in layout.category] == [
+        "training",
+        "validation",
+        "performance",
+    ]
+    shown = [
+        tag
+        for category in layout.category
+        for chart in category.chart
+        for tag in chart.multiline.tag
+    ]
+    groups = (
+        "position",
+        "loss_by_shard",
+        "loss_by_source",
+        "memory",
+        "validation",
+        "validation_context",
+    )
+    assert set(shown) - {f"{group}/.*" for group in groups} <= {
+        *TAGS.values(),
+        *EXPERT_TAGS.values(),
+    }
+    assert {"train/loss", "train/grad_norm", "perf/mfu", "position/.*", "loss_by_shard/.*"} <= set(
+        shown
+    )
 
 
 def test_tensorboard_has_the_configuration_as_text(root: Path, events: EventAccumulator) -> None:
@@ -508,8 +629,16 @@ def test_no_tensorboard_folder_unless_enabled(root: Path) -> None:
 
 
 def test_a_resumed_run_purges_tensorboard_steps_after_its_checkpoint(tmp_path: Path) -> None:
-    run, folder = write_run(tmp_path), tmp_path / "run"
-    options = ("--metrics.tensorboard", "true", "--schedule.kind", "constant", "--checkpoint.interval", "2")
+    run = write_run(tmp_path)
+    folder = tmp_path / "run"
+    options = (
+        "--metrics.tensorboard",
+        "true",
+        "--schedule.kind",
+        "constant",
+        "--checkpoint.interval",
+        "2",
+    )
     run_here(configured(run, folder, *options, "--training.steps", "4"))
     (folder / "checkpoints" / "step-4").rename(folder / "checkpoints" / ".tmp-step-4")
     run_here(configured(run, folder, *options, "--training.steps", "5"))

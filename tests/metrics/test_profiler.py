@@ -28,7 +28,14 @@ sys.exit(str([name for name in optional if name in sys.modules]) if set(optional
 
 @pytest.mark.slow
 def test_a_trace_covers_the_steps_of_its_window(tmp_path: Path) -> None:
-    options = ("--profiler.trace_step", "2", "--profiler.trace_steps", "2", "--training.steps", "4")
+    options = (
+        "--profiler.trace_step",
+        "2",
+        "--profiler.trace_steps",
+        "2",
+        "--training.steps",
+        "4",
+    )
     run_here(configured(write_run(tmp_path), tmp_path / "run", *options))
     logs = tmp_path / "run" / "logs"
     assert [path.name for path in logs.iterdir() if path.is_file()] == ["trace-step-2-rank-0.json"]
@@ -41,7 +48,10 @@ def test_a_trace_covers_the_steps_of_its_window(tmp_path: Path) -> None:
 
 def test_without_a_window_there_is_no_profiler(tmp_path: Path) -> None:
     config = configured(write_run(tmp_path), tmp_path / "run")
-    assert Profilers(config.profiler, tmp_path / "logs", rank=0, device=torch.device("cpu")).windows == []
+    assert (
+        Profilers(config.profiler, tmp_path / "logs", rank=0, device=torch.device("cpu")).windows
+        == []
+    )
 
 
 class FakeRecorder:
@@ -75,7 +85,9 @@ def test_a_window_before_the_resumed_step_records_nothing() -> None:
 def test_out_of_memory_on_a_cpu_reports_advice_without_a_snapshot(tmp_path: Path) -> None:
     config = configured(write_run(tmp_path), tmp_path / "run", "--profiler.memory_step", "1")
     advice = out_of_memory_advice(config, 1)
-    profilers = Profilers(config.profiler, tmp_path / "logs", rank=0, device=torch.device("cpu"), advice=advice)
+    profilers = Profilers(
+        config.profiler, tmp_path / "logs", rank=0, device=torch.device("cpu"), advice=advice
+    )
     assert profilers.windows == []
     message = profilers.report_out_of_memory(torch.OutOfMemoryError("tried to allocate"))
     first, second, *changes = message.splitlines()
@@ -88,7 +100,9 @@ def test_out_of_memory_on_a_cpu_reports_advice_without_a_snapshot(tmp_path: Path
 def test_each_rank_has_its_own_trace(tmp_path: Path) -> None:
     config = configured(write_run(tmp_path), tmp_path / "run", "--profiler.trace_step", "5")
     for rank in (0, 3):
-        profilers = Profilers(config.profiler, tmp_path / "logs", rank=rank, device=torch.device("cpu"))
+        profilers = Profilers(
+            config.profiler, tmp_path / "logs", rank=rank, device=torch.device("cpu")
+        )
         for completed_step in range(4, 9):
             profilers.step(completed_step)
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {

@@ -28,7 +28,9 @@ INTERVAL = 0.006  # seconds between two progress reports
 
 
 class FakeTrainer:
-    """The attributes that a progress reporter uses; a step has two micro-batches of one sequence."""
+    """The attributes that a progress reporter uses; a step has two micro-batches of one
+    sequence.
+    """
 
     def __init__(self, *, device: str = "cpu", rank: int = 0) -> None:
         self.world = World(rank, 1, torch.device(device))
@@ -87,12 +89,15 @@ def is_polling() -> bool:
     return any(thread.name == "progress" for thread in threading.enumerate())
 
 
-def completed_and_total_work(run: Path, folder: Path, options: tuple[str, ...]) -> list[tuple[float, float]] | None:
+def completed_and_total_work(
+    run: Path, folder: Path, options: tuple[str, ...]
+) -> list[tuple[float, float]] | None:
     """Runs on each rank; rank 0 returns both after each step's backward."""
     config = configured(run, folder, "--training.steps=2", *options)
     world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
     trainer = Trainer(config, world, dataset_of(config))
-    optimizer_step, found = trainer.optimizer_step, []
+    optimizer_step = trainer.optimizer_step
+    found = []
 
     def check_then_step(values: Tensor, lr: float) -> Tensor:
         if world.rank == 0:
@@ -101,7 +106,10 @@ def completed_and_total_work(run: Path, folder: Path, options: tuple[str, ...]) 
             found.append((progress.completed_work, progress.total_work))
         return optimizer_step(values, lr)
 
-    with pytest.MonkeyPatch.context() as patch, ProgressReporter(trainer, interval=INTERVAL) as progress:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ProgressReporter(trainer, interval=INTERVAL) as progress,
+    ):
         patch.setattr(trainer, "optimizer_step", check_then_step)
         assert [result.step for result in progress.train_steps()] == [1, 2]
     return found if world.rank == 0 else None
@@ -114,27 +122,46 @@ MESHES = {
     "offload": (1, ("--memory.recompute=full", "--memory.offload=inputs")),
     "fsdp": (2, ("--memory.recompute=full",)),
     "tp": (2, ("--parallelism.tp=2", "--memory.recompute=keep_attention")),
-    "pipeline": (2, ("--parallelism.pp=2", "--parallelism.pp_schedule=Interleaved1F1B", "--model.num_layers=4")),
+    "pipeline": (
+        2,
+        (
+            "--parallelism.pp=2",
+            "--parallelism.pp_schedule=Interleaved1F1B",
+            "--model.num_layers=4",
+        ),
+    ),
 }
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=() if mesh in ("offload", "pipeline") else pytest.mark.slow) for mesh in MESHES]
+    "mesh",
+    [
+        pytest.param(mesh, marks=() if mesh in ("offload", "pipeline") else pytest.mark.slow)
+        for mesh in MESHES
+    ],
 )
 def test_every_block_counts_once_forward_and_once_backward(tmp_path: Path, mesh: str) -> None:
     ranks, options = MESHES[mesh]
-    blocks, micro_batches = 2, 3 if mesh == "fsdp" else 6
+    blocks = 2
+    micro_batches = 3 if mesh == "fsdp" else 6
     work = 3.5 * blocks * micro_batches
-    found = run_ranks(completed_and_total_work, ranks, write_run(tmp_path), tmp_path / "run", options)
+    found = run_ranks(
+        completed_and_total_work, ranks, write_run(tmp_path), tmp_path / "run", options
+    )
     assert found == [[(work, work)] * 2, *[None] * (ranks - 1)]
 
 
 @pytest.mark.parametrize("block", range(SMALL.num_layers))
-def test_a_long_step_reports_its_position_and_a_short_one_nothing(log: pytest.LogCaptureFixture, block: int) -> None:
+def test_a_long_step_reports_its_position_and_a_short_one_nothing(
+    log: pytest.LogCaptureFixture, block: int
+) -> None:
     trainer = FakeTrainer()
     module = trainer.stage_modules[0].blocks[str(block)]
-    positions = {"forward": f"forward, {block} of 2 blocks done", "backward": f"backward, {1 - block} of 2 blocks done"}
+    positions = {
+        "forward": f"forward, {block} of 2 blocks done",
+        "backward": f"backward, {1 - block} of 2 blocks done",
+    }
     micro_batches = {"forward": 0, "backward": 0}
 
     def wait(direction: str) -> None:
@@ -156,7 +183,9 @@ def test_a_long_step_reports_its_position_and_a_short_one_nothing(log: pytest.Lo
     assert log.messages == []
 
 
-def test_progress_follows_the_device_not_the_launches(log: pytest.LogCaptureFixture, device: type[FakeEvent]) -> None:
+def test_progress_follows_the_device_not_the_launches(
+    log: pytest.LogCaptureFixture, device: type[FakeEvent]
+) -> None:
     residuals: list[weakref.ref[Tensor]] = []
     trainer = FakeTrainer(device="cuda")
     with trainer.progress() as progress:
@@ -170,7 +199,9 @@ def test_progress_follows_the_device_not_the_launches(log: pytest.LogCaptureFixt
         assert take_steps(progress, 2) == [1, 2]
         # Start, end, and three block boundaries in each direction for both micro-batches.
         assert device.recorded == 2 * (1 + 2 * 6 + 1)
-        assert [residual() for residual in residuals] == [None] * 12, "pending markers must not keep activations"
+        assert [residual() for residual in residuals] == [None] * 12, (
+            "pending markers must not keep activations"
+        )
         assert log.messages == []
         for reached, position in {
             1: "step 1/3 running for 0:00:00: before the first block",
@@ -203,16 +234,33 @@ def test_the_eta_is_from_the_previous_step_else_from_completed_work(
             now += seconds
             device.reached = reached
             assert wait_for(lambda: progress._step == step, 20)
-            assert not line or wait_for(is_logged(log, f"step {step}/3 running for {line}"), 20), log.text
+            assert not line or wait_for(is_logged(log, f"step {step}/3 running for {line}"), 20), (
+                log.text
+            )
 
         after(0, reached=1, step=1)
         # Completed work of 14 block forwards: 2, then 4.5 after the backward of one block.
-        after(120, reached=4, step=1, line="0:02:00: micro-batch 1 of 2, forward, 2 of 2 blocks done; eta 0:12:00")
-        after(60, reached=6, step=1, line="0:03:00: micro-batch 1 of 2, backward, 1 of 2 blocks done; eta 0:06:20")
+        after(
+            120,
+            reached=4,
+            step=1,
+            line="0:02:00: micro-batch 1 of 2, forward, 2 of 2 blocks done; eta 0:12:00",
+        )
+        after(
+            60,
+            reached=6,
+            step=1,
+            line="0:03:00: micro-batch 1 of 2, backward, 1 of 2 blocks done; eta 0:06:20",
+        )
         after(420, reached=14, step=0)
         after(0, reached=15, step=2)
         after(60, reached=15, step=2, line="0:01:00: before the first block; eta 0:09:00")
-        after(720, reached=21, step=2, line="0:13:00: micro-batch 1 of 2, backward, 2 of 2 blocks done; eta 0:13:00")
+        after(
+            720,
+            reached=21,
+            step=2,
+            line="0:13:00: micro-batch 1 of 2, backward, 2 of 2 blocks done; eta 0:13:00",
+        )
 
 
 def test_polling_stops_with_the_run_and_with_an_error() -> None:
@@ -227,7 +275,9 @@ def test_polling_stops_with_the_run_and_with_an_error() -> None:
     assert not is_polling()
 
 
-def test_a_failed_device_stops_polling_silently(device: type[FakeEvent], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_device_stops_polling_silently(
+    device: type[FakeEvent], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(_: FakeEvent) -> bool:
         raise torch.AcceleratorError("an illegal memory access was encountered")
 

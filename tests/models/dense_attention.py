@@ -21,11 +21,14 @@ def inputs(
     head_dim: int = 8,
     device: str = "cpu",
 ) -> Inputs:
-    rows, tokens = boundaries_BD.shape[0], int(boundaries_BD[0, -1])
+    rows = boundaries_BD.shape[0]
+    tokens = int(boundaries_BD[0, -1])
     generator = torch.Generator().manual_seed(1)
 
     def draw(count: int) -> Tensor:
-        values = torch.randn(rows, tokens, count, head_dim, generator=generator, dtype=torch.float64)
+        values = torch.randn(
+            rows, tokens, count, head_dim, generator=generator, dtype=torch.float64
+        )
         return values.to(device, dtype).requires_grad_()
 
     return draw(heads[0]), draw(heads[1]), draw(heads[1])
@@ -41,7 +44,8 @@ def dense(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention with an explicit mask: same document, not a later token, and one of the last `window` keys.
+    """Softmax attention with an explicit mask: same document, not a later token, and one of the
+    last `window` keys.
 
     The sink is one more column of scores, without a value.
     """
@@ -64,9 +68,15 @@ def dense(
     return torch.einsum("bnqk,bknh->bqnh", weights_BNSS, v_BSNH), scores_BNSS.logsumexp(-1)
 
 
-def run(function: Callable[..., tuple[Tensor, Tensor]], given: Sequence[Tensor], boundaries_BD: Tensor) -> list[Tensor]:
-    """Output, gradients of q, k, v and any sink for a fixed gradient of the output, and the log-sum-exp."""
+def run(
+    function: Callable[..., tuple[Tensor, Tensor]], given: Sequence[Tensor], boundaries_BD: Tensor
+) -> list[Tensor]:
+    """Output, gradients of q, k, v and any sink for a fixed gradient of the output, and the
+    log-sum-exp.
+    """
     out, lse = function(*given[:3], boundaries_BD, *given[3:])
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    weights = torch.randn(
+        out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
     grads = torch.autograd.grad(out, [*given], weights.to(out))
     return [x.detach() for x in (out, *grads, lse)]

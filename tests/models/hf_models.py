@@ -40,7 +40,14 @@ QWEN3 = replace(LLAMA, qk_norm=True, head_dim=10)
 LENGTH = 64
 
 
-def write(folder: Path, config: ModelConfig, model: Transformer, *, file_bytes: int = 1 << 30, **options: Any) -> Path:
+def write(
+    folder: Path,
+    config: ModelConfig,
+    model: Transformer,
+    *,
+    file_bytes: int = 1 << 30,
+    **options: Any,
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     values = model_config_to_hf(config, max_length=LENGTH, dtype="float32", bos=1, eos=2)
     (folder / hf.CONFIG_FILE).write_text(json.dumps(values))
@@ -52,7 +59,8 @@ def write(folder: Path, config: ModelConfig, model: Transformer, *, file_bytes: 
 
 
 def load(folder: Path, config: ModelConfig) -> Transformer:
-    weights, known = hf.SafetensorsReader(folder), tensor_specs(config)
+    weights = hf.SafetensorsReader(folder)
+    known = tensor_specs(config)
     assert weights.problems(config) == []
     model = Transformer(config)
     with torch.no_grad():
@@ -65,8 +73,10 @@ def load(folder: Path, config: ModelConfig) -> Transformer:
 def logits_of(model: Transformer, config: ModelConfig, length: int = 40) -> tuple[Tensor, Tensor]:
     """Random tokens and our logits."""
     batch = packed([length], vocab_size=config.vocab_size)
-    vars(model)["seq_len"] = length  # The sequence length selects longrope's factors.
-    head, model.head = model.head, None
+    # The sequence length selects longrope's factors.
+    vars(model)["seq_len"] = length
+    head = model.head
+    model.head = None
     assert head is not None
     with torch.no_grad():
         hidden = model(batch)
@@ -82,7 +92,9 @@ def theirs(folder: Path) -> Any:
         model, told = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), told
+    assert not any(
+        told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    ), told
     return model.eval()
 
 
@@ -99,18 +111,23 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": LENGTH,
-    "pad_token_id": None,  # The gradient of its embedding would be zero.
+    # The gradient of its embedding would be zero.
+    "pad_token_id": None,
 }
 
 
-def made_by_transformers(kind: str, dtype: torch.dtype, *, std: float = 0.3, **options: Any) -> Any:
+def made_by_transformers(
+    kind: str, dtype: torch.dtype, *, std: float = 0.3, **options: Any
+) -> Any:
     """`kind`: of the configuration's class, whose model of language is made."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**SIZES | options)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1 and not kind.startswith("Gemma")), std=std)
+        torch.nn.init.normal_(
+            parameter, mean=float(parameter.ndim == 1 and not kind.startswith("Gemma")), std=std
+        )
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=std)
@@ -137,13 +154,19 @@ MADE: dict[str, dict[str, Any]] = {
     },
     "Mistral": {"sliding_window": None, "head_dim": 8},
     "Mistral window": {"sliding_window": 7},
-    "Ministral": {"head_dim": 8, "sliding_window": 7, "layer_types": MIXED_TYPES, "num_hidden_layers": 6},
+    "Ministral": {
+        "head_dim": 8,
+        "sliding_window": 7,
+        "layer_types": MIXED_TYPES,
+        "num_hidden_layers": 6,
+    },
     "Olmo2": {},
     "Olmo2 tied": {"tie_word_embeddings": True, "num_key_value_heads": 4},
     "Olmo3": {
         "num_hidden_layers": 5,
         "sliding_window": 7,
-        "rope_theta": 500_000.0,  # transformers 5 takes it for windowed layers whatever is stated.
+        # transformers 5 takes it for windowed layers whatever is stated.
+        "rope_theta": 500_000.0,
         "rope_scaling": YARN,
     },
     "SmolLM3": {"num_hidden_layers": 5},
@@ -159,7 +182,11 @@ MADE: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.7,
         "logits_scaling": 2.0,
     },
-    "Phi3": {"original_max_position_embeddings": 16, "rope_theta": 500.0, "rope_scaling": LONGROPE},
+    "Phi3": {
+        "original_max_position_embeddings": 16,
+        "rope_theta": 500.0,
+        "rope_scaling": LONGROPE,
+    },
     "Phi3 window": {"sliding_window": 7, "tie_word_embeddings": True},
     "Gemma2": {
         "head_dim": 8,
@@ -239,4 +266,6 @@ def made(name: str, **changes: Any) -> Any:
     kind = name.split()[0]
     # Larger weights would saturate attention, whose gradients float32 then loses.
     options = deepcopy(MADE[name]) | changes
-    return made_by_transformers("Gemma3Text" if kind == "Gemma3" else kind, torch.float32, std=0.2, **options)
+    return made_by_transformers(
+        "Gemma3Text" if kind == "Gemma3" else kind, torch.float32, std=0.2, **options
+    )

@@ -37,9 +37,13 @@ SQUARED = SublayerKind(
 UNEVEN = {
     "attention": {
         "attention_norm.weight": Parameter("E", "replicate", "input_layernorm.weight", "ones"),
-        "attention_post_norm.weight": Parameter("E", "replicate", "post_self_attn_layernorm.weight", "ones"),
+        "attention_post_norm.weight": Parameter(
+            "E", "replicate", "post_self_attn_layernorm.weight", "ones"
+        ),
     },
-    "feed_forward": {"ffn_post_norm.weight": Parameter("E", "replicate", "post_mlp_layernorm.weight", "ones")},
+    "feed_forward": {
+        "ffn_post_norm.weight": Parameter("E", "replicate", "post_mlp_layernorm.weight", "ones")
+    },
 }
 """Norms of input and output of attention, and of the feed-forward's output only."""
 MIXED_KINDS = replace(
@@ -58,7 +62,9 @@ MIXED_KINDS = replace(
 class Shift(SublayerModule):
     """Each token gets something of the one before it. Only the whole block can be run again."""
 
-    module_name, linears, last = "attention", ("in_proj",), "o_proj"
+    module_name = "attention"
+    linears = ("in_proj",)
+    last = "o_proj"
 
     def forward(self, x_BSE: Tensor, *_: object) -> Tensor:
         weights = local_parameters(self)
@@ -69,9 +75,12 @@ class Shift(SublayerModule):
 class Squared(SublayerModule):
     """Squared ReLU without a gate (So et al., 2021), in pieces."""
 
-    linears, last = ("up_proj",), "down_proj"
+    linears = ("up_proj",)
+    last = "down_proj"
 
-    def inner(self, products: Sequence[Tensor], rotation_2BS1F: object, weights: Weights) -> tuple[Tensor]:
+    def inner(
+        self, products: Sequence[Tensor], rotation_2BS1F: object, weights: Weights
+    ) -> tuple[Tensor]:
         del rotation_2BS1F, weights
         return (products[0].relu().square(),)
 

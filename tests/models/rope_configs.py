@@ -11,6 +11,11 @@ KINDS = {
     "llama3": RopeConfig(kind="llama3", theta=500_000.0, factor=8.0, original_length=8192),
     "yarn": RopeConfig(kind="yarn", theta=500_000.0, factor=8.0, original_length=8192),
     "longrope": RopeConfig(
-        kind="longrope", theta=10_000.0, factor=32.0, original_length=4096, short_factors=SHORT, long_factors=LONG
+        kind="longrope",
+        theta=10_000.0,
+        factor=32.0,
+        original_length=4096,
+        short_factors=SHORT,
+        long_factors=LONG,
     ),
 }

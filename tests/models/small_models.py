@@ -21,7 +21,17 @@ from models.rope_config import RopeConfig
 from models.transformer import Transformer
 
 aten = torch.ops.aten
-UNTOUCHED = ("empty", "new_empty", "gather", "scatter", "mm", "addmm", "_scaled_dot", "detach", "_unsafe_view")
+UNTOUCHED = (
+    "empty",
+    "new_empty",
+    "gather",
+    "scatter",
+    "mm",
+    "addmm",
+    "_scaled_dot",
+    "detach",
+    "_unsafe_view",
+)
 """Operators that touch no elements, or few, or belong to products and attention."""
 SMALL = ModelConfig(
     vocab_size=37,
@@ -36,7 +46,11 @@ SMALL = ModelConfig(
 WINDOWED = replace(
     SMALL,
     num_layers=4,
-    layers=(LayerKind(window=3, sink=True, rope="local"), LayerKind(window=5), LayerKind(sink=True, qkv_bias=True)),
+    layers=(
+        LayerKind(window=3, sink=True, rope="local"),
+        LayerKind(window=5),
+        LayerKind(sink=True, qkv_bias=True),
+    ),
     local_rope=RopeConfig(theta=50.0),
 )
 """Windows, sinks and two rotations, in a pattern of three layers."""
@@ -52,7 +66,13 @@ GEMMA = replace(
     embedding_multiplier=4.0,
     logit_softcap=3.0,
 )
-GRANITE = replace(SMALL, attention_scale=0.2, embedding_multiplier=3.0, residual_multiplier=0.7, logits_scaling=2.0)
+GRANITE = replace(
+    SMALL,
+    attention_scale=0.2,
+    embedding_multiplier=3.0,
+    residual_multiplier=0.7,
+    logits_scaling=2.0,
+)
 OLMO = replace(SMALL, norms="post", full_qk_norm=True)
 EXPERTS: dict[str, Any] = {"feed_forward": "moe", "num_experts": 8, "top_k": 2, "expert_dim": 12}
 GPT_OSS = replace(
@@ -87,7 +107,10 @@ DEEPSEEK = replace(
     top_k_groups=2,
     head_dim=8,
     rope=RopeConfig(theta=500.0, partial=0.5),
-    layers=(LayerKind(), *[LayerKind(feed_forward="moe", shared_expert=True, correction_bias=True)] * 2),
+    layers=(
+        LayerKind(),
+        *[LayerKind(feed_forward="moe", shared_expert=True, correction_bias=True)] * 2,
+    ),
 )
 """A layer without experts, then experts in groups, and one of all tokens."""
 OLMOE = replace(SMALL, **EXPERTS, full_qk_norm=True, normalize_top_k=False)
@@ -95,7 +118,9 @@ TIED = replace(SMALL, tie_embeddings=True)
 NORMED = replace(SMALL, qk_norm=True)
 BIASED = replace(SMALL, qkv_bias=True)
 # Two of every three layers use rope, with scaled frequencies.
-YARN = RopeConfig(kind="yarn", theta=500.0, factor=4.0, original_length=16, beta_fast=2.0, beta_slow=0.5)
+YARN = RopeConfig(
+    kind="yarn", theta=500.0, factor=4.0, original_length=16, beta_fast=2.0, beta_slow=0.5
+)
 MIXED = replace(NORMED, num_layers=3, nope_every=3, rope=YARN)
 
 
@@ -113,7 +138,9 @@ def small_model(config: ModelConfig = SMALL, *, dtype: torch.dtype = torch.float
 
 
 def feed_forward_tokens(counts: list[int]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For `Tiling.compile`: compiles nothing, and adds the tokens of a tile whenever a feed-forward's gate runs."""
+    """For `Tiling.compile`: compiles nothing, and adds the tokens of a tile whenever a
+    feed-forward's gate runs.
+    """
 
     def wrap(piece: Callable[..., Any]) -> Callable[..., Any]:
         def counted(mixer: Any, products: Any, *given: Any) -> Any:
@@ -132,16 +159,20 @@ def starts(*rows: list[int], width: int = 0) -> Tensor:
     return torch.tensor([row + row[-1:] * (width - len(row)) for row in bounds], dtype=torch.int32)
 
 
-def packed(*rows: list[int], seed: int = 0, vocab_size: int = SMALL.vocab_size, targets: int | None = None) -> Batch:
+def packed(
+    *rows: list[int], seed: int = 0, vocab_size: int = SMALL.vocab_size, targets: int | None = None
+) -> Batch:
     """Random sequences with documents of these lengths, and at most `targets` labels."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab_size, (len(rows), sum(rows[0])), generator=generator)
     labels = torch.full_like(tokens, IGNORE_INDEX)
-    positions, documents = torch.empty_like(tokens), torch.empty_like(tokens)
+    positions = torch.empty_like(tokens)
+    documents = torch.empty_like(tokens)
     for index, lengths in enumerate(rows):
         end = 0
         for document, length in enumerate(lengths):
-            start, end = end, end + length
+            start = end
+            end = end + length
             labels[index, start : end - 1] = tokens[index, start + 1 : end]
             positions[index, start:end] = torch.arange(length)
             documents[index, start:end] = document
@@ -167,12 +198,16 @@ def gradients(model: Transformer, batch: Batch) -> tuple[Tensor, dict[str, Tenso
     losses: Tensor = model(batch)
     (losses.sum() / batch.num_targets()).backward()
     return losses.detach(), {
-        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
 
 
 def remember(kept: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    """A pack hook that appends saved tensors to `kept`, for `saved_tensors_hooks(remember(kept), unchanged)`."""
+    """A pack hook that appends saved tensors to `kept`, for `saved_tensors_hooks(remember(kept),
+    unchanged)`.
+    """
 
     def hook(tensor: Tensor) -> Tensor:
         kept.append(tensor)
@@ -188,17 +223,21 @@ def unchanged(tensor: Tensor) -> Tensor:
 def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The maximum over all tensors of the difference relative to the tensor's largest value."""
     assert found.keys() == expected.keys()
-    return max(float((found[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in expected)
+    return max(
+        float((found[name] - expected[name]).abs().max() / expected[name].abs().max())
+        for name in expected
+    )
 
 
 class TouchedElements(TorchDispatchMode):
-    """Counts the elements that operators read and write in tensors of at least `elements`, by dtype, outside of products
-    and attention.
+    """Counts the elements that operators read and write in tensors of at least `elements`, by
+    dtype, outside of products and attention.
     """
 
     def __init__(self, elements: int) -> None:
         super().__init__()
-        self.elements, self.kernels = elements, 0
+        self.elements = elements
+        self.kernels = 0
         self.by_dtype = Counter[torch.dtype]()
 
     @property
@@ -206,7 +245,11 @@ class TouchedElements(TorchDispatchMode):
         return sum(count * dtype.itemsize for dtype, count in self.by_dtype.items())
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        arguments: tuple[Any, ...] = (),
+        options: dict[str, Any] | None = None,
     ) -> Any:
         out = function(*arguments, **(options or {}))
         if function.is_view or function.overloadpacket.__name__.startswith(UNTOUCHED):

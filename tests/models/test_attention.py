@@ -40,16 +40,27 @@ def test_core_gets_rotated_q_and_k_plain_v_and_full_boundaries() -> None:
     assert torch.equal(
         q,
         rope.apply_rotary_emb(
-            (x_BSE @ attention.get_parameter("q_proj.weight").T).view(2, 16, SMALL.num_heads, width), rotation
+            (x_BSE @ attention.get_parameter("q_proj.weight").T).view(
+                2, 16, SMALL.num_heads, width
+            ),
+            rotation,
         ),
     )
     assert torch.equal(
         k,
         rope.apply_rotary_emb(
-            (x_BSE @ attention.get_parameter("k_proj.weight").T).view(2, 16, SMALL.num_kv_heads, width), rotation
+            (x_BSE @ attention.get_parameter("k_proj.weight").T).view(
+                2, 16, SMALL.num_kv_heads, width
+            ),
+            rotation,
         ),
     )
-    assert torch.equal(v, (x_BSE @ attention.get_parameter("v_proj.weight").T).view(2, 16, SMALL.num_kv_heads, width))
+    assert torch.equal(
+        v,
+        (x_BSE @ attention.get_parameter("v_proj.weight").T).view(
+            2, 16, SMALL.num_kv_heads, width
+        ),
+    )
     assert given is boundaries
 
 

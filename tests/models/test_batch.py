@@ -23,7 +23,11 @@ def test_batch_to_device_leaves_boundaries_on_cpu() -> None:
     per_token = (moved.tokens, moved.labels, moved.positions, moved.document_ids)
     assert {tensor.device.type for tensor in per_token} == {"meta"}
     assert moved.boundaries is batch.boundaries
-    assert (moved.num_tokens, moved.num_pairs, moved.num_computed_pairs) == (16, 6 + 1 + 10 + 36, 6 + 1 + 10 + 36)
+    assert (moved.num_tokens, moved.num_pairs, moved.num_computed_pairs) == (
+        16,
+        6 + 1 + 10 + 36,
+        6 + 1 + 10 + 36,
+    )
 
 
 def test_starts_helper_matches_manual_boundaries() -> None:

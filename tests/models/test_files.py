@@ -42,7 +42,9 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
 
 
 def test_readers_name_what_is_no_file(no_file: Path) -> None:
-    with pytest.raises(HuggingFaceError, match=r"config.json cannot be read: it is not a regular file"):
+    with pytest.raises(
+        HuggingFaceError, match=r"config.json cannot be read: it is not a regular file"
+    ):
         read_config(no_file.parent)
     with pytest.raises(ConfigError, match=r"--config needs a TOML file, not"):
         load(["--config", str(no_file)])

@@ -48,9 +48,14 @@ ROPES = {
     "llama3": scaled_rope("llama3", high_freq_factor=3.0),
     "yarn": scaled_rope("yarn", beta_fast=4.0),
     "yarn untruncated": scaled_rope("yarn", beta_fast=4.0, truncate=False, attention_factor=1.5),
-    "longrope": scaled_rope("longrope", short_factors=(1.0, 1.5, 2.0), long_factors=(1.0, 3.0, 5.0)),
+    "longrope": scaled_rope(
+        "longrope", short_factors=(1.0, 1.5, 2.0), long_factors=(1.0, 3.0, 5.0)
+    ),
     "longrope given": scaled_rope(
-        "longrope", short_factors=(1.0, 1.5, 2.0), long_factors=(1.0, 3.0, 5.0), attention_factor=1.1
+        "longrope",
+        short_factors=(1.0, 1.5, 2.0),
+        long_factors=(1.0, 3.0, 5.0),
+        attention_factor=1.1,
     ),
     "longrope given its default": scaled_rope(
         "longrope",
@@ -100,7 +105,13 @@ def test_written_weights_are_read_back_bitwise(config: ModelConfig, tmp_path: Pa
 # ---- we read transformers' files
 
 
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -108,7 +119,13 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_f
     ("kind", "options"),
     [
         ("Llama", {}),
-        ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16}}),
+        (
+            "Llama",
+            {
+                "tie_word_embeddings": True,
+                "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16},
+            },
+        ),
         ("Qwen2", {}),
         ("Qwen2", {"tie_word_embeddings": True}),
         ("Qwen3", {"head_dim": 8}),
@@ -137,8 +154,11 @@ def test_config_round_trips_through_either_format(base: ModelConfig, rope: RopeC
     if rope.short_factors:
         base = replace(base, head_dim=6)
     config = replace(base, rope=rope)
-    values = json.loads(json.dumps(model_config_to_hf(config, max_length=LENGTH, dtype="bfloat16")))
-    new, old = ("rope_parameters", "dtype"), ("rope_theta", "rope_scaling", "torch_dtype")
+    values = json.loads(
+        json.dumps(model_config_to_hf(config, max_length=LENGTH, dtype="bfloat16"))
+    )
+    new = ("rope_parameters", "dtype")
+    old = ("rope_theta", "rope_scaling", "torch_dtype")
     for left_out in ((), new, old):
         found = model_config_from_hf({key: values[key] for key in values if key not in left_out})
         assert config_differences(found, config) == {}
@@ -153,16 +173,31 @@ def values_of(**changes: Any) -> dict[str, Any]:
 
 def test_absent_keys_get_the_defaults_of_transformers() -> None:
     absent = dict.fromkeys(
-        ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"), "absent"
+        (
+            "num_key_value_heads",
+            "head_dim",
+            "rms_norm_eps",
+            "rope_theta",
+            "rope_scaling",
+            "rope_parameters",
+        ),
+        "absent",
     )
     llama = model_config_from_hf(values_of(**absent))
-    assert (llama.num_kv_heads, llama.head_dim, llama.norm_eps, llama.rope.theta) == (4, 6, 1e-6, 10_000)
+    assert (llama.num_kv_heads, llama.head_dim, llama.norm_eps, llama.rope.theta) == (
+        4,
+        6,
+        1e-6,
+        10_000,
+    )
     transformers = pytest.importorskip("transformers")
     known = transformers.LlamaConfig(hidden_size=24, num_attention_heads=4)
     assert (known.num_key_value_heads, known.head_dim, known.rms_norm_eps) == (4, 6, 1e-6)
     assert known.rope_parameters["rope_theta"] == 10_000
     for number, head_dim, width in (("2", 2, 128), ("3", 128, 24)):
-        known = getattr(transformers, f"Qwen{number}Config")(hidden_size=width, num_attention_heads=64)
+        known = getattr(transformers, f"Qwen{number}Config")(
+            hidden_size=width, num_attention_heads=64
+        )
         qwen = model_config_from_hf(
             values_of(
                 architectures=[f"Qwen{number}ForCausalLM"],
@@ -172,8 +207,15 @@ def test_absent_keys_get_the_defaults_of_transformers() -> None:
                 **absent,
             )
         )
-        assert (qwen.num_kv_heads, qwen.head_dim) == (known.num_key_value_heads, head_dim) == (32, head_dim)
-        assert (qwen.norm_eps, qwen.rope.theta) == (known.rms_norm_eps, known.rope_parameters["rope_theta"])
+        assert (
+            (qwen.num_kv_heads, qwen.head_dim)
+            == (known.num_key_value_heads, head_dim)
+            == (32, head_dim)
+        )
+        assert (qwen.norm_eps, qwen.rope.theta) == (
+            known.rms_norm_eps,
+            known.rope_parameters["rope_theta"],
+        )
         assert known.to_dict().get("head_dim") == (None if number == "2" else head_dim)
 
 
@@ -226,17 +268,31 @@ def test_the_published_config_of_qwen2_5_gives_its_preset(changes: dict[str, Any
 @pytest.mark.parametrize(
     ("changes", "expected_problems"),
     [
-        ({"use_sliding_window": True, "sliding_window": 0}, ["sliding_window = 0 must be an integer above 0"]),
+        (
+            {"use_sliding_window": True, "sliding_window": 0},
+            ["sliding_window = 0 must be an integer above 0"],
+        ),
         ({"layer_types": ["full_attention", "sliding_attention"] * 12}, ["layer_types names "]),
         ({"attention_dropout": 0.1}, ["attention_dropout = 0.1 is not supported; only 0"]),
         ({"architectures": ["Qwen2ForTokenClassification"]}, ['only ["Qwen2ForCausalLM"]']),
-        ({"head_dim": 128}, ["head_dim = 128 must be hidden_size / num_attention_heads = 896 / 14"]),
-        ({"num_attention_heads": 12}, ["head_dim = 74 must be hidden_size / num_attention_heads = 896 / 12"]),
-        ({"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}, ['rope_scaling.rope_type = "mrope"']),
+        (
+            {"head_dim": 128},
+            ["head_dim = 128 must be hidden_size / num_attention_heads = 896 / 14"],
+        ),
+        (
+            {"num_attention_heads": 12},
+            ["head_dim = 74 must be hidden_size / num_attention_heads = 896 / 12"],
+        ),
+        (
+            {"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}},
+            ['rope_scaling.rope_type = "mrope"'],
+        ),
     ],
     ids=["window", "layers", "dropout", "other head", "head_dim", "heads", "mrope"],
 )
-def test_unsupported_features_of_qwen2_are_reported(changes: dict[str, Any], expected_problems: list[str]) -> None:
+def test_unsupported_features_of_qwen2_are_reported(
+    changes: dict[str, Any], expected_problems: list[str]
+) -> None:
     with pytest.raises(HuggingFaceError) as caught:
         model_config_from_hf(QWEN2_5_0_5B | changes)
     assert len(caught.value.problems) == len(expected_problems)
@@ -252,11 +308,15 @@ def test_older_rope_keys_are_read() -> None:
         "mscale_all_dim": 0.5,
         "original_max_position_embeddings": 16,
     }
-    found = model_config_from_hf(values_of(rope_parameters="absent", rope_scaling=rope, rope_theta=1000)).rope
+    found = model_config_from_hf(
+        values_of(rope_parameters="absent", rope_scaling=rope, rope_theta=1000)
+    ).rope
     assert (found.kind, found.theta, found.factor, found.original_length) == ("yarn", 1000, 4, 16)
     assert found.attention_factor == (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
     rope["mscale_all_dim"] = 0.0  # transformers then takes the default.
-    found = model_config_from_hf(values_of(rope_parameters="absent", rope_scaling=rope, rope_theta=1000)).rope
+    found = model_config_from_hf(
+        values_of(rope_parameters="absent", rope_scaling=rope, rope_theta=1000)
+    ).rope
     assert found.attention_factor is None
 
 
@@ -264,15 +324,23 @@ UNSUPPORTED = {
     "hidden_act": ({"hidden_act": "gelu"}, ['hidden_act = "gelu" is not supported; only "silu"']),
     "bias": (
         {"attention_bias": True, "mlp_bias": True},
-        ["attention_bias = true is not supported; only false or null", "mlp_bias = true is not supported; only false"],
+        [
+            "attention_bias = true is not supported; only false or null",
+            "mlp_bias = true is not supported; only false",
+        ],
     ),
     "window": ({"sliding_window": 512}, ["sliding_window = 512 is not supported"]),
-    "layers": ({"layer_types": ["sliding_attention"]}, ['layer_types = ["sliding_attention"] is not supported']),
+    "layers": (
+        {"layer_types": ["sliding_attention"]},
+        ['layer_types = ["sliding_attention"] is not supported'],
+    ),
     "experts": ({"num_experts": 8}, ["num_experts = 8 is not supported"]),
     "quantized": ({"quantization_config": {"bits": 4}}, ["quantization_config = "]),
     "other head": (
         {"architectures": ["LlamaForSequenceClassification"]},
-        ['architectures = ["LlamaForSequenceClassification"] is not supported; only ["LlamaForCausalLM"]'],
+        [
+            'architectures = ["LlamaForSequenceClassification"] is not supported; only ["LlamaForCausalLM"]'
+        ],
     ),
     "model": (
         {"model_type": "qwen3_next"},
@@ -283,24 +351,42 @@ UNSUPPORTED = {
         ['rope_scaling.rope_type = "dynamic" is not supported; only "default" or "linear" or'],
     ),
     "rope key": (
-        {"rope_scaling": "absent", "rope_parameters": {"rope_type": "linear", "factor": 2, "mrope_section": [1]}},
+        {
+            "rope_scaling": "absent",
+            "rope_parameters": {"rope_type": "linear", "factor": 2, "mrope_section": [1]},
+        },
         ["rope_parameters.mrope_section = [1] is not supported"],
     ),
     "rope without": (
         {"rope_parameters": "absent", "rope_scaling": {"rope_type": "llama3", "factor": 8}},
         ['rope_type "llama3" needs high_freq_factor', "needs low_freq_factor"],
     ),
-    "two different ropes": ({"rope_theta": 7.0}, ["rope_parameters.rope_theta = 500.0 disagree", "rope_scaling = "]),
-    "rope of another type": ({"rope_parameters": [1]}, ["rope_parameters = [1] must be an object"]),
+    "two different ropes": (
+        {"rope_theta": 7.0},
+        ["rope_parameters.rope_theta = 500.0 disagree", "rope_scaling = "],
+    ),
+    "rope of another type": (
+        {"rope_parameters": [1]},
+        ["rope_parameters = [1] must be an object"],
+    ),
     "numbers": (
         {"hidden_size": "24", "num_hidden_layers": True, "rms_norm_eps": -1},
-        ['hidden_size = "24" must be an integer above 0', "num_hidden_layers = true must", "rms_norm_eps = -1 must"],
+        [
+            'hidden_size = "24" must be an integer above 0',
+            "num_hidden_layers = true must",
+            "rms_norm_eps = -1 must",
+        ],
     ),
-    "heads": ({"num_key_value_heads": 3}, ["num_attention_heads = 4 must be a multiple of num_key_value_heads = 3"]),
+    "heads": (
+        {"num_key_value_heads": 3},
+        ["num_attention_heads = 4 must be a multiple of num_key_value_heads = 3"],
+    ),
 }
 
 
-@pytest.mark.parametrize(("changes", "expected_problems"), UNSUPPORTED.values(), ids=list(UNSUPPORTED))
+@pytest.mark.parametrize(
+    ("changes", "expected_problems"), UNSUPPORTED.values(), ids=list(UNSUPPORTED)
+)
 def test_unsupported_features_are_reported_by_key_and_value(
     changes: dict[str, Any], expected_problems: list[str]
 ) -> None:
@@ -314,14 +400,19 @@ def test_unsupported_features_are_reported_by_key_and_value(
 @pytest.mark.parametrize("content", ["[1]", "null", '"llama"', "{", "[" * 100_000, "\x80"])
 def test_config_that_is_not_a_json_object_raises(content: str, tmp_path: Path) -> None:
     (tmp_path / hf.CONFIG_FILE).write_text(content)
-    with pytest.raises(HuggingFaceError, match=r"config\.json (must be an object|is not valid JSON)"):
+    with pytest.raises(
+        HuggingFaceError, match=r"config\.json (must be an object|is not valid JSON)"
+    ):
         read_config(tmp_path)
 
 
 def test_config_without_equivalent_is_not_written() -> None:
     windows = (LayerKind(window=3), LayerKind(window=5))
     for config, expected_problems in (
-        (replace(LLAMA, nope_every=2, qk_norm=True), ["model.rope.layers = [{'rope': 'global'}, {'rope': 'none'}]"]),
+        (
+            replace(LLAMA, nope_every=2, qk_norm=True),
+            ["model.rope.layers = [{'rope': 'global'}, {'rope': 'none'}]"],
+        ),
         (replace(LLAMA, layers=windows), ["model.layers = "]),
         (replace(LLAMA, qk_norm=True, norms="post"), ["model.norms = post"]),
         (
@@ -344,7 +435,9 @@ def test_config_without_equivalent_is_not_written() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write(tmp_path / "model", LLAMA, small_model(LLAMA, dtype=torch.float32), file_bytes=8000)
+    return write(
+        tmp_path / "model", LLAMA, small_model(LLAMA, dtype=torch.float32), file_bytes=8000
+    )
 
 
 def problems_of(folder: Path, config: ModelConfig = LLAMA) -> list[str]:
@@ -355,7 +448,8 @@ def problems_of(folder: Path, config: ModelConfig = LLAMA) -> list[str]:
 
 
 def test_slices_of_a_tensor_are_read_alone(folder: Path) -> None:
-    weights, entry = hf.SafetensorsReader(folder), tensor_specs(LLAMA)["blocks.1.feed_forward.down_proj.weight"]
+    weights = hf.SafetensorsReader(folder)
+    entry = tensor_specs(LLAMA)["blocks.1.feed_forward.down_proj.weight"]
     whole = weights.read(entry)
     assert torch.equal(weights.read(entry, [range(3, 9), range(5, 20)]), whole[3:9, 5:20])
     assert torch.equal(weights.read(entry, [range(24), range(7)]), whole[:, :7])
@@ -379,7 +473,10 @@ def test_tied_head_and_inv_freq_tensors_are_accepted(tmp_path: Path) -> None:
     folder = write(tmp_path, tied, small_model(tied, dtype=torch.float32))
     tensors = load_file(folder / hf.SINGLE_FILE)
     assert hf.LM_HEAD not in tensors
-    extra = {hf.LM_HEAD: torch.zeros(40, 24), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(3)}
+    extra = {
+        hf.LM_HEAD: torch.zeros(40, 24),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(3),
+    }
     save_file(tensors | extra, folder / hf.SINGLE_FILE)
     assert problems_of(folder, tied) == []
     assert hf.SafetensorsReader(folder).has_tensor(hf.LM_HEAD)
@@ -392,9 +489,13 @@ def change_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x.safetensors", "model.bin", "..", "a/b.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/x.safetensors", "model.bin", "..", "a/b.safetensors"]
+)
 def test_index_cannot_name_files_outside_its_folder(folder: Path, name: str) -> None:
-    change_index(folder, lambda index: {"weight_map": index["weight_map"] | {"lm_head.weight": name}})
+    change_index(
+        folder, lambda index: {"weight_map": index["weight_map"] | {"lm_head.weight": name}}
+    )
     assert [line.partition(" names ")[2] for line in problems_of(folder)] == [
         f"{json.dumps(name)}, which is not a safetensors file of its folder"
     ]
@@ -411,7 +512,9 @@ def test_index_without_weight_map_raises(folder: Path, content: Any) -> None:
 def test_missing_file_is_named(folder: Path) -> None:
     first = sorted(folder.glob("*.safetensors"))[0]
     first.unlink()
-    assert [line.partition(" names ")[2] for line in problems_of(folder)] == [f"{first.name}, which does not exist"]
+    assert [line.partition(" names ")[2] for line in problems_of(folder)] == [
+        f"{first.name}, which does not exist"
+    ]
 
 
 @pytest.mark.parametrize("size", [0, 5, 100, -1])
@@ -426,7 +529,9 @@ def test_truncated_file_is_named(folder: Path, size: int) -> None:
 
 def test_index_that_disagrees_with_the_files_is_reported(folder: Path) -> None:
     names = sorted(path.name for path in folder.glob("*.safetensors"))
-    change_index(folder, lambda index: {"weight_map": index["weight_map"] | {"lm_head.weight": names[0]}})
+    change_index(
+        folder, lambda index: {"weight_map": index["weight_map"] | {"lm_head.weight": names[0]}}
+    )
     assert problems_of(folder) == [f"lm_head.weight is not in the file that {hf.INDEX_FILE} names"]
 
 
@@ -434,7 +539,9 @@ def test_integer_tensors_are_rejected(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"lm_head.weight": torch.zeros(40, 24, dtype=torch.int8)}, tmp_path / hf.SINGLE_FILE)
-    assert problems_of(tmp_path) == ["model.safetensors: lm_head.weight is I8; supported are BF16, F16, F32, F64"]
+    assert problems_of(tmp_path) == [
+        "model.safetensors: lm_head.weight is I8; supported are BF16, F16, F32, F64"
+    ]
 
 
 def test_pickle_files_are_not_opened(tmp_path: Path) -> None:
@@ -453,10 +560,15 @@ def test_files_are_filled_to_the_limit_and_verified(tmp_path: Path) -> None:
     assert all(path.stat().st_size < 4000 + 2000 for path in files)
     index = json.loads((folder / hf.INDEX_FILE).read_text())
     assert index["metadata"]["total_size"] == LLAMA.num_parameters * 2
-    assert hf.SafetensorsReader(folder).read(tensor_specs(LLAMA)["embed.weight"]).dtype == torch.bfloat16
+    assert (
+        hf.SafetensorsReader(folder).read(tensor_specs(LLAMA)["embed.weight"]).dtype
+        == torch.bfloat16
+    )
 
 
-def test_file_that_differs_from_what_was_written_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_differs_from_what_was_written_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import safetensors.torch
 
     save = safetensors.torch.save_file

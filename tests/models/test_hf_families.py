@@ -1,4 +1,6 @@
-"""Every family of `models/hf_families.py`, with tiny random weights, against transformers: logits, gradients, files."""
+"""Every family of `models/hf_families.py`, with tiny random weights, against transformers: logits,
+gradients, files.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ from trainer.hf import config_lines
 
 def in_float32(config: ModelConfig) -> ModelConfig:
     """With transformers' rounding of angles."""
-    ropes = {name: replace(getattr(config, name), precision="float32") for name in ("rope", "local_rope")}
+    ropes = {
+        name: replace(getattr(config, name), precision="float32")
+        for name in ("rope", "local_rope")
+    }
     return replace(config, **ropes)
 
 
@@ -63,7 +68,9 @@ def test_every_family_is_made() -> None:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_logits_and_gradients_are_those_of_transformers(name: str, folders: dict[str, Path]) -> None:
+def test_logits_and_gradients_are_those_of_transformers(
+    name: str, folders: dict[str, Path]
+) -> None:
     """At positions beyond the original length and the windows."""
     config = in_float32(read_model(folders[name]))
     model = load(folders[name], config)
@@ -87,12 +94,18 @@ def test_logits_and_gradients_are_those_of_transformers(name: str, folders: dict
 
 
 def their_gradient(parameters: dict[str, Any], spec: TensorSpec) -> tuple[str, Tensor]:
-    """The parameter of transformers, which holds all experts of a layer and fuses gate and up, and the part of its gradient."""
+    """The parameter of transformers, which holds all experts of a layer and fuses gate and up, and
+    the part of its gradient.
+    """
     name = spec.name
     if spec.is_per_expert:
         layer, _, projection = name.replace("block_sparse_moe", "mlp").partition(".experts.{}.")
-        projection = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(projection[:2], projection)
-        name = f"{layer}.experts.{'down_proj' if projection.startswith('down') else 'gate_up_proj'}"
+        projection = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(
+            projection[:2], projection
+        )
+        name = (
+            f"{layer}.experts.{'down_proj' if projection.startswith('down') else 'gate_up_proj'}"
+        )
         grad = parameters[name].grad
         if name.endswith("gate_up_proj"):
             grad = grad.chunk(2, dim=1)[projection.startswith("up")]
@@ -103,7 +116,9 @@ def their_gradient(parameters: dict[str, Any], spec: TensorSpec) -> tuple[str, T
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_what_we_write_is_the_same_folder_again(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_what_we_write_is_the_same_folder_again(
+    name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
     config = read_model(folders[name])
     model = load(folders[name], config)
     again = write(tmp_path / "again", config, model, file_bytes=3000)
@@ -117,7 +132,11 @@ def test_what_we_write_is_the_same_folder_again(name: str, folders: dict[str, Pa
     found_logits = logits_there(again, tokens)
     assert_close(logits, found_logits)
     stored, ours = (
-        {name: tensor for path in folder.glob("*.safetensors") for name, tensor in read_file(path).items()}
+        {
+            name: tensor
+            for path in folder.glob("*.safetensors")
+            for name, tensor in read_file(path).items()
+        }
         for folder in (folders[name], again)
     )
     stored.pop(hf.LM_HEAD, None) if config.tie_embeddings else None
@@ -126,7 +145,9 @@ def test_what_we_write_is_the_same_folder_again(name: str, folders: dict[str, Pa
 
 
 def assert_close(logits: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max().clamp(min=1)))
+    torch.testing.assert_close(
+        logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max().clamp(min=1))
+    )
 
 
 def read_file(path: Path) -> dict[str, Tensor]:
@@ -136,13 +157,22 @@ def read_file(path: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_what_an_import_writes_is_read_as_the_same_model(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_what_an_import_writes_is_read_as_the_same_model(
+    name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
     model = read_model(folders[name])
     (tmp_path / "model.toml").write_text("\n".join(config_lines(folders[name], model, 64)))
-    assert config_differences(load_config(["--config", str(tmp_path / "model.toml")]).model.build(), model) == {}
+    assert (
+        config_differences(
+            load_config(["--config", str(tmp_path / "model.toml")]).model.build(), model
+        )
+        == {}
+    )
 
 
-@pytest.mark.parametrize("family", [name for name, sizes in PRESETS.items() if next(iter(sizes.values())).num_experts])
+@pytest.mark.parametrize(
+    "family", [name for name, sizes in PRESETS.items() if next(iter(sizes.values())).num_experts]
+)
 def test_widths_that_no_layer_has_are_no_reason_to_refuse_an_export(family: str) -> None:
     model = replace(next(iter(PRESETS[family].values())), expert_dim=96)
     written = model_config_to_hf(model, max_length=64, dtype="float32")
@@ -171,7 +201,8 @@ def test_presets_have_the_parameters_that_transformers_counts(family: str) -> No
 def test_an_unknown_key_is_named(name: str) -> None:
     values = values_of(name)
     with pytest.raises(
-        HuggingFaceError, match=re.escape(f'config.json: new_gate = "x" is unknown for model_type {name}')
+        HuggingFaceError,
+        match=re.escape(f'config.json: new_gate = "x" is unknown for model_type {name}'),
     ):
         model_config_from_hf(values | {"new_gate": "x"})
     assert model_config_from_hf(values | {"new_gate": None}) == model_config_from_hf(values)
@@ -181,7 +212,9 @@ def values_of(name: str) -> dict[str, Any]:
     """The config.json of a small model of this type."""
     family = FAMILIES[name]
     experts: dict[str, Any] = (
-        {"num_experts": 8, "top_k": 2, "expert_dim": 704} if "feed_forward" in family.options else {}
+        {"num_experts": 8, "top_k": 2, "expert_dim": 704}
+        if "feed_forward" in family.options
+        else {}
     )
     experts |= {"shared_expert_dim": 704} if "shared_expert" in family.options else {}
     model = replace(
@@ -250,7 +283,9 @@ def test_wrong_values_are_named(name: str, changes: dict[str, Any], problem: str
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "ministral", "olmo3"])
-def test_models_without_a_window_are_written_so_that_transformers_computes_them(name: str, tmp_path: Path) -> None:
+def test_models_without_a_window_are_written_so_that_transformers_computes_them(
+    name: str, tmp_path: Path
+) -> None:
     config = in_float32(model_config_from_hf(values_of(name)))
     assert config.windows == ()
     model = small_model(config, dtype=torch.float32)
@@ -258,16 +293,26 @@ def test_models_without_a_window_are_written_so_that_transformers_computes_them(
     assert read_config(folder)["sliding_window"] == FAMILIES[name].defaults["sliding_window"]
     tokens, logits = logits_of(model, config)
     # Gemma 2 without soft caps makes much of the roundings of float32.
-    torch.testing.assert_close(logits, logits_there(folder, tokens), rtol=0, atol=1e-3 * float(logits.abs().max()))
+    torch.testing.assert_close(
+        logits, logits_there(folder, tokens), rtol=0, atol=1e-3 * float(logits.abs().max())
+    )
 
 
 def test_windows_may_begin_at_the_first_layer() -> None:
-    values = values_of("qwen2") | {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 5}
+    values = values_of("qwen2") | {
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+        "sliding_window": 5,
+    }
     assert model_config_from_hf({**values, "layer_types": None}).windows == (5,)
 
 
 def test_what_no_family_can_say_is_named_for_one_that_says_most() -> None:
-    kinds = (LayerKind(window=37, rope="local", sink=True), LayerKind(sink=True, softcap=5.0), LayerKind(rope="none"))
+    kinds = (
+        LayerKind(window=37, rope="local", sink=True),
+        LayerKind(sink=True, softcap=5.0),
+        LayerKind(rope="none"),
+    )
     model = replace(PRESETS["llama3"]["debug"], layers=kinds, local_rope=RopeConfig(theta=1000.0))
     with pytest.raises(HuggingFaceError, match=r"has no equivalent in transformers'") as caught:
         model_config_to_hf(model, max_length=LENGTH, dtype="float32")
@@ -277,7 +322,10 @@ def test_what_no_family_can_say_is_named_for_one_that_says_most() -> None:
 def test_a_pattern_of_ten_thousand_layers_is_found_in_linear_time() -> None:
     kinds = [LayerKind()] * 9_999 + [LayerKind(window=5)]
     begun = time.process_time()
-    assert len(with_layers(replace(PRESETS["llama3"]["debug"], num_layers=10_000), kinds).layers) == 10_000
+    assert (
+        len(with_layers(replace(PRESETS["llama3"]["debug"], num_layers=10_000), kinds).layers)
+        == 10_000
+    )
     assert time.process_time() - begun < 60, "comparing every layer with every other takes minutes"
 
 
@@ -285,13 +333,22 @@ def test_a_pattern_of_ten_thousand_layers_is_found_in_linear_time() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_language_model_of_several_modalities(prefix: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_the_language_model_of_several_modalities(
+    prefix: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
     from safetensors.torch import save_file
 
     text = read_config(folders["Gemma3"])
-    tensors = {name: x for path in folders["Gemma3"].glob("*.safetensors") for name, x in read_file(path).items()}
+    tensors = {
+        name: x
+        for path in folders["Gemma3"].glob("*.safetensors")
+        for name, x in read_file(path).items()
+    }
     renamed = {name.replace("model.", prefix, 1): x for name, x in tensors.items()}
-    vision = {"vision_tower.encoder.weight": torch.ones(2), "multi_modal_projector.weight": torch.ones(3)}
+    vision = {
+        "vision_tower.encoder.weight": torch.ones(2),
+        "multi_modal_projector.weight": torch.ones(3),
+    }
     save_file(renamed | vision, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": {}})
@@ -299,7 +356,10 @@ def test_the_language_model_of_several_modalities(prefix: str, folders: dict[str
     with pytest.raises(HuggingFaceError, match="--text-only imports its language model alone"):
         read_model(tmp_path)
     with pytest.raises(HuggingFaceError, match=r"tie_word_embeddings = true disagree"):
-        text_model_values({"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}, text_only=True)
+        text_model_values(
+            {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}},
+            text_only=True,
+        )
     config = read_model(tmp_path, text_only=True)
     weights = hf.SafetensorsReader(tmp_path, text_only=True)
     assert weights.problems(config) == []
@@ -316,11 +376,20 @@ def test_attention_with_sinks_is_that_of_gpt_oss(window: int | None) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRotaryEmbedding
 
-    sizes: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes: dict[str, Any] = {
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
     types = [FULL if window is None else SLIDING]
     layers = {"num_hidden_layers": 1, "layer_types": types, "sliding_window": window or 128}
     theirs_config = transformers.GptOssConfig(
-        **sizes, **layers, rope_scaling={"rope_type": "default"}, rope_theta=500.0, attn_implementation="eager"
+        **sizes,
+        **layers,
+        rope_scaling={"rope_type": "default"},
+        rope_theta=500.0,
+        attn_implementation="eager",
     )
     torch.manual_seed(0)
     reference = GptOssAttention(theirs_config, 0)
@@ -337,7 +406,14 @@ def test_attention_with_sinks_is_that_of_gpt_oss(window: int | None) -> None:
 
     kind = LayerKind(qkv_bias=True, sink=True, window=window)
     config = ModelConfig(
-        vocab_size=8, dim=24, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=8, layers=(kind,)
+        vocab_size=8,
+        dim=24,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        ffn_dim=8,
+        layers=(kind,),
     )
     attention = Attention(config, kind)
     weights = dict(reference.named_parameters())
@@ -345,7 +421,9 @@ def test_attention_with_sinks_is_that_of_gpt_oss(window: int | None) -> None:
     with torch.no_grad():
         for name, parameter in attention.named_parameters():
             parameter.copy_(weights[name])
-    table = cos_sin_table(RopeConfig(theta=500.0, precision="float32"), 8, positions, torch.float32)
+    table = cos_sin_table(
+        RopeConfig(theta=500.0, precision="float32"), 8, positions, torch.float32
+    )
     out = attention(x, table, torch.tensor([[0, 40]], dtype=torch.int32))
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
     out.square().sum().backward()
@@ -355,11 +433,16 @@ def test_attention_with_sinks_is_that_of_gpt_oss(window: int | None) -> None:
         assert (parameter.grad - grad).norm() <= 1e-5 * grad.norm(), name
 
 
-@pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "Olmo3", "Ministral", "Qwen2 windows", "SmolLM3 windows"])
-def test_layers_without_types_have_windows_as_in_transformers(name: str, folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    "name", ["Gemma2", "Gemma3", "Olmo3", "Ministral", "Qwen2 windows", "SmolLM3 windows"]
+)
+def test_layers_without_types_have_windows_as_in_transformers(
+    name: str, folders: dict[str, Path]
+) -> None:
     values = read_config(folders[name])
     types = values.pop("layer_types")
-    if name == "Ministral":  # A window in every layer, unless stated.
+    # A window in every layer, unless stated.
+    if name == "Ministral":
         types = [SLIDING] * len(types)
     kinds = model_config_from_hf(values).layer_kinds
     assert [SLIDING if kind.window else FULL for kind in kinds] == types

@@ -22,8 +22,10 @@ from trainer.config.parse import load
 from trainer.errors import RankFailedError
 from trainer.hardware import device as hardware
 
-CPU, FEW_HEADS = torch.device("cpu"), Heads(4, 2, 16)
-SHORT, NOT_CAUSAL = SHORT_LENGTHS, False
+CPU = torch.device("cpu")
+FEW_HEADS = Heads(4, 2, 16)
+SHORT = SHORT_LENGTHS
+NOT_CAUSAL = False
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 FORWARD, BACKWARD = kernels.DENSE_KERNELS["cpu"]
@@ -116,10 +118,14 @@ WRONG: dict[str, tuple[Forward, Backward, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_kernel_is_named_with_its_wrong_output(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_is_named_with_its_wrong_output(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forward, backward, output = WRONG[name]
     monkeypatch.setitem(kernels.DENSE_KERNELS, "cpu", (forward, backward))
-    with pytest.raises(ValueError, match=rf'"auto" on \D+: relative error \S+ in the {output} of token \d+, above'):
+    with pytest.raises(
+        ValueError, match=rf'"auto" on \D+: relative error \S+ in the {output} of token \d+, above'
+    ):
         verify()
 
 
@@ -140,18 +146,23 @@ def test_a_device_that_computes_nothing_is_found(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(kernels.DENSE_KERNELS, "cpu", (forward, backward))
     monkeypatch.setattr(kernel_reference, "exact_results", nothing)
     with pytest.raises(
-        ValueError, match=r"products in float64 on cpu: relative error \S+ in the output of the last query"
+        ValueError,
+        match=r"products in float64 on cpu: relative error \S+ in the output of the last query",
     ):
         verify()
 
 
-def test_small_gradients_of_a_long_document_are_judged_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_gradients_of_a_long_document_are_judged_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(kernels.DENSE_KERNELS, "cpu", (FORWARD, without_the_last_key))
     with pytest.raises(ValueError, match="in the dv of token 999"):
         verify(lengths=(1000,))
 
 
-def test_a_kernel_whose_gradients_vary_is_refused_by_a_deterministic_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_whose_gradients_vary_is_refused_by_a_deterministic_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     draws = torch.Generator().manual_seed(0)
 
     def varying(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,7 +171,10 @@ def test_a_kernel_whose_gradients_vary_is_refused_by_a_deterministic_run(monkeyp
 
     monkeypatch.setitem(kernels.DENSE_KERNELS, "cpu", (FORWARD, varying))
     verify()
-    with pytest.raises(ValueError, match=r"gives another dq the second time on causal blocks; training.deterministic"):
+    with pytest.raises(
+        ValueError,
+        match=r"gives another dq the second time on causal blocks; training.deterministic",
+    ):
         verify(deterministic=True)
 
 
@@ -169,13 +183,17 @@ def test_a_kernel_whose_gradients_vary_is_refused_by_a_deterministic_run(monkeyp
 
 def segments(batch: VarlenBatch, window: int | None) -> ScoreBlocks:
     """As the kernel sees them: flipped blocks are causal ones of reversed tokens."""
-    queries, keys = (pairwise(starts.tolist()) for starts in (batch.cu_seqlens_q, batch.cu_seqlens_k))
+    queries, keys = (
+        pairwise(starts.tolist()) for starts in (batch.cu_seqlens_q, batch.cu_seqlens_k)
+    )
     blocks = [ScoreBlock(*q, *k) for q, k in zip(queries, keys, strict=True)]
     scores = Scores(window if batch.mask == "causal" else None)
     return ScoreBlocks(blocks, causal=batch.mask != "full", scores=scores)
 
 
-def varlen_forward(q: Tensor, k: Tensor, v: Tensor, batch: VarlenBatch, window: int | None) -> tuple[Tensor, Tensor]:
+def varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, batch: VarlenBatch, window: int | None
+) -> tuple[Tensor, Tensor]:
     return attention_op.forward(q, k, v, segments(batch, window), kernel="plain")
 
 
@@ -183,13 +201,17 @@ def varlen_backward(*inputs: Any) -> tuple[Tensor, ...]:
     *tensors, batch, window = inputs
     dq, dk, dv = (torch.zeros_like(x) for x in tensors[1:4])
     arguments: Any = (*tensors, segments(batch, window))
-    kernels.accumulate_grads((dq, dk, dv), kernels.attend_blocks_backward(*arguments, kernel="plain"))
+    kernels.accumulate_grads(
+        (dq, dk, dv), kernels.attend_blocks_backward(*arguments, kernel="plain")
+    )
     return dq, dk, dv
 
 
 @pytest.fixture
 def cudnn_lengths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int, bool]]]:
-    """(queries, keys, causal) of every forward call to cuDNN, while CPU kernels stand in for it and for flash."""
+    """(queries, keys, causal) of every forward call to cuDNN, while CPU kernels stand in for it
+    and for flash.
+    """
     calls: list[tuple[int, int, bool]] = []
 
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001
@@ -199,17 +221,25 @@ def cudnn_lengths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, i
     choose = kernels.select_kernel
     monkeypatch.setattr(kernels, "_flash_forward", varlen_forward)
     monkeypatch.setattr(kernels, "_flash_backward", varlen_backward)
-    monkeypatch.setattr(kernels, "select_kernel", lambda q, name, **_: name if name == "cudnn" else choose(q, name))
+    monkeypatch.setattr(
+        kernels, "select_kernel", lambda q, name, **_: name if name == "cudnn" else choose(q, name)
+    )
     monkeypatch.setitem(kernels.DENSE_KERNELS, "cudnn", (forward, BACKWARD))
     yield calls
 
 
-def test_every_length_reaches_cudnns_causal_path(cudnn_lengths: list[tuple[int, int, bool]]) -> None:
+def test_every_length_reaches_cudnns_causal_path(
+    cudnn_lengths: list[tuple[int, int, bool]],
+) -> None:
     verify("cudnn")
     causal = Counter(queries for queries, _, is_causal in cudnn_lengths if is_causal)
     assert causal.keys() == {planned_length(length) for length in (*SHORT, 65, 126)}
-    assert causal[planned_length(65)] == 2 * causal[2], "single tokens beside it do not take it to flash"
-    assert all(min(queries, keys) > 1 for queries, keys, _ in cudnn_lengths), "flash takes single tokens"
+    assert causal[planned_length(65)] == 2 * causal[2], (
+        "single tokens beside it do not take it to flash"
+    )
+    assert all(min(queries, keys) > 1 for queries, keys, _ in cudnn_lengths), (
+        "flash takes single tokens"
+    )
     assert any(queries != keys for queries, keys, _ in cudnn_lengths)
 
 
@@ -238,24 +268,37 @@ def test_large_tensors_are_checked_where_the_run_has_them(monkeypatch: pytest.Mo
         return FORWARD(q, k, v, causal)
 
     monkeypatch.setitem(kernels.DENSE_KERNELS, "cpu", (forward, BACKWARD))
-    for num_tokens, has_queries, has_keys in ((1024, False, False), (2048, True, False), (3072, True, True)):
+    for num_tokens, has_queries, has_keys in (
+        (1024, False, False),
+        (2048, True, False),
+        (3072, True, True),
+    ):
         seen.clear()
-        verify_wide("auto", CPU, torch.float32, heads=FEW_HEADS, num_tokens=num_tokens, max_elements=MANY)
+        verify_wide(
+            "auto", CPU, torch.float32, heads=FEW_HEADS, num_tokens=num_tokens, max_elements=MANY
+        )
         assert any(queries > MANY for queries, _ in seen) == has_queries
         assert any(keys > MANY for _, keys in seen) == has_keys
 
 
 @pytest.mark.parametrize("broken", ["queries", "keys"])
-def test_a_kernel_that_counts_in_too_few_bits_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_counts_in_too_few_bits_is_found(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def wrapping(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001
-        q, k = q.clone(), k.clone()
+        q = q.clone()
+        k = k.clone()
         x = q if broken == "queries" else k
         x[:, :, MANY // (x.shape[1] * x.shape[3]) :] = 0
         return FORWARD(q, k, v, causal)
 
     monkeypatch.setitem(kernels.DENSE_KERNELS, "cpu", (wrapping, BACKWARD))
-    with pytest.raises(ValueError, match=r'"auto" on few .* in tensors of 1?\d\d,\d{3} elements: relative error'):
-        verify_wide("auto", CPU, torch.float32, heads=FEW_HEADS, num_tokens=4096, max_elements=MANY)
+    with pytest.raises(
+        ValueError, match=r'"auto" on few .* in tensors of 1?\d\d,\d{3} elements: relative error'
+    ):
+        verify_wide(
+            "auto", CPU, torch.float32, heads=FEW_HEADS, num_tokens=4096, max_elements=MANY
+        )
 
 
 # ---- what a run checks
@@ -266,9 +309,13 @@ def checked(*options: str) -> tuple[Heads, Heads, int]:
     config = load(["--data.corpus=copy", "--model.family=llama3", "--model.size=8b", *options])
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_check, "verify_kernel", lambda *_, **given: found.append(given["heads"]))
         patch.setattr(
-            kernel_check, "verify_wide", lambda *_, **given: found.extend((given["heads"], given["num_tokens"]))
+            kernel_check, "verify_kernel", lambda *_, **given: found.append(given["heads"])
+        )
+        patch.setattr(
+            kernel_check,
+            "verify_wide",
+            lambda *_, **given: found.extend((given["heads"], given["num_tokens"])),
         )
         hardware.verify_attention_kernel(config, "flash", CPU)
     few, heads, num_tokens = found
@@ -278,14 +325,24 @@ def checked(*options: str) -> tuple[Heads, Heads, int]:
 def test_the_run_checks_its_own_heads_and_tokens() -> None:
     length = "--training.seq_len=131072"
     assert checked(length) == (Heads(8, 2, 128), Heads(32, 8, 128), 131_072)
-    assert checked(length, "--memory.head_groups=4") == (Heads(8, 2, 128), Heads(8, 2, 128), 131_072)
+    assert checked(length, "--memory.head_groups=4") == (
+        Heads(8, 2, 128),
+        Heads(8, 2, 128),
+        131_072,
+    )
     ring = ("--parallelism.cp=8", "--parallelism.cp_method=ring", "--parallelism.tp=8")
     assert checked(length, *ring) == (Heads(4, 1, 128), Heads(4, 1, 128), 16_384)
-    ulysses = ("--parallelism.cp=16", "--parallelism.cp_method=ulysses", "--training.micro_batch_size=2")
+    ulysses = (
+        "--parallelism.cp=16",
+        "--parallelism.cp_method=ulysses",
+        "--training.micro_batch_size=2",
+    )
     assert checked(length, *ulysses) == (Heads(2, 1, 128), Heads(2, 1, 128), 262_144)
 
 
-def test_an_assertion_of_a_kernel_ends_the_run_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_assertion_of_a_kernel_ends_the_run_with_its_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("head dim 192 is not supported")
 

@@ -1,4 +1,6 @@
-"""Which attention kernel takes a block: by what kernels can do, by length and window, and with the same results."""
+"""Which attention kernel takes a block: by what kernels can do, by length and window, and with the
+same results.
+"""
 
 from __future__ import annotations
 
@@ -64,16 +66,42 @@ def test_auto_has_a_next_choice_for_each_that_fails_on_the_device() -> None:
 @pytest.mark.parametrize(
     ("choice", "changed", "message"),
     [
-        ("fa3", {"generation": "blackwell"}, 'training.attention = "fa3" runs on hopper devices, not on blackwell'),
-        ("cudnn", {"generation": "cdna"}, "runs on ampere, ada, hopper, blackwell devices, not on cdna"),
+        (
+            "fa3",
+            {"generation": "blackwell"},
+            'training.attention = "fa3" runs on hopper devices, not on blackwell',
+        ),
+        (
+            "cudnn",
+            {"generation": "cdna"},
+            "runs on ampere, ada, hopper, blackwell devices, not on cdna",
+        ),
         ("fa4", {"head_dim": 192}, "supports heads of at most 128 dimensions, not head_dim = 192"),
-        ("flash", {"head_dim": 100}, "supports heads of a multiple of 8 dimensions, not head_dim = 100"),
-        ("cudnn", {"deterministic": True}, "is not deterministic, but training.deterministic = true"),
-        ("flash", {"dtype": "float32"}, 'supports bfloat16 or float16, not training.dtype = "float32"'),
-        ("flash", {"softcap": 50.0}, 'attention kernel "flash" has no soft-capped scores (softcap = 50.0)'),
+        (
+            "flash",
+            {"head_dim": 100},
+            "supports heads of a multiple of 8 dimensions, not head_dim = 100",
+        ),
+        (
+            "cudnn",
+            {"deterministic": True},
+            "is not deterministic, but training.deterministic = true",
+        ),
+        (
+            "flash",
+            {"dtype": "float32"},
+            'supports bfloat16 or float16, not training.dtype = "float32"',
+        ),
+        (
+            "flash",
+            {"softcap": 50.0},
+            'attention kernel "flash" has no soft-capped scores (softcap = 50.0)',
+        ),
     ],
 )
-def test_a_kernel_that_cannot_do_it_is_named_with_the_rule(choice: str, changed: dict[str, Any], message: str) -> None:
+def test_a_kernel_that_cannot_do_it_is_named_with_the_rule(
+    choice: str, changed: dict[str, Any], message: str
+) -> None:
     (problem,) = problems(choice, needs(**changed))
     assert message in problem
 
@@ -96,8 +124,17 @@ def test_an_octave_of_lengths_has_sixteen_plans_each_a_sixteenth_longer_at_most(
     for start in (64, 4096):
         lengths = {planned_length(length) for length in range(start, 2 * start)}
         assert len(lengths - {start}) == LENGTHS_PER_OCTAVE
-    assert all(0 <= planned_length(length) - length <= length / LENGTHS_PER_OCTAVE for length in range(1, 10_000))
-    assert [planned_length(length) for length in (1, 31, 33, 4097, 1 << 20)] == [1, 31, 34, 4352, 1 << 20]
+    assert all(
+        0 <= planned_length(length) - length <= length / LENGTHS_PER_OCTAVE
+        for length in range(1, 10_000)
+    )
+    assert [planned_length(length) for length in (1, 31, 33, 4097, 1 << 20)] == [
+        1,
+        31,
+        34,
+        4352,
+        1 << 20,
+    ]
 
 
 # ---- blocks of two kernels
@@ -105,7 +142,9 @@ def test_an_octave_of_lengths_has_sixteen_plans_each_a_sixteenth_longer_at_most(
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """(kernel, queries) of the calls of both kernels, which compute on the CPU; blocks of 16 tokens are long."""
+    """(kernel, queries) of the calls of both kernels, which compute on the CPU; blocks of 16
+    tokens are long.
+    """
     found = list[tuple[str, int]]()
     forward, backward = kernels.DENSE_KERNELS["cpu"]
 
@@ -118,7 +157,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
     monkeypatch.setattr("models.score_blocks.LONG_TOKENS", 16)
     monkeypatch.setattr(
-        kernels, "select_kernel", lambda _, kernel, **__: kernel if kernel in (CUDNN_AND_FLASH, "flash") else "plain"
+        kernels,
+        "select_kernel",
+        lambda _, kernel, **__: kernel if kernel in (CUDNN_AND_FLASH, "flash") else "plain",
     )
     monkeypatch.setattr(kernels, "_flash_forward", recorded("flash", varlen_forward))
     monkeypatch.setattr(kernels, "_flash_backward", varlen_backward)
@@ -137,7 +178,9 @@ def inputs(tokens: int) -> tuple[Tensor, ...]:
 def test_documents_in_two_kernels_have_the_results_of_one(
     calls: list[tuple[str, int]], lengths: tuple[int, ...], window: int | None
 ) -> None:
-    """The last block has no tokens behind it to fill its call up; the others have those of the next document."""
+    """The last block has no tokens behind it to fill its call up; the others have those of the
+    next document.
+    """
     total = sum(lengths)
     q, k, v, grad = inputs(total)
     boundaries = torch.tensor([[0, *torch.tensor(lengths).cumsum(0).tolist()]], dtype=torch.int32)
@@ -145,7 +188,9 @@ def test_documents_in_two_kernels_have_the_results_of_one(
     found = []
     for kernel in ("plain", CUDNN_AND_FLASH):
         out, lse = attention_op.forward(q, k, v, blocks, kernel=kernel)
-        found.append((out, lse, *attention_op.backward(grad, q, k, v, out, lse, blocks, kernel=kernel)))
+        found.append(
+            (out, lse, *attention_op.backward(grad, q, k, v, out, lse, blocks, kernel=kernel))
+        )
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
     long = sorted(planned_length(length) for length in lengths if length >= 16 and window is None)
     assert sorted(count for name, count in calls if name == "cudnn") == long
@@ -154,11 +199,16 @@ def test_documents_in_two_kernels_have_the_results_of_one(
     )
 
 
-def test_rectangles_take_cudnn_only_at_lengths_that_have_plans(calls: list[tuple[str, int]]) -> None:
+def test_rectangles_take_cudnn_only_at_lengths_that_have_plans(
+    calls: list[tuple[str, int]],
+) -> None:
     q, k, v, _ = inputs(200)
     rectangles = [(0, 64, 0, 32), (64, 97, 32, 64), (97, 161, 64, 97), (161, 170, 100, 164)]
     blocks = ScoreBlocks(rectangles)
-    outputs = {name: [*kernels.attend_blocks(q, k, v, blocks, kernel=name)] for name in ("plain", CUDNN_AND_FLASH)}
+    outputs = {
+        name: [*kernels.attend_blocks(q, k, v, blocks, kernel=name)]
+        for name in ("plain", CUDNN_AND_FLASH)
+    }
     assert [count for name, count in calls if name == "cudnn"] == [64]
     assert [count for name, count in calls if name == "flash"] == [33 + 64 + 9]
     merged = []
@@ -177,7 +227,9 @@ def test_flipped_blocks_never_take_cudnn(calls: list[tuple[str, int]]) -> None:
     assert calls == [("flash", 64)]
 
 
-def test_preparing_a_batch_makes_the_calls_of_both_kernels_ready(calls: list[tuple[str, int]]) -> None:
+def test_preparing_a_batch_makes_the_calls_of_both_kernels_ready(
+    calls: list[tuple[str, int]],
+) -> None:
     boundaries = torch.tensor([[0, 40, 45]], dtype=torch.int32)
     blocks = LocalAttentionCore(CUDNN_AND_FLASH).prepare(boundaries)
     assert isinstance(blocks, ScoreBlocks)

@@ -31,14 +31,24 @@ def draw(
 ) -> tuple[Tensor, ...]:
     """A gradient of the output, queries, keys and values of 20 tokens."""
     generator = torch.Generator().manual_seed(1)
-    shapes = ((20, heads[0], width), (20, heads[0], width), (20, heads[1], width), (20, heads[1], width))
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes)
+    shapes = (
+        (20, heads[0], width),
+        (20, heads[0], width),
+        (20, heads[1], width),
+        (20, heads[1], width),
+    )
+    return tuple(
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        for shape in shapes
+    )
 
 
 def reference(
     given: tuple[Tensor, ...], rectangles: list[ScoreBlock], *, causal: bool
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Reference: output (zero without keys), log-sum-exp (-inf without keys) and gradients over all blocks."""
+    """Reference: output (zero without keys), log-sum-exp (-inf without keys) and gradients over
+    all blocks.
+    """
     grad, *qkv = (x.detach().double().cpu() for x in given)
     q, k, v = (x.requires_grad_() for x in qkv)
     allowed = torch.zeros(20, 20, dtype=torch.bool)
@@ -57,8 +67,11 @@ def computed(
     grad, q, k, v = given
     out = torch.zeros_like(q)
     lse = q.new_full((q.shape[1], 20), -torch.inf, dtype=accumulation_dtype(q.dtype))
-    for at, part, part_lse in kernels.attend_blocks(q, k, v, ScoreBlocks(rectangles, causal=causal), kernel=kernel):
-        out[at], lse[:, at] = part, part_lse
+    for at, part, part_lse in kernels.attend_blocks(
+        q, k, v, ScoreBlocks(rectangles, causal=causal), kernel=kernel
+    ):
+        out[at] = part
+        lse[:, at] = part_lse
     grads = tuple(torch.zeros_like(x) for x in (q, k, v))
     for at, keys, *parts in kernels.attend_blocks_backward(
         grad, q, k, v, out, lse, ScoreBlocks(rectangles, causal=causal), kernel=kernel
@@ -75,7 +88,9 @@ def test_blocks_are_computed_exactly(heads: tuple[int, int], kernel: str, *, cau
     rectangles = CAUSAL_BLOCKS if causal else BLOCKS
     given = draw(heads)
     ours = computed(given, rectangles, causal=causal, kernel=kernel)
-    torch.testing.assert_close(ours, reference(given, rectangles, causal=causal), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        ours, reference(given, rectangles, causal=causal), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("kernel", ["auto", "plain"])
@@ -98,7 +113,9 @@ def test_gradient_of_some_keys_is_exact_given_lse_of_all_keys(kernel: str) -> No
 
 def test_empty_block_raises_instead_of_crashing() -> None:
     for empty in (ScoreBlock(0, 0, 0, 3), ScoreBlock(0, 3, 4, 4)):
-        with pytest.raises(ValueError, match=re.escape(f"{empty} is empty: attention needs at least one query")):
+        with pytest.raises(
+            ValueError, match=re.escape(f"{empty} is empty: attention needs at least one query")
+        ):
             ScoreBlocks([ScoreBlock(0, 3, 0, 3), empty], causal=False)
 
 
@@ -112,7 +129,9 @@ def test_causal_block_must_be_square() -> None:
 
 def test_unknown_kernel_is_named() -> None:
     _, q, k, v = draw((4, 2))
-    with pytest.raises(ValueError, match='attention kernel "fast" is unknown; choose from auto, cpu, flash, cudnn'):
+    with pytest.raises(
+        ValueError, match='attention kernel "fast" is unknown; choose from auto, cpu, flash, cudnn'
+    ):
         list(kernels.attend_blocks(q, k, v, ScoreBlocks(BLOCKS, causal=False), kernel="fast"))
 
 
@@ -140,43 +159,66 @@ def test_adjacent_causal_blocks_need_no_index() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_varlen_calls_return_each_block_at_its_tokens(monkeypatch: pytest.MonkeyPatch, *, causal: bool) -> None:
+def test_varlen_calls_return_each_block_at_its_tokens(
+    monkeypatch: pytest.MonkeyPatch, *, causal: bool
+) -> None:
     """The code path of CUDA flash, with a fake kernel that runs segment by segment on the CPU."""
     choose = kernels.select_kernel
     monkeypatch.setattr(kernels, "_flash_forward", varlen_forward)
     monkeypatch.setattr(kernels, "_flash_backward", varlen_backward)
     monkeypatch.setattr(
-        kernels, "select_kernel", lambda q, kernel, **_: "flash" if kernel == "flash" else choose(q, kernel)
+        kernels,
+        "select_kernel",
+        lambda q, kernel, **_: "flash" if kernel == "flash" else choose(q, kernel),
     )
     rectangles = CAUSAL_BLOCKS if causal else BLOCKS
     given = draw((4, 2))
     ours = computed(given, rectangles, causal=causal, kernel="flash")
-    torch.testing.assert_close(ours, reference(given, rectangles, causal=causal), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        ours, reference(given, rectangles, causal=causal), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("window", [1, 2, 4, 11, 12, 20])
-def test_windows_by_varlen_calls_equal_dense_attention(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
-    """The code path of CUDA flash: causal calls with a window, and flipped ones of parts that other tokens precede."""
+def test_windows_by_varlen_calls_equal_dense_attention(
+    monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    """The code path of CUDA flash: causal calls with a window, and flipped ones of parts that
+    other tokens precede.
+    """
     choose = kernels.select_kernel
     monkeypatch.setattr(kernels, "_flash_forward", varlen_forward)
     monkeypatch.setattr(kernels, "_flash_backward", varlen_backward)
-    monkeypatch.setattr(kernels, "select_kernel", lambda q, kernel, **_: "flash" if kernel != "plain" else choose(q))
+    monkeypatch.setattr(
+        kernels,
+        "select_kernel",
+        lambda q, kernel, **_: "flash" if kernel != "plain" else choose(q),
+    )
     boundaries_BD = starts([7, 1, 12], [20], width=4)
     *expected, lse_BNS = run(partial(dense, window=window), inputs(boundaries_BD), boundaries_BD)
     whole = attention_op.document_blocks(boundaries_BD, 2, 20, Scores(window))
     # As a rank gets them that holds the second half of a document after the first.
     halves_22 = torch.tensor([[0, 10], [10, 20]])
-    before = rows_before(halves_22[1:], halves_22[:1], window, shift_P2=torch.zeros(1, 2, dtype=torch.int64))
+    before = rows_before(
+        halves_22[1:], halves_22[:1], window, shift_P2=torch.zeros(1, 2, dtype=torch.int64)
+    )
     parts = torch.cat((block_rows(halves_22, halves_22, CAUSAL), before))
     assert whole.window == (window if window < 20 else None)
-    for blocks, rows in ((whole, slice(0, 2)), (ScoreBlocks(parts, scores=Scores(window)), slice(1, 2))):
+    for blocks, rows in (
+        (whole, slice(0, 2)),
+        (ScoreBlocks(parts, scores=Scores(window)), slice(1, 2)),
+    ):
         q, k, v = (x[rows].flatten(0, 1).detach() for x in inputs(boundaries_BD))
         out, lse = attention_op.forward(q, k, v, blocks)
-        grad = torch.randn(2, 20, *q.shape[1:], generator=torch.Generator().manual_seed(2), dtype=torch.float64)[rows]
+        grad = torch.randn(
+            2, 20, *q.shape[1:], generator=torch.Generator().manual_seed(2), dtype=torch.float64
+        )[rows]
         grads = attention_op.backward(grad.flatten(0, 1), q, k, v, out, lse, blocks)
         for found, right in zip((out, *grads), expected, strict=True):
             torch.testing.assert_close(found, right[rows].flatten(0, 1), rtol=0, atol=1e-12)
-        torch.testing.assert_close(lse, attention_op.flatten_lse(lse_BNS[rows]), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            lse, attention_op.flatten_lse(lse_BNS[rows]), rtol=0, atol=1e-12
+        )
 
 
 # ---- CUDA
@@ -184,11 +226,17 @@ def test_windows_by_varlen_calls_equal_dense_attention(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_torch_accepts_the_arguments_of_windows(window: int | None) -> None:
-    """On meta tensors; values need a CUDA device. The kernel counts the keys before a query's own."""
+    """On meta tensors; values need a CUDA device.
+
+    The kernel counts the keys before a query's own.
+    """
     with torch.device("meta"):
         shapes = ((20, 4, 64), (20, 4, 64), (20, 2, 64), (20, 2, 64))
         grad, q, k, v = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
-    blocks = ScoreBlocks([ScoreBlock(0, 20, 0, 20, "causal"), ScoreBlock(4, 9, 0, 5, "flipped")], scores=Scores(window))
+    blocks = ScoreBlocks(
+        [ScoreBlock(0, 20, 0, 20, "causal"), ScoreBlock(4, 9, 0, 5, "flipped")],
+        scores=Scores(window),
+    )
     calls = list[dict[str, Any]]()
     with CallOptions(calls):
         out = [*kernels.attend_blocks(q, k, v, blocks, kernel="flash")]
@@ -208,7 +256,9 @@ class CallOptions(TorchDispatchMode):
         super().__init__()
         self.calls = calls
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
         if "_flash_attention" in function.name():
             self.calls.append(dict(options or {}))
         return function(*arguments, **(options or {}))
@@ -223,7 +273,8 @@ def test_torch_accepts_the_arguments_of_every_cuda_kernel(kernel: str, *, causal
     with torch.device("meta"):
         shapes = ((20, 4, 64), (20, 4, 64), (20, 2, 64), (20, 2, 64))
         grad, q, k, v = (torch.empty(shape, dtype=dtype) for shape in shapes)
-        out, lse = torch.empty_like(q), torch.empty(4, 20)
+        out = torch.empty_like(q)
+        lse = torch.empty(4, 20)
         for (_, part, part_lse), (q0, q1, *_) in zip(
             kernels.attend_blocks(q, k, v, ScoreBlocks(rectangles, causal=causal), kernel=kernel),
             rectangles,
@@ -243,7 +294,9 @@ def test_torch_accepts_the_arguments_of_every_cuda_kernel(kernel: str, *, causal
 def test_cudnn_gets_no_block_of_a_single_query_or_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(kernels.DENSE_KERNELS, "cudnn")
     q = torch.empty(20, 2, 64, dtype=torch.bfloat16, device="meta")
-    assert list(kernels.attend_blocks(q, q, q, ScoreBlocks([(0, 7, 0, 1)], causal=False), kernel="cudnn"))
+    assert list(
+        kernels.attend_blocks(q, q, q, ScoreBlocks([(0, 7, 0, 1)], causal=False), kernel="cudnn")
+    )
 
 
 @pytest.mark.gpu
@@ -265,11 +318,15 @@ def test_cuda_kernel_error_is_within_the_tolerance_of_its_dtype(
     kernel: str, dtype: torch.dtype, heads: tuple[int, int], *, causal: bool
 ) -> None:
     rectangles = (
-        CAUSAL_BLOCKS if causal else [ScoreBlock(0, 5, 0, 3), ScoreBlock(5, 9, 0, 7), ScoreBlock(12, 20, 9, 12)]
+        CAUSAL_BLOCKS
+        if causal
+        else [ScoreBlock(0, 5, 0, 3), ScoreBlock(5, 9, 0, 7), ScoreBlock(12, 20, 9, 12)]
     )
     given = draw(heads, dtype, "cuda", width=64)
     ours = computed(given, rectangles, causal=causal, kernel=kernel)
     expected = reference(given, rectangles, causal=causal)
-    near = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
+    near = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[
+        dtype
+    ]
     for found, right in zip((*ours[:2], *ours[2]), (*expected[:2], *expected[2]), strict=True):
         torch.testing.assert_close(found.cpu().double(), right, rtol=near, atol=near)

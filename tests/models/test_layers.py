@@ -1,4 +1,6 @@
-"""Layers of several kinds in one model: declared once, counted by kind, exact under recomputation and on ranks."""
+"""Layers of several kinds in one model: declared once, counted by kind, exact under recomputation
+and on ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,14 @@ from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.block_recompute import Tiling
 from parallelisms.parallelize import set_attention_core
 from tests.models.other_kinds import MIXED_KINDS, other_kinds
-from tests.models.small_models import NORMED, SMALL, gradients, largest_difference, packed, small_model
+from tests.models.small_models import (
+    NORMED,
+    SMALL,
+    gradients,
+    largest_difference,
+    packed,
+    small_model,
+)
 from tests.models.test_model_config import flops_of_addition
 from trainer.launch.initial_checks import model_config_from_values
 
@@ -88,7 +97,9 @@ def test_every_declared_kind_has_a_module_with_its_parameters() -> None:
     assert layers.FEED_FORWARDS.keys() == transformer.FEED_FORWARDS.keys()
     with torch.device("meta"):
         model = Transformer(MIXED_KINDS)
-    declared = [(name, each.shape_of(MIXED_KINDS.sizes)) for name, each in MIXED_KINDS.parameters.items()]
+    declared = [
+        (name, each.shape_of(MIXED_KINDS.sizes)) for name, each in MIXED_KINDS.parameters.items()
+    ]
     assert [(name, tuple(x.shape)) for name, x in model.named_parameters()] == declared
     for block in model.transformer_blocks():
         assert activation_checkpoint.consists_of_pieces(block) == block.kind.in_pieces
@@ -97,19 +108,31 @@ def test_every_declared_kind_has_a_module_with_its_parameters() -> None:
 def declared_with(**changes: Parameter) -> SublayerKind:
     """The gated feed-forward with other declarations."""
     gated = layers.FEED_FORWARDS["gated"]
-    return gated._replace(parameters={**gated.parameters} | {name.replace("__", "."): x for name, x in changes.items()})
+    return gated._replace(
+        parameters={**gated.parameters}
+        | {name.replace("__", "."): x for name, x in changes.items()}
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
-        (declared_with(down_proj__weight=Parameter("EG", "rowwise", "w")), 'must be declared with initial "residual"'),
-        (declared_with(scale=Parameter("G", "colwise", "s")), "feed_forward.scale is no matrix: its initial values"),
+        (
+            declared_with(down_proj__weight=Parameter("EG", "rowwise", "w")),
+            'must be declared with initial "residual"',
+        ),
+        (
+            declared_with(scale=Parameter("G", "colwise", "s")),
+            "feed_forward.scale is no matrix: its initial values",
+        ),
         (
             declared_with(scale=Parameter("W", "colwise", "s", "ones")),
             "feed_forward.scale has a width that is unknown: W",
         ),
-        (declared_with(scale=Parameter("G", "colwise", "s", "ones", "scaled")), "scaled is no option of LayerKind"),
+        (
+            declared_with(scale=Parameter("G", "colwise", "s", "ones", "scaled")),
+            "scaled is no option of LayerKind",
+        ),
     ],
 )
 def test_a_declaration_that_cannot_be_built_is_refused(
@@ -129,7 +152,9 @@ def test_recomputed_layers_have_the_gradients_of_autograd(
     batch = packed([9, 1, 14], [24])
     losses, expected = gradients(small_model(MIXED_KINDS), batch)
     model = small_model(MIXED_KINDS)
-    activation_checkpoint.apply(model, RecomputeConfig(policy, blocks_per_checkpoint=every, tiling=tiling))
+    activation_checkpoint.apply(
+        model, RecomputeConfig(policy, blocks_per_checkpoint=every, tiling=tiling)
+    )
     found_losses, found = gradients(model, batch)
     assert len(expected) == len(MIXED_KINDS.parameters)
     torch.testing.assert_close(found_losses, losses, rtol=1e-12, atol=1e-12)
@@ -138,10 +163,15 @@ def test_recomputed_layers_have_the_gradients_of_autograd(
 
 @pytest.mark.parametrize("every", [1, 2, 5])
 @pytest.mark.parametrize("policy", ["none", *POLICIES])
-def test_counted_products_are_those_that_run(policy: activation_checkpoint.RecomputePolicy, every: int) -> None:
-    model, batch = small_model(MIXED_KINDS), packed([5, 7, 4], [9, 6, 1])
+def test_counted_products_are_those_that_run(
+    policy: activation_checkpoint.RecomputePolicy, every: int
+) -> None:
+    model = small_model(MIXED_KINDS)
+    batch = packed([5, 7, 4], [9, 6, 1])
     activation_checkpoint.apply(model, RecomputeConfig(policy, blocks_per_checkpoint=every))
-    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: flops_of_addition}) as counter:
+    with FlopCounterMode(
+        display=False, custom_mapping={torch.ops.aten.addmm_: flops_of_addition}
+    ) as counter:
         model(batch).sum().backward()
     counted = MIXED_KINDS.hardware_flops(
         tokens=batch.num_tokens, pairs=0, recompute=policy, blocks_per_checkpoint=every
@@ -151,12 +181,16 @@ def test_counted_products_are_those_that_run(policy: activation_checkpoint.Recom
 
 def test_counts_are_sums_over_layers() -> None:
     sizes = MIXED_KINDS.sizes
-    dim, queries, ffn = sizes["E"], sizes["Q"], sizes["G"]
+    dim = sizes["E"]
+    queries = sizes["Q"]
+    ffn = sizes["G"]
     attention = 2 * dim * (queries + sizes["K"])
     matrices = 4 * attention + 2 * dim * queries + (3 * 3 + 2 * 2) * dim * ffn
     assert MIXED_KINDS.matrix_parameters == matrices + sizes["V"] * dim
     assert MIXED_KINDS.flops(tokens=0, pairs=10) == 12 * 4 * queries * 10
-    assert MIXED_KINDS.num_parameters == sum(x.numel() for x in Transformer(MIXED_KINDS).parameters())
+    assert MIXED_KINDS.num_parameters == sum(
+        x.numel() for x in Transformer(MIXED_KINDS).parameters()
+    )
     assert tensor_specs(MIXED_KINDS)["blocks.2.attention.in_proj.weight"][:2] == (
         "model.layers.2.shift.in_proj.weight",
         (queries, dim),
@@ -179,7 +213,9 @@ def test_the_gradient_check_covers_each_kind_once(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_mixer_without_context_parallelism_is_refused() -> None:
-    with pytest.raises(ValueError, match=r'mixer "shift" has no context parallelism: parallelism\.cp must be 1'):
+    with pytest.raises(
+        ValueError, match=r'mixer "shift" has no context parallelism: parallelism\.cp must be 1'
+    ):
         set_attention_core(small_model(MIXED_KINDS), MagicMock())
     with pytest.raises(ValueError, match='mixer "shift" cannot decode'):
         Decoder(small_model(MIXED_KINDS), capacity=8)
@@ -189,7 +225,9 @@ def test_a_pattern_is_not_exported_unless_all_layers_are_alike() -> None:
     with pytest.raises(HuggingFaceError, match=r"model\.layers = .* has no equivalent"):
         model_config_to_hf(MIXED_KINDS, max_length=64, dtype="float32")
     with pytest.raises(HuggingFaceError, match=r"model\.activation = gelu has no equivalent"):
-        model_config_to_hf(replace(SMALL, activation=cast(Any, "gelu")), max_length=64, dtype="float32")
+        model_config_to_hf(
+            replace(SMALL, activation=cast(Any, "gelu")), max_length=64, dtype="float32"
+        )
     alike = replace(SMALL, head_dim=4, layers=(LayerKind(qkv_bias=True),))
     assert model_config_to_hf(alike, max_length=64, dtype="float32")["model_type"] == "qwen2"
 

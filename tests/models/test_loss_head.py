@@ -40,7 +40,10 @@ from parallelisms.parallelize import parallelize
 from tests.models.small_models import SMALL, TouchedElements
 from trainer.trace.operators import fake_process_group
 
-B, S, E, V = 2, 11, 6, 13
+B = 2
+S = 11
+E = 6
+V = 13
 CHUNKS = [1, 5, 7, B * S, 1000]
 COMPILED: CompilePiece = lru_cache(partial(torch.compile, fullgraph=True, backend="aot_eager"))
 TRANSFORMS = {"plain": IDENTITY, "scaled": LogitTransform(2.0), "capped": LogitTransform(0.5, 3.0)}
@@ -48,7 +51,9 @@ T = TypeVar("T")
 AllReduce = Callable[[Tensor], Tensor]
 
 
-def linear_cross_entropy(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, chunk: int) -> Tensor:
+def linear_cross_entropy(
+    x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, chunk: int
+) -> Tensor:
     losses_BS: Tensor = LinearCrossEntropy.apply(x_BSE, weight_VE, labels_BS, chunk, VocabShard())
     return losses_BS
 
@@ -64,16 +69,22 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
 
 def plain(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor) -> Tensor:
     logits = (x_BSE @ weight_VE.T).flatten(0, 1)
-    losses = F.cross_entropy(logits, labels_BS.flatten(), reduction="none", ignore_index=IGNORE_INDEX)
+    losses = F.cross_entropy(
+        logits, labels_BS.flatten(), reduction="none", ignore_index=IGNORE_INDEX
+    )
     return losses.view_as(labels_BS)
 
 
-def transformed(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, transform: LogitTransform) -> Tensor:
+def transformed(
+    x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, transform: LogitTransform
+) -> Tensor:
     """`plain`, of scaled and capped logits."""
     logits = (x_BSE @ weight_VE.T).flatten(0, 1) / transform.scaling
     if transform.softcap is not None:
         logits = transform.softcap * torch.tanh(logits / transform.softcap)
-    losses = F.cross_entropy(logits, labels_BS.flatten(), reduction="none", ignore_index=IGNORE_INDEX)
+    losses = F.cross_entropy(
+        logits, labels_BS.flatten(), reduction="none", ignore_index=IGNORE_INDEX
+    )
     return losses.view_as(labels_BS)
 
 
@@ -89,11 +100,15 @@ def test_losses_and_gradients_equal_torch_in_every_variant(
     weight_VE.requires_grad_()
     rows = weight_VE.shape[0] // parts
 
-    def run(part: int, all_reduce_max: AllReduce, all_reduce_sum: AllReduce) -> tuple[Tensor, Tensor, Tensor]:
+    def run(
+        part: int, all_reduce_max: AllReduce, all_reduce_sum: AllReduce
+    ) -> tuple[Tensor, Tensor, Tensor]:
         shard = VocabShard(part * rows, parts, all_reduce_max, all_reduce_sum)
         mine_VE = weight_VE.detach()[part * rows : (part + 1) * rows].requires_grad_()
         # 22 tokens: the last chunk is shorter.
-        losses_BS = LinearCrossEntropy.apply(x_BSE, mine_VE, labels_BS, 8, shard, None, transform, compile_piece)
+        losses_BS = LinearCrossEntropy.apply(
+            x_BSE, mine_VE, labels_BS, 8, shard, None, transform, compile_piece
+        )
         return losses_BS, *torch.autograd.grad(losses_BS.sum() / 17, (x_BSE, mine_VE))
 
     losses, grads_x, grads_weight = zip(*on_shards(parts, run), strict=True)
@@ -108,26 +123,35 @@ def test_losses_and_gradients_equal_torch_in_every_variant(
 def test_compiled_label_outside_the_vocabulary_is_nan() -> None:
     x_BSE, weight_VE, labels_BS = inputs()
     labels_BS[0, 1] = V
-    losses_BS = LinearCrossEntropy.apply(x_BSE, weight_VE, labels_BS, 8, VocabShard(), None, IDENTITY, COMPILED)
+    losses_BS = LinearCrossEntropy.apply(
+        x_BSE, weight_VE, labels_BS, 8, VocabShard(), None, IDENTITY, COMPILED
+    )
     assert losses_BS.isnan().nonzero().tolist() == [[0, 1]]
-    assert all(grad.isnan().any() for grad in torch.autograd.grad(losses_BS.sum(), (x_BSE, weight_VE)))
+    assert all(
+        grad.isnan().any() for grad in torch.autograd.grad(losses_BS.sum(), (x_BSE, weight_VE))
+    )
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_losses_and_gradients_equal_torch_for_any_chunk(chunk: int) -> None:
     x_BSE, weight_VE, labels_BS = inputs()
-    ours, torchs = linear_cross_entropy(x_BSE, weight_VE, labels_BS, chunk), plain(x_BSE, weight_VE, labels_BS)
+    ours = linear_cross_entropy(x_BSE, weight_VE, labels_BS, chunk)
+    torchs = plain(x_BSE, weight_VE, labels_BS)
     torch.testing.assert_close(ours, torchs, rtol=0, atol=1e-13)
     leaves = (x_BSE, weight_VE)
     for found, expected in zip(
-        torch.autograd.grad(ours.sum() / 17, leaves), torch.autograd.grad(torchs.sum() / 17, leaves), strict=True
+        torch.autograd.grad(ours.sum() / 17, leaves),
+        torch.autograd.grad(torchs.sum() / 17, leaves),
+        strict=True,
     ):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
 def test_gradients_equal_finite_differences() -> None:
     x_BSE, weight_VE, labels_BS = inputs()
-    torch.autograd.gradcheck(lambda x, w: linear_cross_entropy(x, w, labels_BS, 5).sum() / 3, (x_BSE, weight_VE))
+    torch.autograd.gradcheck(
+        lambda x, w: linear_cross_entropy(x, w, labels_BS, 5).sum() / 3, (x_BSE, weight_VE)
+    )
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -165,8 +189,12 @@ def test_common_target_weight_scales_gradients_whatever_other_tokens_have() -> N
     leaves = (x_BSE, weight_VE)
     losses_BS = linear_cross_entropy(x_BSE, weight_VE, labels_BS, 5)
     odd = torch.where(labels_BS == IGNORE_INDEX, 3.0, 0.25)
-    expected = torch.autograd.grad(plain(x_BSE, weight_VE, labels_BS), leaves, torch.full_like(losses_BS, 0.25))
-    for found, gradient in zip(torch.autograd.grad(losses_BS, leaves, odd.double()), expected, strict=True):
+    expected = torch.autograd.grad(
+        plain(x_BSE, weight_VE, labels_BS), leaves, torch.full_like(losses_BS, 0.25)
+    )
+    for found, gradient in zip(
+        torch.autograd.grad(losses_BS, leaves, odd.double()), expected, strict=True
+    ):
         torch.testing.assert_close(found, gradient, rtol=0, atol=1e-13)
 
 
@@ -175,7 +203,9 @@ def test_unequal_target_weights_make_every_gradient_nan() -> None:
     losses_BS = linear_cross_entropy(x_BSE, weight_VE, labels_BS, 5)
     weights = torch.ones_like(losses_BS)
     weights[1, 0] = 2
-    assert all(grad.isnan().all() for grad in torch.autograd.grad(losses_BS, (x_BSE, weight_VE), weights))
+    assert all(
+        grad.isnan().all() for grad in torch.autograd.grad(losses_BS, (x_BSE, weight_VE), weights)
+    )
 
 
 def test_nan_loss_is_not_masked() -> None:
@@ -209,7 +239,9 @@ def test_bfloat16_inputs_give_float32_losses_and_close_gradients() -> None:
 
 
 def test_no_grad_gives_the_same_losses_with_one_matrix_product() -> None:
-    head, x_BSE, labels_BS = LossHead(SMALL), torch.randn(B, S, SMALL.dim), inputs()[2]
+    head = LossHead(SMALL)
+    x_BSE = torch.randn(B, S, SMALL.dim)
+    labels_BS = inputs()[2]
     torch.nn.init.ones_(head.norm.weight)
     with AllocationRecorder() as training:
         losses_BS = head(x_BSE, labels_BS)
@@ -229,18 +261,27 @@ class AllocationRecorder(TorchDispatchMode):
     products = 0
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        arguments: tuple[Any, ...] = (),
+        options: dict[str, Any] | None = None,
     ) -> Any:
         out = function(*arguments, **(options or {}))
         self.products += function.overloadpacket in PRODUCTS
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+                self.elements = max(
+                    self.elements, tensor.untyped_storage().nbytes() // tensor.element_size()
+                )
         return out
 
 
 def test_full_logits_are_never_allocated() -> None:
-    tokens, width, vocab_size, chunk = 64, 2, 1 << 16, 4
+    tokens = 64
+    width = 2
+    vocab_size = 1 << 16
+    chunk = 4
     head = LossHead(replace(SMALL, dim=width, vocab_size=vocab_size), chunk_mib=1)
     torch.nn.init.ones_(head.norm.weight)
     labels_BS = torch.randint(vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
@@ -267,7 +308,9 @@ def test_head_normalizes_before_projecting() -> None:
     x_BSE = torch.randn(B, S, SMALL.dim, generator=generator, dtype=torch.float64)
     labels_BS = inputs()[2]
     normed = F.rms_norm(x_BSE, (SMALL.dim,), head.norm.weight, SMALL.norm_eps)
-    torch.testing.assert_close(head(x_BSE, labels_BS), plain(normed, head.proj.weight, labels_BS), rtol=0, atol=1e-13)
+    torch.testing.assert_close(
+        head(x_BSE, labels_BS), plain(normed, head.proj.weight, labels_BS), rtol=0, atol=1e-13
+    )
 
 
 # ---- correct predictions
@@ -287,7 +330,10 @@ def on_shards(parts: int, run: Callable[[int, AllReduce, AllReduce], T]) -> list
             index = len(operands[part]) - 1  # noqa: B023
             return x.copy_(reduced[index]) if index < len(reduced) else x
 
-        results = [run(part, partial(reduce, part, "max"), partial(reduce, part, "sum")) for part in range(parts)]
+        results = [
+            run(part, partial(reduce, part, "max"), partial(reduce, part, "sum"))
+            for part in range(parts)
+        ]
         index = len(reduced)
         if index == len(operands[0]):
             return results
@@ -295,8 +341,12 @@ def on_shards(parts: int, run: Callable[[int, AllReduce, AllReduce], T]) -> list
         reduced.append(stacked.sum(0) if operands[0][index][0] == "sum" else stacked.amax(0))
 
 
-def correct_by_shards(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, *, chunk: int, parts: int = 1) -> Tensor:
-    """[B, S] with a vocabulary of `parts` shards, whose all-reduces are simulated; all shards must agree."""
+def correct_by_shards(
+    x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, *, chunk: int, parts: int = 1
+) -> Tensor:
+    """[B, S] with a vocabulary of `parts` shards, whose all-reduces are simulated; all shards must
+    agree.
+    """
     size = weight_VE.shape[0] // parts
 
     def run(part: int, all_reduce_max: AllReduce, all_reduce_sum: AllReduce) -> Tensor:
@@ -315,18 +365,25 @@ def correct_by_shards(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, *, ch
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_correct_means_argmax_for_any_vocabulary_sharding(chunk: int, parts: int) -> None:
     x_BSE, weight_VE, labels_BS = inputs()
-    weight_VE = torch.cat([weight_VE.detach()] * 2)[: 12 + 12]  # Every logit but one is there twice: ties.
+    # Every logit but one is there twice: ties.
+    weight_VE = torch.cat([weight_VE.detach()] * 2)[: 12 + 12]
     likeliest_BS = (x_BSE.detach() @ weight_VE.T).argmax(-1)
-    labels_BS = labels_BS.where((torch.arange(S) % 2 == 0) | (labels_BS == IGNORE_INDEX), likeliest_BS)
+    labels_BS = labels_BS.where(
+        (torch.arange(S) % 2 == 0) | (labels_BS == IGNORE_INDEX), likeliest_BS
+    )
     expected_BS = (likeliest_BS == labels_BS).long()
     assert 5 < int(expected_BS.sum()) < labels_BS.numel() - 5
-    assert torch.equal(correct_by_shards(x_BSE, weight_VE, labels_BS, chunk=chunk, parts=parts), expected_BS)
+    assert torch.equal(
+        correct_by_shards(x_BSE, weight_VE, labels_BS, chunk=chunk, parts=parts), expected_BS
+    )
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_argmax_tie_goes_to_the_lowest_token(parts: int) -> None:
     labels_BS = torch.arange(4).view(1, 4)
-    equal = correct_by_shards(torch.ones(1, 4, 2), torch.ones(4, 2), labels_BS, chunk=3, parts=parts)
+    equal = correct_by_shards(
+        torch.ones(1, 4, 2), torch.ones(4, 2), labels_BS, chunk=3, parts=parts
+    )
     assert equal.tolist() == [[1, 0, 0, 0]]
 
 
@@ -355,7 +412,9 @@ def test_only_training_compiles_the_softmax() -> None:
         compiled.append(piece.__name__)
         return piece
 
-    head, x_BSE, labels_BS = LossHead(SMALL), torch.randn(B, S, SMALL.dim), inputs()[2]
+    head = LossHead(SMALL)
+    x_BSE = torch.randn(B, S, SMALL.dim)
+    labels_BS = inputs()[2]
     torch.nn.init.ones_(head.norm.weight)
     head.compile_piece = compile_piece
     with torch.no_grad():
@@ -374,7 +433,9 @@ def test_a_compiled_model_compiles_its_loss_head() -> None:
             Mesh("cpu", dict.fromkeys(AXES, 1), rank=0),
             core=LocalAttentionCore(),
             recompute_config=RecomputeConfig("full", tiling=Tiling(compile=COMPILED)),
-            fsdp_config=FSDPConfig(param_dtype=torch.float32, reduce_dtype=torch.float32, reshard_after_forward=True),
+            fsdp_config=FSDPConfig(
+                param_dtype=torch.float32, reduce_dtype=torch.float32, reshard_after_forward=True
+            ),
             compiled=True,
         )
     assert model.head is not None
@@ -384,9 +445,15 @@ def test_a_compiled_model_compiles_its_loss_head() -> None:
 # ---- passes over the logits
 
 
-def wide_mm(x: Tensor, y: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+def wide_mm(
+    x: Tensor, y: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
     """`torch.mm`, with CUDA's `out_dtype` on the CPU."""
-    return aten.mm(x, y) if out is None and out_dtype is None else _wide(x, y, out_dtype or x.dtype, out)
+    return (
+        aten.mm(x, y)
+        if out is None and out_dtype is None
+        else _wide(x, y, out_dtype or x.dtype, out)
+    )
 
 
 def _wide(x: Tensor, y: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
@@ -394,7 +461,9 @@ def _wide(x: Tensor, y: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tenso
     return product if out is None else out.copy_(product)
 
 
-def wide_addmm(total: Tensor, x: Tensor, y: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+def wide_addmm(
+    total: Tensor, x: Tensor, y: Tensor, *, out_dtype: torch.dtype, out: Tensor
+) -> Tensor:
     assert total.dtype == out.dtype == out_dtype == torch.float32
     assert total is out
     return out.addmm_(x.float(), y.float())
@@ -425,7 +494,9 @@ def test_wide_products_round_neither_logits_nor_the_sum_of_the_weight_gradient()
 
 
 def test_eager_passes_move_30_bytes_for_each_float32_logit_of_a_16_bit_gradient() -> None:
-    """The maximum reads 4, subtraction and exponential move 8 each, the sum reads 4, the gradient moves 4 + 2."""
+    """The maximum reads 4, subtraction and exponential move 8 each, the sum reads 4, the gradient
+    moves 4 + 2.
+    """
     softmax = EagerSoftmax(torch.rand(3, 4096), torch.tensor([[5], [-1], [7]]), IDENTITY)
     with TouchedElements(3 * 4096) as seen:
         softmax.statistics()
@@ -447,7 +518,11 @@ def test_products_are_added_up_by_an_overload_of_torch(monkeypatch: pytest.Monke
     monkeypatch.setattr(loss_head, "products_are_wide", lambda _: True)
     x_CE, grad_CV, total_VE = (
         torch.empty(shape, device="meta", dtype=dtype)
-        for shape, dtype in (((7, 8), torch.bfloat16), ((7, 32), torch.bfloat16), ((32, 8), torch.float32))
+        for shape, dtype in (
+            ((7, 8), torch.bfloat16),
+            ((7, 32), torch.bfloat16),
+            ((32, 8), torch.float32),
+        )
     )
     with OverloadRecorder() as seen:
         loss_head.add_weight_grad(total_VE, grad_CV, x_CE)
@@ -462,7 +537,11 @@ class OverloadRecorder(TorchDispatchMode):
         self.overloads: list[Any] = []
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        arguments: tuple[Any, ...] = (),
+        options: dict[str, Any] | None = None,
     ) -> Any:
         if not function.is_view:
             self.overloads.append(function)

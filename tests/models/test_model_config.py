@@ -112,7 +112,9 @@ def test_every_preset_except_debug_has_a_published_count() -> None:
 @pytest.mark.parametrize("family", DEBUG_FAMILIES)
 def test_debug_models_are_divisible_by_eight_ranks(family: str) -> None:
     config = FAMILIES[family]["debug"]
-    assert all(size % 8 == 0 for size in (config.vocab_size, config.dim, config.num_heads, config.ffn_dim))
+    assert all(
+        size % 8 == 0 for size in (config.vocab_size, config.dim, config.num_heads, config.ffn_dim)
+    )
     assert (config.num_layers >= 4, config.num_kv_heads) == (True, 4)
     options = config.common_options
     assert (options["qk_norm"], options["qkv_bias"]) == (
@@ -126,22 +128,40 @@ def test_debug_models_are_divisible_by_eight_ranks(family: str) -> None:
 def test_small_llama_3_2_models_tie_embeddings_and_scale_rope_by_32(size: str) -> None:
     config = FAMILIES["llama3.2"][size]
     assert config.tie_embeddings
-    assert config.rope == RopeConfig(kind="llama3", theta=500_000.0, factor=32.0, original_length=8192)
+    assert config.rope == RopeConfig(
+        kind="llama3", theta=500_000.0, factor=32.0, original_length=8192
+    )
 
 
 def test_qwen3_has_qk_norm_and_ties_embeddings_of_small_models() -> None:
     sizes = {size: config for size, config in FAMILIES["qwen3"].items() if size != "debug"}
-    assert {size for size, config in sizes.items() if config.tie_embeddings} == {"0.6b", "1.7b", "4b"}
+    assert {size for size, config in sizes.items() if config.tie_embeddings} == {
+        "0.6b",
+        "1.7b",
+        "4b",
+    }
     for config in sizes.values():
-        assert (config.norm_eps, config.rope, config.qk_norm) == (1e-6, RopeConfig(theta=1e6), True)
+        assert (config.norm_eps, config.rope, config.qk_norm) == (
+            1e-6,
+            RopeConfig(theta=1e6),
+            True,
+        )
         assert (config.vocab_size, config.head_dim, config.num_kv_heads) == (151_936, 128, 8)
 
 
 def test_qwen2_5_has_biases_and_ties_embeddings_of_small_models() -> None:
     sizes = {size: config for size, config in FAMILIES["qwen2.5"].items() if size != "debug"}
-    assert {size for size, config in sizes.items() if config.tie_embeddings} == {"0.5b", "1.5b", "3b"}
+    assert {size for size, config in sizes.items() if config.tie_embeddings} == {
+        "0.5b",
+        "1.5b",
+        "3b",
+    }
     for size, config in sizes.items():
-        assert (config.rope, config.qkv_bias, config.qk_norm) == (RopeConfig(theta=1e6), True, False)
+        assert (config.rope, config.qkv_bias, config.qk_norm) == (
+            RopeConfig(theta=1e6),
+            True,
+            False,
+        )
         assert config.vocab_size == (151_936 if config.tie_embeddings else 152_064)
         assert config.norm_eps == (1e-5 if size in ("14b", "32b", "72b") else 1e-6)
         assert config.dim == config.num_heads * config.head_dim
@@ -161,13 +181,18 @@ def test_llama_3_1_differs_from_llama_3_in_rope_only() -> None:
 
 
 def test_flops_equal_a_manual_count() -> None:
-    config = ModelConfig(vocab_size=7, dim=2, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=4, ffn_dim=5)
+    config = ModelConfig(
+        vocab_size=7, dim=2, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=4, ffn_dim=5
+    )
     # per block: q 2x8, k 2x4, v 2x4, o 8x2, three of 2x5; head 7x2
     assert config.products[LayerKind()].every == 16 + 8 + 8 + 16 + 30
     assert config.matrix_parameters == 3 * 78 + 14
-    # one document of 4 tokens: 1 + 2 + 3 + 4 pairs; a pair costs 2 products of 8 multiply-adds, 3 times, in 3 layers
+    # one document of 4 tokens: 1 + 2 + 3 + 4 pairs; a pair costs 2 products of 8 multiply-adds, 3
+    # times, in 3 layers
     assert config.flops(tokens=4, pairs=10) == 6 * 248 * 4 + 10 * (2 * 8 * 2) * 3 * 3
-    assert replace(config, tie_embeddings=True).flops(tokens=4, pairs=10) == config.flops(tokens=4, pairs=10)
+    assert replace(config, tie_embeddings=True).flops(tokens=4, pairs=10) == config.flops(
+        tokens=4, pairs=10
+    )
 
 
 def flops_of_addition(_: object, left: torch.Size, right: torch.Size, **__: object) -> int:
@@ -178,7 +203,9 @@ def flops_of_addition(_: object, left: torch.Size, right: torch.Size, **__: obje
 TILE = 5 * tiling.bytes_per_token(SMALL.dim, SMALL.ffn_dim, 8)  # Five tokens, in double precision.
 
 
-@pytest.mark.parametrize("config", [pytest.param(TIED, marks=pytest.mark.slow), replace(BIASED, qk_norm=True)])
+@pytest.mark.parametrize(
+    "config", [pytest.param(TIED, marks=pytest.mark.slow), replace(BIASED, qk_norm=True)]
+)
 @pytest.mark.parametrize(
     ("policy", "every", "pieces"),
     [
@@ -192,22 +219,33 @@ def test_flops_outside_attention_equal_torchs_count(
     config: ModelConfig, policy: activation_checkpoint.RecomputePolicy, every: int, pieces: Tiling
 ) -> None:
     config = replace(config, num_layers=5)
-    model, batch = small_model(config), packed([5, 7, 4], [9, 6, 1])
-    activation_checkpoint.apply(model, RecomputeConfig(policy, blocks_per_checkpoint=every, tiling=pieces))
-    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: flops_of_addition}) as counter:
+    model = small_model(config)
+    batch = packed([5, 7, 4], [9, 6, 1])
+    activation_checkpoint.apply(
+        model, RecomputeConfig(policy, blocks_per_checkpoint=every, tiling=pieces)
+    )
+    with FlopCounterMode(
+        display=False, custom_mapping={torch.ops.aten.addmm_: flops_of_addition}
+    ) as counter:
         model(batch).sum().backward()
-    executed = config.hardware_flops(tokens=batch.num_tokens, pairs=0, recompute=policy, blocks_per_checkpoint=every)
+    executed = config.hardware_flops(
+        tokens=batch.num_tokens, pairs=0, recompute=policy, blocks_per_checkpoint=every
+    )
     assert counter.get_total_flops() == executed
     assert (executed == config.flops(tokens=batch.num_tokens, pairs=0)) == (policy == "none")
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "keep_attention"])
 @pytest.mark.parametrize(
-    "config", [NORMED, FAMILIES["llama2"]["7b"], FAMILIES["llama3"]["8b"], FAMILIES["qwen3"]["32b"]]
+    "config",
+    [NORMED, FAMILIES["llama2"]["7b"], FAMILIES["llama3"]["8b"], FAMILIES["qwen3"]["32b"]],
 )
 def test_hardware_flops_follow_the_closed_formula(config: ModelConfig, policy: str) -> None:
-    ffn, out, keys = (config.dim * size for size in (config.ffn_dim, config.sizes["Q"], config.sizes["K"]))
-    every, qkv = 2 * out + 2 * keys + 3 * ffn, out + 2 * keys
+    ffn, out, keys = (
+        config.dim * size for size in (config.ffn_dim, config.sizes["Q"], config.sizes["K"])
+    )
+    every = 2 * out + 2 * keys + 3 * ffn
+    qkv = out + 2 * keys
     recomputed = {"none": 0, "full": every - ffn + qkv, "keep_attention": every - ffn}[policy]
     if policy != "none":
         recomputed += (out + keys) * config.qk_norm
@@ -215,17 +253,24 @@ def test_hardware_flops_follow_the_closed_formula(config: ModelConfig, policy: s
     products = 3 * (layers * every + config.vocab_size * config.dim) + layers * recomputed
     assert config.hardware_flops(tokens=1, pairs=0, recompute=policy) == 2 * products
     if policy != "none":
-        more = config.hardware_flops(tokens=1, pairs=0, recompute=policy, blocks_per_checkpoint=layers)
+        more = config.hardware_flops(
+            tokens=1, pairs=0, recompute=policy, blocks_per_checkpoint=layers
+        )
         assert more == 2 * (products + (layers - 1) * (out + 3 * ffn))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
 def test_a_rank_multiplies_by_its_part_of_each_matrix(tp: int) -> None:
     config = FAMILIES["qwen3"]["32b"]
-    ffn, out = config.dim * config.ffn_dim // tp, config.dim * config.sizes["Q"] // tp
+    ffn = config.dim * config.ffn_dim // tp
+    out = config.dim * config.sizes["Q"] // tp
     keys = config.dim * config.head_dim * max(1, config.num_kv_heads // tp)
     every = 2 * out + 2 * keys + 3 * ffn
-    assert config.products_of(config.layer_kinds[0], tp) == (every, every - ffn + out + keys, out + 2 * keys)
+    assert config.products_of(config.layer_kinds[0], tp) == (
+        every,
+        every - ffn + out + keys,
+        out + 2 * keys,
+    )
 
 
 def test_hardware_flops_of_attention_are_3_5_forward_passes_and_4_5_with_recomputation() -> None:

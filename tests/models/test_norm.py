@@ -24,17 +24,24 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 
 def test_gradients_equal_finite_differences() -> None:
-    torch.autograd.gradcheck(lambda x_E, weight_E: RMSNormFunction.apply(x_E, weight_E, EPS, None), inputs())
+    torch.autograd.gradcheck(
+        lambda x_E, weight_E: RMSNormFunction.apply(x_E, weight_E, EPS, None), inputs()
+    )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
 def test_values_and_gradients_equal_torch(dtype: torch.dtype, tolerance: float) -> None:
     given = inputs(dtype)
-    ours, torchs = RMSNormFunction.apply(*given, EPS, None), F.rms_norm(given[0], (12,), given[1], EPS)
+    ours = RMSNormFunction.apply(*given, EPS, None)
+    torchs = F.rms_norm(given[0], (12,), given[1], EPS)
     torch.testing.assert_close(ours, torchs, rtol=0, atol=tolerance)
-    grad = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    grad = torch.randn(
+        ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    ).to(dtype)
     for found, expected in zip(
-        torch.autograd.grad(ours, given, grad), torch.autograd.grad(torchs, given, grad), strict=True
+        torch.autograd.grad(ours, given, grad),
+        torch.autograd.grad(torchs, given, grad),
+        strict=True,
     ):
         torch.testing.assert_close(found, expected, rtol=0, atol=10 * tolerance)
 
@@ -50,7 +57,8 @@ def test_statistics_of_bfloat16_are_float32() -> None:
 
 
 def test_all_zero_input_has_finite_gradients() -> None:
-    x_E, weight_E = torch.zeros(1, 12, requires_grad=True), torch.ones(12, requires_grad=True)
+    x_E = torch.zeros(1, 12, requires_grad=True)
+    weight_E = torch.ones(12, requires_grad=True)
     dx, dweight = torch.autograd.grad(
         RMSNormFunction.apply(x_E, weight_E, EPS, None), (x_E, weight_E), torch.ones(1, 12)
     )
@@ -64,7 +72,10 @@ def test_saves_the_input_once_and_not_the_output() -> None:
     with torch.autograd.graph.saved_tensors_hooks(remember(kept), unchanged):
         out = RMSNormFunction.apply(x_E, weight_E, EPS, None)
     assert sorted(tuple(tensor.shape) for tensor in kept) == [(2, 5, 1), (2, 5, 12), (12,)]
-    assert {tensor.data_ptr() for tensor in kept if tensor.shape != (2, 5, 1)} == {x_E.data_ptr(), weight_E.data_ptr()}
+    assert {tensor.data_ptr() for tensor in kept if tensor.shape != (2, 5, 1)} == {
+        x_E.data_ptr(),
+        weight_E.data_ptr(),
+    }
     assert out.data_ptr() not in {tensor.data_ptr() for tensor in kept}
 
 
@@ -97,7 +108,8 @@ def test_chunked_norm_equals_unchunked(most: int) -> None:
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Takes torch's function wherever CUDA would; the number of calls."""
-    calls, torchs = [0], F.rms_norm
+    calls = [0]
+    torchs = F.rms_norm
 
     def rms_norm(x_E: Tensor, shape: torch.Size, weight_E: Tensor, eps: float) -> Tensor:
         calls[0] += 1
@@ -112,12 +124,17 @@ def results(norm: RMSNorm, given: tuple[Tensor, Tensor]) -> list[Tensor]:
     """Output and both gradients."""
     x_E, weight_E = given
     out_E = norm.normalize(x_E, weight_E)
-    grad_E = torch.linspace(-1, 1, out_E.numel(), dtype=torch.float64).view_as(out_E).to(out_E.dtype)
+    grad_E = (
+        torch.linspace(-1, 1, out_E.numel(), dtype=torch.float64).view_as(out_E).to(out_E.dtype)
+    )
     return [out_E.detach(), *torch.autograd.grad(out_E, given, grad_E)]
 
 
-def test_fused_norm_is_as_accurate_as_ours(fused: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    norm, given = RMSNorm(12, eps=EPS), inputs(torch.bfloat16)
+def test_fused_norm_is_as_accurate_as_ours(
+    fused: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm = RMSNorm(12, eps=EPS)
+    given = inputs(torch.bfloat16)
     found = results(norm, given)
     assert fused == [1]
     monkeypatch.setattr(norm_module, "is_fused", lambda *_: False)
@@ -127,12 +144,17 @@ def test_fused_norm_is_as_accurate_as_ours(fused: list[int], monkeypatch: pytest
         [(each - right).abs().max() for each, right in zip(some, exact, strict=True)]
         for some in (found, results(norm, given))
     )
-    assert all(error <= 1.01 * before for error, before in zip(errors, today, strict=True)), (errors, today)
+    assert all(error <= 1.01 * before for error, before in zip(errors, today, strict=True)), (
+        errors,
+        today,
+    )
 
 
 def test_only_full_norms_with_a_weight_in_their_dtype_are_fused(fused: list[int]) -> None:
     x_E = torch.ones(2, 12, dtype=torch.bfloat16)
-    centered, sharded, chunked = (RMSNorm(12, eps=EPS, zero_centered=each).bfloat16() for each in (True, False, False))
+    centered, sharded, chunked = (
+        RMSNorm(12, eps=EPS, zero_centered=each).bfloat16() for each in (True, False, False)
+    )
     sharded.mean_of = (1, identity)
     chunked.chunk_tokens = 1
     for norm, calls in ((centered, 0), (sharded, 0), (chunked, 1)):
@@ -144,7 +166,8 @@ def test_only_full_norms_with_a_weight_in_their_dtype_are_fused(fused: list[int]
 def test_norms_are_fused_on_cuda_except_in_float64() -> None:
     with FakeTensorMode():
         half, single, double = (
-            torch.empty(3, device="cuda", dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64)
+            torch.empty(3, device="cuda", dtype=dtype)
+            for dtype in (torch.bfloat16, torch.float32, torch.float64)
         )
         assert is_fused(half, half)
         assert is_fused(single, single)

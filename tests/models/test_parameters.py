@@ -1,4 +1,6 @@
-"""Every parameter is declared once, and one that is not, or that a consumer does not know, is named."""
+"""Every parameter is declared once, and one that is not, or that a consumer does not know, is
+named.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ from trainer.plan.comm_volume import comm_volumes
 from trainer.plan.rank_workload import rank_workload
 from trainer.step.optimizer import Optimizer
 
-CONFIG = ModelConfig(vocab_size=10, dim=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, ffn_dim=12)
+CONFIG = ModelConfig(
+    vocab_size=10, dim=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, ffn_dim=12
+)
 POLICIES = ("full", "keep_attention")
 GATE = "attention.head_gate.weight"
 HF_GATE = "model.layers.1.self_attn.gate.weight"
@@ -60,34 +64,48 @@ def with_head_gate(monkeypatch: pytest.MonkeyPatch, *, sizes: tuple[int, int] = 
 
 def declare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        MIXERS["attention"].parameters, "head_gate.weight", Parameter("QE", "colwise", "self_attn.gate.weight")
+        MIXERS["attention"].parameters,
+        "head_gate.weight",
+        Parameter("QE", "colwise", "self_attn.gate.weight"),
     )
 
 
-@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"qkv_bias": True}, {"tie_embeddings": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"qk_norm": True}, {"qkv_bias": True}, {"tie_embeddings": True}], ids=str
+)
 def test_a_model_has_the_declared_parameters_in_their_shapes(changes: dict[str, bool]) -> None:
     config = replace(CONFIG, **changes)  # type: ignore[arg-type]
     declared = [(name, each.shape_of(config.sizes)) for name, each in config.parameters.items()]
-    assert [(name, tuple(x.shape)) for name, x in Transformer(config).named_parameters()] == declared
+    assert [
+        (name, tuple(x.shape)) for name, x in Transformer(config).named_parameters()
+    ] == declared
 
 
 def test_a_parameter_that_is_not_declared_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with_head_gate(monkeypatch)
-    with pytest.raises(ValueError, match=re.escape(f"blocks.1.{GATE} [16, 8] is not declared in models/layers.py")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"blocks.1.{GATE} [16, 8] is not declared in models/layers.py")
+    ):
         Transformer(replace(CONFIG))
 
 
 def test_a_declared_shape_is_that_of_the_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     with_head_gate(monkeypatch, sizes=(4, 8))
     declare(monkeypatch)
-    with pytest.raises(ValueError, match=re.escape(f"blocks.0.{GATE} has shape [4, 8], declared as [16, 8]")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"blocks.0.{GATE} has shape [4, 8], declared as [16, 8]")
+    ):
         Transformer(replace(CONFIG))
 
 
-def test_a_declared_parameter_that_the_model_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_declared_parameter_that_the_model_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bias = Parameter("Q", "colwise", "self_attn.gate.bias", "zeros")
     monkeypatch.setitem(MIXERS["attention"].parameters, "head_gate.bias", bias)
-    with pytest.raises(ValueError, match=re.escape("0.attention.head_gate.bias is declared and not in the model")):
+    with pytest.raises(
+        ValueError, match=re.escape("0.attention.head_gate.bias is declared and not in the model")
+    ):
         Transformer(replace(CONFIG))
 
 
@@ -122,10 +140,13 @@ def test_a_weight_added_to_a_piece_has_its_gradient(
     monkeypatch.setattr(Attention, "inner", scaled)
     declared = Parameter("H", "replicate_partial", "self_attn.v_scale", "ones")
     monkeypatch.setitem(MIXERS["attention"].parameters, "v_scale", declared)
-    config, batch = replace(CONFIG), packed([9, 15], vocab_size=10)
+    config = replace(CONFIG)
+    batch = packed([9, 15], vocab_size=10)
     losses, expected = gradients(small_model(config), batch)
     model = small_model(config)
-    activation_checkpoint.apply(model, RecomputeConfig(policy, tiling=Tiling(head_groups, tile_bytes)))
+    activation_checkpoint.apply(
+        model, RecomputeConfig(policy, tiling=Tiling(head_groups, tile_bytes))
+    )
     found_losses, found = gradients(model, batch)
     assert expected["blocks.0.attention.v_scale"].norm() > 0.1
     torch.testing.assert_close(found_losses, losses, rtol=1e-12, atol=1e-12)
@@ -134,7 +155,8 @@ def test_a_weight_added_to_a_piece_has_its_gradient(
 
 def test_counts_and_files_follow_the_declaration(monkeypatch: pytest.MonkeyPatch) -> None:
     before = replace(CONFIG)
-    counted, products = before.num_parameters, before.flops(tokens=1, pairs=0)
+    counted = before.num_parameters
+    products = before.flops(tokens=1, pairs=0)
     declare(monkeypatch)
     after = replace(CONFIG)
     assert after.num_parameters - counted == 2 * 16 * 8
@@ -144,7 +166,10 @@ def test_counts_and_files_follow_the_declaration(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("tp", "kv_rows"), [(1, 8), (2, 4), (4, 8)])
 def test_a_rank_has_its_cut_of_each_parameter(tp: int, kv_rows: int) -> None:
-    cut = {name: each.local_shape(CONFIG.sizes, tp) for name, each in CONFIG.layer_kinds[0].parameters.items()}
+    cut = {
+        name: each.local_shape(CONFIG.sizes, tp)
+        for name, each in CONFIG.layer_kinds[0].parameters.items()
+    }
     assert cut["attention.q_proj.weight"] == (16 // tp, 8)
     # With fewer KV heads than ranks each holds them all.
     assert cut["attention.k_proj.weight"] == (kv_rows, 8)
@@ -169,7 +194,11 @@ def test_norms_and_biases_do_not_decay() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     Optimizer([model], OptimizerSection(weight_decay=0.5)).step(0.1)
-    kept = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
+    kept = {
+        name
+        for name, parameter in model.named_parameters()
+        if torch.equal(parameter, before[name])
+    }
     assert kept == {name for name, value in before.items() if value.ndim == 1}
     assert any(name.endswith("v_proj.bias") for name in kept)
 
@@ -179,7 +208,9 @@ def test_the_first_step_names_what_nothing_uses(monkeypatch: pytest.MonkeyPatch)
     declare(monkeypatch)
     model = small_model(replace(CONFIG))
     model(packed([9, 3], vocab_size=CONFIG.vocab_size)).sum().backward()
-    with pytest.raises(RankFailedError, match=re.escape(f"2 of 23 parameters: blocks.0.{GATE}, blocks.1.{GATE}")):
+    with pytest.raises(
+        RankFailedError, match=re.escape(f"2 of 23 parameters: blocks.0.{GATE}, blocks.1.{GATE}")
+    ):
         Optimizer([model], OptimizerSection()).step(1e-3)
 
 
@@ -190,18 +221,26 @@ def without_and_with_head_gate(monkeypatch: pytest.MonkeyPatch) -> tuple[ModelCo
     return without, replace(CONFIG)
 
 
-def test_import_names_what_only_one_side_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_names_what_only_one_side_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without, with_gate = without_and_with_head_gate(monkeypatch)
     for written, expected, problem in (
         (without, with_gate, f"{HF_GATE} is missing"),
         (with_gate, without, f"{HF_GATE} [16, 8] is unexpected"),
     ):
         weights = {name: torch.zeros(entry.shape) for name, entry in tensor_specs(written).items()}
-        assert [*write_safetensors(tmp_path, written, weights.__getitem__, dtype=torch.float32, file_bytes=1 << 20)]
+        assert [
+            *write_safetensors(
+                tmp_path, written, weights.__getitem__, dtype=torch.float32, file_bytes=1 << 20
+            )
+        ]
         assert problem in hf.SafetensorsReader(tmp_path).problems(expected)
 
 
-def test_export_names_what_only_one_side_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_names_what_only_one_side_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without, with_gate = (
         {name: entry.shape for name, entry in tensor_specs(config).items()}
         for config in without_and_with_head_gate(monkeypatch)
@@ -216,7 +255,11 @@ def test_export_names_what_only_one_side_has(tmp_path: Path, monkeypatch: pytest
 
 def local_shapes() -> dict[str, tuple[int, ...]]:
     """Of a model with a head gate and biases."""
-    mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | {"tp": distributed.get_world_size()}, rank=distributed.get_rank())
+    mesh = Mesh(
+        "cpu",
+        dict.fromkeys(AXES, 1) | {"tp": distributed.get_world_size()},
+        rank=distributed.get_rank(),
+    )
     with pytest.MonkeyPatch.context() as monkeypatch, torch.device("meta"):
         with_head_gate(monkeypatch)
         declare(monkeypatch)
@@ -229,39 +272,59 @@ def local_shapes() -> dict[str, tuple[int, ...]]:
 def test_tensor_parallelism_cuts_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     declare(monkeypatch)
     config = replace(CONFIG, qkv_bias=True)
-    expected = {name: each.local_shape(config.sizes, 2) for name, each in config.parameters.items()}
+    expected = {
+        name: each.local_shape(config.sizes, 2) for name, each in config.parameters.items()
+    }
     assert run_ranks(local_shapes, 2) == [expected] * 2
 
 
-def test_planner_and_memory_estimate_count_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two tp ranks with optimizer and gradients in float32, two blocks and full recomputation."""
-    monkeypatch.setattr(model_section, "_build_model_config", model_section._build_model_config.__wrapped__)
+def test_planner_and_memory_estimate_count_what_is_declared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two tp ranks with optimizer and gradients in float32, two blocks and full
+    recomputation.
+    """
+    monkeypatch.setattr(
+        model_section, "_build_model_config", model_section._build_model_config.__wrapped__
+    )
     section = {"family": "llama3", "size": "debug", "num_layers": 2}
     training = {"seq_len": 64, "global_batch_size": 1, "dtype": "float32"}
     config = Config.model_validate(
-        {"model": section, "training": training, "memory": {"recompute": "full"}, "parallelism": {"tp": 2}}
+        {
+            "model": section,
+            "training": training,
+            "memory": {"recompute": "full"},
+            "parallelism": {"tp": 2},
+        }
     )
 
     def counted() -> dict[str, float]:
         rank = RankMemory(config, 2, 0)
-        work, estimate = rank_workload(rank), estimate_memory(config, 2)
+        work = rank_workload(rank)
+        estimate = estimate_memory(config, 2)
         return {
             "elements": rank.local_numel,
             "parameters": estimate.item("parameters").device_bytes,
             "optimizer state": estimate.item("optimizer state").device_bytes,
             "hardware": rank.model.hardware_flops(tokens=1, pairs=0, recompute="full"),
             "optimizer traffic": work.optimizer_bytes,
-            "gradients": sum(each.bytes for each in comm_volumes(rank) if "replicated" in each.what),
+            "gradients": sum(
+                each.bytes for each in comm_volumes(rank) if "replicated" in each.what
+            ),
             **work.matmul_flops,
         }
 
     before = counted()
     declare(monkeypatch)
     monkeypatch.setitem(
-        FEED_FORWARDS["gated"].parameters, "router.weight", Parameter("GE", "replicate", "router.weight")
+        FEED_FORWARDS["gated"].parameters,
+        "router.weight",
+        Parameter("GE", "replicate", "router.weight"),
     )
-    after, sizes = counted(), config.model.build().sizes
-    gate, router = sizes["Q"] * sizes["E"], sizes["G"] * sizes["E"]
+    after = counted()
+    sizes = config.model.build().sizes
+    gate = sizes["Q"] * sizes["E"]
+    router = sizes["G"] * sizes["E"]
     elements = 2 * (gate // 2 + router)
     assert {name: after[name] - before[name] for name in after} == {
         "elements": elements,

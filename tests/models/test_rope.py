@@ -19,12 +19,20 @@ WIDTH = 16
 POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 5000], [7, 6, 0, 100_000, 1, 1, 2]])
 
 
-def rotation(config: RopeConfig = PLAIN, *, head_dim: int = WIDTH, positions: Tensor = POSITIONS) -> Tensor:
+def rotation(
+    config: RopeConfig = PLAIN, *, head_dim: int = WIDTH, positions: Tensor = POSITIONS
+) -> Tensor:
     return rope.cos_sin_table(config, head_dim, positions, torch.float64)
 
 
 def draw(positions: Tensor = POSITIONS, *, head_dim: int = WIDTH) -> Tensor:
-    return torch.randn(*positions.shape, 3, head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return torch.randn(
+        *positions.shape,
+        3,
+        head_dim,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(0),
+    )
 
 
 def as_complex(x: Tensor) -> Tensor:
@@ -34,10 +42,14 @@ def as_complex(x: Tensor) -> Tensor:
 
 def test_halves_are_rotated_as_complex_numbers() -> None:
     x = draw()
-    frequencies = torch.tensor([500_000.0 ** (-2 * i / WIDTH) for i in range(WIDTH // 2)], dtype=torch.float64)
+    frequencies = torch.tensor(
+        [500_000.0 ** (-2 * i / WIDTH) for i in range(WIDTH // 2)], dtype=torch.float64
+    )
     angles = POSITIONS[:, :, None, None] * frequencies
     expected = as_complex(x) * torch.exp(1j * angles)
-    torch.testing.assert_close(as_complex(rope.apply_rotary_emb(x, rotation())), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        as_complex(rope.apply_rotary_emb(x, rotation())), expected, rtol=0, atol=1e-10
+    )
 
 
 def test_rotation_equals_hugging_face() -> None:
@@ -61,7 +73,8 @@ def test_scores_depend_on_distance_only(config: RopeConfig) -> None:
     for first in (0, 3, 4097, 1_000_000):
         positions = torch.tensor([[first + 11, first]])
         q, k = rope.apply_rotary_emb(
-            draw(torch.zeros(1, 2), head_dim=128), rotation(config, head_dim=128, positions=positions)
+            draw(torch.zeros(1, 2), head_dim=128),
+            rotation(config, head_dim=128, positions=positions),
         )[0]
         distances.append((q * k).sum(-1))
     for products in distances[1:]:
@@ -77,7 +90,9 @@ def test_scores_depend_on_distance_only(config: RopeConfig) -> None:
 @pytest.mark.parametrize("config", [RopeConfig(theta=8e6), *KINDS.values()], ids=["abf", *KINDS])
 def test_relative_angle_is_accurate_at_any_position(position: int, config: RopeConfig) -> None:
     firsts = torch.arange(position - 50, position)
-    table = rope.cos_sin_table(config, 128, torch.stack((firsts, firsts + 1000)), torch.float32).double()
+    table = rope.cos_sin_table(
+        config, 128, torch.stack((firsts, firsts + 1000)), torch.float32
+    ).double()
     cos, sin = table.squeeze(3)
     angles = torch.atan2(sin, cos)
     error = angles[1] - angles[0] - 1000 * rope.rope_frequencies(config, 128)
@@ -94,13 +109,18 @@ def test_table_is_as_precise_as_its_dtype() -> None:
     torch.testing.assert_close(single.double(), exact, rtol=0, atol=5e-7)
 
 
-@pytest.mark.parametrize("config", [PLAIN, replace(KINDS["yarn"], attention_factor=1.7)], ids=["default", "yarn"])
+@pytest.mark.parametrize(
+    "config", [PLAIN, replace(KINDS["yarn"], attention_factor=1.7)], ids=["default", "yarn"]
+)
 def test_gradients_equal_finite_differences(config: RopeConfig) -> None:
-    torch.autograd.gradcheck(lambda x: rope.apply_rotary_emb(x, rotation(config)), draw().requires_grad_())
+    torch.autograd.gradcheck(
+        lambda x: rope.apply_rotary_emb(x, rotation(config)), draw().requires_grad_()
+    )
 
 
 def test_identity_rotation_changes_nothing_and_allocates_nothing() -> None:
-    x, still = draw().requires_grad_(), rope.identity_rotation(rotation(KINDS["yarn"], head_dim=WIDTH))
+    x = draw().requires_grad_()
+    still = rope.identity_rotation(rotation(KINDS["yarn"], head_dim=WIDTH))
     out = rope.apply_rotary_emb(x, still)
     assert torch.equal(out, x)
     out.backward(torch.ones_like(x).cumsum(-1))
@@ -116,7 +136,8 @@ def test_bfloat16_is_rotated_in_float32() -> None:
     table = rope.cos_sin_table(PLAIN, WIDTH, POSITIONS, torch.float32)
     half = draw().bfloat16().requires_grad_()
     single = half.detach().float().requires_grad_()
-    out, wide = rope.apply_rotary_emb(half, table), rope.apply_rotary_emb(single, table)
+    out = rope.apply_rotary_emb(half, table)
+    wide = rope.apply_rotary_emb(single, table)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, wide.bfloat16())
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -137,8 +158,11 @@ def test_rotation_saves_no_activation() -> None:
 
 
 def test_rotation_of_bfloat16_moves_14_bytes_per_number() -> None:
-    """One kernel reads x and writes float32 products; two read those and x, and write the result."""
-    table, x = rope.cos_sin_table(PLAIN, WIDTH, POSITIONS, torch.float32), draw().bfloat16()
+    """One kernel reads x and writes float32 products; two read those and x, and write the
+    result.
+    """
+    table = rope.cos_sin_table(PLAIN, WIDTH, POSITIONS, torch.float32)
+    x = draw().bfloat16()
     with TouchedElements(x.numel() // 2) as seen:
         rope.apply_rotary(x, *table.unbind(0))
     assert seen.kernels == 3

@@ -1,4 +1,6 @@
-"""Explicit gradients of a tile compared with autograd; how tokens are tiled; float32 accumulation."""
+"""Explicit gradients of a tile compared with autograd; how tokens are tiled; float32
+accumulation.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ HALF = torch.bfloat16
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 # ---- tiling
@@ -49,8 +53,11 @@ def test_tiles_cover_all_tokens_in_order_and_differ_by_at_most_one(tokens: int) 
 
 
 def test_bytes_per_token_is_the_peak_of_the_feed_forward_backward() -> None:
-    width, inner = 32, 96
-    block = TransformerBlock(replace(SMALL, dim=width, ffn_dim=inner, num_heads=1, num_kv_heads=1)).to(HALF)
+    width = 32
+    inner = 96
+    block = TransformerBlock(
+        replace(SMALL, dim=width, ffn_dim=inner, num_heads=1, num_kv_heads=1)
+    ).to(HALF)
 
     def peak(tokens: int) -> int:
         x, grad = (draw(1, tokens, width, seed=seed, dtype=HALF) for seed in (1, 2))
@@ -79,7 +86,9 @@ def test_bytes_per_token_is_the_peak_of_the_feed_forward_backward() -> None:
         (torch.float64, torch.float64),
     ],
 )
-def test_weight_gradients_are_accumulated_in_at_least_float32(dtype: torch.dtype, wide: torch.dtype) -> None:
+def test_weight_gradients_are_accumulated_in_at_least_float32(
+    dtype: torch.dtype, wide: torch.dtype
+) -> None:
     """Over 512 tiles; a bfloat16 sum would stop growing at 256."""
     weights = {"matrix": torch.empty(2, 3, dtype=dtype), "vector": torch.empty(4, dtype=dtype)}
     sums = tiling.GradAccumulator(weights)
@@ -94,8 +103,11 @@ def test_weight_gradients_are_accumulated_in_at_least_float32(dtype: torch.dtype
 
 
 def test_gradients_of_a_single_tile_are_copied_only_to_change_dtype() -> None:
-    sums = tiling.GradAccumulator({"mine": torch.empty(2), "wide": torch.empty(3, dtype=torch.bfloat16)})
-    mine, wide = torch.ones(2), torch.ones(3)
+    sums = tiling.GradAccumulator(
+        {"mine": torch.empty(2), "wide": torch.empty(3, dtype=torch.bfloat16)}
+    )
+    mine = torch.ones(2)
+    wide = torch.ones(3)
     sums.add({"mine": mine, "wide": wide})
     first, second = sums.pop_grads()
     assert first is mine

@@ -1,4 +1,6 @@
-"""The full model, compared with a plain torch Transformer, with its documents alone, and compiled."""
+"""The full model, compared with a plain torch Transformer, with its documents alone, and
+compiled.
+"""
 
 from __future__ import annotations
 
@@ -35,23 +37,46 @@ from tests.models.small_models import (
 )
 
 GROUPED = replace(SMALL, num_heads=6, num_kv_heads=2, norm_eps=1e-2)
-STRETCHED = replace(SMALL, rope=RopeConfig(kind="llama3", theta=500.0, factor=8.0, original_length=32))
-# Dynamo triggers these warnings itself: it reads .grad of every tensor and instantiates autograd functions.
+STRETCHED = replace(
+    SMALL, rope=RopeConfig(kind="llama3", theta=500.0, factor=8.0, original_length=32)
+)
+# Dynamo triggers these warnings itself: it reads .grad of every tensor and instantiates autograd
+# functions.
 dynamo = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor:UserWarning", "ignore:.*should not be instantiated:DeprecationWarning"
+    "ignore:The .grad attribute of a Tensor:UserWarning",
+    "ignore:.*should not be instantiated:DeprecationWarning",
 )
 BATCH = packed([9, 1, 14], [24], [1, 22, 1])
 AROUND_WINDOWS = packed([1, 2, 3, 4, 5, 6, 3], [7, 1, 16], seed=1)
-"""Documents one token shorter than the windows of `WINDOWED`, as long, one token longer, and much longer."""
+"""Documents one token shorter than the windows of `WINDOWED`, as long, one token longer, and much
+longer.
+"""
 SCALED = replace(
     WINDOWED,
-    layers=(*WINDOWED.layers[1:], LayerKind(window=4, rope="local", softcap=1.5, full_qk_norm=True)),
+    layers=(
+        *WINDOWED.layers[1:],
+        LayerKind(window=4, rope="local", softcap=1.5, full_qk_norm=True),
+    ),
     rope=YARN,
 )
 
 
 @pytest.mark.parametrize(
-    "config", [SMALL, TIED, GROUPED, STRETCHED, NORMED, BIASED, MIXED, WINDOWED, SCALED, GEMMA, GRANITE, OLMO]
+    "config",
+    [
+        SMALL,
+        TIED,
+        GROUPED,
+        STRETCHED,
+        NORMED,
+        BIASED,
+        MIXED,
+        WINDOWED,
+        SCALED,
+        GEMMA,
+        GRANITE,
+        OLMO,
+    ],
 )
 def test_losses_and_every_gradient_equal_the_reference(config: ModelConfig) -> None:
     model = small_model(config)
@@ -70,7 +95,13 @@ def single_document(batch: Batch, row: int, start: int, end: int) -> Batch:
         for name in ("tokens", "labels", "positions", "document_ids")
     }
     boundaries = torch.tensor([[0, end - start]], dtype=torch.int32)
-    return Batch(**per_token, boundaries=boundaries, num_tokens=end - start, num_pairs=0, num_computed_pairs=0)
+    return Batch(
+        **per_token,
+        boundaries=boundaries,
+        num_tokens=end - start,
+        num_pairs=0,
+        num_computed_pairs=0,
+    )
 
 
 @pytest.mark.parametrize("config", [SMALL, MIXED])
@@ -78,7 +109,13 @@ def test_packed_sequence_has_the_losses_of_its_documents_alone(config: ModelConf
     model = small_model(config)
     with torch.no_grad():
         losses = model(BATCH)
-        for row, (start, end) in [(0, (0, 9)), (0, (9, 10)), (0, (10, 24)), (1, (0, 24)), (2, (1, 23))]:
+        for row, (start, end) in [
+            (0, (0, 9)),
+            (0, (9, 10)),
+            (0, (10, 24)),
+            (1, (0, 24)),
+            (2, (1, 23)),
+        ]:
             alone = model(single_document(BATCH, row, start, end))
             torch.testing.assert_close(losses[row : row + 1, start:end], alone, rtol=0, atol=1e-12)
 
@@ -91,11 +128,16 @@ def test_losses_are_float32_and_zero_without_target() -> None:
 
 
 def is_tied(model: Transformer) -> bool:
-    return model.head is not None and model.embed is not None and model.head.proj.weight is model.embed.weight
+    return (
+        model.head is not None
+        and model.embed is not None
+        and model.head.proj.weight is model.embed.weight
+    )
 
 
 def test_tied_gradient_is_the_sum_of_embedding_and_projection() -> None:
-    tied, untied = small_model(TIED), small_model(SMALL)
+    tied = small_model(TIED)
+    untied = small_model(SMALL)
     assert is_tied(tied)
     untied.load_state_dict(tied.state_dict())
     assert not is_tied(untied)
@@ -108,11 +150,13 @@ def test_tied_gradient_is_the_sum_of_embedding_and_projection() -> None:
 
 @dynamo
 @pytest.mark.parametrize(
-    "config", [MIXED, *(pytest.param(config, marks=pytest.mark.slow) for config in (SMALL, TIED, BIASED))]
+    "config",
+    [MIXED, *(pytest.param(config, marks=pytest.mark.slow) for config in (SMALL, TIED, BIASED))],
 )
 def test_compiled_blocks_equal_eager(config: ModelConfig) -> None:
     torch._dynamo.reset()
-    eager, compiled = small_model(config), small_model(config)
+    eager = small_model(config)
+    compiled = small_model(config)
     for block in compiled.transformer_blocks():
         block.compile(fullgraph=True, backend="aot_eager")
     for batch in (BATCH, packed([24], [3, 21], [2, 2, 20], seed=1)):
@@ -127,7 +171,8 @@ def test_compiled_blocks_equal_eager(config: ModelConfig) -> None:
 def test_inductor_blocks_equal_eager() -> None:
     torch._dynamo.reset()
     config = replace(SMALL, num_layers=1)
-    eager, compiled = small_model(config), small_model(config)
+    eager = small_model(config)
+    compiled = small_model(config)
     for block in compiled.transformer_blocks():
         block.compile(fullgraph=True)
     losses, expected = gradients(eager, BATCH)
@@ -141,16 +186,26 @@ def test_pipeline_stages_leave_the_same_layers_unrotated() -> None:
     with torch.no_grad():
         expected = model(BATCH)
         first, second = (
-            Transformer(MIXED, stage=StageSpec(layers, has_embedding=index == 0, has_head=index == 1)).double()
+            Transformer(
+                MIXED, stage=StageSpec(layers, has_embedding=index == 0, has_head=index == 1)
+            ).double()
             for index, layers in enumerate((range(1), range(1, 3)))
         )
         for single_document in (first, second):
-            single_document.load_state_dict({name: model.state_dict()[name] for name in single_document.state_dict()})
+            single_document.load_state_dict(
+                {name: model.state_dict()[name] for name in single_document.state_dict()}
+            )
         assert torch.equal(second(BATCH, first(BATCH)), expected)
 
 
 def test_sequence_length_of_the_run_selects_longrope_factors() -> None:
-    rope_ = RopeConfig(kind="longrope", factor=2.0, original_length=100, short_factors=(1,) * 3, long_factors=(9,) * 3)
+    rope_ = RopeConfig(
+        kind="longrope",
+        factor=2.0,
+        original_length=100,
+        short_factors=(1,) * 3,
+        long_factors=(9,) * 3,
+    )
     config = replace(SMALL, rope=rope_)
     of_length = {}
     for seq_len in (0, 100, 101):
@@ -200,8 +255,17 @@ def test_residual_projections_have_smaller_init_and_norms_start_at_one() -> None
     model = small_model()
     values = {name: model.init_mean_std(name) for name, _ in model.named_parameters()}
     stds = {name: std for name, (mean, std) in values.items() if mean == 0}
-    assert stds["embed.weight"] == stds["head.proj.weight"] == stds["blocks.0.attention.q_proj.weight"] == 0.02
-    assert stds["blocks.1.attention.o_proj.weight"] == stds["blocks.1.feed_forward.down_proj.weight"] == 0.01
+    assert (
+        stds["embed.weight"]
+        == stds["head.proj.weight"]
+        == stds["blocks.0.attention.q_proj.weight"]
+        == 0.02
+    )
+    assert (
+        stds["blocks.1.attention.o_proj.weight"]
+        == stds["blocks.1.feed_forward.down_proj.weight"]
+        == 0.01
+    )
     norms = {name for name, value in values.items() if value == (1, 0)}
     assert norms == {name for name, parameter in model.named_parameters() if parameter.ndim == 1}
 
@@ -212,7 +276,10 @@ def test_block_saves_each_activation_once() -> None:
     x = torch.randn(3, 24, SMALL.dim, dtype=torch.float64, requires_grad=True)
     table = rope.cos_sin_table(SMALL.rope, SMALL.head_dim, BATCH.positions, torch.float64)
     kept: dict[int, int] = {}
-    ours = {parameter.data_ptr() for parameter in model.parameters()} | {table[0].data_ptr(), table[1].data_ptr()}
+    ours = {parameter.data_ptr() for parameter in model.parameters()} | {
+        table[0].data_ptr(),
+        table[1].data_ptr(),
+    }
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.data_ptr() not in ours and tensor.is_floating_point():
@@ -221,7 +288,13 @@ def test_block_saves_each_activation_once() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         block(x, table, BATCH.boundaries)
-    tokens, heads, kv_heads, width = 3 * 24, SMALL.num_heads, SMALL.num_kv_heads, SMALL.head_dim
+    tokens = 3 * 24
+    heads = SMALL.num_heads
+    kv_heads = SMALL.num_kv_heads
+    width = SMALL.head_dim
     stream = [SMALL.dim] * 4  # into each norm, and out of it
-    attention = [heads * width] * 2 + [kv_heads * width] * 2 + [heads]  # q and out, k and v, log-sum-exp
-    assert sorted(kept.values()) == sorted(tokens * size for size in [*stream, *attention, *[SMALL.ffn_dim] * 2, 1, 1])
+    # q and out, k and v, log-sum-exp
+    attention = [heads * width] * 2 + [kv_heads * width] * 2 + [heads]
+    assert sorted(kept.values()) == sorted(
+        tokens * size for size in [*stream, *attention, *[SMALL.ffn_dim] * 2, 1, 1]
+    )

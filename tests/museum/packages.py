@@ -36,7 +36,11 @@ class Shipped(NamedTuple):
 
     @property
     def requirement(self) -> str:
-        return f"{self.package}=={self.version}" if self.registry == "PyPI" else f"{self.package}@{self.version}"
+        return (
+            f"{self.package}=={self.version}"
+            if self.registry == "PyPI"
+            else f"{self.package}@{self.version}"
+        )
 
 
 def of_npm(name: str) -> Shipped:
@@ -84,7 +88,14 @@ def download(folder: Path) -> None:
                     archives,
                     shipped.requirement,
                 ],
-                "npm": ["npm", "pack", "--silent", "--pack-destination", archives, shipped.requirement],
+                "npm": [
+                    "npm",
+                    "pack",
+                    "--silent",
+                    "--pack-destination",
+                    archives,
+                    shipped.requirement,
+                ],
             }
             subprocess.run(commands[shipped.registry], check=True)
             (archive,) = Path(archives).iterdir()

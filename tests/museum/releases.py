@@ -1,8 +1,9 @@
 """Released models: their config.json, and where each was read.
 
-`configs/MODEL_TYPE.json` lists releases: `release`, its name on the hub; `source`, the address where the values were read
-(a file of a commit, or of a version of a package); `config`, every key of it; `note`, how the source differs from the
-release; `ignore_keys`, what `longhaul hf import` is told to ignore.
+`configs/MODEL_TYPE.json` lists releases: `release`, its name on the hub; `source`, the address
+where the values were read (a file of a commit, or of a version of a package); `config`, every key
+of it; `note`, how the source differs from the release; `ignore_keys`, what `longhaul hf import` is
+told to ignore.
 """
 
 from __future__ import annotations
@@ -57,11 +58,15 @@ class Release:
 
 def _release(item: dict[str, Any]) -> Release:
     ignore_keys = tuple(item.get("ignore_keys", ()))
-    return Release(item["release"], item["source"], item["config"], item.get("note", ""), ignore_keys)
+    return Release(
+        item["release"], item["source"], item["config"], item.get("note", ""), ignore_keys
+    )
 
 
 RELEASES = {
-    item["release"]: _release(item) for path in sorted(CONFIGS.glob("*.json")) for item in json.loads(path.read_text())
+    item["release"]: _release(item)
+    for path in sorted(CONFIGS.glob("*.json"))
+    for item in json.loads(path.read_text())
 }
 READ = {name: release for name, release in RELEASES.items() if release.is_read}
 FIRST = {release.model_type: release for release in reversed(READ.values())}
@@ -82,7 +87,9 @@ LARGEST = {
     "sliding_window": 7,
     "sliding_window_size": 7,
 }
-HEAD_DIM, QUERIES_PER_KEY, KV_HEADS = 8, 3, 2
+HEAD_DIM = 8
+QUERIES_PER_KEY = 3
+KV_HEADS = 2
 
 
 def tiny(release: Release) -> dict[str, Any]:
@@ -93,12 +100,17 @@ def tiny(release: Release) -> dict[str, Any]:
     for key, largest in LARGEST.items():
         if values.get(key) is not None:
             values[key] = min(values[key], largest)
-    heads, width = values["num_attention_heads"], values["hidden_size"]
+    heads = values["num_attention_heads"]
+    width = values["hidden_size"]
     kv_heads = values.get("num_key_value_heads") or heads
     values["num_key_value_heads"] = min(kv_heads, KV_HEADS)
-    values["num_attention_heads"] = values["num_key_value_heads"] * min(heads // kv_heads, QUERIES_PER_KEY)
+    values["num_attention_heads"] = values["num_key_value_heads"] * min(
+        heads // kv_heads, QUERIES_PER_KEY
+    )
     is_derived = values.get("head_dim", width // heads) == width / heads
-    values["hidden_size"] = values["num_attention_heads"] * (HEAD_DIM if is_derived else HEAD_DIM + 4)
+    values["hidden_size"] = values["num_attention_heads"] * (
+        HEAD_DIM if is_derived else HEAD_DIM + 4
+    )
     values |= {"head_dim": HEAD_DIM} if "head_dim" in values else {}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if isinstance(values.get(key), int):

@@ -1,4 +1,6 @@
-"""Released models are read: every config.json of the museum, with a line for each key that means nothing."""
+"""Released models are read: every config.json of the museum, with a line for each key that means
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.models.test_hf_families import assert_close, in_float32, values_of
 from tests.models.test_model_config import PUBLISHED
 from tests.museum.releases import FIRST, READ, REFUSED, RELEASES, Release, tiny
 
-SOURCE = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+/blob/[0-9a-f]{40}/\S+|[\w.-]+==[\w.]+:\S+")
+SOURCE = re.compile(
+    r"https://github\.com/[\w.-]+/[\w.-]+/blob/[0-9a-f]{40}/\S+|[\w.-]+==[\w.]+:\S+"
+)
 SIZES = {
     "meta-llama/Llama-2-70b-hf": ("llama2", "70b"),
     "meta-llama/Meta-Llama-3-8B-Instruct": ("llama3", "8b"),
@@ -71,8 +75,12 @@ def test_a_release_is_read_with_a_line_for_each_key_that_means_nothing(name: str
     without = {key: value for key, value in release.text_config.items() if key not in ignored}
     assert model_config_from_hf(without) == release.read()
     for key in release.ignore_keys:
-        with pytest.raises(HuggingFaceError, match=f"{key} = .* --ignore-key {key} imports the model without it"):
-            model_config_from_hf(release.text_config, [each for each in release.ignore_keys if each != key])
+        with pytest.raises(
+            HuggingFaceError, match=f"{key} = .* --ignore-key {key} imports the model without it"
+        ):
+            model_config_from_hf(
+                release.text_config, [each for each in release.ignore_keys if each != key]
+            )
 
 
 GENERATION = [
@@ -99,7 +107,11 @@ GENERATION = [
 ]
 IGNORED: dict[str, list[str]] = {
     "HuggingFaceTB/SmolLM2-135M": ["is_llama_config", "rope_interleaved"],
-    "Qwen/Qwen3-Coder-480B-A35B-Instruct": ["qkv_bias", "shared_expert_intermediate_size", "use_qk_norm"],
+    "Qwen/Qwen3-Coder-480B-A35B-Instruct": [
+        "qkv_bias",
+        "shared_expert_intermediate_size",
+        "use_qk_norm",
+    ],
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": ["auto_map"],
     "google/gemma-2-9b-it": ["sliding_window_size"],
     "meta-llama/Llama-3.2-1B-Instruct": ["_commit_hash"],
@@ -132,13 +144,18 @@ def test_the_lists_of_the_docs_are_current() -> None:
     [
         ("smollm3", {"pretraining_tp": 2, "max_window_layers": 28}),
         ("llama", {"is_llama_config": True, "rope_interleaved": False}),
-        ("qwen3_moe", {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),
+        (
+            "qwen3_moe",
+            {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0},
+        ),
         ("qwen3", {"unsloth_version": "2026.1", "unsloth_fixed": True}),
         ("phi3", {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}),
         ("llama", {"pretraining_tp": 2, "max_sequence_length": 2048}),
     ],
 )
-def test_a_key_that_means_nothing_is_ignored_with_a_line(model_type: str, keys: dict[str, Any]) -> None:
+def test_a_key_that_means_nothing_is_ignored_with_a_line(
+    model_type: str, keys: dict[str, Any]
+) -> None:
     values = values_of(model_type)
     assert model_config_from_hf(values | keys) == model_config_from_hf(values)
     lines = config_remarks(values | keys)
@@ -149,17 +166,39 @@ def test_a_key_that_means_nothing_is_ignored_with_a_line(model_type: str, keys: 
 @pytest.mark.parametrize(
     ("model_type", "keys", "problem"),
     [
-        ("llama", {"rope_interleaved": True}, "rope_interleaved = true is not supported; only false"),
-        ("llama", {"is_llama_config": False}, "is_llama_config = false is not supported; only true"),
+        (
+            "llama",
+            {"rope_interleaved": True},
+            "rope_interleaved = true is not supported; only false",
+        ),
+        (
+            "llama",
+            {"is_llama_config": False},
+            "is_llama_config = false is not supported; only true",
+        ),
         ("qwen3_moe", {"qkv_bias": True}, "qkv_bias = true is not supported; only false"),
         ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm = false is not supported; only true"),
-        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8 is not supported"),
-        ("gemma2", {"sliding_window_size": 8}, "sliding_window_size = 8 and sliding_window = 4096 disagree"),
-        ("llama", {"qkv_bias": False}, "qkv_bias = false is unknown for model_type llama; --ignore-key qkv_bias"),
+        (
+            "qwen3_moe",
+            {"shared_expert_intermediate_size": 8},
+            "shared_expert_intermediate_size = 8 is not supported",
+        ),
+        (
+            "gemma2",
+            {"sliding_window_size": 8},
+            "sliding_window_size = 8 and sliding_window = 4096 disagree",
+        ),
+        (
+            "llama",
+            {"qkv_bias": False},
+            "qkv_bias = false is unknown for model_type llama; --ignore-key qkv_bias",
+        ),
         ("llama", {"is_causal": None}, "is_causal = null is not supported; only true"),
     ],
 )
-def test_a_value_that_changes_the_model_is_refused(model_type: str, keys: dict[str, Any], problem: str) -> None:
+def test_a_value_that_changes_the_model_is_refused(
+    model_type: str, keys: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(HuggingFaceError, match=re.escape(problem)):
         model_config_from_hf(values_of(model_type) | keys)
 
@@ -183,10 +222,14 @@ def test_only_unknown_keys_can_be_ignored() -> None:
 
 
 def made_tiny(release: Release, folder: Path) -> Path:
-    """A tiny model of this kind with random weights, which transformers saves; config.json has the release's keys."""
+    """A tiny model of this kind with random weights, which transformers saves; config.json has the
+    release's keys.
+    """
     transformers = pytest.importorskip("transformers")
     values = tiny(release)
-    config = transformers.AutoConfig.for_model(**{key: each for key, each in values.items() if key != "auto_map"})
+    config = transformers.AutoConfig.for_model(
+        **{key: each for key, each in values.items() if key != "auto_map"}
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     is_gemma = release.model_type.startswith("gemma")
@@ -206,13 +249,17 @@ def compare_logits(release: Release, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", FIRST)
-def test_a_release_of_each_type_has_the_logits_of_transformers_at_a_tiny_size(model_type: str, tmp_path: Path) -> None:
+def test_a_release_of_each_type_has_the_logits_of_transformers_at_a_tiny_size(
+    model_type: str, tmp_path: Path
+) -> None:
     compare_logits(FIRST[model_type], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
-def test_every_release_has_the_logits_of_transformers_at_a_tiny_size(name: str, tmp_path: Path) -> None:
+def test_every_release_has_the_logits_of_transformers_at_a_tiny_size(
+    name: str, tmp_path: Path
+) -> None:
     compare_logits(READ[name], tmp_path)
 
 
@@ -223,7 +270,9 @@ def test_every_release_has_the_parameters_that_transformers_counts(name: str) ->
     values = {key: each for key, each in READ[name].text_config.items() if "auto_map" not in key}
     values.pop("quantization_config", None)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**values))
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**values)
+        )
     counted = sum(parameter.numel() for parameter in model.parameters())
     assert counted == READ[name].read().num_parameters
 
@@ -235,15 +284,29 @@ def test_a_tiny_model_keeps_what_its_release_is() -> None:
         whole = release.read()
         assert small.rope == whole.rope
         kinds = [whole.layer_kinds[layer] for layer in range(small.num_layers)]
-        assert [kind.rope for kind in small.layer_kinds] == [kind.rope for kind in kinds], release.name
-        assert [bool(kind.window) for kind in small.layer_kinds] == [bool(kind.window) for kind in kinds], release.name
+        assert [kind.rope for kind in small.layer_kinds] == [kind.rope for kind in kinds], (
+            release.name
+        )
+        assert [bool(kind.window) for kind in small.layer_kinds] == [
+            bool(kind.window) for kind in kinds
+        ], release.name
 
 
-@pytest.mark.parametrize("stated", [{}, {"rope_theta": 10_000.0}, {"rope_parameters": None}, {"rope_scaling": None}])
-def test_the_rope_that_a_gpt_oss_folder_leaves_out_is_that_of_transformers(stated: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "stated", [{}, {"rope_theta": 10_000.0}, {"rope_parameters": None}, {"rope_scaling": None}]
+)
+def test_the_rope_that_a_gpt_oss_folder_leaves_out_is_that_of_transformers(
+    stated: dict[str, Any],
+) -> None:
     left_out = ("rope_theta", "rope_parameters", "rope_scaling")
-    values = {key: value for key, value in values_of("gpt_oss").items() if key not in left_out} | stated
+    values = {
+        key: value for key, value in values_of("gpt_oss").items() if key not in left_out
+    } | stated
     transformers = pytest.importorskip("transformers")
     theirs = transformers.GptOssConfig.from_dict(dict(values)).rope_parameters
     ours = model_config_from_hf(values).rope
-    assert (ours.kind, ours.theta, ours.factor) == (theirs["rope_type"], theirs["rope_theta"], theirs["factor"])
+    assert (ours.kind, ours.theta, ours.factor) == (
+        theirs["rope_type"],
+        theirs["rope_theta"],
+        theirs["factor"],
+    )

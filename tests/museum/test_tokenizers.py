@@ -1,4 +1,6 @@
-"""Tokenizers of released models, from packages: our loader gives the ids of each one's own library."""
+"""Tokenizers of released models, from packages: our loader gives the ids of each one's own
+library.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,17 @@ def folder_of(name: str) -> Path:
     folder = Path(os.environ.get(FOLDER_ENV, "")) / name
     if FOLDER_ENV not in os.environ or not folder.is_dir():
         requirement = SHIPPED[name].requirement
-        pytest.skip(f"{requirement} is not in ${FOLDER_ENV}: python -m tests.museum.packages FOLDER downloads it")
+        pytest.skip(
+            f"{requirement} is not in ${FOLDER_ENV}: python -m tests.museum.packages FOLDER downloads it"
+        )
     return folder
 
 
 def ours(name: str, folder: Path) -> Tokenizer:
     shipped = SHIPPED[name]
     return load_tokenizer(
-        shipped.kind, folder if shipped.kind == "huggingface" else folder / Path(shipped.files[0]).name
+        shipped.kind,
+        folder if shipped.kind == "huggingface" else folder / Path(shipped.files[0]).name,
     )
 
 
@@ -75,13 +80,18 @@ def library(name: str, folder: Path) -> Callable[[str], list[int]]:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_ids_are_those_of_the_library(name: str) -> None:
     folder = folder_of(name)
-    tokenizer, encode = ours(name, folder), library(name, folder)
-    different = [title for title, text in TEXTS.items() if tokenizer.encode(text).tolist() != encode(text)]
+    tokenizer = ours(name, folder)
+    encode = library(name, folder)
+    different = [
+        title for title, text in TEXTS.items() if tokenizer.encode(text).tolist() != encode(text)
+    ]
     assert different == []
     assert tokenizer.eos < tokenizer.vocab_size
 
 
-@pytest.mark.parametrize("name", [name for name, shipped in SHIPPED.items() if shipped.kind == "huggingface"])
+@pytest.mark.parametrize(
+    "name", [name for name, shipped in SHIPPED.items() if shipped.kind == "huggingface"]
+)
 def test_ids_are_those_of_transformers(name: str) -> None:
     folder = folder_of(name)
     transformers: Any = pytest.importorskip("transformers")
@@ -92,5 +102,9 @@ def test_ids_are_those_of_transformers(name: str) -> None:
         for title, text in TEXTS.items()
         if tokenizer.encode(text).tolist() != theirs.encode(text, add_special_tokens=False)
     }
-    known = TRANSFORMERS_5_DIFFERS.get(name, set()) if transformers.__version__.startswith("5.") else set()
+    known = (
+        TRANSFORMERS_5_DIFFERS.get(name, set())
+        if transformers.__version__.startswith("5.")
+        else set()
+    )
     assert different == known

@@ -1,4 +1,6 @@
-"""Every key of every released config.json, with every kind of wrong value: the same model, with a line, or refused by name."""
+"""Every key of every released config.json, with every kind of wrong value: the same model, with a
+line, or refused by name.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ WRONG: tuple[Any, ...] = (
     *("", "x", "4096", [], [1], ["x"], [None], [[]], {}, {"x": 1}, {"rope_type": "x"}),
 )
 WITHOUT_EFFECT = {
-    *("use_sliding_window", "max_window_layers", "sliding_window", "sliding_window_pattern", "is_decoder"),
+    *(
+        "use_sliding_window",
+        "max_window_layers",
+        "sliding_window",
+        "sliding_window_pattern",
+        "is_decoder",
+    ),
     *("original_max_position_embeddings", "rope_scaling", "rope_parameters"),
 }
 """Keys that others switch off: a window of no layer, the length of no scaling."""
@@ -32,14 +40,21 @@ def wrong_values(release: Release) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     for key, value in release.text_config.items():
         yield from ((key, wrong, {key: wrong}) for wrong in WRONG)
         if key in DIALECTS and isinstance(value, dict):
-            yield from ((inner, wrong, {key: value | {inner: wrong}}) for inner in value for wrong in WRONG)
+            yield from (
+                (inner, wrong, {key: value | {inner: wrong}}) for inner in value for wrong in WRONG
+            )
 
 
 def check(release: Release, key: str, wrong: Any, changes: dict[str, Any]) -> None:
     try:
-        model, remarks = release.read(**changes), release.remarks(**changes)
+        model = release.read(**changes)
+        remarks = release.remarks(**changes)
     except HuggingFaceError as error:
-        assert [problem for problem in error.problems if key in problem], (release.name, changes, error.problems)
+        assert [problem for problem in error.problems if key in problem], (
+            release.name,
+            changes,
+            error.problems,
+        )
         return
     is_changed = any(release.text_config[top] != value for top, value in changes.items())
     must_be_stated = is_changed and wrong is not None and key not in UNUSED_KEYS | WITHOUT_EFFECT
@@ -69,14 +84,18 @@ def test_every_wrong_value_is_read_or_refused_by_name(name: str) -> None:
         ('"rope_theta": -Infinity', "-Infinity is not a number"),
     ],
 )
-def test_json_that_says_two_things_or_no_number_is_refused(changes: str, problem: str, tmp_path: Path) -> None:
+def test_json_that_says_two_things_or_no_number_is_refused(
+    changes: str, problem: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(f'{{"model_type": "llama", {changes}}}')
     with pytest.raises(HuggingFaceError, match=f"config.json is not valid JSON: {problem}"):
         read_config(tmp_path)
 
 
 def test_a_key_that_is_stated_twice_alike_is_read(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"_name_or_path": "a", "_name_or_path": "a", "hidden_size": 8}')
+    (tmp_path / "config.json").write_text(
+        '{"_name_or_path": "a", "_name_or_path": "a", "hidden_size": 8}'
+    )
     assert read_config(tmp_path) == {"_name_or_path": "a", "hidden_size": 8}
 
 
@@ -132,12 +151,20 @@ def test_a_config_that_contradicts_itself_is_named_by_its_keys(
 @pytest.mark.parametrize(
     ("changes", "remark"),
     [
-        ({"eos_token_id": [2, 32000]}, "ignored: eos_token_id = [2, 32000]: not in the vocabulary of 32000"),
+        (
+            {"eos_token_id": [2, 32000]},
+            "ignored: eos_token_id = [2, 32000]: not in the vocabulary of 32000",
+        ),
         ({"pad_token_id": -1}, "ignored: pad_token_id = -1: not in the vocabulary of 32000"),
-        ({"dtype": "float16"}, 'ignored: dtype = "float16" and torch_dtype = "bfloat16" disagree: weights are read in'),
+        (
+            {"dtype": "float16"},
+            'ignored: dtype = "float16" and torch_dtype = "bfloat16" disagree: weights are read in',
+        ),
     ],
 )
-def test_what_contradicts_and_is_not_needed_is_read_with_a_line(changes: dict[str, Any], remark: str) -> None:
+def test_what_contradicts_and_is_not_needed_is_read_with_a_line(
+    changes: dict[str, Any], remark: str
+) -> None:
     release = READ["mistralai/Mixtral-8x7B-v0.1"]
     assert release.read(**changes) == release.read()
     assert [line for line in release.remarks(**changes) if line.startswith(remark)], json.dumps(

@@ -28,12 +28,16 @@ class Mutant:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256("\n".join((self.file, self.find, self.replace, *self.tests)).encode()).hexdigest()[:12]
+        return hashlib.sha256(
+            "\n".join((self.file, self.find, self.replace, *self.tests)).encode()
+        ).hexdigest()[:12]
 
     def apply(self, text: str) -> str:
         """Raises ValueError unless the place stands exactly once in the file."""
         if (count := text.count(self.find)) != 1:
-            raise ValueError(f"mutant {self.name!r}: its place stands {count} times in {self.file}, not once")
+            raise ValueError(
+                f"mutant {self.name!r}: its place stands {count} times in {self.file}, not once"
+            )
         return text.replace(self.find, self.replace)
 
 
@@ -46,7 +50,9 @@ def known_mutants() -> list[Mutant]:
 
 
 def read_caught() -> dict[str, dict[str, str]]:
-    """By mutant: its `digest` when it was last run, and the first `test` that failed, empty if it survived."""
+    """By mutant: its `digest` when it was last run, and the first `test` that failed, empty if it
+    survived.
+    """
     records: dict[str, dict[str, str]] = json.loads(CAUGHT.read_text()) if CAUGHT.exists() else {}
     return records
 
@@ -56,7 +62,9 @@ def failed_tests(mutants: list[Mutant]) -> dict[str, str]:
     records = read_caught()
     failed = {mutant.name: records.get(mutant.name, {}) for mutant in mutants}
     digests = {mutant.name: mutant.digest for mutant in mutants}
-    return {name: each["test"] for name, each in failed.items() if each.get("digest") == digests[name]}
+    return {
+        name: each["test"] for name, each in failed.items() if each.get("digest") == digests[name]
+    }
 
 
 def table(mutants: list[Mutant], tests: dict[str, str]) -> list[str]:
@@ -68,5 +76,7 @@ def table(mutants: list[Mutant], tests: dict[str, str]) -> list[str]:
         for mutant in mutants:
             if mutant.area == area:
                 test = tests.get(mutant.name, "").replace("|", "\\|")
-                lines.append(f"| {mutant.name} | `{mutant.file}` | {f'`{test}`' if test else '**none**'} |")
+                lines.append(
+                    f"| {mutant.name} | `{mutant.file}` | {f'`{test}`' if test else '**none**'} |"
+                )
     return lines

@@ -1,9 +1,11 @@
-"""python -m tests.mutants [--jobs N] [NAME]...: breaks the code in each known way; the tests named for it must fail.
+"""python -m tests.mutants [--jobs N] [NAME]...: breaks the code in each known way; the tests named
+for it must fail.
 
-Each `tests/mutants/*.toml` lists mutants of one part of the code: one place of one file, what stands there instead, and
-the tests that notice, all of which must pass without mutants. A mutant is applied to a copy of the working tree. It is
-caught if its tests fail; tests that pass let it survive, and tests that cannot be collected prove nothing. Exit status 0 if
-all are caught, else 1. `--record` adds the results to `caught.json`, from which docs/mutants.md is written.
+Each `tests/mutants/*.toml` lists mutants of one part of the code: one place of one file, what
+stands there instead, and the tests that notice, all of which must pass without mutants. A mutant
+is applied to a copy of the working tree. It is caught if its tests fail; tests that pass let it
+survive, and tests that cannot be collected prove nothing. Exit status 0 if all are caught, else 1.
+`--record` adds the results to `caught.json`, from which docs/mutants.md is written.
 """
 
 from __future__ import annotations
@@ -23,7 +25,16 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from benchmarks.pages import replace_block
-from tests.mutants import CAUGHT, PAGE, ROOT, Mutant, failed_tests, known_mutants, read_caught, table
+from tests.mutants import (
+    CAUGHT,
+    PAGE,
+    ROOT,
+    Mutant,
+    failed_tests,
+    known_mutants,
+    read_caught,
+    table,
+)
 from trainer.commands import integer
 
 FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", re.MULTILINE)
@@ -55,7 +66,9 @@ class Outcome:
     problem: str = ""
 
 
-def run_tests(tree: Path, *arguments: str, limit: float | None = None) -> subprocess.CompletedProcess[str]:
+def run_tests(
+    tree: Path, *arguments: str, limit: float | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=tree,
@@ -81,7 +94,9 @@ def run_mutant(mutant: Mutant, tree: Path) -> Outcome:
         return Outcome(test=failed[1])
     tail = "\n".join(result.stdout.splitlines()[-5:])
     return Outcome(
-        problem="it survives" if result.returncode == 0 else f"pytest ended with {result.returncode}\n{tail}"
+        problem="it survives"
+        if result.returncode == 0
+        else f"pytest ended with {result.returncode}\n{tail}"
     )
 
 
@@ -97,7 +112,8 @@ def run_all(mutants: list[Mutant], jobs: int) -> Iterator[tuple[Mutant, Outcome]
             raise SystemExit(f"the tests fail without mutants\n{whole.stdout}")
 
         def run(mutant: Mutant) -> tuple[Mutant, Outcome, float]:
-            started, tree = time.monotonic(), trees.get()
+            started = time.monotonic()
+            tree = trees.get()
             try:
                 return mutant, run_mutant(mutant, tree), time.monotonic() - started
             finally:
@@ -106,7 +122,9 @@ def run_all(mutants: list[Mutant], jobs: int) -> Iterator[tuple[Mutant, Outcome]
         for done in as_completed([pool.submit(run, mutant) for mutant in mutants]):
             mutant, outcome, seconds = done.result()
             verdict = "caught" if outcome.test else "MISSED"
-            sys.stdout.write(f"{verdict} {seconds:5.1f} s  {mutant.name}  {outcome.test or outcome.problem}\n")
+            sys.stdout.write(
+                f"{verdict} {seconds:5.1f} s  {mutant.name}  {outcome.test or outcome.problem}\n"
+            )
             sys.stdout.flush()
             yield mutant, outcome
 
@@ -116,22 +134,43 @@ def record(mutant: Mutant, test: str) -> None:
     mutants = known_mutants()
     records = read_caught() | {mutant.name: {"digest": mutant.digest, "test": test}}
     names = {each.name for each in mutants}
-    CAUGHT.write_text(json.dumps({name: records[name] for name in sorted(names & records.keys())}, indent=1) + "\n")
-    PAGE.write_text(replace_block(PAGE.read_text(), "mutants", table(mutants, failed_tests(mutants))))
+    CAUGHT.write_text(
+        json.dumps({name: records[name] for name in sorted(names & records.keys())}, indent=1)
+        + "\n"
+    )
+    PAGE.write_text(
+        replace_block(PAGE.read_text(), "mutants", table(mutants, failed_tests(mutants)))
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").partition(": ")[2])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants, or files of mutants; default: all")
-    parser.add_argument("--jobs", type=integer(minimum=1), default=2, help="how many run at a time")
-    parser.add_argument("--record", action="store_true", help="write the tests that failed to docs/mutants.md")
-    parser.add_argument("--new", action="store_true", help="only those that are not recorded as caught")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants", description=(__doc__ or "").partition(": ")[2]
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="mutants, or files of mutants; default: all"
+    )
+    parser.add_argument(
+        "--jobs", type=integer(minimum=1), default=2, help="how many run at a time"
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="write the tests that failed to docs/mutants.md"
+    )
+    parser.add_argument(
+        "--new", action="store_true", help="only those that are not recorded as caught"
+    )
     options = parser.parse_args()
     mutants = known_mutants()
-    if unknown := set(options.names) - {key for mutant in mutants for key in (mutant.name, mutant.area)}:
+    if unknown := set(options.names) - {
+        key for mutant in mutants for key in (mutant.name, mutant.area)
+    }:
         parser.error(f"no such mutants: {', '.join(sorted(unknown))}")
     caught = failed_tests(mutants) if options.new else {}
-    named = [mutant for mutant in mutants if not options.names or {mutant.name, mutant.area} & set(options.names)]
+    named = [
+        mutant
+        for mutant in mutants
+        if not options.names or {mutant.name, mutant.area} & set(options.names)
+    ]
     chosen = [mutant for mutant in named if not caught.get(mutant.name)]
     missed = 0
     for mutant, outcome in run_all(chosen, options.jobs):

@@ -27,7 +27,9 @@ def test_constant_schedule_is_constant() -> None:
 
 
 def test_linear_schedule_decays_to_min_lr_factor() -> None:
-    assert rates(6, kind="linear", warmup_steps=2, min_lr_factor=0.2) == pytest.approx([0.5, 1, 0.8, 0.6, 0.4, 0.2])
+    assert rates(6, kind="linear", warmup_steps=2, min_lr_factor=0.2) == pytest.approx(
+        [0.5, 1, 0.8, 0.6, 0.4, 0.2]
+    )
 
 
 def test_cosine_schedule_decays_to_min_lr_factor() -> None:
@@ -38,8 +40,19 @@ def test_cosine_schedule_decays_to_min_lr_factor() -> None:
 
 
 def test_wsd_decays_in_its_last_decay_steps() -> None:
-    assert rates(8, kind="wsd", warmup_steps=2, decay_steps=4, min_lr_factor=0.0) == [0.5, 1, 1, 1, 0.75, 0.5, 0.25, 0]
-    assert rates(4, kind="wsd", decay_steps=4, min_lr_factor=0.2) == pytest.approx([0.8, 0.6, 0.4, 0.2])
+    assert rates(8, kind="wsd", warmup_steps=2, decay_steps=4, min_lr_factor=0.0) == [
+        0.5,
+        1,
+        1,
+        1,
+        0.75,
+        0.5,
+        0.25,
+        0,
+    ]
+    assert rates(4, kind="wsd", decay_steps=4, min_lr_factor=0.2) == pytest.approx(
+        [0.8, 0.6, 0.4, 0.2]
+    )
 
 
 def test_wsd_decays_in_the_last_tenth_by_default() -> None:
@@ -49,7 +62,9 @@ def test_wsd_decays_in_the_last_tenth_by_default() -> None:
 
 def test_wsd_decays_only_after_warmup() -> None:
     assert rates(10, kind="wsd", warmup_steps=10, min_lr_factor=0.0)[-1] == 1.0
-    assert rates(4, kind="wsd", warmup_steps=3, decay_steps=3, min_lr_factor=0.0) == pytest.approx([1 / 3, 2 / 3, 1, 0])
+    assert rates(4, kind="wsd", warmup_steps=3, decay_steps=3, min_lr_factor=0.0) == pytest.approx(
+        [1 / 3, 2 / 3, 1, 0]
+    )
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
@@ -82,4 +97,6 @@ def test_learning_rate_depends_only_on_the_step() -> None:
 
 
 def test_constant_schedule_does_not_depend_on_the_number_of_steps() -> None:
-    assert rates(9, kind="constant", warmup_steps=4)[:6] == rates(6, kind="constant", warmup_steps=4)
+    assert rates(9, kind="constant", warmup_steps=4)[:6] == rates(
+        6, kind="constant", warmup_steps=4
+    )

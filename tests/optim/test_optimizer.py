@@ -21,18 +21,28 @@ from trainer.errors import EXIT_NO_RETRY, RankFailedError
 from trainer.step import optimizer as optimizer_module
 from trainer.step.optimizer import AdamW, Optimizer
 
-SECTION = OptimizerSection(lr=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.25, max_grad_norm=1.0)
+SECTION = OptimizerSection(
+    lr=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.25, max_grad_norm=1.0
+)
 
 
 @pytest.fixture(autouse=True)
 def declare(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parameters of the models below."""
-    for name, shape in {"matrix": "VE", "norm": "E", "first.weight": "EE", "second.weight": "EE", "scale": "E"}.items():
+    for name, shape in {
+        "matrix": "VE",
+        "norm": "E",
+        "first.weight": "EE",
+        "second.weight": "EE",
+        "scale": "E",
+    }.items():
         monkeypatch.setitem(layers.HEAD, name, Parameter(shape, "replicate", name))
 
 
 def configured() -> ModelConfig:
-    """Another object for every model: it remembers the declarations of the test that first asks for them."""
+    """Another object for every model: it remembers the declarations of the test that first asks
+    for them.
+    """
     return replace(SMALL)
 
 
@@ -50,12 +60,19 @@ class Model(nn.Module):
 def give_gradients(model: nn.Module, scale: float, *, seed: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        parameter.grad = scale * torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator)
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        parameter.grad = scale * torch.randn(
+            parameter.shape, dtype=parameter.dtype, generator=generator
+        )
+    return [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
 
 
 def state(optimizer: Optimizer) -> dict[str, Tensor]:
-    weights = {name: parameter.detach().clone() for name, parameter in optimizer.parameters_by_name.items()}
+    weights = {
+        name: parameter.detach().clone()
+        for name, parameter in optimizer.parameters_by_name.items()
+    }
     return weights | {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
 
 
@@ -77,7 +94,9 @@ def test_three_steps_follow_the_adamw_paper(scale: float, dtype: torch.dtype) ->
             clipped = gradient * (1 / (expected + 1e-6)).clamp(max=1)
             first[index] = 0.8 * first[index] + 0.2 * clipped
             second[index] = 0.9 * second[index] + 0.1 * clipped**2
-            ratio = first[index] / (1 - 0.8**step) / ((second[index] / (1 - 0.9**step)).sqrt() + 1e-6)
+            ratio = (
+                first[index] / (1 - 0.8**step) / ((second[index] / (1 - 0.9**step)).sqrt() + 1e-6)
+            )
             expected_weights[index] = expected_weights[index] * (1 - lr * decay) - lr * ratio
         for parameter, weight in zip(model.parameters(), expected_weights, strict=True):
             rtol, atol = (1e-9, 1e-12) if dtype == torch.float64 else (1e-5, 1e-6)
@@ -129,7 +148,11 @@ class Passes(TorchDispatchMode):
         self.names = set[str]()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         changed = (
             value
@@ -173,24 +196,37 @@ def test_a_parameter_that_is_not_declared_is_named(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("moment_dtype", [None, torch.bfloat16])
-def test_a_parameter_without_gradient_is_named_before_anything_is_updated(moment_dtype: torch.dtype | None) -> None:
+def test_a_parameter_without_gradient_is_named_before_anything_is_updated(
+    moment_dtype: torch.dtype | None,
+) -> None:
     model = Model()
     optimizer = Optimizer([model], SECTION, moment_dtype=moment_dtype)
     before = state(optimizer)
     give_gradients(model, 1.0)
     model.norm.grad = None
-    with pytest.raises(RankFailedError, match=r"^the backward pass computed no gradient of 1 of 2 parameters: norm$"):
+    with pytest.raises(
+        RankFailedError,
+        match=r"^the backward pass computed no gradient of 1 of 2 parameters: norm$",
+    ):
         optimizer.step(0.5)
-    assert [name for name, tensor in state(optimizer).items() if not torch.equal(before[name], tensor)] == []
+    assert [
+        name for name, tensor in state(optimizer).items() if not torch.equal(before[name], tensor)
+    ] == []
 
 
 def test_a_few_parameters_without_gradient_are_named_and_all_are_counted() -> None:
     model = nn.ModuleDict(
-        {"blocks": nn.ModuleList(nn.ModuleDict({"ffn_norm": nn.LayerNorm(2, bias=False)}) for _ in range(10))}
+        {
+            "blocks": nn.ModuleList(
+                nn.ModuleDict({"ffn_norm": nn.LayerNorm(2, bias=False)}) for _ in range(10)
+            )
+        }
     )
     cast(Any, model).config = replace(SMALL, num_layers=10)
     named = ", ".join(f"blocks.{layer}.ffn_norm.weight" for layer in range(8))
-    with pytest.raises(RankFailedError, match=re.escape(f"of 10 of 10 parameters: {named}, ...")) as failed:
+    with pytest.raises(
+        RankFailedError, match=re.escape(f"of 10 of 10 parameters: {named}, ...")
+    ) as failed:
         Optimizer([model], SECTION).step(0.5)
     assert failed.value.status == EXIT_NO_RETRY
 
@@ -227,7 +263,8 @@ def test_step_with_a_non_finite_gradient_changes_nothing(bad: float) -> None:
 
 
 def test_skipped_step_leaves_no_trace() -> None:
-    skipping, plain = Model(), Model()
+    skipping = Model()
+    plain = Model()
     optimizers = [Optimizer([skipping], SECTION), Optimizer([plain], SECTION)]
     for step in range(3):
         if step == 1:
@@ -268,8 +305,12 @@ def test_state_dict_returns_the_live_tensors() -> None:
 
 def bf16_and_fp32_moments(**changes: object) -> tuple[list[Model], list[Optimizer]]:
     """Two float32 models; the first has bfloat16 moments."""
-    models, section = [Model(torch.float32), Model(torch.float32)], SECTION.model_copy(update=changes)
-    return models, [Optimizer([models[0]], section, moment_dtype=torch.bfloat16), Optimizer([models[1]], section)]
+    models = [Model(torch.float32), Model(torch.float32)]
+    section = SECTION.model_copy(update=changes)
+    return models, [
+        Optimizer([models[0]], section, moment_dtype=torch.bfloat16),
+        Optimizer([models[1]], section),
+    ]
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 5, 1 << 22])
@@ -289,7 +330,11 @@ def test_bf16_moments_are_updated_in_float32_and_then_rounded(
         # With the same moments, the next step is the same.
         for name, tensor in optimizers[1].state_dict().items():
             tensor.copy_(bf16[name])
-    assert {float(tensor) for name, tensor in optimizers[0].state_dict().items() if name.endswith("step")} == {4.0}
+    assert {
+        float(tensor)
+        for name, tensor in optimizers[0].state_dict().items()
+        if name.endswith("step")
+    } == {4.0}
 
 
 def test_skipped_step_does_not_change_bf16_moments() -> None:
@@ -299,7 +344,9 @@ def test_skipped_step_does_not_change_bf16_moments() -> None:
     before = state(optimizer)
     give_gradients(model, float("inf"), seed=2)
     assert not optimizer.step(0.5)[1]
-    assert [name for name, tensor in state(optimizer).items() if not torch.equal(before[name], tensor)] == []
+    assert [
+        name for name, tensor in state(optimizer).items() if not torch.equal(before[name], tensor)
+    ] == []
 
 
 def remaining_moment(beta: float) -> float:
@@ -348,7 +395,9 @@ class TwoLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.config = configured()
-        self.first, self.second = (nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(2))
+        self.first, self.second = (
+            nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(2)
+        )
         self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -372,7 +421,8 @@ def run_steps(model: TwoLayers, optimizer: Optimizer, num_steps: int) -> None:
 
 def test_deferred_updates_are_bitwise_equal() -> None:
     torch.manual_seed(0)
-    deferred, model = TwoLayers(), TwoLayers()
+    deferred = TwoLayers()
+    model = TwoLayers()
     deferred.load_state_dict(model.state_dict())
     optimizers = [deferred_optimizer(deferred), Optimizer([model], SECTION)]
     for one, optimizer in zip((deferred, model), optimizers, strict=True):
@@ -392,7 +442,9 @@ def test_module_is_updated_just_before_its_forward() -> None:
     updated: list[list[str]] = []
 
     def record_updated(*_: object) -> None:
-        updated.append([name for name, x in model.named_parameters() if not torch.equal(x, weights[name])])
+        updated.append(
+            [name for name, x in model.named_parameters() if not torch.equal(x, weights[name])]
+        )
 
     model.first.register_forward_pre_hook(record_updated)
     model.second.register_forward_pre_hook(record_updated)
@@ -404,12 +456,15 @@ def test_state_dict_flushes_deferred_updates() -> None:
     model = TwoLayers()
     optimizer = deferred_optimizer(model)
     run_steps(model, optimizer, 1)
-    assert {float(tensor) for name, tensor in optimizer.state_dict().items() if name.endswith("step")} == {1.0}
+    assert {
+        float(tensor) for name, tensor in optimizer.state_dict().items() if name.endswith("step")
+    } == {1.0}
 
 
 def test_module_that_did_not_run_between_two_steps_misses_no_update_and_is_named() -> None:
     torch.manual_seed(0)
-    deferred, model = TwoLayers(), TwoLayers()
+    deferred = TwoLayers()
+    model = TwoLayers()
     deferred.load_state_dict(model.state_dict())
     optimizers = [deferred_optimizer(deferred), Optimizer([model], SECTION)]
     for one, optimizer in zip((deferred, model), optimizers, strict=True):

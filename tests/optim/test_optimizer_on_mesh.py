@@ -1,4 +1,6 @@
-"""The optimizer on a mesh: a non-finite gradient on one rank skips the step on all; clipping and decay equal torch's."""
+"""The optimizer on a mesh: a non-finite gradient on one rank skips the step on all; clipping and
+decay equal torch's.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def state_of(model: Transformer, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def skip(plan: Plan, poison: Poison) -> tuple[list[bool], list[str], list[str], list[float]]:
-    """Whether steps were finite; what changed in a step with bad values on the last rank, and in the next one."""
+    """Whether steps were finite; what changed in a step with bad values on the last rank, and in
+    the next one.
+    """
     mesh = plan.mesh()
     model = build(plan, mesh)
     optimizer = Optimizer([model], OptimizerSection(lr=1e-2), all_reduce=partial(all_reduce, None))
@@ -37,8 +41,13 @@ def skip(plan: Plan, poison: Poison) -> tuple[list[bool], list[str], list[str], 
     finite: list[bool] = []
     states: list[dict[str, Tensor]] = []
     for step in range(4):
-        # Reduced gradients are bitwise equal on all replicas, so every rank with the last shard gets the bad value.
-        last = rank == plan.ranks - 1 if poison == "loss" else mesh.coordinate["dp_shard"] == plan.dp_shard - 1
+        # Reduced gradients are bitwise equal on all replicas, so every rank with the last shard
+        # gets the bad value.
+        last = (
+            rank == plan.ranks - 1
+            if poison == "loss"
+            else mesh.coordinate["dp_shard"] == plan.dp_shard - 1
+        )
         bad = step == 2 and last
         losses = model(concat_batches([packed([20], seed=10 * step + rank)]))
         if bad and poison == "loss":
@@ -68,7 +77,11 @@ def local(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("poison", ["gradient", "infinite gradient", "loss"])
 @pytest.mark.parametrize(
     "plan",
-    [Plan(), pytest.param(Plan(dp_shard=3), marks=pytest.mark.slow), Plan(dp_replicate=2, dp_shard=2)],
+    [
+        Plan(),
+        pytest.param(Plan(dp_shard=3), marks=pytest.mark.slow),
+        Plan(dp_replicate=2, dp_shard=2),
+    ],
     ids=["1", "3", "2x2"],
 )
 def test_non_finite_values_on_one_rank_skip_the_step_on_all(plan: Plan, poison: Poison) -> None:
@@ -76,13 +89,21 @@ def test_non_finite_values_on_one_rank_skip_the_step_on_all(plan: Plan, poison: 
         assert finite == [True, True, False, True]
         assert skipped == []
         assert set(steps) == {3.0}
-        assert {name.split(".")[-1] for name in after} == {"weight", "exp_avg", "exp_avg_sq", "step"}
+        assert {name.split(".")[-1] for name in after} == {
+            "weight",
+            "exp_avg",
+            "exp_avg_sq",
+            "step",
+        }
 
 
 @pytest.mark.parametrize("limit", [1e-3, 1e6])
 def test_steps_of_one_process_equal_torch(limit: float) -> None:
-    our_model, torch_model = small_model(), small_model()
-    options = OptimizerSection(lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, max_grad_norm=limit)
+    our_model = small_model()
+    torch_model = small_model()
+    options = OptimizerSection(
+        lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, max_grad_norm=limit
+    )
     optimizer = Optimizer([our_model], options)
     matrices = [parameter for parameter in torch_model.parameters() if parameter.ndim == 2]
     vectors = [parameter for parameter in torch_model.parameters() if parameter.ndim == 1]
@@ -103,7 +124,9 @@ def test_steps_of_one_process_equal_torch(limit: float) -> None:
         reference.zero_grad()
         assert bool(finite)
         torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
-        for our_parameter, torch_parameter in zip(our_model.parameters(), torch_model.parameters(), strict=True):
+        for our_parameter, torch_parameter in zip(
+            our_model.parameters(), torch_model.parameters(), strict=True
+        ):
             torch.testing.assert_close(our_parameter, torch_parameter, rtol=0, atol=1e-13)
 
 
@@ -138,7 +161,9 @@ def test_step_frees_gradients_and_returns_the_norm_before_clipping() -> None:
     model = small_model()
     (model(BATCH).sum() / BATCH.num_targets()).backward()
     squares = sum(
-        float(parameter.grad.square().sum()) for parameter in model.parameters() if parameter.grad is not None
+        float(parameter.grad.square().sum())
+        for parameter in model.parameters()
+        if parameter.grad is not None
     )
     norm, _ = Optimizer([model], OptimizerSection(max_grad_norm=1e-3)).step(1e-3)
     assert float(norm) == pytest.approx(squares**0.5, rel=1e-13)

@@ -45,7 +45,10 @@ class Plan:
         return self.dp_replicate * self.dp_shard
 
     def mesh(self) -> Mesh:
-        sizes = dict.fromkeys(AXES, 1) | {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
+        sizes = dict.fromkeys(AXES, 1) | {
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+        }
         return Mesh("cpu", sizes, rank=distributed.get_rank())
 
 
@@ -58,10 +61,19 @@ def build(plan: Plan, mesh: Mesh) -> Transformer:
         # A cheap backend; torch may warn about its own code.
         warnings.simplefilter("ignore")
         compile_piece = compiler(backend="aot_eager")
-    tiling = Tiling(plan.head_groups, plan.tile_bytes, compile_piece) if plan.policy != "none" else Tiling()
+    tiling = (
+        Tiling(plan.head_groups, plan.tile_bytes, compile_piece)
+        if plan.policy != "none"
+        else Tiling()
+    )
     host_pool = HostActivationPool(max_inputs=plan.config.num_layers) if plan.offload else None
     recompute_config = RecomputeConfig(
-        plan.policy, host_pool, plan.offload, plan.blocks_per_checkpoint, tiling, plan.reshard_after_forward
+        plan.policy,
+        host_pool,
+        plan.offload,
+        plan.blocks_per_checkpoint,
+        tiling,
+        plan.reshard_after_forward,
     )
     if plan.compiled and plan.policy == "none":
         for block in model.transformer_blocks():
@@ -74,7 +86,9 @@ def build(plan: Plan, mesh: Mesh) -> Transformer:
         core=LocalAttentionCore(),
         recompute_config=recompute_config,
         fsdp_config=FSDPConfig(
-            param_dtype=double, reduce_dtype=double, reshard_after_forward=plan.reshard_after_forward
+            param_dtype=double,
+            reduce_dtype=double,
+            reshard_after_forward=plan.reshard_after_forward,
         ),
     )
     initialize(model, seed=0, device=torch.device("cpu"))

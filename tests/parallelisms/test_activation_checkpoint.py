@@ -48,19 +48,28 @@ DOCUMENTS = 4
 OTHER = packed([24], [20, 4], seed=3)
 BATCHES = [BATCH, OTHER, packed([12, 12], [1, 23], seed=5)]
 POLICIES: tuple[activation_checkpoint.RecomputePolicy, ...] = ("full", "keep_attention")
-# Three blocks: with blocks_per_checkpoint = 2 the last is alone. Four KV heads: a head group may have several.
+# Three blocks: with blocks_per_checkpoint = 2 the last is alone. Four KV heads: a head group may
+# have several.
 DEEP = replace(SMALL, num_layers=3, num_heads=8, num_kv_heads=4)
 NORMED = replace(MIXED, num_heads=8, num_kv_heads=4)
 BIASED = replace(DEEP, qkv_bias=True)
 WINDOWED, GEMMA, GRANITE, OLMO = (
     replace(each, num_heads=8, num_kv_heads=4)
-    for each in (small_models.WINDOWED, small_models.GEMMA, small_models.GRANITE, small_models.OLMO)
+    for each in (
+        small_models.WINDOWED,
+        small_models.GEMMA,
+        small_models.GRANITE,
+        small_models.OLMO,
+    )
 )
-TILE = 5 * tiling.bytes_per_token(SMALL.dim, SMALL.ffn_dim, 8)  # Five tokens of 24, in double precision.
+# Five tokens of 24, in double precision.
+TILE = 5 * tiling.bytes_per_token(SMALL.dim, SMALL.ffn_dim, 8)
 TILINGS = [(1, None), (1, TILE), (2, None), (2, TILE), (4, TILE), (2, 0)]
 
 
-def model_with(recompute_config: RecomputeConfig, config: ModelConfig = SMALL, **options: Any) -> Transformer:
+def model_with(
+    recompute_config: RecomputeConfig, config: ModelConfig = SMALL, **options: Any
+) -> Transformer:
     model = small_model(config, **options)
     activation_checkpoint.apply(model, recompute_config)
     return model
@@ -78,17 +87,27 @@ class Calls(TorchDispatchMode):
         super().__init__()
         self.kernels = Counter[Any]()
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
         self.kernels[function] += 1
         return function(*arguments, **(options or {}))
 
     @property
     def forward(self) -> float:
-        return self.kernels[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default] / DOCUMENTS
+        return (
+            self.kernels[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+            / DOCUMENTS
+        )
 
     @property
     def backward(self) -> float:
-        return self.kernels[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default] / DOCUMENTS
+        return (
+            self.kernels[
+                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+            ]
+            / DOCUMENTS
+        )
 
 
 # ---- equal results
@@ -111,15 +130,26 @@ CONFIGS = {
 
 
 def recomputed() -> Iterator[Any]:
-    """Every policy and tiling; slow, but for one number of blocks and, unless the blocks are plain, one tiling."""
+    """Every policy and tiling; slow, but for one number of blocks and, unless the blocks are
+    plain, one tiling.
+    """
     for name, policy, tiles in itertools.product(CONFIGS, POLICIES, TILINGS):
         for every in (1, 2, 3) if name == "plain" else (2,):
             is_quick = every == 2 and (name == "plain" or tiles == TILINGS[3])
             marks = [] if is_quick else [pytest.mark.slow]
-            yield pytest.param(CONFIGS[name], policy, every, *tiles, marks=marks, id=f"{name}-{every}-{policy}-{tiles}")
+            yield pytest.param(
+                CONFIGS[name],
+                policy,
+                every,
+                *tiles,
+                marks=marks,
+                id=f"{name}-{every}-{policy}-{tiles}",
+            )
 
 
-@pytest.mark.parametrize(("config", "policy", "blocks_per_checkpoint", "head_groups", "tile_bytes"), [*recomputed()])
+@pytest.mark.parametrize(
+    ("config", "policy", "blocks_per_checkpoint", "head_groups", "tile_bytes"), [*recomputed()]
+)
 def test_losses_and_gradients_equal_autograd(
     config: ModelConfig,
     policy: activation_checkpoint.RecomputePolicy,
@@ -128,14 +158,19 @@ def test_losses_and_gradients_equal_autograd(
     tile_bytes: int | None,
 ) -> None:
     if config.full_qk_norm and head_groups > 1:
-        with pytest.raises(ValueError, match=rf"memory\.head_groups = {head_groups} must be 1: queries and keys are"):
+        with pytest.raises(
+            ValueError,
+            match=rf"memory\.head_groups = {head_groups} must be 1: queries and keys are",
+        ):
             model_with(RecomputeConfig(policy, tiling=Tiling(head_groups)), config)
         return
     losses, expected = autograd_result(config)
     found_losses, found = gradients(
         model_with(
             RecomputeConfig(
-                policy, blocks_per_checkpoint=blocks_per_checkpoint, tiling=Tiling(head_groups, tile_bytes)
+                policy,
+                blocks_per_checkpoint=blocks_per_checkpoint,
+                tiling=Tiling(head_groups, tile_bytes),
             ),
             config,
         ),
@@ -147,12 +182,15 @@ def test_losses_and_gradients_equal_autograd(
 
 def with_post_norms(config: ModelConfig, placement: str) -> Transformer:
     """A model whose sublayers norm their outputs ("post"), or inputs and outputs ("sandwich")."""
-    model, generator = small_model(config), torch.Generator().manual_seed(1)
+    model = small_model(config)
+    generator = torch.Generator().manual_seed(1)
     for block in model.transformer_blocks():
         sublayers = []
         for index, sublayer in enumerate(block.sublayers):
             post_norm = RMSNorm(config.dim, eps=config.norm_eps).double()
-            post_norm.weight.data = 1 + torch.randn(config.dim, generator=generator, dtype=torch.float64) / 5
+            post_norm.weight.data = (
+                1 + torch.randn(config.dim, generator=generator, dtype=torch.float64) / 5
+            )
             block.add_module(f"post_norm_{index}", post_norm)
             norm = None if placement == "post" else sublayer.norm
             sublayers.append(Sublayer(sublayer.module, norm=norm, post_norm=post_norm))
@@ -170,7 +208,9 @@ def test_norms_of_outputs_have_the_gradients_of_autograd(
     losses, expected = gradients(with_post_norms(NORMED, placement), BATCH)
     model = with_post_norms(NORMED, placement)
     tiling_config = Tiling(head_groups, tile_bytes)
-    activation_checkpoint.apply(model, RecomputeConfig("keep_attention", blocks_per_checkpoint=2, tiling=tiling_config))
+    activation_checkpoint.apply(
+        model, RecomputeConfig("keep_attention", blocks_per_checkpoint=2, tiling=tiling_config)
+    )
     found_losses, found = gradients(model, BATCH)
     torch.testing.assert_close(found_losses, losses, rtol=1e-12, atol=1e-12)
     assert largest_difference(found, expected) < 1e-12
@@ -193,7 +233,10 @@ def with_another_kind(config: ModelConfig) -> Transformer:
     block = model.transformer_blocks()[1]
     shift = Shift(config.dim)
     block.add_module("shift", shift)
-    block.sublayers = (Sublayer(cast(Any, shift), norm=block.sublayers[0].norm), block.sublayers[1])
+    block.sublayers = (
+        Sublayer(cast(Any, shift), norm=block.sublayers[0].norm),
+        block.sublayers[1],
+    )
     del block.attention
     return model
 
@@ -201,9 +244,13 @@ def with_another_kind(config: ModelConfig) -> Transformer:
 @pytest.mark.parametrize("blocks_per_checkpoint", [1, 2])
 def test_a_block_of_another_kind_is_checkpointed_whole(blocks_per_checkpoint: int) -> None:
     losses, expected = gradients(with_another_kind(DEEP), BATCH)
-    model, inputs = with_another_kind(DEEP), list[Tensor]()
+    model = with_another_kind(DEEP)
+    inputs = list[Tensor]()
     activation_checkpoint.apply(
-        model, RecomputeConfig("keep_attention", blocks_per_checkpoint=blocks_per_checkpoint, tiling=Tiling(2, TILE))
+        model,
+        RecomputeConfig(
+            "keep_attention", blocks_per_checkpoint=blocks_per_checkpoint, tiling=Tiling(2, TILE)
+        ),
     )
     shift = model.transformer_blocks()[1].get_submodule("shift")
     shift.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
@@ -228,12 +275,16 @@ def test_results_are_bitwise_equal_for_every_policy_and_placement(
     config: ModelConfig, dtype: torch.dtype, tile_bytes: int | None
 ) -> None:
     tiling_config = Tiling(head_groups=2, tile_bytes=tile_bytes)
-    losses, expected = gradients(model_with(RecomputeConfig("full", tiling=tiling_config), config, dtype=dtype), BATCH)
+    losses, expected = gradients(
+        model_with(RecomputeConfig("full", tiling=tiling_config), config, dtype=dtype), BATCH
+    )
     for policy, blocks_per_checkpoint, host, offload_attention in itertools.product(
         POLICIES, (1, 2), (False, True), (False, True)
     ):
         host_pool = HostActivationPool(max_inputs=2) if host else None
-        recompute_config = RecomputeConfig(policy, host_pool, offload_attention, blocks_per_checkpoint, tiling_config)
+        recompute_config = RecomputeConfig(
+            policy, host_pool, offload_attention, blocks_per_checkpoint, tiling_config
+        )
         found_losses, found = gradients(model_with(recompute_config, config, dtype=dtype), BATCH)
         assert torch.equal(found_losses, losses)
         assert_same_bits(found, expected)
@@ -248,7 +299,13 @@ def test_policy_none_leaves_blocks_to_autograd() -> None:
 
 @pytest.mark.parametrize(
     ("head_groups", "tile_bytes"),
-    [(2, TILE), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, None), (1, TILE), (2, None)))],
+    [
+        (2, TILE),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, None), (1, TILE), (2, None))
+        ),
+    ],
 )
 @pytest.mark.parametrize("config", [DEEP, NORMED, BIASED], ids=["plain", "normed", "biased"])
 def test_bfloat16_error_is_comparable_to_autograd(
@@ -258,7 +315,9 @@ def test_bfloat16_error_is_comparable_to_autograd(
     rounded = small_model(config, dtype=half).double()
     plain = small_model(config, dtype=half)
     recomputed = model_with(
-        RecomputeConfig("keep_attention", tiling=Tiling(head_groups, tile_bytes)), config, dtype=half
+        RecomputeConfig("keep_attention", tiling=Tiling(head_groups, tile_bytes)),
+        config,
+        dtype=half,
     )
     # Over several batches and blocks: the roundings of a few numbers are luck.
     squares = [defaultdict[str, float](float), defaultdict[str, float](float)]
@@ -292,25 +351,44 @@ def test_backward_does_not_overwrite_its_output_gradient() -> None:
 @pytest.mark.parametrize("head_groups", [1, 2])
 @pytest.mark.parametrize(
     ("policy", "blocks_per_checkpoint", "runs"),
-    [("none", 1, 1), ("full", 1, 2), ("keep_attention", 1, 1), ("keep_attention", 2, 1), ("keep_attention", 3, 1)],
+    [
+        ("none", 1, 1),
+        ("full", 1, 2),
+        ("keep_attention", 1, 1),
+        ("keep_attention", 2, 1),
+        ("keep_attention", 3, 1),
+    ],
 )
 def test_attention_is_recomputed_only_if_not_saved(
-    policy: activation_checkpoint.RecomputePolicy, blocks_per_checkpoint: int, runs: int, head_groups: int
+    policy: activation_checkpoint.RecomputePolicy,
+    blocks_per_checkpoint: int,
+    runs: int,
+    head_groups: int,
 ) -> None:
     head_groups = 1 if policy == "none" else head_groups
     model = model_with(
-        RecomputeConfig(policy, blocks_per_checkpoint=blocks_per_checkpoint, tiling=Tiling(head_groups)), DEEP
+        RecomputeConfig(
+            policy, blocks_per_checkpoint=blocks_per_checkpoint, tiling=Tiling(head_groups)
+        ),
+        DEEP,
     )
     with Calls() as calls:
         model(BATCH).sum().backward()
-    assert (calls.forward, calls.backward) == (runs * head_groups * DEEP.num_layers, head_groups * DEEP.num_layers)
+    assert (calls.forward, calls.backward) == (
+        runs * head_groups * DEEP.num_layers,
+        head_groups * DEEP.num_layers,
+    )
 
 
 def test_each_block_is_recomputed_at_most_once() -> None:
     """Of five blocks the first and the fourth save their input; the others recompute theirs."""
     tokens: list[int] = []
     model = model_with(
-        RecomputeConfig("keep_attention", blocks_per_checkpoint=3, tiling=Tiling(compile=feed_forward_tokens(tokens))),
+        RecomputeConfig(
+            "keep_attention",
+            blocks_per_checkpoint=3,
+            tiling=Tiling(compile=feed_forward_tokens(tokens)),
+        ),
         replace(SMALL, num_layers=5),
     )
     losses = model(BATCH)
@@ -322,7 +400,10 @@ def test_each_block_is_recomputed_at_most_once() -> None:
 
 @pytest.mark.parametrize(
     ("config", "head_groups", "tile_bytes"),
-    [pytest.param(DEEP, 1, None, marks=pytest.mark.slow), pytest.param(NORMED, 2, TILE, marks=pytest.mark.slow)],
+    [
+        pytest.param(DEEP, 1, None, marks=pytest.mark.slow),
+        pytest.param(NORMED, 2, TILE, marks=pytest.mark.slow),
+    ],
     ids=["plain", "normed"],
 )
 def test_tile_operations_are_compiled_once_for_all_blocks(
@@ -361,8 +442,14 @@ class LiveAllocations(TorchDispatchMode):
         super().__init__()
         self.seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        given = {x.untyped_storage()._cdata for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)}
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        given = {
+            x.untyped_storage()._cdata
+            for x in tree_leaves((arguments, options))
+            if isinstance(x, Tensor)
+        }
         outputs = function(*arguments, **(options or {}))
         for out in tree_leaves(outputs):
             if isinstance(out, Tensor) and out.untyped_storage()._cdata not in given:
@@ -423,7 +510,8 @@ def test_blocks_save_only_inputs_and_attention_outputs(
 
 
 @pytest.mark.parametrize(
-    ("blocks_per_checkpoint", "offload_attention", "outputs"), [(1, True, 0), (2, True, 0), (1, False, 6)]
+    ("blocks_per_checkpoint", "offload_attention", "outputs"),
+    [(1, True, 0), (2, True, 0), (1, False, 6)],
 )
 def test_offloaded_activations_leave_the_device(
     *,
@@ -432,17 +520,22 @@ def test_offloaded_activations_leave_the_device(
     outputs: int,
 ) -> None:
     host_pool = HostActivationPool(max_inputs=6)
-    recompute_config = RecomputeConfig("keep_attention", host_pool, offload_attention, blocks_per_checkpoint)
-    found = saved_bytes(recompute_config, layers=6)
-    assert found - 6 // blocks_per_checkpoint * INPUT - 6 * OUTPUT * offload_attention == outputs * OUTPUT, (
-        "host memory is counted too"
+    recompute_config = RecomputeConfig(
+        "keep_attention", host_pool, offload_attention, blocks_per_checkpoint
     )
+    found = saved_bytes(recompute_config, layers=6)
+    assert (
+        found - 6 // blocks_per_checkpoint * INPUT - 6 * OUTPUT * offload_attention
+        == outputs * OUTPUT
+    ), "host memory is counted too"
 
 
 def test_nothing_is_saved_without_gradients() -> None:
     for blocks_per_checkpoint, policy in itertools.product((1, 2), POLICIES):
         host_pool = HostActivationPool(max_inputs=2)
-        model = model_with(RecomputeConfig(policy, host_pool, True, blocks_per_checkpoint, Tiling(2, TILE)))  # noqa: FBT003
+        model = model_with(
+            RecomputeConfig(policy, host_pool, True, blocks_per_checkpoint, Tiling(2, TILE))  # noqa: FBT003
+        )
         with torch.no_grad(), LiveAllocations() as live:
             losses = model(BATCH)
         torch.testing.assert_close(losses, small_model()(BATCH).detach(), rtol=1e-12, atol=1e-12)
@@ -457,7 +550,10 @@ def test_backward_frees_all_saved_activations(
 ) -> None:
     for host_pool in (None, HostActivationPool(max_inputs=5)):
         model = model_with(
-            RecomputeConfig(policy, host_pool, host_pool is not None, blocks_per_checkpoint, Tiling(2)), DEEP
+            RecomputeConfig(
+                policy, host_pool, host_pool is not None, blocks_per_checkpoint, Tiling(2)
+            ),
+            DEEP,
         )
         with LiveAllocations() as live:
             model(BATCH).sum().backward()
@@ -516,7 +612,9 @@ class LargestAllocation(TorchDispatchMode):
         super().__init__()
         self.by_name: dict[str, int] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
         out = function(*arguments, **(options or {}))
         for one in out if isinstance(out, tuple | list) else [out]:
             if isinstance(one, Tensor):
@@ -531,7 +629,9 @@ def test_feed_forward_allocates_at_most_a_tile() -> None:
         (None, 24),
         (5 * tiling.bytes_per_token(SMALL.dim, 320, 8), 2),
     ):  # For each of two sequences.
-        model = model_with(RecomputeConfig("keep_attention", tiling=Tiling(tile_bytes=tile_bytes)), config)
+        model = model_with(
+            RecomputeConfig("keep_attention", tiling=Tiling(tile_bytes=tile_bytes)), config
+        )
         with LargestAllocation() as largest:
             model(BATCH).sum().backward()
         assert largest.by_name["aten::silu"] == 2 * tokens * 320
@@ -545,11 +645,20 @@ def gradient_sums(config: ModelConfig) -> dict[str, Tensor]:
     plain = small_model(config)
     for batch in BATCHES:
         plain(batch).sum().backward()
-    return {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in plain.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 @pytest.mark.parametrize(
-    "order", [(1, 2, 0), *(pytest.param(order, marks=pytest.mark.slow) for order in ((0, 2, 1), (2, 1, 0)))], ids=str
+    "order",
+    [
+        (1, 2, 0),
+        *(pytest.param(order, marks=pytest.mark.slow) for order in ((0, 2, 1), (2, 1, 0))),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("blocks_per_checkpoint", [1, 2])
 @pytest.mark.parametrize("offload", [False, True])
@@ -561,12 +670,19 @@ def test_pending_batches_may_run_backward_in_any_order(
 ) -> None:
     host_pool = HostActivationPool(max_inputs=9) if offload else None
     model = model_with(
-        RecomputeConfig("keep_attention", host_pool, offload, blocks_per_checkpoint, Tiling(2, TILE)), DEEP
+        RecomputeConfig(
+            "keep_attention", host_pool, offload, blocks_per_checkpoint, Tiling(2, TILE)
+        ),
+        DEEP,
     )
     losses = [model(batch) for batch in BATCHES]
     for index in order:
         losses[index].sum().backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    found = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     assert largest_difference(found, gradient_sums(DEEP)) < 1e-12
     if host_pool is not None:
         assert host_pool.used_bytes.total() == 0
@@ -579,9 +695,17 @@ def test_second_backward_is_refused(
     *, policy: activation_checkpoint.RecomputePolicy, blocks_per_checkpoint: int, offload: bool
 ) -> None:
     model = model_with(
-        RecomputeConfig(policy, HostActivationPool(max_inputs=2) if offload else None, offload, blocks_per_checkpoint)
+        RecomputeConfig(
+            policy,
+            HostActivationPool(max_inputs=2) if offload else None,
+            offload,
+            blocks_per_checkpoint,
+        )
     )
     losses = model(BATCH)
     losses.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="the saved activations of this block were already used by a backward pass"):
+    with pytest.raises(
+        RuntimeError,
+        match="the saved activations of this block were already used by a backward pass",
+    ):
         losses.sum().backward()

@@ -26,17 +26,27 @@ from parallelisms.activation_offload import (
 )
 from parallelisms.block_recompute import Tiling
 from tests.models.small_models import SMALL, gradients, packed, small_model
-from tests.parallelisms.test_activation_checkpoint import BATCH, BATCHES, DEEP, Calls, assert_same_bits, model_with
+from tests.parallelisms.test_activation_checkpoint import (
+    BATCH,
+    BATCHES,
+    DEEP,
+    Calls,
+    assert_same_bits,
+    model_with,
+)
 
 TOKENS = BATCH.tokens.numel()
 INPUT = allocated_size(TOKENS * SMALL.dim * 8)
-WIDTH, HEADS = SMALL.head_dim, SMALL.num_heads
+WIDTH = SMALL.head_dim
+HEADS = SMALL.num_heads
 
 
 def output(groups: int = 1) -> int:
     """Host bytes of the attention output of one block of `SMALL`."""
     heads = HEADS // groups
-    return groups * (allocated_size(TOKENS * heads * WIDTH * 8) + allocated_size(TOKENS * heads * 8))
+    return groups * (
+        allocated_size(TOKENS * heads * WIDTH * 8) + allocated_size(TOKENS * heads * 8)
+    )
 
 
 def model_with_host_pool(
@@ -83,7 +93,10 @@ def test_buffers_are_few() -> None:
 def test_offloaded_tensor_is_restored_bitwise(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     memory = HostActivationPool(max_inputs=1)
     # Contiguous, and not contiguous.
-    for x in (torch.randn(*shape).to(dtype), torch.randn(*reversed(shape)).to(dtype).movedim(0, -1)):
+    for x in (
+        torch.randn(*shape).to(dtype),
+        torch.randn(*reversed(shape)).to(dtype).movedim(0, -1),
+    ):
         before = x.clone()
         kept = SavedTensor(x, memory, "attention")
         assert memory.used_bytes == {"attention": allocated_size(x.nbytes)}
@@ -102,7 +115,8 @@ def test_offloaded_tensor_is_restored_bitwise(shape: tuple[int, ...], dtype: tor
 
 def test_saved_tensor_without_pool_stays_on_the_device_until_pop() -> None:
     x = torch.ones(3)
-    kept, alive = SavedTensor(x), weakref.ref(x)
+    kept = SavedTensor(x)
+    alive = weakref.ref(x)
     kept.prefetch()
     assert kept.read() is x
     assert kept.pop() is x
@@ -192,9 +206,15 @@ def test_attention_is_recomputed_only_beyond_the_budget(
 
 def test_headroom_counts_whole_buffers() -> None:
     """127 bytes take a buffer of 128, and 31 one of 32."""
-    outputs, x = [torch.empty(127, dtype=torch.uint8)], torch.empty(31, dtype=torch.uint8)
+    outputs = [torch.empty(127, dtype=torch.uint8)]
+    x = torch.empty(31, dtype=torch.uint8)
     for budget, has_room in ((2 * 128 + 3 * 32, True), (2 * 128 + 3 * 32 - 1, False)):
-        assert HostActivationPool(max_inputs=3, budget=budget).has_headroom(outputs, head_groups=2, x=x) == has_room
+        assert (
+            HostActivationPool(max_inputs=3, budget=budget).has_headroom(
+                outputs, head_groups=2, x=x
+            )
+            == has_room
+        )
     assert HostActivationPool(max_inputs=1, budget=32).save_input(x)._device_tensor is None
     assert HostActivationPool(max_inputs=1, budget=31).save_input(x)._device_tensor is x
 
@@ -212,15 +232,25 @@ class PeakRecordingPool(HostActivationPool):
 
 @pytest.mark.parametrize(
     ("groups", "every"),
-    [(1, 1), (2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 2), (2, 1), (4, 1), (4, 2)])],
+    [
+        (1, 1),
+        (2, 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(1, 2), (2, 1), (4, 1), (4, 2)]
+        ),
+    ],
 )
 def test_any_budget_is_respected_and_results_are_bitwise_equal(every: int, groups: int) -> None:
     """With three batches in flight, as in a pipeline."""
-    rng, cut = random.Random(0), Tiling(groups)
+    rng = random.Random(0)
+    cut = Tiling(groups)
     losses, expected = gradients(model_with(RecomputeConfig("full", tiling=cut), DEEP), BATCH)
     inputs = 3 * -(-DEEP.num_layers // every)
     everything = PeakRecordingPool(max_inputs=inputs)
-    run_batches_in_flight(model_with(RecomputeConfig("keep_attention", everything, True, every, cut), DEEP))  # noqa: FBT003
+    run_batches_in_flight(
+        model_with(RecomputeConfig("keep_attention", everything, True, every, cut), DEEP)  # noqa: FBT003
+    )
     used = set()
     for budget in (0, everything.peak, *(rng.randrange(everything.peak) for _ in range(12))):
         host = PeakRecordingPool(max_inputs=inputs, budget=budget)
@@ -255,19 +285,22 @@ def test_host_buffers_are_reused() -> None:
 
 
 def backward_events(
-    every: int, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, config: ModelConfig = DEEP, **options: Any
+    every: int,
+    order: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    config: ModelConfig = DEEP,
+    **options: Any,
 ) -> list[str]:
-    """The order of backward events: a batch letter and block index, with "-" for the feed-forward half, nothing for the
-    attention half, "x" or "o" for the prefetch of the input or the attention output.
+    """The order of backward events: a batch letter and block index, with "-" for the feed-forward
+    half, nothing for the attention half, "x" or "o" for the prefetch of the input or the attention
+    output.
     """
     events: list[str] = []
     names: dict[int, str] = {}
-    start, first, back, leave = (
-        SavedTensor.prefetch,
-        BlockActivations.feed_forward_backward,
-        BlockActivations.attention_backward,
-        BlockActivations.attention_forward,
-    )
+    start = SavedTensor.prefetch
+    first = BlockActivations.feed_forward_backward
+    back = BlockActivations.attention_backward
+    leave = BlockActivations.attention_forward
 
     def name_tensors(this: BlockActivations, x_BSE: Tensor) -> Tensor:
         number = next(forward_count)
@@ -316,29 +349,69 @@ def backward_events(
     return events
 
 
-def test_activations_are_prefetched_during_the_backward_of_the_next_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_are_prefetched_during_the_backward_of_the_next_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = backward_events(1, (0,), monkeypatch)
-    assert found == ["a2-", "a2x", "a2o", "a2", "a1x", "a1o", "a1-", "a1", "a0x", "a0o", "a0-", "a0"]
+    assert found == [
+        "a2-",
+        "a2x",
+        "a2o",
+        "a2",
+        "a1x",
+        "a1o",
+        "a1-",
+        "a1",
+        "a0x",
+        "a0o",
+        "a0-",
+        "a0",
+    ]
 
 
-def test_prefetch_of_a_recomputed_input_fetches_the_saved_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks 0 and 2 of three save their input; a0o is read to recompute the input of block 1, and released later."""
+def test_prefetch_of_a_recomputed_input_fetches_the_saved_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks 0 and 2 of three save their input; a0o is read to recompute the input of block 1, and
+    released later.
+    """
     found = backward_events(2, (0,), monkeypatch)
-    assert found == ["a2-", "a2x", "a2o", "a2", "a0x", "a1o", "a1-", "a0o", "a1", "a0o", "a0-", "a0"]
+    assert found == [
+        "a2-",
+        "a2x",
+        "a2o",
+        "a2",
+        "a0x",
+        "a1o",
+        "a1-",
+        "a0o",
+        "a1",
+        "a0o",
+        "a0-",
+        "a0",
+    ]
     found = backward_events(3, (0,), monkeypatch, replace(DEEP, num_layers=4))
-    assert found[:7] == ["a3-", "a3x", "a3o", "a3", "a0x", "a2o", "a2-"], "also from two blocks before"
+    assert found[:7] == ["a3-", "a3x", "a3o", "a3", "a0x", "a2o", "a2-"], (
+        "also from two blocks before"
+    )
 
 
-def test_attention_outputs_of_head_groups_are_not_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_outputs_of_head_groups_are_not_prefetched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = backward_events(1, (0,), monkeypatch, tiling=Tiling(2))
     behind = ["a1x", "a1-", "a1o", "a1o", "a1", "a0x", "a0-", "a0o", "a0o", "a0"]
     assert found == ["a2-", "a2x", "a2o", "a2o", "a2", *behind]
 
 
-def test_reverse_order_of_batches_prefetches_within_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reverse_order_of_batches_prefetches_within_a_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = backward_events(1, (1, 0), monkeypatch)
     assert [name for name in found if len(name) == 2] == ["b2", "b1", "b0", "a2", "a1", "a0"]
-    assert found[found.index("b0") + 1 :][:3] == ["a2-", "a2x", "a2o"], "no prefetch of another batch before its turn"
+    assert found[found.index("b0") + 1 :][:3] == ["a2-", "a2x", "a2o"], (
+        "no prefetch of another batch before its turn"
+    )
 
 
 def test_prefetch_never_crosses_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +425,9 @@ def test_gradients_are_equal_with_a_small_budget_and_tiles() -> None:
     """With host memory for the attention output of half the blocks."""
     batch = packed([24], [20, 4], seed=3)
     expected = gradients(small_model(), batch)[1]
-    model, _ = model_with_host_pool(budget=INPUT + output(2), blocks_per_checkpoint=2, tiling=Tiling(2, 2000))
+    model, _ = model_with_host_pool(
+        budget=INPUT + output(2), blocks_per_checkpoint=2, tiling=Tiling(2, 2000)
+    )
     for name, grad in gradients(model, batch)[1].items():
         torch.testing.assert_close(grad, expected[name], rtol=0, atol=1e-12)
 
@@ -377,7 +452,9 @@ class NoStream:
 
 
 def test_a_tensor_lives_until_its_copies_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy stream may still write to memory that nobody reads: a saved tensor dropped after `prefetch`."""
+    """A copy stream may still write to memory that nobody reads: a saved tensor dropped after
+    `prefetch`.
+    """
     monkeypatch.setattr(torch.cuda, "Stream", NoStream)
     monkeypatch.setattr(torch.cuda, "current_stream", NoStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())

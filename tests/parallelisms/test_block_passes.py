@@ -1,6 +1,8 @@
-"""Memory traffic and kernels of an eager block in bfloat16, beside its products and attention, as on CUDA.
+"""Memory traffic and kernels of an eager block in bfloat16, beside its products and attention, as
+on CUDA.
 
-The norms of torch's CUDA build have stand-ins: an operator forward, and two backward, as its kernels are.
+The norms of torch's CUDA build have stand-ins: an operator forward, and two backward, as its
+kernels are.
 """
 
 from __future__ import annotations
@@ -18,9 +20,20 @@ from models.transformer import Transformer
 from parallelisms.activation_checkpoint import RecomputeConfig, RecomputePolicy, apply
 from tests.models.small_models import SMALL, TouchedElements
 
-TOKENS, WIDTH, HALF_HEAD = 256, 128, 16
-# Llama 3's shapes: a quarter as many KV heads as query heads, four times the width in the feed-forward.
-CONFIG = replace(SMALL, dim=WIDTH, num_layers=1, num_heads=4, num_kv_heads=1, head_dim=2 * HALF_HEAD, ffn_dim=4 * WIDTH)
+TOKENS = 256
+WIDTH = 128
+HALF_HEAD = 16
+# Llama 3's shapes: a quarter as many KV heads as query heads, four times the width in the
+# feed-forward.
+CONFIG = replace(
+    SMALL,
+    dim=WIDTH,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=2 * HALF_HEAD,
+    ffn_dim=4 * WIDTH,
+)
 
 
 @torch.library.custom_op("longhaul_test::rms_norm", mutates_args=())
@@ -68,12 +81,16 @@ def passes(policy: RecomputePolicy) -> TouchedElements:
     return seen
 
 
-@pytest.mark.parametrize(("policy", "bytes_per_number", "kernels"), [("none", 272, 33), ("keep_attention", 296, 41)])
+@pytest.mark.parametrize(
+    ("policy", "bytes_per_number", "kernels"), [("none", 272, 33), ("keep_attention", 296, 41)]
+)
 def test_an_eager_block_moves_as_much_as_documented(
     policy: RecomputePolicy, bytes_per_number: int, kernels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes per number of the residual stream; docs/performance.md."""
     monkeypatch.setattr(norm, "is_fused", lambda *_: True)
-    monkeypatch.setattr(F, "rms_norm", lambda x_E, _, weight_E, eps: FusedNorm.apply(x_E, weight_E, eps))
+    monkeypatch.setattr(
+        F, "rms_norm", lambda x_E, _, weight_E, eps: FusedNorm.apply(x_E, weight_E, eps)
+    )
     seen = passes(policy)
     assert (round(seen.bytes / TOKENS / WIDTH), seen.kernels) == (bytes_per_number, kernels)

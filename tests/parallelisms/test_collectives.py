@@ -23,17 +23,23 @@ RANKS = 3
 
 def rank_values(rank: int, *shape: int) -> Tensor:
     """A non-contiguous tensor whose values encode rank and position."""
-    return (100.0 * rank + torch.arange(float(torch.Size(shape).numel())).view(shape)).mT.contiguous().mT
+    return (
+        (100.0 * rank + torch.arange(float(torch.Size(shape).numel())).view(shape))
+        .mT.contiguous()
+        .mT
+    )
 
 
 def run_all(dtype: torch.dtype) -> dict[str, Any]:
     """Results of every collective by name, for inputs from `rank_values`."""
     rank = distributed.get_rank()
     group = init_device_mesh("cpu", (RANKS,)).get_group()
-    x, parts = rank_values(rank, 2, 5).to(dtype), rank_values(rank, RANKS, 2, 5).to(dtype)
+    x = rank_values(rank, 2, 5).to(dtype)
+    parts = rank_values(rank, RANKS, 2, 5).to(dtype)
     before = x.clone(), parts.clone()
     # Two in flight at once, as in a backward.
-    first, second = collectives.ring_shift(x, group), collectives.ring_shift(-x, group)
+    first = collectives.ring_shift(x, group)
+    second = collectives.ring_shift(-x, group)
     found: dict[str, Any] = {
         "ring_shift": (first.wait(), second.wait()),
         "ring_shift_all_to_all": collectives.ring_shift_all_to_all(x, group).wait(),
@@ -68,7 +74,9 @@ def test_every_collective_returns_its_definition(dtype: torch.dtype) -> None:
         assert torch.equal(found["ring_shift_all_to_all"], x[before])
         assert torch.equal(found["all_gather"], x)
         near = 0 if dtype == torch.float64 else 2**-7
-        torch.testing.assert_close(found["reduce_scatter"].double(), parts[:, rank].double().sum(0), rtol=near, atol=0)
+        torch.testing.assert_close(
+            found["reduce_scatter"].double(), parts[:, rank].double().sum(0), rtol=near, atol=0
+        )
         assert torch.equal(found["all_to_all"], parts[:, rank])
         assert found["all_gather_values"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
         assert found["all_reduce_max"].tolist() == [2.0, 0.0]
@@ -147,27 +155,39 @@ VALUES: list[Any] = [
 
 
 def exchange_values() -> list[tuple[list[str], list[str]]]:
-    """Each rank sends other values; what all get, and what rank 0 gets, as text, which tells -0.0 from 0."""
-    rank, group = distributed.get_rank(), init_device_mesh("cpu", (RANKS,)).get_group()
+    """Each rank sends other values; what all get, and what rank 0 gets, as text, which tells -0.0
+    from 0.
+    """
+    rank = distributed.get_rank()
+    group = init_device_mesh("cpu", (RANKS,)).get_group()
     found = []
     for number in range(len(VALUES)):
         value = VALUES[(number + rank) % len(VALUES)]
         found.append(
-            ([*map(repr, collectives.all_gather_values(value))], [*map(repr, collectives.gather_values(value, group))])
+            (
+                [*map(repr, collectives.all_gather_values(value))],
+                [*map(repr, collectives.gather_values(value, group))],
+            )
         )
     return found
 
 
 def test_values_of_every_kind_and_length_arrive_unchanged() -> None:
-    expected = [[repr(VALUES[(number + rank) % len(VALUES)]) for rank in range(RANKS)] for number in range(len(VALUES))]
+    expected = [
+        [repr(VALUES[(number + rank) % len(VALUES)]) for rank in range(RANKS)]
+        for number in range(len(VALUES))
+    ]
     for rank, found in enumerate(run_ranks(exchange_values, RANKS)):
         assert [everywhere for everywhere, _ in found] == expected
-        assert [gathered for _, gathered in found] == (expected if rank == 0 else [[]] * len(VALUES))
+        assert [gathered for _, gathered in found] == (
+            expected if rank == 0 else [[]] * len(VALUES)
+        )
 
 
 def values_of_groups() -> tuple[list[str], list[str], bool]:
     """Of groups of one rank and of two, and that a value that is not a number arrives."""
-    rank, mesh = distributed.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    rank = distributed.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     alone = init_device_mesh("cpu", (4, 1)).get_group(1)
     (nan,) = collectives.all_gather_values(float("nan"), alone)
     sent = collectives.all_gather_values([float("nan")])[1][0]
@@ -185,7 +205,9 @@ def test_a_group_exchanges_values_of_its_own_ranks() -> None:
 def scatter_from_rank_zero() -> list[float]:
     group = init_device_mesh("cpu", (RANKS,)).get_group()
     parts = [torch.full((2,), float(rank)) for rank in range(RANKS)]
-    return collectives.scatter(torch.empty(2), parts if group.rank() == 0 else None, group).tolist()
+    return collectives.scatter(
+        torch.empty(2), parts if group.rank() == 0 else None, group
+    ).tolist()
 
 
 def test_scatter_gives_every_rank_its_part() -> None:
@@ -203,7 +225,9 @@ def test_scatter_gives_every_rank_its_part() -> None:
         (b"abc", "is a bytes"),
     ],
 )
-def test_a_value_that_json_has_no_word_for_is_an_error_of_its_sender(value: object, message: str) -> None:
+def test_a_value_that_json_has_no_word_for_is_an_error_of_its_sender(
+    value: object, message: str
+) -> None:
     with pytest.raises(TypeError, match=message):
         collectives._encode(value)
 
@@ -249,11 +273,16 @@ def receive_from_a_stranger(content: bytes) -> str:
         (b"[" * 100_000, "what rank 1 sent is not JSON"),
         (b"1" * 5_000, "what rank 1 sent is not JSON"),
         (b"", "rank 1 sends a value of 0 bytes; allowed are 1 to 67,108,864"),
-        (b"announced", "rank 1 sends a value of 1,099,511,627,776 bytes; allowed are 1 to 67,108,864"),
+        (
+            b"announced",
+            "rank 1 sends a value of 1,099,511,627,776 bytes; allowed are 1 to 67,108,864",
+        ),
     ],
     ids=["pickle", "no text", "cut", "nested", "number", "empty", "announced"],
 )
-def test_what_a_stranger_sends_is_refused_and_never_run(tmp_path: Path, content: bytes, message: str) -> None:
+def test_what_a_stranger_sends_is_refused_and_never_run(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     if content == b"a pickle":
         content = pickle.dumps(Hostile(tmp_path / "run"))
     for said in run_ranks(receive_from_a_stranger, 2, content):
@@ -270,4 +299,7 @@ def send_more_than_all_may() -> str:
 
 def test_the_values_of_all_ranks_are_bounded_together() -> None:
     allowed = "allowed are 1,000 for all of them"
-    assert run_ranks(send_more_than_all_may, 2) == [f"2 ranks send values of up to 600 bytes; {allowed}"] * 2
+    assert (
+        run_ranks(send_more_than_all_may, 2)
+        == [f"2 ranks send values of up to 600 bytes; {allowed}"] * 2
+    )

@@ -34,9 +34,22 @@ from trainer.step.optimizer import Optimizer
 
 pytestmark = pytest.mark.ranks
 
-# Document lengths and number of targets of twelve sequences. The first four have no targets, so the first rank of three
-# or four has no loss.
-DOCUMENTS = [[20], [7, 13], [1] * 5 + [15], [20], [3, 17], [20], [19, 1], [10, 10], [20], [2, 18], [6, 6, 8], [20]]
+# Document lengths and number of targets of twelve sequences. The first four have no targets, so
+# the first rank of three or four has no loss.
+DOCUMENTS = [
+    [20],
+    [7, 13],
+    [1] * 5 + [15],
+    [20],
+    [3, 17],
+    [20],
+    [19, 1],
+    [10, 10],
+    [20],
+    [2, 18],
+    [6, 6, 8],
+    [20],
+]
 TARGETS = [0, 0, 0, 0, 18, 3, 18, 1, 19, 18, 0, 7]
 NUM_STEPS = 3
 OPTIMIZER = OptimizerSection(lr=1e-2, max_grad_norm=0.5)
@@ -54,8 +67,12 @@ class RunResult:
 
 
 def micro_batches(plan: Plan, rank: int, step: int) -> list[Batch]:
-    sequence_indices = range(rank * len(DOCUMENTS) // plan.ranks, (rank + 1) * len(DOCUMENTS) // plan.ranks)
-    sequences = [packed(DOCUMENTS[i], seed=100 * step + i, targets=TARGETS[i]) for i in sequence_indices]
+    sequence_indices = range(
+        rank * len(DOCUMENTS) // plan.ranks, (rank + 1) * len(DOCUMENTS) // plan.ranks
+    )
+    sequences = [
+        packed(DOCUMENTS[i], seed=100 * step + i, targets=TARGETS[i]) for i in sequence_indices
+    ]
     return [
         concat_batches(sequences[start : start + plan.micro_batch_size])
         for start in range(0, len(sequences), plan.micro_batch_size)
@@ -69,7 +86,9 @@ def train(plan: Plan) -> RunResult:
     result = RunResult()
     for step in range(NUM_STEPS):
         batches = micro_batches(plan, mesh.dp_rank, step)
-        targets = all_reduce(mesh.dp_cp_group, sum((batch.num_targets() for batch in batches), torch.tensor(0)))
+        targets = all_reduce(
+            mesh.dp_cp_group, sum((batch.num_targets() for batch in batches), torch.tensor(0))
+        )
         loss = torch.zeros((), dtype=torch.float64)
         for batch in batches:
             part = model(batch).sum() / targets
@@ -85,7 +104,10 @@ def train(plan: Plan) -> RunResult:
         result.losses.append(float(all_reduce(mesh.dp_cp_group, loss)))
         result.norms.append(float(norm))
         result.finite.append(bool(finite))
-    result.weights = {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    result.weights = {
+        name: full_tensor(parameter.detach()).clone()
+        for name, parameter in model.named_parameters()
+    }
     return result
 
 
@@ -95,9 +117,20 @@ def single_process(config: ModelConfig) -> RunResult:
     return result
 
 
-MESHES = [Plan(dp_shard=4), Plan(dp_replicate=2, dp_shard=2), Plan(dp_shard=3), Plan(dp_replicate=3)]
+MESHES = [
+    Plan(dp_shard=4),
+    Plan(dp_replicate=2, dp_shard=2),
+    Plan(dp_shard=3),
+    Plan(dp_replicate=3),
+]
 GRID = [
-    replace(mesh, config=config, policy=policy, reshard_after_forward=reshard, micro_batch_size=micro_batch)
+    replace(
+        mesh,
+        config=config,
+        policy=policy,
+        reshard_after_forward=reshard,
+        micro_batch_size=micro_batch,
+    )
     for mesh in MESHES
     for config in (SMALL, TIED)
     for policy in get_args(activation_checkpoint.RecomputePolicy)
@@ -105,13 +138,20 @@ GRID = [
     for micro_batch in (12, 1)
 ]
 # Pairwise coverage of the options; the whole grid takes minutes.
-PAIRS = [(SMALL, "none", True, 12), (SMALL, "full", False, 1), (TIED, "none", False, 1), (TIED, "full", True, 12)]
+PAIRS = [
+    (SMALL, "none", True, 12),
+    (SMALL, "full", False, 1),
+    (TIED, "none", False, 1),
+    (TIED, "full", True, 12),
+]
 
 
 def name_of(plan: Plan) -> str:
     tied = "tied" if plan.config.tie_embeddings else "untied"
     kept = "resharded" if plan.reshard_after_forward else "gathered"
-    return f"{plan.dp_replicate}x{plan.dp_shard}-{tied}-{plan.policy}-{kept}-{plan.micro_batch_size}"
+    return (
+        f"{plan.dp_replicate}x{plan.dp_shard}-{tied}-{plan.policy}-{kept}-{plan.micro_batch_size}"
+    )
 
 
 # Tiles of one token; three blocks, the last of which is alone with blocks_per_checkpoint = 2.
@@ -149,8 +189,12 @@ def together() -> list[ParameterSet]:
         # Each mesh runs half of the pairs, the next mesh the other half.
         fast = choice in PAIRS and PAIRS.index(choice) % 2 == number * len(MESHES) // len(GRID) % 2
         fast = fast and (plan.dp_replicate, plan.dp_shard) == (2, 2)
-        groups.setdefault(f"{'' if fast else 'slow '}{plan.dp_replicate}x{plan.dp_shard}", []).append(plan)
-    for config, policy in itertools.product((SMALL, TIED), get_args(activation_checkpoint.RecomputePolicy)):
+        groups.setdefault(
+            f"{'' if fast else 'slow '}{plan.dp_replicate}x{plan.dp_shard}", []
+        ).append(plan)
+    for config, policy in itertools.product(
+        (SMALL, TIED), get_args(activation_checkpoint.RecomputePolicy)
+    ):
         plan = Plan(config, dp_shard=2, policy=policy, compiled=True)
         groups[f"slow {name_of(plan)}-compiled"] = [plan]
     groups["slow tiled"] = [plan for plan in TILED if not plan.compiled]
@@ -168,8 +212,11 @@ def train_each(plans: list[Plan]) -> list[RunResult]:
 
 @pytest.mark.parametrize("plans", together())
 def test_mesh_equals_one_process(plans: list[Plan]) -> None:
-    for plan, *by_rank in zip(plans, *run_ranks(train_each, plans[0].ranks, plans, timeout=240), strict=True):
-        expected, name = single_process(plan.config), name_of(plan)
+    for plan, *by_rank in zip(
+        plans, *run_ranks(train_each, plans[0].ranks, plans, timeout=240), strict=True
+    ):
+        expected = single_process(plan.config)
+        name = name_of(plan)
         assert all(expected.finite)
         assert min(expected.norms) > OPTIMIZER.max_grad_norm
         for found in by_rank:
@@ -191,7 +238,9 @@ def plain_losses() -> float:
     plan = Plan()
     model = build(plan, plan.mesh())
     with torch.no_grad():
-        sums = [model(batch).sum() for batch in micro_batches(replace(plan, micro_batch_size=1), 0, 0)]
+        sums = [
+            model(batch).sum() for batch in micro_batches(replace(plan, micro_batch_size=1), 0, 0)
+        ]
     return float(sum(sums, torch.tensor(0.0)) / sum(TARGETS))
 
 
@@ -205,7 +254,9 @@ class CollectiveCounter(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
         if function.namespace in ("c10d", "_c10d_functional"):
             self.counts[function.name()] += 1
         return function(*arguments, **(options or {}))
@@ -226,8 +277,14 @@ class Float32Passes(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        tensors = [x for x in arguments if isinstance(x, Tensor) and x.dtype == torch.float32 and x.numel() > 512]
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        tensors = [
+            x
+            for x in arguments
+            if isinstance(x, Tensor) and x.dtype == torch.float32 and x.numel() > 512
+        ]
         if function.overloadpacket == torch.ops.aten.div:
             self.count += len(tensors)
         elif function.overloadpacket == torch.ops.aten.copy_:
@@ -241,30 +298,40 @@ def gradients_of_a_single_rank() -> tuple[int, bool]:
     fsdp.apply(
         model,
         Plan().mesh().fsdp_mesh,
-        FSDPConfig(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, reshard_after_forward=True),
+        FSDPConfig(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, reshard_after_forward=True
+        ),
     )
     initialize(model, seed=0, device=torch.device("cpu"))
-    seen, found = Float32Passes(), list[list[Tensor]]()
+    seen = Float32Passes()
+    found = list[list[Tensor]]()
     for _ in range(2):
         loss = model(packed([20])).sum()
         with seen:
             loss.backward()
         found.append([to_local(x.grad).clone() for x in model.parameters() if x.grad is not None])
-    return seen.count, all(torch.equal(2 * once, twice) for once, twice in zip(*found, strict=True))
+    return seen.count, all(
+        torch.equal(2 * once, twice) for once, twice in zip(*found, strict=True)
+    )
 
 
 def test_gradients_of_a_single_rank_are_neither_copied_nor_divided() -> None:
     assert run_ranks(gradients_of_a_single_rank, 1) == [(0, True)]
 
 
-@pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.slow), "keep_attention"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param("full", marks=pytest.mark.slow), "keep_attention"]
+)
 def test_tiles_and_head_groups_add_no_collectives(
     policy: activation_checkpoint.RecomputePolicy,
 ) -> None:
     plain, tiled = run_ranks(
         count_collectives,
         2,
-        [Plan(dp_shard=2, policy=policy, head_groups=groups, tile_bytes=tile) for groups, tile in ((1, None), (2, 0))],
+        [
+            Plan(dp_shard=2, policy=policy, head_groups=groups, tile_bytes=tile)
+            for groups, tile in ((1, None), (2, 0))
+        ],
     )[0]
     assert sum(plain.values()) >= 3 * SMALL.num_layers
     assert tiled == plain
@@ -272,22 +339,37 @@ def test_tiles_and_head_groups_add_no_collectives(
 
 @pytest.mark.parametrize(
     ("layers", "every"),
-    [(4, 1), (5, 3), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((4, 2), (4, 4), (5, 2)))],
+    [
+        (4, 1),
+        (5, 3),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((4, 2), (4, 4), (5, 2))),
+    ],
 )
 @pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_recomputed_blocks_are_gathered_once_more(layers: int, every: int, *, reshard: bool) -> None:
-    """Once in forward, once in backward, and once more for each block whose output is recomputed."""
+def test_recomputed_blocks_are_gathered_once_more(
+    layers: int, every: int, *, reshard: bool
+) -> None:
+    """Once in forward, once in backward, and once more for each block whose output is
+    recomputed.
+    """
     config = replace(SMALL, num_layers=layers)
     found, plain = run_ranks(
         count_collectives,
         2,
         [
-            Plan(config, dp_shard=2, policy="keep_attention", blocks_per_checkpoint=one, reshard_after_forward=reshard)
+            Plan(
+                config,
+                dp_shard=2,
+                policy="keep_attention",
+                blocks_per_checkpoint=one,
+                reshard_after_forward=reshard,
+            )
             for one in (every, 1)
         ],
     )[0]
     (gather,) = (name for name in plain if "allgather" in name.replace("_", ""))
-    ends = 3 if reshard else 2  # The backward of the embedding needs no weights.
+    # The backward of the embedding needs no weights.
+    ends = 3 if reshard else 2
     assert plain[gather] in range(layers * (1 + reshard), layers * (1 + reshard) + ends + 1)
     again = layers - -(-layers // every)
     assert found[gather] - plain[gather] == again * reshard
@@ -329,7 +411,9 @@ def half_precision(ranks: int) -> Dtypes:
     (dtypes.losses.sum() / 299).backward()
     dtypes.losses = dtypes.losses.detach()
     dtypes.stored = {parameter.dtype for parameter in model.parameters()}
-    dtypes.gradients = {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None}
+    dtypes.gradients = {
+        parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None
+    }
     return dtypes
 
 
@@ -337,7 +421,9 @@ def mixed(plan: Plan, mesh: Mesh, compute: torch.dtype) -> Transformer:
     with torch.device("meta"):
         model = Transformer(plan.config)
     fsdp_config = FSDPConfig(
-        param_dtype=compute, reduce_dtype=torch.float32, reshard_after_forward=plan.reshard_after_forward
+        param_dtype=compute,
+        reduce_dtype=torch.float32,
+        reshard_after_forward=plan.reshard_after_forward,
     )
     fsdp.apply(model, mesh.fsdp_mesh, fsdp_config)
     initialize(model, seed=0, device=torch.device("cpu"))
@@ -376,12 +462,16 @@ def sharded_after_forward(plan: Plan) -> dict[str, bool]:
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("config", [SMALL, TIED], ids=["untied", "tied"])
 def test_loss_head_stays_gathered_until_its_backward(config: ModelConfig, reshard: bool) -> None:  # noqa: FBT001
-    for sharded in run_ranks(sharded_after_forward, 2, Plan(config, dp_shard=2, reshard_after_forward=reshard)):
+    for sharded in run_ranks(
+        sharded_after_forward, 2, Plan(config, dp_shard=2, reshard_after_forward=reshard)
+    ):
         last = {name for name in sharded if name.startswith("head.")}
         if config.tie_embeddings:
             last.add("embed.weight")
         assert last
-        assert {name for name, is_sharded in sharded.items() if not is_sharded} == (last if reshard else {*sharded})
+        assert {name for name, is_sharded in sharded.items() if not is_sharded} == (
+            last if reshard else {*sharded}
+        )
 
 
 def module_types(compute: torch.dtype) -> list[str]:
@@ -392,13 +482,23 @@ def module_types(compute: torch.dtype) -> list[str]:
         Plan().mesh(),
         core=LocalAttentionCore(),
         recompute_config=RecomputeConfig(),
-        fsdp_config=FSDPConfig(param_dtype=compute, reduce_dtype=torch.float32, reshard_after_forward=True),
+        fsdp_config=FSDPConfig(
+            param_dtype=compute, reduce_dtype=torch.float32, reshard_after_forward=True
+        ),
     )
     return [type(module).__name__ for module in model.modules()]
 
 
 def test_one_process_uses_fsdp_only_for_mixed_precision() -> None:
-    (plain,), (cast,) = run_ranks(module_types, 1, torch.float32), run_ranks(module_types, 1, torch.bfloat16)
+    (plain,), (cast,) = (
+        run_ranks(module_types, 1, torch.float32),
+        run_ranks(module_types, 1, torch.bfloat16),
+    )
     assert not [name for name in plain if name.startswith("FSDP")]
-    wrapped = {"FSDPTransformer": 1, "FSDPEmbedding": 1, "FSDPTransformerBlock": SMALL.num_layers, "FSDPLossHead": 1}
+    wrapped = {
+        "FSDPTransformer": 1,
+        "FSDPEmbedding": 1,
+        "FSDPTransformerBlock": SMALL.num_layers,
+        "FSDPLossHead": 1,
+    }
     assert {name: cast.count(name) for name in cast if name.startswith("FSDP")} == wrapped

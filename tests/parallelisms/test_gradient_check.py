@@ -44,7 +44,9 @@ def lost_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rope, "apply_rotary_emb", detached)
 
 
-@pytest.mark.parametrize("policy", [pytest.param("none", marks=pytest.mark.slow), "keep_attention"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param("none", marks=pytest.mark.slow), "keep_attention"]
+)
 def test_compiled_blocks_have_the_gradients_of_eager_ones(policy: RecomputePolicy) -> None:
     gradient_check.verify_gradients(NORMED, policy, COMPILED)
 
@@ -58,13 +60,19 @@ def test_lost_gradients_are_named() -> None:
 
 @pytest.mark.usefixtures("lost_gradients")
 def test_a_run_does_not_start_with_them() -> None:
-    with pytest.raises(RankFailedError, match=r"training\.compile = true cannot be used here: torch .*q_proj"):
+    with pytest.raises(
+        RankFailedError, match=r"training\.compile = true cannot be used here: torch .*q_proj"
+    ):
         build.require_right_gradients(load(RUN))
 
 
 @pytest.mark.parametrize("policy", ["full", "keep_attention"])
-@pytest.mark.parametrize("config", [SMALL, replace(NORMED, qkv_bias=True)], ids=["plain", "normed-biased"])
-def test_recomputed_blocks_have_the_gradients_of_autograd(config: ModelConfig, policy: RecomputePolicy) -> None:
+@pytest.mark.parametrize(
+    "config", [SMALL, replace(NORMED, qkv_bias=True)], ids=["plain", "normed-biased"]
+)
+def test_recomputed_blocks_have_the_gradients_of_autograd(
+    config: ModelConfig, policy: RecomputePolicy
+) -> None:
     gradient_check.verify_gradients(config, policy, Tiling(2, 1 << 20))
 
 
@@ -80,7 +88,9 @@ def test_queries_that_see_a_single_key_pass() -> None:
     gradient_check.verify_gradients(replace(SMALL, window=1), "keep_attention", Tiling(2))
 
 
-def test_a_piece_that_mixes_heads_is_refused_with_head_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_that_mixes_heads_is_refused_with_head_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     inner = Attention.inner
 
     def centred(attention: Attention, products: Any, *given: Any) -> Any:
@@ -94,7 +104,9 @@ def test_a_piece_that_mixes_heads_is_refused_with_head_groups(monkeypatch: pytes
         gradient_check.verify_gradients(config, "full", Tiling(2))
 
 
-def test_a_run_does_not_start_with_a_weight_that_recomputation_would_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_does_not_start_with_a_weight_that_recomputation_would_lose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Here because a piece reads it from its module, where gradients of a piece do not go."""
     inner = Attention.inner
 
@@ -103,11 +115,11 @@ def test_a_run_does_not_start_with_a_weight_that_recomputation_would_lose(monkey
         return q, k, v * cast(Tensor, attention.v_scale)
 
     monkeypatch.setattr(Attention, "inner", scaled)
-    monkeypatch.setattr(model_section, "_build_model_config", model_section._build_model_config.__wrapped__)
+    monkeypatch.setattr(
+        model_section, "_build_model_config", model_section._build_model_config.__wrapped__
+    )
     declared = Parameter("H", "replicate_partial", "self_attn.v_scale", "ones")
     monkeypatch.setitem(MIXERS["attention"].parameters, "v_scale", declared)
-    lost = (
-        r'memory\.recompute = "full" cannot be used here: recomputation found no gradient of v_scale: no piece uses it'
-    )
+    lost = r'memory\.recompute = "full" cannot be used here: recomputation found no gradient of v_scale: no piece uses it'
     with pytest.raises(RankFailedError, match=lost):
         build.require_right_gradients(load(["--data.corpus=copy", "--memory.recompute=full"]))

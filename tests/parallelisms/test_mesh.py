@@ -34,7 +34,9 @@ class Coordinates:
 
 def local_coordinate(sizes: dict[str, int]) -> Coordinates:
     mesh = Mesh("cpu", sizes, rank=distributed.get_rank())
-    groups = [distributed.get_process_group_ranks(group) for group in mesh.fsdp_mesh.get_all_groups()]
+    groups = [
+        distributed.get_process_group_ranks(group) for group in mesh.fsdp_mesh.get_all_groups()
+    ]
     tokens = distributed.get_process_group_ranks(mesh.dp_cp_group)
     return Coordinates(mesh.coordinate, mesh.size, (mesh.dp_rank, mesh.dp_degree), groups, tokens)
 
@@ -48,7 +50,8 @@ def test_coordinates_of_eight_ranks_match_the_docstring() -> None:
     # Ranks that differ only in cp read the same sequences.
     assert [p.data for p in coordinates] == [(index, 4) for index in (0, 0, 1, 1, 2, 2, 3, 3)]
     # Weights are sharded over dp_shard x cp, with replicas across.
-    first, second = [0, 1, 2, 3], [4, 5, 6, 7]
+    first = [0, 1, 2, 3]
+    second = [4, 5, 6, 7]
     assert [p.fsdp for p in coordinates] == [
         [[rank, rank + 4], first] if rank < 4 else [[rank - 4, rank], second] for rank in range(8)
     ]
@@ -79,7 +82,11 @@ TOKENS = "dp_replicate dp_shard cp"
 
 def groups_of(mesh: Mesh) -> dict[str, ProcessGroup]:
     """Every process group in use, by its mesh dimensions."""
-    replicas = {"dp_replicate": mesh.fsdp_mesh.get_group("dp_replicate")} if mesh.degrees["dp_replicate"] > 1 else {}
+    replicas = (
+        {"dp_replicate": mesh.fsdp_mesh.get_group("dp_replicate")}
+        if mesh.degrees["dp_replicate"] > 1
+        else {}
+    )
     cp_groups = {"cp": mesh.cp_mesh.get_group("cp")} if mesh.degrees["cp"] > 1 else {}
     return {
         "pp": mesh.pp_group,
@@ -111,7 +118,10 @@ def ranks_along(sizes: dict[str, int], axes: str, rank: int) -> list[int]:
     """The ranks that differ from `rank` only in these mesh dimensions."""
     grid = torch.arange(8).view(list(sizes.values()))
     local_coordinate = [int(index) for index in (grid == rank).nonzero()[0]]
-    fixed = tuple(slice(None) if axis in axes.split() else local_coordinate[index] for index, axis in enumerate(AXES))
+    fixed = tuple(
+        slice(None) if axis in axes.split() else local_coordinate[index]
+        for index, axis in enumerate(AXES)
+    )
     found: list[int] = grid[fixed].flatten().tolist()
     return found
 
@@ -138,7 +148,9 @@ def test_every_group_has_the_ranks_of_its_dimensions_and_one_name() -> None:
                 # torch numbers groups in creation order, which must be the same on all ranks.
                 assert seen_groups.setdefault(name, (description, ranks)) == (description, ranks)
             numbers, tokens = (cases[case][axes][0] for axes in (f"pp {TOKENS}", TOKENS))
-            assert (numbers == tokens) == (sizes["pp"] == 1), "without a pipeline both groups are the same"
+            assert (numbers == tokens) == (sizes["pp"] == 1), (
+                "without a pipeline both groups are the same"
+            )
     assert "0" not in seen_groups, "the default group is not used"
     descriptions = {cases[0][axes][1] for cases in by_rank for axes in cases[0]}
     assert descriptions >= {"pp 0,4", "fsdp 0,2", "tp 6-7", "dp_cp 5,7", "metrics 0,2,4,6"}
@@ -152,7 +164,9 @@ def unanswered_all_reduce(group: ProcessGroup | None) -> str:
 
 
 def timeout_errors(delay: float) -> list[str]:
-    """Timeout errors of rank 0: of one group with the initial timeout, and of all groups with a shorter one."""
+    """Timeout errors of rank 0: of one group with the initial timeout, and of all groups with a
+    shorter one.
+    """
     rank = distributed.get_rank()
     mesh = Mesh("cpu", degrees(pp=2, cp=2), rank=rank, timeout=timedelta(seconds=delay))
     first = [unanswered_all_reduce(mesh.cp_mesh.get_group())] if rank == 0 else []
@@ -163,13 +177,18 @@ def timeout_errors(delay: float) -> list[str]:
     assert int(all_reduce(mesh.metrics_group, torch.tensor(1))) == 4
     mesh.set_timeout(timedelta(seconds=0.5))
     groups = [group for group in groups_of(mesh).values() if group.size() > 1]
-    return [*first, *(unanswered_all_reduce(group) for group in (*groups, None))] if rank == 0 else []
+    return (
+        [*first, *(unanswered_all_reduce(group) for group in (*groups, None))] if rank == 0 else []
+    )
 
 
 @pytest.mark.slow
 def test_set_timeout_applies_to_every_group() -> None:
     describe_groups = "Timed out waiting {}ms for recv operation to complete"
-    assert run_ranks(timeout_errors, 4, 3.0)[0] == [describe_groups.format(3000), *[describe_groups.format(500)] * 6]
+    assert run_ranks(timeout_errors, 4, 3.0)[0] == [
+        describe_groups.format(3000),
+        *[describe_groups.format(500)] * 6,
+    ]
 
 
 # ---- context parallelism
@@ -189,9 +208,17 @@ class CPGroups:
 def cp_groups(cases: list[tuple[dict[str, int], int | None]]) -> list[CPGroups]:
     found = []
     for sizes, ulysses in cases:
-        mesh = Mesh("cpu", sizes, rank=distributed.get_rank(), ulysses_degree=ulysses, timeout=timedelta(seconds=30))
+        mesh = Mesh(
+            "cpu",
+            sizes,
+            rank=distributed.get_rank(),
+            ulysses_degree=ulysses,
+            timeout=timedelta(seconds=30),
+        )
         ours = mesh.cp_mesh.get_all_groups()
-        others = {group.group_name for group in [*mesh.fsdp_mesh.get_all_groups(), mesh.dp_cp_group]}
+        others = {
+            group.group_name for group in [*mesh.fsdp_mesh.get_all_groups(), mesh.dp_cp_group]
+        }
         found.append(
             CPGroups(
                 [distributed.get_process_group_ranks(group) for group in ours],
@@ -212,23 +239,36 @@ def test_hybrid_exchanges_heads_among_neighbours_and_rotates_kv_across() -> None
     none_exchange = (degrees(dp_shard=2, cp=4), 1)
     seen_groups = (degrees(cp=8), None)
     by_rank = run_ranks(
-        cp_groups, 8, [grid, line, all_exchange, with_tensor_ranks, one_ring, none_exchange, seen_groups]
+        cp_groups,
+        8,
+        [grid, line, all_exchange, with_tensor_ranks, one_ring, none_exchange, seen_groups],
     )
     assert all(found.dedicated for cases in by_rank for found in cases)
-    of_grid, of_line, of_all, of_tensor, of_ring, of_none = ([cases[index] for cases in by_rank] for index in range(6))
+    of_grid, of_line, of_all, of_tensor, of_ring, of_none = (
+        [cases[index] for cases in by_rank] for index in range(6)
+    )
     rotate = [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
     pairs = [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5], [6, 7], [6, 7]]
-    assert [found.groups for found in of_grid] == [[*both] for both in zip(rotate, pairs, strict=True)]
+    assert [found.groups for found in of_grid] == [
+        [*both] for both in zip(rotate, pairs, strict=True)
+    ]
     assert [found.local_coordinate for found in of_grid] == [[0, 0], [0, 1], [1, 0], [1, 1]] * 2
-    first, second = [0, 1, 2, 3], [4, 5, 6, 7]
+    first = [0, 1, 2, 3]
+    second = [4, 5, 6, 7]
     assert [found.groups for found in of_line] == [[first]] * 4 + [[second]] * 4
     assert [found.local_coordinate for found in of_line] == [[0], [1], [2], [3]] * 2
-    assert [found.groups for found in of_all] == [[[rank], first if rank < 4 else second] for rank in range(8)]
-    assert [found.groups for found in of_none] == [[first if rank < 4 else second, [rank]] for rank in range(8)]
+    assert [found.groups for found in of_all] == [
+        [[rank], first if rank < 4 else second] for rank in range(8)
+    ]
+    assert [found.groups for found in of_none] == [
+        [first if rank < 4 else second, [rank]] for rank in range(8)
+    ]
     # tp ranks are adjacent, so cp groups are strided.
     rotate = [[0, 4], [1, 5], [2, 6], [3, 7], [0, 4], [1, 5], [2, 6], [3, 7]]
     pairs = [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
-    assert [found.groups for found in of_tensor] == [[*both] for both in zip(rotate, pairs, strict=True)]
+    assert [found.groups for found in of_tensor] == [
+        [*both] for both in zip(rotate, pairs, strict=True)
+    ]
     assert [found.groups for found in of_ring] == [
         [[rank % 4, rank % 4 + 4], first if rank < 4 else second] for rank in range(8)
     ]
@@ -242,4 +282,6 @@ def error_without_cp() -> str:
 
 
 def test_cp_mesh_is_an_error_without_context_parallelism() -> None:
-    assert run_ranks(error_without_cp, 2) == ["parallelism.cp = 1 has no context-parallel mesh"] * 2
+    assert (
+        run_ranks(error_without_cp, 2) == ["parallelism.cp = 1 has no context-parallel mesh"] * 2
+    )

@@ -36,16 +36,32 @@ LONG = replace(PACKED, packs_documents=False)
             "allgather",
             "12 heads are not divisible by 8 ranks; packed documents balance best with all-gather",
         ),
-        (LONG, "ulysses", "32 heads are divisible by 8 ranks; one document per sequence, fewer bytes than KV"),
-        (replace(LONG, cp=2), "allgather", "one document per sequence; all-gather needs 3.0 GiB per layer"),
+        (
+            LONG,
+            "ulysses",
+            "32 heads are divisible by 8 ranks; one document per sequence, fewer bytes than KV",
+        ),
+        (
+            replace(LONG, cp=2),
+            "allgather",
+            "one document per sequence; all-gather needs 3.0 GiB per layer",
+        ),
         (
             replace(LONG, cp=5),
             "allgather",
             "32 heads are not divisible by 5 ranks; one document per sequence; all-gather needs 3.0 GiB per layer",
         ),
-        (replace(PACKED, cp=6), "hybrid", "cp 6 spans nodes of 8 ranks; 2 of them divide the heads"),
+        (
+            replace(PACKED, cp=6),
+            "hybrid",
+            "cp 6 spans nodes of 8 ranks; 2 of them divide the heads",
+        ),
         # A configured layout restricts the choice.
-        (replace(PACKED, layout="balanced"), "allgather", "packed documents balance best with all-gather"),
+        (
+            replace(PACKED, layout="balanced"),
+            "allgather",
+            "packed documents balance best with all-gather",
+        ),
         (
             replace(LONG, cp=2, seq_len=K * K, layout="balanced"),
             "allgather",
@@ -62,11 +78,27 @@ LONG = replace(PACKED, packs_documents=False)
             "32 heads are not divisible by 5 ranks; one document per sequence; all-gather needs 24.0 GiB per layer, "
             "more than 4 GiB",
         ),
-        (replace(PACKED, cp=16), "hybrid", "cp 16 spans nodes of 8 ranks; 8 of them divide the heads"),
-        (replace(LONG, cp=16), "hybrid", "cp 16 spans nodes of 8 ranks; 8 of them divide the heads"),
-        (replace(PACKED, cp=8, ranks_per_node=4), "hybrid", "cp 8 spans nodes of 4 ranks; 4 of them divide the heads"),
+        (
+            replace(PACKED, cp=16),
+            "hybrid",
+            "cp 16 spans nodes of 8 ranks; 8 of them divide the heads",
+        ),
+        (
+            replace(LONG, cp=16),
+            "hybrid",
+            "cp 16 spans nodes of 8 ranks; 8 of them divide the heads",
+        ),
+        (
+            replace(PACKED, cp=8, ranks_per_node=4),
+            "hybrid",
+            "cp 8 spans nodes of 4 ranks; 4 of them divide the heads",
+        ),
         # No two ranks of a node can exchange heads, which never cross nodes.
-        (replace(PACKED, cp=11, heads=11, kv_heads=11), "allgather", "packed documents balance best with all-gather"),
+        (
+            replace(PACKED, cp=11, heads=11, kv_heads=11),
+            "allgather",
+            "packed documents balance best with all-gather",
+        ),
         (
             replace(LONG, cp=16, ranks_per_node=1, heads=4, kv_heads=1, seq_len=K * K),
             "allgather",
@@ -74,7 +106,9 @@ LONG = replace(PACKED, packs_documents=False)
         ),
     ],
 )
-def test_auto_chooses_by_documents_heads_nodes_and_memory(plan: ContextPlan, method: CPMethod, reason: str) -> None:
+def test_auto_chooses_by_documents_heads_nodes_and_memory(
+    plan: ContextPlan, method: CPMethod, reason: str
+) -> None:
     assert (plan.resolved_method, plan.reason) == (method, f"auto: {reason}")
     assert plan.problems() == []
 
@@ -91,8 +125,13 @@ def test_auto_chooses_by_documents_heads_nodes_and_memory(plan: ContextPlan, met
         (24, 8, 2, "allgather"),
     ],
 )
-def test_auto_exchanges_heads_if_that_sends_fewer_bytes(heads: int, kv_heads: int, cp: int, method: CPMethod) -> None:
-    assert replace(LONG, heads=heads, kv_heads=kv_heads, cp=cp, seq_len=32 * K).resolved_method == method
+def test_auto_exchanges_heads_if_that_sends_fewer_bytes(
+    heads: int, kv_heads: int, cp: int, method: CPMethod
+) -> None:
+    assert (
+        replace(LONG, heads=heads, kv_heads=kv_heads, cp=cp, seq_len=32 * K).resolved_method
+        == method
+    )
     assert replace(PACKED, heads=heads, kv_heads=kv_heads, cp=cp).resolved_method == "ulysses"
 
 
@@ -106,8 +145,15 @@ def test_auto_exchanges_heads_if_that_sends_fewer_bytes(heads: int, kv_heads: in
         (512 * K, 128, 4, "ring"),
     ],
 )
-def test_auto_gathers_kv_within_the_budget(row_tokens: int, head_dim: int, kv_heads: int, method: CPMethod) -> None:
-    assert replace(LONG, cp=2, seq_len=row_tokens, head_dim=head_dim, kv_heads=kv_heads).resolved_method == method
+def test_auto_gathers_kv_within_the_budget(
+    row_tokens: int, head_dim: int, kv_heads: int, method: CPMethod
+) -> None:
+    assert (
+        replace(
+            LONG, cp=2, seq_len=row_tokens, head_dim=head_dim, kv_heads=kv_heads
+        ).resolved_method
+        == method
+    )
 
 
 # ---- derived settings
@@ -123,11 +169,20 @@ def test_auto_gathers_kv_within_the_budget(row_tokens: int, head_dim: int, kv_he
     ],
 )
 def test_method_determines_degrees_layout_and_divisor(
-    method: CPMethod, ring: int, ulysses: int, rotation: RotateMethod | None, layout: ShardLayout, multiple: int
+    method: CPMethod,
+    ring: int,
+    ulysses: int,
+    rotation: RotateMethod | None,
+    layout: ShardLayout,
+    multiple: int,
 ) -> None:
     for plan in (replace(PACKED, method=method), replace(LONG, method=method)):
         assert (plan.resolved_method, plan.reason) == (method, "as configured")
-        assert (plan.ring_degree, plan.ulysses_degree, plan.rotate_method) == (ring, ulysses, rotation)
+        assert (plan.ring_degree, plan.ulysses_degree, plan.rotate_method) == (
+            ring,
+            ulysses,
+            rotation,
+        )
         assert (plan.resolved_layout, plan.seq_len_divisor) == (layout, multiple)
         assert plan.problems() == []
 
@@ -138,23 +193,39 @@ def test_hybrid_exchanges_heads_inside_a_node_and_rotates_across() -> None:
     assert (hybrid.rotate_method, hybrid.resolved_layout) == ("allgather", "balanced")
     long = replace(hybrid, packs_documents=False)
     assert (long.rotate_method, long.resolved_layout) == ("ring", "doc_headtail")
-    assert (replace(hybrid, cp_ulysses=2).ulysses_degree, replace(hybrid, cp_ulysses=2).ring_degree) == (2, 8)
+    assert (
+        replace(hybrid, cp_ulysses=2).ulysses_degree,
+        replace(hybrid, cp_ulysses=2).ring_degree,
+    ) == (2, 8)
     outer = replace(hybrid, outer_method="alltoall")
     assert (outer.rotate_method, outer.resolved_layout) == ("alltoall", "doc_headtail")
     assert replace(hybrid, layout="contiguous").seq_len_divisor == 16
 
 
 def test_cp_settings_are_ignored_without_context_parallelism() -> None:
-    for plan in (replace(PACKED, cp=1, method="ring", layout="balanced"), replace(PACKED, cp=1, cp_ulysses=4)):
+    for plan in (
+        replace(PACKED, cp=1, method="ring", layout="balanced"),
+        replace(PACKED, cp=1, cp_ulysses=4),
+    ):
         assert plan.problems() == []
         assert plan.seq_len_divisor == 1
 
 
 @pytest.mark.parametrize(
     ("cp", "heads", "node", "ulysses_degree"),
-    [(16, 32, 8, 8), (16, 32, 4, 4), (12, 32, 8, 4), (16, 12, 8, 4), (16, 9, 8, 1), (4, 32, 8, 4), (16, 32, 6, 2)],
+    [
+        (16, 32, 8, 8),
+        (16, 32, 4, 4),
+        (12, 32, 8, 4),
+        (16, 12, 8, 4),
+        (16, 9, 8, 1),
+        (4, 32, 8, 4),
+        (16, 32, 6, 2),
+    ],
 )
-def test_ulysses_degree_divides_cp_heads_and_node(cp: int, heads: int, node: int, ulysses_degree: int) -> None:
+def test_ulysses_degree_divides_cp_heads_and_node(
+    cp: int, heads: int, node: int, ulysses_degree: int
+) -> None:
     plan = replace(PACKED, method="hybrid", cp=cp, heads=heads, kv_heads=1, ranks_per_node=node)
     assert plan.ulysses_degree == ulysses_degree
     assert plan.ring_degree == cp // ulysses_degree
@@ -168,15 +239,24 @@ def test_summary_has_choice_and_reason() -> None:
     assert replace(PACKED, cp=16, method="hybrid").summary() == (
         "hybrid (8 x 2, allgather across), layout balanced (as configured)"
     )
-    assert replace(PACKED, method="ring").summary() == "ring (8 ranks), layout doc_headtail (as configured)"
+    assert (
+        replace(PACKED, method="ring").summary()
+        == "ring (8 ranks), layout doc_headtail (as configured)"
+    )
 
 
 @pytest.mark.parametrize(
-    ("ulysses", "kv_heads", "repeats"), [(8, 8, 1), (2, 8, 1), (8, 2, 4), (8, 1, 8), (4, 6, 2), (6, 4, 3), (1, 1, 1)]
+    ("ulysses", "kv_heads", "repeats"),
+    [(8, 8, 1), (2, 8, 1), (8, 2, 4), (8, 1, 8), (4, 6, 2), (6, 4, 3), (1, 1, 1)],
 )
-def test_kv_heads_are_repeated_as_little_as_possible(ulysses: int, kv_heads: int, repeats: int) -> None:
+def test_kv_heads_are_repeated_as_little_as_possible(
+    ulysses: int, kv_heads: int, repeats: int
+) -> None:
     assert kv_head_repeats(ulysses, kv_heads) == repeats
-    assert [kv_heads * count % ulysses == 0 for count in range(1, repeats + 1)] == [*[False] * (repeats - 1), True]
+    assert [kv_heads * count % ulysses == 0 for count in range(1, repeats + 1)] == [
+        *[False] * (repeats - 1),
+        True,
+    ]
 
 
 # ---- layouts
@@ -199,7 +279,9 @@ def test_layouts_of_a_rotate_method_hold_for_hybrid_too(
         hybrid = replace(PACKED, cp=16, method="hybrid", outer_method=rotation, layout=layout)
         assert plan.resolved_layout == hybrid.resolved_layout == layout
         for method, found in ((rotation, plan.problems()), ("hybrid", hybrid.problems())):
-            message = f'cp_layout = "{layout}" is not supported by cp_method = "{method}"; use {names}'
+            message = (
+                f'cp_layout = "{layout}" is not supported by cp_method = "{method}"; use {names}'
+            )
             assert found == ([] if layout in allowed else [message])
 
 
@@ -265,7 +347,14 @@ def test_problem_names_value_and_rule(plan: ContextPlan, message: str) -> None:
 
 def test_all_problems_are_reported_at_once() -> None:
     plan = replace(
-        PACKED, method="ulysses", cp=8, heads=12, kv_heads=5, cp_ulysses=2, outer_method="ring", layout="doc_headtail"
+        PACKED,
+        method="ulysses",
+        cp=8,
+        heads=12,
+        kv_heads=5,
+        cp_ulysses=2,
+        outer_method="ring",
+        layout="doc_headtail",
     )
     assert plan.problems() == [
         "12 query heads must be a multiple of 5 KV heads",

@@ -33,7 +33,16 @@ from parallelisms.mesh.parallel_dims import AXES
 from parallelisms.mesh.pipeline_plan import PipelinePlan
 from parallelisms.parallelize import parallelize
 from parallelisms.pipeline import Pipeline
-from tests.models.small_models import GEMMA, GRANITE, OLMO, SMALL, WINDOWED, largest_difference, packed, small_model
+from tests.models.small_models import (
+    GEMMA,
+    GRANITE,
+    OLMO,
+    SMALL,
+    WINDOWED,
+    largest_difference,
+    packed,
+    small_model,
+)
 from tests.parallelisms.context.cores import build_core
 from tests.parallelisms.context.whole_batches import shard_batch
 from tests.ranks import run_ranks
@@ -41,7 +50,13 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 # Document lengths of two sequences, and their number of targets: unequal, and once 0.
-DOCUMENTS = [([20], [7, 13]), ([1] * 5 + [15], [20]), ([3, 17], [19, 1]), ([10, 10], [20]), ([2, 18], [6, 6, 8])]
+DOCUMENTS = [
+    ([20], [7, 13]),
+    ([1] * 5 + [15], [20]),
+    ([3, 17], [19, 1]),
+    ([10, 10], [20]),
+    ([2, 18], [6, 6, 8]),
+]
 TARGETS = [3, 38, 0, 17, 1, 30]
 NUM_STEPS = 2
 
@@ -92,7 +107,11 @@ class StepOutcome:
 
 def micro_batches(count: int, step: int) -> list[Batch]:
     return [
-        packed(*DOCUMENTS[number % len(DOCUMENTS)], seed=100 * step + number, targets=TARGETS[number % len(TARGETS)])
+        packed(
+            *DOCUMENTS[number % len(DOCUMENTS)],
+            seed=100 * step + number,
+            targets=TARGETS[number % len(TARGETS)],
+        )
         for number in range(count)
     ]
 
@@ -100,25 +119,34 @@ def micro_batches(count: int, step: int) -> list[Batch]:
 @cache
 def single_process(config: ModelConfig, count: int) -> list[StepOutcome]:
     """The steps on one process, without a pipeline."""
-    model, outcomes = small_model(config), []
+    model = small_model(config)
+    outcomes = []
     for step in range(NUM_STEPS):
         model.zero_grad()
-        batches, outcome = micro_batches(count, step), StepOutcome()
+        batches = micro_batches(count, step)
+        outcome = StepOutcome()
         for number, batch in enumerate(batches):
             losses = model(batch)
             (losses.sum() / sum(batch.num_targets() for batch in batches)).backward()
             outcome.losses[number] = losses.detach()
         outcome.gradients = {
-            name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+            name: parameter.grad.clone()
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
         }
         outcomes.append(outcome)
     return outcomes
 
 
 def build(
-    case: Case, mesh: Mesh, stage: int, core: ContextParallel | None, host: HostActivationPool | None
+    case: Case,
+    mesh: Mesh,
+    stage: int,
+    core: ContextParallel | None,
+    host: HostActivationPool | None,
 ) -> Transformer:
-    module, double = Transformer(case.config, stage=case.plan.stage_module(stage)).double(), torch.float64
+    module = Transformer(case.config, stage=case.plan.stage_module(stage)).double()
+    double = torch.float64
     weights = small_model(case.config).state_dict()
     module.load_state_dict({name: weights[name] for name in module.state_dict()})
     if case.compiled:
@@ -136,7 +164,9 @@ def build(
         mesh,
         core=core or LocalAttentionCore(),
         recompute_config=recompute_config if case.policy != "none" else RecomputeConfig(),
-        fsdp_config=FSDPConfig(param_dtype=double, reduce_dtype=double, reshard_after_forward=False),
+        fsdp_config=FSDPConfig(
+            param_dtype=double, reduce_dtype=double, reshard_after_forward=False
+        ),
     )
     return module
 
@@ -145,7 +175,9 @@ class PipelineRank:
     """The stages of one pipeline rank."""
 
     def __init__(self, case: Case) -> None:
-        mesh, plan, model = case.mesh(), case.plan, case.config
+        mesh = case.mesh()
+        plan = case.plan
+        model = case.config
         self.context = None
         if case.cp > 1:
             self.context = build_core(
@@ -157,19 +189,27 @@ class PipelineRank:
             )
         self.host = HostActivationPool(max_inputs=100) if case.offload else None
         self.modules = {
-            stage: build(case, mesh, stage, self.context, self.host) for stage in plan.stages_of(mesh.coordinate["pp"])
+            stage: build(case, mesh, stage, self.context, self.host)
+            for stage in plan.stages_of(mesh.coordinate["pp"])
         }
         self.runs: Counter[int] = Counter()
         for stage, module in self.modules.items():
             module.register_forward_hook(lambda *_, stage=stage: self.runs.update([stage]))
         shape = (2, 20 // case.cp // case.tp, model.dim)
         self.pipeline = Pipeline(
-            self.modules, plan, mesh.pp_group, device=torch.device("cpu"), shape=shape, dtype=torch.float64
+            self.modules,
+            plan,
+            mesh.pp_group,
+            device=torch.device("cpu"),
+            shape=shape,
+            dtype=torch.float64,
         )
-        self.count, self.mine = plan.num_micro_batches * case.data_ranks, slice(mesh.dp_rank, None, case.data_ranks)
+        self.count = plan.num_micro_batches * case.data_ranks
+        self.mine = slice(mesh.dp_rank, None, case.data_ranks)
 
     def step(self, number: int) -> StepOutcome:
-        batches, outcome = micro_batches(self.count, number), StepOutcome()
+        batches = micro_batches(self.count, number)
+        outcome = StepOutcome()
         targets = torch.stack([batch.num_targets() for batch in batches]).sum()
         if self.context:
             batches = [shard_batch(self.context, batch) for batch in batches]
@@ -178,7 +218,9 @@ class PipelineRank:
         def record(losses_BS: Tensor, batch: Batch) -> None:
             assert not losses_BS.requires_grad
             assert numbers[id(batch)] not in outcome.losses
-            full_losses = self.context.gather(losses_BS, batch.boundaries) if self.context else losses_BS
+            full_losses = (
+                self.context.gather(losses_BS, batch.boundaries) if self.context else losses_BS
+            )
             outcome.losses[numbers[id(batch)]] = full_losses.clone()
 
         for module in self.modules.values():
@@ -206,7 +248,9 @@ def require_equal(case: Case) -> None:
     """Compares every loss and gradient of the case with one process."""
     found = run_ranks(run_steps, case.ranks, case)
     per_stage_rank = case.ranks // case.plan.pp
-    for step, expected in enumerate(single_process(case.config, case.plan.num_micro_batches * case.data_ranks)):
+    for step, expected in enumerate(
+        single_process(case.config, case.plan.num_micro_batches * case.data_ranks)
+    ):
         losses: dict[int, Tensor] = {}
         # Each rank of a stage has the full gradient.
         gradients: list[dict[str, Tensor]] = [{} for _ in range(per_stage_rank)]
@@ -234,8 +278,12 @@ PLANS = [
     PipelinePlan(pp=4, schedule="Interleaved1F1B", num_layers=8, num_micro_batches=8),
 ]
 ODD_PLANS = {
-    "embedding-only first stage": PipelinePlan(pp=2, num_layers=2, pp_layers=(0, 2), num_micro_batches=2),
-    "head-only last stage": PipelinePlan(pp=2, num_layers=2, pp_layers=(2, 0), num_micro_batches=2),
+    "embedding-only first stage": PipelinePlan(
+        pp=2, num_layers=2, pp_layers=(0, 2), num_micro_batches=2
+    ),
+    "head-only last stage": PipelinePlan(
+        pp=2, num_layers=2, pp_layers=(2, 0), num_micro_batches=2
+    ),
     "three stages per rank": PipelinePlan(
         pp=2,
         schedule="Interleaved1F1B",
@@ -244,7 +292,9 @@ ODD_PLANS = {
         pp_layers=(0, 1, 1, 1, 1, 0),
         num_micro_batches=3,
     ),
-    "fewer micro-batches than ranks": PipelinePlan(pp=4, schedule="Interleaved1F1B", num_layers=6, num_micro_batches=1),
+    "fewer micro-batches than ranks": PipelinePlan(
+        pp=4, schedule="Interleaved1F1B", num_layers=6, num_micro_batches=1
+    ),
 }
 
 
@@ -262,7 +312,9 @@ def test_uneven_stages_equal_one_process(plan: PipelinePlan) -> None:
     require_equal(Case(plan))
 
 
-@pytest.mark.parametrize("policy", ["full", pytest.param("keep_attention", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy", ["full", pytest.param("keep_attention", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("plan", [PLANS[0], PLANS[2]], ids=lambda plan: plan.schedule)
 def test_recomputation_in_stages_equals_one_process(
     plan: PipelinePlan, policy: activation_checkpoint.RecomputePolicy
@@ -272,10 +324,21 @@ def test_recomputation_in_stages_equals_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "plan", [pytest.param(PLANS[0], marks=pytest.mark.slow), PLANS[2]], ids=lambda plan: plan.schedule
+    "plan",
+    [pytest.param(PLANS[0], marks=pytest.mark.slow), PLANS[2]],
+    ids=lambda plan: plan.schedule,
 )
 def test_offload_and_tiling_in_stages_equal_one_process(plan: PipelinePlan) -> None:
-    require_equal(Case(plan, policy="keep_attention", blocks_per_checkpoint=2, head_groups=2, tiled=True, offload=True))
+    require_equal(
+        Case(
+            plan,
+            policy="keep_attention",
+            blocks_per_checkpoint=2,
+            head_groups=2,
+            tiled=True,
+            offload=True,
+        )
+    )
 
 
 @pytest.mark.slow
@@ -288,13 +351,23 @@ def test_compiled_stages_equal_one_process() -> None:
 FAMILIES: dict[str, Case] = {
     "windowed": Case(PLANS[0], WINDOWED, policy="full"),
     "gemma": Case(PLANS[0], replace(GEMMA, window=4, sink=True)),
-    "olmo": Case(PLANS[0], OLMO, policy="keep_attention", blocks_per_checkpoint=2, tiled=True, offload=True),
+    "olmo": Case(
+        PLANS[0], OLMO, policy="keep_attention", blocks_per_checkpoint=2, tiled=True, offload=True
+    ),
     "granite": Case(PLANS[2], GRANITE, policy="keep_attention", head_groups=2),
     "windowed, interleaved": Case(
-        PLANS[2], WINDOWED, policy="keep_attention", blocks_per_checkpoint=2, head_groups=2, tiled=True, offload=True
+        PLANS[2],
+        WINDOWED,
+        policy="keep_attention",
+        blocks_per_checkpoint=2,
+        head_groups=2,
+        tiled=True,
+        offload=True,
     ),
     "windowed, cp": Case(PLANS[0], WINDOWED, cp=2, cp_method="ulysses"),
-    "gemma, interleaved, cp": Case(PLANS[2], replace(GEMMA, window=4, sink=True), cp=2, cp_method="allgather"),
+    "gemma, interleaved, cp": Case(
+        PLANS[2], replace(GEMMA, window=4, sink=True), cp=2, cp_method="allgather"
+    ),
     "olmo, tp": Case(PLANS[0], OLMO, tp=2),
     "gemma, tp": Case(PLANS[2], GEMMA, tp=2, policy="full"),
 }
@@ -388,7 +461,8 @@ def test_weights_are_resharded_after_the_step() -> None:
 
 def messages_not_awaited(case: Case) -> int:
     """The sends and receives of a step that are started and not awaited."""
-    stages, awaiting = PipelineRank(case), Counter[str]()
+    stages = PipelineRank(case)
+    awaiting = Counter[str]()
     original = collectives.AsyncHandle.wait
 
     def started(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -422,10 +496,14 @@ def test_replicated_stages_equal_one_process() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "plan", [PLANS[0], pytest.param(PLANS[2], marks=pytest.mark.slow)], ids=lambda plan: plan.schedule
+    "plan",
+    [PLANS[0], pytest.param(PLANS[2], marks=pytest.mark.slow)],
+    ids=lambda plan: plan.schedule,
 )
 @pytest.mark.parametrize(("cp", "tp"), [(2, 1), (1, 2)])
-def test_context_and_tensor_parallel_stages_equal_one_process(plan: PipelinePlan, cp: int, tp: int) -> None:
+def test_context_and_tensor_parallel_stages_equal_one_process(
+    plan: PipelinePlan, cp: int, tp: int
+) -> None:
     require_equal(Case(plan, cp=cp, tp=tp))
 
 
@@ -446,7 +524,12 @@ def error_messages() -> list[str]:
     ):
         with pytest.raises(ValueError, match=r".") as refused:
             Pipeline(
-                modules, asked, group, device=torch.device("cpu"), shape=(2, 20, SMALL.dim), dtype=torch.float64
+                modules,
+                asked,
+                group,
+                device=torch.device("cpu"),
+                shape=(2, 20, SMALL.dim),
+                dtype=torch.float64,
             ).run(micro_batches(count, 0), torch.tensor(1), lambda _, __: None)
         found.append(str(refused.value))
     return found

@@ -47,8 +47,20 @@ def test_stages_are_interleaved() -> None:
 
 def test_without_pipeline_other_fields_are_ignored() -> None:
     for schedule in SCHEDULES:
-        plan = replace(PLAN, pp=1, schedule=schedule, pp_stages_per_rank=2, pp_layers=(3, 5), tie_embeddings=True)
-        assert (plan.num_stages, plan.stages_of(0), plan.stage_ranks[-1], plan.bubble_fraction) == (1, (0,), 0, 0)
+        plan = replace(
+            PLAN,
+            pp=1,
+            schedule=schedule,
+            pp_stages_per_rank=2,
+            pp_layers=(3, 5),
+            tie_embeddings=True,
+        )
+        assert (
+            plan.num_stages,
+            plan.stages_of(0),
+            plan.stage_ranks[-1],
+            plan.bubble_fraction,
+        ) == (1, (0,), 0, 0)
         assert plan.blocks_per_stage == (32,)
         assert plan.problems() == []
         part = plan.stage_module(0)
@@ -61,18 +73,37 @@ def test_without_pipeline_other_fields_are_ignored() -> None:
 def test_embedding_and_head_count_as_blocks() -> None:
     assert PLAN.blocks_per_stage == (8, 8, 8, 8)
     assert replace(PLAN, embed_cost=2.0, head_cost=2.0).blocks_per_stage == (7, 9, 9, 7)
-    assert replace(PLAN, num_layers=126, embed_cost=1, head_cost=1).blocks_per_stage == (31, 32, 32, 31)
+    assert replace(PLAN, num_layers=126, embed_cost=1, head_cost=1).blocks_per_stage == (
+        31,
+        32,
+        32,
+        31,
+    )
     assert replace(PLAN, num_layers=2, head_cost=5.0).blocks_per_stage == (0, 1, 1, 0)
     assert replace(PLAN, num_layers=6, head_cost=5.0).blocks_per_stage == (2, 2, 2, 0)
 
 
 def test_later_stages_get_the_remainder() -> None:
     assert replace(PLAN, num_layers=33).blocks_per_stage == (8, 8, 8, 9)
-    assert replace(PLAN, num_layers=34, schedule="Interleaved1F1B").blocks_per_stage == (4, 4, 4, 4, 4, 4, 5, 5)
+    assert replace(PLAN, num_layers=34, schedule="Interleaved1F1B").blocks_per_stage == (
+        4,
+        4,
+        4,
+        4,
+        4,
+        4,
+        5,
+        5,
+    )
 
 
 def test_pp_layers_overrides_the_balance() -> None:
-    assert replace(PLAN, pp_layers=(0, 12, 12, 8), head_cost=3.0).blocks_per_stage == (0, 12, 12, 8)
+    assert replace(PLAN, pp_layers=(0, 12, 12, 8), head_cost=3.0).blocks_per_stage == (
+        0,
+        12,
+        12,
+        8,
+    )
 
 
 def max_costs(plan: PipelinePlan, blocks: tuple[int, ...]) -> tuple[float, float]:
@@ -80,7 +111,9 @@ def max_costs(plan: PipelinePlan, blocks: tuple[int, ...]) -> tuple[float, float
     costs = [float(count) for count in blocks]
     costs[0] += plan.embed_cost
     costs[-1] += plan.head_cost
-    return max(sum(costs[stage] for stage in plan.stages_of(rank)) for rank in range(plan.pp)), max(costs)
+    return max(
+        sum(costs[stage] for stage in plan.stages_of(rank)) for rank in range(plan.pp)
+    ), max(costs)
 
 
 def all_partitions(plan: PipelinePlan) -> Iterator[tuple[int, ...]]:
@@ -96,7 +129,9 @@ def test_partition_minimizes_the_busiest_rank_then_the_largest_stage(
 ) -> None:
     embed, head = ends
     for pp, layers in ((2, 4), (2, 7), (4 if schedule == "1F1B" else 2, 6)):
-        plan = replace(PLAN, pp=pp, schedule=schedule, num_layers=layers, embed_cost=embed, head_cost=head)
+        plan = replace(
+            PLAN, pp=pp, schedule=schedule, num_layers=layers, embed_cost=embed, head_cost=head
+        )
         assert sum(plan.blocks_per_stage) == layers
         assert max_costs(plan, plan.blocks_per_stage) == pytest.approx(
             min(max_costs(plan, blocks) for blocks in all_partitions(plan))
@@ -105,7 +140,12 @@ def test_partition_minimizes_the_busiest_rank_then_the_largest_stage(
 
 def test_stages_are_the_model_in_order() -> None:
     parts = [replace(PLAN, pp_layers=(7, 9, 0, 16)).stage_module(stage) for stage in range(4)]
-    assert [part.layers for part in parts] == [range(7), range(7, 16), range(16, 16), range(16, 32)]
+    assert [part.layers for part in parts] == [
+        range(7),
+        range(7, 16),
+        range(16, 16),
+        range(16, 32),
+    ]
     assert [part.has_embedding for part in parts] == [True, False, False, False]
     assert [part.has_head for part in parts] == [False, False, False, True]
 
@@ -163,7 +203,12 @@ def test_problem_names_value_and_rule(changes: dict[str, Any], message: str) -> 
 
 def test_all_problems_are_reported_at_once() -> None:
     plan = PipelinePlan(
-        pp=2, num_layers=9, pp_stages_per_rank=2, pp_layers=(1, 0, 2), num_micro_batches=1, tie_embeddings=True
+        pp=2,
+        num_layers=9,
+        pp_stages_per_rank=2,
+        pp_layers=(1, 0, 2),
+        num_micro_batches=1,
+        tie_embeddings=True,
     )
     assert len(plan.problems()) == 6
 
@@ -177,18 +222,29 @@ def test_valid_plan_has_no_problems(schedule: PipelineSchedule) -> None:
 def test_micro_batch_rules_match_torch(schedule: PipelineSchedule) -> None:
     for pp, per_rank, count in itertools.product((2, 3, 4), (1, 2, 3), range(1, 14)):
         plan = PipelinePlan(
-            pp=pp, schedule=schedule, num_layers=12, pp_stages_per_rank=per_rank, num_micro_batches=count
+            pp=pp,
+            schedule=schedule,
+            num_layers=12,
+            pp_stages_per_rank=per_rank,
+            num_micro_batches=count,
         )
         if schedule in SINGLE_STAGE_SCHEDULES and per_rank != 1:
             continue
         stages = [
             SimpleNamespace(
-                stage_index=stage, num_stages=plan.num_stages, group_size=pp, group_rank=0, is_last=False, submod=None
+                stage_index=stage,
+                num_stages=plan.num_stages,
+                group_size=pp,
+                group_rank=0,
+                is_last=False,
+                submod=None,
             )
             for stage in plan.stages_of(0)
         ]
         try:
-            get_schedule_class(schedule)(stages[0] if schedule in SINGLE_STAGE_SCHEDULES else stages, count)
+            get_schedule_class(schedule)(
+                stages[0] if schedule in SINGLE_STAGE_SCHEDULES else stages, count
+            )
             refused = False
         except ValueError:
             refused = True
@@ -203,15 +259,24 @@ def test_bubble_fraction_follows_narayanan() -> None:
     assert replace(PLAN, schedule="GPipe").bubble_fraction == PLAN.bubble_fraction
     assert replace(PLAN, schedule="Interleaved1F1B").bubble_fraction == pytest.approx(3 / 19)
     # Two chunks of one micro-batch on four ranks.
-    assert replace(PLAN, schedule="Interleaved1F1B", num_micro_batches=1).bubble_fraction == pytest.approx(6 / 8)
+    assert replace(
+        PLAN, schedule="Interleaved1F1B", num_micro_batches=1
+    ).bubble_fraction == pytest.approx(6 / 8)
 
 
 def test_summary_is_one_line() -> None:
-    assert PLAN.summary() == "1F1B: 4 stages on 4 ranks, blocks 8 8 8 8; 8 micro-batches, pipeline bubble at least 27%"
+    assert (
+        PLAN.summary()
+        == "1F1B: 4 stages on 4 ranks, blocks 8 8 8 8; 8 micro-batches, pipeline bubble at least 27%"
+    )
 
 
 def test_the_page_of_limits_names_the_families_that_refuse_pipelines() -> None:
-    (row,) = [line for line in (ROOT / "docs/status.md").read_text().splitlines() if line.startswith("| Pipelines |")]
+    (row,) = [
+        line
+        for line in (ROOT / "docs/status.md").read_text().splitlines()
+        if line.startswith("| Pipelines |")
+    ]
     names = {
         "llama3.2": "Llama 3.2",
         "qwen2.5": "Qwen 2.5 (to 3B)",
@@ -220,9 +285,12 @@ def test_the_page_of_limits_names_the_families_that_refuse_pipelines() -> None:
         "gemma3": "Gemma 3",
     }
     tied = {
-        family: [size for size, model in sizes.items() if model.tie_embeddings] for family, sizes in FAMILIES.items()
+        family: [size for size, model in sizes.items() if model.tie_embeddings]
+        for family, sizes in FAMILIES.items()
     }
     assert {family for family, sizes in tied.items() if sizes} == names.keys()
     assert all(name in row for name in names.values())
     assert (tied["qwen2.5"][-1], tied["qwen3"][-1]) == ("3b", "4b")
-    assert all(len(tied[family]) == len(FAMILIES[family]) for family in ("llama3.2", "smollm3", "gemma3"))
+    assert all(
+        len(tied[family]) == len(FAMILIES[family]) for family in ("llama3.2", "smollm3", "gemma3")
+    )

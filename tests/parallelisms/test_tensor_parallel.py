@@ -32,13 +32,15 @@ from tests.ranks import run_ranks
 from trainer.config.sections import OptimizerSection
 from trainer.step.optimizer import Optimizer
 
-# Two KV heads, so four ranks replicate them. 44 tokens in the vocabulary: the shards of tp = 2 are not divisible by 3.
+# Two KV heads, so four ranks replicate them. 44 tokens in the vocabulary: the shards of tp = 2 are
+# not divisible by 3.
 CONFIG = replace(SMALL, vocab_size=44, num_heads=8, num_kv_heads=2, head_dim=2)
 TIED = replace(CONFIG, tie_embeddings=True)
 FOUR = replace(CONFIG, num_kv_heads=4)
 NORMED = replace(MIXED, vocab_size=44, num_heads=8, num_kv_heads=4)
 KINDS = replace(MIXED_KINDS, vocab_size=44, num_heads=8, num_kv_heads=4, head_dim=2)
-FEW = replace(NORMED, num_layers=2, nope_every=2, num_kv_heads=2, qkv_bias=True)  # Fewer KV heads than 4 ranks.
+# Fewer KV heads than 4 ranks.
+FEW = replace(NORMED, num_layers=2, nope_every=2, num_kv_heads=2, qkv_bias=True)
 DOCUMENTS = [[9, 1, 14], [24], [3, 21], [8] * 3]
 TARGETS = {count: 24 * count - sum(map(len, DOCUMENTS[:count])) for count in (3, 4)}
 
@@ -100,9 +102,13 @@ def train_kinds(case: Case) -> Outcome:
     with torch.device("meta"):
         model = Transformer(case.config, loss_chunk_mib=1).to(double)
     if model.head is not None:
-        model.head.chunk_mib = 0  # One token at a time, so that there are many chunks.
+        # One token at a time, so that there are many chunks.
+        model.head.chunk_mib = 0
     tensor_parallel.apply(
-        model, mesh.tp_mesh, sequence_parallel=case.sequence_parallel, loss_parallel=case.loss_parallel
+        model,
+        mesh.tp_mesh,
+        sequence_parallel=case.sequence_parallel,
+        loss_parallel=case.loss_parallel,
     )
     compile_piece: CompilePiece = eager
     if case.compiled:
@@ -114,7 +120,9 @@ def train_kinds(case: Case) -> Outcome:
     if case.compiled:
         model.compile_pieces(compile_piece)
     # The bytes of a tile cover the tokens of all tp ranks.
-    tile = 6 * tiling.bytes_per_token(case.config.dim, case.config.ffn_dim, 8) if case.tiled else None
+    tile = (
+        6 * tiling.bytes_per_token(case.config.dim, case.config.ffn_dim, 8) if case.tiled else None
+    )
     activation_checkpoint.apply(
         model,
         RecomputeConfig(
@@ -125,14 +133,21 @@ def train_kinds(case: Case) -> Outcome:
     )
     if mesh.size > 1:
         fsdp_config = fsdp.FSDPConfig(
-            param_dtype=double, reduce_dtype=double, reshard_after_forward=True, cpu_offload=case.offload
+            param_dtype=double,
+            reduce_dtype=double,
+            reshard_after_forward=True,
+            cpu_offload=case.offload,
         )
         fsdp.apply(model, mesh.fsdp_mesh, fsdp_config)
     initialize(model, seed=0, device=torch.device("cpu"))
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
         logging.ERROR
-    )  # The test gathers in an inefficient order.
-    initial = {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+        # The test gathers in an inefficient order.
+    )
+    initial = {
+        name: full_tensor(parameter.detach()).clone()
+        for name, parameter in model.named_parameters()
+    }
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.mul_(10 if parameter.ndim > 1 else 1)
@@ -140,17 +155,23 @@ def train_kinds(case: Case) -> Outcome:
                 to_local(parameter).copy_(torch.tensor(local_ranges(parameter)[0]).sin())
     per_rank = case.num_sequences // mesh.dp_degree
     first = mesh.dp_rank * per_rank
-    batch = concat_batches([packed(DOCUMENTS[i], seed=i, vocab_size=44) for i in range(first, first + per_rank)])
+    batch = concat_batches(
+        [packed(DOCUMENTS[i], seed=i, vocab_size=44) for i in range(first, first + per_rank)]
+    )
     losses = model(batch)
     (losses.sum() / TARGETS[case.num_sequences]).backward()
-    optimizer = Optimizer([model], OptimizerSection(max_grad_norm=0.1), all_reduce=partial(all_reduce, None))
+    optimizer = Optimizer(
+        [model], OptimizerSection(max_grad_norm=0.1), all_reduce=partial(all_reduce, None)
+    )
     gradients = {
         name: full_tensor(parameter.grad).clone()
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
     norm, _ = optimizer.step(1e-2)
-    weights = {name: full_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
+    weights = {
+        name: full_tensor(parameter.detach()) for name, parameter in model.named_parameters()
+    }
     return Outcome(initial, losses.detach(), gradients, float(norm), weights)
 
 
@@ -163,7 +184,8 @@ RECOMPUTE_OPTIONS: list[tuple[activation_checkpoint.RecomputePolicy, int, bool]]
     ("full", 1, False),
     ("keep_attention", 2, True),
 ]
-TP2, TP4 = (("tp", 2),), (("tp", 4),)
+TP2 = (("tp", 2),)
+TP4 = (("tp", 4),)
 CASES = [
     *(
         Case(sizes, config, sequence, loss)
@@ -174,7 +196,11 @@ CASES = [
     ),
     *(
         Case(TP4, config, sequence, loss, compiled=True)
-        for config, sequence, loss in ((CONFIG, True, True), (CONFIG, False, False), (TIED, True, False))
+        for config, sequence, loss in (
+            (CONFIG, True, True),
+            (CONFIG, False, False),
+            (TIED, True, False),
+        )
     ),
     Case(TP2, policy="full"),
     Case(TP2, loss_parallel=False, policy="full"),
@@ -192,19 +218,38 @@ CASES = [
     Case(TP4, policy="keep_attention", compiled=True, tiled=True),
     Case((("dp_shard", 2), ("tp", 2)), policy="full", tiled=True),
     *(
-        Case(TP2, FOUR, sequence, policy=policy, head_groups=2, blocks_per_checkpoint=every, tiled=tiled)
+        Case(
+            TP2,
+            FOUR,
+            sequence,
+            policy=policy,
+            head_groups=2,
+            blocks_per_checkpoint=every,
+            tiled=tiled,
+        )
         for sequence in (True, False)
         for policy, every, tiled in RECOMPUTE_OPTIONS
     ),
     Case(
-        (("dp_shard", 2), ("tp", 2)), FOUR, policy="keep_attention", head_groups=2, blocks_per_checkpoint=2, tiled=True
+        (("dp_shard", 2), ("tp", 2)),
+        FOUR,
+        policy="keep_attention",
+        head_groups=2,
+        blocks_per_checkpoint=2,
+        tiled=True,
     ),
     Case(TP4, FEW),
     Case(TP4, FEW, sequence_parallel=False, policy="full"),
     Case(TP2, NORMED, sequence_parallel=False),
     Case(TP2, replace(FOUR, qkv_bias=True), policy="keep_attention", head_groups=2, tiled=True),
     Case(TP2, KINDS),
-    Case((("dp_shard", 2), ("tp", 2)), KINDS, policy="keep_attention", blocks_per_checkpoint=2, tiled=True),
+    Case(
+        (("dp_shard", 2), ("tp", 2)),
+        KINDS,
+        policy="keep_attention",
+        blocks_per_checkpoint=2,
+        tiled=True,
+    ),
     Case(TP2, KINDS, sequence_parallel=False, policy="full"),
     Case(TP2, NORMED, compiled=True, policy="full", head_groups=2, tiled=True),
     Case((("dp_shard", 2), ("tp", 2)), NORMED, policy="keep_attention", head_groups=2, tiled=True),
@@ -216,13 +261,26 @@ SLOW = [
     *(Case(TP2, TIED, sequence, loss) for sequence in (True, False) for loss in (True, False)),
     *(Case(TP4, CONFIG, sequence, loss) for sequence in (True, False) for loss in (True, False)),
     *(
-        Case(TP2, FOUR, sequence_parallel=False, policy=policy, head_groups=2, blocks_per_checkpoint=every, tiled=tiled)
+        Case(
+            TP2,
+            FOUR,
+            sequence_parallel=False,
+            policy=policy,
+            head_groups=2,
+            blocks_per_checkpoint=every,
+            tiled=tiled,
+        )
         for policy, every, tiled in RECOMPUTE_OPTIONS
     ),
     Case(TP2, loss_parallel=False, policy="full"),
     Case((("dp_shard", 2), ("tp", 2)), policy="full", tiled=True),
     Case(
-        (("dp_shard", 2), ("tp", 2)), FOUR, policy="keep_attention", head_groups=2, blocks_per_checkpoint=2, tiled=True
+        (("dp_shard", 2), ("tp", 2)),
+        FOUR,
+        policy="keep_attention",
+        head_groups=2,
+        blocks_per_checkpoint=2,
+        tiled=True,
     ),
     Case((("dp_replicate", 2), ("dp_shard", 2), ("tp", 2))),
     Case((("dp_shard", 3), ("tp", 2)), num_sequences=3),
@@ -231,12 +289,16 @@ SLOW = [
 
 
 def together() -> list[ParameterSet]:
-    """Groups of cases for one set of ranks, so that DTensor derives its shardings once; each compiled case alone."""
+    """Groups of cases for one set of ranks, so that DTensor derives its shardings once; each
+    compiled case alone.
+    """
     groups: dict[str, list[Case]] = {}
     for case in CASES:
         # Four ranks are those of the random configurations.
         pace = "slow " * (case in SLOW or case.compiled or case.ranks == 4)
-        groups.setdefault(f"{pace}{case}" if case.compiled else f"{pace}on {case.ranks}", []).append(case)
+        groups.setdefault(
+            f"{pace}{case}" if case.compiled else f"{pace}on {case.ranks}", []
+        ).append(case)
     return [
         pytest.param(cases, id=name, marks=[pytest.mark.slow] * name.startswith("slow"))
         for name, cases in groups.items()
@@ -251,12 +313,16 @@ def train_each(cases: list[Case]) -> list[Outcome]:
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", together())
 def test_every_case_equals_one_process(cases: list[Case]) -> None:
-    for case, *by_rank in zip(cases, *run_ranks(train_each, cases[0].ranks, cases, timeout=240), strict=True):
+    for case, *by_rank in zip(
+        cases, *run_ranks(train_each, cases[0].ranks, cases, timeout=240), strict=True
+    ):
         expected = single_process(case.config, case.num_sequences)
         for rank, found in enumerate(by_rank):
             data_ranks = len(expected.losses) // len(found.losses)
             of_rank = expected.losses.chunk(data_ranks)[rank // (case.ranks // data_ranks)]
-            torch.testing.assert_close(found.losses, of_rank, rtol=1e-13, atol=1e-13, msg=f"losses of {case}")
+            torch.testing.assert_close(
+                found.losses, of_rank, rtol=1e-13, atol=1e-13, msg=f"losses of {case}"
+            )
             assert found.norm == pytest.approx(expected.norm, rel=1e-13), case
             for name, tensor_ in expected.initial.items():
                 assert torch.equal(found.initial[name], tensor_), (case, name)
@@ -268,7 +334,9 @@ def require_close(found: dict[str, Tensor], expected: dict[str, Tensor], case: C
     assert found.keys() == expected.keys(), case
     for name, tensor_ in expected.items():
         largest = float(tensor_.abs().max())
-        torch.testing.assert_close(found[name], tensor_, rtol=0, atol=1e-12 * largest, msg=f"{name} of {case}")
+        torch.testing.assert_close(
+            found[name], tensor_, rtol=0, atol=1e-12 * largest, msg=f"{name} of {case}"
+        )
 
 
 def local_shapes(case: Case) -> dict[str, tuple[int, ...]]:
@@ -276,7 +344,10 @@ def local_shapes(case: Case) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         model = Transformer(case.config)
     tensor_parallel.apply(
-        model, mesh.tp_mesh, sequence_parallel=case.sequence_parallel, loss_parallel=case.loss_parallel
+        model,
+        mesh.tp_mesh,
+        sequence_parallel=case.sequence_parallel,
+        loss_parallel=case.loss_parallel,
     )
     return {name: tuple(to_local(parameter).shape) for name, parameter in model.named_parameters()}
 
@@ -284,7 +355,11 @@ def local_shapes(case: Case) -> dict[str, tuple[int, ...]]:
 @pytest.mark.ranks
 def test_each_rank_holds_its_shard_of_every_matrix() -> None:
     local = run_ranks(local_shapes, 2, Case(TP2))[0]
-    block = {name.removeprefix("blocks.0."): shape for name, shape in local.items() if name.startswith("blocks.0.")}
+    block = {
+        name.removeprefix("blocks.0."): shape
+        for name, shape in local.items()
+        if name.startswith("blocks.0.")
+    }
     assert block == {
         "attention_norm.weight": (16,),
         "attention.q_proj.weight": (8, 16),
@@ -296,9 +371,14 @@ def test_each_rank_holds_its_shard_of_every_matrix() -> None:
         "feed_forward.up_proj.weight": (10, 16),
         "feed_forward.down_proj.weight": (16, 10),
     }
-    assert run_ranks(local_shapes, 2, Case(TP2, NORMED))[0]["blocks.0.attention.q_norm.weight"] == (6,)
+    assert run_ranks(local_shapes, 2, Case(TP2, NORMED))[0][
+        "blocks.0.attention.q_norm.weight"
+    ] == (6,)
     assert local["embed.weight"] == local["head.proj.weight"] == (22, 16)
-    assert run_ranks(local_shapes, 2, Case(TP2, loss_parallel=False))[0]["head.proj.weight"] == (44, 16)
+    assert run_ranks(local_shapes, 2, Case(TP2, loss_parallel=False))[0]["head.proj.weight"] == (
+        44,
+        16,
+    )
 
 
 def residual_shapes(case: Case) -> list[tuple[int, ...]]:
@@ -306,11 +386,16 @@ def residual_shapes(case: Case) -> list[tuple[int, ...]]:
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | dict(case.sizes), rank=distributed.get_rank())
     model = Transformer(case.config).double()
     tensor_parallel.apply(
-        model, mesh.tp_mesh, sequence_parallel=case.sequence_parallel, loss_parallel=case.loss_parallel
+        model,
+        mesh.tp_mesh,
+        sequence_parallel=case.sequence_parallel,
+        loss_parallel=case.loss_parallel,
     )
     shapes: list[tuple[int, ...]] = []
     for block in model.transformer_blocks():
-        block.register_forward_pre_hook(lambda _, arguments: shapes.append(tuple(arguments[0].shape)))
+        block.register_forward_pre_hook(
+            lambda _, arguments: shapes.append(tuple(arguments[0].shape))
+        )
     model(packed([24], vocab_size=44))
     return shapes
 
@@ -318,7 +403,9 @@ def residual_shapes(case: Case) -> list[tuple[int, ...]]:
 @pytest.mark.ranks
 def test_sequence_parallelism_shards_the_tokens_of_the_residual_stream() -> None:
     assert run_ranks(residual_shapes, 2, Case(TP2))[0] == [(1, 12, 16)] * 2
-    assert run_ranks(residual_shapes, 2, Case(TP2, sequence_parallel=False))[0] == [(1, 24, 16)] * 2
+    assert (
+        run_ranks(residual_shapes, 2, Case(TP2, sequence_parallel=False))[0] == [(1, 24, 16)] * 2
+    )
 
 
 def largest_tile(sequence: bool) -> int:  # noqa: FBT001
@@ -331,7 +418,10 @@ def largest_tile(sequence: bool) -> int:  # noqa: FBT001
     # A rank computes its shard of the FFN width.
     tile_bytes = 6 * tiling.bytes_per_token(CONFIG.dim, CONFIG.ffn_dim // 2, 8)
     activation_checkpoint.apply(
-        model, RecomputeConfig("full", tiling=Tiling(tile_bytes=tile_bytes, compile=feed_forward_tokens(tile_tokens)))
+        model,
+        RecomputeConfig(
+            "full", tiling=Tiling(tile_bytes=tile_bytes, compile=feed_forward_tokens(tile_tokens))
+        ),
     )
     model(packed([24], vocab_size=44)).sum().backward()
     return max(tile_tokens)
@@ -360,7 +450,9 @@ def test_problems_name_values_and_divisors() -> None:
 
 
 def async_tp_matches() -> list[tuple[int, int]]:
-    """Per graph: matrix products after an all-gather, and matrix products before a reduce-scatter."""
+    """Per graph: matrix products after an all-gather, and matrix products before a
+    reduce-scatter.
+    """
     warnings.simplefilter("ignore")
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -375,14 +467,18 @@ def async_tp_matches() -> list[tuple[int, int]]:
         gathers = micro_pipeline_tp.find_all_gather_patterns(module.graph)
         scatters = micro_pipeline_tp.find_reduce_scatter_patterns(module.graph)
         after = [micro_pipeline_tp._find_consumer_matmuls(gather.res_node) for gather in gathers]
-        before = [micro_pipeline_tp._find_producer_matmul(scatter.input_node) for scatter in scatters]
+        before = [
+            micro_pipeline_tp._find_producer_matmul(scatter.input_node) for scatter in scatters
+        ]
         found.append((sum(map(len, after)), sum(product is not None for product in before)))
         return make_boxed_func(module.forward)
 
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | {"tp": 2}, rank=distributed.get_rank())
     model = Transformer(replace(CONFIG, num_layers=1)).double()
     tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=True, loss_parallel=True)
-    backend = aot_autograd(fw_compiler=count_matches, bw_compiler=count_matches, decompositions=select_decomp_table())
+    backend = aot_autograd(
+        fw_compiler=count_matches, bw_compiler=count_matches, decompositions=select_decomp_table()
+    )
     for block in model.transformer_blocks():
         block.compile(fullgraph=True, backend=backend)
     for lengths in ([24],), ([9, 15], [24]):
@@ -396,7 +492,8 @@ def test_compiler_matches_the_patterns_of_async_tp() -> None:
     """With torch's private passes for async TP: fails when they change."""
     one_sequence, one_sequence_backward, two_sequences, _ = run_ranks(async_tp_matches, 2)[0]
     assert one_sequence == two_sequences == (5, 2)
-    # In backward the input of the reduce-scatter is a sum of products, which the passes do not match.
+    # In backward the input of the reduce-scatter is a sum of products, which the passes do not
+    # match.
     assert one_sequence_backward[0] >= 2
 
 
@@ -409,19 +506,27 @@ def test_private_torch_apis_of_async_tp_exist() -> None:
 
 
 def losses_outside_the_vocabulary(config: ModelConfig, *, loss_parallel: bool) -> list[int]:
-    """Losses that are NaN, of four tokens, for a label and for a token past the last one, and for a negative label."""
+    """Losses that are NaN, of four tokens, for a label and for a token past the last one, and for
+    a negative label.
+    """
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | {"tp": 2}, rank=distributed.get_rank())
     with torch.device("meta"):
         model = Transformer(config).double()
     tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=True, loss_parallel=loss_parallel)
     initialize(model, seed=0, device=torch.device("cpu"))
     found = []
-    for name, value in (("labels", config.vocab_size), ("tokens", config.vocab_size), ("labels", -1)):
+    for name, value in (
+        ("labels", config.vocab_size),
+        ("tokens", config.vocab_size),
+        ("labels", -1),
+    ):
         batch = packed([4])
         getattr(batch, name)[0, -2] = value
         losses_BS = model(batch)
         losses_BS.sum().backward()
-        grads = [to_local(weight.grad).sum() for weight in model.parameters() if weight.grad is not None]
+        grads = [
+            to_local(weight.grad).sum() for weight in model.parameters() if weight.grad is not None
+        ]
         assert torch.stack(grads).isnan().any()
         found.append(int(losses_BS.isnan().sum()))
     return found
@@ -431,7 +536,9 @@ def losses_outside_the_vocabulary(config: ModelConfig, *, loss_parallel: bool) -
 def test_labels_and_tokens_outside_the_vocabulary_never_train() -> None:
     for tied, loss_parallel in ((False, True), (True, True)):
         config = replace(CONFIG, tie_embeddings=tied)
-        for found in run_ranks(partial(losses_outside_the_vocabulary, loss_parallel=loss_parallel), 2, config):
+        for found in run_ranks(
+            partial(losses_outside_the_vocabulary, loss_parallel=loss_parallel), 2, config
+        ):
             # Attention multiplies a NaN with zero for the tokens before it, too.
             assert found == [1, 4, 1]
 

@@ -1,4 +1,6 @@
-"""Counts communication, matmul FLOPs and memory traffic of a rank in a real step, at torch's dispatcher."""
+"""Counts communication, matmul FLOPs and memory traffic of a rank in a real step, at torch's
+dispatcher.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,18 @@ def _addmm_flops(_: Tensor, left: Tensor, right: Tensor, **__: object) -> int:
 
 
 aten = torch.ops.aten
-PRODUCTS = {packet: flop_registry[packet] for packet in (aten.mm, aten.addmm, aten.bmm)} | {aten.addmm_: _addmm_flops}
+PRODUCTS = {packet: flop_registry[packet] for packet in (aten.mm, aten.addmm, aten.bmm)} | {
+    aten.addmm_: _addmm_flops
+}
 SILENT = ("recv_", "wait_tensor", "barrier", "monitored_barrier_")
 Key = tuple[str, str, bool]
 """(channel, kind, whether autograd was running backward)."""
 
 
 class Seen(TorchDispatchMode):
-    """Counts bytes and calls by channel and kind, without small messages, and matmul FLOPs by torch's formulas."""
+    """Counts bytes and calls by channel and kind, without small messages, and matmul FLOPs by
+    torch's formulas.
+    """
 
     def __init__(self, channels: dict[str, str]) -> None:
         """`channels`: channel by group name."""
@@ -60,7 +66,9 @@ class Seen(TorchDispatchMode):
         self.products = 0
         self._channels = channels
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function in OPERATORS:
             with self:
                 return OPERATORS[function](*args, **(kwargs or {}))
@@ -68,7 +76,9 @@ class Seen(TorchDispatchMode):
             self._see(function._schema.name.partition("::")[2], [*args, *(kwargs or {}).values()])
         out = function(*args, **(kwargs or {}))
         if function.overloadpacket in PRODUCTS:
-            self.products += PRODUCTS[function.overloadpacket](*args, **(kwargs or {}), out_val=out)
+            self.products += PRODUCTS[function.overloadpacket](
+                *args, **(kwargs or {}), out_val=out
+            )
         return out
 
     def _see(self, name: str, args: list[Any]) -> None:
@@ -99,7 +109,8 @@ def _describe(name: str, args: list[Any]) -> tuple[int, str, Any]:
         whole = (args[0][0] if name == "allreduce_" else args[0]).nbytes
         return whole, "all_reduce", lambda ranks: 2 * whole * (ranks - 1) / ranks
     if name == "alltoall_base_":
-        own, splits = args[1].nbytes, args[4]
+        own = args[1].nbytes
+        splits = args[4]
         return own, "all_to_all", lambda ranks: own if splits else own * (ranks - 1) / ranks
     if name == "send":
         message = args[0][0].nbytes
@@ -124,27 +135,51 @@ class Touched(TorchDispatchMode):
         super().__init__()
         self.bytes = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function in OPERATORS:
             with self:
                 return OPERATORS[function](*args, **(kwargs or {}))
         out = function(*args, **(kwargs or {}))
         name = function._schema.name.partition("::")[2]
-        if function.namespace == "aten" and not name.startswith(UNTOUCHED) and not _is_view(function):
+        if (
+            function.namespace == "aten"
+            and not name.startswith(UNTOUCHED)
+            and not _is_view(function)
+        ):
             found = [*_tensors(args), *_tensors(out)]
             # Some operators only write their first argument, or touch few rows of it.
             found = (
-                found[1:] if name in ("copy_", "fill_", "zero_") else [args[3]] * 2 if name == "index_copy_" else found
+                found[1:]
+                if name in ("copy_", "fill_", "zero_")
+                else [args[3]] * 2
+                if name == "index_copy_"
+                else found
             )
             self.bytes += sum(x.nbytes for x in found)
         return out
 
 
-UNTOUCHED = ("empty", "new_empty", "mm", "addmm", "bmm", "gather", "scatter", "_scaled_dot", "_unsafe_view", "detach")
+UNTOUCHED = (
+    "empty",
+    "new_empty",
+    "mm",
+    "addmm",
+    "bmm",
+    "gather",
+    "scatter",
+    "_scaled_dot",
+    "_unsafe_view",
+    "detach",
+)
 
 
 def _is_view(function: Any) -> bool:
-    return any(result.alias_info is not None and not result.alias_info.is_write for result in function._schema.returns)
+    return any(
+        result.alias_info is not None and not result.alias_info.is_write
+        for result in function._schema.returns
+    )
 
 
 def _tensors(x: Any) -> list[Tensor]:
@@ -199,4 +234,6 @@ def count(config: Config) -> Counted:
         trainer.train_step(batches, 1e-3)
     reading.close()
     pairs = sum(batch.num_computed_pairs for batch in batches)
-    return Counted(trainer.mesh.coordinate["pp"], dict(seen.bytes), dict(seen.calls), seen.products, pairs)
+    return Counted(
+        trainer.mesh.coordinate["pp"], dict(seen.bytes), dict(seen.calls), seen.products, pairs
+    )

@@ -20,7 +20,9 @@ MEMORY = BarChart(
             limit=79.1,
         ),
         StackedBar(
-            label="in the loss head", segments={**STATES, "saved activations": 31.7, "loss head": 6.4}, limit=79.1
+            label="in the loss head",
+            segments={**STATES, "saved activations": 31.7, "loss head": 6.4},
+            limit=79.1,
         ),
         StackedBar(label="in the optimizer", segments={**STATES, "reserve": 4.0}, limit=79.1),
     ],
@@ -60,13 +62,76 @@ SEARCH = Table(
     columns=["mesh", "method", "recompute", "GiB", "s", "tokens/s", "MFU", "drawback"],
     rows=[
         ["cp 32", "hybrid 8 x 4", "keep_attention", "57.0", "96.2", "10,900", "39.1 %", ""],
-        ["cp 32", "hybrid 8 x 4", "full", "52.9", "117.0", "8,962", "32.2 %", "recomputes attention"],
-        ["cp 16, tp 2", "ring", "keep_attention", "58.3", "104.7", "10,015", "36.0 %", "exposes 9.1 s of tp"],
-        ["cp 8, tp 4", "ulysses", "keep_attention", "61.0", "110.3", "9,507", "34.1 %", "exposes 14.6 s of tp"],
-        ["cp 8, pp 4", "ulysses", "keep_attention", "74.4", "131.9", "7,950", "28.5 %", "bubble of 27 %"],
-        ["cp 16, pp 2", "ring", "full", "70.8", "138.0", "7,598", "27.3 %", "bubble of 14 %, recomputes attention"],
-        ["dp_shard 2, cp 16", "ring", "keep_attention", "88.6", "-", "-", "-", "9.5 GiB over the limit"],
-        ["cp 32", "ring", "none", "1,203.4", "-", "-", "-", "1,124.3 GiB over the limit: saves everything"],
+        [
+            "cp 32",
+            "hybrid 8 x 4",
+            "full",
+            "52.9",
+            "117.0",
+            "8,962",
+            "32.2 %",
+            "recomputes attention",
+        ],
+        [
+            "cp 16, tp 2",
+            "ring",
+            "keep_attention",
+            "58.3",
+            "104.7",
+            "10,015",
+            "36.0 %",
+            "exposes 9.1 s of tp",
+        ],
+        [
+            "cp 8, tp 4",
+            "ulysses",
+            "keep_attention",
+            "61.0",
+            "110.3",
+            "9,507",
+            "34.1 %",
+            "exposes 14.6 s of tp",
+        ],
+        [
+            "cp 8, pp 4",
+            "ulysses",
+            "keep_attention",
+            "74.4",
+            "131.9",
+            "7,950",
+            "28.5 %",
+            "bubble of 27 %",
+        ],
+        [
+            "cp 16, pp 2",
+            "ring",
+            "full",
+            "70.8",
+            "138.0",
+            "7,598",
+            "27.3 %",
+            "bubble of 14 %, recomputes attention",
+        ],
+        [
+            "dp_shard 2, cp 16",
+            "ring",
+            "keep_attention",
+            "88.6",
+            "-",
+            "-",
+            "-",
+            "9.5 GiB over the limit",
+        ],
+        [
+            "cp 32",
+            "ring",
+            "none",
+            "1,203.4",
+            "-",
+            "-",
+            "-",
+            "1,124.3 GiB over the limit: saves everything",
+        ],
     ],
     note="212 of 1,188 meshes fit; the best six, and two that do not",
     best=0,
@@ -93,11 +158,15 @@ MFU = LineChart(
     lines={
         "keep_attention, offload": [
             (K * 2.0**n, mfu)
-            for n, mfu in zip(range(5, 13), (24.1, 31.9, 36.8, 38.4, 38.9, 39.1, 39.4, 39.4), strict=True)
+            for n, mfu in zip(
+                range(5, 13), (24.1, 31.9, 36.8, 38.4, 38.9, 39.1, 39.4, 39.4), strict=True
+            )
         ],
         "full": [
             (K * 2.0**n, mfu)
-            for n, mfu in zip(range(5, 13), (21.2, 28.8, 32.0, 32.1, 32.2, 32.2, 32.3, 32.3), strict=True)
+            for n, mfu in zip(
+                range(5, 13), (21.2, 28.8, 32.0, 32.1, 32.2, 32.2, 32.3, 32.3), strict=True
+            )
         ],
     },
 )
@@ -136,7 +205,8 @@ SAMPLE = PlanReport(
 def stages(count: int, *, unit: str = "GiB") -> BarChart:
     """Memory of pipeline stages, of which the third is the fullest."""
     parts = [
-        {"parameters": 11.0, "saved activations": 40.0 - 32 * stage / count, "reserve": 4.0} for stage in range(count)
+        {"parameters": 11.0, "saved activations": 40.0 - 32 * stage / count, "reserve": 4.0}
+        for stage in range(count)
     ]
     parts[0]["embedding"] = 1.5
     parts[-1]["loss head"] = 9.5
@@ -144,5 +214,8 @@ def stages(count: int, *, unit: str = "GiB") -> BarChart:
     return BarChart(
         title=f"Memory of {count} stages",
         unit=unit,
-        bars=[StackedBar(label=f"stage {n + 1} of {count}", segments=each, limit=79.1) for n, each in enumerate(parts)],
+        bars=[
+            StackedBar(label=f"stage {n + 1} of {count}", segments=each, limit=79.1)
+            for n, each in enumerate(parts)
+        ],
     )

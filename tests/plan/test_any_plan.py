@@ -1,4 +1,6 @@
-"""Plans of drawn configurations of the shipped families, on every device file: none fails, and nothing is negative."""
+"""Plans of drawn configurations of the shipped families, on every device file: none fails, and
+nothing is negative.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def draw(rng: random.Random, family: str) -> tuple[Config, int]:
         kept = rng.sample([*LEVELS], max(2, len(LEVELS) - attempt // 4))
         values = base | {key: rng.choice(LEVELS[key]) for key in kept}
         try:
-            config = load([f"--{key}={value}" for key, value in values.items() if value is not None])
+            config = load(
+                [f"--{key}={value}" for key, value in values.items() if value is not None]
+            )
         except ConfigError:
             continue
         world_size = prod(config.parallelism.degrees(1).values())
@@ -72,7 +76,8 @@ def draw(rng: random.Random, family: str) -> tuple[Config, int]:
 
 @pytest.mark.parametrize("count", [4, pytest.param(2000, marks=pytest.mark.slow)])
 def test_any_plan_is_made_and_nothing_in_it_is_negative(count: int) -> None:
-    rng, families = random.Random(0), cycle(FAMILIES)
+    rng = random.Random(0)
+    families = cycle(FAMILIES)
     for name, family in islice(zip(cycle(DEVICES), families, strict=False), count):
         (config, world_size), device = draw(rng, family), load_device(name)
         try:

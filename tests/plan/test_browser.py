@@ -16,12 +16,15 @@ from tests.plan.sample_documents import SAMPLE, SEARCH, stages
 from trainer.plan.document import BarChart, PlanReport
 from trainer.plan.html import render_html
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 OPTIONS = [
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
     "--window-size=1700,2000", "--virtual-time-budget=5000", "--dump-dom",
 ]  # fmt: skip
-WIDE, NARROW = 1200, 400
+WIDE = 1200
+NARROW = 400
 MEASURE = """
 addEventListener("load", () => {
   const box = element => { const r = element.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom] }
@@ -47,7 +50,11 @@ CROWDED = PlanReport(
     verdict="82.0 of 79.1 GiB",
     fits=False,
     facts=[(f"fact number {n}", f"{n},000,000,000") for n in range(8)],
-    sections=[stages(4), stages(16), replace(SEARCH, rows=[*SEARCH.rows, ["long " * 20] * len(SEARCH.columns)])],
+    sections=[
+        stages(4),
+        stages(16),
+        replace(SEARCH, rows=[*SEARCH.rows, ["long " * 20] * len(SEARCH.columns)]),
+    ],
     notes=["memory.a_key_without_blanks_that_is_wider_than_the_screen_of_a_phone = 1"],
     toml='[model]\nname = "' + "x" * 200 + '"\n',
 )
@@ -58,14 +65,18 @@ Box = list[float]
 def pages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Browser measurements of two reports, each at a wide and a narrow width."""
     if BROWSER is None:
-        pytest.skip("chromium is missing: apt-get install --no-install-recommends chromium fonts-dejavu-core")
+        pytest.skip(
+            "chromium is missing: apt-get install --no-install-recommends chromium fonts-dejavu-core"
+        )
     frames = [
         f'<iframe style="width: {width}px; height: 900px; border: 0" srcdoc="{escape(render_html(report))}"></iframe>'
         for report in (SAMPLE, CROWDED)
         for width in (WIDE, NARROW)
     ]
     page = tmp_path_factory.mktemp("browser") / "page.html"
-    page.write_text(f'<!DOCTYPE html><meta charset="utf-8"><body>{"".join(frames)}<script>{MEASURE}</script></body>')
+    page.write_text(
+        f'<!DOCTYPE html><meta charset="utf-8"><body>{"".join(frames)}<script>{MEASURE}</script></body>'
+    )
     command = [BROWSER, *OPTIONS, f"--user-data-dir={page.parent / 'user'}", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     found = re.search('<pre id="measured">(.*?)</pre>', done.stdout, re.DOTALL)
@@ -77,7 +88,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def are_disjoint(boxes: list[Box]) -> bool:
     """With a tolerance of one pixel."""
     return not any(
-        one[0] < other[2] - 1 and other[0] < one[2] - 1 and one[1] < other[3] - 1 and other[1] < one[3] - 1
+        one[0] < other[2] - 1
+        and other[0] < one[2] - 1
+        and one[1] < other[3] - 1
+        and other[1] < one[3] - 1
         for index, one in enumerate(boxes)
         for other in boxes[:index]
     )
@@ -96,7 +110,12 @@ def test_pages_load_no_resources_and_run_no_scripts(pages: list[dict[str, Any]])
 
 def test_bars_are_drawn_to_scale(pages: list[dict[str, Any]]) -> None:
     for page, report in zip(pages, (SAMPLE, SAMPLE, CROWDED, CROWDED), strict=True):
-        expected = [(chart, bar) for chart in report.sections if isinstance(chart, BarChart) for bar in chart.bars]
+        expected = [
+            (chart, bar)
+            for chart in report.sections
+            if isinstance(chart, BarChart)
+            for bar in chart.bars
+        ]
         assert len(page["bars"]) == len(expected)
         for drawn, (chart, bar) in zip(page["bars"], expected, strict=True):
             full = max(max(each.total, each.limit or 0) for each in chart.bars)
@@ -104,11 +123,15 @@ def test_bars_are_drawn_to_scale(pages: list[dict[str, Any]]) -> None:
             assert right - left > 150
             lengths = [end - start for start, _, end, _ in drawn["segments"]]
             values = [bar.segments[kind] for kind in chart.segment_names if bar.segments.get(kind)]
-            assert lengths == pytest.approx([(right - left) * value / full for value in values], abs=0.5)
+            assert lengths == pytest.approx(
+                [(right - left) * value / full for value in values], abs=0.5
+            )
 
 
 def test_labels_totals_and_bars_do_not_overlap(pages: list[dict[str, Any]]) -> None:
     for page in pages:
-        assert are_disjoint([*page["labels"], *page["sums"], *(bar["place"] for bar in page["bars"])])
+        assert are_disjoint(
+            [*page["labels"], *page["sums"], *(bar["place"] for bar in page["bars"])]
+        )
         assert len(page["labels"]) == len(page["sums"]) == len(page["bars"])
         assert are_disjoint(page["facts"])

@@ -13,7 +13,9 @@ from trainer.plan.interconnect import group_topologies
 from trainer.plan.rank_workload import rank_workload
 from trainer.plan.step_time import RankTimeModel
 
-SIDE, TOKENS, BYTES = 2048, 1024, 1 << 20
+SIDE = 2048
+TOKENS = 1024
+BYTES = 1 << 20
 SECONDS = 0.02
 """Of every call."""
 
@@ -32,7 +34,12 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> DeviceSpec:
 def time_model(device: DeviceSpec, **training: object) -> RankTimeModel:
     """Of one Llama 3.2 1B, whose width is SIDE."""
     sections = {"model": {"family": "llama3.2", "size": "1b"}, "memory": {"loss_chunk_mib": 4096}}
-    values = {"seq_len": TOKENS, "global_batch_size": 4, "micro_batch_size": 4, "compile": False} | training
+    values = {
+        "seq_len": TOKENS,
+        "global_batch_size": 4,
+        "micro_batch_size": 4,
+        "compile": False,
+    } | training
     config = Config.model_validate(sections | {"training": values})
     return RankTimeModel(config, 1, 0, device, group_topologies(config, 1, device))
 
@@ -44,17 +51,25 @@ def test_a_product_of_the_measured_size_takes_the_measured_seconds(device: Devic
 
 
 @pytest.mark.parametrize("kernel", ["flash", "cudnn", "plain"])
-def test_attention_of_the_measured_length_takes_the_measured_seconds(device: DeviceSpec, kernel: str) -> None:
+def test_attention_of_the_measured_length_takes_the_measured_seconds(
+    device: DeviceSpec, kernel: str
+) -> None:
     rates = time_model(device, attention=kernel).attention_rates(None)
-    heads, head_dim, pairs = 8, 64, TOKENS * (TOKENS + 1) / 2
+    heads = 8
+    head_dim = 64
+    pairs = TOKENS * (TOKENS + 1) / 2
     for phase, products in (("forward", 2), ("backward", 5)):
-        assert products * 2 * heads * head_dim * pairs / rates[phase] == pytest.approx(SECONDS, rel=1e-3)
+        assert products * 2 * heads * head_dim * pairs / rates[phase] == pytest.approx(
+            SECONDS, rel=1e-3
+        )
 
 
 def test_bytes_move_at_the_measured_rate(device: DeviceSpec) -> None:
     model = time_model(device)
     moved = rank_workload(RankMemory(model.config, 1, 0)).memory_traffic["forward"]
-    assert model.memory_seconds("forward") == pytest.approx(moved / (2 * BYTES) * SECONDS, rel=1e-3)
+    assert model.memory_seconds("forward") == pytest.approx(
+        moved / (2 * BYTES) * SECONDS, rel=1e-3
+    )
 
 
 def test_a_cpu_has_the_memory_of_its_machine(device: DeviceSpec) -> None:

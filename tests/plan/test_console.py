@@ -26,7 +26,9 @@ def shown(report: PlanReport, width: int = 100, *, terminal: bool = False) -> st
 
 def part(*parts: BarChart | Table | LineChart, width: int = 100) -> list[str]:
     """Lines of a report with these sections."""
-    return shown(PlanReport(title="a plan", verdict="it fits", fits=True, facts=[], sections=parts), width).splitlines()
+    return shown(
+        PlanReport(title="a plan", verdict="it fits", fits=True, facts=[], sections=parts), width
+    ).splitlines()
 
 
 def row(lines: list[str], name: str) -> list[str]:
@@ -42,15 +44,27 @@ def test_lines_fit_the_width_without_trailing_blanks(width: int) -> None:
 
 
 def test_output_is_at_most_100_columns_wide() -> None:
-    wordy = replace(SAMPLE, verdict="too much " * 20, notes=["and why " * 40], title="of a name " * 15)
+    wordy = replace(
+        SAMPLE, verdict="too much " * 20, notes=["and why " * 40], title="of a name " * 15
+    )
     assert shown(wordy, 300) == shown(wordy, 100)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_values_are_never_cut(width: int) -> None:
     words = set(shown(SAMPLE, width).replace("*", " ").split())
-    told = [*(value for fact in SAMPLE.facts for value in fact), *(cell for row in SEARCH.rows for cell in row)]
-    told += [SAMPLE.title, SAMPLE.verdict, *SAMPLE.notes, SAMPLE.toml, SEARCH.note, *SEARCH.columns]
+    told = [
+        *(value for fact in SAMPLE.facts for value in fact),
+        *(cell for row in SEARCH.rows for cell in row),
+    ]
+    told += [
+        SAMPLE.title,
+        SAMPLE.verdict,
+        *SAMPLE.notes,
+        SAMPLE.toml,
+        SEARCH.note,
+        *SEARCH.columns,
+    ]
     told += [text for part in SAMPLE.sections for text in (part.title,)]
     told += ["57.0 41.8 7.7 1,046 2,048 78.4 27.2 <0.1 67.0", "7.49 129.2 1,209 32K 4M 24.1 39.4"]
     assert {word for text in told for word in text.split()} - words == set()
@@ -71,7 +85,9 @@ def test_show_prints_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_ascii_console_gets_ascii() -> None:
     raw = io.BytesIO()
     with io.TextIOWrapper(raw, encoding="ascii") as file:
-        show(replace(SAMPLE, sections=[*SAMPLE.sections, stages(16)]), Console(file=file, width=100))
+        show(
+            replace(SAMPLE, sections=[*SAMPLE.sections, stages(16)]), Console(file=file, width=100)
+        )
         file.flush()
         assert b"stage 16 of 16" in raw.getvalue()
 
@@ -82,10 +98,22 @@ def test_the_verdict_is_in_words() -> None:
 
 
 def test_rich_markup_is_not_interpreted() -> None:
-    bars = replace(HOST, title="[red]host[/red]", bars=[StackedBar(label="[bold]", segments={"[memory] kept": 1.0})])
+    bars = replace(
+        HOST,
+        title="[red]host[/red]",
+        bars=[StackedBar(label="[bold]", segments={"[memory] kept": 1.0})],
+    )
     table = Table(title="[b]", columns=["[data]"], rows=[["[/x] :smile:"]], note="[n]", best=0)
     lines = "\n".join(part(bars, table))
-    for text in ("[red]host[/red]", "[bold]", "[memory] kept", "[b]", "[data]", "[/x] :smile:", "[n]"):
+    for text in (
+        "[red]host[/red]",
+        "[bold]",
+        "[memory] kept",
+        "[b]",
+        "[data]",
+        "[/x] :smile:",
+        "[n]",
+    ):
         assert text in lines
 
 
@@ -93,8 +121,13 @@ def test_numbers_are_right_aligned_and_words_left_aligned() -> None:
     lines = [line for line in part(SEARCH) if "cp " in line or line.lstrip().startswith("mesh")]
     head, *rows = lines
     assert {line[: head.index("MFU") + 3][-1] for line in rows} == {"%", "-"}
-    assert [line[: head.index("GiB") + 3].split()[-1] for line in rows] == [row[3] for row in SEARCH.rows]
-    assert all(line[head.index("method")] in "hru" and line[head.index("method") - 1] == " " for line in rows)
+    assert [line[: head.index("GiB") + 3].split()[-1] for line in rows] == [
+        row[3] for row in SEARCH.rows
+    ]
+    assert all(
+        line[head.index("method")] in "hru" and line[head.index("method") - 1] == " "
+        for line in rows
+    )
 
 
 def test_bars_are_columns_with_totals() -> None:
@@ -107,7 +140,9 @@ def test_bars_are_columns_with_totals() -> None:
 
 def test_only_first_fullest_and_last_of_many_bars_are_shown() -> None:
     lines = part(stages(16))
-    assert re.findall(r"stage \d+ of 16", next(line for line in lines if line.startswith("GiB"))) == [
+    assert re.findall(
+        r"stage \d+ of 16", next(line for line in lines if line.startswith("GiB"))
+    ) == [
         "stage 1 of 16",
         "stage 3 of 16",
         "stage 16 of 16",
@@ -133,7 +168,9 @@ def test_only_the_best_row_is_marked() -> None:
 
 def test_a_narrow_console_gets_records_instead_of_a_grid() -> None:
     lines = part(replace(SEARCH, best=1), width=50)
-    first, second = (index for index, line in enumerate(lines) if re.fullmatch(r"method +hybrid 8 x 4", line))
+    first, second = (
+        index for index, line in enumerate(lines) if re.fullmatch(r"method +hybrid 8 x 4", line)
+    )
     assert lines[first + 2] == "GiB        57.0"
     assert [lines[first - 2], lines[second - 2]] == [SEARCH.title, "*"]
     assert lines[second + 1 : second + 3] == ["recompute  full", "GiB        52.9"]
@@ -148,7 +185,9 @@ def test_points_over_the_limit_are_marked() -> None:
 
 
 def test_a_long_curve_keeps_its_ends() -> None:
-    lines = part(replace(MFU, x="GPUs", lines={"all": [(float(n), 7.25 * n) for n in range(1, 41)]}))
+    lines = part(
+        replace(MFU, x="GPUs", lines={"all": [(float(n), 7.25 * n) for n in range(1, 41)]})
+    )
     numbers = [line.split()[0] for line in lines if re.fullmatch(r" *\d+  +[\d.]+", line)]
     assert (numbers[0], numbers[-1], len(numbers)) == ("1", "40", 12)
     assert "MFU, % by GPUs; 28 of 40 rows omitted" in lines
@@ -158,4 +197,6 @@ def test_empty_sections_print_a_placeholder() -> None:
     empty = Table(title="meshes", columns=["mesh"], rows=[])
     curve = replace(MFU, lines={})
     assert part(empty, BarChart(title="bars", unit="GiB", bars=[]), curve).count("(nothing)") == 3
-    assert row(part(replace(HOST, bars=[StackedBar(label="node", segments={"a": 0.0})])), "total") == ["0"]
+    assert row(
+        part(replace(HOST, bars=[StackedBar(label="node", segments={"a": 0.0})])), "total"
+    ) == ["0"]

@@ -1,4 +1,6 @@
-"""Closed formulas for communication, FLOPs and memory traffic against real steps, counted call by call."""
+"""Closed formulas for communication, FLOPs and memory traffic against real steps, counted call by
+call.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,13 @@ MODEL = {
     "training.dtype": "float32",
     "training.global_batch_size": 4,
 }
-FULL, KEEP = "memory.recompute=full", "memory.recompute=keep_attention"
+FULL = "memory.recompute=full"
+KEEP = "memory.recompute=keep_attention"
 HALF = "training.dtype=bfloat16"
 TIED = "model.tie_embeddings=true"
-TP, CP, PP = "parallelism.tp=2", "parallelism.cp=2 parallelism.cp_method=", "parallelism.pp=2 model.num_layers=4"
+TP = "parallelism.tp=2"
+CP = "parallelism.cp=2 parallelism.cp_method="
+PP = "parallelism.pp=2 model.num_layers=4"
 WHOLE = f"{TP} parallelism.sequence_parallel=false"
 PIECES = "memory.mlp_tile_mib=1 training.seq_len=2048 model.ffn_dim=512"
 EVERY = f"{KEEP} memory.blocks_per_checkpoint=2"
@@ -112,23 +117,33 @@ def counted(cases: tuple[str, ...]) -> list[Counted]:
 
 
 def compare(world_size: int, cases: tuple[str, ...]) -> None:
-    for case, *ranks in zip(cases, *run_ranks(counted, world_size, cases, timeout=300), strict=True):
+    for case, *ranks in zip(
+        cases, *run_ranks(counted, world_size, cases, timeout=300), strict=True
+    ):
         config = configured(case)
         assert checks.problems(config, world_size) == [], case
         for found in ranks:
-            compare_traffic(case, config, found, comm_volumes(RankMemory(config, world_size, found.pp_rank)))
+            compare_traffic(
+                case, config, found, comm_volumes(RankMemory(config, world_size, found.pp_rank))
+            )
         for pp_rank in {found.pp_rank for found in ranks}:
             predicted = rank_workload(RankMemory(config, world_size, pp_rank))
             there = [found for found in ranks if found.pp_rank == pp_rank]
             for found in there:
                 assert sum(predicted.matmul_flops.values()) == found.matmul_flops, case
-            rank, busiest = RankMemory(config, world_size, pp_rank), max(found.pairs for found in there)
+            rank = RankMemory(config, world_size, pp_rank)
+            busiest = max(found.pairs for found in there)
             padded = 0.02 if "seq_len=250" in case else 0
-            assert attention_pairs(rank) * rank.num_micro_batches == pytest.approx(busiest, rel=padded, abs=0), case
+            assert attention_pairs(rank) * rank.num_micro_batches == pytest.approx(
+                busiest, rel=padded, abs=0
+            ), case
 
 
-def compare_traffic(case: str, config: Config, found: Counted, predicted: list[CommVolume]) -> None:
-    sizes, calls = defaultdict[Key, float](float), defaultdict[Key, float](float)
+def compare_traffic(
+    case: str, config: Config, found: Counted, predicted: list[CommVolume]
+) -> None:
+    sizes = defaultdict[Key, float](float)
+    calls = defaultdict[Key, float](float)
     for message in predicted:
         key = (message.channel, message.kind, message.phase != "forward")
         sizes[key] += message.bytes
@@ -138,7 +153,9 @@ def compare_traffic(case: str, config: Config, found: Counted, predicted: list[C
 
 
 def _sums(found: Mapping[Key, float], config: Config) -> dict[Key, float]:
-    """Separates forward from backward, except for pipeline channels, which run outside of autograd."""
+    """Separates forward from backward, except for pipeline channels, which run outside of
+    autograd.
+    """
     beside = ("pp", "fsdp", "dp_replicate") if config.parallelism.pp > 1 else ()
     sums = defaultdict[Key, float](float)
     for (channel, kind, is_backward), number in found.items():
@@ -147,7 +164,9 @@ def _sums(found: Mapping[Key, float], config: Config) -> dict[Key, float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
+@pytest.mark.parametrize(
+    "world_size", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))]
+)
 def test_formulas_match_counted_steps(world_size: int) -> None:
     compare(world_size, CASES[world_size])
 
@@ -160,7 +179,9 @@ def test_formulas_match_counted_steps_on_more_meshes(world_size: int) -> None:
 
 
 # Small weights, since FSDP copies are not counted.
-MOVED = "training.seq_len=2048 model.num_layers=2 training.dtype=bfloat16 training.global_batch_size=1"
+MOVED = (
+    "training.seq_len=2048 model.num_layers=2 training.dtype=bfloat16 training.global_batch_size=1"
+)
 BOUND = {
     1: (
         MOVED,
@@ -185,7 +206,9 @@ def counted_bytes(cases: tuple[str, ...]) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", BOUND)
 def test_memory_traffic_is_estimated_within_10_percent(world_size: int) -> None:
-    for case, *found in zip(BOUND[world_size], *run_ranks(counted_bytes, world_size, BOUND[world_size]), strict=True):
+    for case, *found in zip(
+        BOUND[world_size], *run_ranks(counted_bytes, world_size, BOUND[world_size]), strict=True
+    ):
         rank = RankMemory(configured(case), world_size, 0, on_cpu=True)
         predicted = sum(rank_workload(rank).memory_traffic.values())
         assert predicted == pytest.approx(max(found), rel=0.1), case

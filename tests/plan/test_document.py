@@ -22,13 +22,18 @@ from trainer.plan.document import (
 
 @pytest.mark.parametrize("value", [-0.1, nan, inf])
 def test_segments_must_be_finite_and_nonnegative(value: float) -> None:
-    with pytest.raises(ValueError, match=rf"^loss head = {value} of bar 'stage 4' must be finite and at least 0$"):
+    with pytest.raises(
+        ValueError, match=rf"^loss head = {value} of bar 'stage 4' must be finite and at least 0$"
+    ):
         StackedBar(label="stage 4", segments={"reserve": 4.0, "loss head": value})
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, nan, inf])
 def test_limits_must_be_finite_and_positive(limit: float) -> None:
-    with pytest.raises(ValueError, match=rf"^limit = {limit} of bar 'stage 4' must be finite and above 0, or None$"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^limit = {limit} of bar 'stage 4' must be finite and above 0, or None$",
+    ):
         StackedBar(label="stage 4", segments={}, limit=limit)
 
 
@@ -47,14 +52,19 @@ def test_segment_names_keep_order_and_omit_zeros() -> None:
 
 def test_the_worst_bar_has_least_headroom() -> None:
     assert stages(16).worst == 2
-    first, second = StackedBar(label="", segments={"a": 9}, limit=20), StackedBar(label="", segments={"a": 8}, limit=10)
+    first = StackedBar(label="", segments={"a": 9}, limit=20)
+    second = StackedBar(label="", segments={"a": 8}, limit=10)
     without = StackedBar(label="", segments={"a": 30})
     assert BarChart(title="", unit="", bars=[first, second, without]).worst == 1
-    assert BarChart(title="", unit="", bars=[without, StackedBar(label="", segments={"a": 31})]).worst == 1
+    assert (
+        BarChart(title="", unit="", bars=[without, StackedBar(label="", segments={"a": 31})]).worst
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
-    ("largest", "decimals"), [(0, 0), (0.00123, 5), (0.5, 3), (1.5, 2), (57.0, 1), (312.0, 1), (1203.4, 0), (nan, 0)]
+    ("largest", "decimals"),
+    [(0, 0), (0.00123, 5), (0.5, 3), (1.5, 2), (57.0, 1), (312.0, 1), (1203.4, 0), (nan, 0)],
 )
 def test_decimals_show_three_significant_digits(largest: float, decimals: int) -> None:
     assert decimal_places([0.0, largest / 2, -largest]) == decimals
@@ -62,22 +72,42 @@ def test_decimals_show_three_significant_digits(largest: float, decimals: int) -
 
 @pytest.mark.parametrize(
     ("value", "decimals", "text"),
-    [(0, 1, ""), (0.05, 1, "<0.1"), (0.06, 1, "0.1"), (0.5, 0, "<1"), (1234.56, 1, "1,234.6"), (-2.94, 1, "-2.9")],
+    [
+        (0, 1, ""),
+        (0.05, 1, "<0.1"),
+        (0.06, 1, "0.1"),
+        (0.5, 0, "<1"),
+        (1234.56, 1, "1,234.6"),
+        (-2.94, 1, "-2.9"),
+    ],
 )
 def test_small_values_are_not_rounded_to_zero(value: float, decimals: int, text: str) -> None:
     assert format_number(value, decimals) == text
 
 
 def test_non_finite_points_are_dashes() -> None:
-    curve = LineChart(title="", x="", y="", log_x=False, log_y=False, lines={"a": [(1, nan), (2, inf), (3, 12.0)]})
+    curve = LineChart(
+        title="",
+        x="",
+        y="",
+        log_x=False,
+        log_y=False,
+        lines={"a": [(1, nan), (2, inf), (3, 12.0)]},
+    )
     assert [format_y(curve, y) for _, y in curve.lines["a"]] == ["-", "-", "12.0"]
 
 
 def test_numeric_columns_are_detected() -> None:
     known = {
-        name: is_numeric(cells) for name, cells in zip(SEARCH.columns, zip(*SEARCH.rows, strict=True), strict=True)
+        name: is_numeric(cells)
+        for name, cells in zip(SEARCH.columns, zip(*SEARCH.rows, strict=True), strict=True)
     }
-    assert [name for name, is_number in known.items() if is_number] == ["GiB", "s", "tokens/s", "MFU"]
+    assert [name for name, is_number in known.items() if is_number] == [
+        "GiB",
+        "s",
+        "tokens/s",
+        "MFU",
+    ]
     assert is_numeric(["<0.1", "-2.9", "+3", "~5 s", "", "-"])
     assert not is_numeric(["-", ""])
 
@@ -93,9 +123,13 @@ def test_bar_tables_have_totals() -> None:
 
 
 def test_headroom_is_negative_even_for_a_tiny_excess() -> None:
-    bars = [StackedBar(label="", segments={"a": size}, limit=80.0) for size in (83.0, 80.001, 80.0)]
+    bars = [
+        StackedBar(label="", segments={"a": size}, limit=80.0) for size in (83.0, 80.001, 80.0)
+    ]
     (headroom,) = (
-        row for row in bars_to_table(BarChart(title="", unit="", bars=bars), [0, 1, 2]).rows if row[0] == "headroom"
+        row
+        for row in bars_to_table(BarChart(title="", unit="", bars=bars), [0, 1, 2]).rows
+        if row[0] == "headroom"
     )
     assert headroom == ["headroom", "-3.0", "-<0.1", "0"]
 

@@ -22,7 +22,9 @@ from trainer.trace.operators import OpCounterMode, fake_process_group
 
 TILES = "memory.mlp_tile_mib=1"
 OFFLOAD = "memory.offload=inputs_and_attention"
-RING, GATHER, ULYSSES = (f"parallelism.cp_method={method}" for method in ("ring", "allgather", "ulysses"))
+RING, GATHER, ULYSSES = (
+    f"parallelism.cp_method={method}" for method in ("ring", "allgather", "ulysses")
+)
 HYBRID = "parallelism.cp_method=hybrid parallelism.cp_ulysses=2"
 LONG = "training.seq_len=16384"
 DEEP = "model.num_layers=16 training.global_batch_size=32"
@@ -34,10 +36,15 @@ def dry(changes: str, world_size: int = 1, rank: int = 0) -> DryRunResult:
 
 
 def test_a_stage_holds_no_residual_stream_of_micro_batches_that_wait() -> None:
-    """Neither the input that it received nor the output that it sent, if blocks keep theirs on the host."""
+    """Neither the input that it received nor the output that it sent, if blocks keep theirs on the
+    host.
+    """
     changes = f"parallelism.pp=4 parallelism.pp_schedule=GPipe model.num_layers=4 {OFFLOAD} {KEEP}"
-    few, many = (dry(f"{changes} training.global_batch_size={count}", 4, 1).peak_bytes for count in (8, 16))
-    rotation_and_batch, stream = 1024 * (4 * 32 + 4 * 8), 1024 * 4 * 128
+    few, many = (
+        dry(f"{changes} training.global_batch_size={count}", 4, 1).peak_bytes for count in (8, 16)
+    )
+    rotation_and_batch = 1024 * (4 * 32 + 4 * 8)
+    stream = 1024 * 4 * 128
     assert (many - few) / 8 == pytest.approx(rotation_and_batch, abs=0.1 * stream)
 
 
@@ -51,7 +58,11 @@ def counted(cases: tuple[str, ...]) -> list[Counted]:
 
 REAL = {
     1: (FULL, f"{HALF} {KEEP}"),
-    2: (f"{FOUR} {HALF}", "parallelism.tp=2 parallelism.sequence_parallel=false", f"parallelism.cp=2 {ULYSSES} {HALF}"),
+    2: (
+        f"{FOUR} {HALF}",
+        "parallelism.tp=2 parallelism.sequence_parallel=false",
+        f"parallelism.cp=2 {ULYSSES} {HALF}",
+    ),
 }
 
 
@@ -65,7 +76,9 @@ def test_peak_matches_a_real_run(world_size: int) -> None:
         each = world_size // num_stages
         for pp_rank in range(num_stages):
             peak = max(rank.peak for rank in ranks[pp_rank * each : (pp_rank + 1) * each])
-            assert dry(changes, world_size, pp_rank * each).peak_bytes == pytest.approx(peak, rel=0.03), changes
+            assert dry(changes, world_size, pp_rank * each).peak_bytes == pytest.approx(
+                peak, rel=0.03
+            ), changes
 
 
 # ---- FLOPs
@@ -81,7 +94,8 @@ def test_peak_matches_a_real_run(world_size: int) -> None:
     ],
 )
 def test_flops_match_the_models_formula(changes: str) -> None:
-    config, found = configured(changes), dry(changes)
+    config = configured(changes)
+    found = dry(changes)
     executed = config.model.build().hardware_flops(
         tokens=1024,
         pairs=1024 * 1025 / 2,
@@ -101,10 +115,12 @@ def test_attention_flops_respect_documents() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [RING, *(pytest.param(method, marks=pytest.mark.slow) for method in (GATHER, ULYSSES))]
+    "method",
+    [RING, *(pytest.param(method, marks=pytest.mark.slow) for method in (GATHER, ULYSSES))],
 )
 def test_cp_splits_flops_evenly(method: str) -> None:
-    alone, shared = dry(""), dry(f"parallelism.cp=2 {method}", 2)
+    alone = dry("")
+    shared = dry(f"parallelism.cp=2 {method}", 2)
     assert 2 * sum(shared.attention_flops.values()) == sum(alone.attention_flops.values())
     assert 2 * sum(shared.matmul_flops.values()) == sum(alone.matmul_flops.values())
 
@@ -122,14 +138,17 @@ def sent(found: DryRunResult) -> dict[tuple[str, str], tuple[float, float]]:
     }
 
 
-ENDS, NORM, BLOCK = 264 * 128, 128, 128 * (2 * 128 + 2 * 64) + 3 * 128 * 384 + 2 * 128
+ENDS = 264 * 128
+NORM = 128
+BLOCK = 128 * (2 * 128 + 2 * 64) + 3 * 128 * 384 + 2 * 128
 
 
 def test_fsdp_gathers_weights_twice_and_scatters_gradients_once() -> None:
     found = sent(dry(f"training.global_batch_size=2 {HALF}", 2))
     gathered = (
         ENDS + 2 * 3 * BLOCK + ENDS + NORM
-    )  # The loss head stays gathered; the embedding is not needed in backward.
+        # The loss head stays gathered; the embedding is not needed in backward.
+    )
     assert found == {
         ("fsdp", "all_gather"): (gathered / 2 * 2, 8),
         ("fsdp", "reduce_scatter"): ((2 * ENDS + 3 * BLOCK + NORM) / 2 * 4, 5),
@@ -140,20 +159,28 @@ def test_tp_gathers_and_scatters_four_times_per_block() -> None:
     stream = 4 * 512 * 128
     found = dry("parallelism.tp=2", 2)
     by_kind = sent(found)
-    assert by_kind["tp", "all_gather"] == ((3 * 4 + 2) * stream, 14)  # Two per direction; loss head, embedding.
+    # Two per direction; loss head, embedding.
+    assert by_kind["tp", "all_gather"] == ((3 * 4 + 2) * stream, 14)
     assert by_kind["tp", "reduce_scatter"] == ((3 * 4 + 2) * stream, 14)
-    assert by_kind["tp", "all_reduce"] == (4 * 1024 + 2 * 4 * 1024, 2)  # Maximum logit; sum and target logit.
+    # Maximum logit; sum and target logit.
+    assert by_kind["tp", "all_reduce"] == (4 * 1024 + 2 * 4 * 1024, 2)
     assert all(message.bytes == 0 for message in found.small_messages)
-    assert {(message.channel, message.kind) for message in found.small_messages} >= {("tp", "all_reduce")}
+    assert {(message.channel, message.kind) for message in found.small_messages} >= {
+        ("tp", "all_reduce")
+    }
 
 
 @pytest.mark.slow
 def test_a_ring_sends_kv_in_both_directions_and_gradients_backward() -> None:
     found = dry(f"{LONG} parallelism.cp=8 {RING} {HALF} {KEEP}", 8)
-    kv = 2 * 2048 * 2 * 32 * 2  # K and V: tokens, heads, head dimension, bytes.
-    by_phase = {(one.channel, one.kind, one.phase): (one.bytes, one.calls) for one in found.messages}
+    # K and V: tokens, heads, head dimension, bytes.
+    kv = 2 * 2048 * 2 * 32 * 2
+    by_phase = {
+        (one.channel, one.kind, one.phase): (one.bytes, one.calls) for one in found.messages
+    }
     assert by_phase["cp", "send", "forward"] == (3 * 7 * kv, 3 * 7)
-    assert by_phase["cp", "send", "backward"] == (3 * 7 * (kv + 2 * kv), 3 * 14)  # Gradients in float32.
+    # Gradients in float32.
+    assert by_phase["cp", "send", "backward"] == (3 * 7 * (kv + 2 * kv), 3 * 14)
 
 
 def test_ulysses_exchanges_heads_by_all_to_all() -> None:
@@ -186,7 +213,11 @@ def test_messages_are_counted_by_channel_and_small_ones_separately() -> None:
 
 
 def test_unknown_collectives_are_rejected() -> None:
-    with fake_process_group(0, 2), OpCounterMode().enable(), pytest.raises(NotImplementedError, match="broadcast"):
+    with (
+        fake_process_group(0, 2),
+        OpCounterMode().enable(),
+        pytest.raises(NotImplementedError, match="broadcast"),
+    ):
         distributed.broadcast(torch.empty(8), 0)
 
 
@@ -210,7 +241,10 @@ def test_storages_are_tracked_until_freed_or_resized() -> None:
         view.untyped_storage().resize_(0)
         assert (counting.storages.device_bytes, counting.storages.peak_bytes) == (0, 4 << 20)
         bytes_on_host = torch.empty(1 << 25, dtype=torch.uint8)
-        assert (counting.storages.device_bytes, counting.storages.peak_host_bytes) == (0, bytes_on_host.nbytes)
+        assert (counting.storages.device_bytes, counting.storages.peak_host_bytes) == (
+            0,
+            bytes_on_host.nbytes,
+        )
 
 
 def test_composite_operations_are_decomposed() -> None:
@@ -218,7 +252,8 @@ def test_composite_operations_are_decomposed() -> None:
 
     counting = OpCounterMode()
     with counting.enable():
-        q, k = torch.empty(2, 64, 4, 8), torch.empty(2, 64, 2, 8)
+        q = torch.empty(2, 64, 4, 8)
+        k = torch.empty(2, 64, 2, 8)
         attention(q, k, k, torch.tensor([[0, 64], [0, 64]], dtype=torch.int32))
         with torch.inference_mode():
             torch.empty(3, 4, 5) @ torch.empty(5, 6)
@@ -227,7 +262,9 @@ def test_composite_operations_are_decomposed() -> None:
 
 
 def test_invalid_arguments_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="--rank 4 must be at least 0 and below the world size, 4"):
+    with pytest.raises(
+        ConfigError, match="--rank 4 must be at least 0 and below the world size, 4"
+    ):
         dry_run(configured("training.global_batch_size=4"), 4, rank=4)
     with pytest.raises(ConfigError, match='"auto"'):
         dry_run(configured("memory.recompute=auto"), 1)
@@ -236,7 +273,17 @@ def test_invalid_arguments_are_rejected() -> None:
 
 
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--config", "debug", "--world-size", "4", "--rank", "3", "--parallelism.pp", "2", "--json"]
+    words = [
+        "--config",
+        "debug",
+        "--world-size",
+        "4",
+        "--rank",
+        "3",
+        "--parallelism.pp",
+        "2",
+        "--json",
+    ]
     status = main([*words, "--model.num_layers", "4"])
     found = json.loads(capsys.readouterr().out)
     assert (status, found["rank"], found["world_size"], found["pp_rank"]) == (0, 3, 4, 1)

@@ -1,4 +1,6 @@
-"""Closed formulas for communication and FLOPs against the dry run, at world sizes that no test can start."""
+"""Closed formulas for communication and FLOPs against the dry run, at world sizes that no test can
+start.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ LONG = "training.seq_len=16384 parallelism.dp_replicate=2"
 DEEP = "model.num_layers=16 parallelism.pp=8 training.global_batch_size=64"
 CASES = {
     1: (KEEP, f"{HALF} {FULL}"),
-    4: (f"{FOUR} {HALF} parallelism.dp_shard=2", f"{FOUR} parallelism.tp=2 parallelism.pp_schedule=Interleaved1F1B"),
+    4: (
+        f"{FOUR} {HALF} parallelism.dp_shard=2",
+        f"{FOUR} parallelism.tp=2 parallelism.pp_schedule=Interleaved1F1B",
+    ),
     16: (
         f"{LONG} parallelism.cp=8 parallelism.cp_method=ring {HALF} {KEEP} training.global_batch_size=2",
         f"{LONG} parallelism.cp=4 parallelism.tp=2 parallelism.cp_method=allgather {FULL} training.global_batch_size=2",
@@ -53,9 +58,12 @@ CASES = {
 }
 
 
-def summed(messages: Iterable[CommVolume]) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+def summed(
+    messages: Iterable[CommVolume],
+) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
     """(bytes, calls) by (channel, kind)."""
-    sizes, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    sizes = Counter[tuple[str, str]]()
+    calls = Counter[tuple[str, str]]()
     for message in messages:
         if message.bytes:
             sizes[message.channel, message.kind] += round(message.bytes)
@@ -80,10 +88,16 @@ def test_formulas_match_the_dry_run(world_size: int, changes: str) -> None:
     assert checks.layout_problems(config, world_size) == []
     for pp_rank in end_pp_ranks(config):
         dry = dry_run(config, world_size, rank=pp_rank * (world_size // config.parallelism.pp))
-        assert summed(dry.messages) == summed(comm_volumes(RankMemory(config, world_size, pp_rank)))
+        assert summed(dry.messages) == summed(
+            comm_volumes(RankMemory(config, world_size, pp_rank))
+        )
         formulas = rank_workload(RankMemory(config, world_size, pp_rank))
-        assert sum(dry.matmul_flops.values()) == pytest.approx(sum(formulas.matmul_flops.values()), rel=1e-9)
-        assert sum(dry.attention_flops.values()) == pytest.approx(sum(formulas.attention_flops.values()), rel=0.01)
+        assert sum(dry.matmul_flops.values()) == pytest.approx(
+            sum(formulas.matmul_flops.values()), rel=1e-9
+        )
+        assert sum(dry.attention_flops.values()) == pytest.approx(
+            sum(formulas.attention_flops.values()), rel=0.01
+        )
 
 
 MIXED = {
@@ -97,9 +111,16 @@ CP = ("allgather", "ring", "alltoall", "ulysses", "hybrid")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "method", "recompute"),
-    [(pattern, method, recompute) for pattern in MIXED for method in CP for recompute in ("none", "full")],
+    [
+        (pattern, method, recompute)
+        for pattern in MIXED
+        for method in CP
+        for recompute in ("none", "full")
+    ],
 )
-def test_mixed_layers_match_the_dry_run_of_the_busiest_rank(pattern: str, method: str, recompute: str) -> None:
+def test_mixed_layers_match_the_dry_run_of_the_busiest_rank(
+    pattern: str, method: str, recompute: str
+) -> None:
     layers = {"1:1": 2, "3:1": 4, "5:1": 6}[pattern]
     config = memory_grid.configured(
         {
@@ -113,11 +134,15 @@ def test_mixed_layers_match_the_dry_run_of_the_busiest_rank(pattern: str, method
         | ({"parallelism.cp_ulysses": 2} if method == "hybrid" else {})
     )
     runs = [dry_run(config, 4, rank=rank) for rank in range(4)]
-    sizes, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    sizes = Counter[tuple[str, str]]()
+    calls = Counter[tuple[str, str]]()
     for size, count in (summed(dry.messages) for dry in runs):
-        sizes, calls = sizes | size, calls | count
+        sizes = sizes | size
+        calls = calls | count
     assert (sizes, calls) == summed(comm_volumes(RankMemory(config, 4, 0)))
     formulas = rank_workload(RankMemory(config, 4, 0))
     attended = max(sum(dry.attention_flops.values()) for dry in runs)
     assert attended == sum(formulas.attention_flops.values())
-    assert {sum(dry.matmul_flops.values()) for dry in runs} == {sum(formulas.matmul_flops.values())}
+    assert {sum(dry.matmul_flops.values()) for dry in runs} == {
+        sum(formulas.matmul_flops.values())
+    }

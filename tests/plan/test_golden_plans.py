@@ -1,4 +1,6 @@
-"""Golden plans of the shipped configurations make every change of predicted cost visible in review."""
+"""Golden plans of the shipped configurations make every change of predicted cost visible in
+review.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,16 @@ def test_each_shipped_configuration_has_a_golden_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "llama3_405b_128k" else ()) for name in names()]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "llama3_405b_128k" else ())
+        for name in names()
+    ],
 )
 def test_plans_match_the_golden_files(name: str) -> None:
-    assert told(name) == (PLANS / f"{name}.txt").read_text(), "if intended, run python -m benchmarks.plans"
+    assert told(name) == (PLANS / f"{name}.txt").read_text(), (
+        "if intended, run python -m benchmarks.plans"
+    )
 
 
 def test_the_scaling_page_is_complete() -> None:
@@ -26,5 +34,10 @@ def test_the_scaling_page_is_complete() -> None:
     for before, rule, after in zip(lines, lines[1:], lines[2:], strict=False):
         if rule.startswith("|---"):
             assert after.startswith("| "), f"the table of {before} is empty"
-    assert all(name in page for name in ("### 8B", "### 70B", "### 405B", "16,384 GPUs", "| 16M |", "| 8K |"))
-    assert all((PLANS.parent / name).exists() for name in re.findall(r"\((scaling\w*\.svg)\)", page))
+    assert all(
+        name in page
+        for name in ("### 8B", "### 70B", "### 405B", "16,384 GPUs", "| 16M |", "| 8K |")
+    )
+    assert all(
+        (PLANS.parent / name).exists() for name in re.findall(r"\((scaling\w*\.svg)\)", page)
+    )

@@ -34,7 +34,9 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
-        self.open, self.elements, self.texts = list[str](), list[tuple[str, Attributes]](), list[str]()
+        self.open = list[str]()
+        self.elements = list[tuple[str, Attributes]]()
+        self.texts = list[str]()
         self.feed(text)
         self.close()
         assert self.open == []
@@ -52,17 +54,33 @@ class Page(HTMLParser):
             self.texts.append(data)
 
     def having_class(self, name: str) -> list[Attributes]:
-        return [attributes for _, attributes in self.elements if name in (attributes.get("class") or "").split()]
+        return [
+            attributes
+            for _, attributes in self.elements
+            if name in (attributes.get("class") or "").split()
+        ]
 
 
 def page(*sections: BarChart | Table | LineChart) -> str:
-    return render_html(PlanReport(title="a plan", verdict="it fits", fits=True, facts=[], sections=sections))
+    return render_html(
+        PlanReport(title="a plan", verdict="it fits", fits=True, facts=[], sections=sections)
+    )
 
 
 def evil() -> PlanReport:
-    bars = BarChart(title=EVIL, unit=EVIL, bars=[StackedBar(label=EVIL, segments={EVIL: 1.0}, limit=0.5)])
+    bars = BarChart(
+        title=EVIL, unit=EVIL, bars=[StackedBar(label=EVIL, segments={EVIL: 1.0}, limit=0.5)]
+    )
     table = Table(title=EVIL, columns=[EVIL], rows=[[EVIL]], note=EVIL, best=0)
-    curve = LineChart(title=EVIL, x=EVIL, y=EVIL, log_x=False, log_y=False, lines={EVIL: [(1, 2), (2, 3)]}, limit=1)
+    curve = LineChart(
+        title=EVIL,
+        x=EVIL,
+        y=EVIL,
+        log_x=False,
+        log_y=False,
+        lines={EVIL: [(1, 2), (2, 3)]},
+        limit=1,
+    )
     return PlanReport(
         title=EVIL,
         verdict=EVIL,
@@ -77,7 +95,9 @@ def evil() -> PlanReport:
 # ---- the page
 
 
-@pytest.mark.parametrize("report", [SAMPLE, replace(SAMPLE, fits=False, sections=[stages(4), stages(16)]), evil()])
+@pytest.mark.parametrize(
+    "report", [SAMPLE, replace(SAMPLE, fits=False, sections=[stages(4), stages(16)]), evil()]
+)
 def test_all_tags_are_closed_and_all_svgs_are_xml(report: PlanReport) -> None:
     text = render_html(report)
     assert text.startswith("<!DOCTYPE html>\n")
@@ -87,7 +107,8 @@ def test_all_tags_are_closed_and_all_svgs_are_xml(report: PlanReport) -> None:
 
 
 def test_report_texts_are_escaped() -> None:
-    known, found = Page(render_html(SAMPLE)), Page(render_html(evil()))
+    known = Page(render_html(SAMPLE))
+    found = Page(render_html(evil()))
     assert {tag for tag, _ in found.elements} <= {tag for tag, _ in known.elements} | {"i"}
     names = {name for _, attributes in known.elements for name in attributes}
     assert {name for _, attributes in found.elements for name in attributes} <= names
@@ -96,13 +117,31 @@ def test_report_texts_are_escaped() -> None:
 
 def test_a_page_loads_no_external_resources() -> None:
     text = render_html(SAMPLE)
-    for word in ("http", "//", "@import", "@font-face", "<script", "<link", "<img", "<base", "src=", "href=", "url("):
+    for word in (
+        "http",
+        "//",
+        "@import",
+        "@font-face",
+        "<script",
+        "<link",
+        "<img",
+        "<base",
+        "src=",
+        "href=",
+        "url(",
+    ):
         assert word not in text
 
 
 def test_a_page_contains_the_whole_report() -> None:
     shown = "\n".join(Page(render_html(SAMPLE)).texts)
-    kinds = [*MEMORY.segment_names, *HOST.segment_names, *TIME.segment_names, *TOKENS.lines, *MFU.lines]
+    kinds = [
+        *MEMORY.segment_names,
+        *HOST.segment_names,
+        *TIME.segment_names,
+        *TOKENS.lines,
+        *MFU.lines,
+    ]
     texts = [SAMPLE.title, SAMPLE.verdict, SEARCH.note, *SAMPLE.notes, SAMPLE.toml, *kinds]
     texts += [part.title for part in SAMPLE.sections]
     texts += [text for row in (*SAMPLE.facts, *SEARCH.rows) for text in row]
@@ -115,7 +154,11 @@ def test_the_verdict_is_in_words() -> None:
 
 
 def test_empty_sections_render_without_content() -> None:
-    empty = BarChart(title="none", unit="s", bars=[]), Table(title="", columns=["a"], rows=[]), replace(MFU, lines={})
+    empty = (
+        BarChart(title="none", unit="s", bars=[]),
+        Table(title="", columns=["a"], rows=[]),
+        replace(MFU, lines={}),
+    )
     text = page(*empty)
     assert Page(text).having_class("bar") == []
     assert text.count("<svg") == 1
@@ -149,7 +192,11 @@ def percent(attributes: Attributes, name: str) -> float:
 def bar_segments(text: str) -> list[tuple[str, str, float]]:
     """(name, colour class, width in percent) of every segment on the page."""
     return [
-        ((attributes["title"] or "").partition(":")[0], attributes["class"] or "", percent(attributes, "width"))
+        (
+            (attributes["title"] or "").partition(":")[0],
+            attributes["class"] or "",
+            percent(attributes, "width"),
+        )
         for tag, attributes in Page(text).elements
         if tag == "span" and "title" in attributes
     ]
@@ -166,12 +213,15 @@ def test_segments_are_to_scale(bars: BarChart) -> None:
     ]
     shown = bar_segments(page(bars))
     assert [kind for kind, _, _ in shown] == [kind for kind, _ in expected]
-    assert [width for _, _, width in shown] == pytest.approx([width for _, width in expected], abs=1e-4)
+    assert [width for _, _, width in shown] == pytest.approx(
+        [width for _, width in expected], abs=1e-4
+    )
 
 
 def test_only_a_bar_over_the_limit_is_marked() -> None:
     text = page(stages(16))
-    limits, over = Page(text).having_class("limit"), Page(text).having_class("over")
+    limits = Page(text).having_class("limit")
+    over = Page(text).having_class("over")
     limit = 100 * 79.1 / stages(16).bars[2].total
     assert [percent(each, "left") for each in limits] == pytest.approx([limit] * 16, abs=1e-3)
     assert [(percent(each, "left"), percent(each, "width")) for each in over] == [pytest.approx((limit, 100 - limit), abs=1e-3)]  # fmt: skip
@@ -196,7 +246,9 @@ def test_wide_segments_carry_their_value() -> None:
 def test_a_name_has_one_colour_per_unit() -> None:
     colours = {(kind, colour) for kind, colour, _ in bar_segments(page(MEMORY, HOST, stages(16)))}
     assert len(colours) == len(dict(colours)) == len({colour for _, colour in colours}) >= 10
-    swatches = re.findall(r'class="swatch (k\d+)"></span>(.*?)</th>', page(MEMORY, HOST, stages(16)))
+    swatches = re.findall(
+        r'class="swatch (k\d+)"></span>(.*?)</th>', page(MEMORY, HOST, stages(16))
+    )
     assert {(kind, colour) for colour, kind in swatches} == colours
     assert bar_segments(page(MEMORY, TIME))[-7][1] == "k0"
 
@@ -211,22 +263,33 @@ def chart(line_chart: LineChart) -> ElementTree.Element:
 def dots(svg: ElementTree.Element) -> dict[str, tuple[float, float]]:
     """Position by tooltip."""
     return {
-        circle.findtext("title") or "": (float(circle.get("cx") or 0), float(circle.get("cy") or 0))
+        circle.findtext("title") or "": (
+            float(circle.get("cx") or 0),
+            float(circle.get("cy") or 0),
+        )
         for circle in svg.iter("circle")
         if circle.find("title") is not None
     }
 
 
 def test_points_on_log_axes_are_to_scale() -> None:
-    places = [place for hint, place in dots(chart(TOKENS)).items() if hint.startswith("keep_attention, offload: ")]
-    assert [x for x, _ in places] == pytest.approx([PLOT_WIDTH * n / 7 for n in range(8)], abs=0.06)
+    places = [
+        place
+        for hint, place in dots(chart(TOKENS)).items()
+        if hint.startswith("keep_attention, offload: ")
+    ]
+    assert [x for x, _ in places] == pytest.approx(
+        [PLOT_WIDTH * n / 7 for n in range(8)], abs=0.06
+    )
     assert "keep_attention, offload: 7.49 at 32K" in dots(chart(TOKENS))
 
 
 def test_a_linear_axis_starts_at_zero() -> None:
     heights = {hint.partition(" at ")[0]: y for hint, (_, y) in dots(chart(MFU)).items()}
     for name, value in (("full", 21.2), ("keep_attention, offload", 24.1)):
-        assert heights[f"{name}: {value}"] == pytest.approx(PLOT_HEIGHT * (1 - value / 40), abs=0.06)
+        assert heights[f"{name}: {value}"] == pytest.approx(
+            PLOT_HEIGHT * (1 - value / 40), abs=0.06
+        )
 
 
 def test_lines_connect_their_points() -> None:
@@ -247,7 +310,11 @@ def test_the_limit_is_drawn_at_its_value() -> None:
 
 
 def test_undrawable_points_are_omitted_and_shown_as_dashes_in_the_table() -> None:
-    gaps = replace(MFU, log_y=True, lines={"all": [(1024.0, nan), (2048.0, 4.0), (4096.0, inf), (8192.0, 8.0)]})
+    gaps = replace(
+        MFU,
+        log_y=True,
+        lines={"all": [(1024.0, nan), (2048.0, 4.0), (4096.0, inf), (8192.0, 8.0)]},
+    )
     assert len(dots(chart(gaps))) == 2
     assert re.findall(r"<td.*?>(.*?)</td>", page(gaps)) == ["-", "4.00", "-", "8.00"]
 
@@ -283,20 +350,37 @@ def test_log_ticks_are_powers_of_two_that_span_the_values(low: float, high: floa
 
 # ---- colours
 
-PROTANOPIA = ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998))
-DEUTERANOPIA = ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881))
-TRITANOPIA = ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900))
+PROTANOPIA = (
+    (0.152286, 1.052583, -0.204868),
+    (0.114503, 0.786281, 0.099216),
+    (-0.003882, -0.048116, 1.051998),
+)
+DEUTERANOPIA = (
+    (0.367322, 0.860646, -0.227968),
+    (0.280085, 0.672501, 0.047413),
+    (-0.011820, 0.042940, 0.968881),
+)
+TRITANOPIA = (
+    (1.255528, -0.076749, -0.178779),
+    (-0.078411, 0.930809, 0.147602),
+    (0.004733, 0.691367, 0.303900),
+)
 FULL_VISION = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 Vector = tuple[float, ...]
 
 
 def linear(colour: str) -> Vector:
     parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
-    return tuple(part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return tuple(
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
 
 
 def luminance(colour: str) -> float:
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear(colour), strict=True))
+    return sum(
+        weight * part
+        for weight, part in zip((0.2126, 0.7152, 0.0722), linear(colour), strict=True)
+    )
 
 
 def contrast(one: str, other: str) -> float:
@@ -307,17 +391,27 @@ def contrast(one: str, other: str) -> float:
 
 def lab(colour: Vector) -> Vector:
     rows = ((0.4339, 0.3762, 0.1899), (0.2126, 0.7152, 0.0722), (0.0178, 0.1095, 0.8727))
-    x, y, z = (sum(weight * part for weight, part in zip(row, colour, strict=True)) for row in rows)
+    x, y, z = (
+        sum(weight * part for weight, part in zip(row, colour, strict=True)) for row in rows
+    )
     fx, fy, fz = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in (x, y, z))
     return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
 
 
 @pytest.mark.parametrize("vision", [FULL_VISION, PROTANOPIA, DEUTERANOPIA, TRITANOPIA])
 def test_palette_colours_differ_for_colour_blind_readers(vision: tuple[Vector, ...]) -> None:
-    """Simulated as in Machado, Oliveira and Fernandes (2009); 2.3 is the just noticeable difference."""
+    """Simulated as in Machado, Oliveira and Fernandes (2009); 2.3 is the just noticeable
+    difference.
+    """
     seen = [
         tuple(
-            min(1.0, max(0.0, sum(weight * part for weight, part in zip(row, linear(colour), strict=True))))
+            min(
+                1.0,
+                max(
+                    0.0,
+                    sum(weight * part for weight, part in zip(row, linear(colour), strict=True)),
+                ),
+            )
             for row in vision
         )
         for colour in PALETTE
@@ -330,10 +424,15 @@ def test_neighbouring_colours_differ_in_greyscale() -> None:
 
 
 def test_text_contrast_meets_wcag_in_both_colour_schemes() -> None:
-    variables = [dict(re.findall(r"--(\w+): (#\w+)", line)) for line in re.findall(":root {.*}", page())]
+    variables = [
+        dict(re.findall(r"--(\w+): (#\w+)", line)) for line in re.findall(":root {.*}", page())
+    ]
     assert len(variables) == 2
     for scheme in ({name: colour.replace("#fff", "#ffffff") if len(colour) == 4 else colour for name, colour in each.items()} for each in variables):  # fmt: skip
-        assert min(contrast(scheme[text], scheme["paper"]) for text in ("ink", "soft", "good", "bad")) > 4.5
+        assert (
+            min(contrast(scheme[text], scheme["paper"]) for text in ("ink", "soft", "good", "bad"))
+            > 4.5
+        )
         assert contrast(scheme["ink"], scheme["tint"]) > 4.5
         assert min(contrast(colour, scheme["paper"]) for colour in PALETTE) > 1.9
         assert min(contrast(PALETTE[line], scheme["paper"]) for line in LINE_COLOURS) > 3
@@ -342,5 +441,8 @@ def test_text_contrast_meets_wcag_in_both_colour_schemes() -> None:
 def test_segment_labels_contrast_with_their_colour() -> None:
     for index, colour in enumerate(PALETTE):
         ink = "#ffffff" if index in DARK_COLOURS else "#14171a"
-        assert f".k{index} {{ background: {colour}; color: {ink.replace('#ffffff', '#fff')} }}" in page()
+        assert (
+            f".k{index} {{ background: {colour}; color: {ink.replace('#ffffff', '#fff')} }}"
+            in page()
+        )
         assert contrast(colour, ink) > 4.5

@@ -1,4 +1,6 @@
-"""Communication time on eight-device nodes with 450 and 50 GB/s, of which 0.8 and 0.9 are reached."""
+"""Communication time on eight-device nodes with 450 and 50 GB/s, of which 0.8 and 0.9 are
+reached.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,16 @@ from trainer.plan.interconnect import (
 )
 from trainer.plan.plan import plan_stage
 
-H100, GB200 = load_device("h100-80gb"), load_device("gb200")
-INSIDE, BETWEEN = 360e9, 45e9
+H100 = load_device("h100-80gb")
+GB200 = load_device("gb200")
+INSIDE = 360e9
+BETWEEN = 45e9
 
 
 def mesh(**parallelism: object) -> Config:
-    return Config.model_validate({"parallelism": parallelism, "model": {"family": "llama3", "size": "8b"}})
+    return Config.model_validate(
+        {"parallelism": parallelism, "model": {"family": "llama3", "size": "8b"}}
+    )
 
 
 def test_groups_are_placed_on_nodes_by_rank_order() -> None:
@@ -47,7 +53,9 @@ def test_a_rack_with_nvlink_is_one_link_domain() -> None:
 def test_no_group_straddles_a_rack() -> None:
     found = group_topologies(mesh(dp_shard=32, pp=8), 256, GB200)
     assert found["fsdp"] == GroupTopology(ranks=32, min_ranks_per_domain=32, num_domains=1)
-    full_racks = group_topologies(mesh(dp_shard=32, pp=8), 256, replace(GB200, link_domain_used=72))
+    full_racks = group_topologies(
+        mesh(dp_shard=32, pp=8), 256, replace(GB200, link_domain_used=72)
+    )
     assert full_racks["fsdp"] == GroupTopology(ranks=32, min_ranks_per_domain=8, num_domains=2)
 
 
@@ -59,7 +67,8 @@ def test_no_group_straddles_a_rack() -> None:
         ([range(192), range(3)], 192, 48),
         ([range(80), range(5)], 80, 40),
         ([range(64)], 64, 72),  # One rack has room for the job.
-        ([range(76)], 76, 72),  # Whole nodes that no group straddles would leave most of each rack idle.
+        # Whole nodes that no group straddles would leave most of each rack idle.
+        ([range(76)], 76, 72),
     ],
 )
 def test_racks_are_used_to_the_largest_number_of_whole_nodes_that_no_group_straddles(
@@ -83,7 +92,15 @@ def test_a_plan_says_how_much_of_a_rack_it_uses() -> None:
 
 def test_every_channel_has_a_topology() -> None:
     config = mesh(dp_shard=2, dp_replicate=2, cp=2, tp=2, pp=2, cp_method="ring")
-    assert {*group_topologies(config, 32, H100)} == {"pp", "dp_replicate", "fsdp", "tp", "dp_cp", "metrics", "cp"}
+    assert {*group_topologies(config, 32, H100)} == {
+        "pp",
+        "dp_replicate",
+        "fsdp",
+        "tp",
+        "dp_cp",
+        "metrics",
+        "cp",
+    }
 
 
 def test_a_group_within_a_node_uses_its_fast_links() -> None:
@@ -93,7 +110,9 @@ def test_a_group_within_a_node_uses_its_fast_links() -> None:
 
 
 def test_collectives_across_nodes_use_all_network_links_of_their_ranks() -> None:
-    assert bandwidth("all_gather", GroupTopology(32, 8, 4), H100) == pytest.approx(min(INSIDE, 8 * BETWEEN))
+    assert bandwidth("all_gather", GroupTopology(32, 8, 4), H100) == pytest.approx(
+        min(INSIDE, 8 * BETWEEN)
+    )
     assert bandwidth("reduce_scatter", GroupTopology(8, 2, 4), H100) == pytest.approx(2 * BETWEEN)
     assert bandwidth("all_reduce", GroupTopology(4, 1, 4), H100) == pytest.approx(BETWEEN)
     wide = replace(H100, network_bandwidth=1e12)
@@ -106,12 +125,17 @@ def test_send_recv_is_bound_by_the_rank_that_crosses_nodes() -> None:
 
 def test_all_to_all_is_bound_by_the_share_that_crosses_nodes() -> None:
     # 16 ranks on two nodes: 8 of 15 parts cross, 7 stay.
-    assert bandwidth("all_to_all", GroupTopology(16, 8, 2), H100) == pytest.approx(BETWEEN * 15 / 8)
+    assert bandwidth("all_to_all", GroupTopology(16, 8, 2), H100) == pytest.approx(
+        BETWEEN * 15 / 8
+    )
 
 
 def test_ring_latency_counts_one_network_step_per_further_node() -> None:
-    inside, between = H100.link_latency, H100.network_latency
-    assert latency("all_gather", GroupTopology(8, 8, 1), H100) == pytest.approx(CALL_OVERHEAD + 7 * inside)
+    inside = H100.link_latency
+    between = H100.network_latency
+    assert latency("all_gather", GroupTopology(8, 8, 1), H100) == pytest.approx(
+        CALL_OVERHEAD + 7 * inside
+    )
     assert latency("all_gather", GroupTopology(32, 8, 4), H100) == pytest.approx(
         CALL_OVERHEAD + 28 * inside + 3 * between
     )
@@ -122,6 +146,15 @@ def test_ring_latency_counts_one_network_step_per_further_node() -> None:
 
 
 def test_message_time_is_volume_plus_latency() -> None:
-    message = CommVolume(channel="tp", kind="all_gather", phase="forward", what="hidden states", bytes=36e9, calls=100)
+    message = CommVolume(
+        channel="tp",
+        kind="all_gather",
+        phase="forward",
+        what="hidden states",
+        bytes=36e9,
+        calls=100,
+    )
     groups = {"tp": GroupTopology(2, 2, 1)}
-    assert message_seconds(message, groups, H100) == pytest.approx(0.1 + 100 * (CALL_OVERHEAD + H100.link_latency))
+    assert message_seconds(message, groups, H100) == pytest.approx(
+        0.1 + 100 * (CALL_OVERHEAD + H100.link_latency)
+    )

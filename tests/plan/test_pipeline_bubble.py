@@ -44,7 +44,9 @@ def simulated_bubble(plan: PipelinePlan, hop: float = 0) -> float:
 
 @pytest.mark.parametrize(("schedule", "each"), SCHEDULES)
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 16)])
-def test_bubble_matches_simulated_schedules(schedule: PipelineSchedule, each: int, pp: int, micro_batches: int) -> None:
+def test_bubble_matches_simulated_schedules(
+    schedule: PipelineSchedule, each: int, pp: int, micro_batches: int
+) -> None:
     plan = made(schedule, each, pp, micro_batches)
     assert bubble_seconds(plan, CHUNK_SECONDS) == pytest.approx(simulated_bubble(plan))
 
@@ -54,7 +56,8 @@ def test_bubble_matches_simulated_schedules(schedule: PipelineSchedule, each: in
 def test_exposed_sends_match_simulated_schedules(
     schedule: PipelineSchedule, each: int, pp: int, micro_batches: int
 ) -> None:
-    plan, hop = made(schedule, each, pp, micro_batches), 0.1
+    plan = made(schedule, each, pp, micro_batches)
+    hop = 0.1
     more = simulated_bubble(plan, hop) - simulated_bubble(plan)
     assert bubble_seconds(plan, 0, p2p_seconds=hop) == pytest.approx(more, rel=0.25)
 
@@ -71,8 +74,11 @@ def test_one_rank_has_no_bubble() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "each"), SCHEDULES)
-def test_the_bubble_fraction_is_that_of_the_schedule(schedule: PipelineSchedule, each: int) -> None:
-    for micro_batches in (1, 2, 8):  # Fewer than ranks enlarge the bubble of interleaved stages.
+def test_the_bubble_fraction_is_that_of_the_schedule(
+    schedule: PipelineSchedule, each: int
+) -> None:
+    # Fewer than ranks enlarge the bubble of interleaved stages.
+    for micro_batches in (1, 2, 8):
         plan = made(schedule, each, 4, micro_batches)
         assert idle_fraction(plan, scheduled(plan), SECONDS) == pytest.approx(plan.bubble_fraction)
 

@@ -25,7 +25,9 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_a_run_is_planned_from_a_trace_unless_it_has_to_be_quick(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_planned_from_a_trace_unless_it_has_to_be_quick(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     command = ["--config", "debug", "--device", "h100-80gb", "--why"]
     assert main(command) == 0
     said = capsys.readouterr().out
@@ -48,8 +50,15 @@ def test_a_recipe_is_planned_for_its_largest_stage(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith("stages_debug on 2 x h100-80gb")
 
 
-def test_a_run_that_does_not_fit_exits_with_3_and_suggests_changes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", "llama3_8b_1m_8gpu", "--device", "a100-40gb", "--memory.offload", "none"]) == 3
+def test_a_run_that_does_not_fit_exits_with_3_and_suggests_changes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        main(
+            ["--config", "llama3_8b_1m_8gpu", "--device", "a100-40gb", "--memory.offload", "none"]
+        )
+        == 3
+    )
     said = capsys.readouterr().out
     assert "DOES NOT FIT: a device needs" in said
     assert "frees" in said
@@ -58,7 +67,10 @@ def test_a_run_that_does_not_fit_exits_with_3_and_suggests_changes(capsys: pytes
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--device", "h100-80"], 'error: device "h100-80" is neither a table nor a file; did you mean h100-80gb?'),
+        (
+            ["--device", "h100-80"],
+            'error: device "h100-80" is neither a table nor a file; did you mean h100-80gb?',
+        ),
         (["--world-size", "7"], "error: the mesh "),
         (["--trainin.steps", "7"], "error: "),
         (["search"], "error: --gpus or --nodes is missing"),
@@ -72,12 +84,23 @@ def test_a_run_that_does_not_fit_exits_with_3_and_suggests_changes(capsys: pytes
             "error: command line: --seq-len 1 must be an integer, at least 2, at most 2,147,483,647, optionally",
         ),
         (["--html", "/"], "error: command line: --html / cannot be written: a folder"),
-        (["--network", "fast"], "error: command line: --network fast must be a finite number, above 0"),
-        (["--gpus", "8", "--nodes", "4"], "error: --world-size, --gpus and --nodes must give the same number"),
-        (["search", "--gpus", "8", "--longest", "--fewest"], "error: --longest, --fewest: only one of them"),
+        (
+            ["--network", "fast"],
+            "error: command line: --network fast must be a finite number, above 0",
+        ),
+        (
+            ["--gpus", "8", "--nodes", "4"],
+            "error: --world-size, --gpus and --nodes must give the same number",
+        ),
+        (
+            ["search", "--gpus", "8", "--longest", "--fewest"],
+            "error: --longest, --fewest: only one of them",
+        ),
     ],
 )
-def test_invalid_arguments_exit_with_2(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_exit_with_2(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = [word for word in words if word in ("search", "find")]
     assert main([*command, *FITS, *(word for word in words if word not in command)]) == 2
     assert capsys.readouterr().err.startswith(told)
@@ -87,7 +110,9 @@ def test_slower_links_increase_the_step_time(capsys: pytest.CaptureFixture[str])
     seconds = []
     for words in ([], ["--network", "5"], ["--network", "5", "--link", "20"]):
         assert main([*FITS, "--nodes", "4", "--quick", *words]) == 0
-        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step time "))
+        line = next(
+            line for line in capsys.readouterr().out.splitlines() if line.startswith("step time ")
+        )
         seconds.append(float(line.split()[2]))
     assert seconds == sorted(seconds)
     assert seconds[0] < seconds[2]
@@ -109,11 +134,28 @@ def test_all_stages_of_a_recipe_are_listed(capsys: pytest.CaptureFixture[str]) -
     assert main(["--config", "llama31_8b_128k", "--device", "h100-80gb", "--quick"]) in (0, 3)
     said = capsys.readouterr().out
     assert "training stages" in said
-    assert all(stage.name in said for stage in load(["--config", "llama31_8b_128k"]).training_stages)
+    assert all(
+        stage.name in said for stage in load(["--config", "llama31_8b_128k"]).training_stages
+    )
 
 
 def test_search_prints_toml(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["search", "--config", "llama3_8b", "--device", "h200", "--gpus", "8", "--seq-len", "65536"]) == 0
+    assert (
+        main(
+            [
+                "search",
+                "--config",
+                "llama3_8b",
+                "--device",
+                "h200",
+                "--gpus",
+                "8",
+                "--seq-len",
+                "65536",
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert said.startswith("llama3_8b with 65,536 tokens per sequence on 8 x h200\n")
     first, second, *_ = said.split("configuration to paste\n")[1].split("# ")[1:]
@@ -125,27 +167,49 @@ def test_search_prints_toml(capsys: pytest.CaptureFixture[str]) -> None:
             "ulysses",
             "hybrid",
         )
-    assert main(["search", "--config", "llama3_70b_128k", "--device", "l40s", "--gpus", "1", "--longest"]) == 3
+    assert (
+        main(
+            [
+                "search",
+                "--config",
+                "llama3_70b_128k",
+                "--device",
+                "l40s",
+                "--gpus",
+                "1",
+                "--longest",
+            ]
+        )
+        == 3
+    )
     assert "fewer than 4,096 tokens per sequence" in capsys.readouterr().out
 
 
-def test_a_calibrated_table_can_be_planned_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calibrated_table_can_be_planned_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from trainer.plan import calibrate
 
     monkeypatch.setattr(calibrate, "SMALL", (64, 64, 1 << 16))
     table = tmp_path / "mine.toml"
     assert main(["calibrate", "--extends", "h200", "--output", str(table)]) == 0
-    mine, theirs = load_device(str(table)), load_device("h200")
+    mine = load_device(str(table))
+    theirs = load_device("h200")
     assert mine.matmul_flops != theirs.matmul_flops
     assert mine.network_bandwidth == theirs.network_bandwidth
     assert "measured by longhaul plan calibrate on" in table.read_text()
-    assert plan_stage(load(FITS[:2]), 32, mine).step_seconds > plan_stage(load(FITS[:2]), 32, theirs).step_seconds
+    assert (
+        plan_stage(load(FITS[:2]), 32, mine).step_seconds
+        > plan_stage(load(FITS[:2]), 32, theirs).step_seconds
+    )
 
 
 def test_a_gpu_is_detected_by_its_driver_name(tmp_path: Path) -> None:
     assert detect_device(tmp_path) is None
     (tmp_path / "0000:19:00.0").mkdir()
-    (tmp_path / "0000:19:00.0" / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 18\n")
+    (tmp_path / "0000:19:00.0" / "information").write_text(
+        "Model: \t\t NVIDIA H200\nIRQ:   \t\t 18\n"
+    )
     assert detect_device(tmp_path) == load_device("h200")
 
 

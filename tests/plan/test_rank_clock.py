@@ -1,4 +1,6 @@
-"""The clock of a rank on pieces written by hand: what is exposed, what overlaps, and what a launch costs."""
+"""The clock of a rank on pieces written by hand: what is exposed, what overlaps, and what a launch
+costs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from trainer.hardware.device_specs import load_device
 from trainer.memory.tensors import MemoryEstimate
 from trainer.plan.interconnect import CALL_OVERHEAD, GroupTopology
 from trainer.plan.rank_clock import RankClock
-from trainer.trace.pieces import OPTIMIZER, Arrival, AttentionKey, Departure, Piece, Place, ProductKey, Work
+from trainer.trace.pieces import (
+    OPTIMIZER,
+    Arrival,
+    AttentionKey,
+    Departure,
+    Piece,
+    Place,
+    ProductKey,
+    Work,
+)
 from trainer.trace.rank_step import RankStep
 
 DEVICE = replace(
@@ -38,9 +49,14 @@ def message(channel: str, kind: str, seconds: float, number: int) -> Departure:
 
 
 def clock(*timelines: list[Work | Departure | Arrival], **device: float) -> RankClock:
-    pieces = [Piece(Place("forward", 0, 0, block), [], timeline) for block, timeline in enumerate(timelines)]
+    pieces = [
+        Piece(Place("forward", 0, 0, block), [], timeline)
+        for block, timeline in enumerate(timelines)
+    ]
     pieces.append(Piece(OPTIMIZER, [], [passes(0)]))
-    step = RankStep(2, MemoryEstimate("", 0, 1, ()), tuple(pieces), tuple(range(len(pieces))), {}, 1.0)
+    step = RankStep(
+        2, MemoryEstimate("", 0, 1, ()), tuple(pieces), tuple(range(len(pieces))), {}, 1.0
+    )
     return RankClock(configured("parallelism.cp=2"), step, replace(DEVICE, **device), GROUPS)  # type: ignore[arg-type]
 
 
@@ -69,7 +85,9 @@ def test_gradients_are_reduced_until_the_next_ones_are() -> None:
 
 
 def test_messages_on_one_link_wait_for_each_other() -> None:
-    one, other = (message(channel, "send", 2, number) for channel, number in (("cp", 1), ("tp", 2)))
+    one, other = (
+        message(channel, "send", 2, number) for channel, number in (("cp", 1), ("tp", 2))
+    )
     assert sum(clock([one, other, Arrival(1)]).step_time.exposed.values()) == pytest.approx(4)
 
 
@@ -82,7 +100,9 @@ def test_copies_to_the_host_are_exposed_only_where_kernels_wait() -> None:
 def test_kernels_that_end_before_the_next_is_launched_leave_gaps() -> None:
     work = passes(1)
     work.kernels["forward"] = 5
-    assert clock([work], launch_latency=1.0).step_time.compute["launch overhead"] == pytest.approx(4)
+    assert clock([work], launch_latency=1.0).step_time.compute["launch overhead"] == pytest.approx(
+        4
+    )
 
 
 def test_products_beyond_two_gradients_are_recomputed() -> None:

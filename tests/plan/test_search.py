@@ -46,7 +46,8 @@ def configured(*words: str) -> Recipe:
 
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "training.attention": ("auto", "flash", "efficient"),  # cuDNN alone takes a call for each block of a window.
+    # cuDNN alone takes a call for each block of a window.
+    "training.attention": ("auto", "flash", "efficient"),
     "training.compile": (True, False),
     "memory.optimizer_placement": ("device", "host"),
     "memory.loss_chunk_mib": LOSS_CHUNKS_MIB,
@@ -57,8 +58,12 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 def exhaustive_optimum(config: Recipe, ranks: int, device: DeviceSpec) -> float:
     """Step time of the fastest layout that fits, by exhaustive search."""
     best = inf
-    combinations = [dict(zip(OPTIONS, values, strict=True)) for values in product(*OPTIONS.values())]
-    for layout, keep, options in product(enumerate_layouts(config, ranks, device), MEMORY_CHOICES, combinations):
+    combinations = [
+        dict(zip(OPTIONS, values, strict=True)) for values in product(*OPTIONS.values())
+    ]
+    for layout, keep, options in product(
+        enumerate_layouts(config, ranks, device), MEMORY_CHOICES, combinations
+    ):
         tried = with_overrides(config, layout | keep | options)
         if checks.layout_problems(tried, ranks) or attention_problems(tried, device):
             continue
@@ -69,7 +74,15 @@ def exhaustive_optimum(config: Recipe, ranks: int, device: DeviceSpec) -> float:
 
 
 SPACES = {
-    "long sequences": ("llama3_1b", 2, 20, "--training.seq_len", "131072", "--training.global_batch_size", "2"),
+    "long sequences": (
+        "llama3_1b",
+        2,
+        20,
+        "--training.seq_len",
+        "131072",
+        "--training.global_batch_size",
+        "2",
+    ),
     "weights that hardly fit": ("llama3_8b", 2, 60, "--training.seq_len", "16384"),
     "states that fit the host alone": ("llama3_8b", 1, 70, "--training.seq_len", "8192"),
     "windows": ("gemma3_4b_128k", 2, 44, "--training.seq_len", "32768"),
@@ -81,16 +94,21 @@ SPACES = {
 @pytest.mark.parametrize("name", SPACES)
 def test_search_finds_the_exhaustive_optimum(name: str) -> None:
     file, ranks, gib, *words = SPACES[name]
-    config, device = load(["--config", str(file), *map(str, words)]), replace(H100, memory=float(gib) * GIB)
+    config = load(["--config", str(file), *map(str, words)])
+    device = replace(H100, memory=float(gib) * GIB)
     found = search(config, int(ranks), device)
     fastest = exhaustive_optimum(config, int(ranks), device)
     assert fastest <= found.best[0].step_seconds <= TIE_FACTOR * fastest
-    assert all(plan.fits and not checks.layout_problems(plan.config, int(ranks)) for plan in found.best)
+    assert all(
+        plan.fits and not checks.layout_problems(plan.config, int(ranks)) for plan in found.best
+    )
 
 
 @pytest.mark.slow
 def test_results_are_sorted_by_time_but_for_equals() -> None:
-    found = search(configured("--training.seq_len", "32768", "--training.global_batch_size", "4"), 4, H100)
+    found = search(
+        configured("--training.seq_len", "32768", "--training.global_batch_size", "4"), 4, H100
+    )
     seconds = [plan.step_seconds for plan in found.best]
     slower = [each for each in seconds if each > TIE_FACTOR * min(seconds)]
     assert slower == sorted(slower)
@@ -117,7 +135,9 @@ def test_layouts_that_do_not_fit_name_their_shortage() -> None:
 def test_the_printed_toml_reproduces_the_plan(tmp_path: Path) -> None:
     shipped = ROOT / "train_configs" / "llama3_8b_128k.toml"
     for plan in search(with_seq_len(configured(), 65_536), 8, H100).best:
-        (tmp_path / "whole.toml").write_text(replace_sections(shipped.read_text(), layout_toml(plan.config)))
+        (tmp_path / "whole.toml").write_text(
+            replace_sections(shipped.read_text(), layout_toml(plan.config))
+        )
         config = load(["--config", str(tmp_path / "whole.toml")])
         assert config.training.seq_len == 65_536
         assert checks.layout_problems(config, 8) == []
@@ -127,7 +147,8 @@ def test_the_printed_toml_reproduces_the_plan(tmp_path: Path) -> None:
 def replace_sections(text: str, pasted: str) -> str:
     """Replaces whole sections, as a user would."""
     mine = {f"[{name}]" for name in tomllib.loads(pasted)}
-    kept, inside = [], False
+    kept = []
+    inside = False
     for line in text.splitlines():
         inside = line.partition("#")[0].strip() in mine if line.startswith("[") else inside
         kept += [] if inside else [line]
@@ -135,10 +156,8 @@ def replace_sections(text: str, pasted: str) -> str:
 
 
 def test_longest_sequence_fits_and_a_longer_one_does_not() -> None:
-    device, config = (
-        replace(H100, memory=16 * GIB),
-        load(["--config", "llama3_1b", "--training.global_batch_size", "1"]),
-    )
+    device = replace(H100, memory=16 * GIB)
+    config = load(["--config", "llama3_1b", "--training.global_batch_size", "1"])
     length, found, stops = longest_sequence(config, 2, device)
     assert "a device needs" in stops
     assert found.best[0].fits
@@ -149,7 +168,9 @@ def test_longest_sequence_fits_and_a_longer_one_does_not() -> None:
 @pytest.mark.slow
 def test_fewest_devices_need_not_be_a_power_of_two() -> None:
     config = load(["--config", "llama3_8b", "--training.global_batch_size", "8"])
-    ranks, found = fewest_devices(config, replace(H100, memory=9 * GIB), pinned=["memory.optimizer_placement"])
+    ranks, found = fewest_devices(
+        config, replace(H100, memory=9 * GIB), pinned=["memory.optimizer_placement"]
+    )
     assert ranks == 24
     assert found.best[0].fits
 
@@ -161,14 +182,20 @@ def test_pinned_keys_are_kept() -> None:
 
 
 def test_pinned_keys_are_kept_by_the_longest_sequence_and_the_fewest_devices() -> None:
-    config = load(["--config", "llama3_1b", "--training.global_batch_size", "8", "--memory.offload", "none"])
-    device, pinned = replace(H100, memory=32 * GIB), ["memory.offload"]
+    config = load(
+        ["--config", "llama3_1b", "--training.global_batch_size", "8", "--memory.offload", "none"]
+    )
+    device = replace(H100, memory=32 * GIB)
+    pinned = ["memory.offload"]
     free, _, _ = longest_sequence(config, 1, device)
     length, found, _ = longest_sequence(config, 1, device, pinned=pinned)
     assert 0 < length < free
     assert {plan.config.memory.offload for plan in found.best} == {"none"}
     long = with_seq_len(config, free)
-    (few, _), (more, found) = fewest_devices(long, device), fewest_devices(long, device, pinned=pinned)
+    (few, _), (more, found) = (
+        fewest_devices(long, device),
+        fewest_devices(long, device, pinned=pinned),
+    )
     assert few < more
     assert {plan.config.memory.offload for plan in found.best} == {"none"}
 
@@ -187,7 +214,9 @@ def test_mesh_dependent_keys_of_the_file_do_not_limit_the_search() -> None:
     }  # fmt: skip
     config = configured(*(word for key, value in words.items() for word in (f"--{key}", value)))
     assert checks.layout_problems(config, 8) == []
-    found, plain = (search(each, 8, H100) for each in (config, configured("--training.compile", "true")))
+    found, plain = (
+        search(each, 8, H100) for each in (config, configured("--training.compile", "true"))
+    )
     assert found.best[0].step_seconds == plain.best[0].step_seconds
 
 
@@ -199,19 +228,38 @@ def test_an_optimizer_moves_to_the_host_where_nothing_else_fits() -> None:
 
 
 def test_a_kernel_in_the_file_limits_no_search_unless_it_is_pinned() -> None:
-    config = load(["--config", "llama3_1b", "--training.attention", "efficient", "--training.compile", "false"])
+    config = load(
+        [
+            "--config",
+            "llama3_1b",
+            "--training.attention",
+            "efficient",
+            "--training.compile",
+            "false",
+        ]
+    )
     (free,) = search(config, 1, H100).best
     (pinned,) = search(config, 1, H100, pinned=["training.attention", "training.compile"]).best
-    assert (free.config.training.attention, free.config.training.compile) == ("cudnn+flash", "auto")
-    assert (pinned.config.training.attention, pinned.config.training.compile) == ("efficient", False)
+    assert (free.config.training.attention, free.config.training.compile) == (
+        "cudnn+flash",
+        "auto",
+    )
+    assert (pinned.config.training.attention, pinned.config.training.compile) == (
+        "efficient",
+        False,
+    )
     assert free.step_seconds < pinned.step_seconds
 
 
-def test_a_layout_that_does_not_fit_by_its_trace_is_not_among_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_that_does_not_fit_by_its_trace_is_not_among_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = search(load(["--config", "llama3_1b"]), 2, H100)
     first = found.best[0]
     monkeypatch.setattr(
-        run_plan, "traced", lambda plan: replace(plan, auto_problems=("more by the trace",) if plan is first else ())
+        run_plan,
+        "traced",
+        lambda plan: replace(plan, auto_problems=("more by the trace",) if plan is first else ()),
     )
     traced = run_plan.traced_layouts(found)
     assert len(traced.best) == len(found.best) - 1
@@ -219,15 +267,26 @@ def test_a_layout_that_does_not_fit_by_its_trace_is_not_among_the_best(monkeypat
 
 
 def test_a_search_on_racks_counts_their_used_devices() -> None:
-    layouts = enumerate_layouts(configured("--training.global_batch_size", "256"), 256, load_device("gb200"))
-    only_dp = [layout for layout in layouts if all(layout[f"parallelism.{axis}"] == 1 for axis in ("tp", "cp", "pp"))]
+    layouts = enumerate_layouts(
+        configured("--training.global_batch_size", "256"), 256, load_device("gb200")
+    )
+    only_dp = [
+        layout
+        for layout in layouts
+        if all(layout[f"parallelism.{axis}"] == 1 for axis in ("tp", "cp", "pp"))
+    ]
     replicas = {layout["parallelism.dp_replicate"] for layout in only_dp}
-    assert replicas == {1, 4}  # One for all, or one for each rack of 64.
+    # One for all, or one for each rack of 64.
+    assert replicas == {1, 4}
 
 
 def test_groups_that_straddle_a_link_domain_count_as_crossing() -> None:
     aligned, crossing = (
-        plan_stage(with_overrides(configured(), {"parallelism.cp": cp, "parallelism.dp_shard": 24 // cp}), 24, H100)
+        plan_stage(
+            with_overrides(configured(), {"parallelism.cp": cp, "parallelism.dp_shard": 24 // cp}),
+            24,
+            H100,
+        )
         for cp in (4, 3)
     )
     assert group_topologies(aligned.config, 24, H100)["cp"].num_domains == 1

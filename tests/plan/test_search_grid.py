@@ -1,4 +1,6 @@
-"""`search` and `memory.recompute = "auto"` against what `--check` refuses and what a dry run counts, over drawn runs."""
+"""`search` and `memory.recompute = "auto"` against what `--check` refuses and what a dry run
+counts, over drawn runs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from trainer.memory.estimator import estimate_memory
 from trainer.memory.report import with_overrides
 from trainer.plan.search import TIE_FACTOR, SearchResult, search
 
-FEW, MANY = 1, 60
+FEW = 1
+MANY = 60
 """Runs in the default check, and in the slow one."""
 DRAWN = [*range(FEW), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(FEW, MANY))]
 MODEL = "--data.corpus copy --model.dim 512 --model.num_heads 16 --model.vocab_size 16384 --checkpoint.enabled false"
@@ -45,11 +48,18 @@ def draw_run(seed: int) -> Run:
         "training.global_batch_size": rng.choice((2, 6, 16)),
         "training.dtype": rng.choice(("bfloat16", "bfloat16", "float32")),
     }
-    config = load([*MODEL.split(), *(word for key, value in values.items() for word in (f"--{key}", str(value)))])
+    config = load(
+        [
+            *MODEL.split(),
+            *(word for key, value in values.items() for word in (f"--{key}", str(value))),
+        ]
+    )
     device = load_device(rng.choice(device_names()))
     world_size = rng.choice((1, 2, 4, 8, 12))
     needed = estimate_memory(with_overrides(config, {"memory.recompute": "full"}), 1).device_bytes
-    return Run(config, world_size, replace(device, memory=needed / world_size * rng.uniform(0.7, 3)))
+    return Run(
+        config, world_size, replace(device, memory=needed / world_size * rng.uniform(0.7, 3))
+    )
 
 
 def fits_in_a_dry_run(config: Config, world_size: int, limit: float) -> bool:
@@ -82,7 +92,8 @@ def test_more_memory_is_never_slower(seed: int) -> None:
     run = draw_run(seed)
     more = run.device.memory * 1.5
     before, after = (
-        search(run.config, run.world_size, device) for device in (run.device, replace(run.device, memory=more))
+        search(run.config, run.world_size, device)
+        for device in (run.device, replace(run.device, memory=more))
     )
     assert shortest(after) <= shortest(before) * TIE_FACTOR
 
@@ -98,7 +109,10 @@ def test_what_fits_on_some_devices_fits_on_twice_as_many(seed: int) -> None:
 
 def automatic_cases(seed: int) -> Iterator[tuple[Config, int]]:
     for case in draw_cases(1000 + seed):
-        changes = {f"memory.{key}": value for key, value in (("recompute", "auto"), ("optimizer_placement", "device"))}
+        changes = {
+            f"memory.{key}": value
+            for key, value in (("recompute", "auto"), ("optimizer_placement", "device"))
+        }
         kept = [
             (key, value)
             for key, value in case.changes
@@ -110,7 +124,11 @@ def automatic_cases(seed: int) -> Iterator[tuple[Config, int]]:
 def fitted(config: Config, world_size: int, device_bytes: float) -> Config | None:
     try:
         return fit_memory_options(
-            config, world_size, ranks_per_node=min(8, world_size), device_bytes=device_bytes, host_bytes=2.0**40
+            config,
+            world_size,
+            ranks_per_node=min(8, world_size),
+            device_bytes=device_bytes,
+            host_bytes=2.0**40,
         )
     except ConfigError:
         return None
@@ -132,7 +150,9 @@ def recomputed_flops(config: Config | None) -> float:
 @pytest.mark.parametrize("seed", range(MANY))
 def test_what_auto_chooses_is_legal_and_fits(seed: int) -> None:
     ((config, world_size),) = islice(automatic_cases(seed), seed, seed + 1)
-    most = estimate_memory(with_overrides(config, {"memory.recompute": "none"}), world_size).device_bytes
+    most = estimate_memory(
+        with_overrides(config, {"memory.recompute": "none"}), world_size
+    ).device_bytes
     options = {share: fitted(config, world_size, share * most) for share in (0.3, 0.6, 0.8, 1.2)}
     flops = [recomputed_flops(each) for each in options.values()]
     assert flops == sorted(flops, reverse=True)

@@ -26,7 +26,10 @@ PATTERNS = {
     "3:1": '[{"window":7,"repeat":3},{}]',
     "windows": '[{"window":40},{"window":100}]',
 }
-T, Q, K, LAYERS = 512, 4 * 32, 2 * 32, 12
+T = 512
+Q = 4 * 32
+K = 2 * 32
+LAYERS = 12
 LAYOUTS: list[tuple[RotateMethod, str]] = [
     (method, layout) for method, layouts in LAYOUTS_BY_ROTATE_METHOD.items() for layout in layouts
 ]
@@ -55,20 +58,23 @@ def test_model_flops_count_pairs_of_each_layer(pattern: str) -> None:
     attended = sum(causal_pairs(T, kind.window) for kind in model.layer_kinds)
     of_attention = model.flops(tokens=0, pairs=model.mean_pairs(T))
     assert of_attention == pytest.approx(12 * Q * attended, rel=1e-14)
-    assert model.hardware_flops(tokens=0, pairs=model.mean_pairs(T), recompute="full") == pytest.approx(
-        (14 + 4) * Q * attended, rel=1e-14
-    )
+    assert model.hardware_flops(
+        tokens=0, pairs=model.mean_pairs(T), recompute="full"
+    ) == pytest.approx((14 + 4) * Q * attended, rel=1e-14)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(("method", "layout"), LAYOUTS)
 def test_ranks_attend_to_the_pairs_of_the_busiest(pattern: str, method: str, layout: str) -> None:
     config = configured(
-        pattern, **{"parallelism.cp": 4, "parallelism.cp_method": method, "parallelism.cp_layout": layout}
+        pattern,
+        **{"parallelism.cp": 4, "parallelism.cp_method": method, "parallelism.cp_layout": layout},
     )
     rank = RankMemory(config, 4, 0)
     for kind in rank.kinds:
-        pairs = SeqLayout(config.context_plan().resolved_layout, 4, (0, T)).pairs_per_rank(kind.window)
+        pairs = SeqLayout(config.context_plan().resolved_layout, 4, (0, T)).pairs_per_rank(
+            kind.window
+        )
         assert attention_pairs(rank, kind.window) == max(pairs)
         assert sum(pairs) == causal_pairs(T, kind.window)
     by_window = rank_workload(rank).attention_by_window
@@ -81,7 +87,12 @@ def test_ranks_attend_to_the_pairs_of_the_busiest(pattern: str, method: str, lay
 @pytest.mark.parametrize("method", ["allgather", "ring", "alltoall"])
 def test_layers_with_a_window_send_a_halo_and_the_others_all_kv(method: str) -> None:
     config = configured(
-        "5:1", **{"parallelism.cp": 4, "parallelism.cp_method": method, "parallelism.cp_layout": "contiguous"}
+        "5:1",
+        **{
+            "parallelism.cp": 4,
+            "parallelism.cp_method": method,
+            "parallelism.cp_layout": "contiguous",
+        },
     )
     sent: dict[tuple[str, str], Any] = {
         (each.what, each.phase): (each.bytes, each.calls, each.kind)
@@ -90,7 +101,11 @@ def test_layers_with_a_window_send_a_halo_and_the_others_all_kv(method: str) -> 
     }
     # Ten layers, four sequences, K and V of 39 tokens.
     halo: float = 10 * 4 * 2 * 39 * K * 4
-    for key in (("the halo", "forward"), ("the halo", "backward"), ("gradients of the halo", "backward")):
+    for key in (
+        ("the halo", "forward"),
+        ("the halo", "backward"),
+        ("gradients of the halo", "backward"),
+    ):
         assert sent[key][0] == pytest.approx(halo)
         assert sent[key][1:] == (40, "all_to_all")
     full = 2 * 4 * 2 * (T / 4) * K * 4 * 3
@@ -98,7 +113,11 @@ def test_layers_with_a_window_send_a_halo_and_the_others_all_kv(method: str) -> 
 
 
 def test_a_ring_rotates_kv_where_the_halo_of_a_window_does_not_fit() -> None:
-    options = {"parallelism.cp": 4, "parallelism.cp_layout": "contiguous", "parallelism.cp_method": "ring"}
+    options = {
+        "parallelism.cp": 4,
+        "parallelism.cp_layout": "contiguous",
+        "parallelism.cp_method": "ring",
+    }
     for tokens, fits in ((2 * T // 4 + 1, True), (2 * T // 4 + 2, False)):
         config = configured("5:1", **options, **{"model.layers": f'[{{"window":{tokens}}}]'})
         rank = RankMemory(config, 4, 0)
@@ -108,14 +127,19 @@ def test_a_ring_rotates_kv_where_the_halo_of_a_window_does_not_fit() -> None:
 
 
 def plan_of(*windows: int | None, **changes: object) -> ContextPlan:
-    plan = ContextPlan(cp=8, heads=8, kv_heads=8, seq_len=1 << 20, packs_documents=False, windows=windows)
+    plan = ContextPlan(
+        cp=8, heads=8, kv_heads=8, seq_len=1 << 20, packs_documents=False, windows=windows
+    )
     return replace(plan, **changes)  # type: ignore[arg-type]
 
 
 def test_auto_exchanges_heads_unless_every_halo_is_small() -> None:
     assert plan_of(None).resolved_method == plan_of(None, 1024).resolved_method == "ulysses"
     assert plan_of(1024).resolved_method == plan_of(1024, 4096).resolved_method == "allgather"
-    assert plan_of(1024, 4096).reason == "auto: every layer has a window: ranks send at most 8,190 tokens of KV"
+    assert (
+        plan_of(1024, 4096).reason
+        == "auto: every layer has a window: ranks send at most 8,190 tokens of KV"
+    )
     assert plan_of(None, 1024).reason.endswith("; the layers without a window decide")
     # A halo as wide as half of what a rank holds is as much as its heads.
     assert plan_of(1 << 18).resolved_method == "ulysses"

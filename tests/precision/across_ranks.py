@@ -1,7 +1,8 @@
-"""Accumulators across ranks and micro-batches. Every function here runs on each rank; ranks return the same.
+"""Accumulators across ranks and micro-batches. Every function here runs on each rank; ranks return
+the same.
 
-Shape suffixes: R ranks, S tokens of this rank, T tokens of all ranks, E model dim, V vocabulary, X tokens, Y remote
-tokens, K KV heads, H head dim.
+Shape suffixes: R ranks, S tokens of this rank, T tokens of all ranks, E model dim, V vocabulary, X
+tokens, Y remote tokens, K KV heads, H head dim.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ def world() -> tuple[str, int, int]:
 def mesh(axis: str, replicas: int = 1) -> Mesh:
     """All ranks along one dimension, or some of them along `dp_replicate`."""
     degrees = dict.fromkeys(AXES, 1) | {"dp_replicate": replicas}
-    return Mesh("cpu", degrees | {axis: distributed.get_world_size() // replicas}, rank=distributed.get_rank())
+    return Mesh(
+        "cpu",
+        degrees | {axis: distributed.get_world_size() // replicas},
+        rank=distributed.get_rank(),
+    )
 
 
 def local_grad(parameter: Tensor) -> Tensor:
@@ -59,10 +64,13 @@ def local_grad(parameter: Tensor) -> Tensor:
 
 
 def shared_weights() -> Results:
-    """Weights that tp ranks share: a norm of heads, and a KV projection of which each rank uses the same head."""
+    """Weights that tp ranks share: a norm of heads, and a KV projection of which each rank uses
+    the same head.
+    """
     _, size, rank = world()
     parallelizer = TensorParallelizer(init_device_mesh("cpu", (size,)), sequence_parallel=True)
-    norm, projection = RMSNorm(512, eps=1e-6).to(HALF), Linear(64, 8).to(HALF)
+    norm = RMSNorm(512, eps=1e-6).to(HALF)
+    projection = Linear(64, 8).to(HALF)
     parallelizer.distribute(norm, "replicate_partial")
     parallelizer.distribute(projection, "replicate")
     parallelizer.select_kv_head(projection, 1)
@@ -78,7 +86,8 @@ def shared_weights() -> Results:
 def sharded_vocabulary() -> Results:
     name, size, rank = world()
     group = collectives.resolve_process_group(name)
-    x_BSE, weight_VE = positive(1, 64, 8), positive(64, 8, seed=1)
+    x_BSE = positive(1, 64, 8)
+    weight_VE = positive(64, 8, seed=1)
     labels_BS = torch.arange(64).view(1, 64)
     shard = VocabShard(
         vocab_start_index=rank * 64 // size,
@@ -99,7 +108,10 @@ def tp_activations() -> Results:
     total_BTE = parts_RBTE.double().sum(0)
     scattered = tensor_parallel.ReduceScatter.apply(parts_RBTE[rank], name, size)
     reduced = tensor_parallel.AllReduce.apply(parts_RBTE[rank], name, size)
-    return {"reduce-scatter": (scattered, total_BTE.chunk(size, dim=1)[rank]), "all-reduce": (reduced, total_BTE)}
+    return {
+        "reduce-scatter": (scattered, total_BTE.chunk(size, dim=1)[rank]),
+        "all-reduce": (reduced, total_BTE),
+    }
 
 
 # ---- context parallelism
@@ -115,7 +127,9 @@ def gathered_kv(reduce_dtype: torch.dtype = torch.float32) -> Results:
     dkv = torch.empty(0)
     exact_RX = torch.zeros(size * 2 * 32, 1, 8, dtype=torch.float64)
     for source in range(size):
-        plan = rank_attention_plan(boundaries_12, 1, 32 * size, RingPlace("headtail", size, source))
+        plan = rank_attention_plan(
+            boundaries_12, 1, 32 * size, RingPlace("headtail", size, source)
+        )
         index_2Y = plan.remote_kv_index(q_BSNH.device)
         dkv_2YKH = positive(*index_2Y.shape, 1, 8, seed=source).float()
         exact_RX[index_2Y.flatten()] += dkv_2YKH.double().flatten(0, 1)
@@ -129,12 +143,16 @@ def repeated_kv_heads() -> Results:
     """Ulysses over more ranks than KV heads: with autograd, and below it."""
     name, size, rank = world()
     group = UlyssesGroup(name, size)
-    x_BSKH, grads_RBTKH = positive(1, 16, 1, 32), positive(size, 1, 16 * size, 1, 32, seed=1)
+    x_BSKH = positive(1, 16, 1, 32)
+    grads_RBTKH = positive(size, 1, 16 * size, 1, 32, seed=1)
     group.seq_to_heads(x_BSKH.requires_grad_()).backward(grads_RBTKH[rank])
     exact_BSKH = grads_RBTKH.double().sum(0).chunk(size, dim=1)[rank]
     started = SeqToHeads(x_BSKH.detach(), group)
     started.wait()
-    return {"autograd": (local_grad(x_BSKH), exact_BSKH), "manual": (started.backward(grads_RBTKH[rank]), exact_BSKH)}
+    return {
+        "autograd": (local_grad(x_BSKH), exact_BSKH),
+        "manual": (started.backward(grads_RBTKH[rank]), exact_BSKH),
+    }
 
 
 # ---- data parallelism and micro-batches
@@ -144,14 +162,20 @@ ONE_LAYER = replace(SMALL, num_layers=1)
 BATCHES = [packed([20], seed=seed) for seed in range(3)]
 
 
-def sharded(model: Transformer, on: Mesh, reduce_dtype: torch.dtype = torch.float32) -> Transformer:
-    precision = FSDPConfig(param_dtype=HALF, reduce_dtype=reduce_dtype, reshard_after_forward=False)
+def sharded(
+    model: Transformer, on: Mesh, reduce_dtype: torch.dtype = torch.float32
+) -> Transformer:
+    precision = FSDPConfig(
+        param_dtype=HALF, reduce_dtype=reduce_dtype, reshard_after_forward=False
+    )
     fsdp.apply(model, on.fsdp_mesh, precision)
     return model
 
 
 def summed_grads(models: list[Transformer], parts: int, config: ModelConfig = SMALL) -> Results:
-    """The gradients of a model or its stages, against the sum of those of `parts` micro-batches."""
+    """The gradients of a model or its stages, against the sum of those of `parts`
+    micro-batches.
+    """
     exact: dict[str, Tensor] = {}
     whole = small_model(config, dtype=torch.float32).to(HALF)
     for number, batch in enumerate(BATCHES[:parts]):
@@ -171,8 +195,12 @@ def run_batch(model: Transformer, number: int) -> None:
 
 
 def data_parallel(replicas: int, reduce_dtype: torch.dtype = torch.float32) -> Results:
-    """Ranks with a micro-batch each: FSDP's reduce-scatter, then the all-reduce between replicas."""
-    model = sharded(small_model(ONE_LAYER, dtype=torch.float32), mesh("dp_shard", replicas), reduce_dtype)
+    """Ranks with a micro-batch each: FSDP's reduce-scatter, then the all-reduce between
+    replicas.
+    """
+    model = sharded(
+        small_model(ONE_LAYER, dtype=torch.float32), mesh("dp_shard", replicas), reduce_dtype
+    )
     run_batch(model, distributed.get_rank())
     return summed_grads([model], distributed.get_world_size(), ONE_LAYER)
 
@@ -180,14 +208,18 @@ def data_parallel(replicas: int, reduce_dtype: torch.dtype = torch.float32) -> R
 def pipelined(schedule: PipelineSchedule, parts: int) -> Results:
     """Micro-batches in a pipeline over all ranks."""
     on = mesh("pp")
-    plan = PipelinePlan(pp=on.size, schedule=schedule, num_layers=SMALL.num_layers, num_micro_batches=parts)
+    plan = PipelinePlan(
+        pp=on.size, schedule=schedule, num_layers=SMALL.num_layers, num_micro_batches=parts
+    )
     weights = small_model(dtype=torch.float32).state_dict()
     stages = {}
     for stage in plan.stages_of(on.rank):
         model = Transformer(SMALL, stage=plan.stage_module(stage))
         model.load_state_dict({name: weights[name] for name in model.state_dict()})
         stages[stage] = sharded(model, on)
-    pipeline = Pipeline(stages, plan, on.pp_group, device=torch.device("cpu"), shape=(1, 20, SMALL.dim), dtype=HALF)
+    pipeline = Pipeline(
+        stages, plan, on.pp_group, device=torch.device("cpu"), shape=(1, 20, SMALL.dim), dtype=HALF
+    )
     batches = [BATCHES[number % len(BATCHES)] for number in range(parts)]
     pipeline.run(batches, BATCHES[0].num_targets(), lambda *_: None)
     return summed_grads([*stages.values()], parts)
@@ -196,7 +228,8 @@ def pipelined(schedule: PipelineSchedule, parts: int) -> Results:
 def metrics() -> Results:
     """The metric vector of one batch per rank."""
     accumulator = MetricAccumulator(mesh("dp_shard"), torch.device("cpu"))
-    vector, losses_BS = accumulator.new_vector(), positive(1, 20).float()
+    vector = accumulator.new_vector()
+    losses_BS = positive(1, 20).float()
     accumulator.add(vector, losses_BS, BATCHES[0])
     found = accumulator.all_reduce(vector)
     total = distributed.get_world_size() * losses_BS.double().sum().view(1)

@@ -1,7 +1,7 @@
 """Errors of an accumulator's results over N parts, against float64 sums of the same inputs.
 
-Every gradient has a constant sign. The sums then grow with each part, and a bfloat16 sum stops growing after 256 equal
-parts: the next one is less than half of its last digit.
+Every gradient has a constant sign. The sums then grow with each part, and a bfloat16 sum stops
+growing after 256 equal parts: the next one is less than half of its last digit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from torch import Tensor
 LAW = 1.5
 """The error over N parts is at most this many times the error of one part."""
 FLOOR = 1e-5
-"""Smaller errors are equal: float32 sums of thousands of parts, a hundredth of one rounding to bfloat16."""
+"""Smaller errors are equal: float32 sums of thousands of parts, a hundredth of one rounding to
+bfloat16.
+"""
 Results = dict[str, tuple[Tensor, Tensor]]
 """By name: what the product computes, and the same in float64."""
 
@@ -58,7 +60,9 @@ class Factor:
 
 
 def rms_error(found: Tensor, reference: Tensor) -> float:
-    """Root mean square of the differences, relative to that of the reference; infinite for NaN, 0 if both are zero."""
+    """Root mean square of the differences, relative to that of the reference; infinite for NaN, 0
+    if both are zero.
+    """
     scale = reference.norm().clamp(min=torch.finfo(torch.float64).tiny)
     return float(((found.double() - reference).norm() / scale).nan_to_num(nan=torch.inf))
 

@@ -1,4 +1,6 @@
-"""Every accumulator of the product, with its numbers of parts; and those that keep bfloat16 on purpose."""
+"""Every accumulator of the product, with its numbers of parts; and those that keep bfloat16 on
+purpose.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def over_ranks(size: int) -> dict[str, Results]:
     merged: dict[str, Results] = {}
     for rank, by_name in enumerate(run_ranks(across_ranks.all_results, size)):
         for name, results in by_name.items():
-            merged.setdefault(name, {}).update({f"{key}, rank {rank}": pair for key, pair in results.items()})
+            merged.setdefault(name, {}).update(
+                {f"{key}, rank {rank}": pair for key, pair in results.items()}
+            )
     return merged
 
 
@@ -47,10 +51,13 @@ def pipeline_results(schedule: PipelineSchedule, parts: int) -> Results:
 def micro_batches(parts: int) -> Results:
     """Equal micro-batches of a bfloat16 run on one rank: gradients, and the metric vector.
 
-    A power of two, by which the loss is divided exactly: the sum is the gradient of one micro-batch.
+    A power of two, by which the loss is divided exactly: the sum is the gradient of one
+    micro-batch.
     """
     with tempfile.TemporaryDirectory() as folder:
-        config = configured(write_run(Path(folder)), Path(folder) / "run", "--training.dtype=bfloat16")
+        config = configured(
+            write_run(Path(folder)), Path(folder) / "run", "--training.dtype=bfloat16"
+        )
         with trainer_of(config) as trainer:
             batch = next(trainer.loader.steps(start_sequence=0))[0]
 
@@ -59,10 +66,12 @@ def micro_batches(parts: int) -> Results:
                 grads = {"loss": trainer.accumulator.layout.split(vector)["loss"].clone()}
                 for name, parameter in trainer.optimizer.parameters_by_name.items():
                     assert parameter.grad is not None
-                    grads[name], parameter.grad = to_local(parameter.grad).clone(), None
+                    grads[name] = to_local(parameter.grad).clone()
+                    parameter.grad = None
                 return grads
 
-            one, found = sums([batch]), sums([batch] * parts)
+            one = sums([batch])
+            found = sums([batch] * parts)
             one["loss"] *= parts
             return {name: (grad, one[name].double()) for name, grad in found.items()}
 
@@ -79,7 +88,9 @@ ACCUMULATORS = [
     Accumulator("weight gradients: tiles", local.tile_grads, THOUSANDS, (4096,)),
     Accumulator("block: tiles", local.block_tiles, (8, 256), (64,)),
     Accumulator("block: head groups", local.head_groups, (2, 8), (4,)),
-    Accumulator("attention: pieces of KV", local.remote_pieces, (8, 256), (64, 2048), float32=("lse",)),
+    Accumulator(
+        "attention: pieces of KV", local.remote_pieces, (8, 256), (64, 2048), float32=("lse",)
+    ),
     Accumulator("attention: score blocks", local.score_blocks, (8, 1024), (64,), float32=("lse",)),
     Accumulator("attention: query heads", local.query_heads, (8, 64), (1024,), float32=("lse",)),
     Accumulator("ring: hops of dk, dv", local.ring_hops, (2, 8, 2048), (), WIDE),
@@ -89,7 +100,9 @@ ACCUMULATORS = [
     Accumulator("AdamW moments: steps", local.moments, (8, 64), (2048,), WIDE),
     Accumulator("micro-batches", micro_batches, (8,), (64, 512), WIDE),
     *(
-        Accumulator(f"micro-batches, {schedule}", partial(pipeline_results, schedule), parts, (64,), WIDE)
+        Accumulator(
+            f"micro-batches, {schedule}", partial(pipeline_results, schedule), parts, (64,), WIDE
+        )
         for schedule, parts in SCHEDULES.items()
     ),
     *(
@@ -100,9 +113,16 @@ ACCUMULATORS = [
 # Sums in the compute dtype, and dtypes that the user asks for.
 EXCEPTIONS = [
     *(Accumulator(name, partial(rank_results, name), (8,)) for name in across_ranks.EXCEPTIONS),
-    Accumulator('parallelism.cp_reduce_dtype = "bfloat16", ring', partial(local.ring_hops, reduce_dtype=HALF), (8,)),
     Accumulator(
-        'memory.optimizer_dtype = "bfloat16": steps', partial(local.moments, moment_dtype=HALF), (64,), (2048,)
+        'parallelism.cp_reduce_dtype = "bfloat16", ring',
+        partial(local.ring_hops, reduce_dtype=HALF),
+        (8,),
+    ),
+    Accumulator(
+        'memory.optimizer_dtype = "bfloat16": steps',
+        partial(local.moments, moment_dtype=HALF),
+        (64,),
+        (2048,),
     ),
 ]
 

@@ -1,6 +1,7 @@
 """Accumulators inside one rank.
 
-Shape suffixes: B batch, S tokens, E model dim, V vocabulary, X query tokens, N query heads, K KV heads, H head dim.
+Shape suffixes: B batch, S tokens, E model dim, V vocabulary, X query tokens, N query heads, K KV
+heads, H head dim.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from tests.precision.errors import Results, float64, positive
 from trainer.config.sections import OptimizerSection
 from trainer.step.optimizer import Optimizer
 
-TOKENS, DIM = 2048, 8
+TOKENS = 2048
+DIM = 8
 
 
 def leaves(*tensors: Tensor) -> list[Tensor]:
@@ -53,7 +55,10 @@ def grads_of(names: tuple[str, ...], found: list[Tensor], exact: list[Tensor]) -
 
 
 def loss_head(parts: int) -> Results:
-    """Chunks of tokens. All targets are token 0, so each row of the weight gradient has a constant sign."""
+    """Chunks of tokens.
+
+    All targets are token 0, so each row of the weight gradient has a constant sign.
+    """
     found = leaves(positive(1, TOKENS, DIM), positive(5, DIM, seed=1))
     exact = float64(*found)
     labels_BS = torch.zeros(1, TOKENS, dtype=torch.int64)
@@ -61,7 +66,9 @@ def loss_head(parts: int) -> Results:
     losses_BS.sum().backward()
     exact_losses_S = F.cross_entropy((exact[0] @ exact[1].T)[0], labels_BS[0], reduction="none")
     exact_losses_S.sum().backward()
-    return {"loss": (losses_BS.detach()[0], exact_losses_S.detach())} | grads_of(("x", "weight"), found, exact)
+    return {"loss": (losses_BS.detach()[0], exact_losses_S.detach())} | grads_of(
+        ("x", "weight"), found, exact
+    )
 
 
 def head_norm(parts: int) -> Results:
@@ -72,7 +79,9 @@ def head_norm(parts: int) -> Results:
     out_BSE.backward(grad_BSE)
     exact_BSE = F.rms_norm(exact[0], (DIM,), exact[1], 1e-6)
     exact_BSE.backward(grad_BSE.double())
-    return {"out": (out_BSE.detach(), exact_BSE.detach())} | grads_of(("x", "weight"), found, exact)
+    return {"out": (out_BSE.detach(), exact_BSE.detach())} | grads_of(
+        ("x", "weight"), found, exact
+    )
 
 
 def norm_statistics(parts: int) -> Results:
@@ -83,7 +92,9 @@ def norm_statistics(parts: int) -> Results:
 
 def norm_backward(parts: int) -> Results:
     """Tokens, summed for the weight at once."""
-    grad_E, x_E, weight_E = positive(parts, DIM), positive(parts, DIM, seed=1), positive(DIM, seed=2)
+    grad_E = positive(parts, DIM)
+    x_E = positive(parts, DIM, seed=1)
+    weight_E = positive(DIM, seed=2)
     found, exact = (
         norm.rms_norm_backward(*given, norm.rstd(given[1], 1e-6))
         for given in ((grad_E, x_E, weight_E), (grad_E.double(), x_E.double(), weight_E.double()))
@@ -93,7 +104,10 @@ def norm_backward(parts: int) -> Results:
 
 def tile_grads(parts: int) -> Results:
     """Tiles, each of which gives gradients in bfloat16."""
-    weights = {"matrix": torch.empty(4, DIM, dtype=torch.bfloat16), "norm": torch.empty(DIM, dtype=torch.bfloat16)}
+    weights = {
+        "matrix": torch.empty(4, DIM, dtype=torch.bfloat16),
+        "norm": torch.empty(DIM, dtype=torch.bfloat16),
+    }
     accumulator = GradAccumulator(weights)
     grads = [positive(parts, 4, DIM), positive(parts, DIM, seed=1)]
     for matrix, vector in zip(*grads, strict=True):
@@ -103,7 +117,9 @@ def tile_grads(parts: int) -> Results:
 
 
 def expert_rows(parts: int) -> Results:
-    """A token of as many experts, on the way back from their rows and in the gradient of the way there."""
+    """A token of as many experts, on the way back from their rows and in the gradient of the way
+    there.
+    """
     rows, _ = sort_by_expert(torch.arange(parts)[None], parts)
     given = positive(parts, DIM)
     tokens = torch.zeros(1, DIM, dtype=torch.bfloat16, requires_grad=True)
@@ -120,7 +136,9 @@ BLOCK_TOKENS = 256
 
 
 class SumCore:
-    """In place of attention: the sum of queries, keys and values, through which gradients keep their sign."""
+    """In place of attention: the sum of queries, keys and values, through which gradients keep
+    their sign.
+    """
 
     def __call__(self, *given: Any, **named: Any) -> Tensor:
         del named
@@ -159,7 +177,9 @@ def positive_block() -> TransformerBlock:
 def block_grads(block: TransformerBlock) -> dict[str, Tensor]:
     """The gradients of a block's input and weights."""
     dtype = next(block.parameters()).dtype
-    x_BSE, grad_BSE = (positive(1, BLOCK_TOKENS, NORMED.dim, seed=seed).to(dtype) for seed in (50, 51))
+    x_BSE, grad_BSE = (
+        positive(1, BLOCK_TOKENS, NORMED.dim, seed=seed).to(dtype) for seed in (50, 51)
+    )
     table = torch.ones(2, 1, BLOCK_TOKENS, 1, 32, dtype=accumulation_dtype(dtype))
     boundaries_BD = torch.tensor([[0, BLOCK_TOKENS]], dtype=torch.int32)
     block(x_BSE.requires_grad_(), identity_rotation(table), boundaries_BD).backward(grad_BSE)
@@ -174,7 +194,9 @@ def exact_block_grads() -> dict[str, Tensor]:
 
 def recomputed_block(tiling: Tiling) -> Results:
     block = positive_block()
-    block.forward_fn = BlockRunner(RecomputeConfig("full", tiling=tiling), None, saves_input=True, is_last=True)
+    block.forward_fn = BlockRunner(
+        RecomputeConfig("full", tiling=tiling), None, saves_input=True, is_last=True
+    )
     return {name: (found, exact_block_grads()[name]) for name, found in block_grads(block).items()}
 
 
@@ -192,10 +214,12 @@ def head_groups(parts: int) -> Results:
 
 @dataclass
 class RehearsedExchange:
-    """Yields remote KV in pieces, each in blocks of queries, and keeps the gradients of each piece.
+    """Yields remote KV in pieces, each in blocks of queries, and keeps the gradients of each
+    piece.
 
-    The rank's own keys and values are 0, its queries and the remote values positive, the remote keys so negative that
-    half of the weight is the rank's own. Every remote token then raises the loss: no gradient changes its sign.
+    The rank's own keys and values are 0, its queries and the remote values positive, the remote
+    keys so negative that half of the weight is the rank's own. Every remote token then raises the
+    loss: no gradient changes its sign.
     """
 
     tokens: int
@@ -207,11 +231,15 @@ class RehearsedExchange:
     @cached_property
     def kv(self) -> Tensor:
         """[2, Y, K, H]."""
-        return positive(2, self.tokens, 1, 8) * torch.tensor([-2, 1], dtype=torch.bfloat16).view(2, 1, 1, 1)
+        return positive(2, self.tokens, 1, 8) * torch.tensor([-2, 1], dtype=torch.bfloat16).view(
+            2, 1, 1, 1
+        )
 
     @property
     def plan(self) -> RankAttentionPlan:
-        return RankAttentionPlan(BatchLayout("contiguous", 1, torch.tensor([[0, self.queries]])), 0)
+        return RankAttentionPlan(
+            BatchLayout("contiguous", 1, torch.tensor([[0, self.queries]])), 0
+        )
 
     def prepare(self) -> Sequence[ScoreBlocks]:
         raise NotImplementedError
@@ -222,8 +250,11 @@ class RehearsedExchange:
     def remote_kv(self, pending_kv: Waitable) -> Iterator[tuple[Tensor, ScoreBlocks]]:
         del pending_kv
         for kv_2YKH in self.kv.chunk(self.pieces, dim=1):
-            queries, keys = self.queries // self.blocks_per_piece, kv_2YKH.shape[1]
-            spans = [(start, start + queries, 0, keys) for start in range(0, self.queries, queries)]
+            queries = self.queries // self.blocks_per_piece
+            keys = kv_2YKH.shape[1]
+            spans = [
+                (start, start + queries, 0, keys) for start in range(0, self.queries, queries)
+            ]
             yield kv_2YKH, ScoreBlocks(spans, causal=False)
 
     def send_grads(self, dkv_2YKH: Tensor, pending_dkv: Waitable | None) -> Waitable:
@@ -256,13 +287,22 @@ def remote_attention(exchange: RehearsedExchange, group: int = 1) -> Results:
     exact_grads = torch.autograd.grad(exact_out, exact, grad_BSNH[0].double())
     pairs = zip((dq_BSNH, dk_YKH, dv_YKH), exact_grads, strict=True)
     results = dict(zip(("dq", "dk", "dv"), pairs, strict=True))
-    return results | {"out": (out_BSNH[0], exact_out.detach()), "lse": (lse_BNS[0], exact_lse.detach())}
+    return results | {
+        "out": (out_BSNH[0], exact_out.detach()),
+        "lse": (lse_BNS[0], exact_lse.detach()),
+    }
 
 
-def partially_causal_attention(q_XNH: Tensor, k_YKH: Tensor, v_YKH: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to the rank's own keys, which come first, up to the query, and to all remote keys."""
+def partially_causal_attention(
+    q_XNH: Tensor, k_YKH: Tensor, v_YKH: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention to the rank's own keys, which come first, up to the query, and to all remote
+    keys.
+    """
     scores_NXY = torch.einsum("xnh,ykh->nxy", q_XNH, k_YKH) * q_XNH.shape[-1] ** -0.5
-    later_XY = torch.ones(scores_NXY.shape[1:], dtype=torch.bool).triu(1) & (torch.arange(len(k_YKH)) < len(q_XNH))
+    later_XY = torch.ones(scores_NXY.shape[1:], dtype=torch.bool).triu(1) & (
+        torch.arange(len(k_YKH)) < len(q_XNH)
+    )
     scores_NXY = scores_NXY.masked_fill(later_XY, -torch.inf)
     out_XNH = torch.einsum("nxy,ykh->xnh", scores_NXY.softmax(-1), v_YKH)
     return out_XNH, scores_NXY.logsumexp(-1)
@@ -308,7 +348,9 @@ def embedding(parts: int) -> Results:
 def grad_norm(parts: int, *, tensor_elements: int = 16) -> Results:
     """Tensors of a model."""
     grads = positive(parts, tensor_elements).float()
-    blocks = [nn.ModuleDict({"ffn_norm": nn.LayerNorm(tensor_elements, bias=False)}) for _ in grads]
+    blocks = [
+        nn.ModuleDict({"ffn_norm": nn.LayerNorm(tensor_elements, bias=False)}) for _ in grads
+    ]
     model = nn.ModuleDict({"blocks": nn.ModuleList(blocks)})
     cast(Any, model).config = replace(SMALL, num_layers=len(grads))
     for parameter, grad in zip(model.parameters(), grads, strict=True):
@@ -324,11 +366,16 @@ def grad_norm_elements(parts: int) -> Results:
 
 def moments(parts: int, moment_dtype: torch.dtype | None = None) -> Results:
     """Steps with positive gradients: the moments of AdamW."""
-    model = nn.ModuleDict({"head": nn.ModuleDict({"norm": (module := nn.LayerNorm(256, bias=False))})})
+    model = nn.ModuleDict(
+        {"head": nn.ModuleDict({"norm": (module := nn.LayerNorm(256, bias=False))})}
+    )
     cast(Any, model).config = SMALL
     section = OptimizerSection(betas=(0.9, 0.95), max_grad_norm=1e9)
     optimizer = Optimizer([model], section, moment_dtype=moment_dtype)
-    exact = {"exp_avg": torch.zeros(256, dtype=torch.float64), "exp_avg_sq": torch.zeros(256, dtype=torch.float64)}
+    exact = {
+        "exp_avg": torch.zeros(256, dtype=torch.float64),
+        "exp_avg_sq": torch.zeros(256, dtype=torch.float64),
+    }
     for step in range(parts):
         module.weight.grad = (grad := positive(256, seed=step)).float()
         optimizer.step(0.0)

@@ -8,7 +8,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [
-    *sorted(path for folder in ("models", "parallelisms", "trainer/step") for path in (ROOT / folder).rglob("*.py")),
+    *sorted(
+        path
+        for folder in ("models", "parallelisms", "trainer/step")
+        for path in (ROOT / folder).rglob("*.py")
+    ),
     ROOT / "trainer" / "metrics" / "step_metrics.py",
     *sorted((ROOT / "trainer" / "evaluation").glob("*.py")),
     ROOT / "trainer" / "run" / "validation.py",
@@ -28,8 +32,25 @@ SUMS = {
         "lerp",
         "lerp_",
     ),
-    *("add_", "addmm", "addmm_", "addmv_", "baddbmm", "addcmul_", "index_add", "index_add_", "scatter_add_", "einsum"),
-    *("all_reduce", "all_reduce_functional", "reduce_scatter", "reduce_scatter_async", "reduce_scatter_tensor"),
+    *(
+        "add_",
+        "addmm",
+        "addmm_",
+        "addmv_",
+        "baddbmm",
+        "addcmul_",
+        "index_add",
+        "index_add_",
+        "scatter_add_",
+        "einsum",
+    ),
+    *(
+        "all_reduce",
+        "all_reduce_functional",
+        "reduce_scatter",
+        "reduce_scatter_async",
+        "reduce_scatter_tensor",
+    ),
     *(
         "reduce_scatter_tokens",
         "_reduce_scatter_single",
@@ -52,7 +73,11 @@ def sums_of(node: ast.AST) -> Iterator[str]:
             yield "+"
         elif ast.unparse(child) == "torch.add":
             yield "add"
-        elif isinstance(child, ast.Attribute) and child.attr in SUMS and not isinstance(child.ctx, ast.Store):
+        elif (
+            isinstance(child, ast.Attribute)
+            and child.attr in SUMS
+            and not isinstance(child.ctx, ast.Store)
+        ):
             yield child.attr
         elif isinstance(child, ast.Name) and child.id in SUMS:
             yield child.id

@@ -1,4 +1,6 @@
-"""Every sum of tensors in the product is in the grid of accumulators, or has a reason not to be."""
+"""Every sum of tensors in the product is in the grid of accumulators, or has a reason not to
+be.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ IN_GRID = {
     "models.kernels.accumulate_grads": ("+= += +=", "attention: score blocks"),
     "models.kernels._plain_forward": ("logsumexp", "attention: query heads"),
     "models.kernels._plain_backward": ("sum sum sum", "attention: query heads"),
-    "models.linear.EmbeddingFunction.backward": ("embedding_dense_backward", "embedding: equal tokens"),
+    "models.linear.EmbeddingFunction.backward": (
+        "embedding_dense_backward",
+        "embedding: equal tokens",
+    ),
     "models.loss_head.EagerSoftmax.statistics": ("sum", "loss head: chunks"),
     "models.loss_head.row_statistics": ("sum", "loss head: chunks"),
     "models.loss_head.add_weight_grad": ("+= addmm addmm_", "loss head: chunks"),
@@ -21,12 +26,24 @@ IN_GRID = {
     "models.dispatch._sum": ("embedding_bag", "experts: rows of a token"),
     "models.tiling.GradAccumulator.add": ("add_", "weight gradients: tiles"),
     "parallelisms.mesh.collectives.all_reduce": ("all_reduce", "softmax: vocabulary shards"),
-    "parallelisms.mesh.collectives.reduce_scatter_async": ("_reduce_scatter_single", "all-gather: ranks' dk, dv"),
+    "parallelisms.mesh.collectives.reduce_scatter_async": (
+        "_reduce_scatter_single",
+        "all-gather: ranks' dk, dv",
+    ),
     "parallelisms.mesh.collectives.reduce_scatter_tokens": ("reduce_scatter_tensor", TP_SUMS),
-    "parallelisms.mesh.collectives.all_reduce_functional": ("all_reduce", "weights that tp ranks share"),
+    "parallelisms.mesh.collectives.all_reduce_functional": (
+        "all_reduce",
+        "weights that tp ranks share",
+    ),
     "parallelisms.context.ring.Ring.send_grads": ("+=", "ring: hops of dk, dv"),
-    "parallelisms.context.ring.AllGather.send_grads": ("reduce_scatter", "all-gather: ranks' dk, dv"),
-    "parallelisms.context.ring.RingAttentionCore._exchange": ("reduce_scatter_async", "all-gather: ranks' dk, dv"),
+    "parallelisms.context.ring.AllGather.send_grads": (
+        "reduce_scatter",
+        "all-gather: ranks' dk, dv",
+    ),
+    "parallelisms.context.ring.RingAttentionCore._exchange": (
+        "reduce_scatter_async",
+        "all-gather: ranks' dk, dv",
+    ),
     "parallelisms.context.ring.backward": ("+=", "attention: pieces of KV"),
     "models.online_softmax.OnlineSoftmax.merge": ("lerp_ logaddexp", "attention: pieces of KV"),
     "parallelisms.context.ulysses.SeqToHeads.backward": ("sum", "Ulysses: repeated KV heads"),
@@ -36,7 +53,10 @@ IN_GRID = {
         "all_reduce_functional reduce_scatter_tokens",
         TP_SUMS,
     ),
-    "parallelisms.tensor_parallel.TensorParallelizer.parallelize_head": ("all_reduce", "softmax: vocabulary shards"),
+    "parallelisms.tensor_parallel.TensorParallelizer.parallelize_head": (
+        "all_reduce",
+        "softmax: vocabulary shards",
+    ),
     "parallelisms.tensor_parallel._all_reduce": ("all_reduce_functional", TP_SUMS),
     "trainer.step.optimizer.Optimizer.__init__": ("all_reduce", "gradient norm: tensors"),
     "trainer.step.optimizer.Optimizer.grad_norm": ("get_total_norm sum", "gradient norm: tensors"),
@@ -49,8 +69,11 @@ IN_GRID = {
     "trainer.run.validation.evaluate_dataset": ("all_reduce", "metrics: ranks"),
     "trainer.metrics.step_metrics.MetricAccumulator.all_reduce": ("all_reduce", "metrics: ranks"),
 }
-INTEGERS, FLOAT64 = "integers", "in float64"
-TWO = "the residual stream: two terms per half of a block, in the compute dtype, however many parts"
+INTEGERS = "integers"
+FLOAT64 = "in float64"
+TWO = (
+    "the residual stream: two terms per half of a block, in the compute dtype, however many parts"
+)
 LOSS = "float32 losses; only the gradient of the sum is used, which is constant"
 INTEGER_MODULES = (
     "models.ranges",
@@ -65,10 +88,16 @@ EXEMPT = {
     "models.online_softmax.sink_grad": ("sum sum", "heads and tokens, in float32"),
     "models.kernel_check.matching_sample": ("sum", "the score of a drawn sample"),
     "models.kernel_check.row_scales": ("mean", FLOAT64),
-    "models.kernel_reference.exact_results": ("+= += += += logaddexp logsumexp sum sum sum", FLOAT64),
+    "models.kernel_reference.exact_results": (
+        "+= += += += logaddexp logsumexp sum sum sum",
+        FLOAT64,
+    ),
     "models.kernel_reference.last_query_on_host": ("logsumexp sum", FLOAT64),
     "models.kernel_reference.term_sizes": ("+= += += += sum sum", FLOAT64),
-    "models.kernels._efficient_backward": ("sum sum", "one float32 sum over query heads, each rounded once; CUDA only"),
+    "models.kernels._efficient_backward": (
+        "sum sum",
+        "one float32 sum over query heads, each rounded once; CUDA only",
+    ),
     "parallelisms.init_weights.initialize": ("mean mean", "a number"),
     "models.experts.GroupedFeedForward.backward": ("sum", INTEGERS),
     "models.experts.EagerBetween.with_last_bias": ("+=", "an expert's output and its bias"),
@@ -96,15 +125,27 @@ EXEMPT = {
     "parallelisms.expert_parallel.RankDispatcher._route": ("sum sum sum", INTEGERS),
     "parallelisms.expert_parallel.RankDispatcher.sum_over_sequence": ("all_reduce", FLOAT64),
     "parallelisms.expert_parallel._all_reduce": ("all_reduce", "activations that tp ranks sum"),
-    "parallelisms.expert_parallel._reduce_rows": ("sum", "one sum over tp ranks, in float32, rounded once"),
+    "parallelisms.expert_parallel._reduce_rows": (
+        "sum",
+        "one sum over tp ranks, in float32, rounded once",
+    ),
     "parallelisms.expert_parallel._sorted_by_expert": ("cumsum cumsum sum", INTEGERS),
     "parallelisms.expert_recompute.ExpertHalf._agree_on_tiles": ("+=", "a list"),
     "parallelisms.expert_recompute.ExpertHalf.backward.compute_tile": ("add_", TWO),
-    "parallelisms.sublayer_pass.SublayerPass.last_grad": ("sum", "biases: over tokens, in float32"),
+    "parallelisms.sublayer_pass.SublayerPass.last_grad": (
+        "sum",
+        "biases: over tokens, in float32",
+    ),
     "trainer.step.rerun.StepRerun._loss": ("all_reduce", FLOAT64),
-    "trainer.step.routers.Routers.adjust": ("add_ mean mean mean mean mean", "float64 counts; one step of a bias"),
+    "trainer.step.routers.Routers.adjust": (
+        "add_ mean mean mean mean mean",
+        "float64 counts; one step of a bias",
+    ),
     "trainer.step.routers.Routers.end_step": ("all_reduce", FLOAT64),
-    "trainer.step.routers.router_metrics": ("+= += += += mean mean sum sum sum", "floats of Python"),
+    "trainer.step.routers.router_metrics": (
+        "+= += += += mean mean sum sum sum",
+        "floats of Python",
+    ),
     "models.sublayer.input_grad": ("addmm_", "two or three matrices, as in autograd"),
     "parallelisms.activation_offload.HostActivationPool.has_headroom": ("sum", INTEGERS),
     "parallelisms.activation_offload.HostActivationPool.offload": ("+= sum", INTEGERS),
@@ -113,12 +154,21 @@ EXEMPT = {
     "parallelisms.block_recompute.BlockCompute.attention_backward": ("+=", TWO),
     "parallelisms.block_recompute.BlockCompute.feed_forward_backward.compute_tile": ("add_", TWO),
     "parallelisms.sublayer_pass.SublayerPass.residual": ("add_", TWO),
-    "parallelisms.sublayer_pass.SublayerPass.linears_backward": ("sum", "biases: over tokens, in float32"),
-    "parallelisms.mesh.collectives": ("_reduce_scatter_single", "its name in two versions of torch"),
+    "parallelisms.sublayer_pass.SublayerPass.linears_backward": (
+        "sum",
+        "biases: over tokens, in float32",
+    ),
+    "parallelisms.mesh.collectives": (
+        "_reduce_scatter_single",
+        "its name in two versions of torch",
+    ),
     "parallelisms.mesh.collectives.all_to_all_tokens_async": ("sum", INTEGERS),
     "parallelisms.context.ring.HaloGrads.wait": ("+=", "one term per rank, in float32"),
     "parallelisms.mesh.collectives.all_reduce_max": ("all_reduce", "a maximum"),
-    "parallelisms.gradient_check._gradients": ("sum sum sum sum sum", "integers; the loss of a float64 sample"),
+    "parallelisms.gradient_check._gradients": (
+        "sum sum sum sum sum",
+        "integers; the loss of a float64 sample",
+    ),
     "parallelisms.context.ring.AllGather": ("reduce_scatter", "a field"),
     "parallelisms.tensor_parallel.TensorParallelizer.mean_over_ranks": (
         "all_reduce_functional",
@@ -131,15 +181,25 @@ EXEMPT = {
     "trainer.metrics.step_metrics.MetricAccumulator.__init__": ("sum", INTEGERS),
     "trainer.step.build.build_host_pool": ("sum", INTEGERS),
     "trainer.step.build.require_right_gradients": ("+=", "a list"),
-    "trainer.step.trainer.Trainer.train_steps": ("+= sum sum", "integers; numbers of pairs, floats of Python"),
+    "trainer.step.trainer.Trainer.train_steps": (
+        "+= sum sum",
+        "integers; numbers of pairs, floats of Python",
+    ),
     "trainer.step.trainer.Trainer.forward_backward": ("sum", LOSS),
-    "trainer.step.trainer.Trainer.optimizer_step": ("+= all_reduce", "integers; the metric vector"),
+    "trainer.step.trainer.Trainer.optimizer_step": (
+        "+= all_reduce",
+        "integers; the metric vector",
+    ),
 }
 
 
 def test_every_sum_of_tensors_is_in_the_grid_or_exempt() -> None:
     assert not IN_GRID.keys() & EXEMPT.keys()
-    found = {name: sums for name, sums in accumulation_sites().items() if not name.startswith(INTEGER_MODULES)}
+    found = {
+        name: sums
+        for name, sums in accumulation_sites().items()
+        if not name.startswith(INTEGER_MODULES)
+    }
     assert found == {name: sums for name, (sums, _) in (IN_GRID | EXEMPT).items()}
 
 

@@ -1,4 +1,6 @@
-"""The bfloat16 error of N parts is at most 1.5 times the error of one part, for every accumulator of the product."""
+"""The bfloat16 error of N parts is at most 1.5 times the error of one part, for every accumulator
+of the product.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +36,8 @@ def test_one_part_costs_at_most_five_roundings(accumulator: Accumulator) -> None
 
 
 @pytest.mark.parametrize(("accumulator", "parts"), cases(EXCEPTIONS))
-def test_exceptions_cost_one_and_a_half_to_three_and_a_half_roundings(accumulator: Accumulator, parts: int) -> None:
+def test_exceptions_cost_one_and_a_half_to_three_and_a_half_roundings(
+    accumulator: Accumulator, parts: int
+) -> None:
     row = factor(accumulator, parts)
     assert LAW < row.factor < 3.5, row

@@ -1,4 +1,6 @@
-"""A full disk or a missing folder does not end a run: lines are buffered, and one warning is logged."""
+"""A full disk or a missing folder does not end a run: lines are buffered, and one warning is
+logged.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,16 @@ from tests.system.runs import (
 )
 from trainer.storage.durable_io import LineAppender
 
-EXACT, LAST = ("step", "loss", "grad_norm"), "step-28"
+EXACT = ("step", "loss", "grad_norm")
+LAST = "step-28"
 LONG = ("--training.steps", "28", "--checkpoint.interval", "4", "--checkpoint.keep", "2")
 
 
 def test_lines_are_buffered_on_a_full_disk_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, written = tmp_path / "x.jsonl", LineAppender(tmp_path / "x.jsonl")
+    path = tmp_path / "x.jsonl"
+    written = LineAppender(tmp_path / "x.jsonl")
     written.append("first")
 
     def full(_: int) -> None:
@@ -51,7 +55,12 @@ def test_lines_are_buffered_on_a_full_disk_with_one_warning(
         assert path.read_text() == "first\n", "a partial write is undone"
     written.append("fourth")
     assert path.read_text() == "first\nsecond\nthird\nfourth\n"
-    assert caplog.text.count(f"{path} cannot be written, its lines are buffered: No space left on device") == 1
+    assert (
+        caplog.text.count(
+            f"{path} cannot be written, its lines are buffered: No space left on device"
+        )
+        == 1
+    )
 
 
 def test_lines_are_buffered_while_the_folder_is_missing(tmp_path: Path) -> None:
@@ -70,7 +79,9 @@ def test_a_line_after_a_torn_one_starts_on_a_new_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_a_run_survives_a_temporarily_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_survives_a_temporarily_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = iter(range(1000))
     real = LineAppender._write_pending
 
@@ -91,11 +102,13 @@ def test_a_run_survives_the_removal_of_its_folder(
 ) -> None:
     from trainer.step.trainer import Trainer
 
-    real, folder = Trainer.train_step, tmp_path / "run"
+    real = Trainer.train_step
+    folder = tmp_path / "run"
 
     def train_step(self: Trainer, *args: object) -> object:
         if self.step == 4:
-            shutil.rmtree(folder, ignore_errors=True)  # The watchdog may write at the same time.
+            # The watchdog may write at the same time.
+            shutil.rmtree(folder, ignore_errors=True)
         return real(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
@@ -115,7 +128,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def filled(folder: Path) -> Iterator[Callable[[], None]]:
-    """Keeps the file system of `folder` full; yields a function that fills space that became free."""
+    """Keeps the file system of `folder` full; yields a function that fills space that became
+    free.
+    """
     ballast = folder / "ballast"
 
     def fill() -> None:
@@ -130,7 +145,9 @@ def filled(folder: Path) -> Iterator[Callable[[], None]]:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("in_memory", [(), ("--checkpoint.memory_interval", "1")], ids=["", "in memory"])
+@pytest.mark.parametrize(
+    "in_memory", [(), ("--checkpoint.memory_interval", "1")], ids=["", "in memory"]
+)
 @pytest.mark.parametrize(
     ("broken", "message"),
     [(filled, "disk full: "), (read_only, "Read-only file system")],
@@ -147,7 +164,9 @@ def test_results_on_a_failing_disk_are_bitwise_identical(
     with mounted(folder, "-t", "tmpfs", "-o", "size=16m", "tmpfs"):
         ranks = fork(uninterrupted / "run.toml", folder, *LONG, *in_memory, processes=2)
         log = folder.with_suffix(".log")
-        assert wait_for(lambda: (folder / "metrics.jsonl").exists() and len(checkpoints(folder)) > 1)
+        assert wait_for(
+            lambda: (folder / "metrics.jsonl").exists() and len(checkpoints(folder)) > 1
+        )
         with broken(folder) as refill:
             assert wait_for(partial(is_reported, log, message, refill)), log.read_text()
             assert all(rank.is_alive() for rank in ranks), log.read_text()
@@ -155,8 +174,14 @@ def test_results_on_a_failing_disk_are_bitwise_identical(
         end(ranks)
         assert [rank.exitcode for rank in ranks] == [0, 0], log.read_text()
         assert metrics(folder, *EXACT) == metrics(uninterrupted / "whole", *EXACT)
-        assert digests(folder / "checkpoints" / LAST) == digests(uninterrupted / "whole" / "checkpoints" / LAST)
-        assert not [name for name in checkpoints(folder) if not name.startswith("step-") and name != "newest"]
+        assert digests(folder / "checkpoints" / LAST) == digests(
+            uninterrupted / "whole" / "checkpoints" / LAST
+        )
+        assert not [
+            name
+            for name in checkpoints(folder)
+            if not name.startswith("step-") and name != "newest"
+        ]
 
 
 def is_reported(log: Path, message: str, refill: Callable[[], None] | None) -> bool:
@@ -173,4 +198,6 @@ def test_a_read_only_run_folder_is_rejected_at_launch(tmp_path: Path) -> None:
     with read_only(folder):
         done = forked(write_run(tmp_path), folder)
     assert done.statuses == [2]
-    assert f"error: job.output_dir = {folder} cannot be used: {folder} is not writable" in done.said
+    assert (
+        f"error: job.output_dir = {folder} cannot be used: {folder} is not writable" in done.said
+    )

@@ -28,7 +28,10 @@ def test_a_marker_is_read_only_by_its_own_launch(tmp_path: Path) -> None:
 def test_the_marker_of_a_refused_launch_leaves_those_of_the_running_one(tmp_path: Path) -> None:
     exit_markers.write(tmp_path, "REQUEUE", attempt="a")
     exit_markers.write(tmp_path, "RETRY", attempt="b", clears_others=False)
-    assert (exit_markers.read(tmp_path, "a"), exit_markers.read(tmp_path, "b")) == ("REQUEUE", "RETRY")
+    assert (exit_markers.read(tmp_path, "a"), exit_markers.read(tmp_path, "b")) == (
+        "REQUEUE",
+        "RETRY",
+    )
 
 
 @pytest.mark.parametrize("code", range(1, 256))
@@ -39,8 +42,14 @@ def test_every_failure_has_one_ending(code: int) -> None:
 
 
 def test_every_error_ends_as_the_table_says() -> None:
-    errors = [each for each in vars(trainer.errors).values() if isinstance(each, type) and issubclass(each, RunError)]
-    assert {each.status for each in errors} == {ending.exit_code for ending in ENDINGS if ending.exit_code}
+    errors = [
+        each
+        for each in vars(trainer.errors).values()
+        if isinstance(each, type) and issubclass(each, RunError)
+    ]
+    assert {each.status for each in errors} == {
+        ending.exit_code for ending in ENDINGS if ending.exit_code
+    }
 
 
 def test_a_torn_marker_is_ignored(tmp_path: Path) -> None:

@@ -34,17 +34,24 @@ def test_goodput_is_the_time_in_saved_steps_over_the_time_since_the_first_launch
 
 @pytest.mark.ranks
 def test_all_launches_count_and_lost_steps_do_not(tmp_path: Path) -> None:
-    config, folder = write_run(tmp_path), tmp_path / "run"
-    assert forked(config, folder, "--training.steps", "4", "--checkpoint.interval", "4").statuses == [0]
+    config = write_run(tmp_path)
+    folder = tmp_path / "run"
+    assert forked(
+        config, folder, "--training.steps", "4", "--checkpoint.interval", "4"
+    ).statuses == [0]
     first = state(folder / "checkpoints" / "step-4")["trainer"]["goodput"]
     productive = sum(seconds for (seconds,) in metrics(folder, "step_seconds"))
     assert first["productive_seconds"] == pytest.approx(productive)
     assert first["start_time"] < time.time()
     time.sleep(1)
-    assert forked(config, folder, "--training.steps", "6", "--checkpoint.interval", "4").statuses == [0]
+    assert forked(
+        config, folder, "--training.steps", "6", "--checkpoint.interval", "4"
+    ).statuses == [0]
     second = state(folder / "checkpoints" / "step-6")["trainer"]["goodput"]
     assert second["start_time"] == first["start_time"]
-    assert second["productive_seconds"] == pytest.approx(sum(seconds for (seconds,) in metrics(folder, "step_seconds")))
+    assert second["productive_seconds"] == pytest.approx(
+        sum(seconds for (seconds,) in metrics(folder, "step_seconds"))
+    )
     percents = [percent for (percent,) in metrics(folder, "goodput_pct")]
     assert all(0 < percent < 100 for percent in percents)
     assert percents[4] < percents[3], "the pause between launches counts"

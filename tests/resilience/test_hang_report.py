@@ -32,7 +32,8 @@ with Watchdog(Path(sys.argv[1]), rank=int(sys.argv[2])) as watchdog:
     watchdog.arm("step 7", 3.0)
     wait_for_peer()
 """
-SLEEP, LOCKED = "time.sleep(60)", "import ctypes; ctypes.PyDLL(None).sleep(60)"
+SLEEP = "time.sleep(60)"
+LOCKED = "import ctypes; ctypes.PyDLL(None).sleep(60)"
 
 
 def hang(folder: Path, rank: int, wait: str = SLEEP) -> subprocess.Popen[str]:
@@ -45,7 +46,11 @@ def hang(folder: Path, rank: int, wait: str = SLEEP) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    "wait", [pytest.param(SLEEP, id="sleeping", marks=pytest.mark.slow), pytest.param(LOCKED, id="holding the GIL")]
+    "wait",
+    [
+        pytest.param(SLEEP, id="sleeping", marks=pytest.mark.slow),
+        pytest.param(LOCKED, id="holding the GIL"),
+    ],
 )
 def test_a_hung_rank_writes_its_stacks_and_exits(tmp_path: Path, wait: str) -> None:
     process = hang(tmp_path, 0, wait)
@@ -79,13 +84,20 @@ def record_all_reduce() -> str:
 @pytest.mark.ranks
 def test_torch_dumps_recorded_collectives() -> None:
     for dump in run_ranks(record_all_reduce, 2):
-        entries = [entry for line in dump.splitlines() for entry in json.loads(line).get("entries", [])]
+        entries = [
+            entry for line in dump.splitlines() for entry in json.loads(line).get("entries", [])
+        ]
         assert any("all_reduce" in entry["profiling_name"] for entry in entries)
 
 
 def stack(*frames: tuple[str, str]) -> str:
-    main = "".join(f'  File "{file}", line {number} in {name}\n' for number, (file, name) in enumerate(frames, 1))
-    other = 'Thread 0x01 (most recent call first):\n  File "/usr/lib/threading.py", line 3 in wait\n\n'
+    main = "".join(
+        f'  File "{file}", line {number} in {name}\n'
+        for number, (file, name) in enumerate(frames, 1)
+    )
+    other = (
+        'Thread 0x01 (most recent call first):\n  File "/usr/lib/threading.py", line 3 in wait\n\n'
+    )
     return f"Timeout (0:01:00)!\n{other}Thread 0x02 (most recent call first):\n{main}"
 
 
@@ -109,7 +121,9 @@ def test_a_rank_without_a_stack_is_a_suspect(tmp_path: Path) -> None:
     assert summarize_hang(tmp_path, 4)[1:] == ["suspect: rank 1, 2, 3 wrote no stack"]
 
 
-def test_the_next_launch_reports_the_suspects_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_next_launch_reports_the_suspects_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = RunDir(tmp_path)
     folder.hangs_dir.mkdir(parents=True)
     for rank, text in enumerate((WAITING, READING, WAITING)):
@@ -129,7 +143,8 @@ def test_a_launch_that_did_not_hang_has_no_suspects(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_sigstopped_rank_is_the_suspect(tmp_path: Path) -> None:
-    stopped, waiting = hang(tmp_path, 0), hang(tmp_path, 1)
+    stopped = hang(tmp_path, 0)
+    waiting = hang(tmp_path, 1)
     while not (tmp_path / "rank-0.txt").exists():
         time.sleep(0.01)
     os.kill(stopped.pid, signal.SIGSTOP)

@@ -1,4 +1,6 @@
-"""In-memory checkpoints: resumed from what is whole on every rank, here or on the next node, and from nothing else."""
+"""In-memory checkpoints: resumed from what is whole on every rank, here or on the next node, and
+from nothing else.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ from trainer.storage.run_dir import RunDir
 from trainer.storage.train_state import SpikeState, StagePosition, TrainerState, TrainState
 
 EXACT = ("step", "loss", "grad_norm")
-RANKS, NODES = 4, 2
+RANKS = 4
+NODES = 2
 STATE_BYTES = 1 << 14
 
 
@@ -52,7 +55,13 @@ def run(tmp_path: Path) -> Iterator[Path]:
 
 def state_of(step: int) -> TrainState:
     scalars = TrainerState(
-        step=step, next_sequence=6 * step, tokens=0, skipped=0, sources={}, losses=SpikeState(), goodput=None
+        step=step,
+        next_sequence=6 * step,
+        tokens=0,
+        skipped=0,
+        sources={},
+        losses=SpikeState(),
+        goodput=None,
     )
     return TrainState(
         step=step,
@@ -80,14 +89,25 @@ def tensors_of(rank: int, step: int) -> dict[str, Tensor]:
 
 
 def damages(cases: int) -> Iterator[dict[str, str]]:
-    """What happens to each file: one node lost, nothing, both copies of one rank's newest, of any step, and random ones."""
-    names = [f"{kind}-{rank}.{index}" for kind, rank, index in product(("rank", "held"), range(RANKS), range(2))]
-    for node in range(NODES):  # A rank's copies are held on the other node.
-        lost = {f"{kind}-{rank}" for rank in range(RANKS) for kind in (("held", "rank")[rank // 2 == node],)}
+    """What happens to each file: one node lost, nothing, both copies of one rank's newest, of any
+    step, and random ones.
+    """
+    names = [
+        f"{kind}-{rank}.{index}"
+        for kind, rank, index in product(("rank", "held"), range(RANKS), range(2))
+    ]
+    # A rank's copies are held on the other node.
+    for node in range(NODES):
+        lost = {
+            f"{kind}-{rank}"
+            for rank in range(RANKS)
+            for kind in (("held", "rank")[rank // 2 == node],)
+        }
         yield {name: "deleted" for name in names if name.partition(".")[0] in lost}
     yield {}
     yield {"rank-1.0": "bit of a shard", "held-1.0": "a pipe"}
-    yield {"rank-1.0": "shortened", "held-1.0": "bit of a shard"}  # Found when it has been fetched.
+    # Found when it has been fetched.
+    yield {"rank-1.0": "shortened", "held-1.0": "bit of a shard"}
     yield {name: "deleted" for name in names if "-3." in name}
     draw = random.Random(1)
     for _ in range(cases):
@@ -118,23 +138,37 @@ def damage(path: Path, kind: str, content: bytearray, other: bytes) -> None:
     elif kind == "of an earlier step":  # Its data: the header is of this step.
         content[HEADER_BYTES:] = other[HEADER_BYTES:]
     else:
-        at = {"bit of the header": 200, "bit of the state": HEADER_BYTES + 300}.get(kind, HEADER_BYTES + STATE_BYTES)
+        at = {"bit of the header": 200, "bit of the state": HEADER_BYTES + 300}.get(
+            kind, HEADER_BYTES + STATE_BYTES
+        )
         content[at] ^= 4
     path.write_bytes(content)
 
 
 def expected_step(found: dict[str, str], step_of: dict[str, int]) -> int | None:
     """The newest step of which every rank's part is whole somewhere."""
-    whole = {(name.partition(".")[0].partition("-")[2], step) for name, step in step_of.items() if name not in found}
-    return next((step for step in (9, 8) if all((str(rank), step) in whole for rank in range(RANKS))), None)
+    whole = {
+        (name.partition(".")[0].partition("-")[2], step)
+        for name, step in step_of.items()
+        if name not in found
+    }
+    return next(
+        (step for step in (9, 8) if all((str(rank), step) in whole for rank in range(RANKS))), None
+    )
 
 
-def load_after_damage(root: Path, cases: int) -> list[tuple[dict[str, str], int | None, int | None]]:
-    """(damage, the step that is loaded, the step that should be) for each case; checks the loaded values."""
-    rank, results = distributed.get_rank(), []
+def load_after_damage(
+    root: Path, cases: int
+) -> list[tuple[dict[str, str], int | None, int | None]]:
+    """(damage, the step that is loaded, the step that should be) for each case; checks the loaded
+    values.
+    """
+    rank = distributed.get_rank()
+    results = []
     group = distributed.group.WORLD
     assert group is not None
-    world, run_dir = World(rank, RANKS, torch.device("cpu"), NODES), RunDir(root)
+    world = World(rank, RANKS, torch.device("cpu"), NODES)
+    run_dir = RunDir(root)
     in_memory.STATE_BYTES = STATE_BYTES
     for found in damages(cases):
         if rank == 0:
@@ -147,7 +181,9 @@ def load_after_damage(root: Path, cases: int) -> list[tuple[dict[str, str], int 
         distributed.barrier()
         assert memory.Newest.read(run_dir.checkpoints_dir).in_memory == 9
         step_of = {
-            file.path.name: header.step for file in (*copies._files, *copies._held) if (header := file.read_header())
+            file.path.name: header.step
+            for file in (*copies._files, *copies._held)
+            if (header := file.read_header())
         }
         everywhere = all_gather_values(step_of)
         if rank == 0:
@@ -156,20 +192,28 @@ def load_after_damage(root: Path, cases: int) -> list[tuple[dict[str, str], int 
                 other = contents[name[:-1] + str(1 - int(name[-1]))]
                 damage(copies.folder / name, kind, bytearray(contents[name]), other)
         distributed.barrier()
-        copies = InMemoryCheckpoints(run_dir, world, group, tensors_of(rank, 0))  # The next launch.
+        # The next launch.
+        copies = InMemoryCheckpoints(run_dir, world, group, tensors_of(rank, 0))
         loaded = tensors_of(rank, 0)
         state = copies.load_newest(loaded, state_of(0), committed_step=4)
         if state is not None:
             assert state.model_copy(update={"optimizer_steps": None}) == state_of(state.step)
         wanted = tensors_of(rank, 0 if state is None else state.step)
         assert all(torch.equal(value, wanted[name]) for name, value in loaded.items())
-        expected = expected_step(found, {name: step for part in everywhere for name, step in part.items()})
+        expected = expected_step(
+            found, {name: step for part in everywhere for name, step in part.items()}
+        )
         results.append((found, state.step if state else None, expected))
-        if state is not None:  # The next copy goes in place of another step, on every rank.
+        # The next copy goes in place of another step, on every rank.
+        if state is not None:
             copies.copy(tensors_of(rank, 10), state_of(10), to_disk=False)
             copies.wait()
             distributed.barrier()
-            (newest,) = [file for file in copies._files if (header := file.read_header()) and header.step == 10]
+            (newest,) = [
+                file
+                for file in copies._files
+                if (header := file.read_header()) and header.step == 10
+            ]
             newest.clear()
             for file in copies._held:
                 file.clear()
@@ -184,8 +228,12 @@ def load_after_damage(root: Path, cases: int) -> list[tuple[dict[str, str], int 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("cases", [4, pytest.param(200, marks=pytest.mark.slow)])
-def test_the_newest_step_that_is_whole_somewhere_is_loaded_whatever_is_damaged(run: Path, cases: int) -> None:
-    by_rank = run_ranks(load_after_damage, RANKS, run.parent / "run", cases, timeout=30 + 2 * cases)
+def test_the_newest_step_that_is_whole_somewhere_is_loaded_whatever_is_damaged(
+    run: Path, cases: int
+) -> None:
+    by_rank = run_ranks(
+        load_after_damage, RANKS, run.parent / "run", cases, timeout=30 + 2 * cases
+    )
     assert by_rank == by_rank[:1] * RANKS
     assert [case for case in by_rank[0] if case[1] != case[2]] == []
     assert [loaded for _, loaded, _ in by_rank[0][:6]] == [9, 9, 9, 8, 8, None]
@@ -194,16 +242,23 @@ def test_the_newest_step_that_is_whole_somewhere_is_loaded_whatever_is_damaged(r
 def copy_while_one_is_written(root: Path) -> tuple[bool, bool, int]:
     group = distributed.group.WORLD
     assert group is not None
-    copies = InMemoryCheckpoints(RunDir(root), World(0, 1, torch.device("cpu")), group, tensors_of(0, 0))
+    copies = InMemoryCheckpoints(
+        RunDir(root), World(0, 1, torch.device("cpu")), group, tensors_of(0, 0)
+    )
     get_written = copies.copy(tensors_of(0, 1), state_of(1), to_disk=True)
     for step in (2, 3, 4):
         copies.copy(tensors_of(0, step), state_of(step), to_disk=False)
-    unchanged = all(torch.equal(value, tensors_of(0, 1)[name]) for name, value in get_written().items())
+    unchanged = all(
+        torch.equal(value, tensors_of(0, 1)[name]) for name, value in get_written().items()
+    )
     copies.release(1)
-    for step in (4, 5):  # The first agrees that no rank writes it any more.
+    # The first agrees that no rank writes it any more.
+    for step in (4, 5):
         copies.copy(tensors_of(0, step), state_of(step), to_disk=False)
     copies.wait()
-    is_reused = all(torch.equal(value, tensors_of(0, 5)[name]) for name, value in get_written().items())
+    is_reused = all(
+        torch.equal(value, tensors_of(0, 5)[name]) for name, value in get_written().items()
+    )
     return unchanged, is_reused, len([*copies.folder.iterdir()])
 
 
@@ -216,7 +271,10 @@ def test_what_a_save_writes_is_not_overwritten_before_it_ends(run: Path) -> None
 
 
 def crash_after_step_8(argv: list[str]) -> int:
-    """A rank of two nodes that ends with a traceback. Its last checkpoint is in memory, and did not reach the disk."""
+    """A rank of two nodes that ends with a traceback.
+
+    Its last checkpoint is in memory, and did not reach the disk.
+    """
     after_step = train_loop.TrainLoop._after_step
 
     def crash(loop: train_loop.TrainLoop, result: StepResult) -> str:
@@ -243,8 +301,11 @@ def on_two_nodes(argv: list[str]) -> int:
 
 
 @pytest.mark.ranks
-def test_a_run_whose_node_is_lost_continues_bitwise_from_the_memory_of_the_other(run: Path) -> None:
-    root, folder = run.parent, run.parent / "run"
+def test_a_run_whose_node_is_lost_continues_bitwise_from_the_memory_of_the_other(
+    run: Path,
+) -> None:
+    root = run.parent
+    folder = run.parent / "run"
     options: tuple[str, ...] = ("--training.steps", "10", "--checkpoint.interval", "4")
     assert forked(run, root / "whole", *options, processes=RANKS).statuses == [0] * RANKS
     options += ("--checkpoint.memory_interval", "3")
@@ -261,8 +322,11 @@ def test_a_run_whose_node_is_lost_continues_bitwise_from_the_memory_of_the_other
     assert "step 8 of ranks [2, 3] is restored from the memory of the next node" in done.said
     assert steps(folder) == [*range(1, 11)]
     assert metrics(folder, *EXACT) == metrics(root / "whole", *EXACT)
-    # What was missing on the disk is saved at once, and a run that is done leaves nothing in memory.
-    saved = [event["step"] for event in lines(folder / "events.jsonl") if event["event"] == "checkpoint"]
+    # What was missing on the disk is saved at once, and a run that is done leaves nothing in
+    # memory.
+    saved = [
+        event["step"] for event in lines(folder / "events.jsonl") if event["event"] == "checkpoint"
+    ]
     assert saved == [4, 8, 10]
     assert not shared.exists()
 
@@ -297,7 +361,8 @@ def test_a_changed_run_and_one_whose_checkpoint_was_removed_resume_from_the_disk
         memory_of(checkpoints).wait()
         assert memory.Newest.read(folder.checkpoints_dir)[:2] == (5, 4)
         assert _progress(folder) == 5
-    if removed == "newest":  # By a launch without in-memory checkpoints, which takes its own course from step 4.
+    # By a launch without in-memory checkpoints, which takes its own course from step 4.
+    if removed == "newest":
         without = configured(run, run.parent / "run", "--checkpoint.interval", "2")
         with trainer_of(without) as trainer:
             checkpoints = CheckpointManager(without, folder, trainer.world)
@@ -310,10 +375,16 @@ def test_a_changed_run_and_one_whose_checkpoint_was_removed_resume_from_the_disk
     changed = configured(run, run.parent / "run", *options, *changes)
     with trainer_of(changed) as trainer:
         checkpoints = CheckpointManager(changed, folder, trainer.world)
-        assert checkpoints.resume(trainer) == (memory.memory_folder(folder.path) if expected == 5 else disk)
+        assert checkpoints.resume(trainer) == (
+            memory.memory_folder(folder.path) if expected == 5 else disk
+        )
         assert trainer.step == expected
-        assert memory.Newest.read(folder.checkpoints_dir)[:2] == (expected if expected == 5 else -1, min(expected, 4))
-        if expected == 5:  # After a spike, nothing in memory is used.
+        assert memory.Newest.read(folder.checkpoints_dir)[:2] == (
+            expected if expected == 5 else -1,
+            min(expected, 4),
+        )
+        # After a spike, nothing in memory is used.
+        if expected == 5:
             assert checkpoints.roll_back(trainer) == folder.checkpoints_dir / "step-4"
             assert checkpoints.resume(trainer) == folder.checkpoints_dir / "step-4"
 
@@ -324,11 +395,15 @@ def memory_of(checkpoints: CheckpointManager) -> InMemoryCheckpoints:
 
 
 def mix_launches(root: Path) -> list[int | None]:
-    """Node 0 took part in a second launch, which went back to step 4 of the disk; node 1 was unreachable meanwhile."""
-    rank, run_dir = distributed.get_rank(), RunDir(root)
+    """Node 0 took part in a second launch, which went back to step 4 of the disk; node 1 was
+    unreachable meanwhile.
+    """
+    rank = distributed.get_rank()
+    run_dir = RunDir(root)
     group = distributed.group.WORLD
     assert group is not None
-    world, kept = World(rank, RANKS, torch.device("cpu"), NODES), dict[Path, bytes]()
+    world = World(rank, RANKS, torch.device("cpu"), NODES)
+    kept = dict[Path, bytes]()
     for course in range(2):
         copies = InMemoryCheckpoints(run_dir, world, group, tensors_of(rank, 0))
         if course:
@@ -345,7 +420,9 @@ def mix_launches(root: Path) -> list[int | None]:
         path.write_bytes(content)
     distributed.barrier()
     loaded = tensors_of(rank, 0)
-    state = InMemoryCheckpoints(run_dir, world, group, loaded).load_newest(loaded, state_of(0), committed_step=4)
+    state = InMemoryCheckpoints(run_dir, world, group, loaded).load_newest(
+        loaded, state_of(0), committed_step=4
+    )
     return run_steps(loaded, rank, state)
 
 
@@ -373,7 +450,9 @@ def copy_without_a_disk(root: Path) -> tuple[int, int | None]:
     """(the newest step that is recorded, what is resumed from): metrics since may be missing."""
     group = distributed.group.WORLD
     assert group is not None
-    run_dir, world, write = RunDir(root), World(0, 1, torch.device("cpu")), memory.Newest.write
+    run_dir = RunDir(root)
+    world = World(0, 1, torch.device("cpu"))
+    write = memory.Newest.write
     copies = InMemoryCheckpoints(run_dir, world, group, tensors_of(0, 0))
     for step in (3, 4, 5):
         copies.copy(tensors_of(0, step), state_of(step), to_disk=False)
@@ -382,7 +461,9 @@ def copy_without_a_disk(root: Path) -> tuple[int, int | None]:
     memory.Newest.write = write  # type: ignore[method-assign]
     recorded = memory.Newest.read(run_dir.checkpoints_dir).in_memory
     loaded = tensors_of(0, 0)
-    state = InMemoryCheckpoints(run_dir, world, group, loaded).load_newest(loaded, state_of(0), committed_step=2)
+    state = InMemoryCheckpoints(run_dir, world, group, loaded).load_newest(
+        loaded, state_of(0), committed_step=2
+    )
     return recorded, None if state is None else state.step
 
 
@@ -399,7 +480,9 @@ def test_what_says_nothing_about_newest_steps_is_none(tmp_path: Path) -> None:
     assert memory.Newest.read(tmp_path) == (9, 4, "abc")
 
 
-def test_too_little_memory_is_an_error_that_names_the_key(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_an_error_that_names_the_key(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = configured(run, run.parent / "run", "--checkpoint.memory_interval", "1")
     monkeypatch.setattr(os, "posix_fallocate", no_space)
     with trainer_of(config) as trainer, pytest.raises(RunFailedError) as raised:
@@ -412,7 +495,9 @@ def no_space(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_the_plan_counts_in_memory_checkpoints_and_refuses_what_a_node_cannot_hold(run: Path) -> None:
+def test_the_plan_counts_in_memory_checkpoints_and_refuses_what_a_node_cannot_hold(
+    run: Path,
+) -> None:
     options = ("--checkpoint.memory_interval", "1", "--parallelism.ranks_per_node", "2")
     config = configured(run, run.parent / "run", *options)
     shards = config.model.build().num_parameters * (4 + 8)
@@ -422,7 +507,10 @@ def test_the_plan_counts_in_memory_checkpoints_and_refuses_what_a_node_cannot_ho
             copies * shards / world_size, rel=0.01
         )
         assert estimate.item("async-checkpoint staging").host_bytes == 0
-    with pytest.raises(ConfigError, match=r"checkpoint.memory_interval = 1: a node needs .* for in-memory checkpoints"):
+    with pytest.raises(
+        ConfigError,
+        match=r"checkpoint.memory_interval = 1: a node needs .* for in-memory checkpoints",
+    ):
         fit_memory_options(config, 2, ranks_per_node=2, device_bytes=0, host_bytes=shards)
     fit_memory_options(config, 2, ranks_per_node=2, device_bytes=0, host_bytes=1000 * shards)
 

@@ -18,18 +18,30 @@ from typing import Any
 import pytest
 
 from tests.artifacts import content, forge
-from trainer.errors import ConfigError, RunFailedError, RunFolderHeldElsewhereError, RunFolderInUseError
+from trainer.errors import (
+    ConfigError,
+    RunFailedError,
+    RunFolderHeldElsewhereError,
+    RunFolderInUseError,
+)
 from trainer.storage import lease as lease_module
 from trainer.storage import manifest
 from trainer.storage.lease import Lease
 
-context = multiprocessing.get_context("fork")  # Children have the short times of the tests, too.
+# Children have the short times of the tests, too.
+context = multiprocessing.get_context("fork")
 ELSEWHERE = {"boot": "another kernel", "host": "node-7", "job": "42"}
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"HEARTBEAT": 0.1, "LEASE": 1.0, "SETTLE": 0.1, "ENDING": 0.3, "POLL": 0.02}.items():
+    for name, seconds in {
+        "HEARTBEAT": 0.1,
+        "LEASE": 1.0,
+        "SETTLE": 0.1,
+        "ENDING": 0.3,
+        "POLL": 0.02,
+    }.items():
         monkeypatch.setattr(lease_module, f"{name}_SECONDS", seconds)
 
 
@@ -60,14 +72,19 @@ def test_a_lease_is_released(folder: Path) -> None:
     for _ in range(2):
         with Lease(folder, job="9", attempt="a") as lease:
             lease.require()
-            assert (content(folder / "lease")["job"], content(folder / "lease")["attempt"]) == ("9", "a")
+            assert (content(folder / "lease")["job"], content(folder / "lease")["attempt"]) == (
+                "9",
+                "a",
+            )
         assert [*folder.iterdir()] == []
 
 
 def test_a_living_owner_on_this_host_is_named(folder: Path) -> None:
     with (
         Lease(folder),
-        pytest.raises(RunFolderInUseError, match=rf"{folder.parent} is in use by process {os.getpid()} on "),
+        pytest.raises(
+            RunFolderInUseError, match=rf"{folder.parent} is in use by process {os.getpid()} on "
+        ),
     ):
         Lease(folder).__enter__()
 
@@ -75,9 +92,16 @@ def test_a_living_owner_on_this_host_is_named(folder: Path) -> None:
 @pytest.mark.parametrize(
     "changed",
     [{"folder": 1}, {"pid": 1 << 30}, {"started": "1"}, {"folder": 1, **ELSEWHERE}],
-    ids=["a copied folder", "an ended process", "another process of that number", "copied from elsewhere"],
+    ids=[
+        "a copied folder",
+        "an ended process",
+        "another process of that number",
+        "copied from elsewhere",
+    ],
 )
-def test_an_owner_that_cannot_write_is_replaced_at_once(folder: Path, changed: dict[str, object]) -> None:
+def test_an_owner_that_cannot_write_is_replaced_at_once(
+    folder: Path, changed: dict[str, object]
+) -> None:
     held_by(folder, **changed)
     assert seconds_to_hold(folder) < 0.8
 
@@ -112,7 +136,10 @@ def test_a_living_owner_elsewhere_is_named(folder: Path) -> None:
 
     process = context.Process(target=touch)
     process.start()
-    with pytest.raises(RunFolderHeldElsewhereError, match=rf"is in use by process {os.getpid()} on node-7 of job 42"):
+    with pytest.raises(
+        RunFolderHeldElsewhereError,
+        match=rf"is in use by process {os.getpid()} on node-7 of job 42",
+    ):
         Lease(folder).__enter__()
     process.kill()
     process.join()
@@ -127,7 +154,9 @@ def test_a_living_owner_elsewhere_is_named(folder: Path) -> None:
     ],
     ids=["empty", "zeros", "of an earlier version"],
 )
-def test_a_lease_that_says_nothing_is_replaced(folder: Path, damage: Callable[[Path], object]) -> None:
+def test_a_lease_that_says_nothing_is_replaced(
+    folder: Path, damage: Callable[[Path], object]
+) -> None:
     damage(held_by(folder))
     assert seconds_to_hold(folder) < 0.8
 
@@ -164,7 +193,9 @@ def test_an_owner_whose_clock_stood_still_notices_before_its_next_touch(
             first.require()
 
 
-def test_an_owner_whose_lease_is_put_back_still_holds_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_whose_lease_is_put_back_still_holds_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lease_module, "HEARTBEAT_SECONDS", 60.0)
     with Lease(folder) as first:
         (folder / "lease").rename(folder / "aside")
@@ -190,10 +221,14 @@ CALLS = ["link", "open", "lstat", "stat", "fstat", "utime", "unlink", "rename", 
 
 
 class Failing:
-    """A function of `os` that fails with an error the first times that it is called with a path of a lease."""
+    """A function of `os` that fails with an error the first times that it is called with a path of
+    a lease.
+    """
 
     def __init__(self, function: Callable[..., Any], number: int, times: float) -> None:
-        self._function, self._number, self._left = function, number, times
+        self._function = function
+        self._number = number
+        self._left = times
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if self._left > 0 and any("lease" in str(each) for each in args):
@@ -207,7 +242,12 @@ class Failing:
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("left", [None, {"pid": 1 << 30}], ids=["free", "left"])
 def test_an_error_of_the_file_system_has_a_class_and_never_two_owners(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, left: dict[str, Any] | None, call: str, number: int, times: float
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    left: dict[str, Any] | None,
+    call: str,
+    number: int,
+    times: float,
 ) -> None:
     if left:
         held_by(folder, **left)
@@ -221,7 +261,9 @@ def test_an_error_of_the_file_system_has_a_class_and_never_two_owners(
     assert seconds_to_hold(folder) < 3, "and can be held afterwards"
 
 
-def test_a_link_whose_reply_was_lost_is_our_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_whose_reply_was_lost_is_our_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link = os.link
 
     def link_twice(*args: Any) -> None:

@@ -1,4 +1,6 @@
-"""A signalled run saves once, after a step that all ranks agree on, and its resumption is bitwise identical."""
+"""A signalled run saves once, after a step that all ranks agree on, and its resumption is bitwise
+identical.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,14 @@ from trainer.storage import exit_markers
 
 EXACT = ("step", "loss", "grad_norm")
 STEPS = 20
-LONG = ("--training.steps", str(STEPS), "--checkpoint.interval", "1000", "--training.dtype", "float64")
+LONG = (
+    "--training.steps",
+    str(STEPS),
+    "--checkpoint.interval",
+    "1000",
+    "--training.dtype",
+    "float64",
+)
 
 
 @pytest.fixture(scope="module")
@@ -99,25 +108,44 @@ def test_repeated_signals_save_once_and_the_resumed_run_is_bitwise_identical(
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_signalled_launcher_exits_with_0_and_does_not_restart(whole: Path, tmp_path: Path) -> None:
+def test_a_signalled_launcher_exits_with_0_and_does_not_restart(
+    whole: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     launcher = launch(whole / "run.toml", folder, *LONG, processes=2)
     assert wait_for(lambda: num_steps(folder) >= 3)
     for _ in range(3):
         launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(60) == 0
-    assert [event["event"] for event in lines(folder / "events.jsonl")] == ["start", "checkpoint", "preempted"]
-    assert f"run the same command to resume from {folder}/checkpoints/step-" in folder.with_suffix(".log").read_text()
+    assert [event["event"] for event in lines(folder / "events.jsonl")] == [
+        "start",
+        "checkpoint",
+        "preempted",
+    ]
+    assert (
+        f"run the same command to resume from {folder}/checkpoints/step-"
+        in folder.with_suffix(".log").read_text()
+    )
     assert launched(whole / "run.toml", folder, *LONG, processes=2).statuses == [0]
     require_same_results(folder, whole)
 
 
 @pytest.mark.ranks
 def test_a_run_stops_before_its_time_limit(whole: Path, tmp_path: Path) -> None:
-    folder, start = tmp_path / "run", time.monotonic()
-    done = forked(whole / "run.toml", folder, *LONG, "--training.steps", "100000", "--job.max_minutes", "0.08")
+    folder = tmp_path / "run"
+    start = time.monotonic()
+    done = forked(
+        whole / "run.toml",
+        folder,
+        *LONG,
+        "--training.steps",
+        "100000",
+        "--job.max_minutes",
+        "0.08",
+    )
     assert done.statuses == [0]
-    assert time.monotonic() - start < 60  # 100,000 steps take longer; the limit itself is five seconds.
+    # 100,000 steps take longer; the limit itself is five seconds.
+    assert time.monotonic() - start < 60
     (left,) = [event for event in lines(folder / "events.jsonl") if event["event"] == "preempted"]
     assert left["reason"] == "time limit reached"
     assert checkpoints(folder) == [f"step-{left['step']}"]
@@ -126,21 +154,37 @@ def test_a_run_stops_before_its_time_limit(whole: Path, tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_a_run_without_checkpoints_fails_at_its_time_limit(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    options = (*LONG, "--training.steps", "100000", "--job.max_minutes", "0.05", "--checkpoint.enabled", "false")
+    options = (
+        *LONG,
+        "--training.steps",
+        "100000",
+        "--job.max_minutes",
+        "0.05",
+        "--checkpoint.enabled",
+        "false",
+    )
     done = forked(whole / "run.toml", folder, *options)
     assert done.statuses == [78]
-    assert "error: time limit reached: stopped without a checkpoint, because checkpoint.enabled = false" in done.said
+    assert (
+        "error: time limit reached: stopped without a checkpoint, because checkpoint.enabled = false"
+        in done.said
+    )
     assert "checkpoint.enabled" in marker(folder, "STOP")["reason"]
 
 
 def test_a_signal_before_the_first_step_stops_at_once_without_a_marker(
     whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A marker would make a crash look like a saved run: srun sends TERM to the peers of a crashed rank."""
+    """A marker would make a crash look like a saved run: srun sends TERM to the peers of a crashed
+    rank.
+    """
     monkeypatch.setattr(
-        "trainer.metrics.loggers.configure_logging", lambda _: None
-    )  # The logging setup would outlive the test.
-    signals, folder = SignalHandler(), tmp_path / "run"
+        "trainer.metrics.loggers.configure_logging",
+        lambda _: None,
+        # The logging setup would outlive the test.
+    )
+    signals = SignalHandler()
+    folder = tmp_path / "run"
     signals.signal = signal.SIGTERM
     folder.mkdir()
     assert train_rank(arguments(whole / "run.toml", folder, *LONG), signals) == 1
@@ -166,22 +210,44 @@ def test_one_rank_per_node_reports_the_problems_of_its_node(
         "LOCAL_WORLD_SIZE": "8",
     }.items():
         monkeypatch.setenv(key, value)
-    argv = arguments(whole / "run.toml", tmp_path / "run", *LONG, "--data.corpus", str(tmp_path / "absent"))
-    assert train_rank([*argv, "--parallelism.dp_shard", "2", "--parallelism.cp", "8"], SignalHandler()) in (2, 78)
+    argv = arguments(
+        whole / "run.toml", tmp_path / "run", *LONG, "--data.corpus", str(tmp_path / "absent")
+    )
+    assert train_rank(
+        [*argv, "--parallelism.dp_shard", "2", "--parallelism.cp", "8"], SignalHandler()
+    ) in (2, 78)
     assert capfd.readouterr().err.startswith("error: [rank 8] ") == reports
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("ignored", [False, True], ids=["shell", "nohup"])
-def test_a_closed_terminal_stops_the_run_unless_nohup(whole: Path, tmp_path: Path, *, ignored: bool) -> None:
+def test_a_closed_terminal_stops_the_run_unless_nohup(
+    whole: Path, tmp_path: Path, *, ignored: bool
+) -> None:
     folder = tmp_path / "run"
-    command = [sys.executable, "-P", "-m", "trainer.launch", *arguments(whole / "run.toml", folder, *LONG)]
-    environment = os.environ | {"NGPU": "2" if ignored else "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "trainer.launch",
+        *arguments(whole / "run.toml", folder, *LONG),
+    ]
+    environment = os.environ | {
+        "NGPU": "2" if ignored else "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     ignore = (lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) if ignored else None
     with folder.with_suffix(".log").open("w") as log:
         process = subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=ignore
+            command,
+            cwd=tmp_path,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=ignore,
         )
     assert wait_for(lambda: num_steps(folder) >= 3)
     os.killpg(process.pid, signal.SIGHUP)
@@ -197,25 +263,41 @@ def test_a_closed_terminal_stops_the_run_unless_nohup(whole: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("processes", "faults"),
     [
-        pytest.param(2, (("save", 0, signal.SIGKILL), ("step", 1, signal.SIGSTOP)), marks=pytest.mark.slow),
+        pytest.param(
+            2, (("save", 0, signal.SIGKILL), ("step", 1, signal.SIGSTOP)), marks=pytest.mark.slow
+        ),
         pytest.param(4, None, marks=pytest.mark.slow),
     ],
     ids=["one killed during a save, another stopped", "ten random kills of four ranks"],
 )
 def test_killed_and_stopped_ranks_are_restarted_and_results_are_bitwise_identical(
-    whole: Path, tmp_path: Path, processes: int, faults: tuple[tuple[str, int, signal.Signals], ...] | None
+    whole: Path,
+    tmp_path: Path,
+    processes: int,
+    faults: tuple[tuple[str, int, signal.Signals], ...] | None,
 ) -> None:
-    folder, draw = tmp_path / "run", random.Random(0)
-    total_steps, restarts = str(STEPS), ["--distributed.restart_seconds", "0", "--distributed.restarts", "20"]
+    folder = tmp_path / "run"
+    draw = random.Random(0)
+    total_steps = str(STEPS)
+    restarts = ["--distributed.restart_seconds", "0", "--distributed.restarts", "20"]
     uninterrupted = whole / "whole"
     options = [*LONG, "--checkpoint.interval", "4", "--checkpoint.keep", "1000"]
     if faults:
         restarts += ["--distributed.hang_minutes", "0.05"]
     else:
-        faults = tuple((draw.choice(("save", "step")), draw.randrange(processes), signal.SIGKILL) for _ in range(10))
-        total_steps, uninterrupted = "400", tmp_path / "whole"
+        faults = tuple(
+            (draw.choice(("save", "step")), draw.randrange(processes), signal.SIGKILL)
+            for _ in range(10)
+        )
+        total_steps = "400"
+        uninterrupted = tmp_path / "whole"
         options += ["--training.steps", total_steps]
-        assert forked(whole / "run.toml", uninterrupted, *options, processes=processes, seconds=300).statuses == [0] * 4
+        assert (
+            forked(
+                whole / "run.toml", uninterrupted, *options, processes=processes, seconds=300
+            ).statuses
+            == [0] * 4
+        )
     launcher = launch(whole / "run.toml", folder, *options, *restarts, processes=processes)
     log = folder.with_suffix(".log")
     for moment, rank, fault in faults:
@@ -224,9 +306,13 @@ def test_killed_and_stopped_ranks_are_restarted_and_results_are_bitwise_identica
         assert wait_for(running, 120), log.read_text()
         time.sleep(draw.uniform(0, 0.05))
         os.kill(victim := pid_of_rank(launcher.pid, rank), fault)
-        assert wait_for(lambda victim=victim: victim not in workers(launcher.pid), 120), log.read_text()  # type: ignore[misc]
+        assert wait_for(lambda victim=victim: victim not in workers(launcher.pid), 120), (
+            log.read_text()
+        )  # type: ignore[misc]
     assert launcher.wait(240) == 0, log.read_text()
-    assert [event["event"] for event in lines(folder / "events.jsonl")].count("restart") == len(faults)
+    assert [event["event"] for event in lines(folder / "events.jsonl")].count("restart") == len(
+        faults
+    )
     if signal.SIGSTOP in [fault for _, _, fault in faults]:
         assert f"{folder}: suspect: rank 1 wrote no stack\n" in log.read_text()
         assert "takes too long; exiting soon, stacks of all threads in" in log.read_text()
@@ -236,7 +322,9 @@ def test_killed_and_stopped_ranks_are_restarted_and_results_are_bitwise_identica
 
 
 def is_under_way(folder: Path, launcher: int, processes: int, moment: str, before: int) -> bool:
-    """Whether all ranks run, have trained more than `before` steps, and are in a save or step as requested."""
+    """Whether all ranks run, have trained more than `before` steps, and are in a save or step as
+    requested.
+    """
     if len(workers(launcher)) < processes or num_steps(folder) <= before:
         return False
     return moment == "step" or any((folder / "checkpoints").glob(".tmp-*"))
@@ -245,4 +333,8 @@ def is_under_way(folder: Path, launcher: int, processes: int, moment: str, befor
 def pid_of_rank(launcher: int, rank: int) -> int:
     """The process id of a rank."""
     variable = f"RANK={rank}".encode()
-    return next(pid for pid in workers(launcher) if variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    return next(
+        pid
+        for pid in workers(launcher)
+        if variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    )

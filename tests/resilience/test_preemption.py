@@ -17,15 +17,20 @@ from trainer.resilience.preemption import Decision, Preemption, job_deadline
 from trainer.resilience.signals import SignalHandler
 
 
-def preemption_of(rank: int, signals: SignalHandler, deadline: float | None = None, **sections: Any) -> Preemption:
-    return Preemption(Config.model_validate(sections), signals, is_leader=rank == 0, deadline=deadline)
+def preemption_of(
+    rank: int, signals: SignalHandler, deadline: float | None = None, **sections: Any
+) -> Preemption:
+    return Preemption(
+        Config.model_validate(sections), signals, is_leader=rank == 0, deadline=deadline
+    )
 
 
 def signalled_once(signalled_rank: int, signal_step: int) -> list[str]:
     """The stop reason of every step on this rank, if one rank is signalled before one step."""
     from torch import distributed
 
-    rank, signals = distributed.get_rank(), SignalHandler()
+    rank = distributed.get_rank()
+    signals = SignalHandler()
     preemption = preemption_of(rank, signals)
     decisions = []
     for step in range(60):
@@ -54,9 +59,14 @@ def clock_decisions(late_rank: int) -> list[tuple[str, bool]]:
     from torch import distributed
 
     rank = distributed.get_rank()
-    late = preemption_of(rank, SignalHandler(), deadline=seconds_since_boot() if rank == late_rank else None)
+    late = preemption_of(
+        rank, SignalHandler(), deadline=seconds_since_boot() if rank == late_rank else None
+    )
     saving = preemption_of(rank, SignalHandler(), checkpoint={"interval_minutes": 1e-9})
-    return [(decision.stop_reason, decision.should_save) for decision in (late.check(0.0), saving.check(0.0))]
+    return [
+        (decision.stop_reason, decision.should_save)
+        for decision in (late.check(0.0), saving.check(0.0))
+    ]
 
 
 @pytest.mark.ranks
@@ -71,7 +81,8 @@ def saves_at(*seconds: float) -> list[bool]:
 
     clock = SimpleNamespace(now=0.0)
     vars(module)["time"] = SimpleNamespace(monotonic=lambda: clock.now, time=time.time)
-    preemption, decisions = preemption_of(0, SignalHandler(), checkpoint={"interval_minutes": 5}), []
+    preemption = preemption_of(0, SignalHandler(), checkpoint={"interval_minutes": 5})
+    decisions = []
     for clock.now in seconds:
         decisions.append(preemption.check(0.0).should_save)
         if decisions[-1]:
@@ -86,7 +97,9 @@ def test_interval_minutes_count_from_the_last_checkpoint() -> None:
 
 
 def stops_in_time(seconds: float) -> bool:
-    """Whether a run stops this many seconds before its deadline, if checkpoints take ten seconds."""
+    """Whether a run stops this many seconds before its deadline, if checkpoints take ten
+    seconds.
+    """
     preemption = preemption_of(0, SignalHandler(), deadline=seconds_since_boot() + seconds)
     return preemption.check(10.0) == Decision("time limit reached")
 
@@ -101,7 +114,9 @@ def count_checks(seconds: float) -> int:
     """The number of collective checks in 40 steps of this length."""
     import trainer.resilience.preemption as module
 
-    preemption, calls, real = preemption_of(0, SignalHandler()), [], vars(module)["max_over_ranks"]
+    preemption = preemption_of(0, SignalHandler())
+    calls = []
+    real = vars(module)["max_over_ranks"]
 
     def counting_max(*args: Any) -> Any:
         calls.append(args)
@@ -122,10 +137,13 @@ def test_short_steps_are_rarely_checked() -> None:
 
 def test_the_deadline_is_the_earlier_of_both_limits() -> None:
     config = Config.model_validate({"job": {"max_minutes": 2.0}})
-    began, now = {START_TIME_ENV: f"{boot_id()} 1000.5"}, seconds_since_boot()
+    began = {START_TIME_ENV: f"{boot_id()} 1000.5"}
+    now = seconds_since_boot()
     assert job_deadline(config, began) == 1120.5
     until = {"SLURM_JOB_END_TIME": str(int(time.time()) + 1000)}
-    assert job_deadline(config, {START_TIME_ENV: "another-host 5", **until}) == pytest.approx(now + 120, abs=5)
+    assert job_deadline(config, {START_TIME_ENV: "another-host 5", **until}) == pytest.approx(
+        now + 120, abs=5
+    )
     assert job_deadline(Config(), until) == pytest.approx(now + 1000, abs=5)
     assert job_deadline(Config(), {"SLURM_JOB_END_TIME": "UNLIMITED"}) is None
     assert job_deadline(Config(), {}) is None
@@ -137,7 +155,10 @@ def steps_of_checks(step_seconds: tuple[float, float]) -> list[int]:
 
     import trainer.resilience.preemption as module
 
-    clock, step, checked, real = SimpleNamespace(now=0.0), 0, list[int](), vars(module)["max_over_ranks"]
+    clock = SimpleNamespace(now=0.0)
+    step = 0
+    checked = list[int]()
+    real = vars(module)["max_over_ranks"]
 
     def recording_max(*args: Any) -> Any:
         checked.append(step)

@@ -1,4 +1,6 @@
-"""Copies of weights and moments on several ranks: equal in every healthy run; a changed bit is found and named."""
+"""Copies of weights and moments on several ranks: equal in every healthy run; a changed bit is
+found and named.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,22 @@ Flips = tuple[tuple[int, str], ...]
 Named = dict[int, list[str]]
 """The first tensors of every rank that is named."""
 
-NO_SP, NO_LP = "--parallelism.sequence_parallel=false", "--parallelism.loss_parallel=false"
-BF16, ON_HOST = "--training.dtype=bfloat16", "--memory.optimizer_placement=host"
-BF16_MOMENTS, TIED = "--memory.optimizer_dtype=bfloat16", "--model.family=qwen3"  # Qwen3 also has q and k norms.
+NO_SP = "--parallelism.sequence_parallel=false"
+NO_LP = "--parallelism.loss_parallel=false"
+BF16 = "--training.dtype=bfloat16"
+ON_HOST = "--memory.optimizer_placement=host"
+# Qwen3 also has q and k norms.
+BF16_MOMENTS = "--memory.optimizer_dtype=bfloat16"
+TIED = "--model.family=qwen3"
 MORE_SEQUENCES = "--training.global_batch_size=4"
 BLOCK = "model.blocks.0"
 SMALL = ("--model.num_layers=1", "--training.seq_len=32", "--training.global_batch_size=2")
-EMBED, HEAD, NORM = "model.embed.weight", "model.head.proj.weight", f"{BLOCK}.attention_norm.weight"
-Q_PROJ, K_PROJ, Q_NORM = (f"{BLOCK}.attention.{name}.weight" for name in ("q_proj", "k_proj", "q_norm"))
+EMBED = "model.embed.weight"
+HEAD = "model.head.proj.weight"
+NORM = f"{BLOCK}.attention_norm.weight"
+Q_PROJ, K_PROJ, Q_NORM = (
+    f"{BLOCK}.attention.{name}.weight" for name in ("q_proj", "k_proj", "q_norm")
+)
 
 
 def mesh(*options: str, **degrees: int) -> Options:
@@ -64,25 +74,50 @@ def nobody(rank: int, *tensors: str) -> dict[Flips, Named]:
 # By mesh: options, and the ranks that are named after flips of bits.
 Cases = dict[str, tuple[Options, dict[Flips, Named]]]
 TWO: Cases = {
-    "dp_replicate 2": (mesh(dp_replicate=2), all_ranks(2, Q_PROJ, NORM, moment(EMBED), moment(HEAD, "exp_avg_sq"))),
+    "dp_replicate 2": (
+        mesh(dp_replicate=2),
+        all_ranks(2, Q_PROJ, NORM, moment(EMBED), moment(HEAD, "exp_avg_sq")),
+    ),
     "tp 2": (
         mesh(tp=2),
-        all_ranks(2, NORM, moment(NORM), moment(NORM, "exp_avg_sq")) | nobody(1, Q_PROJ, EMBED, HEAD, moment(Q_PROJ)),
+        all_ranks(2, NORM, moment(NORM), moment(NORM, "exp_avg_sq"))
+        | nobody(1, Q_PROJ, EMBED, HEAD, moment(Q_PROJ)),
     ),
-    "tp 2, no sequence or loss parallelism": (mesh(NO_SP, NO_LP, tp=2), all_ranks(2, NORM, HEAD) | nobody(1, EMBED)),
+    "tp 2, no sequence or loss parallelism": (
+        mesh(NO_SP, NO_LP, tp=2),
+        all_ranks(2, NORM, HEAD) | nobody(1, EMBED),
+    ),
     "cp 2": (mesh(cp=2), nobody(1, NORM, moment(HEAD))),
 }
 TWO_MORE: Cases = {
-    "dp_replicate 2, bfloat16": (mesh(BF16, BF16_MOMENTS, dp_replicate=2), all_ranks(2, Q_PROJ, moment(Q_PROJ))),
-    "dp_replicate 2, optimizer on the host": (mesh(ON_HOST, dp_replicate=2), all_ranks(2, Q_PROJ, moment(HEAD))),
-    "tp 2, no sequence parallelism": (mesh(NO_SP, tp=2), all_ranks(2, NORM) | nobody(1, HEAD, K_PROJ)),
-    "tp 2, no loss parallelism": (mesh(NO_LP, tp=2), all_ranks(2, NORM, HEAD) | nobody(1, EMBED, Q_PROJ)),
-    "tp 2, tied, no loss parallelism": (mesh(NO_LP, TIED, tp=2), all_ranks(2, EMBED, Q_NORM) | nobody(1, Q_PROJ)),
+    "dp_replicate 2, bfloat16": (
+        mesh(BF16, BF16_MOMENTS, dp_replicate=2),
+        all_ranks(2, Q_PROJ, moment(Q_PROJ)),
+    ),
+    "dp_replicate 2, optimizer on the host": (
+        mesh(ON_HOST, dp_replicate=2),
+        all_ranks(2, Q_PROJ, moment(HEAD)),
+    ),
+    "tp 2, no sequence parallelism": (
+        mesh(NO_SP, tp=2),
+        all_ranks(2, NORM) | nobody(1, HEAD, K_PROJ),
+    ),
+    "tp 2, no loss parallelism": (
+        mesh(NO_LP, tp=2),
+        all_ranks(2, NORM, HEAD) | nobody(1, EMBED, Q_PROJ),
+    ),
+    "tp 2, tied, no loss parallelism": (
+        mesh(NO_LP, TIED, tp=2),
+        all_ranks(2, EMBED, Q_NORM) | nobody(1, Q_PROJ),
+    ),
     "dp_shard 2": (mesh(dp_shard=2), nobody(1, NORM, HEAD, moment(NORM))),
     "pp 2": (mesh(MORE_SEQUENCES, pp=2), nobody(1, NORM, HEAD)),
 }
 FOUR: Cases = {
-    "tp 4, replicated KV heads": (mesh(tp=4), only_rank(2, K_PROJ, moment(K_PROJ), NORM) | nobody(3, Q_PROJ)),
+    "tp 4, replicated KV heads": (
+        mesh(tp=4),
+        only_rank(2, K_PROJ, moment(K_PROJ), NORM) | nobody(3, Q_PROJ),
+    ),
     "dp_replicate 2 x tp 2, bfloat16, optimizer on the host": (
         mesh(BF16, BF16_MOMENTS, ON_HOST, dp_replicate=2, tp=2),
         only_rank(3, NORM, moment(NORM))
@@ -111,7 +146,8 @@ SIX: Cases = {
         | only_rank(5, moment(EMBED))
         | {
             ((1, NORM), (5, HEAD)): {1: [NORM], 5: [HEAD]},
-            ((1, NORM), (3, NORM)): {5: [NORM]},  # The two that changed alike are the majority.
+            # The two that changed alike are the majority.
+            ((1, NORM), (3, NORM)): {5: [NORM]},
             ((2, NORM), (3, NORM)): {2: [NORM], 3: [NORM]},
             ((4, Q_PROJ), (4, NORM), (4, HEAD), (4, EMBED)): {4: [Q_PROJ, NORM, EMBED]},
         },
@@ -135,20 +171,30 @@ def train_and_flip(run: Path, cases: Cases) -> dict[str, tuple[Named, list[Named
     """By case: what is named after two healthy steps, and after each of its flips."""
     rank = distributed.get_rank()
     results: dict[str, tuple[Named, list[Named]]] = {}
-    vars(replicas)["CHUNK_ELEMENTS"] = 1000  # Quick, and tensors have several chunks.
+    # Quick, and tensors have several chunks.
+    vars(replicas)["CHUNK_ELEMENTS"] = 1000
     for name, (options, flips) in cases.items():
         config = configured(run, run.parent / "run", *SMALL, *options)
-        trainer = Trainer(config, World(rank, distributed.get_world_size(), torch.device("cpu")), dataset_of(config))
+        trainer = Trainer(
+            config,
+            World(rank, distributed.get_world_size(), torch.device("cpu")),
+            dataset_of(config),
+        )
         healthy: Named = {}
         for _ in islice(trainer.train_steps(), 2):
             healthy |= named(trainer)
-        state, after_flips = trainer.state_dict(), []
-        compared = {tensor for copies in replicas._hash_copies(state).values() for tensor in copies}
+        state = trainer.state_dict()
+        after_flips = []
+        compared = {
+            tensor for copies in replicas._hash_copies(state).values() for tensor in copies
+        }
         for each, expected in flips.items():
             own = [tensor for place, tensor in each if place == rank]
             for tensor in own:
                 flip(state[tensor])
-            assert all((tensor in compared) == bool(expected) for tensor in own), "sharded tensors cost nothing"
+            assert all((tensor in compared) == bool(expected) for tensor in own), (
+                "sharded tensors cost nothing"
+            )
             after_flips.append(named(trainer))
             for tensor in own:
                 flip(state[tensor])
@@ -200,7 +246,10 @@ def test_the_hash_is_the_polynomial_of_all_bits_modulo_2_to_the_64(
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     size = 2 if dtype == torch.bfloat16 else 4
     data = bytes(x.reshape(-1).view(torch.uint8).tolist())
-    words = [int.from_bytes(data[at : at + size], "little", signed=True) for at in range(0, len(data), size)]
+    words = [
+        int.from_bytes(data[at : at + size], "little", signed=True)
+        for at in range(0, len(data), size)
+    ]
     expected = 0
     for start in range(0, len(words), 8):
         chunk = words[start : start + 8]
@@ -213,15 +262,27 @@ def test_the_hash_is_the_polynomial_of_all_bits_modulo_2_to_the_64(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_no_two_changes_of_a_few_bits_share_a_hash(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_no_two_changes_of_a_few_bits_share_a_hash(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
     monkeypatch.setattr(replicas, "CHUNK_ELEMENTS", 4)
-    x, hashes = torch.zeros(9, dtype=dtype), set()
+    x = torch.zeros(9, dtype=dtype)
+    hashes = set()
     words = x.view(torch.int16 if dtype == torch.bfloat16 else torch.int32)
     bits = 8 * words.itemsize
     changes = [(0, 0, 0, 0)]  # None.
     changes += [(at, 1 << bit, at, 0) for at in range(len(words)) for bit in range(bits - 1)]
-    changes += [(at, -(1 << bits - 1), other, -(1 << bits - 1)) for at in range(len(words)) for other in range(at + 1)]
-    changes += [(at, 1, other, -1) for at in range(len(words)) for other in range(len(words)) if at != other]
+    changes += [
+        (at, -(1 << bits - 1), other, -(1 << bits - 1))
+        for at in range(len(words))
+        for other in range(at + 1)
+    ]
+    changes += [
+        (at, 1, other, -1)
+        for at in range(len(words))
+        for other in range(len(words))
+        if at != other
+    ]
     for at, one, other, two in changes:
         words.zero_()
         words[at] = one
@@ -253,16 +314,27 @@ def train_and_flip_at(flips: Flips, step: int, argv: list[str]) -> int:
 def test_a_run_whose_replicas_differ_stops_on_all_ranks_and_resumes_from_equal_copies(
     run: Path, tmp_path: Path
 ) -> None:
-    folder, options = tmp_path / "run", mesh(*SMALL, "--checkpoint.interval=2", "--training.steps=4", dp_replicate=3)
+    folder = tmp_path / "run"
+    options = mesh(*SMALL, "--checkpoint.interval=2", "--training.steps=4", dp_replicate=3)
     options += ("--health.replica_check_interval=3",)
-    done = forked(run, folder, *options, processes=3, train=partial(train_and_flip_at, ((2, moment(NORM)),), 3))
+    done = forked(
+        run,
+        folder,
+        *options,
+        processes=3,
+        train=partial(train_and_flip_at, ((2, moment(NORM)),), 3),
+    )
     assert done.statuses == [1, 1, 1]
     message = f"replicas differ after step 3: rank 2 on {gethostname()} in 1 of its tensors ({moment(NORM)})"
     assert [line for line in done.said.splitlines() if "error" in line] == [f"error: {message}"]
     assert "Traceback" not in done.said
-    (event,) = (event for event in lines(folder / "events.jsonl") if event["event"] == "replica_mismatch")
+    (event,) = (
+        event for event in lines(folder / "events.jsonl") if event["event"] == "replica_mismatch"
+    )
     assert event["step"] == 3
-    assert event["ranks"] == [{"rank": 2, "host": gethostname(), "num_tensors": 1, "first_tensors": [moment(NORM)]}]
+    assert event["ranks"] == [
+        {"rank": 2, "host": gethostname(), "num_tensors": 1, "first_tensors": [moment(NORM)]}
+    ]
     assert steps(folder) == [1, 2, 3]
     assert checkpoints(folder) == ["step-2"]
     assert not (folder / "STOP").exists()
@@ -273,11 +345,22 @@ def test_a_run_whose_replicas_differ_stops_on_all_ranks_and_resumes_from_equal_c
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "interval", [(), ("--health.replica_check_interval=100",)], ids=["by default", "between checks"]
+    "interval",
+    [(), ("--health.replica_check_interval=100",)],
+    ids=["by default", "between checks"],
 )
-def test_copies_that_differ_are_not_saved(run: Path, tmp_path: Path, interval: tuple[str, ...]) -> None:
-    folder, options = tmp_path / "run", mesh(*SMALL, *interval, dp_replicate=2)
-    done = forked(run, folder, *options, processes=2, train=partial(train_and_flip_at, ((1, moment(NORM)),), 1))
+def test_copies_that_differ_are_not_saved(
+    run: Path, tmp_path: Path, interval: tuple[str, ...]
+) -> None:
+    folder = tmp_path / "run"
+    options = mesh(*SMALL, *interval, dp_replicate=2)
+    done = forked(
+        run,
+        folder,
+        *options,
+        processes=2,
+        train=partial(train_and_flip_at, ((1, moment(NORM)),), 1),
+    )
     assert done.statuses == [1, 1]
     # The moment has changed its weight; of two copies, either may be wrong.
     tensors = f"in 2 of its tensors ({NORM}, {moment(NORM)})"
@@ -289,7 +372,8 @@ def test_copies_that_differ_are_not_saved(run: Path, tmp_path: Path, interval: t
 def test_checks_run_every_interval_and_before_checkpoints_and_only_if_asked_for(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find, calls = find_drifted_ranks, Counter[str]()
+    find = find_drifted_ranks
+    calls = Counter[str]()
     for name, option in {"off": (), "on": ("--health.replica_check_interval=4",)}.items():
 
         def count(state: Mapping[str, Tensor], name: str = name) -> list[DriftedRank]:

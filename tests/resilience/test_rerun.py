@@ -1,4 +1,6 @@
-"""A step whose loss jumps is computed again before its update: the data or the hardware is to blame."""
+"""A step whose loss jumps is computed again before its update: the data or the hardware is to
+blame.
+"""
 
 from __future__ import annotations
 
@@ -82,10 +84,15 @@ def train_and_spoil(rank: int, argv: list[str]) -> int:
     return train_rank(argv)
 
 
-def test_a_step_with_strange_data_gives_the_same_result_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_strange_data_gives_the_same_result_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(BlendedDataset, "read", with_bad_batch(BlendedDataset.read))
     run = write_run(tmp_path)
-    for name, options in {"on": DETERMINISTIC, "off": (*DETERMINISTIC, "--health.rerun_suspicious=false")}.items():
+    for name, options in {
+        "on": DETERMINISTIC,
+        "off": (*DETERMINISTIC, "--health.rerun_suspicious=false"),
+    }.items():
         run_here(configured(run, tmp_path / name, *options))
     steps = [event["step"] for event in events(tmp_path / "on", "rerun")]
     assert BAD_STEP in steps
@@ -103,21 +110,31 @@ def test_without_deterministic_kernels_a_jump_says_that_it_cannot_tell(
     assert "without training.deterministic, data or hardware may be the cause" in caplog.text
 
 
-def test_another_result_stops_the_run_before_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_loop, "Trainer", once(Trainer, 0, lambda values: values * float("nan")))
-    with pytest.raises(UnstableStepError, match=rf"rank 0 on {gethostname()} \(losses\); suspect the hardware"):
+def test_another_result_stops_the_run_before_it_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        train_loop, "Trainer", once(Trainer, 0, lambda values: values * float("nan"))
+    )
+    with pytest.raises(
+        UnstableStepError, match=rf"rank 0 on {gethostname()} \(losses\); suspect the hardware"
+    ):
         run_here(configured(write_run(tmp_path), tmp_path / "run", *DETERMINISTIC))
     assert checkpoints(tmp_path / "run") == ["step-4", "step-8"]
 
 
 @pytest.mark.ranks
 def test_the_rank_that_computes_otherwise_is_named_and_the_run_resumes(tmp_path: Path) -> None:
-    run, folder = write_run(tmp_path), tmp_path / "run"
+    run = write_run(tmp_path)
+    folder = tmp_path / "run"
     done = forked(run, folder, *DETERMINISTIC, processes=2, train=partial(train_and_spoil, 1))
     assert done.statuses == [1, 1], done.said
     assert f"rank 1 on {gethostname()} (losses); suspect the hardware" in done.said
     assert "Traceback" not in done.said
     (event,) = events(folder, "unstable_step")
-    assert (event["step"], event["ranks"]) == (9, [{"rank": 1, "host": gethostname(), "differs": "losses"}])
+    assert (event["step"], event["ranks"]) == (
+        9,
+        [{"rank": 1, "host": gethostname(), "differs": "losses"}],
+    )
     again = forked(run, folder, *DETERMINISTIC, processes=2)
     assert again.statuses == [0, 0], again.said

@@ -65,7 +65,9 @@ def test_a_rollback_equals_a_run_without_the_skipped_sequences(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("options", [(), ("--health.on_spike", "roll_back", "--checkpoint.interval", "100")])
+@pytest.mark.parametrize(
+    "options", [(), ("--health.on_spike", "roll_back", "--checkpoint.interval", "100")]
+)
 def test_a_spike_is_only_logged_by_default_and_without_a_checkpoint(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
@@ -89,12 +91,20 @@ def test_rollbacks_are_limited(run: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_with_only_non_finite_gradients_fails_permanently(run: Path, tmp_path: Path, processes: int) -> None:
+def test_a_run_with_only_non_finite_gradients_fails_permanently(
+    run: Path, tmp_path: Path, processes: int
+) -> None:
     options = ("--optimizer.lr", "1e38", "--schedule.warmup_steps", "0", "--training.steps", "30")
-    done = forked(run, tmp_path / "run", *options, "--health.max_consecutive_skips", "4", processes=processes)
+    done = forked(
+        run, tmp_path / "run", *options, "--health.max_consecutive_skips", "4", processes=processes
+    )
     assert set(done.statuses) == {78}
     assert "had a non-finite gradient (health.max_consecutive_skips = 4)" in done.said
     assert "non-finite gradient" in content(tmp_path / "run" / "STOP")["reason"]
-    skipped = [event["step"] for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "skipped"]
+    skipped = [
+        event["step"]
+        for event in lines(tmp_path / "run" / "events.jsonl")
+        if event["event"] == "skipped"
+    ]
     assert len(skipped) == 4
     assert steps(tmp_path / "run")[-1] == skipped[-1]

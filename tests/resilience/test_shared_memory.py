@@ -1,4 +1,6 @@
-"""Shared memory is open to every user of a host: what lies there by the name of a run's folder is left alone, and waits for nobody."""
+"""Shared memory is open to every user of a host: what lies there by the name of a run's folder is
+left alone, and waits for nobody.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ import pytest
 from trainer.checkpoint import memory_folder as memory
 from trainer.errors import RunFailedError
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user, which needs root")
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="gives a folder to another user, which needs root"
+)
 
 
 @pytest.fixture
@@ -32,7 +36,10 @@ def name_of(name: str) -> str:
 
 
 def is_over(function: Callable[[], object]) -> bool:
-    """Whether the function ends by itself. A daemon thread, so that one that does not is left behind."""
+    """Whether the function ends by itself.
+
+    A daemon thread, so that one that does not is left behind.
+    """
     thread = Thread(target=function, daemon=True)
     thread.start()
     thread.join(10)
@@ -93,11 +100,15 @@ def test_what_is_no_folder_of_this_user_is_left_alone_with_a_line(
     assert caplog.messages == [f"{path} is left alone: {reason}"]
     assert os.path.lexists(path)
     assert not (shared / name_of("y")).exists()
-    assert [each.read_text() for each in shared.rglob("rank-0.0")] == ["kept"] * (kind in ("link", "foreign"))
+    assert [each.read_text() for each in shared.rglob("rank-0.0")] == ["kept"] * (
+        kind in ("link", "foreign")
+    )
 
 
 @each_kind
-def test_a_run_neither_removes_nor_uses_what_lies_in_place_of_its_folder(shared: Path, kind: str) -> None:
+def test_a_run_neither_removes_nor_uses_what_lies_in_place_of_its_folder(
+    shared: Path, kind: str
+) -> None:
     make, _ = KINDS[kind]
     path = shared / name_of("own")
     make(path)
@@ -105,7 +116,9 @@ def test_a_run_neither_removes_nor_uses_what_lies_in_place_of_its_folder(shared:
     assert os.path.lexists(path)
     with pytest.raises(OSError, match=r"another user|Not a directory|symbolic"):
         memory.hold(path)
-    with pytest.raises(RunFailedError, match=r"cannot be created: File exists|is not a folder that only this user"):
+    with pytest.raises(
+        RunFailedError, match=r"cannot be created: File exists|is not a folder that only this user"
+    ):
         memory.create_memory_folder(path)
 
 

@@ -1,7 +1,9 @@
-"""python -m tests.selfcheck.covering: completes covering_cases.txt after a change of the factors; to write it anew, empty it.
+"""python -m tests.selfcheck.covering: completes covering_cases.txt after a change of the factors;
+to write it anew, empty it.
 
-Legal cases that together contain every pair of levels for which a legal case was found. The first ones, on few
-processes, contain all but the pairs with mesh dimensions of three and four ranks, and of options of two mesh dimensions.
+Legal cases that together contain every pair of levels for which a legal case was found. The first
+ones, on few processes, contain all but the pairs with mesh dimensions of three and four ranks, and
+of options of two mesh dimensions.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from trainer.selfcheck.random_configs import (
 )
 
 PATH = Path(__file__).with_name("covering_cases.txt")
-DRAWS, CHANGES = 60, 1500
+DRAWS = 60
+CHANGES = 1500
 """For each case: how many are drawn, and how many changes of the best are tried."""
 
 
@@ -38,14 +41,18 @@ def read_cases() -> list[dict[str, str]]:
 
 
 def small_pairs() -> set[Pair]:
-    """The pairs without mesh dimensions of three ranks, and without options of two mesh dimensions."""
+    """The pairs without mesh dimensions of three ranks, and without options of two mesh
+    dimensions.
+    """
     return {pair for pair in all_pairs() if _is_small(smallest_case(pair), pair)}
 
 
 def _is_small(case: dict[str, str], pair: Pair) -> bool:
     mesh = [factor for factor in MESH_FACTORS if factor in case]
     is_of_options = not any(factor in mesh for factor, _ in pair)
-    small_degrees = all(case[factor] == "2" or (factor, case[factor]) == ("parallelism.cp", "4") for factor in mesh)
+    small_degrees = all(
+        case[factor] == "2" or (factor, case[factor]) == ("parallelism.cp", "4") for factor in mesh
+    )
     return small_degrees and world_size(case) <= 4 and not (is_of_options and len(mesh) > 1)
 
 
@@ -56,23 +63,32 @@ def still_legal(lines: Iterable[str]) -> Iterator[dict[str, str]]:
                 yield case
 
 
-def completed(cases: list[dict[str, str]], wanted: set[Pair], *, max_processes: int) -> list[dict[str, str]]:
+def completed(
+    cases: list[dict[str, str]], wanted: set[Pair], *, max_processes: int
+) -> list[dict[str, str]]:
     """With cases of the pairs that these lack, and without those whose pairs are all in others."""
     missing = wanted.difference(*map(pairs, cases))
-    cases = without_redundant([*cases, *covering_cases(missing, max_processes=max_processes)], wanted)
+    cases = without_redundant(
+        [*cases, *covering_cases(missing, max_processes=max_processes)], wanted
+    )
     return best_first(cases, wanted)
 
 
 def covering_cases(wanted: Iterable[Pair], *, max_processes: int) -> list[dict[str, str]]:
-    """Legal cases that contain every pair for which a few draws find one; greedy: the most new pairs per second first."""
-    rng, cases = random.Random(0), list[dict[str, str]]()
+    """Legal cases that contain every pair for which a few draws find one; greedy: the most new
+    pairs per second first.
+    """
+    rng = random.Random(0)
+    cases = list[dict[str, str]]()
     missing = sorted(wanted)
     rng.shuffle(missing)
     uncovered = dict.fromkeys(missing)
     while uncovered:
         first, *_ = uncovered
         tries = 2 if problems(smallest_case(first)) else DRAWS
-        drawn = (random_case(rng, max_processes=max_processes, fixed=dict(first)) for _ in range(tries))
+        drawn = (
+            random_case(rng, max_processes=max_processes, fixed=dict(first)) for _ in range(tries)
+        )
         candidates = [case for case in drawn if case is not None and first in pairs(case)]
         if not candidates:
             del uncovered[first]
@@ -90,7 +106,11 @@ def covering_cases(wanted: Iterable[Pair], *, max_processes: int) -> list[dict[s
 
 
 def improved(
-    case: dict[str, str], value: Callable[[dict[str, str]], float], rng: random.Random, *, max_processes: int
+    case: dict[str, str],
+    value: Callable[[dict[str, str]], float],
+    rng: random.Random,
+    *,
+    max_processes: int,
 ) -> dict[str, str]:
     """The case after changes of single levels that kept it legal and did not lower its value."""
     best = value(case)
@@ -98,8 +118,14 @@ def improved(
         factor, level = rng.choice(LEVELS)
         changed = normalize(case | {factor: level})
         is_small = world_size(changed) <= max_processes
-        if is_small and changed != case and (new := value(changed)) >= best and not problems(changed):
-            case, best = changed, new
+        if (
+            is_small
+            and changed != case
+            and (new := value(changed)) >= best
+            and not problems(changed)
+        ):
+            case = changed
+            best = new
     return case
 
 
@@ -110,7 +136,9 @@ def cost(case: dict[str, str]) -> float:
 
 
 def without_redundant(cases: list[dict[str, str]], wanted: set[Pair]) -> list[dict[str, str]]:
-    """The cases without those whose wanted pairs all stand in others; large ones are dropped first."""
+    """The cases without those whose wanted pairs all stand in others; large ones are dropped
+    first.
+    """
     counts = Counter(pair for case in cases for pair in pairs(case) & wanted)
     for case in sorted(cases, key=cost, reverse=True):
         own = pairs(case) & wanted
@@ -122,7 +150,9 @@ def without_redundant(cases: list[dict[str, str]], wanted: set[Pair]) -> list[di
 
 def best_first(cases: list[dict[str, str]], wanted: set[Pair]) -> list[dict[str, str]]:
     """In the order of new pairs per second."""
-    ordered, waiting, uncovered = list[dict[str, str]](), [*cases], {*wanted}
+    ordered = list[dict[str, str]]()
+    waiting = [*cases]
+    uncovered = {*wanted}
     while waiting:
         best = max(waiting, key=lambda case: len(pairs(case) & uncovered) / cost(case))
         waiting.remove(best)
@@ -133,16 +163,22 @@ def best_first(cases: list[dict[str, str]], wanted: set[Pair]) -> list[dict[str,
 
 def main() -> None:
     kept = [*still_legal(PATH.read_text().splitlines())]
-    small = completed([case for case in kept if world_size(case) <= 4], small_pairs(), max_processes=4)
+    small = completed(
+        [case for case in kept if world_size(case) <= 4], small_pairs(), max_processes=4
+    )
     others = {*all_pairs()}.difference(*map(pairs, small))
     large = completed([case for case in kept if case not in small], others, max_processes=8)
     PATH.write_text("".join(f"{format_case(case)}\n" for case in small + large))
     for cases in (small, large):
-        sys.stdout.write(f"{len(cases)} cases; processes {dict(Counter(map(world_size, cases)))}\n")
+        sys.stdout.write(
+            f"{len(cases)} cases; processes {dict(Counter(map(world_size, cases)))}\n"
+        )
     for first in range(10, len(small), 10):
         covered = small_pairs().intersection(set().union(*map(pairs, small[:first])))
         total = len(small_pairs().intersection(set().union(*map(pairs, small))))
-        sys.stdout.write(f"first {first}: {len(covered) / total:.1%}, {sum(map(cost, small[:first])):.0f} s\n")
+        sys.stdout.write(
+            f"first {first}: {len(covered) / total:.1%}, {sum(map(cost, small[:first])):.0f} s\n"
+        )
 
 
 if __name__ == "__main__":

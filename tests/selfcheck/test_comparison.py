@@ -25,7 +25,9 @@ from trainer.selfcheck.comparison import (
 from trainer.selfcheck.worker import kind_of_state, least_scales, max_relative_error
 
 VALUES = {"loss": 5.0, "grad_norm": 0.5, "tokens": 96.0}
-MOMENT, A, B = "optimizer.exp_avg.a", "model.a", "model.b"
+MOMENT = "optimizer.exp_avg.a"
+A = "model.a"
+B = "model.b"
 REFERENCE = [StepDifference(values=VALUES, tensor_errors={MOMENT: 0.0, A: 0.0, B: 0.0})] * 2
 FIRST = StepDifference(values=VALUES, tensor_errors={MOMENT: 1e-14, A: 2e-14})
 SECOND = StepDifference(values=VALUES, tensor_errors={B: 3e-14})
@@ -33,7 +35,8 @@ SECOND = StepDifference(values=VALUES, tensor_errors={B: 3e-14})
 
 def matches(*changed: StepDifference) -> bool:
     return within_tolerance(
-        REFERENCE, worst_over_ranks(REFERENCE, [[FIRST, FIRST], [SECOND, SECOND], [FIRST, *changed]])
+        REFERENCE,
+        worst_over_ranks(REFERENCE, [[FIRST, FIRST], [SECOND, SECOND], [FIRST, *changed]]),
     )
 
 
@@ -60,7 +63,11 @@ def test_a_tensor_missing_on_all_ranks_is_a_mismatch() -> None:
 
 
 def test_the_table_names_the_largest_errors() -> None:
-    worse = replace(FIRST, values=VALUES | {"loss": 5.5, "tokens": 97.0}, tensor_errors=FIRST.tensor_errors | {A: 0.25})
+    worse = replace(
+        FIRST,
+        values=VALUES | {"loss": 5.5, "tokens": 97.0},
+        tensor_errors=FIRST.tensor_errors | {A: 0.25},
+    )
     mesh = worst_over_ranks(REFERENCE, [[FIRST, worse], [SECOND, SECOND]])
     heading, first, second, worst, other = comparison_table(REFERENCE, mesh)
     assert heading.split("  ")[0] == "step"
@@ -85,7 +92,11 @@ def test_errors_are_relative_and_infinite_if_undefined() -> None:
         == max_relative_error(expected * 0, expected * 0)
         == 0
     )
-    assert max_relative_error(expected + torch.tensor([0.0, 2.0]), expected) == relative_error(6.0, 8.0) == 0.25
+    assert (
+        max_relative_error(expected + torch.tensor([0.0, 2.0]), expected)
+        == relative_error(6.0, 8.0)
+        == 0.25
+    )
     for actual in (expected * math.nan, expected / 0, expected[:1], expected.view(2, 1)):
         assert max_relative_error(actual, expected) == math.inf
     assert (
@@ -94,13 +105,25 @@ def test_errors_are_relative_and_infinite_if_undefined() -> None:
         == max_relative_error(expected, expected * math.nan)
         == math.inf
     )
-    assert relative_error(math.nan, math.nan) == relative_error(1.0, 0.0) == relative_error(1.0, math.inf) == math.inf
+    assert (
+        relative_error(math.nan, math.nan)
+        == relative_error(1.0, 0.0)
+        == relative_error(1.0, math.inf)
+        == math.inf
+    )
 
 
 def test_a_moment_that_vanishes_is_compared_on_the_scale_of_its_kind() -> None:
-    """One process finds zeros, a mesh rounding errors: as for queries and keys where each query sees one key."""
+    """One process finds zeros, a mesh rounding errors: as for queries and keys where each query
+    sees one key.
+    """
     zeros = torch.zeros(3, dtype=torch.float64)
-    state = {A: zeros + 4, MOMENT: zeros - 1e-2, "optimizer.exp_avg.b": zeros, "optimizer.exp_avg_sq.a": zeros}
+    state = {
+        A: zeros + 4,
+        MOMENT: zeros - 1e-2,
+        "optimizer.exp_avg.b": zeros,
+        "optimizer.exp_avg_sq.a": zeros,
+    }
     least = least_scales(state)
     assert least == {
         "model": pytest.approx(4e-5),
@@ -111,7 +134,9 @@ def test_a_moment_that_vanishes_is_compared_on_the_scale_of_its_kind() -> None:
     assert max_relative_error(zeros + 1e-18, zeros, least=scale) < TENSOR_TOLERANCE
     for wrong in (1e-15, 1e-3, math.inf, math.nan):
         assert max_relative_error(zeros + wrong, zeros, least=scale) > TENSOR_TOLERANCE
-    assert max_relative_error(zeros + 1e-18, zeros, least=least["optimizer.exp_avg_sq"]) == math.inf
+    assert (
+        max_relative_error(zeros + 1e-18, zeros, least=least["optimizer.exp_avg_sq"]) == math.inf
+    )
 
 
 # ---- command line
@@ -144,15 +169,27 @@ def test_a_moment_that_vanishes_is_compared_on_the_scale_of_its_kind() -> None:
             ["--case", "parallelism.dp_shard=3 parallelism.cp=4"],
             "12 processes are more than 8, which this machine runs",
         ),
-        (["--random", "2", "--max-processes", "9"], "--max-processes 9 is above 8, which this machine runs"),
+        (
+            ["--random", "2", "--max-processes", "9"],
+            "--max-processes 9 is above 8, which this machine runs",
+        ),
         (["--random", "2", "--device", "cuda"], "--device cuda: this machine has no GPU"),
-        (["--case", "parallelism.cp=2", "--device", "cuda"], "--device cuda: this machine has no GPU"),
+        (
+            ["--case", "parallelism.cp=2", "--device", "cuda"],
+            "--device cuda: this machine has no GPU",
+        ),
         (["--case", "parallelism.cp=7"], 'parallelism.cp = "7" is not one of 1, 2, 3, 4'),
-        (["--case", "parallelism.tp=4 'model.num_heads=6 / 3'"], "parallelism.tp = 4 must divide model.num_heads = 6"),
+        (
+            ["--case", "parallelism.tp=4 'model.num_heads=6 / 3'"],
+            "parallelism.tp = 4 must divide model.num_heads = 6",
+        ),
     ],
 )
 def test_options_of_random_cases_are_checked(
-    words: list[str], problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    problem: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("trainer.selfcheck.__main__.count_gpus", lambda: 0)
     assert main(words) == 2
@@ -162,7 +199,10 @@ def test_options_of_random_cases_are_checked(
 @pytest.mark.parametrize("value", ["two", "0", "-1"])
 def test_a_wrong_world_size_is_an_error(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--world-size", "8", f"--world-size={value}"]) == 2
-    assert capsys.readouterr().err == f"error: command line: --world-size {value} must be an integer, at least 1\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: command line: --world-size {value} must be an integer, at least 1\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,7 +214,9 @@ def test_a_wrong_world_size_is_an_error(value: str, capsys: pytest.CaptureFixtur
         (["--config", "llama3_405b_128k"], 4096),
     ],
 )
-def test_the_default_world_size_is_the_product_of_the_stated_degrees(options: list[str], processes: int) -> None:
+def test_the_default_world_size_is_the_product_of_the_stated_degrees(
+    options: list[str], processes: int
+) -> None:
     assert default_world_size(load(options)) == processes
 
 
@@ -182,7 +224,11 @@ def test_the_default_world_size_is_the_product_of_the_stated_degrees(options: li
     ("words", "problem", "world"),
     [
         (["--training.step", "3"], "unknown key; did you mean steps?", ""),
-        (["--parallelism.tp", "16"], "parallelism.tp = 16 must divide model.num_heads = 8", " for 16 processes"),
+        (
+            ["--parallelism.tp", "16"],
+            "parallelism.tp = 16 must divide model.num_heads = 8",
+            " for 16 processes",
+        ),
         (
             ["--world-size", "8", "--parallelism.tp=16"],
             "needs 16 processes, but the world size is 8",

@@ -1,4 +1,6 @@
-"""Mixtures of experts on meshes of 2 to 8 ranks, ep up to 8: losses of routers, weights and moments as in one process."""
+"""Mixtures of experts on meshes of 2 to 8 ranks, ep up to 8: losses of routers, weights and
+moments as in one process.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,27 @@ AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 DEGREES = ((1, 2), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4), (2, 4, 8))
 VARIED = [
     *(key for key in FACTORS if key.startswith(("memory.", "parallelism.cp_", "parallelism.pp_"))),
-    *("parallelism.sequence_parallel", "model.feed_forward", "training.balance_loss", "training.balance_over"),
-    *("training.router_z_loss", "training.global_batch_size", "training.micro_batch_size", "training.seq_len"),
+    *(
+        "parallelism.sequence_parallel",
+        "model.feed_forward",
+        "training.balance_loss",
+        "training.balance_over",
+    ),
+    *(
+        "training.router_z_loss",
+        "training.global_batch_size",
+        "training.micro_batch_size",
+        "training.seq_len",
+    ),
 ]
 """Factors whose levels are drawn for each mesh."""
-TOLERANCES = {"loss": 1e-11, "gradient norm": 1e-11, "other metrics": 1e-11, "weights": 1e-10, "moments": 1e-10}
+TOLERANCES = {
+    "loss": 1e-11,
+    "gradient norm": 1e-11,
+    "other metrics": 1e-11,
+    "weights": 1e-10,
+    "moments": 1e-10,
+}
 """Five steps of Adam at a high rate divide rounding by gradients near zero."""
 
 
@@ -43,14 +61,25 @@ def meshes() -> list[dict[str, int]]:
     return [
         mesh
         for mesh in found
-        if prod(mesh.values()) // mesh["ep"] <= 8 and mesh["dp_shard"] * mesh["cp"] % mesh["ep"] == 0
+        if prod(mesh.values()) // mesh["ep"] <= 8
+        and mesh["dp_shard"] * mesh["cp"] % mesh["ep"] == 0
     ]
 
 
 def values_of(mesh: dict[str, int], case: Case, folder: Path, run: str) -> dict[str, Any]:
-    """Eight experts, so that any ep divides them, and enough layers, heads and sequences for any mesh."""
-    experts: dict[str, Any] = {"num_experts": 8, "expert_groups": 4} if case["model.feed_forward"] == "sigmoid" else {}
-    sizes = {"num_experts": 8, "num_layers": 4, "num_heads": 8, "num_kv_heads": 8, "dim": 64} | experts
+    """Eight experts, so that any ep divides them, and enough layers, heads and sequences for any
+    mesh.
+    """
+    experts: dict[str, Any] = (
+        {"num_experts": 8, "expert_groups": 4} if case["model.feed_forward"] == "sigmoid" else {}
+    )
+    sizes = {
+        "num_experts": 8,
+        "num_layers": 4,
+        "num_heads": 8,
+        "num_kv_heads": 8,
+        "dim": 64,
+    } | experts
     ranks = mesh["dp_replicate"] * mesh["dp_shard"]
     own = {
         "job": {"output_dir": folder / run},
@@ -93,7 +122,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh", GRID, ids=lambda mesh: "-".join(f"{axis}{degree}" for axis, degree in mesh.items() if degree > 1)
+    "mesh",
+    GRID,
+    ids=lambda mesh: "-".join(f"{axis}{degree}" for axis, degree in mesh.items() if degree > 1),
 )
 def test_five_steps_of_a_mixture_equal_one_process(mesh: dict[str, int], folder: Path) -> None:
     values, case = drawn(mesh, folder)
@@ -101,7 +132,8 @@ def test_five_steps_of_a_mixture_equal_one_process(mesh: dict[str, int], folder:
     found = list[list[list[StepDifference]]]()
     for each in (reference_values(reference), values):
         config = Config.model_validate(each)
-        ranks, is_reference = prod(config.parallelism.degrees(1).values()), not found
+        ranks = prod(config.parallelism.degrees(1).values())
+        is_reference = not found
         options: dict[str, Any] = {"compared_steps": (NUM_STEPS,), "is_reference": is_reference}
         launch = Launch(config=config, world_size=ranks, last_step=NUM_STEPS, **options)
         found.append(TestPool().run(launch, reference=folder / "tensors"))
@@ -114,12 +146,22 @@ def test_five_steps_of_a_mixture_equal_one_process(mesh: dict[str, int], folder:
 
 @pytest.mark.slow
 def test_a_resumed_run_repeats_every_bit_and_takes_another_ep(folder: Path) -> None:
-    case = {"model.feed_forward": "sigmoid", "training.global_batch_size": "2", "training.balance_loss": "0.1"}
+    case = {
+        "model.feed_forward": "sigmoid",
+        "training.global_batch_size": "2",
+        "training.balance_loss": "0.1",
+    }
 
     def run(name: str, mesh: dict[str, int], last_step: int) -> list[StepDifference]:
         values = values_of(dict.fromkeys(AXES, 1) | mesh, case, folder, name)
-        config = Config.model_validate(deep_merge(values, {"checkpoint": {"enabled": True, "async": False}}))
-        launch = Launch(config=config, world_size=prod(config.parallelism.degrees(1).values()), last_step=last_step)
+        config = Config.model_validate(
+            deep_merge(values, {"checkpoint": {"enabled": True, "async": False}})
+        )
+        launch = Launch(
+            config=config,
+            world_size=prod(config.parallelism.degrees(1).values()),
+            last_step=last_step,
+        )
         return TestPool().run(launch, reference=folder / "tensors")[0]
 
     straight = run("straight", {"dp_shard": 2, "ep": 2}, 4)

@@ -1,4 +1,6 @@
-"""Random legal configurations equal one process in float64: every pair of settings, and what else fits a time limit."""
+"""Random legal configurations equal one process in float64: every pair of settings, and what else
+fits a time limit.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ from trainer.step.distributed import World
 
 CASES = read_cases()
 NUM_DEFAULT = 6
-"""Cases of the covering array in the default check; they have more than a third of the pairs of small meshes."""
+"""Cases of the covering array in the default check; they have more than a third of the pairs of
+small meshes.
+"""
 RANDOM_SECONDS = 4.0
 # Keys that random configurations do not vary, and why.
 NOT_VARIED = {
@@ -130,13 +134,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.slow] if index >= NUM_DEFAULT else []) for index, case in enumerate(CASES)],
+    [
+        pytest.param(case, marks=[pytest.mark.slow] if index >= NUM_DEFAULT else [])
+        for index, case in enumerate(CASES)
+    ],
     ids=[f"{index}-{world_size(case)}-processes" for index, case in enumerate(CASES)],
 )
-def test_a_case_of_the_covering_array_equals_one_process(case: dict[str, str], folder: Path) -> None:
+def test_a_case_of_the_covering_array_equals_one_process(
+    case: dict[str, str], folder: Path
+) -> None:
     result = check_case(case, TestPool(), folder)
     assert result.problem == "", "\n".join(
-        [result.problem, *result.table, f'python -m trainer.selfcheck --case "{format_case(case)}"']
+        [
+            result.problem,
+            *result.table,
+            f'python -m trainer.selfcheck --case "{format_case(case)}"',
+        ]
     )
 
 
@@ -146,7 +159,8 @@ NAMED_CASES = {
     "copy task of a second stage": "checkpoint=stage data.corpus=copy",
     # Of different numbers of targets, which the reference does not have.
     "micro-batches": "parallelism.dp_shard=2 training.global_batch_size=4",
-    # Failed once, the tensors because their names are not those of the model_type that the preset states.
+    # Failed once, the tensors because their names are not those of the model_type that the preset
+    # states.
     "ranks without an expert": "parallelism.dp_shard=5 model.feed_forward=softmax model.dim=24 start=folder finish=export",
     "bias that no gradient changes": "parallelism.dp_shard=2 model.feed_forward=glm4_moe start=folder",
     "MXFP4": "parallelism.tp=2 model.feed_forward=gpt_oss start=folder start.weights=MXFP4 finish=generate",
@@ -159,20 +173,28 @@ NAMED_CASES = {
 def test_a_named_case_equals_one_process(case: str, folder: Path) -> None:
     result = check_case(parse_case(case), TestPool(), folder)
     assert result.problem == "", result.table
-    assert world_size(parse_case(case)) == 1 or min(result.errors[kind] for kind in ("weights", "moments")) > 0
+    assert (
+        world_size(parse_case(case)) == 1
+        or min(result.errors[kind] for kind in ("weights", "moments")) > 0
+    )
 
 
 def commit_seed() -> int:
     """Of the commit, so that each commit draws other cases, and the same ones again."""
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     return int(done.stdout.strip()[:8] or "0", 16)
 
 
 @pytest.mark.ranks
 def test_random_cases_equal_one_process(
-    folder: Path, capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None]
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    record_property: Callable[[str, object], None],
 ) -> None:
-    seed, check = commit_seed(), RandomCheck(TestPool(), folder)
+    seed = commit_seed()
+    check = RandomCheck(TestPool(), folder)
     check.run(draw_cases(seed, max_processes=4), total=1000, max_seconds=RANDOM_SECONDS)
     record_property("summary", f"random configurations: seed {seed}, {check.num_cases} cases")
     assert check.num_cases > 0
@@ -186,23 +208,41 @@ def test_the_covering_array_has_every_pair_that_is_legal_alone() -> None:
     """After a change of the factors: python -m tests.selfcheck.covering."""
     missing = all_pairs().difference(*map(pairs, CASES))
     assert [
-        pair for pair in missing if world_size(smallest_case(pair)) <= 8 and not problems(smallest_case(pair))
+        pair
+        for pair in missing
+        if world_size(smallest_case(pair)) <= 8 and not problems(smallest_case(pair))
     ] == []
     assert len(missing) < 0.1 * len(all_pairs())
 
 
 def test_the_default_cases_have_more_than_a_third_of_the_pairs_of_small_meshes() -> None:
     whole, default = (
-        small_pairs().intersection(set[Pair]().union(*map(pairs, cases))) for cases in (CASES, CASES[:NUM_DEFAULT])
+        small_pairs().intersection(set[Pair]().union(*map(pairs, cases)))
+        for cases in (CASES, CASES[:NUM_DEFAULT])
     )
     assert len(default) > len(whole) / 3
 
 
 def test_settings_without_effect_are_no_part_of_a_case() -> None:
-    assert normalize({"parallelism.tp": "1", "parallelism.loss_parallel": "false", "checkpoint.mesh": "tp 2"}) == {}
-    hybrid = {"parallelism.cp": "4", "parallelism.cp_method": "hybrid", "parallelism.cp_outer_method": "ring"}
+    assert (
+        normalize(
+            {
+                "parallelism.tp": "1",
+                "parallelism.loss_parallel": "false",
+                "checkpoint.mesh": "tp 2",
+            }
+        )
+        == {}
+    )
+    hybrid = {
+        "parallelism.cp": "4",
+        "parallelism.cp_method": "hybrid",
+        "parallelism.cp_outer_method": "ring",
+    }
     assert "parallelism.cp_outer_method" not in normalize(hybrid)
-    assert normalize(hybrid | {"parallelism.cp_ulysses": "2"}) == hybrid | {"parallelism.cp_ulysses": "2"}
+    assert normalize(hybrid | {"parallelism.cp_ulysses": "2"}) == hybrid | {
+        "parallelism.cp_ulysses": "2"
+    }
     assert normalize({"data.corpus": "copy", "data.mask": "none"}) == {"data.corpus": "copy"}
 
 
@@ -219,7 +259,8 @@ def test_every_level_of_every_factor_changes_the_configuration() -> None:
     plain = case_values({})
     for factor, level in LEVELS:
         values = case_values({factor: level})
-        is_launch = factor.startswith(("checkpoint", "start", "finish"))  # Says how often the run is launched, not how.
+        # Says how often the run is launched, not how.
+        is_launch = factor.startswith(("checkpoint", "start", "finish"))
         assert (values == plain) == (level == SIMPLEST[factor]) or is_launch, (factor, level)
 
 
@@ -227,7 +268,9 @@ def varied_keys() -> Iterator[str]:
     yield from (factor for factor in FACTORS if "." in factor)
     for levels in FACTORS.values():
         for key, value in (item for level in levels.values() for item in level.items()):
-            if isinstance(value, dict) and not any(isinstance(entry, dict) for entry in value.values()):
+            if isinstance(value, dict) and not any(
+                isinstance(entry, dict) for entry in value.values()
+            ):
                 yield from (f"{key}.{name}" for name in value)
                 continue
             entries = (
@@ -246,13 +289,21 @@ def test_every_key_of_the_schema_is_varied_or_has_a_reason() -> None:
     unlisted = [
         key
         for key, _ in schema_keys()
-        if key not in varied and not any(key == name or key.startswith(f"{name}.") for name in NOT_VARIED)
+        if key not in varied
+        and not any(key == name or key.startswith(f"{name}.") for name in NOT_VARIED)
     ]
     assert unlisted == []
     known = {key for key, _ in schema_keys()}
-    assert [name for name in NOT_VARIED if not any(key == name or key.startswith(f"{name}.") for key in known)] == []
+    assert [
+        name
+        for name in NOT_VARIED
+        if not any(key == name or key.startswith(f"{name}.") for key in known)
+    ] == []
     tests = [
-        word.rstrip(":,") for reason in NOT_VARIED.values() for word in reason.split() if word.startswith("tests/")
+        word.rstrip(":,")
+        for reason in NOT_VARIED.values()
+        for word in reason.split()
+        if word.startswith("tests/")
     ]
     assert [path for path in tests if not (ROOT / path).exists()] == []
 
@@ -286,7 +337,10 @@ def test_a_failing_case_shrinks_to_the_settings_that_fail() -> None:
 
     def fails(case: Any) -> bool:
         tried.append(dict(case))
-        return case.get("parallelism.cp") in ("2", "3") and case.get("training.seq_len") in ("97", "31")
+        return case.get("parallelism.cp") in ("2", "3") and case.get("training.seq_len") in (
+            "97",
+            "31",
+        )
 
     large = {"parallelism.cp": "3", "parallelism.cp_method": "ring", "training.seq_len": "97"}
     case = random_case(random.Random(3), max_processes=4, fixed=large)
@@ -311,19 +365,29 @@ def test_time_ends_shrinking_and_the_errors_of_failures_count(
         "trainer.selfcheck.random_check.check_case",
         lambda *_: CaseResult("MISMATCH", {"loss": 0.5}, ["a table"]),
     )
-    case = {"parallelism.cp": "2", "parallelism.cp_layout": "headtail", "parallelism.cp_method": "ring"}
+    case = {
+        "parallelism.cp": "2",
+        "parallelism.cp_layout": "headtail",
+        "parallelism.cp_method": "ring",
+    }
     check = RandomCheck(TestPool(), tmp_path, options=" --device cuda")
     check.run(repeat(case), total=9, max_seconds=0)
     check.summary()
     printed = capsys.readouterr().out.splitlines()
-    assert printed[-2] == f'  python -m trainer.selfcheck --device cuda --case "{format_case(case)}"'
+    assert (
+        printed[-2] == f'  python -m trainer.selfcheck --device cuda --case "{format_case(case)}"'
+    )
     assert printed[-1] == "the time limit is reached: 1 of 9 cases"
-    assert check.summary()[1].startswith("largest relative errors: loss 5.0e-01, gradient norm 0.0e+00")
+    assert check.summary()[1].startswith(
+        "largest relative errors: loss 5.0e-01, gradient norm 0.0e+00"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_a_failure_is_shrunk_and_its_command_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_shrunk_and_its_command_printed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class BrokenPool(TestPool):
         """Off by one in the loss of head-tail layouts."""
 
@@ -334,7 +398,13 @@ def test_a_failure_is_shrunk_and_its_command_printed(folder: Path, capsys: pytes
             return ranks
 
     check = RandomCheck(BrokenPool(), folder)
-    check.check({"parallelism.cp": "2", "parallelism.cp_layout": "headtail", "parallelism.cp_method": "ring"})
+    check.check(
+        {
+            "parallelism.cp": "2",
+            "parallelism.cp_layout": "headtail",
+            "parallelism.cp_method": "ring",
+        }
+    )
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "MISMATCH with 3 settings; shrinking them"
     assert printed[1] == "MISMATCH on 2 processes:"

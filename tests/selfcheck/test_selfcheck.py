@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import context  # The fork server of the other tests, with the same imports.
+# The fork server of the other tests, with the same imports.
+from tests.ranks import context
 from tests.system.runs import ROOT, is_alive, wait_for
 from trainer.config.parse import CONFIG_DIR, deep_merge, load
 from trainer.errors import RankFailedError
@@ -39,7 +40,9 @@ def reduced_run(folder: Path, *words: str) -> tuple[ReducedRun, MeshCase]:
 
 def altered(mesh_case: MeshCase, section: str, **values: object) -> MeshCase:
     launch = mesh_case.launch
-    config = type(launch.config).model_validate(deep_merge(launch.config.model_dump(), {section: values}))
+    config = type(launch.config).model_validate(
+        deep_merge(launch.config.model_dump(), {section: values})
+    )
     return replace(mesh_case, launch=replace(launch, config=config))
 
 
@@ -61,9 +64,18 @@ def test_a_mesh_matches_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     status, (out, err) = main([*words.split(), *memory.split()]), capsys.readouterr()
     assert (status, err) == (0, "")
     said = out.splitlines()
-    assert said[:2] == ["a run of 64 processes, reduced:", "mesh    dp_replicate 2, dp_shard 8 -> 2, cp 4 -> 2"]
+    assert said[:2] == [
+        "a run of 64 processes, reduced:",
+        "mesh    dp_replicate 2, dp_shard 8 -> 2, cp 4 -> 2",
+    ]
     at = said.index("dp_replicate 2 x dp_shard 2 x cp 2: match")
-    assert [line.split()[0] for line in said[at + 1 : at + 6]] == ["step", "1", "2", "3", "largest:"]
+    assert [line.split()[0] for line in said[at + 1 : at + 6]] == [
+        "step",
+        "1",
+        "2",
+        "3",
+        "largest:",
+    ]
     for line in said[at + 2 : at + 5]:
         _, loss, of_mesh, norm, norm_of_mesh, far = line.split()
         assert float(loss) == pytest.approx(float(of_mesh), rel=1e-11)
@@ -73,28 +85,40 @@ def test_a_mesh_matches_one_process(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_different_seed_is_a_mismatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_different_seed_is_a_mismatch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small, mesh_case = reduced_run(tmp_path)
     other = altered(mesh_case, "training", seed=1)
-    assert compare(replace(small, mesh_cases=[mesh_case, replace(other, name="another seed")]), tmp_path) == 1
+    assert (
+        compare(
+            replace(small, mesh_cases=[mesh_case, replace(other, name="another seed")]), tmp_path
+        )
+        == 1
+    )
     said = capsys.readouterr().out
     assert "dp_shard 2: match\n" in said
     assert "another seed: MISMATCH\n" in said
     assert "MISMATCH: another seed (" in said
 
 
-def test_the_error_of_a_rank_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_of_a_rank_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small, mesh_case = reduced_run(tmp_path)
     lost = altered(mesh_case, "data", corpus=str(tmp_path / "lost"))
     assert compare(replace(small, mesh_cases=[lost]), tmp_path) == 1
     said = capsys.readouterr().out
     assert re.search(
-        r"\ndp_shard 2: FAILED: rank [01]: CorpusRefusedError: data.corpus = .*/lost.* \(corpus.py:\d+\)\n", said
+        r"\ndp_shard 2: FAILED: rank [01]: CorpusRefusedError: data.corpus = .*/lost.* \(corpus.py:\d+\)\n",
+        said,
     )
     assert "MISMATCH: dp_shard 2 (" in said
 
 
-def test_a_failed_reference_fails_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_reference_fails_the_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small, mesh_case = reduced_run(tmp_path)
     lost = altered(mesh_case, "data", corpus=str(tmp_path / "lost"))
     assert compare(replace(small, reference=replace(lost.launch, world_size=1)), tmp_path) == 1
@@ -103,7 +127,10 @@ def test_a_failed_reference_fails_the_check(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_timeout_kills_the_ranks(tmp_path: Path) -> None:
     _, mesh_case = reduced_run(tmp_path)
-    with pytest.raises(RankFailedError, match="ranks 0, 1 did not finish in 0 s"), RankPool(timeout=0) as pool:
+    with (
+        pytest.raises(RankFailedError, match="ranks 0, 1 did not finish in 0 s"),
+        RankPool(timeout=0) as pool,
+    ):
         pool.run(mesh_case.launch, reference=tmp_path / "tensors")
 
 
@@ -113,7 +140,8 @@ def test_no_process_outlives_the_self_check(number: int, tmp_path: Path) -> None
     checking = subprocess.Popen(
         command("--config", "copy"),
         cwd=ROOT,
-        env=os.environ | {"TMPDIR": str(tmp_path)},  # A killed process does not remove its temporary folder.
+        # A killed process does not remove its temporary folder.
+        env=os.environ | {"TMPDIR": str(tmp_path)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,
@@ -151,6 +179,8 @@ def descendants(pid: int) -> list[int]:
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIG_DIR.glob("*.toml")))
 def test_every_shipped_configuration_matches_one_process(name: str) -> None:
     start = time.monotonic()
-    done = subprocess.run(command("--config", name), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command("--config", name), cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert time.monotonic() - start < 180

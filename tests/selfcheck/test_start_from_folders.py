@@ -1,7 +1,8 @@
-"""A folder that transformers wrote, of every family, starts the same run on every number of ranks as in one process.
+"""A folder that transformers wrote, of every family, starts the same run on every number of ranks
+as in one process.
 
-The process gets its weights from the test, tensor by tensor; `tests/models/test_hf_families.py` compares that with
-transformers.
+The process gets its weights from the test, tensor by tensor; `tests/models/test_hf_families.py`
+compares that with transformers.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_folder(name: str, folder: Path) -> Path:
-    """The tiny model of a family, as transformers writes it; of gpt-oss also as it is published."""
+    """The tiny model of a family, as transformers writes it; of gpt-oss also as it is
+    published.
+    """
     pytest.importorskip("transformers")
     bytes_only = {"vocab_size": 264}
     if name != MXFP4:
@@ -89,14 +92,19 @@ def drawn(values: dict[str, Any], size: int, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        pytest.param(*case, marks=[] if case in DEFAULT else [pytest.mark.slow], id=f"{case[0]}-{case[1]}")
+        pytest.param(
+            *case, marks=[] if case in DEFAULT else [pytest.mark.slow], id=f"{case[0]}-{case[1]}"
+        )
         for case in product(NAMES, SIZES)
     ],
 )
-def test_a_folder_starts_the_same_run_on_every_mesh(name: str, size: int, documents: Path, tmp_path: Path) -> None:
+def test_a_folder_starts_the_same_run_on_every_mesh(
+    name: str, size: int, documents: Path, tmp_path: Path
+) -> None:
     folder = write_folder(name, tmp_path / "folder")
     weights = {
-        f"{MODEL_PREFIX}{ours}": each for ours, each in load_model(folder, read_model(folder)).named_tensors().items()
+        f"{MODEL_PREFIX}{ours}": each
+        for ours, each in load_model(folder, read_model(folder)).named_tensors().items()
     }
     torch.save(weights, tmp_path / "weights.pt")
     begin = imported_values(folder, tmp_path / "begin.toml")
@@ -108,15 +116,28 @@ def test_a_folder_starts_the_same_run_on_every_mesh(name: str, size: int, docume
     }
     values = deep_merge(deep_merge(begin, sections), own)
     reference, mesh = (
-        Launch(config=Config.model_validate(each), world_size=ranks, last_step=NUM_STEPS, compared_steps=(1, NUM_STEPS))
+        Launch(
+            config=Config.model_validate(each),
+            world_size=ranks,
+            last_step=NUM_STEPS,
+            compared_steps=(1, NUM_STEPS),
+        )
         for each, ranks in (
             (deep_merge(reference_values(values), {"checkpoint": {"initial_load_path": None}}), 1),
             (drawn(values, size, name), size),
         )
     )
-    reference = replace(reference, is_reference=True, weights=tmp_path / "weights.pt", takes_loads=False)
+    reference = replace(
+        reference, is_reference=True, weights=tmp_path / "weights.pt", takes_loads=False
+    )
     expected, *_ = TestPool().run(reference, reference=tmp_path / "tensors")
     worst = worst_over_ranks(expected, TestPool().run(mesh, reference=tmp_path / "tensors"))
-    limits = {"loss": 1e-11, "gradient norm": 1e-11, "other metrics": 1e-11, "weights": 1e-9, "moments": 1e-9}
+    limits = {
+        "loss": 1e-11,
+        "gradient norm": 1e-11,
+        "other metrics": 1e-11,
+        "weights": 1e-9,
+        "moments": 1e-9,
+    }
     errors = errors_by_kind(expected, worst)
     assert {kind: error for kind, error in errors.items() if error > limits[kind]} == {}

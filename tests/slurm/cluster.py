@@ -1,7 +1,9 @@
-"""A SLURM cluster of two nodes on this machine: each has its network namespace, host name and veth cable.
+"""A SLURM cluster of two nodes on this machine: each has its network namespace, host name and veth
+cable.
 
-Namespaces and the folder are named after this process. Several clusters can coexist, and those of killed processes are
-found and removed. Only processes in these namespaces and pid files are killed.
+Namespaces and the folder are named after this process. Several clusters can coexist, and those of
+killed processes are found and removed. Only processes in these namespaces and pid files are
+killed.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ from trainer.slurm.scheduler import JobState
 INSTALL = "apt-get install -y --no-install-recommends slurm-wlm munge iproute2"
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "nsenter", "unshare", "ip")
 NODES = {"ctl": "10.99.0.1", "n1": "10.99.0.11", "n2": "10.99.0.12"}
-JOBS = 4  # Concurrent jobs of two ranks on each of two nodes.
+# Concurrent jobs of two ranks on each of two nodes.
+JOBS = 4
 CPUS = 2 * JOBS  # Per node.
 PREFIX = "longhaul"
 
-# `cred_expire`: otherwise a requeued job waits two minutes. `config_overrides`: nodes may claim more CPUs than exist.
+# `cred_expire`: otherwise a requeued job waits two minutes. `config_overrides`: nodes may claim
+# more CPUs than exist.
 CONFIGURATION = """\
 ClusterName=longhaul
 SlurmctldHost=ctl(10.99.0.1)
@@ -78,12 +82,20 @@ def missing() -> str | None:
     if " /sys/fs/cgroup" not in Path("/proc/mounts").read_text():
         return "/sys/fs/cgroup is not mounted, and slurmd needs it"
     probe = f"{PREFIX}-{os.getpid()}-probe"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        ["ip", "netns", "add", probe], capture_output=True, text=True, check=False
+    )
     if made.returncode:
         return f"cannot create a network namespace: {made.stderr.strip()}"
     _run("ip", "netns", "del", probe)
-    made = subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True, text=True, check=False)
-    return f"cannot create a UTS and mount namespace: {made.stderr.strip()}" if made.returncode else None
+    made = subprocess.run(
+        ["unshare", "--uts", "--mount", "true"], capture_output=True, text=True, check=False
+    )
+    return (
+        f"cannot create a UTS and mount namespace: {made.stderr.strip()}"
+        if made.returncode
+        else None
+    )
 
 
 class CommandError(Exception):
@@ -125,7 +137,9 @@ class Cluster:
         for name in ("n1", "n2"):
             self.start_node(name)
         self.wait_for(
-            lambda: self.command("sinfo", "-h", "-p", "main", "-o", "%T %D") == "idle 2\n", 20, "two idle nodes"
+            lambda: self.command("sinfo", "-h", "-p", "main", "-o", "%T %D") == "idle 2\n",
+            20,
+            "two idle nodes",
         )
 
     def _wire(self) -> None:
@@ -140,7 +154,21 @@ class Cluster:
             space = f"{self.name}-{name}"
             _run("ip", "netns", "add", space)
             _run("ip", "-n", space, "link", "set", "lo", "up")
-            _run("ip", "link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", name, "netns", control)
+            _run(
+                "ip",
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                space,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                name,
+                "netns",
+                control,
+            )
             _run("ip", "-n", control, "link", "set", name, "master", "bridge", "up")
             _run("ip", "-n", space, "addr", "add", f"{NODES[name]}/24", "dev", "eth0")
             self.plug(name)
@@ -149,18 +177,37 @@ class Cluster:
         folder = self.folder / "munge"
         (folder / "key").write_bytes(os.urandom(1024))
         (folder / "key").chmod(0o400)
-        places = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        places = {
+            "key-file": "key",
+            "socket": "socket",
+            "pid-file": "pid",
+            "log-file": "log",
+            "seed-file": "seed",
+        }
         _run("munged", *(f"--{option}={folder / name}" for option, name in places.items()))
 
     def _enter(self, name: str, *command: str) -> str:
         """Runs a command on a node, or on the controller."""
         hosts = str(self.folder / "hosts")
-        enter = ["nsenter", f"--net=/run/netns/{self.name}-{name}", "unshare", "--uts", "--mount", "sh", "-c", ENTER]
+        enter = [
+            "nsenter",
+            f"--net=/run/netns/{self.name}-{name}",
+            "unshare",
+            "--uts",
+            "--mount",
+            "sh",
+            "-c",
+            ENTER,
+        ]
         return _run(*enter, name, hosts, *command, environment=self.environment)
 
     @property
     def environment(self) -> dict[str, str]:
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PYTEST_"))}
+        inherited = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("SLURM_", "PYTEST_"))
+        }
         # One thread, as in all tests: results are compared bit for bit.
         return inherited | {"SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
@@ -177,7 +224,12 @@ class Cluster:
 
     def preempt(self, *, seconds: int) -> str:
         """Submits a job of higher priority that takes all nodes; returns its id."""
-        size = ("--partition=high", "--nodes=2", f"--ntasks-per-node={CPUS}", f"--output={self.folder}/log/high.log")
+        size = (
+            "--partition=high",
+            "--nodes=2",
+            f"--ntasks-per-node={CPUS}",
+            f"--output={self.folder}/log/high.log",
+        )
         return self.command("sbatch", "--parsable", *size, f"--wrap=sleep {seconds}").strip()
 
     def kill_node(self, name: str) -> None:
@@ -200,7 +252,11 @@ class Cluster:
 
     def wait_state(self, job: str, *states: str, seconds: float) -> JobState:
         """Waits until the job is in one of these states."""
-        self.wait_for(lambda: self.state(job).state in states, seconds, f"job {job} to be {' or '.join(states)}")
+        self.wait_for(
+            lambda: self.state(job).state in states,
+            seconds,
+            f"job {job} to be {' or '.join(states)}",
+        )
         return self.state(job)
 
     def wait_for(self, condition: Callable[[], object], seconds: float, what: str) -> None:
@@ -213,7 +269,9 @@ class Cluster:
     def describe(self) -> str:
         """The scheduler's state, for the message of a failed test."""
         return (
-            self.command("squeue") + self.command("sinfo") + (self.folder / "log" / "slurmctld.log").read_text()[-3000:]
+            self.command("squeue")
+            + self.command("sinfo")
+            + (self.folder / "log" / "slurmctld.log").read_text()[-3000:]
         )
 
     def clear(self) -> None:
@@ -221,14 +279,20 @@ class Cluster:
         self.command("scancel", "--user=root")
         self.command("scancel", "--user=root", "--signal=KILL")
         self.wait_for(
-            lambda: self.command("sinfo", "-h", "-p", "main", "-o", "%T %D") == "idle 2\n", 60, "two idle nodes"
+            lambda: self.command("sinfo", "-h", "-p", "main", "-o", "%T %D") == "idle 2\n",
+            60,
+            "two idle nodes",
         )
 
 
 def _run(*command: str, environment: dict[str, str] | None = None) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=120
+    )
     if done.returncode:
-        raise CommandError(f"{' '.join(command)} exited with {done.returncode}\n{done.stdout}{done.stderr}")
+        raise CommandError(
+            f"{' '.join(command)} exited with {done.returncode}\n{done.stdout}{done.stderr}"
+        )
     return done.stdout
 
 
@@ -255,11 +319,13 @@ def _remove(folder: Path) -> None:
         _run("ip", "netns", "del", space.name)
     with suppress(OSError):
         pid = int((folder / "munge" / "pid").read_text())
-        if str(folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():  # Otherwise the pid was reused.
+        # Otherwise the pid was reused.
+        if str(folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
             _kill(pid, signal.SIGTERM)
     while os.path.ismount(folder / "disk"):
         _run("umount", "-l", str(folder / "disk"))
-    for _ in range(50):  # Processes that end may write once more.
+    # Processes that end may write once more.
+    for _ in range(50):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
             return

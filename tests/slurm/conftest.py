@@ -36,7 +36,14 @@ def scenarios(
     request: pytest.FixtureRequest, _cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[Scenario, Future[None]]]:
     """Starts every selected scenario of the module in its own folder."""
-    selected = [item.obj.scenario for item in request.session.items if hasattr(getattr(item, "obj", None), "scenario")]  # type: ignore[attr-defined]
+    selected = [
+        item.obj.scenario
+        for item in request.session.items
+        if hasattr(getattr(item, "obj", None), "scenario")
+    ]  # type: ignore[attr-defined]
     with ThreadPoolExecutor(JOBS) as threads:
-        yield {one: threads.submit(one, _cluster, tmp_path_factory.mktemp("scenario")) for one in selected}
+        yield {
+            one: threads.submit(one, _cluster, tmp_path_factory.mktemp("scenario"))
+            for one in selected
+        }
     _cluster.clear()

@@ -9,7 +9,16 @@ from pathlib import Path
 from tests.slurm.cluster import Cluster
 from trainer.storage.run_dir import RunDir
 
-SIZE = ("--nodes", "2", "--gpus-per-node", "0", "--processes-per-node", "2", "--backoff-seconds", "1")
+SIZE = (
+    "--nodes",
+    "2",
+    "--gpus-per-node",
+    "0",
+    "--processes-per-node",
+    "2",
+    "--backoff-seconds",
+    "1",
+)
 UNCHECKED = ("--slurm.preflight", "false")
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
@@ -56,7 +65,8 @@ class Job:
 
     def wait_progress(self, *, seconds: float = 120) -> None:
         """Waits for a new checkpoint."""
-        before, deadline = self.newest(), time.monotonic() + seconds
+        before = self.newest()
+        deadline = time.monotonic() + seconds
         while self.newest() <= before:
             assert time.monotonic() < deadline, f"no new checkpoint\n{self.log()[-4000:]}"
             time.sleep(0.05)

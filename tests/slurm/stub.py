@@ -1,7 +1,8 @@
-"""Replaces a job's interpreter: ranks that follow a plan and the trainer's conventions, without torch.
+"""Replaces a job's interpreter: ranks that follow a plan and the trainer's conventions, without
+torch.
 
-`RUN/plan.json` maps an attempt, `<requeue>.<attempt>`, to the action of its ranks; the default is `finish`. Ranks
-append their actions to `RUN/actions.txt`.
+`RUN/plan.json` maps an attempt, `<requeue>.<attempt>`, to the action of its ranks; the default is
+`finish`. Ranks append their actions to `RUN/actions.txt`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
-PATIENCE = 0.7  # seconds that a saving rank waits for the others
+# seconds that a saving rank waits for the others
+PATIENCE = 0.7
 
 
 class Rank:
@@ -100,7 +102,9 @@ class Rank:
                 return 1
             time.sleep(0.01)
         if self.number == 0:
-            steps = [int(path.name.partition("-")[2]) for path in (self.run / "checkpoints").iterdir()]
+            steps = [
+                int(path.name.partition("-")[2]) for path in (self.run / "checkpoints").iterdir()
+            ]
             (self.run / "checkpoints" / f"step-{max(steps, default=8) + 1}").mkdir()
             if marker:
                 self.mark(marker)

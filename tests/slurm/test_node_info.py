@@ -13,7 +13,9 @@ from trainer.slurm.node_info import gpu_summary, node_summary
 GPUS = "NVIDIA H200, 570.86.15\\nNVIDIA H200, 570.86.15\\nNVIDIA L4, 570.86.15\\n"
 
 
-def test_gpus_are_counted_by_model_with_their_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_by_model_with_their_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     query = tmp_path / "nvidia-smi"
     query.write_text(
         f'#!/bin/sh\n[ "$*" = "--query-gpu=name,driver_version --format=csv,noheader" ] && printf "{GPUS}"\n'

@@ -25,7 +25,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.slurm
 def test_sweep_removes_only_the_cluster_of_a_killed_process(cluster: Cluster) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     name, *pids = done.stdout.split()
     folder = Path(tempfile.gettempdir()) / name
     munge = int((folder / "munge" / "pid").read_text())

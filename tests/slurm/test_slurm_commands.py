@@ -1,4 +1,6 @@
-"""`python -m trainer.slurm`, with three stub commands in place of SLURM that record their arguments."""
+"""`python -m trainer.slurm`, with three stub commands in place of SLURM that record their
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,16 @@ def submit(run: Path, *options: str) -> int:
 
 
 def test_short_options_set_keys_of_the_job() -> None:
-    words = ["render", "--gpus-per-node", "4", "--time=1:00:00", "--training.steps", "5", "--slurm.nodes", "2"]
+    words = [
+        "render",
+        "--gpus-per-node",
+        "4",
+        "--time=1:00:00",
+        "--training.steps",
+        "5",
+        "--slurm.nodes",
+        "2",
+    ]
     _, overrides = build_parser().parse(words)
     config = load(overrides)
     assert (config.slurm.gpus_per_node, config.slurm.time, config.slurm.nodes) == (4, "1:00:00", 2)
@@ -94,7 +105,9 @@ def test_help_lists_every_slurm_key(command: str, capsys: pytest.CaptureFixture[
     assert main([command, "--help"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"usage: python -m trainer.slurm {command}")
-    assert all(f"\n  --{key.replace('_', '-')} VALUE" in printed for key in SlurmSection.model_fields)
+    assert all(
+        f"\n  --{key.replace('_', '-')} VALUE" in printed for key in SlurmSection.model_fields
+    )
     assert main(["--help"]) == 0
     assert f"\n  {command} " in capsys.readouterr().out
 
@@ -102,14 +115,19 @@ def test_help_lists_every_slurm_key(command: str, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ([], "error: command line: trainer.slurm needs a command: render, submit, status, cancel\n"),
+        (
+            [],
+            "error: command line: trainer.slurm needs a command: render, submit, status, cancel\n",
+        ),
         (["start"], 'error: command line: command "start" is unknown; did you mean status?\n'),
         (["status"], "error: no run given: pass its folder, or --config NAME|PATH\n"),
         (["cancel", "/nowhere"], "error: /nowhere: no such run folder\n"),
         (["status", "--config", "debug", "--zebra", "1"], "--zebra"),
     ],
 )
-def test_a_wrong_command_line_exits_with_2(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_exits_with_2(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     printed = capsys.readouterr()
     assert problem in printed.err
@@ -129,7 +147,11 @@ def test_render_and_submit_differ_only_in_the_configuration_path(
     assert not run.exists()
     submit(run, long)
     written = (run / "slurm" / "1" / "job.sh").read_text()
-    differ = [pair for pair in zip(printed.splitlines(), written.splitlines(), strict=True) if pair[0] != pair[1]]
+    differ = [
+        pair
+        for pair in zip(printed.splitlines(), written.splitlines(), strict=True)
+        if pair[0] != pair[1]
+    ]
     config = ROOT / "train_configs" / "debug.toml"
     assert differ == [
         (
@@ -166,15 +188,23 @@ def test_submit_stores_the_job_and_prints_the_next_commands(
     assert (folder / "code.txt").read_text().splitlines()[0] == snapshot.code_version(ROOT)
     printed = capsys.readouterr().out
     assert printed.startswith(f"job 41 submitted: 2 nodes x 2 ranks, as {folder}/job.sh\n")
-    for line in (f"tail -F {run}/slurm/job-41.log\n", f"trainer.slurm status {run}\n", f"trainer.slurm cancel {run}\n"):
+    for line in (
+        f"tail -F {run}/slurm/job-41.log\n",
+        f"trainer.slurm status {run}\n",
+        f"trainer.slurm cancel {run}\n",
+    ):
         assert line in printed
 
 
 def test_submissions_are_numbered(scheduler: Scheduler, run: Path) -> None:
-    assert [jobs.create_submission_dir(run).name for _ in range(11)] == [str(number) for number in range(1, 12)]
+    assert [jobs.create_submission_dir(run).name for _ in range(11)] == [
+        str(number) for number in range(1, 12)
+    ]
     scheduler.answer("sbatch", "echo '41;cluster'")
     assert submit(run) == 0
-    (run / "slurm" / "9" / "job.json").write_text('{"job": "40", "time": 1.0, "nodes": 1, "processes": 2}\n')
+    (run / "slurm" / "9" / "job.json").write_text(
+        '{"job": "40", "time": 1.0, "nodes": 1, "processes": 2}\n'
+    )
     assert (run / "slurm" / "12" / "job.sh").is_file()
     assert jobs.submitted_job_ids(run) == ["40", "41"], "9 is of before files were sealed"
 
@@ -192,13 +222,18 @@ def test_a_copied_run_does_not_have_the_jobs_of_the_original(
     assert jobs.submitted_job_ids(run.rename(tmp_path / "moved")) == ["41"]
 
 
-def test_a_damaged_job_record_is_named(scheduler: Scheduler, run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_job_record_is_named(
+    scheduler: Scheduler, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     submit(run)
     scheduler.set_job(RUNNING)
     path = run / "slurm" / "1" / "job.json"
     path.write_bytes(path.read_bytes().replace(b"41", b"42"))
     assert jobs.submitted_job_ids(run) == []
-    assert f"{path} cannot be read, so its job is unknown: it does not match its own checksum" in caplog.text
+    assert (
+        f"{path} cannot be read, so its job is unknown: it does not match its own checksum"
+        in caplog.text
+    )
 
 
 def test_all_problems_of_a_configuration_are_reported_and_nothing_is_submitted(
@@ -221,7 +256,10 @@ def test_a_queued_or_running_run_cannot_be_submitted_again(
     for job, code in ((PENDING, 2), (RUNNING, 2), (ENDED, 0)):
         scheduler.set_job(job)
         assert submit(run) == code
-    assert "error: job 41 of this run is PENDING (Resources); cancel it first: " in capsys.readouterr().err
+    assert (
+        "error: job 41 of this run is PENDING (Resources); cancel it first: "
+        in capsys.readouterr().err
+    )
     assert sum(line.startswith("sbatch") for line in scheduler.commands()) == 2
 
 
@@ -234,7 +272,9 @@ def test_the_run_folder_of_another_run_is_refused(
     assert scheduler.commands() == []
 
 
-def test_an_error_of_sbatch_is_reported(scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_sbatch_is_reported(
+    scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     scheduler.answer("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
     assert submit(run) == 1
     assert capsys.readouterr().err == "error: sbatch: error: invalid partition specified: x\n"
@@ -262,7 +302,9 @@ def test_status_shows_jobs_newest_step_checkpoint_and_markers(
     (run / "metrics.jsonl").write_text(f'{{"step": 11}}\n{json.dumps(record)}\n{{"step": 13, "lo')
     (run / "checkpoints" / "step-9").mkdir()
     (run / "checkpoints" / "step-10").mkdir()
-    (run / "REQUEUE").write_text('{"step": 10, "reason": "SIGUSR1", "attempt": "41.2.0", "time": 0}')
+    (run / "REQUEUE").write_text(
+        '{"step": 10, "reason": "SIGUSR1", "attempt": "41.2.0", "time": 0}'
+    )
     capsys.readouterr()
     assert main(["status", str(run)]) == 0
     rows = [line.partition("  ") for line in capsys.readouterr().out.splitlines()]
@@ -291,7 +333,9 @@ def test_status_of_a_run_without_steps_and_scheduler(
     assert "unknown: scontrol is not on PATH" in capsys.readouterr().out
 
 
-def test_cancel_disables_requeueing_first(scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cancel_disables_requeueing_first(
+    scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     submit(run)
     scheduler.set_job(RUNNING)
     assert main(["cancel", str(run)]) == 0
@@ -305,17 +349,27 @@ def test_cancel_disables_requeueing_first(scheduler: Scheduler, run: Path, capsy
 
 @pytest.mark.parametrize(
     ("state", "is_finished"),
-    [("PENDING", False), ("RUNNING", False), ("COMPLETING", False), ("REQUEUED", False), ("TIMEOUT", True)],
+    [
+        ("PENDING", False),
+        ("RUNNING", False),
+        ("COMPLETING", False),
+        ("REQUEUED", False),
+        ("TIMEOUT", True),
+    ],
 )
 def test_finished_states_are_those_that_cannot_requeue(state: str, is_finished: bool) -> None:  # noqa: FBT001
-    assert JobState("41", JOB.format(state=state, reason="None", restarts=0)).is_finished == is_finished
+    assert (
+        JobState("41", JOB.format(state=state, reason="None", restarts=0)).is_finished
+        == is_finished
+    )
 
 
 # ---- code version
 
 
 def test_a_snapshot_has_commit_changes_and_untracked_files(tmp_path: Path) -> None:
-    root, folder = tmp_path / "code", tmp_path / "snapshot"
+    root = tmp_path / "code"
+    folder = tmp_path / "snapshot"
     folder.mkdir()
     root.mkdir()
     (root / "pyproject.toml").write_text('[project]\nversion = "1.2"\n')
@@ -324,12 +378,16 @@ def test_a_snapshot_has_commit_changes_and_untracked_files(tmp_path: Path) -> No
     author = ["-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
         subprocess.run(["git", *author, *words], cwd=root, check=True, capture_output=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, check=True, capture_output=True, text=True).stdout
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=root, check=True, capture_output=True, text=True
+    ).stdout
     snapshot.write_code_version(root, folder)
     assert [path.name for path in folder.iterdir()] == ["code.txt"]
     assert (folder / "code.txt").read_text() == f"commit {commit}"
     (root / "pyproject.toml").write_text('[project]\nversion = "1.3"\n')
     (root / "new.py").touch()
     snapshot.write_code_version(root, folder)
-    assert (folder / "code.txt").read_text() == f"commit {commit.strip()} with uncommitted changes\nuntracked: new.py\n"
+    assert (
+        folder / "code.txt"
+    ).read_text() == f"commit {commit.strip()} with uncommitted changes\nuntracked: new.py\n"
     assert '+version = "1.3"' in (folder / "code.diff").read_text()

@@ -1,4 +1,5 @@
-"""The batch script on a SLURM of two nodes with two ranks each, with stub ranks that need no torch.
+"""The batch script on a SLURM of two nodes with two ranks each, with stub ranks that need no
+torch.
 
 Scenarios run concurrently, since they mostly wait; each is a test.
 """
@@ -39,7 +40,8 @@ def concurrently(scenario: Scenario) -> Callable[[Scenarios], None]:
 
 def job_with_plan(cluster: Cluster, folder: Path, plan: dict[str, str]) -> Job:
     """A run whose ranks follow the plan."""
-    run, python = folder / "run", folder / "python"
+    run = folder / "run"
+    python = folder / "python"
     run.mkdir()
     (run / "plan.json").write_text(json.dumps(plan))
     python.write_text(f"#!{sys.executable} -S\n{STUB.read_text()}")
@@ -59,7 +61,9 @@ def attempts(job: Job) -> list[str]:
 
 def exits(job: Job, attempt: str) -> list[str]:
     """How the ranks of an attempt ended."""
-    mine = [line.removeprefix(f"{attempt} ") for line in actions(job) if line.startswith(f"{attempt} ")]
+    mine = [
+        line.removeprefix(f"{attempt} ") for line in actions(job) if line.startswith(f"{attempt} ")
+    ]
     return sorted(line for line in mine if " exited " in line)
 
 
@@ -87,11 +91,16 @@ def test_usr1_saves_and_requeues_until_the_run_is_done(cluster: Cluster, tmp_pat
     # Every rank was signalled once.
     assert exits(job, "0.0") == [f"rank {rank} exited with 0 after SIGUSR1" for rank in range(4)]
     assert exits(job, "1.0") == [f"rank {rank} exited with 0 after nothing" for rank in range(4)]
-    assert ["requeue 0, running on n[1-2]" in job.log(), "requeue 1, running on n[1-2]" in job.log()] == [True, True]
+    assert [
+        "requeue 0, running on n[1-2]" in job.log(),
+        "requeue 1, running on n[1-2]" in job.log(),
+    ] == [True, True]
 
 
 @concurrently
-def test_crashed_ranks_restart_within_the_job_and_progress_resets_the_count(cluster: Cluster, tmp_path: Path) -> None:
+def test_crashed_ranks_restart_within_the_job_and_progress_resets_the_count(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     plan = {"0.0": "intruded", "0.1": "progress", "0.2": "crash", "0.3": "progress"}
     job = job_with_plan(cluster, tmp_path, plan)
     job.submit("--max-stuck", "2")
@@ -117,7 +126,9 @@ def test_launches_without_a_new_checkpoint_are_limited(cluster: Cluster, tmp_pat
 
 @pytest.mark.slow
 @concurrently
-def test_launches_without_a_new_checkpoint_count_across_requeues(cluster: Cluster, tmp_path: Path) -> None:
+def test_launches_without_a_new_checkpoint_count_across_requeues(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     job = job_with_plan(cluster, tmp_path, {"0.0": "crash", "1.0": "crash"})
     job.submit("--max-stuck", "2", "--backoff-seconds", "60")
     job.wait_log("restarting in 60 s")
@@ -144,8 +155,12 @@ def fails_permanently(cluster: Cluster, tmp_path: Path, *, action: str, code: st
     assert ('"reason": "the plan"' in job.log()) == (action == "stop")
 
 
-test_a_stop_marker_ends_the_job = concurrently(partial(fails_permanently, action="stop", code="78:0"))
-test_a_refused_configuration_ends_the_job = concurrently(partial(fails_permanently, action="refuse", code="2:0"))
+test_a_stop_marker_ends_the_job = concurrently(
+    partial(fails_permanently, action="stop", code="78:0")
+)
+test_a_refused_configuration_ends_the_job = concurrently(
+    partial(fails_permanently, action="refuse", code="2:0")
+)
 
 
 def saves_and_is_not_requeued(cluster: Cluster, tmp_path: Path, *, command: str) -> None:
@@ -155,7 +170,9 @@ def saves_and_is_not_requeued(cluster: Cluster, tmp_path: Path, *, command: str)
     if command == "scancel":
         cluster.command("scancel", job.number)
     else:
-        assert f"job {job.number} cancelled; it was RUNNING on n[1-2]" in job.slurm("cancel", str(job.folder))
+        assert f"job {job.number} cancelled; it was RUNNING on n[1-2]" in job.slurm(
+            "cancel", str(job.folder)
+        )
     job.ended("CANCELLED")
     wait_for(job, "0.0", "exited with 0 after SIGTERM")
     assert checkpoints(job) == ["step-9"]
@@ -165,8 +182,12 @@ def saves_and_is_not_requeued(cluster: Cluster, tmp_path: Path, *, command: str)
     assert "has no job that is queued or running" in job.slurm("cancel", str(job.folder))
 
 
-test_a_cancelled_run_saves_and_is_not_requeued = concurrently(partial(saves_and_is_not_requeued, command="cancel"))
-test_a_job_after_scancel_saves_and_is_not_requeued = concurrently(partial(saves_and_is_not_requeued, command="scancel"))
+test_a_cancelled_run_saves_and_is_not_requeued = concurrently(
+    partial(saves_and_is_not_requeued, command="cancel")
+)
+test_a_job_after_scancel_saves_and_is_not_requeued = concurrently(
+    partial(saves_and_is_not_requeued, command="scancel")
+)
 
 
 @concurrently
@@ -191,7 +212,9 @@ def test_a_run_done_near_the_time_limit_is_not_requeued(cluster: Cluster, tmp_pa
 
 
 @concurrently
-def test_a_rendered_script_can_be_edited_and_submitted_manually(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_rendered_script_can_be_edited_and_submitted_manually(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     job = job_with_plan(cluster, tmp_path, {"0.0": "stage"})
     script = job.slurm("render", *job.options, *SIZE)
     (tmp_path / "job.sh").write_text(script.replace('log "done"', 'log "done after editing"'))
@@ -208,7 +231,9 @@ def test_status_follows_a_job(cluster: Cluster, tmp_path: Path) -> None:
     job = job_with_plan(cluster, tmp_path, {"0.0": "train"})
     job.submit()
     wait_for(job, "0.0", "trains")
-    assert status(job, str(job.folder))[f"job {job.number}"].startswith("RUNNING on n[1-2] for 00:00:")
+    assert status(job, str(job.folder))[f"job {job.number}"].startswith(
+        "RUNNING on n[1-2] for 00:00:"
+    )
     job.near_the_limit()
     job.ended("COMPLETED")
     fields = status(job, *job.options)

@@ -85,22 +85,37 @@ EVERYTHING = {
 
 def script(run: str = "/runs/long", here: str = "/home/me", **keys: str) -> str:
     config = load(
-        ["--job.name", "long", f"--job.output_dir={run}", *(f"--slurm.{key}={value}" for key, value in keys.items())]
+        [
+            "--job.name",
+            "long",
+            f"--job.output_dir={run}",
+            *(f"--slurm.{key}={value}" for key, value in keys.items()),
+        ]
     )
     arguments = ["--config", f"{run}/slurm/1/config.toml"]
     return render(
-        config, arguments, working_dir=Path(here), current_python="/venv/bin/python", code_version="commit abc"
+        config,
+        arguments,
+        working_dir=Path(here),
+        current_python="/venv/bin/python",
+        code_version="commit abc",
     )
 
 
 def directives(text: str) -> list[str]:
-    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+    return [
+        line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")
+    ]
 
 
 def bash_output(text: str, code: str) -> str:
     """The output of `code` in bash after the settings of a script."""
-    settings = "".join(f"{line}\n" for line in text.splitlines() if line.partition("=")[0].isupper())
-    return subprocess.run(["bash", "-c", f"{settings}{code}"], capture_output=True, text=True, check=True).stdout
+    settings = "".join(
+        f"{line}\n" for line in text.splitlines() if line.partition("=")[0].isupper()
+    )
+    return subprocess.run(
+        ["bash", "-c", f"{settings}{code}"], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_every_key_appears_in_the_script() -> None:
@@ -111,7 +126,15 @@ def test_every_key_appears_in_the_script() -> None:
 
 def test_unset_keys_keep_the_defaults_of_the_cluster() -> None:
     names = [line.partition("=")[0] for line in directives(script())]
-    options = ["job-name", "nodes", "ntasks-per-node", "gpus-per-node", "chdir", "output", "signal"]
+    options = [
+        "job-name",
+        "nodes",
+        "ntasks-per-node",
+        "gpus-per-node",
+        "chdir",
+        "output",
+        "signal",
+    ]
     assert names == [*(f"--{name}" for name in options), "--requeue", "--open-mode"]
     assert "cpus-per-task" not in script()
 
@@ -134,7 +157,8 @@ def test_segments_are_the_nodes_of_a_rack_that_no_process_group_straddles() -> N
 def test_no_segment_where_a_link_domain_is_one_node_or_the_user_states_one() -> None:
     assert segments(64, "h100-80gb") == []
     assert segments(64, **{"slurm.gpus_per_node": "2"}) == []
-    assert segments(19) == []  # SLURM requires segments that divide the nodes.
+    # SLURM requires segments that divide the nodes.
+    assert segments(19) == []
     assert segments(64, **{"slurm.options": '["--segment=8"]'}) == ["--segment=8"]
 
 
@@ -168,7 +192,9 @@ def test_torchrun_gets_one_task_per_node_with_all_cores() -> None:
     assert TORCHRUN in text
     assert "--ntasks-per-node=1" in directives(text)
     assert "--gpus-per-node=4" in directives(text)
-    assert "--cpus-per-task=48" in directives(script(launcher="torchrun", gpus_per_node="4", cpus_per_task="12"))
+    assert "--cpus-per-task=48" in directives(
+        script(launcher="torchrun", gpus_per_node="4", cpus_per_task="12")
+    )
 
 
 def test_nodes_without_gpus_request_none() -> None:
@@ -181,7 +207,8 @@ def test_a_container_mounts_the_same_paths() -> None:
     text = script(container="nvcr.io#nvidia/pytorch:26.01")
     options = "--container-image='nvcr.io#nvidia/pytorch:26.01' "
     options += '--container-mounts="$ROOT:$ROOT,$RUN:$RUN,$PWD:$PWD" '
-    assert text.count(options + '--container-workdir="$PWD"') == 3  # The report and the check of nodes, and the ranks.
+    # The report and the check of nodes, and the ranks.
+    assert text.count(options + '--container-workdir="$PWD"') == 3
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
@@ -196,8 +223,13 @@ def test_bash_parses_the_script(launcher: str, container: dict[str, str]) -> Non
 def test_paths_are_quoted(run: str) -> None:
     text = script(run=run)
     assert bash_output(text, 'printf %s "$RUN"') == run
-    assert bash_output(text, 'printf "%s|" "${ARGUMENTS[@]}"') == f"--config|{run}/slurm/1/config.toml|"
-    (output,) = (line for line in directives(script(run="/runs/50% of it")) if line.startswith("--output"))
+    assert (
+        bash_output(text, 'printf "%s|" "${ARGUMENTS[@]}"')
+        == f"--config|{run}/slurm/1/config.toml|"
+    )
+    (output,) = (
+        line for line in directives(script(run="/runs/50% of it")) if line.startswith("--output")
+    )
     assert output == '--output="/runs/50%% of it/slurm/job-%j.log"'
 
 
@@ -214,7 +246,8 @@ def test_the_script_finds_the_exit_markers_of_its_attempt(tmp_path: Path, kind: 
 
 
 @pytest.mark.parametrize(
-    "option", ["--array=1-3", "--no-requeue", "--arr 2", "--no-req", "--output=x", "--time=1:00:00"]
+    "option",
+    ["--array=1-3", "--no-requeue", "--arr 2", "--no-req", "--output=x", "--time=1:00:00"],
 )
 def test_options_that_would_break_the_run_are_refused(option: str) -> None:
     with pytest.raises(ConfigError, match=r"slurm.options.*must not be --"):

@@ -21,9 +21,17 @@ from trainer.storage.artifact import seal
 from trainer.storage.lease import LeaseOwner
 
 pytestmark = pytest.mark.slurm
-STEPS = 44  # of 20 to 500 ms each, so that faults come before the end
+# of 20 to 500 ms each, so that faults come before the end
+STEPS = 44
 LONG = 600
-OPTIONS = ("--checkpoint.interval", "4", "--parallelism.cp", "2", "--training.global_batch_size", "4")
+OPTIONS = (
+    "--checkpoint.interval",
+    "4",
+    "--parallelism.cp",
+    "2",
+    "--training.global_batch_size",
+    "4",
+)
 SETUP = '\n[slurm]\nsetup = ["export GLOO_SOCKET_IFNAME=eth0"]\n'
 PATIENCE = 240  # seconds
 LONG_PATIENCE = 900
@@ -44,11 +52,16 @@ def numbers(folder: Path) -> list[tuple[object, ...]]:
 
 
 def run_locally(root: Path, steps: int) -> Uninterrupted:
-    config, folder = write_run(root), root / "run"
+    config = write_run(root)
+    folder = root / "run"
     config.write_text(config.read_text() + SETUP)
-    done = forked(config, folder, *OPTIONS, "--training.steps", str(steps), processes=4, seconds=PATIENCE)
+    done = forked(
+        config, folder, *OPTIONS, "--training.steps", str(steps), processes=4, seconds=PATIENCE
+    )
     assert done.statuses == [0] * 4, done.said
-    return Uninterrupted(config, steps, numbers(folder), digests(folder / "checkpoints" / f"step-{steps}"))
+    return Uninterrupted(
+        config, steps, numbers(folder), digests(folder / "checkpoints" / f"step-{steps}")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +74,15 @@ def training(cluster: Cluster, uninterrupted: Uninterrupted, folder: Path) -> Jo
     return Job(cluster, folder, "--config", str(uninterrupted.config), *OPTIONS, *steps)
 
 
-def require_same_results(job: Job, uninterrupted: Uninterrupted, *, seconds: float = PATIENCE) -> None:
+def require_same_results(
+    job: Job, uninterrupted: Uninterrupted, *, seconds: float = PATIENCE
+) -> None:
     assert job.ended("COMPLETED", seconds=seconds) == "0:0"
     assert numbers(job.folder) == uninterrupted.numbers
-    assert digests(job.folder / "checkpoints" / f"step-{uninterrupted.steps}") == uninterrupted.tensors
+    assert (
+        digests(job.folder / "checkpoints" / f"step-{uninterrupted.steps}")
+        == uninterrupted.tensors
+    )
 
 
 def ranks(cluster: Cluster, node: str) -> list[int]:
@@ -114,7 +132,8 @@ if socket.gethostname() == "n1" and "trainer.hardware.check_node" in sys.orig_ar
 def lying_node(uninterrupted: Uninterrupted, folder: Path) -> Path:
     """A configuration with which products of node n1 are wrong."""
     (folder / "sitecustomize.py").write_text(LYING)
-    config, setup = folder / "lying.toml", f'"export PYTHONPATH={folder}"'
+    config = folder / "lying.toml"
+    setup = f'"export PYTHONPATH={folder}"'
     config.write_text(uninterrupted.config.read_text().replace("setup = [", f"setup = [{setup}, "))
     return config
 
@@ -124,7 +143,14 @@ def test_a_node_that_computes_wrong_products_is_replaced_by_a_spare_one(
 ) -> None:
     config = lying_node(uninterrupted, tmp_path)
     job = training(cluster, replace(uninterrupted, config=config), tmp_path / "run")
-    job.submit("--slurm.preflight=true", "--nodes", "1", "--slurm.spare_nodes=1", "--processes-per-node", "4")
+    job.submit(
+        "--slurm.preflight=true",
+        "--nodes",
+        "1",
+        "--slurm.spare_nodes=1",
+        "--processes-per-node",
+        "4",
+    )
     require_same_results(job, uninterrupted)
     assert "preflight: n1 is left out: product: cpu computes a wrong product" in job.log()
     assert f"job {job.number}: training on n2\n" in job.log()
@@ -193,7 +219,11 @@ def test_a_node_failure_and_recovery_changes_nothing(
         cluster.unplug("n2")
     else:
         cluster.kill_node("n2")
-    cluster.wait_for(lambda: "down" in cluster.command("sinfo", "-h", "-n", "n2", "-o", "%T"), 90, "n2 to be down")
+    cluster.wait_for(
+        lambda: "down" in cluster.command("sinfo", "-h", "-n", "n2", "-o", "%T"),
+        90,
+        "n2 to be down",
+    )
     if fault == "cable":
         cluster.plug("n2")
     else:
@@ -203,11 +233,17 @@ def test_a_node_failure_and_recovery_changes_nothing(
 
 
 @pytest.mark.slow
-def test_a_killed_rank_resumes_from_memory(cluster: Cluster, uninterrupted: Uninterrupted, tmp_path: Path) -> None:
+def test_a_killed_rank_resumes_from_memory(
+    cluster: Cluster, uninterrupted: Uninterrupted, tmp_path: Path
+) -> None:
     job = training(cluster, uninterrupted, tmp_path / "run")
     job.options += ("--checkpoint.interval", "1000", "--checkpoint.memory_interval", "1")
     job.submit()
-    cluster.wait_for(lambda: Newest.read(job.folder / "checkpoints").in_memory > 4, PATIENCE, "in-memory checkpoints")
+    cluster.wait_for(
+        lambda: Newest.read(job.folder / "checkpoints").in_memory > 4,
+        PATIENCE,
+        "in-memory checkpoints",
+    )
     kill_a_rank(job)
     require_same_results(job, uninterrupted)
     assert "resumed from /dev/shm/longhaul-" in job.log()
@@ -237,7 +273,10 @@ def test_a_lease_held_elsewhere_is_tried_again_until_its_owner_ends(
     while f"attempt {job.number}.0.0 exited with " not in job.log():
         os.utime(lease)
         time.sleep(0.5)
-    assert content(job.folder / "RETRY")["reason"] == f"{job.folder} is in use by process 7 on lost of job 41"
+    assert (
+        content(job.folder / "RETRY")["reason"]
+        == f"{job.folder} is in use by process 7 on lost of job 41"
+    )
     lease.unlink()
     require_same_results(job, uninterrupted)
     assert f"attempt {job.number}.0.0 exited with 1" in job.log()
@@ -248,14 +287,23 @@ def hold_lease_elsewhere(folder: Path) -> Path:
     logs = folder / "logs"
     logs.mkdir(parents=True)
     owner = LeaseOwner(
-        folder=logs.stat().st_ino, host="lost", boot="lost", pid_namespace="", pid=7, started="1", job="41", attempt=""
+        folder=logs.stat().st_ino,
+        host="lost",
+        boot="lost",
+        pid_namespace="",
+        pid=7,
+        started="1",
+        job="41",
+        attempt="",
     )
     (logs / "lease").write_bytes(seal(owner))
     return logs / "lease"
 
 
 @pytest.mark.slow
-def test_a_full_disk_that_is_made_room_on_changes_nothing(cluster: Cluster, uninterrupted: Uninterrupted) -> None:
+def test_a_full_disk_that_is_made_room_on_changes_nothing(
+    cluster: Cluster, uninterrupted: Uninterrupted
+) -> None:
     job = training(cluster, uninterrupted, cluster.small_disk / "run")
     job.submit()
     job.wait_progress()

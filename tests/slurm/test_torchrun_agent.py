@@ -33,24 +33,45 @@ def free_endpoint() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def agent(folder: Path, body: str, *, nodes: int = 1, processes: int = 2, endpoint: str) -> subprocess.Popen[str]:
+def agent(
+    folder: Path, body: str, *, nodes: int = 1, processes: int = 2, endpoint: str
+) -> subprocess.Popen[str]:
     script = folder / "rank.py"
     script.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{body}\n")
-    command = [sys.executable, "-c", LAUNCH, str(script), str(nodes), str(processes), endpoint, "--a", "b c"]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-c",
+        LAUNCH,
+        str(script),
+        str(nodes),
+        str(processes),
+        endpoint,
+        "--a",
+        "b c",
+    ]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        pytest.param("sys.exit(0 if sys.argv[1:] == ['--a', 'b c'] else 1)", 0, "", marks=pytest.mark.slow),
+        pytest.param(
+            "sys.exit(0 if sys.argv[1:] == ['--a', 'b c'] else 1)", 0, "", marks=pytest.mark.slow
+        ),
         ("sys.exit(78 if rank == 1 else 0)", 78, "error: local rank 1 (pid "),
         pytest.param(
-            "rank == 0 and os.kill(os.getpid(), signal.SIGKILL)", 1, "was killed by SIGKILL", marks=pytest.mark.slow
+            "rank == 0 and os.kill(os.getpid(), signal.SIGKILL)",
+            1,
+            "was killed by SIGKILL",
+            marks=pytest.mark.slow,
         ),
     ],
 )
-def test_an_agent_exits_with_the_status_of_its_ranks(tmp_path: Path, body: str, status: int, message: str) -> None:
+def test_an_agent_exits_with_the_status_of_its_ranks(
+    tmp_path: Path, body: str, status: int, message: str
+) -> None:
     node = agent(tmp_path, body, endpoint=free_endpoint())
     errors = node.communicate(timeout=120)[1]
     assert node.returncode == status, errors
@@ -59,7 +80,9 @@ def test_an_agent_exits_with_the_status_of_its_ranks(tmp_path: Path, body: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_signalled_ranks_may_finish_saving(tmp_path: Path, number: signal.Signals) -> None:
     ready = tmp_path / "ready"
     ready.mkdir()
@@ -88,7 +111,18 @@ def test_agents_of_two_nodes_form_one_world(tmp_path: Path) -> None:
 def test_only_the_first_node_reports_a_wrong_configuration(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--nodes", "2", "--processes", "4", "--meet", "n1:20000", "--id", "1", "--parallelism.cp", "3"]
+    words = [
+        "--nodes",
+        "2",
+        "--processes",
+        "4",
+        "--meet",
+        "n1:20000",
+        "--id",
+        "1",
+        "--parallelism.cp",
+        "3",
+    ]
     for node, message in (("0", "but the world size is 8 ("), ("1", "")):
         monkeypatch.setenv("SLURM_NODEID", node)
         assert main(words) == 2

@@ -45,11 +45,20 @@ def run_here(config: Config) -> None:
     """Trains in this process."""
     folder = RunDir(config.output_dir)
     folder.create()
-    dataset, sets = dataset_of(config), build_validation_sets(config)
+    dataset = dataset_of(config)
+    sets = build_validation_sets(config)
     with process_group(config.distributed) as world:
         preemption = Preemption(config, SignalHandler(), is_leader=True)
         stage = config.training_stages[0]
-        train(config, stage, folder, world, dataset=dataset, validation_sets=sets, preemption=preemption)
+        train(
+            config,
+            stage,
+            folder,
+            world,
+            dataset=dataset,
+            validation_sets=sets,
+            preemption=preemption,
+        )
 
 
 @contextmanager

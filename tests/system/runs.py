@@ -1,7 +1,9 @@
-"""Whole runs of a tiny configuration: `launched` by the launcher, or `forked` on the rank pool, within a second.
+"""Whole runs of a tiny configuration: `launched` by the launcher, or `forked` on the rank pool,
+within a second.
 
-Pool ranks run `train.main` with the variables that torchrun sets for a worker; results are the same. Both use one
-thread per rank; in the pool, warnings are errors. `fork` starts processes that a test may signal or kill.
+Pool ranks run `train.main` with the variables that torchrun sets for a worker; results are the
+same. Both use one thread per rank; in the pool, warnings are errors. `fork` starts processes that
+a test may signal or kill.
 """
 
 from __future__ import annotations
@@ -58,7 +60,16 @@ WORDS = [
     "jumps",
     "rests",
 ]
-PLACES = ("NGPU", "NNODES", "NODE_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_ID", "SLURM_NTASKS")
+PLACES = (
+    "NGPU",
+    "NNODES",
+    "NODE_RANK",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "SLURM_STEP_ID",
+    "SLURM_NTASKS",
+)
 
 RUN = """\
 [model]
@@ -95,7 +106,8 @@ log_interval = 1
 tensorboard = false
 """
 
-# One length, and the same targets with growing context; neither count divides by the number of ranks.
+# One length, and the same targets with growing context; neither count divides by the number of
+# ranks.
 SETS = """
 [validation.sets.packed]
 seq_len = 50
@@ -117,7 +129,9 @@ class Done:
 
 
 def write_run(root: Path) -> Path:
-    """Writes a corpus of documents of odd lengths and a configuration for it; returns the path of the configuration."""
+    """Writes a corpus of documents of odd lengths and a configuration for it; returns the path of
+    the configuration.
+    """
     draw = random.Random(0)
     for number in range(40):
         words = (draw.choice(WORDS) for _ in range(draw.randint(1, 40)))
@@ -142,10 +156,14 @@ def launch(config: Path, folder: Path, *options: str, processes: int) -> subproc
     command = [sys.executable, "-P", "-m", "trainer.launch", *arguments(config, folder, *options)]
     # A file, not a pipe: a worker that outlives its launcher would keep a pipe open.
     with folder.with_suffix(".log").open("a") as log:
-        return subprocess.Popen(command, cwd=config.parent, env=environment, stdout=log, stderr=log, text=True)
+        return subprocess.Popen(
+            command, cwd=config.parent, env=environment, stdout=log, stderr=log, text=True
+        )
 
 
-def launched(config: Path, folder: Path, *options: str, processes: int, patience: float = 120) -> Done:
+def launched(
+    config: Path, folder: Path, *options: str, processes: int, patience: float = 120
+) -> Done:
     log = folder.with_suffix(".log")
     said_before = len(log.read_text()) if log.exists() else 0
     status = launch(config, folder, *options, processes=processes).wait(patience)
@@ -155,7 +173,8 @@ def launched(config: Path, folder: Path, *options: str, processes: int, patience
 def workers(launcher: int) -> list[int]:
     """The `train.py` descendants of a process."""
     found: list[int] = []
-    with suppress(OSError):  # The process, or one of its threads, has exited.
+    # The process, or one of its threads, has exited.
+    with suppress(OSError):
         for task in Path(f"/proc/{launcher}/task").glob("*/children"):
             for pid in map(int, task.read_text().split()):
                 found += [pid, *workers(pid)] if b"train.py" in command_of(pid) else workers(pid)
@@ -178,7 +197,10 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60) -> bool:
-    """Whether the condition came true in time. Asking takes at most a quarter of the time, which others need."""
+    """Whether the condition came true in time.
+
+    Asking takes at most a quarter of the time, which others need.
+    """
     deadline = time.monotonic() + seconds
     while True:
         began = time.thread_time()
@@ -190,7 +212,9 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> bool:
 
 
 def kill_launcher(launcher: subprocess.Popen[str]) -> list[int]:
-    """Sends SIGKILL; returns the workers that survived for two seconds, after killing them, too."""
+    """Sends SIGKILL; returns the workers that survived for two seconds, after killing them,
+    too.
+    """
     pids = workers(launcher.pid)
     launcher.kill()
     launcher.wait()
@@ -205,13 +229,24 @@ def kill_launcher(launcher: subprocess.Popen[str]) -> list[int]:
 
 
 def fork(
-    config: Path, folder: Path, *options: str, processes: int, of_rank: Mapping[int, tuple[str, ...]] | None = None
+    config: Path,
+    folder: Path,
+    *options: str,
+    processes: int,
+    of_rank: Mapping[int, tuple[str, ...]] | None = None,
 ) -> list[ForkServerProcess]:
-    port, log = free_port(), folder.with_suffix(".log")
+    port = free_port()
+    log = folder.with_suffix(".log")
     ranks = [
         context.Process(
             target=_train,
-            args=(rank, processes, port, log, arguments(config, folder, *options, *(of_rank or {}).get(rank, ()))),
+            args=(
+                rank,
+                processes,
+                port,
+                log,
+                arguments(config, folder, *options, *(of_rank or {}).get(rank, ())),
+            ),
             daemon=True,
         )
         for rank in range(processes)
@@ -231,7 +266,8 @@ def forked(
     train: Callable[[list[str]], int] | None = None,
 ) -> Done:
     """`of_rank` has extra options for single ranks; `train` stands in for `train_rank`."""
-    log, port = folder.with_suffix(".log"), free_port()
+    log = folder.with_suffix(".log")
+    port = free_port()
     said_before = len(log.read_text()) if log.exists() else 0
     tasks = [
         partial(
@@ -246,7 +282,10 @@ def forked(
         # Peers of a rank that failed wait for it in a collective; the launcher would end them.
         outcomes = ranks.outcomes(seconds, failed=lambda outcome: outcome.value != 0, grace=2)
     statuses = [outcomes[rank].value if rank in outcomes else None for rank in range(processes)]
-    exit_codes = [ranks.statuses.get(rank) or 0 if status is None else status for rank, status in enumerate(statuses)]
+    exit_codes = [
+        ranks.statuses.get(rank) or 0 if status is None else status
+        for rank, status in enumerate(statuses)
+    ]
     return Done(exit_codes, log.read_text()[said_before:])
 
 
@@ -265,8 +304,16 @@ def free_port() -> int:
 
 
 def become(rank: int, size: int, port: int, log: Path) -> None:
-    """Makes this process a rank, as torchrun would, with output to a file and warnings as errors."""
-    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    """Makes this process a rank, as torchrun would, with output to a file and warnings as
+    errors.
+    """
+    place = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": rank,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ.update({key: str(value) for key, value in place.items()})
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -296,7 +343,9 @@ def _train(rank: int, size: int, port: int, log: Path, argv: list[str]) -> None:
 
 
 def train_in_pool(
-    place: tuple[int, int, int, Path], argv: list[str], train: Callable[[list[str]], int] = train_rank
+    place: tuple[int, int, int, Path],
+    argv: list[str],
+    train: Callable[[list[str]], int] = train_rank,
 ) -> int:
     """Returns the exit status of `train.py`."""
     own = [os.dup(number) for number in (1, 2)]
@@ -363,16 +412,23 @@ def tensors(checkpoint: Path) -> dict[str, Tensor]:
     """The full tensors of a checkpoint from any mesh."""
     reader = dcp.FileSystemReader(checkpoint)
     entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    loaded = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    loaded = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+    }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dcp warns that there is no process group.
+        # dcp warns that there is no process group.
+        warnings.simplefilter("ignore")
         dcp.load(loaded, storage_reader=reader, no_dist=True)
     return loaded
 
 
 def digests(checkpoint: Path) -> dict[str, str]:
     found = tensors(checkpoint)
-    bits = {name: tensor.view(-1).view(torch.uint8).numpy().tobytes() for name, tensor in sorted(found.items())}
+    bits = {
+        name: tensor.view(-1).view(torch.uint8).numpy().tobytes()
+        for name, tensor in sorted(found.items())
+    }
     return {name: hashlib.sha256(one).hexdigest() for name, one in bits.items()}
 
 

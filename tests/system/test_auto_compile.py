@@ -1,4 +1,6 @@
-"""`training.compile = "auto"` is on where a GPU compiles blocks rightly, off elsewhere, and says so."""
+"""`training.compile = "auto"` is on where a GPU compiles blocks rightly, off elsewhere, and says
+so.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from trainer.run.auto_compile import resolve_auto_compile
 from trainer.step import build
 from trainer.step.distributed import World
 
-CUDA, CPU = World(0, 1, torch.device("cuda", 0)), World(0, 1, torch.device("cpu"))
+CUDA = World(0, 1, torch.device("cuda", 0))
+CPU = World(0, 1, torch.device("cpu"))
 
 
 def configured(*options: str) -> Config:
@@ -34,9 +37,13 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is checked before blocks are compiled; nothing is wrong."""
     seen = list[str]()
-    monkeypatch.setattr(auto_compile, "verify_code_generation", lambda device: seen.append(str(device)))
     monkeypatch.setattr(
-        build, "verify_gradients", lambda _, policy, tiling: seen.append(f"{policy} {tiling.head_groups}")
+        auto_compile, "verify_code_generation", lambda device: seen.append(str(device))
+    )
+    monkeypatch.setattr(
+        build,
+        "verify_gradients",
+        lambda _, policy, tiling: seen.append(f"{policy} {tiling.head_groups}"),
     )
     return seen
 
@@ -56,17 +63,26 @@ def test_auto_is_on_on_cuda_after_the_checks_and_says_the_seconds(
     assert checks == ["cuda:0", "full 1"]
 
 
-def test_every_recomputation_that_may_be_chosen_is_checked(checks: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_every_recomputation_that_may_be_chosen_is_checked(
+    checks: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     outcome(configured("--memory.recompute=auto"), CUDA, caplog)
     assert checks == ["cuda:0", "none 1", "keep_attention 1", "full 1"]
 
 
 @pytest.mark.parametrize(
     ("options", "world", "reason"),
-    [((), CPU, "there is no GPU"), (("--training.deterministic=true",), CUDA, "training.deterministic = true, and")],
+    [
+        ((), CPU, "there is no GPU"),
+        (("--training.deterministic=true",), CUDA, "training.deterministic = true, and"),
+    ],
 )
 def test_auto_is_off_with_its_reason(
-    options: tuple[str, ...], world: World, reason: str, checks: list[str], caplog: pytest.LogCaptureFixture
+    options: tuple[str, ...],
+    world: World,
+    reason: str,
+    checks: list[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     is_on, line = outcome(configured(*options), world, caplog)
     assert is_on is False
@@ -92,7 +108,11 @@ def test_a_compiler_that_changes_a_gradient_or_fails_is_left_off(
 def test_one_rank_that_cannot_compile_leaves_it_off_on_all(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(auto_compile, "all_gather_values", lambda value: [value, "torch.compile fails on cuda:1", ""])
+    monkeypatch.setattr(
+        auto_compile,
+        "all_gather_values",
+        lambda value: [value, "torch.compile fails on cuda:1", ""],
+    )
     assert outcome(configured(), CUDA, caplog) == (
         False,
         'training.compile = "auto": off, because torch.compile fails on cuda:1',
@@ -100,7 +120,9 @@ def test_one_rank_that_cannot_compile_leaves_it_off_on_all(
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_a_value_that_is_given_stays_and_is_not_checked_here(*, value: bool, checks: list[str]) -> None:
+def test_a_value_that_is_given_stays_and_is_not_checked_here(
+    *, value: bool, checks: list[str]
+) -> None:
     config = configured(f"--training.compile={str(value).lower()}")
     assert resolve_auto_compile(config, CUDA) is config
     assert checks == []

@@ -20,7 +20,9 @@ from trainer.step import build
 from trainer.step.distributed import World
 
 
-@pytest.mark.parametrize(("where", "policy"), [("host", CPUOffloadPolicy), ("device", OffloadPolicy)])
+@pytest.mark.parametrize(
+    ("where", "policy"), [("host", CPUOffloadPolicy), ("device", OffloadPolicy)]
+)
 def test_optimizer_placement_selects_the_offload_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, policy: type
 ) -> None:
@@ -34,7 +36,9 @@ def test_optimizer_placement_selects_the_offload_policy(
     monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", record)
     options = ("--training.dtype=bfloat16", f"--memory.optimizer_placement={where}")
     with trainer_of(configured(write_run(tmp_path), tmp_path / "run", *options)) as trainer:
-        assert {parameter.device.type for parameter in trainer.optimizer.parameters_by_name.values()} == {"cpu"}
+        assert {
+            parameter.device.type for parameter in trainer.optimizer.parameters_by_name.values()
+        } == {"cpu"}
     assert {type(found_policy) for found_policy in found} == {policy}
 
 
@@ -52,24 +56,45 @@ def test_deferred_updates_apply_at_the_next_use_or_state_dict(tmp_path: Path, wh
         before = {name: to_local(weight.detach()).clone() for name, weight in named.items()}
         step_results = trainer.train_steps()
         next(step_results)
-        unchanged = [name for name, weight in named.items() if torch.equal(to_local(weight), before[name])]
+        unchanged = [
+            name for name, weight in named.items() if torch.equal(to_local(weight), before[name])
+        ]
         assert unchanged == ([*named] if where == "host" else [])
         trainer.state_dict()
-        assert not any(torch.equal(to_local(weight), before[name]) for name, weight in named.items())
+        assert not any(
+            torch.equal(to_local(weight), before[name]) for name, weight in named.items()
+        )
         del step_results
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # The compiler warns about torch internals.
+# The compiler warns about torch internals.
+@pytest.mark.filterwarnings("ignore")
 def test_deferred_updates_apply_before_compiled_blocks_run(tmp_path: Path) -> None:
-    run, found = write_run(tmp_path), []
+    run = write_run(tmp_path)
+    found = []
     for where in ("device", "host"):
-        options = ("--training.compile=true", "--training.dtype=bfloat16", f"--memory.optimizer_placement={where}")
+        options = (
+            "--training.compile=true",
+            "--training.dtype=bfloat16",
+            f"--memory.optimizer_placement={where}",
+        )
         config = configured(run, tmp_path / where, *options)
-        with torch.compiler.set_stance("default", force_backend="aot_eager"), trainer_of(config) as trainer:
+        with (
+            torch.compiler.set_stance("default", force_backend="aot_eager"),
+            trainer_of(config) as trainer,
+        ):
             step_results = trainer.train_steps()
             losses = [next(step_results).read().loss for _ in range(3)]
-            found.append((losses, {name: to_local(tensor).tolist() for name, tensor in trainer.state_dict().items()}))
+            found.append(
+                (
+                    losses,
+                    {
+                        name: to_local(tensor).tolist()
+                        for name, tensor in trainer.state_dict().items()
+                    },
+                )
+            )
             del step_results
     assert found[0] == found[1]
 
@@ -83,7 +108,9 @@ def test_async_tp_needs_peer_access(tmp_path: Path) -> None:
     assert "parallelism.async_tp = true needs several CUDA devices with peer access" in done.said
 
 
-def test_async_tp_is_enabled_on_the_tp_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_tp_is_enabled_on_the_tp_mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[object] = []
     monkeypatch.setattr("trainer.step.build.require_peer_access", calls.append)
     monkeypatch.setattr("parallelisms.tensor_parallel.enable_async_tp", calls.append)
@@ -112,7 +139,11 @@ def test_recompute_config_follows_the_memory_section() -> None:
         "--memory.blocks_per_checkpoint=4",
         "--memory.offload=inputs_and_attention",
     )
-    assert (found.blocks_per_checkpoint, found.offload_attention, found.reshard_after_forward) == (4, True, True)
+    assert (found.blocks_per_checkpoint, found.offload_attention, found.reshard_after_forward) == (
+        4,
+        True,
+        True,
+    )
     assert found.tiling == Tiling(head_groups=2, tile_bytes=3 << 20)
     assert not recompute_of("--memory.recompute=full", "--memory.offload=inputs").offload_attention
     assert not recompute_of("--parallelism.reshard_after_forward=false").reshard_after_forward
@@ -143,13 +174,24 @@ def test_the_host_pool_holds_one_input_per_checkpointed_group(every: int, inputs
 
 
 def test_the_host_pool_of_a_pipeline_holds_the_inputs_of_all_micro_batches_in_flight() -> None:
-    config = load(["--config", "debug", "--memory.offload=inputs", "--parallelism.pp=2", "--parallelism.pp_layers=1,3"])
-    world, plan = World(1, 2, torch.device("cpu")), config.pipeline_plan(2)
+    config = load(
+        [
+            "--config",
+            "debug",
+            "--memory.offload=inputs",
+            "--parallelism.pp=2",
+            "--parallelism.pp_layers=1,3",
+        ]
+    )
+    world = World(1, 2, torch.device("cpu"))
+    plan = config.pipeline_plan(2)
     host = build.build_host_pool(config, world, plan, rank=1)
     assert host is not None
     assert host._max_inputs == 3 * 4
 
 
 def test_the_model_has_the_configured_seq_len(tmp_path: Path) -> None:
-    with trainer_of(configured(write_run(tmp_path), tmp_path / "run", "--training.seq_len=48")) as trainer:
+    with trainer_of(
+        configured(write_run(tmp_path), tmp_path / "run", "--training.seq_len=48")
+    ) as trainer:
         assert trainer.stage_modules[0].seq_len == 48

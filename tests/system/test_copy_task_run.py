@@ -1,4 +1,6 @@
-"""The copy task: its loss falls only if attention crosses the context-parallel shards of a sequence."""
+"""The copy task: its loss falls only if attention crosses the context-parallel shards of a
+sequence.
+"""
 
 from __future__ import annotations
 

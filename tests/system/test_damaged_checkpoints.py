@@ -1,4 +1,6 @@
-"""Damaged checkpoints are detected and quarantined; runs resume from the newest intact one, bitwise."""
+"""Damaged checkpoints are detected and quarantined; runs resume from the newest intact one,
+bitwise.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,14 @@ def flip(path: Path) -> None:
 
 
 def zero_a_page(path: Path) -> None:
-    """Zeroes the second page, or the rest of a shorter file, like a page that never reached the disk."""
+    """Zeroes the second page, or the rest of a shorter file, like a page that never reached the
+    disk.
+    """
     content = path.read_bytes()
     start = min(4096, len(content) // 2)
-    path.write_bytes(content[:start] + bytes(min(4096, len(content) - start)) + content[start + 4096 :])
+    path.write_bytes(
+        content[:start] + bytes(min(4096, len(content) - start)) + content[start + 4096 :]
+    )
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -69,7 +75,10 @@ def quarantined(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
     "damage",
-    [pytest.param(damage, marks=pytest.mark.slow if damage in ("cut", "empty", "gone") else ()) for damage in DAMAGES],
+    [
+        pytest.param(damage, marks=pytest.mark.slow if damage in ("cut", "empty", "gone") else ())
+        for damage in DAMAGES
+    ],
 )
 def test_every_damage_to_every_file_is_detected_and_quarantined(
     root: Path, stopped: Path, name: str, damage: str
@@ -85,7 +94,10 @@ def test_every_damage_to_every_file_is_detected_and_quarantined(
     assert quarantine_folder.name.startswith("bad-step-4-")
     assert name in (quarantine_folder / "reason").read_text()
     (event,) = [event for event in lines(folder.events_path) if event["event"] == "quarantined"]
-    assert (event["path"], event["moved"]) == (str(stopped / "checkpoints" / "step-4"), str(quarantine_folder))
+    assert (event["path"], event["moved"]) == (
+        str(stopped / "checkpoints" / "step-4"),
+        str(quarantine_folder),
+    )
     assert name in event["reason"]
 
 
@@ -96,23 +108,32 @@ def test_every_damage_to_every_file_is_detected_and_quarantined(
         for case in zip(FILES, ("a bit", "a page", "cut", "gone"), strict=True)
     ],
 )
-def test_a_run_resumes_from_the_previous_checkpoint_bitwise(root: Path, stopped: Path, name: str, damage: str) -> None:
+def test_a_run_resumes_from_the_previous_checkpoint_bitwise(
+    root: Path, stopped: Path, name: str, damage: str
+) -> None:
     DAMAGES[damage](stopped / "checkpoints" / "step-4" / name)
     run_here(configured(root / "run.toml", stopped, *OPTIONS))
     assert len(quarantined(stopped)) == 1
-    assert [place for place in checkpoints(stopped) if place.startswith("step")] == ["step-2", "step-4", "step-6"]
+    assert [place for place in checkpoints(stopped) if place.startswith("step")] == [
+        "step-2",
+        "step-4",
+        "step-6",
+    ]
     assert steps(stopped) == [1, 2, 3, 4, 5, 6]
     assert metrics(stopped, *EXACT) == metrics(root / "whole", *EXACT)
     for step in ("step-4", "step-6"):
         one, other = (folder / "checkpoints" / step for folder in (stopped, root / "whole"))
         assert digests(one) == digests(other)
-    assert [line["step"] for line in lines(stopped / "events.jsonl") if line["event"] == "start"] == [0, 2]
+    assert [
+        line["step"] for line in lines(stopped / "events.jsonl") if line["event"] == "start"
+    ] == [0, 2]
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_split_verification_and_agree_on_damage(root: Path, tmp_path: Path) -> None:
-    config, folder = root / "run.toml", tmp_path / "run"
+    config = root / "run.toml"
+    folder = tmp_path / "run"
     assert forked(config, folder, *OPTIONS, "--training.steps=4", processes=2).statuses == [0, 0]
     for step, name in (("step-4", "__0_0.distcp"), ("step-2", "__1_0.distcp")):
         flip(folder / "checkpoints" / step / name)
@@ -138,38 +159,49 @@ def test_a_model_mismatch_does_not_quarantine(root: Path, stopped: Path) -> None
     assert checkpoints(stopped) == ["step-2", "step-4"]
 
 
-def test_a_read_error_does_not_quarantine(root: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_error_does_not_quarantine(
+    root: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(_: Path) -> None:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(manifest, "RETRY_DELAY_SECONDS", 0.0)
     monkeypatch.setattr(manifest, "hash_file", fail)
     config = configured(root / "run.toml", stopped, *OPTIONS)
-    with pytest.raises(RunFailedError, match=r"cannot be read \(attempt 4\): Input/output error"):  # Exit code 1.
+    # Exit code 1.
+    with pytest.raises(RunFailedError, match=r"cannot be read \(attempt 4\): Input/output error"):
         run_here(config)
     assert checkpoints(stopped) == ["step-2", "step-4"]
 
 
-def test_a_failed_quarantine_ends_the_run(root: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_quarantine_ends_the_run(
+    root: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     flip(stopped / "checkpoints" / "step-4" / "__0_0.distcp")
     monkeypatch.setattr(resume, "quarantine", refuse)
-    with pytest.raises(RunFailedError, match=r"step-4 is damaged \(.*\) and cannot be renamed: Permission denied"):
+    with pytest.raises(
+        RunFailedError, match=r"step-4 is damaged \(.*\) and cannot be renamed: Permission denied"
+    ):
         run_here(configured(root / "run.toml", stopped, *OPTIONS))
     assert checkpoints(stopped) == ["step-2", "step-4"]
 
 
 def test_the_launcher_selects_a_checkpoint_by_its_small_files(root: Path, stopped: Path) -> None:
-    folder, config = RunDir(stopped), configured(root / "run.toml", stopped, *OPTIONS)
+    folder = RunDir(stopped)
+    config = configured(root / "run.toml", stopped, *OPTIONS)
     flip(stopped / "checkpoints" / "step-4" / "__0_0.distcp")
-    assert folder.resume_checkpoint(config) == stopped / "checkpoints" / "step-4", "large files are not read"
+    assert folder.resume_checkpoint(config) == stopped / "checkpoints" / "step-4", (
+        "large files are not read"
+    )
     flip(stopped / "checkpoints" / "step-4" / "state.json")
     assert folder.resume_checkpoint(config) == stopped / "checkpoints" / "step-2"
     (stopped / "checkpoints" / "step-2" / "manifest.json").unlink()
     with pytest.raises(
-        ResumeError, match=r"is intact:\n  step-4: state.json: checksum mismatch .*\n  step-2: manifest.json is missing"
+        ResumeError,
+        match=r"is intact:\n  step-4: state.json: checksum mismatch .*\n  step-2: manifest.json is missing",
     ):
         next_stage(config)
     assert checkpoints(stopped) == ["step-2", "step-4"], "nothing is renamed yet"
@@ -189,7 +221,8 @@ steps = 2
 
 
 def test_damage_back_to_an_earlier_stage_needs_another_launch(tmp_path: Path) -> None:
-    run, folder = write_run(tmp_path), tmp_path / "run"
+    run = write_run(tmp_path)
+    folder = tmp_path / "run"
     text = run.read_text().replace("seq_len = 64\n", "").replace("steps = 6\n", "")
     run.write_text(text.replace("interval = 3", "interval = 2") + STAGES)
     assert forked(run, folder).statuses == [0]  # The first stage.
@@ -210,6 +243,9 @@ def test_damaged_initial_weights_are_rejected_and_not_renamed(root: Path, stoppe
     flip(stopped / "checkpoints" / "step-4" / "__0_0.distcp")
     done = forked(root / "run.toml", root / "other", f"--checkpoint.initial_load_path={stopped}")
     assert done.statuses == [78]
-    assert f"error: {stopped}/checkpoints/step-4 is damaged: __0_0.distcp: checksum mismatch" in done.said
+    assert (
+        f"error: {stopped}/checkpoints/step-4 is damaged: __0_0.distcp: checksum mismatch"
+        in done.said
+    )
     assert checkpoints(stopped) == ["step-2", "step-4"]
     assert not torch.distributed.is_initialized()

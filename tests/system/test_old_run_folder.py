@@ -15,7 +15,8 @@ from tests.system.runs import launched, metrics, state, steps
 from trainer.checkpoint.load import CheckpointReader, read_full_tensor
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
-RUN, RECIPE = "run_5676d2a", "recipe_5676d2a"
+RUN = "run_5676d2a"
+RECIPE = "recipe_5676d2a"
 SMALL = sorted(path.name for path in FIXTURES.glob("small_*") if path.is_dir())
 RECORD: dict[str, Any] = json.loads((FIXTURES / f"{RUN}.json").read_text())
 
@@ -38,7 +39,8 @@ def digests(checkpoint: Path) -> dict[str, str]:
     """The sha256 of every tensor, read by the product's reader."""
     reader = CheckpointReader(checkpoint)
     tensors = {
-        name: read_full_tensor(reader, name).view(-1).view(torch.uint8).numpy() for name in reader.tensor_metadata
+        name: read_full_tensor(reader, name).view(-1).view(torch.uint8).numpy()
+        for name in reader.tensor_metadata
     }
     return {name: hashlib.sha256(tensor.tobytes()).hexdigest() for name, tensor in tensors.items()}
 
@@ -50,8 +52,12 @@ def test_old_checkpoints_have_the_recorded_tensors(name: str) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "options", "last"), [(RUN, ("--training.steps=12",), 12), (RECIPE, (), 8)])
-def test_resumed_steps_match_the_earlier_version(copy: Path, name: str, options: tuple[str, ...], last: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "last"), [(RUN, ("--training.steps=12",), 12), (RECIPE, (), 8)]
+)
+def test_resumed_steps_match_the_earlier_version(
+    copy: Path, name: str, options: tuple[str, ...], last: int
+) -> None:
     before = metrics(copy / name, "step", "loss")
     said = start(copy, copy / name, *options)
     assert f"resumed from {copy / name}/checkpoints/step-6" in said
@@ -74,7 +80,9 @@ def test_small_runs_of_earlier_versions_resume(copy: Path, name: str) -> None:
     assert f"resumed from {copy / name}/checkpoints/step-2" in said
     for key in ("tokens", "lr", "loss", "grad_norm"):
         found = [value for (value,) in metrics(copy / name, key)[2:]]
-        assert found == pytest.approx([step[key] for step in record["resumed"]["steps"]], rel=1e-5), key
+        assert found == pytest.approx(
+            [step[key] for step in record["resumed"]["steps"]], rel=1e-5
+        ), key
 
 
 @pytest.mark.slow

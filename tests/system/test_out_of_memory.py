@@ -36,17 +36,24 @@ def train_until_out_of_memory(argv: list[str], failing_rank: int) -> None:
     config = load(argv)
     folder = RunDir(config.output_dir)
     folder.create()
-    dataset = build_blended_dataset(config.data, ByteTokenizer(), seq_len=config.training.seq_len, seed=0)
-    world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    dataset = build_blended_dataset(
+        config.data, ByteTokenizer(), seq_len=config.training.seq_len, seed=0
+    )
+    world = World(
+        torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu")
+    )
     preemption = Preemption(config, SignalHandler(), is_leader=world.rank == 0)
     stage = config.training_stages[0]
-    loop.train(config, stage, folder, world, dataset=dataset, validation_sets=[], preemption=preemption)
+    loop.train(
+        config, stage, folder, world, dataset=dataset, validation_sets=[], preemption=preemption
+    )
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_rank_out_of_memory_fails_at_once(tmp_path: Path, failing_rank: int) -> None:
-    argv, folder = arguments(write_run(tmp_path), tmp_path / "run"), RunDir(tmp_path / "run")
+    argv = arguments(write_run(tmp_path), tmp_path / "run")
+    folder = RunDir(tmp_path / "run")
     folder.create()
     write_artifact(folder.prediction_path, predict(load(argv), 2, num_nodes=1))
     with pytest.raises(RankError) as caught:

@@ -1,6 +1,7 @@
 """In float64, meshes compute the same run, with its files, and checkpoints resume on any mesh.
 
-All other settings and meshes are those of the random configurations (tests/selfcheck/test_random_configs.py).
+All other settings and meshes are those of the random configurations
+(tests/selfcheck/test_random_configs.py).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ RUN: Options = (
     f"--training.steps={STEPS}",
     "--checkpoint.interval=2",
 )
-FULL, KEEP = ("--memory.recompute=full",), ("--memory.recompute=keep_attention",)
+FULL = ("--memory.recompute=full",)
+KEEP = ("--memory.recompute=keep_attention",)
 OPTIMIZER_ON_HOST = ("--memory.optimizer_placement=host",)
 EVERYTHING = (
     *KEEP,
@@ -38,8 +40,8 @@ EVERYTHING = (
     "--memory.head_groups=2",
 )
 TIED = ("--model.family=qwen3",)  # It also has QK norm.
-# With two pipeline stages, the first layer of the second one has no rope. A larger eps keeps AdamW from amplifying
-# gradients that are only rounding.
+# With two pipeline stages, the first layer of the second one has no rope. A larger eps keeps AdamW
+# from amplifying gradients that are only rounding.
 MIXED = (
     "--optimizer.eps=1e-5",
     "--model.qk_norm=true",
@@ -59,7 +61,9 @@ def mesh(*, method: str = "auto", schedule: str = "1F1B", **degrees: int) -> tup
         stated["cp_method"] = method
     if degrees.get("pp", 1) > 1:
         stated["pp_schedule"] = schedule
-    return prod(degrees.values()), tuple(f"--parallelism.{key}={value}" for key, value in stated.items())
+    return prod(degrees.values()), tuple(
+        f"--parallelism.{key}={value}" for key, value in stated.items()
+    )
 
 
 def case(
@@ -74,9 +78,16 @@ CASES = [
     case("dp_replicate 2 x dp_shard 2", mesh(dp_replicate=2, dp_shard=2), slow=True),
     case("dp_shard 2 x tp 2", mesh(dp_shard=2, tp=2), KEEP, slow=True),
     case("dp_replicate 2 x dp_shard 2 x tp 2", mesh(dp_replicate=2, dp_shard=2, tp=2), slow=True),
-    case("dp_replicate 2 x cp 2, optimizer on the host", mesh(dp_replicate=2, cp=2), OPTIMIZER_ON_HOST, slow=True),
+    case(
+        "dp_replicate 2 x cp 2, optimizer on the host",
+        mesh(dp_replicate=2, cp=2),
+        OPTIMIZER_ON_HOST,
+        slow=True,
+    ),
     case("cp 4 ring", mesh(cp=4, method="ring"), KEEP, slow=True),
-    case("tp 2, no loss parallelism", mesh(tp=2), ("--parallelism.loss_parallel=false",), slow=True),
+    case(
+        "tp 2, no loss parallelism", mesh(tp=2), ("--parallelism.loss_parallel=false",), slow=True
+    ),
     case("tp 4, replicated KV heads", mesh(tp=4), slow=True),
     case("pp 2 Interleaved1F1B", mesh(pp=2, schedule="Interleaved1F1B"), FULL, slow=True),
     case(
@@ -86,12 +97,27 @@ CASES = [
         slow=True,
     ),
     case("pp 2 GPipe", mesh(pp=2, schedule="GPipe"), slow=True),
-    case("dp_shard 2 x pp 2 Interleaved1F1B", mesh(dp_shard=2, pp=2, schedule="Interleaved1F1B"), slow=True),
+    case(
+        "dp_shard 2 x pp 2 Interleaved1F1B",
+        mesh(dp_shard=2, pp=2, schedule="Interleaved1F1B"),
+        slow=True,
+    ),
     case("tp 2 x pp 2", mesh(tp=2, pp=2), KEEP, slow=True),
-    case("cp 2 x tp 2 x pp 2", mesh(cp=2, tp=2, pp=2, method="ring", schedule="Interleaved1F1B"), KEEP, slow=True),
+    case(
+        "cp 2 x tp 2 x pp 2",
+        mesh(cp=2, tp=2, pp=2, method="ring", schedule="Interleaved1F1B"),
+        KEEP,
+        slow=True,
+    ),
     case("tied, dp_shard 2 x tp 2", mesh(dp_shard=2, tp=2), TIED, slow=True),
     # Heads normalised, some layers not rotated, frequencies stretched
-    case("mixed, cp 2 x tp 2 x pp 2, everything", mesh(cp=2, tp=2, pp=2), MIXED, EVERYTHING, slow=True),
+    case(
+        "mixed, cp 2 x tp 2 x pp 2, everything",
+        mesh(cp=2, tp=2, pp=2),
+        MIXED,
+        EVERYTHING,
+        slow=True,
+    ),
 ]
 REFERENCES = {"one rank": (), "tied": TIED, "mixed": MIXED}
 MESHES = {name: (1, options) for name, options in REFERENCES.items()} | {
@@ -120,27 +146,39 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def assert_same_run(folder: Path, reference: Path) -> None:
     assert metrics(folder, "step", "tokens", "lr") == metrics(reference, "step", "tokens", "lr")
     ours, theirs = (
-        torch.tensor(metrics(path, "loss", "grad_norm"), dtype=torch.float64) for path in (folder, reference)
+        torch.tensor(metrics(path, "loss", "grad_norm"), dtype=torch.float64)
+        for path in (folder, reference)
     )
     assert ours.shape == (STEPS, 2)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
 
 
 def assert_same_state(folder: Path, reference: Path) -> None:
-    """Weights and optimizer state after the last step, relative to the largest value of each tensor."""
-    ours, theirs = (tensors(path / "checkpoints" / f"step-{STEPS}") for path in (folder, reference))
+    """Weights and optimizer state after the last step, relative to the largest value of each
+    tensor.
+    """
+    ours, theirs = (
+        tensors(path / "checkpoints" / f"step-{STEPS}") for path in (folder, reference)
+    )
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         atol = 1e-11 * float(tensor.abs().max())
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=atol, msg=name)
-    mine, other = (state(path / "checkpoints" / f"step-{STEPS}")["trainer"] for path in (folder, reference))
-    assert [side.pop("goodput")["productive_seconds"] > 0 for side in (mine, other)] == [True, True]  # Timings differ.
+    mine, other = (
+        state(path / "checkpoints" / f"step-{STEPS}")["trainer"] for path in (folder, reference)
+    )
+    # Timings differ.
+    assert [side.pop("goodput")["productive_seconds"] > 0 for side in (mine, other)] == [
+        True,
+        True,
+    ]
     assert mine["losses"].pop("losses") == pytest.approx(other["losses"].pop("losses"), rel=1e-11)
     assert mine == other
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if slow else []) for name, _, _, slow in CASES]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if slow else []) for name, _, _, slow in CASES],
 )
 def test_every_mesh_matches_one_rank(runs: Runs, name: str) -> None:
     kind = name.partition(",")[0]
@@ -150,7 +188,9 @@ def test_every_mesh_matches_one_rank(runs: Runs, name: str) -> None:
 
 
 def test_the_reference_run_moves_all_weights_and_clips_gradients(runs: Runs) -> None:
-    first, last = (tensors(runs("one rank") / "checkpoints" / step) for step in ("step-2", f"step-{STEPS}"))
+    first, last = (
+        tensors(runs("one rank") / "checkpoints" / step) for step in ("step-2", f"step-{STEPS}")
+    )
     for key in first:
         assert not torch.equal(first[key], last[key]), f"{key} did not change"
     norms = [norm for (norm,) in metrics(runs("one rank"), "grad_norm")]
@@ -158,18 +198,37 @@ def test_the_reference_run_moves_all_weights_and_clips_gradients(runs: Runs) -> 
 
 
 HALF = ("--training.dtype=bfloat16",)
-GENTLE = ("--optimizer.lr=1e-3",)  # Otherwise rounding grows from step to step, on one rank, too.
+# Otherwise rounding grows from step to step, on one rank, too.
+GENTLE = ("--optimizer.lr=1e-3",)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) for name in ("dp_shard 2 x tp 2", "cp 2 x tp 2 x pp 2")]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("dp_shard 2 x tp 2", "cp 2 x tp 2 x pp 2")
+    ],
 )
-def test_bfloat16_on_a_mesh_is_as_accurate_as_on_one_rank(runs: Runs, tmp_path: Path, name: str) -> None:
+def test_bfloat16_on_a_mesh_is_as_accurate_as_on_one_rank(
+    runs: Runs, tmp_path: Path, name: str
+) -> None:
     found = {}
-    for label, mesh_name, more in (("exact", "one rank", ()), ("one rank", "one rank", HALF), ("mesh", name, HALF)):
+    for label, mesh_name, more in (
+        ("exact", "one rank", ()),
+        ("one rank", "one rank", HALF),
+        ("mesh", name, HALF),
+    ):
         processes, options = MESHES[mesh_name]
         folder = tmp_path / label
-        done = forked(runs("one rank").parent / "run.toml", folder, *RUN, *options, *GENTLE, *more, processes=processes)
+        done = forked(
+            runs("one rank").parent / "run.toml",
+            folder,
+            *RUN,
+            *options,
+            *GENTLE,
+            *more,
+            processes=processes,
+        )
         assert done.statuses == [0] * processes, done.said
         found[label] = torch.tensor(metrics(folder, "loss", "grad_norm"))
     off = {label: (values / found["exact"] - 1).abs().amax(0) for label, values in found.items()}
@@ -194,11 +253,17 @@ NARROW = ("--training.dtype=float32", "--memory.optimizer_dtype=bfloat16")
         ),
     ],
 )
-def test_bfloat16_optimizer_state_on_a_mesh_matches_one_rank(runs: Runs, tmp_path: Path, name: str) -> None:
-    config, found, kept = runs("one rank").parent / "run.toml", [], []
+def test_bfloat16_optimizer_state_on_a_mesh_matches_one_rank(
+    runs: Runs, tmp_path: Path, name: str
+) -> None:
+    config = runs("one rank").parent / "run.toml"
+    found = []
+    kept = []
     for place, mesh_name in (("one rank", "one rank"), ("mesh", name)):
         processes, options = MESHES[mesh_name]
-        done = forked(config, tmp_path / place, *RUN, *options, *GENTLE, *NARROW, processes=processes)
+        done = forked(
+            config, tmp_path / place, *RUN, *options, *GENTLE, *NARROW, processes=processes
+        )
         assert done.statuses == [0] * processes, done.said
         found.append(torch.tensor(metrics(tmp_path / place, "loss", "grad_norm")))
         kept.append(tensors(tmp_path / place / "checkpoints" / f"step-{STEPS}"))
@@ -216,12 +281,20 @@ def test_bfloat16_optimizer_state_on_a_mesh_matches_one_rank(runs: Runs, tmp_pat
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_optimizer_on_the_host_is_bitwise(runs: Runs, tmp_path: Path, moments: str) -> None:
     """With deferred updates and several micro-batches."""
-    config, places = runs("one rank").parent / "run.toml", ("device", "host")
+    config = runs("one rank").parent / "run.toml"
+    places = ("device", "host")
     for place in places:
-        options = (f"--memory.optimizer_placement={place}", f"--memory.optimizer_dtype={moments}", *HALF, *FULL)
+        options = (
+            f"--memory.optimizer_placement={place}",
+            f"--memory.optimizer_dtype={moments}",
+            *HALF,
+            *FULL,
+        )
         done = forked(config, tmp_path / place, *RUN, *options, processes=2)
         assert done.statuses == [0, 0], done.said
-    assert metrics(tmp_path / "host", "loss", "grad_norm") == metrics(tmp_path / "device", "loss", "grad_norm")
+    assert metrics(tmp_path / "host", "loss", "grad_norm") == metrics(
+        tmp_path / "device", "loss", "grad_norm"
+    )
     for step in ("step-2", f"step-{STEPS}"):
         ours, theirs = (digests(tmp_path / place / "checkpoints" / step) for place in places)
         assert ours == theirs
@@ -250,14 +323,19 @@ RESHARDED = [
     ("before", "after"),
     [pytest.param(*names, marks=[pytest.mark.slow] if slow else []) for *names, slow in RESHARDED],
 )
-def test_a_checkpoint_resumes_on_another_mesh(runs: Runs, tmp_path: Path, before: str, after: str) -> None:
+def test_a_checkpoint_resumes_on_another_mesh(
+    runs: Runs, tmp_path: Path, before: str, after: str
+) -> None:
     folder = tmp_path / "copied"
     shutil.copytree(runs(before), folder)
     shutil.rmtree(folder / "checkpoints" / f"step-{STEPS}")
     processes, options = MESHES[after]
     done = forked(runs(before).parent / "run.toml", folder, *RUN, *options, processes=processes)
     assert done.statuses == [0] * processes, done.said
-    assert f"resumed from {folder}/checkpoints/step-2: continuing with step 3, sequence 16" in done.said
+    assert (
+        f"resumed from {folder}/checkpoints/step-2: continuing with step 3, sequence 16"
+        in done.said
+    )
     assert_same_run(folder, runs("one rank"))
     assert_same_state(folder, runs("one rank"))
     assert metrics(folder, "loss")[:2] == metrics(runs(before), "loss")[:2]
@@ -268,15 +346,24 @@ QUICK = ("tp 2 x pp 2",)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MESHES]
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MESHES],
 )
 def test_resume_on_the_same_mesh_is_bitwise(runs: Runs, tmp_path: Path, name: str) -> None:
-    folder, whole = tmp_path / "copied", runs(name)
+    folder = tmp_path / "copied"
+    whole = runs(name)
     shutil.copytree(whole, folder)
     shutil.rmtree(folder / "checkpoints" / f"step-{STEPS}")
     processes, options = MESHES[name]
     done = forked(whole.parent / "run.toml", folder, *RUN, *options, processes=processes)
     assert done.statuses == [0] * processes, done.said
-    assert f"resumed from {folder}/checkpoints/step-2: continuing with step 3, sequence 16" in done.said
-    assert metrics(folder, "step", "loss", "grad_norm") == metrics(whole, "step", "loss", "grad_norm")
-    assert digests(folder / "checkpoints" / f"step-{STEPS}") == digests(whole / "checkpoints" / f"step-{STEPS}")
+    assert (
+        f"resumed from {folder}/checkpoints/step-2: continuing with step 3, sequence 16"
+        in done.said
+    )
+    assert metrics(folder, "step", "loss", "grad_norm") == metrics(
+        whole, "step", "loss", "grad_norm"
+    )
+    assert digests(folder / "checkpoints" / f"step-{STEPS}") == digests(
+        whole / "checkpoints" / f"step-{STEPS}"
+    )

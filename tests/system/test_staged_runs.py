@@ -60,8 +60,16 @@ schedule = {{ kind = "constant" }}
 DOUBLE = ("--training.dtype=float64", "--checkpoint.interval=1", "--metrics.log_interval=1")
 MESHES: dict[int, list[tuple[str, ...]]] = {
     1: [()],
-    2: [(), ("--parallelism.cp=2",), ("--parallelism.tp=2",), ("--parallelism.pp=2", "--memory.recompute=full")],
-    4: [("--parallelism.cp=2", "--parallelism.tp=2"), ("--parallelism.cp=4", "--parallelism.cp_method=ring")],
+    2: [
+        (),
+        ("--parallelism.cp=2",),
+        ("--parallelism.tp=2",),
+        ("--parallelism.pp=2", "--memory.recompute=full"),
+    ],
+    4: [
+        ("--parallelism.cp=2", "--parallelism.tp=2"),
+        ("--parallelism.cp=4", "--parallelism.cp_method=ring"),
+    ],
 }
 TOTAL = 11
 
@@ -88,10 +96,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_same_metrics(folder: Path, whole: Path) -> None:
-    found, expected = (
-        metrics(folder, "step", "tokens", "loss", "grad_norm", "lr"),
-        metrics(whole, "step", "tokens", "loss", "grad_norm", "lr"),
-    )
+    found = metrics(folder, "step", "tokens", "loss", "grad_norm", "lr")
+    expected = metrics(whole, "step", "tokens", "loss", "grad_norm", "lr")
     assert [line[:2] for line in found] == [line[:2] for line in expected]
     for line, other in zip(found, expected, strict=True):
         assert line[2:] == pytest.approx(other[2:], rel=1e-11)
@@ -100,18 +106,29 @@ def assert_same_metrics(folder: Path, whole: Path) -> None:
 def test_stages_run_in_order_and_are_logged(whole: Path) -> None:
     folder = whole / "whole"
     log = folder.with_suffix(".log").read_text()
-    assert [stage for (stage,) in metrics(folder, "stage")] == ["short"] * 4 + ["middle"] * 4 + ["long"] * 3
-    assert f'stage "middle" starts from {folder}/checkpoints/step-4 with the optimizer\'s state' in log
+    assert [stage for (stage,) in metrics(folder, "stage")] == ["short"] * 4 + ["middle"] * 4 + [
+        "long"
+    ] * 3
+    assert (
+        f'stage "middle" starts from {folder}/checkpoints/step-4 with the optimizer\'s state'
+        in log
+    )
     assert f'stage "long" starts from {folder}/checkpoints/step-8 with a new optimizer' in log
-    assert 'stage "middle" (2 of 3): steps 5 to 8, each 6 x 64 tokens; 1,536 tokens in total' in log
+    assert (
+        'stage "middle" (2 of 3): steps 5 to 8, each 6 x 64 tokens; 1,536 tokens in total' in log
+    )
     written = [state(folder / "checkpoints" / name) for name in checkpoints(folder)]
-    assert [(one["step"], one["stage"]["name"], one["trainer"]["next_sequence"]) for one in written] == [
+    assert [
+        (one["step"], one["stage"]["name"], one["trainer"]["next_sequence"]) for one in written
+    ] == [
         (10, "long", 8),
         (11, "long", 12),
         (8, "middle", 24),  # The last stage started from it.
         (9, "long", 4),
     ]
-    kinds = [line["event"] for line in lines(folder / "events.jsonl") if line["event"] != "checkpoint"]
+    kinds = [
+        line["event"] for line in lines(folder / "events.jsonl") if line["event"] != "checkpoint"
+    ]
     assert kinds == ["start", "stage", "start", "stage", "start", "end"]
 
 
@@ -141,7 +158,9 @@ def test_tokens_per_source_add_up(whole: Path) -> None:
     assert list(last[4]) == list(last[11]) == ["corpus"]
     assert list(last[8]) == ["corpus", "all|24"]
     for step, total in metrics(whole / "whole", "step", "tokens"):
-        every = {name: found["tokens"] for at in range(1, step + 1) for name, found in last[at].items()}
+        every = {
+            name: found["tokens"] for at in range(1, step + 1) for name, found in last[at].items()
+        }
         assert sum(every.values()) == total
     assert last[8]["all|24"]["loss"] is not None
 
@@ -151,19 +170,29 @@ def test_optimizer_fresh_resets_the_optimizer(whole: Path) -> None:
     assert step == 3, "steps since the reset"
 
 
-@pytest.mark.slow  # test_resume.py has the fast case of one stage.
+# test_resume.py has the fast case of one stage.
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_recipe_killed_at_random_steps_matches_on_other_meshes(whole: Path, tmp_path: Path, seed: int) -> None:
-    draw, folder = random.Random(seed), tmp_path / "killed"
+def test_a_recipe_killed_at_random_steps_matches_on_other_meshes(
+    whole: Path, tmp_path: Path, seed: int
+) -> None:
+    draw = random.Random(seed)
+    folder = tmp_path / "killed"
     config = whole / "run.toml"
 
     def newest() -> int:
-        return max((int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*")), default=0)
+        return max(
+            (int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*")), default=0
+        )
 
     kills = 0
     while newest() < TOTAL:
         processes = draw.choice([1, 2, 2, 4])
-        options = (*DOUBLE, *draw.choice(MESHES[processes]), f"--training.micro_batch_size={draw.choice([1, 2])}")
+        options = (
+            *DOUBLE,
+            *draw.choice(MESHES[processes]),
+            f"--training.micro_batch_size={draw.choice([1, 2])}",
+        )
         before = newest()
         if kills < 4 and before not in (3, 7, 10):
             ranks = fork(config, folder, *options, processes=processes)
@@ -172,7 +201,9 @@ def test_a_recipe_killed_at_random_steps_matches_on_other_meshes(whole: Path, tm
             end(ranks)
             kills += 1
         else:
-            assert forked(config, folder, *options, processes=processes).statuses == [0] * processes
+            assert (
+                forked(config, folder, *options, processes=processes).statuses == [0] * processes
+            )
     assert kills > 2
     assert_same_metrics(folder, whole / "whole")
 
@@ -186,7 +217,8 @@ def test_one_launch_runs_all_stages(whole: Path, tmp_path: Path) -> None:
 
 
 def test_a_started_stage_must_not_change_but_a_later_one_may(whole: Path, tmp_path: Path) -> None:
-    text, folder = (whole / "run.toml").read_text(), tmp_path / "run"
+    text = (whole / "run.toml").read_text()
+    folder = tmp_path / "run"
     config = tmp_path / "run.toml"
     config.write_text(text)
     assert forked(config, folder, *DOUBLE).statuses == [0]
@@ -208,8 +240,11 @@ def test_a_started_stage_must_not_change_but_a_later_one_may(whole: Path, tmp_pa
             assert problem in rejected.said
 
 
-def test_the_batch_size_of_a_stage_limited_by_tokens_must_not_change(whole: Path, tmp_path: Path) -> None:
-    text, folder = (whole / "run.toml").read_text(), tmp_path / "run"
+def test_the_batch_size_of_a_stage_limited_by_tokens_must_not_change(
+    whole: Path, tmp_path: Path
+) -> None:
+    text = (whole / "run.toml").read_text()
+    folder = tmp_path / "run"
     config = tmp_path / "run.toml"
     config.write_text(text)
     for _ in range(2):

@@ -34,7 +34,9 @@ class StepTracer:
             self.files.add(str(Path(code.co_filename).relative_to(ROOT)))
 
 
-def files_of_third_step(place: tuple[int, int, int, Path], argv: list[str]) -> tuple[int, set[str]]:
+def files_of_third_step(
+    place: tuple[int, int, int, Path], argv: list[str]
+) -> tuple[int, set[str]]:
     """Exit status, and the files."""
     tracer = StepTracer()
     threading.setprofile(tracer)
@@ -52,11 +54,18 @@ def files_of_third_step(place: tuple[int, int, int, Path], argv: list[str]) -> t
 def test_the_third_step_of_a_ring_of_two_ranks_enters_few_files(tmp_path: Path) -> None:
     options = ("--parallelism.cp=2", "--parallelism.cp_method=ring", "--checkpoint.enabled=false")
     argv = arguments(write_run(tmp_path), tmp_path / "run", *options)
-    port, log = free_port(), tmp_path / "run.log"
-    with team([partial(files_of_third_step, (rank, 2, port, log), argv) for rank in range(2)]) as ranks:
+    port = free_port()
+    log = tmp_path / "run.log"
+    with team(
+        [partial(files_of_third_step, (rank, 2, port, log), argv) for rank in range(2)]
+    ) as ranks:
         outcomes = ranks.outcomes(60, failed=lambda outcome: not outcome.succeeded)
     for outcome in outcomes.values():
         status, files = outcome.value
         assert status == 0, log.read_text()
-        assert {"parallelisms/context/ring.py", "models/feed_forward.py", "trainer/step/trainer.py"} <= files
+        assert {
+            "parallelisms/context/ring.py",
+            "models/feed_forward.py",
+            "trainer/step/trainer.py",
+        } <= files
         assert len(files) <= MAX_FILES, "\n".join(sorted(files))

@@ -1,4 +1,6 @@
-"""Small runs repeat the losses and gradient norms that earlier commits had: drift between commits is seen."""
+"""Small runs repeat the losses and gradient norms that earlier commits had: drift between commits
+is seen.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if run.is_slow else []) for name, run in RUNS.items()]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if run.is_slow else [])
+        for name, run in RUNS.items()
+    ],
 )
 def test_runs_follow_their_golden_trajectories(root: Path, name: str) -> None:
     assert goldens.drift(name, trajectory(name, root), DOCUMENT, CAPABILITY) == {}, HINT
@@ -46,7 +52,9 @@ def test_every_run_has_one_golden() -> None:
 def test_the_runs_cover_what_changes_numbers(tmp_path: Path) -> None:
     (tmp_path / "run.toml").touch()
     configs = [
-        load(["--config", str(tmp_path / "run.toml"), *(f"--{option}" for option in run.arguments)])
+        load(
+            ["--config", str(tmp_path / "run.toml"), *(f"--{option}" for option in run.arguments)]
+        )
         for run in RUNS.values()
     ]
     ropes = [config.model.build().rope for config in configs]
@@ -103,7 +111,8 @@ def test_float64_and_float32_have_looser_bounds_where_initial_weights_differ() -
     for quantity in ("loss", "grad_norm", "validation packed"):
         assert goldens.bound(quantity, "float64", "AVX2", bounds) == 1e-12
         loose = {
-            dtype: goldens.bound(quantity, dtype, "DEFAULT", bounds) for dtype in ("float64", "float32", "bfloat16")
+            dtype: goldens.bound(quantity, dtype, "DEFAULT", bounds)
+            for dtype in ("float64", "float32", "bfloat16")
         }
         assert loose["float64"] == loose["float32"] <= 1e-4
         assert loose["bfloat16"] == goldens.bound(quantity, "bfloat16", "AVX512", bounds)
@@ -111,7 +120,8 @@ def test_float64_and_float32_have_looser_bounds_where_initial_weights_differ() -
 
 
 def test_a_rewrite_keeps_every_bit_and_the_head_of_the_file(tmp_path: Path) -> None:
-    path, runs = tmp_path / "goldens.toml", goldens.trajectories(DOCUMENT)
+    path = tmp_path / "goldens.toml"
+    runs = goldens.trajectories(DOCUMENT)
     path.write_text(goldens.PATH.read_text())
     goldens.write(runs, {name: DOCUMENT["runs"][name]["made_with"] for name in runs}, path)
     assert path.read_text() == goldens.PATH.read_text()
@@ -125,10 +135,19 @@ def test_a_rewrite_keeps_every_bit_and_the_head_of_the_file(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_goldens_hold_with_fewer_instructions_another_hash_seed_and_more_threads(capability: str) -> None:
-    chosen = capability if CAPABILITY in goldens.SAME_INITIAL_WEIGHTS else "default"  # A CPU without AVX2 has no other.
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": chosen, "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "4"}
+def test_goldens_hold_with_fewer_instructions_another_hash_seed_and_more_threads(
+    capability: str,
+) -> None:
+    # A CPU without AVX2 has no other.
+    chosen = capability if CAPABILITY in goldens.SAME_INITIAL_WEIGHTS else "default"
+    environment = os.environ | {
+        "ATEN_CPU_CAPABILITY": chosen,
+        "PYTHONHASHSEED": "7",
+        "OMP_NUM_THREADS": "4",
+    }
     command = [sys.executable, "-m", "tests.trajectories"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("kept") == len(RUNS)

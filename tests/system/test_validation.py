@@ -14,7 +14,12 @@ from tests.system.runs import SETS, checkpoints, digests, forked, lines, metrics
 pytestmark = pytest.mark.ranks
 
 EVERY_OTHER = "\n[validation]\ninterval = 2\n" + SETS
-RUN = ("--data.holdout=0.4", "--training.steps=5", "--checkpoint.interval=3", "--schedule.kind=constant")
+RUN = (
+    "--data.holdout=0.4",
+    "--training.steps=5",
+    "--checkpoint.interval=3",
+    "--schedule.kind=constant",
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +40,30 @@ def events(folder: Path, kind: str = "validation") -> list[dict[str, Any]]:
 
 
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "one process, tensorboard": (1, ("--metrics.tensorboard=true", "--training.deterministic=true")),
+    "one process, tensorboard": (
+        1,
+        ("--metrics.tensorboard=true", "--training.deterministic=true"),
+    ),
     "FSDP, recomputed": (2, ("--parallelism.dp_shard=2", "--memory.recompute=full")),
-    "FSDP without resharding": (2, ("--parallelism.reshard_after_forward=false", "--parallelism.dp_shard=2")),
-    "deferred updates on the host": (2, ("--memory.optimizer_placement=host", "--memory.recompute=keep_attention")),
-    "activations on the host": (1, ("--memory.recompute=keep_attention", "--memory.offload=inputs_and_attention")),
+    "FSDP without resharding": (
+        2,
+        ("--parallelism.reshard_after_forward=false", "--parallelism.dp_shard=2"),
+    ),
+    "deferred updates on the host": (
+        2,
+        ("--memory.optimizer_placement=host", "--memory.recompute=keep_attention"),
+    ),
+    "activations on the host": (
+        1,
+        ("--memory.recompute=keep_attention", "--memory.offload=inputs_and_attention"),
+    ),
     "a pipeline": (
         2,
-        ("--parallelism.pp=2", "--parallelism.pp_schedule=Interleaved1F1B", "--model.num_layers=4"),
+        (
+            "--parallelism.pp=2",
+            "--parallelism.pp_schedule=Interleaved1F1B",
+            "--model.num_layers=4",
+        ),
     ),
 }
 SLOW_CASES = (
@@ -55,7 +76,8 @@ SLOW_CASES = (
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW_CASES else ()) for case in CASES]
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case in SLOW_CASES else ()) for case in CASES],
 )
 def test_validation_does_not_change_training(plain: Path, validated: Path, case: str) -> None:
     processes, options = CASES[case]
@@ -69,11 +91,14 @@ def test_validation_does_not_change_training(plain: Path, validated: Path, case:
     keys = ("step", "tokens", "loss", "grad_norm", "loss_by_position")
     assert metrics(root / "validated", *keys) == metrics(root / "plain", *keys)
     for name in checkpoints(root / "plain"):
-        assert digests(root / "validated/checkpoints" / name) == digests(root / "plain/checkpoints" / name)
+        assert digests(root / "validated/checkpoints" / name) == digests(
+            root / "plain/checkpoints" / name
+        )
 
 
 def test_regression_is_relative_to_the_first_launch_after_a_resume(validated: Path) -> None:
-    folder, whole = validated.parent / "resumed", validated.parent / "whole"
+    folder = validated.parent / "resumed"
+    whole = validated.parent / "whole"
     done = forked(validated, folder, *RUN, "--training.steps=3")
     assert done.statuses == [0], done.said
     done = forked(validated, folder, *RUN)
@@ -117,9 +142,13 @@ def test_tensorboard_has_validation_losses(written: Path) -> None:
     board = EventAccumulator(str(written / "tensorboard")).Reload()
     for name, each in (("packed", ()), ("context", ("16", "40", "81"))):
         losses = [event["loss"] for event in events(written) if event["set"] == name]
-        assert [point.value for point in board.Scalars(f"validation/{name}")] == pytest.approx(losses)
+        assert [point.value for point in board.Scalars(f"validation/{name}")] == pytest.approx(
+            losses
+        )
         for length in each:
-            points = [event["by_context"][length] for event in events(written) if event["set"] == name]
+            points = [
+                event["by_context"][length] for event in events(written) if event["set"] == name
+            ]
             found = board.Scalars(f"validation_context/{name}/{length}")
             assert [point.value for point in found] == pytest.approx(points)
             assert [point.step for point in found] == [0, 2]

@@ -1,4 +1,6 @@
-"""In float64, validation is the same on every mesh and for a plain model, for sequences of any length."""
+"""In float64, validation is the same on every mesh and for a plain model, for sequences of any
+length.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ pytestmark = pytest.mark.ranks
 Options = tuple[str, ...]
 Found = dict[str, dict[int, dict[str, object]]]
 
-NO_LOSS_PARALLEL, NO_SEQUENCE_PARALLEL = ("parallelism.loss_parallel=false",), ("parallelism.sequence_parallel=false",)
+NO_LOSS_PARALLEL = ("parallelism.loss_parallel=false",)
+NO_SEQUENCE_PARALLEL = ("parallelism.sequence_parallel=false",)
 
 
 def mesh(**degrees: object) -> Options:
@@ -43,7 +46,11 @@ MESHES: dict[int, list[Options]] = {
         mesh(tp=2),
         (*mesh(tp=2), *NO_LOSS_PARALLEL, *NO_SEQUENCE_PARALLEL, "memory.recompute=full"),
         mesh(pp=2),
-        (*mesh(pp=2, pp_schedule="Interleaved1F1B"), "memory.recompute=keep_attention", "memory.offload=inputs"),
+        (
+            *mesh(pp=2, pp_schedule="Interleaved1F1B"),
+            "memory.recompute=keep_attention",
+            "memory.offload=inputs",
+        ),
     ],
     3: [mesh(cp=3, cp_method="alltoall"), mesh(dp_shard=3)],
     4: [mesh(cp=2, cp_method="ring", pp=2), mesh(dp_shard=2, tp=2)],
@@ -64,8 +71,17 @@ MORE_MESHES: dict[int, list[Options]] = {
 
 
 def configured(config: Path, options: Options) -> Config:
-    fixed = ("model.num_layers=4", "training.dtype=float64", "training.micro_batch_size=2", "data.holdout=0.4")
-    return load(arguments(config, config.with_suffix(""), *(f"--{option}" for option in (*fixed, *options))))
+    fixed = (
+        "model.num_layers=4",
+        "training.dtype=float64",
+        "training.micro_batch_size=2",
+        "data.holdout=0.4",
+    )
+    return load(
+        arguments(
+            config, config.with_suffix(""), *(f"--{option}" for option in (*fixed, *options))
+        )
+    )
 
 
 def evaluate_on_meshes(config: Path, meshes: list[Options]) -> list[Found]:
@@ -81,7 +97,12 @@ def evaluate_on_meshes(config: Path, meshes: list[Options]) -> list[Found]:
             ).metrics_by_length
             for validation_set in build_validation_sets(run_config)
         }
-        found.append({name: {length: asdict(seen) for length, seen in each.items()} for name, each in sets.items()})
+        found.append(
+            {
+                name: {length: asdict(seen) for length, seen in each.items()}
+                for name, each in sets.items()
+            }
+        )
     return found
 
 
@@ -89,22 +110,28 @@ def evaluate_plainly(config: Path) -> Found:
     """One sequence at a time on a model without a mesh; accuracy from the logits."""
     run_config = configured(config, ())
     parallel_model = ParallelModel(run_config, World(0, 1, torch.device("cpu")))
-    model, found = parallel_model.stage_modules[0], Found()
+    model = parallel_model.stage_modules[0]
+    found = Found()
     for validation_set in build_validation_sets(run_config):
         found[validation_set.name] = {}
         for dataset in validation_set.datasets:
-            losses, hits, count = 0.0, 0, 0
+            losses = 0.0
+            hits = 0
+            count = 0
             for index in range(validation_set.num_sequences):
                 batch = dataset.read([index])
                 with torch.no_grad():
                     assert model.head is not None
-                    head, model.head = model.head, None
+                    head = model.head
+                    model.head = None
                     x_BSE = model(batch)
                     model.head = head
                     logits_SV = (head.norm(x_BSE) @ head.proj.weight.T)[0]
                 labels_S = batch.labels[0]
                 targets_S = labels_S != IGNORE_INDEX
-                losses += float(torch.nn.functional.cross_entropy(logits_SV, labels_S, reduction="sum"))
+                losses += float(
+                    torch.nn.functional.cross_entropy(logits_SV, labels_S, reduction="sum")
+                )
                 hits += int((logits_SV.argmax(-1) == labels_S)[targets_S].sum())
                 count += int(targets_S.sum())
             found[validation_set.name][dataset.seq_len] = {
@@ -137,7 +164,10 @@ def evaluate_both(config: Path) -> tuple[Found, Found]:
 
 def test_one_rank_matches_a_plain_model(alone: tuple[Found, Found]) -> None:
     found, plain = alone
-    assert [(name, [*each]) for name, each in found.items()] == [("packed", [50]), ("context", [16, 40, 81])]
+    assert [(name, [*each]) for name, each in found.items()] == [
+        ("packed", [50]),
+        ("context", [16, 40, 81]),
+    ]
     for name, each in plain.items():
         for length, expected in each.items():
             seen = found[name][length]
@@ -172,5 +202,8 @@ def test_every_mesh_matches_one_rank(
                     seen = found[name][length]
                     assert seen["targets"] == expected["targets"], options
                     assert seen["accuracy"] == expected["accuracy"], options
-                    numbers = [[one["loss"], *filter(None, one["loss_by_position"])] for one in (seen, expected)]  # type: ignore[call-overload]
+                    numbers = [
+                        [one["loss"], *filter(None, one["loss_by_position"])]
+                        for one in (seen, expected)
+                    ]  # type: ignore[call-overload]
                     assert numbers[0] == pytest.approx(numbers[1], rel=1e-12, abs=0), options

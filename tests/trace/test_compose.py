@@ -7,9 +7,24 @@ from collections.abc import Iterator
 import pytest
 
 from trainer.trace.compose import ComposedStep, Correspondence, compose
-from trainer.trace.pieces import BEGIN, OPTIMIZER, Allocation, Event, Free, Piece, Place, ProductKey, State, Trace, Work
+from trainer.trace.pieces import (
+    BEGIN,
+    OPTIMIZER,
+    Allocation,
+    Event,
+    Free,
+    Piece,
+    Place,
+    ProductKey,
+    State,
+    Trace,
+    Work,
+)
 
-STATE, SAVED, SCRATCH, GRADIENT = 1000, 10, 500, 3
+STATE = 1000
+SAVED = 10
+SCRATCH = 500
+GRADIENT = 3
 
 
 def allocation(size: int, *, on_host: bool = False) -> Allocation:
@@ -17,7 +32,9 @@ def allocation(size: int, *, on_host: bool = False) -> Allocation:
 
 
 def hand_written(blocks: int) -> Trace:
-    """A micro-batch: a block saves something until its backward pass, which gives a gradient that the optimizer frees."""
+    """A micro-batch: a block saves something until its backward pass, which gives a gradient that
+    the optimizer frees.
+    """
     pieces = [Piece(BEGIN)]
 
     def add(place: Place, *events: Event) -> None:
@@ -31,7 +48,10 @@ def hand_written(blocks: int) -> Trace:
     for block in reversed(range(blocks)):
         add(Place("backward", 0, 0, block), allocation(GRADIENT), Free(1 + block, 0))
     add(OPTIMIZER, *(Free(1 + blocks + block, 0) for block in range(blocks)))
-    states = (State("parameters", "blocks.*.weight", STATE, (STATE,), "uint8", (0, block)) for block in range(blocks))
+    states = (
+        State("parameters", "blocks.*.weight", STATE, (STATE,), "uint8", (0, block))
+        for block in range(blocks)
+    )
     return Trace(tuple(pieces), tuple(states))
 
 
@@ -66,9 +86,13 @@ def test_work_is_that_of_every_copy() -> None:
 def test_the_peak_moves_to_where_gradients_outgrow_what_was_saved() -> None:
     trace = hand_written(3)
     for piece in trace.pieces:
-        piece.events[:] = [allocation(20) if event == allocation(GRADIENT) else event for event in piece.events]
+        piece.events[:] = [
+            allocation(20) if event == allocation(GRADIENT) else event for event in piece.events
+        ]
     few, many = (
-        compose(trace, [*order(blocks)], Correspondence({0: (0, *[1] * (blocks - 2), 2)}, 1, 1)).peak
+        compose(
+            trace, [*order(blocks)], Correspondence({0: (0, *[1] * (blocks - 2), 2)}, 1, 1)
+        ).peak
         for blocks in (8, 80)
     )
     assert (few.size, few.place) == (8 * (STATE + SAVED) + SCRATCH, Place("forward", 0, 0, 7))
@@ -87,13 +111,17 @@ def test_what_a_copy_frees_in_vain_is_missing() -> None:
 
 
 def test_what_no_copy_frees_is_left() -> None:
-    """Block 0 frees what block 1 allocated; the other copies of block 1 have no block 0 before them."""
+    """Block 0 frees what block 1 allocated; the other copies of block 1 have no block 0 before
+    them.
+    """
     trace = hand_written(3)
     trace.pieces[2].events.append(allocation(7000))
     trace.pieces[6].events.append(Free(2, 2))
     found = compose(trace, [*order(8)], Correspondence({0: (0, *[1] * 6, 2)}, 1, 1))
     assert not found.is_closed
-    assert {(name.allocation.size, count) for (_, name), count in found.left.items()} == {(7000, 5)}
+    assert {(name.allocation.size, count) for (_, name), count in found.left.items()} == {
+        (7000, 5)
+    }
     assert compose(trace, [*order(3)], Correspondence({0: (0, 1, 2)}, 1, 1)).is_closed
 
 

@@ -24,11 +24,23 @@ CASES = {
     "tiles and chunks": (TILES, "cudnn", None),
     "tiles of ranks that share tokens": (f"{TILES} parallelism.tp=2", "cudnn", None),
     "norms of heads": (f"{TILES} model.qk_norm=true memory.head_groups=2", "cudnn", None),
-    "tiles of experts": (f"{TILES} model.num_experts=4 model.top_k=2 model.expert_dim=64", "cudnn", None),
+    "tiles of experts": (
+        f"{TILES} model.num_experts=4 model.top_k=2 model.expert_dim=64",
+        "cudnn",
+        None,
+    ),
     "hops": (f"{TILES} parallelism.cp=16 parallelism.cp_method=ring", "cudnn+flash", None),
     "windows": (f"{TILES} model.window=256", "cudnn", None),
-    "packed documents": (f"{TILES} parallelism.cp=4 parallelism.cp_method=ring", "cudnn", [1024] * 8),
-    "documents of many lengths": (TILES, "cudnn", [100 * length for length in range(1, 13)] + [392]),
+    "packed documents": (
+        f"{TILES} parallelism.cp=4 parallelism.cp_method=ring",
+        "cudnn",
+        [1024] * 8,
+    ),
+    "documents of many lengths": (
+        TILES,
+        "cudnn",
+        [100 * length for length in range(1, 13)] + [392],
+    ),
 }
 
 

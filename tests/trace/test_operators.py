@@ -24,14 +24,17 @@ aten = torch.ops.aten
 def seen(queries: int, keys: int, *, causal: bool, window: int | None) -> int:
     """Pairs, one by one; the last query sees the last key."""
     return sum(
-        not causal or (key <= (own := query + keys - queries) and (window is None or key > own - window))
+        not causal
+        or (key <= (own := query + keys - queries) and (window is None or key > own - window))
         for query in range(queries)
         for key in range(keys)
     )
 
 
 def drawn_call(rng: random.Random) -> tuple[list[int], list[int], bool, int | None]:
-    """Lengths of queries and keys of the sequences in a call, whether it is causal, and its window."""
+    """Lengths of queries and keys of the sequences in a call, whether it is causal, and its
+    window.
+    """
     causal = rng.random() < 0.7
     queries = [rng.randint(1, 40) for _ in range(rng.randint(1, 4))]
     keys = [length + rng.randint(0, 9) for length in queries]
@@ -45,13 +48,21 @@ def ends(lengths: list[int]) -> Tensor:
 @pytest.mark.parametrize("seed", range(20))
 def test_flops_of_a_varlen_call_are_those_of_its_pairs(seed: int) -> None:
     queries, keys, causal, window = drawn_call(random.Random(seed))
-    q, k = torch.empty(sum(queries), 4, 16, device="meta"), torch.empty(sum(keys), 2, 16, device="meta")
+    q = torch.empty(sum(queries), 4, 16, device="meta")
+    k = torch.empty(sum(keys), 2, 16, device="meta")
     lengths = (ends(queries), ends(keys), max(queries), max(keys))
     options = {} if window is None else {"window_size_left": window - 1}
-    pairs = sum(seen(each, others, causal=causal, window=window) for each, others in zip(queries, keys, strict=True))
-    forward = attention_call(aten._flash_attention_forward, (q, k, k, *lengths, 0.0, causal, False), options)
+    pairs = sum(
+        seen(each, others, causal=causal, window=window)
+        for each, others in zip(queries, keys, strict=True)
+    )
+    forward = attention_call(
+        aten._flash_attention_forward, (q, k, k, *lengths, 0.0, causal, False), options
+    )
     backward = attention_call(
-        aten._flash_attention_backward, (q, q, k, k, q, q, *lengths, 0.0, causal, None, None), options
+        aten._flash_attention_backward,
+        (q, q, k, k, q, q, *lengths, 0.0, causal, None, None),
+        options,
     )
     assert forward is not None
     assert backward is not None
@@ -60,13 +71,39 @@ def test_flops_of_a_varlen_call_are_those_of_its_pairs(seed: int) -> None:
 
 
 def test_scratch_is_that_of_the_pages_table() -> None:
-    """docs/memory.md, per token and query head of width H = 64: FlashAttention 4 H + 4, cuDNN 6 H + 4; grouped 4 H more."""
-    tokens, heads, kv_heads, width = 4096, 8, 2, 64
-    q, k = (torch.empty(tokens, each, width, dtype=torch.bfloat16, device="meta") for each in (heads, kv_heads))
+    """docs/memory.md, per token and query head of width H = 64: FlashAttention 4 H + 4, cuDNN 6 H
+    + 4; grouped 4 H more.
+    """
+    tokens = 4096
+    heads = 8
+    kv_heads = 2
+    width = 64
+    q, k = (
+        torch.empty(tokens, each, width, dtype=torch.bfloat16, device="meta")
+        for each in (heads, kv_heads)
+    )
     lengths = (ends([tokens]), ends([tokens]), tokens, tokens)
-    flash = attention_call(aten._flash_attention_backward, (q, q, k, k, q, q, *lengths, 0.0, True, None, None), {})
+    flash = attention_call(
+        aten._flash_attention_backward, (q, q, k, k, q, q, *lengths, 0.0, True, None, None), {}
+    )
     dense_q, dense_k = (x[None].transpose(1, 2) for x in (q, k))
-    dense = (dense_q, dense_q, dense_k, dense_k, dense_q, dense_q, q, q, None, None, None, tokens, tokens, 0.0, True)
+    dense = (
+        dense_q,
+        dense_q,
+        dense_k,
+        dense_k,
+        dense_q,
+        dense_q,
+        q,
+        q,
+        None,
+        None,
+        None,
+        tokens,
+        tokens,
+        0.0,
+        True,
+    )
     cudnn = attention_call(aten._scaled_dot_product_cudnn_attention_backward, dense, {})
     assert flash is not None
     assert cudnn is not None
@@ -80,7 +117,9 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "sum of products in float32": lambda x, y: torch.mm(x, y.T, out_dtype=torch.float32),
     "broadcast": lambda x, y: x[:, None] * y[None],
     "types": lambda x, _: x.float() + x,
-    "reduction": lambda x, _: torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32),
+    "reduction": lambda x, _: torch.linalg.vector_norm(
+        x, dim=-1, keepdim=True, dtype=torch.float32
+    ),
     "views": lambda x, _: x.view(3, 2, 8).transpose(0, 1)[1:].flatten(1),
     "several results": lambda x, _: x.split([1, 5]),
     "in place": lambda x, y: x.mul_(2).add_(y[:6]),
@@ -98,12 +137,19 @@ def test_the_short_way_gives_what_torchs_fake_tensors_give(name: str) -> None:
 
     def results(run: Callable[..., Any]) -> list[tuple[Any, ...]]:
         with mode:
-            x, y = torch.empty(6, 8, dtype=torch.bfloat16), torch.empty(7, 8, dtype=torch.bfloat16)
+            x = torch.empty(6, 8, dtype=torch.bfloat16)
+            y = torch.empty(7, 8, dtype=torch.bfloat16)
         found = run(OPERATORS[name], x, y)
         tensors = [found] if isinstance(found, Tensor) else [*found]
         storages = [x.untyped_storage()._cdata, y.untyped_storage()._cdata]
         return [
-            (each.shape, each.stride(), each.dtype, each.device, each.untyped_storage()._cdata in storages)
+            (
+                each.shape,
+                each.stride(),
+                each.dtype,
+                each.device,
+                each.untyped_storage()._cdata in storages,
+            )
             for each in tensors
         ]
 
@@ -114,7 +160,8 @@ def test_the_short_way_gives_what_torchs_fake_tensors_give(name: str) -> None:
     def short(operator: Callable[..., Any], *inputs: Tensor) -> Any:
         with OpCounterMode() as counter:
             counter._fakes = FakeKernels(mode)
-            operator(*inputs)  # The second call is laid out as the first was.
+            # The second call is laid out as the first was.
+            operator(*inputs)
             return operator(*inputs)
 
     assert results(short) == results(as_torch)

@@ -25,7 +25,9 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def case(**changes: str) -> Config:
-    return configured(" ".join((CASE, *(f"{key.replace('__', '.')}={value}" for key, value in changes.items()))))
+    return configured(
+        " ".join((CASE, *(f"{key.replace('__', '.')}={value}" for key, value in changes.items())))
+    )
 
 
 def test_tensors_at_the_peak_add_up_to_it() -> None:
@@ -36,9 +38,12 @@ def test_tensors_at_the_peak_add_up_to_it() -> None:
 
 
 def test_lines_of_the_table_are_those_of_the_states() -> None:
-    (step,) = traced_rank_steps(case(checkpoint__enabled="true", checkpoint__async="true"), 2, on_gpu=False)
+    (step,) = traced_rank_steps(
+        case(checkpoint__enabled="true", checkpoint__async="true"), 2, on_gpu=False
+    )
     lines = {item.name: (item.device_bytes, item.host_bytes) for item in step.memory.items}
-    weights, moments = lines["parameters"][0], lines["optimizer state"][0]
+    weights = lines["parameters"][0]
+    moments = lines["optimizer state"][0]
     assert 2 * weights == pytest.approx(moments, rel=1e-3)
     assert lines["gradients"][0] == pytest.approx(weights, rel=0.01)
     assert lines["async-checkpoint staging"] == pytest.approx((0, weights + moments), rel=0.01)
@@ -54,7 +59,11 @@ def test_states_of_an_optimizer_on_the_host_are_there() -> None:
 
 def test_every_tensor_names_a_line_of_the_program() -> None:
     (step,) = traced_rank_steps(case(), 2, on_gpu=False)
-    saved = {each.source.partition(":")[0] for each in step.memory.tensors if each.line == "saved activations"}
+    saved = {
+        each.source.partition(":")[0]
+        for each in step.memory.tensors
+        if each.line == "saved activations"
+    }
     assert saved
     assert all((answers.ROOT / file).is_file() for file in saved)
 
@@ -76,7 +85,9 @@ def test_a_known_answer_imports_no_torch() -> None:
         "import sys; from trainer.config.job_config import Config; from trainer.trace.answers import traced_rank_steps; "
         "traced_rank_steps(Config.model_validate_json(sys.argv[1]), 2, on_gpu=False); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program, config.model_dump_json(exclude={"stage"})], check=True)
+    subprocess.run(
+        [sys.executable, "-c", program, config.model_dump_json(exclude={"stage"})], check=True
+    )
 
 
 def test_a_configuration_that_steps_alike_is_the_same_question() -> None:

@@ -1,4 +1,6 @@
-"""Whole steps that follow from short ones, beside dry runs of the whole step: a sample of `benchmarks.trace_grid`."""
+"""Whole steps that follow from short ones, beside dry runs of the whole step: a sample of
+`benchmarks.trace_grid`.
+"""
 
 from __future__ import annotations
 
@@ -45,21 +47,29 @@ def require_equal(config: Config, world_size: int, rank: int = 0, **options: obj
     assert found.host_bytes == whole.peak_host_bytes
     assert dict(found.work.matmul_flops) == whole.matmul_flops
     assert dict(found.work.attention_flops) == whole.attention_flops
-    assert {(each.channel, each.kind, each.phase): (each.bytes, each.calls) for each in whole.messages} == {
-        key: (found.work.sent_bytes[key], calls) for key, calls in found.work.calls.items()
-    }
+    assert {
+        (each.channel, each.kind, each.phase): (each.bytes, each.calls) for each in whole.messages
+    } == {key: (found.work.sent_bytes[key], calls) for key, calls in found.work.calls.items()}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES]
+)
 def test_a_whole_step_follows_from_a_short_one(name: str) -> None:
     config = configured(CASES[name])
     world_size = prod(config.parallelism.degrees(1).values())
     require_equal(config, world_size, rank=world_size - 1)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.slow)])
-def test_ranks_of_a_pipeline_share_recorded_steps(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peaks to a thousandth, because plans of attention are remembered from one recording to the next."""
+@pytest.mark.parametrize(
+    "schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.slow)]
+)
+def test_ranks_of_a_pipeline_share_recorded_steps(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peaks to a thousandth, because plans of attention are remembered from one recording to the
+    next.
+    """
     config = configured(
         f"model.num_layers=28 training.global_batch_size=8 {KEEP} parallelism.pp=5 parallelism.pp_schedule={schedule}"
     )
@@ -88,9 +98,12 @@ def test_a_compiled_step_as_on_a_gpu_follows_from_a_short_one(recompute: str) ->
 
 
 def test_compiled_blocks_of_sharded_weights_run_the_products_of_eager_ones() -> None:
-    config = configured("parallelism.tp=2 parallelism.dp_shard=1 memory.recompute=none training.dtype=bfloat16")
+    config = configured(
+        "parallelism.tp=2 parallelism.dp_shard=1 memory.recompute=none training.dtype=bfloat16"
+    )
     eager, compiled = (
-        trace_step(config, 2, kernel="cudnn+flash", compiled=compiled).whole.work for compiled in (False, True)
+        trace_step(config, 2, kernel="cudnn+flash", compiled=compiled).whole.work
+        for compiled in (False, True)
     )
     assert eager.matmul_flops.total() == compiled.matmul_flops.total() > 0
     assert eager.sent_bytes == compiled.sent_bytes
@@ -105,7 +118,9 @@ def test_drawn_steps_follow_from_short_ones(index: int) -> None:
 
 
 def test_a_trace_that_is_too_short_says_so() -> None:
-    """Without neighbours of its own, the middle block frees what only the last one's neighbours allocate."""
+    """Without neighbours of its own, the middle block frees what only the last one's neighbours
+    allocate.
+    """
     config = configured(f"{DEEP} {KEEP} parallelism.dp_shard=2")
     step = ShortStep(config, 2)
     trace = record(step)

@@ -33,7 +33,10 @@ def test_every_block_is_like_its_original_and_has_the_same_neighbours() -> None:
         short = [kinds[block] for block in found.kept]
         assert len(found.originals) == len(kinds)
         for block, original in enumerate(found.originals):
-            assert neighbours(short, original)[1:4] == neighbours(kinds, block)[1:4], (kinds, block)
+            assert neighbours(short, original)[1:4] == neighbours(kinds, block)[1:4], (
+                kinds,
+                block,
+            )
         shorter += len(short) < len(kinds)
     assert shorter > 100
 
@@ -83,9 +86,14 @@ def test_a_rank_of_a_pipeline_sends_what_its_neighbours_receive(schedule: str) -
 
 
 def test_a_pipeline_records_three_micro_batches_whatever_its_schedule_needs() -> None:
-    step = ShortStep(configured("model.num_layers=8 parallelism.pp=4 training.global_batch_size=8"), 4, 1)
+    step = ShortStep(
+        configured("model.num_layers=8 parallelism.pp=4 training.global_batch_size=8"), 4, 1
+    )
     assert (step.micro_batches, step.config.training.global_batch_size) == (3, 3)
-    assert (step.config.parallelism.pp_schedule, step.config.parallelism.pp_layers) == ("GPipe", (1, 2, 1, 1))
+    assert (step.config.parallelism.pp_schedule, step.config.parallelism.pp_layers) == (
+        "GPipe",
+        (1, 2, 1, 1),
+    )
 
 
 def test_a_place_reads_as_what_it_does() -> None:

@@ -1,1 +1,3 @@
-"""Golden trajectories: losses and gradient norms of small runs, which show numerical drift between commits."""
+"""Golden trajectories: losses and gradient norms of small runs, which show numerical drift between
+commits.
+"""

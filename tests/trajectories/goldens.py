@@ -1,4 +1,6 @@
-"""The goldens in `tests/fixtures/trajectories.toml`, and how far a trajectory may be from its own."""
+"""The goldens in `tests/fixtures/trajectories.toml`, and how far a trajectory may be from its
+own.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,12 @@ def write(runs: Mapping[str, Trajectory], made_with: Mapping[str, str], path: Pa
     path.write_text(head + GENERATED + "".join(tables))
 
 
-def bound(quantity: str, dtype: str, capability: str, bounds: Mapping[str, Mapping[str, float]]) -> float:
-    """Largest relative difference between a value and its golden; `capability` is the instruction set of torch."""
+def bound(
+    quantity: str, dtype: str, capability: str, bounds: Mapping[str, Mapping[str, float]]
+) -> float:
+    """Largest relative difference between a value and its golden; `capability` is the instruction
+    set of torch.
+    """
     if quantity in EXACT:
         return EXACT[quantity]
     if capability not in SAME_INITIAL_WEIGHTS and dtype != "bfloat16":
@@ -52,22 +58,33 @@ def bound(quantity: str, dtype: str, capability: str, bounds: Mapping[str, Mappi
 
 
 def differences(found: Trajectory, golden: Trajectory) -> dict[str, float]:
-    """The largest relative difference of each quantity; infinite if it is missing or has another length."""
-    return {key: _difference(found.get(key, []), golden.get(key, [])) for key in {**golden, **found}}
+    """The largest relative difference of each quantity; infinite if it is missing or has another
+    length.
+    """
+    return {
+        key: _difference(found.get(key, []), golden.get(key, [])) for key in {**golden, **found}
+    }
 
 
 def _difference(found: list[float], golden: list[float]) -> float:
     if not golden or len(found) != len(golden):
         return math.inf
-    relative = [abs(ours - theirs) / abs(theirs) for ours, theirs in zip(found, golden, strict=True)]
-    return max(relative) if all(map(math.isfinite, relative)) else math.inf  # max may pass over NaN.
+    relative = [
+        abs(ours - theirs) / abs(theirs) for ours, theirs in zip(found, golden, strict=True)
+    ]
+    # max may pass over NaN.
+    return max(relative) if all(map(math.isfinite, relative)) else math.inf
 
 
-def drift(name: str, found: Trajectory, document: Mapping[str, Any], capability: str) -> dict[str, float]:
+def drift(
+    name: str, found: Trajectory, document: Mapping[str, Any], capability: str
+) -> dict[str, float]:
     """The differences of a run from its golden that exceed their bounds."""
     dtype = RUNS[name].dtype
     return {
         quantity: difference
-        for quantity, difference in differences(found, trajectories(document).get(name, {})).items()
+        for quantity, difference in differences(
+            found, trajectories(document).get(name, {})
+        ).items()
         if not difference <= bound(quantity, dtype, capability, document["bounds"])
     }

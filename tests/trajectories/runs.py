@@ -1,8 +1,9 @@
 """The runs, each through the whole product on the rank pool, with one thread per rank.
 
-They differ in numerics; `tests/system/test_parity.py` compares meshes. The runs of `benchmarks/compare_commits.py` take
-seconds to minutes each, for two checkouts whose keys may differ, so they are not shared. The corpus is a function of integers, so neither
-Python's version, nor its hash seed, nor the number of cores matters.
+They differ in numerics; `tests/system/test_parity.py` compares meshes. The runs of
+`benchmarks/compare_commits.py` take seconds to minutes each, for two checkouts whose keys may
+differ, so they are not shared. The corpus is a function of integers, so neither Python's version,
+nor its hash seed, nor the number of cores matters.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import torch
 from tests.system.runs import WORDS, forked, lines, metrics, train_rank
 
 Trajectory = dict[str, list[float]]
-"""Values of each step by quantity; validation losses, one per validation, as `validation SET LENGTH`."""
+"""Values of each step by quantity; validation losses, one per validation, as `validation SET
+LENGTH`.
+"""
 Options = tuple[str, ...]
 
 BASE = """\
@@ -88,7 +91,8 @@ mix = [{ source = "corpus", weight = 0.6 }, { source = "corpus", max_len = 24, w
 
 def train_with_aot_eager(argv: list[str]) -> int:
     """Generating kernels would take a C++ compiler and a minute."""
-    warnings.simplefilter("default")  # Dynamo hides its own warnings only where they are no errors.
+    # Dynamo hides its own warnings only where they are no errors.
+    warnings.simplefilter("default")
     with torch.compiler.set_stance("default", force_backend="aot_eager"):
         return train_rank(argv)
 
@@ -123,12 +127,19 @@ LONGROPE = rope(
 )
 FEW_STEPS = ("model.num_layers=2", "training.steps=3")
 ONE_MICRO_BATCH = ("training.micro_batch_size=4",)
-GENTLE = ("optimizer.lr=1e-3",)  # Otherwise rounding grows from step to step.
+# Otherwise rounding grows from step to step.
+GENTLE = ("optimizer.lr=1e-3",)
 RUNS = {
     "llama3": Run(("schedule.warmup_steps=2",)),
-    "qwen3, linear schedule": Run(("model.family=qwen3", "schedule.kind=linear", "schedule.min_lr_factor=0.2")),
-    "linear rope, concat": Run((*rope("linear", "factor=4"), "data.packing=concat", "schedule.kind=constant")),
-    "llama3 rope, single": Run((*rope("llama3", "factor=8", "original_length=32"), "data.packing=single")),
+    "qwen3, linear schedule": Run(
+        ("model.family=qwen3", "schedule.kind=linear", "schedule.min_lr_factor=0.2")
+    ),
+    "linear rope, concat": Run(
+        (*rope("linear", "factor=4"), "data.packing=concat", "schedule.kind=constant")
+    ),
+    "llama3 rope, single": Run(
+        (*rope("llama3", "factor=8", "original_length=32"), "data.packing=single")
+    ),
     "yarn and nope, wsd schedule": Run(
         (
             *rope("yarn", "factor=4", "original_length=16"),
@@ -142,11 +153,19 @@ RUNS = {
     "longrope, short": Run((*LONGROPE, "training.seq_len=16", "data.mask=none")),
     "float32 rope": Run(("model.rope.precision=float32",)),
     "copy": Run(("data.corpus=copy", "model.vocab_size=64", "data.copy_period=12")),
-    "validation": Run(("data.holdout=0.3", "training.micro_batch_size=2"), sections=ONE_STAGE + VALIDATION),
+    "validation": Run(
+        ("data.holdout=0.3", "training.micro_batch_size=2"), sections=ONE_STAGE + VALIDATION
+    ),
     "recipe": Run(sections=RECIPE, launches=2),
     "mixed packing": Run(("data.packing_version=2",)),
     "mixed packing, dealt to dp_shard 2": Run(
-        ("data.packing_version=2", "parallelism.dp_shard=2", "training.global_batch_size=8", *FEW_STEPS), ranks=2
+        (
+            "data.packing_version=2",
+            "parallelism.dp_shard=2",
+            "training.global_batch_size=8",
+            *FEW_STEPS,
+        ),
+        ranks=2,
     ),
     "empty micro-batch": Run(("parallelism.dp_shard=2", "training.global_batch_size=3"), ranks=2),
     "tiles and head groups": Run(
@@ -165,15 +184,27 @@ RUNS = {
     ),
     "float32, optimizer on the host": Run(("memory.optimizer_placement=host",), dtype="float32"),
     "float32, bfloat16 moments": Run(("memory.optimizer_dtype=bfloat16",), dtype="float32"),
-    "float32, dp_shard 2 x pp 2": Run(("parallelism.dp_shard=2", "parallelism.pp=2", *FEW_STEPS), "float32", ranks=4),
+    "float32, dp_shard 2 x pp 2": Run(
+        ("parallelism.dp_shard=2", "parallelism.pp=2", *FEW_STEPS), "float32", ranks=4
+    ),
     "bfloat16": Run(GENTLE, "bfloat16"),
     "bfloat16, cp 2 ring x tp 2": Run(
-        ("parallelism.cp=2", "parallelism.cp_method=ring", "parallelism.tp=2", *ONE_MICRO_BATCH, *FEW_STEPS, *GENTLE),
+        (
+            "parallelism.cp=2",
+            "parallelism.cp_method=ring",
+            "parallelism.tp=2",
+            *ONE_MICRO_BATCH,
+            *FEW_STEPS,
+            *GENTLE,
+        ),
         "bfloat16",
         ranks=4,
     ),
     "float32, compiled": Run(
-        ("training.compile=true", "memory.recompute=none"), "float32", is_slow=True, train=train_with_aot_eager
+        ("training.compile=true", "memory.recompute=none"),
+        "float32",
+        is_slow=True,
+        train=train_with_aot_eager,
     ),
 }
 
@@ -188,12 +219,15 @@ def write_corpus(root: Path) -> None:
         return state // 2**16 % count
 
     documents = (" ".join(WORDS[draw(len(WORDS))] for _ in range(1 + draw(40))) for _ in range(60))
-    (root / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    (root / "corpus.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    )
 
 
 def trajectory(name: str, root: Path) -> Trajectory:
     """Trains in a new folder of `root`, which holds the corpus."""
-    run, folder = RUNS[name], root / name.replace(" ", "-")
+    run = RUNS[name]
+    folder = root / name.replace(" ", "-")
     config = folder.with_suffix(".toml")
     config.write_text(BASE.format(root=root) + run.sections)
     options = [f"--{option}" for option in run.arguments]

@@ -44,13 +44,28 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> CommandParser:
     parser = CommandParser(typed("checkpoint"), DESCRIPTION)
-    runs: dict[str, Run] = {"list": list_checkpoints, "verify": verify, "prune": prune, "export": export}
-    commands = {name: parser.add_command(name, SUMMARIES[name], run=run) for name, run in runs.items()}
+    runs: dict[str, Run] = {
+        "list": list_checkpoints,
+        "verify": verify,
+        "prune": prune,
+        "export": export,
+    }
+    commands = {
+        name: parser.add_command(name, SUMMARIES[name], run=run) for name, run in runs.items()
+    }
     for command in commands.values():
         command.add_argument("folder", type=Path, metavar="DIR", help="run folder or checkpoint")
-    commands["verify"].add_argument("--all", action="store_true", help="verify every checkpoint, not only the newest")
+    commands["verify"].add_argument(
+        "--all", action="store_true", help="verify every checkpoint, not only the newest"
+    )
     add = commands["prune"].add_argument
-    add("--keep", type=integer(minimum=1), required=True, metavar="N", help="number of newest checkpoints to keep")
+    add(
+        "--keep",
+        type=integer(minimum=1),
+        required=True,
+        metavar="N",
+        help="number of newest checkpoints to keep",
+    )
     add("--dry-run", action="store_true", help="only print what would be deleted")
     commands["export"].add_argument("output", type=Path, metavar="OUTPUT", help="folder to create")
     return parser
@@ -82,12 +97,21 @@ def prune(args: Namespace, _: Sequence[str]) -> None:
     run_dir = RunDir(args.folder)
     committed = valid_checkpoints(select_checkpoints(args.folder))
     if not run_dir.checkpoints_dir.is_dir():
-        raise ConfigError([f"command line: {args.folder} is a checkpoint; prune needs a run folder"])
+        raise ConfigError(
+            [f"command line: {args.folder} is a checkpoint; prune needs a run folder"]
+        )
     newest_verified = next(
-        (checkpoint for _, checkpoint in reversed(committed) if not [*find_file_damage(checkpoint)]), None
+        (
+            checkpoint
+            for _, checkpoint in reversed(committed)
+            if not [*find_file_damage(checkpoint)]
+        ),
+        None,
     )
     if newest_verified is None:
-        raise ResumeError(f"no checkpoint in {run_dir.checkpoints_dir} is intact; nothing was deleted")
+        raise ResumeError(
+            f"no checkpoint in {run_dir.checkpoints_dir} is intact; nothing was deleted"
+        )
     to_delete = checkpoints_to_delete(
         committed, keep=args.keep, protected=[newest_verified, *initial_checkpoints(run_dir)]
     )
@@ -95,7 +119,9 @@ def prune(args: Namespace, _: Sequence[str]) -> None:
         if not args.dry_run:
             delete_checkpoint(folder)
         print_lines(f"{folder} {'would be' if args.dry_run else 'was'} deleted")
-    print_lines(f"{len(committed) - len(to_delete)} checkpoints {'would remain' if args.dry_run else 'remain'}")
+    print_lines(
+        f"{len(committed) - len(to_delete)} checkpoints {'would remain' if args.dry_run else 'remain'}"
+    )
 
 
 def export(args: Namespace, _: Sequence[str]) -> None:
@@ -110,10 +136,14 @@ def export(args: Namespace, _: Sequence[str]) -> None:
 
 
 def select_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """The checkpoints that `folder` names, oldest first. Raises `ResumeError` if there are none."""
+    """The checkpoints that `folder` names, oldest first.
+
+    Raises `ResumeError` if there are none.
+    """
     _, checkpoints = find_checkpoints(folder)
     if not checkpoints and (folder / manifest.MANIFEST_FILE).exists():
-        checkpoints = [(0, folder)]  # Exported, or copied out of its run folder.
+        # Exported, or copied out of its run folder.
+        checkpoints = [(0, folder)]
     if not checkpoints:
         raise ResumeError(f"{folder} is neither a checkpoint nor a run folder with a checkpoint")
     return checkpoints

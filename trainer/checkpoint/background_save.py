@@ -19,20 +19,29 @@ class Save:
 
     def __init__(self, step: int, path: Path, start_time: float) -> None:
         """Training has been blocked since `start_time`."""
-        self.step, self._start_time = step, start_time
+        self.step = step
+        self._start_time = start_time
         self.path: Path | None = path
         """None for a failed save; `problem` then has the reason."""
         self.problem: str | None = None
-        self.bytes, self.seconds = 0, 0.0
+        self.bytes = 0
+        self.seconds = 0.0
         self.blocked_seconds = 0.0
-        """Time for which training was blocked: by the copy of the state and by waits for the end of the save."""
+        """Time for which training was blocked: by the copy of the state and by waits for the end
+        of the save.
+        """
         self._error: BaseException | None = None
         self._thread: Thread | None = None
 
     def start(self, write: Callable[[], int], *, threaded: bool) -> None:
         """Calls `write`, which commits the checkpoint and returns its bytes."""
         if threaded:
-            self._thread = Thread(target=self._run, args=(write,), name=f"checkpoint of step {self.step}", daemon=True)
+            self._thread = Thread(
+                target=self._run,
+                args=(write,),
+                name=f"checkpoint of step {self.step}",
+                daemon=True,
+            )
             self._thread.start()
         else:
             self._run(write)
@@ -49,7 +58,9 @@ class Save:
         self.blocked_seconds += time.monotonic() - started
 
     def raise_if_aborted(self) -> None:
-        """Raises `RankFailedError` if the ranks could not agree on an outcome; no further save is possible."""
+        """Raises `RankFailedError` if the ranks could not agree on an outcome; no further save is
+        possible.
+        """
         if self._error is not None:
             message = f"checkpoint of step {self.step} aborted: {describe_error(self._error)}"
             raise RankFailedError(EXIT_FAILURE, message) from self._error
@@ -58,7 +69,8 @@ class Save:
         try:
             self.bytes = write()
         except (PhaseError, ResumeError, RunFailedError) as error:
-            self.path, self.problem = None, str(error)
+            self.path = None
+            self.problem = str(error)
         except BaseException as error:  # noqa: BLE001 - `raise_if_aborted` raises it in the main thread
             self._error = error
         self.seconds = time.monotonic() - self._start_time

@@ -1,6 +1,7 @@
 """Exports the weights of a checkpoint as a checkpoint for `checkpoint.initial_load_path`.
 
-Copies bytes between files without creating tensors, because a model may be larger than the host's memory.
+Copies bytes between files without creating tensors, because a model may be larger than the host's
+memory.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ COPY_CHUNK_BYTES = 1 << 24
 
 
 def export_weights(checkpoint: Path, output: Path) -> int:
-    """Writes the folder `output` atomically and returns its bytes. Raises as `CheckpointReader`."""
+    """Writes the folder `output` atomically and returns its bytes.
+
+    Raises as `CheckpointReader`.
+    """
     reader = CheckpointReader(checkpoint)
     with atomic_folder(output) as folder:
-        checkpoint_manifest = manifest.read(checkpoint).model_copy(update={"files": _copy_weights(reader, folder)})
+        checkpoint_manifest = manifest.read(checkpoint).model_copy(
+            update={"files": _copy_weights(reader, folder)}
+        )
         manifest.write(folder, checkpoint_manifest)
     return checkpoint_manifest.bytes
 
@@ -49,11 +55,20 @@ def _copy_weights(reader: CheckpointReader, output: Path) -> dict[str, tuple[int
             os.fsync(target.fileno())
     metadata = reader.metadata
     weight_metadata = {
-        name: entry for name, entry in metadata.state_dict_metadata.items() if name.startswith(MODEL_PREFIX)
+        name: entry
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith(MODEL_PREFIX)
     }
-    planner_data = {name: path for name, path in (metadata.planner_data or {}).items() if name in weight_metadata}
+    planner_data = {
+        name: path
+        for name, path in (metadata.planner_data or {}).items()
+        if name in weight_metadata
+    }
     weights_only = replace(
-        metadata, state_dict_metadata=weight_metadata, storage_data=new_storage_data, planner_data=planner_data
+        metadata,
+        state_dict_metadata=weight_metadata,
+        storage_data=new_storage_data,
+        planner_data=planner_data,
     )
     write_and_fsync(output / manifest.METADATA_FILE, pickle.dumps(weights_only))
     write_and_fsync(output / STATE_FILE, (reader.checkpoint / STATE_FILE).read_bytes())

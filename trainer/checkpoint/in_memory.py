@@ -1,8 +1,9 @@
-"""In-memory checkpoints: each rank's shards and state in the shared memory of its node and, with several nodes, the next.
+"""In-memory checkpoints: each rank's shards and state in the shared memory of its node and, with
+several nodes, the next.
 
-They outlive the ranks: a launch that follows a crash resumes from them where every rank finds its part of one step, here
-or on the next node, with the recorded hash. They are used by the same run on the same mesh only, byte by byte, and never
-instead of a newer checkpoint on disk.
+They outlive the ranks: a launch that follows a crash resumes from them where every rank finds its
+part of one step, here or on the next node, with the recorded hash. They are used by the same run
+on the same mesh only, byte by byte, and never instead of a newer checkpoint on disk.
 """
 
 from __future__ import annotations
@@ -40,7 +41,14 @@ from trainer.checkpoint.rank_sync import run_and_gather, run_on_all_ranks, run_o
 from trainer.checkpoint.save import HostStaging, LocalTensorsGetter, optimizer_steps
 from trainer.errors import ResumeError, RunFailedError
 from trainer.step.distributed import World
-from trainer.storage.artifact import HEADER_BYTES, DamageError, seal, sealed_header, unseal, unseal_header
+from trainer.storage.artifact import (
+    HEADER_BYTES,
+    DamageError,
+    seal,
+    sealed_header,
+    unseal,
+    unseal_header,
+)
 from trainer.storage.durable_io import format_bytes
 from trainer.storage.run_dir import RunDir
 from trainer.storage.train_state import TrainState
@@ -56,15 +64,20 @@ class MemoryFile:
     """A file in shared memory, mapped; of one rank's checkpoint, or none."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """Raises `RunFailedError` if memory is short. Keeps the content of a file of the same size."""
+        """Raises `RunFailedError` if memory is short.
+
+        Keeps the content of a file of the same size.
+        """
         self.path = path
-        if path.is_symlink() or (path.exists() and not path.is_file()):  # To open a pipe would wait for a reader.
+        # To open a pipe would wait for a reader.
+        if path.is_symlink() or (path.exists() and not path.is_file()):
             path.unlink()
         with path.open("ab") as file:
             if file.tell() != size:
                 file.truncate(0)
             try:
-                os.posix_fallocate(file.fileno(), 0, size)  # A page that is missing later would kill the process.
+                # A page that is missing later would kill the process.
+                os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
                 path.unlink()
                 free = os.statvfs(path.parent).f_bavail * os.statvfs(path.parent).f_frsize
@@ -77,13 +90,17 @@ class MemoryFile:
     def read_header(self) -> InMemoryCheckpoint | None:
         """None without a whole header. Does not read what follows it."""
         try:
-            return unseal_header(self.bytes[:HEADER_BYTES].numpy().tobytes(), InMemoryCheckpoint)[0]
+            return unseal_header(self.bytes[:HEADER_BYTES].numpy().tobytes(), InMemoryCheckpoint)[
+                0
+            ]
         except (DamageError, ResumeError):
             return None
 
     def read_state(self, header: InMemoryCheckpoint) -> TrainState | None:
         try:
-            return unseal(self.bytes[HEADER_BYTES:][: header.state_bytes].numpy().tobytes(), TrainState)[0]
+            return unseal(
+                self.bytes[HEADER_BYTES:][: header.state_bytes].numpy().tobytes(), TrainState
+            )[0]
         except (DamageError, ResumeError):
             return None
 
@@ -92,7 +109,9 @@ class MemoryFile:
         self.bytes[:HEADER_BYTES] = 0
 
     def write_header(self, header: InMemoryCheckpoint) -> None:
-        self.bytes[:HEADER_BYTES] = torch.frombuffer(bytearray(sealed_header(header, made_from="")), dtype=torch.uint8)
+        self.bytes[:HEADER_BYTES] = torch.frombuffer(
+            bytearray(sealed_header(header, made_from="")), dtype=torch.uint8
+        )
 
     def is_intact(self) -> bool:
         header = self.read_header()
@@ -123,17 +142,27 @@ class Layout:
 
 
 class InMemoryCheckpoints:
-    """Of one rank. All ranks call every method at the same steps. Allocates the memory on construction."""
+    """Of one rank.
 
-    def __init__(self, run_dir: RunDir, world: World, group: ProcessGroup, tensors: Mapping[str, Tensor]) -> None:
+    All ranks call every method at the same steps. Allocates the memory on construction.
+    """
+
+    def __init__(
+        self, run_dir: RunDir, world: World, group: ProcessGroup, tensors: Mapping[str, Tensor]
+    ) -> None:
         """Raises `RunFailedError` on all ranks if memory is short."""
-        self.run_dir, self._group = run_dir, group
-        self._rank, self._size, self._device = world.rank, world.size, world.device
+        self.run_dir = run_dir
+        self._group = group
+        self._rank = world.rank
+        self._size = world.size
+        self._device = world.device
         self._ranks_per_node = world.size // world.num_nodes
         self._next = (world.rank + self._ranks_per_node) % world.size
         """Holds a copy of this rank's checkpoint: on the next node."""
         self._previous = (world.rank - self._ranks_per_node) % world.size
-        self._layout = Layout({name: to_local(tensor.detach()) for name, tensor in tensors.items()})
+        self._layout = Layout(
+            {name: to_local(tensor.detach()) for name, tensor in tensors.items()}
+        )
         self._launch = run_and_gather(lambda: token_hex(8), group)[0]
         self.folder = run_on_all_ranks(lambda: memory_folder(run_dir.path), group)
         run_on_all_ranks(lambda: create_memory_folder(self.folder), group)
@@ -145,40 +174,56 @@ class InMemoryCheckpoints:
         held = self._previous if world.num_nodes > 1 else None
         try:
             self._files = run_on_all_ranks(lambda: self._open("rank", world.rank, sizes), group)
-            self._held = [] if held is None else run_on_all_ranks(lambda: self._open("held", held, sizes), group)
+            self._held = (
+                []
+                if held is None
+                else run_on_all_ranks(lambda: self._open("held", held, sizes), group)
+            )
         except RunFailedError:
             self.remove()
             raise
-        self._staging = {file.path: HostStaging(self._layout.map(file.bytes)) for file in self._files}
+        self._staging = {
+            file.path: HostStaging(self._layout.map(file.bytes)) for file in self._files
+        }
         self._pending: Save | None = None
         self._is_reported = False
-        self._newest, self._recording = Newest(), Lock()
+        self._newest = Newest()
+        self._recording = Lock()
         self._in_use: MemoryFile | None = None
         """Being written to disk, by any rank: all ranks overwrite the files of the same step."""
         self._has_released = True
 
     def _open(self, kind: str, rank: int, sizes: list[int]) -> list[MemoryFile]:
-        files = [MemoryFile(self.folder / f"{kind}-{rank}.{index}", sizes[rank]) for index in range(FILES_PER_RANK)]
-        if self._device.type == "cuda" and kind == "rank":  # Pins the memory, so that a copy does not block.
+        files = [
+            MemoryFile(self.folder / f"{kind}-{rank}.{index}", sizes[rank])
+            for index in range(FILES_PER_RANK)
+        ]
+        # Pins the memory, so that a copy does not block.
+        if self._device.type == "cuda" and kind == "rank":
             for file in files:
-                address, size = file.bytes.data_ptr(), file.bytes.nbytes
+                address = file.bytes.data_ptr()
+                size = file.bytes.nbytes
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 0))
         return files
 
     # ---- writing
 
-    def copy(self, tensors: Mapping[str, Tensor], state: TrainState, *, to_disk: bool) -> LocalTensorsGetter:
+    def copy(
+        self, tensors: Mapping[str, Tensor], state: TrainState, *, to_disk: bool
+    ) -> LocalTensorsGetter:
         """Copies the state; a thread hashes the copy and sends it to the next node.
 
         With `to_disk`, a save writes what the returned function gives, until it calls `release`.
         """
         self.wait()
         start_time = time.monotonic()
-        if to_disk:  # The save before has ended on all ranks.
+        # The save before has ended on all ranks.
+        if to_disk:
             self._in_use = None
         file = min((each for each in self._files if each is not self._in_use), key=_step)
         if to_disk:
-            self._in_use, self._has_released = file, False
+            self._in_use = file
+            self._has_released = False
         file.clear()
         get_shards = self._staging[file.path].start_copy(tensors)
         self._pending = Save(state.step, file.path, start_time)
@@ -193,7 +238,8 @@ class InMemoryCheckpoints:
     def _record(self, **changed: int) -> None:
         """What the launcher counts as progress, and what the next launch may resume from.
 
-        A disk that cannot be written does not end the run; it then lacks metrics, too, and steps since are not resumed from.
+        A disk that cannot be written does not end the run; it then lacks metrics, too, and steps
+        since are not resumed from.
         """
         if self._rank == 0:
             with self._recording:
@@ -205,17 +251,24 @@ class InMemoryCheckpoints:
 
     def wait(self) -> None:
         """For the newest copy to be complete on all ranks."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is None:
             return
         pending.wait()
         pending.raise_if_aborted()
         if pending.problem is not None and self._rank == 0:
-            log.warning("in-memory checkpoint of step %d failed: %s", pending.step, pending.problem)
+            log.warning(
+                "in-memory checkpoint of step %d failed: %s", pending.step, pending.problem
+            )
         elif not self._is_reported:
             self._is_reported = True
             size = format_bytes(FILES_PER_RANK * pending.bytes * (2 if self._held else 1))
-            log.info("in-memory checkpoints: %s per rank, the first complete after %.1f s", size, pending.seconds)
+            log.info(
+                "in-memory checkpoints: %s per rank, the first complete after %.1f s",
+                size,
+                pending.seconds,
+            )
 
     def _publish(self, file: MemoryFile, get_shards: LocalTensorsGetter, state: TrainState) -> int:
         """In the background thread."""
@@ -229,12 +282,18 @@ class InMemoryCheckpoints:
         self._record(in_memory=state.step)
         return file.bytes.nbytes
 
-    def _complete(self, file: MemoryFile, get_shards: LocalTensorsGetter, state: TrainState) -> None:
+    def _complete(
+        self, file: MemoryFile, get_shards: LocalTensorsGetter, state: TrainState
+    ) -> None:
         shards = get_shards()
         content = seal(state.model_copy(update={"optimizer_steps": optimizer_steps(shards)}))
         if len(content) > STATE_BYTES:
-            raise RunFailedError(f"the training state has {len(content):,} bytes, more than {STATE_BYTES:,}")
-        file.bytes[HEADER_BYTES:][: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            raise RunFailedError(
+                f"the training state has {len(content):,} bytes, more than {STATE_BYTES:,}"
+            )
+        file.bytes[HEADER_BYTES:][: len(content)] = torch.frombuffer(
+            bytearray(content), dtype=torch.uint8
+        )
         header = InMemoryCheckpoint(
             step=state.step,
             launch=self._launch,
@@ -255,14 +314,19 @@ class InMemoryCheckpoints:
             sent.wait()
 
     def discard(self) -> None:
-        """What is in memory must not be resumed from: it has a loss spike, or copies that differ."""
+        """What is in memory must not be resumed from: it has a loss spike, or copies that
+        differ.
+        """
         self.wait()
         self._record(in_memory=-1)
         for file in (*self._files, *self._held):
             file.clear()
 
     def remove(self) -> None:
-        """At an ending after which nothing resumes from memory. The memory is freed once all ranks have ended."""
+        """At an ending after which nothing resumes from memory.
+
+        The memory is freed once all ranks have ended.
+        """
         remove_memory_folder(self.folder)
 
     # ---- resuming
@@ -270,30 +334,45 @@ class InMemoryCheckpoints:
     def load_newest(
         self, tensors: Mapping[str, Tensor], current: TrainState, *, committed_step: int
     ) -> TrainState | None:
-        """Fills the tensors from the newest step that is whole on all ranks and newer than any on disk; returns its state.
+        """Fills the tensors from the newest step that is whole on all ranks and newer than any on
+        disk; returns its state.
 
-        None without one, and if a checkpoint was removed from the disk: then an earlier step is wanted. `current` is the
-        state of this run before it resumes. All other steps are forgotten.
+        None without one, and if a checkpoint was removed from the disk: then an earlier step is
+        wanted. `current` is the state of this run before it resumes. All other steps are
+        forgotten.
         """
 
         def states_by_step() -> dict[int, TrainState]:
-            found = ((header, file) for file in self._files if (header := file.read_header()) is not None)
-            states = ((header.step, self._usable_state(file, header, current)) for header, file in found)
+            found = (
+                (header, file)
+                for file in self._files
+                if (header := file.read_header()) is not None
+            )
+            states = (
+                (header.step, self._usable_state(file, header, current)) for header, file in found
+            )
             return {step: state for step, state in states if state is not None}
 
         loaded: TrainState | None = None
-        recorded: list[Any] = run_on_rank_zero(lambda: [*Newest.read(self.run_dir.checkpoints_dir)], self._group)
+        recorded: list[Any] = run_on_rank_zero(
+            lambda: [*Newest.read(self.run_dir.checkpoints_dir)], self._group
+        )
         newest = Newest(*recorded)
         for file in (*self._files, *self._held):
             header = file.read_header()
             if header is None or header.launch != newest.launch or header.step > newest.in_memory:
                 file.clear()
         steps_held = {_step(file) for file in self._held}
-        offered = set[int]().union(*run_and_gather(lambda: sorted({*states_by_step()} | steps_held), self._group))
+        offered = set[int]().union(
+            *run_and_gather(lambda: sorted({*states_by_step()} | steps_held), self._group)
+        )
         if newest.on_disk > committed_step:
             offered = set()
         for step in sorted(offered, reverse=True):
-            if step > committed_step and (whole := self._assemble(step, states_by_step)) is not None:
+            if (
+                step > committed_step
+                and (whole := self._assemble(step, states_by_step)) is not None
+            ):
                 for name, shard in self._layout.map(whole.bytes).items():
                     to_local(tensors[name].detach()).copy_(shard)
                 loaded = states_by_step()[step]
@@ -303,12 +382,15 @@ class InMemoryCheckpoints:
             if loaded is not None and header is not None and header.step == loaded.step:
                 file.write_header(header.model_copy(update={"launch": self._launch}))
             else:
-                file.clear()  # The next copy must not go in place of the step that all ranks have.
+                # The next copy must not go in place of the step that all ranks have.
+                file.clear()
         run_on_all_ranks(lambda: None, self._group)
         self._record(in_memory=-1 if loaded is None else loaded.step, on_disk=committed_step)
         return loaded
 
-    def _usable_state(self, file: MemoryFile, header: InMemoryCheckpoint, current: TrainState) -> TrainState | None:
+    def _usable_state(
+        self, file: MemoryFile, header: InMemoryCheckpoint, current: TrainState
+    ) -> TrainState | None:
         """None for another run, mesh or torch."""
         if header.layout != self._layout.sha256:
             return None
@@ -316,7 +398,9 @@ class InMemoryCheckpoints:
         varying = {name: getattr(current, name) for name in ("step", "trainer", "optimizer_steps")}
         return state if state is not None and state.model_copy(update=varying) == current else None
 
-    def _assemble(self, step: int, states_by_step: Callable[[], Mapping[int, TrainState]]) -> MemoryFile | None:
+    def _assemble(
+        self, step: int, states_by_step: Callable[[], Mapping[int, TrainState]]
+    ) -> MemoryFile | None:
         """The file of the step of this rank, if all ranks have theirs. Collective."""
 
         def intact_file() -> MemoryFile | None:
@@ -340,7 +424,9 @@ class InMemoryCheckpoints:
             elif self._rank == rank:
                 receive(self._group, buffer=min(self._files, key=_step).bytes, source=holder)
         if missing:
-            log.info("step %d of ranks %s is restored from the memory of the next node", step, missing)
+            log.info(
+                "step %d of ranks %s is restored from the memory of the next node", step, missing
+            )
             file = run_on_all_ranks(intact_file, self._group)
         return file if all(run_and_gather(lambda: file is not None, self._group)) else None
 

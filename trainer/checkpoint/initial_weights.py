@@ -1,7 +1,7 @@
 """Initial weights of a run: another run's checkpoint or a Hugging Face model. Imports no torch.
 
-Only weights are loaded: optimizer, data position and step start from zero. A checkpoint of the run itself takes
-precedence.
+Only weights are loaded: optimizer, data position and step start from zero. A checkpoint of the run
+itself takes precedence.
 """
 
 from __future__ import annotations
@@ -27,14 +27,20 @@ def is_text_only(initial: str) -> bool:
 
 
 def resolve_initial_path(initial: str) -> Path:
-    """The Hugging Face folder or the checkpoint that `checkpoint.initial_load_path` names. Raises `ResumeError`."""
+    """The Hugging Face folder or the checkpoint that `checkpoint.initial_load_path` names.
+
+    Raises `ResumeError`.
+    """
     if is_hugging_face(initial):
         return Path(initial.partition(":")[2]).expanduser()
     return find_checkpoint(Path(initial).expanduser())
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`, or the newest one of the run folder at `path`. Raises `ResumeError`."""
+    """The checkpoint at `path`, or the newest one of the run folder at `path`.
+
+    Raises `ResumeError`.
+    """
     if (path / manifest.MANIFEST_FILE).is_file() or (path / STATE_FILE).is_file():
         try:
             manifest.read_validated(path)

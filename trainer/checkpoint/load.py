@@ -1,7 +1,8 @@
 """Reads tensors from a checkpoint without executing code that a malicious checkpoint may contain.
 
-torch.distributed.checkpoint unpickles `.metadata` and non-tensor entries without restrictions. Here `.metadata` may
-contain only an allowlist of classes, only tensors are read, and only from files that the manifest lists.
+torch.distributed.checkpoint unpickles `.metadata` and non-tensor entries without restrictions.
+Here `.metadata` may contain only an allowlist of classes, only tensors are read, and only from
+files that the manifest lists.
 """
 
 from __future__ import annotations
@@ -49,7 +50,12 @@ ALLOWED_GLOBALS = frozenset(
         ),
         "torch.distributed.checkpoint.filesystem": "_StorageInfo",
         "torch.serialization": "_get_layout",
-        "torch": " ".join(["Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))]),
+        "torch": " ".join(
+            [
+                "Size",
+                *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+            ]
+        ),
         "pathlib": "PosixPath",
         "pathlib._local": "PosixPath",
         "collections": "OrderedDict",
@@ -57,20 +63,29 @@ ALLOWED_GLOBALS = frozenset(
     }.items()
     for name in names.split()
 )
-"""Globals that `.metadata` may name: torch's own metadata, dtypes, and `getattr`, by which Python 3.11.2 names enums."""
+"""Globals that `.metadata` may name: torch's own metadata, dtypes, and `getattr`, by which Python
+3.11.2 names enums.
+"""
 
 
 class RestrictedUnpickler(pickle._Unpickler):
-    """Raises `DamageError` for a global outside `ALLOWED_GLOBALS` and for an attribute that is not a dataclass field.
+    """Raises `DamageError` for a global outside `ALLOWED_GLOBALS` and for an attribute that is not
+    a dataclass field.
 
-    Subclasses the Python unpickler because the C one has no hook before BUILD sets a state. A two-part state of a
-    pickle sets attributes of any object that it can name, including classes.
+    Subclasses the Python unpickler because the C one has no hook before BUILD sets a state. A
+    two-part state of a pickle sets attributes of any object that it can name, including classes.
     """
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if (module_name, global_name) not in ALLOWED_GLOBALS:
-            raise DamageError(f"{manifest.METADATA_FILE} names {module_name}.{global_name}, which is not allowed")
-        return _enum_member if global_name == "getattr" else super().find_class(module_name, global_name)
+            raise DamageError(
+                f"{manifest.METADATA_FILE} names {module_name}.{global_name}, which is not allowed"
+            )
+        return (
+            _enum_member
+            if global_name == "getattr"
+            else super().find_class(module_name, global_name)
+        )
 
     def load_build(self) -> None:
         _require_dataclass_fields(self.stack[-2], self.stack[-1])  # type: ignore[attr-defined]
@@ -81,12 +96,17 @@ class RestrictedUnpickler(pickle._Unpickler):
 
 def _enum_member(owner: Any, name: str) -> Any:
     if not isinstance(owner, EnumMeta) or name not in owner.__members__:
-        raise DamageError(f"{manifest.METADATA_FILE} names the attribute {name!r} of {owner!r}, which is not allowed")
+        raise DamageError(
+            f"{manifest.METADATA_FILE} names the attribute {name!r} of {owner!r}, which is not allowed"
+        )
     return owner[name]
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads and validates `.metadata` on construction. Raises `ResumeError` or `RunFailedError`."""
+    """Reads and validates `.metadata` on construction.
+
+    Raises `ResumeError` or `RunFailedError`.
+    """
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__(checkpoint)
@@ -116,7 +136,10 @@ class TensorLoadPlanner(DefaultLoadPlanner):
 
 
 def find_metadata_damage(checkpoint: Path) -> list[str]:
-    """What is wrong with `.metadata`, besides its hash. Raises `RunFailedError` if it cannot be read now."""
+    """What is wrong with `.metadata`, besides its hash.
+
+    Raises `RunFailedError` if it cannot be read now.
+    """
     try:
         CheckpointReader(checkpoint)
     except ResumeError as error:
@@ -134,8 +157,8 @@ def load_tensors(
 ) -> None:
     """Fills the tensors. Collective over `group`.
 
-    Raises `ResumeError` unless the tensors of all ranks of `pp_group` together are those in the checkpoint whose names
-    start with `prefix`. Raises `RunFailedError` for an I/O error.
+    Raises `ResumeError` unless the tensors of all ranks of `pp_group` together are those in the
+    checkpoint whose names start with `prefix`. Raises `RunFailedError` for an I/O error.
     """
     reader = run_on_all_ranks(lambda: CheckpointReader(checkpoint), group)
 
@@ -149,15 +172,22 @@ def load_tensors(
         if name.startswith(prefix)
     }
     own = {name: describe(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    expected = {name: entry for stage in all_gather_values(own, pp_group) for name, entry in stage.items()}
+    expected = {
+        name: entry for stage in all_gather_values(own, pp_group) for name, entry in stage.items()
+    }
     require_matching_tensors(checkpoint, saved, expected)
     run_on_all_ranks(lambda: read_tensors(reader, tensors), group)
 
 
 def require_matching_tensors(
-    checkpoint: Path, saved: Mapping[str, object], expected: Mapping[str, object], *, max_shown: int = 10
+    checkpoint: Path,
+    saved: Mapping[str, object],
+    expected: Mapping[str, object],
+    *,
+    max_shown: int = 10,
 ) -> None:
-    """Raises `ResumeError` unless names and values are equal. A value is a shape, or a shape and a dtype.
+    """Raises `ResumeError` unless names and values are equal. A value is a shape, or a shape and a
+    dtype.
 
     torch.distributed.checkpoint ignores absent names and other dtypes silently.
     """
@@ -167,14 +197,21 @@ def require_matching_tensors(
         if saved.get(name) != expected.get(name)
     ]
     if mismatches:
-        listed = f" {mismatches[0]}" if max_shown == 1 else "".join(f"\n  {line}" for line in mismatches[:max_shown])
-        raise ResumeError(f"{checkpoint} does not match the model: {len(mismatches)} tensors differ:{listed}")
+        listed = (
+            f" {mismatches[0]}"
+            if max_shown == 1
+            else "".join(f"\n  {line}" for line in mismatches[:max_shown])
+        )
+        raise ResumeError(
+            f"{checkpoint} does not match the model: {len(mismatches)} tensors differ:{listed}"
+        )
 
 
 def read_tensors(reader: CheckpointReader, tensors: dict[str, Tensor]) -> None:
     """Fills the tensors, or this rank's shards of them. Raises `ResumeError` or `RunFailedError`.
 
-    A rank finds what it needs in `.metadata` by itself: torch's own plan of all ranks would be sent as pickles.
+    A rank finds what it needs in `.metadata` by itself: torch's own plan of all ranks would be
+    sent as pickles.
     """
     for attempt in range(MAX_RETRIES + 1):
         try:
@@ -186,7 +223,9 @@ def read_tensors(reader: CheckpointReader, tensors: dict[str, Tensor]) -> None:
             is_transient = getattr(root_cause(error), "errno", None) in TRANSIENT_ERRNOS
             if not is_transient or attempt == MAX_RETRIES:
                 error_type = RunFailedError if is_transient else ResumeError
-                raise error_type(f"{reader.checkpoint} cannot be read: {describe_error(error)}") from error
+                raise error_type(
+                    f"{reader.checkpoint} cannot be read: {describe_error(error)}"
+                ) from error
 
 
 def read_full_tensor(reader: CheckpointReader, name: str) -> Tensor:
@@ -198,11 +237,15 @@ def read_full_tensor(reader: CheckpointReader, name: str) -> Tensor:
 
 
 def _require_dataclass_fields(instance: object, state: object) -> None:
-    """Raises `DamageError` unless the state sets only dataclass fields or is a tuple for `__setstate__`."""
+    """Raises `DamageError` unless the state sets only dataclass fields or is a tuple for
+    `__setstate__`.
+    """
     cls: type = type(instance)
     names = {field.name for field in fields(cls)} if is_dataclass(cls) else set[str]()
     has_setstate = hasattr(cls, "__setstate__")
-    if names and (type(state) is tuple if has_setstate else type(state) is dict and state.keys() <= names):
+    if names and (
+        type(state) is tuple if has_setstate else type(state) is dict and state.keys() <= names
+    ):
         return
     raise DamageError(
         f"{manifest.METADATA_FILE} sets attributes of {cls.__module__}.{cls.__name__} that are not dataclass fields"
@@ -215,13 +258,17 @@ def _validate_metadata(metadata: Metadata, files: Mapping[str, tuple[int, str]])
     for name, entry in metadata.state_dict_metadata.items():
         if type(name) is not str or type(entry) is not TensorStorageMetadata:
             raise DamageError(f"{name} is not a tensor")
-        if problem := tiling_problem(entry.size, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]):
+        if problem := tiling_problem(
+            entry.size, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+        ):
             raise DamageError(f"{manifest.METADATA_FILE} has chunks of {name} that {problem}")
     _require_stored(metadata, files)
 
 
 def _require_stored(metadata: Metadata, files: Mapping[str, tuple[int, str]]) -> None:
-    """Raises `DamageError` unless every chunk of a tensor is stored within a listed file, and nothing else is."""
+    """Raises `DamageError` unless every chunk of a tensor is stored within a listed file, and
+    nothing else is.
+    """
     wanted = {
         (name, chunk.offsets)
         for name, entry in metadata.state_dict_metadata.items()
@@ -229,23 +276,36 @@ def _require_stored(metadata: Metadata, files: Mapping[str, tuple[int, str]]) ->
         for chunk in entry.chunks
     }
     storage = metadata.storage_data or {}
-    if missing := wanted - {(index.fqn, index.offset) for index in storage if type(index) is MetadataIndex}:
+    if missing := wanted - {
+        (index.fqn, index.offset) for index in storage if type(index) is MetadataIndex
+    }:
         name, offsets = min(missing)
-        raise DamageError(f"{manifest.METADATA_FILE} does not say where {name} is stored from {[*offsets]} on")
+        raise DamageError(
+            f"{manifest.METADATA_FILE} does not say where {name} is stored from {[*offsets]} on"
+        )
     for index, stored in storage.items():
         if type(index) is not MetadataIndex or index.fqn not in metadata.state_dict_metadata:
-            raise DamageError(f"{manifest.METADATA_FILE} stores a tensor that it does not describe: {index}")
-        where, file = f"{manifest.METADATA_FILE} stores {index.fqn}", stored.relative_path
+            raise DamageError(
+                f"{manifest.METADATA_FILE} stores a tensor that it does not describe: {index}"
+            )
+        where = f"{manifest.METADATA_FILE} stores {index.fqn}"
+        file = stored.relative_path
         if file not in files:
             raise DamageError(f'{where} in "{file}", which the manifest does not list')
         if not (0 <= stored.offset <= stored.offset + stored.length <= files[file][0]):
             raise DamageError(f"{where} outside {file}")
         if stored.transform_descriptors:
-            raise DamageError(f"{index.fqn} is stored as {stored.transform_descriptors}, which is not supported")
+            raise DamageError(
+                f"{index.fqn} is stored as {stored.transform_descriptors}, which is not supported"
+            )
 
 
-def tiling_problem(size: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str:
-    """What is wrong if chunks, given by offsets and sizes, do not hold every element of a tensor exactly once; else ""."""
+def tiling_problem(
+    size: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> str:
+    """What is wrong if chunks, given by offsets and sizes, do not hold every element of a tensor
+    exactly once; else "".
+    """
     for offsets, sizes in chunks:
         if not len(offsets) == len(sizes) == len(size) or any(
             offset < 0 or length < 0 or offset + length > total
@@ -255,10 +315,13 @@ def tiling_problem(size: Sequence[int], chunks: Sequence[tuple[Sequence[int], Se
     filled = [(offsets, sizes) for offsets, sizes in chunks if 0 not in sizes]
     if (found := sum(prod(sizes) for _, sizes in filled)) != prod(size):
         return f"hold {found:,} of its {prod(size):,} elements"
-    # As many elements as the tensor has: some are missing only if others are there twice. Cuts make a grid of cells.
+    # As many elements as the tensor has: some are missing only if others are there twice. Cuts
+    # make a grid of cells.
     edges = [
         sorted({0, *(edge for at, length in boxes for edge in (at, at + length))})
-        for boxes in ([(offsets[dim], sizes[dim]) for offsets, sizes in filled] for dim in range(len(size)))
+        for boxes in (
+            [(offsets[dim], sizes[dim]) for offsets, sizes in filled] for dim in range(len(size))
+        )
     ]
     if prod(map(len, edges)) > MAX_CELLS:
         return "are cut too irregularly"

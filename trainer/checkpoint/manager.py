@@ -1,6 +1,7 @@
 """Checkpoints of a run: when to save, saves in the background, resuming, and pruning.
 
-A save copies the state to the host; a thread writes the copy while training continues. The next save waits for it.
+A save copies the state to the host; a thread writes the copy while training continues. The next
+save waits for it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from trainer.checkpoint.background_save import Save
 from trainer.checkpoint.in_memory import InMemoryCheckpoints
 from trainer.checkpoint.initial_weights import is_hugging_face
 from trainer.checkpoint.memory_folder import forget
-from trainer.checkpoint.save import HostStaging, LocalTensorsGetter, SaveRequest, without_staging, write_checkpoint
+from trainer.checkpoint.save import (
+    HostStaging,
+    LocalTensorsGetter,
+    SaveRequest,
+    without_staging,
+    write_checkpoint,
+)
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.migrations import SCHEMA_VERSION
 from trainer.errors import CONCLUSIVE_EXIT_CODES, RunError
@@ -42,7 +49,9 @@ class CheckpointManager:
     """Saves and resumes a run. All ranks call every method at the same steps."""
 
     def __init__(self, config: Config, run_dir: RunDir, world: World) -> None:
-        self.config, self.run_dir, self.world = config, run_dir, world
+        self.config = config
+        self.run_dir = run_dir
+        self.world = world
         self._staging = HostStaging()
         self._protected: list[Path] = []
         """Checkpoints that this launch resumed from or loaded initial weights from."""
@@ -62,20 +71,26 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: object) -> None:
+    def __exit__(
+        self, _: type[BaseException] | None, error: BaseException | None, __: object
+    ) -> None:
         """Waits for a save in progress; after an error at most `FAILURE_TIMEOUT_SECONDS`."""
         if self._pending_save is not None:
             self._pending_save.wait(None if error is None else FAILURE_TIMEOUT_SECONDS)
         if self._in_memory is not None:
             if error is None:
                 self._in_memory.wait()
-            if error is None or (isinstance(error, RunError) and error.status in CONCLUSIVE_EXIT_CODES):
+            if error is None or (
+                isinstance(error, RunError) and error.status in CONCLUSIVE_EXIT_CODES
+            ):
                 self._in_memory.remove()
 
     def should_save(self, step: int, stage: TrainingStage, *, requested: bool = False) -> bool:
         """Whether to save after this step. `requested` must be the same on all ranks."""
         section = self.config.checkpoint
-        return section.enabled and (requested or step % section.interval == 0 or step == stage.end_step)
+        return section.enabled and (
+            requested or step % section.interval == 0 or step == stage.end_step
+        )
 
     def should_copy(self, step: int) -> bool:
         """Whether to copy the state to memory after this step, if it is not saved."""
@@ -84,17 +99,24 @@ class CheckpointManager:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether there is a checkpoint on disk. The same on all ranks while no save is in progress."""
+        """Whether there is a checkpoint on disk.
+
+        The same on all ranks while no save is in progress.
+        """
         return self._committed_step >= 0
 
     def resume(self, trainer: Trainer) -> Path | None:
-        """From memory, or as `resume_from_disk`. Returns what the run resumed from; None for the initial weights."""
+        """From memory, or as `resume_from_disk`.
+
+        Returns what the run resumed from; None for the initial weights.
+        """
         if self.config.checkpoint.memory_interval is None:
             forget(self.run_dir.path, self.run_dir.checkpoints_dir)
             return self.resume_from_disk(trainer)
         committed = self.run_dir.committed_checkpoints()
         self._committed_step = all_gather_values(committed[-1][0] if committed else -1)[0]
-        tensors, group = _tensors(trainer), gloo_group(self.config.distributed)
+        tensors = _tensors(trainer)
+        group = gloo_group(self.config.distributed)
         self._in_memory = InMemoryCheckpoints(self.run_dir, trainer.world, group, tensors)
         current = _current_state(trainer)
         state = self._in_memory.load_newest(tensors, current, committed_step=self._committed_step)
@@ -136,14 +158,17 @@ class CheckpointManager:
     # ---- saving
 
     def save(self, trainer: Trainer) -> None:
-        """Waits for the previous save and starts the next, unless the previous one was of the same step.
+        """Waits for the previous save and starts the next, unless the previous one was of the same
+        step.
 
-        Training may continue when this returns. Without `checkpoint.async` the save is complete by then.
+        Training may continue when this returns. Without `checkpoint.async` the save is complete by
+        then.
         """
         self.wait()
         if trainer.step == self._last_saved_step:
             return
-        start_time, threaded = time.monotonic(), self.config.checkpoint.asynchronous
+        start_time = time.monotonic()
+        threaded = self.config.checkpoint.asynchronous
         tensors = _tensors(trainer)
         state = _current_state(trainer)
         request = SaveRequest(
@@ -162,8 +187,12 @@ class CheckpointManager:
         if not threaded:
             self._collect_pending()
 
-    def _local_tensors(self, tensors: dict[str, Tensor], state: TrainState, *, threaded: bool) -> LocalTensorsGetter:
-        """What a save writes: the in-memory checkpoint of this step, another copy, or the tensors themselves."""
+    def _local_tensors(
+        self, tensors: dict[str, Tensor], state: TrainState, *, threaded: bool
+    ) -> LocalTensorsGetter:
+        """What a save writes: the in-memory checkpoint of this step, another copy, or the tensors
+        themselves.
+        """
         get_copy: LocalTensorsGetter | None = None
         if self._in_memory is not None:
             get_copy = self._in_memory.copy(tensors, state, to_disk=threaded)
@@ -179,7 +208,8 @@ class CheckpointManager:
     def wait(self) -> Save | None:
         """Waits for the save in progress; returns the newest save, if any.
 
-        Raises `RankFailedError` if the ranks could not agree on the outcome; no further save is possible.
+        Raises `RankFailedError` if the ranks could not agree on the outcome; no further save is
+        possible.
         """
         if self._pending_save is not None:
             self._pending_save.wait()
@@ -190,11 +220,13 @@ class CheckpointManager:
         """The saves that finished since the last call. Never waits. Raises as `wait`."""
         if self._pending_save is not None and self._pending_save.is_done:
             self._collect_pending()
-        finished, self._finished_saves = self._finished_saves, []
+        finished = self._finished_saves
+        self._finished_saves = []
         return finished
 
     def _collect_pending(self) -> None:
-        save, self._pending_save = self._pending_save, None
+        save = self._pending_save
+        self._pending_save = None
         if save is None:
             return
         save.raise_if_aborted()
@@ -233,7 +265,10 @@ class CheckpointManager:
         try:
             committed = valid_checkpoints(self.run_dir.committed_checkpoints())
             for folder in checkpoints_to_delete(
-                committed, keep=section.keep, keep_every=section.keep_every, protected=self._protected
+                committed,
+                keep=section.keep,
+                keep_every=section.keep_every,
+                protected=self._protected,
             ):
                 delete_checkpoint(folder)
         except OSError as error:

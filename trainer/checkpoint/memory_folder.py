@@ -1,4 +1,5 @@
-"""Where in-memory checkpoints lie: files in the shared memory of a node, which outlive the processes. Imports no torch.
+"""Where in-memory checkpoints lie: files in the shared memory of a node, which outlive the
+processes. Imports no torch.
 
     /dev/shm/longhaul-<user>-<run>/rank-<R>.<0|1>   of rank R, which runs on this node
     /dev/shm/longhaul-<user>-<run>/held-<R>.<0|1>   of rank R, which runs on the previous node
@@ -39,12 +40,17 @@ RECORD_FILE = "newest"
 
 
 class InMemoryCheckpoint(Artifact):
-    """One rank's part. What follows the header is `state_bytes` of a sealed `TrainState`, and the shards."""
+    """One rank's part.
+
+    What follows the header is `state_bytes` of a sealed `TrainState`, and the shards.
+    """
 
     kind: ClassVar[str] = "in-memory checkpoint"
     step: int = Field(ge=0)
     launch: str
-    """Random, of the launch that wrote it or resumed from it: steps of two launches must not be mixed."""
+    """Random, of the launch that wrote it or resumed from it: steps of two launches must not be
+    mixed.
+    """
     layout: str
     """Hash of names, shapes and dtypes of the shards."""
     state_bytes: int = Field(ge=0)
@@ -55,7 +61,10 @@ class InMemoryCheckpoint(Artifact):
 def memory_folder(run_dir: Path) -> Path:
     """The same for every launch of a run on this node; another for a copy of the run folder."""
     identity = f"{run_dir.resolve()} {run_dir.stat().st_ino}"
-    return SHARED_MEMORY / f"longhaul-{os.geteuid()}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    return (
+        SHARED_MEMORY
+        / f"longhaul-{os.geteuid()}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    )
 
 
 def create_memory_folder(folder: Path) -> None:
@@ -64,9 +73,13 @@ def create_memory_folder(folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
-        raise RunFailedError(f"checkpoint.memory_interval: {folder} cannot be created: {error.strerror}") from None
+        raise RunFailedError(
+            f"checkpoint.memory_interval: {folder} cannot be created: {error.strerror}"
+        ) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise RunFailedError(f"{folder} is not a folder that only this user can write to; remove it")
+        raise RunFailedError(
+            f"{folder} is not a folder that only this user can write to; remove it"
+        )
 
 
 def remove_others(folder: Path, kinds: Sequence[str], num_ranks: int) -> None:
@@ -85,18 +98,23 @@ def remove_memory_folder(folder: Path) -> None:
 
 
 def hold(folder: Path) -> int:
-    """Keeps other runs from freeing the folder as long as this process lives; returns the descriptor."""
+    """Keeps other runs from freeing the folder as long as this process lives; returns the
+    descriptor.
+    """
     descriptor = open_own_folder(folder)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 
 
 def open_own_folder(path: Path) -> int:
-    """A descriptor of a folder of this user. Raises OSError for what is none, and does not wait for a pipe's writer.
+    """A descriptor of a folder of this user. Raises OSError for what is none, and does not wait
+    for a pipe's writer.
 
     Every user of the host can create files in shared memory, by any name.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(
+        path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    )
     if os.fstat(descriptor).st_uid != os.geteuid():
         os.close(descriptor)
         raise PermissionError(errno.EPERM, "it is of another user", str(path))
@@ -124,7 +142,9 @@ def remove_abandoned() -> None:
 
 
 class Newest(NamedTuple):
-    """What the newest launch of a run with in-memory checkpoints recorded beside the checkpoints on disk."""
+    """What the newest launch of a run with in-memory checkpoints recorded beside the checkpoints
+    on disk.
+    """
 
     in_memory: int = -1
     """Step of the newest in-memory checkpoint that all ranks completed; -1: none."""
@@ -133,20 +153,28 @@ class Newest(NamedTuple):
     launch: str = ""
 
     def write(self, checkpoints_dir: Path) -> None:
-        write_atomic(checkpoints_dir / RECORD_FILE, f"{self.in_memory} {self.on_disk} {self.launch}\n".encode())
+        write_atomic(
+            checkpoints_dir / RECORD_FILE,
+            f"{self.in_memory} {self.on_disk} {self.launch}\n".encode(),
+        )
 
     @classmethod
     def read(cls, checkpoints_dir: Path) -> Newest:
         with suppress(OSError, ValueError):
-            in_memory, on_disk, launch = read_regular(checkpoints_dir / RECORD_FILE, max_bytes=100).split()
+            in_memory, on_disk, launch = read_regular(
+                checkpoints_dir / RECORD_FILE, max_bytes=100
+            ).split()
             return cls(int(in_memory), int(on_disk), launch.decode())
         return cls()
 
 
 def forget(run_dir: Path, checkpoints_dir: Path) -> None:
-    """A launch without in-memory checkpoints takes another course: no later one must resume from those there are."""
+    """A launch without in-memory checkpoints takes another course: no later one must resume from
+    those there are.
+    """
     with suppress(OSError):
         (checkpoints_dir / RECORD_FILE).unlink()
-    with suppress(FileNotFoundError):  # The folder of a run that saves nothing.
+    # The folder of a run that saves nothing.
+    with suppress(FileNotFoundError):
         remove_memory_folder(memory_folder(run_dir))
     remove_abandoned()

@@ -1,4 +1,6 @@
-"""Runs a function on all ranks and agrees on the outcome: all ranks return, or all raise the same error."""
+"""Runs a function on all ranks and agrees on the outcome: all ranks return, or all raise the same
+error.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,23 @@ class PhaseError(Exception):
 
 
 SHARED_ERRORS: dict[str, type[Exception]] = {
-    error_type.__name__: error_type for error_type in (PhaseError, ResumeError, UnreadableError, RunFailedError)
+    error_type.__name__: error_type
+    for error_type in (PhaseError, ResumeError, UnreadableError, RunFailedError)
 }
-"""Errors that one rank may raise for all, by the name that it sends; every other one becomes a `PhaseError`."""
+"""Errors that one rank may raise for all, by the name that it sends; every other one becomes a
+`PhaseError`.
+"""
 
 
 def run_and_gather(function: Callable[[], T], group: ProcessGroup | None) -> list[T]:
     """The function's values of all ranks, by rank, once it has succeeded on all. Collective.
 
-    A value is what `all_gather_values` takes. If any rank fails, all ranks raise `ResumeError`, `RunFailedError` or
-    `UnreadableError` if a rank raised that, else `PhaseError`.
+    A value is what `all_gather_values` takes. If any rank fails, all ranks raise `ResumeError`,
+    `RunFailedError` or `UnreadableError` if a rank raised that, else `PhaseError`.
     """
     value: T | None = None
-    error_name, problem = "", ""
+    error_name = ""
+    problem = ""
     try:
         value = function()
     except Exception as error:  # noqa: BLE001 - reported to the other ranks, which would wait for this one
@@ -49,7 +55,8 @@ def run_and_gather(function: Callable[[], T], group: ProcessGroup | None) -> lis
         # A damaged checkpoint looks the same to every rank.
         omit_ranks = raised_type is not PhaseError or len(outcomes) == 1
         messages = dict.fromkeys(
-            problem if omit_ranks else f"[rank {rank}] {problem}" for rank, (_, problem) in failures.items()
+            problem if omit_ranks else f"[rank {rank}] {problem}"
+            for rank, (_, problem) in failures.items()
         )
         raise raised_type("; ".join([*messages][:MAX_REPORTED_PROBLEMS]))
     return [value for value, _, _ in outcomes]
@@ -63,7 +70,10 @@ def run_on_all_ranks(function: Callable[[], T], group: ProcessGroup | None) -> T
 
 
 def run_on_rank_zero(function: Callable[[], T], group: ProcessGroup | None) -> T:
-    """Rank 0's value; the other ranks do not run the function. Raises as `run_and_gather`. Collective."""
+    """Rank 0's value; the other ranks do not run the function.
+
+    Raises as `run_and_gather`. Collective.
+    """
     is_rank_zero = distributed.get_rank(group) == 0
     return run_and_gather(lambda: function() if is_rank_zero else None, group)[0]  # type: ignore[return-value]
 
@@ -75,6 +85,8 @@ def describe_error(error: BaseException) -> str:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error that a `CheckpointException` of torch.distributed.checkpoint wraps, of the first failing rank."""
+    """The error that a `CheckpointException` of torch.distributed.checkpoint wraps, of the first
+    failing rank.
+    """
     failures = getattr(error, "failures", None)
     return next(iter(failures.values()))[0] if failures else error

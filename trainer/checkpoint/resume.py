@@ -1,7 +1,8 @@
-"""Resume: verify the newest checkpoint, quarantine damaged ones, and load the state; or load the initial weights.
+"""Resume: verify the newest checkpoint, quarantine damaged ones, and load the state; or load the
+initial weights.
 
-The ranks share the hashing of a checkpoint's files. A file that cannot be read now is not damaged: the run fails with a
-retryable error.
+The ranks share the hashing of a checkpoint's files. A file that cannot be read now is not damaged:
+the run fails with a retryable error.
 """
 
 from __future__ import annotations
@@ -25,23 +26,37 @@ from trainer.checkpoint.load import MODEL_PREFIX, find_metadata_damage, load_ten
 from trainer.checkpoint.rank_sync import run_and_gather, run_on_all_ranks, run_on_rank_zero
 from trainer.checkpoint.save import current_versions, optimizer_steps
 from trainer.config.job_config import Config
-from trainer.errors import EXIT_NO_RETRY, RankFailedError, ResumeError, RunFailedError, UnreadableError
+from trainer.errors import (
+    EXIT_NO_RETRY,
+    RankFailedError,
+    ResumeError,
+    RunFailedError,
+    UnreadableError,
+)
 from trainer.step.trainer import Trainer
 from trainer.storage import manifest
 from trainer.storage.artifact import DamageError
 from trainer.storage.manifest import Manifest
 from trainer.storage.retention import quarantine
-from trainer.storage.run_dir import RunDir, check_resume, describe_differences, flatten_config, raise_if_all_damaged
+from trainer.storage.run_dir import (
+    RunDir,
+    check_resume,
+    describe_differences,
+    flatten_config,
+    raise_if_all_damaged,
+)
 from trainer.storage.train_state import STATE_FILE, TrainState
 
 log = logging.getLogger("trainer")
 
 
 def resume(config: Config, run_dir: RunDir, trainer: Trainer, group: ProcessGroup) -> Path | None:
-    """Loads the newest intact checkpoint and returns it, or loads the initial weights and returns None. Collective.
+    """Loads the newest intact checkpoint and returns it, or loads the initial weights and returns
+    None. Collective.
 
-    Raises `ResumeError` if the checkpoint is of another run, has other tensors or data, or if all are damaged.
-    Raises `RunFailedError` if it cannot be read now or is of an earlier stage than the trainer.
+    Raises `ResumeError` if the checkpoint is of another run, has other tensors or data, or if all
+    are damaged. Raises `RunFailedError` if it cannot be read now or is of an earlier stage than
+    the trainer.
     """
     checkpoint = latest_verified_checkpoint(run_dir, group) if config.checkpoint.enabled else None
     if checkpoint is None:
@@ -50,36 +65,55 @@ def resume(config: Config, run_dir: RunDir, trainer: Trainer, group: ProcessGrou
         return None
     state = run_on_all_ranks(lambda: check_resume(config, checkpoint), group)
     if config.checkpoint.initial_load_path is not None:
-        log.info("checkpoint.initial_load_path is ignored: the run has checkpoints and resumes from the newest")
+        log.info(
+            "checkpoint.initial_load_path is ignored: the run has checkpoints and resumes from the newest"
+        )
     if state.step < trainer.stage.start_step:
         raise RunFailedError(
             f"{trainer.stage} cannot resume from {checkpoint}, which is at step {state.step} of an earlier stage; "
             "run the same command again to resume that stage"
         )
-    saved_data, current_data = state.data, trainer.dataset.fingerprints
+    saved_data = state.data
+    current_data = trainer.dataset.fingerprints
     if starts_new_stage := state.stage.index != trainer.stage.index:
         # Of the copy task, which fits the sequence length, each stage has another version.
-        shared = set() if trainer.config.data.is_synthetic else saved_data.keys() & current_data.keys()
-        saved_data, current_data = ({name: data[name] for name in shared} for data in (saved_data, current_data))
+        shared = (
+            set() if trainer.config.data.is_synthetic else saved_data.keys() & current_data.keys()
+        )
+        saved_data, current_data = (
+            {name: data[name] for name in shared} for data in (saved_data, current_data)
+        )
     if mismatches := describe_differences(saved_data, current_data):
         raise ResumeError(f"{checkpoint} was trained on other data: {'; '.join(mismatches)}")
     plans = trainer.dataset.plan_fingerprints
-    if state.plans and not starts_new_stage and (mismatches := describe_differences(state.plans, plans)):
-        raise ResumeError(f"{checkpoint} was trained on otherwise packed data: {'; '.join(mismatches)}")
+    if (
+        state.plans
+        and not starts_new_stage
+        and (mismatches := describe_differences(state.plans, plans))
+    ):
+        raise ResumeError(
+            f"{checkpoint} was trained on otherwise packed data: {'; '.join(mismatches)}"
+        )
     prefix = MODEL_PREFIX if starts_new_stage and trainer.stage.resets_optimizer else ""
-    tensors = {name: tensor for name, tensor in trainer.state_dict().items() if name.startswith(prefix)}
+    tensors = {
+        name: tensor for name, tensor in trainer.state_dict().items() if name.startswith(prefix)
+    }
     load_tensors(checkpoint, tensors, trainer.mesh.pp_group, prefix=prefix, group=group)
     _log_other_versions(manifest.read(checkpoint))
     trainer.load_train_state(state.trainer.model_dump())
     if not prefix:
         run_on_all_ranks(lambda: _require_one_step(config, checkpoint, state, tensors), group)
     trainer.config_changes = (
-        [] if starts_new_stage else describe_differences(state.config, flatten_config(trainer.config))
+        []
+        if starts_new_stage
+        else describe_differences(state.config, flatten_config(trainer.config))
     )
     return checkpoint
 
 
-def _require_one_step(config: Config, checkpoint: Path, state: TrainState, tensors: Mapping[str, Tensor]) -> None:
+def _require_one_step(
+    config: Config, checkpoint: Path, state: TrainState, tensors: Mapping[str, Tensor]
+) -> None:
     """Raises `ResumeError` if the optimizer's tensors are of another step than `state.json`."""
     stages = config.training_stages[: state.stage.index + 1]
     start = max((stage.start_step for stage in stages if stage.resets_optimizer), default=0)
@@ -98,7 +132,11 @@ def _require_one_step(config: Config, checkpoint: Path, state: TrainState, tenso
 def _log_other_versions(written: Manifest) -> None:
     """Of what a checkpoint was written with."""
     current = current_versions()
-    if others := [f"{name} {version}" for name, version in written.versions.items() if current.get(name) != version]:
+    if others := [
+        f"{name} {version}"
+        for name, version in written.versions.items()
+        if current.get(name) != version
+    ]:
         now = ", ".join(f"{name} {version}" for name, version in current.items())
         log.info("the checkpoint was written with %s; these are %s", ", ".join(others), now)
 
@@ -107,7 +145,11 @@ def _load_initial_weights(initial: str, trainer: Trainer, group: ProcessGroup) -
     """Raises `RankFailedError` for a Hugging Face model that only this rank cannot read."""
     # Rank 0 chooses: the other run may commit a checkpoint while the ranks look.
     folder = Path(run_and_gather(lambda: str(resolve_initial_path(initial)), group)[0])
-    weights = {name: tensor for name, tensor in trainer.state_dict().items() if name.startswith(MODEL_PREFIX)}
+    weights = {
+        name: tensor
+        for name, tensor in trainer.state_dict().items()
+        if name.startswith(MODEL_PREFIX)
+    }
     if is_hugging_face(initial):
         try:
             reader = SafetensorsReader(folder, text_only=is_text_only(initial))
@@ -121,15 +163,19 @@ def _load_initial_weights(initial: str, trainer: Trainer, group: ProcessGroup) -
     log.info("initial weights: %s", folder)
 
 
-def _load_hf_weights(reader: SafetensorsReader, model: ModelConfig, weights: Mapping[str, Tensor]) -> None:
-    """Fills this rank's weights, reading only its shards from safetensors. Raises `HuggingFaceError`.
+def _load_hf_weights(
+    reader: SafetensorsReader, model: ModelConfig, weights: Mapping[str, Tensor]
+) -> None:
+    """Fills this rank's weights, reading only its shards from safetensors. Raises
+    `HuggingFaceError`.
 
     The counts of routers, which no folder has, stay.
     """
     specs = reader.specs(model)
     stored = [name for name in weights if name not in model.buffers or model.buffers[name].hf_name]
     for name in stored:
-        spec, ranges = specs[name], local_ranges(weights[name])
+        spec = specs[name]
+        ranges = local_ranges(weights[name])
         values = reader.read(spec, ranges)
         if not bool(values.isfinite().all()):
             raise HuggingFaceError([f"{spec.name} has values that are not finite"])
@@ -144,10 +190,12 @@ def _load_hf_weights(reader: SafetensorsReader, model: ModelConfig, weights: Map
 def latest_verified_checkpoint(run_dir: RunDir, group: ProcessGroup) -> Path | None:
     """The newest checkpoint with intact files; None if the run has no checkpoint. Collective.
 
-    Quarantines damaged checkpoints as `bad-step-*`, and those that the device cannot read, once one before them is intact.
-    Raises `ResumeError` if all are damaged, or `RunFailedError`.
+    Quarantines damaged checkpoints as `bad-step-*`, and those that the device cannot read, once
+    one before them is intact. Raises `ResumeError` if all are damaged, or `RunFailedError`.
     """
-    committed = all_gather_values([str(path) for _, path in run_dir.committed_checkpoints()], group)[0]
+    committed = all_gather_values(
+        [str(path) for _, path in run_dir.committed_checkpoints()], group
+    )[0]
     unreadable = dict[Path, UnreadableError]()
     for checkpoint in map(Path, reversed(committed)):
         try:
@@ -167,13 +215,19 @@ def latest_verified_checkpoint(run_dir: RunDir, group: ProcessGroup) -> Path | N
 
 
 def require_verified(checkpoint: Path, group: ProcessGroup | None) -> None:
-    """Raises `ResumeError` or `RunFailedError` unless all files are intact. Renames nothing. Collective."""
+    """Raises `ResumeError` or `RunFailedError` unless all files are intact.
+
+    Renames nothing. Collective.
+    """
     if problems := verify_checkpoint(checkpoint, group):
         raise ResumeError(f"{checkpoint} is damaged: {'; '.join(problems)}")
 
 
 def verify_checkpoint(checkpoint: Path, group: ProcessGroup | None) -> list[str]:
-    """Damage of a checkpoint's files, the same on all ranks. Collective. Raises `ResumeError` or `RunFailedError`."""
+    """Damage of a checkpoint's files, the same on all ranks.
+
+    Collective. Raises `ResumeError` or `RunFailedError`.
+    """
 
     def read_manifest() -> dict[str, Any]:
         try:
@@ -188,8 +242,12 @@ def verify_checkpoint(checkpoint: Path, group: ProcessGroup | None) -> list[str]
     if answer["damage"]:
         return list(answer["damage"])
     found = Manifest.model_validate_json(answer["manifest"])
-    rank_files = sorted(found.files)[distributed.get_rank(group) :: distributed.get_world_size(group)]
-    damage = [*chain(*run_and_gather(lambda: manifest.find_damage(checkpoint, found, rank_files), group))]
+    rank_files = sorted(found.files)[
+        distributed.get_rank(group) :: distributed.get_world_size(group)
+    ]
+    damage = [
+        *chain(*run_and_gather(lambda: manifest.find_damage(checkpoint, found, rank_files), group))
+    ]
     return damage or run_on_rank_zero(lambda: find_metadata_damage(checkpoint), group)
 
 
@@ -197,6 +255,8 @@ def _quarantine(run_dir: RunDir, checkpoint: Path, reason: str) -> None:
     try:
         quarantined = quarantine(checkpoint, reason)
     except OSError as error:
-        raise RunFailedError(f"{checkpoint} is damaged ({reason}) and cannot be renamed: {error.strerror}") from None
+        raise RunFailedError(
+            f"{checkpoint} is damaged ({reason}) and cannot be renamed: {error.strerror}"
+        ) from None
     log.warning("%s is damaged, renamed to %s: %s", checkpoint, quarantined.name, reason)
     run_dir.log_event("quarantined", path=str(checkpoint), moved=str(quarantined), reason=reason)

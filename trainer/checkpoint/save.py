@@ -1,7 +1,8 @@
-"""One save in four phases: prepare, write, hash, commit. All ranks agree after each phase, or all raise the same error.
+"""One save in four phases: prepare, write, hash, commit. All ranks agree after each phase, or all
+raise the same error.
 
-The commit is the rename to `step-N` in `_commit`. It needs the agreement of every rank, so a partitioned run never
-commits.
+The commit is the rename to `step-N` in `_commit`. It needs the agreement of every rank, so a
+partitioned run never commits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from torch.distributed import ProcessGroup
 
 from parallelisms.mesh.collectives import num_replicas, to_local
 from trainer import __version__
-from trainer.checkpoint.rank_sync import PhaseError, run_and_gather, run_on_all_ranks, run_on_rank_zero
+from trainer.checkpoint.rank_sync import (
+    PhaseError,
+    run_and_gather,
+    run_on_all_ranks,
+    run_on_rank_zero,
+)
 from trainer.checkpoint.write_tensors import StagedSavePlanner, write_tensors
 from trainer.errors import ResumeError
 from trainer.storage import manifest
@@ -50,7 +56,10 @@ class SaveRequest:
     step: int
     attempt: str
     tensors: Mapping[str, Tensor]
-    """The trainer's tensors. Only shapes and placements are read, because training may change the values."""
+    """The trainer's tensors.
+
+    Only shapes and placements are read, because training may change the values.
+    """
     get_local_tensors: LocalTensorsGetter
     """Returns this rank's shards to write. May block and may raise."""
     state: TrainState
@@ -84,12 +93,21 @@ def write_checkpoint(request: SaveRequest, group: ProcessGroup) -> int:
         return existing_bytes
     try:
         run_on_all_ranks(lambda: _create_temporary_folder(request.temporary_path), group)
-        write_tensors(request.tensors, StagedSavePlanner(local_tensors), _writer(request, local_tensors), group)
+        write_tensors(
+            request.tensors,
+            StagedSavePlanner(local_tensors),
+            _writer(request, local_tensors),
+            group,
+        )
         run_on_rank_zero(lambda: _write_state(request, local_tensors), group)
         rank_files: list[dict[str, Any]] = run_and_gather(
             lambda: _hash_own_files(request.temporary_path, group.rank()), group
         )
-        files = {name: (size, digest) for own_files in rank_files for name, [size, digest] in own_files.items()}
+        files = {
+            name: (size, digest)
+            for own_files in rank_files
+            for name, [size, digest] in own_files.items()
+        }
         run_on_rank_zero(lambda: _commit(request, files, group.size()), group)
     except PhaseError as error:
         disk_full_note = run_on_rank_zero(lambda: _clean_up(request, num_bytes), group)
@@ -101,7 +119,9 @@ def write_checkpoint(request: SaveRequest, group: ProcessGroup) -> int:
 
 def _rank_bytes(request: SaveRequest) -> float:
     """Bytes of the checkpoint, divided among the ranks that write them."""
-    return sum(to_local(tensor).nbytes / num_replicas(tensor) for tensor in request.tensors.values())
+    return sum(
+        to_local(tensor).nbytes / num_replicas(tensor) for tensor in request.tensors.values()
+    )
 
 
 def _reserve_space(request: SaveRequest, num_bytes: int) -> int | None:
@@ -110,7 +130,8 @@ def _reserve_space(request: SaveRequest, num_bytes: int) -> int | None:
         return manifest.read(request.final_path).bytes
     request.checkpoints_dir.mkdir(parents=True, exist_ok=True)
     remove_temporary_folders(request.checkpoints_dir)
-    free, needed = _free_bytes(request.checkpoints_dir), FREE_SPACE_FACTOR * num_bytes
+    free = _free_bytes(request.checkpoints_dir)
+    needed = FREE_SPACE_FACTOR * num_bytes
     if free < needed:
         request.prune()
         free = _free_bytes(request.checkpoints_dir)
@@ -129,8 +150,13 @@ def _create_temporary_folder(temporary: Path) -> None:
 
 
 def _writer(request: SaveRequest, local_tensors: Mapping[str, Tensor]) -> dcp.FileSystemWriter:
-    # Copy-ahead synchronizes with all queued device work, including training. Host tensors do not need it.
-    copy_ahead_bytes = 0 if all(shard.device.type == "cpu" for shard in local_tensors.values()) else COPY_AHEAD_BYTES
+    # Copy-ahead synchronizes with all queued device work, including training. Host tensors do not
+    # need it.
+    copy_ahead_bytes = (
+        0
+        if all(shard.device.type == "cpu" for shard in local_tensors.values())
+        else COPY_AHEAD_BYTES
+    )
     return dcp.FileSystemWriter(request.temporary_path, per_thread_copy_ahead=copy_ahead_bytes)
 
 
@@ -140,13 +166,19 @@ def _write_state(request: SaveRequest, local_tensors: Mapping[str, Tensor]) -> N
 
 
 def current_versions() -> dict[str, str]:
-    return {"longhaul": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    return {
+        "longhaul": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
 
 
 def optimizer_steps(local_tensors: Mapping[str, Tensor]) -> int | None:
     """That this rank's optimizer tensors count; None without any."""
     steps = [
-        to_local(x) for name, x in local_tensors.items() if name.startswith("optimizer.") and name.endswith(".step")
+        to_local(x)
+        for name, x in local_tensors.items()
+        if name.startswith("optimizer.") and name.endswith(".step")
     ]
     if not steps:
         return None
@@ -171,7 +203,9 @@ def _require_visible(folder: Path, files: Mapping[str, tuple[int, str]]) -> None
         try:
             visible = (folder / name).lstat().st_size
         except FileNotFoundError:
-            raise PhaseError(f"{name} was written, but rank 0 does not see it: {SHARED_FILE_SYSTEM_HINT}") from None
+            raise PhaseError(
+                f"{name} was written, but rank 0 does not see it: {SHARED_FILE_SYSTEM_HINT}"
+            ) from None
         if visible != size:
             seen = f"with {size:,} bytes, but rank 0 sees {visible:,}"
             raise PhaseError(f"{name} was written {seen}: {SHARED_FILE_SYSTEM_HINT}")
@@ -197,7 +231,10 @@ def _commit(request: SaveRequest, files: dict[str, tuple[int, str]], world_size:
 
 
 def _clean_up(request: SaveRequest, needed: int) -> str:
-    """Removes the files of a failed save. Returns a note if the disk is full, else an empty string."""
+    """Removes the files of a failed save.
+
+    Returns a note if the disk is full, else an empty string.
+    """
     with suppress(OSError):
         written = sum(path.lstat().st_size for path in request.temporary_path.iterdir())
         free = _free_bytes(request.checkpoints_dir)
@@ -217,25 +254,35 @@ def _disk_full_message(free: int, needed: int) -> str:
 
 
 class HostStaging:
-    """Host buffers for this rank's shards, as large as the state: those given, or allocated by the first copy.
+    """Host buffers for this rank's shards, as large as the state: those given, or allocated by the
+    first copy.
 
-    For state on a CUDA device the buffers are pinned. The copies run on the current stream, so they precede the next
-    change of the state.
+    For state on a CUDA device the buffers are pinned. The copies run on the current stream, so
+    they precede the next change of the state.
     """
 
     def __init__(self, buffers: Mapping[str, Tensor] | None = None) -> None:
         self._buffers = dict(buffers or {})
 
     def start_copy(self, tensors: Mapping[str, Tensor]) -> LocalTensorsGetter:
-        """Starts to overwrite the buffers. The returned function raises the error if the copy could not start."""
+        """Starts to overwrite the buffers.
+
+        The returned function raises the error if the copy could not start.
+        """
         shards = {name: to_local(tensor.detach()) for name, tensor in tensors.items()}
         on_device = [shard.device for shard in shards.values() if shard.device.type == "cuda"]
         copy_done: torch.cuda.Event | None = None
         failure: RuntimeError | None = None
         try:
-            staged = {name: self._buffer(name, shard).copy_(shard, non_blocking=True) for name, shard in shards.items()}
-            copy_done = torch.cuda.current_stream(on_device[0]).record_event() if on_device else None
-        except RuntimeError as error:  # Usually out of memory. A failed save must not stop training.
+            staged = {
+                name: self._buffer(name, shard).copy_(shard, non_blocking=True)
+                for name, shard in shards.items()
+            }
+            copy_done = (
+                torch.cuda.current_stream(on_device[0]).record_event() if on_device else None
+            )
+        except RuntimeError as error:
+            # Usually out of memory. A failed save must not stop training.
             failure = error
 
         def wait_for_copy() -> dict[str, Tensor]:

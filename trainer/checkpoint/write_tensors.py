@@ -1,7 +1,8 @@
-"""Writes the tensors of a checkpoint: torch.distributed.checkpoint's plan and files, without its pickles between ranks.
+"""Writes the tensors of a checkpoint: torch.distributed.checkpoint's plan and files, without its
+pickles between ranks.
 
-`dcp.save` sends plans and results to rank 0 as pickles, and back. Here ranks describe both as JSON, and rank 0 answers with
-a mask. Planner and writer, and so the files, are torch's.
+`dcp.save` sends plans and results to rank 0 as pickles, and back. Here ranks describe both as
+JSON, and rank 0 answers with a mask. Planner and writer, and so the files, are torch's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan, WriteItem
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -35,10 +41,17 @@ class StagedSavePlanner(DefaultSavePlanner):
 
 
 def write_tensors(
-    tensors: Mapping[str, Tensor], planner: DefaultSavePlanner, writer: FileSystemWriter, group: ProcessGroup
+    tensors: Mapping[str, Tensor],
+    planner: DefaultSavePlanner,
+    writer: FileSystemWriter,
+    group: ProcessGroup,
 ) -> None:
-    """Writes every shard once, and on rank 0 `.metadata`. Collective. Raises as `run_on_all_ranks`."""
-    rank, size = group.rank(), group.size()
+    """Writes every shard once, and on rank 0 `.metadata`.
+
+    Collective. Raises as `run_on_all_ranks`.
+    """
+    rank = group.rank()
+    size = group.size()
 
     def plan_own_items() -> SavePlan:
         planner.set_up_planner(dict(tensors), writer.storage_meta(), is_coordinator=rank == 0)
@@ -51,43 +64,65 @@ def write_tensors(
     described = gather_values([describe_item(item) for item in own_plan.items], group)
     longest = int(max_over_ranks(group, [float(len(own_plan.items))])[0])
     plans, metadata = run_on_all_ranks(lambda: _plan_globally(planner, described), group)
-    masks = run_on_all_ranks(lambda: [_mask(*each, longest) for each in zip(described, plans, strict=True)], group)
+    masks = run_on_all_ranks(
+        lambda: [_mask(*each, longest) for each in zip(described, plans, strict=True)], group
+    )
     is_written = scatter(torch.empty(longest, dtype=torch.uint8), masks or None, group).tolist()
     kept = [item for item, keeps in zip(own_plan.items, is_written, strict=False) if keeps]
 
     def write_own_items() -> list[WriteResult]:
-        return writer.write_data(planner.finish_plan(replace(own_plan, items=kept)), planner).wait()
+        return writer.write_data(
+            planner.finish_plan(replace(own_plan, items=kept)), planner
+        ).wait()
 
     results = run_on_all_ranks(write_own_items, group)
     written = gather_values([_describe_result(result) for result in results], group)
 
     def write_metadata() -> None:
         if metadata is not None:
-            writer.finish(metadata, [_results(plan, rows) for plan, rows in zip(plans, written, strict=True)])
+            writer.finish(
+                metadata, [_results(plan, rows) for plan, rows in zip(plans, written, strict=True)]
+            )
 
     run_on_all_ranks(write_metadata, group)
 
 
-def _plan_globally(planner: DefaultSavePlanner, described: list[list[Any]]) -> tuple[list[SavePlan], Metadata | None]:
+def _plan_globally(
+    planner: DefaultSavePlanner, described: list[list[Any]]
+) -> tuple[list[SavePlan], Metadata | None]:
     """On rank 0 the plan of every rank, without what another rank writes. Elsewhere nothing."""
     if not described:
         return [], None
     names = {name: (name,) for items in described for name, *_ in items}
-    plans = [SavePlan([read_item(item) for item in items], planner_data=names) for items in described]
+    plans = [
+        SavePlan([read_item(item) for item in items], planner_data=names) for items in described
+    ]
     return planner.create_global_plan(plans)
 
 
 def describe_item(item: WriteItem) -> list[Any]:
-    """Name, kind, offsets, sizes and dtype of the chunk of a tensor that a rank has, and the shape of the tensor."""
+    """Name, kind, offsets, sizes and dtype of the chunk of a tensor that a rank has, and the shape
+    of the tensor.
+    """
     data = item.tensor_data
     if data is None:
         raise TypeError(f"{item.index.fqn} is not a tensor")
     dtype = str(data.properties.dtype).removeprefix("torch.")
-    return [item.index.fqn, item.type.name, [*data.chunk.offsets], [*data.chunk.sizes], dtype, [*data.size]]
+    return [
+        item.index.fqn,
+        item.type.name,
+        [*data.chunk.offsets],
+        [*data.chunk.sizes],
+        dtype,
+        [*data.size],
+    ]
 
 
 def read_item(described: list[Any]) -> WriteItem:
-    """The item that `describe_item` described. Raises ValueError, TypeError or KeyError for anything else."""
+    """The item that `describe_item` described.
+
+    Raises ValueError, TypeError or KeyError for anything else.
+    """
     name, kind, offsets, sizes, dtype_name, shape = described
     dtype = getattr(torch, dtype_name, None)
     if not isinstance(dtype, torch.dtype):
@@ -108,10 +143,19 @@ def _mask(items: list[list[Any]], plan: SavePlan, length: int) -> Tensor:
 
 
 def _describe_result(result: WriteResult) -> list[Any]:
-    """Name and offsets of a chunk, its bytes in memory, and the file, position and bytes that it was written to."""
+    """Name and offsets of a chunk, its bytes in memory, and the file, position and bytes that it
+    was written to.
+    """
     stored = result.storage_data
     offsets = [*(result.index.offset or ())]
-    return [result.index.fqn, offsets, result.size_in_bytes, stored.relative_path, stored.offset, stored.length]
+    return [
+        result.index.fqn,
+        offsets,
+        result.size_in_bytes,
+        stored.relative_path,
+        stored.offset,
+        stored.length,
+    ]
 
 
 def _results(plan: SavePlan, described: list[list[Any]]) -> list[WriteResult]:

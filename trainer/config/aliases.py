@@ -1,4 +1,6 @@
-"""Keys and flags of other trainers and ours (and how a value differs): for messages and docs/from_torchtitan.md."""
+"""Keys and flags of other trainers and ours (and how a value differs): for messages and
+docs/from_torchtitan.md.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +146,11 @@ def _normalize(name: str) -> str:
 
 _BY_NAME = {_normalize(alias): key for alias, key in ALIASES.items()}
 # Without the section, where the key alone says enough.
-_BY_KEY = {alias.rpartition(".")[2]: key for alias, key in _BY_NAME.items() if "_" in alias.rpartition(".")[2]}
+_BY_KEY = {
+    alias.rpartition(".")[2]: key
+    for alias, key in _BY_NAME.items()
+    if "_" in alias.rpartition(".")[2]
+}
 
 
 def suggest(name: str) -> str | None:

@@ -1,4 +1,5 @@
-"""Problems of a configuration for a world size, each one line: name, value, rule. Imports no torch.
+"""Problems of a configuration for a world size, each one line: name, value, rule. Imports no
+torch.
 
 The launcher and the commands report all problems at once, before any training process starts.
 """
@@ -13,7 +14,11 @@ from math import prod
 from pathlib import Path
 
 from models import kernel_choice
-from parallelisms.mesh.parallel_dims import expert_parallel_problems, head_groups_problem, tensor_parallel_problems
+from parallelisms.mesh.parallel_dims import (
+    expert_parallel_problems,
+    head_groups_problem,
+    tensor_parallel_problems,
+)
 from trainer.config import extension
 from trainer.config.data import (
     COPY_CORPUS,
@@ -37,7 +42,9 @@ from trainer.errors import ConfigError
 
 
 def problems(config: Config, world_size: int, *, first_stage: int = 0) -> list[str]:
-    """Everything that keeps this run, from stage `first_stage` on, from starting on `world_size` processes."""
+    """Everything that keeps this run, from stage `first_stage` on, from starting on `world_size`
+    processes.
+    """
     return [*data_problems(config), *layout_problems(config, world_size, first_stage=first_stage)]
 
 
@@ -56,7 +63,11 @@ def require_vocab_size(config: Config, required_vocab_size: int) -> None:
 def data_problems(config: Config) -> list[str]:
     """Problems of corpora and tokenizer, whose files may be on another machine."""
     stages = () if stage_problems(config) else config.training_stages
-    return [*dict.fromkeys(problem for stage in stages for problem in _stage_data_problems(stage.config))]
+    return [
+        *dict.fromkeys(
+            problem for stage in stages for problem in _stage_data_problems(stage.config)
+        )
+    ]
 
 
 def _stage_data_problems(config: Config) -> Iterator[str]:
@@ -68,7 +79,10 @@ def _stage_data_problems(config: Config) -> Iterator[str]:
 
 
 def layout_problems(config: Config, world_size: int, *, first_stage: int = 0) -> list[str]:
-    """All other problems. Stages before `first_stage` are done and may have needed another world size."""
+    """All other problems.
+
+    Stages before `first_stage` are done and may have needed another world size.
+    """
     if found := stage_problems(config):
         return found
     for stage in config.training_stages[first_stage:]:
@@ -84,8 +98,13 @@ def stage_problems(config: Config) -> list[str]:
 
 def _recipe_problems(config: Recipe) -> Iterator[str]:
     for stage in config.stage:
-        yield from (f'stage "{stage.name}": {problem}' for problem in _stage_section_problems(stage))
-    yield from (f'two stages are named "{name}"' for name in _repeated(stage.name for stage in config.stage))
+        yield from (
+            f'stage "{stage.name}": {problem}' for problem in _stage_section_problems(stage)
+        )
+    yield from (
+        f'two stages are named "{name}"'
+        for name in _repeated(stage.name for stage in config.stage)
+    )
     if config.stage:
         for key in sorted(config.training.model_fields_set & {"steps", "seq_len"}):
             value = getattr(config.training, key)
@@ -108,7 +127,9 @@ def _recipe_problems(config: Recipe) -> Iterator[str]:
 
 def _holdout_problems(config: Recipe) -> Iterator[str]:
     """Validation sets on a training corpus that is split into other documents there."""
-    mixes = [stage.mix or config.data.effective_mix for stage in config.stage] or [config.data.effective_mix]
+    mixes = [stage.mix or config.data.effective_mix for stage in config.stage] or [
+        config.data.effective_mix
+    ]
     known = {DEFAULT_SOURCE, *config.data.sources}
     training_sources = sorted({item.source for mix in mixes for item in mix} & known)
     for name, section in config.validation.sets.items():
@@ -117,7 +138,10 @@ def _holdout_problems(config: Recipe) -> Iterator[str]:
         held_out = corpus_spec(config.data, section.source)
         for other in training_sources:
             trained = corpus_spec(config.data, other)
-            if held_out.corpus == trained.corpus and held_out.document_settings != trained.document_settings:
+            if (
+                held_out.corpus == trained.corpus
+                and held_out.document_settings != trained.document_settings
+            ):
                 yield (
                     f'validation.sets.{name}: source = "{section.source}" is the corpus of "{other}", which training '
                     "splits into other documents; use the same document settings to hold documents out"
@@ -155,7 +179,8 @@ def _single_stage_problems(config: Config, world_size: int) -> Iterator[str]:
     if not model_problems:
         yield from _parallelism_problems(config, world_size)
     if config.schedule.decay_steps is not None and config.schedule.kind != "wsd":
-        decay, kind = config.schedule.decay_steps, config.schedule.kind
+        decay = config.schedule.decay_steps
+        kind = config.schedule.kind
         yield f'schedule.decay_steps = {decay} is only used with schedule.kind = "wsd", not "{kind}"'
     yield from _batch_problems(config)
     if not model_problems:
@@ -163,7 +188,8 @@ def _single_stage_problems(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _vocab_size_problems(config: Config, required_vocab_size: int) -> Iterator[str]:
-    size, kind = config.model.build().vocab_size, config.tokenizer.kind
+    size = config.model.build().vocab_size
+    kind = config.tokenizer.kind
     if required_vocab_size > size:
         rule = f'at least {required_vocab_size}, the vocabulary size of tokenizer.kind = "{kind}"'
         yield f"model.vocab_size = {size} must be {rule}"
@@ -172,7 +198,8 @@ def _vocab_size_problems(config: Config, required_vocab_size: int) -> Iterator[s
 def tokenizer_problems(tokenizer: TokenizerSection) -> Iterator[str]:
     if tokenizer.kind in extension.BUILT_IN_TOKENIZERS:
         yield from _built_in_tokenizer_problems(tokenizer)
-    elif tokenizer.kind not in (known := extension.tokenizer_kinds()):  # Else the extension looks at the other keys.
+    elif tokenizer.kind not in (known := extension.tokenizer_kinds()):
+        # Else the extension looks at the other keys.
         yield f'tokenizer.kind = "{tokenizer.kind}" is unknown; there are {", ".join(known)}'
 
 
@@ -187,7 +214,9 @@ def _built_in_tokenizer_problems(tokenizer: TokenizerSection) -> Iterator[str]:
                 'set tokenizer.kind to "tiktoken", "sentencepiece" or "huggingface"'
             )
     elif tokenizer.path is None:
-        needed = "the model's folder" if tokenizer.kind == "huggingface" else "the tokenizer's file"
+        needed = (
+            "the model's folder" if tokenizer.kind == "huggingface" else "the tokenizer's file"
+        )
         yield f'tokenizer.kind = "{tokenizer.kind}" needs tokenizer.path, {needed}'
     elif tokenizer.kind == "huggingface":
         if not _path_exists(tokenizer_folder(tokenizer.path) / TOKENIZER_FILE):
@@ -200,7 +229,11 @@ def path_problems(data: DataSection, validation_sources: Set[str] = frozenset())
     """Problems of corpora that training or validation reads, which may be on another machine."""
     used = validation_sources | {item.source for item in data.effective_mix}
     paths = {"data.corpus": data.corpus} if DEFAULT_SOURCE in used else {}
-    paths |= {f"data.sources.{name}.path": source.path for name, source in data.sources.items() if name in used}
+    paths |= {
+        f"data.sources.{name}.path": source.path
+        for name, source in data.sources.items()
+        if name in used
+    }
     for key, path in paths.items():
         if path in (STDLIB_CORPUS, COPY_CORPUS) or path.startswith(HF_PREFIX):
             continue
@@ -218,7 +251,10 @@ def data_section_problems(data: DataSection) -> Iterator[str]:
     if DEFAULT_SOURCE in data.sources:
         yield f"data.sources.{DEFAULT_SOURCE} is reserved for data.corpus; choose another name"
     max_lengths = {"data.max_document": data.max_document}
-    max_lengths |= {f"data.sources.{name}.max_document": source.max_document for name, source in data.sources.items()}
+    max_lengths |= {
+        f"data.sources.{name}.max_document": source.max_document
+        for name, source in data.sources.items()
+    }
     for key, limit in max_lengths.items():
         if limit is not None and data.holdout:
             yield (
@@ -231,10 +267,13 @@ def data_section_problems(data: DataSection) -> Iterator[str]:
     if data.holdout and data.is_synthetic:
         yield f'data.holdout = {data.holdout} needs documents; data.corpus = "{COPY_CORPUS}" has none'
     corpora = {"data": (data.corpus, data.files)} | {
-        f"data.sources.{name}": (source.path, source.files) for name, source in data.sources.items()
+        f"data.sources.{name}": (source.path, source.files)
+        for name, source in data.sources.items()
     }
     for key, (corpus, files) in corpora.items():
-        if files is not None and (corpus in (STDLIB_CORPUS, COPY_CORPUS) or corpus.startswith(HF_PREFIX)):
+        if files is not None and (
+            corpus in (STDLIB_CORPUS, COPY_CORPUS) or corpus.startswith(HF_PREFIX)
+        ):
             yield f'{key}.files = {toml_value([*files])} is only used with a file or folder, not "{corpus}"'
     if data.copy_period is not None and data.corpus != COPY_CORPUS:
         rule = f'only used with data.corpus = "{COPY_CORPUS}", not "{data.corpus}"'
@@ -242,7 +281,8 @@ def data_section_problems(data: DataSection) -> Iterator[str]:
 
 
 def _mix_problems(data: DataSection) -> Iterator[str]:
-    known, weights = [DEFAULT_SOURCE, *data.sources], [item.weight for item in data.mix]
+    known = [DEFAULT_SOURCE, *data.sources]
+    weights = [item.weight for item in data.mix]
     if weights and max(weights) > 1000 * min(weights):
         yield f"data.mix: weights {weights} must not differ by more than a factor of 1000"
     if data.corpus == COPY_CORPUS and any(item.source == DEFAULT_SOURCE for item in data.mix):
@@ -251,15 +291,22 @@ def _mix_problems(data: DataSection) -> Iterator[str]:
         if item.source not in known:
             yield f'data.mix: source = "{item.source}" is not one of {", ".join(known)}'
     for item in data.mix:
-        if item.max_length is not None and item.min_length is not None and item.max_length <= item.min_length:
+        if (
+            item.max_length is not None
+            and item.min_length is not None
+            and item.max_length <= item.min_length
+        ):
             yield f"data.mix: max_length = {item.max_length} must be above min_length = {item.min_length}"
-    yield from (f"data.mix: {label} occurs twice" for label in _repeated(item.label for item in data.mix))
+    yield from (
+        f"data.mix: {label} occurs twice" for label in _repeated(item.label for item in data.mix)
+    )
 
 
 def _validation_problems(validation: ValidationSection, data: DataSection) -> Iterator[str]:
     known = [DEFAULT_SOURCE, *data.sources]
     for name, section in validation.sets.items():
-        prefix, shortest = f"validation.sets.{name}:", min(section.seq_len)
+        prefix = f"validation.sets.{name}:"
+        shortest = min(section.seq_len)
         if section.source not in known:
             yield f'{prefix} source = "{section.source}" is not one of {", ".join(known)}'
         if any(shorter >= longer for shorter, longer in pairwise(section.seq_len)):
@@ -274,7 +321,8 @@ def _validation_problems(validation: ValidationSection, data: DataSection) -> It
 
 
 def _batch_problems(config: Config) -> Iterator[str]:
-    training, period = config.training, config.data.copy_period
+    training = config.training
+    period = config.data.copy_period
     if training.seq_len > MAX_SEQ_LEN:
         yield f"training.seq_len = {training.seq_len} must be at most {MAX_SEQ_LEN}"
     if config.data.corpus == COPY_CORPUS and period is not None and period >= training.seq_len:
@@ -286,7 +334,8 @@ def _batch_problems(config: Config) -> Iterator[str]:
 
 def _world_size_problems(config: Config, world_size: int) -> Iterator[str]:
     degrees = config.parallelism.degrees(world_size)
-    needed, product = prod(degrees.values()), " x ".join(f"{axis} {size}" for axis, size in degrees.items())
+    needed = prod(degrees.values())
+    product = " x ".join(f"{axis} {size}" for axis, size in degrees.items())
     if needed != world_size:
         rule = f"the world size is {world_size:,} (NGPU x NNODES, or torchrun's)"
         yield f"the mesh {product} needs {needed:,} processes, but {rule}"
@@ -294,8 +343,10 @@ def _world_size_problems(config: Config, world_size: int) -> Iterator[str]:
 
 def _parallelism_problems(config: Config, world_size: int) -> Iterator[str]:
     """The model must have no problems."""
-    section, training = config.parallelism, config.training
-    model, context_plan = config.model.build(), config.context_plan()
+    section = config.parallelism
+    training = config.training
+    model = config.model.build()
+    context_plan = config.context_plan()
     requirements = {
         "parallelism.tp above 1": section.tp > 1,
         "parallelism.sequence_parallel = true": section.sequence_parallel,
@@ -311,13 +362,18 @@ def _parallelism_problems(config: Config, world_size: int) -> Iterator[str]:
         replicate_vocab=model.tie_embeddings and not section.loss_parallel,
     )
     degrees = section.degrees(world_size)
-    yield from expert_parallel_problems(model, section.ep, num_shards=degrees["dp_shard"] * degrees["cp"])
-    others = sorted({kind.mixer for kind in model.kinds if not kind.sublayers["attention"].attends})
+    yield from expert_parallel_problems(
+        model, section.ep, num_shards=degrees["dp_shard"] * degrees["cp"]
+    )
+    others = sorted(
+        {kind.mixer for kind in model.kinds if not kind.sublayers["attention"].attends}
+    )
     if section.cp > 1 and others:
         yield f"parallelism.cp = {section.cp} must be 1: mixer {', '.join(others)} has no context parallelism"
     if context_plan.heads % context_plan.kv_heads == 0:  # Else a problem of tp, reported above.
         yield from (f"parallelism.{problem}" for problem in context_plan.problems())
-    if training.global_batch_size % training.micro_batch_size == 0:  # Else reported as a problem of the batch size.
+    # Else reported as a problem of the batch size.
+    if training.global_batch_size % training.micro_batch_size == 0:
         yield from config.pipeline_plan(world_size).problems()
 
 
@@ -335,9 +391,15 @@ def _memory_problems(memory: MemorySection) -> Iterator[str]:
         assignment = f"memory.{key} = {toml_value(value)}"
         if memory.recompute == "none":
             yield f'{assignment} needs memory.recompute = "full" or "keep_attention": with "none" autograd saves all activations'
-        elif memory.recompute == "full" and (key == "blocks_per_checkpoint" or value == "inputs_and_attention"):
+        elif memory.recompute == "full" and (
+            key == "blocks_per_checkpoint" or value == "inputs_and_attention"
+        ):
             yield f'{assignment} needs memory.recompute = "keep_attention", not "full"'
-    if memory.host_budget_gib is not None and memory.offload == "none" and memory.recompute != "auto":
+    if (
+        memory.host_budget_gib is not None
+        and memory.offload == "none"
+        and memory.recompute != "auto"
+    ):
         yield f'memory.host_budget_gib = {memory.host_budget_gib} is not used with memory.offload = "none"'
     if memory.device_gib is not None and "auto" not in (memory.recompute, memory.loss_chunk_mib):
         yield (
@@ -347,14 +409,20 @@ def _memory_problems(memory: MemorySection) -> Iterator[str]:
 
 
 def _head_group_problems(config: Config) -> Iterator[str]:
-    groups, plan = config.memory.head_groups, config.context_plan()
+    groups = config.memory.head_groups
+    plan = config.context_plan()
     if problem := head_groups_problem(config.model.build(), groups):
         yield problem
     heads_per_group = plan.heads // groups
     if plan.kv_heads % groups:
         rule = f"must divide the {plan.kv_heads} KV heads of a rank (model.num_kv_heads / parallelism.tp)"
         yield f"memory.head_groups = {groups} {rule}"
-    elif groups > 1 and plan.cp > 1 and not plan.problems() and heads_per_group % plan.ulysses_degree:
+    elif (
+        groups > 1
+        and plan.cp > 1
+        and not plan.problems()
+        and heads_per_group % plan.ulysses_degree
+    ):
         yield (
             f"memory.head_groups = {groups} leaves {heads_per_group} query heads per group, which "
             f'{plan.ulysses_degree} ranks cannot divide (parallelism.cp_method = "{plan.resolved_method}")'
@@ -367,7 +435,8 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
 
 
 def _optimizer_dtype_problems(config: Config) -> Iterator[str]:
-    key, max_beta = 'memory.optimizer_dtype = "bfloat16"', max(config.optimizer.betas)
+    key = 'memory.optimizer_dtype = "bfloat16"'
+    max_beta = max(config.optimizer.betas)
     if config.memory.optimizer_dtype == "float32":
         return
     if config.training.dtype == "float64":
@@ -402,5 +471,6 @@ def _repeated(names: Iterable[str]) -> list[str]:
 def _path_exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # The name is too long, or the folder is not readable.
+    except OSError:
+        # The name is too long, or the folder is not readable.
         return False

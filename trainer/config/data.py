@@ -7,13 +7,25 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from trainer.config.sections import MAX_SEQ_LEN, NonEmptyPath, PositiveFloat, PositiveInt, Section, require_non_empty
+from trainer.config.sections import (
+    MAX_SEQ_LEN,
+    NonEmptyPath,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    require_non_empty,
+)
 
-STDLIB_CORPUS = "python-stdlib"  # the standard library of the interpreter: trainer/data/corpus.py
-COPY_CORPUS = "copy"  # the synthetic corpus: trainer/data/copy_task.py
-HF_PREFIX = "hf:"  # precedes the name of a Hugging Face dataset
-DEFAULT_SOURCE = "corpus"  # the name of data.corpus among the sources
-TOKENIZER_FILE = "tokenizer.json"  # in a folder of tokenizer.kind = "huggingface"
+# the standard library of the interpreter: trainer/data/corpus.py
+STDLIB_CORPUS = "python-stdlib"
+# the synthetic corpus: trainer/data/copy_task.py
+COPY_CORPUS = "copy"
+# precedes the name of a Hugging Face dataset
+HF_PREFIX = "hf:"
+# the name of data.corpus among the sources
+DEFAULT_SOURCE = "corpus"
+# in a folder of tokenizer.kind = "huggingface"
+TOKENIZER_FILE = "tokenizer.json"
 
 
 PACKING_VERSION = 2
@@ -22,17 +34,31 @@ PACKING_VERSION = 2
 
 class TokenizerSection(Section):
     kind: str = "byte"
-    """`byte` needs no file; `tiktoken` reads a file of ranks (Llama 3's `tokenizer.model`, or another whose pattern and special tokens are stated), `sentencepiece` a model file, `huggingface` the `tokenizer.json` of a model's folder. Or what an extension adds."""
+    """`byte` needs no file; `tiktoken` reads a file of ranks (Llama 3's `tokenizer.model`, or
+    another whose pattern and special tokens are stated), `sentencepiece` a model file,
+    `huggingface` the `tokenizer.json` of a model's folder. Or what an extension adds.
+    """
     path: NonEmptyPath | None = None
     """The tokenizer's file, for `huggingface` the model's folder; none for `byte`."""
     pattern: Annotated[str, BeforeValidator(require_non_empty)] | None = None
-    """`tiktoken`: the pattern that splits texts into words, `gpt2`, `llama3`, `qwen2`, `o200k` or a regular expression. Left out: the file must be Llama 3's."""
+    """`tiktoken`: the pattern that splits texts into words, `gpt2`, `llama3`, `qwen2`, `o200k` or
+    a regular expression. Left out: the file must be Llama 3's.
+    """
     special_tokens: tuple[Annotated[str, BeforeValidator(require_non_empty)], ...] = ()
-    """`tiktoken`: the names of the special tokens, whose ids follow the ranks in this order. Left out: those of Llama 3, with its pattern."""
+    """`tiktoken`: the names of the special tokens, whose ids follow the ranks in this order.
+
+    Left out: those of Llama 3, with its pattern.
+    """
     bos: Annotated[str, BeforeValidator(require_non_empty)] | None = None
-    """`tiktoken`: the special token that begins documents. Left out: Llama 3's with its special tokens, otherwise none."""
+    """`tiktoken`: the special token that begins documents.
+
+    Left out: Llama 3's with its special tokens, otherwise none.
+    """
     eos: Annotated[str, BeforeValidator(require_non_empty)] | None = None
-    """`tiktoken`: the special token that ends documents. Left out: Llama 3's with its special tokens."""
+    """`tiktoken`: the special token that ends documents.
+
+    Left out: Llama 3's with its special tokens.
+    """
 
 
 def tokenizer_folder(path: Path) -> Path:
@@ -41,10 +67,18 @@ def tokenizer_folder(path: Path) -> Path:
 
 
 def as_tuple(value: object) -> object:
-    return (value,) if isinstance(value, int | str) else tuple(value) if isinstance(value, list) else value
+    return (
+        (value,)
+        if isinstance(value, int | str)
+        else tuple(value)
+        if isinstance(value, list)
+        else value
+    )
 
 
-FileGlobs = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(as_tuple), Field(min_length=1)]
+FileGlobs = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(as_tuple), Field(min_length=1)
+]
 
 
 class SourceSection(Section):
@@ -76,20 +110,27 @@ class MixSection(Section):
     max_length: Annotated[int, Field(ge=2)] | None = None
     """Only documents of fewer tokens than this."""
     max_len: Annotated[int, Field(ge=2)] | None = None
-    """Documents are split into segments of at most this many tokens, which share sequences and do not attend to each other."""
+    """Documents are split into segments of at most this many tokens, which share sequences and do
+    not attend to each other.
+    """
 
     @property
     def label(self) -> str:
         """The source and its filters, as metrics and checkpoints name it."""
         comparisons = (("min_length", ">="), ("max_length", "<"), ("max_len", "|"))
         return self.source + "".join(
-            f"{sign}{value}" for key, sign in comparisons if (value := getattr(self, key)) is not None
+            f"{sign}{value}"
+            for key, sign in comparisons
+            if (value := getattr(self, key)) is not None
         )
 
 
 class DataSection(Section):
     corpus: Annotated[str, BeforeValidator(require_non_empty)] = "python-stdlib"
-    """`python-stdlib` (the interpreter's standard library), `copy` (synthetic sequences that repeat random tokens, without text or tokenizer), a file of text, lines of JSON or `.parquet`, a folder of them, `hf:NAME`, or a folder made by `trainer.data.prepare`."""
+    """`python-stdlib` (the interpreter's standard library), `copy` (synthetic sequences that
+    repeat random tokens, without text or tokenizer), a file of text, lines of JSON or `.parquet`,
+    a folder of them, `hf:NAME`, or a folder made by `trainer.data.prepare`.
+    """
     sources: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], SourceSection] = Field({})
     """Corpora by name, for `mix`."""
     mix: tuple[MixSection, ...] = ()
@@ -97,32 +138,51 @@ class DataSection(Section):
     copy_period: PositiveInt | None = None
     """`copy` corpus: period of the repetition in tokens. Left out: half of training.seq_len."""
     documents: Literal["file", "folder", "repository"] = "file"
-    """What counts as one document: a file (or a line of JSON), or all files of one folder, or of one top-level folder, in path order."""
+    """What counts as one document: a file (or a line of JSON), or all files of one folder, or of
+    one top-level folder, in path order.
+    """
     text_key: Annotated[str, BeforeValidator(require_non_empty)] = "text"
     """Field of a line of JSON, or column of a table, that holds the text."""
     files: FileGlobs | None = None
-    """Globs of the files of `corpus` that are read, relative to its folder: `"*.txt"`, `["en/**/*.json.gz"]`. A glob that begins with `!` leaves files out. What the others name is text even if it looks like JSON or a dataset card. Left out: all files that are text."""
+    """Globs of the files of `corpus` that are read, relative to its folder: `"*.txt"`,
+    `["en/**/*.json.gz"]`. A glob that begins with `!` leaves files out. What the others name is
+    text even if it looks like JSON or a dataset card. Left out: all files that are text.
+    """
     max_document: Annotated[int, Field(ge=3)] | None = None
-    """Maximum document length in tokens, special tokens included; longer documents are split. Left out: never split."""
+    """Maximum document length in tokens, special tokens included; longer documents are split.
+
+    Left out: never split.
+    """
     separators: Annotated[str, BeforeValidator(require_non_empty)] = "bos_eos"
-    """Tokens at the start and end of documents: `bos_eos`, the tokenizer's BOS and EOS; `eos`; `none`; or the name of a special token at the end."""
+    """Tokens at the start and end of documents: `bos_eos`, the tokenizer's BOS and EOS; `eos`;
+    `none`; or the name of a special token at the end.
+    """
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the documents of every training source that is held out for [validation]."""
     packing: Literal["best_fit", "concat", "single"] = "best_fit"
-    """How documents fill sequences: best-fit packing, concatenation, or one document per sequence."""
+    """How documents fill sequences: best-fit packing, concatenation, or one document per
+    sequence.
+    """
     packing_version: Annotated[int, Field(ge=1, le=PACKING_VERSION)] | None = None
-    """Version of best-fit packing. 1 sorts documents by length over the whole corpus; 2 gives every sequence its share of long and short ones. Left out: that of the run's checkpoint, or 2."""
+    """Version of best-fit packing. 1 sorts documents by length over the whole corpus; 2 gives
+    every sequence its share of long and short ones. Left out: that of the run's checkpoint, or
+    2.
+    """
     mask: Literal["document", "none"] = "document"
     """Whether attention is confined to each document."""
     bad_files: Literal["skip", "error"] = "skip"
-    """What to do about files that are not readable as text: `skip` them with a warning, or stop with an `error`."""
+    """What to do about files that are not readable as text: `skip` them with a warning, or stop
+    with an `error`.
+    """
     cache_dir: NonEmptyPath = Path("prepared")
     """Folder of tokenized corpora."""
 
     @property
     def is_synthetic(self) -> bool:
         """Whether all sequences are of the `copy` corpus, which needs no tokenizer."""
-        return self.corpus == COPY_CORPUS and all(item.source == DEFAULT_SOURCE for item in self.effective_mix)
+        return self.corpus == COPY_CORPUS and all(
+            item.source == DEFAULT_SOURCE for item in self.effective_mix
+        )
 
     @property
     def effective_mix(self) -> tuple[MixSection, ...]:
@@ -137,15 +197,27 @@ class ValidationSetSection(Section):
     """A named validation set."""
 
     source: str = DEFAULT_SOURCE
-    """A name in [data.sources], or `corpus` for the corpus of [data]. Of a training source, only the documents that `data.holdout` leaves out."""
+    """A name in [data.sources], or `corpus` for the corpus of [data].
+
+    Of a training source, only the documents that `data.holdout` leaves out.
+    """
     seq_len: Annotated[
-        tuple[Annotated[int, Field(ge=2, le=MAX_SEQ_LEN)], ...], BeforeValidator(as_tuple), Field(min_length=1)
+        tuple[Annotated[int, Field(ge=2, le=MAX_SEQ_LEN)], ...],
+        BeforeValidator(as_tuple),
+        Field(min_length=1),
     ]
-    """Tokens per sequence. Several lengths must ascend; all score the same targets at the end of a sequence, with more context each."""
+    """Tokens per sequence.
+
+    Several lengths must ascend; all score the same targets at the end of a sequence, with more
+    context each.
+    """
     rows: PositiveInt = 32
     """Number of sequences, or all if there are fewer."""
     tail: PositiveInt | None = None
-    """With several lengths: number of target tokens at the end of a sequence. Left out: 2048, or the shortest length."""
+    """With several lengths: number of target tokens at the end of a sequence.
+
+    Left out: 2048, or the shortest length.
+    """
 
     @property
     def target_tokens(self) -> int:
@@ -155,8 +227,12 @@ class ValidationSetSection(Section):
 
 class ValidationSection(Section):
     interval: PositiveInt = 500
-    """Steps between validations; the first precedes the first step, and one follows the last step of each stage."""
-    sets: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], ValidationSetSection] = Field({})
+    """Steps between validations; the first precedes the first step, and one follows the last step
+    of each stage.
+    """
+    sets: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], ValidationSetSection] = Field(
+        {}
+    )
     """Validation sets by name."""
 
     @property

@@ -1,7 +1,9 @@
-"""`job.extension`: parts of somebody else's, beside ours in the same tables. docs/extending.md has an example.
+"""`job.extension`: parts of somebody else's, beside ours in the same tables. docs/extending.md has
+an example.
 
-An extension is code. It is imported for the configuration that a user names, and for nothing that is found in a run
-folder, a checkpoint or an export (`recorded_problem`). Imports no torch by itself.
+An extension is code. It is imported for the configuration that a user names, and for nothing that
+is found in a run folder, a checkpoint or an export (`recorded_problem`). Imports no torch by
+itself.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ SOURCE_SUFFIX = re.compile(r"\.[a-z][a-z0-9_+-]{0,15}")
 
 
 class Sublayer(NamedTuple):
-    """A kind of mixer or of feed-forward: its declaration, and what builds the module of a layer from the model's
-    configuration and the layer's kind.
+    """A kind of mixer or of feed-forward: its declaration, and what builds the module of a layer
+    from the model's configuration and the layer's kind.
     """
 
     declaration: SublayerKind
@@ -87,16 +89,22 @@ class Extension:
     norms: Mapping[str, Mapping[str, Mapping[str, Parameter]]] = field(default_factory=dict)
     """Placements, by `LayerKind.norms`; as in `models.layers.NORMS`."""
     optimizers: Mapping[str, Callable[[OptimizerSection, Any], Any]] = field(default_factory=dict)
-    """What makes a `trainer.step.optimizer.UpdateRule` of [optimizer] and the dtype of moments (None: that of the
-    weights), by `optimizer.name`."""
+    """What makes a `trainer.step.optimizer.UpdateRule` of [optimizer] and the dtype of moments
+    (None: that of the weights), by `optimizer.name`.
+    """
     trackers: Mapping[str, Callable[[TrackedRun], Any]] = field(default_factory=dict)
-    """`trainer.metrics.trackers.Tracker`s, started on rank 0. One that raises is left out of the rest of the run."""
+    """`trainer.metrics.trackers.Tracker`s, started on rank 0.
+
+    One that raises is left out of the rest of the run.
+    """
     sources: Mapping[str, Callable[[BinaryIO, str], Iterator[str]]] = field(default_factory=dict)
-    """What reads the texts of a corpus's file, in order, by its suffix, such as `.warc`. Is given the file, decompressed,
-    and `data.text_key`."""
+    """What reads the texts of a corpus's file, in order, by its suffix, such as `.warc`. Is given
+    the file, decompressed, and `data.text_key`.
+    """
     tokenizers: Mapping[str, Callable[[TokenizerSection], Any]] = field(default_factory=dict)
-    """What makes a `trainer.data.tokenizer.Tokenizer` of [tokenizer], by `tokenizer.kind`. It is pickled for the workers of
-    a preparation."""
+    """What makes a `trainer.data.tokenizer.Tokenizer` of [tokenizer], by `tokenizer.kind`. It is
+    pickled for the workers of a preparation.
+    """
     on_step: Callable[[StepView], None] | None = None
     """Called on every rank after each step."""
     on_checkpoint: Callable[[int, Path], None] | None = None
@@ -145,7 +153,10 @@ def source_hashes() -> dict[str, str]:
 
 
 def install(references: Iterable[str]) -> None:
-    """Imports the extensions and adds their parts to our tables, once in a process. Raises ConfigError."""
+    """Imports the extensions and adds their parts to our tables, once in a process.
+
+    Raises ConfigError.
+    """
     for reference in references:
         if reference not in _installed:
             installing = _load(reference)
@@ -154,7 +165,9 @@ def install(references: Iterable[str]) -> None:
 
 
 def recorded_problem(recorded: Iterable[str], given: Iterable[str], found_in: Path) -> list[str]:
-    """What to say of extensions that something found on disk names, and that its reader did not."""
+    """What to say of extensions that something found on disk names, and that its reader did
+    not.
+    """
     missing = [each for each in recorded if each not in given]
     return [
         f"{found_in} names job.extension = {', '.join(missing)}, code that is imported only if you name it too: "
@@ -163,7 +176,9 @@ def recorded_problem(recorded: Iterable[str], given: Iterable[str], found_in: Pa
 
 
 def describe_error(error: BaseException) -> str | None:
-    """Names the extension in whose code an error was raised, and the line; None if it was in none."""
+    """Names the extension in whose code an error was raised, and the line; None if it was in
+    none.
+    """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         for each in installed():
             if each.holds(Path(frame.filename)):
@@ -178,7 +193,9 @@ def _raised(error: BaseException, frame: traceback.FrameSummary) -> str:
 def _load(reference: str) -> Installed:
     module_name, _, function_name = reference.partition(":")
     if module_name.partition(".")[0] in OWN_PACKAGES:
-        raise _refused(reference, f"its package must not be called {', '.join(OWN_PACKAGES)}, which are ours")
+        raise _refused(
+            reference, f"its package must not be called {', '.join(OWN_PACKAGES)}, which are ours"
+        )
     if (working_folder := str(Path.cwd())) not in sys.path:
         sys.path.append(working_folder)  # Last: ours are found first.
     try:
@@ -186,7 +203,9 @@ def _load(reference: str) -> Installed:
         extension = getattr(module, function_name)()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever somebody else's code raises
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise _refused(reference, f"it cannot be imported and called: {_raised(error, frame)}") from None
+        raise _refused(
+            reference, f"it cannot be imported and called: {_raised(error, frame)}"
+        ) from None
     if not isinstance(extension, Extension):
         raise _refused(reference, f"it must return an Extension, not {type(extension).__name__}")
     same_name = [each.reference for each in installed() if each.extension.name == extension.name]
@@ -207,14 +226,19 @@ def _source(module_name: str) -> Path:
 def _hash_of(source: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(source.rglob("*.py")) if source.is_dir() else [source]:
-        digest.update(str(file.relative_to(source.parent)).encode() + b"\0" + file.read_bytes() + b"\0")
+        digest.update(
+            str(file.relative_to(source.parent)).encode() + b"\0" + file.read_bytes() + b"\0"
+        )
     return digest.hexdigest()[:16]
 
 
 def _add_parts(installing: Installed) -> None:
     extension = installing.extension
     if wrong := [suffix for suffix in extension.sources if not SOURCE_SUFFIX.fullmatch(suffix)]:
-        raise _refused(installing.reference, f"sources {', '.join(wrong)}: a suffix is written .name, in lower case")
+        raise _refused(
+            installing.reference,
+            f"sources {', '.join(wrong)}: a suffix is written .name, in lower case",
+        )
     tables: list[tuple[str, MutableMapping[str, Any], Mapping[str, Any]]] = [
         ("mixers", layers.MIXERS, _declarations(extension.mixers)),
         ("feed_forwards", layers.FEED_FORWARDS, _declarations(extension.feed_forwards)),
@@ -240,7 +264,9 @@ def _add_parts(installing: Installed) -> None:
         from models import transformer  # Imports torch.
 
         transformer.MIXERS.update({name: each.build for name, each in extension.mixers.items()})
-        transformer.FEED_FORWARDS.update({name: each.build for name, each in extension.feed_forwards.items()})
+        transformer.FEED_FORWARDS.update(
+            {name: each.build for name, each in extension.feed_forwards.items()}
+        )
     problems = [
         f"family {family}, size {size}: {problem}"
         for family, sizes in extension.families.items()
@@ -256,19 +282,31 @@ def _declarations(sublayers: Mapping[str, Sublayer]) -> dict[str, SublayerKind]:
 
 
 def optimizer_names() -> list[str]:
-    return [*BUILT_IN_OPTIMIZERS, *(name for each in installed() for name in each.extension.optimizers)]
+    return [
+        *BUILT_IN_OPTIMIZERS,
+        *(name for each in installed() for name in each.extension.optimizers),
+    ]
 
 
 def _tracker_names() -> list[str]:
-    return [*BUILT_IN_TRACKERS, *(name for each in installed() for name in each.extension.trackers)]
+    return [
+        *BUILT_IN_TRACKERS,
+        *(name for each in installed() for name in each.extension.trackers),
+    ]
 
 
 def _source_suffixes() -> list[str]:
-    return [*BUILT_IN_SOURCES, *(suffix for each in installed() for suffix in each.extension.sources)]
+    return [
+        *BUILT_IN_SOURCES,
+        *(suffix for each in installed() for suffix in each.extension.sources),
+    ]
 
 
 def tokenizer_kinds() -> list[str]:
-    return [*BUILT_IN_TOKENIZERS, *(kind for each in installed() for kind in each.extension.tokenizers)]
+    return [
+        *BUILT_IN_TOKENIZERS,
+        *(kind for each in installed() for kind in each.extension.tokenizers),
+    ]
 
 
 def _refused(reference: str, problem: str) -> ConfigError:

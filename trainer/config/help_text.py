@@ -11,8 +11,18 @@ from trainer.config.sections import Section
 from trainer.config.toml_format import toml_value
 from trainer.config.training_stages import Recipe
 
-TYPE_NAMES = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text"}
-BOUND_SYMBOLS = {"minimum": ">= ", "exclusiveMinimum": "> ", "maximum": "<= ", "exclusiveMaximum": "< "}
+TYPE_NAMES = {
+    "integer": "integer",
+    "number": "number",
+    "boolean": "true or false",
+    "string": "text",
+}
+BOUND_SYMBOLS = {
+    "minimum": ">= ",
+    "exclusiveMinimum": "> ",
+    "maximum": "<= ",
+    "exclusiveMaximum": "< ",
+}
 WIDTH = 100
 
 INTRODUCTION = """\
@@ -36,7 +46,9 @@ def sections_by_heading() -> dict[str, tuple[type[Section], list[str]]]:
     """Section type and keys of every section and table, by TOML heading."""
     result = {f"[{name}]": (owner, section_keys(name)) for name, owner in all_sections().items()}
     for name, owner in repeated_tables().items():
-        heading = f"[{name}.NAME]" if name in ("data.sources", "validation.sets") else f"[[{name}]]"
+        heading = (
+            f"[{name}.NAME]" if name in ("data.sources", "validation.sets") else f"[[{name}]]"
+        )
         result[heading] = (owner, [*owner.fields_by_key()])
     return result
 
@@ -69,11 +81,15 @@ def format_default(schema: dict[str, Any]) -> str | None:
 
 
 def format_type(schema: dict[str, Any]) -> str:
-    """Type and range of a JSON schema: `integer >= 1`, `"a" | "b"`, `[number, number]`, `[integer, ...]`."""
+    """Type and range of a JSON schema: `integer >= 1`, `"a" | "b"`, `[number, number]`, `[integer,
+    ...]`.
+    """
     if "$ref" in schema:
         return f"table: {schema['$ref'].rpartition('/')[2].removesuffix('Section').lower()}"
     if "anyOf" in schema:
-        return " | ".join(format_type(option) for option in schema["anyOf"] if option.get("type") != "null")
+        return " | ".join(
+            format_type(option) for option in schema["anyOf"] if option.get("type") != "null"
+        )
     choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if choices:
         return " | ".join(toml_value(choice) for choice in choices)
@@ -84,7 +100,9 @@ def format_type(schema: dict[str, Any]) -> str:
         ]
         return f"[{', '.join(item_types)}]"
     type_name = schema["format"] if schema.get("format") == "path" else TYPE_NAMES[schema["type"]]
-    bounds = [f"{sign}{schema[bound]:.12g}" for bound, sign in BOUND_SYMBOLS.items() if bound in schema]
+    bounds = [
+        f"{sign}{schema[bound]:.12g}" for bound, sign in BOUND_SYMBOLS.items() if bound in schema
+    ]
     return " ".join([type_name, *bounds])
 
 
@@ -98,6 +116,14 @@ def render_keys() -> str:
         for key in document_keys(owner, names):
             default = "required" if key.default == "" else f"default: {key.default or 'left out'}"
             entry = f"{option}{key.name}  {key.type_name}  ({default})"
-            lines += wrap(entry, WIDTH, initial_indent="  ", subsequent_indent=" " * 10, break_on_hyphens=False)
-            lines += wrap(key.description, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines += wrap(
+                entry,
+                WIDTH,
+                initial_indent="  ",
+                subsequent_indent=" " * 10,
+                break_on_hyphens=False,
+            )
+            lines += wrap(
+                key.description, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
+            )
     return "\n".join(lines)

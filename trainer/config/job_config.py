@@ -1,4 +1,7 @@
-"""The configuration of a run: all sections, and what follows from them for a world size. Imports no torch."""
+"""The configuration of a run: all sections, and what follows from them for a world size.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,9 @@ class Config(Section):
     @property
     def stated_world_size(self) -> int:
         """The product of the stated mesh degrees, of the stage where it is largest."""
-        return max(prod(stage.config.parallelism.degrees(1).values()) for stage in self.training_stages)
+        return max(
+            prod(stage.config.parallelism.degrees(1).values()) for stage in self.training_stages
+        )
 
     @property
     def output_dir(self) -> Path:
@@ -73,8 +78,14 @@ class Config(Section):
 
     def context_plan(self) -> ContextPlan:
         """How cp ranks share sequences. The model must have no problems."""
-        section, model, training = self.parallelism, self.model.build(), self.training
-        is_packed = self.data.mask == "document" and self.data.packing != "single" and not self.data.is_synthetic
+        section = self.parallelism
+        model = self.model.build()
+        training = self.training
+        is_packed = (
+            self.data.mask == "document"
+            and self.data.packing != "single"
+            and not self.data.is_synthetic
+        )
         return ContextPlan(
             cp=section.cp,
             method=section.cp_method,
@@ -92,8 +103,12 @@ class Config(Section):
         )
 
     def attention_needs(self, generation: str | None = None) -> AttentionNeeds:
-        """What attention kernels must do, on devices of a generation. The model must have no problems."""
-        training, model = self.training, self.model.build()
+        """What attention kernels must do, on devices of a generation.
+
+        The model must have no problems.
+        """
+        training = self.training
+        model = self.model.build()
         return AttentionNeeds(
             dtype=training.dtype,
             head_dim=model.head_dim,
@@ -108,18 +123,26 @@ class Config(Section):
 
         Inductor times reductions and takes the fastest, so that another start may round otherwise.
         """
-        return self.training.compile is True or (self.training.compile == "auto" and not self.training.deterministic)
+        return self.training.compile is True or (
+            self.training.compile == "auto" and not self.training.deterministic
+        )
 
     def pipeline_plan(self, world_size: int) -> PipelinePlan:
         """Pipeline stages and schedule. The model must have no problems."""
-        section, model = self.parallelism, self.model.build()
-        # The output projection counts by its FLOPs; the embedding, which has none, by its equal number of weights.
+        section = self.parallelism
+        model = self.model.build()
+        # The output projection counts by its FLOPs; the embedding, which has none, by its equal
+        # number of weights.
         seq_len = self.training.seq_len
         attention_cost = (
-            model.attention_flops(model.layer_kinds, model.mean_pairs(seq_len) / seq_len) / 2 / model.num_layers
+            model.attention_flops(model.layer_kinds, model.mean_pairs(seq_len) / seq_len)
+            / 2
+            / model.num_layers
         )
         head_parameters = model.vocab_size * model.dim
-        block_cost = (model.matrix_parameters - head_parameters) / model.num_layers + attention_cost
+        block_cost = (
+            model.matrix_parameters - head_parameters
+        ) / model.num_layers + attention_cost
         vocab_cost = head_parameters / block_cost
         return PipelinePlan(
             pp=section.pp,
@@ -135,7 +158,9 @@ class Config(Section):
         )
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
-        """(micro-batches per step, micro-batches per data-parallel rank); the last ones may be empty."""
+        """(micro-batches per step, micro-batches per data-parallel rank); the last ones may be
+        empty.
+        """
         degrees = self.parallelism.degrees(world_size)
         total = self.training.global_batch_size // self.training.micro_batch_size
         return total, -(-total // (degrees["dp_replicate"] * degrees["dp_shard"]))
@@ -143,7 +168,9 @@ class Config(Section):
 
 @dataclass(frozen=True)
 class TrainingStage:
-    """One stage of a run: its configuration, whose `training.steps` are those of the stage, and its position."""
+    """One stage of a run: its configuration, whose `training.steps` are those of the stage, and
+    its position.
+    """
 
     config: Config
     name: str = ""

@@ -1,7 +1,9 @@
-"""Schema versions of stored configurations and training states, and the renames and removals between them.
+"""Schema versions of stored configurations and training states, and the renames and removals
+between them.
 
-A run folder's `config.toml` and a checkpoint's `state.json` carry `schema_version`. Older ones are migrated when they are
-read. In a file or flag that a user writes, the same tables turn an old name into an error that gives the new one.
+A run folder's `config.toml` and a checkpoint's `state.json` carry `schema_version`. Older ones are
+migrated when they are read. In a file or flag that a user writes, the same tables turn an old name
+into an error that gives the new one.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ class Removal(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Migration:
-    """Changes from one schema version to the next. Keys are dotted; items of `[[data.mix]]` are `data.mix.KEY`."""
+    """Changes from one schema version to the next.
+
+    Keys are dotted; items of `[[data.mix]]` are `data.mix.KEY`.
+    """
 
     renamed_keys: Mapping[str, str] = field(default_factory=dict)
     """Old to new key of the same section."""
@@ -54,7 +59,10 @@ MIGRATIONS = (
             "parallelism.node_ranks": "parallelism.ranks_per_node",
             "schedule.final": "schedule.min_lr_factor",
         },
-        renamed_values={"data.bad_files": {"refuse": "error"}, "health.on_spike": {"tell": "warn"}},
+        renamed_values={
+            "data.bad_files": {"refuse": "error"},
+            "health.on_spike": {"tell": "warn"},
+        },
     ),
     Migration(
         removed_values={
@@ -93,9 +101,21 @@ STATE_MIGRATIONS = (
 )
 """Of `state.json`, besides its configuration."""
 
-# Version 1 wrote no schema_version. Its resolved files state all of these sections, which no manually written file does.
+# Version 1 wrote no schema_version. Its resolved files state all of these sections, which no
+# manually written file does.
 VERSION_1_SECTIONS = (
-    *("job", "model", "tokenizer", "data", "training", "parallelism", "memory", "optimizer", "schedule", "checkpoint"),
+    *(
+        "job",
+        "model",
+        "tokenizer",
+        "data",
+        "training",
+        "parallelism",
+        "memory",
+        "optimizer",
+        "schedule",
+        "checkpoint",
+    ),
     *("validation", "metrics", "profiler", "distributed"),
 )
 
@@ -107,15 +127,23 @@ def migrate(values: Mapping[str, Any], *, version: object) -> dict[str, Any]:
     """
     if not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
         raise ConfigError(
-            [f"{SCHEMA_KEY} = {version} is unknown; this version of the trainer reads 1 to {SCHEMA_VERSION}"]
+            [
+                f"{SCHEMA_KEY} = {version} is unknown; this version of the trainer reads 1 to {SCHEMA_VERSION}"
+            ]
         )
     return apply_migrations(values, MIGRATIONS[version - 1 :], name_of=_section_name)
 
 
 def apply_migrations(
-    values: Mapping[str, Any], migrations: Sequence[Migration], *, name_of: Callable[[str], str] = str
+    values: Mapping[str, Any],
+    migrations: Sequence[Migration],
+    *,
+    name_of: Callable[[str], str] = str,
 ) -> dict[str, Any]:
-    """The values, nested or by dotted key, after these changes in turn. `name_of`: the name that migrations have for a key."""
+    """The values, nested or by dotted key, after these changes in turn.
+
+    `name_of`: the name that migrations have for a key.
+    """
     migrated = dict(values)
     for migration in migrations:
         migrated = _migrate_table("", migrated, migration, name_of)
@@ -129,10 +157,14 @@ def apply_migrations(
 
 
 def migrate_file(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a TOML file, migrated if a run wrote it; a user's file has no version and must use today's keys."""
+    """The values of a TOML file, migrated if a run wrote it; a user's file has no version and must
+    use today's keys.
+    """
     is_version_1 = all(section in values for section in VERSION_1_SECTIONS)
     version = values.get(SCHEMA_KEY, 1 if is_version_1 else SCHEMA_VERSION)
-    return migrate({key: value for key, value in values.items() if key != SCHEMA_KEY}, version=version)
+    return migrate(
+        {key: value for key, value in values.items() if key != SCHEMA_KEY}, version=version
+    )
 
 
 def renamed_message(name: str) -> str | None:
@@ -145,11 +177,17 @@ def renamed_message(name: str) -> str | None:
 
 def replaced_value_message(name: str, value: object) -> str | None:
     """Names the value that replaced a key's value, or None."""
-    key, current, message = _section_name(name), str(value), None
+    key = _section_name(name)
+    current = str(value)
+    message = None
     for migration in MIGRATIONS:
         if (new := migration.new_value(key, current)) != current:
             removal = migration.removed_values.get(key)
-            message = f'was removed: {removal.reason}; use "{new}"' if removal else f'was renamed to "{new}"'
+            message = (
+                f'was removed: {removal.reason}; use "{new}"'
+                if removal
+                else f'was renamed to "{new}"'
+            )
             current = new
     return message and f'"{value}" {message}'
 
@@ -169,7 +207,11 @@ def _migrate_table(
     for key, value in table.items():
         name = name_of(f"{path}.{key}" if path else key)
         name = migration.renamed_keys.get(name, name)
-        new = f"{key.rpartition('.')[0]}.{name.rpartition('.')[2]}" if "." in key else name.rpartition(".")[2]
+        new = (
+            f"{key.rpartition('.')[0]}.{name.rpartition('.')[2]}"
+            if "." in key
+            else name.rpartition(".")[2]
+        )
         if new != key and new in table:
             continue
         if isinstance(value, dict):

@@ -1,7 +1,9 @@
-"""Parse a TOML file and a command line into a `Recipe`, or list everything that is wrong with them. Imports no torch.
+"""Parse a TOML file and a command line into a `Recipe`, or list everything that is wrong with
+them. Imports no torch.
 
-Each source is validated separately, so that an error names its source; then command-line values override the file's.
-TOML values have types, so `"50"` is not an integer there; on the command line everything is text.
+Each source is validated separately, so that an error names its source; then command-line values
+override the file's. TOML values have types, so `"50"` is not an integer there; on the command line
+everything is text.
 """
 
 from __future__ import annotations
@@ -66,15 +68,18 @@ TOML_TYPES = {
 
 
 def load(argv: Sequence[str], *, imports_extensions: bool = True) -> Recipe:
-    """The configuration of `--config NAME|PATH` and `--section.key VALUE`, whose extensions are installed unless
-    `imports_extensions` is false, as for a file that the user did not name. Raises `ConfigError`.
+    """The configuration of `--config NAME|PATH` and `--section.key VALUE`, whose extensions are
+    installed unless `imports_extensions` is false, as for a file that the user did not name.
+    Raises `ConfigError`.
     """
     arguments = parse_arguments(argv)
     problems = list(arguments.problems)
     sources = [ConfigSource(name=COMMAND_LINE, values=arguments.values, typed=False)]
     try:
         path = find_config_file(arguments.config)
-        sources.insert(0, ConfigSource(name=show_path(path), values=migrate_file(read_toml(path)), typed=True))
+        sources.insert(
+            0, ConfigSource(name=show_path(path), values=migrate_file(read_toml(path)), typed=True)
+        )
     except ConfigError as error:
         problems += error.problems
     values = merge_sources(sources, problems)
@@ -84,8 +89,12 @@ def load(argv: Sequence[str], *, imports_extensions: bool = True) -> Recipe:
 
 
 def merge_sources(sources: Sequence[ConfigSource], problems: Sequence[str]) -> dict[str, Any]:
-    """The values of the sources; later ones override. Raises `ConfigError` with these problems and the sources'."""
-    problems, merged = [*problems], dict[str, Any]()
+    """The values of the sources; later ones override.
+
+    Raises `ConfigError` with these problems and the sources'.
+    """
+    problems = [*problems]
+    merged = dict[str, Any]()
     for source in sources:
         try:
             merged = deep_merge(merged, source.parse().model_dump(exclude_unset=True))
@@ -104,9 +113,15 @@ def all_sections() -> dict[str, type[Section]]:
 
 @cache
 def repeated_tables() -> dict[str, type[Section]]:
-    """Tables that a file may repeat: `data.sources` (by name), `data.mix`, `validation.sets` (by name), `stage`."""
+    """Tables that a file may repeat: `data.sources` (by name), `data.mix`, `validation.sets` (by
+    name), `stage`.
+    """
     owners: list[tuple[str, type[Section]]] = [*all_sections().items(), ("", Recipe)]
-    result = {f"{name}.{key}".lstrip("."): inner for name, owner in owners for key, inner in _tables(owner).items()}
+    result = {
+        f"{name}.{key}".lstrip("."): inner
+        for name, owner in owners
+        for key, inner in _tables(owner).items()
+    }
     return {name: inner for name, inner in result.items() if name not in all_sections()}
 
 
@@ -121,7 +136,9 @@ def section_keys(section: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedArguments:
-    """A command line: its --config, its values by section and key, and the problems of its options."""
+    """A command line: its --config, its values by section and key, and the problems of its
+    options.
+    """
 
     config: str
     values: dict[str, Any]
@@ -129,11 +146,14 @@ class ParsedArguments:
 
 
 def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
-    """Parses `--section.key VALUE` and `--section.key=VALUE`; of a repeated option the last one counts.
+    """Parses `--section.key VALUE` and `--section.key=VALUE`; of a repeated option the last one
+    counts.
 
     Values remain text. A key that takes a list has a list of text, written `1,2` or as JSON.
     """
-    config, overrides, problems = DEFAULT_CONFIG, dict[str, str](), list[str]()
+    config = DEFAULT_CONFIG
+    overrides = dict[str, str]()
+    problems = list[str]()
     for option, value in _options(argv):
         if problem := _option_problem(option, value):
             problems.append(f"{COMMAND_LINE}: {problem}")
@@ -146,7 +166,9 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
         try:
             values = deep_merge(values, _cli_parser()(args=[f"{option}={value}"])())
         except SettingsError:
-            problems.append(f"{COMMAND_LINE}: {option} {_shorten(value)} must be a list such as 1,2 or [1, 2]")
+            problems.append(
+                f"{COMMAND_LINE}: {option} {_shorten(value)} must be a list such as 1,2 or [1, 2]"
+            )
     return ParsedArguments(config=config, values=values, problems=problems)
 
 
@@ -172,11 +194,15 @@ def _options(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 def _option_problem(option: str, value: str | None) -> str | None:
     section, _, key = option.removeprefix("--").rpartition(".")
-    if table_name := next((table for table in repeated_tables() if f"{option[2:]}.".startswith(f"{table}.")), None):
+    if table_name := next(
+        (table for table in repeated_tables() if f"{option[2:]}.".startswith(f"{table}.")), None
+    ):
         return f"{_shorten(option)}: {table_name} can only be set in the file"
     if not option.startswith("--") or not key:
         return f'"{_shorten(option)}" is not an option; options are written --section.key VALUE'
-    if option != "--config" and (section not in all_sections() or key not in section_keys(section)):
+    if option != "--config" and (
+        section not in all_sections() or key not in section_keys(section)
+    ):
         shown = option if value is None else f"{option} {value}"
         return f"{_shorten(shown)}: {_unknown_key_message(section, key)}"
     if value is None:
@@ -199,9 +225,15 @@ def _cli_parser() -> CliSettingsSource[BaseSettings]:
 
 
 def find_config_file(name: str) -> Path:
-    """Looks a bare name up in `train_configs/`, then in the current folder; anything else is a path. Raises `ConfigError`."""
+    """Looks a bare name up in `train_configs/`, then in the current folder; anything else is a
+    path. Raises `ConfigError`.
+    """
     path = Path(name)
-    candidates = [CONFIG_DIR / (name if name.endswith(".toml") else f"{name}.toml")] if path.name == name else []
+    candidates = (
+        [CONFIG_DIR / (name if name.endswith(".toml") else f"{name}.toml")]
+        if path.name == name
+        else []
+    )
     try:
         for candidate in filter(Path.is_file, (*candidates, path)):
             return candidate
@@ -211,9 +243,13 @@ def find_config_file(name: str) -> Path:
     except OSError as error:
         raise ConfigError([f"{_shorten(name)}: cannot be read: {error.strerror}"]) from error
     available = sorted(entry.stem for entry in CONFIG_DIR.glob("*.toml"))
-    suggestions = [f"did you mean {match}? " for match in get_close_matches(path.stem, available, n=1)]
+    suggestions = [
+        f"did you mean {match}? " for match in get_close_matches(path.stem, available, n=1)
+    ]
     raise ConfigError(
-        [f"{_shorten(name)}: no such file; {''.join(suggestions)}train_configs/ holds {', '.join(available)}"]
+        [
+            f"{_shorten(name)}: no such file; {''.join(suggestions)}train_configs/ holds {', '.join(available)}"
+        ]
     )
 
 
@@ -230,7 +266,11 @@ def read_toml(path: Path) -> dict[str, Any]:
     except tomli.TOMLDecodeError as error:
         lines = [*error.doc.splitlines(), ""]
         text = lines[min(error.lineno, len(lines)) - 1].strip()
-        rule = "defined twice" if error.msg.endswith(("Cannot overwrite a value", "twice")) else error.msg
+        rule = (
+            "defined twice"
+            if error.msg.endswith(("Cannot overwrite a value", "twice"))
+            else error.msg
+        )
         raise ConfigError([f"{name}:{error.lineno}: {rule}: {_shorten(text)}"]) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError([f"{name}: {error}"]) from error
@@ -257,23 +297,40 @@ class ConfigSource:
         if not self.typed:
             return Recipe.model_validate(self.values, strict=False)
         # Strict JSON has TOML's types: text for a path, an array for a tuple, 1 for 1.0.
-        return Recipe.model_validate_json(json.dumps(self.values, default=lambda date: [str(date)]), strict=True)
+        return Recipe.model_validate_json(
+            json.dumps(self.values, default=lambda date: [str(date)]), strict=True
+        )
 
     def format_errors(self, errors: Sequence[ErrorDetails]) -> list[str]:
-        """One line for each key that has an error; where a value may have one of several types, with the rules of all."""
+        """One line for each key that has an error; where a value may have one of several types,
+        with the rules of all.
+        """
         by_key = dict[tuple[int | str, ...], list[ErrorDetails]]()
         for details in errors:
             by_key.setdefault(self._without_type(details["loc"]), []).append(details)
         return [self.format_error(*each, loc=loc) for loc, each in by_key.items()]
 
     def _without_type(self, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-        """Of a key whose value may have one of several types, pydantic's location ends with the name of a type."""
+        """Of a key whose value may have one of several types, pydantic's location ends with the
+        name of a type.
+        """
         section, *key = _section_at(loc[:-2]), *loc[-2:-1]
-        is_key = section is not None and key and key[0] in section.fields_by_key() and _section_at(loc[:-1]) is None
-        has_types = is_key and isinstance(loc[-1], str) and not isinstance(self._value(loc[:-1]), dict | list)
+        is_key = (
+            section is not None
+            and key
+            and key[0] in section.fields_by_key()
+            and _section_at(loc[:-1]) is None
+        )
+        has_types = (
+            is_key
+            and isinstance(loc[-1], str)
+            and not isinstance(self._value(loc[:-1]), dict | list)
+        )
         return loc[:-1] if has_types else loc
 
-    def format_error(self, details: ErrorDetails, *others: ErrorDetails, loc: tuple[int | str, ...]) -> str:
+    def format_error(
+        self, details: ErrorDetails, *others: ErrorDetails, loc: tuple[int | str, ...]
+    ) -> str:
         """The errors of a key in one line: source, key, value, rule."""
         location, key_path = self._locate(loc)
         items = [part for part in key_path if isinstance(part, int)]
@@ -284,26 +341,36 @@ class ConfigSource:
         assignment = f"{location}{key if is_missing else self._format_assignment(key, value)}"
         if details["type"] == "extra_forbidden":
             full_name = ".".join(part for part in loc if isinstance(part, str))
-            owner, is_table = _section_at(loc[:-1]), isinstance(value, dict)
+            owner = _section_at(loc[:-1])
+            is_table = isinstance(value, dict)
             message = (
                 renamed_message(full_name)
                 or _foreign_section_message(full_name, value)
                 or _unknown_key_message(".".join(names[:-1]), names[-1], owner, is_table=is_table)
             )
             return f"{self.name}: {assignment}: {message}"
-        rule = ", or ".join([_rule(details), *(_rule(other).removeprefix("must be ") for other in others)])
+        rule = ", or ".join(
+            [_rule(details), *(_rule(other).removeprefix("must be ") for other in others)]
+        )
         if details["type"].endswith("_type") and self.typed and not items:
             rule += f", not {TOML_TYPES.get(type(value), 'a date or time')}"
         section = _section_at(loc[:-1])
-        if details["type"] == "string_pattern_mismatch" and section and names[-1] in section.fields_by_key():
+        if (
+            details["type"] == "string_pattern_mismatch"
+            and section
+            and names[-1] in section.fields_by_key()
+        ):
             rule += f" ({section.fields_by_key()[names[-1]].description})"
         if replaced := replaced_value_message(key, value):
             rule += f"; {replaced}"
         return f"{self.name}: {assignment}{f': item {items[0] + 1}' if items else ''} {rule}"
 
     def _locate(self, loc: tuple[int | str, ...]) -> tuple[str, list[int | str]]:
-        """Name of the list item that holds the error, such as `stage "a": `, and the key path within it."""
-        location, remainder = "", list[int | str]()
+        """Name of the list item that holds the error, such as `stage "a": `, and the key path
+        within it.
+        """
+        location = ""
+        remainder = list[int | str]()
         for index, part in enumerate(loc):
             remainder.append(part)
             if isinstance(part, int) and index + 1 < len(loc):
@@ -323,13 +390,24 @@ class ConfigSource:
 
     def _format_assignment(self, key: str, value: object) -> str:
         if self.typed:
-            return f"[{key}]" if isinstance(value, dict) else f"{key} = {_shorten(toml_value(value))}"
-        text = ",".join(map(str, value)) if isinstance(value, list) else "null" if value is None else str(value)
+            return (
+                f"[{key}]" if isinstance(value, dict) else f"{key} = {_shorten(toml_value(value))}"
+            )
+        text = (
+            ",".join(map(str, value))
+            if isinstance(value, list)
+            else "null"
+            if value is None
+            else str(value)
+        )
         return f"--{key} {_shorten(text)}"
 
 
 def _rule(details: ErrorDetails) -> str:
-    limits = {key: f"{value:g}" if isinstance(value, float) else value for key, value in details.get("ctx", {}).items()}
+    limits = {
+        key: f"{value:g}" if isinstance(value, float) else value
+        for key, value in details.get("ctx", {}).items()
+    }
     return ERROR_MESSAGES.get(details["type"], details["msg"]).format(**limits).replace("'", '"')
 
 
@@ -337,7 +415,9 @@ def _foreign_section_message(name: str, value: object) -> str | None:
     """For a section of another trainer: our key for each of its keys."""
     if not isinstance(value, dict):
         return None
-    suggestions = [f"{key}: {message}" for key in value if (message := aliases.suggest(f"{name}.{key}"))]
+    suggestions = [
+        f"{key}: {message}" for key in value if (message := aliases.suggest(f"{name}.{key}"))
+    ]
     return f"unknown section; {', '.join(suggestions)}" if suggestions else None
 
 
@@ -352,13 +432,21 @@ def _unknown_key_message(
         return f"a section, not a key; [{name}] has {', '.join(section_keys(name))}"
     if message := renamed_message(name):
         return message
-    owners = [f"[{owner_name}]" for owner_name in all_sections() if key.replace("-", "_") in section_keys(owner_name)]
+    owners = [
+        f"[{owner_name}]"
+        for owner_name in all_sections()
+        if key.replace("-", "_") in section_keys(owner_name)
+    ]
     if not (owners and section in all_sections()) and (suggestion := aliases.suggest(name)):
         return f"unknown key; {suggestion}"
     if is_table or (section and section not in all_sections()):
         unknown_name = name if is_table else section
         matches = get_close_matches(unknown_name, [*all_sections(), *repeated_tables()], n=1)
-        hint = f"did you mean [{matches[0]}]?" if matches else f"the sections are {', '.join(all_sections())}"
+        hint = (
+            f"did you mean [{matches[0]}]?"
+            if matches
+            else f"the sections are {', '.join(all_sections())}"
+        )
         return f"unknown section [{unknown_name}]; {hint}"
     if owners and f"[{section}]" not in owners:
         return f"unknown key; {key} belongs to {' or '.join(owners)}"

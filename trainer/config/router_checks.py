@@ -18,7 +18,9 @@ def router_problems(training: TrainingSection, model: ModelConfig) -> Iterator[s
             continue
         if not model.has_experts:
             yield f"{given} is not used: no layer of the model has experts"
-        elif key == "correction_bias_rate" and not any(kind.correction_bias for kind in model.kinds):
+        elif key == "correction_bias_rate" and not any(
+            kind.correction_bias for kind in model.kinds
+        ):
             yield f"{given} needs model.correction_bias = true"
         elif key == "balance_over" and not training.balance_loss:
             yield f"{given} is only used with training.balance_loss"

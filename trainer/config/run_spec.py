@@ -1,4 +1,6 @@
-"""The launcher's handover to training processes: the resolved configuration and its prepared data."""
+"""The launcher's handover to training processes: the resolved configuration and its prepared
+data.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from trainer.config.sections import Section
 from trainer.config.training_stages import Recipe
 
 STORE_SOCKET_ENV = "LONGHAUL_STORE_SOCKET"
-"""Environment variable of the workers of one node: the file descriptor on which rank 0, which alone has it, serves the store."""
+"""Environment variable of the workers of one node: the file descriptor on which rank 0, which
+alone has it, serves the store.
+"""
 
 
 class RunSpec(Section):
@@ -19,7 +23,9 @@ class RunSpec(Section):
     datasets: dict[str, Path]
     """Folder of prepared tokens by source name; empty for the synthetic corpus."""
     prediction: dict[str, Any] | None = None
-    """Content of `prediction.json`, which rank 0 writes as soon as it holds the run folder; None: it stays as it is."""
+    """Content of `prediction.json`, which rank 0 writes as soon as it holds the run folder; None:
+    it stays as it is.
+    """
 
     def to_json(self) -> str:
         """Omits unset keys, because `recompute = "auto"` only chooses those."""

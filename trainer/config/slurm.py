@@ -28,9 +28,22 @@ FORBIDDEN_OPTIONS = {
     "no-requeue": "the run could not continue after its time limit",
     "wait": "it would wait for requeued launches",
     **dict.fromkeys(
-        ("requeue", "open-mode", "signal", "output", "error", "chdir", "job-name", "nodes", "ntasks"), SET_HERE
+        (
+            "requeue",
+            "open-mode",
+            "signal",
+            "output",
+            "error",
+            "chdir",
+            "job-name",
+            "nodes",
+            "ntasks",
+        ),
+        SET_HERE,
     ),
-    **dict.fromkeys(("ntasks-per-node", "gpus-per-node", "cpus-per-task", "mem", "time", "partition"), SET_HERE),
+    **dict.fromkeys(
+        ("ntasks-per-node", "gpus-per-node", "cpus-per-task", "mem", "time", "partition"), SET_HERE
+    ),
 }
 SbatchOption = Annotated[CommandOption, AfterValidator(require_allowed_option)]
 MAX_LEAD_SECONDS = 65_535  # limit of sbatch --signal
@@ -52,33 +65,54 @@ class SlurmSection(Section):
     qos: ShellWord | None = None
     """Quality of service, without spaces."""
     time: Annotated[str, Field(pattern=r"^(\d+-)?\d+:[0-5]\d:[0-5]\d$")] | None = None
-    """Time limit of each launch of the job: `hh:mm:ss` or `d-hh:mm:ss`. Left out: the partition's."""
+    """Time limit of each launch of the job: `hh:mm:ss` or `d-hh:mm:ss`.
+
+    Left out: the partition's.
+    """
     memory: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
-    """Memory per node: a number and K, M, G or T; `0` is all of it. Left out: the cluster's default."""
+    """Memory per node: a number and K, M, G or T; `0` is all of it.
+
+    Left out: the cluster's default.
+    """
     constraint: ShellWord | None = None
     """Required node features, without spaces."""
     exclude: ShellWord | None = None
     """Nodes to exclude, such as `node[3,7]`."""
     preflight: bool = True
-    """Check each node before the ranks start, in at most a minute (`longhaul preflight`); a node that fails does not train."""
+    """Check each node before the ranks start, in at most a minute (`longhaul preflight`); a node
+    that fails does not train.
+    """
     spare_nodes: NonNegativeInt = 0
-    """Nodes allocated besides `nodes`, to take the place of those that fail the preflight or that this run's events accuse."""
+    """Nodes allocated besides `nodes`, to take the place of those that fail the preflight or that
+    this run's events accuse.
+    """
     launcher: Literal["srun", "torchrun"] = "srun"
-    """What starts the ranks: `srun` with one task per rank, or `torchrun` with one agent per node."""
+    """What starts the ranks: `srun` with one task per rank, or `torchrun` with one agent per
+    node.
+    """
     lead_seconds: Annotated[int, Field(ge=1, le=MAX_LEAD_SECONDS)] = 300
-    """Lead time before the time limit at which ranks are signalled to save and exit: at least twice the time of a step and a checkpoint, plus 30 s."""
+    """Lead time before the time limit at which ranks are signalled to save and exit: at least
+    twice the time of a step and a checkpoint, plus 30 s.
+    """
     max_requeues: NonNegativeInt = 1000
     """Maximum number of automatic requeues."""
     max_stuck: PositiveInt = 3
     """Consecutive launches without a new checkpoint after which the job gives up."""
     backoff_seconds: NonNegativeInt = 20
-    """Delay before ranks are restarted after a crash; doubles with every restart without a new checkpoint."""
+    """Delay before ranks are restarted after a crash; doubles with every restart without a new
+    checkpoint.
+    """
     setup: tuple[str, ...] = ()
     """Shell lines at the start of the script, such as `module load cuda`."""
     python: ShellWord | None = None
-    """Interpreter on the nodes: a path or name without spaces. Left out: the interpreter that renders the script, or `python3` in a container."""
+    """Interpreter on the nodes: a path or name without spaces.
+
+    Left out: the interpreter that renders the script, or `python3` in a container.
+    """
     container: ContainerImage | None = None
-    """Container image for the ranks, without spaces, such as `nvcr.io#nvidia/pytorch:26.01-py3`; needs the pyxis plugin."""
+    """Container image for the ranks, without spaces, such as `nvcr.io#nvidia/pytorch:26.01-py3`;
+    needs the pyxis plugin.
+    """
     options: tuple[SbatchOption, ...] = ()
     """More sbatch options, such as `--exclusive` or `--mail-type=FAIL`."""
     srun_options: tuple[CommandOption, ...] = ()

@@ -1,4 +1,6 @@
-"""Which corpus to read and how: the common form of `[data]`, `[data.sources]` and `prepare --corpus`."""
+"""Which corpus to read and how: the common form of `[data]`, `[data.sources]` and `prepare
+--corpus`.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,16 @@ def corpus_spec(data: DataSection, name: str) -> CorpusSpec:
 
 
 def corpus_specs(config: Config) -> dict[str, CorpusSpec]:
-    """The corpora that a run reads, in any of its stages, by name; none for the synthetic corpus."""
+    """The corpora that a run reads, in any of its stages, by name; none for the synthetic
+    corpus.
+    """
     stages = [stage.config for stage in config.training_stages]
-    names = {item.source for stage in stages if not stage.data.is_synthetic for item in stage.data.effective_mix}
-    return {name: corpus_spec(config.data, name) for name in sorted(names | config.validation.sources)}
+    names = {
+        item.source
+        for stage in stages
+        if not stage.data.is_synthetic
+        for item in stage.data.effective_mix
+    }
+    return {
+        name: corpus_spec(config.data, name) for name in sorted(names | config.validation.sources)
+    }

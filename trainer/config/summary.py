@@ -1,4 +1,7 @@
-"""A configuration in words: what `--check` prints and a run logs when it starts. Imports no torch."""
+"""A configuration in words: what `--check` prints and a run logs when it starts.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ def topology(config: Config, world_size: int, *, nodes: int = 1) -> Topology:
     section = config.parallelism
     degrees = section.degrees(world_size)
     return Topology(
-        degrees=degrees, context_plan=config.context_plan(), ranks_per_node=section.ranks_per_node, num_nodes=nodes
+        degrees=degrees,
+        context_plan=config.context_plan(),
+        ranks_per_node=section.ranks_per_node,
+        num_nodes=nodes,
     )
 
 
@@ -26,14 +32,17 @@ def parallelism_summary(config: Config, world_size: int) -> list[str]:
     section = config.parallelism
     lines = [rope_summary(config.model.build(), config.training.seq_len)]
     if section.cp > 1:
-        lines.append(f"context parallelism: {config.context_plan().summary()}; {_attention_imbalance(config)}")
+        lines.append(
+            f"context parallelism: {config.context_plan().summary()}; {_attention_imbalance(config)}"
+        )
     if section.ep > 1:
         each = config.model.build().num_experts // section.ep
         lines.append(f"expert parallelism: {section.ep} ranks with {each} experts of each layer")
     if section.tp > 1:
         sharded = {"tokens": section.sequence_parallel, "vocabulary": section.loss_parallel}
         details = ", ".join(
-            f"{name} {'sharded' if is_sharded else 'replicated'}" for name, is_sharded in sharded.items()
+            f"{name} {'sharded' if is_sharded else 'replicated'}"
+            for name, is_sharded in sharded.items()
         )
         lines.append(f"tensor parallelism: {section.tp} ranks, {details}")
     if section.pp > 1:
@@ -42,9 +51,13 @@ def parallelism_summary(config: Config, world_size: int) -> list[str]:
 
 
 def _attention_imbalance(config: Config) -> str:
-    """The busiest rank over the mean, for a sequence of one document and one of sampled documents."""
-    plan, seq_len = config.context_plan(), config.training.seq_len
-    rng, sampled = random.Random(0), [0]
+    """The busiest rank over the mean, for a sequence of one document and one of sampled
+    documents.
+    """
+    plan = config.context_plan()
+    seq_len = config.training.seq_len
+    rng = random.Random(0)
+    sampled = [0]
     while sampled[-1] < seq_len:
         sampled.append(min(seq_len, sampled[-1] + int(2 ** rng.uniform(6, max(6, log2(seq_len))))))
     padded = [plan.padded_length(seq_len)]
@@ -61,7 +74,8 @@ def warnings(config: Config, world_size: int) -> Iterator[str]:
     total, per_rank = config.micro_batches(world_size)
     degrees = config.parallelism.degrees(world_size)
     slots = per_rank * degrees["dp_replicate"] * degrees["dp_shard"]
-    steps, warmup = config.training.steps, config.schedule.warmup_steps
+    steps = config.training.steps
+    warmup = config.schedule.warmup_steps
     if slots != total:
         yield (
             f"training.global_batch_size = {config.training.global_batch_size} makes {total} micro-batches, which "
@@ -74,13 +88,17 @@ def warnings(config: Config, world_size: int) -> Iterator[str]:
     for name, each in config.validation.sets.items():
         if each.source in training_sources and not config.data.holdout:
             yield f"validation.sets.{name} validates on training documents: data.holdout = 0"
-    if config.health.replica_check_interval is not None and degrees["dp_replicate"] == degrees["tp"] == 1:
+    if (
+        config.health.replica_check_interval is not None
+        and degrees["dp_replicate"] == degrees["tp"] == 1
+    ):
         yield "health.replica_check_interval compares nothing: dp_replicate = 1 and tp = 1 leave no copies of weights"
     for key in ("pp_layers", "pp_stages_per_rank"):
         if degrees["pp"] == 1 and getattr(config.parallelism, key) is not None:
             yield f"parallelism.{key} is not used with parallelism.pp = 1"
     yield from _model_warnings(config)
-    length, plan = config.training.seq_len, config.context_plan()
+    length = config.training.seq_len
+    plan = config.context_plan()
     if length % plan.seq_len_divisor:
         padding = -length % plan.seq_len_divisor
         axes = ", ".join(f"{axis} = {degrees[axis]}" for axis in ("cp", "tp") if degrees[axis] > 1)
@@ -91,12 +109,14 @@ def warnings(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _model_warnings(config: Config) -> Iterator[str]:
-    model, training = config.model.build(), config.training
+    model = config.model.build()
+    training = config.training
     if model.num_experts and not training.balance_loss and not training.correction_bias_rate:
         yield (
             "nothing balances the load of experts: training.balance_loss = 0 and training.correction_bias_rate = 0; most "
             "tokens may go to a few"
         )
-    num_layers, stated = model.num_layers, sum(each.repeat for each in config.model.layers)
+    num_layers = model.num_layers
+    stated = sum(each.repeat for each in config.model.layers)
     if stated > num_layers:
         yield f"model.layers states {stated} layers, of which model.num_layers = {num_layers} uses the first {num_layers}"

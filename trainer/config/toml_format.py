@@ -12,11 +12,15 @@ from trainer.config.training_stages import Recipe
 
 
 def to_toml(config: Config) -> str:
-    """The resolved configuration as a TOML file that parses to an equal one; keys without a value are omitted."""
+    """The resolved configuration as a TOML file that parses to an equal one; keys without a value
+    are omitted.
+    """
     values = {SCHEMA_KEY: SCHEMA_VERSION, **config.model_dump(mode="json", exclude_none=True)}
     # Stages list only their overrides, and sections nothing that all stages override.
     if isinstance(config, Recipe) and config.stage:
-        values["stage"] = [stage.model_dump(mode="json", exclude_unset=True) for stage in config.stage]
+        values["stage"] = [
+            stage.model_dump(mode="json", exclude_unset=True) for stage in config.stage
+        ]
         for name in (*config.unused_keys, "training.steps", "training.seq_len"):
             section, _, key = name.partition(".")
             values[section].pop(key, None)
@@ -30,13 +34,20 @@ def toml_value(value: object) -> str:
     if isinstance(value, dict):
         return f"{{ {', '.join(f'{key} = {toml_value(inner)}' for key, inner in value.items())} }}"
     if isinstance(value, (bool, str)):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML forbids a bare DEL
+        # TOML forbids a bare DEL
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value)
 
 
 def _toml_lines(path: tuple[str, ...], table: dict[str, Any]) -> Iterator[str]:
-    array_tables = {key: value for key, value in table.items() if isinstance(value, list) and not path}
-    scalars = {key: value for key, value in table.items() if not isinstance(value, dict) and key not in array_tables}
+    array_tables = {
+        key: value for key, value in table.items() if isinstance(value, list) and not path
+    }
+    scalars = {
+        key: value
+        for key, value in table.items()
+        if not isinstance(value, dict) and key not in array_tables
+    }
     if scalars and path:
         yield f"\n[{'.'.join(path)}]"
     yield from (f"{key} = {toml_value(value)}" for key, value in scalars.items())

@@ -50,7 +50,10 @@ class StageSection(Section):
     tokens: PositiveInt | None = None
     """Instead of `steps`: tokens of this stage, rounded up to whole steps."""
     batch_tokens: PositiveInt | None = None
-    """Tokens per step, a multiple of `seq_len`. Left out: `training.global_batch_size` sequences."""
+    """Tokens per step, a multiple of `seq_len`.
+
+    Left out: `training.global_batch_size` sequences.
+    """
     micro_batch_size: PositiveInt | None = None
     """Sequences per rank and forward pass."""
     rope: RopeSection = RopeSection()
@@ -75,19 +78,26 @@ class StageSection(Section):
     """Memory options: overrides of [memory]."""
 
     def merge_into(self, base: ConfigValues) -> ConfigValues:
-        """The values of `base` with those of this stage, for a configuration of the stage alone."""
+        """The values of `base` with those of this stage, for a configuration of the stage
+        alone.
+        """
         training = base.get("training", {}) | {"seq_len": self.seq_len}
         if self.batch_tokens is not None:
             training["global_batch_size"] = max(1, self.batch_tokens // self.seq_len)
         if self.micro_batch_size is not None:
             training["micro_batch_size"] = self.micro_batch_size
-        tokens_per_step = training.get("global_batch_size", DEFAULT_GLOBAL_BATCH_SIZE) * self.seq_len
+        tokens_per_step = (
+            training.get("global_batch_size", DEFAULT_GLOBAL_BATCH_SIZE) * self.seq_len
+        )
         training["steps"] = self.steps or max(1, -(-(self.tokens or 0) // tokens_per_step))
         overrides = {
-            name: getattr(self, name).model_dump(exclude_unset=True) for name in ("schedule", "parallelism", "memory")
+            name: getattr(self, name).model_dump(exclude_unset=True)
+            for name in ("schedule", "parallelism", "memory")
         }
         overrides["training"] = training
-        overrides["data"] = {key: value for key in ("mix", "mask", "packing") if (value := getattr(self, key))}
+        overrides["data"] = {
+            key: value for key in ("mix", "mask", "packing") if (value := getattr(self, key))
+        }
         if self.warmup is not None:
             overrides["schedule"]["warmup_steps"] = round(self.warmup * training["steps"])
         if self.rope.model_fields_set:

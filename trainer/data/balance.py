@@ -20,7 +20,8 @@ def first_steps(config: Config, world_size: int) -> StepWork | None:
         if (folder := prepared_folder(spec, tokenizer)) is None:
             return None
         folders[name] = folder
-    training, degrees = config.training, config.parallelism.degrees(world_size)
+    training = config.training
+    degrees = config.parallelism.degrees(world_size)
     loader = MicroBatchLoader(
         build_train_dataset(config, folders),
         dp_rank=0,

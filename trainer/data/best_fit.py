@@ -1,7 +1,8 @@
 """Best-fit packing: the sequence of each segment.
 
-`best_fit_decreasing` fills sequences one after the other, longest segments first: the first hold long documents alone,
-the last thousands of short ones. `mixed_best_fit` gives every sequence its share of both, for the same padding.
+`best_fit_decreasing` fills sequences one after the other, longest segments first: the first hold
+long documents alone, the last thousands of short ones. `mixed_best_fit` gives every sequence its
+share of both, for the same padding.
 
     segments  8 8 7 7 3 2 2 2 1    sequences of 10 tokens    decreasing   82 82 73 7 21...      mixed   82 82 73 721
 """
@@ -18,10 +19,17 @@ from torch import Tensor
 
 from trainer.data.shuffle import shuffled_order
 
-WINDOW_SEQUENCES, WINDOW_SEGMENTS = 256, 8192
-"""Packed at a time, at least, so that memory does not grow with the corpus. Few long segments fill sequences badly."""
-ROOM, TIGHTER_ROOMS = 2, (3, 4)
-"""A segment goes to the emptiest sequence if that has room for this many of its length; more, if that pads too much."""
+WINDOW_SEQUENCES = 256
+WINDOW_SEGMENTS = 8192
+"""Packed at a time, at least, so that memory does not grow with the corpus.
+
+Few long segments fill sequences badly.
+"""
+ROOM = 2
+TIGHTER_ROOMS = (3, 4)
+"""A segment goes to the emptiest sequence if that has room for this many of its length; more, if
+that pads too much.
+"""
 MAX_MORE_PADDING = 0.0025
 """Of a window's tokens, compared with best-fit decreasing."""
 
@@ -33,7 +41,9 @@ def best_fit_decreasing(lengths: Tensor, seq_len: int) -> Tensor:
     sequences_by_space: dict[int, list[int]] = {}  # free space -> sequences
     spaces: list[int] = []  # keys of sequences_by_space, ascending
     num_sequences = 0
-    for length, segment in zip(longest_first.values.tolist(), longest_first.indices.tolist(), strict=True):
+    for length, segment in zip(
+        longest_first.values.tolist(), longest_first.indices.tolist(), strict=True
+    ):
         slot = bisect_left(spaces, length)
         if slot < len(spaces):
             space = spaces[slot]
@@ -41,7 +51,9 @@ def best_fit_decreasing(lengths: Tensor, seq_len: int) -> Tensor:
             if not sequences_by_space[space]:
                 del sequences_by_space[spaces.pop(slot)]
         else:
-            space, sequence, num_sequences = seq_len, num_sequences, num_sequences + 1
+            space = seq_len
+            sequence = num_sequences
+            num_sequences = num_sequences + 1
         sequence_of[segment] = sequence
         if space - length not in sequences_by_space:
             insort(spaces, space - length)
@@ -51,21 +63,29 @@ def best_fit_decreasing(lengths: Tensor, seq_len: int) -> Tensor:
 
 
 def mixed_best_fit(lengths: Tensor, seq_len: int, *, seed: int) -> Tensor:
-    """Segments are shuffled and packed a window at a time. Those that fit nowhere go into the next window."""
+    """Segments are shuffled and packed a window at a time.
+
+    Those that fit nowhere go into the next window.
+    """
     order = shuffled_order(lengths.numel(), seed=seed)
     ends = lengths[order].cumsum(0)
     total = int(ends[-1])
     window_tokens = max(WINDOW_SEQUENCES * seq_len, WINDOW_SEGMENTS * total // lengths.numel())
     num_windows = max(1, total // window_tokens)
     cuts = torch.searchsorted(ends, torch.arange(1, num_windows) * window_tokens)
-    sequence_of, num_sequences, pending = torch.empty_like(order), 0, order[:0]
+    sequence_of = torch.empty_like(order)
+    num_sequences = 0
+    pending = order[:0]
     for number, window in enumerate(order.tensor_split(cuts), start=1):
         segments = torch.cat((pending, window))
         segments = segments[lengths[segments].argsort(descending=True, stable=True)]
-        packed, spaces = _pack_window(lengths[segments].tolist(), seq_len, is_last=number == num_windows)
+        packed, spaces = _pack_window(
+            lengths[segments].tolist(), seq_len, is_last=number == num_windows
+        )
         is_packed = packed >= 0
         sequence_of[segments[is_packed]] = packed[is_packed] + num_sequences
-        num_sequences, pending = num_sequences + len(spaces), segments[~is_packed]
+        num_sequences = num_sequences + len(spaces)
+        pending = segments[~is_packed]
     return sequence_of
 
 
@@ -74,7 +94,8 @@ def _pack_window(lengths: list[int], seq_len: int, *, is_last: bool) -> tuple[Te
     total = sum(lengths)
     num_sequences = -(-total // seq_len) if is_last else total // seq_len
     pack = partial(spread, lengths, seq_len, num_sequences, opens_more=is_last)
-    packed, allowed = pack(room=ROOM), MAX_MORE_PADDING * total
+    packed = pack(room=ROOM)
+    allowed = MAX_MORE_PADDING * total
     if packed[1].sum() <= allowed:
         return packed
     tightest = pack(room=inf)
@@ -88,9 +109,9 @@ def spread(
 ) -> tuple[Tensor, Tensor]:
     """Packs segments, longest first, into `num_sequences` sequences.
 
-    A segment goes to the emptiest sequence if that has space for `room` of its length, otherwise where it fits best.
-    Returns the sequence of each segment, and the space left in each sequence. A segment that fits nowhere opens another
-    sequence, or has none: -1.
+    A segment goes to the emptiest sequence if that has space for `room` of its length, otherwise
+    where it fits best. Returns the sequence of each segment, and the space left in each sequence.
+    A segment that fits nowhere opens another sequence, or has none: -1.
     """
     # (space, sequence) as one integer, ascending.
     scale = num_sequences + len(lengths)
@@ -103,7 +124,8 @@ def spread(
         elif (slot := bisect_left(spaces, size)) < len(spaces):
             space = spaces.pop(slot)
         elif opens_more:
-            space, num_sequences = seq_len * scale + num_sequences, num_sequences + 1
+            space = seq_len * scale + num_sequences
+            num_sequences = num_sequences + 1
         else:
             continue
         packed[segment] = space % scale

@@ -1,14 +1,17 @@
-"""Byte-level BPE of Hugging Face's tokenizers in tiktoken, which is about four times faster, where both give the same ids.
+"""Byte-level BPE of Hugging Face's tokenizers in tiktoken, which is about four times faster, where
+both give the same ids.
 
-Both merge the pair of lowest rank first, the leftmost of equal ones. tokenizers ranks the pairs that it lists; tiktoken
-ranks every pair by the id of its concatenation. The ids are the same if listed pairs are in the order of the ids of
-their concatenations, and no token T arises from a pair that is not listed. The latter holds if
+Both merge the pair of lowest rank first, the leftmost of equal ones. tokenizers ranks the pairs
+that it lists; tiktoken ranks every pair by the id of its concatenation. The ids are the same if
+listed pairs are in the order of the ids of their concatenations, and no token T arises from a pair
+that is not listed. The latter holds if
 
 - listed pairs build T from its own bytes: where parts (l, r) of T stand side by side, the merges within them were those
   that T alone undergoes, so T alone comes to (l, r) as well, which only a listed pair can join;
 - or all splits of T into two tokens are listed.
 
-Two overlapping pairs (x, y) and (y, z) that form the same T are the same pair, because T alone comes to only one.
+Two overlapping pairs (x, y) and (y, z) that form the same T are the same pair, because T alone
+comes to only one.
 """
 
 from __future__ import annotations
@@ -26,20 +29,29 @@ LLAMA3_PATTERN = (
 )
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 O200K_PATTERN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-NAMED_PATTERNS = {"gpt2": GPT2_PATTERN, "llama3": LLAMA3_PATTERN, "qwen2": QWEN2_PATTERN, "o200k": O200K_PATTERN}
+NAMED_PATTERNS = {
+    "gpt2": GPT2_PATTERN,
+    "llama3": LLAMA3_PATTERN,
+    "qwen2": QWEN2_PATTERN,
+    "o200k": O200K_PATTERN,
+}
 PATTERNS = tuple(NAMED_PATTERNS.values())
-"""Patterns that both libraries read alike: compared at every code point by tests/data/test_byte_level_bpe.py."""
+"""Patterns that both libraries read alike: compared at every code point by
+tests/data/test_byte_level_bpe.py.
+"""
 
 MAX_WHITESPACE = 500_000
 """tiktoken's regular expressions panic at about twice as many whitespace characters in a row."""
 
-# A letter of each release of Unicode from 9 to 17: two libraries of different releases split these differently.
+# A letter of each release of Unicode from 9 to 17: two libraries of different releases split these
+# differently.
 RELEASES = "\U000104b0\U0002ceb0\u1c90\U00010fe0\U00030000\U00012f90\U00011f02\U0002ebf0\U00010d4a\U000323b0"
 PROBE = (
     "The quick brown fox doesn't, I'LL WE'VE it'\u017f 'tis 12345678 3.14 x_1 a/b//c !\n/ ...\n"
@@ -50,20 +62,26 @@ PROBE = (
 
 
 def cuts_before_spaces(pair: str) -> bool:
-    """A space ends the word before it in all of the patterns, and only whitespace depends on what follows it."""
+    """A space ends the word before it in all of the patterns, and only whitespace depends on what
+    follows it.
+    """
     return pair[1] == " " and not pair[0].isspace()
 
 
 def cuts_at_lines(pair: str) -> bool:
-    """Whitespace up to the last line break is a word of its own, or ends one, in all patterns but GPT-2's.
+    """Whitespace up to the last line break is a word of its own, or ends one, in all patterns but
+    GPT-2's.
 
-    There the last whitespace before a letter is a word of its own. In o200k's, a slash may follow the line break.
+    There the last whitespace before a letter is a word of its own. In o200k's, a slash may follow
+    the line break.
     """
     return cuts_before_spaces(pair) or (pair[0] == "\n" and pair[1].isalnum())
 
 
 def cuts_of_pattern(pattern: str) -> MayCut:
-    """Where a pattern is known to end a word, whatever precedes and follows; nowhere for other patterns."""
+    """Where a pattern is known to end a word, whatever precedes and follows; nowhere for other
+    patterns.
+    """
     if pattern not in PATTERNS:
         return cut_nowhere
     return cuts_before_spaces if pattern == GPT2_PATTERN else cuts_at_lines
@@ -71,21 +89,34 @@ def cuts_of_pattern(pattern: str) -> MayCut:
 
 def bytes_to_unicode() -> list[str]:
     """GPT-2's character for each byte: the byte itself if printable, else one from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     replacements = iter(range(256, 512))
     return [chr(byte if byte in printable else next(replacements)) for byte in range(256)]
 
 
 class TiktokenBpe:
-    """Gives the ids of a byte-level BPE of tokenizers, or none for the texts that it leaves to that library."""
+    """Gives the ids of a byte-level BPE of tokenizers, or none for the texts that it leaves to
+    that library.
+    """
 
     def __init__(
-        self, ranks: Mapping[str, int], pattern: str, *, normalize: Callable[[str], str], added_names: Sequence[str]
+        self,
+        ranks: Mapping[str, int],
+        pattern: str,
+        *,
+        normalize: Callable[[str], str],
+        added_names: Sequence[str],
     ) -> None:
         import tiktoken
 
         byte_of = {character: byte for byte, character in enumerate(bytes_to_unicode())}
-        ranks_of_bytes = {bytes(map(byte_of.__getitem__, token)): rank for token, rank in ranks.items()}
+        ranks_of_bytes = {
+            bytes(map(byte_of.__getitem__, token)): rank for token, rank in ranks.items()
+        }
         self._encoding = tiktoken.Encoding(
             "byte-level", pat_str=pattern, mergeable_ranks=ranks_of_bytes, special_tokens={}
         )
@@ -119,15 +150,25 @@ def split_pattern(definition: Mapping[str, Any]) -> str | None:
     split = {key: value for key, value in steps[0].items() if key != "pattern"}
     pattern = (steps[0].get("pattern") or {}).get("Regex")
     is_isolating = split == {"type": "Split", "behavior": "Isolated", "invert": False}
-    matches = len(steps) == 2 and is_isolating and not byte_level.get("use_regex", True) and pattern in PATTERNS
+    matches = (
+        len(steps) == 2
+        and is_isolating
+        and not byte_level.get("use_regex", True)
+        and pattern in PATTERNS
+    )
     return str(pattern) if matches else None
 
 
 def is_plain_bpe(definition: Mapping[str, Any]) -> bool:
     """Whether only NFC precedes the splitting, and nothing but merges follows it."""
-    model, normalizer = definition["model"], definition.get("normalizer") or {"type": "NFC"}
+    model = definition["model"]
+    normalizer = definition.get("normalizer") or {"type": "NFC"}
     options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
-    return model.get("type") == "BPE" and normalizer == {"type": "NFC"} and not any(map(model.get, options))
+    return (
+        model.get("type") == "BPE"
+        and normalizer == {"type": "NFC"}
+        and not any(map(model.get, options))
+    )
 
 
 def merge_list(model: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -136,21 +177,30 @@ def merge_list(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(left, right) for left, right in pairs]
 
 
-def tiktoken_ranks(model: Mapping[str, Any], builds: Callable[[str], bool]) -> dict[str, int] | None:
+def tiktoken_ranks(
+    model: Mapping[str, Any], builds: Callable[[str], bool]
+) -> dict[str, int] | None:
     """Ranks with which tiktoken gives the model's ids, None if that is not certain.
 
     `builds`: whether the model's merges build a token from its characters.
     """
-    vocab, merges, alphabet = model["vocab"], merge_list(model), set(bytes_to_unicode())
+    vocab = model["vocab"]
+    merges = merge_list(model)
+    alphabet = set(bytes_to_unicode())
     products = [vocab[left + right] for left, right in merges]
-    if not alphabet <= vocab.keys() or any(later < earlier for earlier, later in pairwise(products)):
+    if not alphabet <= vocab.keys() or any(
+        later < earlier for earlier, later in pairwise(products)
+    ):
         return None
-    has_lookup = bool(model.get("ignore_merges"))  # A whole word is looked up first, whether merges build it or not.
+    # A whole word is looked up first, whether merges build it or not.
+    has_lookup = bool(model.get("ignore_merges"))
     tokens = vocab if has_lookup else alphabet.union(left + right for left, right in merges)
     ranks = {token: vocab[token] for token in tokens if alphabet.issuperset(token)}
     listed = set(merges)
     for token in ranks:
-        if not builds(token) and (not has_lookup or any(pair not in listed for pair in splits_of(token, ranks))):
+        if not builds(token) and (
+            not has_lookup or any(pair not in listed for pair in splits_of(token, ranks))
+        ):
             return None
     return ranks
 

@@ -1,4 +1,7 @@
-"""How a file of a corpus is read, and what it is instead of text: by its suffix and first bytes. Imports no torch."""
+"""How a file of a corpus is read, and what it is instead of text: by its suffix and first bytes.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,19 @@ HEAD_BYTES = 1 << 16
 SUFFIX = re.compile(r"[a-z][a-z0-9_+-]{0,15}")
 LINE_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".json")
 COMPRESSIONS = (".gz", ".zst")
-KINDS: dict[str, Kind] = {".txt": "text", ".parquet": "table"} | dict.fromkeys(LINE_SUFFIXES, "lines")  # type: ignore[assignment]
-"""By suffix, besides those of extensions: with compressions, `trainer.config.extension.BUILT_IN_SOURCES`. Others are text."""
+KINDS: dict[str, Kind] = {".txt": "text", ".parquet": "table"} | dict.fromkeys(
+    LINE_SUFFIXES, "lines"
+)  # type: ignore[assignment]
+"""By suffix, besides those of extensions: with compressions,
+`trainer.config.extension.BUILT_IN_SOURCES`. Others are text.
+"""
 MAX_RECORDS = 20  # of a head
 LISTED_KEYS = 12
 parse_json = json.JSONDecoder().decode
 
-LFS_POINTER = "a Git LFS pointer, whose data was not downloaded; run `git lfs pull` in its repository"
+LFS_POINTER = (
+    "a Git LFS pointer, whose data was not downloaded; run `git lfs pull` in its repository"
+)
 UTF_16 = "UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW"
 NOT_READ = "compressed in a way that is not read; decompress it, or compress it by gzip or zstd"
 STATE_IT = 'to read it as text, state it in data.files ("**/*" states all)'
@@ -45,7 +54,9 @@ LEFT_OUT_SUFFIXES = {
     "compiled": ".so .dll .dylib .exe .pyc .o .class .wasm",
     "a font": ".woff .woff2 .ttf .otf .eot",
 }
-BINARY_SUFFIXES = {suffix: what for what, suffixes in LEFT_OUT_SUFFIXES.items() for suffix in suffixes.split()}
+BINARY_SUFFIXES = {
+    suffix: what for what, suffixes in LEFT_OUT_SUFFIXES.items() for suffix in suffixes.split()
+}
 UNREAD_COMPRESSIONS = ("bz2", "xz", "lzma", "lz4", "br", "z", "sz")
 SIGNATURES = {
     "an image": (b"\x89PNG", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*"),
@@ -92,9 +103,13 @@ def kind_of(name: str) -> Kind:
 
 
 def is_read_as_before(name: str) -> bool:
-    """Whether a file is read as when only `.jsonl` was lines, and suffixes were not in lower case."""
+    """Whether a file is read as when only `.jsonl` was lines, and suffixes were not in lower
+    case.
+    """
     stem = name.removesuffix(".gz").removesuffix(".zst")
-    before = "table" if stem.endswith(".parquet") else "lines" if stem.endswith(".jsonl") else "text"
+    before = (
+        "table" if stem.endswith(".parquet") else "lines" if stem.endswith(".jsonl") else "text"
+    )
     return kind_of(name) == before and name.endswith(compression_suffix(name))
 
 
@@ -122,7 +137,11 @@ def describe_metadata(name: str, head: bytes) -> str:
         return "a description of a Hugging Face dataset"
     if base.endswith(".toml"):
         return "a configuration of Longhaul" if is_configuration(head) else ""
-    front_matter = re.match(rb"(?s)(?:\xef\xbb\xbf)?---\r?\n(.*?)\n---", head) if base == "readme.md" else None
+    front_matter = (
+        re.match(rb"(?s)(?:\xef\xbb\xbf)?---\r?\n(.*?)\n---", head)
+        if base == "readme.md"
+        else None
+    )
     return "a Hugging Face card" if front_matter and CARD_KEYS.search(front_matter[1]) else ""
 
 
@@ -146,7 +165,10 @@ def is_lfs_pointer(head: bytes) -> bool:
 
 
 def examine(name: str, head: bytes, *, key: str, is_whole: bool, is_stated: bool) -> Contents:
-    """Judges a file by its first bytes, decompressed. `is_stated`: JSON other than lines of records with the key is text."""
+    """Judges a file by its first bytes, decompressed.
+
+    `is_stated`: JSON other than lines of records with the key is text.
+    """
     if is_utf_16(head, is_whole=is_whole):
         return Contents(kind_of(name), refusal=UTF_16)
     if kind_of(name) == "lines":
@@ -161,10 +183,14 @@ def examine(name: str, head: bytes, *, key: str, is_whole: bool, is_stated: bool
         return Contents("text")
     keys = record_keys(records)
     lacks_key = bool(keys) and key not in keys
-    return Contents("text", refusal=f"{describe_keys(keys, key)}; or {STATE_IT}" if lacks_key else JSON_AS_TEXT)
+    return Contents(
+        "text", refusal=f"{describe_keys(keys, key)}; or {STATE_IT}" if lacks_key else JSON_AS_TEXT
+    )
 
 
-def examine_lines(name: str, head: bytes, *, key: str, is_whole: bool, is_stated: bool) -> Contents:
+def examine_lines(
+    name: str, head: bytes, *, key: str, is_whole: bool, is_stated: bool
+) -> Contents:
     """Judges a file whose suffix says that a record is on each line."""
     form = json_form(head, is_whole=is_whole)
     is_json = text_suffix(name) == ".json"
@@ -173,11 +199,14 @@ def examine_lines(name: str, head: bytes, *, key: str, is_whole: bool, is_stated
         return Contents("text") if is_stated else Contents("lines", refusal=JSON_NOT_LINES)
     records = first_records(head, is_whole=is_whole)
     keys = record_keys(records)
-    if not keys or key in keys:  # Lines without any key are damaged, and skipped.
+    # Lines without any key are damaged, and skipped.
+    if not keys or key in keys:
         return Contents("lines")
     if is_json and len(records) == 1:  # One object: what a program writes too.
         return (
-            Contents("text") if is_stated else Contents("lines", refusal=f"{describe_keys(keys, key)}; or {STATE_IT}")
+            Contents("text")
+            if is_stated
+            else Contents("lines", refusal=f"{describe_keys(keys, key)}; or {STATE_IT}")
         )
     return Contents("lines", refusal=describe_keys(keys, key))
 
@@ -193,7 +222,9 @@ def examine_columns(columns: Sequence[str], *, key: str) -> Contents:
 def describe_keys(keys: frozenset[str], key: str) -> str:
     """What is wrong with records that have these keys, and not the key of the text."""
     known = ", ".join(sorted(keys)[:LISTED_KEYS])
-    return f'no JSON record with the key "{key}" in the first lines; keys: {known}; set data.text_key'
+    return (
+        f'no JSON record with the key "{key}" in the first lines; keys: {known}; set data.text_key'
+    )
 
 
 def describe_bytes(head: bytes) -> str:
@@ -201,7 +232,13 @@ def describe_bytes(head: bytes) -> str:
     for what, signatures in SIGNATURES.items():
         if head.startswith(signatures):
             return what
-    return "an archive" if head[257:262] == b"ustar" else "contains a zero byte" if b"\0" in head else ""
+    return (
+        "an archive"
+        if head[257:262] == b"ustar"
+        else "contains a zero byte"
+        if b"\0" in head
+        else ""
+    )
 
 
 def is_utf_16(head: bytes, *, is_whole: bool) -> bool:
@@ -215,7 +252,9 @@ def is_utf_16(head: bytes, *, is_whole: bool) -> bool:
 
 
 def json_form(head: bytes, *, is_whole: bool) -> Literal["", "lines", "array", "object"]:
-    """Records on lines, an array of records, or an object over several lines; "" for what does not look like JSON."""
+    """Records on lines, an array of records, or an object over several lines; "" for what does not
+    look like JSON.
+    """
     text = head.removeprefix(codecs.BOM_UTF8).lstrip()
     if not text.startswith((b"{", b"[")):
         return ""
@@ -225,7 +264,8 @@ def json_form(head: bytes, *, is_whole: bool) -> Literal["", "lines", "array", "
         return "lines" if first else ""
     if ARRAY_START.match(text):
         return "array"
-    if OBJECT_START.match(text):  # A damaged line is followed by other records.
+    # A damaged line is followed by other records.
+    if OBJECT_START.match(text):
         are_lines = len(lines) < 2 or lines[1].lstrip().startswith(b"{")
         return "lines" if are_lines else "object"
     return ""
@@ -233,7 +273,9 @@ def json_form(head: bytes, *, is_whole: bool) -> Literal["", "lines", "array", "
 
 def first_records(head: bytes, *, is_whole: bool) -> list[dict[str, Any] | None]:
     """The first lines that are complete; None for one that is no object."""
-    lines = islice(complete_lines(head.removeprefix(codecs.BOM_UTF8), is_whole=is_whole), MAX_RECORDS)
+    lines = islice(
+        complete_lines(head.removeprefix(codecs.BOM_UTF8), is_whole=is_whole), MAX_RECORDS
+    )
     records = map(parse_line, lines)
     return [record if isinstance(record, dict) else None for record in records]
 
@@ -245,7 +287,9 @@ def record_keys(records: Sequence[dict[str, Any] | None]) -> frozenset[str]:
 def complete_lines(head: bytes, *, is_whole: bool) -> Iterator[bytes]:
     """The lines that are not blank, without the last one if it may continue after the head."""
     lines = head.split(b"\n")
-    yield from (line for line in (lines if is_whole else lines[:-1]) if line and not line.isspace())
+    yield from (
+        line for line in (lines if is_whole else lines[:-1]) if line and not line.isspace()
+    )
 
 
 def parse_line(line: bytes) -> Any:

@@ -1,4 +1,5 @@
-"""A synthetic corpus: sequences that repeat random tokens. A loss near zero needs attention over one period.
+"""A synthetic corpus: sequences that repeat random tokens. A loss near zero needs attention over
+one period.
 
     period 3, 8 tokens    tokens    a b c a b c a b
                           labels    - - a b c a b -
@@ -19,19 +20,27 @@ from trainer.data.shuffle import splitmix64
 
 
 class CopyDataset:
-    """An unlimited `SequenceSource`: sequence `index` repeats `period` tokens, uniform over the vocabulary.
+    """An unlimited `SequenceSource`: sequence `index` repeats `period` tokens, uniform over the
+    vocabulary.
 
-    Only repeated tokens are targets. A sequence is one document. An epoch is the `num_sequences` of a run.
+    Only repeated tokens are targets. A sequence is one document. An epoch is the `num_sequences`
+    of a run.
     """
 
     max_segments = 1
     num_padding_tokens = 0
     pad_token_id = 0
 
-    def __init__(self, *, vocab_size: int, period: int, seq_len: int, num_sequences: int, seed: int) -> None:
+    def __init__(
+        self, *, vocab_size: int, period: int, seq_len: int, num_sequences: int, seed: int
+    ) -> None:
         self.num_sequences = num_sequences
-        self.fingerprint, self.plan_fingerprint = f"copy-{vocab_size}-{period}", ""
-        self._vocab_size, self._period, self._seq_len, self._seed = vocab_size, period, seq_len, seed
+        self.fingerprint = f"copy-{vocab_size}-{period}"
+        self.plan_fingerprint = ""
+        self._vocab_size = vocab_size
+        self._period = period
+        self._seq_len = seq_len
+        self._seed = seed
         self._sequence = lru_cache(maxsize=4)(self._generate_sequence)
 
     def segment_lengths(self, index: int) -> Tensor:
@@ -39,7 +48,8 @@ class CopyDataset:
         return torch.tensor([self._seq_len])
 
     def read(self, index: int, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        sequence_T, places = self._sequence(index), concatenated_ranges(starts, lengths)
+        sequence_T = self._sequence(index)
+        places = concatenated_ranges(starts, lengths)
         has_target = (places >= self._period - 1) & (places < self._seq_len - 1)
         labels = torch.full_like(places, IGNORE_INDEX)
         labels[has_target] = sequence_T[places[has_target] + 1]

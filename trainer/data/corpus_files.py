@@ -1,8 +1,8 @@
 """Finds the files of a corpus, and says of every other one why it is none. Imports no torch.
 
-A file is *left out* with a line, or the corpus is *refused* because of it. What would be read as what it is not is refused:
-JSON as text, pointers of Git LFS, UTF-16, links that lead out. `data.bad_files = "error"` refuses what is left out
-too, except for what the project itself wrote.
+A file is *left out* with a line, or the corpus is *refused* because of it. What would be read as
+what it is not is refused: JSON as text, pointers of Git LFS, UTF-16, links that lead out.
+`data.bad_files = "error"` refuses what is left out too, except for what the project itself wrote.
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ from trainer.data.open_file import READ_ERRORS, open_parquet, read_head
 from trainer.data.own_files import A_MODEL, describe_own_folder, is_token_dataset
 from trainer.errors import CorpusRefusedError, DataError
 
-# Installed packages are no part of the library; encodings/ holds near-identical Unicode tables, which lower the loss.
+# Installed packages are no part of the library; encodings/ holds near-identical Unicode tables,
+# which lower the loss.
 STDLIB_EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "encodings"}
 EXAMINED_FILES = 64
-"""Files of each suffix that are examined at first; the others are examined before the first token is written."""
+"""Files of each suffix that are examined at first; the others are examined before the first token
+is written.
+"""
 SMALL_FILE = 200
 """Bytes; a pointer of Git LFS is smaller, and few files of data are."""
 LISTED_NAMES = 3
-GLOB_HINT = "only *, ? and **/ are patterns; braces, brackets and .. are not, and commas separate globs"
+GLOB_HINT = (
+    "only *, ? and **/ are patterns; braces, brackets and .. are not, and commas separate globs"
+)
 HUB_REPOSITORY = re.compile(r"(datasets|models|spaces)--.+")
 HUB_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -54,7 +59,10 @@ class CorpusFile(NamedTuple):
 
 
 class CorpusFiles:
-    """The files of a file or folder of text, in no particular order. Nothing is raised: `refused` has what is wrong."""
+    """The files of a file or folder of text, in no particular order.
+
+    Nothing is raised: `refused` has what is wrong.
+    """
 
     def __init__(self, spec: CorpusSpec) -> None:
         self.files: list[CorpusFile] = []
@@ -64,12 +72,16 @@ class CorpusFiles:
         """The names of files and folders, by the reason."""
         self.refused: dict[str, list[str]] = {}
         self.inner_links: list[str] = []
-        """Links to other places of the corpus; what they lead to is read twice if it is found there too."""
+        """Links to other places of the corpus; what they lead to is read twice if it is found
+        there too.
+        """
         self.num_unstated = 0
         """Files that data.files leaves out."""
         self._spec = spec
         self._is_stdlib = spec.corpus == STDLIB_CORPUS
-        self._patterns = [(pattern, glob_regex(pattern.removeprefix("!"))) for pattern in spec.files or ()]
+        self._patterns = [
+            (pattern, glob_regex(pattern.removeprefix("!"))) for pattern in spec.files or ()
+        ]
         self._matched: set[str] = set()
         self._examined: dict[str, Contents] = {}
         self._cache = os.path.realpath(spec.cache_dir)
@@ -79,7 +91,8 @@ class CorpusFiles:
         if self.root.is_dir():
             self._walk()
         else:
-            path, self.root = str(self.root), self.root.parent
+            path = str(self.root)
+            self.root = self.root.parent
             self._add(path, decoded(given.name))
         for pattern, _ in self._patterns:
             if pattern not in self._matched:
@@ -94,7 +107,10 @@ class CorpusFiles:
     def problems(self) -> list[str]:
         """Why the corpus is refused; one line for each reason."""
         corpus = f'{self._spec.key} = "{self._spec.corpus}"'
-        found = [f"{corpus}: {list_names(names)}: {escaped(reason)}" for reason, names in self.refused.items()]
+        found = [
+            f"{corpus}: {list_names(names)}: {escaped(reason)}"
+            for reason, names in self.refused.items()
+        ]
         if not self.files and not found:
             aside = [f"{list_names(names)}: {reason}" for reason, names in self.left_out.items()]
             hint = "; set data.corpus to a text file or a folder" if self._is_stdlib else ""
@@ -130,7 +146,9 @@ class CorpusFiles:
         if folder == self._cache:
             what = "data.cache_dir"
         if what:
-            self._leave_out(self._relative_name(folder), f"{what}, which no corpus holds", is_bad=False)
+            self._leave_out(
+                self._relative_name(folder), f"{what}, which no corpus holds", is_bad=False
+            )
         return bool(what)
 
     def _enters(self, path: Path) -> bool:
@@ -151,11 +169,13 @@ class CorpusFiles:
         if not self._is_wanted(name):
             self.num_unstated += 1
             return
-        target, problem = path, ""
+        target = path
+        problem = ""
         try:
             status = os.lstat(path)
             if stat.S_ISLNK(status.st_mode):
-                problem, target = "a link to nothing: ", os.path.realpath(path)
+                problem = "a link to nothing: "
+                target = os.path.realpath(path)
                 status = Path(target).stat()
         except OSError as error:
             self._leave_out(name, problem + error_message(error))
@@ -166,7 +186,10 @@ class CorpusFiles:
         elif root is None:
             self._refuse(name, contents.OUTSIDE_LINK)
         elif not stat.S_ISREG(status.st_mode):
-            self._leave_out(name, "a link to a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file")
+            self._leave_out(
+                name,
+                "a link to a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file",
+            )
         else:
             if target != path and root == str(self.root):
                 self.inner_links.append(name)
@@ -230,11 +253,16 @@ class CorpusFiles:
     # ---- looking at first bytes
 
     def examine(self, *, thoroughly: bool = False) -> None:
-        """Refuses what a sample of each suffix, or all of the files, shows not to be what it is read as."""
+        """Refuses what a sample of each suffix, or all of the files, shows not to be what it is
+        read as.
+        """
         if self._is_stdlib:
             return
         for files in by_suffix(self.files).values():
-            found = [(file, self.examine_file(file)) for file in (files if thoroughly else self._sample(files))]
+            found = [
+                (file, self.examine_file(file))
+                for file in (files if thoroughly else self._sample(files))
+            ]
             if any(each.refusal for _, each in found):  # Then all of them are named.
                 found = [(file, self.examine_file(file)) for file in files]
             for file, each in found:
@@ -247,14 +275,18 @@ class CorpusFiles:
         """Evenly spaced, and every small file of data."""
         step = -(-len(files) // EXAMINED_FILES)
         for number, file in enumerate(files):
-            if number % step == 0 or (file.size < SMALL_FILE and contents.kind_of(file.name) != "text"):
+            if number % step == 0 or (
+                file.size < SMALL_FILE and contents.kind_of(file.name) != "text"
+            ):
                 yield file
 
     def examine_file(self, file: CorpusFile) -> Contents:
         """Looks into the file once."""
         if file.name not in self._examined:
             kind = contents.kind_of(file.name)
-            look = {"table": self._examine_table, "added": self._examine_added}.get(kind, self._examine_text)
+            look = {"table": self._examine_table, "added": self._examine_added}.get(
+                kind, self._examine_text
+            )
             try:
                 self._examined[file.name] = look(file)
             except CorpusRefusedError:
@@ -276,13 +308,20 @@ class CorpusFiles:
         if self._is_stdlib:
             return Contents("text")
         head, is_whole = read_head(*file.place)
-        return examine(file.name, head, key=self._spec.text_key, is_whole=is_whole, is_stated=self.is_stated)
+        return examine(
+            file.name, head, key=self._spec.text_key, is_whole=is_whole, is_stated=self.is_stated
+        )
 
 
 def corpus_problems(spec: CorpusSpec) -> list[str]:
-    """Why this corpus cannot be read, as far as names and first bytes say. None for datasets, prepared folders and what is absent."""
+    """Why this corpus cannot be read, as far as names and first bytes say.
+
+    None for datasets, prepared folders and what is absent.
+    """
     path = Path(spec.corpus)
-    is_text = not (spec.corpus.startswith(HF_PREFIX) or is_token_dataset(path) or is_saved_dataset(path))
+    is_text = not (
+        spec.corpus.startswith(HF_PREFIX) or is_token_dataset(path) or is_saved_dataset(path)
+    )
     if not is_text or not (path.exists() or spec.corpus == STDLIB_CORPUS):
         return []
     found = CorpusFiles(spec)
@@ -291,7 +330,8 @@ def corpus_problems(spec: CorpusSpec) -> list[str]:
 
 
 def hub_repository(link: str, target: str) -> str | None:
-    """The folder of a repository in the Hugging Face hub's cache, if a link of its snapshots leads to one of its blobs.
+    """The folder of a repository in the Hugging Face hub's cache, if a link of its snapshots leads
+    to one of its blobs.
 
     REPOSITORY/snapshots/REVISION/.../FILE -> REPOSITORY/blobs/HASH
     """
@@ -299,7 +339,9 @@ def hub_repository(link: str, target: str) -> str | None:
     repository = blob.parents[1]
     is_blob = blob.parent.name == "blobs" and HUB_BLOB.fullmatch(blob.name)
     is_hub = (
-        is_blob and HUB_REPOSITORY.fullmatch(repository.name) and Path(link).is_relative_to(repository / "snapshots")
+        is_blob
+        and HUB_REPOSITORY.fullmatch(repository.name)
+        and Path(link).is_relative_to(repository / "snapshots")
     )
     return str(repository) if is_hub else None
 
@@ -317,16 +359,24 @@ FOLDER = r"(?!\.)[^/]+/"
 def glob_regex(pattern: str) -> re.Pattern[str]:
     """`*` and `?` match neither "/" nor the dot of a hidden name, and `**/` matches any folders.
 
-    What stands between two wildcards is matched where it is found first, and never tried again: that is enough, since
-    the second matches any rest. Otherwise the time is exponential in the number of wildcards.
+    What stands between two wildcards is matched where it is found first, and never tried again:
+    that is enough, since the second matches any rest. Otherwise the time is exponential in the
+    number of wildcards.
     """
     runs = re.split(r"(?:^|(?<=/))(?:\*\*/)+", re.sub(r"(?:^|(?<=/))\*\*$", "**/*", pattern))
-    return re.compile(join_wildcards(f"(?:{FOLDER})", ["/".join(map(segment_regex, run.split("/"))) for run in runs]))
+    return re.compile(
+        join_wildcards(
+            f"(?:{FOLDER})", ["/".join(map(segment_regex, run.split("/"))) for run in runs]
+        )
+    )
 
 
 def segment_regex(segment: str) -> str:
     """A regular expression of names that a glob without "/" matches."""
-    fixed = ["".join("[^/]" if each == "?" else re.escape(each) for each in part) for part in re.split(r"\*+", segment)]
+    fixed = [
+        "".join("[^/]" if each == "?" else re.escape(each) for each in part)
+        for part in re.split(r"\*+", segment)
+    ]
     may_be_hidden = segment.startswith(("*", "?"))
     return (r"(?!\.)" if may_be_hidden else "") + join_wildcards("[^/]", fixed)
 
@@ -341,19 +391,27 @@ def join_wildcards(repeated: str, parts: Sequence[str]) -> str:
 def list_names(names: Sequence[str]) -> str:
     """The first names, escaped, and how many more there are."""
     listed = ", ".join(map(escaped, names[:LISTED_NAMES]))
-    return f"{listed} and {len(names) - LISTED_NAMES:,} more" if len(names) > LISTED_NAMES else listed
+    return (
+        f"{listed} and {len(names) - LISTED_NAMES:,} more" if len(names) > LISTED_NAMES else listed
+    )
 
 
 def escaped(text: str) -> str:
-    """In one line: control characters, and those that are not seen or that turn the direction, as escapes."""
+    """In one line: control characters, and those that are not seen or that turn the direction, as
+    escapes.
+    """
     return "".join(
-        character if character.isprintable() and character != "\\" else character.encode("unicode_escape").decode()
+        character
+        if character.isprintable() and character != "\\"
+        else character.encode("unicode_escape").decode()
         for character in text
     )
 
 
 def decoded(path: str) -> str:
-    """A path with slashes; bytes that are not UTF-8 are escaped, so that other paths stay other paths."""
+    """A path with slashes; bytes that are not UTF-8 are escaped, so that other paths stay other
+    paths.
+    """
     return os.fsencode(path.replace(os.sep, "/")).decode("utf-8", "backslashreplace")
 
 

@@ -1,4 +1,6 @@
-"""The datasets of a run, from folders of prepared tokens: which sequences are trained and validated on."""
+"""The datasets of a run, from folders of prepared tokens: which sequences are trained and
+validated on.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,23 @@ from trainer.data.shuffle import splitmix64
 from trainer.data.token_dataset import TokenDataset
 
 
-def build_train_dataset(config: Config, folders: Mapping[str, Path], *, stage: int = 0) -> BlendedDataset:
+def build_train_dataset(
+    config: Config, folders: Mapping[str, Path], *, stage: int = 0
+) -> BlendedDataset:
     """The sequences of a run, or of its stage of this number. Raises DataError.
 
-    `folders` holds the prepared tokens of each source, as `trainer.data.prepare.prepare_datasets` gives them.
+    `folders` holds the prepared tokens of each source, as `trainer.data.prepare.prepare_datasets`
+    gives them.
     """
-    training, model = config.training, config.model.build()
+    training = config.training
+    model = config.model.build()
     windows = model.layers_by_window
     if not config.data.is_synthetic:
-        options: dict[str, int] = {"seq_len": training.seq_len, "seed": training.seed, "stage": stage}
+        options: dict[str, int] = {
+            "seq_len": training.seq_len,
+            "seed": training.seed,
+            "stage": stage,
+        }
         return build_blended_dataset(config.data, folders, windows=windows, **options)
     copy_dataset = CopyDataset(
         vocab_size=model.vocab_size,
@@ -46,9 +56,15 @@ def build_blended_dataset(
     stage: int = 0,
     windows: Windows = FULL_ATTENTION,
 ) -> BlendedDataset:
-    """The packed sequences of `[data]`. Each source of each stage is shuffled differently. Raises DataError."""
-    mix, packed_datasets = data.effective_mix, list[PackedDataset]()
-    token_datasets = {name: TokenDataset(folders[name]) for name in sorted({item.source for item in mix})}
+    """The packed sequences of `[data]`.
+
+    Each source of each stage is shuffled differently. Raises DataError.
+    """
+    mix = data.effective_mix
+    packed_datasets = list[PackedDataset]()
+    token_datasets = {
+        name: TokenDataset(folders[name]) for name in sorted({item.source for item in mix})
+    }
     for index, item in enumerate(mix):
         document_filter = DocumentFilter(
             min_length=item.min_length,
@@ -71,7 +87,8 @@ def build_blended_dataset(
         seq_len=seq_len,
         mask=data.mask,
         weights=[
-            Fraction(str(item.weight)) / packed.fill_ratio for item, packed in zip(mix, packed_datasets, strict=True)
+            Fraction(str(item.weight)) / packed.fill_ratio
+            for item, packed in zip(mix, packed_datasets, strict=True)
         ],
         names=[item.label for item in mix],
         windows=windows,
@@ -84,9 +101,14 @@ def shuffle_seed(seed: int, stage: int, index: int) -> int:
 
 
 def build_validation_sets(config: Config, folders: Mapping[str, Path]) -> list[ValidationSet]:
-    """The run's validation sets, the same in every stage: `config` is that of the whole run. Raises DataError."""
+    """The run's validation sets, the same in every stage: `config` is that of the whole run.
+
+    Raises DataError.
+    """
     data = config.data
-    training_sources = {item.source for stage in config.training_stages for item in stage.config.data.effective_mix}
+    training_sources = {
+        item.source for stage in config.training_stages for item in stage.config.data.effective_mix
+    }
     # A corpus may have several names.
     training_folders = {folders[name] for name in training_sources if name in folders}
     return [
@@ -97,7 +119,9 @@ def build_validation_sets(config: Config, folders: Mapping[str, Path]) -> list[V
             packing=data.packing,
             version=data.packing_version or PACKING_VERSION,
             mask=data.mask,
-            holdout=(data.holdout or None) if folders[section.source] in training_folders else None,
+            holdout=(data.holdout or None)
+            if folders[section.source] in training_folders
+            else None,
         )
         for name, section in config.validation.sets.items()
     ]

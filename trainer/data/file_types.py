@@ -11,7 +11,8 @@ HUGGING_FACE = "JSON, as Hugging Face's tokenizer.json"
 FILE_SIGNATURES: tuple[tuple[bytes, str], ...] = (
     (rb"\Z", "an empty file"),
     (rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|\Z)", TIKTOKEN),
-    # protobuf: the first piece (field 1) starts with its text (field 1) and its score (field 2, a float).
+    # protobuf: the first piece (field 1) starts with its text (field 1) and its score (field 2, a
+    # float).
     (rb"(?s)\n.{1,2}\n.{1,60}\x15", SENTENCEPIECE),
     (rb"version https://git-lfs", "a Git LFS pointer, not the file itself"),
     (rb"\s*<(!DOCTYPE|html)", "a web page"),
@@ -25,7 +26,8 @@ def detect_file_type(content: bytes) -> str:
     """The type that the first bytes suggest."""
     head = content[:512]
     return next(
-        (name for pattern, name in FILE_SIGNATURES if re.match(pattern, head)), "binary data of an unknown kind"
+        (name for pattern, name in FILE_SIGNATURES if re.match(pattern, head)),
+        "binary data of an unknown kind",
     )
 
 

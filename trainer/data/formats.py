@@ -24,7 +24,8 @@ LONGEST_LINE = 1 << 30  # bytes
 class InputSplit(NamedTuple):
     """A unit of reading: a file, or a range of its bytes, row groups or rows.
 
-    Adjacent splits with the same `document_key` form one document. If the key is empty, every text is a document.
+    Adjacent splits with the same `document_key` form one document. If the key is empty, every text
+    is a document.
     """
 
     path: str
@@ -79,7 +80,9 @@ def read_texts(split: InputSplit, *, text_key: str) -> Iterator[Text]:
 
 
 Record = tuple[int, Iterator[str]]
-"""The blocks of a text, and its row, or its line in the split, from 1; 0 for the text of a whole file."""
+"""The blocks of a text, and its row, or its line in the split, from 1; 0 for the text of a whole
+file.
+"""
 
 
 def read_records(split: InputSplit, key: str) -> Iterator[Record]:
@@ -103,12 +106,17 @@ def require_text(split: InputSplit, head: bytes) -> None:
 
 
 def document_blocks(split: InputSplit, blocks: Iterator[str], number: int) -> Iterator[str]:
-    """Prepends the header. Ends the text with a line break if the document may continue in the next text."""
+    """Prepends the header.
+
+    Ends the text with a line break if the document may continue in the next text.
+    """
     try:
         text = split.header + next(blocks, "")
         while text:
             next_text = next(blocks, "")
-            yield text if next_text or not split.document_key or text.endswith("\n") else f"{text}\n"
+            yield (
+                text if next_text or not split.document_key or text.endswith("\n") else f"{text}\n"
+            )
             text = next_text
     except DataError:
         raise
@@ -134,9 +142,13 @@ def raise_bad_text(problem: str) -> Iterator[str]:
 
 
 def read_blocks(split: InputSplit) -> Iterator[str]:
-    """The text of a file. Raises ValueError at the first byte that is not text, possibly after valid blocks."""
+    """The text of a file.
+
+    Raises ValueError at the first byte that is not text, possibly after valid blocks.
+    """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    offset, final = 0, False
+    offset = 0
+    final = False
     with open_decompressed(*split.place) as file:
         while not final:
             data = file.read(BLOCK)
@@ -170,21 +182,28 @@ def text_blocks(value: object, key: str) -> Iterator[str]:
 
 
 def read_added(split: InputSplit, key: str) -> Iterator[Record]:
-    """Its own READ_ERRORS are of a damaged file, as ours are; whatever else it raises ends the preparation."""
+    """Its own READ_ERRORS are of a damaged file, as ours are; whatever else it raises ends the
+    preparation.
+    """
     suffix = text_suffix(split.name)
     added = extension.added_source(suffix)
     if added is None:
         raise DataError(f"{split.name}: no extension reads {suffix}")
     try:
         with open_decompressed(*split.place) as file:
-            for number, text in enumerate(added.extension.sources[suffix](cast(BinaryIO, file), key), 1):
+            for number, text in enumerate(
+                added.extension.sources[suffix](cast(BinaryIO, file), key), 1
+            ):
                 if not isinstance(text, str):
                     raise TypeError(f"sources {suffix} gave {type(text).__name__}, not text")
                 yield number, text_blocks(text, key)
     except DataError:
         raise
     except Exception as error:
-        problem = extension.describe_error(error) or f'extension "{added.extension.name}": {error_message(error)}'
+        problem = (
+            extension.describe_error(error)
+            or f'extension "{added.extension.name}": {error_message(error)}'
+        )
         kind = ValueError if isinstance(error, READ_ERRORS) else DataError
         raise kind(problem if kind is ValueError else f"{split.name}: {problem}") from error
 
@@ -200,7 +219,8 @@ def read_jsonl(split: InputSplit, key: str) -> Iterator[Record]:
             file.seek(split.start - 1)
             offset = split.start - 1 + len(file.readline())
         while offset < split.stop and (line := file.readline(LONGEST_LINE)):
-            offset, number = offset + len(line), number + 1
+            offset = offset + len(line)
+            number = number + 1
             if len(line) == LONGEST_LINE:
                 raise ValueError(f"a line is longer than {LONGEST_LINE:,} bytes")
             if not line.isspace():
@@ -210,7 +230,8 @@ def read_jsonl(split: InputSplit, key: str) -> Iterator[Record]:
 def parse_json_line(line: bytes, key: str) -> Iterator[str]:
     try:
         record = parse_json(line.removeprefix(codecs.BOM_UTF8).decode())
-    except json.JSONDecodeError as error:  # str(error) adds a line number, which is always 1.
+    except json.JSONDecodeError as error:
+        # str(error) adds a line number, which is always 1.
         raise ValueError(f"{error.msg} at character {error.pos}") from error
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")  # noqa: TRY004
@@ -218,7 +239,10 @@ def parse_json_line(line: bytes, key: str) -> Iterator[str]:
 
 
 def count_lines_before(split: InputSplit) -> int:
-    """Number of lines that start before a split. Reads the file up to there, so it is called for bad lines only."""
+    """Number of lines that start before a split.
+
+    Reads the file up to there, so it is called for bad lines only.
+    """
     count = int(split.start > 0)
     with open_beneath(split.root, split.path) as file:
         remaining = split.start - 1
@@ -234,17 +258,26 @@ def count_lines_before(split: InputSplit) -> int:
 def row_group_sizes(split: InputSplit) -> list[int]:
     """Uncompressed bytes of each row group. Raises DataError without pyarrow, and READ_ERRORS."""
     with open_parquet(*split.place, buffer_bytes=BLOCK) as table:
-        return [table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups)]
+        return [
+            table.metadata.row_group(group).total_byte_size
+            for group in range(table.num_row_groups)
+        ]
 
 
 def read_parquet(split: InputSplit, key: str) -> Iterator[Record]:
     """The rows of a range of row groups."""
     with open_parquet(*split.place, buffer_bytes=BLOCK) as table:
         if key not in table.schema_arrow.names:
-            raise ValueError(f'no column "{key}"; its columns are {", ".join(table.schema_arrow.names)}')
+            raise ValueError(
+                f'no column "{key}"; its columns are {", ".join(table.schema_arrow.names)}'
+            )
         groups = range(split.start, min(split.stop, table.num_row_groups))
-        first_row = 1 + sum(table.metadata.row_group(group).num_rows for group in range(split.start))
-        batches = table.iter_batches(BATCH_ROWS, row_groups=groups, columns=[key], use_threads=False)
+        first_row = 1 + sum(
+            table.metadata.row_group(group).num_rows for group in range(split.start)
+        )
+        batches = table.iter_batches(
+            BATCH_ROWS, row_groups=groups, columns=[key], use_threads=False
+        )
         cells = chain.from_iterable(batch.column(0) for batch in batches)
         yield from ((row, cell_text(cell, key)) for row, cell in enumerate(cells, first_row))
 

@@ -2,8 +2,8 @@
 
     hf:NAME[,config=NAME][,split=NAME][,data_files=PATH][,revision=NAME]
 
-NAME is a dataset of the Hub, a format (`json`, `parquet`, `text`, ...) with `data_files`, or a folder written by
-`save_to_disk`. Dataset scripts never run: `datasets` dropped them in version 4.
+NAME is a dataset of the Hub, a format (`json`, `parquet`, `text`, ...) with `data_files`, or a
+folder written by `save_to_disk`. Dataset scripts never run: `datasets` dropped them in version 4.
 """
 
 from __future__ import annotations
@@ -59,26 +59,39 @@ def open_dataset(spec: str) -> OpenedDataset:
             return OpenedDataset(data, data._fingerprint, len(data), data.data.nbytes)
         builder = datasets.load_dataset_builder(name, options.pop("config", None), **options)
         data = builder.as_streaming_dataset(split=split)
-        return OpenedDataset(data, f"{builder.config_id}-{builder.hash}-{split}", data.num_shards, 0)
+        return OpenedDataset(
+            data, f"{builder.config_id}-{builder.hash}-{split}", data.num_shards, 0
+        )
     except Exception as error:
-        raise DataError(f'data.corpus = "{spec}" cannot be opened: {type(error).__name__}: {error}') from error
+        raise DataError(
+            f'data.corpus = "{spec}" cannot be opened: {type(error).__name__}: {error}'
+        ) from error
 
 
 def read_dataset(spec: str, start: int, stop: int, key: str) -> Iterator[tuple[int, object]]:
-    """(row number from 1, value at `key`) of each row of parts `start` to `stop`. Raises DataError.
+    """(row number from 1, value at `key`) of each row of parts `start` to `stop`. Raises
+    DataError.
 
     A network failure raises DataError too: treated as bad text, it would change the corpus.
     """
     source = open_dataset(spec)
     on_disk = hasattr(source.dataset, "select")
-    part = source.dataset.select(range(start, stop)) if on_disk else source.dataset.shard(source.num_parts, start)
+    part = (
+        source.dataset.select(range(start, stop))
+        if on_disk
+        else source.dataset.shard(source.num_parts, start)
+    )
     first_row = start + 1 if on_disk else 1
     try:
         if key not in (columns := part.column_names or [key]):
-            raise DataError(f'data.corpus = "{spec}" has no column "{key}"; its columns are {", ".join(columns)}')
+            raise DataError(
+                f'data.corpus = "{spec}" has no column "{key}"; its columns are {", ".join(columns)}'
+            )
         for number, batch in enumerate(part.select_columns([key]).iter(BATCH_ROWS)):
             yield from enumerate(batch[key], first_row + number * BATCH_ROWS)
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f'data.corpus = "{spec}" cannot be read: {type(error).__name__}: {error}') from error
+        raise DataError(
+            f'data.corpus = "{spec}" cannot be read: {type(error).__name__}: {error}'
+        ) from error

@@ -28,21 +28,35 @@ BYTE_SPECIALS = ("<|bos|>", "<|eos|>", *(f"<|reserved_{n}|>" for n in range(6)))
 META_TOKENIZER_PATH = Path("original/tokenizer.model")  # as in Meta's repositories
 COPIED_FILES = (
     *(TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE, GENERATION_FILE),
-    *("tokenizer.model", str(META_TOKENIZER_PATH), "vocab.json", "merges.txt", "tekken.json", "chat_template.json"),
+    *(
+        "tokenizer.model",
+        str(META_TOKENIZER_PATH),
+        "vocab.json",
+        "merges.txt",
+        "tekken.json",
+        "chat_template.json",
+    ),
 )
 COPIED_PATTERNS = ("*.jinja", "additional_chat_templates/*.jinja")
 
 
-def hf_tokenizer_files(stated: TokenizerSection, *, max_length: int) -> tuple[Tokenizer, dict[Path, bytes]]:
+def hf_tokenizer_files(
+    stated: TokenizerSection, *, max_length: int
+) -> tuple[Tokenizer, dict[Path, bytes]]:
     """The tokenizer and its Hugging Face files by name. Raises `DataError` as `open_tokenizer`."""
-    tokenizer, path = open_tokenizer(stated), stated.path
+    tokenizer = open_tokenizer(stated)
+    path = stated.path
     if stated.kind == "huggingface" and path is not None:
         return tokenizer, copied_files(tokenizer_folder(path), max_length=max_length)
-    inputs = ["input_ids", "attention_mask"]  # By default transformers 4 adds token_type_ids, which models reject.
-    config = dict[str, Any](clean_up_tokenization_spaces=False, model_max_length=max_length, model_input_names=inputs)
+    # By default transformers 4 adds token_type_ids, which models reject.
+    inputs = ["input_ids", "attention_mask"]
+    config = dict[str, Any](
+        clean_up_tokenization_spaces=False, model_max_length=max_length, model_input_names=inputs
+    )
     if path is not None and isinstance(tokenizer, SentencePieceTokenizer):
-        # LlamaTokenizer prepends a space by default. With a dummy prefix in the model, transformers 4 needs `legacy` to
-        # prepend it also to a text that starts with a space; transformers 5 never does.
+        # LlamaTokenizer prepends a space by default. With a dummy prefix in the model,
+        # transformers 4 needs `legacy` to prepend it also to a text that starts with a space;
+        # transformers 5 never does.
         config |= {
             "tokenizer_class": "LlamaTokenizer",
             "legacy": tokenizer.add_dummy_prefix,
@@ -51,13 +65,18 @@ def hf_tokenizer_files(stated: TokenizerSection, *, max_length: int) -> tuple[To
             "add_eos_token": False,
             **tokenizer.special_token_names,
         }
-        return tokenizer, {Path("tokenizer.model"): read_regular(path), Path("tokenizer_config.json"): _to_json(config)}
-    files, tokenizer_json = dict[Path, bytes](), byte_tokenizer_json()
+        return tokenizer, {
+            Path("tokenizer.model"): read_regular(path),
+            Path("tokenizer_config.json"): _to_json(config),
+        }
+    files = dict[Path, bytes]()
+    tokenizer_json = byte_tokenizer_json()
     bos: str | None = BYTE_SPECIALS[0]
     eos = BYTE_SPECIALS[1]
     if path is not None and isinstance(tokenizer, TiktokenTokenizer):
         files = {META_TOKENIZER_PATH: read_regular(path)}
-        bos, eos = tokenizer.bos_name, tokenizer.eos_name
+        bos = tokenizer.bos_name
+        eos = tokenizer.eos_name
         tokenizer_json = byte_level_bpe(
             tokenizer.ranks, tokenizer.special_token_names, pattern=tokenizer.pattern, bos=bos
         )
@@ -69,7 +88,9 @@ def hf_tokenizer_files(stated: TokenizerSection, *, max_length: int) -> tuple[To
 
 
 def _require_same_ids(tokenizer: TiktokenTokenizer, contents: dict[str, bytes]) -> None:
-    """Raises `DataError` if Hugging Face's library reads a stated pattern otherwise than tiktoken."""
+    """Raises `DataError` if Hugging Face's library reads a stated pattern otherwise than
+    tiktoken.
+    """
     from trainer.data.huggingface_tokenizer import HuggingFaceTokenizer
 
     if HuggingFaceTokenizer(contents).encode(PROBE).tolist() != tokenizer.encode(PROBE).tolist():
@@ -80,9 +101,13 @@ def _require_same_ids(tokenizer: TiktokenTokenizer, contents: dict[str, bytes]) 
 
 
 def copied_files(folder: Path, *, max_length: int) -> dict[Path, bytes]:
-    """The tokenizer, chat template and generation files of a folder, of which only a lower `model_max_length` changes."""
+    """The tokenizer, chat template and generation files of a folder, of which only a lower
+    `model_max_length` changes.
+    """
     paths = {folder / name for name in COPIED_FILES}.union(*map(folder.glob, COPIED_PATTERNS))
-    files = {path.relative_to(folder): read_regular(path) for path in sorted(paths) if path.is_file()}
+    files = {
+        path.relative_to(folder): read_regular(path) for path in sorted(paths) if path.is_file()
+    }
     for name in files:
         _require_own(folder / name, folder)
     config = read_json_file(folder / CONFIG_FILE)
@@ -97,7 +122,8 @@ def _require_own(path: Path, folder: Path) -> None:
 
     In a cache of Hugging Face, `models--*/snapshots/*` links into `models--*/blobs`.
     """
-    target, root = path.resolve(), folder.resolve()
+    target = path.resolve()
+    root = folder.resolve()
     owners = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
     if not any(target.is_relative_to(owner) for owner in owners):
         raise DataError(f"{path} links to {target}, outside its folder; copy the file there")
@@ -106,17 +132,24 @@ def _require_own(path: Path, folder: Path) -> None:
 def changes_of_copy(folder: Path, files: Mapping[Path, bytes]) -> list[str]:
     """What differs from the files of the folder, one line each."""
     changed = [name for name, content in files.items() if read_regular(folder / name) != content]
-    return [f"{name}: model_max_length raised to the trained length, all else as it was" for name in changed]
+    return [
+        f"{name}: model_max_length raised to the trained length, all else as it was"
+        for name in changed
+    ]
 
 
 def model_token_ids(folder: Path, *, bos: int | None, eos: int) -> tuple[Any, Any]:
-    """(bos_token_id, eos_token_id) of a folder's config.json, which may be lists; those given where it has none."""
+    """(bos_token_id, eos_token_id) of a folder's config.json, which may be lists; those given
+    where it has none.
+    """
     config = read_json_file(folder / MODEL_FILE)
     return config.get("bos_token_id", bos), config.get("eos_token_id", eos)
 
 
 def bos_remarks(folder: Path) -> Iterator[str]:
-    """A comment if tokenizer_config.json says otherwise than tokenizer.json, which transformers 5 follows."""
+    """A comment if tokenizer_config.json says otherwise than tokenizer.json, which transformers 5
+    follows.
+    """
     stated = read_json_file(folder / CONFIG_FILE).get("add_bos_token")
     if stated is None or not (folder / TOKENIZER_FILE).exists():
         return
@@ -142,14 +175,29 @@ def byte_tokenizer_json() -> dict[str, Any]:
 def byte_level_bpe(
     ranks: dict[bytes, int], specials: tuple[str, ...], *, pattern: str | None, bos: str | None
 ) -> dict[str, Any]:
-    """The contents of tokenizer.json. Special tokens follow the ranks; `bos`, one of them, is prepended to every text."""
+    """The contents of tokenizer.json.
+
+    Special tokens follow the ranks; `bos`, one of them, is prepended to every text.
+    """
     byte_chars = bytes_to_unicode()
-    token_strings = {rank: "".join(byte_chars[byte] for byte in token) for token, rank in ranks.items()}
+    token_strings = {
+        rank: "".join(byte_chars[byte] for byte in token) for token, rank in ranks.items()
+    }
     first_special_id = len(ranks)
-    byte_level_step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    byte_level_step = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     pre_tokenizer: dict[str, Any] = byte_level_step
     if pattern:
-        pattern_step = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        pattern_step = {
+            "type": "Split",
+            "pattern": {"Regex": pattern},
+            "behavior": "Isolated",
+            "invert": False,
+        }
         pre_tokenizer = {"type": "Sequence", "pretokenizers": [pattern_step, byte_level_step]}
     return {
         "version": "1.0",
@@ -162,23 +210,30 @@ def byte_level_bpe(
         ],
         "normalizer": None,
         "pre_tokenizer": pre_tokenizer,
-        "post_processor": None if bos is None else prepend_token(bos, first_special_id + specials.index(bos)),
+        "post_processor": None
+        if bos is None
+        else prepend_token(bos, first_special_id + specials.index(bos)),
         "decoder": byte_level_step,
         "model": {
             "type": "BPE",
-            **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
+            **dict.fromkeys(
+                ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+            ),
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": True,
             "vocab": {token_strings[rank]: rank for rank in sorted(token_strings)},
-            "merges": [[token_strings[left], token_strings[right]] for left, right in bpe_merges(ranks)],
+            "merges": [
+                [token_strings[left], token_strings[right]] for left, right in bpe_merges(ranks)
+            ],
         },
     }
 
 
 def prepend_token(name: str, token: int) -> dict[str, Any]:
     """The post-processor that puts a special token before every text."""
-    first_sequence, second_sequence = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
+    first_sequence = {"Sequence": {"id": "A", "type_id": 0}}
+    second_sequence = {"Sequence": {"id": "B", "type_id": 1}}
     item, second_item = ({"SpecialToken": {"id": name, "type_id": type_id}} for type_id in (0, 1))
     return {
         "type": "TemplateProcessing",
@@ -189,18 +244,31 @@ def prepend_token(name: str, token: int) -> dict[str, Any]:
 
 
 def bpe_merges(ranks: dict[bytes, int]) -> list[tuple[int, int]]:
-    """Every pair of tokens that merges into a token, in tiktoken's merge order: by rank of the merged token."""
+    """Every pair of tokens that merges into a token, in tiktoken's merge order: by rank of the
+    merged token.
+    """
     merges = []
     for token, rank in ranks.items():
-        splits = ((ranks.get(token[:position]), ranks.get(token[position:])) for position in range(1, len(token)))
-        merges += [(rank, left, right) for left, right in splits if left is not None and right is not None]
+        splits = (
+            (ranks.get(token[:position]), ranks.get(token[position:]))
+            for position in range(1, len(token))
+        )
+        merges += [
+            (rank, left, right) for left, right in splits if left is not None and right is not None
+        ]
     return [(left, right) for _, left, right in sorted(merges)]
 
 
 def detect_tokenizer(folder: Path) -> tuple[str, Path | None] | None:
-    """(tokenizer.kind, tokenizer.path) that reads a model's tokenizer, damaged or not; None if no kind does."""
+    """(tokenizer.kind, tokenizer.path) that reads a model's tokenizer, damaged or not; None if no
+    kind does.
+    """
     if (folder / TOKENIZER_FILE).exists():
-        return ("byte", None) if _is_byte_tokenizer(folder / TOKENIZER_FILE) else ("huggingface", folder)
+        return (
+            ("byte", None)
+            if _is_byte_tokenizer(folder / TOKENIZER_FILE)
+            else ("huggingface", folder)
+        )
     for path in (folder / "tokenizer.model", folder / META_TOKENIZER_PATH):
         kinds = {TIKTOKEN: "tiktoken", SENTENCEPIECE: "sentencepiece"}
         if path.is_file() and (kind := kinds.get(detect_file_type(read_regular(path)))):

@@ -1,7 +1,7 @@
 """Validation sets: fixed sequences of documents that training does not see.
 
-A set of one length is packed as [data] says, in every stage. A set of several lengths has the same targets at each
-length, with more context before them:
+A set of one length is packed as [data] says, in every stage. A set of several lengths has the same
+targets at each length, with more context before them:
 
     sequence of the longest length    a b c d e f g h i j k l        target_tokens 2
     at length 8                               e f g h i j k l        targets: l and the token after it
@@ -19,12 +19,19 @@ from torch import Tensor
 from models.batch import IGNORE_INDEX
 from models.ranges import concatenated_ranges
 from trainer.config.data import PACKING_VERSION, ValidationSetSection
-from trainer.data.packing import DocumentFilter, PackedDataset, Packing, PackingPlan, load_or_build_plan
+from trainer.data.packing import (
+    DocumentFilter,
+    PackedDataset,
+    Packing,
+    PackingPlan,
+    load_or_build_plan,
+)
 from trainer.data.sequences import BlendedDataset
 from trainer.data.token_dataset import TokenDataset
 from trainer.errors import DataError
 
-SHUFFLE_SEED = 0  # not the seed of the run, so that runs can be compared
+# not the seed of the run, so that runs can be compared
+SHUFFLE_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -41,11 +48,20 @@ class ValidationSet:
 
 
 class SuffixDataset(PackedDataset):
-    """The last `length` tokens of each sequence of a plan without padding; the last `num_targets` have targets."""
+    """The last `length` tokens of each sequence of a plan without padding; the last `num_targets`
+    have targets.
+    """
 
-    def __init__(self, dataset: TokenDataset, plan: PackingPlan, *, length: int, num_targets: int) -> None:
-        starts, lengths = plan.starts + plan.seq_len - length, plan.lengths - plan.seq_len + length
-        super().__init__(dataset, PackingPlan(length, 1, plan.sequence_offsets, starts, lengths), seed=SHUFFLE_SEED)
+    def __init__(
+        self, dataset: TokenDataset, plan: PackingPlan, *, length: int, num_targets: int
+    ) -> None:
+        starts = plan.starts + plan.seq_len - length
+        lengths = plan.lengths - plan.seq_len + length
+        super().__init__(
+            dataset,
+            PackingPlan(length, 1, plan.sequence_offsets, starts, lengths),
+            seed=SHUFFLE_SEED,
+        )
         self._num_context_tokens = length - num_targets
 
     def read(self, index: int, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,10 +80,15 @@ def build_validation_set(
     mask: Literal["document", "none"],
     holdout: float | None,
 ) -> ValidationSet:
-    """A set over the held-out fraction `holdout` of the documents; None: all. Raises DataError if no document fits."""
+    """A set over the held-out fraction `holdout` of the documents; None: all.
+
+    Raises DataError if no document fits.
+    """
     *_, longest = section.seq_len
     multi_length = len(section.seq_len) > 1
-    document_filter = DocumentFilter(only_holdout=holdout, min_length=longest if multi_length else None)
+    document_filter = DocumentFilter(
+        only_holdout=holdout, min_length=longest if multi_length else None
+    )
     try:
         plan = load_or_build_plan(
             dataset,
@@ -82,10 +103,12 @@ def build_validation_set(
     sources = [PackedDataset(dataset, plan, seed=SHUFFLE_SEED)]
     if multi_length:
         full = plan.lengths == longest
-        starts, lengths = plan.starts[full], plan.lengths[full]
+        starts = plan.starts[full]
+        lengths = plan.lengths[full]
         plan = PackingPlan(longest, 1, torch.arange(lengths.numel() + 1), starts, lengths)
         sources = [
-            SuffixDataset(dataset, plan, length=length, num_targets=section.target_tokens) for length in section.seq_len
+            SuffixDataset(dataset, plan, length=length, num_targets=section.target_tokens)
+            for length in section.seq_len
         ]
     datasets = tuple(
         BlendedDataset([source], seq_len=length, mask=mask, names=[section.source])

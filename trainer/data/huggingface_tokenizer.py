@@ -1,4 +1,7 @@
-"""The tokenizer of a Hugging Face folder, with the ids of transformers. Only this module imports tokenizers."""
+"""The tokenizer of a Hugging Face folder, with the ids of transformers.
+
+Only this module imports tokenizers.
+"""
 
 from __future__ import annotations
 
@@ -43,18 +46,26 @@ from trainer.data.tokenizer_folder import (
 from trainer.errors import DataError
 
 MIN_TIKTOKEN_CHARS = 256
-"""Shorter texts, such as prompts, do not wait until the tokenizer is compared with tiktoken, about a second."""
+"""Shorter texts, such as prompts, do not wait until the tokenizer is compared with tiktoken, about
+a second.
+"""
 
 PART_CHARS = 400_000
 TOKEN_CUTS_PART_CHARS = 1000
-"""The time per character of a BPE that does not split into words grows with the length of the text."""
+"""The time per character of a BPE that does not split into words grows with the length of the
+text.
+"""
 MAX_CHARS = 1 << 24
-"""In one call: 100 to 360 bytes of memory per character, the most for characters of several tokens."""
+"""In one call: 100 to 360 bytes of memory per character, the most for characters of several
+tokens.
+"""
 
 ON_BY_DEFAULT = {"ByteLevel": "use_regex", "Metaspace": "split"}
 """Options of pre-tokenizers that are on if the file does not have them."""
 OFF_OR_NOTHING = "strip_accents"
-"""An option of a normalizer that does what another one says if the file does not have it, and may be off."""
+"""An option of a normalizer that does what another one says if the file does not have it, and may
+be off.
+"""
 
 
 def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
@@ -67,9 +78,11 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Raises DataError for files that tokenizers cannot read, and for a tokenizer that cannot delimit documents.
+    """Raises DataError for files that tokenizers cannot read, and for a tokenizer that cannot
+    delimit documents.
 
-    In other processes only the library's tokenizer is built again; all that is found out here is sent to them.
+    In other processes only the library's tokenizer is built again; all that is found out here is
+    sent to them.
     """
 
     def __init__(self, files: Files) -> None:
@@ -87,7 +100,8 @@ class HuggingFaceTokenizer:
         self.stop_tokens = frozenset({self.eos, *end_token_ids(files)})
         unknown = definition["model"].get("unk_token")
         self.special_tokens: dict[str, int] = {
-            token.content: token_id  # All but the token of unknown characters, which `encode` may return.
+            # All but the token of unknown characters, which `encode` may return.
+            token.content: token_id
             for token_id, token in added.items()
             if token.special and (token.content != unknown or token_id in (self.bos, self.eos))
         }
@@ -96,12 +110,19 @@ class HuggingFaceTokenizer:
         self.may_cut: MayCut = proved_cuts(definition, [*added.values()], self._normalize)
         self._suits_tiktoken = split_pattern(definition) is not None and is_plain_bpe(definition)
         self._newline = self._encode_with_library("\n")
-        # Some tokenizers put a space before every text, which must not stand where a text was split.
-        self._has_prefix = self._encode_with_library("\na") != self._newline + self._encode_with_library("a")
+        # Some tokenizers put a space before every text, which must not stand where a text was
+        # split.
+        self._has_prefix = self._encode_with_library(
+            "\na"
+        ) != self._newline + self._encode_with_library("a")
         self._inside_misread_names = self._find_misread_names()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: each for name, each in vars(self).items() if name not in ("_tokenizer", "_is_special")}
+        kept = {
+            name: each
+            for name, each in vars(self).items()
+            if name not in ("_tokenizer", "_is_special")
+        }
         return {"_tiktoken": self._tiktoken} | kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,12 +141,19 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def _require_text(self, ids: Tensor) -> Tensor:
-        """Raises EncodingError where normalization or merges make the token of a special name of other text."""
-        special = self._is_special.index_select(0, ids)  # a hundredth of the time of the encoding
+        """Raises EncodingError where normalization or merges make the token of a special name of
+        other text.
+        """
+        # a hundredth of the time of the encoding
+        special = self._is_special.index_select(0, ids)
         if special.any():
             found = {*ids[special].tolist()}
-            names = ", ".join(f'"{name}"' for name, token in self.special_tokens.items() if token in found)
-            raise EncodingError(f"a text is encoded as the special token {names}, which would end it or begin another")
+            names = ", ".join(
+                f'"{name}"' for name, token in self.special_tokens.items() if token in found
+            )
+            raise EncodingError(
+                f"a text is encoded as the special token {names}, which would end it or begin another"
+            )
         return ids
 
     @cached_property
@@ -136,8 +164,15 @@ class HuggingFaceTokenizer:
         return is_special
 
     def _find_misread_names(self) -> re.Pattern[str] | None:
-        """Matches after the first character of names that the model would read as their token. Raises DataError."""
-        misread = [name for name, token in self.special_tokens.items() if token in self._encode_with_library(name)]
+        """Matches after the first character of names that the model would read as their token.
+
+        Raises DataError.
+        """
+        misread = [
+            name
+            for name, token in self.special_tokens.items()
+            if token in self._encode_with_library(name)
+        ]
         if hopeless := [name for name in misread if len(name) < 2]:
             raise DataError(f"the texts {hopeless} would be encoded as special tokens")
         places = (f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in misread)
@@ -200,48 +235,82 @@ class HuggingFaceTokenizer:
 
 
 def build_tokenizer(files: Files) -> Tokenizer:
-    """The tokenizer of tokenizer.json with the added and special tokens of the other files. Raises DataError."""
+    """The tokenizer of tokenizer.json with the added and special tokens of the other files.
+
+    Raises DataError.
+    """
     try:
         built = Tokenizer.from_buffer(files[TOKENIZER_FILE])
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # tokenizers raises Exception itself, and Rust panics
+    except BaseException as error:
+        # tokenizers raises Exception itself, and Rust panics
         raise DataError(f"{TOKENIZER_FILE} is damaged, or of a newer format: {error}") from error
     if not built.get_vocab_size():
         raise DataError(f"{TOKENIZER_FILE} has an empty vocabulary")
     if dropout := getattr(built.model, "dropout", None):
-        raise DataError(f"{TOKENIZER_FILE} has model.dropout = {dropout}, which makes ids random; set it to null")
+        raise DataError(
+            f"{TOKENIZER_FILE} has model.dropout = {dropout}, which makes ids random; set it to null"
+        )
     built.no_truncation()
     built.no_padding()
     built.encode_special_tokens = True  # As text.
     add_configured_tokens(built, files)
-    specials = {*named_special_tokens(files).values(), *extra_special_tokens(files), end_token(built, files)}
-    specials -= {token.content for token in built.get_added_tokens_decoder().values() if token.special}
-    built.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in sorted(specials)])
+    specials = {
+        *named_special_tokens(files).values(),
+        *extra_special_tokens(files),
+        end_token(built, files),
+    }
+    specials -= {
+        token.content for token in built.get_added_tokens_decoder().values() if token.special
+    }
+    built.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in sorted(specials)]
+    )
     return built
 
 
 def add_configured_tokens(built: Tokenizer, files: Files) -> None:
-    """Adds the tokens of the other files, or changes their flags. Raises DataError if ids disagree."""
-    known, configured = built.get_added_tokens_decoder(), configured_added_tokens(files)
+    """Adds the tokens of the other files, or changes their flags.
+
+    Raises DataError if ids disagree.
+    """
+    known = built.get_added_tokens_decoder()
+    configured = configured_added_tokens(files)
     tokens = {token_id: AddedToken(**fields) for token_id, fields in configured.items()}
     if CONFIG_FILE not in files or "added_tokens_decoder" not in read_object(files, CONFIG_FILE):
         tokens = {token_id: token for token_id, token in tokens.items() if token_id not in known}
-    built.add_tokens([token for token_id, token in tokens.items() if repr(known.get(token_id)) != repr(token)])
+    built.add_tokens(
+        [token for token_id, token in tokens.items() if repr(known.get(token_id)) != repr(token)]
+    )
     ids = {token.content: built.token_to_id(token.content) for token in tokens.values()}
-    wrong = [(token.content, token_id) for token_id, token in tokens.items() if ids[token.content] != token_id]
+    wrong = [
+        (token.content, token_id)
+        for token_id, token in tokens.items()
+        if ids[token.content] != token_id
+    ]
     if wrong:
-        stated = ", ".join(f'"{name}" is {token_id}, but {ids[name]} by {TOKENIZER_FILE}' for name, token_id in wrong)
+        stated = ", ".join(
+            f'"{name}" is {token_id}, but {ids[name]} by {TOKENIZER_FILE}'
+            for name, token_id in wrong
+        )
         raise DataError(f"{CONFIG_FILE} or {ADDED_TOKENS_FILE}: {stated}")
 
 
 def first_token(built: Tokenizer) -> int | None:
-    """The token that the post-processor puts before every text. Raises DataError if it is not one."""
-    text, with_specials = (built.encode("a", add_special_tokens=added).ids for added in (False, True))
+    """The token that the post-processor puts before every text.
+
+    Raises DataError if it is not one.
+    """
+    text, with_specials = (
+        built.encode("a", add_special_tokens=added).ids for added in (False, True)
+    )
     for number in range(2):
         if with_specials[number : number + len(text)] == text:
             return with_specials[0] if number else None
-    raise DataError(f"{TOKENIZER_FILE} puts {with_specials} around {text}: more than one token before a text")
+    raise DataError(
+        f"{TOKENIZER_FILE} puts {with_specials} around {text}: more than one token before a text"
+    )
 
 
 def end_token(built: Tokenizer, files: Files) -> str:
@@ -272,7 +341,9 @@ def canonical_json(definition: Mapping[str, Any]) -> str:
 
 
 def without_defaults(value: Any) -> Any:
-    """Without options that are off, and one that moves offsets only; options that are on if nothing is said are stated."""
+    """Without options that are off, and one that moves offsets only; options that are on if
+    nothing is said are stated.
+    """
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return [without_defaults(item) for item in value]
     if not isinstance(value, dict):
@@ -293,7 +364,14 @@ def describe_added_tokens(added: Mapping[int, AddedToken]) -> list[tuple[object,
     return [
         (token_id, token.content, True)
         if token.special
-        else (token_id, token.content, token.single_word, token.lstrip, token.rstrip, token.normalized)
+        else (
+            token_id,
+            token.content,
+            token.single_word,
+            token.lstrip,
+            token.rstrip,
+            token.normalized,
+        )
         for token_id, token in sorted(added.items())
     ]
 
@@ -301,7 +379,8 @@ def describe_added_tokens(added: Mapping[int, AddedToken]) -> list[tuple[object,
 @contextmanager
 def merges_alone(model: Any) -> Iterator[Callable[[str], bool]]:
     """Whether a BPE model's merges build a token, without looking it up first."""
-    has_lookup, model.ignore_merges = model.ignore_merges, False
+    has_lookup = model.ignore_merges
+    model.ignore_merges = False
     try:
         yield lambda token: len(model.tokenize(token)) == 1
     finally:

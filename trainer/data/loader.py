@@ -39,20 +39,24 @@ class StepWork(NamedTuple):
 
     def imbalance(self, cost: Cost) -> float:
         """Work of the busiest rank over the mean."""
-        return cost.imbalance(busiest_pairs=self.busiest_pairs, mean_pairs=self.mean_pairs, tokens=self.tokens)
+        return cost.imbalance(
+            busiest_pairs=self.busiest_pairs, mean_pairs=self.mean_pairs, tokens=self.tokens
+        )
 
 
 class MicroBatchLoader:
     """The micro-batches of data-parallel rank `dp_rank`.
 
-    Step n reads the global sequences from n * global_batch_size on, for every dp_size, and deals them to ranks and
-    micro-batches by their (query, key) pairs. With equal pairs, that is by number:
+    Step n reads the global sequences from n * global_batch_size on, for every dp_size, and deals
+    them to ranks and micro-batches by their (query, key) pairs. With equal pairs, that is by
+    number:
 
         global_batch_size 6, micro_batch_size 1, dp_size 4    micro-batch 0    dp_rank 0..3 reads 0 1 2 3
                                                               micro-batch 1                       4 5 - -
 
-    `shard` selects the part of each sequence that this rank holds under context parallelism; `plan_attention` computes
-    what attention needs of the host, given the document boundaries of a micro-batch.
+    `shard` selects the part of each sequence that this rank holds under context parallelism;
+    `plan_attention` computes what attention needs of the host, given the document boundaries of a
+    micro-batch.
     """
 
     def __init__(
@@ -72,7 +76,8 @@ class MicroBatchLoader:
         self._dp_size = dp_size
         self.global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
-        self._shard, self._plan_attention = shard, plan_attention
+        self._shard = shard
+        self._plan_attention = plan_attention
         self._pin_memory = pin_memory
         self.num_micro_batches = -(-global_batch_size // (dp_size * micro_batch_size))
 
@@ -82,17 +87,19 @@ class MicroBatchLoader:
         return self.num_micro_batches * self._micro_batch_size * self._dataset.seq_len
 
     def steps(self, start_sequence: int) -> Generator[list[Batch], None, None]:
-        """Yields the micro-batches of each step without end, from the step that begins at `start_sequence`.
+        """Yields the micro-batches of each step without end, from the step that begins at
+        `start_sequence`.
 
-        The loader has no other state. A thread, which ends with the generator, reads one step ahead. Raises DataError
-        or RuntimeError with the indices of the sequences.
+        The loader has no other state. A thread, which ends with the generator, reads one step
+        ahead. Raises DataError or RuntimeError with the indices of the sequences.
         """
         pool = ThreadPoolExecutor(1)
         try:
             reading = self._start_reading(pool, start_sequence)
             while True:
                 start_sequence += self.global_batch_size
-                current, reading = reading, self._start_reading(pool, start_sequence)
+                current = reading
+                reading = self._start_reading(pool, start_sequence)
                 yield [micro_batch.result() for micro_batch in current]
         finally:
             pool.shutdown(cancel_futures=True)
@@ -107,7 +114,9 @@ class MicroBatchLoader:
         num_places = self.num_micro_batches * self._dp_size * self._micro_batch_size
         indices: list[int | None] = [*step, *[None] * (num_places - len(step))]
         pairs = [self._dataset.computed_pairs(index) for index in indices]
-        dealt = deal_sequences(pairs, dp_size=self._dp_size, micro_batch_size=self._micro_batch_size)
+        dealt = deal_sequences(
+            pairs, dp_size=self._dp_size, micro_batch_size=self._micro_batch_size
+        )
         return [
             DealtMicroBatch([indices[place] for place in ranks[self._dp_rank]], busiest, mean)
             for ranks, (busiest, mean) in zip(dealt, busiest_and_means(pairs, dealt), strict=True)
@@ -116,8 +125,14 @@ class MicroBatchLoader:
     def next_steps(self, first: int, *, max_steps: int) -> StepWork:
         """The work of steps from the global sequence `first` on, as many as a sample needs."""
         steps = max(1, min(SAMPLED_SEQUENCES // self.global_batch_size, max_steps))
-        dealt = [part for step in range(steps) for part in self.deal(first + step * self.global_batch_size)]
-        busiest, mean = (sum(pairs) / steps for pairs in zip(*(part[1:] for part in dealt), strict=True))
+        dealt = [
+            part
+            for step in range(steps)
+            for part in self.deal(first + step * self.global_batch_size)
+        ]
+        busiest, mean = (
+            sum(pairs) / steps for pairs in zip(*(part[1:] for part in dealt), strict=True)
+        )
         return StepWork(steps, busiest, mean, self.tokens_per_rank)
 
     def _read(self, dealt: Future[list[DealtMicroBatch]], number: int) -> Batch:
@@ -131,4 +146,6 @@ class MicroBatchLoader:
         except DataError as error:
             raise DataError(f"sequences {indices}: {error}") from error
         except BaseException as error:
-            raise RuntimeError(f"sequences {indices} cannot be read: {type(error).__name__}: {error}") from error
+            raise RuntimeError(
+                f"sequences {indices} cannot be read: {type(error).__name__}: {error}"
+            ) from error

@@ -1,4 +1,7 @@
-"""Opens a file of a corpus: a regular one, reached without links, decompressed. Only this module imports pyarrow."""
+"""Opens a file of a corpus: a regular one, reached without links, decompressed.
+
+Only this module imports pyarrow.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,11 @@ LONGEST_FIRST_RECORD = 1 << 26  # bytes
 
 
 def open_beneath(root: str, path: str) -> BufferedReader:
-    """Opens the regular file at `path`, below the folder `root`, although others may change what is between them.
+    """Opens the regular file at `path`, below the folder `root`, although others may change what
+    is between them.
 
-    Raises OSError for a link at any place, and `UnusableFileError` for a pipe or a device, which it does not wait for.
+    Raises OSError for a link at any place, and `UnusableFileError` for a pipe or a device, which
+    it does not wait for.
     """
     *folders, name = path.removeprefix(root).strip("/").split("/")
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -54,7 +59,10 @@ def open_data(root: str, path: str, name: str) -> BufferedReader:
 
 @contextmanager
 def open_decompressed(root: str, path: str, name: str) -> Iterator[BufferedReader | gzip.GzipFile]:
-    """Opens as `open_data` does; the suffix of `name` says how the file is compressed. Raises DataError without pyarrow."""
+    """Opens as `open_data` does; the suffix of `name` says how the file is compressed.
+
+    Raises DataError without pyarrow.
+    """
     suffix = compression_suffix(name)
     pyarrow = import_pyarrow(name) if suffix == ".zst" else None
     with open_data(root, path, name) as file:
@@ -65,7 +73,8 @@ def open_decompressed(root: str, path: str, name: str) -> Iterator[BufferedReade
 
 
 def read_head(root: str, path: str, name: str) -> tuple[bytes, bool]:
-    """First bytes, decompressed, and whether they are all. What may be a JSON record is read to the end of its line.
+    """First bytes, decompressed, and whether they are all. What may be a JSON record is read to
+    the end of its line.
 
     Raises CorpusRefusedError for a Git LFS pointer, DataError without pyarrow, and READ_ERRORS.
     """

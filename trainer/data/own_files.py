@@ -1,4 +1,7 @@
-"""Files and folders that the project itself writes, which no corpus around them should read. Imports no torch."""
+"""Files and folders that the project itself writes, which no corpus around them should read.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,12 @@ RECORDS_FOLDER = "pieces"
 """In an unfinished preparation: a record for each finished partition."""
 RUN_FOLDERS = {"checkpoints", "logs"}
 """The first entries that a launch creates in its run folder."""
-MODEL_FILES = {"tokenizer.json", "tokenizer_config.json", "model.safetensors", "model.safetensors.index.json"}
+MODEL_FILES = {
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+}
 A_MODEL = "a model's folder"
 TABLE_NAME = re.compile(rb"^\[+([A-Za-z_-]+)", re.MULTILINE)
 
@@ -29,7 +37,10 @@ def is_token_dataset(folder: Path) -> bool:
 
 
 def describe_own_folder(folder: Path, folders: Collection[str], files: Collection[str]) -> str:
-    """The kind of the project's own folders that this is; "" if it is none. `folders` and `files` are the names in it."""
+    """The kind of the project's own folders that this is; "" if it is none.
+
+    `folders` and `files` are the names in it.
+    """
     if META_FILENAME in files and is_token_dataset(folder):
         return "a prepared folder"
     if ".tmp" in folder.name and RECORDS_FOLDER in folders:

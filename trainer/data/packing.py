@@ -1,6 +1,7 @@
 """Packs documents into sequences of seq_len tokens.
 
-Documents are cut into segments of at most seq_len tokens; no token is dropped. A sequence holds one or more segments:
+Documents are cut into segments of at most seq_len tokens; no token is dropped. A sequence holds
+one or more segments:
 
     best_fit   a full segment is a sequence; remainders are packed by best fit (`trainer/data/best_fit.py`)
     concat     the token stream is cut every seq_len tokens; only the last sequence has padding
@@ -30,7 +31,14 @@ from trainer.data.best_fit import best_fit_decreasing, mixed_best_fit
 from trainer.data.shuffle import shuffled_index, splitmix64s
 from trainer.data.token_dataset import TokenDataset
 from trainer.errors import DataError, ResumeError
-from trainer.storage.artifact import HEADER_BYTES, Artifact, DamageError, open_regular, sealed_header, unseal_header
+from trainer.storage.artifact import (
+    HEADER_BYTES,
+    Artifact,
+    DamageError,
+    open_regular,
+    sealed_header,
+    unseal_header,
+)
 from trainer.storage.durable_io import write_atomic
 
 log = logging.getLogger(__name__)
@@ -46,7 +54,9 @@ class DocumentFilter:
     min_length: int | None = None
     max_length: int | None = None
     max_len: int | None = None
-    """Documents are cut into segments of at most this length, which do not attend to each other."""
+    """Documents are cut into segments of at most this length, which do not attend to each
+    other.
+    """
     exclude_holdout: float | None = None
     """Drop this fraction of the documents, the holdout."""
     only_holdout: float | None = None
@@ -54,7 +64,9 @@ class DocumentFilter:
 
     def __str__(self) -> str:
         # Part of the file names of stored plans, which must not change.
-        stored = zip(("at_least", "below", "max_len", "without", "only"), vars(self).values(), strict=True)
+        stored = zip(
+            ("at_least", "below", "max_len", "without", "only"), vars(self).values(), strict=True
+        )
         return "".join(f"-{key}-{value}" for key, value in stored if value is not None)
 
 
@@ -63,7 +75,9 @@ NO_FILTER = DocumentFilter()
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Sequence n holds segments sequence_offsets[n] to sequence_offsets[n + 1], in stream order."""
+    """Sequence n holds segments sequence_offsets[n] to sequence_offsets[n + 1], in stream
+    order.
+    """
 
     seq_len: int
     max_segments: int
@@ -78,8 +92,11 @@ class PackingPlan:
     """sha256 of the three tensors, of a plan that `load_or_build_plan` gave."""
 
     def broken_rule(self, stream_tokens: int) -> str:
-        """The rule that a stored plan for a stream of `stream_tokens` breaks; empty if it keeps all."""
-        segments_per_sequence, num_segments = self.sequence_offsets.diff(), self.starts.numel()
+        """The rule that a stored plan for a stream of `stream_tokens` breaks; empty if it keeps
+        all.
+        """
+        segments_per_sequence = self.sequence_offsets.diff()
+        num_segments = self.starts.numel()
         ends = int(self.sequence_offsets[0]), int(self.sequence_offsets[-1])
         if ends != (0, num_segments) or bool((segments_per_sequence < 1).any()):
             return f"its offsets do not ascend from 0 to its {num_segments} segments"
@@ -88,7 +105,9 @@ class PackingPlan:
         is_lawful = (self.starts >= 0) & (self.lengths >= 1) & (self.lengths <= self.seq_len)
         if not bool((is_lawful & (self.starts <= stream_tokens - self.lengths)).all()):
             return f"a segment is not within the {stream_tokens} tokens of the corpus, or longer than a sequence"
-        filled = torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])[self.sequence_offsets].diff()
+        filled = torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])[
+            self.sequence_offsets
+        ].diff()
         if (longest := int(filled.max())) > self.seq_len:
             return f"a sequence has {longest} tokens, its header says {self.seq_len}"
         return ""
@@ -120,24 +139,35 @@ def pack_documents(
     `seed` is that of best_fit's shuffle. Raises DataError if the filter leaves no document.
     """
     starts = lengths.cumsum(0) - lengths
-    selected = (lengths >= (document_filter.min_length or 0)) & (lengths < (document_filter.max_length or torch.inf))
+    selected = (lengths >= (document_filter.min_length or 0)) & (
+        lengths < (document_filter.max_length or torch.inf)
+    )
     if holdout := document_filter.exclude_holdout or document_filter.only_holdout:
         is_held_out = holdout_mask(lengths.numel(), holdout)
         selected &= is_held_out if document_filter.only_holdout else ~is_held_out
     if not bool(selected.any()):
-        conditions = ", ".join(f"{key} = {value}" for key, value in vars(document_filter).items() if value is not None)
+        conditions = ", ".join(
+            f"{key} = {value}" for key, value in vars(document_filter).items() if value is not None
+        )
         raise DataError(
             f"no document with {conditions}: the longest of {lengths.numel()} has {int(lengths.max())} tokens"
         )
-    starts, lengths = starts[selected], lengths[selected]
+    starts = starts[selected]
+    lengths = lengths[selected]
     if packing != "concat" or document_filter.max_len is not None:
-        starts, lengths = chunk_documents(starts, lengths, min(document_filter.max_len or seq_len, seq_len))
+        starts, lengths = chunk_documents(
+            starts, lengths, min(document_filter.max_len or seq_len, seq_len)
+        )
     if packing == "concat":
         ends = lengths.cumsum(0)  # in the stream of selected documents
-        cut_points = torch.unique(torch.cat([ends - lengths, torch.arange(0, int(ends[-1]), seq_len)]))
+        cut_points = torch.unique(
+            torch.cat([ends - lengths, torch.arange(0, int(ends[-1]), seq_len)])
+        )
         document = torch.searchsorted(ends, cut_points, right=True)
         starts = starts[document] + cut_points - (ends - lengths)[document]
-        return group_by_sequence(cut_points // seq_len, starts, torch.diff(cut_points, append=ends[-1:]), seq_len)
+        return group_by_sequence(
+            cut_points // seq_len, starts, torch.diff(cut_points, append=ends[-1:]), seq_len
+        )
     sequence_of = torch.arange(lengths.numel())
     if packing == "best_fit":
         full = lengths == seq_len
@@ -152,32 +182,47 @@ def pack_documents(
 
 
 def holdout_mask(num_documents: int, fraction: float) -> Tensor:
-    """[documents] bool. A hash of the document's number decides, so packing and seq_len do not matter.
+    """[documents] bool. A hash of the document's number decides, so packing and seq_len do not
+    matter.
 
     Raises DataError if it holds out no document or every document.
     """
     lowest = -(1 << 63)
-    is_held_out = (splitmix64s(torch.arange(num_documents)) ^ lowest) < ceil(fraction * 2.0**64) + lowest
+    is_held_out = (splitmix64s(torch.arange(num_documents)) ^ lowest) < ceil(
+        fraction * 2.0**64
+    ) + lowest
     if bool(is_held_out.any()) and not bool(is_held_out.all()):
         return is_held_out
     which = "all" if bool(is_held_out.any()) else "none"
-    raise DataError(f"data.holdout = {fraction} holds out {which} of the {num_documents} documents; change it")
+    raise DataError(
+        f"data.holdout = {fraction} holds out {which} of the {num_documents} documents; change it"
+    )
 
 
-def chunk_documents(starts: Tensor, lengths: Tensor, max_segment_length: int) -> tuple[Tensor, Tensor]:
+def chunk_documents(
+    starts: Tensor, lengths: Tensor, max_segment_length: int
+) -> tuple[Tensor, Tensor]:
     """(starts, lengths) of the segments: those of a document are full, except the last."""
     counts = (lengths + max_segment_length - 1) // max_segment_length
     document = torch.repeat_interleave(counts)
-    offset = (torch.arange(document.numel()) - (counts.cumsum(0) - counts)[document]) * max_segment_length
+    offset = (
+        torch.arange(document.numel()) - (counts.cumsum(0) - counts)[document]
+    ) * max_segment_length
     return starts[document] + offset, (lengths[document] - offset).clamp(max=max_segment_length)
 
 
-def group_by_sequence(sequence_of: Tensor, starts: Tensor, lengths: Tensor, seq_len: int) -> PackingPlan:
+def group_by_sequence(
+    sequence_of: Tensor, starts: Tensor, lengths: Tensor, seq_len: int
+) -> PackingPlan:
     """Sorts segments, given in stream order, by sequence."""
     order = sequence_of.argsort(stable=True)
     segments_per_sequence = sequence_of.bincount()
-    sequence_offsets = torch.cat([torch.zeros(1, dtype=torch.int64), segments_per_sequence.cumsum(0)])
-    return PackingPlan(seq_len, int(segments_per_sequence.max()), sequence_offsets, starts[order], lengths[order])
+    sequence_offsets = torch.cat(
+        [torch.zeros(1, dtype=torch.int64), segments_per_sequence.cumsum(0)]
+    )
+    return PackingPlan(
+        seq_len, int(segments_per_sequence.max()), sequence_offsets, starts[order], lengths[order]
+    )
 
 
 def load_or_build_plan(
@@ -189,24 +234,36 @@ def load_or_build_plan(
     seed: int = 0,
     document_filter: DocumentFilter = NO_FILTER,
 ) -> PackingPlan:
-    """The plan stored with the shards, mapped into memory. Builds it if absent, and stores it if possible."""
+    """The plan stored with the shards, mapped into memory.
+
+    Builds it if absent, and stores it if possible.
+    """
     is_shuffled = packing == "best_fit" and version > 1
     shuffled = f"-version-{version}-seed-{seed}" if is_shuffled else ""
-    path, max_document = (
-        dataset.folder / f"{packing}-{seq_len}{document_filter}{shuffled}.plan",
-        dataset.meta.max_document,
-    )
-    if max_document is not None and (document_filter.exclude_holdout or document_filter.only_holdout):
+    path = dataset.folder / f"{packing}-{seq_len}{document_filter}{shuffled}.plan"
+    max_document = dataset.meta.max_document
+    if max_document is not None and (
+        document_filter.exclude_holdout or document_filter.only_holdout
+    ):
         raise DataError(
             f"{dataset.folder} was prepared with data.max_document = {max_document}: data.holdout could hold out one part "
             "of a document and train on another; set max_len in data.mix instead"
         )
     try:
         if path.exists() and not _is_older(path):
-            return load_plan(path, seq_len=seq_len, made_from=dataset.fingerprint, stream_tokens=dataset.num_tokens)
+            return load_plan(
+                path,
+                seq_len=seq_len,
+                made_from=dataset.fingerprint,
+                stream_tokens=dataset.num_tokens,
+            )
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
-    options: dict[str, Any] = {"version": version, "seed": seed, "document_filter": document_filter}
+    options: dict[str, Any] = {
+        "version": version,
+        "seed": seed,
+        "document_filter": document_filter,
+    }
     plan = pack_documents(dataset.document_lengths, seq_len=seq_len, packing=packing, **options)
     return store_plan(plan, path, made_from=dataset.fingerprint)
 
@@ -225,7 +282,10 @@ class PlanHeader(Artifact):
 
 
 def store_plan(plan: PackingPlan, path: Path, *, made_from: str) -> PackingPlan:
-    """Stores a plan of the corpus with this fingerprint, if possible; returns it with its own. Ranks may store it at once."""
+    """Stores a plan of the corpus with this fingerprint, if possible; returns it with its own.
+
+    Ranks may store it at once.
+    """
     content = bytearray((plan.sequence_offsets.numel() + 2 * plan.starts.numel()) * 8)
     numbers = torch.cat([plan.sequence_offsets, plan.starts, plan.lengths])
     torch.frombuffer(content, dtype=torch.int64).copy_(numbers)
@@ -246,7 +306,10 @@ def store_plan(plan: PackingPlan, path: Path, *, made_from: str) -> PackingPlan:
 
 
 def _is_older(path: Path) -> bool:
-    """Whether a stored plan is of before files were sealed. It may be damaged, and packing gives it again."""
+    """Whether a stored plan is of before files were sealed.
+
+    It may be damaged, and packing gives it again.
+    """
     try:
         with open_regular(path) as file:
             return file.read(8) == OLDER_MAGIC
@@ -255,7 +318,8 @@ def _is_older(path: Path) -> bool:
 
 
 def load_plan(path: Path, *, seq_len: int, made_from: str, stream_tokens: int) -> PackingPlan:
-    """Raises DataError if the file is damaged, breaks a rule of plans, or belongs to another corpus or sequence length.
+    """Raises DataError if the file is damaged, breaks a rule of plans, or belongs to another
+    corpus or sequence length.
 
     The corpus has the fingerprint `made_from` and `stream_tokens` tokens.
     """
@@ -270,8 +334,12 @@ def load_plan(path: Path, *, seq_len: int, made_from: str, stream_tokens: int) -
     except (DamageError, ResumeError) as error:
         raise DataError(f"{path} is damaged: {error}; {remedy(path)}") from None
     if (sealed.made_from, header.name, header.seq_len) != (made_from, path.name, seq_len):
-        raise DataError(f"{path} is the plan of another corpus or packing ({header.name}); {remedy(path)}")
-    numbers = torch.from_file(str(path), shared=False, size=HEADER_BYTES // 8 + num_numbers, dtype=torch.int64)
+        raise DataError(
+            f"{path} is the plan of another corpus or packing ({header.name}); {remedy(path)}"
+        )
+    numbers = torch.from_file(
+        str(path), shared=False, size=HEADER_BYTES // 8 + num_numbers, dtype=torch.int64
+    )
     parts = [header.num_offsets, header.num_segments, header.num_segments]
     offsets, starts, lengths = torch.split(numbers[HEADER_BYTES // 8 :], parts)
     plan = PackingPlan(seq_len, header.max_segments, offsets, starts, lengths, header.sha256)
@@ -288,21 +356,30 @@ class PackedDataset:
     """The sequences of a plan, reshuffled every epoch; a `SequenceSource`."""
 
     def __init__(self, token_dataset: TokenDataset, plan: PackingPlan, *, seed: int) -> None:
-        self.token_dataset, self.plan = token_dataset, plan
+        self.token_dataset = token_dataset
+        self.plan = plan
         self.num_sequences = plan.num_sequences
         self.max_segments = plan.max_segments
         self.num_padding_tokens = plan.num_padding_tokens
-        self.fill_ratio = Fraction(max(1, round(100 * plan.num_tokens / (plan.num_sequences * plan.seq_len))), 100)
-        """Fraction of tokens that are not padding, rounded to 0.01. Scales the weight of a source from tokens to sequences."""
+        self.fill_ratio = Fraction(
+            max(1, round(100 * plan.num_tokens / (plan.num_sequences * plan.seq_len))), 100
+        )
+        """Fraction of tokens that are not padding, rounded to 0.01.
+
+        Scales the weight of a source from tokens to sequences.
+        """
         self.pad_token_id = token_dataset.eos
-        self.fingerprint, self.plan_fingerprint = token_dataset.fingerprint, plan.fingerprint
+        self.fingerprint = token_dataset.fingerprint
+        self.plan_fingerprint = plan.fingerprint
         self._seed = seed
         self._segments = lru_cache(maxsize=16)(self._load_segments)
 
     def locate(self, index: int) -> tuple[int, int]:
         """(epoch, sequence of the plan) of a sequence."""
         epoch, index_in_epoch = divmod(index, self.num_sequences)
-        return epoch, shuffled_index(index_in_epoch, size=self.num_sequences, seed=self._seed, epoch=epoch)
+        return epoch, shuffled_index(
+            index_in_epoch, size=self.num_sequences, seed=self._seed, epoch=epoch
+        )
 
     def segment_lengths(self, index: int) -> Tensor:
         return self._segments(index)[1]
@@ -322,10 +399,14 @@ class PackedDataset:
         return stream[token_index], labels
 
     def _load_segments(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each segment: start in the token stream, length, whether its document continues after it."""
+        """Of each segment: start in the token stream, length, whether its document continues after
+        it.
+        """
         _, sequence = self.locate(index)
         first, last = self.plan.sequence_offsets[sequence : sequence + 2].tolist()
-        starts, lengths = self.plan.starts[first:last], self.plan.lengths[first:last]
-        document_starts, ends = self.token_dataset.document_starts, starts + lengths
+        starts = self.plan.starts[first:last]
+        lengths = self.plan.lengths[first:last]
+        document_starts = self.token_dataset.document_starts
+        ends = starts + lengths
         continued = document_starts[torch.searchsorted(document_starts, ends)] != ends
         return starts, lengths, continued

@@ -20,16 +20,27 @@ def progress(title: str, *, total_bytes: int) -> Iterator[Callable[[int, int], N
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-    columns = ("{task.description}", BarColumn(), DownloadColumn(), "{task.fields[rate]}", TimeRemainingColumn())
+    columns = (
+        "{task.description}",
+        BarColumn(),
+        DownloadColumn(),
+        "{task.fields[rate]}",
+        TimeRemainingColumn(),
+    )
     is_terminal = sys.stderr.isatty()
-    num_bytes, num_tokens = 0, 0
+    num_bytes = 0
+    num_tokens = 0
     started_at = last_logged = time.monotonic()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_terminal) as bar:
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=not is_terminal
+    ) as bar:
         task = bar.add_task(title, total=total_bytes or None, rate="")
 
         def advance(more_bytes: int, more_tokens: int) -> None:
             nonlocal num_bytes, num_tokens, last_logged
-            num_bytes, num_tokens, now = num_bytes + more_bytes, num_tokens + more_tokens, time.monotonic()
+            num_bytes = num_bytes + more_bytes
+            num_tokens = num_tokens + more_tokens
+            now = time.monotonic()
             seconds = max(now - started_at, 1e-3)
             rate = f"{num_tokens / seconds:,.0f} tokens/s"
             bar.update(task, completed=num_bytes, rate=rate)
@@ -38,7 +49,9 @@ def progress(title: str, *, total_bytes: int) -> Iterator[Callable[[int, int], N
             last_logged = now
             if total_bytes:
                 eta = seconds * max(total_bytes - num_bytes, 0) / max(num_bytes, 1)
-                log.info("%s: %.0f %%, %s, eta %.0f s", title, 100 * num_bytes / total_bytes, rate, eta)
+                log.info(
+                    "%s: %.0f %%, %s, eta %.0f s", title, 100 * num_bytes / total_bytes, rate, eta
+                )
             else:
                 log.info("%s: %s tokens, %s", title, f"{num_tokens:,}", rate)
 

@@ -1,13 +1,16 @@
-"""A sentencepiece model. A document's ids are those of one call of the library, in parts only where that is proved.
+"""A sentencepiece model. A document's ids are those of one call of the library, in parts only
+where that is proved.
 
-A BPE model joins neighbours only into a piece. Where no piece holds the characters on both sides of a place side by side,
-no piece spans it, and each side is joined as if it stood alone. That needs a text that is normalized character by
-character: no rules, no removal of spaces, and no space after the text. A space before the text does not matter: a later
-part is encoded behind the character before it, whose ids are left out, and with them the space. That character must be
-known by itself, because a run of unknown characters becomes one id.
+A BPE model joins neighbours only into a piece. Where no piece holds the characters on both sides
+of a place side by side, no piece spans it, and each side is joined as if it stood alone. That
+needs a text that is normalized character by character: no rules, no removal of spaces, and no
+space after the text. A space before the text does not matter: a later part is encoded behind the
+character before it, whose ids are left out, and with them the space. That character must be known
+by itself, because a run of unknown characters becomes one id.
 
-A unigram model has such places too, but adds up scores from the beginning of the text, in 32 bits: its choice between
-nearly equal scores depends on the length of what stands before. It gets the whole text, as do all other models.
+A unigram model has such places too, but adds up scores from the beginning of the text, in 32 bits:
+its choice between nearly equal scores depends on the length of what stands before. It gets the
+whole text, as do all other models.
 """
 
 from __future__ import annotations
@@ -21,7 +24,14 @@ from typing import Any
 from torch import Tensor
 
 from trainer.data.file_types import sha256_of
-from trainer.data.text_chunks import MayCut, cut_nowhere, encode_parts, joined, neighbours, split_text
+from trainer.data.text_chunks import (
+    MayCut,
+    cut_nowhere,
+    encode_parts,
+    joined,
+    neighbours,
+    split_text,
+)
 from trainer.errors import DataError
 
 PART_CHARS = 1000
@@ -45,18 +55,32 @@ class SentencePieceTokenizer:
         self.bos: int | None = model.bos_id() if model.bos_id() >= 0 else None
         self.eos: int = model.eos_id()
         self.stop_tokens = frozenset({self.eos})
-        specials = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
+        specials = {
+            "bos_token": model.bos_id(),
+            "eos_token": model.eos_id(),
+            "unk_token": model.unk_id(),
+        }
         self.special_token_names: dict[str, str] = {
             role: model.id_to_piece(token) for role, token in specials.items() if token >= 0
         }
         self.special_tokens: dict[str, int] = {
-            model.id_to_piece(token): token for token in range(self.vocab_size) if model.is_control(token)
+            model.id_to_piece(token): token
+            for token in range(self.vocab_size)
+            if model.is_control(token)
         }
         self.add_dummy_prefix: bool = model.encode("a", out_type=str)[0] != "a"
         """Whether the model prepends a space to every text."""
-        # The pieces and a probe of the normalization. The file also holds paths of the machine it was trained on.
-        pieces = [(model.id_to_piece(n), model.get_score(n), model.is_control(n)) for n in range(self.vocab_size)]
-        identity = (pieces, model.encode(" a  b\tC\n\n \uff21\u00e9e\u0301 "), *unusual_parts(self._definition))
+        # The pieces and a probe of the normalization. The file also holds paths of the machine it
+        # was trained on.
+        pieces = [
+            (model.id_to_piece(n), model.get_score(n), model.is_control(n))
+            for n in range(self.vocab_size)
+        ]
+        identity = (
+            pieces,
+            model.encode(" a  b\tC\n\n \uff21\u00e9e\u0301 "),
+            *unusual_parts(self._definition),
+        )
         self.fingerprint = "sentencepiece-" + sha256_of(identity)
 
     def encode(self, text: str) -> Tensor:
@@ -83,7 +107,9 @@ class SentencePieceTokenizer:
 
 @dataclass(frozen=True)
 class PieceCuts:
-    """A text may be cut between characters that stand together in no piece, behind one that is never unknown."""
+    """A text may be cut between characters that stand together in no piece, behind one that is
+    never unknown.
+    """
 
     together: frozenset[str]
     known: frozenset[str] | None
@@ -95,16 +121,26 @@ class PieceCuts:
 
 def proved_cuts(proto: Any) -> MayCut:
     """Where a text may be cut, by the model's definition."""
-    normalizer, trainer, types = proto.normalizer_spec, proto.trainer_spec, proto.SentencePiece
+    normalizer = proto.normalizer_spec
+    trainer = proto.trainer_spec
+    types = proto.SentencePiece
     is_by_character = not normalizer.precompiled_charsmap and normalizer.escape_whitespaces
-    has_free_ends = not normalizer.remove_extra_whitespaces and not trainer.treat_whitespace_as_suffix
+    has_free_ends = (
+        not normalizer.remove_extra_whitespaces and not trainer.treat_whitespace_as_suffix
+    )
     if trainer.model_type != trainer.BPE or not is_by_character or not has_free_ends:
         return cut_nowhere
-    pieces = {each.piece for each in proto.pieces if each.type in (types.NORMAL, types.USER_DEFINED, types.UNUSED)}
+    pieces = {
+        each.piece
+        for each in proto.pieces
+        if each.type in (types.NORMAL, types.USER_DEFINED, types.UNUSED)
+    }
     together = neighbours(pieces, space=SPACE)
     if trainer.byte_fallback:  # The library requires all 256 bytes.
         return PieceCuts(together, known=None)
-    known = {each.piece for each in proto.pieces if each.type in (types.NORMAL, types.USER_DEFINED)}
+    known = {
+        each.piece for each in proto.pieces if each.type in (types.NORMAL, types.USER_DEFINED)
+    }
     characters = {piece for piece in known if len(piece) == 1}
     return PieceCuts(together, frozenset(characters | ({" "} if SPACE in characters else set())))
 
@@ -113,10 +149,17 @@ def proved_cuts(proto: Any) -> MayCut:
 
 
 def unusual_parts(proto: Any) -> tuple[object, ...]:
-    """What ids depend on beside pieces and scores; nothing for a model of the kind of Llama 2's and of docs/data.md."""
-    normalizer, trainer = proto.normalizer_spec, proto.trainer_spec
+    """What ids depend on beside pieces and scores; nothing for a model of the kind of Llama 2's
+    and of docs/data.md.
+    """
+    normalizer = proto.normalizer_spec
+    trainer = proto.trainer_spec
     parts = {
-        "types": [(number, piece.type) for number, piece in enumerate(proto.pieces) if piece.type != usual_type(piece)],
+        "types": [
+            (number, piece.type)
+            for number, piece in enumerate(proto.pieces)
+            if piece.type != usual_type(piece)
+        ],
         "model_type": trainer.model_type,
         "byte_fallback": trainer.byte_fallback,
         "treat_whitespace_as_suffix": trainer.treat_whitespace_as_suffix,
@@ -139,7 +182,10 @@ def unusual_parts(proto: Any) -> tuple[object, ...]:
 
 
 def usual_type(piece: Any) -> int:
-    """The type that the text of a piece suggests. Whether it is a control piece is known otherwise."""
+    """The type that the text of a piece suggests.
+
+    Whether it is a control piece is known otherwise.
+    """
     if piece.type == piece.CONTROL:
         return int(piece.CONTROL)
     if re.fullmatch("<0x[0-9A-F]{2}>", piece.piece):

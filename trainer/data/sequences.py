@@ -6,7 +6,8 @@ A rank reads only the spans of a sequence that it holds, which may start and end
     spans of a rank           ------          ------
     slices that it reads      aaaaaa          cc____
 
-Shape suffixes: B sequences, S tokens of a sequence on this rank, D document starts and the sequence's end.
+Shape suffixes: B sequences, S tokens of a sequence on this rank, D document starts and the
+sequence's end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from models.batch import IGNORE_INDEX, Batch
 from models.ranges import concatenated_ranges, cut_ranges
 from models.score_pairs import FULL_ATTENTION, Windows, causal_pairs, mean_pairs
 
-MAX_PERIOD = 100_000  # sequences after which the order of sources repeats
+# sequences after which the order of sources repeats
+MAX_PERIOD = 100_000
 
 
 class SequenceSource(Protocol):
@@ -48,7 +50,9 @@ class SequenceSource(Protocol):
         """int64: lengths of the segments of a sequence; together at most seq_len."""
 
     def read(self, index: int, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and labels of parts of a sequence, each inside a segment; IGNORE_INDEX where a token has no target."""
+        """Tokens and labels of parts of a sequence, each inside a segment; IGNORE_INDEX where a
+        token has no target.
+        """
 
 
 class SequenceShard(Protocol):
@@ -65,7 +69,9 @@ class SequenceShard(Protocol):
         """
 
     def attention_pairs(self, boundaries_BD: Tensor, window: int | None) -> int:
-        """(query, key) pairs that the rank computes in a layer for sequences with these boundaries."""
+        """(query, key) pairs that the rank computes in a layer for sequences with these
+        boundaries.
+        """
 
 
 @dataclass(frozen=True)
@@ -87,8 +93,9 @@ FULL_SEQUENCE = FullSequence()
 class BlendedDataset:
     """An unlimited series of sequences, drawn from sources in proportion to `weights`.
 
-    Each source yields each of its sequences once per epoch. `mask` = "document" confines attention to a segment.
-    `windows`: those of the model's layers, over which (query, key) pairs are averaged.
+    Each source yields each of its sequences once per epoch. `mask` = "document" confines attention
+    to a segment. `windows`: those of the model's layers, over which (query, key) pairs are
+    averaged.
     """
 
     def __init__(
@@ -101,8 +108,10 @@ class BlendedDataset:
         names: Sequence[str] = ("corpus",),
         windows: Windows = FULL_ATTENTION,
     ) -> None:
-        self.sources, self.names = [*sources], [*names]
-        self.seq_len, self._windows = seq_len, windows
+        self.sources = [*sources]
+        self.names = [*names]
+        self.seq_len = seq_len
+        self._windows = windows
         self.round_robin = WeightedRoundRobin(weights)
         self._document_mask = mask == "document"
         self._single_document = not self._document_mask or all(
@@ -113,7 +122,9 @@ class BlendedDataset:
     @property
     def fingerprints(self) -> dict[str, str]:
         """Token fingerprint of each source, by name."""
-        return {name: source.fingerprint for name, source in zip(self.names, self.sources, strict=True)}
+        return {
+            name: source.fingerprint for name, source in zip(self.names, self.sources, strict=True)
+        }
 
     @property
     def plan_fingerprints(self) -> dict[str, str]:
@@ -140,7 +151,10 @@ class BlendedDataset:
         return [count / source.num_sequences for count, source in counts]
 
     def read(self, indices: Sequence[int | None], shard: SequenceShard = FULL_SEQUENCE) -> Batch:
-        """The rank's part of the sequences with these global indices, on the host. None: a sequence of padding."""
+        """The rank's part of the sequences with these global indices, on the host.
+
+        None: a sequence of padding.
+        """
         padded_len = self.seq_len + -self.seq_len % shard.seq_len_divisor
         sequences = [self._read_sequence(index, shard, padded_len) for index in indices]
         tokens_BS, labels_BS, positions_BS, documents_BS, boundaries_BD = (
@@ -154,18 +168,25 @@ class BlendedDataset:
             boundaries=boundaries_BD,
             num_tokens=sum(each.num_tokens for each in sequences),
             num_pairs=sum(each.num_pairs for each in sequences),
-            num_computed_pairs=mean_pairs(self._windows, partial(shard.attention_pairs, boundaries_BD)),
+            num_computed_pairs=mean_pairs(
+                self._windows, partial(shard.attention_pairs, boundaries_BD)
+            ),
             sequence_sources=tuple((each.source_index, each.num_tokens) for each in sequences),
         )
 
     def computed_pairs(self, index: int | None) -> float:
-        """(query, key) pairs of a whole sequence, padding included: the mean over layers. Reads no tokens."""
+        """(query, key) pairs of a whole sequence, padding included: the mean over layers.
+
+        Reads no tokens.
+        """
         boundaries_D = self._boundaries(self._segment_ends(index, self.seq_len))
-        return mean_pairs(self._windows, partial(FULL_SEQUENCE.attention_pairs, boundaries_D[None]))
+        return mean_pairs(
+            self._windows, partial(FULL_SEQUENCE.attention_pairs, boundaries_D[None])
+        )
 
     def _segment_ends(self, index: int | None, padded_len: int) -> Tensor:
-        """0, the ends of a sequence's segments, and those of two more, which may be empty: padding up to seq_len, and up
-        to `padded_len`.
+        """0, the ends of a sequence's segments, and those of two more, which may be empty: padding
+        up to seq_len, and up to `padded_len`.
         """
         if index is None:
             lengths = self._padding
@@ -173,17 +194,25 @@ class BlendedDataset:
             source_index, index_in_source = self.round_robin.locate(index)
             lengths = self.sources[source_index].segment_lengths(index_in_source)
         return torch.cat(
-            (torch.zeros(1, dtype=torch.int64), lengths.cumsum(0), torch.tensor([self.seq_len, padded_len]))
+            (
+                torch.zeros(1, dtype=torch.int64),
+                lengths.cumsum(0),
+                torch.tensor([self.seq_len, padded_len]),
+            )
         )
 
     @property
     def _padding(self) -> Tensor:
-        """The segments of a sequence of padding: as many as a sequence may have, because that is the least work."""
+        """The segments of a sequence of padding: as many as a sequence may have, because that is
+        the least work.
+        """
         num_segments = min(self._max_segments, self.seq_len) if self._document_mask else 1
         length, longer = divmod(self.seq_len, num_segments)
         return length + (torch.arange(num_segments) < longer)
 
-    def _read_sequence(self, index: int | None, shard: SequenceShard, padded_len: int) -> LocalSequence:
+    def _read_sequence(
+        self, index: int | None, shard: SequenceShard, padded_len: int
+    ) -> LocalSequence:
         source_index, index_in_source = (0, 0) if index is None else self.round_robin.locate(index)
         source = self.sources[source_index]
         ends = self._segment_ends(index, padded_len)
@@ -195,8 +224,11 @@ class BlendedDataset:
         is_content = segment < num_content_segments
         if bool(is_content.any()):  # Padding comes last.
             content = slice(int(length[is_content].sum()))
-            tokens_S[content], labels_S[content] = source.read(index_in_source, start[is_content], length[is_content])
-        # Without a document mask positions count over the sequence; the padding up to padded_len restarts.
+            tokens_S[content], labels_S[content] = source.read(
+                index_in_source, start[is_content], length[is_content]
+            )
+        # Without a document mask positions count over the sequence; the padding up to padded_len
+        # restarts.
         restarts = self._document_mask | (segment == len(ends) - 2)
         positions_S = concatenated_ranges(start - ends[segment] * restarts, length)
         documents = ends[: num_content_segments + 1]
@@ -206,11 +238,15 @@ class BlendedDataset:
             (tokens_S, labels_S, positions_S, segment.repeat_interleave(length), boundaries_D),
             source_index,
             int(documents[-1]),
-            mean_pairs(self._windows, lambda window: int(causal_pairs(documents.diff(), window).sum())),
+            mean_pairs(
+                self._windows, lambda window: int(causal_pairs(documents.diff(), window).sum())
+            ),
         )
 
     def _boundaries(self, ends: Tensor) -> Tensor:
-        """int32: as many for every sequence, because kernels and compiled graphs need a fixed shape."""
+        """int32: as many for every sequence, because kernels and compiled graphs need a fixed
+        shape.
+        """
         starts = ends[:-2] if self._document_mask and not self._single_document else ends[:1]
         num_filled = 1 if self._single_document else self._max_segments + 2 - len(starts)
         tail = ends[-1:] if ends[-1] > self.seq_len else ends[:0]
@@ -229,8 +265,9 @@ class LocalSequence(NamedTuple):
 class WeightedRoundRobin:
     """Smooth weighted round-robin: which source a sequence comes from, as a function of its index.
 
-    Each source gains its weight in credit per sequence; the richest is drawn and pays the sum. With two sources, counts
-    stay within one of the exact share. The order repeats after `period`, the sum of the smallest integer weights:
+    Each source gains its weight in credit per sequence; the richest is drawn and pays the sum.
+    With two sources, counts stay within one of the exact share. The order repeats after `period`,
+    the sum of the smallest integer weights:
 
         weights 3, 1    index     0 1 2 3   4 5 6 7
                         source    a a b a   a a b a
@@ -240,8 +277,10 @@ class WeightedRoundRobin:
         """Raises ValueError for a weight that is not positive or rounds to 0 of MAX_PERIOD."""
         self.weights = integer_weights(weights)
         self.period = sum(self.weights)
-        self._source_at, self._count_before = array("H"), array("l")
-        credit, counts = [0] * len(self.weights), [0] * len(self.weights)
+        self._source_at = array("H")
+        self._count_before = array("l")
+        credit = [0] * len(self.weights)
+        counts = [0] * len(self.weights)
         for _ in repeat(None, self.period):
             for source, weight in enumerate(self.weights):
                 credit[source] += weight
@@ -267,7 +306,9 @@ class WeightedRoundRobin:
 
 
 def integer_weights(weights: Sequence[float | Fraction]) -> list[int]:
-    """The smallest integers in proportion to the weights, rounded if they would sum to more than MAX_PERIOD."""
+    """The smallest integers in proportion to the weights, rounded if they would sum to more than
+    MAX_PERIOD.
+    """
     if not weights or min(weights) <= 0:
         raise ValueError(f"weights {list(weights)} must be positive")
     fractions = [Fraction(str(weight)) for weight in weights]

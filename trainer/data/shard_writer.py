@@ -30,7 +30,9 @@ def document_separators(tokenizer: Tokenizer, separators: str) -> tuple[Tensor, 
     if separators not in ("bos_eos", "eos", "none"):
         if separators not in tokenizer.special_tokens:
             known = ", ".join([*tokenizer.special_tokens][:8]) or "none"
-            raise DataError(f'data.separators = "{separators}" is not a special token of the tokenizer; it has {known}')
+            raise DataError(
+                f'data.separators = "{separators}" is not a special token of the tokenizer; it has {known}'
+            )
         suffix = [tokenizer.special_tokens[separators]]
     return torch.tensor(prefix, dtype=torch.int32), torch.tensor(suffix, dtype=torch.int32)
 
@@ -42,15 +44,23 @@ class Savepoint(NamedTuple):
 
 
 class ShardWriter:
-    """Appends documents with their separators to shards `name`, `name-1`, ... A document never spans two shards."""
+    """Appends documents with their separators to shards `name`, `name-1`, ...
 
-    def __init__(self, folder: Path, name: str, tokenizer: Tokenizer, spec: CorpusSpec, *, shard_tokens: int) -> None:
+    A document never spans two shards.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, tokenizer: Tokenizer, spec: CorpusSpec, *, shard_tokens: int
+    ) -> None:
         self.shards: list[TokenShard] = []
         self.longest = 0
         """Tokens of the longest document in `shards`."""
-        self._folder, self._name = folder, name
+        self._folder = folder
+        self._name = name
         self._dtype = DTYPES[token_dtype(tokenizer.vocab_size)]
-        self._prefix, self._suffix = (ids.tolist() for ids in document_separators(tokenizer, spec.separators))
+        self._prefix, self._suffix = (
+            ids.tolist() for ids in document_separators(tokenizer, spec.separators)
+        )
         self._max_body = (spec.max_document or sys.maxsize) - len(self._prefix) - len(self._suffix)
         self._max_shard_tokens = shard_tokens
         self._begin_shard()
@@ -58,15 +68,20 @@ class ShardWriter:
     def _begin_shard(self) -> None:
         self._shard_name = f"{self._name}-{len(self.shards)}" if self.shards else self._name
         self._file = BufferedRandom(
-            (self._folder / f"{self._shard_name}.bin").open("w+b", buffering=0), buffer_size=BUFFER_BYTES
+            (self._folder / f"{self._shard_name}.bin").open("w+b", buffering=0),
+            buffer_size=BUFFER_BYTES,
         )
         self._starts = array("q", [0])
         self._num_tokens = 0  # of this shard
         self._clear()
-        self._document_tokens = 0  # of the open document, without separators
+        # of the open document, without separators
+        self._document_tokens = 0
 
     def add(self, ids: Tensor) -> None:
-        """Appends tokens to the open document. Starts another one when it reaches `max_document`."""
+        """Appends tokens to the open document.
+
+        Starts another one when it reaches `max_document`.
+        """
         size = ids.numel()
         while size:
             if not self._document_tokens:
@@ -74,7 +89,8 @@ class ShardWriter:
             taken = min(size, self._max_body - self._document_tokens)
             self._write_body(ids[:taken] if taken < size else ids, taken)
             self._document_tokens += taken
-            ids, size = ids[taken:] if taken < size else ids, size - taken
+            ids = ids[taken:] if taken < size else ids
+            size = size - taken
             if self._document_tokens == self._max_body:
                 self._close_document()
 
@@ -138,13 +154,15 @@ class ShardWriter:
 
     def _flush(self) -> None:
         """Writes documents together, because they may be short."""
-        if self._num_unwritten:  # torch.frombuffer refuses an empty buffer.
-            stream, is_body = (
-                torch.empty(self._num_unwritten, dtype=torch.int32),
-                torch.ones(self._num_unwritten, dtype=torch.bool),
+        # torch.frombuffer refuses an empty buffer.
+        if self._num_unwritten:
+            stream = torch.empty(self._num_unwritten, dtype=torch.int32)
+            is_body = torch.ones(self._num_unwritten, dtype=torch.bool)
+            places, separators = (
+                torch.tensor(self._separators, dtype=torch.int64).view(-1, 2).unbind(1)
             )
-            places, separators = torch.tensor(self._separators, dtype=torch.int64).view(-1, 2).unbind(1)
-            is_body[places], stream[places] = False, separators.int()
+            is_body[places] = False
+            stream[places] = separators.int()
             if self._bodies:
                 stream[is_body] = torch.cat(self._bodies).int()
             self._file.write(self._to_bytes(stream))
@@ -161,7 +179,8 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.seek(0)
-        whole, blocks = hashlib.sha256(), bytearray()
+        whole = hashlib.sha256()
+        blocks = bytearray()
         while block := self._file.read(BLOCK_BYTES):
             whole.update(block)
             blocks += hashlib.sha256(block).digest()
@@ -169,7 +188,9 @@ class ShardWriter:
         starts = bytearray(self._starts.tobytes())
         write_and_fsync(self._folder / f"{self._shard_name}.blocks", blocks)
         write_and_fsync(self._folder / f"{self._shard_name}.idx", starts)
-        self.longest = max(self.longest, int(torch.frombuffer(starts, dtype=torch.int64).diff().max()))
+        self.longest = max(
+            self.longest, int(torch.frombuffer(starts, dtype=torch.int64).diff().max())
+        )
         self.shards.append(
             TokenShard(
                 name=self._shard_name,

@@ -1,4 +1,6 @@
-"""Shuffles that are pure functions of a seed: the same on every machine and with every version of torch."""
+"""Shuffles that are pure functions of a seed: the same on every machine and with every version of
+torch.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,26 @@ from torch import Tensor
 
 MASK64 = (1 << 64) - 1
 ROUNDS = 4
-INCREMENT, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+INCREMENT = 0x9E3779B97F4A7C15
+FIRST = 0xBF58476D1CE4E5B9
+SECOND = 0x94D049BB133111EB
 
 
 def shuffled_index(index: int, *, size: int, seed: int, epoch: int) -> int:
     """Image of `index` under the permutation of range(size) that `seed` and `epoch` select."""
     if not 0 <= index < size:
         raise ValueError(f"index = {index} is not in range({size})")
-    bits = ((size - 1).bit_length() + 1) // 2  # of each half; the network permutes fewer than 4 * size numbers
+    # of each half; the network permutes fewer than 4 * size numbers
+    bits = ((size - 1).bit_length() + 1) // 2
     key = splitmix64(splitmix64(seed) ^ epoch)
     while True:
-        left, right = index >> bits, index & ((1 << bits) - 1)
+        left = index >> bits
+        right = index & ((1 << bits) - 1)
         for number in range(ROUNDS):
-            left, right = right, left ^ (splitmix64(key + (number << 32) ^ right) & ((1 << bits) - 1))
+            left, right = (
+                right,
+                left ^ (splitmix64(key + (number << 32) ^ right) & ((1 << bits) - 1)),
+            )
         index = left << bits | right
         if index < size:
             return index

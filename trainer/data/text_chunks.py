@@ -11,7 +11,9 @@ from torch import Tensor
 from trainer.errors import DataError
 
 MayCut = Callable[[str], bool]
-"""Whether a text may be cut between two characters, because no token spans them wherever they stand."""
+"""Whether a text may be cut between two characters, because no token spans them wherever they
+stand.
+"""
 
 MIN_YIELDED_IDS = 1 << 16
 
@@ -24,14 +26,20 @@ def cut_nowhere(_: str) -> bool:
     return False
 
 
-def split_text(blocks: Iterable[str], may_cut: MayCut, *, part_chars: int, max_chars: int) -> Iterator[str]:
-    """The text of consecutive blocks in parts of at most `part_chars`, or longer, up to the next place for a cut.
+def split_text(
+    blocks: Iterable[str], may_cut: MayCut, *, part_chars: int, max_chars: int
+) -> Iterator[str]:
+    """The text of consecutive blocks in parts of at most `part_chars`, or longer, up to the next
+    place for a cut.
 
     Raises EncodingError for a part of more than `max_chars`.
     """
-    rest, first = "", 1  # the first place of `rest` that was not looked at
+    # the first place of `rest` that was not looked at
+    rest = ""
+    first = 1
     for block in blocks:
-        text, start = rest + block, 0
+        text = rest + block
+        start = 0
         first = max(first, 1)
         while len(text) - start > part_chars:
             place = find_cut(text, may_cut, first, start + part_chars)
@@ -39,7 +47,8 @@ def split_text(blocks: Iterable[str], may_cut: MayCut, *, part_chars: int, max_c
                 break
             require_length(place - start, max_chars)
             yield text[start:place]
-            start, first = place, place + 1
+            start = place
+            first = place + 1
         is_searched = len(text) - start > part_chars
         rest = text[start:]
         first = len(rest) if is_searched else 1
@@ -49,8 +58,12 @@ def split_text(blocks: Iterable[str], may_cut: MayCut, *, part_chars: int, max_c
 
 
 def find_cut(text: str, may_cut: MayCut, first: int, preferred: int) -> int | None:
-    """The last place from `first` to `preferred` between two characters that may be cut, or else the next one."""
-    for place in chain(range(preferred, first - 1, -1), range(max(preferred + 1, first), len(text))):
+    """The last place from `first` to `preferred` between two characters that may be cut, or else
+    the next one.
+    """
+    for place in chain(
+        range(preferred, first - 1, -1), range(max(preferred + 1, first), len(text))
+    ):
         if may_cut(text[place - 1 : place + 1]):
             return place
     return None
@@ -65,13 +78,15 @@ def require_length(num_chars: int, max_chars: int) -> None:
 
 
 def encode_parts(parts: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[Tensor]:
-    """[tokens] int32 of consecutive parts of a text. Raises EncodingError where the tokenizer fails.
+    """[tokens] int32 of consecutive parts of a text. Raises EncodingError where the tokenizer
+    fails.
 
-    A later part is encoded behind the character before it, whose ids are left out: some tokenizers put a space before
-    every text.
+    A later part is encoded behind the character before it, whose ids are left out: some tokenizers
+    put a space before every text.
     """
     ids: list[int] = []
-    before, offset = "", 0
+    before = ""
+    offset = 0
     for part in parts:
         try:
             skipped = len(encode(before)) if before else 0
@@ -79,8 +94,11 @@ def encode_parts(parts: Iterable[str], encode: Callable[[str], list[int]]) -> It
         except (KeyboardInterrupt, SystemExit, DataError):
             raise
         except BaseException as error:  # a Rust panic is not an Exception
-            raise EncodingError(f"the tokenizer failed within {len(part)} characters at {offset}: {error}") from error
-        before, offset = part[-1], offset + len(part)
+            raise EncodingError(
+                f"the tokenizer failed within {len(part)} characters at {offset}: {error}"
+            ) from error
+        before = part[-1]
+        offset = offset + len(part)
         if len(ids) >= MIN_YIELDED_IDS:
             yield torch.tensor(ids, dtype=torch.int32)
             ids = []
@@ -95,7 +113,9 @@ def joined(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def neighbours(tokens: Iterable[str], *, space: str) -> frozenset[str]:
-    """Every two characters that stand side by side in a token, also with a space for the character that stands for it."""
+    """Every two characters that stand side by side in a token, also with a space for the character
+    that stands for it.
+    """
     pairs = {token[at : at + 2] for token in tokens for at in range(len(token) - 1)}
     with_space = {pair for pair in pairs if space in pair}
     left = {pair.replace(space, " ", 1) for pair in with_space}

@@ -1,7 +1,9 @@
-"""A file of ranks for tiktoken: Llama 3's own, or one whose split pattern and special tokens are stated.
+"""A file of ranks for tiktoken: Llama 3's own, or one whose split pattern and special tokens are
+stated.
 
-A document's ids are those of one call of tiktoken, in parts only where its pattern is known to end a word. The exception
-is what tiktoken cannot encode: a run of about a million whitespace characters is cut as Llama 3's own tokenizer cuts it.
+A document's ids are those of one call of tiktoken, in parts only where its pattern is known to end
+a word. The exception is what tiktoken cannot encode: a run of about a million whitespace
+characters is cut as Llama 3's own tokenizer cuts it.
 """
 
 from __future__ import annotations
@@ -53,30 +55,46 @@ LLAMA3_SPECIAL_TOKENS = (
 
 
 class TiktokenTokenizer:
-    """Ranks from lines of `base64 rank`, and the special tokens that follow them. Raises DataError."""
+    """Ranks from lines of `base64 rank`, and the special tokens that follow them.
+
+    Raises DataError.
+    """
 
     def __init__(self, content: bytes, stated: TokenizerSection) -> None:
         import tiktoken
 
         self.ranks = read_ranks(content)
-        self.pattern, self.special_token_names, self.bos_name, self.eos_name = stated_parts(content, stated)
+        self.pattern, self.special_token_names, self.bos_name, self.eos_name = stated_parts(
+            content, stated
+        )
         first = len(self.ranks)
-        self.special_tokens = {name: first + index for index, name in enumerate(self.special_token_names)}
+        self.special_tokens = {
+            name: first + index for index, name in enumerate(self.special_token_names)
+        }
         try:
             self._encoding = tiktoken.Encoding(
-                "stated", pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens=self.special_tokens
+                "stated",
+                pat_str=self.pattern,
+                mergeable_ranks=self.ranks,
+                special_tokens=self.special_tokens,
             )
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            raise DataError(f'tokenizer.pattern = "{stated.pattern}" is not a pattern for tiktoken: {error}') from error
+            raise DataError(
+                f'tokenizer.pattern = "{stated.pattern}" is not a pattern for tiktoken: {error}'
+            ) from error
         require_whole_texts(self._encoding, stated.pattern)
         self.vocab_size = first + len(self.special_tokens)
         self.bos: int | None = self.special_tokens[self.bos_name] if self.bos_name else None
         self.eos: int = self.special_tokens[self.eos_name]
         self.stop_tokens = frozenset({self.eos})
         ends = (self.bos_name, self.eos_name)
-        identity = (self.pattern, self.special_token_names, sorted(self.ranks.items(), key=lambda item: item[1]))
+        identity = (
+            self.pattern,
+            self.special_token_names,
+            sorted(self.ranks.items(), key=lambda item: item[1]),
+        )
         other_ends = () if ends == LLAMA3_SPECIAL_TOKENS[:2] else ends
         self.fingerprint = "tiktoken-" + sha256_of((*identity, *other_ends))
 
@@ -96,8 +114,13 @@ class TiktokenTokenizer:
         return [*chain.from_iterable(map(self._encoding.encode_ordinary, pieces))]
 
 
-def stated_parts(content: bytes, stated: TokenizerSection) -> tuple[str, tuple[str, ...], str | None, str]:
-    """Pattern, special tokens, and the names of the first and the last token of documents. Raises DataError."""
+def stated_parts(
+    content: bytes, stated: TokenizerSection
+) -> tuple[str, tuple[str, ...], str | None, str]:
+    """Pattern, special tokens, and the names of the first and the last token of documents.
+
+    Raises DataError.
+    """
     if stated.pattern is None and hashlib.sha256(content).hexdigest() != LLAMA3_SHA256:
         raise DataError(
             "is not Llama 3's file of ranks, and does not say how texts are split and which tokens are special: set "
@@ -105,10 +128,13 @@ def stated_parts(content: bytes, stated: TokenizerSection) -> tuple[str, tuple[s
             'tokenizer.eos and tokenizer.bos; pattern = "llama3" alone means all of Llama 3'
         )
     pattern = NAMED_PATTERNS.get(stated.pattern or "llama3", stated.pattern or "")
-    names, bos, eos = stated.special_tokens, stated.bos, stated.eos
+    names = stated.special_tokens
+    bos = stated.bos
+    eos = stated.eos
     if not names and pattern == LLAMA3_PATTERN:
         names = LLAMA3_SPECIAL_TOKENS
-        bos, eos = bos or names[0], eos or names[1]
+        bos = bos or names[0]
+        eos = eos or names[1]
     if eos is None:
         raise DataError("tokenizer.eos must name the special token that ends documents")
     if len({*names}) < len(names):
@@ -122,13 +148,18 @@ def stated_parts(content: bytes, stated: TokenizerSection) -> tuple[str, tuple[s
 
 
 def require_whole_texts(encoding: Encoding, pattern: str | None) -> None:
-    """Raises DataError for a pattern that leaves out some of a text: tiktoken drops that without a word."""
+    """Raises DataError for a pattern that leaves out some of a text: tiktoken drops that without a
+    word.
+    """
     try:
         kept = encoding.decode(encoding.encode_ordinary(PROBE))
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # tiktoken panics at matches of no character
-        raise DataError(f'tokenizer.pattern = "{pattern}" does not split texts: {error}') from error
+    except BaseException as error:
+        # tiktoken panics at matches of no character
+        raise DataError(
+            f'tokenizer.pattern = "{pattern}" does not split texts: {error}'
+        ) from error
     if kept == PROBE:
         return
     if pattern is not None and REGULAR_EXPRESSION.isdisjoint(pattern):
@@ -155,7 +186,10 @@ def split_whitespace(text: str) -> Iterator[str]:
 
 
 def read_ranks(content: bytes) -> dict[bytes, int]:
-    """Byte sequences and their ranks. Raises DataError unless ranks count from 0 and include every single byte."""
+    """Byte sequences and their ranks.
+
+    Raises DataError unless ranks count from 0 and include every single byte.
+    """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         try:
@@ -164,8 +198,12 @@ def read_ranks(content: bytes) -> dict[bytes, int]:
         except ValueError as error:
             raise DataError(f'line {number} is not "base64 rank": {line[:40]!r}') from error
         if int(rank) != number - 1 or len(ranks) != number:
-            raise DataError(f"line {number} repeats a token or breaks the order of ranks: {line[:40]!r}")
+            raise DataError(
+                f"line {number} repeats a token or breaks the order of ranks: {line[:40]!r}"
+            )
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
-        raise DataError(f"{len(missing)} of the 256 single bytes have no rank, for example byte {missing[0]}")
+        raise DataError(
+            f"{len(missing)} of the 256 single bytes have no rank, for example byte {missing[0]}"
+        )
     return ranks

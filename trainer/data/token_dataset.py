@@ -66,7 +66,9 @@ class TextCounts(BaseModel):
 
     def __add__(self, other: TextCounts) -> TextCounts:
         return TextCounts(
-            texts=self.texts + other.texts, empty=self.empty + other.empty, skipped=self.skipped + other.skipped
+            texts=self.texts + other.texts,
+            empty=self.empty + other.empty,
+            skipped=self.skipped + other.skipped,
         )
 
 
@@ -114,7 +116,10 @@ class TokenDatasetMeta(Artifact):
         for name in ("tokens", "documents"):
             if getattr(self, name) != sum(getattr(shard, name) for shard in self.shards):
                 raise ValueError(f"{name} must be the sum over shards")
-        if not all(0 <= token < self.vocab_size for token in (self.eos, 0 if self.bos is None else self.bos)):
+        if not all(
+            0 <= token < self.vocab_size
+            for token in (self.eos, 0 if self.bos is None else self.bos)
+        ):
             raise ValueError(f"bos and eos must be tokens of the {self.vocab_size}")
         return self
 
@@ -153,16 +158,25 @@ class TokenDataset:
         self.vocab_size = self.meta.vocab_size
         self.eos = self.meta.eos
         # Depends on the tokens, not on the paths or times of the text files.
-        identity = [self.meta.tokenizer, [(shard.bin_sha256, shard.idx_sha256) for shard in self.meta.shards]]
+        identity = [
+            self.meta.tokenizer,
+            [(shard.bin_sha256, shard.idx_sha256) for shard in self.meta.shards],
+        ]
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
-        self._shard_offsets = torch.tensor([*accumulate((shard.tokens for shard in self.meta.shards), initial=0)])
+        self._shard_offsets = torch.tensor(
+            [*accumulate((shard.tokens for shard in self.meta.shards), initial=0)]
+        )
         self._shards = [self._map_shard(shard) for shard in self.meta.shards]
         shard_starts = [
             self._load_document_starts(shard) + first
             for shard, first in zip(self.meta.shards, self._shard_offsets, strict=False)
         ]
-        self.document_starts = torch.cat([*(each[:-1] for each in shard_starts), torch.tensor([self.num_tokens])])
-        """[documents + 1] int64: start of each document in the stream, then the end of the stream."""
+        self.document_starts = torch.cat(
+            [*(each[:-1] for each in shard_starts), torch.tensor([self.num_tokens])]
+        )
+        """[documents + 1] int64: start of each document in the stream, then the end of the
+        stream.
+        """
 
     @property
     def document_lengths(self) -> Tensor:
@@ -170,18 +184,28 @@ class TokenDataset:
         return self.document_starts.diff()
 
     def read(self, start: int, stop: int) -> Tensor:
-        """[stop - start] int64: a slice of the stream. Raises DataError for a token outside the vocabulary."""
+        """[stop - start] int64: a slice of the stream.
+
+        Raises DataError for a token outside the vocabulary.
+        """
         if not 0 <= start <= stop <= self.num_tokens:
-            raise ValueError(f"tokens {start} to {stop} are outside the {self.num_tokens} of {self.folder}")
+            raise ValueError(
+                f"tokens {start} to {stop} are outside the {self.num_tokens} of {self.folder}"
+            )
         return self.read_ranges(torch.tensor([start]), torch.tensor([stop - start]))
 
     def read_ranges(self, starts: Tensor, lengths: Tensor) -> Tensor:
-        """int64: parts of the stream, concatenated. Raises DataError for a token outside the vocabulary."""
+        """int64: parts of the stream, concatenated.
+
+        Raises DataError for a token outside the vocabulary.
+        """
         shard, starts, lengths = cut_ranges(starts, lengths, self._shard_offsets)
-        offsets, tokens = lengths.cumsum(0) - lengths, torch.empty(int(lengths.sum()), dtype=torch.int64)
+        offsets = lengths.cumsum(0) - lengths
+        tokens = torch.empty(int(lengths.sum()), dtype=torch.int64)
         for index in shard.unique().tolist():
             is_here = shard == index
-            here, in_shard = lengths[is_here], starts[is_here] - self._shard_offsets[index]
+            here = lengths[is_here]
+            in_shard = starts[is_here] - self._shard_offsets[index]
             if problem := self._shards[index].find_damage(in_shard, here):
                 raise self._damaged(f"{self.meta.shards[index].name}.bin", problem)
             tokens[concatenated_ranges(offsets[is_here], here)] = self._read_shard(
@@ -199,14 +223,23 @@ class TokenDataset:
         raise self._damaged(f"{self.meta.shards[index].name}.bin", problem)
 
     def _map_shard(self, shard: TokenShard) -> MappedShard:
-        path, dtype = self.folder / f"{shard.name}.bin", DTYPES[self.meta.dtype]
-        digests = bytes.fromhex(shard.bin_sha256) if self.meta.block_bytes is None else self._read(shard, "blocks")
+        path = self.folder / f"{shard.name}.bin"
+        dtype = DTYPES[self.meta.dtype]
+        digests = (
+            bytes.fromhex(shard.bin_sha256)
+            if self.meta.block_bytes is None
+            else self._read(shard, "blocks")
+        )
         try:
             with open_regular(path) as file:
-                size, expected_size = path.stat().st_size, shard.tokens * dtype.itemsize
+                size = path.stat().st_size
+                expected_size = shard.tokens * dtype.itemsize
                 if size != expected_size:
-                    raise self._damaged(path.name, f"{size} bytes, {META_FILENAME} says {expected_size}")
-                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # As torch wants it, and not to write.
+                    raise self._damaged(
+                        path.name, f"{size} bytes, {META_FILENAME} says {expected_size}"
+                    )
+                # As torch wants it, and not to write.
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except DamageError as error:
             raise self._damaged(path.name, str(error)) from None
         except (OSError, ValueError) as error:
@@ -217,13 +250,16 @@ class TokenDataset:
         content = self._read(shard, "idx")
         if len(content) == 8 * (shard.documents + 1):
             starts = torch.frombuffer(bytearray(content), dtype=torch.int64)
-            if (int(starts[0]), int(starts[-1])) == (0, shard.tokens) and bool((starts.diff() > 0).all()):
+            if (int(starts[0]), int(starts[-1])) == (0, shard.tokens) and bool(
+                (starts.diff() > 0).all()
+            ):
                 return starts
         rule = f"it must ascend from 0 to {shard.tokens} in {shard.documents} documents"
         raise self._damaged(f"{shard.name}.idx", rule)
 
     def _read(self, shard: TokenShard, suffix: Literal["idx", "blocks"]) -> bytes:
-        path, digest = self.folder / f"{shard.name}.{suffix}", getattr(shard, f"{suffix}_sha256")
+        path = self.folder / f"{shard.name}.{suffix}"
+        digest = getattr(shard, f"{suffix}_sha256")
         try:
             content = read_regular(path, max_bytes=MAX_INDEX_BYTES)
         except DamageError as error:
@@ -235,24 +271,34 @@ class TokenDataset:
         return content
 
     def _damaged(self, name: str, problem: str) -> DataError:
-        return DataError(f"{self.folder / name} is damaged: {problem}; delete {self.folder} to prepare it again")
+        return DataError(
+            f"{self.folder / name} is damaged: {problem}; delete {self.folder} to prepare it again"
+        )
 
 
 class MappedShard:
     """Tokens of a shard, mapped into memory, and which of its blocks were found intact."""
 
-    def __init__(self, content: mmap.mmap, dtype: torch.dtype, block_bytes: int, digests: bytes) -> None:
+    def __init__(
+        self, content: mmap.mmap, dtype: torch.dtype, block_bytes: int, digests: bytes
+    ) -> None:
         self.tokens = torch.frombuffer(content, dtype=dtype)
-        self._bytes, self._block_bytes, self._digests = memoryview(content), block_bytes, digests
+        self._bytes = memoryview(content)
+        self._block_bytes = block_bytes
+        self._digests = digests
         self._is_intact = torch.zeros(-(-len(content) // block_bytes), dtype=torch.bool)
 
     def find_damage(self, starts: Tensor, lengths: Tensor) -> str:
-        """What is wrong with the blocks that hold ranges of tokens, each hashed when it is first read; "" if nothing."""
+        """What is wrong with the blocks that hold ranges of tokens, each hashed when it is first
+        read; "" if nothing.
+        """
         itemsize = self.tokens.itemsize
-        first, last = starts * itemsize // self._block_bytes, ((starts + lengths) * itemsize - 1) // self._block_bytes
+        first = starts * itemsize // self._block_bytes
+        last = ((starts + lengths) * itemsize - 1) // self._block_bytes
         blocks = concatenated_ranges(first, last - first + 1)
         for block in blocks[~self._is_intact[blocks]].unique().tolist():
-            at, end = block * self._block_bytes, min((block + 1) * self._block_bytes, len(self._bytes))
+            at = block * self._block_bytes
+            end = min((block + 1) * self._block_bytes, len(self._bytes))
             digest = self._digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
             if hashlib.sha256(self._bytes[at:end]).digest() != digest:
                 return f"checksum mismatch in bytes {at:,} to {end:,}"

@@ -1,4 +1,6 @@
-"""Tokenizers: bytes, a tiktoken BPE file, a sentencepiece model, a Hugging Face folder, and those of extensions."""
+"""Tokenizers: bytes, a tiktoken BPE file, a sentencepiece model, a Hugging Face folder, and those
+of extensions.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,14 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> Tensor:
         """[tokens] of any integer type: the ids of one call of the library.
 
-        The name of a special token in the text is encoded as text. Raises DataError for a text that is too long.
+        The name of a special token in the text is encoded as text. Raises DataError for a text
+        that is too long.
         """
 
     def encode_blocks(self, blocks: Iterable[str]) -> Iterator[Tensor]:
-        """The ids of a text that comes in blocks, which may begin and end anywhere, in parts: those of `encode`."""
+        """The ids of a text that comes in blocks, which may begin and end anywhere, in parts:
+        those of `encode`.
+        """
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -61,12 +66,18 @@ class ByteTokenizer:
     bos = 256
     eos = 257
     stop_tokens = frozenset({257})
-    special_tokens: Mapping[str, int] = {f"<|reserved_special_token_{n}|>": 258 + n for n in range(6)}
+    special_tokens: Mapping[str, int] = {
+        f"<|reserved_special_token_{n}|>": 258 + n for n in range(6)
+    }
     fingerprint = "byte-264"
 
     def encode(self, text: str) -> Tensor:
         data = bytearray(text, "utf-8")
-        return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return (
+            torch.frombuffer(data, dtype=torch.uint8)
+            if data
+            else torch.empty(0, dtype=torch.uint8)
+        )
 
     def encode_blocks(self, blocks: Iterable[str]) -> Iterator[Tensor]:
         return map(self.encode, blocks)
@@ -103,12 +114,17 @@ KINDS: dict[str, Callable[[TokenizerSection], Tokenizer]] = {
 
 
 def open_tokenizer(stated: TokenizerSection) -> Tokenizer:
-    """The tokenizer of `[tokenizer]`. Raises DataError with the file type that the content suggests."""
+    """The tokenizer of `[tokenizer]`.
+
+    Raises DataError with the file type that the content suggests.
+    """
     known = KINDS.copy()
     for each in extension.installed():
         known.update(each.extension.tokenizers)
     if stated.kind not in known:
-        raise DataError(f'tokenizer.kind = "{stated.kind}" is unknown; there are {", ".join(known)}')
+        raise DataError(
+            f'tokenizer.kind = "{stated.kind}" is unknown; there are {", ".join(known)}'
+        )
     if stated.kind in KINDS:
         return KINDS[stated.kind](stated)
     try:
@@ -125,9 +141,12 @@ def _path_of(stated: TokenizerSection) -> Path:
     return stated.path
 
 
-def _open_file(stated: TokenizerSection, expected: str, read: Callable[[bytes], Tokenizer]) -> Tokenizer:
+def _open_file(
+    stated: TokenizerSection, expected: str, read: Callable[[bytes], Tokenizer]
+) -> Tokenizer:
     """The tokenizer of a file whose content must look like what is expected."""
-    kind, path = stated.kind, _path_of(stated)
+    kind = stated.kind
+    path = _path_of(stated)
     try:
         content = read_regular(path)
     except OSError as error:
@@ -142,9 +161,14 @@ def _open_file(stated: TokenizerSection, expected: str, read: Callable[[bytes], 
     except DataError as error:
         raise DataError(f'tokenizer.path = "{path}": {error}') from error
     except (ValueError, RuntimeError, OSError) as error:
-        raise DataError(f'tokenizer.path = "{path}" looks like {detected}, but is damaged: {error}') from error
+        raise DataError(
+            f'tokenizer.path = "{path}" looks like {detected}, but is damaged: {error}'
+        ) from error
 
 
 def load_tokenizer(kind: str, path: Path | None) -> Tokenizer:
-    """The tokenizer of a kind, of whose file nothing else is stated. Raises as `open_tokenizer`."""
+    """The tokenizer of a kind, of whose file nothing else is stated.
+
+    Raises as `open_tokenizer`.
+    """
     return open_tokenizer(TokenizerSection.model_validate({"kind": kind, "path": path}))

@@ -1,4 +1,6 @@
-"""What the files of a Hugging Face folder say about its tokenizer, read as transformers reads them."""
+"""What the files of a Hugging Face folder say about its tokenizer, read as transformers reads
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ OPTIONAL_FILES = (CONFIG_FILE, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE, GENERATIO
 ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 Files = Mapping[str, bytes]
-"""Contents by name. A tokenizer is built from these alone, so that it can be sent to other processes."""
+"""Contents by name.
+
+A tokenizer is built from these alone, so that it can be sent to other processes.
+"""
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
@@ -29,9 +34,15 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
     folder = tokenizer_folder(path)
     try:
         files = {TOKENIZER_FILE: read_regular(folder / TOKENIZER_FILE)}
-        files |= {name: (folder / name).read_bytes() for name in OPTIONAL_FILES if (folder / name).is_file()}
+        files |= {
+            name: (folder / name).read_bytes()
+            for name in OPTIONAL_FILES
+            if (folder / name).is_file()
+        }
     except OSError as error:
-        raise DataError(f'tokenizer.path = "{path}": {error.filename} cannot be read: {error.strerror}') from error
+        raise DataError(
+            f'tokenizer.path = "{path}": {error.filename} cannot be read: {error.strerror}'
+        ) from error
     if (detected := detect_file_type(files[TOKENIZER_FILE])) != HUGGING_FACE:
         raise DataError(f'tokenizer.path = "{path}": {TOKENIZER_FILE} looks like {detected}')
     return files
@@ -49,8 +60,11 @@ def read_object(files: Files, name: str) -> dict[str, Any]:
 
 
 def named_special_tokens(files: Files) -> dict[str, str]:
-    """Special tokens by role, such as `eos_token`. tokenizer_config.json decides if it also lists the added tokens."""
-    config, special_map = read_object(files, CONFIG_FILE), read_object(files, SPECIAL_TOKENS_FILE)
+    """Special tokens by role, such as `eos_token`. tokenizer_config.json decides if it also lists
+    the added tokens.
+    """
+    config = read_object(files, CONFIG_FILE)
+    special_map = read_object(files, SPECIAL_TOKENS_FILE)
     sources = (special_map, config) if "added_tokens_decoder" in config else (config, special_map)
     return {
         role: content
@@ -78,7 +92,10 @@ def token_content(token: object) -> str:
 
 
 def configured_added_tokens(files: Files) -> dict[int, dict[str, Any]]:
-    """Fields of the added tokens that other files than tokenizer.json list, in the order of ids. Raises DataError."""
+    """Fields of the added tokens that other files than tokenizer.json list, in the order of ids.
+
+    Raises DataError.
+    """
     listed = read_object(files, CONFIG_FILE).get("added_tokens_decoder")
     if listed is None:
         listed = {
@@ -89,18 +106,26 @@ def configured_added_tokens(files: Files) -> dict[int, dict[str, Any]]:
         tokens = {int(token_id): token for token_id, token in listed.items()}
         return {token_id: added_token_fields(token) for token_id, token in sorted(tokens.items())}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{CONFIG_FILE} or {ADDED_TOKENS_FILE}: unreadable added tokens: {error!r}") from error
+        raise DataError(
+            f"{CONFIG_FILE} or {ADDED_TOKENS_FILE}: unreadable added tokens: {error!r}"
+        ) from error
 
 
 def added_token_fields(token: Mapping[str, Any]) -> dict[str, Any]:
-    return {"content": str(token["content"])} | {key: bool(token[key]) for key in ADDED_TOKEN_FLAGS if key in token}
+    return {"content": str(token["content"])} | {
+        key: bool(token[key]) for key in ADDED_TOKEN_FLAGS if key in token
+    }
 
 
 def end_token_ids(files: Files) -> list[int]:
     """Every id in `eos_token_id` of generation_config.json, else of config.json."""
     for name in (GENERATION_FILE, MODEL_FILE):
         listed = read_object(files, name).get("eos_token_id")
-        ids = [item for item in (listed if isinstance(listed, list) else [listed]) if type(item) is int]
+        ids = [
+            item
+            for item in (listed if isinstance(listed, list) else [listed])
+            if type(item) is int
+        ]
         if ids:
             return ids
     return []

@@ -9,9 +9,11 @@ if TYPE_CHECKING:
 
 
 def text_vocab_size(tokenizer: Tokenizer, separators: str = "bos_eos") -> int:
-    """One more than the largest id in any document: of its text, or of the tokens before and after it.
+    """One more than the largest id in any document: of its text, or of the tokens before and after
+    it.
 
-    Special tokens above are in none, such as the image of Gemma 3, for which its 1B model has no embedding.
+    Special tokens above are in none, such as the image of Gemma 3, for which its 1B model has no
+    embedding.
     """
     around_documents = {tokenizer.bos, tokenizer.eos, tokenizer.special_tokens.get(separators)}
     in_no_document = {*tokenizer.special_tokens.values()} - around_documents
@@ -23,5 +25,7 @@ def text_vocab_size(tokenizer: Tokenizer, separators: str = "bos_eos") -> int:
 
 def tokens_without_embedding(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
     """Special tokens that a model with this vocabulary cannot take."""
-    above = {token: name for name, token in tokenizer.special_tokens.items() if token >= vocab_size}
+    above = {
+        token: name for name, token in tokenizer.special_tokens.items() if token >= vocab_size
+    }
     return [f"{token} ({name})" for token, name in sorted(above.items())]

@@ -25,8 +25,13 @@ SAMPLING = (
 )
 
 
-def checkpoint_parser(command: str, description: str, *, run: str, overrides: str) -> CommandParser:
-    """The parser of a command whose first argument is a checkpoint. `overrides` says which keys are worth overriding."""
+def checkpoint_parser(
+    command: str, description: str, *, run: str, overrides: str
+) -> CommandParser:
+    """The parser of a command whose first argument is a checkpoint.
+
+    `overrides` says which keys are worth overriding.
+    """
     on_ranks = later(run)
 
     def log_and_run(options: Namespace, arguments: list[str]) -> int | None:
@@ -34,7 +39,9 @@ def checkpoint_parser(command: str, description: str, *, run: str, overrides: st
         return on_ranks(options, arguments)
 
     overrides = f"--section.key VALUE overrides the run's config.toml. {overrides}"
-    parser = CommandParser(typed(command), description, run=log_and_run, overrides=overrides, rank=started_rank)
+    parser = CommandParser(
+        typed(command), description, run=log_and_run, overrides=overrides, rank=started_rank
+    )
     checkpoint_help = "run folder (its newest checkpoint), or one of its checkpoints/step-N"
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=checkpoint_help)
     return parser
@@ -48,12 +55,27 @@ def started_rank() -> int:
 
 
 def needle_parser() -> CommandParser:
-    parser = checkpoint_parser("evaluate needle", NEEDLE, run="trainer.evaluation.needle:run", overrides=MESH)
-    add, positive = parser.add_argument, integer(minimum=1)
+    parser = checkpoint_parser(
+        "evaluate needle", NEEDLE, run="trainer.evaluation.needle:run", overrides=MESH
+    )
+    add = parser.add_argument
+    positive = integer(minimum=1)
     lengths_help = "tokens per sequence (default: training.seq_len / 4 and training.seq_len)"
     add("--lengths", metavar="N,...", type=sequence_lengths, help=lengths_help)
-    add("--depths", metavar="N", type=positive, default=5, help="number of evenly spaced depths (default: 5)")
-    add("--trials", metavar="N", type=positive, default=2, help="numbers and texts per cell (default: 2)")
+    add(
+        "--depths",
+        metavar="N",
+        type=positive,
+        default=5,
+        help="number of evenly spaced depths (default: 5)",
+    )
+    add(
+        "--trials",
+        metavar="N",
+        type=positive,
+        default=2,
+        help="numbers and texts per cell (default: 2)",
+    )
     output_help = "for needle-step-N.json (default: evaluation/ in the run folder)"
     add("--output", metavar="FOLDER", type=Path, help=output_help)
     return parser
@@ -64,7 +86,9 @@ def sequence_lengths(text: str) -> list[int]:
     try:
         return sorted(set(map(integer(minimum=2), map(str.strip, text.split(",")))))
     except ArgumentTypeError:
-        raise ArgumentTypeError(f"{text} must be integers, at least 2, such as 1024,4096") from None
+        raise ArgumentTypeError(
+            f"{text} must be integers, at least 2, such as 1024,4096"
+        ) from None
 
 
 def perplexity_parser() -> CommandParser:
@@ -78,8 +102,12 @@ def generate_parser() -> CommandParser:
     keys = "Relevant keys: [model], [tokenizer], training.dtype and training.attention."
     parser = checkpoint_parser("generate", GENERATE, run="trainer.generate:run", overrides=keys)
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="start of the text (default: the start of a document)")
-    prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="UTF-8 file with the start of the text")
+    prompt.add_argument(
+        "--prompt", metavar="TEXT", help="start of the text (default: the start of a document)"
+    )
+    prompt.add_argument(
+        "--prompt-file", metavar="FILE", type=Path, help="UTF-8 file with the start of the text"
+    )
     for option, metavar, kind, default, meaning in SAMPLING:
         text = f"{meaning} (default: %(default)s)"
         parser.add_argument(option, metavar=metavar, type=kind, default=default, help=text)

@@ -1,10 +1,12 @@
-"""`longhaul evaluate needle`: whether a model retrieves a number from its context (passkey retrieval).
+"""`longhaul evaluate needle`: whether a model retrieves a number from its context (passkey
+retrieval).
 
     text ... "The secret number is: 40718." ... text ... "The secret number is: " 40718
              at some depth of the text                                            targets, teacher-forced
 
-Nothing is generated: a number is found if each of its tokens is the likeliest at its position. So a cell of
-depth x length is one forward pass, on any mesh. After Mohtashami & Jaggi, 2023 (passkey) and Kamradt, 2023.
+Nothing is generated: a number is found if each of its tokens is the likeliest at its position. So
+a cell of depth x length is one forward pass, on any mesh. After Mohtashami & Jaggi, 2023 (passkey)
+and Kamradt, 2023.
 
 Shape suffixes: B sequences, S tokens on this rank, T tokens of a sequence.
 """
@@ -69,7 +71,10 @@ class NeedleCell:
 
 
 class PasskeySentences:
-    """Tokenized sentences. Each part is encoded separately, so that the number has the same tokens in both places."""
+    """Tokenized sentences.
+
+    Each part is encoded separately, so that the number has the same tokens in both places.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -77,7 +82,9 @@ class PasskeySentences:
 
     def passkey(self, trial: int) -> tuple[list[int], list[int], list[int]]:
         """Tokens of (the question, the hidden sentence, the number)."""
-        number = self._encode(str(random.Random(trial).randint(10 ** (DIGITS - 1), 10**DIGITS - 1)))
+        number = self._encode(
+            str(random.Random(trial).randint(10 ** (DIGITS - 1), 10**DIGITS - 1))
+        )
         return self._marker, [*self._marker, *number, *self._end], number
 
     def max_overhead(self, trials: int) -> int:
@@ -97,7 +104,9 @@ class FillerText:
 
     def read(self, num_tokens: int, trial: int) -> Tensor:
         """Tokens of consecutive documents, from a start document that depends on the trial."""
-        number, chunks, remaining = splitmix64(trial), list[Tensor](), num_tokens
+        number = splitmix64(trial)
+        chunks = list[Tensor]()
+        remaining = num_tokens
         while remaining:
             document = self.documents[number % len(self.documents)]
             start, end = self.prepared.document_starts[document : document + 2].tolist()
@@ -108,15 +117,30 @@ class FillerText:
 
 
 class NeedleDataset:
-    """Sequences of one length with a hidden number: `trials` sequences at each of `depths` depths."""
+    """Sequences of one length with a hidden number: `trials` sequences at each of `depths`
+    depths.
+    """
 
     max_segments = 1
     num_padding_tokens = 0
 
-    def __init__(self, text: FillerText, sentences: PasskeySentences, *, length: int, depths: int, trials: int) -> None:
-        self.num_sequences, self.pad_token_id = depths * trials, text.prepared.eos
-        self.fingerprint, self.plan_fingerprint = text.prepared.fingerprint, ""
-        self.length, self.depths, self._text, self._sentences = length, depths, text, sentences
+    def __init__(
+        self,
+        text: FillerText,
+        sentences: PasskeySentences,
+        *,
+        length: int,
+        depths: int,
+        trials: int,
+    ) -> None:
+        self.num_sequences = depths * trials
+        self.pad_token_id = text.prepared.eos
+        self.fingerprint = text.prepared.fingerprint
+        self.plan_fingerprint = ""
+        self.length = length
+        self.depths = depths
+        self._text = text
+        self._sentences = sentences
 
     def depth(self, number: int) -> float:
         return (number % self.depths) / max(1, self.depths - 1)
@@ -139,27 +163,45 @@ class NeedleDataset:
         text = self._text.read(self.length - len(needle) - len(marker) - len(number_tokens), trial)
         position = round(self.depth(number) * text.numel())
         parts = (text[:position], needle, text[position:], marker, number_tokens)
-        return torch.cat([torch.as_tensor(part, dtype=torch.int64) for part in parts]), len(number_tokens)
+        return torch.cat([torch.as_tensor(part, dtype=torch.int64) for part in parts]), len(
+            number_tokens
+        )
 
 
-def build_datasets(config: Config, lengths: Sequence[int], *, depths: int, trials: int) -> list[NeedleDataset]:
-    """One dataset per length, from the run's held-out documents if it has any. Raises `ConfigError` or `DataError`."""
+def build_datasets(
+    config: Config, lengths: Sequence[int], *, depths: int, trials: int
+) -> list[NeedleDataset]:
+    """One dataset per length, from the run's held-out documents if it has any.
+
+    Raises `ConfigError` or `DataError`.
+    """
     if config.data.is_synthetic:
-        raise ConfigError([f'data.corpus = "{config.data.corpus}" has no text to hide a number in; set --data.corpus'])
+        raise ConfigError(
+            [
+                f'data.corpus = "{config.data.corpus}" has no text to hide a number in; set --data.corpus'
+            ]
+        )
     tokenizer = open_tokenizer(config.tokenizer)
     checks.require_vocab_size(config, text_vocab_size(tokenizer, config.data.separators))
     sentences = PasskeySentences(tokenizer)
     overhead = sentences.max_overhead(trials)
     if too_short := [length for length in lengths if length <= overhead]:
-        raise ConfigError([f"--lengths {too_short[0]} must exceed the {overhead} tokens of question and number"])
+        raise ConfigError(
+            [f"--lengths {too_short[0]} must exceed the {overhead} tokens of question and number"]
+        )
     source_names = [item.source for item in config.data.effective_mix]
     source = DEFAULT_SOURCE if DEFAULT_SOURCE in source_names else source_names[0]
     prepared = prepare(corpus_spec(config.data, source), tokenizer)
     documents: Sequence[int] = range(prepared.num_documents)
     if config.data.holdout:
-        documents = [*compress(documents, holdout_mask(prepared.num_documents, config.data.holdout))]
+        documents = [
+            *compress(documents, holdout_mask(prepared.num_documents, config.data.holdout))
+        ]
     text = FillerText(prepared, documents)
-    return [NeedleDataset(text, sentences, length=length, depths=depths, trials=trials) for length in lengths]
+    return [
+        NeedleDataset(text, sentences, length=length, depths=depths, trials=trials)
+        for length in lengths
+    ]
 
 
 def evaluate_length(dataset: NeedleDataset, parallel_model: ParallelModel) -> list[NeedleCell]:
@@ -170,19 +212,27 @@ def evaluate_length(dataset: NeedleDataset, parallel_model: ParallelModel) -> li
 
     def batches() -> Iterator[Batch]:
         for numbers in assign_sequences(dataset.num_sequences, parallel_model, batch_size=1):
-            batch_numbers[:] = [dataset.num_sequences - 1 if number is None else number for number in numbers]
+            batch_numbers[:] = [
+                dataset.num_sequences - 1 if number is None else number for number in numbers
+            ]
             yield sequences.read(numbers, parallel_model.sequence_shard)
 
     def record(losses_BS: Tensor, hits_BS: Tensor, batch: Batch) -> None:
-        targets_BS = batch.labels != IGNORE_INDEX  # A padding sequence has no targets and adds zeros to any index.
-        counts = torch.stack([x_BS.double().sum(-1) for x_BS in (losses_BS, hits_BS, targets_BS)], dim=-1)
+        # A padding sequence has no targets and adds zeros to any index.
+        targets_BS = batch.labels != IGNORE_INDEX
+        counts = torch.stack(
+            [x_BS.double().sum(-1) for x_BS in (losses_BS, hits_BS, targets_BS)], dim=-1
+        )
         sums.index_add_(0, torch.tensor(batch_numbers, device=parallel_model.device), counts)
 
     parallel_model.evaluate(batches(), record)
     totals = AsyncHostCopy(all_reduce(parallel_model.mesh.metrics_group, sums).flatten()).read()
     cells = []
     for index in range(dataset.depths):
-        trials = [totals[3 * number : 3 * number + 3] for number in range(index, dataset.num_sequences, dataset.depths)]
+        trials = [
+            totals[3 * number : 3 * number + 3]
+            for number in range(index, dataset.num_sequences, dataset.depths)
+        ]
         loss, _, targets = map(sum, zip(*trials, strict=True))
         found = fmean(hits == count for _, hits, count in trials)
         cells.append(NeedleCell(dataset.length, dataset.depth(index), found, -loss / targets))
@@ -193,19 +243,32 @@ def run(options: Namespace, overrides: Sequence[str]) -> None:
     resolved = resolve_for_evaluation(options.checkpoint, overrides)
     seq_len = resolved.config.training.seq_len
     lengths = options.lengths or sorted({seq_len // 4, seq_len})
-    datasets = build_datasets(resolved.config, lengths, depths=options.depths, trials=options.trials)
+    datasets = build_datasets(
+        resolved.config, lengths, depths=options.depths, trials=options.trials
+    )
     with load_parallel_model(resolved) as (parallel_model, world):
         cells = [cell for dataset in datasets for cell in evaluate_length(dataset, parallel_model)]
         if world.rank == 0:
             write_results(resolved, cells, options.output)
 
 
-def write_results(resolved: ResolvedCheckpoint, cells: Sequence[NeedleCell], output: Path | None) -> None:
-    """Prints a table and writes JSON and TensorBoard files. Raises `DataError` if one cannot be written."""
+def write_results(
+    resolved: ResolvedCheckpoint, cells: Sequence[NeedleCell], output: Path | None
+) -> None:
+    """Prints a table and writes JSON and TensorBoard files.
+
+    Raises `DataError` if one cannot be written.
+    """
     folder = output or resolved.run_dir.path / "evaluation"
-    tensorboard_dir = folder / "tensorboard" if output else resolved.run_dir.tensorboard_dir / "evaluation"
+    tensorboard_dir = (
+        folder / "tensorboard" if output else resolved.run_dir.tensorboard_dir / "evaluation"
+    )
     file = folder / f"needle-step-{resolved.step}.json"
-    content = {"checkpoint": str(resolved.checkpoint), "step": resolved.step, "cells": [asdict(cell) for cell in cells]}
+    content = {
+        "checkpoint": str(resolved.checkpoint),
+        "step": resolved.step,
+        "cells": [asdict(cell) for cell in cells],
+    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(content, indent=1) + "\n")
@@ -214,7 +277,8 @@ def write_results(resolved: ResolvedCheckpoint, cells: Sequence[NeedleCell], out
         raise DataError(f"{folder} cannot be written: {error}") from error
     by_depth = groupby(sorted(cells, key=lambda cell: cell.depth), key=lambda cell: cell.depth)
     rows = [
-        [f"{depth:.0%}", *(f"{cell.found:.0%} ({cell.log_probability:.2f})" for cell in row)] for depth, row in by_depth
+        [f"{depth:.0%}", *(f"{cell.found:.0%} ({cell.log_probability:.2f})" for cell in row)]
+        for depth, row in by_depth
     ]
     header = ["depth", *(f"{length:,}" for length in dict.fromkeys(cell.length for cell in cells))]
     print_lines(f"number found, {resolved.checkpoint}: trials found (mean log-probability)")
@@ -229,7 +293,11 @@ def write_tensorboard(cells: Sequence[NeedleCell], folder: Path, step: int) -> N
     for length, group in groupby(cells, key=lambda cell: cell.length):
         column = [*group]
         writer.add_scalar(f"needle/{length}", fmean(cell.found for cell in column), step)
-        writer.add_scalar(f"needle_log_probability/{length}", fmean(cell.log_probability for cell in column), step)
+        writer.add_scalar(
+            f"needle_log_probability/{length}",
+            fmean(cell.log_probability for cell in column),
+            step,
+        )
     writer.close()
 
 

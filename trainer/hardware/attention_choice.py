@@ -1,4 +1,7 @@
-"""What `training.attention` is on a planned device: the same as for a run there. Imports no torch."""
+"""What `training.attention` is on a planned device: the same as for a run there.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ def attention_problems(config: Config, device: DeviceSpec) -> list[str]:
 
 
 def with_attention_choice(config: Config, device: DeviceSpec | None = None) -> Config:
-    """The configuration with what `training.attention = "auto"` takes. None: the device that it is planned for."""
+    """The configuration with what `training.attention = "auto"` takes.
+
+    None: the device that it is planned for.
+    """
     if config.training.attention != "auto":
         return config
     device = device or select_device(config) or load_device(DEFAULT_DEVICE)

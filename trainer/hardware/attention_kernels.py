@@ -1,4 +1,6 @@
-"""Which attention kernels `training.attention` stands for on a device, given how fast they are there. Imports no torch."""
+"""Which attention kernels `training.attention` stands for on a device, given how fast they are
+there. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def nearest_rates(rates: Rates, kernel: str, head_dim: int) -> tuple[float, floa
 
 
 def fastest_first(rates: Rates, head_dim: int) -> list[str]:
-    """By forward and backward pass together: five products in the backward pass, two in the forward pass."""
+    """By forward and backward pass together: five products in the backward pass, two in the
+    forward pass.
+    """
 
     def seconds(kernel: str) -> float:
         forward, backward = nearest_rates(rates, kernel, head_dim)
@@ -41,12 +45,18 @@ def fastest_first(rates: Rates, head_dim: int) -> list[str]:
 
 
 def attention_choices(config: Config, generation: str | None, rates: Rates | None) -> list[str]:
-    """Best first; one choice if the configuration names it. `rates`: None if nobody has measured the device."""
+    """Best first; one choice if the configuration names it.
+
+    `rates`: None if nobody has measured the device.
+    """
     if config.training.attention != "auto":
         return [config.training.attention]
-    needs, order = config.attention_needs(generation), None
+    needs = config.attention_needs(generation)
+    order = None
     if rates is not None:
         order = [
-            each for each in fastest_first(rates, needs.head_dim) if each not in FLASH_VERSIONS or is_installed(each)
+            each
+            for each in fastest_first(rates, needs.head_dim)
+            if each not in FLASH_VERSIONS or is_installed(each)
         ]
     return auto_choices(needs, order)

@@ -1,4 +1,6 @@
-"""The process of `longhaul preflight` that runs the checks: a line of JSON before each, and one with its result."""
+"""The process of `longhaul preflight` that runs the checks: a line of JSON before each, and one
+with its result.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,15 @@ def main(argument: str) -> None:
         _say({"name": name})
         began = time.monotonic()
         try:
-            state, detail = "passed", check(node)
+            state = "passed"
+            detail = check(node)
         except CheckFailedError as error:
-            state, detail = "failed", str(error)
+            state = "failed"
+            detail = str(error)
         except Exception as error:  # noqa: BLE001 - whatever a broken device raises
             lines = str(error).strip().splitlines() or [""]
-            state, detail = "failed", f"{type(error).__name__}: {lines[0][:300]}"
+            state = "failed"
+            detail = f"{type(error).__name__}: {lines[0][:300]}"
         _say({"name": name, "state": state, "detail": detail, "seconds": time.monotonic() - began})
 
 

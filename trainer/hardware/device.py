@@ -31,8 +31,12 @@ def choose_device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def bind_to_numa_node(device: torch.device, pci_devices: Path = Path("/sys/bus/pci/devices")) -> None:
-    """Binds this process to the allowed CPUs on the NUMA node of a CUDA device, so that host memory is local."""
+def bind_to_numa_node(
+    device: torch.device, pci_devices: Path = Path("/sys/bus/pci/devices")
+) -> None:
+    """Binds this process to the allowed CPUs on the NUMA node of a CUDA device, so that host
+    memory is local.
+    """
     if device.type != "cuda":
         return
     allowed = os.sched_getaffinity(0)
@@ -44,7 +48,12 @@ def bind_to_numa_node(device: torch.device, pci_devices: Path = Path("/sys/bus/p
         # The thread count was set for all CPUs of the machine.
         num_cpus = len(bound_cpus) // local_cpus.count(local_cpus[device.index])
         torch.set_num_threads(max(1, min(torch.get_num_threads(), num_cpus)))
-        log.info("bound to the %d of %d CPUs on the NUMA node of %s", len(bound_cpus), len(allowed), device)
+        log.info(
+            "bound to the %d of %d CPUs on the NUMA node of %s",
+            len(bound_cpus),
+            len(allowed),
+            device,
+        )
 
 
 def _numa_cpus(properties: Any, pci_devices: Path) -> set[int]:
@@ -52,7 +61,9 @@ def _numa_cpus(properties: Any, pci_devices: Path) -> set[int]:
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     try:
         cpu_list = (pci_devices / address / "local_cpulist").read_text()  # 0-27,56-83
-        cpu_ranges = [[int(end) for end in part.split("-")] for part in cpu_list.split(",") if part.strip()]
+        cpu_ranges = [
+            [int(end) for end in part.split("-")] for part in cpu_list.split(",") if part.strip()
+        ]
     except (OSError, ValueError):
         return set()
     return {cpu for first, *last in cpu_ranges for cpu in range(first, (last or [first])[0] + 1)}
@@ -62,21 +73,32 @@ def require_peer_access(device: torch.device) -> None:
     """Raises RankFailedError unless the devices of this host have peer-to-peer memory access."""
     others = range(torch.cuda.device_count() if device.type == "cuda" else 0)
     unreachable = [
-        other for other in others if other != device.index and not torch.cuda.can_device_access_peer(device, other)
+        other
+        for other in others
+        if other != device.index and not torch.cuda.can_device_access_peer(device, other)
     ]
     if unreachable or len(others) < 2:
-        reason = f"{device} cannot access devices {unreachable}" if unreachable else f"this process only sees {device}"
-        message = f"parallelism.async_tp = true needs several CUDA devices with peer access: {reason}"
+        reason = (
+            f"{device} cannot access devices {unreachable}"
+            if unreachable
+            else f"this process only sees {device}"
+        )
+        message = (
+            f"parallelism.async_tp = true needs several CUDA devices with peer access: {reason}"
+        )
         raise RankFailedError(EXIT_BAD_CONFIG, message)
 
 
 def choose_attention_kernel(config: Config, device: torch.device) -> str:
-    """The attention kernels for this device, verified there against plain matmuls with the run's heads and dtype.
+    """The attention kernels for this device, verified there against plain matmuls with the run's
+    heads and dtype.
 
-    `training.attention = "auto"` takes the fastest choice that is right, and logs why others are left out. Activates
-    FlashAttention 3 or 4 if chosen. Raises RankFailedError if a configured kernel is missing or wrong on this device.
+    `training.attention = "auto"` takes the fastest choice that is right, and logs why others are
+    left out. Activates FlashAttention 3 or 4 if chosen. Raises RankFailedError if a configured
+    kernel is missing or wrong on this device.
     """
-    configured, softcap = config.training.attention, config.model.build().score_softcap
+    configured = config.training.attention
+    softcap = config.model.build().score_softcap
     if device.type == "cpu":
         return "plain" if softcap is not None or configured == "plain" else "cpu"
     choices = _choices(config, device)
@@ -99,8 +121,13 @@ def _choices(config: Config, device: torch.device) -> list[str]:
 
 
 def _verified(choice: str, config: Config, device: torch.device) -> str:
-    """The choice as `models.kernels` names it. Raises an error if one of its kernels is missing or wrong."""
-    problems = kernel_choice.problems(choice, config.attention_needs(kernels.device_generation(device)))
+    """The choice as `models.kernels` names it.
+
+    Raises an error if one of its kernels is missing or wrong.
+    """
+    problems = kernel_choice.problems(
+        choice, config.attention_needs(kernels.device_generation(device))
+    )
     if problem := next(problems, None):
         raise ValueError(problem)
     is_flash_version = choice in FLASH_VERSIONS
@@ -117,20 +144,34 @@ def _verified(choice: str, config: Config, device: torch.device) -> str:
 
 
 def verify_attention_kernel(config: Config, kernel: str, device: torch.device) -> None:
-    """Raises ValueError unless the kernel, or pair of kernels, is right for the heads, dtype and tensor sizes of this run."""
-    plan, dtype = config.context_plan(), getattr(torch, config.training.dtype)
-    groups, ulysses = config.memory.head_groups, plan.ulysses_degree
+    """Raises ValueError unless the kernel, or pair of kernels, is right for the heads, dtype and
+    tensor sizes of this run.
+    """
+    plan = config.context_plan()
+    dtype = getattr(torch, config.training.dtype)
+    groups = config.memory.head_groups
+    ulysses = plan.ulysses_degree
     num_kv = plan.kv_heads // groups
     num_kv = num_kv * kv_head_repeats(ulysses, num_kv) // ulysses
     heads = kernel_check.Heads(plan.heads // groups // ulysses, num_kv, plan.head_dim)
     few = heads._replace(num=min(2, num_kv) * heads.num // num_kv, kv=min(2, num_kv))
-    options: Any = {"windows": config.model.build().windows, "deterministic": config.training.deterministic}
+    options: Any = {
+        "windows": config.model.build().windows,
+        "deterministic": config.training.deterministic,
+    }
     kernel_check.verify_kernel(kernel, device, dtype, heads=few, **options)
-    num_tokens = config.training.micro_batch_size * plan.padded_length(config.training.seq_len) // plan.ring_degree
+    num_tokens = (
+        config.training.micro_batch_size
+        * plan.padded_length(config.training.seq_len)
+        // plan.ring_degree
+    )
     try:
         kernel_check.verify_wide(kernel, device, dtype, heads=heads, num_tokens=num_tokens)
     except torch.OutOfMemoryError:
-        log.warning("attention kernel %s is not checked on tensors of more than 2^31 elements: out of memory", kernel)
+        log.warning(
+            "attention kernel %s is not checked on tensors of more than 2^31 elements: out of memory",
+            kernel,
+        )
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -145,7 +186,9 @@ def peak_device_memory(device: torch.device) -> tuple[float, float] | None:
     """(allocated, reserved) peak bytes since the process started; None on a CPU."""
     if device.type != "cuda":
         return None
-    return float(torch.cuda.max_memory_allocated(device)), float(torch.cuda.max_memory_reserved(device))
+    return float(torch.cuda.max_memory_allocated(device)), float(
+        torch.cuda.max_memory_reserved(device)
+    )
 
 
 def peak_host_memory() -> float:
@@ -157,7 +200,11 @@ class Stopwatch:
     """Measures device time between `start` and `stop`. Only `seconds` synchronizes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._events = (
+            [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            if device.type == "cuda"
+            else []
+        )
         self._times = [0.0, 0.0]
 
     def start(self) -> None:
@@ -183,20 +230,23 @@ class Stopwatch:
 class ComputeProbe:
     """Compute speed of this rank, comparable among ranks because it excludes waiting.
 
-    On a CPU, the process time since the last call. On CUDA, the time of a fixed matmul, read at the next call to avoid a
-    synchronization.
+    On a CPU, the process time since the last call. On CUDA, the time of a fixed matmul, read at
+    the next call to avoid a synchronization.
     """
 
     def __init__(self, device: torch.device, size: int = 4096) -> None:
         self._last_time = time.process_time()
         self._probe_timer: Stopwatch | None = None
         cuda = device.type == "cuda"
-        self._matrix = torch.ones(size, size, device=device, dtype=torch.bfloat16) if cuda else None
+        self._matrix = (
+            torch.ones(size, size, device=device, dtype=torch.bfloat16) if cuda else None
+        )
 
     def seconds(self) -> float:
         """Seconds of work since the last call (CPU), or of the last probe (CUDA); 0 at first."""
         if self._matrix is None:
-            previous_time, self._last_time = self._last_time, time.process_time()
+            previous_time = self._last_time
+            self._last_time = time.process_time()
             return self._last_time - previous_time
         elapsed = 0.0 if self._probe_timer is None else self._probe_timer.seconds()
         self._probe_timer = Stopwatch(self._matrix.device)
@@ -213,7 +263,9 @@ class AsyncHostCopy:
         self._vector = vector
         self._copy_event: torch.cuda.Event | None = None
         if vector.device.type == "cuda":
-            self._vector = torch.empty_like(vector, device="cpu", pin_memory=True).copy_(vector, non_blocking=True)
+            self._vector = torch.empty_like(vector, device="cpu", pin_memory=True).copy_(
+                vector, non_blocking=True
+            )
             self._copy_event = torch.cuda.Event()
             self._copy_event.record()
 

@@ -1,4 +1,5 @@
-"""Device specifications: the tables in `specs/`, and user files with the same keys. Imports no torch.
+"""Device specifications: the tables in `specs/`, and user files with the same keys. Imports no
+torch.
 
     extends = "h100-80gb"
     description = "H100 behind slow links"
@@ -6,11 +7,13 @@
     [network]
     gbps = { value = 12.5, source = "100 Gb/s Ethernet, ib_write_bw" }
 
-A value is a number, or a number with its source. The suffix of a key is its unit: tflops 1e12 FLOP/s, gbps 1e9 bytes/s
-per direction, gib 2^30 bytes, us 1e-6 s. Keys without a suffix are counts or fractions.
+A value is a number, or a number with its source. The suffix of a key is its unit: tflops 1e12
+FLOP/s, gbps 1e9 bytes/s per direction, gib 2^30 bytes, us 1e-6 s. Keys without a suffix are counts
+or fractions.
 
-A rate is the limit of large sizes, unless the size at which it was measured stands beside it (`matmul_size`, `tokens`);
-a share is what a kernel reaches of a rate, 1 where the rate was measured with such kernels.
+A rate is the limit of large sizes, unless the size at which it was measured stands beside it
+(`matmul_size`, `tokens`); a share is what a kernel reaches of a rate, 1 where the rate was
+measured with such kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ from trainer.hardware.specs import TABLES_DIR, find_table
 DEFAULT_DEVICE = "h100-80gb"
 """Planned for if there is no known GPU."""
 DEFAULT_DEVICE_NOTE = f"no known GPU on this machine: planned for {DEFAULT_DEVICE}; choose with --device or plan.device"
-TFLOPS, GBPS, GIB, MICROSECOND = 1e12, 1e9, float(1 << 30), 1e-6
+TFLOPS = 1e12
+GBPS = 1e9
+GIB = float(1 << 30)
+MICROSECOND = 1e-6
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -45,15 +51,21 @@ WidthKey = Annotated[str, Field(pattern=r"^width_[1-9]\d*$")]
 
 
 MATMUL_SHARE = 0.88
-"""Of the best measured matmul rate: clocks of a power-limited GPU drop under sustained load on random data. Chosen so that
-an 8B model reaches 650 TFLOP/s on H100, which explains the published step times of UPipe, ALST and TRL."""
+"""Of the best measured matmul rate: clocks of a power-limited GPU drop under sustained load on
+random data. Chosen so that an 8B model reaches 650 TFLOP/s on H100, which explains the published
+step times of UPipe, ALST and TRL.
+"""
 MEMORY_SHARE = 0.8
 """Of the memory bandwidth of data sheets, which elementwise and norm kernels reach."""
 MATMUL_HALF_RATE_DIM = 256
-"""Matrix dimension at which a matmul runs at half its rate, because of tile (128 or 256) and wave quantization."""
+"""Matrix dimension at which a matmul runs at half its rate, because of tile (128 or 256) and wave
+quantization.
+"""
 ATTENTION_HALF_RATE_TOKENS = 700
-"""Tokens at which an attention kernel reaches half its rate: 250 to 400 without a mask in the FlashAttention-3 paper's
-charts. Estimated at twice that for a causal mask, which wastes half of each diagonal tile."""
+"""Tokens at which an attention kernel reaches half its rate: 250 to 400 without a mask in the
+FlashAttention-3 paper's charts. Estimated at twice that for a causal mask, which wastes half of
+each diagonal tile.
+"""
 
 
 class Section(BaseModel):
@@ -74,7 +86,9 @@ class DeviceSection(Section):
     @model_validator(mode="after")
     def _check_rates(self) -> DeviceSection:
         if self.matmul_tflops > self.peak_tflops:
-            raise ValueError(f"matmul_tflops = {self.matmul_tflops} must be at most peak_tflops = {self.peak_tflops}")
+            raise ValueError(
+                f"matmul_tflops = {self.matmul_tflops} must be at most peak_tflops = {self.peak_tflops}"
+            )
         return self
 
 
@@ -130,7 +144,9 @@ class DeviceTable(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
-    """A device, its links and its host, in FLOP/s, bytes, bytes per second and direction, and seconds."""
+    """A device, its links and its host, in FLOP/s, bytes, bytes per second and direction, and
+    seconds.
+    """
 
     name: str
     description: str
@@ -144,7 +160,9 @@ class DeviceSpec:
     matmul_share: float
     """Of that rate, which it sustains."""
     attention_flops: Rates
-    """(forward, backward) rates of executed FLOPs of long sequences under a causal mask, by kernel and head dimension."""
+    """(forward, backward) rates of executed FLOPs of long sequences under a causal mask, by kernel
+    and head dimension.
+    """
     hbm_bandwidth: float
     """That elementwise and norm kernels reach."""
     launch_latency: float
@@ -178,10 +196,16 @@ class DeviceSpec:
 
 
 def load_device(name: str) -> DeviceSpec:
-    """The shipped table of that name, or the file at that path. Raises ConfigError with all problems of the file."""
+    """The shipped table of that name, or the file at that path.
+
+    Raises ConfigError with all problems of the file.
+    """
     path = _resolve_path(name)
     table = _read_table(path, (path,))
-    device, link, network, host = table.device, table.link, table.network, table.host
+    device = table.device
+    link = table.link
+    network = table.network
+    host = table.host
     if link.used is not None and link.used > host.devices and link.used % host.devices:
         rule = f"must be a multiple of the {host.devices} devices of a node"
         raise ConfigError([f"{show_path(path)}: [link] used = {link.used} {rule}"])
@@ -191,10 +215,14 @@ def load_device(name: str) -> DeviceSpec:
         generation=device.generation,
         memory=device.memory_gib * GIB,
         peak_flops=device.peak_tflops * TFLOPS,
-        matmul_flops=device.matmul_tflops * TFLOPS * _limit_factor(MATMUL_HALF_RATE_DIM, device.matmul_size),
+        matmul_flops=device.matmul_tflops
+        * TFLOPS
+        * _limit_factor(MATMUL_HALF_RATE_DIM, device.matmul_size),
         matmul_share=device.matmul_share,
         attention_flops={
-            kernel: {int(width.removeprefix("width_")): rates.flops for width, rates in widths.items()}
+            kernel: {
+                int(width.removeprefix("width_")): rates.flops for width, rates in widths.items()
+            }
             for kernel, widths in table.attention.items()
         },
         hbm_bandwidth=device.memory_gbps * device.memory_share * GBPS,
@@ -252,9 +280,13 @@ def _resolve_path(name: str, relative_to: Path | None = None) -> Path:
     if path := next(filter(Path.is_file, candidates), None):
         return path
     tables = device_names()
-    close = [table for table in tables if table.startswith(name)] or get_close_matches(name, tables, n=1)
+    close = [table for table in tables if table.startswith(name)] or get_close_matches(
+        name, tables, n=1
+    )
     suggestion = f"did you mean {close[0]}? " if close else ""
-    raise ConfigError([f'device "{name}" is neither a table nor a file; {suggestion}tables: {", ".join(tables)}'])
+    raise ConfigError(
+        [f'device "{name}" is neither a table nor a file; {suggestion}tables: {", ".join(tables)}']
+    )
 
 
 def _read_table(path: Path, chain: tuple[Path, ...]) -> DeviceTable:
@@ -274,13 +306,18 @@ def _read_table(path: Path, chain: tuple[Path, ...]) -> DeviceTable:
     try:
         return DeviceTable.model_validate(values)
     except ValidationError as error:
-        raise ConfigError([f"{show_path(path)}: {_format_error(each)}" for each in error.errors()]) from error
+        raise ConfigError(
+            [f"{show_path(path)}: {_format_error(each)}" for each in error.errors()]
+        ) from error
 
 
 def _without_sources(values: dict[str, Any]) -> dict[str, Any]:
     """Replaces `{ value, source }` by the value."""
     return {
-        section: {key: each.get("value") if isinstance(each, dict) else each for key, each in entries.items()}
+        section: {
+            key: each.get("value") if isinstance(each, dict) else each
+            for key, each in entries.items()
+        }
         if section != "attention" and isinstance(entries, dict)
         else entries
         for section, entries in values.items()
@@ -292,7 +329,11 @@ def _format_error(error: ErrorDetails) -> str:
     *section, key = (str(part) for part in error["loc"] if part != "[key]")
     name = f"[{'.'.join(section)}] {key}" if section else key
     if error["type"] == "extra_forbidden":
-        model: Any = DeviceTable.model_fields[section[0]].annotation if section[:1] in _SECTION_PATHS else DeviceTable
+        model: Any = (
+            DeviceTable.model_fields[section[0]].annotation
+            if section[:1] in _SECTION_PATHS
+            else DeviceTable
+        )
         return f"{name} is not a {'key' if section else 'section or key'}; {_suggest(key, [*model.model_fields])}"
     if error["type"] == "missing":
         return f"{name} is missing"
@@ -300,7 +341,11 @@ def _format_error(error: ErrorDetails) -> str:
         return f"[{key}] {error['msg'].removeprefix('Value error, ')}"
     if error["type"] in ("model_type", "dict_type"):
         return f"{name} = {error['input']} must be a section"
-    rule = re.sub(r"^(Input|String) should (be )?", lambda match: "must be " if match[2] else "must ", error["msg"])
+    rule = re.sub(
+        r"^(Input|String) should (be )?",
+        lambda match: "must be " if match[2] else "must ",
+        error["msg"],
+    )
     return f"{name} {rule}" if error["loc"][-1] == "[key]" else f"{name} = {error['input']} {rule}"
 
 

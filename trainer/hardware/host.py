@@ -29,12 +29,15 @@ def boot_id() -> str:
 
 
 def seconds_since_boot() -> float:
-    """A clock that all processes of this host share and that nobody sets; it counts while the host sleeps."""
+    """A clock that all processes of this host share and that nobody sets; it counts while the host
+    sleeps.
+    """
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def loopback_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that keep the sockets of gloo and NCCL on loopback, for ranks of one host; what is set already stays.
+    """Variables that keep the sockets of gloo and NCCL on loopback, for ranks of one host; what is
+    set already stays.
 
     By default both listen on the interface of the host's name, where other hosts reach them.
     """

@@ -1,6 +1,8 @@
-"""Checks of a node before it trains: what it has, whether it computes right, and how fast it copies.
+"""Checks of a node before it trains: what it has, whether it computes right, and how fast it
+copies.
 
-Each check returns what it found, and raises `CheckFailedError` with what is wrong. Every one ends within seconds on a good node.
+Each check returns what it found, and raises `CheckFailedError` with what is wrong. Every one ends
+within seconds on a good node.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ SLOW = 0.7
 """Of the median of a node's devices: below, a device is slow."""
 MAX_CLOCK_SECONDS = 30.0
 """Between this node and the file system: the lease goes by both clocks."""
-FILE_BYTES, SHM_BYTES, COPY_BYTES = 64 * MIB, 64 * MIB, 256 * MIB
+FILE_BYTES = 64 * MIB
+SHM_BYTES = 64 * MIB
+COPY_BYTES = 256 * MIB
 SHM = Path("/dev/shm")
 ATTENTION = Heads(4, 2, 64)
 
@@ -65,7 +69,8 @@ class Node:
 
 def devices(node: Node) -> str:
     """All devices are visible."""
-    visible, listed = torch.cuda.device_count(), listed_gpus()
+    visible = torch.cuda.device_count()
+    listed = listed_gpus()
     expected = listed if node.devices is None else node.devices
     if visible != expected:
         raise CheckFailedError(f"{visible} of {expected} GPUs are visible")
@@ -77,7 +82,9 @@ def listed_gpus() -> int:
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return torch.cuda.device_count()
     with suppress(OSError, subprocess.TimeoutExpired):
-        said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False).stdout
+        said = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False
+        ).stdout
         return sum(line.startswith("GPU ") for line in said.splitlines())
     return 0
 
@@ -100,8 +107,12 @@ def memory(node: Node) -> str:
 
 
 def product(node: Node) -> str:
-    """Products of integers are exact, each time, and no device takes far longer than the others."""
-    seconds = {device: _product_seconds(device, node.product_size) for device in node.compute_devices}
+    """Products of integers are exact, each time, and no device takes far longer than the
+    others.
+    """
+    seconds = {
+        device: _product_seconds(device, node.product_size) for device in node.compute_devices
+    }
     return "exact, " + _rates(seconds, "ms", 1e3)
 
 
@@ -114,7 +125,8 @@ def _product_seconds(device: torch.device, size: int) -> float:
     # Sums of integers below 2^24 are exact in float32; only the last rounding is not.
     expected = (a[rows].double() @ b.double()).bfloat16()
     a, b = (x.to(device, torch.bfloat16) for x in (a, b))
-    first, watch = a @ b, Stopwatch(device)
+    first = a @ b
+    watch = Stopwatch(device)
     watch.start()
     others = [_differs(a @ b, first) for _ in range(PRODUCT_ROUNDS if on_gpu else 2)]
     watch.stop()
@@ -130,7 +142,9 @@ def _differs(x: Tensor, y: Tensor) -> Tensor:
 
 
 def attention(node: Node) -> str:
-    """Attention by the kernel that runs here agrees with float64, forward and backward, and each time."""
+    """Attention by the kernel that runs here agrees with float64, forward and backward, and each
+    time.
+    """
     kernel = ""
     for device in node.compute_devices:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -147,7 +161,9 @@ def attention(node: Node) -> str:
 
 def copies(node: Node) -> str:
     """Every device copies from and to pinned memory as fast as the others, without an error."""
-    seconds = {device: _copy_seconds(device) for device in node.compute_devices if device.type == "cuda"}
+    seconds = {
+        device: _copy_seconds(device) for device in node.compute_devices if device.type == "cuda"
+    }
     return _rates(seconds, "GB/s", COPY_BYTES * 2 / 1e9, inverse=True) if seconds else "no GPUs"
 
 
@@ -186,7 +202,9 @@ def links(node: Node) -> str:
     return _rates(seconds, "GB/s", COPY_BYTES / 1e9, inverse=True)
 
 
-def _rates(seconds: dict[torch.device, float], unit: str, factor: float, *, inverse: bool = False) -> str:
+def _rates(
+    seconds: dict[torch.device, float], unit: str, factor: float, *, inverse: bool = False
+) -> str:
     """The slowest device's rate. Raises `CheckFailedError` if it is far slower than the median."""
     slowest = max(seconds, key=seconds.__getitem__)
     usual = median(seconds.values())
@@ -195,7 +213,9 @@ def _rates(seconds: dict[torch.device, float], unit: str, factor: float, *, inve
         for name, value in (("slowest", seconds[slowest]), ("median", usual))
     }
     if usual < SLOW * seconds[slowest]:
-        raise CheckFailedError(f"{slowest} is slow: {shown['slowest']:.3g} {unit}, the median {shown['median']:.3g}")
+        raise CheckFailedError(
+            f"{slowest} is slow: {shown['slowest']:.3g} {unit}, the median {shown['median']:.3g}"
+        )
     return f"{shown['slowest']:.3g} {unit}"
 
 
@@ -234,7 +254,9 @@ def _write_and_read(folder: Path, size: int) -> str:
             os.fsync(file.fileno())
         except OSError as error:
             reason = (
-                "is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"cannot be written: {error.strerror}"
+                "is full"
+                if error.errno in (errno.ENOSPC, errno.EDQUOT)
+                else f"cannot be written: {error.strerror}"
             )
             raise CheckFailedError(f"{folder} {reason}") from None
         seconds = time.perf_counter() - began

@@ -31,7 +31,9 @@ def model_config_from_values(values: Mapping[str, Any]) -> ModelConfig:
             sections[section][name] = tuple(value) if isinstance(value, list) else value
     try:
         pattern = tuple(LayerKind(**kind) for kind in sections["model"].pop("layers", ()))
-        ropes: dict[str, Any] = {name: RopeConfig(**sections[f"model.{name}"]) for name in ("rope", "local_rope")}
+        ropes: dict[str, Any] = {
+            name: RopeConfig(**sections[f"model.{name}"]) for name in ("rope", "local_rope")
+        }
         return ModelConfig(**sections["model"], layers=pattern, **ropes)
     except TypeError as error:
         raise ResumeError(f"state.json is not of this version's models: {error}") from None
@@ -40,28 +42,37 @@ def model_config_from_values(values: Mapping[str, Any]) -> ModelConfig:
 def validate_initial_weights(config: Config) -> None:
     """Raises `ConfigError` if a new run cannot load `checkpoint.initial_load_path`.
 
-    Only logs differences in rotary embeddings, which a context extension changes on purpose, and keys that are ignored.
+    Only logs differences in rotary embeddings, which a context extension changes on purpose, and
+    keys that are ignored.
     """
     initial = config.checkpoint.initial_load_path
-    if initial is None or (config.checkpoint.enabled and RunDir(config.output_dir).committed_checkpoints()):
+    if initial is None or (
+        config.checkpoint.enabled and RunDir(config.output_dir).committed_checkpoints()
+    ):
         return
     try:
         problems, remarks = _compare_with_initial(initial, config)
     except (HuggingFaceError, ResumeError) as error:
-        problems, remarks = error.problems, []
+        problems = error.problems
+        remarks = []
     if problems:
-        raise ConfigError([f'checkpoint.initial_load_path = "{initial}": {problem}' for problem in problems])
+        raise ConfigError(
+            [f'checkpoint.initial_load_path = "{initial}": {problem}' for problem in problems]
+        )
     for line in remarks:
         log.info("checkpoint.initial_load_path: %s", line)
 
 
 def _compare_with_initial(initial: str, config: Config) -> tuple[list[str], list[str]]:
     """(problems, remarks) of the configured model against the initial weights."""
-    folder, is_hf = resolve_initial_path(initial), is_hugging_face(initial)
+    folder = resolve_initial_path(initial)
+    is_hf = is_hugging_face(initial)
     if is_hf and not folder.is_dir():
         return [f"{folder} is not a folder (models are not downloaded)"], []
-    text_only, model = is_text_only(initial), config.model.build()
-    problems, remarks = list[str](), list[str]()
+    text_only = is_text_only(initial)
+    model = config.model.build()
+    problems = list[str]()
+    remarks = list[str]()
     if is_hf:
         ignore_keys = config.checkpoint.initial_ignore_keys
         values = text_model_values(read_config(folder), text_only=text_only)
@@ -71,7 +82,9 @@ def _compare_with_initial(initial: str, config: Config) -> tuple[list[str], list
         initial_model = model_config_from_values(manifest.read_state(folder).config)
     for key, (initial_value, value) in config_differences(initial_model, model).items():
         lines = remarks if key.startswith(("rope.", "local_rope.")) else problems
-        lines.append(f"model.{key} = {json.dumps(value)}, but the initial weights have {json.dumps(initial_value)}")
+        lines.append(
+            f"model.{key} = {json.dumps(value)}, but the initial weights have {json.dumps(initial_value)}"
+        )
     if not problems and is_hf:
         problems = SafetensorsReader(folder, text_only=text_only).problems(initial_model)
     return problems, remarks

@@ -1,4 +1,6 @@
-"""Whether [tokenizer] gives the ids that a model's weights were trained on, before any worker starts."""
+"""Whether [tokenizer] gives the ids that a model's weights were trained on, before any worker
+starts.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,16 @@ MAX_LISTED = 3
 
 
 def validate_initial_tokenizer(config: Config) -> None:
-    """Raises `ConfigError` if a new run would train a Hugging Face model on ids of another tokenizer than its own."""
+    """Raises `ConfigError` if a new run would train a Hugging Face model on ids of another
+    tokenizer than its own.
+    """
     initial = config.checkpoint.initial_load_path
     if initial is None or not is_hugging_face(initial) or config.data.is_synthetic:
         return
     folder = resolve_initial_path(initial)
-    has_checkpoint = config.checkpoint.enabled and RunDir(config.output_dir).committed_checkpoints()
+    has_checkpoint = (
+        config.checkpoint.enabled and RunDir(config.output_dir).committed_checkpoints()
+    )
     if has_checkpoint or not folder.is_dir() or any(tokenizer_problems(config.tokenizer)):
         return
     try:
@@ -37,7 +43,9 @@ def validate_initial_tokenizer(config: Config) -> None:
     except DataError as error:
         problems = error.problems
     if problems:
-        raise ConfigError([f'checkpoint.initial_load_path = "{initial}": {problem}' for problem in problems])
+        raise ConfigError(
+            [f'checkpoint.initial_load_path = "{initial}": {problem}' for problem in problems]
+        )
 
 
 def _differences(config: Config, folder: Path) -> Iterator[str]:
@@ -46,7 +54,8 @@ def _differences(config: Config, folder: Path) -> Iterator[str]:
     from trainer.data.vocabulary import text_vocab_size
 
     detected = detect_tokenizer(folder)
-    kind, path = config.tokenizer.kind, config.tokenizer.path
+    kind = config.tokenizer.kind
+    path = config.tokenizer.path
     if detected is None:
         if kind == "byte" and config.model.build().vocab_size != BYTE_VOCAB_SIZE:
             yield (
@@ -55,10 +64,15 @@ def _differences(config: Config, folder: Path) -> Iterator[str]:
             )
         return
     tokenizer = open_tokenizer(config.tokenizer)
-    if kind != "byte":  # Else reported with the problems of data.
+    # Else reported with the problems of data.
+    if kind != "byte":
         require_vocab_size(config, text_vocab_size(tokenizer, config.data.separators))
     own_kind, own_path = detected
-    if kind == own_kind == "huggingface" and path and tokenizer_folder(path).resolve() == folder.resolve():
+    if (
+        kind == own_kind == "huggingface"
+        and path
+        and tokenizer_folder(path).resolve() == folder.resolve()
+    ):
         return
     if problems := [*_id_differences(tokenizer, load_tokenizer(*detected))]:
         own_path_value = f' and tokenizer.path = "{own_path}"' if own_path else ""
@@ -74,12 +88,24 @@ def _id_differences(tokenizer: Tokenizer, own: Tokenizer) -> Iterator[str]:
         if token is not None and token not in own_special:
             yield f"the {role} token of documents, {token}, is no special token of the model's tokenizer"
     shared = tokenizer.special_tokens.keys() & own.special_tokens.keys()
-    moved = [name for name in sorted(shared) if tokenizer.special_tokens[name] != own.special_tokens[name]]
+    moved = [
+        name
+        for name in sorted(shared)
+        if tokenizer.special_tokens[name] != own.special_tokens[name]
+    ]
     for name in moved[:MAX_LISTED]:
         ids = tokenizer.special_tokens[name], own.special_tokens[name]
         yield f'special token "{name}" is {ids[0]}, but {ids[1]} for the model'
     probe, own_probe = (each.encode(PROBE).tolist() for each in (tokenizer, own))
     if probe != own_probe:
-        place = next((at for at, pair in enumerate(zip(probe, own_probe, strict=False)) if pair[0] != pair[1]), 0)
-        given, expected = probe[place : place + 4], own_probe[place : place + 4]
+        place = next(
+            (
+                at
+                for at, pair in enumerate(zip(probe, own_probe, strict=False))
+                if pair[0] != pair[1]
+            ),
+            0,
+        )
+        given = probe[place : place + 4]
+        expected = own_probe[place : place + 4]
         yield f"a probe text gives ids {given}, but {expected} with the model's tokenizer"

@@ -1,7 +1,8 @@
 """`longhaul train`: validates a run in one process for the world it would have, then starts it.
 
-This process starts the workers and restarts them on failure (trainer/launch/restarts.py). As a task of `srun` it becomes
-the worker. Exits with 2 if the configuration is wrong, else with the status of the workers.
+This process starts the workers and restarts them on failure (trainer/launch/restarts.py). As a
+task of `srun` it becomes the worker. Exits with 2 if the configuration is wrong, else with the
+status of the workers.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def build_parser() -> CommandParser:
     def refusal(problems: Sequence[str], argv: Sequence[str]) -> str:
         return format_problems(problems, argv, None)
 
-    parser = CommandParser(typed("train"), DESCRIPTION, run=launch, overrides=_keys_help, report=refusal)
+    parser = CommandParser(
+        typed("train"), DESCRIPTION, run=launch, overrides=_keys_help, report=refusal
+    )
     parser.add_config()
     check_help = "print the resolved configuration and the mesh; start nothing"
     parser.add_argument("--check", action="store_true", help=check_help)
@@ -88,9 +91,17 @@ def _keys_help() -> str:
 
 
 def launch(options: Namespace, argv: Sequence[str]) -> int:
-    config, world, problems = load_and_validate(argv, os.environ, planning=options.plan, checking=options.check)
-    if options.check and world and not world.rank and not checks.layout_problems(config, world.world_size):
-        sys.stdout.write(format_resolved_config(config, world))  # Also where corpus and tokenizer are missing.
+    config, world, problems = load_and_validate(
+        argv, os.environ, planning=options.plan, checking=options.check
+    )
+    if (
+        options.check
+        and world
+        and not world.rank
+        and not checks.layout_problems(config, world.world_size)
+    ):
+        # Also where corpus and tokenizer are missing.
+        sys.stdout.write(format_resolved_config(config, world))
     if problems or world is None:
         if world is None or world.is_first_of_node:  # Nodes may differ.
             sys.stderr.write(format_problems(problems, argv, world))
@@ -106,23 +117,31 @@ def launch(options: Namespace, argv: Sequence[str]) -> int:
         spec = prepare_run(config, world)
     if not isinstance(spec, RunSpec):
         return spec
-    set_worker_environment(os.environ, world, cpu_optimizer=config.memory.optimizer_placement == "host")
+    set_worker_environment(
+        os.environ, world, cpu_optimizer=config.memory.optimizer_placement == "host"
+    )
     if world.rank is not None:
         os.execv(sys.executable, [sys.executable, "-u", str(TRAIN_SCRIPT), spec.to_json()])
     return run_with_restarts(
-        spec, world, TRAIN_SCRIPT, reload=lambda: keep_packing_version(load(argv)), prepare=prepare_run
+        spec,
+        world,
+        TRAIN_SCRIPT,
+        reload=lambda: keep_packing_version(load(argv)),
+        prepare=prepare_run,
     )
 
 
 def prepare_run(config: Recipe, world: LaunchWorld) -> RunSpec | int:
-    """Prepares the data of a validated run and predicts its memory and step time; returns an exit code if nothing should start.
+    """Prepares the data of a validated run and predicts its memory and step time; returns an exit
+    code if nothing should start.
 
     Of several processes on a shared file system, one tokenizes and the others wait.
     """
     try:
         early_exit = find_early_exit(config)
         if early_exit is None:
-            from trainer.data.prepare import prepare_once  # Imports torch, which checks do not need.
+            # Imports torch, which checks do not need.
+            from trainer.data.prepare import prepare_once
 
             datasets = prepare_once(config, None if world.rank is None else launch_id(os.environ))
             prediction = None
@@ -132,7 +151,8 @@ def prepare_run(config: Recipe, world: LaunchWorld) -> RunSpec | int:
             return RunSpec(config=config, datasets=datasets, prediction=prediction)
         status, reason = early_exit
     except Interrupted:
-        status, reason = EXIT_FAILURE, "error: stopped before the first step"
+        status = EXIT_FAILURE
+        reason = "error: stopped before the first step"
     except RunError as error:
         status, reason = _record_failure(config, error)
     if world.is_first_of_node:  # Nodes may differ.
@@ -160,20 +180,27 @@ def _record_failure(config: Config, error: RunError) -> tuple[int, str]:
 
 def _write_marker(config: Config, marker: str, reason: str) -> None:
     attempt = os.environ.get(exit_markers.ATTEMPT_VARIABLE)
-    with suppress(OSError):  # If the folder is not writable, the reason says so.
+    # If the folder is not writable, the reason says so.
+    with suppress(OSError):
         exit_markers.write_if_absent(config.output_dir, marker, reason=reason, attempt=attempt)
 
 
 def load_and_validate(
-    argv: Sequence[str], environment: Mapping[str, str], *, planning: bool = False, checking: bool = False
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    planning: bool = False,
+    checking: bool = False,
 ) -> tuple[Recipe, LaunchWorld | None, list[str]]:
     """Returns the run, its world if known, and all problems of either.
 
-    With `planning`, files need not exist, and without NGPU the world size is the product of the stated degrees. With
-    `checking`, the corpora's files are looked at, as the preparation of the data does otherwise.
+    With `planning`, files need not exist, and without NGPU the world size is the product of the
+    stated degrees. With `checking`, the corpora's files are looked at, as the preparation of the
+    data does otherwise.
     """
     problems: list[str] = []
-    config, world = Recipe(), None
+    config = Recipe()
+    world = None
     if environment.get("CONFIG_FILE") and not any(arg.startswith("--config") for arg in argv):
         problems.append("CONFIG_FILE, a variable of torchtitan, is not read: use --config")
     with collecting(problems):
@@ -182,7 +209,9 @@ def load_and_validate(
         if planning and not environment.get("NGPU"):
             world = LaunchWorld(nproc_per_node=config.stated_world_size)
         else:
-            world = detect_launch_world(environment, config, gpus=0 if environment.get("NGPU") else count_gpus())
+            world = detect_launch_world(
+                environment, config, gpus=0 if environment.get("NGPU") else count_gpus()
+            )
     with collecting(problems):
         if config.plan.device is not None:
             select_device(config)
@@ -193,7 +222,8 @@ def load_and_validate(
     if planning:
         return config, world, checks.layout_problems(config, world.world_size)
     stages = config.training_stages
-    with suppress(RunError):  # Finished stages are not checked for this world.
+    # Finished stages are not checked for this world.
+    with suppress(RunError):
         stages = stages[stage.index :] if (stage := next_stage(config)) else stages
     problems = checks.problems(config, world.world_size, first_stage=stages[0].index)
     problems += RunDir(config.output_dir).problems()
@@ -225,7 +255,9 @@ def collecting(problems: list[str]) -> Iterator[None]:
 # ---- reports before anything starts
 
 
-def format_problems(problems: Sequence[str], argv: Sequence[str], world: LaunchWorld | None) -> str:
+def format_problems(
+    problems: Sequence[str], argv: Sequence[str], world: LaunchWorld | None
+) -> str:
     """One line per problem, and one with the file and the world."""
     name = parse_arguments(argv).config
     with suppress(ConfigError):
@@ -233,11 +265,18 @@ def format_problems(problems: Sequence[str], argv: Sequence[str], world: LaunchW
     for_world = f" for {world}" if world else ""
     prefix = f"[rank {world.rank}] " if world and world.rank else ""
     lines = [f"error: {prefix}{shorten(name_flags(problem, argv))}\n" for problem in problems]
-    return "".join([*lines, f"nothing was started: {pluralize(len(problems), 'problem')} with {name}{for_world}\n"])
+    return "".join(
+        [
+            *lines,
+            f"nothing was started: {pluralize(len(problems), 'problem')} with {name}{for_world}\n",
+        ]
+    )
 
 
 def format_resolved_config(config: Config, world: LaunchWorld) -> str:
-    """The resolved configuration as TOML, with the mesh, memory and model of this world as comments."""
+    """The resolved configuration as TOML, with the mesh, memory and model of this world as
+    comments.
+    """
     lines = [f"mesh of {world}"]
     for stage in config.training_stages:
         lines += [stage.summary()] * bool(stage.name) + describe_stage(stage.config, world)
@@ -245,7 +284,8 @@ def format_resolved_config(config: Config, world: LaunchWorld) -> str:
 
 
 def describe_stage(config: Config, world: LaunchWorld) -> list[str]:
-    model, training = config.model.build(), config.training
+    model = config.model.build()
+    training = config.training
     topology = summary.topology(config, world.world_size, nodes=world.num_nodes)
     num_micro_batches, per_rank = config.micro_batches(world.world_size)
     global_batch_size = training.global_batch_size
@@ -257,7 +297,10 @@ def describe_stage(config: Config, world: LaunchWorld) -> list[str]:
         f"step of {pluralize(global_batch_size, 'sequence')} x {training.seq_len:,} tokens = {global_batch_size * training.seq_len:,} tokens: "
         f"{pluralize(num_micro_batches, 'micro-batch', 'es')} of {pluralize(training.micro_batch_size, 'sequence')}, "
         f"{per_rank} on each data-parallel rank",
-        *(f"warning: {warning}" for warning in (*summary.warnings(config, world.world_size), *topology.warnings())),
+        *(
+            f"warning: {warning}"
+            for warning in (*summary.warnings(config, world.world_size), *topology.warnings())
+        ),
     ]
 
 
@@ -268,7 +311,9 @@ def _memory_summary(config: Config, world: LaunchWorld) -> list[str]:
     except ConfigError:  # Reported by `load_and_validate`.
         return []
     if choice is None:
-        return ['memory.recompute = "auto" is resolved once devices are known; set memory.device_gib to see it here']
+        return [
+            'memory.recompute = "auto" is resolved once devices are known; set memory.device_gib to see it here'
+        ]
     described = describe_choice(config, choice) if config.memory.device_gib is not None else ""
     lines = [f'memory options that are "auto": {described}'] * bool(described)
     return [*lines, memory_summary(estimate_memory(choice.config, world.world_size))]
@@ -280,7 +325,9 @@ def _choose_memory(config: Config, world: LaunchWorld) -> Choice | None:
         if config.memory.recompute == "auto":
             return None
         # The device may have room for a larger chunk.
-        config = with_overrides(config, {"memory.loss_chunk_mib": config.memory.loss_chunk_bytes >> 20})
+        config = with_overrides(
+            config, {"memory.loss_chunk_mib": config.memory.loss_chunk_bytes >> 20}
+        )
     return choose_memory_options(
         config,
         world.world_size,

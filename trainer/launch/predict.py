@@ -1,7 +1,9 @@
-"""Predicted memory and step time: `prediction.json`, written before training so that training needs no planner.
+"""Predicted memory and step time: `prediction.json`, written before training so that training
+needs no planner.
 
-`python -m trainer.launch.predict` chooses the memory options that are "auto": rank 0 starts it once devices are
-known, sends a request as JSON on standard input and reads the answer from standard output. Imports no torch.
+`python -m trainer.launch.predict` chooses the memory options that are "auto": rank 0 starts it
+once devices are known, sends a request as JSON on standard input and reads the answer from
+standard output. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ def predict(config: Config, world_size: int, *, num_nodes: int) -> Prediction:
     """Step time is absent where no device is known, memory while `recompute = "auto"` is open."""
     described: dict[str, Any] = {
         "summary": parallelism_summary(config, world_size),
-        "warnings": [*warnings(config, world_size), *topology(config, world_size, nodes=num_nodes).warnings()],
+        "warnings": [
+            *warnings(config, world_size),
+            *topology(config, world_size, nodes=num_nodes).warnings(),
+        ],
     }
     if config.memory.recompute == "auto":
         return Prediction.model_validate(described, strict=False)
@@ -45,7 +50,8 @@ def predict(config: Config, world_size: int, *, num_nodes: int) -> Prediction:
 
 def main() -> int:
     request = json.load(sys.stdin)
-    config, world_size = Config.model_validate_json(request["config"]), request["world_size"]
+    config = Config.model_validate_json(request["config"])
+    world_size = request["world_size"]
     extension.install(config.job.extension)
     limits = {key: request[key] for key in ("ranks_per_node", "device_bytes", "host_bytes")}
     answer: dict[str, Any]
@@ -54,9 +60,16 @@ def main() -> int:
     except ConfigError as error:
         answer = {"problems": error.problems}
     else:
-        resolved, num_nodes = choice.config, world_size // request["ranks_per_node"]
-        write_prediction(Path(request["prediction_path"]), predict(resolved, world_size, num_nodes=num_nodes))
-        answer = {"memory": resolved.memory.model_dump(), "choice": describe_choice(config, choice), "problems": []}
+        resolved = choice.config
+        num_nodes = world_size // request["ranks_per_node"]
+        write_prediction(
+            Path(request["prediction_path"]), predict(resolved, world_size, num_nodes=num_nodes)
+        )
+        answer = {
+            "memory": resolved.memory.model_dump(),
+            "choice": describe_choice(config, choice),
+            "problems": [],
+        }
     json.dump(answer, sys.stdout)
     return 0
 

@@ -1,7 +1,8 @@
-"""Restart policy: relaunch failed workers until the run finishes, fails permanently, or stops making progress.
+"""Restart policy: relaunch failed workers until the run finishes, fails permanently, or stops
+making progress.
 
-Only a new checkpoint counts as progress: a run that fails every hour for weeks is restarted each time, one that fails at
-once is given up. Imports no torch.
+Only a new checkpoint counts as progress: a run that fails every hour for weeks is restarted each
+time, one that fails at once is given up. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from trainer.checkpoint.memory_folder import Newest
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.run_spec import RunSpec
 from trainer.config.training_stages import Recipe
-from trainer.errors import CONCLUSIVE_EXIT_CODES, EXIT_FAILURE, EXIT_SUCCESS, START_TIME_ENV, RunError, failure_ending
+from trainer.errors import (
+    CONCLUSIVE_EXIT_CODES,
+    EXIT_FAILURE,
+    EXIT_SUCCESS,
+    START_TIME_ENV,
+    RunError,
+    failure_ending,
+)
 from trainer.hardware.host import boot_id, seconds_since_boot
 from trainer.launch.cluster import LaunchWorld
 from trainer.launch.workers import Workers
@@ -39,11 +47,16 @@ def run_with_restarts(
 ) -> int:
     """Runs the remaining stages, each in new processes; returns the exit code.
 
-    `reload` and `prepare` read the configuration again before each stage: it may change while an earlier stage runs.
+    `reload` and `prepare` read the configuration again before each stage: it may change while an
+    earlier stage runs.
     """
     config = spec.config
-    folder, workers = RunDir(config.output_dir), Workers()
-    start_time, launch_index, failures_without_progress, stage = time.time(), 0, 0, next_stage(config)
+    folder = RunDir(config.output_dir)
+    workers = Workers()
+    start_time = time.time()
+    launch_index = 0
+    failures_without_progress = 0
+    stage = next_stage(config)
     os.environ.setdefault(START_TIME_ENV, f"{boot_id()} {seconds_since_boot()}")
     with workers.forward_signals():
         while True:
@@ -60,17 +73,28 @@ def run_with_restarts(
                 following = _prepare_following_stage(stage, cluster, reload, prepare)
                 if isinstance(following, int):
                     return following
-                spec, stage = following, next_stage(following.config)
+                spec = following
+                stage = next_stage(following.config)
             else:
-                if exit_markers.read(folder.path, attempt) is None and status not in CONCLUSIVE_EXIT_CODES:
+                if (
+                    exit_markers.read(folder.path, attempt) is None
+                    and status not in CONCLUSIVE_EXIT_CODES
+                ):
                     with suppress(OSError):
                         reason = f"the workers exited with {status} and gave no reason"
-                        exit_markers.write(folder.path, failure_ending(status).marker, reason=reason, attempt=attempt)
+                        exit_markers.write(
+                            folder.path,
+                            failure_ending(status).marker,
+                            reason=reason,
+                            attempt=attempt,
+                        )
                 has_progressed = _progress(folder) > previous_progress
                 failures_without_progress = 0 if has_progressed else failures_without_progress + 1
                 if status in CONCLUSIVE_EXIT_CODES or workers.received_signal:
                     return status
-                delay = _restart_delay(config, folder, cluster, launch_index + 1, failures_without_progress)
+                delay = _restart_delay(
+                    config, folder, cluster, launch_index + 1, failures_without_progress
+                )
                 if delay is None:
                     return status
                 workers.interruptible_sleep(delay)
@@ -84,14 +108,23 @@ def _exit_on_signal(folder: RunDir, reason: str, attempt: str) -> int:
     if not folder.committed_checkpoints():
         return EXIT_FAILURE
     exit_markers.write(folder.path, "REQUEUE", reason=reason, attempt=attempt)
-    _report(folder, f"stopping: {reason}; the same command resumes from {_newest_checkpoint(folder)}")
+    _report(
+        folder, f"stopping: {reason}; the same command resumes from {_newest_checkpoint(folder)}"
+    )
     return EXIT_SUCCESS
 
 
 def _restart_delay(
-    config: Config, folder: RunDir, cluster: LaunchWorld, launch_index: int, failures_without_progress: int
+    config: Config,
+    folder: RunDir,
+    cluster: LaunchWorld,
+    launch_index: int,
+    failures_without_progress: int,
 ) -> float | None:
-    """Seconds to wait before the restart after a failure; None to give up. Reports and logs the decision."""
+    """Seconds to wait before the restart after a failure; None to give up.
+
+    Reports and logs the decision.
+    """
     limits = config.distributed
     for line in summarize_hang(folder.hangs_dir, cluster.world_size):
         _report(folder, line)
@@ -102,7 +135,11 @@ def _restart_delay(
         launches = f"{failures_without_progress} consecutive launches without a new checkpoint"
         _report(folder, f"giving up: {launches} (distributed.restarts = {limits.restarts})")
         return None
-    backoff = limits.restart_seconds * 2 ** (failures_without_progress - 1) if failures_without_progress else 0.0
+    backoff = (
+        limits.restart_seconds * 2 ** (failures_without_progress - 1)
+        if failures_without_progress
+        else 0.0
+    )
     delay: float = min(backoff, MAX_BACKOFF_SECONDS)
     _report(folder, f"restarting in {delay:g} s from {_newest_checkpoint(folder)}")
     folder.log_event("restart", life=launch_index, without_progress=failures_without_progress)
@@ -115,7 +152,9 @@ def _prepare_following_stage(
     reload: Callable[[], Recipe],
     prepare: Callable[[Recipe, LaunchWorld], RunSpec | int],
 ) -> RunSpec | int:
-    """Prepares the stage after `previous`; returns the exit code if there is none or it cannot start."""
+    """Prepares the stage after `previous`; returns the exit code if there is none or it cannot
+    start.
+    """
     try:
         config = reload()
         following = next_stage(config)
@@ -130,11 +169,14 @@ def _prepare_following_stage(
 def _progress(folder: RunDir) -> int:
     """Step of the newest checkpoint, on disk or in memory; -1 without any."""
     committed = folder.committed_checkpoints()
-    return max(Newest.read(folder.checkpoints_dir).in_memory, committed[-1][0] if committed else -1)
+    return max(
+        Newest.read(folder.checkpoints_dir).in_memory, committed[-1][0] if committed else -1
+    )
 
 
 def _newest_checkpoint(folder: RunDir) -> str:
-    step, committed = _progress(folder), folder.committed_checkpoints()
+    step = _progress(folder)
+    committed = folder.committed_checkpoints()
     if committed and committed[-1][0] == step:
         return str(committed[-1][1])
     return "step 0: there is no checkpoint yet" if step < 0 else f"step {step}, in memory"

@@ -1,7 +1,8 @@
 """The workers of this node: one process per rank. If one fails, all are killed. Imports no torch.
 
-torchrun's agent does not fit here: it restarts in place with the previous attempt's store, kills ranks that are still
-saving after its own grace period, and exits with an error although all ranks exited with 0.
+torchrun's agent does not fit here: it restarts in place with the previous attempt's store, kills
+ranks that are still saving after its own grace period, and exits with an error although all ranks
+exited with 0.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ class Workers:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def run(self, script: Path, argv: Sequence[str], cluster: LaunchWorld) -> int:
-        """Runs the workers until all have exited; returns the exit status. Starts none after a stop signal."""
+        """Runs the workers until all have exited; returns the exit status.
+
+        Starts none after a stop signal.
+        """
         if self.received_signal:
             return EXIT_FAILURE
         command = [sys.executable, "-u", str(script), *argv]
@@ -46,11 +50,16 @@ class Workers:
         with _store_socket(cluster) as store:
             try:
                 for local_rank in range(cluster.nproc_per_node):
-                    own_descriptors = [store.fileno()] if store is not None and local_rank == 0 else []
+                    own_descriptors = (
+                        [store.fileno()] if store is not None and local_rank == 0 else []
+                    )
                     environment = os.environ | _rank_environment(cluster, local_rank, store)
-                    workers.append(subprocess.Popen(command, env=environment, pass_fds=own_descriptors))
+                    workers.append(
+                        subprocess.Popen(command, env=environment, pass_fds=own_descriptors)
+                    )
                 if self.received_signal:
-                    self._signal_workers()  # It arrived during the loop; workers ignore repeats.
+                    # It arrived during the loop; workers ignore repeats.
+                    self._signal_workers()
                 return _wait_for_all(workers)
             finally:
                 _dump_stacks_and_kill([worker for worker in workers if worker.poll() is None])
@@ -91,19 +100,26 @@ def _dump_stacks_and_kill(workers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def _store_socket(cluster: LaunchWorld) -> Iterator[socket.socket | None]:
-    """Listens on a free port of loopback, for the store of ranks that are all on this host. None for other worlds."""
+    """Listens on a free port of loopback, for the store of ranks that are all on this host.
+
+    None for other worlds.
+    """
     if cluster.num_nodes > 1 or cluster.world_size == 1:
         yield None
         return
     try:
         listener = socket.create_server(("127.0.0.1", 0), backlog=cluster.world_size)
     except OSError:  # A host with IPv6 alone.
-        listener = socket.create_server(("::1", 0), family=socket.AF_INET6, backlog=cluster.world_size)
+        listener = socket.create_server(
+            ("::1", 0), family=socket.AF_INET6, backlog=cluster.world_size
+        )
     with listener:
         yield listener
 
 
-def _rank_environment(cluster: LaunchWorld, local_rank: int, store: socket.socket | None) -> dict[str, str]:
+def _rank_environment(
+    cluster: LaunchWorld, local_rank: int, store: socket.socket | None
+) -> dict[str, str]:
     address, _, port = cluster.master_endpoint.rpartition(":")
     variables: dict[str, object] = {
         "RANK": cluster.node_rank * cluster.nproc_per_node + local_rank,
@@ -123,7 +139,9 @@ def _rank_environment(cluster: LaunchWorld, local_rank: int, store: socket.socke
 
 
 def _wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Waits for all workers, or `GRACE_SECONDS` after the first failure; returns the exit status."""
+    """Waits for all workers, or `GRACE_SECONDS` after the first failure; returns the exit
+    status.
+    """
     deadline = float("inf")
     while None in (codes := [worker.poll() for worker in workers]) and time.monotonic() < deadline:
         if any(codes) and deadline == float("inf"):
@@ -137,10 +155,14 @@ def _wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def report_failed_rank(local_rank: int, pid: int, code: int) -> None:
-    outcome = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+    outcome = (
+        f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+    )
     sys.stderr.write(f"error: local rank {local_rank} (pid {pid}) {outcome}\n")
 
 
 def exit_status(codes: Sequence[int]) -> int:
-    """The exit status for failed workers: a conclusive code wins, since the peers only fail as a consequence."""
+    """The exit status for failed workers: a conclusive code wins, since the peers only fail as a
+    consequence.
+    """
     return next((code for code in CONCLUSIVE_EXIT_CODES if code in codes), EXIT_FAILURE)

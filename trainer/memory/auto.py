@@ -1,5 +1,5 @@
-"""`memory.recompute = "auto"`: the fastest memory options predicted to fit; `memory.loss_chunk_mib = "auto"`: the largest
-chunk of logits that costs no memory. Imports no torch.
+"""`memory.recompute = "auto"`: the fastest memory options predicted to fit; `memory.loss_chunk_mib
+= "auto"`: the largest chunk of logits that costs no memory. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from trainer.memory.estimator import SAVED_ACTIVATIONS, MemoryEstimate, estimate
 from trainer.memory.rank import RankMemory
 from trainer.memory.report import with_overrides
 
-DEVICE_FRACTION, HOST_FRACTION = 0.9, 0.75
-"""Usable share of device and node memory; the rest is for kernel workspaces, fragmentation and data loading."""
+DEVICE_FRACTION = 0.9
+HOST_FRACTION = 0.75
+"""Usable share of device and node memory; the rest is for kernel workspaces, fragmentation and
+data loading.
+"""
 PINNED_OVERHEAD = 17 / 16
 """Upper bound of pinned bytes allocated per byte stored."""
-# Values by key, in the order tried, with the estimated relative step-time overhead (copies, launches, partial sums).
+# Values by key, in the order tried, with the estimated relative step-time overhead (copies,
+# launches, partial sums).
 MEMORY_OPTIONS: dict[str, dict[Any, float]] = {
     "recompute": {"none": 0, "keep_attention": 0, "full": 0},
     "offload": {"none": 0, "inputs": 0.004, "inputs_and_attention": 0.008},
@@ -33,10 +37,13 @@ MEMORY_OPTIONS: dict[str, dict[Any, float]] = {
 }
 
 LOSS_CHUNKS_MIB = (1024, 512, MIN_LOSS_CHUNK_MIB)
-"""1024 MiB are 2,093 rows of a vocabulary of 128,256: the sum of weight gradients is hidden behind a product of 700."""
+"""1024 MiB are 2,093 rows of a vocabulary of 128,256: the sum of weight gradients is hidden behind
+a product of 700.
+"""
 FREE_LOSS_CHUNKS_MIB = (4096, 2048)
-"""Where they do not raise the peak. Of a vocabulary of 201,088, 1024 MiB are 1,334 rows; four times as many take 4 % off a step
-of gpt-oss-20b on an H200 (benchmarks/measured/2026-11-27-h200.jsonl).
+"""Where they do not raise the peak. Of a vocabulary of 201,088, 1024 MiB are 1,334 rows; four
+times as many take 4 % off a step of gpt-oss-20b on an H200
+(benchmarks/measured/2026-11-27-h200.jsonl).
 """
 
 
@@ -52,7 +59,9 @@ class NothingFitsError(ConfigError):
 class Choice:
     config: Config
     reason: str = ""
-    """Which limit faster options exceed; empty if the fastest fit, or if `memory.recompute` was stated."""
+    """Which limit faster options exceed; empty if the fastest fit, or if `memory.recompute` was
+    stated.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +77,19 @@ class Limits:
 
     def device_shortage(self, estimate: MemoryEstimate) -> str:
         """Empty if the device suffices."""
-        return _shortage(estimate.device_bytes, self.device, f"usable on a device ({DEVICE_FRACTION:.0%} of it)")
+        return _shortage(
+            estimate.device_bytes, self.device, f"usable on a device ({DEVICE_FRACTION:.0%} of it)"
+        )
 
     def host_shortage(self, estimate: MemoryEstimate) -> str:
         """Empty if the budget and the node suffice."""
         activations = estimate.item(SAVED_ACTIVATIONS).host_bytes
         saved = activations * self.ranks_per_node * PINNED_OVERHEAD
-        over_budget = "" if self.budget is None else _shortage(saved, self.budget, "of memory.host_budget_gib")
+        over_budget = (
+            ""
+            if self.budget is None
+            else _shortage(saved, self.budget, "of memory.host_budget_gib")
+        )
         held = (estimate.host_bytes - activations) * self.ranks_per_node + saved
         usable = f"of host memory usable on a node ({HOST_FRACTION:.0%} of it)"
         return over_budget or _shortage(held, self.host, usable)
@@ -95,7 +110,11 @@ class Rejected:
 
 
 def _shortage(needed: float, limit: float, of_what: str) -> str:
-    return f"needs {needed / GIB:.1f} of the {limit / GIB:.1f} GiB {of_what}" if needed > limit else ""
+    return (
+        f"needs {needed / GIB:.1f} of the {limit / GIB:.1f} GiB {of_what}"
+        if needed > limit
+        else ""
+    )
 
 
 def fit_memory_options(
@@ -103,17 +122,22 @@ def fit_memory_options(
 ) -> Config:
     """The configuration that `choose_memory_options` chooses."""
     return choose_memory_options(
-        config, world_size, ranks_per_node=ranks_per_node, device_bytes=device_bytes, host_bytes=host_bytes
+        config,
+        world_size,
+        ranks_per_node=ranks_per_node,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
     ).config
 
 
 def choose_memory_options(
     config: Config, world_size: int, *, ranks_per_node: int, device_bytes: float, host_bytes: float
 ) -> Choice:
-    """Resolves `memory.recompute` and `memory.loss_chunk_mib` if they are "auto"; keys of `memory` that the user set are
-    kept.
+    """Resolves `memory.recompute` and `memory.loss_chunk_mib` if they are "auto"; keys of `memory`
+    that the user set are kept.
 
-    `host_bytes` is the memory of one node. Raises NothingFitsError, or ConfigError if every candidate breaks a rule.
+    `host_bytes` is the memory of one node. Raises NothingFitsError, or ConfigError if every
+    candidate breaks a rule.
     """
     budget_gib = config.memory.host_budget_gib
     limits = Limits(
@@ -131,7 +155,9 @@ def choose_memory_options(
 
 
 def _fit_loss_chunk(config: Config, world_size: int, device_limit: float) -> Config:
-    """Resolves `memory.loss_chunk_mib = "auto"`, with which all else was fitted to the smallest chunk."""
+    """Resolves `memory.loss_chunk_mib = "auto"`, with which all else was fitted to the smallest
+    chunk.
+    """
     if config.memory.loss_chunk_mib != "auto":
         return config
     limit = max(device_limit, estimate_memory(config, world_size).device_bytes)
@@ -141,11 +167,17 @@ def _fit_loss_chunk(config: Config, world_size: int, device_limit: float) -> Con
     return _largest_chunk(config, FREE_LOSS_CHUNKS_MIB, world_size, peak) or chosen
 
 
-def _largest_chunk(config: Config, sizes_mib: Sequence[int], world_size: int, limit: float) -> Config | None:
-    """With the largest of the chunks that need at most `limit` bytes of a device, and which the tokens can fill."""
+def _largest_chunk(
+    config: Config, sizes_mib: Sequence[int], world_size: int, limit: float
+) -> Config | None:
+    """With the largest of the chunks that need at most `limit` bytes of a device, and which the
+    tokens can fill.
+    """
     candidates = (with_overrides(config, {"memory.loss_chunk_mib": mib}) for mib in sizes_mib)
     useful = (each for each in candidates if not _is_wider_than_all_logits(each, world_size))
-    return next((each for each in useful if estimate_memory(each, world_size).device_bytes <= limit), None)
+    return next(
+        (each for each in useful if estimate_memory(each, world_size).device_bytes <= limit), None
+    )
 
 
 def _is_wider_than_all_logits(config: Config, world_size: int) -> bool:
@@ -169,7 +201,11 @@ def _fit_recomputation(config: Config, world_size: int, limits: Limits) -> Choic
             rejected.append(Rejected(candidate, estimate.device_bytes, *shortages))
             continue
         offload_limit = limits.host if limits.budget is None else limits.budget
-        budget = {} if candidate.memory.offload == "none" else {"memory.host_budget_gib": offload_limit / GIB}
+        budget = (
+            {}
+            if candidate.memory.offload == "none"
+            else {"memory.host_budget_gib": offload_limit / GIB}
+        )
         return Choice(with_overrides(candidate, budget), _why_no_faster(candidate, rejected))
     if not rejected:
         raise ConfigError(found_problems)
@@ -177,7 +213,9 @@ def _fit_recomputation(config: Config, world_size: int, limits: Limits) -> Choic
 
 
 def _why_no_faster(chosen: Config, rejected: Sequence[Rejected]) -> str:
-    """What the most similar of the faster options lack, of those that only the device rules out and only the host."""
+    """What the most similar of the faster options lack, of those that only the device rules out
+    and only the host.
+    """
     only_device = [each for each in rejected if not each.host_shortage]
     only_host = [each for each in rejected if not each.device_shortage]
     groups = [only_device, only_host] if only_device or only_host else [rejected]
@@ -191,11 +229,17 @@ def _nearest_shortage(chosen: Config, rejected: Sequence[Rejected]) -> str:
 
 
 def _other_options(config: Config, chosen: Config) -> list[str]:
-    """The memory options of a configuration that are not the chosen ones; of `recompute`, the value alone."""
+    """The memory options of a configuration that are not the chosen ones; of `recompute`, the
+    value alone.
+    """
     values = {key: getattr(config.memory, key) for key in MEMORY_OPTIONS}
     other = {key: value for key, value in values.items() if value != getattr(chosen.memory, key)}
     return [
-        toml_value(value) if key == "recompute" else f"no memory.{key}" if value is None else _assignment(key, value)
+        toml_value(value)
+        if key == "recompute"
+        else f"no memory.{key}"
+        if value is None
+        else _assignment(key, value)
         for key, value in other.items()
     ]
 
@@ -213,13 +257,17 @@ def _refusal(rejected: Sequence[Rejected]) -> NothingFitsError:
     return NothingFitsError([problem], leanest.config)
 
 
-def _require_in_memory_checkpoints_fit(config: Config, world_size: int, ranks_per_node: int, host_limit: float) -> None:
+def _require_in_memory_checkpoints_fit(
+    config: Config, world_size: int, ranks_per_node: int, host_limit: float
+) -> None:
     if config.checkpoint.memory_interval is None:
         return
     estimate = estimate_memory(config, world_size)
     counted = estimate.item("in-memory checkpoints").host_bytes
     # The estimate's nodes are those of parallelism.ranks_per_node; these are the launch's.
-    ratio = (1 + (world_size > ranks_per_node)) / (1 + (world_size > config.parallelism.ranks_per_node))
+    ratio = (1 + (world_size > ranks_per_node)) / (
+        1 + (world_size > config.parallelism.ranks_per_node)
+    )
     copies = counted * ratio * ranks_per_node
     needed = (estimate.host_bytes - counted) * ranks_per_node + copies
     if needed > host_limit:
@@ -234,7 +282,9 @@ def _require_in_memory_checkpoints_fit(config: Config, world_size: int, ranks_pe
 
 def describe_memory_options(config: Config) -> str:
     """The non-default memory options, as TOML assignments."""
-    return ", ".join(_assignment(key, value) for key, value in _non_default_options(config).items())
+    return ", ".join(
+        _assignment(key, value) for key, value in _non_default_options(config).items()
+    )
 
 
 def _assignment(key: str, value: Any) -> str:
@@ -242,7 +292,9 @@ def _assignment(key: str, value: Any) -> str:
 
 
 def describe_choice(config: Config, choice: Choice) -> str:
-    """What was chosen, as TOML assignments, and the limit that binds; empty if nothing was "auto"."""
+    """What was chosen, as TOML assignments, and the limit that binds; empty if nothing was
+    "auto".
+    """
     choices = [describe_memory_options(choice.config)] * (config.memory.recompute == "auto")
     if config.memory.loss_chunk_mib == "auto":
         choices.append(_assignment("loss_chunk_mib", choice.config.memory.loss_chunk_mib))
@@ -253,7 +305,8 @@ def _non_default_options(config: Config) -> dict[str, Any]:
     return {
         key: value
         for key, values in MEMORY_OPTIONS.items()
-        if (value := getattr(config.memory, key)) is not None and (key == "recompute" or value != next(iter(values)))
+        if (value := getattr(config.memory, key)) is not None
+        and (key == "recompute" or value != next(iter(values)))
     }
 
 
@@ -261,15 +314,24 @@ def _candidates(config: Config) -> Iterator[Config]:
     """All combinations, without a host budget, since a budget may force recomputing attention."""
     memory = config.memory
     set_keys = memory.model_fields_set - {"recompute"}
-    values = [[getattr(memory, key)] if key in set_keys else [*MEMORY_OPTIONS[key]] for key in MEMORY_OPTIONS]
+    values = [
+        [getattr(memory, key)] if key in set_keys else [*MEMORY_OPTIONS[key]]
+        for key in MEMORY_OPTIONS
+    ]
     for combination in product(*values):
-        options = dict(zip(MEMORY_OPTIONS, combination, strict=True)) | {"device_gib": None, "host_budget_gib": None}
+        options = dict(zip(MEMORY_OPTIONS, combination, strict=True)) | {
+            "device_gib": None,
+            "host_budget_gib": None,
+        }
         yield config.model_copy(update={"memory": memory.model_copy(update=options)})
 
 
 def _relative_step_time(config: Config) -> tuple[float, int]:
-    """Sort key: executed FLOPs per token with estimated overheads, then the number of non-default options."""
-    memory, model = config.memory, config.model.build()
+    """Sort key: executed FLOPs per token with estimated overheads, then the number of non-default
+    options.
+    """
+    memory = config.memory
+    model = config.model.build()
     seq_len = config.training.seq_len
     flops = model.hardware_flops(
         tokens=1,

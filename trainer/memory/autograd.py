@@ -21,7 +21,8 @@ from trainer.memory.block import (
 )
 from trainer.memory.tensors import MemoryTensor, Tensors
 
-FEED_FORWARD_NORM, ATTENTION_NORM = "the norm of the feed-forward's output", "the norm of attention's output"
+FEED_FORWARD_NORM = "the norm of the feed-forward's output"
+ATTENTION_NORM = "the norm of attention's output"
 
 
 def autograd_moments(block: BlockMemory, grad_dtype: str) -> Moments:
@@ -33,9 +34,15 @@ def autograd_moments(block: BlockMemory, grad_dtype: str) -> Moments:
     stream = transient(ATTENTION, WHILE_RUNNING, block.stream("gradient of the residual stream"))
     for name, operator in operator_moments(block, grad_dtype):
         yield name, block.attention_operator_saved() + stream + operator
-    yield "the rotation of gradients", block.projections_saved() + stream + _rotation_backward(block)
+    yield (
+        "the rotation of gradients",
+        block.projections_saved() + stream + _rotation_backward(block),
+    )
     if block.norms_heads:
-        yield "norms of heads", block.attention_inputs_saved() + stream + _query_norm_backward(block)
+        yield (
+            "norms of heads",
+            block.attention_inputs_saved() + stream + _query_norm_backward(block),
+        )
     yield (
         "the input gradients of queries, keys and values",
         saved_tensors(
@@ -58,13 +65,22 @@ def autograd_moments(block: BlockMemory, grad_dtype: str) -> Moments:
 
 
 def whole_block_moment(block: BlockMemory) -> Tensors:
-    """All that autograd saves of a block of kinds that do not run in pieces, and a few tensors of its widest activation."""
-    widest = max(block.width(letter) for kind in block.kind.sublayers.values() for letter in kind.saved)
+    """All that autograd saves of a block of kinds that do not run in pieces, and a few tensors of
+    its widest activation.
+    """
+    widest = max(
+        block.width(letter) for kind in block.kind.sublayers.values() for letter in kind.saved
+    )
     return block.saved("none") + transient(
         "parallelisms/activation_checkpoint.py: checkpointed_block_forward",
         WHILE_RUNNING,
         block.stream("gradients of the output and of the residual stream", 2),
-        block.numbers("an activation, its gradient, and what leads from one to the other", 4, block.tokens, widest),
+        block.numbers(
+            "an activation, its gradient, and what leads from one to the other",
+            4,
+            block.tokens,
+            widest,
+        ),
     )
 
 
@@ -72,7 +88,10 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
     if block.has_experts:
         yield from experts.autograd_moments(block)
         if block.is_normed("feed_forward"):
-            yield "the norm before the feed-forward", _residual(block, "feed_forward") + _norm_backward(block)
+            yield (
+                "the norm before the feed-forward",
+                _residual(block, "feed_forward") + _norm_backward(block),
+            )
         return
     if block.is_normed("feed_forward", output=True):
         saved = block.feed_forward_saved() + block.output_norm_saved("feed_forward")
@@ -94,17 +113,23 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
             ),
         ),
     )
-    residual = block.stream("residual stream before the feed-forward", block.is_normed("feed_forward"))
+    residual = block.stream(
+        "residual stream before the feed-forward", block.is_normed("feed_forward")
+    )
     stream = block.stream("gradient of the output")
     yield (
         "the input gradient of the feed-forward",
-        saved_tensors(FEED_FORWARD, UNTIL_BACKWARD, residual, block.normalized_input("the feed-forward"))
+        saved_tensors(
+            FEED_FORWARD, UNTIL_BACKWARD, residual, block.normalized_input("the feed-forward")
+        )
         + transient(
             FEED_FORWARD,
             WHILE_RUNNING,
             stream,
             block.numbers("gradient of gate or up", block.tokens, block.ffn_dim),
-            block.numbers("gradients of the normalized input, by matrix", 2, block.tokens, block.model.dim),
+            block.numbers(
+                "gradients of the normalized input, by matrix", 2, block.tokens, block.model.dim
+            ),
         ),
     )
     yield (
@@ -113,27 +138,38 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
         + transient(FEED_FORWARD, WHILE_RUNNING, stream, _summed_input_gradients(block)),
     )
     if block.is_normed("feed_forward"):
-        yield "the norm before the feed-forward", _residual(block, "feed_forward") + _norm_backward(block)
+        yield (
+            "the norm before the feed-forward",
+            _residual(block, "feed_forward") + _norm_backward(block),
+        )
 
 
 def autograd_forward(block: BlockMemory) -> Tensors:
     """In the forward pass of a feed-forward, beside what it saves."""
-    product = block.numbers("product of gate and up", block.tokens, block.ffn_dim, copies=1 + block.is_gelu)
+    product = block.numbers(
+        "product of gate and up", block.tokens, block.ffn_dim, copies=1 + block.is_gelu
+    )
     return transient(
         FEED_FORWARD,
         WHILE_RUNNING,
         block.stream("output"),
         block.numbers("output, before it is reduced", block.tokens, block.model.dim),
-        max(product, block.by_rank("the same, by rank", block.tokens), key=lambda each: each.bytes),
+        max(
+            product, block.by_rank("the same, by rank", block.tokens), key=lambda each: each.bytes
+        ),
     )
 
 
 def _summed_input_gradients(block: BlockMemory) -> MemoryTensor:
-    return block.numbers("gradients of the normalized input, by matrix, and a sum", 3, block.tokens, block.model.dim)
+    return block.numbers(
+        "gradients of the normalized input, by matrix, and a sum", 3, block.tokens, block.model.dim
+    )
 
 
 def _residual(block: BlockMemory, module: str) -> Tensors:
-    return saved_tensors(ATTENTION, UNTIL_BACKWARD, block.stream(f"residual stream before {TITLES[module]}"))
+    return saved_tensors(
+        ATTENTION, UNTIL_BACKWARD, block.stream(f"residual stream before {TITLES[module]}")
+    )
 
 
 def _norm_backward(block: BlockMemory) -> Tensors:
@@ -148,7 +184,9 @@ def _norm_backward(block: BlockMemory) -> Tensors:
 def _rotation_backward(block: BlockMemory) -> Tensors:
     rotated = block.queries("gradient of queries, rotated back")
     gradients = block.queries("gradient of queries"), block.kv("gradients of KV")
-    return transient("models/rope.py: apply_rotary", WHILE_RUNNING, *gradients, rotated, block.widened(rotated))
+    return transient(
+        "models/rope.py: apply_rotary", WHILE_RUNNING, *gradients, rotated, block.widened(rotated)
+    )
 
 
 def _query_norm_backward(block: BlockMemory) -> Tensors:
@@ -156,6 +194,13 @@ def _query_norm_backward(block: BlockMemory) -> Tensors:
         "models/norm.py: rms_norm_backward",
         WHILE_RUNNING,
         block.queries("gradients of queries"),
-        block.sums("products of the norm's backward pass", 3, block.q_numel, copies=norms.have_temporaries(block)),
-        block.queries("gradients of queries before their norm", copies=not norms.have_temporaries(block)),
+        block.sums(
+            "products of the norm's backward pass",
+            3,
+            block.q_numel,
+            copies=norms.have_temporaries(block),
+        ),
+        block.queries(
+            "gradients of queries before their norm", copies=not norms.have_temporaries(block)
+        ),
     )

@@ -1,7 +1,8 @@
-"""The activations that one transformer block saves for its backward pass, and needs while it runs. Imports no torch.
+"""The activations that one transformer block saves for its backward pass, and needs while it runs.
+Imports no torch.
 
-Shapes: S tokens of this rank, T tokens of all tp ranks, C tokens of a tile of all tp ranks, E model dim, N query heads and
-K KV heads of this rank, H head dim, G feed-forward dim of this rank.
+Shapes: S tokens of this rank, T tokens of all tp ranks, C tokens of a tile of all tp ranks, E
+model dim, N query heads and K KV heads of this rank, H head dim, G feed-forward dim of this rank.
 """
 
 from __future__ import annotations
@@ -28,21 +29,27 @@ from trainer.memory.tensors import (
     total_bytes,
 )
 
-ATTENTION, FEED_FORWARD = "models/attention.py: Attention.forward", "models/sublayer.py: SublayerModule.forward"
+ATTENTION = "models/attention.py: Attention.forward"
+FEED_FORWARD = "models/sublayer.py: SublayerModule.forward"
 GELU = "GELU of the gate, and its gradient"
 TITLES = {"attention": "attention", "feed_forward": "the feed-forward"}
 """Sublayers, by their modules."""
 VARLEN_KERNELS = ("flash", "fa3", "fa4")
-UNTIL_BACKWARD, WHILE_RUNNING = "until the block's backward pass", "while it runs"
+UNTIL_BACKWARD = "until the block's backward pass"
+WHILE_RUNNING = "while it runs"
 saved_tensors = partial(tensors, SAVED_ACTIVATIONS)
 transient = partial(tensors, TRANSIENT_ACTIVATIONS)
 Moments = Iterator[tuple[str, Tensors]]
-"""Parts of a block's backward pass: what is alive of this block, beside its weights and their gradients."""
+"""Parts of a block's backward pass: what is alive of this block, beside its weights and their
+gradients.
+"""
 
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """Activations of one block for `tokens` tokens, counted over all tp ranks; sizes are per rank."""
+    """Activations of one block for `tokens` tokens, counted over all tp ranks; sizes are per
+    rank.
+    """
 
     model: ModelConfig
     kind: LayerKind
@@ -63,7 +70,9 @@ class BlockMemory:
     """The choice of attention kernels."""
     deterministic: bool = False
     is_padded: bool = False
-    """Whether sequences are padded for cp and tp ranks; the padding is attended to by a call of its own."""
+    """Whether sequences are padded for cp and tp ranks; the padding is attended to by a call of
+    its own.
+    """
     layout: SeqLayout | None = None
     """Of a sequence over the ring."""
     ep: int = 1
@@ -109,15 +118,21 @@ class BlockMemory:
 
     @property
     def is_gelu(self) -> bool:
-        """Whether autograd differentiates the gate, which saves and computes more at once than SwiGLU."""
+        """Whether autograd differentiates the gate, which saves and computes more at once than
+        SwiGLU.
+        """
         return self.kind.activation == "gelu_tanh"
 
     def is_normed(self, module: str, *, output: bool = False) -> bool:
         """Whether the input of a sublayer is normed, or its output."""
-        return any(name.endswith("_post_norm.weight") == output for name in NORMS[self.kind.norms][module])
+        return any(
+            name.endswith("_post_norm.weight") == output for name in NORMS[self.kind.norms][module]
+        )
 
     def has_after(self, module: str) -> bool:
-        """Whether something follows the last product of a sublayer, so that its gradient is a tensor by itself."""
+        """Whether something follows the last product of a sublayer, so that its gradient is a
+        tensor by itself.
+        """
         return self.is_normed(module, output=True) or self.model.residual_multiplier != 1
 
     @property
@@ -133,20 +148,32 @@ class BlockMemory:
     @cached_property
     def _halos(self) -> list[tuple[int, int]]:
         """Tokens (sent, received) by each ring rank; empty where they exchange all KV."""
-        layout, window = self.layout, self.kind.window
+        layout = self.layout
+        window = self.kind.window
         if window is None or layout is None or self.ring_degree == 1 or self.context_plan is None:
             return []
-        by_receiver, tokens = layout.halo_tokens(window), layout.num_tokens // layout.ring_degree
-        sent, received = map(sum, zip(*by_receiver, strict=True)), [*map(sum, by_receiver)]
-        fits = halo_fits(self.sequences * max(received), self.sequences * tokens, str(self.context_plan.rotate_method))
+        by_receiver = layout.halo_tokens(window)
+        tokens = layout.num_tokens // layout.ring_degree
+        sent = map(sum, zip(*by_receiver, strict=True))
+        received = [*map(sum, by_receiver)]
+        fits = halo_fits(
+            self.sequences * max(received),
+            self.sequences * tokens,
+            str(self.context_plan.rotate_method),
+        )
         return [*zip(sent, received, strict=True)] if fits else []
 
     @cached_property
     def halo(self) -> tuple[float, float] | None:
-        """KV (sent, received) by the rank with most of both, relative to its own; None: ranks exchange all KV."""
+        """KV (sent, received) by the rank with most of both, relative to its own; None: ranks
+        exchange all KV.
+        """
         if self.layout is None or not self._halos:
             return None
-        (sent, received), tokens = max(self._halos, key=halo_traffic), self.layout.num_tokens // self.ring_degree
+        (sent, received), tokens = (
+            max(self._halos, key=halo_traffic),
+            self.layout.num_tokens // self.ring_degree,
+        )
         return sent / tokens, received / tokens
 
     @cached_property
@@ -154,15 +181,21 @@ class BlockMemory:
         """Of the rank with the largest halo; without one, of all ranks."""
         if self.layout is None:
             return []
-        busiest = [self._halos.index(max(self._halos, key=halo_traffic))] if self._halos else range(self.ring_degree)
+        busiest = (
+            [self._halos.index(max(self._halos, key=halo_traffic))]
+            if self._halos
+            else range(self.ring_degree)
+        )
         return [self.layout.spans(rank) for rank in busiest]
 
     @cached_property
     def window_parts(self) -> tuple[float, float] | None:
-        """Where a window cuts attention to own keys into parts, whose results are added up: the longest causal and the
-        longest flipped part, relative to a sequence's tokens on this rank. None: those of a call are final.
+        """Where a window cuts attention to own keys into parts, whose results are added up: the
+        longest causal and the longest flipped part, relative to a sequence's tokens on this rank.
+        None: those of a call are final.
         """
-        window, takes_windows = self.kind.window, self.kernel in VARLEN_KERNELS
+        window = self.kind.window
+        takes_windows = self.kernel in VARLEN_KERNELS
         if window is None or self.layout is None:
             return None
         is_near = any(
@@ -198,7 +231,9 @@ class BlockMemory:
 
     @property
     def kv_shape(self) -> tuple[int, ...]:
-        """Of keys and values; the heads of a group are repeated until the Ulysses degree divides them."""
+        """Of keys and values; the heads of a group are repeated until the Ulysses degree divides
+        them.
+        """
         heads = self.head_groups * lcm(self.kv_heads // self.head_groups, self.ulysses_degree)
         return 2, self.tokens, heads, self.model.head_dim
 
@@ -219,7 +254,9 @@ class BlockMemory:
     @property
     def joins_calls(self) -> bool:
         """Whether the results of several calls are put together."""
-        in_pieces = self.is_padded or (self.kind.window is not None and max(map(len, self.spans), default=1) > 1)
+        in_pieces = self.is_padded or (
+            self.kind.window is not None and max(map(len, self.spans), default=1) > 1
+        )
         return self.calls > 1 or (in_pieces and self.kernel not in VARLEN_KERNELS)
 
     # ---- shapes
@@ -260,19 +297,27 @@ class BlockMemory:
 
     def by_rank(self, name: str, tokens: int) -> MemoryTensor:
         """[tokens, E], where several sequences are put in order for tp ranks; else nothing."""
-        return self.numbers(name, tokens, self.model.dim, copies=self.is_gathered and self.sequences > 1)
+        return self.numbers(
+            name, tokens, self.model.dim, copies=self.is_gathered and self.sequences > 1
+        )
 
     def normalized_tile(self) -> MemoryTensor:
         """Of attention's input; of gathered tokens a tile is a copy, all of them are not."""
         if not self.is_gathered:
             copies = self.is_normed("attention")
-            return self.numbers("a tile of the normalized input", self.tile_tokens, self.model.dim, copies=copies)
+            return self.numbers(
+                "a tile of the normalized input", self.tile_tokens, self.model.dim, copies=copies
+            )
         copies = self.num_tiles() > 1
-        return self.numbers("a tile of the gathered input", self.tile_tokens, self.model.dim, copies=copies)
+        return self.numbers(
+            "a tile of the gathered input", self.tile_tokens, self.model.dim, copies=copies
+        )
 
     def queries(self, name: str, share: float = 1, copies: float = 1) -> MemoryTensor:
         """[T, N, H], or a share of the heads."""
-        return self.numbers(name, self.tokens, self.heads, self.model.head_dim, copies=copies * share)
+        return self.numbers(
+            name, self.tokens, self.heads, self.model.head_dim, copies=copies * share
+        )
 
     def kv(self, name: str, share: float = 1, copies: float = 1) -> MemoryTensor:
         """[2, T, K, H], with the heads that Ulysses repeats, or a share of them."""
@@ -285,17 +330,23 @@ class BlockMemory:
     def widened(self, given: MemoryTensor) -> MemoryTensor:
         """Products of a rotation with cosines, in the dtype of its angles."""
         copies = given.copies * (self.compute_dtype != self.stats_dtype)
-        return given._replace(name=f"{given.name}, times cosines", dtype=self.stats_dtype, copies=copies)
+        return given._replace(
+            name=f"{given.name}, times cosines", dtype=self.stats_dtype, copies=copies
+        )
 
     # ---- saved
 
     def block_input(self, *, copies: float = 1, on_host: bool = False) -> Tensors:
         source = "parallelisms/activation_checkpoint.py: BlockActivations.attention_forward"
-        return saved_tensors(source, UNTIL_BACKWARD, self.stream("block inputs", copies), on_host=on_host)
+        return saved_tensors(
+            source, UNTIL_BACKWARD, self.stream("block inputs", copies), on_host=on_host
+        )
 
     def attention_output(self, *, copies: float = 1, on_host: bool = False) -> Tensors:
         source = "parallelisms/activation_checkpoint.py: BlockActivations.attention_forward"
-        return saved_tensors(source, UNTIL_BACKWARD, *self._attention_results(copies), on_host=on_host)
+        return saved_tensors(
+            source, UNTIL_BACKWARD, *self._attention_results(copies), on_host=on_host
+        )
 
     def _attention_results(self, copies: float) -> tuple[MemoryTensor, ...]:
         return (
@@ -304,7 +355,9 @@ class BlockMemory:
         )
 
     def saved(self, policy: str) -> Tensors:
-        """Between the block's forward and its backward pass, under a recompute policy, on the device."""
+        """Between the block's forward and its backward pass, under a recompute policy, on the
+        device.
+        """
         if policy == "none":
             return self.all_saved()
         return self.block_input() + (self.attention_output() if policy == "keep_attention" else ())
@@ -320,7 +373,9 @@ class BlockMemory:
             "models/norm.py: RMSNormFunction.forward",
             UNTIL_BACKWARD,
             self.stream(f"outputs of {TITLES[module]}, before their norm", copies),
-            self.sums(f"inverse RMS of outputs of {TITLES[module]}", self.local_tokens, copies=copies),
+            self.sums(
+                f"inverse RMS of outputs of {TITLES[module]}", self.local_tokens, copies=copies
+            ),
         )
 
     def width(self, letters: str) -> int:
@@ -331,10 +386,18 @@ class BlockMemory:
         """By autograd, without recomputation."""
         mixer = self.kind.sublayers["attention"]
         if not mixer.attends:
-            activations = self.numbers("activations of the mixer", self.tokens, self.width(mixer.saved), copies=copies)
-            return saved_tensors(ATTENTION, UNTIL_BACKWARD, *self.norm_saved("attention", copies), activations)
-        exchanged = self.queries("attention outputs, back at their tokens", copies=copies * (self.ulysses_degree > 1))
-        after = saved_tensors(ATTENTION, UNTIL_BACKWARD, exchanged) + self.output_norm_saved("attention", copies)
+            activations = self.numbers(
+                "activations of the mixer", self.tokens, self.width(mixer.saved), copies=copies
+            )
+            return saved_tensors(
+                ATTENTION, UNTIL_BACKWARD, *self.norm_saved("attention", copies), activations
+            )
+        exchanged = self.queries(
+            "attention outputs, back at their tokens", copies=copies * (self.ulysses_degree > 1)
+        )
+        after = saved_tensors(ATTENTION, UNTIL_BACKWARD, exchanged) + self.output_norm_saved(
+            "attention", copies
+        )
         return self.attention_operator_saved(copies) + after
 
     def attention_operator_saved(self, copies: float = 1) -> Tensors:
@@ -343,19 +406,32 @@ class BlockMemory:
         return self.attention_inputs_saved(copies) + results
 
     def attention_inputs_saved(self, copies: float = 1) -> Tensors:
-        queries, kv = self.queries("queries", copies=copies), self.kv("keys and values", copies=copies)
-        return self.projections_saved(copies) + saved_tensors(ATTENTION, UNTIL_BACKWARD, queries, kv)
+        queries = self.queries("queries", copies=copies)
+        kv = self.kv("keys and values", copies=copies)
+        return self.projections_saved(copies) + saved_tensors(
+            ATTENTION, UNTIL_BACKWARD, queries, kv
+        )
 
     def projections_saved(self, copies: float = 1) -> Tensors:
         """What the backward pass of the projections and of the norms of heads needs."""
-        heads, copies_of_heads = self.heads + self.kv_heads, copies * self.norms_heads
+        heads = self.heads + self.kv_heads
+        copies_of_heads = copies * self.norms_heads
         return saved_tensors(
             ATTENTION,
             UNTIL_BACKWARD,
             *self.norm_saved("attention", copies),
-            self.numbers("heads before their norms", self.tokens, heads, self.model.head_dim, copies=copies_of_heads),
+            self.numbers(
+                "heads before their norms",
+                self.tokens,
+                heads,
+                self.model.head_dim,
+                copies=copies_of_heads,
+            ),
             self.sums(
-                "inverse RMS of heads", self.tokens, 2 if self.kind.full_qk_norm else heads, copies=copies_of_heads
+                "inverse RMS of heads",
+                self.tokens,
+                2 if self.kind.full_qk_norm else heads,
+                copies=copies_of_heads,
             ),
         )
 
@@ -365,14 +441,23 @@ class BlockMemory:
             FEED_FORWARD,
             UNTIL_BACKWARD,
             *self.norm_saved("feed_forward", copies),
-            self.numbers("activations of the feed-forward", self.tokens, self.width(activations), copies=copies),
             self.numbers(
-                "their product, which the compiler saves", self.tokens, self.ffn_dim, copies=copies * self.compiled
+                "activations of the feed-forward",
+                self.tokens,
+                self.width(activations),
+                copies=copies,
+            ),
+            self.numbers(
+                "their product, which the compiler saves",
+                self.tokens,
+                self.ffn_dim,
+                copies=copies * self.compiled,
             ),
         )
 
     def norm_saved(self, module: str, copies: float) -> tuple[MemoryTensor, ...]:
-        title, of_norm = TITLES[module], copies * self.is_normed(module)
+        title = TITLES[module]
+        of_norm = copies * self.is_normed(module)
         return (
             self.stream(f"residual streams before {title}", of_norm),
             self.sums(f"inverse RMS before {title}", self.local_tokens, copies=of_norm),
@@ -380,7 +465,9 @@ class BlockMemory:
         )
 
     def normalized_input(self, of: str, copies: float = 1) -> MemoryTensor:
-        return self.numbers(f"normalized inputs of {of}", self.tokens, self.model.dim, copies=copies)
+        return self.numbers(
+            f"normalized inputs of {of}", self.tokens, self.model.dim, copies=copies
+        )
 
     # ---- tiles
 
@@ -389,7 +476,10 @@ class BlockMemory:
         if self.mlp_tile_bytes is None:
             return 1
         shards = self.sequence_shards * sequences
-        return -(-(self.tokens // shards) // max(1, self.mlp_tile_bytes // self.tile_bytes_per_token() // shards))
+        return -(
+            -(self.tokens // shards)
+            // max(1, self.mlp_tile_bytes // self.tile_bytes_per_token() // shards)
+        )
 
     @property
     def tile_tokens(self) -> int:
@@ -398,5 +488,6 @@ class BlockMemory:
         return -(-(self.tokens // shards) // self.num_tiles()) * shards
 
     def tile_bytes_per_token(self) -> int:
-        dim, ffn_dim = self.model.dim, self.model.ffn_dim // self.tp
+        dim = self.model.dim
+        ffn_dim = self.model.ffn_dim // self.tp
         return self.compute_bytes * (2 * ffn_dim + 2 * max(ffn_dim, dim) + dim)

@@ -8,6 +8,7 @@ from trainer.config.sections import CheckpointSection
 
 def checkpoint_copies(section: CheckpointSection, num_nodes: int) -> tuple[int, int]:
     """(staging of saves, in-memory checkpoints): a rank's copies."""
-    if section.memory_interval is not None:  # With several nodes, also of a rank of the previous one.
+    # With several nodes, also of a rank of the previous one.
+    if section.memory_interval is not None:
         return 0, FILES_PER_RANK * min(num_nodes, 2)
     return int(section.enabled and section.asynchronous), 0

@@ -7,7 +7,13 @@ from functools import partial
 from models.layers import embedding_grad_columns
 from trainer.memory import norms
 from trainer.memory.rank import RankMemory, numel
-from trainer.memory.tensors import TRANSIENT_ACTIVATIONS, MemoryTensor, Tensors, tensors, total_bytes
+from trainer.memory.tensors import (
+    TRANSIENT_ACTIVATIONS,
+    MemoryTensor,
+    Tensors,
+    tensors,
+    total_bytes,
+)
 
 LOSS_HEAD = "loss head"
 SOURCE = "models/loss_head.py: LinearCrossEntropy"
@@ -20,21 +26,38 @@ def saved_head(rank: RankMemory) -> Tensors:
     return head(
         SOURCE,
         "until the head's backward pass",
-        MemoryTensor("input of the final norm", (rank.block.local_tokens, rank.model.dim), rank.compute_dtype),
-        MemoryTensor("gradient of the head's input", (rank.head_tokens, rank.model.dim), rank.compute_dtype),
-        MemoryTensor("gradient of the head's weight", (numel(rank.head_shapes),), rank.master_dtype),
+        MemoryTensor(
+            "input of the final norm",
+            (rank.block.local_tokens, rank.model.dim),
+            rank.compute_dtype,
+        ),
+        MemoryTensor(
+            "gradient of the head's input", (rank.head_tokens, rank.model.dim), rank.compute_dtype
+        ),
+        MemoryTensor(
+            "gradient of the head's weight", (numel(rank.head_shapes),), rank.master_dtype
+        ),
     )
 
 
 def head_forward(rank: RankMemory) -> Tensors:
     """Beside what it saves."""
     rows, dim = rank.head_shapes[0]
-    logits = MemoryTensor("a chunk of logits", (min(rank.loss_chunk_tokens, rank.head_tokens), rows), rank.master_dtype)
+    logits = MemoryTensor(
+        "a chunk of logits",
+        (min(rank.loss_chunk_tokens, rank.head_tokens), rows),
+        rank.master_dtype,
+    )
     is_apart = rank.is_mixed or rank.block.compiled
     gradients = (
-        logits._replace(name="a chunk of their gradients", dtype=rank.compute_dtype, copies=is_apart),
+        logits._replace(
+            name="a chunk of their gradients", dtype=rank.compute_dtype, copies=is_apart
+        ),
         MemoryTensor(
-            "a chunk's gradient of the weight", (rows, dim), rank.compute_dtype, copies=not rank.has_wide_products
+            "a chunk's gradient of the weight",
+            (rows, dim),
+            rank.compute_dtype,
+            copies=not rank.has_wide_products,
         ),
     )
     saturation = logits._replace(name="saturation of the soft cap")
@@ -44,7 +67,9 @@ def head_forward(rank: RankMemory) -> Tensors:
         "while the head runs",
         MemoryTensor("normalized input", (rank.head_tokens, dim), rank.compute_dtype),
         logits,
-        logits._replace(name="slope of the soft cap", copies=is_capped and not rank.block.compiled),
+        logits._replace(
+            name="slope of the soft cap", copies=is_capped and not rank.block.compiled
+        ),
         *max(gradients, (saturation,) * is_capped, key=total_bytes),
     )
 
@@ -55,32 +80,47 @@ def head_backward(rank: RankMemory) -> Tensors:
     return head(
         f"{SOURCE}.backward",
         "while the head runs",
-        MemoryTensor("scaled gradient of the head's input", (rank.head_tokens, dim), rank.compute_dtype),
+        MemoryTensor(
+            "scaled gradient of the head's input", (rank.head_tokens, dim), rank.compute_dtype
+        ),
         MemoryTensor("scaled gradient of the weight", (rows, dim), rank.compute_dtype),
     )
 
 
 def final_norm_backward(rank: RankMemory) -> Tensors:
     """In chunks."""
-    tokens, dim = rank.block.local_tokens, rank.model.dim
+    tokens = rank.block.local_tokens
+    dim = rank.model.dim
     chunk = min(rank.loss_chunk_tokens, tokens) * (not norms.are_fused(rank.block))
     return head(
         "models/norm.py: RMSNormFunction.backward",
         "while the norm runs",
-        MemoryTensor("input and gradients of the final norm", (3, tokens, dim), rank.compute_dtype),
+        MemoryTensor(
+            "input and gradients of the final norm", (3, tokens, dim), rank.compute_dtype
+        ),
         MemoryTensor("products of a chunk", (3, chunk, dim), rank.master_dtype),
         MemoryTensor("a chunk of the gradient", (chunk, dim), rank.compute_dtype),
     )
 
 
 def embedding_forward(rank: RankMemory) -> Tensors:
-    """Until its output is the residual stream; a vocabulary shard zeroes the outputs for tokens of other shards."""
-    output = MemoryTensor("output of the embedding", (rank.tokens, rank.model.dim), rank.compute_dtype)
-    stream = MemoryTensor("residual stream", (rank.block.local_tokens, rank.model.dim), rank.compute_dtype)
-    by_rank = output._replace(name="the same, by rank", copies=rank.config.training.micro_batch_size > 1)
+    """Until its output is the residual stream; a vocabulary shard zeroes the outputs for tokens of
+    other shards.
+    """
+    output = MemoryTensor(
+        "output of the embedding", (rank.tokens, rank.model.dim), rank.compute_dtype
+    )
+    stream = MemoryTensor(
+        "residual stream", (rank.block.local_tokens, rank.model.dim), rank.compute_dtype
+    )
+    by_rank = output._replace(
+        name="the same, by rank", copies=rank.config.training.micro_batch_size > 1
+    )
     masked = output._replace(name="the same, of this shard's tokens")
     scattered = (output, by_rank, stream) if rank.block.is_gathered else (output, masked)
-    multiplied = stream._replace(name="the same, multiplied", copies=rank.model.embedding_multiplier != 1)
+    multiplied = stream._replace(
+        name="the same, multiplied", copies=rank.model.embedding_multiplier != 1
+    )
     at_once = max(scattered if rank.tp > 1 else (output,), (stream, multiplied), key=total_bytes)
     return transient("models/linear.py: Embedding.forward", "while it runs", *at_once)
 
@@ -95,7 +135,10 @@ def embedding_backward(rank: RankMemory) -> Tensors:
         MemoryTensor("gradient of the embedding's output", (rank.tokens, dim), rank.compute_dtype),
         MemoryTensor("gradient of some columns", (rows, columns), rank.master_dtype),
         MemoryTensor(
-            "some columns of the output's gradient", (rank.tokens, columns), rank.master_dtype, copies=rank.is_mixed
+            "some columns of the output's gradient",
+            (rank.tokens, columns),
+            rank.master_dtype,
+            copies=rank.is_mixed,
         ),
     )
 
@@ -105,8 +148,12 @@ def masked_gradient(rank: RankMemory) -> Tensors:
     return transient(
         "models/linear.py: Embedding.forward",
         "while it runs",
-        MemoryTensor("gradient of the residual stream", (rank.tokens, rank.model.dim), rank.compute_dtype),
-        MemoryTensor("the same, of this shard's tokens", (rank.tokens, rank.model.dim), rank.compute_dtype),
+        MemoryTensor(
+            "gradient of the residual stream", (rank.tokens, rank.model.dim), rank.compute_dtype
+        ),
+        MemoryTensor(
+            "the same, of this shard's tokens", (rank.tokens, rank.model.dim), rank.compute_dtype
+        ),
     )
 
 
@@ -116,18 +163,28 @@ def sum_over_tp(rank: RankMemory) -> Tensors:
     return transient(
         "parallelisms/tensor_parallel.py: replicated_part",
         "while it runs",
-        MemoryTensor("gradient of the weight, widened", (rows, dim), rank.master_dtype, copies=rank.is_mixed),
+        MemoryTensor(
+            "gradient of the weight, widened", (rows, dim), rank.master_dtype, copies=rank.is_mixed
+        ),
         MemoryTensor("its sum over the tp ranks", (rows, dim), rank.master_dtype),
     )
 
 
 def gather_over_tp(rank: RankMemory) -> Tensors:
-    """The gather of a residual stream; of several sequences it comes rank by rank, and is copied."""
-    gathered = MemoryTensor("gathered residual stream", (rank.tokens, rank.model.dim), rank.compute_dtype)
+    """The gather of a residual stream; of several sequences it comes rank by rank, and is
+    copied.
+    """
+    gathered = MemoryTensor(
+        "gathered residual stream", (rank.tokens, rank.model.dim), rank.compute_dtype
+    )
     return transient(
         "parallelisms/mesh/collectives.py: all_gather_tokens",
         "while it runs",
-        MemoryTensor("residual stream", (rank.block.local_tokens, rank.model.dim), rank.compute_dtype),
+        MemoryTensor(
+            "residual stream", (rank.block.local_tokens, rank.model.dim), rank.compute_dtype
+        ),
         gathered,
-        gathered._replace(name="the same, in order", copies=rank.config.training.micro_batch_size > 1),
+        gathered._replace(
+            name="the same, in order", copies=rank.config.training.micro_batch_size > 1
+        ),
     )

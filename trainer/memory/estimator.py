@@ -9,7 +9,12 @@ from trainer.config.job_config import Config
 from trainer.memory.passes import fullest_ranks
 from trainer.memory.rank import RankMemory
 from trainer.memory.step import StepMemory
-from trainer.memory.tensors import SAVED_ACTIVATIONS, TRANSIENT_ACTIVATIONS, MemoryEstimate, MemoryItem
+from trainer.memory.tensors import (
+    SAVED_ACTIVATIONS,
+    TRANSIENT_ACTIVATIONS,
+    MemoryEstimate,
+    MemoryItem,
+)
 
 __all__ = [
     "SAVED_ACTIVATIONS",
@@ -25,22 +30,34 @@ __all__ = [
 
 
 def estimate_memory(config: Config, world_size: int, *, on_cpu: bool = False) -> MemoryEstimate:
-    """Of the rank with the highest peak. The configuration must be valid. `on_cpu`: with the CPU's attention kernel."""
-    return max(fullest_estimates(config, world_size, on_cpu=on_cpu), key=lambda estimate: estimate.device_bytes)
+    """Of the rank with the highest peak.
+
+    The configuration must be valid. `on_cpu`: with the CPU's attention kernel.
+    """
+    return max(
+        fullest_estimates(config, world_size, on_cpu=on_cpu),
+        key=lambda estimate: estimate.device_bytes,
+    )
 
 
-def fullest_estimates(config: Config, world_size: int, *, on_cpu: bool = False) -> list[MemoryEstimate]:
+def fullest_estimates(
+    config: Config, world_size: int, *, on_cpu: bool = False
+) -> list[MemoryEstimate]:
     """The peak of each pipeline rank that can have the highest."""
     return _estimates(config, world_size, _fullest_ranks(config, world_size), on_cpu=on_cpu)
 
 
-def estimate_memory_per_pp_rank(config: Config, world_size: int, *, on_cpu: bool = False) -> list[MemoryEstimate]:
+def estimate_memory_per_pp_rank(
+    config: Config, world_size: int, *, on_cpu: bool = False
+) -> list[MemoryEstimate]:
     """The peak of each pipeline rank."""
     return _estimates(config, world_size, range(config.parallelism.pp), on_cpu=on_cpu)
 
 
 def exceeds(config: Config, world_size: int, limit: float) -> bool:
-    """Whether some rank needs more than `limit` bytes of its device: known at the first moment that does."""
+    """Whether some rank needs more than `limit` bytes of its device: known at the first moment
+    that does.
+    """
     ranks = (RankMemory(config, world_size, rank) for rank in _fullest_ranks(config, world_size))
     return any(moment.device_bytes > limit for rank in ranks for moment in phase_estimates(rank))
 
@@ -48,10 +65,16 @@ def exceeds(config: Config, world_size: int, limit: float) -> bool:
 def _fullest_ranks(config: Config, world_size: int) -> Iterable[int]:
     """Stages of as many layers are alike if layers are."""
     is_mixed = len({*config.model.build().unrotated_layers}) > 1
-    return range(config.parallelism.pp) if is_mixed else fullest_ranks(config.pipeline_plan(world_size))
+    return (
+        range(config.parallelism.pp)
+        if is_mixed
+        else fullest_ranks(config.pipeline_plan(world_size))
+    )
 
 
-def _estimates(config: Config, world_size: int, pp_ranks: Iterable[int], *, on_cpu: bool) -> list[MemoryEstimate]:
+def _estimates(
+    config: Config, world_size: int, pp_ranks: Iterable[int], *, on_cpu: bool
+) -> list[MemoryEstimate]:
     ranks = (RankMemory(config, world_size, pp_rank, on_cpu=on_cpu) for pp_rank in pp_ranks)
     return [_peak([*phase_estimates(rank)]) for rank in ranks]
 
@@ -61,7 +84,9 @@ def _peak(estimates: list[MemoryEstimate]) -> MemoryEstimate:
     peak = max(estimates, key=lambda estimate: estimate.device_bytes)
     fullest = max(estimates, key=lambda estimate: estimate.host_bytes)
     on_device = tuple(each for each in peak.tensors if not each.on_host)
-    return replace(peak, tensors=on_device + tuple(each for each in fullest.tensors if each.on_host))
+    return replace(
+        peak, tensors=on_device + tuple(each for each in fullest.tensors if each.on_host)
+    )
 
 
 def phase_estimates(rank: RankMemory) -> Iterator[MemoryEstimate]:

@@ -1,9 +1,10 @@
 """What a feed-forward with experts holds. Imports no torch.
 
-A row is a token at one of its experts. Without expert parallelism a rank has `top_k` rows for each of its tokens; with it
-as many in the mean, and the busiest rank `ASSUMED_LOAD` times as many.
+A row is a token at one of its experts. Without expert parallelism a rank has `top_k` rows for each
+of its tokens; with it as many in the mean, and the busiest rank `ASSUMED_LOAD` times as many.
 
-Shapes are those of `block.py`; R rows with their padding, X experts, M feed-forward dim of an expert on this rank.
+Shapes are those of `block.py`; R rows with their padding, X experts, M feed-forward dim of an
+expert on this rank.
 """
 
 from __future__ import annotations
@@ -14,19 +15,32 @@ from functools import partial
 
 from models.expert_config import most_places
 from models.layers import LayerKind
-from trainer.memory.block import UNTIL_BACKWARD, WHILE_RUNNING, BlockMemory, Moments, saved_tensors, transient
+from trainer.memory.block import (
+    UNTIL_BACKWARD,
+    WHILE_RUNNING,
+    BlockMemory,
+    Moments,
+    saved_tensors,
+    transient,
+)
 from trainer.memory.tensors import MemoryTensor, Tensors, total_bytes
 
-EXPERTS, HALF = "models/experts.py: GroupedFeedForward", "parallelisms/expert_recompute.py: ExpertHalf"
+EXPERTS = "models/experts.py: GroupedFeedForward"
+HALF = "parallelisms/expert_recompute.py: ExpertHalf"
 ASSUMED_LOAD = 1.1
-"""Rows of the busiest expert-parallel rank over the mean: an assumption of plans. `expert_load_max` logs it per expert."""
+"""Rows of the busiest expert-parallel rank over the mean: an assumption of plans.
+
+`expert_load_max` logs it per expert.
+"""
 
 
 class ExpertMemory:
     """Tensors of a feed-forward with experts for `tokens` tokens of all tp ranks."""
 
     def __init__(self, block: BlockMemory, tokens: int) -> None:
-        self.block, self.model, self.tokens = block, block.model, tokens
+        self.block = block
+        self.model = block.model
+        self.tokens = tokens
         load = ASSUMED_LOAD if block.ep > 1 else 1.0
         self.num_rows = round(tokens * self.model.top_k * load)
         if block.kernel != "cpu" and block.compute_dtype == "bfloat16":
@@ -57,10 +71,14 @@ class ExpertMemory:
 
     def router(self, copies: float = 1) -> Iterator[MemoryTensor]:
         """What the router saves: its input in the dtype of sums, scores, and which experts."""
-        block, experts = self.block, self.model.num_experts
+        block = self.block
+        experts = self.model.num_experts
         slots = self.local_tokens * self.model.top_k
         yield block.sums(
-            "the router's input, widened", self.local_tokens, self.model.dim, copies=copies * block.is_mixed
+            "the router's input, widened",
+            self.local_tokens,
+            self.model.dim,
+            copies=copies * block.is_mixed,
         )
         yield block.sums("the router's scores", 1, self.local_tokens, experts, copies=copies)
         yield MemoryTensor("experts, slots and rows", (3, slots), "int64", copies=copies)
@@ -73,7 +91,10 @@ class ExpertMemory:
         # Without sequence parallelism it is the normalized input itself.
         is_gathered = bool(self.shared_dim) * self.block.is_gathered
         yield self.block.numbers(
-            "gathered tokens of the shared expert", self.tokens, self.model.dim, copies=copies * is_gathered
+            "gathered tokens of the shared expert",
+            self.tokens,
+            self.model.dim,
+            copies=copies * is_gathered,
         )
 
 
@@ -94,12 +115,18 @@ class ExpertBlock(BlockMemory):
             self.stream("normalized inputs of the router", copies * is_saved),
             *experts.saved_inputs(copies),
             experts.inner("gate and up of the experts", 2 * copies),
-            experts.shared("gate and up of the shared expert", 2 * copies * bool(experts.shared_dim)),
+            experts.shared(
+                "gate and up of the shared expert", 2 * copies * bool(experts.shared_dim)
+            ),
         )
 
     def tile_bytes_per_token(self) -> int:
-        dim, expert_dim, rows = self.model.dim, self.model.expert_dim // self.tp, self.model.top_k
-        return self.compute_bytes * (rows * (2 * expert_dim + 2 * max(expert_dim, dim) + 2 * dim) + 2 * dim)
+        dim = self.model.dim
+        expert_dim = self.model.expert_dim // self.tp
+        rows = self.model.top_k
+        return self.compute_bytes * (
+            rows * (2 * expert_dim + 2 * max(expert_dim, dim) + 2 * dim) + 2 * dim
+        )
 
 
 def block_of(block: BlockMemory, kind: LayerKind) -> BlockMemory:
@@ -110,7 +137,8 @@ def block_of(block: BlockMemory, kind: LayerKind) -> BlockMemory:
 
 def autograd_moments(block: BlockMemory) -> Moments:
     """The backward pass of the experts, beside what is saved."""
-    experts, saved = ExpertMemory(block, block.tokens), block.feed_forward_saved()
+    experts = ExpertMemory(block, block.tokens)
+    saved = block.feed_forward_saved()
     stream = transient(HALF, WHILE_RUNNING, block.stream("gradient of the output"))
     for name, alive in _backward(experts, has_products=True):
         yield name, saved + stream + alive
@@ -122,7 +150,9 @@ def recompute_moments(block: BlockMemory, held: Tensors) -> Moments:
     inputs = transient(
         HALF,
         WHILE_RUNNING,
-        experts.local("a tile of the hidden state, and normalized", 1 + block.is_normed("feed_forward")),
+        experts.local(
+            "a tile of the hidden state, and normalized", 1 + block.is_normed("feed_forward")
+        ),
         *experts.saved_inputs(),
         experts.weights("sums of weight gradients", 3 * (block.num_tiles() > 1)),
     )

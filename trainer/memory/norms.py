@@ -7,13 +7,18 @@ from trainer.memory.tensors import MemoryTensor
 
 
 def are_fused(block: BlockMemory) -> bool:
-    """Whether eager norms run as kernels without float32 temporaries: `is_fused` of models/norm.py."""
+    """Whether eager norms run as kernels without float32 temporaries: `is_fused` of
+    models/norm.py.
+    """
     has_wide_weight = block.model.zero_centered_norms and block.is_mixed
     return not (has_wide_weight or block.compute_dtype == "float64" or block.kernel == "cpu")
 
 
 def have_temporaries(block: BlockMemory) -> bool:
-    """Whether norms of a block have float32 temporaries. For compiled norms this is an upper bound."""
+    """Whether norms of a block have float32 temporaries.
+
+    For compiled norms this is an upper bound.
+    """
     return block.compiled or not are_fused(block)
 
 
@@ -23,7 +28,9 @@ def backward(block: BlockMemory, gradient: str, tokens: int) -> tuple[MemoryTens
         return (block.numbers(f"{gradient}, and of its input", tokens, block.model.dim, copies=2),)
     is_wide = block.model.zero_centered_norms and block.is_mixed
     return (
-        block.numbers(f"{gradient}, also by the norm's weight", tokens, block.model.dim, copies=2 - is_wide),
+        block.numbers(
+            f"{gradient}, also by the norm's weight", tokens, block.model.dim, copies=2 - is_wide
+        ),
         block.sums(f"{gradient}, by the norm's weight", tokens, block.model.dim, copies=is_wide),
         block.sums("products of the norm's backward pass", 3, tokens, block.model.dim),
     )

@@ -1,4 +1,7 @@
-"""The forward and backward passes of a rank, and what it holds for others meanwhile. Imports no torch."""
+"""The forward and backward passes of a rank, and what it holds for others meanwhile.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ class Pass:
     is_last: bool
     """Whether it is the stage's last of the step."""
     gathers: bool
-    """Whether it is the first forward pass of the rank's last stage, which gathers its weights beside all others."""
+    """Whether it is the first forward pass of the rank's last stage, which gathers its weights
+    beside all others.
+    """
     whole: tuple[int, ...]
     """Other stages with gradients that are not reduced yet."""
     reduced: tuple[int, ...]
@@ -40,12 +45,16 @@ AlikePasses = dict[tuple[object, ...], list[tuple[Pass, Amounts]]]
 
 
 def fullest_passes(plan: PipelinePlan, pp_rank: int) -> Iterator[Pass]:
-    """Passes of a step during which a rank can hold most: of those that are alike, none that holds less of everything."""
+    """Passes of a step during which a rank can hold most: of those that are alike, none that holds
+    less of everything.
+    """
     return (found for alike in _fullest(_normalized(plan), pp_rank).values() for found, _ in alike)
 
 
 def fullest_ranks(plan: PipelinePlan) -> tuple[int, ...]:
-    """Ranks that can hold most: none of whose passes all hold less of everything than another rank's."""
+    """Ranks that can hold most: none of whose passes all hold less of everything than another
+    rank's.
+    """
     return _fullest_ranks(_normalized(plan))
 
 
@@ -72,22 +81,35 @@ def _holds_less(plan: PipelinePlan, rank: int, other: int) -> bool:
 def _stage_kinds(plan: PipelinePlan, pp_rank: int) -> dict[int, tuple[bool, bool, int]]:
     """Stages of one kind hold equally much."""
     last = plan.num_stages - 1
-    return {stage: (stage == 0, stage == last, plan.blocks_per_stage[stage]) for stage in plan.stages_of(pp_rank)}
+    return {
+        stage: (stage == 0, stage == last, plan.blocks_per_stage[stage])
+        for stage in plan.stages_of(pp_rank)
+    }
 
 
 @lru_cache(maxsize=4096)
 def _fullest(plan: PipelinePlan, pp_rank: int) -> AlikePasses:
-    kinds, fullest = _stage_kinds(plan, pp_rank), AlikePasses()
+    kinds = _stage_kinds(plan, pp_rank)
+    fullest = AlikePasses()
     for found in _passes(plan, pp_rank):
         amounts = Amounts({("messages",): found.num_messages})
         for stage, count in found.waiting:
             amounts["waiting", kinds[stage]] += count
         amounts.update(("whole", kinds[stage]) for stage in found.whole)
         reduced = tuple(sorted(kinds[stage] for stage in found.reduced))
-        alike = found.kind, kinds[found.stage], found.is_first, found.is_last, found.gathers, reduced
+        alike = (
+            found.kind,
+            kinds[found.stage],
+            found.is_first,
+            found.is_last,
+            found.gathers,
+            reduced,
+        )
         others = fullest.setdefault(alike, [])
         if not any(amounts <= other for _, other in others):
-            fullest[alike] = [(each, other) for each, other in others if not other <= amounts] + [(found, amounts)]
+            fullest[alike] = [(each, other) for each, other in others if not other <= amounts] + [
+                (found, amounts)
+            ]
     return fullest
 
 
@@ -107,13 +129,26 @@ def _normalized(plan: PipelinePlan) -> PipelinePlan:
 
 def _passes(plan: PipelinePlan, pp_rank: int) -> Iterator[Pass]:
     """Those of a step, in order."""
-    if plan.pp == 1:  # Every micro-batch but the first is like the second.
-        common: dict[str, Any] = {"stage": 0, "waiting": (), "whole": (), "reduced": (), "num_messages": 0}
+    # Every micro-batch but the first is like the second.
+    if plan.pp == 1:
+        common: dict[str, Any] = {
+            "stage": 0,
+            "waiting": (),
+            "whole": (),
+            "reduced": (),
+            "num_messages": 0,
+        }
         is_first = plan.num_micro_batches == 1
-        yield from (Pass(kind=kind, is_first=is_first, is_last=True, gathers=False, **common) for kind in "FB")
+        yield from (
+            Pass(kind=kind, is_first=is_first, is_last=True, gathers=False, **common)
+            for kind in "FB"
+        )
         return
-    stages, saved, finished = plan.stages_of(pp_rank), Counter[int](), Counter[int]()
-    held, sending = set[StreamKey](), set[int]()
+    stages = plan.stages_of(pp_rank)
+    saved = Counter[int]()
+    finished = Counter[int]()
+    held = set[StreamKey]()
+    sending = set[int]()
     for tick in ticks(plan):
         action = tick.actions[pp_rank]
         if action is not None:
@@ -128,8 +163,12 @@ def _passes(plan: PipelinePlan, pp_rank: int) -> Iterator[Pass]:
                 is_first=finished[stage] == 0,
                 is_last=finished[stage] == plan.num_micro_batches - 1,
                 gathers=kind == "F" and number == 0 and stage == max(stages),
-                whole=tuple(other for other in others if 0 < finished[other] < plan.num_micro_batches),
-                reduced=tuple(other for other in others if finished[other] == plan.num_micro_batches),
+                whole=tuple(
+                    other for other in others if 0 < finished[other] < plan.num_micro_batches
+                ),
+                reduced=tuple(
+                    other for other in others if finished[other] == plan.num_micro_batches
+                ),
                 num_messages=len(held) + len(sending),
             )
             saved[stage] += kind == "F"

@@ -1,4 +1,5 @@
-"""Sizes that the configuration implies for one pipeline rank: parameters, shards, saved activations. Imports no torch.
+"""Sizes that the configuration implies for one pipeline rank: parameters, shards, saved
+activations. Imports no torch.
 
 Symbols are those of docs/parallelism.md.
 """
@@ -23,34 +24,59 @@ from trainer.memory.experts import block_of
 from trainer.memory.tensors import DTYPE_BYTES, Tensors, total_bytes
 
 Shapes = tuple[tuple[int, ...], ...]
-"""(rows, columns) of the parameters on one tp and ep rank; norms have one column. A third number: ep ranks that have others."""
+"""(rows, columns) of the parameters on one tp and ep rank; norms have one column.
+
+A third number: ep ranks that have others.
+"""
 
 
 class RankMemory:
     """`on_cpu`: attention runs in the CPU's kernel, which alone takes every dtype."""
 
-    def __init__(self, config: Config, world_size: int, pp_rank: int, *, on_cpu: bool = False) -> None:
-        training, parallelism = config.training, config.parallelism
-        self.config, self.pp_rank, self.model = config, pp_rank, config.model.build()
+    def __init__(
+        self, config: Config, world_size: int, pp_rank: int, *, on_cpu: bool = False
+    ) -> None:
+        training = config.training
+        parallelism = config.parallelism
+        self.config = config
+        self.pp_rank = pp_rank
+        self.model = config.model.build()
         degrees = parallelism.degrees(world_size)
-        self.tp, self.ep, self.pipeline = degrees["tp"], parallelism.ep, config.pipeline_plan(world_size)
-        self.num_shards, self.num_replicas = degrees["dp_shard"] * degrees["cp"], degrees["dp_replicate"]
+        self.tp = degrees["tp"]
+        self.ep = parallelism.ep
+        self.pipeline = config.pipeline_plan(world_size)
+        self.num_shards = degrees["dp_shard"] * degrees["cp"]
+        self.num_replicas = degrees["dp_replicate"]
         self.num_micro_batches = config.micro_batches(world_size)[1]
         is_bfloat16 = training.dtype == "bfloat16"
-        self.compute_dtype, self.master_dtype = training.dtype, "float32" if is_bfloat16 else training.dtype
+        self.compute_dtype = training.dtype
+        self.master_dtype = "float32" if is_bfloat16 else training.dtype
         self.reduce_dtype: str = training.reduce_dtype if is_bfloat16 else self.master_dtype
-        self.kv_grad_dtype: str = parallelism.cp_reduce_dtype if is_bfloat16 else self.compute_dtype
-        self.moment_dtype = "bfloat16" if config.memory.optimizer_dtype == "bfloat16" else self.master_dtype
-        self.compute_bytes, self.master_bytes = DTYPE_BYTES[self.compute_dtype], DTYPE_BYTES[self.master_dtype]
-        self.reduce_bytes, self.kv_grad_bytes = DTYPE_BYTES[self.reduce_dtype], DTYPE_BYTES[self.kv_grad_dtype]
+        self.kv_grad_dtype: str = (
+            parallelism.cp_reduce_dtype if is_bfloat16 else self.compute_dtype
+        )
+        self.moment_dtype = (
+            "bfloat16" if config.memory.optimizer_dtype == "bfloat16" else self.master_dtype
+        )
+        self.compute_bytes = DTYPE_BYTES[self.compute_dtype]
+        self.master_bytes = DTYPE_BYTES[self.master_dtype]
+        self.reduce_bytes = DTYPE_BYTES[self.reduce_dtype]
+        self.kv_grad_bytes = DTYPE_BYTES[self.kv_grad_dtype]
         self.moment_bytes = DTYPE_BYTES[self.moment_dtype]
         self.optimizer_on_host = config.memory.optimizer_placement == "host"
         self.is_single_rank = self.num_shards * self.num_replicas == 1
-        self.is_sharded = not self.is_single_rank or self.compute_bytes != self.master_bytes or self.optimizer_on_host
+        self.is_sharded = (
+            not self.is_single_rank
+            or self.compute_bytes != self.master_bytes
+            or self.optimizer_on_host
+        )
         self.recomputes = config.memory.recompute != "none"
         context_plan = config.context_plan()
-        seq_len, padded_len = training.seq_len, context_plan.padded_length(training.seq_len)
-        self.layout = SeqLayout(context_plan.resolved_layout, context_plan.ring_degree, (0, seq_len, padded_len))
+        seq_len = training.seq_len
+        padded_len = context_plan.padded_length(training.seq_len)
+        self.layout = SeqLayout(
+            context_plan.resolved_layout, context_plan.ring_degree, (0, seq_len, padded_len)
+        )
         """Of a sequence that is one document; padding is another."""
         self.tokens = training.micro_batch_size * padded_len // degrees["cp"]
         largest = self._largest_kind()
@@ -79,7 +105,9 @@ class RankMemory:
         stages = self.pipeline.stages_of(pp_rank)
         self.blocks_by_stage = {stage: self.pipeline.blocks_per_stage[stage] for stage in stages}
         self.num_blocks = sum(self.blocks_by_stage.values())
-        self.layers_by_stage = {stage: self.pipeline.stage_module(stage).layers for stage in stages}
+        self.layers_by_stage = {
+            stage: self.pipeline.stage_module(stage).layers for stage in stages
+        }
         self.kinds_by_stage = {
             stage: tuple(self.model.unrotated_layers[layer] for layer in layers)
             for stage, layers in self.layers_by_stage.items()
@@ -87,13 +115,17 @@ class RankMemory:
         self.kinds = Counter(chain.from_iterable(self.kinds_by_stage.values()))
         """Layers of this rank."""
         self.blocks = {kind: block_of(self.block, kind) for kind in self.kinds}
-        self.has_first_stage, self.has_last_stage = 0 in stages, self.pipeline.num_stages - 1 in stages
+        self.has_first_stage = 0 in stages
+        self.has_last_stage = self.pipeline.num_stages - 1 in stages
 
     def _largest_kind(self) -> LayerKind:
         """Of which a block saves most."""
         return max(
             self.model.kinds,
-            key=lambda kind: (self.recomputes and not kind.in_pieces, self.model.saved_width(kind)),
+            key=lambda kind: (
+                self.recomputes and not kind.in_pieces,
+                self.model.saved_width(kind),
+            ),
         )
 
     # ---- parameters
@@ -101,11 +133,16 @@ class RankMemory:
     def weights_of(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
         """Of one block, by name; norms have one column."""
         declared = kind.parameters.items()
-        shapes = {name: each.local_shape(self.model.sizes, self.tp, self.ep) for name, each in declared}
-        by_name = {
-            name: (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (*shape, 1) for name, shape in shapes.items()
+        shapes = {
+            name: each.local_shape(self.model.sizes, self.tp, self.ep) for name, each in declared
         }
-        return {name: (*by_name[name], self.ep if each.per_expert else 1) for name, each in declared}
+        by_name = {
+            name: (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (*shape, 1)
+            for name, shape in shapes.items()
+        }
+        return {
+            name: (*by_name[name], self.ep if each.per_expert else 1) for name, each in declared
+        }
 
     @cached_property
     def block_shapes(self) -> Shapes:
@@ -117,9 +154,16 @@ class RankMemory:
         return tuple(self.weights_of(kind).values())
 
     def after_attention(self, kind: LayerKind) -> Shapes:
-        """Of the matrices of such a block that follow attention, in the order of the forward pass."""
-        declared, weights = kind.parameters.items(), self.weights_of(kind)
-        after = (name for name, each in declared if each.initial == "residual" or name.startswith("feed_forward."))
+        """Of the matrices of such a block that follow attention, in the order of the forward
+        pass.
+        """
+        declared = kind.parameters.items()
+        weights = self.weights_of(kind)
+        after = (
+            name
+            for name, each in declared
+            if each.initial == "residual" or name.startswith("feed_forward.")
+        )
         return tuple(weights[name] for name in after)
 
     @property
@@ -153,7 +197,9 @@ class RankMemory:
 
     @cached_property
     def local_numel(self) -> int:
-        blocks = sum(count * self.sharded_numel(self.shapes_of(kind)) for kind, count in self.kinds.items())
+        blocks = sum(
+            count * self.sharded_numel(self.shapes_of(kind)) for kind, count in self.kinds.items()
+        )
         return blocks + self.sharded_numel(self.end_shapes)
 
     @property
@@ -163,7 +209,11 @@ class RankMemory:
 
     @property
     def reshards_after_forward(self) -> bool:
-        return self.is_sharded and self.pipeline.pp == 1 and self.config.parallelism.reshard_after_forward
+        return (
+            self.is_sharded
+            and self.pipeline.pp == 1
+            and self.config.parallelism.reshard_after_forward
+        )
 
     # ---- the loss head
 
@@ -175,7 +225,9 @@ class RankMemory:
 
     @property
     def has_wide_products(self) -> bool:
-        """Whether products are returned and added up in the master dtype, as in models/loss_head.py."""
+        """Whether products are returned and added up in the master dtype, as in
+        models/loss_head.py.
+        """
         return not self.is_mixed or self.block.kernel != "cpu"
 
     @property
@@ -186,27 +238,44 @@ class RankMemory:
 
     @cached_property
     def in_flight_micro_batches(self) -> float:
-        """Micro-batches whose activations this rank saves at the same time, in units of all its blocks."""
-        plan, micro_batches = self.pipeline, self.num_micro_batches
+        """Micro-batches whose activations this rank saves at the same time, in units of all its
+        blocks.
+        """
+        plan = self.pipeline
+        micro_batches = self.num_micro_batches
         if plan.pp == 1 or plan.schedule == "GPipe":
             return 1 if plan.pp == 1 else micro_batches
         if plan.schedule in SINGLE_STAGE_SCHEDULES:
             return min(micro_batches, plan.pp - self.pp_rank)
         chunks = plan.stages_per_rank
-        return min(chunks * micro_batches, (chunks - 1) * plan.pp + 2 * (plan.pp - 1 - self.pp_rank) + 1) / chunks
+        return (
+            min(
+                chunks * micro_batches,
+                (chunks - 1) * plan.pp + 2 * (plan.pp - 1 - self.pp_rank) + 1,
+            )
+            / chunks
+        )
 
     @cached_property
     def num_recomputed_blocks(self) -> int:
-        """Blocks whose output is recomputed in the backward pass because it is the unsaved input of the next block."""
+        """Blocks whose output is recomputed in the backward pass because it is the unsaved input
+        of the next block.
+        """
         every = self.config.memory.blocks_per_checkpoint
         return sum(blocks - -(-blocks // every) for blocks in self.blocks_by_stage.values())
 
     @cached_property
     def attention_recompute_fraction(self) -> float:
-        """Share of the rank's blocks that recompute attention: all, none, or those whose output exceeds the host budget."""
+        """Share of the rank's blocks that recompute attention: all, none, or those whose output
+        exceeds the host budget.
+        """
         if self.config.memory.recompute != "keep_attention":
             return float(self.config.memory.recompute == "full")
-        return self.split_outputs(range(self.num_blocks))[1] / self.num_blocks if self.num_blocks else 0
+        return (
+            self.split_outputs(range(self.num_blocks))[1] / self.num_blocks
+            if self.num_blocks
+            else 0
+        )
 
     @property
     def host_budget(self) -> float:
@@ -223,7 +292,9 @@ class RankMemory:
         """(on the host, on the device): the saved inputs of these groups of a stage's blocks."""
         if self.config.memory.offload == "none":
             return 0, len(groups)
-        return self._split(groups, self.num_saved_inputs, self.host_budget // self.block.residual_bytes)
+        return self._split(
+            groups, self.num_saved_inputs, self.host_budget // self.block.residual_bytes
+        )
 
     def split_outputs(self, blocks: range) -> tuple[float, float]:
         """(saved, recomputed): the attention outputs of these blocks of a stage."""
@@ -233,23 +304,32 @@ class RankMemory:
         if memory.offload != "inputs_and_attention":
             return len(blocks), 0
         reserved = self.pipeline.max_in_flight * self.num_saved_inputs * self.block.residual_bytes
-        return self._split(blocks, self.num_blocks, (self.host_budget - reserved) // self.block.attention_output_bytes)
+        return self._split(
+            blocks,
+            self.num_blocks,
+            (self.host_budget - reserved) // self.block.attention_output_bytes,
+        )
 
     def _split(self, indices: range, of_micro_batch: int, limit: float) -> tuple[float, float]:
-        """How many tensors of a stage are within and beyond the host's limit, which the first ones fill.
+        """How many tensors of a stage are within and beyond the host's limit, which the first ones
+        fill.
 
         The micro-batches of a pipeline take turns, and so do their tensors: each counts in part.
         """
         if self.pipeline.pp == 1:
-            return sum(index < limit for index in indices), sum(index >= limit for index in indices)
+            return sum(index < limit for index in indices), sum(
+                index >= limit for index in indices
+            )
         share = max(0, min(1, limit / max(1, self.in_flight_micro_batches * of_micro_batch)))
         return len(indices) * share, len(indices) * (1 - share)
 
     def saved_blocks(self, stage: int, num_blocks: int, *, is_running: bool = False) -> Tensors:
-        """What the first blocks of a stage save of a micro-batch; of the group of blocks that is recomputed while the
-        next one `is_running`, no inputs: those are counted there.
+        """What the first blocks of a stage save of a micro-batch; of the group of blocks that is
+        recomputed while the next one `is_running`, no inputs: those are counted there.
         """
-        block, memory, kinds = self.block, self.config.memory, self._kinds_of(stage, num_blocks)
+        block = self.block
+        memory = self.config.memory
+        kinds = self._kinds_of(stage, num_blocks)
         if not self.recomputes:
             saved = (self.blocks[kind].all_saved(count) for kind, count in kinds.items())
             return tuple(chain.from_iterable(saved))
@@ -257,11 +337,15 @@ class RankMemory:
         inputs = num_blocks // every if is_running else -(-num_blocks // every)
         on_host, on_device = self.split_inputs(range(inputs))
         outputs, _ = self.split_outputs(range(num_blocks))
-        whole = sum(count for kind, count in kinds.items() if not kind.in_pieces) / max(1, num_blocks)
+        whole = sum(count for kind, count in kinds.items() if not kind.in_pieces) / max(
+            1, num_blocks
+        )
         return (
             *block.block_input(copies=on_device + whole * (num_blocks - inputs)),
             *block.block_input(copies=on_host, on_host=True),
-            *block.attention_output(copies=outputs * (1 - whole), on_host=memory.offload == "inputs_and_attention"),
+            *block.attention_output(
+                copies=outputs * (1 - whole), on_host=memory.offload == "inputs_and_attention"
+            ),
         )
 
     def _kinds_of(self, stage: int, num_blocks: int) -> Mapping[LayerKind, int]:
@@ -273,13 +357,17 @@ class RankMemory:
     @property
     def offloaded_bytes(self) -> float:
         """Activations of one micro-batch that are copied to the host."""
-        saved = (self.saved_blocks(stage, blocks) for stage, blocks in self.blocks_by_stage.items())
+        saved = (
+            self.saved_blocks(stage, blocks) for stage, blocks in self.blocks_by_stage.items()
+        )
         return sum(total_bytes(each, on_host=True) for each in saved)
 
 
 @lru_cache(maxsize=4096)
 def _sharded_numel(shapes: Shapes, num_shards: int) -> int:
-    return sum(-(-rows // (num_shards // (ep[0] if ep else 1))) * columns for rows, columns, *ep in shapes)
+    return sum(
+        -(-rows // (num_shards // (ep[0] if ep else 1))) * columns for rows, columns, *ep in shapes
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -291,5 +379,6 @@ def numel(shapes: Shapes) -> int:
 def padded_numel(shapes: Shapes, num_shards: int) -> int:
     """Of gathered shards."""
     return sum(
-        _sharded_numel((shape,), num_shards) * (num_shards // (shape[2] if len(shape) > 2 else 1)) for shape in shapes
+        _sharded_numel((shape,), num_shards) * (num_shards // (shape[2] if len(shape) > 2 else 1))
+        for shape in shapes
     )

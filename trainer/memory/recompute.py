@@ -19,13 +19,16 @@ def recompute_moments(block: BlockMemory, grad_dtype: str, prefetched: Tensors) 
     """`prefetched` are activations of the preceding block on their way from the host."""
     for name, alive in _feed_forward_moments(block):
         yield name, alive
-    is_single, groups = block.head_groups == 1, block.head_groups
+    is_single = block.head_groups == 1
+    groups = block.head_groups
     inputs = transient(
         f"{RECOMPUTE}.attention_backward",
         WHILE_RUNNING,
         block.stream("block input and its gradient", 2),
         block.gathered("gathered input and gradient", 2),
-        block.stream("gradient of the last product", block.has_after("attention") and not block.is_gathered),
+        block.stream(
+            "gradient of the last product", block.has_after("attention") and not block.is_gathered
+        ),
         block.queries("attention output"),
         block.sums("log-sum-exp", block.heads, block.tokens),
         block.own_kv("gradients of finished head groups", max(0, groups - 2) / groups),
@@ -34,12 +37,19 @@ def recompute_moments(block: BlockMemory, grad_dtype: str, prefetched: Tensors) 
     group = part(
         block.queries("queries", 1 / groups),
         block.kv("keys and values", 1 / groups),
-        block.queries("output and its gradient, heads exchanged", 1 / groups, copies=2 * (block.ulysses_degree > 1)),
+        block.queries(
+            "output and its gradient, heads exchanged",
+            1 / groups,
+            copies=2 * (block.ulysses_degree > 1),
+        ),
     )
     next_group = part(*(() if is_single else _prefetched_group(block, 1 / groups)))
     if block.is_normed("attention", output=True):
         yield "the norm of attention's output", _output_norm(block) + prefetched * is_single
-    yield "the gather of gradients", inputs + part(block.by_rank("gathered gradient, by rank", block.tokens))
+    yield (
+        "the gather of gradients",
+        inputs + part(block.by_rank("gathered gradient, by rank", block.tokens)),
+    )
     for name, rotated in _rotation_moments(block):
         yield name, inputs + group * (not is_single) + rotated + prefetched * is_single
     for name, operator in operator_moments(block, grad_dtype, 1 / groups):
@@ -66,7 +76,8 @@ def _output_norm(block: BlockMemory) -> Tensors:
 
 def _rotation_moments(block: BlockMemory) -> Moments:
     """Of the projections of a head group, tile by tile."""
-    tile, groups = block.tile_tokens, block.head_groups
+    tile = block.tile_tokens
+    groups = block.head_groups
     share = tile / block.tokens / groups
     part = partial(transient, "models/attention.py: Attention.inner", WHILE_RUNNING)
     projected = part(
@@ -75,10 +86,17 @@ def _rotation_moments(block: BlockMemory) -> Moments:
         block.own_kv("a tile of keys and values", share),
         block.queries("a tile of the scaled queries", share * (block.model.query_multiplier != 1)),
         block.queries("a tile of the rotated queries", share),
-        *(() if block.num_tiles() == 1 else (block.queries("queries", 1 / groups), block.own_kv("KV", 1 / groups))),
+        *(
+            ()
+            if block.num_tiles() == 1
+            else (block.queries("queries", 1 / groups), block.own_kv("KV", 1 / groups))
+        ),
     )
     keys = block.own_kv("a tile of the rotated keys", share / 2)
-    yield "the rotation of queries", projected + part(block.widened(block.queries("a tile of the queries", share)))
+    yield (
+        "the rotation of queries",
+        projected + part(block.widened(block.queries("a tile of the queries", share))),
+    )
     yield "the rotation of keys", projected + part(keys, block.widened(keys))
 
 
@@ -94,20 +112,29 @@ def recomputed_input(block: BlockMemory) -> Tensors:
 
 
 def feed_forward_pass(block: BlockMemory) -> Tensors:
-    """In the forward pass of a feed-forward, beside the input and the attention output of its block."""
+    """In the forward pass of a feed-forward, beside the input and the attention output of its
+    block.
+    """
     if block.has_experts:
         return experts.forward_pass(block)
-    tile, dim = block.tile_tokens, block.model.dim
+    tile = block.tile_tokens
+    dim = block.model.dim
     part = partial(transient, f"{RECOMPUTE}.feed_forward", WHILE_RUNNING)
     output = block.numbers("a tile of the output", tile, dim)
     gate_and_up = part(
-        block.numbers("a tile of the normalized input", tile, dim, copies=block.is_normed("feed_forward")),
+        block.numbers(
+            "a tile of the normalized input", tile, dim, copies=block.is_normed("feed_forward")
+        ),
         block.numbers("gate and up", 2, tile, block.ffn_dim),
     )
-    product = part(block.numbers("gate, up, and their product", 3 + block.is_gelu, tile, block.ffn_dim))
+    product = part(
+        block.numbers("gate, up, and their product", 3 + block.is_gelu, tile, block.ffn_dim)
+    )
     after = block.numbers("the same, also normed", block.tile_tokens // block.sequence_shards, dim)
     reducing = part(
-        output, block.by_rank("the same, by rank", tile), after._replace(copies=block.has_after("feed_forward"))
+        output,
+        block.by_rank("the same, by rank", tile),
+        after._replace(copies=block.has_after("feed_forward")),
     )
     return part(
         block.stream("hidden state"),
@@ -122,7 +149,9 @@ def _prefetched_group(block: BlockMemory, share: float) -> tuple[MemoryTensor, .
             block.queries("queries of the next head group", share, copies=2),
             block.kv("KV of the next head group", share, copies=2),
         )
-    buffers: float = 1 + (block.ring_degree if block.gathers_kv else 1) if block.ring_degree > 1 else 0
+    buffers: float = (
+        1 + (block.ring_degree if block.gathers_kv else 1) if block.ring_degree > 1 else 0
+    )
     buffers = buffers if block.halo is None else block.halo[0] + block.halo[1]
     return (
         block.queries("queries of the next head group", share),
@@ -131,8 +160,12 @@ def _prefetched_group(block: BlockMemory, share: float) -> tuple[MemoryTensor, .
 
 
 def _feed_forward_moments(block: BlockMemory) -> Moments:
-    tile, dim, ffn_dim, tiled = block.tile_tokens, block.model.dim, block.ffn_dim, block.num_tiles() > 1
-    local, is_normed = tile // block.sequence_shards, block.is_normed("feed_forward")
+    tile = block.tile_tokens
+    dim = block.model.dim
+    ffn_dim = block.ffn_dim
+    tiled = block.num_tiles() > 1
+    local = tile // block.sequence_shards
+    is_normed = block.is_normed("feed_forward")
     held = transient(
         f"{RECOMPUTE}.feed_forward_backward",
         WHILE_RUNNING,
@@ -140,7 +173,9 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
         block.stream("gradient of the hidden state", tiled),
         block.queries("attention output"),
         block.sums("log-sum-exp", block.heads, block.tokens),
-        block.sums("sums of weight gradients", 3, dim, ffn_dim, copies=tiled and not block.has_experts),
+        block.sums(
+            "sums of weight gradients", 3, dim, ffn_dim, copies=tiled and not block.has_experts
+        ),
         block.numbers("a tile of the hidden state", local, dim, copies=not block.has_experts),
     )
     if block.has_experts:
@@ -148,16 +183,28 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
         return
     part = partial(transient, "models/feed_forward.py: SwiGLU.backward", WHILE_RUNNING)
     gathered: tuple[MemoryTensor, ...] = (
-        block.numbers("a tile of the normalized input", local, dim, copies=not block.is_gathered and is_normed),
-        block.numbers("a gathered tile of input and gradient", 2, tile, dim, copies=block.is_gathered),
+        block.numbers(
+            "a tile of the normalized input",
+            local,
+            dim,
+            copies=not block.is_gathered and is_normed,
+        ),
+        block.numbers(
+            "a gathered tile of input and gradient", 2, tile, dim, copies=block.is_gathered
+        ),
     )
     weight = block.numbers("gradient of a matrix", dim, ffn_dim)
-    last = block.numbers("a tile of the last product's gradient", local, dim, copies=block.has_after("feed_forward"))
+    last = block.numbers(
+        "a tile of the last product's gradient", local, dim, copies=block.has_after("feed_forward")
+    )
     if block.is_normed("feed_forward", output=True):
         inner = block.numbers("gate, up, activated gate, and product", 4, tile, ffn_dim)
         product = block.numbers("a tile of the last product", local, dim)
         norm = norms.backward(block, "a tile of the gradient", local)
-        yield "the norm of the feed-forward's output", held + part(gathered[0], inner, product, *norm)
+        yield (
+            "the norm of the feed-forward's output",
+            held + part(gathered[0], inner, product, *norm),
+        )
     gate = block.numbers("gate, up, and both gradients", 4 + 2 * block.is_gelu, tile, ffn_dim)
     yield "feed-forward", held + part(*gathered, last, gate, weight)
     yield (
@@ -190,8 +237,10 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
 
 
 def _projection_moments(block: BlockMemory) -> Moments:
-    tile, dim = block.tile_tokens, block.model.dim
-    local, share = tile // block.sequence_shards, tile / block.tokens
+    tile = block.tile_tokens
+    dim = block.model.dim
+    local = tile // block.sequence_shards
+    share = tile / block.tokens
     rows = (block.heads + 2 * block.kv_heads) * block.model.head_dim
     held = transient(
         f"{RECOMPUTE}.attention_backward",
@@ -205,7 +254,9 @@ def _projection_moments(block: BlockMemory) -> Moments:
     normed = transient(f"{RECOMPUTE}.attention_backward", WHILE_RUNNING, block.normalized_tile())
     for name, alive in _head_gradient_moments(block, share):
         yield name, held + normed + alive
-    part = partial(transient, "parallelisms/sublayer_pass.py: SublayerPass.linears_backward", WHILE_RUNNING)
+    part = partial(
+        transient, "parallelisms/sublayer_pass.py: SublayerPass.linears_backward", WHILE_RUNNING
+    )
     weights = block.numbers("gradients of weights", rows, dim)
     products = part(
         block.queries("gradient of the query projection", share),
@@ -219,22 +270,32 @@ def _projection_moments(block: BlockMemory) -> Moments:
         held
         + part(
             weights,
-            *norms.backward(block, "a tile of the input gradient", local)[: 3 * block.is_normed("attention")],
+            *norms.backward(block, "a tile of the input gradient", local)[
+                : 3 * block.is_normed("attention")
+            ],
         ),
     )
 
 
 def _head_gradient_moments(block: BlockMemory, share: float) -> Moments:
-    """From the gradients of queries, keys and values to those of the projections, of a tile: this share of the tokens."""
-    groups, part = block.head_groups, partial(transient, f"{RECOMPUTE}._product_grads", WHILE_RUNNING)
+    """From the gradients of queries, keys and values to those of the projections, of a tile: this
+    share of the tokens.
+    """
+    groups = block.head_groups
+    part = partial(transient, f"{RECOMPUTE}._product_grads", WHILE_RUNNING)
     # Of gathered tokens, a tile is a copy.
     copied = share / groups * (block.is_gathered and block.num_tiles() > 1)
     queries = block.queries("gradient of queries, rotated back", share / groups)
     group = part(
         block.queries("a tile of the gradient of queries", copied),
         block.own_kv("a tile of the gradients of KV", copied),
-        block.queries("gradient of the query projections of other head groups", share * (groups - 1) / groups),
-        block.own_kv("gradient of the key projections of other head groups", share * (groups - 1) / groups / 2),
+        block.queries(
+            "gradient of the query projections of other head groups", share * (groups - 1) / groups
+        ),
+        block.own_kv(
+            "gradient of the key projections of other head groups",
+            share * (groups - 1) / groups / 2,
+        ),
         queries,
         block.own_kv("gradient of keys, rotated back", share / groups / 2),
     )
@@ -247,7 +308,9 @@ def _head_gradient_moments(block: BlockMemory, share: float) -> Moments:
             + part(
                 block.queries("queries and their gradient", share / groups, copies=2),
                 block.own_kv("keys", share / groups / 2),
-                block.sums("products of the norm's backward pass", 3, block.q_numel, copies=products),
+                block.sums(
+                    "products of the norm's backward pass", 3, block.q_numel, copies=products
+                ),
             ),
         )
     if groups > 1:
@@ -255,6 +318,9 @@ def _head_gradient_moments(block: BlockMemory, share: float) -> Moments:
             "gradients of all head groups, side by side",
             part(
                 block.queries("gradient of the query projections", share, copies=2),
-                block.own_kv("gradients of the key projections, also side by side, and of values", 1.5 * share),
+                block.own_kv(
+                    "gradients of the key projections, also side by side, and of values",
+                    1.5 * share,
+                ),
             ),
         )

@@ -1,4 +1,7 @@
-"""The memory estimate in words, and changes of the configuration that free memory. Imports no torch."""
+"""The memory estimate in words, and changes of the configuration that free memory.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,9 @@ class Change:
 
 
 def memory_summary(estimate: MemoryEstimate) -> str:
-    text = ", ".join(f"{item.name} {_format_size(item.device_bytes)}" for item in estimate.largest_items)
+    text = ", ".join(
+        f"{item.name} {_format_size(item.device_bytes)}" for item in estimate.largest_items
+    )
     host = f"; host {_format_size(estimate.host_bytes)}" if estimate.host_bytes else ""
     return f"predicted peak memory per rank: {_format_size(estimate.device_bytes)} ({text}){host}"
 
@@ -40,19 +45,27 @@ def memory_summary(estimate: MemoryEstimate) -> str:
 def out_of_memory_advice(config: Config, world_size: int, *, limit: int = 3) -> list[str]:
     """The estimate, then the `limit` changes that free most, one per line."""
     savings = [*memory_savings(config, world_size).items()][:limit]
-    suggestions = [f"{text} would free {_format_size(freed_bytes)}" for text, freed_bytes in savings]
+    suggestions = [
+        f"{text} would free {_format_size(freed_bytes)}" for text, freed_bytes in savings
+    ]
     fallback = ["no single-key change frees memory: use more ranks or a smaller model"]
     return [memory_summary(estimate_memory(config, world_size)), *(suggestions or fallback)]
 
 
 def memory_savings(config: Config, world_size: int) -> dict[str, float]:
-    """Bytes that valid changes free on the rank with the highest peak, by change, the largest saving first."""
+    """Bytes that valid changes free on the rank with the highest peak, by change, the largest
+    saving first.
+    """
     peak = estimate_memory(config, world_size).device_bytes
     freed = {
         change.text: peak - estimate_memory(change.config, change.world_size).device_bytes
         for change in valid_changes(config, world_size, memory_changes(config, world_size))
     }
-    return {text: size for text, size in sorted(freed.items(), key=lambda saving: -saving[1]) if size > 0}
+    return {
+        text: size
+        for text, size in sorted(freed.items(), key=lambda saving: -saving[1])
+        if size > 0
+    }
 
 
 def valid_changes(config: Config, world_size: int, changes: Iterable[Change]) -> Iterator[Change]:
@@ -72,8 +85,11 @@ def memory_changes(config: Config, world_size: int) -> Iterator[Change]:
 
 
 def _memory_saving_values(config: Config) -> Iterator[tuple[str, Any]]:
-    memory, training = config.memory, config.training
-    for policy in {"none": ("keep_attention", "full"), "keep_attention": ("full",)}.get(memory.recompute, ()):
+    memory = config.memory
+    training = config.training
+    for policy in {"none": ("keep_attention", "full"), "keep_attention": ("full",)}.get(
+        memory.recompute, ()
+    ):
         yield "memory.recompute", policy
     offloads = ("none", "inputs", "inputs_and_attention")
     for offload in offloads[offloads.index(memory.offload) + 1 :]:
@@ -100,18 +116,27 @@ def _mesh_saving_values(parallelism: ParallelismSection) -> Iterator[tuple[str, 
 
 
 def _doubled_degree(config: Config, world_size: int, axis: str) -> Change:
-    """Doubles a mesh dimension at the expense of a dp dimension, or else doubles the world size."""
+    """Doubles a mesh dimension at the expense of a dp dimension, or else doubles the world
+    size.
+    """
     degrees = config.parallelism.degrees(world_size)
     doubled = {f"parallelism.{axis}": 2 * degrees[axis]}
     for other in ("dp_replicate", "dp_shard"):
         if other != axis and degrees[other] % 2 == 0:
-            return change_of(config, world_size, doubled | {f"parallelism.{other}": degrees[other] // 2})
+            return change_of(
+                config, world_size, doubled | {f"parallelism.{other}": degrees[other] // 2}
+            )
     config = with_overrides(config, {"parallelism.dp_shard": degrees["dp_shard"]})
     return change_of(config, 2 * world_size, doubled, note=f" on {2 * world_size} processes")
 
 
-def change_of(config: Config, world_size: int, overrides: Mapping[str, Any], *, note: str = "") -> Change:
-    texts = (f"{key} unset" if value is None else f"{key} = {toml_value(value)}" for key, value in overrides.items())
+def change_of(
+    config: Config, world_size: int, overrides: Mapping[str, Any], *, note: str = ""
+) -> Change:
+    texts = (
+        f"{key} unset" if value is None else f"{key} = {toml_value(value)}"
+        for key, value in overrides.items()
+    )
     return Change(", ".join(texts) + note, with_overrides(config, overrides), world_size)
 
 
@@ -122,7 +147,10 @@ def with_overrides(config: ConfigT, changes: Mapping[str, Any]) -> ConfigT:
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = value
     return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+        update={
+            name: getattr(config, name).model_copy(update=values)
+            for name, values in sections.items()
+        }
     )
 
 

@@ -1,7 +1,7 @@
 """The moments of a pipeline rank's step that can be its peak. Imports no torch.
 
-A moment is a sum of named tensors (`tensors.py`). Communication library buffers and allocator fragmentation are not
-included. Symbols are those of docs/parallelism.md.
+A moment is a sum of named tensors (`tensors.py`). Communication library buffers and allocator
+fragmentation are not included. Symbols are those of docs/parallelism.md.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ from trainer.memory.tensors import (
 )
 from trainer.memory.weights import WeightMemory
 
-STEP, RUN = "the step", "the run"
+STEP = "the step"
+RUN = "the run"
 
 
 class StepMemory:
     """The tensors of one pipeline rank in a step."""
 
     def __init__(self, rank: RankMemory) -> None:
-        self.rank, self.block, self.is_pipeline = rank, rank.block, rank.pipeline.pp > 1
+        self.rank = rank
+        self.block = rank.block
+        self.is_pipeline = rank.pipeline.pp > 1
         self.last_stage = rank.pipeline.num_stages - 1
         self.weights = WeightMemory(rank)
         self._saved_by_stage: dict[int, Tensors] = {}
@@ -64,21 +67,33 @@ class StepMemory:
 
     @cached_property
     def _always(self) -> Tensors:
-        rank, on_host = self.rank, self.rank.optimizer_on_host
+        rank = self.rank
+        on_host = self.rank.optimizer_on_host
         staged, in_memory = checkpoint_copies(rank.config.checkpoint, rank.num_nodes)
         weights = MemoryTensor("shards of weights", (rank.local_numel,), rank.master_dtype)
         moments = MemoryTensor("shards of both moments", (2, rank.local_numel), rank.moment_dtype)
-        batch = MemoryTensor("tokens, labels, positions and document ids", (4, rank.tokens), "int64")
+        batch = MemoryTensor(
+            "tokens, labels, positions and document ids", (4, rank.tokens), "int64"
+        )
         workspaces = MemoryTensor(
-            "workspaces of cuBLAS", (CUBLAS_HANDLES, CUBLAS_WORKSPACE), "uint8", copies=rank.block.kernel != "cpu"
+            "workspaces of cuBLAS",
+            (CUBLAS_HANDLES, CUBLAS_WORKSPACE),
+            "uint8",
+            copies=rank.block.kernel != "cpu",
         )
-        accumulate, staging = (
-            "trainer/step/trainer.py: Trainer.accumulate_gradients",
-            "trainer/checkpoint/manager.py: CheckpointManager.save",
-        )
+        accumulate = "trainer/step/trainer.py: Trainer.accumulate_gradients"
+        staging = "trainer/checkpoint/manager.py: CheckpointManager.save"
         return (
-            *tensors("parameters", "trainer/step/build.py: ParallelModel", RUN, weights, on_host=on_host),
-            *tensors("optimizer state", "trainer/step/optimizer.py: Optimizer", RUN, moments, on_host=on_host),
+            *tensors(
+                "parameters", "trainer/step/build.py: ParallelModel", RUN, weights, on_host=on_host
+            ),
+            *tensors(
+                "optimizer state",
+                "trainer/step/optimizer.py: Optimizer",
+                RUN,
+                moments,
+                on_host=on_host,
+            ),
             *tensors(
                 "async-checkpoint staging",
                 staging,
@@ -126,14 +141,21 @@ class StepMemory:
 
     def _rotation(self, stage: int) -> Tensors:
         """A table for each way to rotate; layers without rotation expand one number of a table."""
-        ropes = {self.rank.model.layer_kinds[layer].rope for layer in self.rank.layers_by_stage[stage]}
+        ropes = {
+            self.rank.model.layer_kinds[layer].rope for layer in self.rank.layers_by_stage[stage]
+        }
         angles = MemoryTensor(
             "cosines and sines of rotary angles",
             (self.rank.tokens, self.rank.model.rope.rotary_dim(self.rank.model.head_dim)),
             self.rank.master_dtype,
             copies=len({"global" if each == "none" else each for each in ropes}),
         )
-        return tensors(SAVED_ACTIVATIONS, "models/rope.py: cos_sin_table", "until the stage's backward pass", angles)
+        return tensors(
+            SAVED_ACTIVATIONS,
+            "models/rope.py: cos_sin_table",
+            "until the stage's backward pass",
+            angles,
+        )
 
     def _held(self, found: Pass) -> Tensors:
         """What other micro-batches hold during a pass."""
@@ -155,7 +177,12 @@ class StepMemory:
                 for stage, count in found.waiting
                 for each in self._saved(stage)
             ),
-            *tensors("pipeline messages", "parallelisms/pipeline.py: StreamExchange", "until used or sent", message),
+            *tensors(
+                "pipeline messages",
+                "parallelisms/pipeline.py: StreamExchange",
+                "until used or sent",
+                message,
+            ),
         )
 
     # ---- moments
@@ -169,7 +196,9 @@ class StepMemory:
                     "in the embedding, forward",
                     self._held(found),
                     self.weights.gathered_in(found, 0),
-                    self.weights.gathered("weights of the embedding, being gathered", self.rank.embed_shapes),
+                    self.weights.gathered(
+                        "weights of the embedding, being gathered", self.rank.embed_shapes
+                    ),
                     ends.embedding_forward(self.rank),
                 )
         if found.stage != self.last_stage:
@@ -181,9 +210,11 @@ class StepMemory:
                 self.weights.gradients(found, done_blocks=0, with_head=False),
             )
             return
-        rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
+        rank = self.rank
+        blocks = self.rank.blocks_by_stage[found.stage]
         own = self.rank.saved_blocks(found.stage, blocks) + self._rotation(found.stage)
-        if found.stage > 0 and blocks:  # Otherwise it is the first block's, or counted with the head.
+        # Otherwise it is the first block's, or counted with the head.
+        if found.stage > 0 and blocks:
             own += self._hosted_input(0)
         gathered = self.weights.gathered_in(found, 0 if rank.reshards_after_forward else blocks)
         units = () if rank.model.tie_embeddings else rank.head_unit
@@ -191,7 +222,9 @@ class StepMemory:
             # The all-gather's output and what is copied out of it.
             copies = 1 + (rank.num_shards > 1)
             gathered += self.weights.gathered(
-                "weights of the head", units or rank.block_shapes, copies if units else rank.num_shards > 1
+                "weights of the head",
+                units or rank.block_shapes,
+                copies if units else rank.num_shards > 1,
             )
         elif found.gathers:
             gathered += self.weights.gathered(
@@ -209,14 +242,22 @@ class StepMemory:
 
     def _first_forward_moment(self, found: Pass) -> MemoryEstimate:
         """The last block's, which holds the buffer its weights were gathered in."""
-        rank, blocks, last = self.rank, self.rank.blocks_by_stage[found.stage], self._block(found.stage, -1)
+        rank = self.rank
+        blocks = self.rank.blocks_by_stage[found.stage]
+        last = self._block(found.stage, -1)
         alive = autograd_forward(last)
         if rank.recomputes:
             memory = rank.config.memory
             group, position = divmod(blocks - 1, memory.blocks_per_checkpoint)
-            is_saved = memory.recompute == "keep_attention" and memory.offload != "inputs_and_attention"
+            is_saved = (
+                memory.recompute == "keep_attention" and memory.offload != "inputs_and_attention"
+            )
             unsaved = self.block.block_input() if position else self._hosted_input(group)
-            alive = feed_forward_pass(last) + unsaved + self.block.attention_output(copies=not is_saved)
+            alive = (
+                feed_forward_pass(last)
+                + unsaved
+                + self.block.attention_output(copies=not is_saved)
+            )
         return self._moment(
             "in the first forward pass",
             self._held(found),
@@ -237,38 +278,62 @@ class StepMemory:
             yield from self._embedding_moments(found)
 
     def _embedding_moments(self, found: Pass) -> Iterator[MemoryEstimate]:
-        rank, embed, blocks = self.rank, self.rank.embed_shapes, self.rank.blocks_by_stage[0]
+        rank = self.rank
+        embed = self.rank.embed_shapes
+        blocks = self.rank.blocks_by_stage[0]
         computed = self.weights.computed(embed)
         held = self._held(found) + self.weights.gathered_in(found, 0)
         previous = rank.block_shapes if blocks else ()
-        gradients = self.weights.gradients(found, done_blocks=blocks, with_head=True, previous=previous)
-        yield self._moment("in the embedding, backward", held, gradients, computed, ends.embedding_backward(rank))
+        gradients = self.weights.gradients(
+            found, done_blocks=blocks, with_head=True, previous=previous
+        )
+        yield self._moment(
+            "in the embedding, backward", held, gradients, computed, ends.embedding_backward(rank)
+        )
         if rank.tp > 1:
-            yield self._moment("in the mask of the embedding's gradient", held, gradients, ends.masked_gradient(rank))
+            yield self._moment(
+                "in the mask of the embedding's gradient",
+                held,
+                gradients,
+                ends.masked_gradient(rank),
+            )
         if self.block.is_gathered:
-            yield self._moment("in the gather of the embedding's gradient", held, gradients, ends.gather_over_tp(rank))
-        if rank.model.tie_embeddings and self.block.is_gathered and not rank.config.parallelism.loss_parallel:
+            yield self._moment(
+                "in the gather of the embedding's gradient",
+                held,
+                gradients,
+                ends.gather_over_tp(rank),
+            )
+        if (
+            rank.model.tie_embeddings
+            and self.block.is_gathered
+            and not rank.config.parallelism.loss_parallel
+        ):
             summed = ends.sum_over_tp(rank)
-            yield self._moment("in the sum of the tied gradient over tp ranks", held, gradients, computed, summed)
+            yield self._moment(
+                "in the sum of the tied gradient over tp ranks", held, gradients, computed, summed
+            )
         if rank.is_sharded and (found.is_last or not self.weights.sums_whole):
             before, after = self.weights.reduction(found, embed, embed)
             gradients = self.weights.gradients(found, done_blocks=blocks, with_head=True)
-            copied = self.weights.gradients(found, done_blocks=blocks, with_head=True, copied="embedding")
-            yield self._moment("before the reduce-scatter of the embedding", held, gradients, before)
+            copied = self.weights.gradients(
+                found, done_blocks=blocks, with_head=True, copied="embedding"
+            )
+            yield self._moment(
+                "before the reduce-scatter of the embedding", held, gradients, before
+            )
             yield self._moment("after the reduce-scatter of the embedding", held, copied, after)
 
     def _block(self, stage: int, index: int) -> BlockMemory:
         return self.rank.blocks[self.rank.kinds_by_stage[stage][index]]
 
     def _sampled_blocks(self, stage: int) -> list[int]:
-        """Blocks of a stage at whose backward pass it may hold most: the outermost ones of the outermost groups, and of
-        each kind.
+        """Blocks of a stage at whose backward pass it may hold most: the outermost ones of the
+        outermost groups, and of each kind.
         """
-        every, blocks, kinds = (
-            self.rank.config.memory.blocks_per_checkpoint,
-            self.rank.blocks_by_stage[stage],
-            self.rank.kinds_by_stage[stage],
-        )
+        every = self.rank.config.memory.blocks_per_checkpoint
+        blocks = self.rank.blocks_by_stage[stage]
+        kinds = self.rank.kinds_by_stage[stage]
         sampled = {0, blocks // every * every - 1, blocks - 1}
         for kind in self.rank.kinds if len(self.rank.kinds) > 1 else ():
             of_kind = [index for index, each in enumerate(kinds) if each is kind]
@@ -279,7 +344,8 @@ class StepMemory:
         return sorted(sampled & {*range(blocks)})
 
     def _head_backward_moments(self, found: Pass) -> Iterator[MemoryEstimate]:
-        rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
+        rank = self.rank
+        blocks = self.rank.blocks_by_stage[found.stage]
         units = () if rank.model.tie_embeddings else rank.head_unit
         gathered = self.weights.gathered_in(found, blocks)
         if not self.is_pipeline and units:
@@ -306,11 +372,19 @@ class StepMemory:
 
     def _block_moments(self, found: Pass, index: int) -> Iterator[MemoryEstimate]:
         """The backward pass of a stage's block `index`, after all later ones."""
-        rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
-        later, shapes = blocks - 1 - index, rank.block_shapes
+        rank = self.rank
+        blocks = self.rank.blocks_by_stage[found.stage]
+        later = blocks - 1 - index
+        shapes = rank.block_shapes
         block = f"block {index}" + f" of stage {found.stage}" * self.is_pipeline
         previous = (
-            shapes if later else (() if rank.model.tie_embeddings or found.stage != self.last_stage else rank.head_unit)
+            shapes
+            if later
+            else (
+                ()
+                if rank.model.tie_embeddings or found.stage != self.last_stage
+                else rank.head_unit
+            )
         )
         base = (
             self._held(found)
@@ -318,15 +392,28 @@ class StepMemory:
             + self._rotation(found.stage)
         )
         gathered = self.weights.gathered_in(found, index + 1)
-        gradients = self.weights.gradients(found, done_blocks=later, with_head=True, previous=previous)
+        gradients = self.weights.gradients(
+            found, done_blocks=later, with_head=True, previous=previous
+        )
         this = self._block(found.stage, index)
-        name, alive = self._fullest_part(this, index, adds=self.weights.adds_at_once and not found.is_first)
+        name, alive = self._fullest_part(
+            this, index, adds=self.weights.adds_at_once and not found.is_first
+        )
         yield self._moment(f"in {name} of {block}, backward", base, gathered, gradients, alive)
         if index % rank.config.memory.blocks_per_checkpoint:
-            recomputed = recomputed_input(self._block(found.stage, index - 1)) + self._recomputed_for(index)
-            again = self.weights.gathered("weights of the block that is recomputed", shapes, self.weights.gathers_again)
+            recomputed = recomputed_input(
+                self._block(found.stage, index - 1)
+            ) + self._recomputed_for(index)
+            again = self.weights.gathered(
+                "weights of the block that is recomputed", shapes, self.weights.gathers_again
+            )
             yield self._moment(
-                f"in the recomputation of the input of {block}", base, gathered, again, gradients, recomputed
+                f"in the recomputation of the input of {block}",
+                base,
+                gathered,
+                again,
+                gradients,
+                recomputed,
             )
         if not rank.is_sharded or (self.weights.sums_whole and not found.is_last):
             return
@@ -340,9 +427,11 @@ class StepMemory:
         yield self._moment(f"after the reduce-scatter of {block}", held, copied, after)
 
     def _fullest_part(self, block: BlockMemory, index: int, *, adds: bool) -> tuple[str, Tensors]:
-        """The part of a block's backward pass that needs most, with the gradients of weights that exist by then.
+        """The part of a block's backward pass that needs most, with the gradients of weights that
+        exist by then.
 
-        `adds`: gradients are added to those of earlier micro-batches as soon as half a block has them.
+        `adds`: gradients are added to those of earlier micro-batches as soon as half a block has
+        them.
         """
         beside = self._prefetched(index), self._recomputed_for(index)
         key = adds, block.kind, index == 0, self._is_last_of_group(index), beside
@@ -351,22 +440,33 @@ class StepMemory:
             self._fullest_parts[key] = max(parts, key=lambda part: total_bytes(part[1]))
         return self._fullest_parts[key]
 
-    def _parts(self, block: BlockMemory, index: int, *, adds: bool) -> Iterator[tuple[str, Tensors]]:
+    def _parts(
+        self, block: BlockMemory, index: int, *, adds: bool
+    ) -> Iterator[tuple[str, Tensors]]:
         output, *feed_forward = self.rank.after_attention(block.kind)
         grad_dtype = self.rank.kv_grad_dtype
         if not block.kind.in_pieces:
-            again, computed = self._recomputed_for(index), (output, *feed_forward)
+            again = self._recomputed_for(index)
+            computed = (output, *feed_forward)
             yield "the whole", whole_block_moment(block) + again + self.weights.computed(computed)
             return
         if not self.rank.recomputes:
-            by_moment = {FEED_FORWARD_NORM: (), "feed-forward": (*feed_forward[-1:],), ATTENTION_NORM: (*feed_forward,)}
+            by_moment = {
+                FEED_FORWARD_NORM: (),
+                "feed-forward": (*feed_forward[-1:],),
+                ATTENTION_NORM: (*feed_forward,),
+            }
             for name, alive in autograd_moments(block, grad_dtype):
                 computed = by_moment.get(name, () if adds else (output, *feed_forward))
-                yield name, alive + self.weights.next_block(index) + self.weights.computed(computed)
+                yield (
+                    name,
+                    alive + self.weights.next_block(index) + self.weights.computed(computed),
+                )
             return
         position = index % self.rank.config.memory.blocks_per_checkpoint
         recomputed = self._recomputed_for(index)
-        # The inputs of a group of blocks are recomputed together, which uses up what is gathered ahead.
+        # The inputs of a group of blocks are recomputed together, which uses up what is gathered
+        # ahead.
         recomputes_inputs = position > 0 and self._is_last_of_group(index)
         for name, alive in recompute_moments(block, grad_dtype, self._prefetched(index)):
             is_feed_forward = "feed-forward" in name
@@ -375,19 +475,28 @@ class StepMemory:
             yield name, alive + recomputed + ahead + self.weights.computed(computed)
 
     def _is_last_of_group(self, index: int) -> bool:
-        return (index + 1) % self.rank.config.memory.blocks_per_checkpoint == 0 or index == self.rank.num_blocks - 1
+        return (
+            index + 1
+        ) % self.rank.config.memory.blocks_per_checkpoint == 0 or index == self.rank.num_blocks - 1
 
     def _recomputed_for(self, index: int) -> Tensors:
-        """Of the group's blocks before block `index`: their outputs, and the attention outputs that were not saved."""
+        """Of the group's blocks before block `index`: their outputs, and the attention outputs
+        that were not saved.
+        """
         position = index % self.rank.config.memory.blocks_per_checkpoint
         _, recomputed = self.rank.split_outputs(range(index - position, index))
-        return self.block.block_input(copies=position) + self.block.attention_output(copies=recomputed)
+        return self.block.block_input(copies=position) + self.block.attention_output(
+            copies=recomputed
+        )
 
     def _prefetched(self, index: int) -> Tensors:
-        """Activations being copied back from the host for the preceding block; of several head groups only its input."""
+        """Activations being copied back from the host for the preceding block; of several head
+        groups only its input.
+        """
         if index == 0:
             return ()
-        rank, memory = self.rank, self.rank.config.memory
+        rank = self.rank
+        memory = self.rank.config.memory
         group, position = divmod(index, memory.blocks_per_checkpoint)
         preceding_input = () if position else self._hosted_input(group - 1)
         if memory.head_groups > 1 or memory.offload != "inputs_and_attention":

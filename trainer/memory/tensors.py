@@ -11,7 +11,15 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
+DTYPE_BYTES = {
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+    "bool": 1,
+}
 LINES = (
     "parameters",
     "gradients",
@@ -31,7 +39,8 @@ CUBLAS_HANDLES = 2
 """One for each thread that multiplies: the main thread, and autograd's."""
 CUBLAS_WORKSPACE = 32 << 20
 """Bytes of a handle: torch's default from compute capability 9.0 on."""
-SAVED_ACTIVATIONS, TRANSIENT_ACTIVATIONS = "saved activations", "transient activations"
+SAVED_ACTIVATIONS = "saved activations"
+TRANSIENT_ACTIVATIONS = "transient activations"
 
 
 class MemoryTensor(NamedTuple):
@@ -55,10 +64,14 @@ class MemoryTensor(NamedTuple):
 Tensors = tuple[MemoryTensor, ...]
 
 
-def tensors(line: str, source: str, lifetime: str, *entries: MemoryTensor, on_host: bool = False) -> Tensors:
+def tensors(
+    line: str, source: str, lifetime: str, *entries: MemoryTensor, on_host: bool = False
+) -> Tensors:
     """The entries that exist, with what they have in common."""
     return tuple(
-        MemoryTensor(each.name, each.shape, each.dtype, line, source, lifetime, each.copies, on_host)
+        MemoryTensor(
+            each.name, each.shape, each.dtype, line, source, lifetime, each.copies, on_host
+        )
         for each in entries
         if each.copies
     )
@@ -95,7 +108,9 @@ class MemoryEstimate:
         return tuple(self.item(line) for line in LINES)
 
     def item(self, name: str) -> MemoryItem:
-        return MemoryItem(name, *(total_bytes(self.tensors, line=name, on_host=host) for host in (False, True)))
+        return MemoryItem(
+            name, *(total_bytes(self.tensors, line=name, on_host=host) for host in (False, True))
+        )
 
     @property
     def largest_items(self) -> list[MemoryItem]:
@@ -103,7 +118,11 @@ class MemoryEstimate:
         return sorted(self.items, key=lambda item: -item.device_bytes)[:3]
 
 
-def total_bytes(given: Iterable[MemoryTensor], *, line: str | None = None, on_host: bool | None = None) -> float:
+def total_bytes(
+    given: Iterable[MemoryTensor], *, line: str | None = None, on_host: bool | None = None
+) -> float:
     return sum(
-        each.bytes for each in given if line in (None, each.line) and (on_host is None or on_host == each.on_host)
+        each.bytes
+        for each in given
+        if line in (None, each.line) and (on_host is None or on_host == each.on_host)
     )

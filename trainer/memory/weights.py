@@ -15,10 +15,14 @@ Unit = Literal["block", "embedding"]
 
 
 class WeightMemory:
-    """Units are the modules whose weights FSDP gathers together: the embedding, each block, the head."""
+    """Units are the modules whose weights FSDP gathers together: the embedding, each block, the
+    head.
+    """
 
     def __init__(self, rank: RankMemory) -> None:
-        self.rank, self.is_pipeline, self.last_stage = rank, rank.pipeline.pp > 1, rank.pipeline.num_stages - 1
+        self.rank = rank
+        self.is_pipeline = rank.pipeline.pp > 1
+        self.last_stage = rank.pipeline.num_stages - 1
 
     def unit(
         self,
@@ -35,10 +39,18 @@ class WeightMemory:
         return tensors(line, FSDP, lifetime, MemoryTensor(name, (size,), dtype, copies=copies))
 
     def gathered(self, name: str, shapes: Shapes, copies: float = 1) -> Tensors:
-        lifetime = "until the stage's last micro-batch" if self.is_pipeline else "while the unit runs"
+        lifetime = (
+            "until the stage's last micro-batch" if self.is_pipeline else "while the unit runs"
+        )
         copies *= self.rank.is_sharded
         return self.unit(
-            "gathered weights", name, shapes, self.rank.compute_dtype, copies=copies, padded=True, lifetime=lifetime
+            "gathered weights",
+            name,
+            shapes,
+            self.rank.compute_dtype,
+            copies=copies,
+            padded=True,
+            lifetime=lifetime,
         )
 
     def gathered_in(self, found: Pass, num_blocks: int) -> Tensors:
@@ -49,11 +61,23 @@ class WeightMemory:
             blocks = sum(rank.blocks_by_stage[stage] for stage in stages)
             return (
                 *self.gathered("weights of blocks", rank.block_shapes, blocks),
-                *(self.gathered("weights of the embedding", rank.embed_shapes) if 0 in stages else ()),
-                *(self.gathered("weights of the head", rank.head_unit) if self.last_stage in stages else ()),
+                *(
+                    self.gathered("weights of the embedding", rank.embed_shapes)
+                    if 0 in stages
+                    else ()
+                ),
+                *(
+                    self.gathered("weights of the head", rank.head_unit)
+                    if self.last_stage in stages
+                    else ()
+                ),
             )
-        gathered = min(1, num_blocks) if rank.config.parallelism.reshard_after_forward else num_blocks
-        tied = self.gathered("weights of embedding and head", rank.head_shapes, rank.model.tie_embeddings)
+        gathered = (
+            min(1, num_blocks) if rank.config.parallelism.reshard_after_forward else num_blocks
+        )
+        tied = self.gathered(
+            "weights of embedding and head", rank.head_shapes, rank.model.tie_embeddings
+        )
         embedding = self.gathered(
             "weights of the embedding",
             rank.embed_shapes,
@@ -63,9 +87,15 @@ class WeightMemory:
 
     @property
     def adds_at_once(self) -> bool:
-        """Whether a gradient is added to that of earlier micro-batches when it is computed: FSDP widens whole units."""
+        """Whether a gradient is added to that of earlier micro-batches when it is computed: FSDP
+        widens whole units.
+        """
         reduces_first = self.rank.is_sharded and not self.sums_whole
-        return self.is_pipeline and not reduces_first and self.rank.reduce_dtype == self.rank.compute_dtype
+        return (
+            self.is_pipeline
+            and not reduces_first
+            and self.rank.reduce_dtype == self.rank.compute_dtype
+        )
 
     @property
     def gathers_again(self) -> bool:
@@ -74,31 +104,57 @@ class WeightMemory:
 
     def next_block(self, index: int) -> Tensors:
         """Being gathered for the block before block `index`."""
-        return self.gathered("weights of the next block", self.rank.block_shapes, self.gathers_again and index > 0)
+        return self.gathered(
+            "weights of the next block", self.rank.block_shapes, self.gathers_again and index > 0
+        )
 
     def shards(self, name: str, count: float) -> Tensors:
-        """Gradients in the dtype of the weights; with the optimizer on the host they are counted there."""
+        """Gradients in the dtype of the weights; with the optimizer on the host they are counted
+        there.
+        """
         gradient = MemoryTensor(name, (round(count),), self.rank.master_dtype, copies=count > 0)
-        return tensors("gradients", FSDP, "until the optimizer step", gradient, on_host=self.rank.optimizer_on_host)
+        return tensors(
+            "gradients",
+            FSDP,
+            "until the optimizer step",
+            gradient,
+            on_host=self.rank.optimizer_on_host,
+        )
 
     @property
     def sums_whole(self) -> bool:
-        """Whether whole gradients are summed over the micro-batches of a step before they are reduced."""
-        return self.is_pipeline and self.rank.is_sharded and not self.rank.pipeline.reduces_per_micro_batch
+        """Whether whole gradients are summed over the micro-batches of a step before they are
+        reduced.
+        """
+        return (
+            self.is_pipeline
+            and self.rank.is_sharded
+            and not self.rank.pipeline.reduces_per_micro_batch
+        )
 
     def reduces(self, found: Pass) -> bool:
         """Whether a pass reduces the gradients of its stage."""
-        return self.rank.is_sharded and found.kind == "B" and (found.is_last or not self.sums_whole)
+        return (
+            self.rank.is_sharded and found.kind == "B" and (found.is_last or not self.sums_whole)
+        )
 
     def gradients(
-        self, found: Pass, *, done_blocks: int, with_head: bool, previous: Shapes = (), copied: Unit | None = None
+        self,
+        found: Pass,
+        *,
+        done_blocks: int,
+        with_head: bool,
+        previous: Shapes = (),
+        copied: Unit | None = None,
     ) -> Tensors:
-        """All but those of the unit that runs: of this stage the head and the last `done_blocks` blocks are done.
+        """All but those of the unit that runs: of this stage the head and the last `done_blocks`
+        blocks are done.
 
-        `previous` is the unit before it, whose reduction may be under way. `copied` is the unit that runs, once its
-        gradients have been copied to where they are reduced.
+        `previous` is the unit before it, whose reduction may be under way. `copied` is the unit
+        that runs, once its gradients have been copied to where they are reduced.
         """
-        rank, is_end = self.rank, found.stage == self.last_stage
+        rank = self.rank
+        is_end = found.stage == self.last_stage
         done = done_blocks * rank.sharded_numel(rank.block_shapes)
         if is_end and with_head and not (rank.model.tie_embeddings and rank.is_sharded):
             done += rank.sharded_numel(rank.head_unit)
@@ -106,21 +162,31 @@ class WeightMemory:
             if found.is_first:
                 return self.shards("gradients", done)
             again = numel(rank.head_shapes) * (rank.model.tie_embeddings and is_end and with_head)
-            return self.shards("gradients", rank.local_numel) + self.shards("gradient of the tied weight", again)
+            return self.shards("gradients", rank.local_numel) + self.shards(
+                "gradient of the tied weight", again
+            )
         if self.sums_whole:
-            finished, own = found.reduced, done * self.reduces(found)
+            finished = found.reduced
+            own = done * self.reduces(found)
         else:
-            finished, own = (*found.reduced, *found.whole), done if found.is_first else self.stage_numel(found.stage)
+            finished = (*found.reduced, *found.whole)
+            own = done if found.is_first else self.stage_numel(found.stage)
         shards = self.shards("gradients", own + sum(map(self.stage_numel, finished)))
         if self.reduces(found):
             is_new = found.is_first or self.sums_whole
             shards += self._all_reduced(done, is_new=is_new)
             shards += () if is_new and self._become_gradients else self._reducing(previous)
-        return shards + self._unreduced(found, done_blocks=done_blocks, with_head=with_head, copied=copied)
+        return shards + self._unreduced(
+            found, done_blocks=done_blocks, with_head=with_head, copied=copied
+        )
 
-    def _unreduced(self, found: Pass, *, done_blocks: int, with_head: bool, copied: Unit | None) -> Tensors:
+    def _unreduced(
+        self, found: Pass, *, done_blocks: int, with_head: bool, copied: Unit | None
+    ) -> Tensors:
         """Whole gradients of earlier passes, and in a pipeline of this one."""
-        rank, is_end, is_reduced = self.rank, found.stage == self.last_stage, self.reduces(found)
+        rank = self.rank
+        is_end = found.stage == self.last_stage
+        is_reduced = self.reduces(found)
         if not self.is_pipeline:
             copies = rank.model.tie_embeddings and with_head and copied != "embedding"
             return self.unit(
@@ -131,7 +197,10 @@ class WeightMemory:
                 copies=copies,
             )
         summed = found.whole * self.sums_whole
-        parts = [(f"blocks of stage {stage}", rank.block_shapes, rank.blocks_by_stage[stage]) for stage in summed]
+        parts = [
+            (f"blocks of stage {stage}", rank.block_shapes, rank.blocks_by_stage[stage])
+            for stage in summed
+        ]
         for stage in summed:
             parts += [("the head", rank.head_unit, 1)] * (stage == self.last_stage)
             parts += [("the embedding", rank.embed_shapes, 1)] * (stage == 0)
@@ -139,10 +208,14 @@ class WeightMemory:
             parts += [(f"blocks of stage {found.stage}", rank.block_shapes, done_blocks)]
             parts += [("the head", rank.head_unit, is_end and with_head)]
         elif not found.is_first and self.sums_whole:
-            remaining = rank.blocks_by_stage[found.stage] - done_blocks * is_reduced - (copied == "block")
+            remaining = (
+                rank.blocks_by_stage[found.stage] - done_blocks * is_reduced - (copied == "block")
+            )
             parts += [(f"blocks of stage {found.stage}", rank.block_shapes, remaining)]
             parts += [("the head", rank.head_unit, is_end and not (is_reduced and with_head))]
-            parts += [("the embedding", rank.embed_shapes, found.stage == 0 and copied != "embedding")]
+            parts += [
+                ("the embedding", rank.embed_shapes, found.stage == 0 and copied != "embedding")
+            ]
         return tuple(
             each
             for name, shapes, count in parts
@@ -157,23 +230,34 @@ class WeightMemory:
         )
 
     def reduction(self, found: Pass, shapes: Shapes, last: Shapes) -> Iterator[Tensors]:
-        """What the reduction of a unit's gradients holds: a copy of them, then the result. `last`: the unit's last weight.
+        """What the reduction of a unit's gradients holds: a copy of them, then the result. `last`:
+        the unit's last weight.
 
-        FSDP2 divides the result of a single shard, and holds the last weight's gradient as long as there are several. A
-        single rank has no result of its own.
+        FSDP2 divides the result of a single shard, and holds the last weight's gradient as long as
+        there are several. A single rank has no result of its own.
         """
-        rank, is_new, count = self.rank, found.is_first or not self.sums_whole, self.rank.sharded_numel(shapes)
+        rank = self.rank
+        is_new = found.is_first or not self.sums_whole
+        count = self.rank.sharded_numel(shapes)
         yield self._reducing(shapes) + (self.computed(shapes) if is_new else ())
-        result = MemoryTensor("a reduced gradient", (count,), rank.reduce_dtype, copies=not rank.is_single_rank)
+        result = MemoryTensor(
+            "a reduced gradient", (count,), rank.reduce_dtype, copies=not rank.is_single_rank
+        )
         widened = result._replace(name="the same in the weights' dtype", dtype=rank.master_dtype)
         copies = [
-            result._replace(name="the same, divided", copies=rank.num_shards == 1 < rank.num_replicas),
+            result._replace(
+                name="the same, divided", copies=rank.num_shards == 1 < rank.num_replicas
+            ),
             widened._replace(copies=rank.reduce_dtype != rank.master_dtype),
         ]
         yield (
             *self._reducing(shapes),
             *tensors(
-                "unreduced gradients", FSDP, "until it is added", result, max(copies, key=lambda each: each.bytes)
+                "unreduced gradients",
+                FSDP,
+                "until it is added",
+                result,
+                max(copies, key=lambda each: each.bytes),
             ),
             *self.unit(
                 "unreduced gradients",
@@ -185,13 +269,21 @@ class WeightMemory:
         )
 
     def _reducing(self, shapes: Shapes) -> Tensors:
-        return self.unit("unreduced gradients", "gradients being reduced", shapes, self.rank.reduce_dtype, padded=True)
+        return self.unit(
+            "unreduced gradients",
+            "gradients being reduced",
+            shapes,
+            self.rank.reduce_dtype,
+            padded=True,
+        )
 
     @property
     def _become_gradients(self) -> bool:
         """Whether what FSDP2 would reduce is the gradient already: that of a single rank."""
         rank = self.rank
-        return rank.is_single_rank and rank.reduce_dtype == rank.master_dtype and not self._are_moved
+        return (
+            rank.is_single_rank and rank.reduce_dtype == rank.master_dtype and not self._are_moved
+        )
 
     @property
     def _are_moved(self) -> bool:
@@ -199,10 +291,17 @@ class WeightMemory:
         return self.rank.optimizer_on_host and self.rank.block.kernel != "cpu"
 
     def _all_reduced(self, count: float, *, is_new: bool = True) -> Tensors:
-        """What FSDP2 all-reduced over replicas, and keeps until the pass ends. New gradients of its dtype are views of it."""
+        """What FSDP2 all-reduced over replicas, and keeps until the pass ends.
+
+        New gradients of its dtype are views of it.
+        """
         rank = self.rank
-        is_held = rank.num_replicas > 1 and (self._are_moved or not is_new or rank.reduce_dtype != rank.master_dtype)
-        held = MemoryTensor("gradients that were all-reduced", (round(count),), rank.reduce_dtype, copies=is_held)
+        is_held = rank.num_replicas > 1 and (
+            self._are_moved or not is_new or rank.reduce_dtype != rank.master_dtype
+        )
+        held = MemoryTensor(
+            "gradients that were all-reduced", (round(count),), rank.reduce_dtype, copies=is_held
+        )
         return tensors("unreduced gradients", FSDP, "until the backward pass ends", held)
 
     def stage_numel(self, stage: int) -> int:
@@ -217,16 +316,24 @@ class WeightMemory:
     def computed(self, shapes: Shapes) -> Tensors:
         """Gradients of the unit that runs."""
         if self.rank.is_sharded:
-            return self.unit("unreduced gradients", "gradients of this unit", shapes, self.rank.compute_dtype)
+            return self.unit(
+                "unreduced gradients", "gradients of this unit", shapes, self.rank.compute_dtype
+            )
         return self.shards("gradients of this block", numel(shapes))
 
     def optimizer_step(self) -> tuple[Tensors, Tensors]:
         """Gradients, and moments in bfloat16 that are widened chunk by chunk."""
         rank = self.rank
         chunk = min(
-            OPTIMIZER_CHUNK_ELEMENTS, max(rank.sharded_numel((shape,)) for shape in rank.block_shapes + rank.end_shapes)
+            OPTIMIZER_CHUNK_ELEMENTS,
+            max(rank.sharded_numel((shape,)) for shape in rank.block_shapes + rank.end_shapes),
         )
         is_widened = rank.moment_dtype != rank.master_dtype and not rank.optimizer_on_host
-        widened = MemoryTensor("a chunk of both moments", (2, chunk), rank.master_dtype, copies=is_widened)
-        where, when = "trainer/step/optimizer.py: Optimizer", "while a chunk is updated"
-        return self.shards("gradients", rank.local_numel), tensors(TRANSIENT_ACTIVATIONS, where, when, widened)
+        widened = MemoryTensor(
+            "a chunk of both moments", (2, chunk), rank.master_dtype, copies=is_widened
+        )
+        where = "trainer/step/optimizer.py: Optimizer"
+        when = "while a chunk is updated"
+        return self.shards("gradients", rank.local_numel), tensors(
+            TRANSIENT_ACTIVATIONS, where, when, widened
+        )

@@ -25,8 +25,10 @@ class ConsoleLogger:
     """One log line per record; in a terminal above a progress bar."""
 
     def __init__(self, total_steps: int, *, num_token_ranks: int) -> None:
-        self._total_steps, self._num_token_ranks = total_steps, num_token_ranks
-        self._num_records, self._average_step_seconds = 0, 0.0
+        self._total_steps = total_steps
+        self._num_token_ranks = num_token_ranks
+        self._num_records = 0
+        self._average_step_seconds = 0.0
         self._progress: Any = None
         if sys.stderr.isatty():
             from rich.console import Console
@@ -41,7 +43,10 @@ class ConsoleLogger:
             self._progress.update(self._progress.task_ids[0], completed=record["step"])
         eta = (self._total_steps - record["step"]) * self._smooth(record["step_seconds"])
         line = format_step(
-            record, total_steps=self._total_steps, eta_seconds=eta, num_token_ranks=self._num_token_ranks
+            record,
+            total_steps=self._total_steps,
+            eta_seconds=eta,
+            num_token_ranks=self._num_token_ranks,
         )
         log.info("%s", line)
 
@@ -50,19 +55,27 @@ class ConsoleLogger:
             self._progress.stop()
 
     def _smooth(self, step_seconds: float) -> float:
-        """Exponential moving average of step seconds. The second record replaces the first, which compiles."""
+        """Exponential moving average of step seconds.
+
+        The second record replaces the first, which compiles.
+        """
         self._num_records += 1
         weight = 1.0 if self._num_records <= 2 else ETA_SMOOTHING
         self._average_step_seconds += weight * (step_seconds - self._average_step_seconds)
         return self._average_step_seconds
 
 
-def format_step(record: Record, *, total_steps: int, eta_seconds: float, num_token_ranks: int) -> str:
-    """One console line: `step 20/100  loss 3.2141  grad norm 0.823  lr 9.10e-04  4,812 tok/s  ...`.
+def format_step(
+    record: Record, *, total_steps: int, eta_seconds: float, num_token_ranks: int
+) -> str:
+    """One console line: `step 20/100  loss 3.2141  grad norm 0.823  lr 9.10e-04  4,812 tok/s
+    ...`.
 
     Load balance is shown if `num_token_ranks`, the ranks that hold different tokens, are several.
     """
-    shards, mfu, peak = record["loss_by_shard"], record["mfu"], record["memory_peak_gib"]
+    shards = record["loss_by_shard"]
+    mfu = record["mfu"]
+    peak = record["memory_peak_gib"]
     parts = (
         f"step {record['step']}/{total_steps}",
         f"loss {format_or_dash(record['loss'], '.4f')}",
@@ -112,7 +125,9 @@ def format_duration(seconds: float) -> str:
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Looks up `sys.stderr` for each record, because a progress bar replaces it to stay below the log lines."""
+    """Looks up `sys.stderr` for each record, because a progress bar replaces it to stay below the
+    log lines.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr

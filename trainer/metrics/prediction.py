@@ -35,14 +35,20 @@ class Prediction(Artifact):
     _measured: list[float] = PrivateAttr(default_factory=list)
 
     def compare(self, seconds: float) -> dict[str, float | str | None] | None:
-        """Records the seconds of a step; returns predicted and median measured seconds once, after enough steps."""
+        """Records the seconds of a step; returns predicted and median measured seconds once, after
+        enough steps.
+        """
         if self.step_seconds is None or len(self._measured) > MEASURED_STEPS:
             return None
         self._measured.append(seconds)
         if len(self._measured) <= MEASURED_STEPS:
             return None
         measured = median(self._measured[1:])
-        return {"device": self.device, "predicted_seconds": self.step_seconds, "measured_seconds": measured}
+        return {
+            "device": self.device,
+            "predicted_seconds": self.step_seconds,
+            "measured_seconds": measured,
+        }
 
 
 def write_prediction(path: Path, prediction: Prediction) -> None:

@@ -45,7 +45,9 @@ class MemorySnapshotRecorder:
 
 
 class StepWindow:
-    """Records steps `first_step` to `first_step + num_steps - 1`; after a resume, the rest of them."""
+    """Records steps `first_step` to `first_step + num_steps - 1`; after a resume, the rest of
+    them.
+    """
 
     def __init__(self, recorder: Recorder, *, first_step: int, num_steps: int) -> None:
         self.recorder = recorder
@@ -65,18 +67,29 @@ class Profilers:
     """The windows of the `[profiler]` section."""
 
     def __init__(
-        self, section: ProfilerSection, folder: Path, *, rank: int, device: torch.device, advice: Sequence[str] = ()
+        self,
+        section: ProfilerSection,
+        folder: Path,
+        *,
+        rank: int,
+        device: torch.device,
+        advice: Sequence[str] = (),
     ) -> None:
         """`advice` is reported when device memory runs out."""
-        self.advice, is_cuda = advice, device.type == "cuda"
+        self.advice = advice
+        is_cuda = device.type == "cuda"
         self.windows: list[StepWindow] = []
-        self.oom_snapshot_path = folder / f"memory-exhausted-rank-{rank}.pickle" if is_cuda else None
+        self.oom_snapshot_path = (
+            folder / f"memory-exhausted-rank-{rank}.pickle" if is_cuda else None
+        )
         if (first := section.trace_step) is not None:
             trace = trace_recorder(folder / f"trace-step-{first}-rank-{rank}.json")
             self.windows.append(StepWindow(trace, first_step=first, num_steps=section.trace_steps))
         if (first := section.memory_step) is not None and is_cuda:
             memory = MemorySnapshotRecorder(folder / f"memory-step-{first}-rank-{rank}.pickle")
-            self.windows.append(StepWindow(memory, first_step=first, num_steps=section.memory_steps))
+            self.windows.append(
+                StepWindow(memory, first_step=first, num_steps=section.memory_steps)
+            )
 
     def step(self, completed_step: int) -> None:
         """Starts and stops recordings. Call before the first step and after each step."""

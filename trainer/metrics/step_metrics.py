@@ -40,19 +40,30 @@ class MetricLayout:
     @property
     def widths(self) -> dict[str, int]:
         """Entries per name, in order."""
-        by_position = dict.fromkeys(("loss_by_position", "targets_by_position"), len(POSITION_EDGES) + 1)
-        by_shard = dict.fromkeys(("loss_by_shard", "targets_by_shard", "documents_by_shard"), self.num_shards)
-        by_source = dict.fromkeys(("loss_by_source", "targets_by_source", "tokens_by_source"), self.num_sources)
+        by_position = dict.fromkeys(
+            ("loss_by_position", "targets_by_position"), len(POSITION_EDGES) + 1
+        )
+        by_shard = dict.fromkeys(
+            ("loss_by_shard", "targets_by_shard", "documents_by_shard"), self.num_shards
+        )
+        by_source = dict.fromkeys(
+            ("loss_by_source", "targets_by_source", "tokens_by_source"), self.num_sources
+        )
         summed = dict.fromkeys(("loss", "targets", "tokens", "pairs", "attended"), 1)
         # Set after the all-reduce; zero before.
         set_later = dict.fromkeys(("attention_imbalance", "grad_norm", "finite", "tokens_seen"), 1)
-        return summed | by_position | by_shard | by_source | {"routers": self.router_sums} | set_later
+        return (
+            summed | by_position | by_shard | by_source | {"routers": self.router_sums} | set_later
+        )
 
     def split(self, vector: Vector) -> dict[str, Vector]:
         """Slices of the vector by name; views if it is a tensor."""
         widths = self.widths
         ends = accumulate(widths.values())
-        return {name: vector[end - width : end] for (name, width), end in zip(widths.items(), ends, strict=True)}
+        return {
+            name: vector[end - width : end]
+            for (name, width), end in zip(widths.items(), ends, strict=True)
+        }
 
 
 class MetricAccumulator:
@@ -61,28 +72,41 @@ class MetricAccumulator:
     In a pipeline, only the last stage adds, because it has the losses.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, *, num_sources: int = 1, router_sums: int = 0) -> None:
+    def __init__(
+        self, mesh: Mesh, device: torch.device, *, num_sources: int = 1, router_sums: int = 0
+    ) -> None:
         self.layout = MetricLayout(mesh.degrees["cp"], num_sources, router_sums)
         self._mesh = mesh
-        self._zeros = torch.zeros(sum(self.layout.widths.values()), dtype=torch.float64, device=device)
+        self._zeros = torch.zeros(
+            sum(self.layout.widths.values()), dtype=torch.float64, device=device
+        )
         self._position_edges = torch.tensor(POSITION_EDGES, device=device)
 
     def new_vector(self, micro_batches: Sequence[Batch] = ()) -> Tensor:
-        """A float64 vector of zeros, except for the checksum of the documents in this rank's micro-batches.
+        """A float64 vector of zeros, except for the checksum of the documents in this rank's
+        micro-batches.
 
         All cp ranks must read the same ones: each computes the attention of its part from them.
         """
-        vector, checksum = self._zeros.clone(), 0
+        vector = self._zeros.clone()
+        checksum = 0
         for batch in micro_batches:
             checksum = crc32(array("i", batch.boundaries.flatten().tolist()), checksum)
         # Not `[...] = checksum`: that waits for the device.
-        self.layout.split(vector)["documents_by_shard"][self._mesh.coordinate["cp"]].fill_(checksum)
+        self.layout.split(vector)["documents_by_shard"][self._mesh.coordinate["cp"]].fill_(
+            checksum
+        )
         return vector
 
     def add(self, vector: Tensor, losses_BS: Tensor, batch: Batch) -> None:
-        """Adds the sums of this rank's part of a batch. `losses_BS` is 0 where there is no target."""
-        views, cp_rank = self.layout.split(vector), self._mesh.coordinate["cp"]
-        losses, is_target = losses_BS.double().flatten(), (batch.labels != IGNORE_INDEX).flatten().double()
+        """Adds the sums of this rank's part of a batch.
+
+        `losses_BS` is 0 where there is no target.
+        """
+        views = self.layout.split(vector)
+        cp_rank = self._mesh.coordinate["cp"]
+        losses = losses_BS.double().flatten()
+        is_target = (batch.labels != IGNORE_INDEX).flatten().double()
         bucket = torch.bucketize(batch.positions.flatten(), self._position_edges, right=True)
         for name, values in (("loss", losses), ("targets", is_target)):
             total = values.sum()
@@ -90,21 +114,30 @@ class MetricAccumulator:
             views[f"{name}_by_shard"][cp_rank] += total
             position_sums = views[f"{name}_by_position"]
             position_sums += torch.zeros_like(position_sums).index_add_(0, bucket, values)
-            for sequence, (source, _) in zip(values.view_as(losses_BS), batch.sequence_sources, strict=False):
+            for sequence, (source, _) in zip(
+                values.view_as(losses_BS), batch.sequence_sources, strict=False
+            ):
                 views[f"{name}_by_source"][source] += sequence.sum()
         views["attended"] += batch.num_computed_pairs
-        if cp_rank == 0:  # Counts of full sequences, which all cp ranks know.
+        # Counts of full sequences, which all cp ranks know.
+        if cp_rank == 0:
             views["tokens"] += batch.num_tokens
             views["pairs"] += batch.num_pairs
             for source, tokens in batch.sequence_sources:
                 views["tokens_by_source"][source] += tokens
 
     def all_reduce(self, vector: Tensor) -> dict[str, Tensor]:
-        """Reduces the vector over the global batch in place, on every rank; returns it by name. Collective."""
-        views, group = self.layout.split(vector), self._mesh.metrics_group
+        """Reduces the vector over the global batch in place, on every rank; returns it by name.
+
+        Collective.
+        """
+        views = self.layout.split(vector)
+        group = self._mesh.metrics_group
         max_attended = all_reduce_max(group, views["attended"].clone())
         all_reduce(group, vector)
-        views["attention_imbalance"].copy_(max_attended * self._mesh.dp_cp_group.size() / views["attended"])
+        views["attention_imbalance"].copy_(
+            max_attended * self._mesh.dp_cp_group.size() / views["attended"]
+        )
         return views
 
 

@@ -1,6 +1,7 @@
 """Trackers: where the metrics of a run go, besides its own metrics.jsonl and the console.
 
-An extension adds to `TRACKERS`. No tracker can end a run: one that raises is left out from then on.
+An extension adds to `TRACKERS`. No tracker can end a run: one that raises is left out from then
+on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from trainer.metrics.loggers import Record
 log = logging.getLogger(__name__)
 
 Value = float | Sequence[Sequence[float]]
-"""A number, or a table: the load of experts has a row for each layer and a column for each expert."""
+"""A number, or a table: the load of experts has a row for each layer and a column for each
+expert.
+"""
 
 TAGS = {
     "loss": "train/loss",
@@ -110,8 +113,11 @@ class TensorBoard:
     def _open_writer(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Hides steps that an earlier launch logged after its last checkpoint; metrics.jsonl drops them, too.
-        writer = SummaryWriter(str(self._run.folder / "tensorboard"), purge_step=self._run.first_step)
+        # Hides steps that an earlier launch logged after its last checkpoint; metrics.jsonl drops
+        # them, too.
+        writer = SummaryWriter(
+            str(self._run.folder / "tensorboard"), purge_step=self._run.first_step
+        )
         writer.add_text("config", f"```toml\n{self._run.toml}```")
         writer.add_custom_scalars(
             {
@@ -158,7 +164,9 @@ class Trackers:
             yield
         except Exception as error:  # noqa: BLE001 - training depends on no tracker
             self._running.pop(name, None)
-            log.warning("tracker %s is left out from here on: %s: %s", name, type(error).__name__, error)
+            log.warning(
+                "tracker %s is left out from here on: %s: %s", name, type(error).__name__, error
+            )
 
 
 def values_of(record: Record) -> dict[str, Value | None]:
@@ -168,8 +176,14 @@ def values_of(record: Record) -> dict[str, Value | None]:
         values |= {name: record[key] for key, name in EXPERT_TAGS.items()}
         values["experts/load by layer"] = loads
     values |= {f"position/{name}": loss for name, loss in record["loss_by_position"].items()}
-    values |= {f"loss_by_shard/{shard}": loss for shard, loss in enumerate(record["loss_by_shard"] or ())}
+    values |= {
+        f"loss_by_shard/{shard}": loss for shard, loss in enumerate(record["loss_by_shard"] or ())
+    }
     if len(record["sources"]) > 1:
         sources = record["sources"].items()
-        values |= {f"{key}_by_source/{name}": value for name, metrics in sources for key, value in metrics.items()}
+        values |= {
+            f"{key}_by_source/{name}": value
+            for name, metrics in sources
+            for key, value in metrics.items()
+        }
     return values

@@ -62,9 +62,7 @@ def plan(options: Namespace, overrides: Sequence[str]) -> int:
     requested_size = requested_world_size(options, device)
     world_size = requested_size or config.stated_world_size
     if problems := checks.layout_problems(config, world_size):
-        advice = (
-            f"the mesh does not match {world_size:,} devices: {typed('plan', 'search', '--gpus', world_size)} finds one"
-        )
+        advice = f"the mesh does not match {world_size:,} devices: {typed('plan', 'search', '--gpus', world_size)} finds one"
         raise ConfigError([*problems, advice] if requested_size else problems)
     run = plan_run(config, world_size, device, trace=not options.quick)
     report = plan_report(run, why=options.why, notes=option_notes(options, config))
@@ -77,10 +75,15 @@ def search(options: Namespace, overrides: Sequence[str]) -> int:
     from trainer.plan.report import search_report
 
     if options.longest + options.fewest + bool(options.seq_len and options.longest) > 1:
-        raise ConfigError(["--longest, --fewest: only one of them, and --longest excludes --seq-len"])
+        raise ConfigError(
+            ["--longest, --fewest: only one of them, and --longest excludes --seq-len"]
+        )
     config = require_single_stage(load(overrides), typed("plan", "search"))
-    device, pinned = selected_device(options, config), pinned_keys(overrides)
-    world_size, shortage, file_tokens = requested_world_size(options, device), "", tokens_per_step(config)
+    device = selected_device(options, config)
+    pinned = pinned_keys(overrides)
+    world_size = requested_world_size(options, device)
+    shortage = ""
+    file_tokens = tokens_per_step(config)
     if options.seq_len:
         config = layouts.with_seq_len(config, options.seq_len)
     title = f"{config.job.name} with {config.training.seq_len:,} tokens per sequence"
@@ -88,11 +91,17 @@ def search(options: Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(["--fewest finds the number of devices: leave out --gpus and --nodes"])
     if options.fewest:
         world_size, result = layouts.fewest_devices(config, device, pinned=pinned)
-        title += f": {world_size:,} x {device.name}" if world_size else " fits no number of devices"
+        title += (
+            f": {world_size:,} x {device.name}" if world_size else " fits no number of devices"
+        )
     elif not world_size:
-        raise ConfigError(["--gpus or --nodes is missing: give the number of devices, or --fewest"])
+        raise ConfigError(
+            ["--gpus or --nodes is missing: give the number of devices, or --fewest"]
+        )
     elif options.longest:
-        seq_len, result, shortage = layouts.longest_sequence(config, world_size, device, pinned=pinned)
+        seq_len, result, shortage = layouts.longest_sequence(
+            config, world_size, device, pinned=pinned
+        )
         found = f"at most {seq_len:,}" if seq_len else f"fewer than {layouts.SEQ_LEN_STEP:,}"
         title = f"{config.job.name} on {world_size:,} x {device.name}: {found} tokens per sequence"
         config = layouts.with_seq_len(config, seq_len) if seq_len else config
@@ -103,15 +112,24 @@ def search(options: Namespace, overrides: Sequence[str]) -> int:
         result = traced_layouts(result)
     remarks = [f"longer sequences do not fit: {shortage}"] if shortage else []
     if tokens_per_step(config) != file_tokens:
-        remarks.append(f"a step has {tokens_per_step(config):,} tokens here, and {file_tokens:,} in the configuration")
-    emit_report(search_report(result, title, device, notes=[*remarks, *option_notes(options, config)]), options.html)
+        remarks.append(
+            f"a step has {tokens_per_step(config):,} tokens here, and {file_tokens:,} in the configuration"
+        )
+    emit_report(
+        search_report(result, title, device, notes=[*remarks, *option_notes(options, config)]),
+        options.html,
+    )
     return EXIT_SUCCESS if result.best else EXIT_DOES_NOT_FIT
 
 
 def calibrate(options: Namespace, _: Sequence[str]) -> int:
     from trainer.plan.calibrate import measure_device_toml
 
-    base_device = load_device(options.extends) if options.extends else detect_device() or load_device(DEFAULT_DEVICE)
+    base_device = (
+        load_device(options.extends)
+        if options.extends
+        else detect_device() or load_device(DEFAULT_DEVICE)
+    )
     toml = measure_device_toml(options.extends or base_device.name)
     if options.output is None:
         sys.stdout.write(toml)
@@ -126,17 +144,35 @@ def build_parser() -> CommandParser:
     parser = CommandParser(typed("plan"), DESCRIPTION, run=plan, overrides=overrides)
     add_devices(parser)
     add = parser.add_argument
-    add("--quick", action="store_true", help="by formulas instead of a trace of the code: in a second, less exact")
-    why_help = "also every tensor of the fullest rank: shape, dtype, lifetime, and who allocates it"
+    add(
+        "--quick",
+        action="store_true",
+        help="by formulas instead of a trace of the code: in a second, less exact",
+    )
+    why_help = (
+        "also every tensor of the fullest rank: shape, dtype, lifetime, and who allocates it"
+    )
     add("--why", action="store_true", help=why_help)
     searching = parser.add_command("search", SEARCH, run=search, overrides=overrides)
     add_devices(searching)
     add = searching.add_argument
-    add("--trace", action="store_true", help="plan the layouts that were found from traces, seconds each")
-    add("--longest", action="store_true", help="the longest sequence length that fits, to within 1/32")
+    add(
+        "--trace",
+        action="store_true",
+        help="plan the layouts that were found from traces, seconds each",
+    )
+    add(
+        "--longest",
+        action="store_true",
+        help="the longest sequence length that fits, to within 1/32",
+    )
     add("--fewest", action="store_true", help="the fewest devices on which the run fits")
     add = parser.add_command("calibrate", CALIBRATE, run=calibrate).add_argument
-    add("--extends", metavar="DEVICE", help="device table for all other values; default: detected, or h100-80gb")
+    add(
+        "--extends",
+        metavar="DEVICE",
+        help="device table for all other values; default: detected, or h100-80gb",
+    )
     add("--output", type=writable_file, metavar="FILE.toml", help="default: standard output")
     return parser
 
@@ -148,13 +184,20 @@ def add_devices(parser: CommandParser) -> None:
     devices = fill(", ".join(device_names()), 72)
     bandwidth = number(positive=True)
     add(
-        "--device", metavar="NAME|PATH", help=f"{devices}, or a file; default: plan.device, the local GPU, or h100-80gb"
+        "--device",
+        metavar="NAME|PATH",
+        help=f"{devices}, or a file; default: plan.device, the local GPU, or h100-80gb",
     )
     world_size_help = "number of devices; default: the product of the mesh degrees"
     add("--gpus", "--world-size", dest="world_size", type=count, metavar="N", help=world_size_help)
     add("--nodes", type=count, metavar="N", help="number of whole nodes, instead of --gpus")
     seq_len_help = "sequence length at equal tokens per step; 1M is 1,048,576"
-    add("--seq-len", type=partial(count, minimum=2, maximum=MAX_SEQ_LEN), metavar="T", help=seq_len_help)
+    add(
+        "--seq-len",
+        type=partial(count, minimum=2, maximum=MAX_SEQ_LEN),
+        metavar="T",
+        help=seq_len_help,
+    )
     add("--link", type=bandwidth, metavar="GB/S", help="bandwidth per device within a node")
     add("--network", type=bandwidth, metavar="GB/S", help="bandwidth per device between nodes")
     add("--html", type=writable_file, metavar="FILE", help="also write the report as an HTML page")
@@ -166,7 +209,9 @@ def count(text: str, *, minimum: int = 1, maximum: int = 1 << 62) -> int:
     value = int(match[1]) << {"": 0, "K": 10, "M": 20}[match[2]] if match else 0
     if not minimum <= value <= maximum:
         limits = f"at least {minimum}" + f", at most {maximum:,}" * (maximum == MAX_SEQ_LEN)
-        raise ArgumentTypeError(f"{text} must be an integer, {limits}, optionally with suffix K or M")
+        raise ArgumentTypeError(
+            f"{text} must be an integer, {limits}, optionally with suffix K or M"
+        )
     return value
 
 
@@ -181,15 +226,23 @@ def writable_file(text: str) -> Path:
 
 def require_single_stage(config: Recipe, command: str) -> Recipe:
     if len(config.training_stages) > 1:
-        raise ConfigError([f"{command} needs a configuration of one stage, not of {len(config.training_stages)}"])
+        raise ConfigError(
+            [f"{command} needs a configuration of one stage, not of {len(config.training_stages)}"]
+        )
     return config
 
 
 def pinned_keys(argv: Sequence[str]) -> list[str]:
     """Keys on the command line that a search would otherwise change."""
     values = parse_arguments(argv).values
-    keys = [f"{section}.{key}" for section in ("parallelism", "memory", "training") for key in values.get(section, {})]
-    return [key for key in keys if not key.startswith("training.") or key in SEARCHED_TRAINING_KEYS]
+    keys = [
+        f"{section}.{key}"
+        for section in ("parallelism", "memory", "training")
+        for key in values.get(section, {})
+    ]
+    return [
+        key for key in keys if not key.startswith("training.") or key in SEARCHED_TRAINING_KEYS
+    ]
 
 
 def tokens_per_step(config: Recipe) -> int:
@@ -197,23 +250,39 @@ def tokens_per_step(config: Recipe) -> int:
 
 
 def selected_device(options: Namespace, config: Recipe) -> DeviceSpec:
-    device = load_device(options.device) if options.device else select_device(config) or load_device(DEFAULT_DEVICE)
+    device = (
+        load_device(options.device)
+        if options.device
+        else select_device(config) or load_device(DEFAULT_DEVICE)
+    )
     rates = {"link_bandwidth": options.link, "network_bandwidth": options.network}
     return replace(device, **{key: 1e9 * value for key, value in rates.items() if value})
 
 
 def requested_world_size(options: Namespace, device: DeviceSpec) -> int | None:
-    requested = {options.world_size, options.nodes and options.nodes * device.devices_per_node} - {None}
+    requested = {options.world_size, options.nodes and options.nodes * device.devices_per_node} - {
+        None
+    }
     if len(requested) > 1:
-        raise ConfigError(["--world-size, --gpus and --nodes must give the same number of devices"])
+        raise ConfigError(
+            ["--world-size, --gpus and --nodes must give the same number of devices"]
+        )
     return requested.pop() if requested else None
 
 
 def option_notes(options: Namespace, config: Recipe) -> list[str]:
     rates = {"link": options.link, "network": options.network}
-    remarks = [f"{name} bandwidth: {value:g} GB/s per device, as given" for name, value in rates.items() if value]
+    remarks = [
+        f"{name} bandwidth: {value:g} GB/s per device, as given"
+        for name, value in rates.items()
+        if value
+    ]
     is_default = options.device is None and select_device(config) is None
-    return [*remarks, *[DEFAULT_DEVICE_NOTE] * is_default, f"command: {typed('plan', *options.words)}"]
+    return [
+        *remarks,
+        *[DEFAULT_DEVICE_NOTE] * is_default,
+        f"command: {typed('plan', *options.words)}",
+    ]
 
 
 def emit_report(report: PlanReport, html: Path | None) -> None:
@@ -221,7 +290,8 @@ def emit_report(report: PlanReport, html: Path | None) -> None:
 
     if sys.stderr.isatty():
         sys.stderr.write("\r\033[K")
-    if html is not None:  # First: a reader of standard output may close it early.
+    # First: a reader of standard output may close it early.
+    if html is not None:
         from trainer.plan.html import render_html
 
         html.write_text(render_html(report), encoding="utf-8")

@@ -1,8 +1,8 @@
 """Measures this machine's device and prints a device table for `--device`.
 
-Takes about a minute. Every rate is the best of several repetitions on random data, and stands in the table with the size at
-which it was measured and a share of 1, so that the planner returns the seconds that were measured. The network is not
-measured; its rates come from the extended table.
+Takes about a minute. Every rate is the best of several repetitions on random data, and stands in
+the table with the size at which it was measured and a share of 1, so that the planner returns the
+seconds that were measured. The network is not measured; its rates come from the extended table.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from models.score_blocks import ScoreBlock, ScoreBlocks
 from trainer.hardware.device import Stopwatch, choose_device
 from trainer.hardware.host import GIB, node_memory_bytes
 
-REPEATS, WARMUPS = 5, 2
+REPEATS = 5
+WARMUPS = 2
 HEAD_DIMS = (64, 128)
-LARGE, SMALL = (8192, 16384, 2 * GIB), (1024, 1024, GIB // 4)
+LARGE = (8192, 16384, 2 * GIB)
+SMALL = (1024, 1024, GIB // 4)
 """(matrix side, attention tokens, bytes copied), on a GPU and on a CPU."""
 
-GPU_KERNELS, CPU_KERNELS = ("flash", "cudnn", "efficient"), ("flash", "cudnn", "efficient", "plain")
+GPU_KERNELS = ("flash", "cudnn", "efficient")
+CPU_KERNELS = ("flash", "cudnn", "efficient", "plain")
 """A CPU has one kernel, whatever name a configuration gives it."""
 
 Measurements = dict[str, dict[str, float | dict[str, float]]]
@@ -38,7 +41,10 @@ def measure_device_toml(extends: str) -> str:
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else "CPU"
     source = f"measured by longhaul plan calibrate on {name}, {datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}"
-    lines = [f"extends = {json.dumps(extends)}", f"description = {json.dumps(f'{name}, as measured')}"]
+    lines = [
+        f"extends = {json.dumps(extends)}",
+        f"description = {json.dumps(f'{name}, as measured')}",
+    ]
     for section, figures in _measure_device(device).items():
         lines += ["", f"[{section}]"]
         for key, figure in figures.items():
@@ -71,7 +77,9 @@ def _measure_device(device: torch.device) -> Measurements:
     }
     if cuda:
         host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        measurements["host"] = {"gbps": size / _min_seconds(device, partial(host.copy_, one, non_blocking=True)) / 1e9}
+        measurements["host"] = {
+            "gbps": size / _min_seconds(device, partial(host.copy_, one, non_blocking=True)) / 1e9
+        }
         if torch.cuda.device_count() > 1:
             peer = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", 1))
             rate = size / _min_seconds(device, partial(peer.copy_, one, non_blocking=True)) / 1e9
@@ -84,7 +92,9 @@ def _measure_device(device: torch.device) -> Measurements:
 def _memory_gib(device: torch.device) -> float:
     """Of the GPU, or of the machine."""
     is_gpu = device.type == "cuda"
-    return (torch.cuda.get_device_properties(device).total_memory if is_gpu else node_memory_bytes()) / GIB
+    return (
+        torch.cuda.get_device_properties(device).total_memory if is_gpu else node_memory_bytes()
+    ) / GIB
 
 
 def _measure_kernels(device: torch.device, tokens: int, dtype: torch.dtype) -> Measurements:
@@ -92,30 +102,54 @@ def _measure_kernels(device: torch.device, tokens: int, dtype: torch.dtype) -> M
         on_cpu = dict(_measure_attention(device, "cpu", tokens, dtype))
         measured = dict.fromkeys(CPU_KERNELS, on_cpu)
     else:
-        measured = {kernel: dict(_measure_attention(device, kernel, tokens, dtype)) for kernel in GPU_KERNELS}
+        measured = {
+            kernel: dict(_measure_attention(device, kernel, tokens, dtype))
+            for kernel in GPU_KERNELS
+        }
     return {f"attention.{kernel}": {**rates} for kernel, rates in measured.items() if rates}
 
 
 def _measure_attention(
     device: torch.device, kernel: str, tokens: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Causal attention with 32 query and 8 KV heads; omits head dimensions that the kernel does not support here."""
+    """Causal attention with 32 query and 8 KV heads; omits head dimensions that the kernel does
+    not support here.
+    """
     heads, kv_heads = (32, 8) if device.type == "cuda" else (8, 2)
-    work, pairs = ScoreBlocks([ScoreBlock(0, tokens, 0, tokens)], causal=True), tokens * (tokens + 1) / 2
+    work = ScoreBlocks([ScoreBlock(0, tokens, 0, tokens)], causal=True)
+    pairs = tokens * (tokens + 1) / 2
     for head_dim in HEAD_DIMS:
         shapes = ((tokens, heads, head_dim),) * 2 + ((tokens, kv_heads, head_dim),) * 2
         grad, q, k, v = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
         try:
             lengths = kernel_check.LENGTHS if device.type == "cuda" else kernel_check.SHORT_LENGTHS
             kernel_check.verify_kernel(
-                kernel, device, dtype, heads=kernel_check.Heads(2 * heads // kv_heads, 2, head_dim), lengths=lengths
+                kernel,
+                device,
+                dtype,
+                heads=kernel_check.Heads(2 * heads // kv_heads, 2, head_dim),
+                lengths=lengths,
             )
             ((_, out, lse),) = kernels.attend_blocks(q, k, v, work, kernel=kernel)
         except (AssertionError, RuntimeError, ValueError):
             continue
-        forward = _min_seconds(device, partial(_exhaust, kernels.attend_blocks, q, k, v, work, kernel=kernel))
+        forward = _min_seconds(
+            device, partial(_exhaust, kernels.attend_blocks, q, k, v, work, kernel=kernel)
+        )
         backward = _min_seconds(
-            device, partial(_exhaust, kernels.attend_blocks_backward, grad, q, k, v, out, lse, work, kernel=kernel)
+            device,
+            partial(
+                _exhaust,
+                kernels.attend_blocks_backward,
+                grad,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                work,
+                kernel=kernel,
+            ),
         )
         flops = heads * head_dim * pairs / 1e12
         yield (

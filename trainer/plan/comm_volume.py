@@ -1,4 +1,5 @@
-"""Closed formulas for the communication volume of a rank in one step, by channel, collective and phase. No torch.
+"""Closed formulas for the communication volume of a rank in one step, by channel, collective and
+phase. No torch.
 
 Messages below MIN_COUNTED_BYTES are ignored: scalar metrics, and norm weights of small models.
 """
@@ -16,7 +17,9 @@ from parallelisms.mesh.message_bytes import MIN_COUNTED_BYTES, sent_bytes
 from trainer.memory.rank import RankMemory, Shapes
 
 Phase = Literal["forward", "backward", "recompute", "step"]
-"""`recompute` is recomputation inside the backward pass; `step` is once per step, outside of forward and backward."""
+"""`recompute` is recomputation inside the backward pass; `step` is once per step, outside of
+forward and backward.
+"""
 HALO = "the halo"
 """The KV that layers with a window exchange."""
 
@@ -46,7 +49,11 @@ def comm_volumes(rank: RankMemory) -> list[CommVolume]:
         key = (message.channel, message.kind, message.phase, message.what)
         previous = by_key.get(key)
         if previous is not None:
-            message = replace(previous, bytes=previous.bytes + message.bytes, calls=previous.calls + message.calls)
+            message = replace(
+                previous,
+                bytes=previous.bytes + message.bytes,
+                calls=previous.calls + message.calls,
+            )
         by_key[key] = message
     return [*by_key.values()]
 
@@ -57,7 +64,9 @@ def _volume(
     """Nothing in a group of one rank. `size` is that of one call, as in `sent_bytes`."""
     if ranks > 1 and calls and size >= MIN_COUNTED_BYTES:
         total_bytes = calls * sent_bytes(kind, size, ranks)
-        yield CommVolume(channel=channel, kind=kind, phase=phase, what=what, bytes=total_bytes, calls=calls)
+        yield CommVolume(
+            channel=channel, kind=kind, phase=phase, what=what, bytes=total_bytes, calls=calls
+        )
 
 
 # ---- FSDP: weights and gradients
@@ -65,7 +74,9 @@ def _volume(
 
 @dataclass(frozen=True)
 class FSDPUnit:
-    """The modules that FSDP gathers together; counts cover all units of that kind on a rank in one step."""
+    """The modules that FSDP gathers together; counts cover all units of that kind on a rank in one
+    step.
+    """
 
     name: str
     shapes: Shapes
@@ -103,7 +114,12 @@ def fsdp_units(rank: RankMemory) -> Iterator[FSDPUnit]:
             gathers |= {"backward": block_runs, "recompute": micro_batches * again}
         yield from _block_units(rank, kind, gathers, block_runs)
     if rank.model.tie_embeddings:
-        yield FSDPUnit("tied embedding", (*rank.embed_shapes, final_norm), {"forward": micro_batches}, micro_batches)
+        yield FSDPUnit(
+            "tied embedding",
+            (*rank.embed_shapes, final_norm),
+            {"forward": micro_batches},
+            micro_batches,
+        )
         return
     yield FSDPUnit("embedding", rank.embed_shapes, {"forward": micro_batches}, micro_batches)
     yield FSDPUnit("loss head", head, {"forward": micro_batches}, micro_batches)
@@ -115,7 +131,12 @@ def _block_units(
     """Experts that are distributed over ranks are a unit of their own."""
     shapes = rank.shapes_of(kind)
     experts = tuple(shape for shape in shapes if len(shape) > 2 and shape[2] > 1)
-    yield FSDPUnit("blocks", tuple(each for each in shapes if each not in experts), all_gathers, reduce_scatters)
+    yield FSDPUnit(
+        "blocks",
+        tuple(each for each in shapes if each not in experts),
+        all_gathers,
+        reduce_scatters,
+    )
     if experts:
         yield FSDPUnit("experts", experts, all_gathers, reduce_scatters, channel="efsdp")
 
@@ -125,16 +146,35 @@ def _fsdp_volumes(rank: RankMemory) -> Iterator[CommVolume]:
     reduce_phase: Phase = "step" if reduces_once else "backward"
     replicas = rank.config.parallelism.dp_replicate
     for unit in fsdp_units(rank):
-        shards, channel = rank.num_shards // unit.ep, unit.channel
+        shards = rank.num_shards // unit.ep
+        channel = unit.channel
         shard = rank.sharded_numel(unit.shapes)
-        weights, gradients = f"weights of {unit.name}", f"gradients of {unit.name}"
+        weights = f"weights of {unit.name}"
+        gradients = f"gradients of {unit.name}"
         for phase, calls in unit.all_gathers.items():
             size = rank.compute_bytes * shard
-            yield from _volume(channel, "all_gather", phase, weights, size=size, ranks=shards, calls=calls)
-        size, calls = rank.reduce_bytes * shard, unit.reduce_scatters
-        yield from _volume(channel, "reduce_scatter", reduce_phase, gradients, size=size, ranks=shards, calls=calls)
+            yield from _volume(
+                channel, "all_gather", phase, weights, size=size, ranks=shards, calls=calls
+            )
+        size = rank.reduce_bytes * shard
+        calls = unit.reduce_scatters
         yield from _volume(
-            "dp_replicate", "all_reduce", reduce_phase, gradients, size=size, ranks=replicas, calls=calls
+            channel,
+            "reduce_scatter",
+            reduce_phase,
+            gradients,
+            size=size,
+            ranks=shards,
+            calls=calls,
+        )
+        yield from _volume(
+            "dp_replicate",
+            "all_reduce",
+            reduce_phase,
+            gradients,
+            size=size,
+            ranks=replicas,
+            calls=calls,
         )
 
 
@@ -153,22 +193,36 @@ TPCalls = Iterator[tuple[str, str, Phase, float, float]]
 
 
 def _block_calls(rank: RankMemory) -> TPCalls:
-    """Hidden states entering the column-parallel and leaving the row-parallel layers of the blocks."""
-    is_sequence_parallel, size = rank.block.sequence_parallel, rank.block.residual_bytes
+    """Hidden states entering the column-parallel and leaving the row-parallel layers of the
+    blocks.
+    """
+    is_sequence_parallel = rank.block.sequence_parallel
+    size = rank.block.residual_bytes
     reduction = "reduce_scatter" if is_sequence_parallel else "all_reduce"
     for is_input, phase, count, tiles in _block_collectives(rank):
         if not is_input or is_sequence_parallel:
-            yield "hidden states", "all_gather" if is_input else reduction, phase, size / tiles, count * tiles
+            yield (
+                "hidden states",
+                "all_gather" if is_input else reduction,
+                phase,
+                size / tiles,
+                count * tiles,
+            )
 
 
 def _block_collectives(rank: RankMemory) -> Iterator[tuple[bool, Phase, float, int]]:
-    """(gather rather than reduce, phase, count, tiles) over all blocks; feed-forwards with experts have others."""
-    blocks, tiles = rank.num_blocks, rank.block.num_tiles(rank.config.training.micro_batch_size)
+    """(gather rather than reduce, phase, count, tiles) over all blocks; feed-forwards with experts
+    have others.
+    """
+    blocks = rank.num_blocks
+    tiles = rank.block.num_tiles(rank.config.training.micro_batch_size)
     dense = blocks - sum(count for kind, count in rank.kinds.items() if kind.feed_forward == "moe")
     again = rank.num_recomputed_blocks
     both: tuple[Phase, Phase] = ("forward", "backward")
     if not rank.recomputes:
-        yield from ((is_input, phase, blocks + dense, 1) for phase in both for is_input in (True, False))
+        yield from (
+            (is_input, phase, blocks + dense, 1) for phase in both for is_input in (True, False)
+        )
         return
     for phase in both:
         yield True, phase, blocks, 1  # Shared by all head groups.
@@ -181,12 +235,19 @@ def _block_collectives(rank: RankMemory) -> Iterator[tuple[bool, Phase, float, i
 
 def _embedding_and_head_calls(rank: RankMemory) -> TPCalls:
     """Hidden states leaving a sharded embedding or entering a sharded loss head."""
-    is_sequence_parallel, size = rank.block.sequence_parallel, rank.block.residual_bytes
+    is_sequence_parallel = rank.block.sequence_parallel
+    size = rank.block.residual_bytes
     is_loss_parallel = rank.config.parallelism.loss_parallel
     reduction = "reduce_scatter" if is_sequence_parallel else "all_reduce"
     if rank.has_first_stage and (is_loss_parallel or not rank.model.tie_embeddings):
         yield "hidden states of the embedding", reduction, "forward", size, 1
-        yield "hidden states of the embedding", "all_gather", "backward", size, is_sequence_parallel
+        yield (
+            "hidden states of the embedding",
+            "all_gather",
+            "backward",
+            size,
+            is_sequence_parallel,
+        )
     if rank.has_last_stage and is_loss_parallel:
         yield "hidden states of the loss head", "all_gather", "forward", size, is_sequence_parallel
         yield "hidden states of the loss head", reduction, "backward", size, 1
@@ -194,9 +255,13 @@ def _embedding_and_head_calls(rank: RankMemory) -> TPCalls:
 
 def _replicated_grad_calls(rank: RankMemory) -> TPCalls:
     """Partial gradients of weights replicated over tp, reduced in float32 or wider."""
-    model, first, last = rank.model, rank.has_first_stage, rank.has_last_stage
+    model = rank.model
+    first = rank.has_first_stage
+    last = rank.has_last_stage
     weights = []
-    for each, blocks in ((each, count) for kind, count in rank.kinds.items() for each in kind.parameters.values()):
+    for each, blocks in (
+        (each, count) for kind, count in rank.kinds.items() for each in kind.parameters.values()
+    ):
         style = each.style_over(model.sizes, rank.tp)
         if (
             style != each.style
@@ -209,11 +274,19 @@ def _replicated_grad_calls(rank: RankMemory) -> TPCalls:
         if not rank.config.parallelism.loss_parallel:
             weights.append((model.vocab_size * model.dim, last + first * model.tie_embeddings))
     for elements, calls in weights:
-        yield "gradients of replicated weights", "all_reduce", "backward", rank.master_bytes * elements, calls
+        yield (
+            "gradients of replicated weights",
+            "all_reduce",
+            "backward",
+            rank.master_bytes * elements,
+            calls,
+        )
 
 
 def _loss_calls(rank: RankMemory) -> TPCalls:
-    """Loss parallel: the maximum logit per token, then the sum of exponentials and the target logit; else the losses."""
+    """Loss parallel: the maximum logit per token, then the sum of exponentials and the target
+    logit; else the losses.
+    """
     if not rank.has_last_stage:
         return
     if not rank.config.parallelism.loss_parallel:
@@ -223,7 +296,13 @@ def _loss_calls(rank: RankMemory) -> TPCalls:
     chunks, remainder = divmod(rank.head_tokens, rank.loss_chunk_tokens)
     for tokens, calls in ((rank.loss_chunk_tokens, chunks), (remainder, 1)):
         for numbers in (1, 2):
-            yield "loss reductions", "all_reduce", "forward", numbers * rank.master_bytes * tokens, calls
+            yield (
+                "loss reductions",
+                "all_reduce",
+                "forward",
+                numbers * rank.master_bytes * tokens,
+                calls,
+            )
 
 
 # ---- context parallelism: queries, keys and values
@@ -235,25 +314,39 @@ def _cp_volumes(rank: RankMemory) -> Iterator[CommVolume]:
             yield from _cp_volumes_of(rank, plan, kind, count)
 
 
-def _cp_volumes_of(rank: RankMemory, plan: ContextPlan, kind: LayerKind, num_layers: int) -> Iterator[CommVolume]:
-    groups, halo = rank.config.memory.head_groups, rank.blocks[kind].halo
+def _cp_volumes_of(
+    rank: RankMemory, plan: ContextPlan, kind: LayerKind, num_layers: int
+) -> Iterator[CommVolume]:
+    groups = rank.config.memory.head_groups
+    halo = rank.blocks[kind].halo
     calls = rank.num_micro_batches * num_layers * groups
-    queries, kv = (rank.compute_bytes * elements / groups for elements in (rank.block.q_numel, rank.block.kv_numel))
+    queries, kv = (
+        rank.compute_bytes * elements / groups
+        for elements in (rank.block.q_numel, rank.block.kv_numel)
+    )
     channel = "exchange" if plan.resolved_method == "hybrid" else "cp"
     recomputed = rank.attention_recompute_fraction
     # Recomputing blocks do not save the exchanged heads, so they exchange them once more.
-    runs: dict[Phase, float] = {"forward": 1, "backward": 1, "recompute": rank.recomputes + recomputed}
+    runs: dict[Phase, float] = {
+        "forward": 1,
+        "backward": 1,
+        "recompute": rank.recomputes + recomputed,
+    }
     for phase, num_runs in runs.items():
         exchanges = 2 * calls * num_runs
         # Or their gradients, in the backward pass.
         for what, size in (("queries and outputs", queries), ("KV", kv / 2)):
             ranks = plan.ulysses_degree
-            yield from _volume(channel, "all_to_all", phase, what, size=size, ranks=ranks, calls=exchanges)
+            yield from _volume(
+                channel, "all_to_all", phase, what, size=size, ranks=ranks, calls=exchanges
+            )
     kv_grads = rank.kv_grad_bytes * rank.block.kv_numel / groups
     for phase, num_runs in (runs | {"recompute": recomputed}).items():
         yield from _ring_volumes(plan, phase, "KV", kv, calls * num_runs, halo=halo and halo[0])
     # What was received goes back.
-    yield from _ring_volumes(plan, "backward", "gradients of KV", kv_grads, calls, halo=halo and halo[1])
+    yield from _ring_volumes(
+        plan, "backward", "gradients of KV", kv_grads, calls, halo=halo and halo[1]
+    )
 
 
 def attention_bytes(rank: RankMemory) -> dict[int | None, float]:
@@ -261,7 +354,9 @@ def attention_bytes(rank: RankMemory) -> dict[int | None, float]:
     by_window = dict.fromkeys((kind.window for kind in rank.kinds), 0.0)
     if (plan := rank.block.context_plan) is not None:
         for kind, count in rank.kinds.items():
-            by_window[kind.window] += sum(each.bytes for each in _cp_volumes_of(rank, plan, kind, count))
+            by_window[kind.window] += sum(
+                each.bytes for each in _cp_volumes_of(rank, plan, kind, count)
+            )
     return by_window
 
 
@@ -270,17 +365,20 @@ def _ring_volumes(
 ) -> Iterator[CommVolume]:
     """Distribution to all other ranks of the ring, or reduction on the way back, `num_runs` times.
 
-    An all-to-all hop has one destination, so it sends as many bytes as send-recv. `halo`: what is sent instead, relative
-    to `size`.
+    An all-to-all hop has one destination, so it sends as many bytes as send-recv. `halo`: what is
+    sent instead, relative to `size`.
     """
     if plan.rotate_method is None or plan.ring_degree == 1 or not num_runs:
         return
     channel = "rotate" if plan.resolved_method == "hybrid" else "cp"
     if halo is not None:
         ranks = plan.ring_degree
-        size *= halo * ranks / (ranks - 1)  # As if some of it stayed here, as in an all-to-all of equal parts.
+        # As if some of it stayed here, as in an all-to-all of equal parts.
+        size *= halo * ranks / (ranks - 1)
         what = what.replace("KV", HALO)
-        yield from _volume(channel, "all_to_all", phase, what, size=size, ranks=ranks, calls=num_runs)
+        yield from _volume(
+            channel, "all_to_all", phase, what, size=size, ranks=ranks, calls=num_runs
+        )
         return
     if size < MIN_COUNTED_BYTES:
         return
@@ -297,14 +395,18 @@ def _ring_volumes(
 
 
 def _expert_volumes(rank: RankMemory) -> Iterator[CommVolume]:
-    """Tokens and weights of experts: over ep, to the experts and back; over tp, each tp rank's rows to all of them."""
-    model, sequence_shards = rank.model, rank.block.sequence_shards
+    """Tokens and weights of experts: over ep, to the experts and back; over tp, each tp rank's
+    rows to all of them.
+    """
+    model = rank.model
+    sequence_shards = rank.block.sequence_shards
     layers = sum(count for kind, count in rank.kinds.items() if kind.feed_forward == "moe")
     shared = sum(count for kind, count in rank.kinds.items() if kind.shared_expert)
     tiles = rank.block.num_tiles() if rank.recomputes else 1
     rows = rank.tokens // sequence_shards * model.top_k / tiles
     calls = layers * rank.num_micro_batches * tiles
-    x, weights = rank.compute_bytes * model.dim * rows, rank.master_bytes * rows
+    x = rank.compute_bytes * model.dim * rows
+    weights = rank.master_bytes * rows
     counts = 8.0 * model.num_experts * tiles
     yield from _volume(
         "ep",
@@ -316,24 +418,53 @@ def _expert_volumes(rank: RankMemory) -> Iterator[CommVolume]:
         calls=layers * rank.num_micro_batches,
     )
     # The recomputation needs no outputs, and so no way back.
-    ways: list[tuple[Phase, float, float]] = [("forward", 1, 1), ("backward", 1, 1), ("recompute", rank.recomputes, 0)]
+    ways: list[tuple[Phase, float, float]] = [
+        ("forward", 1, 1),
+        ("backward", 1, 1),
+        ("recompute", rank.recomputes, 0),
+    ]
     for phase, there, back in ways:
         if sequence_shards > 1:
-            size, runs = rank.compute_bytes * model.dim * rank.tokens / tiles, shared * rank.num_micro_batches * tiles
+            size = rank.compute_bytes * model.dim * rank.tokens / tiles
+            runs = shared * rank.num_micro_batches * tiles
             what = "tokens of the shared expert"
-            yield from _volume("tp", "all_to_all", phase, what, size=size, ranks=rank.tp, calls=runs * (there + back))
-        for what, size, count in (("tokens", x, there + back), ("weights of experts", weights, there)):
-            yield from _volume("ep", "all_to_all", phase, what, size=size, ranks=rank.ep, calls=calls * count)
+            yield from _volume(
+                "tp",
+                "all_to_all",
+                phase,
+                what,
+                size=size,
+                ranks=rank.tp,
+                calls=runs * (there + back),
+            )
+        for what, size, count in (
+            ("tokens", x, there + back),
+            ("weights of experts", weights, there),
+        ):
+            yield from _volume(
+                "ep", "all_to_all", phase, what, size=size, ranks=rank.ep, calls=calls * count
+            )
             if sequence_shards > 1:
                 gathered = size * sequence_shards
-                yield from _volume("tp", "all_to_all", phase, what, size=gathered, ranks=rank.tp, calls=calls * count)
+                yield from _volume(
+                    "tp",
+                    "all_to_all",
+                    phase,
+                    what,
+                    size=gathered,
+                    ranks=rank.tp,
+                    calls=calls * count,
+                )
 
 
 def _pp_volumes(rank: RankMemory) -> Iterator[CommVolume]:
     """The residual stream forward and its gradient backward."""
-    plan, size = rank.pipeline, rank.block.residual_bytes
+    plan = rank.pipeline
+    size = rank.block.residual_bytes
     sends = (plan.stages_per_rank - rank.has_last_stage) * rank.num_micro_batches
     returns = (plan.stages_per_rank - rank.has_first_stage) * rank.num_micro_batches
-    yield from _volume("pp", "send", "forward", "residual stream", size=size, ranks=plan.pp, calls=sends)
+    yield from _volume(
+        "pp", "send", "forward", "residual stream", size=size, ranks=plan.pp, calls=sends
+    )
     what = "gradients of the residual stream"
     yield from _volume("pp", "send", "backward", what, size=size, ranks=plan.pp, calls=returns)

@@ -36,7 +36,10 @@ MAX_MARKS = 24
 
 
 def show(report: PlanReport, console: Console | None = None) -> None:
-    """Prints at most MAX_WIDTH columns. On a narrower console, a table becomes name/value lines; no value is cut."""
+    """Prints at most MAX_WIDTH columns.
+
+    On a narrower console, a table becomes name/value lines; no value is cut.
+    """
     console = console or Console(width=None if sys.stdout.isatty() else MAX_WIDTH)
     for text, is_heading in _report_blocks(report, console):
         console.out(text, style="bold" if is_heading else None, highlight=False)
@@ -48,7 +51,10 @@ def _report_blocks(report: PlanReport, console: Console) -> Iterator[tuple[str, 
     yield fill(report.title, width), True
     yield fill(f"{'FITS' if report.fits else 'DOES NOT FIT'}: {report.verdict}", width), True
     if report.facts:
-        yield "\n" + _render_table(Table(title="", columns=["", ""], rows=report.facts), console), False
+        yield (
+            "\n" + _render_table(Table(title="", columns=["", ""], rows=report.facts), console),
+            False,
+        )
     for section in report.sections:
         table, notes = _to_table(section)
         yield "\n" + fill(section.title, width), True
@@ -69,14 +75,18 @@ def _to_table(section: BarChart | Table | LineChart) -> tuple[Table, list[str]]:
         return _bars_table(section)
     if isinstance(section, LineChart):
         return _curve_table(section)
-    return section, ["* the best"] * (section.best is not None) + [section.note] * bool(section.note)
+    return section, ["* the best"] * (section.best is not None) + [section.note] * bool(
+        section.note
+    )
 
 
 def _bars_table(chart: BarChart) -> tuple[Table, list[str]]:
-    notes, bars = _limit_notes(chart), chart.bars
+    notes = _limit_notes(chart)
+    bars = chart.bars
     if len(bars) == 1:
         # With a column of marks proportional to the segments.
-        table, parts = bars_to_table(chart), [bars[0].segments[name] for name in chart.segment_names]
+        table = bars_to_table(chart)
+        parts = [bars[0].segments[name] for name in chart.segment_names]
         marks = ["#" * round(MAX_MARKS * part / max(parts)) for part in parts]
         rows = [[*row, mark] for row, mark in zip_longest(table.rows, marks, fillvalue="")]
         return Table(title=chart.title, columns=[*table.columns, ""], rows=rows), notes
@@ -94,14 +104,19 @@ def _limit_notes(chart: BarChart) -> list[str]:
         return []
     worst = chart.bars[chart.worst]
     excess = format_number(worst.total - (worst.limit or 0), chart.decimals)
-    return [f"{num_over} of {len(chart.bars)} over the limit, {worst.label} by {excess} {chart.unit}"]
+    return [
+        f"{num_over} of {len(chart.bars)} over the limit, {worst.label} by {excess} {chart.unit}"
+    ]
 
 
 def _curve_table(chart: LineChart) -> tuple[Table, list[str]]:
-    table, num_rows = lines_to_table(chart, max_rows=MAX_CURVE_ROWS, mark_limit=True), len(x_values(chart))
+    table = lines_to_table(chart, max_rows=MAX_CURVE_ROWS, mark_limit=True)
+    num_rows = len(x_values(chart))
     notes = [f"{chart.y} by {chart.x}"]
     if chart.limit is not None:
-        notes.append(f"* over the limit of {format_number(chart.limit, decimal_places([chart.limit]))}")
+        notes.append(
+            f"* over the limit of {format_number(chart.limit, decimal_places([chart.limit]))}"
+        )
     if len(table.rows) < num_rows:
         notes.append(f"{num_rows - len(table.rows)} of {num_rows} rows omitted")
     return table, ["; ".join(notes)]
@@ -114,23 +129,37 @@ def _render_table(table: Table, console: Console) -> str:
     if not table.rows:
         return "(nothing)"
     if table.best is not None:
-        marks = [["*" if index == table.best else "", *row] for index, row in enumerate(table.rows)]
+        marks = [
+            ["*" if index == table.best else "", *row] for index, row in enumerate(table.rows)
+        ]
         table = Table(title=table.title, columns=["", *table.columns], rows=marks)
     width = min(console.width, MAX_WIDTH)
     widths = _column_widths(table, width)
-    return _render_records(table, width) if widths is None else _render_grid(table, widths, console)
+    return (
+        _render_records(table, width) if widths is None else _render_grid(table, widths, console)
+    )
 
 
 def _column_widths(table: Table, available_width: int) -> list[int] | None:
-    """Column widths, the widest shrunk first; None if only breaking a number or a word would make them fit."""
+    """Column widths, the widest shrunk first; None if only breaking a number or a word would make
+    them fit.
+    """
     columns = [*zip(table.columns, *table.rows, strict=True)]
     widths = [max(map(cell_len, column)) for column in columns]
     min_widths = [
-        max(map(cell_len, (*name.split(), *(cells if is_numeric(cells) else " ".join(cells).split()), "")))
+        max(
+            map(
+                cell_len,
+                (*name.split(), *(cells if is_numeric(cells) else " ".join(cells).split()), ""),
+            )
+        )
         for name, *cells in columns
     ]
     while sum(widths) + COLUMN_GAP * (len(widths) - 1) > available_width:
-        slack = [width if width > lowest else 0 for width, lowest in zip(widths, min_widths, strict=True)]
+        slack = [
+            width if width > lowest else 0
+            for width, lowest in zip(widths, min_widths, strict=True)
+        ]
         if not any(slack):
             return None
         widths[slack.index(max(slack))] -= 1
@@ -146,10 +175,17 @@ def _render_grid(table: Table, widths: Sequence[int], console: Console) -> str:
         padding=(0, COLUMN_GAP - 1, 0, 0),
     )
     for width, name, *cells in zip(widths, table.columns, *table.rows, strict=True):
-        grid.add_column(Text(name), justify="right" if is_numeric(cells) else "left", width=width, overflow="fold")
+        grid.add_column(
+            Text(name),
+            justify="right" if is_numeric(cells) else "left",
+            width=width,
+            overflow="fold",
+        )
     for row in table.rows:
         grid.add_row(*map(Text, row))
-    text = "".join(segment.text for segment in console.render(grid, console.options.update(width=MAX_WIDTH)))
+    text = "".join(
+        segment.text for segment in console.render(grid, console.options.update(width=MAX_WIDTH))
+    )
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
@@ -158,7 +194,11 @@ def _render_records(table: Table, width: int) -> str:
     name_width = max(map(cell_len, table.columns)) + COLUMN_GAP
     return "\n\n".join(
         "\n".join(
-            fill(f"{name:<{name_width}}{cell.strip()}" if name else cell, width, subsequent_indent=" " * name_width)
+            fill(
+                f"{name:<{name_width}}{cell.strip()}" if name else cell,
+                width,
+                subsequent_indent=" " * name_width,
+            )
             for name, cell in zip(table.columns, row, strict=True)
             if cell.strip()
         )

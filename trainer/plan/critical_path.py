@@ -29,7 +29,9 @@ class StepTime:
 
     @cached_property
     def attention_seconds(self) -> float:
-        """Of the busiest rank, in attention kernels: what grows with the (query, key) pairs of sequences."""
+        """Of the busiest rank, in attention kernels: what grows with the (query, key) pairs of
+        sequences.
+        """
         return self.busiest.compute.get("attention", 0)
 
     @cached_property
@@ -60,12 +62,14 @@ class TimedRank(Protocol):
 
 def predict_step_time(config: Config, world_size: int, device: DeviceSpec) -> StepTime:
     """The configuration must be valid, with `memory.recompute` resolved."""
-    groups, plan = interconnect.group_topologies(config, world_size, device), config.pipeline_plan(world_size)
+    groups = interconnect.group_topologies(config, world_size, device)
+    plan = config.pipeline_plan(world_size)
     distinct: dict[tuple[object, ...], RankTimeModel] = {}
     ranks = []
     for pp_rank in range(config.parallelism.pp):
         stages = plan.stages_of(pp_rank)
-        # Ranks with equal keys do equal work. Under a host budget, earlier ranks offload a smaller share.
+        # Ranks with equal keys do equal work. Under a host budget, earlier ranks offload a smaller
+        # share.
         own_budget = None if config.memory.host_budget_gib is None else pp_rank
         blocks = tuple(plan.blocks_per_stage[stage] for stage in stages)
         key = blocks, 0 in stages, plan.num_stages - 1 in stages, own_budget
@@ -78,23 +82,35 @@ def predict_step_time(config: Config, world_size: int, device: DeviceSpec) -> St
 def step_time_of(config: Config, world_size: int, ranks: Sequence[TimedRank]) -> StepTime:
     """`ranks`: by pp rank."""
     pipeline_seconds, bubbles = _pipeline_time(config.pipeline_plan(world_size), ranks)
-    # Gradient clipping needs the norm over all stages, so the slowest optimizer step counts for all.
-    step_seconds = pipeline_seconds + max(stage.optimizer_seconds for stage in ranks) + STEP_OVERHEAD
+    # Gradient clipping needs the norm over all stages, so the slowest optimizer step counts for
+    # all.
+    step_seconds = (
+        pipeline_seconds + max(stage.optimizer_seconds for stage in ranks) + STEP_OVERHEAD
+    )
     step_times = []
     for pp_rank, (stage, bubble) in enumerate(zip(ranks, bubbles, strict=True)):
         optimizer = step_seconds - STEP_OVERHEAD - stage.step_time.busy - bubble
-        step_times.append(replace(stage.step_time, pp_rank=pp_rank, bubble=bubble, optimizer=optimizer))
-    executed_flops = world_size // config.parallelism.pp * sum(stage.executed_flops for stage in ranks)
+        step_times.append(
+            replace(stage.step_time, pp_rank=pp_rank, bubble=bubble, optimizer=optimizer)
+        )
+    executed_flops = (
+        world_size // config.parallelism.pp * sum(stage.executed_flops for stage in ranks)
+    )
     return StepTime(tuple(step_times), step_seconds, executed_flops)
 
 
 def sequence_cost(config: Config, world_size: int, step: StepTime) -> Cost:
-    """Seconds of a data-parallel rank per token, and per (query, key) pair of a layer, of its sequences."""
-    training, degrees = config.training, config.parallelism.degrees(world_size)
+    """Seconds of a data-parallel rank per token, and per (query, key) pair of a layer, of its
+    sequences.
+    """
+    training = config.training
+    degrees = config.parallelism.degrees(world_size)
     sequences = training.global_batch_size / (degrees["dp_replicate"] * degrees["dp_shard"])
     pairs = config.model.build().mean_pairs(training.seq_len)
     rest = step.busiest.busy - step.attention_seconds
-    return Cost(rest / (sequences * training.seq_len), step.attention_seconds / (sequences * pairs))
+    return Cost(
+        rest / (sequences * training.seq_len), step.attention_seconds / (sequences * pairs)
+    )
 
 
 def _pipeline_time(plan: PipelinePlan, ranks: Sequence[TimedRank]) -> tuple[float, list[float]]:
@@ -103,5 +119,7 @@ def _pipeline_time(plan: PipelinePlan, ranks: Sequence[TimedRank]) -> tuple[floa
         return ranks[0].step_time.busy, [0.0]
     chunk_seconds = sum(stage.chunk_seconds for stage in ranks) / plan.pp
     busy = [stage.step_time.busy for stage in ranks]
-    total = max(busy) + bubble_seconds(plan, chunk_seconds, p2p_seconds=max(stage.p2p_seconds for stage in ranks))
+    total = max(busy) + bubble_seconds(
+        plan, chunk_seconds, p2p_seconds=max(stage.p2p_seconds for stage in ranks)
+    )
     return total, [total - each for each in busy]

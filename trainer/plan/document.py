@@ -1,4 +1,6 @@
-"""The contents of a plan report, independent of its rendering: facts, stacked bars, tables and line charts."""
+"""The contents of a plan report, independent of its rendering: facts, stacked bars, tables and
+line charts.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ NUMBER_PATTERN = re.compile(r"[<>~+-]*\s*\d")
 
 @dataclass(frozen=True, kw_only=True)
 class StackedBar:
-    """Raises ValueError for a negative or non-finite segment, and for a limit that is not positive."""
+    """Raises ValueError for a negative or non-finite segment, and for a limit that is not
+    positive.
+    """
 
     label: str
     segments: Mapping[str, float]
@@ -27,9 +31,13 @@ class StackedBar:
     def __post_init__(self) -> None:
         for kind, value in self.segments.items():
             if not (isfinite(value) and value >= 0):
-                raise ValueError(f"{kind} = {value} of bar {self.label!r} must be finite and at least 0")
+                raise ValueError(
+                    f"{kind} = {value} of bar {self.label!r} must be finite and at least 0"
+                )
         if self.limit is not None and not (isfinite(self.limit) and self.limit > 0):
-            raise ValueError(f"limit = {self.limit} of bar {self.label!r} must be finite and above 0, or None")
+            raise ValueError(
+                f"limit = {self.limit} of bar {self.label!r} must be finite and above 0, or None"
+            )
 
     @property
     def total(self) -> float:
@@ -57,16 +65,21 @@ class BarChart:
     @property
     def decimals(self) -> int:
         """Decimal places of all its values."""
-        return decimal_places([*(bar.total for bar in self.bars), *(bar.limit or 0 for bar in self.bars)])
+        return decimal_places(
+            [*(bar.total for bar in self.bars), *(bar.limit or 0 for bar in self.bars)]
+        )
 
     @property
     def worst(self) -> int:
-        """Index of the bar in focus: that with the least headroom, or the longest if none has a limit."""
+        """Index of the bar in focus: that with the least headroom, or the longest if none has a
+        limit.
+        """
         if self.focus is not None:
             return self.focus
         limited = [index for index, bar in enumerate(self.bars) if bar.limit is not None]
         return max(
-            limited or range(len(self.bars)), key=lambda index: self.bars[index].total - (self.bars[index].limit or 0)
+            limited or range(len(self.bars)),
+            key=lambda index: self.bars[index].total - (self.bars[index].limit or 0),
         )
 
 
@@ -113,7 +126,9 @@ class PlanReport:
 
 
 def decimal_places(values: Iterable[float]) -> int:
-    """Decimals that show three significant digits of the largest value: at least one below 1,000, none from there."""
+    """Decimals that show three significant digits of the largest value: at least one below 1,000,
+    none from there.
+    """
     largest = max((abs(value) for value in values if isfinite(value)), default=0.0)
     if largest == 0 or largest >= 1000:
         return 0
@@ -121,11 +136,17 @@ def decimal_places(values: Iterable[float]) -> int:
 
 
 def format_number(value: float, decimals: int) -> str:
-    """With thousands separators; "" for 0, and "<0.1" for a positive value that would round to 0."""
+    """With thousands separators; "" for 0, and "<0.1" for a positive value that would round to
+    0.
+    """
     if not value:
         return ""
     smallest_shown = 10.0**-decimals
-    return f"<{smallest_shown:.{decimals}f}" if 0 < value <= smallest_shown / 2 else f"{value:,.{decimals}f}"
+    return (
+        f"<{smallest_shown:.{decimals}f}"
+        if 0 < value <= smallest_shown / 2
+        else f"{value:,.{decimals}f}"
+    )
 
 
 def format_gib(size: float) -> str:
@@ -133,7 +154,9 @@ def format_gib(size: float) -> str:
 
 
 def is_numeric(cells: Iterable[str]) -> bool:
-    """Whether a column holds numbers, apart from empty cells and dashes, and is therefore right-aligned."""
+    """Whether a column holds numbers, apart from empty cells and dashes, and is therefore
+    right-aligned.
+    """
     nonempty = [cell for cell in cells if cell.strip("- ")]
     return bool(nonempty) and all(NUMBER_PATTERN.match(cell) for cell in nonempty)
 
@@ -148,7 +171,10 @@ def bars_to_table(chart: BarChart, indices: Sequence[int] | None = None) -> Tabl
     if not bars:
         return Table(title=chart.title, columns=[chart.unit], rows=[])
     names = chart.segment_names
-    rows = [[name, *(format_number(bar.segments.get(name, 0), decimals) for bar in bars)] for name in names]
+    rows = [
+        [name, *(format_number(bar.segments.get(name, 0), decimals) for bar in bars)]
+        for name in names
+    ]
     rows.append(["total", *(format_number(bar.total, decimals) or "0" for bar in bars)])
     if any(bar.limit is not None for bar in bars):
         rows.append(["limit", *(format_number(bar.limit or 0, decimals) for bar in bars)])
@@ -168,12 +194,16 @@ def _headroom(bar: StackedBar, decimals: int) -> str:
     return "-" * (not bar.fits) + (format_number(abs(bar.limit - bar.total), decimals) or "0")
 
 
-def lines_to_table(chart: LineChart, *, max_rows: int | None = None, mark_limit: bool = False) -> Table:
-    """One row per x, one column per line; the first, the last and evenly spaced rows if there are more than `max_rows`.
+def lines_to_table(
+    chart: LineChart, *, max_rows: int | None = None, mark_limit: bool = False
+) -> Table:
+    """One row per x, one column per line; the first, the last and evenly spaced rows if there are
+    more than `max_rows`.
 
     Values over a marked limit end with a star, and all others with a blank, so that numbers align.
     """
-    xs, lines = x_values(chart), [dict(line) for line in chart.lines.values()]
+    xs = x_values(chart)
+    lines = [dict(line) for line in chart.lines.values()]
     if max_rows is not None and len(xs) > max_rows:
         xs = [xs[round(n * (len(xs) - 1) / (max_rows - 1))] for n in range(max_rows)]
     limit = chart.limit if mark_limit else None
@@ -192,8 +222,12 @@ def x_values(chart: LineChart) -> list[float]:
 
 
 def format_y(chart: LineChart, y: float) -> str:
-    """Three significant digits on a log axis, else the decimals of the largest value; "-" if not finite."""
+    """Three significant digits on a log axis, else the decimals of the largest value; "-" if not
+    finite.
+    """
     if not isfinite(y):
         return "-"
-    shown_values = [y] if chart.log_y else [other for line in chart.lines.values() for _, other in line]
+    shown_values = (
+        [y] if chart.log_y else [other for line in chart.lines.values() for _, other in line]
+    )
     return format_number(y, decimal_places(shown_values)) or "0"

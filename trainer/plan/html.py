@@ -1,4 +1,6 @@
-"""Renders a plan report as one self-contained HTML page, without scripts or external resources (`report.html.j2`)."""
+"""Renders a plan report as one self-contained HTML page, without scripts or external resources
+(`report.html.j2`).
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,21 @@ PALETTE = (
     "#13795b", "#5aac98",  # green
     "#9f6401", "#e3ad59",  # amber
     "#775994", "#b0b8c0",
-    "#82293c", "#cf7784",  # red comes late because it also marks the limit
+    # red comes late because it also marks the limit
+    "#82293c", "#cf7784",
     "#52585e",
 )  # fmt: skip
-"""Segment colours in drawing order: dark and light alternate, and colour-blind readers can tell them apart."""
+"""Segment colours in drawing order: dark and light alternate, and colour-blind readers can tell
+them apart.
+"""
 DARK_COLOURS = {0, 3, 5, 7, 9, 11}
 """Palette entries that need white labels."""
 LINE_COLOURS = (1, 5, 10, 3, 7)
 """Palette entries visible on both white and black."""
 MIN_LABELLED_PERCENT = 6.5
 """Narrower bar segments carry no number."""
-PLOT_WIDTH, PLOT_HEIGHT = 700, 260
+PLOT_WIDTH = 700
+PLOT_HEIGHT = 260
 MAX_TICKS = 9
 LEGEND_CHAR_WIDTH = 7
 WRAP_FROM = 28
@@ -91,7 +97,8 @@ def _full_value(chart: BarChart) -> float:
 def _column_classes(table: Table) -> list[str]:
     columns = [*zip(*table.rows, strict=True)] or [()] * len(table.columns)
     return [
-        "n" if is_numeric(cells) else "wrap" if max(map(len, cells), default=0) > WRAP_FROM else "" for cells in columns
+        "n" if is_numeric(cells) else "wrap" if max(map(len, cells), default=0) > WRAP_FROM else ""
+        for cells in columns
     ]
 
 
@@ -102,7 +109,9 @@ def _scale(chart: LineChart) -> dict[str, Any]:
     """Ticks, points and limit of a chart in the coordinates of its SVG."""
     limit = [] if chart.limit is None else [chart.limit]
     x_ticks = axis_ticks([x for line in chart.lines.values() for x, _ in line], log=chart.log_x)
-    y_ticks = axis_ticks([*(y for line in chart.lines.values() for _, y in line), *limit], log=chart.log_y)
+    y_ticks = axis_ticks(
+        [*(y for line in chart.lines.values() for _, y in line), *limit], log=chart.log_y
+    )
 
     def to_x(value: float) -> float:
         return round(PLOT_WIDTH * _axis_position(value, x_ticks, log=chart.log_x), 1)
@@ -110,7 +119,8 @@ def _scale(chart: LineChart) -> dict[str, Any]:
     def to_y(value: float) -> float:
         return round(PLOT_HEIGHT * (1 - _axis_position(value, y_ticks, log=chart.log_y)), 1)
 
-    lines, legend_x = list[dict[str, Any]](), 0
+    lines = list[dict[str, Any]]()
+    legend_x = 0
     for name, points in chart.lines.items():
         dots = [
             (to_x(x), to_y(y), f"{name}: {format_y(chart, y)} at {format_tokens(x)}")
@@ -125,17 +135,20 @@ def _scale(chart: LineChart) -> dict[str, Any]:
         "x_ticks": [(to_x(tick), format_tokens(tick)) for tick in x_ticks],
         "y_ticks": [(to_y(tick), f"{tick:,.10g}") for tick in y_ticks],
         "lines": lines,
-        "limit": None if chart.limit is None else (to_y(chart.limit), f"limit {format_y(chart, chart.limit)}"),
+        "limit": None
+        if chart.limit is None
+        else (to_y(chart.limit), f"limit {format_y(chart, chart.limit)}"),
     }
 
 
 def axis_ticks(values: Sequence[float], *, log: bool) -> list[float]:
-    """At most nine round ticks whose first and last span all drawable values: powers of two on a log axis, else multiples
-    of 1, 2 or 5 times a power of ten from 0.
+    """At most nine round ticks whose first and last span all drawable values: powers of two on a
+    log axis, else multiples of 1, 2 or 5 times a power of ten from 0.
     """
     drawable = [value for value in values if _is_drawable(value, log=log)] or [1.0]
     if log:
-        first, last = floor(log2(min(drawable))), ceil(log2(max(drawable)))
+        first = floor(log2(min(drawable)))
+        last = ceil(log2(max(drawable)))
         stride = -(-(max(last - first, 1) + 1) // MAX_TICKS)
         return [2.0**power for power in range(first, max(last, first + 1) + stride, stride)]
     top = max(*drawable, 0.0) or 1.0
@@ -150,5 +163,6 @@ def _is_drawable(value: float, *, log: bool) -> bool:
 
 def _axis_position(value: float, ticks: Sequence[float], *, log: bool) -> float:
     """0 at the first tick, 1 at the last."""
-    low, high = ticks[0], ticks[-1]
+    low = ticks[0]
+    high = ticks[-1]
     return log2(value / low) / log2(high / low) if log else (value - low) / (high - low)

@@ -1,7 +1,9 @@
-"""Estimates the memory traffic of memory-bound operations in one step, operation by operation. Imports no torch.
+"""Estimates the memory traffic of memory-bound operations in one step, operation by operation.
+Imports no torch.
 
-Each operation reads its inputs and writes its outputs once, in the compute dtype or the statistics dtype. Compiled code
-keeps intermediates in registers. Per-token statistics, norm weights and copies between tiles are ignored.
+Each operation reads its inputs and writes its outputs once, in the compute dtype or the statistics
+dtype. Compiled code keeps intermediates in registers. Per-token statistics, norm weights and
+copies between tiles are ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from trainer.memory import norms
 from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import fsdp_units
 
-# Reads and writes per element in the compute dtype and in the statistics dtype: eager, then compiled.
+# Reads and writes per element in the compute dtype and in the statistics dtype: eager, then
+# compiled.
 NORM = (5, 2), (2, 0)
 NORM_BACKWARD = (7, 14), (5, 0)
 FUSED_NORM = ((2, 0),)
@@ -31,7 +34,8 @@ MERGE_BACKWARD = ((1, 2),)
 UPCAST = ((2, 2),)
 WIDEN = ((1, 2),)
 ACCUMULATE = ((1, 8),)
-# Of a chunk, beyond its product: eager, then compiled. A product that rounds to the compute dtype is widened.
+# Of a chunk, beyond its product: eager, then compiled. A product that rounds to the compute dtype
+# is widened.
 LOGITS = (1, 7), (1, 2)
 
 
@@ -40,10 +44,13 @@ class BlockTraffic:
 
     def __init__(self, rank: RankMemory, kind: LayerKind | None = None, *, compiled: bool) -> None:
         """`kind`: the block's; None for what is in no block."""
-        self.rank, self.block, self.compiled = rank, rank.block if kind is None else rank.blocks[kind], compiled
+        self.rank = rank
+        self.block = rank.block if kind is None else rank.blocks[kind]
+        self.compiled = compiled
         self.num_norms = self.block.num_norms
         self.hidden = rank.block.residual_bytes // rank.compute_bytes
-        self.queries, self.kv = rank.block.q_numel, rank.block.kv_numel
+        self.queries = rank.block.q_numel
+        self.kv = rank.block.kv_numel
         self.qk = self.queries + rank.block.kv_heads * rank.model.head_dim * rank.tokens
         self.angles = rank.model.head_dim // 2 * rank.tokens
         self.ffn = rank.model.ffn_dim * rank.tokens // rank.tp
@@ -55,13 +62,17 @@ class BlockTraffic:
 
     def moved(self, elements: float, operation: tuple[tuple[int, int], ...]) -> float:
         in_compute_dtype, in_stats_dtype = operation[-1 if self.compiled else 0]
-        return elements * (in_compute_dtype * self.rank.compute_bytes + in_stats_dtype * self.rank.master_bytes)
+        return elements * (
+            in_compute_dtype * self.rank.compute_bytes + in_stats_dtype * self.rank.master_bytes
+        )
 
     def norm(self, elements: float) -> float:
         return self.moved(elements, FUSED_NORM if norms.are_fused(self.block) else NORM)
 
     def norm_backward(self, elements: float) -> float:
-        return self.moved(elements, FUSED_NORM_BACKWARD if norms.are_fused(self.block) else NORM_BACKWARD)
+        return self.moved(
+            elements, FUSED_NORM_BACKWARD if norms.are_fused(self.block) else NORM_BACKWARD
+        )
 
     @cached_property
     def rotation(self) -> float:
@@ -76,9 +87,13 @@ class BlockTraffic:
 
     @cached_property
     def feed_forward(self) -> float:
-        """Two residual additions, all norms of the residual stream but one, and the SwiGLU gate."""
+        """Two residual additions, all norms of the residual stream but one, and the SwiGLU
+        gate.
+        """
         norms = (self.num_norms - 1) * self.norm(self.hidden)
-        dispatched = 2 * self.moved(self.rows * self.rank.model.dim / self.block.sequence_shards, COPY)
+        dispatched = 2 * self.moved(
+            self.rows * self.rank.model.dim / self.block.sequence_shards, COPY
+        )
         return 2 * self.moved(self.hidden, ADD) + norms + self.moved(self.ffn, SWIGLU) + dispatched
 
     @cached_property
@@ -92,21 +107,27 @@ class BlockTraffic:
 
     @property
     def merged_queries(self) -> float:
-        """Queries of all merges of partial attention outputs: half of a ring's blocks cover half the queries."""
+        """Queries of all merges of partial attention outputs: half of a ring's blocks cover half
+        the queries.
+        """
         if self.block.halo is not None:  # About as many as there are keys.
             return self.queries * min(1, self.block.halo[1])
         return self.queries * (1 if self.block.gathers_kv else 0.75 * (self.block.ring_degree - 1))
 
     @property
     def kv_copies(self) -> float:
-        """The rank's own KV, and the reordered KV of other ranks if gathered; of a halo, what is sent."""
+        """The rank's own KV, and the reordered KV of other ranks if gathered; of a halo, what is
+        sent.
+        """
         if self.block.halo is not None:
             return self.moved(self.kv, COPY) * self.block.halo[0]
         return self.moved(self.kv, COPY) * (self.block.ring_degree if self.block.gathers_kv else 1)
 
     @cached_property
     def cp_attention(self) -> float:
-        """Copies for all-to-all or ring communication, and merging of partial attention outputs."""
+        """Copies for all-to-all or ring communication, and merging of partial attention
+        outputs.
+        """
         if self.block.ring_degree == 1:
             return self.exchange
         total = self.exchange + self.kv_copies + self.moved(self.queries, UPCAST)
@@ -137,13 +158,16 @@ class BlockTraffic:
         """Without the feed-forward output."""
         norms = (self.num_norms - 1) * self.norm(self.hidden)
         total = self.attention_input + norms + self.moved(self.hidden, ADD) + self.exchange
-        total += self.rank.attention_recompute_fraction * (self.attention_input + self.cp_attention)
+        total += self.rank.attention_recompute_fraction * (
+            self.attention_input + self.cp_attention
+        )
         return total * self.rank.recomputes
 
 
 def memory_traffic(rank: RankMemory) -> dict[str, float]:
     """Bytes over all micro-batches by "forward", "backward", "recompute" and "head"."""
-    copies, micro_batches = _fsdp_copies(rank), rank.num_micro_batches
+    copies = _fsdp_copies(rank)
+    micro_batches = rank.num_micro_batches
     forward = backward = recompute = 0.0
     for kind, count in rank.kinds.items():
         block = BlockTraffic(rank, kind, compiled=rank.config.compiles_on_gpu)
@@ -161,19 +185,26 @@ def memory_traffic(rank: RankMemory) -> dict[str, float]:
 
 def _embedding(rank: RankMemory) -> float:
     """The lookup, and the mask of a vocabulary shard."""
-    block, elements = BlockTraffic(rank, compiled=False), rank.tokens * rank.model.dim * rank.has_first_stage
+    block = BlockTraffic(rank, compiled=False)
+    elements = rank.tokens * rank.model.dim * rank.has_first_stage
     return block.moved(elements, COPY) + block.moved(elements, ADD) * (rank.tp > 1)
 
 
 def _embedding_backward(rank: RankMemory) -> float:
     """The mask again, and sums of a wider type."""
-    block, elements = BlockTraffic(rank, compiled=False), rank.tokens * rank.model.dim * rank.has_first_stage
-    return block.moved(elements, WIDEN) * rank.is_mixed + block.moved(elements, ADD) * (rank.tp > 1)
+    block = BlockTraffic(rank, compiled=False)
+    elements = rank.tokens * rank.model.dim * rank.has_first_stage
+    return block.moved(elements, WIDEN) * rank.is_mixed + block.moved(elements, ADD) * (
+        rank.tp > 1
+    )
 
 
 def _loss_head(rank: RankMemory) -> float:
-    """Forward and backward: final norm, chunked logits, and the weight gradient, which the products add up by themselves."""
-    head, tokens = BlockTraffic(rank, compiled=False), rank.head_tokens
+    """Forward and backward: final norm, chunked logits, and the weight gradient, which the
+    products add up by themselves.
+    """
+    head = BlockTraffic(rank, compiled=False)
+    tokens = rank.head_tokens
     rows, dim = rank.head_shapes[0]
     chunks = -(-tokens // rank.loss_chunk_tokens)
     total = head.norm(head.hidden) + head.norm_backward(head.hidden)
@@ -182,29 +213,39 @@ def _loss_head(rank: RankMemory) -> float:
     total += head.moved(rows * dim, ((1, 2),))
     if rank.has_wide_products:
         return total
-    return total + head.moved(tokens * rows, ((1, 1),)) + head.moved(rows * dim, ((chunks, 2 * chunks),))
+    return (
+        total
+        + head.moved(tokens * rows, ((1, 1),))
+        + head.moved(rows * dim, ((chunks, 2 * chunks),))
+    )
 
 
 def _fsdp_copies(rank: RankMemory) -> defaultdict[str, float]:
-    """Copies around FSDP collectives, by phase: the cast of the shard, and the copy-out if sharded over several ranks; the
-    copy-in of gradients, and their accumulation.
+    """Copies around FSDP collectives, by phase: the cast of the shard, and the copy-out if sharded
+    over several ranks; the copy-in of gradients, and their accumulation.
     """
     copies = defaultdict[str, float](float)
     for unit in fsdp_units(rank) if rank.is_sharded else ():
-        shard, ranks = rank.sharded_numel(unit.shapes), rank.num_shards // unit.ep
+        shard = rank.sharded_numel(unit.shapes)
+        ranks = rank.num_shards // unit.ep
         copied_out = 2 * rank.compute_bytes * shard * ranks * (ranks > 1)
         for phase, num_gathers in unit.all_gathers.items():
             gather_bytes = shard * (rank.master_bytes + rank.compute_bytes) + copied_out
             copies["forward" if phase == "step" else phase] += num_gathers * gather_bytes
         copied_in = shard * ranks * (rank.compute_bytes + rank.reduce_bytes)
-        copies["backward"] += unit.reduce_scatters * (copied_in + shard * (rank.reduce_bytes + 2 * rank.master_bytes))
+        copies["backward"] += unit.reduce_scatters * (
+            copied_in + shard * (rank.reduce_bytes + 2 * rank.master_bytes)
+        )
     return copies
 
 
 def optimizer_traffic(rank: RankMemory) -> float:
-    """Memory traffic of AdamW: the gradient for its norm, then clipped and written with weights and both moments in one pass.
+    """Memory traffic of AdamW: the gradient for its norm, then clipped and written with weights
+    and both moments in one pass.
 
     Bfloat16 moments are upcast and rounded back: four more accesses each in the statistics dtype.
     """
     is_upcast = rank.moment_bytes < rank.master_bytes
-    return rank.local_numel * (5 * rank.master_bytes + 4 * rank.moment_bytes + 8 * rank.master_bytes * is_upcast)
+    return rank.local_numel * (
+        5 * rank.master_bytes + 4 * rank.moment_bytes + 8 * rank.master_bytes * is_upcast
+    )

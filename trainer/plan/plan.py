@@ -1,4 +1,5 @@
-"""Plans a stage by formulas: memory and time on a number of devices, bottlenecks, and changes that would help.
+"""Plans a stage by formulas: memory and time on a number of devices, bottlenecks, and changes that
+would help.
 
     plan = plan_stage(config, 32, load_device("h100-80gb"))
     plan.fits, plan.memory_shortages, plan.mfu, plan.days, plan.bottlenecks, plan.suggestions
@@ -38,8 +39,9 @@ from trainer.plan.rank_workload import rank_workload
 from trainer.plan.suggestions import competition_key, memory_saving_changes, speedup_changes
 
 DEVICE_RESERVE_FRACTION = 1 - auto.DEVICE_FRACTION
-"""Of device memory, for what the estimate omits: allocator fragmentation, kernel and NCCL workspaces, the driver. The same
-reserve as for `memory.recompute = "auto"`."""
+"""Of device memory, for what the estimate omits: allocator fragmentation, kernel and NCCL
+workspaces, the driver. The same reserve as for `memory.recompute = "auto"`.
+"""
 HOST_RESERVE_FRACTION = 0.1
 """Of node memory, for the operating system and the page cache."""
 HOST_BYTES_PER_PROCESS = 5 * GIB
@@ -79,7 +81,9 @@ class TrainingPlan:
     """Plan of one training stage."""
 
     config: Config
-    """With `training.attention = "auto"` and `memory.recompute = "auto"` resolved for this device."""
+    """With `training.attention = "auto"` and `memory.recompute = "auto"` resolved for this
+    device.
+    """
     world_size: int
     device: DeviceSpec
     name: str = ""
@@ -149,7 +153,8 @@ class TrainingPlan:
     @cached_property
     def memory_shortages(self) -> list[str]:
         """One sentence for each of device and host memory that does not suffice."""
-        shortages, peak = [*self.auto_problems], self.peak_memory
+        shortages = [*self.auto_problems]
+        peak = self.peak_memory
         if peak.device_bytes > self.usable_device_memory:
             where = f", pp rank {peak.pp_rank}" if peak.pp > 1 else ""
             largest = _list_gib((item.name, item.device_bytes) for item in peak.largest_items)
@@ -178,7 +183,8 @@ class TrainingPlan:
     def memory_utilization(self) -> float:
         """Required over usable memory, of device or host, whichever is higher."""
         return max(
-            self.peak_memory.device_bytes / self.usable_device_memory, self.host_memory_needed / self.usable_host_memory
+            self.peak_memory.device_bytes / self.usable_device_memory,
+            self.host_memory_needed / self.usable_host_memory,
         )
 
     @property
@@ -198,7 +204,8 @@ class TrainingPlan:
     def attention_by_window(self) -> dict[int | None, WindowShare]:
         """Attention of the busiest rank."""
         rank = RankMemory(self.config, self.world_size, self.step_time.busiest.pp_rank)
-        layers, sent = Counter(kind.window for kind in rank.kinds.elements()), attention_bytes(rank)
+        layers = Counter(kind.window for kind in rank.kinds.elements())
+        sent = attention_bytes(rank)
         return {
             window: WindowShare(layers[window], sum(flops.values()), sent[window])
             for window, flops in rank_workload(rank).attention_by_window.items()
@@ -211,7 +218,8 @@ class TrainingPlan:
     @property
     def model_flops(self) -> float:
         """Per step, without recomputation; one document per sequence."""
-        training, model = self.config.training, self.config.model.build()
+        training = self.config.training
+        model = self.config.model.build()
         pairs = training.global_batch_size * model.mean_pairs(training.seq_len)
         return model.flops(tokens=self.tokens_per_step, pairs=pairs)
 
@@ -223,7 +231,9 @@ class TrainingPlan:
     @property
     def hfu(self) -> float:
         """Executed FLOPs, with recomputation, over the dense bfloat16 peak of all devices."""
-        return self.step_time.executed_flops / (self.step_seconds * self.world_size * self.device.peak_flops)
+        return self.step_time.executed_flops / (
+            self.step_seconds * self.world_size * self.device.peak_flops
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -257,7 +267,10 @@ class TrainingPlan:
     def bottlenecks(self) -> list[str]:
         """Memory shortages, then the largest components of the step time."""
         breakdown = self.step_time.busiest.breakdown()
-        fractions = sorted(((seconds / self.step_seconds, name) for name, seconds in breakdown.items()), reverse=True)
+        fractions = sorted(
+            ((seconds / self.step_seconds, name) for name, seconds in breakdown.items()),
+            reverse=True,
+        )
         return self.memory_shortages + [
             f"{fraction:.0%} of the step time: {name}{self._attention_rates() if name == 'attention' else ''}"
             for fraction, name in fractions
@@ -266,7 +279,8 @@ class TrainingPlan:
 
     @property
     def assumptions(self) -> list[str]:
-        notes, training = [*self.notes], self.config.training
+        notes = [*self.notes]
+        training = self.config.training
         if self.config.context_plan().packs_documents:
             notes.append(
                 "assumes one document per sequence: packed documents attend to fewer tokens and take less time"
@@ -284,9 +298,14 @@ class TrainingPlan:
 
     def _domain_note(self) -> list[str]:
         """How much of a link domain the job uses, unless that is all of it."""
-        first_groups, domain_size = first_groups_of(self.config, self.world_size), self.device.link_domain_size
+        first_groups = first_groups_of(self.config, self.world_size)
+        domain_size = self.device.link_domain_size
         used = used_domain_size([*first_groups.values()], self.world_size, self.device)
-        reason = "as [link] used states" if self.device.link_domain_used else "so that no process group straddles one"
+        reason = (
+            "as [link] used states"
+            if self.device.link_domain_used
+            else "so that no process group straddles one"
+        )
         note = f"uses {used} of the {domain_size} GPUs of each NVLink domain, {reason}"
         return [note] if used < domain_size else []
 
@@ -294,9 +313,11 @@ class TrainingPlan:
         """Those of the device table, which are for bfloat16."""
         if self.config.training.dtype != "bfloat16":
             return ""
-        choice, model = self.config.training.attention, self.config.model.build()
+        choice = self.config.training.attention
+        model = self.config.model.build()
         used = {
-            kernel_for(choice, tokens=self.config.training.seq_len, window=window) for window in model.layers_by_window
+            kernel_for(choice, tokens=self.config.training.seq_len, window=window)
+            for window in model.layers_by_window
         }
         return "".join(map(self._rates_of, sorted(used)))
 
@@ -307,21 +328,26 @@ class TrainingPlan:
 
     @cached_property
     def suggestions(self) -> list[Suggestion]:
-        """The three best changes: those that reduce memory most if the plan does not fit, else those that save most time."""
+        """The three best changes: those that reduce memory most if the plan does not fit, else
+        those that save most time.
+        """
         if self.memory_shortages:
             changes = memory_saving_changes(self.config, self.world_size)
         else:
             changes = speedup_changes(self.config, self.world_size, self.device)
         best_by_key: dict[str, Suggestion] = {}
         for change in changes:
-            suggestion, best = self._evaluate(change), best_by_key.get(key := competition_key(change))
+            suggestion = self._evaluate(change)
+            best = best_by_key.get(key := competition_key(change))
             if suggestion is not None and (best is None or suggestion.benefit > best.benefit):
                 best_by_key[key] = suggestion
         return sorted(best_by_key.values(), key=lambda suggestion: -suggestion.benefit)[:3]
 
     def _evaluate(self, change: Change) -> Suggestion | None:
         """None if it does not help."""
-        plan = TrainingPlan(with_attention_choice(change.config, self.device), change.world_size, self.device)
+        plan = TrainingPlan(
+            with_attention_choice(change.config, self.device), change.world_size, self.device
+        )
         return self.compare(change.text, plan)
 
     def compare(self, text: str, plan: TrainingPlan) -> Suggestion | None:
@@ -330,13 +356,20 @@ class TrainingPlan:
         if self.memory_shortages:
             reduction = self.memory_utilization - plan.memory_utilization
             return Suggestion(text, plan, reduction, freed_bytes) if reduction > 0 else None
-        if not plan.fits or (saved := self.step_seconds - plan.step_seconds) < MIN_TIME_SAVING * self.step_seconds:
+        if (
+            not plan.fits
+            or (saved := self.step_seconds - plan.step_seconds)
+            < MIN_TIME_SAVING * self.step_seconds
+        ):
             return None
         return Suggestion(text, plan, saved, freed_bytes, saved)
 
 
-def plan_stage(config: Config, world_size: int, device: DeviceSpec, *, name: str = "") -> TrainingPlan:
-    """The configuration must be valid. If `memory.recompute = "auto"` finds nothing that fits, plans what needs least.
+def plan_stage(
+    config: Config, world_size: int, device: DeviceSpec, *, name: str = ""
+) -> TrainingPlan:
+    """The configuration must be valid. If `memory.recompute = "auto"` finds nothing that fits,
+    plans what needs least.
 
     Raises ConfigError if the device cannot run the attention kernel that the configuration names.
     """

@@ -1,8 +1,10 @@
-"""The time of one rank's step on a device: its kernels and messages one after the other, as they were traced.
+"""The time of one rank's step on a device: its kernels and messages one after the other, as they
+were traced.
 
-Kernels run in order on one stream. Messages on links of one kind run in order beside them, from where the code starts
-them to where it waits for them. FSDP has streams of its own, whose waits no trace shows: it gathers the weights of a
-piece while the one before runs, and reduces gradients until the next ones are to be reduced. Imports no torch.
+Kernels run in order on one stream. Messages on links of one kind run in order beside them, from
+where the code starts them to where it waits for them. FSDP has streams of its own, whose waits no
+trace shows: it gathers the weights of a piece while the one before runs, and reduces gradients
+until the next ones are to be reduced. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from typing import TypeGuard
 
 from models.kernel_choice import FLASH_VERSIONS
 from trainer.config.job_config import Config
-from trainer.hardware.device_specs import ATTENTION_HALF_RATE_TOKENS, MATMUL_HALF_RATE_DIM, DeviceSpec
+from trainer.hardware.device_specs import (
+    ATTENTION_HALF_RATE_TOKENS,
+    MATMUL_HALF_RATE_DIM,
+    DeviceSpec,
+)
 from trainer.plan import interconnect
 from trainer.plan.interconnect import GroupTopology
 from trainer.plan.step_time import (
@@ -30,7 +36,9 @@ from trainer.trace.rank_step import RankStep
 
 FSDP_CHANNELS = ("fsdp", "efsdp", "dp_replicate")
 UNTIMED_CHANNELS = ("pp", "world")
-"""Messages between stages are part of the pipeline's bubble; those of all ranks are a few numbers."""
+"""Messages between stages are part of the pipeline's bubble; those of all ranks are a few
+numbers.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,12 @@ Moment = Compute | Departure | Arrival
 class DeviceRates:
     """Seconds of kernels and messages on a device."""
 
-    def __init__(self, config: Config, device: DeviceSpec, groups: Mapping[str, GroupTopology]) -> None:
-        self._config, self._device, self._groups = config, device, groups
+    def __init__(
+        self, config: Config, device: DeviceSpec, groups: Mapping[str, GroupTopology]
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._groups = groups
         self._dtype_factor = DTYPE_RATE_FACTOR[config.training.dtype]
 
     def compute(self, work: Work) -> Compute:
@@ -60,10 +72,14 @@ class DeviceRates:
             seconds[kind] += flops * (1 + MATMUL_HALF_RATE_DIM / narrowest) / self._matmul_flops
         for key, flops in work.attention.items():
             forward, backward = self._attention_rates(key.kernel, key.head_dim)
-            rate = (backward if key.phase == "backward" else forward) / (1 + ATTENTION_HALF_RATE_TOKENS / key.keys)
+            rate = (backward if key.phase == "backward" else forward) / (
+                1 + ATTENTION_HALF_RATE_TOKENS / key.keys
+            )
             seconds["recompute" if key.phase == "recompute" else "attention"] += flops / rate
         for phase, size in work.moved_bytes.items():
-            seconds["loss head" if phase == "head" else "memory-bound"] += size / self._device.hbm_bandwidth
+            seconds["loss head" if phase == "head" else "memory-bound"] += (
+                size / self._device.hbm_bandwidth
+            )
         return Compute(seconds, work.kernels.total() * self._device.launch_latency)
 
     @property
@@ -74,7 +90,8 @@ class DeviceRates:
         configured = self._config.training.attention
         if kernel == "flash" and configured in FLASH_VERSIONS:  # A trace runs all versions as one.
             kernel = configured
-        if self._config.training.dtype != "bfloat16":  # DTYPE_RATE_FACTOR is relative to it: tables are of bfloat16.
+        # DTYPE_RATE_FACTOR is relative to it: tables are of bfloat16.
+        if self._config.training.dtype != "bfloat16":
             kernel = "flash"
         forward, backward = self._device.attention_rates(kernel, head_dim)
         return self._dtype_factor * forward, self._dtype_factor * backward
@@ -89,7 +106,13 @@ class DeviceRates:
 
     def link(self, channel: str) -> str:
         """The kind of link that a channel uses."""
-        return HOST if channel == HOST else "network" if self._groups[channel].crosses_domains else "link"
+        return (
+            HOST
+            if channel == HOST
+            else "network"
+            if self._groups[channel].crosses_domains
+            else "link"
+        )
 
 
 @dataclass
@@ -126,11 +149,24 @@ class Clock:
 class RankClock:
     """Forward and backward passes of one rank."""
 
-    def __init__(self, config: Config, step: RankStep, device: DeviceSpec, groups: Mapping[str, GroupTopology]) -> None:
-        self.config, self.step, self.device = config, step, device
+    def __init__(
+        self,
+        config: Config,
+        step: RankStep,
+        device: DeviceSpec,
+        groups: Mapping[str, GroupTopology],
+    ) -> None:
+        self.config = config
+        self.step = step
+        self.device = device
         self.rates = DeviceRates(config, device, groups)
         self._moments = [[*self._timed(piece)] for piece in step.pieces]
-        self._awaited = {each.number for piece in step.pieces for each in piece.timeline if isinstance(each, Arrival)}
+        self._awaited = {
+            each.number
+            for piece in step.pieces
+            for each in piece.timeline
+            if isinstance(each, Arrival)
+        }
         self._in_flight: dict[int, tuple[float, str]] = {}
         """When messages arrive, and over which channel."""
         self._reduced = 0.0
@@ -146,7 +182,9 @@ class RankClock:
     @cached_property
     def clock(self) -> Clock:
         """After the last backward pass."""
-        clock, order = Clock(), self.step.order[:-1]  # Without the optimizer.
+        # Without the optimizer.
+        clock = Clock()
+        order = self.step.order[:-1]
         gathered = self._gather(clock, order[0])
         for index, following in zip(order, (*order[1:], None), strict=True):
             following_gathered = [] if following is None else self._gather(clock, following)
@@ -160,7 +198,8 @@ class RankClock:
         return [self._send(clock, each) for each in self._moments[index] if _is_gather(each)]
 
     def _run(self, clock: Clock, index: int, gathered: Iterator[float]) -> None:
-        begin, launch = clock.now, 0.0
+        begin = clock.now
+        launch = 0.0
         for moment in self._moments[index]:
             if isinstance(moment, Compute):
                 clock.run(moment)
@@ -177,10 +216,14 @@ class RankClock:
         clock.run(Compute({"launch overhead": gap}, 0))
 
     def _send(self, clock: Clock, message: Departure) -> float:
-        return clock.send(self.rates.message(message), message.channel, self.rates.link(message.channel))
+        return clock.send(
+            self.rates.message(message), message.channel, self.rates.link(message.channel)
+        )
 
     def _reduce(self, clock: Clock, message: Departure) -> None:
-        """Replicas reduce what their shards have reduced; nothing waits for that before the end."""
+        """Replicas reduce what their shards have reduced; nothing waits for that before the
+        end.
+        """
         if message.channel != "dp_replicate":
             clock.wait(self._reduced, message.channel)
         self._reduced = self._send(clock, message)
@@ -201,12 +244,18 @@ class RankClock:
     @cached_property
     def step_time(self) -> RankStepTime:
         clock = self.clock
-        overlapped = {channel: seconds - clock.exposed[channel] for channel, seconds in clock.sending.items()}
+        overlapped = {
+            channel: seconds - clock.exposed[channel] for channel, seconds in clock.sending.items()
+        }
         return RankStepTime(
             pp_rank=self.step.memory.pp_rank,
             compute=_by_kind(clock.compute),
-            exposed={channel: seconds for channel, seconds in clock.exposed.items() if seconds > 0},
-            overlapped={channel: seconds for channel, seconds in overlapped.items() if seconds > 0},
+            exposed={
+                channel: seconds for channel, seconds in clock.exposed.items() if seconds > 0
+            },
+            overlapped={
+                channel: seconds for channel, seconds in overlapped.items() if seconds > 0
+            },
         )
 
     @cached_property
@@ -217,7 +266,8 @@ class RankClock:
     @cached_property
     def work(self) -> Work:
         """Of the whole step."""
-        total, works = Work(), [piece.work for piece in self.step.pieces]
+        total = Work()
+        works = [piece.work for piece in self.step.pieces]
         for index, count in Counter(self.step.order).items():
             total.add(works[index], count)
         return total
@@ -229,8 +279,15 @@ class RankClock:
     @property
     def p2p_seconds(self) -> float:
         """Seconds to send the residual stream to the next stage."""
-        sent = [each for piece in self.step.pieces for each in piece.timeline if isinstance(each, Departure)]
-        return max((self.rates.message(each) for each in sent if each.channel == "pp"), default=0.0)
+        sent = [
+            each
+            for piece in self.step.pieces
+            for each in piece.timeline
+            if isinstance(each, Departure)
+        ]
+        return max(
+            (self.rates.message(each) for each in sent if each.channel == "pp"), default=0.0
+        )
 
     @cached_property
     def optimizer_seconds(self) -> float:
@@ -240,8 +297,11 @@ class RankClock:
             return moved / self.device.hbm_bandwidth
         ranks = min(self.step.world_size, self.device.devices_per_node)
         seconds = ranks * moved / (HOST_MEMORY_EFFICIENCY * self.device.host_bandwidth)
-        # Without a pipeline, the host optimizer overlaps with the next step's first forward pass, block by block.
-        return max(0.0, seconds - (self._first_forward_seconds if self.config.parallelism.pp == 1 else 0))
+        # Without a pipeline, the host optimizer overlaps with the next step's first forward pass,
+        # block by block.
+        return max(
+            0.0, seconds - (self._first_forward_seconds if self.config.parallelism.pp == 1 else 0)
+        )
 
     @property
     def _first_forward_seconds(self) -> float:
@@ -249,22 +309,33 @@ class RankClock:
         places = (self.step.pieces[index].place for index in self.step.order)
         is_first = (place.action == "forward" and place.micro_batch == 0 for place in places)
         first = compress(self.step.order, is_first)
-        computed = (each for index in first for each in self._moments[index] if isinstance(each, Compute))
+        computed = (
+            each for index in first for each in self._moments[index] if isinstance(each, Compute)
+        )
         return sum(sum(each.seconds.values()) for each in computed)
 
 
 def _is_gather(moment: Moment) -> TypeGuard[Departure]:
     """Whether FSDP gathers weights."""
-    return isinstance(moment, Departure) and moment.channel in FSDP_CHANNELS and moment.key[1] == "all_gather"
+    return (
+        isinstance(moment, Departure)
+        and moment.channel in FSDP_CHANNELS
+        and moment.key[1] == "all_gather"
+    )
 
 
 def _by_kind(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Every product has two gradients; what the backward pass multiplies beyond them is recomputed."""
+    """Every product has two gradients; what the backward pass multiplies beyond them is
+    recomputed.
+    """
     forward, backward = (seconds.get(f"matmul {phase}", 0.0) for phase in ("forward", "backward"))
     gradients = min(backward, 2 * forward)
     return {
         "matmul": forward + gradients,
         "attention": seconds.get("attention", 0.0),
         "recompute": seconds.get("recompute", 0.0) + backward - gradients,
-        **{kind: seconds.get(kind, 0.0) for kind in ("memory-bound", "loss head", "launch overhead")},
+        **{
+            kind: seconds.get(kind, 0.0)
+            for kind in ("memory-bound", "loss head", "launch overhead")
+        },
     }

@@ -1,7 +1,9 @@
-"""Closed formulas for the work of a rank in one step: executed FLOPs and bytes of memory traffic. Imports no torch.
+"""Closed formulas for the work of a rank in one step: executed FLOPs and bytes of memory traffic.
+Imports no torch.
 
-All micro-batches count as full: a rank's last one may be empty and is computed all the same. The recomputation inside
-attention kernels is part of their backward (five products instead of four). Model FLOPs are in models/config.py.
+All micro-batches count as full: a rank's last one may be empty and is computed all the same. The
+recomputation inside attention kernels is part of their backward (five products instead of four).
+Model FLOPs are in models/config.py.
 """
 
 from __future__ import annotations
@@ -22,9 +24,13 @@ class RankWorkload:
     matmul_flops: Mapping[str, float]
     """By "forward", "backward", "recompute" and "head" (forward and backward of the loss head)."""
     attention_by_window: Mapping[int | None, Mapping[str, float]]
-    """FLOPs executed by attention kernels, by window and by "forward", "backward" and "recompute"."""
+    """FLOPs executed by attention kernels, by window and by "forward", "backward" and
+    "recompute".
+    """
     memory_traffic: Mapping[str, float]
-    """Bytes read and written by memory-bound operations, by "forward", "backward", "recompute" and "head"."""
+    """Bytes read and written by memory-bound operations, by "forward", "backward", "recompute" and
+    "head".
+    """
     offloaded_bytes: float
     """Activations copied to the host; as many come back."""
     optimizer_bytes: float
@@ -38,7 +44,10 @@ class RankWorkload:
     def attention_flops(self) -> dict[str, float]:
         """Of all windows."""
         by_window = self.attention_by_window.values()
-        return {phase: sum(flops[phase] for flops in by_window) for phase in ("forward", "backward", "recompute")}
+        return {
+            phase: sum(flops[phase] for flops in by_window)
+            for phase in ("forward", "backward", "recompute")
+        }
 
 
 def rank_workload(rank: RankMemory) -> RankWorkload:
@@ -63,10 +72,24 @@ def _matmul_flops(rank: RankMemory) -> dict[str, float]:
     for kind, count in rank.kinds.items():
         products = rank.model.products_of(kind, rank.tp)
         every += count * products.every
-        again = count * (products.recomputed + rank.attention_recompute_fraction * products.attention_inputs)
-        again += count * rank.num_recomputed_blocks / rank.num_blocks * (products.every - products.attention_inputs)
+        again = count * (
+            products.recomputed + rank.attention_recompute_fraction * products.attention_inputs
+        )
+        again += (
+            count
+            * rank.num_recomputed_blocks
+            / rank.num_blocks
+            * (products.every - products.attention_inputs)
+        )
         recomputed += again * rank.recomputes
-    head = 6.0 * rank.num_micro_batches * rank.head_tokens * rank.head_rows * rank.model.dim * rank.has_last_stage
+    head = (
+        6.0
+        * rank.num_micro_batches
+        * rank.head_tokens
+        * rank.head_rows
+        * rank.model.dim
+        * rank.has_last_stage
+    )
     return {
         "forward": flops_per_weight * every,
         "backward": 2 * flops_per_weight * every,
@@ -78,18 +101,25 @@ def _matmul_flops(rank: RankMemory) -> dict[str, float]:
 def attention_pairs(rank: RankMemory, window: int | None = None) -> float:
     """(query, key) pairs per head and micro-batch of a layer on the busiest cp rank.
 
-    Padding is a separate document. Every shard layout but `contiguous` splits one document into equal work, if there is
-    no window.
+    Padding is a separate document. Every shard layout but `contiguous` splits one document into
+    equal work, if there is no window.
     """
-    training, plan = rank.config.training, rank.config.context_plan()
+    training = rank.config.training
+    plan = rank.config.context_plan()
     if window is not None:
-        return training.micro_batch_size * max(rank.layout.pairs_per_rank(window)) / plan.ulysses_degree
+        return (
+            training.micro_batch_size
+            * max(rank.layout.pairs_per_rank(window))
+            / plan.ulysses_degree
+        )
     length = training.seq_len
     padded_length = plan.padded_length(length)
     pairs = causal_pairs(length) + causal_pairs(padded_length - length)
     if plan.resolved_layout == "contiguous" and plan.ring_degree > 1:
         tokens_per_rank = padded_length // plan.ring_degree
-        pairs = plan.ring_degree * (tokens_per_rank * (padded_length - tokens_per_rank) + causal_pairs(tokens_per_rank))
+        pairs = plan.ring_degree * (
+            tokens_per_rank * (padded_length - tokens_per_rank) + causal_pairs(tokens_per_rank)
+        )
     return training.micro_batch_size * pairs / plan.cp
 
 
@@ -97,7 +127,11 @@ def _attention_flops(rank: RankMemory) -> dict[int | None, dict[str, float]]:
     by_window = dict[int | None, dict[str, float]]()
     for window in dict.fromkeys(kind.window for kind in rank.kinds):
         alike = (kind for kind in rank.kinds.elements() if kind.window == window)
-        forward = rank.model.attention_flops(alike, attention_pairs(rank, window)) / rank.tp * rank.num_micro_batches
+        forward = (
+            rank.model.attention_flops(alike, attention_pairs(rank, window))
+            / rank.tp
+            * rank.num_micro_batches
+        )
         again = rank.attention_recompute_fraction * forward
         by_window[window] = {"forward": forward, "backward": 2.5 * forward, "recompute": again}
     return by_window

@@ -8,7 +8,13 @@ from collections.abc import Iterator, Sequence
 from trainer.config.job_config import Config
 from trainer.config.summary import warnings
 from trainer.errors import RunError
-from trainer.hardware.device_specs import DEFAULT_DEVICE, DEFAULT_DEVICE_NOTE, DeviceSpec, load_device, select_device
+from trainer.hardware.device_specs import (
+    DEFAULT_DEVICE,
+    DEFAULT_DEVICE_NOTE,
+    DeviceSpec,
+    load_device,
+    select_device,
+)
 from trainer.hardware.host import GIB
 from trainer.memory.estimator import MemoryEstimate
 from trainer.memory.report import with_overrides
@@ -29,8 +35,13 @@ RESERVE_LABEL = "reserve"
 PINNED_NOTE = "the table of host memory has a sixteenth more than the tensors: pinned buffers are powers of two"
 
 
-def plan_report(run: RunPlan, *, curve: bool = True, why: bool = False, notes: Sequence[str] = ()) -> PlanReport:
-    """Of several stages, details the one with the highest memory utilization. `why`: also its tensors, one by one."""
+def plan_report(
+    run: RunPlan, *, curve: bool = True, why: bool = False, notes: Sequence[str] = ()
+) -> PlanReport:
+    """Of several stages, details the one with the highest memory utilization.
+
+    `why`: also its tensors, one by one.
+    """
     plan = max(run.stages, key=lambda stage: (not stage.fits, stage.memory_utilization))
     name = plan.config.job.name
     sections: list[BarChart | Table | LineChart] = []
@@ -41,32 +52,55 @@ def plan_report(run: RunPlan, *, curve: bool = True, why: bool = False, notes: S
         sections += _tensor_tables(plan)
     if curve:
         sections += _curves(plan)
-    needed, usable = format_gib(plan.peak_memory.device_bytes), format_gib(plan.usable_device_memory)
+    needed = format_gib(plan.peak_memory.device_bytes)
+    usable = format_gib(plan.usable_device_memory)
     return PlanReport(
         title=f"{name} on {_devices_text(plan)}{f', stage {plan.name}' if plan.name else ''}",
-        verdict="; ".join(run.memory_shortages) or f"{needed} of {usable} usable GiB with {describe_layout(plan)}",
+        verdict="; ".join(run.memory_shortages)
+        or f"{needed} of {usable} usable GiB with {describe_layout(plan)}",
         fits=run.fits,
         facts=_facts(run, plan),
         sections=sections,
-        notes=[*_notes(plan), *([PINNED_NOTE] if why and plan.config.memory.offload != "none" else []), *notes],
+        notes=[
+            *_notes(plan),
+            *([PINNED_NOTE] if why and plan.config.memory.offload != "none" else []),
+            *notes,
+        ],
     )
 
 
-def search_report(result: SearchResult, question: str, device: DeviceSpec, *, notes: Sequence[str] = ()) -> PlanReport:
+def search_report(
+    result: SearchResult, question: str, device: DeviceSpec, *, notes: Sequence[str] = ()
+) -> PlanReport:
     sections: list[BarChart | Table | LineChart] = []
     if result.best:
         rows = [_search_row(plan, result.best[0]) for plan in result.best]
-        headings = ("layout", "s / step", "MFU %", "tokens / s / device", "GiB", "host GiB", "slower because of")
-        sections.append(Table(title="fastest layouts that fit", columns=headings, rows=rows, best=0))
+        headings = (
+            "layout",
+            "s / step",
+            "MFU %",
+            "tokens / s / device",
+            "GiB",
+            "host GiB",
+            "slower because of",
+        )
+        sections.append(
+            Table(title="fastest layouts that fit", columns=headings, rows=rows, best=0)
+        )
     if result.not_fitting:
         shortages = [
-            (describe_layout(plan), _table_seconds(plan), plan.memory_shortages[0]) for plan in result.not_fitting
+            (describe_layout(plan), _table_seconds(plan), plan.memory_shortages[0])
+            for plan in result.not_fitting
         ]
         columns = ("layout", "s / step", "shortage with the leanest memory options")
-        sections.append(Table(title="faster layouts that do not fit", columns=columns, rows=shortages))
+        sections.append(
+            Table(title="faster layouts that do not fit", columns=columns, rows=shortages)
+        )
     best = result.best[0] if result.best else None
     sections += _plan_sections(best) if best else []
-    plan_notes = _notes(best) if best else [f"device: {device.description}", *_notes_of_unfitting(result)]
+    plan_notes = (
+        _notes(best) if best else [f"device: {device.description}", *_notes_of_unfitting(result)]
+    )
     return PlanReport(
         title=question,
         verdict=describe_layout(best) if best else "; ".join(result.problems) or "no layout fits",
@@ -84,7 +118,11 @@ def search_report(result: SearchResult, question: str, device: DeviceSpec, *, no
 def _plan_sections(plan: TrainingPlan) -> list[BarChart | Table | LineChart]:
     charts = [_device_memory_chart(plan), _host_memory_chart(plan), _step_time_chart(plan)]
     tables = [_communication_table(plan)] * (plan.world_size > 1)
-    return [*charts, *tables, *([_window_table(plan)] if plan.config.model.build().windows else [])]
+    return [
+        *charts,
+        *tables,
+        *([_window_table(plan)] if plan.config.model.build().windows else []),
+    ]
 
 
 def _notes(plan: TrainingPlan) -> list[str]:
@@ -99,7 +137,11 @@ def _notes(plan: TrainingPlan) -> list[str]:
 
 def _notes_of_unfitting(result: SearchResult) -> list[str]:
     """What would help the first of them."""
-    return [f"the first: {_suggestion_text(each)}" for plan in result.not_fitting[:1] for each in plan.suggestions]
+    return [
+        f"the first: {_suggestion_text(each)}"
+        for plan in result.not_fitting[:1]
+        for each in plan.suggestions
+    ]
 
 
 def show_plan_at_launch(config: Config, world_size: int) -> bool:
@@ -128,9 +170,12 @@ def _documents(plan: TrainingPlan) -> Iterator[str]:
         yield "the corpus is not prepared yet: its documents and their balance between ranks are unknown"
         return
     cost = sequence_cost(plan.config, plan.world_size, plan.step_time)
-    seq_len, model = plan.config.training.seq_len, plan.config.model.build()
+    seq_len = plan.config.training.seq_len
+    model = plan.config.model.build()
     whole = work.tokens / seq_len * model.mean_pairs(seq_len)
-    seconds = plan.step_seconds - plan.step_time.attention_seconds * (1 - work.busiest_pairs / whole)
+    seconds = plan.step_seconds - plan.step_time.attention_seconds * (
+        1 - work.busiest_pairs / whole
+    )
     yield (
         f"with the documents of the first {work.steps} steps: {work.mean_pairs / whole:.1%} of the (query, key) pairs, "
         f"dp imbalance {work.imbalance(cost):.2f}, {_seconds(seconds)} a step"
@@ -142,7 +187,8 @@ def _documents(plan: TrainingPlan) -> Iterator[str]:
 
 def _facts(run: RunPlan, plan: TrainingPlan) -> list[tuple[str, str]]:
     training = plan.config.training
-    global_batch_size, seq_len = training.global_batch_size, training.seq_len
+    global_batch_size = training.global_batch_size
+    seq_len = training.seq_len
     return [
         ("step time", _seconds(plan.step_seconds)),
         ("MFU", f"{plan.mfu:.1%}"),
@@ -152,7 +198,10 @@ def _facts(run: RunPlan, plan: TrainingPlan) -> list[tuple[str, str]]:
         ("sequences per step", f"{global_batch_size:,} x {seq_len:,}"),
         ("total tokens", _amount(run.total_tokens)),
         ("total time", _duration(run.days)),
-        ("device hours", f"{run.device_hours:,.3g}" if run.device_hours < 100 else f"{run.device_hours:,.0f}"),
+        (
+            "device hours",
+            f"{run.device_hours:,.3g}" if run.device_hours < 100 else f"{run.device_hours:,.0f}",
+        ),
         ("host memory per node", f"{format_gib(plan.host_memory_needed)} GiB"),
         ("checkpoint size", f"{format_gib(plan.checkpoint_bytes)} GiB"),
     ]
@@ -184,16 +233,24 @@ def _device_memory_chart(plan: TrainingPlan) -> BarChart:
 def _memory_bar(estimate: MemoryEstimate, plan: TrainingPlan) -> StackedBar:
     segments = {item.name: item.device_bytes / GIB for item in estimate.items}
     segments[RESERVE_LABEL] = plan.device_reserve / GIB
-    return StackedBar(label=_pp_rank_label(estimate.pp_rank, plan), segments=segments, limit=plan.device.memory / GIB)
+    return StackedBar(
+        label=_pp_rank_label(estimate.pp_rank, plan),
+        segments=segments,
+        limit=plan.device.memory / GIB,
+    )
 
 
 def _tensor_tables(plan: TrainingPlan) -> Iterator[Table]:
-    """Every tensor of the fullest device and of the fullest host, by line and by the code that allocates it."""
+    """Every tensor of the fullest device and of the fullest host, by line and by the code that
+    allocates it.
+    """
     alive = [each for each in plan.peak_memory.tensors if not each.on_host]
     alive += [each for each in plan.peak_host_memory.tensors if each.on_host]
     places = dict.fromkeys((each.line, each.source) for each in alive)
     for line, source in sorted(places, key=lambda place: LINES.index(place[0])):
-        tensors = [each for each in alive if (each.line, each.source) == (line, source) and each.bytes]
+        tensors = [
+            each for each in alive if (each.line, each.source) == (line, source) and each.bytes
+        ]
         rows = [
             (
                 f"{each.bytes / GIB:.3f}",
@@ -204,7 +261,11 @@ def _tensor_tables(plan: TrainingPlan) -> Iterator[Table]:
             for each in sorted(tensors, key=lambda each: -each.bytes)
         ]
         if rows:
-            yield Table(title=f"{line}, allocated in {source}", columns=("GiB", "tensor", "shape", "alive"), rows=rows)
+            yield Table(
+                title=f"{line}, allocated in {source}",
+                columns=("GiB", "tensor", "shape", "alive"),
+                rows=rows,
+            )
 
 
 def _host_memory_chart(plan: TrainingPlan) -> BarChart:
@@ -216,17 +277,31 @@ def _host_memory_chart(plan: TrainingPlan) -> BarChart:
 
 def _step_time_chart(plan: TrainingPlan) -> BarChart:
     ranks = plan.step_time.ranks
-    bars = [StackedBar(label=_pp_rank_label(rank.pp_rank, plan), segments=rank.breakdown()) for rank in ranks]
-    return BarChart(title="step time", unit="s", bars=bars, focus=ranks.index(plan.step_time.busiest))
+    bars = [
+        StackedBar(label=_pp_rank_label(rank.pp_rank, plan), segments=rank.breakdown())
+        for rank in ranks
+    ]
+    return BarChart(
+        title="step time", unit="s", bars=bars, focus=ranks.index(plan.step_time.busiest)
+    )
 
 
 def _communication_table(plan: TrainingPlan) -> Table:
     """Of the busiest rank, by channel."""
     busiest = plan.step_time.busiest
-    channels = sorted({**busiest.exposed, **busiest.overlapped}, key=lambda name: -busiest.exposed.get(name, 0))
+    channels = sorted(
+        {**busiest.exposed, **busiest.overlapped}, key=lambda name: -busiest.exposed.get(name, 0)
+    )
     times = (busiest.exposed, busiest.overlapped)
-    rows = [[CHANNEL_LABELS.get(name, name), *(f"{each.get(name, 0):.3g}" for each in times)] for name in channels]
-    return Table(title="communication and copies per step", columns=("payload", "s exposed", "s overlapped"), rows=rows)
+    rows = [
+        [CHANNEL_LABELS.get(name, name), *(f"{each.get(name, 0):.3g}" for each in times)]
+        for name in channels
+    ]
+    return Table(
+        title="communication and copies per step",
+        columns=("payload", "s exposed", "s overlapped"),
+        rows=rows,
+    )
 
 
 def _window_table(plan: TrainingPlan) -> Table:
@@ -240,7 +315,11 @@ def _window_table(plan: TrainingPlan) -> Table:
         )
         for window, share in plan.attention_by_window.items()
     ]
-    return Table(title="attention per step, by window", columns=("window", "layers", "TFLOP", "GiB sent"), rows=rows)
+    return Table(
+        title="attention per step, by window",
+        columns=("window", "layers", "TFLOP", "GiB sent"),
+        rows=rows,
+    )
 
 
 def _pp_rank_label(pp_rank: int, plan: TrainingPlan) -> str:
@@ -248,9 +327,13 @@ def _pp_rank_label(pp_rank: int, plan: TrainingPlan) -> str:
 
 
 def _curves(plan: TrainingPlan) -> list[LineChart]:
-    """Memory and MFU by sequence length, on the same mesh, with the same number of sequences per step."""
+    """Memory and MFU by sequence length, on the same mesh, with the same number of sequences per
+    step.
+    """
     seq_len = plan.config.training.seq_len
-    lengths = [seq_len * 2**power // 2 ** (NUM_CURVE_POINTS // 2) for power in range(NUM_CURVE_POINTS)]
+    lengths = [
+        seq_len * 2**power // 2 ** (NUM_CURVE_POINTS // 2) for power in range(NUM_CURVE_POINTS)
+    ]
     configs = [
         with_overrides(plan.config, {"training.seq_len": length})
         for length in lengths
@@ -259,7 +342,10 @@ def _curves(plan: TrainingPlan) -> list[LineChart]:
     plans = [plan_stage(config, plan.world_size, plan.device) for config in configs]
     if len(plans) < 2:
         return []
-    memory = [(float(other.config.training.seq_len), other.peak_memory.device_bytes / GIB) for other in plans]
+    memory = [
+        (float(other.config.training.seq_len), other.peak_memory.device_bytes / GIB)
+        for other in plans
+    ]
     mfu = [(float(other.config.training.seq_len), 100 * other.mfu) for other in plans]
     limit = plan.usable_device_memory / GIB
     return [
@@ -273,7 +359,12 @@ def _curves(plan: TrainingPlan) -> list[LineChart]:
             limit=limit,
         ),
         LineChart(
-            title="MFU by sequence length", x="sequence length", y="MFU %", log_x=True, log_y=False, lines={"MFU": mfu}
+            title="MFU by sequence length",
+            x="sequence length",
+            y="MFU %",
+            log_x=True,
+            log_y=False,
+            lines={"MFU": mfu},
         ),
     ]
 
@@ -292,13 +383,17 @@ def _search_row(plan: TrainingPlan, best: TrainingPlan) -> Sequence[str]:
 
 def _suggestion_text(suggestion: Suggestion) -> str:
     gain = [f"frees {format_gib(suggestion.freed_bytes)} GiB"] * (suggestion.freed_bytes > 0)
-    gain += [f"saves {_seconds(suggestion.saved_seconds)} per step"] * (suggestion.saved_seconds > 0)
+    gain += [f"saves {_seconds(suggestion.saved_seconds)} per step"] * (
+        suggestion.saved_seconds > 0
+    )
     return f"{suggestion.text}: {' and '.join(gain) or 'uses less'}{'' if suggestion.plan.fits else '; the plan still does not fit'}"
 
 
 def _devices_text(plan: TrainingPlan) -> str:
     nodes = -(-plan.world_size // plan.device.devices_per_node)
-    return f"{plan.world_size:,} x {plan.device.name}" + (f" ({nodes:,} nodes)" if nodes > 1 else "")
+    return f"{plan.world_size:,} x {plan.device.name}" + (
+        f" ({nodes:,} nodes)" if nodes > 1 else ""
+    )
 
 
 def _table_seconds(plan: TrainingPlan) -> str:
@@ -306,7 +401,13 @@ def _table_seconds(plan: TrainingPlan) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+    return (
+        f"{1e3 * seconds:.3g} ms"
+        if seconds < 1
+        else f"{seconds:.3g} s"
+        if seconds < 1000
+        else f"{seconds:,.0f} s"
+    )
 
 
 def _amount(tokens: float) -> str:
@@ -317,4 +418,7 @@ def _amount(tokens: float) -> str:
 def _duration(days: float) -> str:
     seconds = 86_400 * days
     units = (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0))
-    return next((f"{seconds / unit:,.1f} {name}" for name, unit in units if seconds >= unit), f"{seconds:.3g} seconds")
+    return next(
+        (f"{seconds / unit:,.1f} {name}" for name, unit in units if seconds >= unit),
+        f"{seconds:.3g} seconds",
+    )

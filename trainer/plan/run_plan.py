@@ -1,4 +1,5 @@
-"""Plans all stages of a run, by formulas or by traces of their steps. Imports no torch but for a trace that is not known.
+"""Plans all stages of a run, by formulas or by traces of their steps. Imports no torch but for a
+trace that is not known.
 
 run = plan_run(config, 32, load_device("h100-80gb"))
 run.fits, run.memory_shortages, run.days, run.stages
@@ -27,7 +28,9 @@ from trainer.trace.rank_step import RankStep
 ATTENTION_CHANNELS = ("cp", "rotate", "exchange")
 """Over which context parallelism sends queries, keys and values."""
 
-PARTS_BY_FORMULAS = "planned from a trace of the step; savings of changes and curves over lengths by formulas"
+PARTS_BY_FORMULAS = (
+    "planned from a trace of the step; savings of changes and curves over lengths by formulas"
+)
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,13 @@ class TracedPlan(TrainingPlan):
         micro_batches = self.config.micro_batches(self.world_size)[1]
         shares = defaultdict[int | None, WindowShare](WindowShare)
         for index, count in Counter(step.order).items():
-            place, work = step.pieces[index].place, step.pieces[index].work
+            place = step.pieces[index].place
+            work = step.pieces[index].work
             if isinstance(place.unit, int):
                 share = shares[step.windows[place.stage, place.unit]]
-                sent = (size for key, size in work.sent_bytes.items() if key[0] in ATTENTION_CHANNELS)
+                sent = (
+                    size for key, size in work.sent_bytes.items() if key[0] in ATTENTION_CHANNELS
+                )
                 share.flops += count * work.attention_flops.total()
                 share.sent_bytes += count * sum(sent)
                 if place.action == "forward":
@@ -76,7 +82,9 @@ class TracedPlan(TrainingPlan):
 
     @cached_property
     def suggestions(self) -> list[Suggestion]:
-        """Differences between plans by formulas, unless those differ on whether this plan fits: then between traces."""
+        """Differences between plans by formulas, unless those differ on whether this plan fits:
+        then between traces.
+        """
         by_formulas = estimated(self)
         ranked = by_formulas.suggestions
         if by_formulas.fits == self.fits:
@@ -91,15 +99,21 @@ def traced(plan: TrainingPlan) -> TrainingPlan:
         steps = traced_rank_steps(plan.config, plan.world_size)
     except UntraceableError as error:
         return replace(plan, notes=(f"by formulas: {error}",))
-    return TracedPlan(**_values(replace(plan, notes=(PARTS_BY_FORMULAS,))), rank_steps=tuple(steps))
+    return TracedPlan(
+        **_values(replace(plan, notes=(PARTS_BY_FORMULAS,))), rank_steps=tuple(steps)
+    )
 
 
 def traced_layouts(result: SearchResult) -> SearchResult:
-    """The layouts that a search found, by their traces: fastest first, those that do not fit after all apart."""
+    """The layouts that a search found, by their traces: fastest first, those that do not fit after
+    all apart.
+    """
     best = sorted(map(traced, result.best), key=attrgetter("step_seconds"))
     fitting = [plan for plan in best if plan.fits]
     return replace(
-        result, best=fitting, not_fitting=[*(plan for plan in best if not plan.fits), *map(traced, result.not_fitting)]
+        result,
+        best=fitting,
+        not_fitting=[*(plan for plan in best if not plan.fits), *map(traced, result.not_fitting)],
     )
 
 
@@ -143,8 +157,13 @@ class RunPlan:
         return sum(stage.total_tokens for stage in self.stages)
 
 
-def plan_run(config: Config, world_size: int, device: DeviceSpec, *, trace: bool = False) -> RunPlan:
-    """The plans of all stages. `trace`: by traces of the steps, seconds each until they are known, instead of by formulas."""
+def plan_run(
+    config: Config, world_size: int, device: DeviceSpec, *, trace: bool = False
+) -> RunPlan:
+    """The plans of all stages.
+
+    `trace`: by traces of the steps, seconds each until they are known, instead of by formulas.
+    """
     stages = config.training_stages
     plans = (plan_stage(stage.config, world_size, device, name=stage.name) for stage in stages)
     return RunPlan(tuple(map(traced, plans) if trace else plans))

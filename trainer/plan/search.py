@@ -1,9 +1,10 @@
-"""Searches the layouts of a run on a number of devices for the lowest predicted step time. Imports no torch.
+"""Searches the layouts of a run on a number of devices for the lowest predicted step time. Imports
+no torch.
 
-A layout is a mesh, a cp method, a pipeline schedule and memory options, with the attention kernels that "auto" takes.
-Memory options, eager blocks and an optimizer on the host only trade time for memory, so the layout without any is a lower
-bound for its mesh. Branch and bound: meshes are tried in order of their bounds until no remaining bound can be among the
-best.
+A layout is a mesh, a cp method, a pipeline schedule and memory options, with the attention kernels
+that "auto" takes. Memory options, eager blocks and an optimizer on the host only trade time for
+memory, so the layout without any is a lower bound for its mesh. Branch and bound: meshes are tried
+in order of their bounds until no remaining bound can be among the best.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ MIN_TOKENS_PER_RANK = 512
 """Per sequence and rank, if sharded: smaller shards are dominated by communication."""
 TOML_SECTIONS = ("training", "parallelism", "memory")
 TIE_FACTOR = 1.005
-"""Layouts within this factor of the fastest count as equal; the one that uses least memory is then the best."""
+"""Layouts within this factor of the fastest count as equal; the one that uses least memory is then
+the best.
+"""
 SEARCHED_CP_METHODS = ("ring", "allgather", "ulysses", "hybrid")
 """alltoall has the same predicted cost as ring."""
 PP_SCHEDULES = (
@@ -79,7 +82,9 @@ FASTEST_OPTIONS = {
     "memory.loss_chunk_mib": LOSS_CHUNKS_MIB[0],
     "memory.optimizer_placement": "device",
 }
-"""Where a search starts, whatever the file says: "auto" is the fastest that the planned device can run."""
+"""Where a search starts, whatever the file says: "auto" is the fastest that the planned device can
+run.
+"""
 SMALL_CHUNKS = {"memory.loss_chunk_mib": LOSS_CHUNKS_MIB[-1]}
 LEANER_OPTIONS: tuple[dict[str, Any], ...] = (
     SMALL_CHUNKS,
@@ -87,9 +92,14 @@ LEANER_OPTIONS: tuple[dict[str, Any], ...] = (
     SMALL_CHUNKS | {"memory.optimizer_placement": "host"},
     SMALL_CHUNKS | {"training.compile": False, "memory.optimizer_placement": "host"},
 )
-"""Slower than FASTEST_OPTIONS, with all else equal, and of less memory. The last needs least of a device."""
+"""Slower than FASTEST_OPTIONS, with all else equal, and of less memory.
+
+The last needs least of a device.
+"""
 HEAD_GROUP_CHOICES = [
-    memory for memory in MEMORY_CHOICES if memory["memory.head_groups"] > 1 and memory["memory.offload"] == "none"
+    memory
+    for memory in MEMORY_CHOICES
+    if memory["memory.head_groups"] > 1 and memory["memory.offload"] == "none"
 ]
 NUM_LEANEST_CHOICES = 4
 """The last MEMORY_CHOICES, which need least device memory."""
@@ -107,9 +117,17 @@ class SearchResult:
 
 
 def search(
-    config: Config, world_size: int, device: DeviceSpec, *, max_results: int = MAX_RESULTS, pinned: Sequence[str] = ()
+    config: Config,
+    world_size: int,
+    device: DeviceSpec,
+    *,
+    max_results: int = MAX_RESULTS,
+    pinned: Sequence[str] = (),
 ) -> SearchResult:
-    """The fastest layouts of a configuration on `world_size` devices. `pinned` keys keep their values."""
+    """The fastest layouts of a configuration on `world_size` devices.
+
+    `pinned` keys keep their values.
+    """
     layouts = _LayoutSearch(config, world_size, device, pinned)
     bounds = sorted(layouts.lower_bounds(), key=_min_step_seconds)
     best: list[TrainingPlan] = []
@@ -132,21 +150,33 @@ def search(
     return SearchResult(best, [*islice(leanest, max_results)], layouts.num_plans, problems)
 
 
-def any_layout_fits(config: Config, world_size: int, device: DeviceSpec, *, pinned: Sequence[str] = ()) -> bool:
+def any_layout_fits(
+    config: Config, world_size: int, device: DeviceSpec, *, pinned: Sequence[str] = ()
+) -> bool:
     """Cheaper than `search`: stops at the first layout that fits."""
     layouts = _LayoutSearch(config, world_size, device, pinned)
-    return any(layouts.layout_fits(layout) for layout in enumerate_layouts(config, world_size, device))
+    return any(
+        layouts.layout_fits(layout) for layout in enumerate_layouts(config, world_size, device)
+    )
 
 
 def _min_step_seconds(bound: TrainingPlan) -> float:
-    """Lower bound for all memory options of a layout: head groups may hide the communication of attention."""
+    """Lower bound for all memory options of a layout: head groups may hide the communication of
+    attention.
+    """
     exposed = bound.step_time.busiest.exposed
-    return bound.step_seconds - sum(exposed.get(channel, 0) for channel in ("cp", "rotate", "exchange"))
+    return bound.step_seconds - sum(
+        exposed.get(channel, 0) for channel in ("cp", "rotate", "exchange")
+    )
 
 
 class _LayoutSearch:
-    def __init__(self, config: Config, world_size: int, device: DeviceSpec, pinned: Sequence[str] = ()) -> None:
-        self.world_size, self.device, self.pinned = world_size, device, pinned
+    def __init__(
+        self, config: Config, world_size: int, device: DeviceSpec, pinned: Sequence[str] = ()
+    ) -> None:
+        self.world_size = world_size
+        self.device = device
+        self.pinned = pinned
         self.config = with_overrides(config, self.without_pinned(FASTEST_OPTIONS))
         self.num_plans = 0
         self.problems: Counter[str] = Counter()
@@ -157,21 +187,33 @@ class _LayoutSearch:
     def lower_bounds(self) -> Iterator[TrainingPlan]:
         """Every layout without memory options, or with the pinned ones."""
         for layout in enumerate_layouts(self.config, self.world_size, self.device):
-            plan = self.evaluate(layout | MEMORY_CHOICES[0]) or (self.evaluate(layout) if self.pinned else None)
+            plan = self.evaluate(layout | MEMORY_CHOICES[0]) or (
+                self.evaluate(layout) if self.pinned else None
+            )
             if plan is not None:
                 yield plan
 
-    def fastest_fitting(self, bound: TrainingPlan, limit: float) -> tuple[TrainingPlan | None, Sequence[TrainingPlan]]:
-        """The fastest options that fit, among equals the first in MEMORY_CHOICES; or lean ones if none fit.
+    def fastest_fitting(
+        self, bound: TrainingPlan, limit: float
+    ) -> tuple[TrainingPlan | None, Sequence[TrainingPlan]]:
+        """The fastest options that fit, among equals the first in MEMORY_CHOICES; or lean ones if
+        none fit.
 
         Neither if options that take more than `limit` seconds might fit.
         """
         if bound.fits and bound.mesh["cp"] == 1:
             return bound, ()
-        # If the bound fits, only head groups can be faster, by overlapping communication of attention.
+        # If the bound fits, only head groups can be faster, by overlapping communication of
+        # attention.
         choices = HEAD_GROUP_CHOICES if bound.fits else MEMORY_CHOICES[1:]
         plans = [bound, *filter(None, (self.evaluate(memory, bound.config) for memory in choices))]
-        lean = [] if bound.fits else [form for plan in plans[-NUM_LEANEST_CHOICES:] for form in self.leaner_forms(plan)]
+        lean = (
+            []
+            if bound.fits
+            else [
+                form for plan in plans[-NUM_LEANEST_CHOICES:] for form in self.leaner_forms(plan)
+            ]
+        )
         if lean and all(plan.exceeds_device for plan in lean):
             return None, lean
         fitting: list[tuple[int, TrainingPlan]] = []
@@ -188,7 +230,9 @@ class _LayoutSearch:
         return min(equal, key=itemgetter(0))[1] if equal else None, ()
 
     def leaner_forms(self, plan: TrainingPlan) -> list[TrainingPlan]:
-        """The plan with each of LEANER_OPTIONS that is not pinned; only the leanest if that exceeds the device."""
+        """The plan with each of LEANER_OPTIONS that is not pinned; only the leanest if that
+        exceeds the device.
+        """
         *others, leanest = (self.without_pinned(options) for options in LEANER_OPTIONS)
         form = self.evaluate(leanest, plan.config)
         if form is not None and form.exceeds_device:
@@ -198,7 +242,10 @@ class _LayoutSearch:
 
     def with_largest_chunks(self, plan: TrainingPlan) -> TrainingPlan:
         """The plan with the largest chunks of logits that fit."""
-        return self.evaluate(self.without_pinned({"memory.loss_chunk_mib": "auto"}), plan.config) or plan
+        return (
+            self.evaluate(self.without_pinned({"memory.loss_chunk_mib": "auto"}), plan.config)
+            or plan
+        )
 
     def layout_fits(self, layout: dict[str, Any]) -> bool:
         """Skips larger micro-batches and replicas, which only need more memory."""
@@ -208,7 +255,9 @@ class _LayoutSearch:
             if key not in self.pinned
         ):
             return False
-        evaluated = (self.evaluate(layout | memory) for memory in MEMORY_CHOICES[-NUM_LEANEST_CHOICES:])
+        evaluated = (
+            self.evaluate(layout | memory) for memory in MEMORY_CHOICES[-NUM_LEANEST_CHOICES:]
+        )
         plans = [plan for plan in evaluated if plan is not None]
         if any(plan.fits for plan in plans):
             return True
@@ -218,10 +267,15 @@ class _LayoutSearch:
         # If host memory is short, offloading less may fit; pinned keys may exclude all of these.
         if leanest and all(plan.exceeds_device for plan in leanest):
             return False
-        others = filter(None, (self.evaluate(layout | memory) for memory in MEMORY_CHOICES[:-NUM_LEANEST_CHOICES]))
+        others = filter(
+            None,
+            (self.evaluate(layout | memory) for memory in MEMORY_CHOICES[:-NUM_LEANEST_CHOICES]),
+        )
         return any(form.fits for plan in others for form in (plan, *self.leaner_forms(plan)))
 
-    def evaluate(self, changes: dict[str, Any], config: Config | None = None) -> TrainingPlan | None:
+    def evaluate(
+        self, changes: dict[str, Any], config: Config | None = None
+    ) -> TrainingPlan | None:
         """None if the configuration is invalid or changes a pinned key."""
         config = with_overrides(config or self.config, changes)
         if any(attrgetter(key)(config) != attrgetter(key)(self.config) for key in self.pinned):
@@ -235,9 +289,13 @@ class _LayoutSearch:
         return plan_stage(config, self.world_size, self.device)
 
 
-def enumerate_layouts(config: Config, world_size: int, device: DeviceSpec) -> Iterator[dict[str, Any]]:
+def enumerate_layouts(
+    config: Config, world_size: int, device: DeviceSpec
+) -> Iterator[dict[str, Any]]:
     """Plausible layouts of `world_size` ranks; not validated."""
-    model, global_batch_size, seq_len = config.model.build(), config.training.global_batch_size, config.training.seq_len
+    model = config.model.build()
+    global_batch_size = config.training.global_batch_size
+    seq_len = config.training.seq_len
     for tp, cp, pp in product(divisors(world_size), repeat=3):
         if world_size % (tp * cp * pp) or tp > model.num_heads or pp > model.num_layers:
             continue
@@ -284,7 +342,11 @@ def divisors(number: int) -> list[int]:
 def _dp_replicate_sizes(dp: int, ranks_per_replica: int, domain_size: int) -> list[int]:
     """One replica, or one per link domain."""
     replicas_per_domain = max(1, domain_size // ranks_per_replica)
-    return [1] if dp <= replicas_per_domain or dp % replicas_per_domain else [1, dp // replicas_per_domain]
+    return (
+        [1]
+        if dp <= replicas_per_domain or dp % replicas_per_domain
+        else [1, dp // replicas_per_domain]
+    )
 
 
 def _micro_batch_sizes(global_batch_size: int, dp: int, tokens_per_sequence: int) -> list[int]:
@@ -298,7 +360,9 @@ def _micro_batch_sizes(global_batch_size: int, dp: int, tokens_per_sequence: int
     return sorted({1, *fitting[-2:]})
 
 
-def _ulysses_sizes(method: str, cp: int, tp: int, heads: int, domain_size: int) -> Iterator[int | None]:
+def _ulysses_sizes(
+    method: str, cp: int, tp: int, heads: int, domain_size: int
+) -> Iterator[int | None]:
     """Ulysses degrees of the hybrid method; None for methods without a choice."""
     if method != "hybrid":
         yield None
@@ -310,12 +374,16 @@ def _ulysses_sizes(method: str, cp: int, tp: int, heads: int, domain_size: int) 
 
 def _ep_sizes(num_experts: int, ranks: int, tp: int, domain_size: int) -> list[int]:
     """One, the most in a link domain, and the most of all."""
-    possible = [size for size in divisors(ranks) if num_experts % size == 0] if num_experts else [1]
+    possible = (
+        [size for size in divisors(ranks) if num_experts % size == 0] if num_experts else [1]
+    )
     return sorted({1, max(size for size in possible if size * tp <= domain_size), possible[-1]})
 
 
 def _fastest_per_mesh(plans: Iterable[TrainingPlan]) -> list[TrainingPlan]:
-    """Fastest first, without layouts that differ from a faster one only in ep, cp method, schedule or batching."""
+    """Fastest first, without layouts that differ from a faster one only in ep, cp method, schedule
+    or batching.
+    """
     by_mesh: dict[tuple[int, ...], TrainingPlan] = {}
     for plan in sorted(plans, key=attrgetter("step_seconds")):
         by_mesh.setdefault(tuple(plan.mesh.values()), plan)
@@ -328,49 +396,75 @@ def _fastest_per_mesh(plans: Iterable[TrainingPlan]) -> list[TrainingPlan]:
 def with_seq_len(config: ConfigT, seq_len: int) -> ConfigT:
     """Keeps the tokens per step as far as whole sequences allow; micro-batches of one sequence."""
     tokens = config.training.global_batch_size * config.training.seq_len
-    changes = {"seq_len": seq_len, "global_batch_size": max(1, round(tokens / seq_len)), "micro_batch_size": 1}
+    changes = {
+        "seq_len": seq_len,
+        "global_batch_size": max(1, round(tokens / seq_len)),
+        "micro_batch_size": 1,
+    }
     return with_overrides(config, {f"training.{key}": value for key, value in changes.items()})
 
 
 def longest_sequence(
     config: Config, world_size: int, device: DeviceSpec, *, pinned: Sequence[str] = ()
 ) -> tuple[int, SearchResult, str]:
-    """(longest sequence length that fits, its layouts, the shortage of longer ones); 0 if none fits.
+    """(longest sequence length that fits, its layouts, the shortage of longer ones); 0 if none
+    fits.
 
     Exact to 1/32.
     """
 
     def fits(steps: int) -> bool:
-        return any_layout_fits(with_seq_len(config, steps * SEQ_LEN_STEP), world_size, device, pinned=pinned)
+        return any_layout_fits(
+            with_seq_len(config, steps * SEQ_LEN_STEP), world_size, device, pinned=pinned
+        )
 
     def best_layout(steps: int) -> SearchResult:
-        return search(with_seq_len(config, steps * SEQ_LEN_STEP), world_size, device, max_results=1, pinned=pinned)
+        return search(
+            with_seq_len(config, steps * SEQ_LEN_STEP),
+            world_size,
+            device,
+            max_results=1,
+            pinned=pinned,
+        )
 
-    low, high = 0, 1
+    low = 0
+    high = 1
     while high * SEQ_LEN_STEP <= MAX_SEQ_LEN and fits(high):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while high - low > max(1, low // 32):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     beyond = best_layout(high)
     leanest = min(beyond.not_fitting, key=attrgetter("memory_utilization"), default=None)
-    shortage = "" if leanest is None else f"{high * SEQ_LEN_STEP:,} tokens: {leanest.memory_shortages[0]}"
+    shortage = (
+        "" if leanest is None else f"{high * SEQ_LEN_STEP:,} tokens: {leanest.memory_shortages[0]}"
+    )
     return low * SEQ_LEN_STEP, best_layout(low) if low else beyond, shortage
 
 
 def fewest_devices(
     config: Config, device: DeviceSpec, *, max_devices: int = 65_536, pinned: Sequence[str] = ()
 ) -> tuple[int, SearchResult]:
-    """The fewest devices on which the run fits; 0 if none. Beyond one node, whole nodes in steps of 1/8 of a power of two."""
+    """The fewest devices on which the run fits; 0 if none.
+
+    Beyond one node, whole nodes in steps of 1/8 of a power of two.
+    """
 
     def fits(count: int) -> bool:
         return any_layout_fits(config, count, device, pinned=pinned)
 
     powers = (1 << power for power in range(max_devices.bit_length()))
     world_size = next(filter(fits, powers), 0)
-    step = 1 if world_size <= device.devices_per_node else max(device.devices_per_node, world_size // 16)
+    step = (
+        1
+        if world_size <= device.devices_per_node
+        else max(device.devices_per_node, world_size // 16)
+    )
     world_size = next(filter(fits, range(world_size // 2 + step, world_size, step)), world_size)
-    return world_size, search(config, world_size or max_devices, device, max_results=1, pinned=pinned)
+    return world_size, search(
+        config, world_size or max_devices, device, max_results=1, pinned=pinned
+    )
 
 
 # ---- a layout in words
@@ -382,21 +476,32 @@ def layout_toml(config: Config) -> str:
     for name in TOML_SECTIONS:
         section = getattr(config, name)
         defaults = {key: field.default for key, field in type(section).model_fields.items()}
-        given = [(key, value) for key, value in section if value is not None and value != defaults[key]]
-        lines.append("\n".join([f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in given)]))
+        given = [
+            (key, value) for key, value in section if value is not None and value != defaults[key]
+        ]
+        lines.append(
+            "\n".join([f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in given)])
+        )
     return "\n\n".join(lines)
 
 
 def describe_layout(plan: TrainingPlan) -> str:
     config = plan.config
-    parallelism, memory, micro_batch_size = config.parallelism, config.memory, config.training.micro_batch_size
-    method, stages = config.context_plan().resolved_method, parallelism.pp_stages_per_rank
-    ulysses = f" (ulysses {config.context_plan().ulysses_degree})" if parallelism.cp_ulysses else ""
+    parallelism = config.parallelism
+    memory = config.memory
+    micro_batch_size = config.training.micro_batch_size
+    method = config.context_plan().resolved_method
+    stages = parallelism.pp_stages_per_rank
+    ulysses = (
+        f" (ulysses {config.context_plan().ulysses_degree})" if parallelism.cp_ulysses else ""
+    )
     phrases = {
-        " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "1 rank": True,
+        " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1)
+        or "1 rank": True,
         f"ep {parallelism.ep}": parallelism.ep > 1,
         f"{method}{ulysses}": parallelism.cp > 1,
-        parallelism.pp_schedule + (f" with {stages} stages per rank" if stages else ""): parallelism.pp > 1,
+        parallelism.pp_schedule
+        + (f" with {stages} stages per rank" if stages else ""): parallelism.pp > 1,
         "gradients reduced per micro-batch": parallelism.pp > 1
         and parallelism.pp_reduce_gradients == "per_micro_batch",
         f"micro-batch {micro_batch_size}": micro_batch_size > 1,
@@ -413,8 +518,13 @@ def describe_layout(plan: TrainingPlan) -> str:
 def why_slower(plan: TrainingPlan, best: TrainingPlan) -> str:
     """The two components that cost most time compared with the best."""
     seconds, best_seconds = (each.step_time.busiest.breakdown() for each in (plan, best))
-    costs = {name: seconds.get(name, 0) - best_seconds.get(name, 0) for name in seconds.keys() | best_seconds.keys()}
+    costs = {
+        name: seconds.get(name, 0) - best_seconds.get(name, 0)
+        for name in seconds.keys() | best_seconds.keys()
+    }
     worst = sorted(costs.items(), key=lambda item: -item[1])[:2]
-    reasons = [f"{name} {cost:+.2f} s" for name, cost in worst if cost >= 0.005 * best.step_seconds]
+    reasons = [
+        f"{name} {cost:+.2f} s" for name, cost in worst if cost >= 0.005 * best.step_seconds
+    ]
     more = ", more memory" * (plan.memory_utilization > best.memory_utilization)
     return ", ".join(reasons) or f"about equal time{more}"

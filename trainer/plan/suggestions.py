@@ -33,17 +33,28 @@ def memory_saving_changes(config: Config, world_size: int) -> Iterator[Change]:
 
 
 def speedup_changes(config: Config, world_size: int, device: DeviceSpec) -> Iterator[Change]:
-    """Changes that may save time on the same number of devices and add no configuration problem."""
+    """Changes that may save time on the same number of devices and add no configuration
+    problem.
+    """
     key_changes = _key_changes(config, world_size, _faster_values(config, device))
-    yield from valid_changes(config, world_size, (*key_changes, *_mesh_changes(config, world_size)))
+    yield from valid_changes(
+        config, world_size, (*key_changes, *_mesh_changes(config, world_size))
+    )
 
 
 def competition_key(change: Change) -> str:
-    """Of changes with the same key, only the best is suggested. Kernels from separate packages do not compete."""
-    return change.text.partition(" ")[0] + (PACKAGE_NOTE if change.text.endswith(PACKAGE_NOTE) else "")
+    """Of changes with the same key, only the best is suggested.
+
+    Kernels from separate packages do not compete.
+    """
+    return change.text.partition(" ")[0] + (
+        PACKAGE_NOTE if change.text.endswith(PACKAGE_NOTE) else ""
+    )
 
 
-def _key_changes(config: Config, world_size: int, values: dict[str, tuple[Any, ...]]) -> Iterator[Change]:
+def _key_changes(
+    config: Config, world_size: int, values: dict[str, tuple[Any, ...]]
+) -> Iterator[Change]:
     for key, choices in values.items():
         for value in choices:
             if value != attrgetter(key)(config):
@@ -52,7 +63,9 @@ def _key_changes(config: Config, world_size: int, values: dict[str, tuple[Any, .
 
 
 def _able_flash_versions(config: Config, device: DeviceSpec) -> list[str]:
-    choices = {kernel: with_overrides(config, {"training.attention": kernel}) for kernel in FLASH_VERSIONS}
+    choices = {
+        kernel: with_overrides(config, {"training.attention": kernel}) for kernel in FLASH_VERSIONS
+    }
     return [
         kernel
         for kernel, changed in choices.items()
@@ -62,13 +75,20 @@ def _able_flash_versions(config: Config, device: DeviceSpec) -> list[str]:
 
 def _faster_values(config: Config, device: DeviceSpec) -> dict[str, tuple[Any, ...]]:
     """Values that may be faster, by key."""
-    memory, parallelism, training = config.memory, config.parallelism, config.training
+    memory = config.memory
+    parallelism = config.parallelism
+    training = config.training
     values: dict[str, tuple[Any, ...]] = {
-        "memory.recompute": {"none": (), "keep_attention": ("none",), "full": ("keep_attention", "none")}[
-            memory.recompute
-        ],
+        "memory.recompute": {
+            "none": (),
+            "keep_attention": ("none",),
+            "full": ("keep_attention", "none"),
+        }[memory.recompute],
         "memory.offload": LIGHTER_OFFLOADS.get(memory.offload, ()),
-        "memory.mlp_tile_mib": (None, *((4 * memory.mlp_tile_mib,) if memory.mlp_tile_mib else ())),
+        "memory.mlp_tile_mib": (
+            None,
+            *((4 * memory.mlp_tile_mib,) if memory.mlp_tile_mib else ()),
+        ),
         "memory.head_groups": (max(1, memory.head_groups // 2),),
         "memory.blocks_per_checkpoint": (max(1, memory.blocks_per_checkpoint // 2),),
         "memory.loss_chunk_mib": (4 * memory.loss_chunk_bytes >> 20,),
@@ -83,9 +103,15 @@ def _faster_values(config: Config, device: DeviceSpec) -> dict[str, tuple[Any, .
     if parallelism.pp == 1:
         values["parallelism.reshard_after_forward"] = (False,)
     if parallelism.cp > 1:
-        values |= {"parallelism.cp_method": CP_METHODS, "parallelism.cp_reduce_dtype": ("bfloat16",)}
+        values |= {
+            "parallelism.cp_method": CP_METHODS,
+            "parallelism.cp_reduce_dtype": ("bfloat16",),
+        }
     if parallelism.tp > 1:
-        values |= {f"parallelism.{key}": (True,) for key in ("async_tp", "sequence_parallel", "loss_parallel")}
+        values |= {
+            f"parallelism.{key}": (True,)
+            for key in ("async_tp", "sequence_parallel", "loss_parallel")
+        }
     if parallelism.pp > 1:
         values["parallelism.pp_schedule"] = ("1F1B", "Interleaved1F1B")
         values["parallelism.pp_stages_per_rank"] = (2, 4)
@@ -98,5 +124,10 @@ def _mesh_changes(config: Config, world_size: int) -> Iterator[Change]:
     degrees = config.parallelism.degrees(world_size)
     for giver, taker in permutations(AXES, 2):
         if degrees[giver] % 2 == 0:
-            halved, doubled = degrees[giver] // 2, 2 * degrees[taker]
-            yield change_of(config, world_size, {f"parallelism.{giver}": halved, f"parallelism.{taker}": doubled})
+            halved = degrees[giver] // 2
+            doubled = 2 * degrees[taker]
+            yield change_of(
+                config,
+                world_size,
+                {f"parallelism.{giver}": halved, f"parallelism.{taker}": doubled},
+            )

@@ -1,7 +1,7 @@
 """Anomalies of a live run: non-finite gradients, loss spikes, stragglers, and low goodput.
 
-Decisions use values that are equal on all ranks, so all ranks decide alike. Detector state is part of a checkpoint: a
-resumed run decides as an uninterrupted one.
+Decisions use values that are equal on all ranks, so all ranks decide alike. Detector state is part
+of a checkpoint: a resumed run decides as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -28,15 +28,20 @@ MIN_CONSECUTIVE_LAGS = 3
 
 
 class LossSpikeError(Exception):
-    """A loss spike to roll back: that of step `step`, whose sequences end before index `next_sequence`."""
+    """A loss spike to roll back: that of step `step`, whose sequences end before index
+    `next_sequence`.
+    """
 
     def __init__(self, step: int, next_sequence: int) -> None:
         super().__init__(step, next_sequence)
-        self.step, self.next_sequence = step, next_sequence
+        self.step = step
+        self.next_sequence = next_sequence
 
 
 class LossSpikeDetector:
-    """Compares a loss with the mean and standard deviation of the losses before it (OLMo-core's rule)."""
+    """Compares a loss with the mean and standard deviation of the losses before it (OLMo-core's
+    rule).
+    """
 
     def __init__(self, config: Config) -> None:
         self._threshold_sigmas = config.health.spike_sigmas
@@ -45,7 +50,10 @@ class LossSpikeDetector:
         self.consecutive_skips = 0
 
     def observe(self, loss: float, *, skipped: bool) -> float | None:
-        """Adds a step. Returns its distance above the mean in standard deviations if it is a spike, else None."""
+        """Adds a step.
+
+        Returns its distance above the mean in standard deviations if it is a spike, else None.
+        """
         self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
         if not isfinite(loss):
             return None
@@ -77,7 +85,10 @@ class CollapseDetector:
         self._consecutive: dict[int, int] = {}
 
     def observe(self, loads: Sequence[Sequence[float]]) -> list[int]:
-        """Adds a logged step, given the load of each expert of each layer. Returns the layers that collapse with it."""
+        """Adds a logged step, given the load of each expert of each layer.
+
+        Returns the layers that collapse with it.
+        """
         for layer, load in enumerate(loads):
             is_collapsed = 100 * sum(not each for each in load) > self._max_dead_pct * len(load)
             self._consecutive[layer] = self._consecutive.get(layer, 0) + 1 if is_collapsed else 0
@@ -106,7 +117,8 @@ class StragglerDetector:
         self._consecutive = 0
 
     def observe(self, ranks: Sequence[Sequence[Any]], interval_seconds: float) -> Straggler | None:
-        """Adds a logging interval, given (host, seconds of data wait, seconds of compute) of each rank in it.
+        """Adds a logging interval, given (host, seconds of data wait, seconds of compute) of each
+        rank in it.
 
         Returns a straggler once, at its `MIN_CONSECUTIVE_LAGS`-th consecutive interval.
         """
@@ -117,9 +129,13 @@ class StragglerDetector:
             ("reading data", data_waits, 0.1 * interval_seconds),
             ("computing", compute_seconds, 0.0),
         ):
-            slowest, median_seconds = max(seconds_by_rank), median(seconds_by_rank)
+            slowest = max(seconds_by_rank)
+            median_seconds = median(seconds_by_rank)
             ratio = slowest / max(median_seconds, 1e-9)
-            lags = slowest > self._threshold_ratio * median_seconds and slowest - median_seconds > min_excess
+            lags = (
+                slowest > self._threshold_ratio * median_seconds
+                and slowest - median_seconds > min_excess
+            )
             if lags and (worst is None or ratio > worst.ratio):
                 rank = seconds_by_rank.index(slowest)
                 worst = Straggler(rank, hostnames[rank], phase, ratio)
@@ -136,7 +152,8 @@ class Goodput:
     """
 
     def __init__(self) -> None:
-        self._start_time, self._productive_seconds = time.time(), 0.0
+        self._start_time = time.time()
+        self._productive_seconds = 0.0
 
     def add_step(self, seconds: float) -> None:
         self._productive_seconds += seconds
@@ -148,4 +165,5 @@ class Goodput:
         return {"start_time": self._start_time, "productive_seconds": self._productive_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._start_time, self._productive_seconds = state_dict["start_time"], state_dict["productive_seconds"]
+        self._start_time = state_dict["start_time"]
+        self._productive_seconds = state_dict["productive_seconds"]

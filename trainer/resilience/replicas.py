@@ -1,7 +1,9 @@
-"""Replica check: weights and moments that several ranks hold as copies must be bitwise equal on all of them.
+"""Replica check: weights and moments that several ranks hold as copies must be bitwise equal on
+all of them.
 
-HSDP copies every shard over dp_replicate; tensor parallelism copies norms and other whole weights over tp. Copies start
-equal and get equal gradients, so a difference is silent data corruption or a missing all-reduce.
+HSDP copies every shard over dp_replicate; tensor parallelism copies norms and other whole weights
+over tp. Copies start equal and get equal gradients, so a difference is silent data corruption or a
+missing all-reduce.
 """
 
 from __future__ import annotations
@@ -23,14 +25,18 @@ T = TypeVar("T")
 CHUNK_ELEMENTS = 1 << 20
 """Words hashed at once: two temporary tensors of 8 MiB."""
 MULTIPLIER = 6364136223846793005
-"""Base of the hash, from Knuth's MMIX generator: its powers modulo 2^64 are odd and do not repeat."""
+"""Base of the hash, from Knuth's MMIX generator: its powers modulo 2^64 are odd and do not
+repeat.
+"""
 MAX_NAMED_TENSORS = 3
 MAX_NAMED_RANKS = 8
 
 
 @dataclass(frozen=True)
 class DriftedRank:
-    """A rank whose copies differ from the majority's; if no value has a majority, every rank that holds the tensor."""
+    """A rank whose copies differ from the majority's; if no value has a majority, every rank that
+    holds the tensor.
+    """
 
     rank: int
     host: str
@@ -42,25 +48,43 @@ class DriftedRank:
 
 
 def find_drifted_ranks(state: Mapping[str, Tensor]) -> list[DriftedRank]:
-    """Compares the copies of every tensor; the same result on all ranks. Collective. Waits for the device."""
+    """Compares the copies of every tensor; the same result on all ranks.
+
+    Collective. Waits for the device.
+    """
     hashes = _hash_copies(state)
-    digests = {ranks: blake2b(repr(each).encode(), digest_size=16).hexdigest() for ranks, each in hashes.items()}
+    digests = {
+        ranks: blake2b(repr(each).encode(), digest_size=16).hexdigest()
+        for ranks, each in hashes.items()
+    }
     gathered = _gather_by_ranks(digests)
-    differing = {ranks for each in gathered for ranks, digest in each.items() if digest != gathered[ranks[0]][ranks]}
+    differing = {
+        ranks
+        for each in gathered
+        for ranks, digest in each.items()
+        if digest != gathered[ranks[0]][ranks]
+    }
     if not differing:
         return []
     hosts = all_gather_values(gethostname())
-    details = _gather_by_ranks({ranks: each for ranks, each in hashes.items() if ranks in differing})
+    details = _gather_by_ranks(
+        {ranks: each for ranks, each in hashes.items() if ranks in differing}
+    )
     tensors_by_rank: defaultdict[int, list[str]] = defaultdict(list)
     for ranks in differing:
         for name in details[ranks[0]][ranks]:
             values = [details[rank][ranks][name] for rank in ranks]
-            majority = next((value for value, count in Counter(values).items() if 2 * count > len(ranks)), None)
+            majority = next(
+                (value for value, count in Counter(values).items() if 2 * count > len(ranks)), None
+            )
             for rank, value in zip(ranks, values, strict=True):
                 if value != majority:
                     tensors_by_rank[rank].append(name)
     found = sorted(tensors_by_rank.items())
-    return [DriftedRank(rank, hosts[rank], len(names), sorted(names)[:MAX_NAMED_TENSORS]) for rank, names in found]
+    return [
+        DriftedRank(rank, hosts[rank], len(names), sorted(names)[:MAX_NAMED_TENSORS])
+        for rank, names in found
+    ]
 
 
 def _gather_by_ranks(values: Mapping[tuple[int, ...], T]) -> list[dict[tuple[int, ...], T]]:
@@ -74,7 +98,9 @@ def _hash_copies(state: Mapping[str, Tensor]) -> dict[tuple[int, ...], dict[str,
     copies = {name: x for name, x in state.items() if num_replicas(x) > 1}
     device = next(iter(state.values())).device
     powers = hash_powers(device)
-    values = torch.cat([powers[:0], *(polynomial_hash(to_local(x), powers) for x in copies.values())]).tolist()
+    values = torch.cat(
+        [powers[:0], *(polynomial_hash(to_local(x), powers) for x in copies.values())]
+    ).tolist()
     hashes: defaultdict[tuple[int, ...], dict[str, int]] = defaultdict(dict)
     for (name, x), value in zip(copies.items(), values, strict=True):
         hashes[_ranks_of_copies(x)][name] = value
@@ -89,7 +115,9 @@ def hash_powers(device: torch.device) -> Tensor:
 def polynomial_hash(x: Tensor, powers: Tensor) -> Tensor:
     """Hash of the bits of `x` modulo 2^64: [1], int64. Integer sums are exact in any order."""
     total = powers.new_zeros(1)
-    for words in x.reshape(-1).view(torch.int16 if x.itemsize == 2 else torch.int32).split(CHUNK_ELEMENTS):
+    for words in (
+        x.reshape(-1).view(torch.int16 if x.itemsize == 2 else torch.int32).split(CHUNK_ELEMENTS)
+    ):
         total = total * powers[-1] + (words * powers[: words.numel()]).sum()
     return total
 

@@ -1,7 +1,8 @@
-"""Process signals: stop requests and the death of the launcher. Imports no torch, so that both work while it loads.
+"""Process signals: stop requests and the death of the launcher. Imports no torch, so that both
+work while it loads.
 
-A stop signal is only recorded, because other ranks may be waiting in a collective. Launchers and schedulers send it
-two to four times; repeats are ignored.
+A stop signal is only recorded, because other ranks may be waiting in a collective. Launchers and
+schedulers send it two to four times; repeats are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_launcher() -> None:
-    """Asks the kernel to kill this process when its launcher ends (Linux). Does nothing without a launcher."""
+    """Asks the kernel to kill this process when its launcher ends (Linux).
+
+    Does nothing without a launcher.
+    """
     launcher_pid = os.environ.get(LAUNCHER_PID_ENV)
     if launcher_pid is None:
         return
@@ -61,12 +65,17 @@ class SignalHandler:
         self._is_raising = False
 
     def install(self) -> None:
-        """Installs the handlers. Call as early as possible: until then a signal ends the process."""
+        """Installs the handlers.
+
+        Call as early as possible: until then a signal ends the process.
+        """
         handle_stop_signals(self._handle)
 
     @contextmanager
     def raising_alone(self) -> Iterator[None]:
-        """Installs the handlers, raises `Interrupted` on a signal in the block, and restores the previous handlers."""
+        """Installs the handlers, raises `Interrupted` on a signal in the block, and restores the
+        previous handlers.
+        """
         with restoring_handlers():
             self.install()
             with self.raising():

@@ -1,7 +1,8 @@
 """Watchdog: a rank without progress writes its stacks and exits, so that a run never hangs.
 
-faulthandler writes the stacks without the GIL, so also while an extension holds it. Shortly before, a Python thread
-writes the collectives that torch recorded. On `STACK_DUMP_SIGNAL` a rank writes its stacks and continues.
+faulthandler writes the stacks without the GIL, so also while an extension holds it. Shortly
+before, a Python thread writes the collectives that torch recorded. On `STACK_DUMP_SIGNAL` a rank
+writes its stacks and continues.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ WARNING_FRACTION = 0.2
 
 
 class Watchdog:
-    """Within this context, the process exits with 1 if a phase exceeds the timeout given to `arm`."""
+    """Within this context, the process exits with 1 if a phase exceeds the timeout given to
+    `arm`.
+    """
 
     def __init__(self, folder: Path, *, rank: int) -> None:
         folder.mkdir(exist_ok=True)
         self._stacks_path = folder / f"rank-{rank}.txt"
         self._collectives_path = folder / f"rank-{rank}-collectives.jsonl"
         self._stacks_file = self._stacks_path.open("w")
-        self._phase, self._warn_time = "", inf
+        self._phase = ""
+        self._warn_time = inf
         self._stop_event = Event()
         self._thread = Thread(target=self._poll, name="watchdog", daemon=True)
 
@@ -49,9 +53,14 @@ class Watchdog:
         self._stacks_path.unlink(missing_ok=True)
 
     def arm(self, phase: str, timeout_seconds: float) -> None:
-        """Starts the timeout of a phase, in place of the previous one. Cheap enough to call every step."""
+        """Starts the timeout of a phase, in place of the previous one.
+
+        Cheap enough to call every step.
+        """
         self._phase = phase
-        self._warn_time = time.monotonic() + max((1 - WARNING_FRACTION) * timeout_seconds, timeout_seconds - 60)
+        self._warn_time = time.monotonic() + max(
+            (1 - WARNING_FRACTION) * timeout_seconds, timeout_seconds - 60
+        )
         faulthandler.dump_traceback_later(timeout_seconds, exit=True, file=self._stacks_file)
 
     def _poll(self) -> None:
@@ -64,11 +73,15 @@ class Watchdog:
 
 
 def dump_collectives() -> str:
-    """The collectives that torch recorded, one line of JSON per recorder. torch has no public API for this."""
+    """The collectives that torch recorded, one line of JSON per recorder. torch has no public API
+    for this.
+    """
     from torch._C import _distributed_c10d
 
     # Some versions of torch have a separate recorder for NCCL.
-    dumps = [getattr(_distributed_c10d, f"_dump_{kind}_trace_json", None) for kind in ("fr", "nccl")]
+    dumps = [
+        getattr(_distributed_c10d, f"_dump_{kind}_trace_json", None) for kind in ("fr", "nccl")
+    ]
     return "\n".join(dump().decode() for dump in dumps if dump is not None)
 
 
@@ -78,7 +91,8 @@ THREAD_HEADER = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 
 
 def summarize_hang(folder: Path, num_ranks: int) -> list[str]:
-    """One line per location where ranks hung and one for ranks without a stack; empty if no rank hung.
+    """One line per location where ranks hung and one for ranks without a stack; empty if no rank
+    hung.
 
     Renames the stack files, so that each hang is reported once.
     """
@@ -102,7 +116,9 @@ def summarize_hang(folder: Path, num_ranks: int) -> list[str]:
 
 
 def _stack_location(path: Path) -> str:
-    """The main thread's innermost frame and its innermost frame in this project; "" without a stack."""
+    """The main thread's innermost frame and its innermost frame in this project; "" without a
+    stack.
+    """
     try:
         text = path.read_text(errors="replace")
     except OSError:

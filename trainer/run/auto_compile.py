@@ -1,4 +1,6 @@
-"""`training.compile = "auto"`: on where a GPU compiles blocks and their gradients stay the same."""
+"""`training.compile = "auto"`: on where a GPU compiles blocks and their gradients stay the
+same.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,15 @@ log = logging.getLogger(__name__)
 
 
 def resolve_auto_compile(config: Config, world: World) -> Config:
-    """Replaces `training.compile = "auto"`: on, if the device of every rank compiles and gradients stay the same.
+    """Replaces `training.compile = "auto"`: on, if the device of every rank compiles and gradients
+    stay the same.
 
     Logs what it is, why, and the seconds that it took to know. Collective.
     """
     if config.training.compile != "auto":
         return config
-    started, reason = time.perf_counter(), ""
+    started = time.perf_counter()
+    reason = ""
     if world.device.type != "cuda":
         reason = "there is no GPU"
     elif not config.compiles_on_gpu:
@@ -34,18 +38,28 @@ def resolve_auto_compile(config: Config, world: World) -> Config:
     reason = next(filter(None, all_gather_values(reason)), "")
     if world.rank == 0:
         seconds = time.perf_counter() - started
-        outcome = f"off, because {reason}" if reason else f"on; compiled gradients were compared in {seconds:.1f} s"
+        outcome = (
+            f"off, because {reason}"
+            if reason
+            else f"on; compiled gradients were compared in {seconds:.1f} s"
+        )
         log.info('training.compile = "auto": %s', outcome)
     return _with_compile(config, value=not reason)
 
 
 def _with_compile(config: Config, *, value: bool) -> Config:
-    return config.model_copy(update={"training": config.training.model_copy(update={"compile": value})})
+    return config.model_copy(
+        update={"training": config.training.model_copy(update={"compile": value})}
+    )
 
 
 def _compiler_problem(config: Config, device: torch.device) -> str:
     """Why blocks are not compiled on a device; empty if they can be."""
-    policies = ("none", "keep_attention", "full") if config.memory.recompute == "auto" else (config.memory.recompute,)
+    policies = (
+        ("none", "keep_attention", "full")
+        if config.memory.recompute == "auto"
+        else (config.memory.recompute,)
+    )
     try:
         verify_code_generation(device)
         for policy in policies:

@@ -11,7 +11,10 @@ from trainer.step.trainer import Trainer
 
 
 def call(hook: str, *arguments: Any) -> None:
-    """Calls `on_step`, `on_checkpoint` or `on_end` of every extension that has it. Raises RankFailedError."""
+    """Calls `on_step`, `on_checkpoint` or `on_end` of every extension that has it.
+
+    Raises RankFailedError.
+    """
     for each in extension.installed():
         called = getattr(each.extension, hook)
         if called is None:
@@ -19,10 +22,14 @@ def call(hook: str, *arguments: Any) -> None:
         try:
             called(*arguments)
         except Exception as error:
-            problem = extension.describe_error(error) or f'extension "{each.extension.name}": {error}'
+            problem = (
+                extension.describe_error(error) or f'extension "{each.extension.name}": {error}'
+            )
             raise RankFailedError(EXIT_NO_RETRY, f"{hook} of {problem}") from error
 
 
 def view(trainer: Trainer, lr: float) -> StepView:
     world = trainer.world
-    return StepView(trainer.step, trainer.stage.total_steps, world.rank, world.size, lr, trainer.stage_modules)
+    return StepView(
+        trainer.step, trainer.stage.total_steps, world.rank, world.size, lr, trainer.stage_modules
+    )

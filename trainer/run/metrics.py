@@ -29,7 +29,12 @@ from trainer.metrics.loggers import ConsoleLogger, Record, format_losses, format
 from trainer.metrics.prediction import read_prediction
 from trainer.metrics.step_metrics import finite_or_none, position_bucket_names
 from trainer.metrics.trackers import Trackers, values_of
-from trainer.resilience.anomalies import MAX_ROLLBACKS, CollapseDetector, LossSpikeError, StragglerDetector
+from trainer.resilience.anomalies import (
+    MAX_ROLLBACKS,
+    CollapseDetector,
+    LossSpikeError,
+    StragglerDetector,
+)
 from trainer.resilience.replicas import DriftedRank
 from trainer.run.validation import ValidationResult, format_validation
 from trainer.step.routers import expert_layers, router_metrics
@@ -41,32 +46,48 @@ log = logging.getLogger(__name__)
 
 
 class MetricsProcessor:
-    """Logs the first and last step of a launch, every `metrics.log_interval`-th, and every skipped one.
+    """Logs the first and last step of a launch, every `metrics.log_interval`-th, and every skipped
+    one.
 
     Collective: rates and memory are maxima over ranks. Only rank 0 writes.
     """
 
     def __init__(self, config: Config, run_dir: RunDir, trainer: Trainer) -> None:
         """`config` covers all training stages."""
-        self.run_config, self.run_dir, self.trainer = config, run_dir, trainer
-        self.config, self.stage, self.dataset = trainer.config, trainer.stage, trainer.dataset
-        self.device, self.is_rank_zero = trainer.world.device, trainer.world.rank == 0
-        self.model, memory = self.config.model.build(), self.config.memory
+        self.run_config = config
+        self.run_dir = run_dir
+        self.trainer = trainer
+        self.config = trainer.config
+        self.stage = trainer.stage
+        self.dataset = trainer.dataset
+        self.device = trainer.world.device
+        self.is_rank_zero = trainer.world.rank == 0
+        self.model = self.config.model.build()
+        memory = self.config.memory
         executed = partial(
             self.model.hardware_flops,
             recompute=memory.recompute,
             blocks_per_checkpoint=memory.blocks_per_checkpoint,
         )
-        self.flops = [(count(tokens=1, pairs=0), count(tokens=0, pairs=1)) for count in (self.model.flops, executed)]
+        self.flops = [
+            (count(tokens=1, pairs=0), count(tokens=0, pairs=1))
+            for count in (self.model.flops, executed)
+        ]
         """Of a token and of a pair: model FLOPs, and executed ones."""
         self.prediction = read_prediction(run_dir.prediction_path)
-        per_token, per_pair = self.prediction.seconds_per_token, self.prediction.seconds_per_pair
-        self.cost = Cost(*self.flops[1]) if per_token is None or per_pair is None else Cost(per_token, per_pair)
+        per_token = self.prediction.seconds_per_token
+        per_pair = self.prediction.seconds_per_pair
+        self.cost = (
+            Cost(*self.flops[1])
+            if per_token is None or per_pair is None
+            else Cost(per_token, per_pair)
+        )
         """In seconds of a known device, else in executed FLOPs."""
         self.peak_flops = self.config.metrics.peak_flops or peak_flops(self.device)
         self.last_metrics: StepMetrics | None = None
         self.straggler_detector = StragglerDetector(self.config.health.straggler_ratio)
-        self.compute_probe, self.hostname = ComputeProbe(self.device), gethostname()
+        self.compute_probe = ComputeProbe(self.device)
+        self.hostname = gethostname()
         self.expert_layers = expert_layers(self.model)
         self.expert_collapse = CollapseDetector(self.config.health.max_dead_experts_pct)
         self.rollbacks = 0
@@ -76,7 +97,9 @@ class MetricsProcessor:
         self._start()
 
     def _start(self) -> None:
-        """Starts to log after the trainer's step; later metrics of an earlier launch are dropped."""
+        """Starts to log after the trainer's step; later metrics of an earlier launch are
+        dropped.
+        """
         self.first_step = self.trainer.step + 1
         self.skipped_steps = self.trainer.train_state()["skipped"]
         """Steps of the run with a non-finite gradient."""
@@ -89,20 +112,27 @@ class MetricsProcessor:
             self.lines = LineAppender(self.run_dir.metrics_path)
             self.console = ConsoleLogger(self.stage.total_steps, num_token_ranks=num_token_ranks)
             self.trackers = Trackers(
-                self._tracked_run(), without=() if self.config.metrics.tensorboard else ("tensorboard",)
+                self._tracked_run(),
+                without=() if self.config.metrics.tensorboard else ("tensorboard",),
             )
 
     def _tracked_run(self) -> TrackedRun:
         config = self.run_config
         values = config.model_dump(mode="json")
-        return TrackedRun(config.job.name, self.run_dir.path, self.first_step, values, to_toml(config))
+        return TrackedRun(
+            config.job.name, self.run_dir.path, self.first_step, values, to_toml(config)
+        )
 
-    def record_rollback(self, spike: LossSpikeError, checkpoint: Path | None, skipped_range: tuple[int, int]) -> None:
+    def record_rollback(
+        self, spike: LossSpikeError, checkpoint: Path | None, skipped_range: tuple[int, int]
+    ) -> None:
         """Drops the metrics of the steps that the trainer rolled back."""
         self.close()
         self._start()
         self.rollbacks += 1
-        self._log_event("rolled_back", step=spike.step, to=str(checkpoint), without_rows=skipped_range)
+        self._log_event(
+            "rolled_back", step=spike.step, to=str(checkpoint), without_rows=skipped_range
+        )
         if self.is_rank_zero:
             message = "rolled back from step %d to %s, skipping sequences %d to %d"
             log.warning(message, spike.step, checkpoint, *skipped_range)
@@ -121,14 +151,25 @@ class MetricsProcessor:
     def log_run_start(self, resumed_from: Path | None) -> None:
         if not self.is_rank_zero:
             return
-        trainer, stage = self.trainer, self.stage
+        trainer = self.trainer
+        stage = self.stage
         for config_change in trainer.config_changes:
             log.info("changed since the checkpoint: %s", config_change)
-        degrees = ", ".join(f"{axis} {size}" for axis, size in trainer.mesh.degrees.items() if size > 1) or "1 process"
+        degrees = (
+            ", ".join(f"{axis} {size}" for axis, size in trainer.mesh.degrees.items() if size > 1)
+            or "1 process"
+        )
         model = f"{self.config.model.family} {self.config.model.size}"
-        log.info("model %s, %s, on %s: %s", model, self.model.parameter_summary, self.device.type, degrees)
+        log.info(
+            "model %s, %s, on %s: %s",
+            model,
+            self.model.parameter_summary,
+            self.device.type,
+            degrees,
+        )
         for text in filter(
-            None, (*self.prediction.summary, self._expected_imbalance(), self.prediction.memory_summary)
+            None,
+            (*self.prediction.summary, self._expected_imbalance(), self.prediction.memory_summary),
         ):
             log.info("%s", text)
         _log_extensions()
@@ -143,31 +184,50 @@ class MetricsProcessor:
         for warning in self.prediction.warnings:
             log.warning("%s", warning)
         if self.peak_flops is None and self.device.type == "cuda":
-            log.warning("no MFU: the peak FLOP/s of this device are unknown; set metrics.peak_flops")
+            log.warning(
+                "no MFU: the peak FLOP/s of this device are unknown; set metrics.peak_flops"
+            )
         if resumed_from is not None:
             self._log_resume(resumed_from)
         resumed = str(resumed_from) if resumed_from else None
-        self._log_event("start", step=trainer.step, stage=stage.name, world_size=trainer.world.size, resumed=resumed)
+        self._log_event(
+            "start",
+            step=trainer.step,
+            stage=stage.name,
+            world_size=trainer.world.size,
+            resumed=resumed,
+        )
 
     def _expected_imbalance(self) -> str:
         """Of data parallelism in the next steps; empty on one rank."""
         trainer = self.trainer
         if trainer.mesh.dp_degree == 1:
             return ""
-        work = trainer.loader.next_steps(trainer.next_sequence, max_steps=self.stage.end_step - trainer.step)
+        work = trainer.loader.next_steps(
+            trainer.next_sequence, max_steps=self.stage.end_step - trainer.step
+        )
         return f"data parallelism: dp imbalance {work.imbalance(self.cost):.2f} in the next {work.steps} steps"
 
     def _log_resume(self, checkpoint: Path) -> None:
-        trainer, stage = self.trainer, self.stage
+        trainer = self.trainer
+        stage = self.stage
         if trainer.step == stage.start_step and stage.index > 0:
-            optimizer_state = "a new optimizer" if stage.resets_optimizer else "the optimizer's state"
+            optimizer_state = (
+                "a new optimizer" if stage.resets_optimizer else "the optimizer's state"
+            )
             log.info("%s starts from %s with %s", stage, checkpoint, optimizer_state)
             return
-        names, counts = self.dataset.names, self.dataset.round_robin.counts(trainer.next_sequence)
+        names = self.dataset.names
+        counts = self.dataset.round_robin.counts(trainer.next_sequence)
         sources = ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True))
         log.info(
             "resumed from %s: continuing with step %d, sequence %d%s; the data is unchanged",
-            *(checkpoint, self.first_step, trainer.next_sequence, f" ({sources})" if len(names) > 1 else ""),
+            *(
+                checkpoint,
+                self.first_step,
+                trainer.next_sequence,
+                f" ({sources})" if len(names) > 1 else "",
+            ),
         )
 
     def record_checkpoints(self, saves: Sequence[Save]) -> None:
@@ -178,9 +238,13 @@ class MetricsProcessor:
                 self._log_event("checkpoint_failed", step=save.step, reason=save.problem)
                 self._add_scalars({"checkpoint/failures": float(self.failed_saves)}, save.step)
             else:
-                fields = {key: getattr(save, key) for key in ("bytes", "seconds", "blocked_seconds")}
+                fields = {
+                    key: getattr(save, key) for key in ("bytes", "seconds", "blocked_seconds")
+                }
                 self._log_event("checkpoint", path=str(save.path), step=save.step, **fields)
-                self._add_scalars({f"checkpoint/{key}": float(value) for key, value in fields.items()}, save.step)
+                self._add_scalars(
+                    {f"checkpoint/{key}": float(value) for key, value in fields.items()}, save.step
+                )
 
     def _add_scalars(self, scalars: Mapping[str, float | None], step: int) -> None:
         if self.is_rank_zero:
@@ -196,14 +260,21 @@ class MetricsProcessor:
             self._add_scalars(result.tracked_values(), result.step)
 
     def log_run_end(self, reason: str = "") -> None:
-        """Logs how the stage ended, where the results are, and the next command. `reason` is that of a preemption."""
+        """Logs how the stage ended, where the results are, and the next command.
+
+        `reason` is that of a preemption.
+        """
         if not self.is_rank_zero:
             return
-        step, stage, total_steps = self.trainer.step, self.stage, self.stage.total_steps
+        step = self.trainer.step
+        stage = self.stage
+        total_steps = self.stage.total_steps
         last = self.last_metrics
         loss, shards = (last.loss, last.loss_by_shard) if last is not None else (math.nan, None)
         fields = {"step": step, "loss": finite_or_none(loss), "skipped": self.skipped_steps}
-        newest = next((folder for _, folder in reversed(self.run_dir.committed_checkpoints())), None)
+        newest = next(
+            (folder for _, folder in reversed(self.run_dir.committed_checkpoints())), None
+        )
         if reason:
             self._log_event("preempted", reason=reason, **fields)
             location = f"from {newest}" if newest else "from step 0: there is no checkpoint"
@@ -214,7 +285,11 @@ class MetricsProcessor:
             log.info("%s done, loss %.3f; run the same command for the next stage", stage, loss)
         else:
             self._log_event("end", **fields)
-            skipped = f", {self.skipped_steps} skipped for a non-finite gradient" if self.skipped_steps else ""
+            skipped = (
+                f", {self.skipped_steps} skipped for a non-finite gradient"
+                if self.skipped_steps
+                else ""
+            )
             first_loss = format_or_dash(self.run_dir.first_loss(), ".3f")
             shard_losses = f" (by cp rank {format_losses(shards)})" if shards else ""
             location = f"newest checkpoint {newest}, " if newest else ""
@@ -229,14 +304,21 @@ class MetricsProcessor:
             )
 
     def record_step(self, result: StepResult) -> None:
-        """Logs the previous step, whose metrics have reached the host by now. On a CPU, logs this one, too."""
+        """Logs the previous step, whose metrics have reached the host by now.
+
+        On a CPU, logs this one, too.
+        """
         self.flush(result)
         if self.device.type == "cpu":
             self.flush()
 
     def flush(self, following: StepResult | None = None) -> None:
-        """Logs the pending step, in place of which `following` is pending then. Waits for the device."""
-        previous, self._pending = self._pending, following
+        """Logs the pending step, in place of which `following` is pending then.
+
+        Waits for the device.
+        """
+        previous = self._pending
+        self._pending = following
         if previous is not None:
             self._process(previous)
 
@@ -257,17 +339,24 @@ class MetricsProcessor:
         spikes = self.trainer.loss_spikes
         sigmas = spikes.observe(metrics.loss, skipped=metrics.skipped)
         if result.was_rerun and self.is_rank_zero:
-            log.warning("step %d gave the same result when it was run again: suspect its data", result.step)
+            log.warning(
+                "step %d gave the same result when it was run again: suspect its data", result.step
+            )
             self._log_event("rerun", step=result.step, loss=finite_or_none(metrics.loss))
         if metrics.skipped and self.is_rank_zero:
-            log.warning("step %d skipped: non-finite gradient (norm %s)", result.step, metrics.grad_norm)
+            log.warning(
+                "step %d skipped: non-finite gradient (norm %s)", result.step, metrics.grad_norm
+            )
             self._log_event("skipped", step=result.step)
         is_logged = result.step % self.config.metrics.log_interval == 0
         if is_logged or metrics.skipped or result.step in (self.first_step, self.stage.end_step):
             self._write(self._build_record(result, metrics))
-        if self.prediction.step_seconds and (comparison := self.prediction.compare(metrics.step_seconds)):
+        if self.prediction.step_seconds and (
+            comparison := self.prediction.compare(metrics.step_seconds)
+        ):
             log.info(
-                "step time: %(measured_seconds).3g s, predicted %(predicted_seconds).3g s for %(device)s", comparison
+                "step time: %(measured_seconds).3g s, predicted %(predicted_seconds).3g s for %(device)s",
+                comparison,
             )
             self._log_event("planned", **comparison)
         if spikes.has_diverged:
@@ -290,11 +379,17 @@ class MetricsProcessor:
         if record["step"] == self.first_step and record["memory_peak_gib"] is not None:
             predicted = self.prediction.device_bytes
             comparison = "" if predicted is None else f", predicted {format_bytes(predicted)}"
-            log.info("peak memory: %s%s", format_bytes(record["memory_peak_gib"] * GIB), comparison)
+            log.info(
+                "peak memory: %s%s", format_bytes(record["memory_peak_gib"] * GIB), comparison
+            )
 
     def _handle_spike(self, result: StepResult, metrics: StepMetrics, sigmas: float) -> None:
         if self.is_rank_zero:
-            doubt = "" if self.trainer.rerun else ": without training.deterministic, data or hardware may be the cause"
+            doubt = (
+                ""
+                if self.trainer.rerun
+                else ": without training.deterministic, data or hardware may be the cause"
+            )
             said = (result.step, metrics.loss, sigmas, doubt)
             log.warning("step %d: loss %.3f is %.0f sigmas above the recent mean%s", *said)
             self._log_event("spike", step=result.step, loss=metrics.loss, sigmas=sigmas)
@@ -315,13 +410,16 @@ class MetricsProcessor:
         data_wait_seconds = sum(wait for wait, _ in self._interval)
         tokens = sum(each.tokens for _, each in self._interval)
         pairs = sum(each.attended_pairs for _, each in self._interval)
-        # Maxima, because the slowest rank bounds throughput, and the fullest runs out of memory first.
+        # Maxima, because the slowest rank bounds throughput, and the fullest runs out of memory
+        # first.
         peak, reserved = peak_device_memory(self.device) or (0.0, 0.0)
         self._check_stragglers(seconds, data_wait_seconds)
         local_values = [seconds, data_wait_seconds, peak, reserved, peak_host_memory()]
         seconds, data_wait_seconds, peak, reserved, rss = max_over_ranks(None, local_values)
         device_seconds = seconds * self.trainer.world.size
-        model_flops, executed_flops = (of_token * tokens + of_pair * pairs for of_token, of_pair in self.flops)
+        model_flops, executed_flops = (
+            of_token * tokens + of_pair * pairs for of_token, of_pair in self.flops
+        )
         is_accelerator = self.device.type != "cpu"
         record: Record = {
             "step": result.step,
@@ -343,9 +441,15 @@ class MetricsProcessor:
             "attention_imbalance": metrics.attention_imbalance,
             "dp_imbalance": self.dp_imbalance(result.busiest_pairs, result.mean_pairs),
             "loss_by_position": dict(
-                zip(position_bucket_names(), map(finite_or_none, metrics.loss_by_position), strict=True)
+                zip(
+                    position_bucket_names(),
+                    map(finite_or_none, metrics.loss_by_position),
+                    strict=True,
+                )
             ),
-            "loss_by_shard": [*map(finite_or_none, metrics.loss_by_shard)] if metrics.loss_by_shard else None,
+            "loss_by_shard": [*map(finite_or_none, metrics.loss_by_shard)]
+            if metrics.loss_by_shard
+            else None,
             **self._router_metrics(metrics),
             "stage": self.stage.name,
             "sources": self._source_metrics(result, metrics),
@@ -358,7 +462,8 @@ class MetricsProcessor:
         loads: Any = found.get("expert_load", ())
         for layer in self.expert_collapse.observe(loads):
             log.warning(
-                "layer %d has collapsed: most of its experts had no token for ten steps", self.expert_layers[layer]
+                "layer %d has collapsed: most of its experts had no token for ten steps",
+                self.expert_layers[layer],
             )
             self._log_event("expert_collapse", layer=self.expert_layers[layer])
         return found
@@ -366,11 +471,21 @@ class MetricsProcessor:
     def dp_imbalance(self, busiest_pairs: float, mean_pairs: float) -> float:
         """Predicted work of the busiest data-parallel rank over the mean, in one step."""
         tokens = self.trainer.loader.tokens_per_rank
-        return self.cost.imbalance(busiest_pairs=busiest_pairs, mean_pairs=mean_pairs, tokens=tokens)
+        return self.cost.imbalance(
+            busiest_pairs=busiest_pairs, mean_pairs=mean_pairs, tokens=tokens
+        )
 
-    def _source_metrics(self, result: StepResult, metrics: StepMetrics) -> dict[str, dict[str, float | None]]:
+    def _source_metrics(
+        self, result: StepResult, metrics: StepMetrics
+    ) -> dict[str, dict[str, float | None]]:
         epochs = self.dataset.epochs(result.next_sequence)
-        per_source = zip(self.dataset.names, metrics.tokens_by_source, epochs, metrics.loss_by_source, strict=True)
+        per_source = zip(
+            self.dataset.names,
+            metrics.tokens_by_source,
+            epochs,
+            metrics.loss_by_source,
+            strict=True,
+        )
         return {
             name: {"tokens": int(tokens), "epochs": epoch, "loss": loss and finite_or_none(loss)}
             for name, tokens, epoch, loss in per_source
@@ -379,4 +494,6 @@ class MetricsProcessor:
 
 def _log_extensions() -> None:
     for each in installed():
-        log.info("extension %s %s from %s", each.extension.name, each.extension.version, each.folder)
+        log.info(
+            "extension %s %s from %s", each.extension.name, each.extension.version, each.folder
+        )

@@ -2,9 +2,10 @@
 
     step 3/1000 running for 0:02:00: micro-batch 1 of 4, backward, 12 of 32 blocks done; eta 0:09:40
 
-The host runs ahead of a CUDA device, so launched work says little. It records markers, each with a CUDA event, which a
-thread polls without synchronizing. Markers lie between blocks, on the residual stream and, by a hook, on its gradient.
-So compiled blocks stay whole, and recomputed blocks count once.
+The host runs ahead of a CUDA device, so launched work says little. It records markers, each with a
+CUDA event, which a thread polls without synchronizing. Markers lie between blocks, on the residual
+stream and, by a hook, on its gradient. So compiled blocks stay whole, and recomputed blocks count
+once.
 
 Shape suffixes: B sequences, S tokens on this rank, E width of the residual stream.
 """
@@ -37,14 +38,18 @@ class ProgressReporter:
     """Context in which rank 0 logs the progress of a step every `interval` seconds."""
 
     def __init__(self, trainer: Trainer, *, interval: float = 60.0) -> None:
-        self._trainer, self._interval = trainer, interval
+        self._trainer = trainer
+        self._interval = interval
         self._num_micro_batches = trainer.loader.num_micro_batches
         num_blocks = sum(len(stage.blocks) for stage in trainer.stage_modules.values())
         self.total_work = (1 + BACKWARD_COST) * self._num_micro_batches * num_blocks
         """Cost of a step in block forwards, of which `completed_work` are done."""
         self.completed_work = 0.0
-        self._step, self._num_reports, self._position = 0, 0, ""
-        self._step_start, self._previous_step_seconds = 0.0, 0.0
+        self._step = 0
+        self._num_reports = 0
+        self._position = ""
+        self._step_start = 0.0
+        self._previous_step_seconds = 0.0
         self._markers: deque[tuple[torch.cuda.Event | None, Callable[[], None]]] = deque()
         self._stop_event = Event()
         self._thread = Thread(target=self._poll, name="progress", daemon=True)
@@ -77,7 +82,9 @@ class ProgressReporter:
 
         def on_gradient(_: Tensor) -> None:
             hook.remove()  # A pipeline reuses its receive buffers.
-            self._add_marker(self._on_block, "backward", micro_batch, num_blocks - blocks_done, num_blocks)
+            self._add_marker(
+                self._on_block, "backward", micro_batch, num_blocks - blocks_done, num_blocks
+            )
 
         self._add_marker(self._on_block, "forward", micro_batch, blocks_done, num_blocks)
         if x_BSE.requires_grad:
@@ -104,13 +111,18 @@ class ProgressReporter:
                     self._log_progress(elapsed)
 
     def _on_step_start(self, step: int) -> None:
-        self._step, self._step_start, self._num_reports = step, time.monotonic(), 0
-        self._position, self.completed_work = "before the first block", 0.0
+        self._step = step
+        self._step_start = time.monotonic()
+        self._num_reports = 0
+        self._position = "before the first block"
+        self.completed_work = 0.0
 
     def _on_step_end(self) -> None:
         self._step, self._previous_step_seconds = 0, time.monotonic() - self._step_start
 
-    def _on_block(self, direction: str, micro_batch_index: int, blocks_done: int, num_blocks: int) -> None:
+    def _on_block(
+        self, direction: str, micro_batch_index: int, blocks_done: int, num_blocks: int
+    ) -> None:
         micro_batch = f"micro-batch {micro_batch_index % self._num_micro_batches + 1} of {self._num_micro_batches}"
         self._position = f"{micro_batch}, {direction}, {blocks_done} of {num_blocks} blocks done"
         if blocks_done:
@@ -121,5 +133,6 @@ class ProgressReporter:
         if eta_seconds <= 0 and self.completed_work:  # Already longer than the previous step.
             eta_seconds = elapsed * (self.total_work / self.completed_work - 1)
         eta_text = f"; eta {format_duration(eta_seconds)}" if eta_seconds > 0 else ""
-        step, duration = f"{self._step}/{self._trainer.stage.total_steps}", format_duration(elapsed)
+        step = f"{self._step}/{self._trainer.stage.total_steps}"
+        duration = format_duration(elapsed)
         log.info("step %s running for %s: %s%s", step, duration, self._position, eta_text)

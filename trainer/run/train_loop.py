@@ -51,12 +51,18 @@ def train(
 ) -> str:
     """Trains a stage on all ranks.
 
-    Returns the reason of a preemption, or "" at the end of the stage. Raises RankFailedError for a failure of this rank,
-    DivergedError and ResumeError on all ranks.
+    Returns the reason of a preemption, or "" at the end of the stage. Raises RankFailedError for a
+    failure of this rank, DivergedError and ResumeError on all ranks.
     """
     stage_config = stage.config
     advice = read_prediction(run_dir.prediction_path).out_of_memory_advice
-    profilers = Profilers(stage_config.profiler, run_dir.logs_dir, rank=world.rank, device=world.device, advice=advice)
+    profilers = Profilers(
+        stage_config.profiler,
+        run_dir.logs_dir,
+        rank=world.rank,
+        device=world.device,
+        advice=advice,
+    )
     loop: TrainLoop | None = None
     with Watchdog(run_dir.hangs_dir, rank=world.rank) as watchdog:
         watchdog.arm("start-up", 60 * stage_config.distributed.start_timeout_minutes)
@@ -77,10 +83,13 @@ def train(
         except DataError as error:
             raise RankFailedError(EXIT_NO_RETRY, str(error)) from error
         except torch.OutOfMemoryError as error:
-            # Before the first step and checkpoint, a restart cannot help; later, fragmentation may be the cause.
+            # Before the first step and checkpoint, a restart cannot help; later, fragmentation may
+            # be the cause.
             in_memory = Newest.read(run_dir.checkpoints_dir).in_memory
             has_run = (
-                run_dir.committed_checkpoints() or in_memory >= 0 or (loop is not None and loop.slowest_step_seconds)
+                run_dir.committed_checkpoints()
+                or in_memory >= 0
+                or (loop is not None and loop.slowest_step_seconds)
             )
             status = EXIT_FAILURE if has_run else EXIT_NO_RETRY
             raise RankFailedError(status, profilers.report_out_of_memory(error)) from error
@@ -100,8 +109,11 @@ class TrainLoop:
         preemption: Preemption,
         watchdog: Watchdog,
     ) -> None:
-        self.stage, self.trainer, self.profilers = trainer.stage, trainer, profilers
-        self.preemption, self.watchdog = preemption, watchdog
+        self.stage = trainer.stage
+        self.trainer = trainer
+        self.profilers = profilers
+        self.preemption = preemption
+        self.watchdog = watchdog
         self.checkpoints = CheckpointManager(config, run_dir, trainer.world)
         resumed = self.checkpoints.resume(trainer)
         profilers.step(trainer.step)
@@ -132,7 +144,9 @@ class TrainLoop:
                     self.metrics.record_unstable_step(error.ranks)
                     raise
                 else:
-                    self._arm_long_timeout("the last checkpoint", HANG_FACTOR * (self._slowest_save_seconds or 0.0))
+                    self._arm_long_timeout(
+                        "the last checkpoint", HANG_FACTOR * (self._slowest_save_seconds or 0.0)
+                    )
                     self._finish_saves()
                     self.metrics.log_run_end(reason)
                     hooks.call("on_end", hooks.view(self.trainer, self._lr), reason)
@@ -144,7 +158,9 @@ class TrainLoop:
         with closing(progress.train_steps()) as step_results:
             for step_result in step_results:
                 self.metrics.record_step(step_result)  # On a GPU, waits for the previous step.
-                self.slowest_step_seconds = max(self.slowest_step_seconds, time.monotonic() - step_start)
+                self.slowest_step_seconds = max(
+                    self.slowest_step_seconds, time.monotonic() - step_start
+                )
                 if reason := self._after_step(step_result):
                     return reason
                 step_start = time.monotonic()
@@ -170,7 +186,9 @@ class TrainLoop:
             self.metrics.flush()
             log.info("stopping after step %d: %s", step_result.step, stop_reason)
         requested = decision.should_save or bool(stop_reason)
-        should_save = self.checkpoints.should_save(step_result.step, self.stage, requested=requested)
+        should_save = self.checkpoints.should_save(
+            step_result.step, self.stage, requested=requested
+        )
         if self._should_check_replicas(step_result.step, is_before_save=should_save):
             self._check_replicas()
         if should_save:
@@ -181,14 +199,19 @@ class TrainLoop:
         return stop_reason
 
     def _save(self) -> None:
-        self.metrics.flush()  # Metrics of all steps in a checkpoint are on disk before it is.
-        self._arm_long_timeout("the previous checkpoint", HANG_FACTOR * (self._slowest_save_seconds or 0.0))
+        # Metrics of all steps in a checkpoint are on disk before it is.
+        self.metrics.flush()
+        self._arm_long_timeout(
+            "the previous checkpoint", HANG_FACTOR * (self._slowest_save_seconds or 0.0)
+        )
         self.checkpoints.save(self.trainer)
         self.metrics.rollbacks = 0
         self.preemption.record_save()
 
     def _should_check_replicas(self, step: int, *, is_before_save: bool) -> bool:
-        """Before a save, so that a run that finds a difference resumes from a checkpoint of equal copies."""
+        """Before a save, so that a run that finds a difference resumes from a checkpoint of equal
+        copies.
+        """
         config = self.trainer.config
         interval = config.health.replica_check_interval
         if interval is not None:
@@ -213,7 +236,9 @@ class TrainLoop:
 
     def _arm_long_timeout(self, activity: str, min_seconds: float = 0.0) -> None:
         """For work that takes long on each rank."""
-        self.watchdog.arm(activity, max(min_seconds, 60 * self.trainer.config.distributed.start_timeout_minutes))
+        self.watchdog.arm(
+            activity, max(min_seconds, 60 * self.trainer.config.distributed.start_timeout_minutes)
+        )
 
     def _record_finished_saves(self) -> None:
         """Logs and times the saves that finished since the last call."""
@@ -230,7 +255,9 @@ class TrainLoop:
         last = self.checkpoints.wait()
         self._record_finished_saves()
         if last is not None and last.problem is not None:
-            raise RunFailedError(f"the last checkpoint, of step {last.step}, failed: {last.problem}")
+            raise RunFailedError(
+                f"the last checkpoint, of step {last.step}, failed: {last.problem}"
+            )
 
     def _roll_back(self, spike: LossSpikeError) -> None:
         """Loads the newest checkpoint and skips the sequences of the steps after it."""
@@ -247,7 +274,9 @@ class TrainLoop:
 
 
 def compares_replicas_before_saves(config: Config, degrees: Mapping[str, int]) -> bool:
-    """Whether there are copies, which an undisturbed run keeps equal, and comparing them is not switched off."""
+    """Whether there are copies, which an undisturbed run keeps equal, and comparing them is not
+    switched off.
+    """
     if not config.health.check_replicas or degrees["dp_replicate"] == degrees["tp"] == 1:
         return False
     # Else tp ranks compute some gradients each for itself, and kernels may round differently.

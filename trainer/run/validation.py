@@ -17,7 +17,12 @@ from trainer.data.holdout import ValidationSet
 from trainer.data.sequences import BlendedDataset
 from trainer.hardware.device import AsyncHostCopy
 from trainer.metrics.loggers import format_or_dash
-from trainer.metrics.step_metrics import MetricAccumulator, finite_or_none, position_bucket_names, safe_divide
+from trainer.metrics.step_metrics import (
+    MetricAccumulator,
+    finite_or_none,
+    position_bucket_names,
+    safe_divide,
+)
 from trainer.step.build import ParallelModel
 from trainer.step.trainer import Trainer
 
@@ -56,9 +61,16 @@ class ValidationResult:
 
     def event(self, first_loss: float | None) -> dict[str, Any]:
         """Fields for events.jsonl. `first_loss` is the run's first loss on this set, if any."""
-        metrics, by_context = self.longest_context, self.loss_by_context
-        by_position = zip(position_bucket_names(), map(finite_or_none, metrics.loss_by_position), strict=True)
-        gain = None if not by_context else finite_or_none(next(iter(by_context.values())) - metrics.loss)
+        metrics = self.longest_context
+        by_context = self.loss_by_context
+        by_position = zip(
+            position_bucket_names(), map(finite_or_none, metrics.loss_by_position), strict=True
+        )
+        gain = (
+            None
+            if not by_context
+            else finite_or_none(next(iter(by_context.values())) - metrics.loss)
+        )
         return {
             "set": self.name,
             "step": self.step,
@@ -66,14 +78,20 @@ class ValidationResult:
             "accuracy": finite_or_none(metrics.accuracy),
             "targets": metrics.targets,
             "by_position": None if by_context else dict(by_position),
-            "by_context": {str(length): finite_or_none(loss) for length, loss in by_context.items()} or None,
+            "by_context": {
+                str(length): finite_or_none(loss) for length, loss in by_context.items()
+            }
+            or None,
             "gain": gain,
-            "regression": finite_or_none(metrics.loss - (metrics.loss if first_loss is None else first_loss)),
+            "regression": finite_or_none(
+                metrics.loss - (metrics.loss if first_loss is None else first_loss)
+            ),
         }
 
     def tracked_values(self) -> dict[str, float | None]:
         by_context: dict[str, float | None] = {
-            f"validation_context/{self.name}/{length}": loss for length, loss in self.loss_by_context.items()
+            f"validation_context/{self.name}/{length}": loss
+            for length, loss in self.loss_by_context.items()
         }
         return {f"validation/{self.name}": self.longest_context.loss} | by_context
 
@@ -82,7 +100,8 @@ class Validator:
     """Evaluates the validation sets of a run."""
 
     def __init__(self, trainer: Trainer, validation_sets: Sequence[ValidationSet]) -> None:
-        self._trainer, self.sets = trainer, validation_sets
+        self._trainer = trainer
+        self.sets = validation_sets
         self._interval = trainer.config.validation.interval
 
     def should_validate(self, step: int) -> bool:
@@ -90,10 +109,13 @@ class Validator:
 
     def validate(self) -> Iterator[ValidationResult]:
         """Yields the result of each set. Collective. Waits for the device."""
-        training, step = self._trainer.config.training, self._trainer.step
+        training = self._trainer.config.training
+        step = self._trainer.step
         max_tokens = training.micro_batch_size * training.seq_len
         for validation_set in self.sets:
-            yield evaluate_set(validation_set, self._trainer.parallel_model, step=step, max_tokens=max_tokens)
+            yield evaluate_set(
+                validation_set, self._trainer.parallel_model, step=step, max_tokens=max_tokens
+            )
 
 
 def evaluate_set(
@@ -101,7 +123,9 @@ def evaluate_set(
 ) -> ValidationResult:
     """Evaluates a set with about `max_tokens` tokens in each batch of a rank. Collective."""
     metrics = {
-        dataset.seq_len: evaluate_dataset(dataset, validation_set.num_sequences, parallel_model, max_tokens=max_tokens)
+        dataset.seq_len: evaluate_dataset(
+            dataset, validation_set.num_sequences, parallel_model, max_tokens=max_tokens
+        )
         for dataset in validation_set.datasets
     }
     return ValidationResult(validation_set.name, step, metrics)
@@ -111,40 +135,56 @@ def evaluate_dataset(
     dataset: BlendedDataset, num_sequences: int, parallel_model: ParallelModel, *, max_tokens: int
 ) -> ValidationMetrics:
     accumulator = MetricAccumulator(parallel_model.mesh, parallel_model.device)
-    loss_vector, accuracy_vector = accumulator.new_vector(), accumulator.new_vector()
+    loss_vector = accumulator.new_vector()
+    accuracy_vector = accumulator.new_vector()
 
     def record(losses_BS: Tensor, correct_BS: Tensor, batch: Batch) -> None:
         accumulator.add(loss_vector, losses_BS, batch)
         accumulator.add(accuracy_vector, correct_BS, batch)
 
-    parallel_model.evaluate(eval_batches(dataset, num_sequences, parallel_model, max_tokens=max_tokens), record)
+    parallel_model.evaluate(
+        eval_batches(dataset, num_sequences, parallel_model, max_tokens=max_tokens), record
+    )
     for vector in (loss_vector, accuracy_vector):
         accumulator.all_reduce(vector)
     loss_sums, accuracy_sums = (
-        accumulator.layout.split(AsyncHostCopy(vector).read()) for vector in (loss_vector, accuracy_vector)
+        accumulator.layout.split(AsyncHostCopy(vector).read())
+        for vector in (loss_vector, accuracy_vector)
     )
-    (loss,), (accuracy,) = (safe_divide(sums["loss"], sums["targets"]) for sums in (loss_sums, accuracy_sums))
+    (loss,), (accuracy,) = (
+        safe_divide(sums["loss"], sums["targets"]) for sums in (loss_sums, accuracy_sums)
+    )
     return ValidationMetrics(
         loss=math.nan if loss is None else loss,
         accuracy=math.nan if accuracy is None else accuracy,
         targets=int(loss_sums["targets"][0]),
-        loss_by_position=safe_divide(loss_sums["loss_by_position"], loss_sums["targets_by_position"]),
+        loss_by_position=safe_divide(
+            loss_sums["loss_by_position"], loss_sums["targets_by_position"]
+        ),
     )
 
 
 def eval_batches(
     dataset: BlendedDataset, num_sequences: int, parallel_model: ParallelModel, *, max_tokens: int
 ) -> Iterator[Batch]:
-    """Yields this rank's batches of the first `num_sequences` sequences, each of about `max_tokens` tokens."""
-    for indices in assign_sequences(num_sequences, parallel_model, batch_size=max(1, max_tokens // dataset.seq_len)):
+    """Yields this rank's batches of the first `num_sequences` sequences, each of about
+    `max_tokens` tokens.
+    """
+    for indices in assign_sequences(
+        num_sequences, parallel_model, batch_size=max(1, max_tokens // dataset.seq_len)
+    ):
         yield dataset.read(indices, parallel_model.sequence_shard)
 
 
 def assign_sequences(
     num_sequences: int, parallel_model: ParallelModel, *, batch_size: int
 ) -> Iterator[list[int | None]]:
-    """Yields the sequence indices of each batch of this rank. None is padding, so that all ranks have equal batches."""
-    dp_rank, dp_size = parallel_model.mesh.dp_rank, parallel_model.mesh.dp_degree
+    """Yields the sequence indices of each batch of this rank.
+
+    None is padding, so that all ranks have equal batches.
+    """
+    dp_rank = parallel_model.mesh.dp_rank
+    dp_size = parallel_model.mesh.dp_degree
     sequences_per_rank = -(-num_sequences // dp_size)
     batch_size = min(sequences_per_rank, batch_size)
     for first in range(0, sequences_per_rank, batch_size):
@@ -153,13 +193,18 @@ def assign_sequences(
 
 
 def format_validation(event: Mapping[str, Any]) -> str:
-    """`validation long at step 500: loss 3.2100 (-0.0100 since the first)  accuracy 31.0%  by context ...`."""
+    """`validation long at step 500: loss 3.2100 (-0.0100 since the first)  accuracy 31.0%  by
+    context ...`.
+    """
     parts = [
         f"validation {event['set']} at step {event['step']}: loss {format_or_dash(event['loss'], '.4f')} "
         f"({format_or_dash(event['regression'], '+.4f')} since the first)",
         f"accuracy {format_or_dash(event['accuracy'], '.1%')}",
     ]
     if event["by_context"]:
-        losses = " ".join(f"{length}: {format_or_dash(loss, '.4f')}" for length, loss in event["by_context"].items())
+        losses = " ".join(
+            f"{length}: {format_or_dash(loss, '.4f')}"
+            for length, loss in event["by_context"].items()
+        )
         parts.append(f"by context {losses}, gain {format_or_dash(event['gain'], '+.4f')}")
     return "  ".join(parts)

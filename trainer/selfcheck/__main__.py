@@ -1,8 +1,8 @@
 """`longhaul selfcheck`: checks that a run on its mesh computes the same as in one process.
 
-The run is reduced (`shrink.py`) and trained on this machine's CPU, whatever its target cluster; or random configurations
-are (`random_configs.py`). Exits with 0 if results match, 1 if they differ or a run fails, 2 if the configuration is
-wrong. Imports no torch.
+The run is reduced (`shrink.py`) and trained on this machine's CPU, whatever its target cluster; or
+random configurations are (`random_configs.py`). Exits with 0 if results match, 1 if they differ or
+a run fails, 2 if the configuration is wrong. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,24 @@ from math import prod
 from pathlib import Path
 
 from trainer.command_table import typed
-from trainer.commands import CommandParser, integer, number, overrides_help, print_lines, run_command
+from trainer.commands import (
+    CommandParser,
+    integer,
+    number,
+    overrides_help,
+    print_lines,
+    run_command,
+)
 from trainer.config import checks
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.parse import load
-from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_SUCCESS, ConfigError, RankFailedError
+from trainer.errors import (
+    EXIT_BAD_CONFIG,
+    EXIT_FAILURE,
+    EXIT_SUCCESS,
+    ConfigError,
+    RankFailedError,
+)
 from trainer.launch.cluster import LaunchWorld, count_gpus, pluralize
 from trainer.launch.launcher import format_problems
 from trainer.selfcheck.comparison import (
@@ -56,19 +69,36 @@ def build_parser() -> CommandParser:
     parser = CommandParser(typed("selfcheck"), DESCRIPTION, run=run, overrides=overrides_help())
     parser.add_config()
     parser.add_argument("--world-size", metavar="N", type=integer(minimum=1), help=WORLD_SIZE_HELP)
-    parser.add_argument("--random", metavar="N", type=integer(minimum=1), help="check N random configurations")
-    parser.add_argument("--seed", metavar="N", type=integer(minimum=0), help="seed of --random; default: a new one")
-    parser.add_argument("--minutes", metavar="M", type=number(positive=True), help="time limit of --random")
-    parser.add_argument("--case", metavar="SETTINGS", help="check one configuration that --random printed")
-    parser.add_argument("--max-processes", metavar="N", type=integer(minimum=1), help=MAX_PROCESSES_HELP)
+    parser.add_argument(
+        "--random", metavar="N", type=integer(minimum=1), help="check N random configurations"
+    )
+    parser.add_argument(
+        "--seed", metavar="N", type=integer(minimum=0), help="seed of --random; default: a new one"
+    )
+    parser.add_argument(
+        "--minutes", metavar="M", type=number(positive=True), help="time limit of --random"
+    )
+    parser.add_argument(
+        "--case", metavar="SETTINGS", help="check one configuration that --random printed"
+    )
+    parser.add_argument(
+        "--max-processes", metavar="N", type=integer(minimum=1), help=MAX_PROCESSES_HELP
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=DEVICE_HELP)
     return parser
 
 
 def run(options: Namespace, overrides: Sequence[str]) -> int:
-    unused = [name for name in ("seed", "minutes", "max_processes") if getattr(options, name) is not None]
+    unused = [
+        name for name in ("seed", "minutes", "max_processes") if getattr(options, name) is not None
+    ]
     if unused and options.random is None:
-        raise ConfigError([f"command line: --{name.replace('_', '-')} is only used with --random" for name in unused])
+        raise ConfigError(
+            [
+                f"command line: --{name.replace('_', '-')} is only used with --random"
+                for name in unused
+            ]
+        )
     if options.device == "cuda" and not count_gpus():
         raise ConfigError(["command line: --device cuda: this machine has no GPU"])
     if options.random or options.case is not None:
@@ -79,7 +109,12 @@ def run(options: Namespace, overrides: Sequence[str]) -> int:
         world = LaunchWorld(nproc_per_node=options.world_size or default_world_size(config))
         if found := checks.stage_problems(config):
             raise ConfigError(found)
-        return max([check_stage(stage, world.world_size, options.device) for stage in config.training_stages])
+        return max(
+            [
+                check_stage(stage, world.world_size, options.device)
+                for stage in config.training_stages
+            ]
+        )
     except ConfigError as error:
         sys.stderr.write(format_problems(error.problems, overrides, world))
         return EXIT_BAD_CONFIG
@@ -90,23 +125,37 @@ def check_random(options: Namespace, overrides: Sequence[str]) -> int:
     if overrides or options.world_size or (options.random and options.case is not None):
         given = f": {' '.join(overrides)}" if overrides else ""
         raise ConfigError(
-            [f"command line: give --random or --case, and no configuration, override or --world-size{given}"]
+            [
+                f"command line: give --random or --case, and no configuration, override or --world-size{given}"
+            ]
         )
     limit = count_gpus() if options.device == "cuda" else MAX_PROCESSES
     max_processes = options.max_processes or limit
     if max_processes > limit:
-        raise ConfigError([f"command line: --max-processes {max_processes} is above {limit}, which this machine runs"])
+        raise ConfigError(
+            [
+                f"command line: --max-processes {max_processes} is above {limit}, which this machine runs"
+            ]
+        )
     case = None if options.case is None else parse_case(options.case)
     if found := problems(case) if case is not None else []:
         raise ConfigError(found)
     if case is not None and world_size(case) > limit:
-        raise ConfigError([f"--case: {world_size(case)} processes are more than {limit}, which this machine runs"])
+        raise ConfigError(
+            [
+                f"--case: {world_size(case)} processes are more than {limit}, which this machine runs"
+            ]
+        )
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     cases = draw_cases(seed, max_processes=max_processes) if case is None else [case]
-    with tempfile.TemporaryDirectory(prefix="longhaul-") as folder, RankPool(device_type=options.device) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="longhaul-") as folder,
+        RankPool(device_type=options.device) as pool,
+    ):
         write_sample_documents(Path(folder))
         device = " --device cuda" if options.device == "cuda" else ""
-        check, total = RandomCheck(pool, Path(folder), options=device), options.random or 1
+        check = RandomCheck(pool, Path(folder), options=device)
+        total = options.random or 1
         if case is None:
             size = f"{pluralize(total, 'random configuration')} of up to {pluralize(max_processes, 'process', 'es')}"
             print_lines(f"{size}, seed {seed}")
@@ -118,7 +167,10 @@ def check_random(options: Namespace, overrides: Sequence[str]) -> int:
 def check_stage(stage: TrainingStage, world_size: int, device_type: str) -> int:
     if stage.num_stages > 1:
         print_lines("", stage.summary())
-    with tempfile.TemporaryDirectory(prefix="longhaul-") as folder, RankPool(device_type=device_type) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="longhaul-") as folder,
+        RankPool(device_type=device_type) as pool,
+    ):
         write_sample_documents(Path(folder))
         return compare_with_reference(
             reduce_run(stage.config, world_size, Path(folder)), Path(folder), world_size, pool
@@ -131,10 +183,17 @@ def default_world_size(config: Config) -> int:
     return product if all(mesh.dp_shard is not None for mesh in meshes) else max(2, product)
 
 
-def compare_with_reference(reduced: ReducedRun, folder: Path, world_size: int, pool: RankPool) -> int:
-    """Runs the reference and every mesh case, prints the comparison, and returns the exit status."""
-    start_time, failed = time.monotonic(), list[str]()
-    print_lines(f"a run of {pluralize(world_size, 'process', 'es')}, reduced:", *reduced.description)
+def compare_with_reference(
+    reduced: ReducedRun, folder: Path, world_size: int, pool: RankPool
+) -> int:
+    """Runs the reference and every mesh case, prints the comparison, and returns the exit
+    status.
+    """
+    start_time = time.monotonic()
+    failed = list[str]()
+    print_lines(
+        f"a run of {pluralize(world_size, 'process', 'es')}, reduced:", *reduced.description
+    )
     try:
         (expected,) = pool.run(reduced.reference, reference=folder / "tensors")
     except RankFailedError as error:
@@ -144,7 +203,8 @@ def compare_with_reference(reduced: ReducedRun, folder: Path, world_size: int, p
         try:
             ranks = pool.run(case.launch, reference=folder / "tensors")
         except RankFailedError as error:
-            result, table = f"FAILED: {error}", list[str]()
+            result = f"FAILED: {error}"
+            table = list[str]()
         else:
             steps = worst_over_ranks(expected, ranks)
             result = "match" if within_tolerance(expected, steps) else "MISMATCH"

@@ -16,9 +16,9 @@ TENSOR_TOLERANCE = 1e-9
 """Of a weight or moment, relative to the largest absolute value of the reference tensor."""
 KINDS = {"loss": "loss", "grad_norm": "gradient norm", "model": "weights", "optimizer": "moments"}
 """The kind of a result by the first part of its name."""
-TOLERANCES = dict.fromkeys(("loss", "gradient norm", "other metrics"), SCALAR_TOLERANCE) | dict.fromkeys(
-    ("weights", "moments"), TENSOR_TOLERANCE
-)
+TOLERANCES = dict.fromkeys(
+    ("loss", "gradient norm", "other metrics"), SCALAR_TOLERANCE
+) | dict.fromkeys(("weights", "moments"), TENSOR_TOLERANCE)
 NUM_WORST_TENSORS = 3
 HEADER = ("step", "loss: one process", "mesh", "norm: one process", "mesh", "tensors")
 
@@ -36,16 +36,25 @@ class StepDifference:
 def worst_over_ranks(
     reference: Sequence[StepDifference], steps_per_rank: Sequence[Sequence[StepDifference]]
 ) -> list[StepDifference]:
-    """The worst value of each metric over ranks. A tensor missing on either side has an infinite error."""
+    """The worst value of each metric over ranks.
+
+    A tensor missing on either side has an infinite error.
+    """
     worst = []
     for expected, *ranks in zip(reference, *steps_per_rank, strict=True):
         names = dict.fromkeys(name for step in (expected, *ranks) for name in step.tensor_errors)
         errors = {
-            name: max((rank.tensor_errors[name] for rank in ranks if name in rank.tensor_errors), default=math.inf)
+            name: max(
+                (rank.tensor_errors[name] for rank in ranks if name in rank.tensor_errors),
+                default=math.inf,
+            )
             for name in names
         }
         values = {
-            name: max((rank.values.get(name, math.nan) for rank in ranks), key=partial(relative_error, expected=value))
+            name: max(
+                (rank.values.get(name, math.nan) for rank in ranks),
+                key=partial(relative_error, expected=value),
+            )
             for name, value in expected.values.items()
         }
         worst.append(StepDifference(values=values, tensor_errors=errors))
@@ -54,37 +63,54 @@ def worst_over_ranks(
 
 def within_tolerance(reference: Sequence[StepDifference], mesh: Sequence[StepDifference]) -> bool:
     """Whether every step matches."""
-    return all(error <= TOLERANCES[kind] for kind, error in errors_by_kind(reference, mesh).items())
+    return all(
+        error <= TOLERANCES[kind] for kind, error in errors_by_kind(reference, mesh).items()
+    )
 
 
-def errors_by_kind(reference: Sequence[StepDifference], mesh: Sequence[StepDifference]) -> dict[str, float]:
+def errors_by_kind(
+    reference: Sequence[StepDifference], mesh: Sequence[StepDifference]
+) -> dict[str, float]:
     """The largest error of each kind of result, of all steps."""
     largest = dict.fromkeys(TOLERANCES, 0.0)
     for actual, expected in zip(mesh, reference, strict=True):
-        errors = {name: relative_error(actual.values[name], value) for name, value in expected.values.items()}
+        errors = {
+            name: relative_error(actual.values[name], value)
+            for name, value in expected.values.items()
+        }
         for name, error in (errors | actual.tensor_errors).items():
             kind = KINDS.get(name.partition(".")[0], "other metrics")
             largest[kind] = max(largest[kind], error)
     return largest
 
 
-def comparison_table(reference: Sequence[StepDifference], mesh: Sequence[StepDifference]) -> list[str]:
+def comparison_table(
+    reference: Sequence[StepDifference], mesh: Sequence[StepDifference]
+) -> list[str]:
     """One line per step, and one with the tensors that differ most."""
     rows = [
         (
             f"{step}",
-            *(f"{each.values[name]:.12g}" for name in ("loss", "grad_norm") for each in (expected, actual)),
+            *(
+                f"{each.values[name]:.12g}"
+                for name in ("loss", "grad_norm")
+                for each in (expected, actual)
+            ),
             f"{max(actual.tensor_errors.values()):.1e}" if actual.tensor_errors else "-",
         )
         for step, (actual, expected) in enumerate(zip(mesh, reference, strict=True), start=1)
     ]
-    worst = {name: max(step.tensor_errors.get(name, 0.0) for step in mesh) for name in mesh[-1].tensor_errors}
+    worst = {
+        name: max(step.tensor_errors.get(name, 0.0) for step in mesh)
+        for name in mesh[-1].tensor_errors
+    }
     largest = nlargest(NUM_WORST_TENSORS, worst, key=lambda name: worst[name])
     others = [
         f"step {step}: {name} {actual.values[name]:.12g}, one process {value:.12g}"
         for step, (actual, expected) in enumerate(zip(mesh, reference, strict=True), start=1)
         for name, value in expected.values.items()
-        if name not in ("loss", "grad_norm") and relative_error(actual.values[name], value) > SCALAR_TOLERANCE
+        if name not in ("loss", "grad_norm")
+        and relative_error(actual.values[name], value) > SCALAR_TOLERANCE
     ]
     tensors = ", ".join(f"{name} {worst[name]:.1e}" for name in largest)
     return [*format_table(HEADER, *rows), f"largest: {tensors}", *others]

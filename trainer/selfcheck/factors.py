@@ -1,6 +1,8 @@
-"""The factors of random configurations and their levels: the keys of the schema that decide what is computed.
+"""The factors of random configurations and their levels: the keys of the schema that decide what
+is computed.
 
-A level sets one key, or several together. The first level of a factor is its simplest. Imports no torch.
+A level sets one key, or several together. The first level of a factor is its simplest. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -15,8 +17,12 @@ ConfigValues = dict[str, Any]
 
 def _key(name: str, values: Sequence[object]) -> dict[str, dict[str, ConfigValues]]:
     """A factor of one key. None: what another factor gives it, or its default."""
-    levels = {str(value).lower() if isinstance(value, bool) else str(value): value for value in values}
-    return {name: {level: {} if value is None else {name: value} for level, value in levels.items()}}
+    levels = {
+        str(value).lower() if isinstance(value, bool) else str(value): value for value in values
+    }
+    return {
+        name: {level: {} if value is None else {name: value} for level, value in levels.items()}
+    }
 
 
 def _keys(**values: object) -> ConfigValues:
@@ -24,7 +30,10 @@ def _keys(**values: object) -> ConfigValues:
     return {name.replace("__", "."): value for name, value in values.items()}
 
 
-LONGROPE = {"model.rope.short_factors": [1.0, 1.1, 1.3, 2.0], "model.rope.long_factors": [1.5, 2.0, 3.0, 5.0]}
+LONGROPE = {
+    "model.rope.short_factors": [1.0, 1.1, 1.3, 2.0],
+    "model.rope.long_factors": [1.5, 2.0, 3.0, 5.0],
+}
 RESUMED_MESHES: dict[str, ConfigValues | None] = {
     "same": None,
     "one process": {},
@@ -42,7 +51,9 @@ SOURCES: ConfigValues = {
     ],
 }
 
-EXPERTS = _keys(model__feed_forward="moe", model__num_experts=6, model__top_k=2, model__expert_dim=24)
+EXPERTS = _keys(
+    model__feed_forward="moe", model__num_experts=6, model__top_k=2, model__expert_dim=24
+)
 SIGMOID = EXPERTS | _keys(
     model__router="sigmoid",
     model__router_scaling=2.5,
@@ -51,7 +62,9 @@ SIGMOID = EXPERTS | _keys(
     model__shared_expert=True,
 )
 WINDOWS: ConfigValues = {"model.layers": [{"window": 5}, {}]}
-LOCAL_WINDOWS = _keys(model__layers=[{"window": 5, "rope": "local"}, {}], model__local_rope={"theta": 50.0})
+LOCAL_WINDOWS = _keys(
+    model__layers=[{"window": 5, "rope": "local"}, {}], model__local_rope={"theta": 50.0}
+)
 OLMO = _keys(model__norms="post", model__full_qk_norm=True)
 GEMMA = _keys(
     model__norms="sandwich",
@@ -78,10 +91,16 @@ DENSE_MODELS: Mapping[str, ConfigValues] = {
 """Factors of which a single level of another one makes no model that transformers has."""
 MIXTURES: Mapping[str, ConfigValues] = {
     "softmax": EXPERTS,
-    "biases": EXPERTS | _keys(model__router_bias=True, model__expert_bias=True, model__normalize_top_k=False),
-    "sigmoid": SIGMOID | _keys(model__expert_groups=3, model__top_k_groups=2, model__shared_expert_dim=16),
+    "biases": EXPERTS
+    | _keys(model__router_bias=True, model__expert_bias=True, model__normalize_top_k=False),
+    "sigmoid": SIGMOID
+    | _keys(model__expert_groups=3, model__top_k_groups=2, model__shared_expert_dim=16),
     "qwen3_moe": EXPERTS
-    | _keys(model__qk_norm=True, model__normalize_top_k=False, model__layers=[{"feed_forward": "gated"}, {}]),
+    | _keys(
+        model__qk_norm=True,
+        model__normalize_top_k=False,
+        model__layers=[{"feed_forward": "gated"}, {}],
+    ),
     "olmoe": EXPERTS | _keys(model__full_qk_norm=True, model__normalize_top_k=False),
     "gpt_oss": EXPERTS
     | WINDOWS
@@ -110,8 +129,12 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
     **_key("parallelism.ep", (1, 2, 3)),
     **_key("parallelism.tp", (1, 2, 4)),
     **_key("parallelism.pp", (1, 2, 3)),
-    **_key("parallelism.cp_method", ("auto", "allgather", "ring", "alltoall", "ulysses", "hybrid")),
-    **_key("parallelism.cp_layout", ("auto", "headtail", "balanced", "doc_headtail", "contiguous")),
+    **_key(
+        "parallelism.cp_method", ("auto", "allgather", "ring", "alltoall", "ulysses", "hybrid")
+    ),
+    **_key(
+        "parallelism.cp_layout", ("auto", "headtail", "balanced", "doc_headtail", "contiguous")
+    ),
     **_key("parallelism.cp_outer_method", ("auto", "ring", "alltoall", "allgather")),
     **_key("parallelism.cp_ulysses", (None, 2)),
     **_key("parallelism.ranks_per_node", (8, 2)),
@@ -154,7 +177,8 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
         for heads, kv_heads in ((4, 2), (8, 4), (6, 3), (8, 1))
     },
     "model.feed_forward": {"gated": {}, **MIXTURES},
-    "model.num_experts": {"6": {}} | {f"{experts}": _keys(model__num_experts=experts) for experts in (3, 5, 7)},
+    "model.num_experts": {"6": {}}
+    | {f"{experts}": _keys(model__num_experts=experts) for experts in (3, 5, 7)},
     **_key("training.balance_loss", (0.0, 0.1)),
     **_key("training.balance_over", ("step", "sequence")),
     **_key("training.router_z_loss", (0.0, 0.05)),
@@ -194,7 +218,9 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
     **_key("model.rope.partial", (None, 0.5)),
     "model.rope.kind": {
         "default": {},
-        "linear": _keys(model__rope__kind="linear", model__rope__factor=2.0, model__rope__theta=500.0),
+        "linear": _keys(
+            model__rope__kind="linear", model__rope__factor=2.0, model__rope__theta=500.0
+        ),
         "llama3": _keys(
             model__rope__kind="llama3",
             model__rope__factor=4.0,
@@ -228,13 +254,20 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
     "data.mix": {"one source": {}, "two sources": SOURCES},
     "validation.sets": {
         "none": {},
-        "one length": {"data.holdout": 0.2, "validation.sets": {"short": {"seq_len": [50], "rows": 5}}},
-        "several lengths": {"validation.sets": {"context": {"seq_len": [9, 20, 37], "rows": 3, "tail": 7}}},
+        "one length": {
+            "data.holdout": 0.2,
+            "validation.sets": {"short": {"seq_len": [50], "rows": 5}},
+        },
+        "several lengths": {
+            "validation.sets": {"context": {"seq_len": [9, 20, 37], "rows": 3, "tail": 7}}
+        },
     },
     # Optimizer
     "optimizer": {
         "default": {},
-        "other": _keys(optimizer__betas=[0.8, 0.99], optimizer__eps=1e-6, optimizer__weight_decay=0.0),
+        "other": _keys(
+            optimizer__betas=[0.8, 0.99], optimizer__eps=1e-6, optimizer__weight_decay=0.0
+        ),
     },
     **_key("optimizer.max_grad_norm", (1.0, 0.05)),
     "schedule": {
@@ -243,7 +276,12 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
         "wsd": _keys(schedule__kind="wsd", schedule__decay_steps=2),
     },
     # More than one launch
-    "checkpoint": {"none": {}, "resume": {}, "asynchronous": {"checkpoint.async": True}, "stage": {}},
+    "checkpoint": {
+        "none": {},
+        "resume": {},
+        "asynchronous": {"checkpoint.async": True},
+        "stage": {},
+    },
     "checkpoint.mesh": {mesh: {} for mesh in RESUMED_MESHES},
     # What enters a run from files, and what uses its weights at the end
     "start": {"drawn": {}, "folder": {}, "run": {}},
@@ -277,10 +315,18 @@ NEEDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "memory.host_budget_gib": {"memory.offload": ["inputs", "inputs_and_attention"]},
     "memory.loss_chunk_mib": {"model.vocab_size": ["8448"]},
     # Unrotated, a bias of keys moves all scores of a query alike: its gradient is only rounding.
-    "model.qkv_bias": {"model.nope_every": ["None"], "model.layers": ["alike", "windows", "window 20"]},
+    "model.qkv_bias": {
+        "model.nope_every": ["None"],
+        "model.layers": ["alike", "windows", "window 20"],
+    },
     **_need(
         {"model.feed_forward": [*MIXTURES]},
-        *("training.balance_loss", "training.router_z_loss", "parallelism.ep", "model.num_experts"),
+        *(
+            "training.balance_loss",
+            "training.router_z_loss",
+            "parallelism.ep",
+            "model.num_experts",
+        ),
     ),
     "training.balance_over": {"training.balance_loss": ["0.1"]},
     "checkpoint.mesh": {"checkpoint": ["resume", "asynchronous", "stage"]},
@@ -294,7 +340,13 @@ NEEDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     **_need(_above_one("pp"), "parallelism.pp_schedule", "parallelism.pp_stages_per_rank"),
     **_need(_above_one("pp") | _above_one("dp_shard"), "parallelism.pp_reduce_gradients"),
     **_need(RECOMPUTED, "memory.offload", "memory.blocks_per_checkpoint", "memory.head_groups"),
-    **_need({"data.corpus": ["documents"]}, "data.packing", "data.mask", "data.documents", "data.max_document"),
+    **_need(
+        {"data.corpus": ["documents"]},
+        "data.packing",
+        "data.mask",
+        "data.documents",
+        "data.max_document",
+    ),
     **_need({"data.corpus": ["documents"]}, "data.separators", "data.mix"),
 }
 """By factor: the levels of others without which it would have no effect."""
@@ -305,7 +357,9 @@ RARE = (
     | {("start", "folder"): 0.8, ("start", "run"): 0.2, ("start.weights", "MXFP4"): 2.0}
     | {("finish", "export"): 0.3, ("finish", "evaluate"): 0.2, ("finish", "generate"): 0.2}
 )
-"""Levels that are drawn more or less often than others; several launches or a compilation take many times longer."""
+"""Levels that are drawn more or less often than others; several launches or a compilation take
+many times longer.
+"""
 
 BASE: ConfigValues = {
     "model": {"family": "llama3", "size": "debug", "head_dim": 8},

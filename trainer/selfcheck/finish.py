@@ -1,4 +1,6 @@
-"""Uses of a run's last checkpoint: an export to a Hugging Face folder, evaluations on its mesh, and generation."""
+"""Uses of a run's last checkpoint: an export to a Hugging Face folder, evaluations on its mesh,
+and generation.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,18 @@ NextLogits = Callable[[Sequence[int]], Tensor]
 MAX_SHARD_GIB = 1e-4
 """Several files, also of a small model."""
 NEEDLE_LENGTHS = (70, 101)
-PROMPT_TOKENS, NEW_TOKENS, PROMPT_CHUNK = 23, 12, 9
+PROMPT_TOKENS = 23
+NEW_TOKENS = 12
+PROMPT_CHUNK = 9
 QUANTIZED = ("gate_proj", "up_proj", "down_proj")
 """The weights of experts that gpt-oss publishes as MXFP4."""
 
 
 def finish(launch: Launch, trainer: Trainer) -> dict[str, float]:
-    """Uses the last checkpoint as the launch says; returns what must equal one process. Collective."""
+    """Uses the last checkpoint as the launch says; returns what must equal one process.
+
+    Collective.
+    """
     if launch.finish == "none":
         return {}
     checkpoint = find_checkpoint(launch.config.output_dir)
@@ -54,7 +61,8 @@ def finish(launch: Launch, trainer: Trainer) -> dict[str, float]:
         if launch.finish == "export MXFP4":
             quantize(launch.config.output_dir / EXPORT)
         return {}
-    run_dir, run_config = RunDir(launch.config.output_dir), cast(Recipe, launch.config)
+    run_dir = RunDir(launch.config.output_dir)
+    run_config = cast(Recipe, launch.config)
     resolved = ResolvedCheckpoint(run_dir, checkpoint, trainer.step, trainer.config, run_config)
     if launch.finish == "generate":
         return generate(resolved, trainer.parallel_model, with_cache=not launch.is_reference)
@@ -77,41 +85,63 @@ def export_and_compare(trainer: Trainer, checkpoint: Path, output: Path) -> None
         export_weights(checkpoint, weights_only)
 
     run_on_rank_zero(write, None)
-    reader, weights = hf.SafetensorsReader(output), weights_of(trainer)
+    reader = hf.SafetensorsReader(output)
+    weights = weights_of(trainer)
     specs = reader.specs(trainer.config.model.build())
-    read = {f"{MODEL_PREFIX}{name}": torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
+    read = {
+        f"{MODEL_PREFIX}{name}": torch.full_like(tensor, torch.nan)
+        for name, tensor in weights.items()
+    }
     load_tensors(weights_only, read, trainer.mesh.pp_group, prefix=MODEL_PREFIX)
     for name, tensor in weights.items():
         if not torch.equal(to_local(read[f"{MODEL_PREFIX}{name}"]), to_local(tensor)):
             raise RunFailedError(f"{weights_only}: {name} is not bitwise the same")
-        if name in specs and not torch.equal(reader.read(specs[name], local_ranges(tensor)), to_local(tensor).cpu()):
+        if name in specs and not torch.equal(
+            reader.read(specs[name], local_ranges(tensor)), to_local(tensor).cpu()
+        ):
             raise RunFailedError(f"{output}: {specs[name].name} is not bitwise {name}")
 
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:
     state = trainer.state_dict().items()
-    return {name.removeprefix(MODEL_PREFIX): each.detach() for name, each in state if name.startswith(MODEL_PREFIX)}
+    return {
+        name.removeprefix(MODEL_PREFIX): each.detach()
+        for name, each in state
+        if name.startswith(MODEL_PREFIX)
+    }
 
 
 def round_experts(trainer: Trainer) -> None:
-    """Replaces the weights of experts by those that random MXFP4 codes stand for. In one process."""
+    """Replaces the weights of experts by those that random MXFP4 codes stand for.
+
+    In one process.
+    """
     for name, tensor in weights_of(trainer).items():
         if name.endswith(QUANTIZED) and ".experts." in name:
             to_local(tensor).copy_(values_of(*codes_of(name, tensor.shape)))
 
 
 def codes_of(name: str, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Random codes [experts, outputs, inputs] from 0 to 15, and an exponent of two for each 32 inputs."""
+    """Random codes [experts, outputs, inputs] from 0 to 15, and an exponent of two for each 32
+    inputs.
+    """
     generator = torch.Generator().manual_seed(sum(name.encode()))
     codes = torch.randint(0, 16, shape, generator=generator)
-    exponents = torch.randint(-7, -3, (*shape[:2], shape[2] // mxfp4.BLOCK_SIZE), generator=generator)
+    exponents = torch.randint(
+        -7, -3, (*shape[:2], shape[2] // mxfp4.BLOCK_SIZE), generator=generator
+    )
     return codes, exponents
 
 
 def values_of(codes: Tensor, exponents: Tensor) -> Tensor:
-    """By definition: a sign, two bits of exponent and one of mantissa, times two to the power of the block's exponent."""
-    sign, exponent, mantissa = 1.0 - 2.0 * (codes >> 3), codes >> 1 & 3, codes & 1
-    normal, subnormal = (2.0 + mantissa) * 2.0 ** (exponent - 2), mantissa * 0.5
+    """By definition: a sign, two bits of exponent and one of mantissa, times two to the power of
+    the block's exponent.
+    """
+    sign = 1.0 - 2.0 * (codes >> 3)
+    exponent = codes >> 1 & 3
+    mantissa = codes & 1
+    normal = (2.0 + mantissa) * 2.0 ** (exponent - 2)
+    subnormal = mantissa * 0.5
     scales = (2.0**exponents).repeat_interleave(mxfp4.BLOCK_SIZE, dim=2)
     return sign * torch.where(exponent > 0, normal, subnormal).double() * scales
 
@@ -122,14 +152,20 @@ def quantize(folder: Path) -> None:
 
     stored = stored_tensors(read_model(folder)).items()
     quantized = {name: each for name, each in stored if name.endswith(("_up_proj", "down_proj"))}
-    tensors = {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
+    tensors = {
+        name: each
+        for path in folder.glob("*.safetensors")
+        for name, each in load_file(path).items()
+    }
     for path in (*folder.glob("*.safetensors"), folder / hf.INDEX_FILE):
         path.unlink(missing_ok=True)
     for name, each in quantized.items():
         del tensors[name]
         parts = [codes_of(ours, torch.Size(spec.shape)) for ours, spec, _ in each.parts]
         # Gate and up take turns.
-        codes, exponents = (torch.stack(turns, dim=2).flatten(1, 2) for turns in zip(*parts, strict=True))
+        codes, exponents = (
+            torch.stack(turns, dim=2).flatten(1, 2) for turns in zip(*parts, strict=True)
+        )
         halves = codes.unflatten(2, (-1, mxfp4.BLOCK_SIZE // 2, 2))
         tensors[f"{name}{mxfp4.BLOCKS}"] = (halves[..., 0] + 16 * halves[..., 1]).to(torch.uint8)
         tensors[f"{name}{mxfp4.SCALES}"] = (exponents + mxfp4.EXPONENT_BIAS).to(torch.uint8)
@@ -146,21 +182,30 @@ def evaluate(resolved: ResolvedCheckpoint, trainer: Trainer) -> dict[str, float]
     load_weights(resolved.checkpoint, parallel_model)
     values = dict[str, float]()
     for each in perplexity.evaluation_sets(config, resolved.run_config):
-        result = evaluate_set(each, parallel_model, step=resolved.step, max_tokens=config.training.seq_len)
+        result = evaluate_set(
+            each, parallel_model, step=resolved.step, max_tokens=config.training.seq_len
+        )
         for length, found in result.metrics_by_length.items():
             scores = {"targets": found.targets, "loss": found.loss, "accuracy": found.accuracy}
-            values |= {f"evaluated {each.name} {length} {key}": score for key, score in scores.items()}
+            values |= {
+                f"evaluated {each.name} {length} {key}": score for key, score in scores.items()
+            }
     for dataset in needle.build_datasets(config, NEEDLE_LENGTHS, depths=2, trials=1):
         for cell in needle.evaluate_length(dataset, parallel_model):
             place = f"needle {cell.length} {cell.depth:g}"
-            values |= {f"{place} found": cell.found, f"{place} log-probability": cell.log_probability}
+            values |= {
+                f"{place} found": cell.found,
+                f"{place} log-probability": cell.log_probability,
+            }
     return values
 
 
 # ---- generation
 
 
-def generate(resolved: ResolvedCheckpoint, parallel_model: ParallelModel, *, with_cache: bool) -> dict[str, float]:
+def generate(
+    resolved: ResolvedCheckpoint, parallel_model: ParallelModel, *, with_cache: bool
+) -> dict[str, float]:
     """The likeliest tokens after a prompt, and their log-probability, in one process.
 
     Without a KV cache the model computes all tokens so far for each new one.
@@ -168,23 +213,33 @@ def generate(resolved: ResolvedCheckpoint, parallel_model: ParallelModel, *, wit
     model = load_model(resolved, parallel_model.device)
     vocab_size = model.config.vocab_size
     tokens = [37 * index % vocab_size for index in range(PROMPT_TOKENS)]
-    next_logits = cached_logits(model, parallel_model.kernel) if with_cache else uncached_logits(model)
+    next_logits = (
+        cached_logits(model, parallel_model.kernel) if with_cache else uncached_logits(model)
+    )
     log_probability = 0.0
     for _ in range(NEW_TOKENS):
         logits_V = next_logits(tokens).cpu()
-        tokens.append(sample_token(logits_V, temperature=0.0, top_k=1, generator=torch.Generator()))
+        tokens.append(
+            sample_token(logits_V, temperature=0.0, top_k=1, generator=torch.Generator())
+        )
         log_probability += float(logits_V.log_softmax(0)[tokens[-1]])
-    generated = {f"generated {index}": float(token) for index, token in enumerate(tokens[PROMPT_TOKENS:])}
+    generated = {
+        f"generated {index}": float(token) for index, token in enumerate(tokens[PROMPT_TOKENS:])
+    }
     return generated | {"generated log-probability": log_probability}
 
 
 def cached_logits(model: Transformer, kernel: str) -> NextLogits:
-    decoder = Decoder(model, capacity=PROMPT_TOKENS + NEW_TOKENS, chunk=PROMPT_CHUNK, kernel=kernel)
+    decoder = Decoder(
+        model, capacity=PROMPT_TOKENS + NEW_TOKENS, chunk=PROMPT_CHUNK, kernel=kernel
+    )
     return lambda tokens: decoder.next_token_logits(torch.tensor(tokens[decoder.length :]))
 
 
 def uncached_logits(model: Transformer) -> NextLogits:
-    head, model.head = cast(LossHead, model.head), None  # The model then returns hidden states.
+    # The model then returns hidden states.
+    head = cast(LossHead, model.head)
+    model.head = None
 
     @torch.no_grad()
     def next_logits(tokens: Sequence[int]) -> Tensor:

@@ -14,10 +14,20 @@ PLAIN: dict[str, Any] = {"parallelism": {"dp_shard": 1}, "memory": {"recompute":
 
 
 def reference_values(values: dict[str, Any]) -> dict[str, Any]:
-    """The configuration values of the same steps in one process, not compiled, a step's whole batch at once."""
+    """The configuration values of the same steps in one process, not compiled, a step's whole
+    batch at once.
+    """
     training = values["training"]
     return (
-        values | PLAIN | {"training": {**training, "compile": False, "micro_batch_size": training["global_batch_size"]}}
+        values
+        | PLAIN
+        | {
+            "training": {
+                **training,
+                "compile": False,
+                "micro_batch_size": training["global_batch_size"],
+            }
+        }
     )
 
 
@@ -29,7 +39,9 @@ Finish = Literal["none", "export", "export MXFP4", "evaluate", "generate"]
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Steps of one training stage on some ranks; with `checkpoint.enabled` it resumes from the launch before."""
+    """Steps of one training stage on some ranks; with `checkpoint.enabled` it resumes from the
+    launch before.
+    """
 
     config: Config
     """That of the whole run."""
@@ -42,9 +54,14 @@ class Launch:
     is_reference: bool = False
     """Whether it writes them instead, for other launches to compare theirs with."""
     weights: Path | None = None
-    """The state that a reference wrote, whose weights it starts from. Else as its configuration says."""
+    """The state that a reference wrote, whose weights it starts from.
+
+    Else as its configuration says.
+    """
     takes_loads: bool = True
-    """Whether it takes the loads of routers from there as well, which no Hugging Face folder has."""
+    """Whether it takes the loads of routers from there as well, which no Hugging Face folder
+    has.
+    """
     finish: Finish = "none"
 
 

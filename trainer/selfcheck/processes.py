@@ -1,4 +1,5 @@
-"""The ranks of a self-check: a pool of processes forked from a server that has imported torch, killed with this process.
+"""The ranks of a self-check: a pool of processes forked from a server that has imported torch,
+killed with this process.
 
 Imports no torch.
 """
@@ -40,7 +41,8 @@ class RankPool:
     def __init__(self, *, device_type: str = "cpu", timeout: float = TIMEOUT_SECONDS) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED_MODULES)
-        self._device_type, self._timeout = device_type, timeout
+        self._device_type = device_type
+        self._timeout = timeout
         self._ranks: list[tuple[ForkServerProcess, Connection]] = []
 
     def __enter__(self) -> RankPool:
@@ -61,7 +63,10 @@ class RankPool:
         self._ranks.clear()
 
     def run(self, launch: Launch, *, reference: Path) -> list[list[StepDifference]]:
-        """The steps on each rank. Raises `RankFailedError` if a rank raises, dies or exceeds the time limit."""
+        """The steps on each rank.
+
+        Raises `RankFailedError` if a rank raises, dies or exceeds the time limit.
+        """
         while len(self._ranks) < launch.world_size:
             self._start_rank()
         with tempfile.TemporaryDirectory(prefix="longhaul-store-") as folder:
@@ -78,7 +83,8 @@ class RankPool:
     def _start_rank(self) -> None:
         parent_end, child_end = self._context.Pipe()
         process = self._context.Process(target=_rank_main, args=(child_end,), daemon=True)
-        with _sigint_blocked():  # A half-started process would print a traceback.
+        # A half-started process would print a traceback.
+        with _sigint_blocked():
             process.start()
             child_end.close()
             self._ranks.append((process, parent_end))
@@ -93,7 +99,9 @@ def _sigint_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
-def _collect_results(ranks: list[tuple[ForkServerProcess, Connection]], timeout: float) -> list[list[StepDifference]]:
+def _collect_results(
+    ranks: list[tuple[ForkServerProcess, Connection]], timeout: float
+) -> list[list[StepDifference]]:
     deadline = time.monotonic() + timeout
     results: dict[int, list[StepDifference]] = {}
     pending = {connection: rank for rank, (_, connection) in enumerate(ranks)}
@@ -101,7 +109,9 @@ def _collect_results(ranks: list[tuple[ForkServerProcess, Connection]], timeout:
         ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
         if not ready:
             unfinished = ", ".join(map(str, pending.values()))
-            raise RankFailedError(EXIT_FAILURE, f"ranks {unfinished} did not finish in {timeout:g} s")
+            raise RankFailedError(
+                EXIT_FAILURE, f"ranks {unfinished} did not finish in {timeout:g} s"
+            )
         for connection in [each for each in pending if each in ready]:
             rank = pending.pop(connection)
             try:
@@ -121,29 +131,35 @@ def _collect_results(ranks: list[tuple[ForkServerProcess, Connection]], timeout:
 
 
 def _rank_main(connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to all; the parent kills the ranks.
+    # A terminal sends it to all; the parent kills the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_exit_with_parent, daemon=True).start()
-    with Path(os.devnull).open("w") as devnull:  # Every rank would repeat the libraries' warnings.
+    # Every rank would repeat the libraries' warnings.
+    with Path(os.devnull).open("w") as devnull:
         os.dup2(devnull.fileno(), 1)
         os.dup2(devnull.fileno(), 2)
     from trainer.selfcheck.worker import clean_up, run_task  # Imports torch.
 
     gc.freeze()
-    # A trainer freezes what it finds and unfreezes it at its end: that would bring back a million objects of torch.
+    # A trainer freezes what it finds and unfreezes it at its end: that would bring back a million
+    # objects of torch.
     gc.freeze = gc.unfreeze = lambda: None
     while True:
         try:
             task = connection.recv()
         except EOFError:
             return
-        clean_up()  # Only now: all ranks have finished the previous launch, so none loses a peer.
+        # Only now: all ranks have finished the previous launch, so none loses a peer.
+        clean_up()
         result: list[StepDifference] | str
         try:
             result = run_task(*task)
         except BaseException as error:  # noqa: BLE001 - every error is sent to the parent
             frame = traceback.extract_tb(error.__traceback__)[-1]
             message = str(error).strip().partition("\n")[0]
-            result = f"{type(error).__name__}: {message} ({Path(frame.filename).name}:{frame.lineno})"
+            result = (
+                f"{type(error).__name__}: {message} ({Path(frame.filename).name}:{frame.lineno})"
+            )
         connection.send(result)
 
 

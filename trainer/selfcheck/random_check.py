@@ -1,4 +1,7 @@
-"""Checks random configurations, or a given one, against one process; shrinks those that fail. Imports no torch."""
+"""Checks random configurations, or a given one, against one process; shrinks those that fail.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -62,15 +65,20 @@ class CaseResult:
 
 
 def check_case(case: Case, pool: Pool, folder: Path) -> CaseResult:
-    """Runs a case and its reference on the documents in `folder`, which also takes their checkpoints."""
-    reference, first = folder / "tensors", folder / "first tensors"
+    """Runs a case and its reference on the documents in `folder`, which also takes their
+    checkpoints.
+    """
+    reference = folder / "tensors"
+    first = folder / "first tensors"
     for run in (reference, first, *(folder / name for name in (FIRST_RUN, "mesh", "reference"))):
         shutil.rmtree(run, ignore_errors=True)
     try:
         before = first_launches(case, folder)
         for each in before:
             pool.run(each, reference=first)
-        references = reference_launches(case, folder, weights=state_path(first, 1) if before else None)
+        references = reference_launches(
+            case, folder, weights=state_path(first, 1) if before else None
+        )
         expected = [step for each in references for step in pool.run(each, reference=reference)[0]]
         launches = [pool.run(launch, reference=reference) for launch in launches_of(case, folder)]
     except RankFailedError as error:
@@ -78,16 +86,25 @@ def check_case(case: Case, pool: Pool, folder: Path) -> CaseResult:
     if (steps := sum(len(ranks[0]) for ranks in launches)) != len(expected):
         return CaseResult(f"MISMATCH: {steps} steps, one process {len(expected)}")
     left = iter(expected)
-    mesh = [step for ranks in launches for step in worst_over_ranks([*islice(left, len(ranks[0]))], ranks)]
+    mesh = [
+        step
+        for ranks in launches
+        for step in worst_over_ranks([*islice(left, len(ranks[0]))], ranks)
+    ]
     problem = "" if within_tolerance(expected, mesh) else "MISMATCH"
     return CaseResult(problem, errors_by_kind(expected, mesh), comparison_table(expected, mesh))
 
 
 class RandomCheck:
-    """Checks cases one after the other, reports failures, and counts. `options` are those of the printed command."""
+    """Checks cases one after the other, reports failures, and counts.
+
+    `options` are those of the printed command.
+    """
 
     def __init__(self, pool: Pool, folder: Path, *, options: str = "") -> None:
-        self._pool, self._folder, self._options = pool, folder, options
+        self._pool = pool
+        self._folder = folder
+        self._options = options
         self._deadline = inf
         self._start_time = self._last_report = time.monotonic()
         self.failed: list[Case] = []
@@ -107,7 +124,9 @@ class RandomCheck:
             self.check(case)
             if time.monotonic() - self._last_report > PROGRESS_SECONDS:
                 self._last_report = time.monotonic()
-                print_lines(f"{self.num_cases} of {total} cases, {len(self.failed)} failed, {self.seconds:.0f} s")
+                print_lines(
+                    f"{self.num_cases} of {total} cases, {len(self.failed)} failed, {self.seconds:.0f} s"
+                )
             if self.num_cases >= total:
                 return
             if time.monotonic() > self._deadline:
@@ -118,7 +137,9 @@ class RandomCheck:
         result = check_case(case, self._pool, self._folder)
         self.num_cases += 1
         self.met.update(pairs(case))
-        self.largest_errors |= {kind: max(error, self.largest_errors[kind]) for kind, error in result.errors.items()}
+        self.largest_errors |= {
+            kind: max(error, self.largest_errors[kind]) for kind, error in result.errors.items()
+        }
         if not result.problem:
             return
         self.failed.append(case)
@@ -128,12 +149,16 @@ class RandomCheck:
             result = check_case(case, self._pool, self._folder)
         command = f'{typed("selfcheck")}{self._options} --case "{format_case(case)}"'
         print_lines(
-            f"{result.problem} on {pluralize(world_size(case), 'process', 'es')}:", *result.table, f"  {command}"
+            f"{result.problem} on {pluralize(world_size(case), 'process', 'es')}:",
+            *result.table,
+            f"  {command}",
         )
 
     def _still_fails(self, case: Case) -> bool:
         """Nothing is tried beyond the time limit."""
-        return time.monotonic() < self._deadline and bool(check_case(case, self._pool, self._folder).problem)
+        return time.monotonic() < self._deadline and bool(
+            check_case(case, self._pool, self._folder).problem
+        )
 
     def summary(self) -> list[str]:
         counts = [self.met[pair] for pair in all_pairs()]

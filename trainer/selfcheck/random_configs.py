@@ -1,6 +1,8 @@
-"""Random legal configurations: what the self-check compares with one process besides a user's own run. Imports no torch.
+"""Random legal configurations: what the self-check compares with one process besides a user's own
+run. Imports no torch.
 
-A case chooses one level of each factor (`factors.py`). `checks.layout_problems` decides which cases are legal.
+A case chooses one level of each factor (`factors.py`). `checks.layout_problems` decides which
+cases are legal.
 """
 
 from __future__ import annotations
@@ -55,7 +57,10 @@ def level_of(case: Case, factor: str) -> str:
 def has_effect(factor: str, case: Case) -> bool:
     """Whether the other factors have levels at which this one has an effect."""
     needs = NEEDS.get(factor, {})
-    return all(level_of(case, other) in levels and has_effect(other, case) for other, levels in needs.items())
+    return all(
+        level_of(case, other) in levels and has_effect(other, case)
+        for other, levels in needs.items()
+    )
 
 
 def needs_of(levels: Case) -> dict[str, list[str]] | None:
@@ -65,7 +70,9 @@ def needs_of(levels: Case) -> dict[str, list[str]] | None:
     while waiting:
         for other, effective in NEEDS.get(waiting.pop(), {}).items():
             waiting += [other] * (other not in allowed)
-            allowed[other] = [level for level in allowed.get(other, effective) if level in effective]
+            allowed[other] = [
+                level for level in allowed.get(other, effective) if level in effective
+            ]
             if not allowed[other]:
                 return None
     return allowed
@@ -77,7 +84,11 @@ def without_simplest(case: Case) -> dict[str, str]:
 
 def normalize(case: Case) -> dict[str, str]:
     """The case without levels that are the simplest or would have no effect."""
-    return {factor: level for factor, level in without_simplest(case).items() if has_effect(factor, case)}
+    return {
+        factor: level
+        for factor, level in without_simplest(case).items()
+        if has_effect(factor, case)
+    }
 
 
 def parse_case(text: str) -> dict[str, str]:
@@ -89,22 +100,29 @@ def parse_case(text: str) -> dict[str, str]:
         words = shlex.split(text)
     except ValueError as error:
         raise ConfigError([f"--case: {error}: {text}"]) from None
-    case, problems = dict[str, str](), list[str]()
+    case = dict[str, str]()
+    problems = list[str]()
     for word in words:
         factor, _, level = word.partition("=")
         if factor not in FACTORS:
             near = get_close_matches(factor, FACTORS, n=1)
             known = f"did you mean {near[0]}?" if near else f"known are {', '.join(FACTORS)}"
-            problems.append(f'--case: "{factor}" is none of the keys that random configurations vary; {known}')
+            problems.append(
+                f'--case: "{factor}" is none of the keys that random configurations vary; {known}'
+            )
         elif factor in case:
             problems.append(f"--case: {factor} is given twice")
         elif level not in FACTORS[factor]:
-            problems.append(f'--case: {factor} = "{level}" is not one of {", ".join(FACTORS[factor])}')
+            problems.append(
+                f'--case: {factor} = "{level}" is not one of {", ".join(FACTORS[factor])}'
+            )
         else:
             case[factor] = level
     for factor, level in without_simplest(case).items():
         if not problems and not has_effect(factor, case):
-            needs = " and ".join(f"{other} = {' or '.join(levels)}" for other, levels in NEEDS[factor].items())
+            needs = " and ".join(
+                f"{other} = {' or '.join(levels)}" for other, levels in NEEDS[factor].items()
+            )
             problems.append(f'--case: {factor} = "{level}" has no effect without {needs}')
     if problems:
         raise ConfigError(problems)
@@ -131,17 +149,26 @@ def case_values(case: Case) -> ConfigValues:
 
 
 def launches_of(case: Case, folder: Path) -> list[Launch]:
-    """The launches of a case; corpora and checkpoints lie in `folder`. Raises ConfigError with every problem."""
+    """The launches of a case; corpora and checkpoints lie in `folder`.
+
+    Raises ConfigError with every problem.
+    """
     values = _with_folders(case_values(case), folder, "mesh")
     start = level_of(case, "start")
     if start != "drawn":
-        path = f"{HF_PREFIX}{folder / FIRST_RUN / EXPORT}" if start == "folder" else str(folder / FIRST_RUN)
+        path = (
+            f"{HF_PREFIX}{folder / FIRST_RUN / EXPORT}"
+            if start == "folder"
+            else str(folder / FIRST_RUN)
+        )
         values = deep_merge(values, {"checkpoint": {"initial_load_path": path}})
     launches = _launches(case, values)
     problems = [
         problem
         for launch in launches
-        for problem in checks.layout_problems(launch.config, launch.world_size, first_stage=launch.stage)
+        for problem in checks.layout_problems(
+            launch.config, launch.world_size, first_stage=launch.stage
+        )
     ]
     if not problems and (case.get("start") == "folder" or case.get("finish") == "export"):
         problems += export_problems(launches[-1].config)
@@ -160,7 +187,9 @@ def export_problems(config: Config) -> list[str]:
 
 
 def first_launches(case: Case, folder: Path) -> list[Launch]:
-    """The run from whose weights the others start: one step in one process, from weights of another seed."""
+    """The run from whose weights the others start: one step in one process, from weights of
+    another seed.
+    """
     start = level_of(case, "start")
     if start == "drawn":
         return []
@@ -174,12 +203,24 @@ def first_launches(case: Case, folder: Path) -> list[Launch]:
 
 
 def reference_launches(case: Case, folder: Path, *, weights: Path | None = None) -> list[Launch]:
-    """The same steps in one process: one launch per stage. `weights`: the state from whose weights they start."""
+    """The same steps in one process: one launch per stage.
+
+    `weights`: the state from whose weights they start.
+    """
     values = reference_values(_with_folders(case_values(case), folder, "reference"))
     kind = "stage" if case.get("checkpoint") == "stage" else "none"
-    one_process = {"checkpoint": kind, "checkpoint.mesh": "one process", "finish": level_of(case, "finish")}
-    first, *others = (replace(launch, is_reference=True) for launch in _launches(one_process, values))
-    return [replace(first, weights=weights, takes_loads=level_of(case, "start") != "folder"), *others]
+    one_process = {
+        "checkpoint": kind,
+        "checkpoint.mesh": "one process",
+        "finish": level_of(case, "finish"),
+    }
+    first, *others = (
+        replace(launch, is_reference=True) for launch in _launches(one_process, values)
+    )
+    return [
+        replace(first, weights=weights, takes_loads=level_of(case, "start") != "folder"),
+        *others,
+    ]
 
 
 def _launches(case: Case, values: ConfigValues) -> list[Launch]:
@@ -188,7 +229,8 @@ def _launches(case: Case, values: ConfigValues) -> list[Launch]:
 
 
 def _training_launches(case: Case, values: ConfigValues) -> list[Launch]:
-    steps, kind = values["training"]["steps"], case.get("checkpoint", "none")
+    steps = values["training"]["steps"]
+    kind = case.get("checkpoint", "none")
     if kind != "none" or level_of(case, "finish") != "none":
         values = deep_merge(values, {"checkpoint": {"enabled": True}})
     if kind == "none":
@@ -196,25 +238,49 @@ def _training_launches(case: Case, values: ConfigValues) -> list[Launch]:
     mesh = RESUMED_MESHES[case.get("checkpoint.mesh", "same")]
     resumed = {**PLAIN, "parallelism": PLAIN["parallelism"] | mesh} if mesh is not None else {}
     if kind != "stage":
-        return [_launch(values, last_step=1, compared=False), _launch(values | resumed, last_step=steps)]
+        return [
+            _launch(values, last_step=1, compared=False),
+            _launch(values | resumed, last_step=steps),
+        ]
     training = dict(values["training"])
-    seq_len, _ = training.pop("seq_len"), training.pop("steps")  # A recipe has them in its stages.
-    long = {"name": "long", "seq_len": 2 * seq_len + 1, "steps": 1, "rope": {"theta": 20_000.0}, "lr": 5e-3}
-    recipe = values | {"training": training, "stage": [{"name": "short", "seq_len": seq_len, "steps": 1}, long]}
-    return [_launch(recipe, last_step=1, compared=False), _launch(recipe | resumed, last_step=2, stage=1)]
+    # A recipe has them in its stages.
+    seq_len = training.pop("seq_len")
+    _ = training.pop("steps")
+    long = {
+        "name": "long",
+        "seq_len": 2 * seq_len + 1,
+        "steps": 1,
+        "rope": {"theta": 20_000.0},
+        "lr": 5e-3,
+    }
+    recipe = values | {
+        "training": training,
+        "stage": [{"name": "short", "seq_len": seq_len, "steps": 1}, long],
+    }
+    return [
+        _launch(recipe, last_step=1, compared=False),
+        _launch(recipe | resumed, last_step=2, stage=1),
+    ]
 
 
-def _launch(values: ConfigValues, *, last_step: int, stage: int = 0, compared: bool = True) -> Launch:
-    config, steps = Recipe.model_validate(values), (last_step,) if compared else ()
+def _launch(
+    values: ConfigValues, *, last_step: int, stage: int = 0, compared: bool = True
+) -> Launch:
+    config = Recipe.model_validate(values)
+    steps = (last_step,) if compared else ()
     ranks = prod(config.parallelism.degrees(1).values())
-    return Launch(config=config, world_size=ranks, stage=stage, last_step=last_step, compared_steps=steps)
+    return Launch(
+        config=config, world_size=ranks, stage=stage, last_step=last_step, compared_steps=steps
+    )
 
 
 def _with_folders(values: ConfigValues, folder: Path, run: str) -> ConfigValues:
     data = values["data"] = {"corpus": str(folder / "documents")} | values.get("data", {})
     data["cache_dir"] = folder / "prepared"
     sources = data.get("sources", {}).items()
-    data["sources"] = {name: source | {"path": str(folder / "documents")} for name, source in sources}
+    data["sources"] = {
+        name: source | {"path": str(folder / "documents")} for name, source in sources
+    }
     return values | {"job": {"output_dir": folder / run}}
 
 
@@ -239,21 +305,28 @@ def world_size(case: Case) -> int:
     return prod(int(case.get(factor, "1")) for factor in MESH_FACTORS)
 
 
-def random_case(rng: random.Random, *, max_processes: int, fixed: Case = NOTHING_FIXED) -> dict[str, str] | None:
+def random_case(
+    rng: random.Random, *, max_processes: int, fixed: Case = NOTHING_FIXED
+) -> dict[str, str] | None:
     """A legal case with the levels of `fixed`, or None if none was found.
 
-    Levels that a problem names are replaced by the simplest, one at a time, until there are no problems: first single
-    options, so that models of transformers stay what they are.
+    Levels that a problem names are replaced by the simplest, one at a time, until there are no
+    problems: first single options, so that models of transformers stay what they are.
     """
-    wanted, needed = without_simplest(fixed), needs_of(fixed)
+    wanted = without_simplest(fixed)
+    needed = needs_of(fixed)
     if needed is None:
         return None
     case = dict[str, str]()
     for factor in FACTORS:
         if factor not in MESH_FACTORS:
             levels = needed.get(factor, [*FACTORS[factor]])
-            (case[factor],) = rng.choices(levels, [RARE.get((factor, level), 1.0) for level in levels])
-    meshes = _meshes(max_processes, tuple(tuple(needed.get(key, FACTORS[key])) for key in MESH_FACTORS))
+            (case[factor],) = rng.choices(
+                levels, [RARE.get((factor, level), 1.0) for level in levels]
+            )
+    meshes = _meshes(
+        max_processes, tuple(tuple(needed.get(key, FACTORS[key])) for key in MESH_FACTORS)
+    )
     # By size first: of five and of seven processes there is one mesh each.
     size = rng.choice(sorted({world_size(mesh) for mesh in meshes}))
     case |= rng.choice([mesh for mesh in meshes if world_size(mesh) == size])
@@ -265,7 +338,9 @@ def random_case(rng: random.Random, *, max_processes: int, fixed: Case = NOTHING
         if not found:
             return case
         problem = rng.choice(found)
-        named = [factor for factor in case if factor not in needed and is_named(factor, case, problem)]
+        named = [
+            factor for factor in case if factor not in needed and is_named(factor, case, problem)
+        ]
         options = [factor for factor in named if factor not in MODEL_FACTORS]
         removable = options or named or [factor for factor in case if factor not in needed]
         if not removable:
@@ -277,11 +352,17 @@ def random_case(rng: random.Random, *, max_processes: int, fixed: Case = NOTHING
 def draw_cases(seed: int, *, max_processes: int) -> Iterator[dict[str, str]]:
     """Endless: the cases of a seed."""
     rng = random.Random(seed)
-    return (case for _ in count() if (case := random_case(rng, max_processes=max_processes)) is not None)
+    return (
+        case
+        for _ in count()
+        if (case := random_case(rng, max_processes=max_processes)) is not None
+    )
 
 
 @cache
-def _meshes(max_processes: int, levels_by_axis: tuple[tuple[str, ...], ...]) -> list[dict[str, str]]:
+def _meshes(
+    max_processes: int, levels_by_axis: tuple[tuple[str, ...], ...]
+) -> list[dict[str, str]]:
     """Those of one process if none is small enough."""
     meshes = [dict(zip(MESH_FACTORS, levels, strict=True)) for levels in product(*levels_by_axis)]
     return [mesh for mesh in meshes if world_size(mesh) <= max_processes] or [{}]
@@ -298,32 +379,44 @@ def is_named(factor: str, case: Case, problem: str) -> bool:
 
 def pairs(case: Case) -> set[Pair]:
     """The pairs of levels in a case, also of simplest levels, that have an effect."""
-    return {*combinations([(factor, level_of(case, factor)) for factor in FACTORS if has_effect(factor, case)], 2)}
+    return {
+        *combinations(
+            [(factor, level_of(case, factor)) for factor in FACTORS if has_effect(factor, case)], 2
+        )
+    }
 
 
 @cache
 def all_pairs() -> frozenset[Pair]:
     """Every pair of levels that can have an effect together."""
-    return frozenset(each for each in combinations(LEVELS, 2) if len(dict(each)) == 2 and needs_of(dict(each)))
+    return frozenset(
+        each for each in combinations(LEVELS, 2) if len(dict(each)) == 2 and needs_of(dict(each))
+    )
 
 
 def smallest_case(pair: Pair) -> dict[str, str]:
     """A pair of levels, and the first level of each factor that they need."""
-    return without_simplest({factor: levels[0] for factor, levels in (needs_of(dict(pair)) or {}).items()})
+    return without_simplest(
+        {factor: levels[0] for factor, levels in (needs_of(dict(pair)) or {}).items()}
+    )
 
 
 # ---- the smallest failing case
 
 
 def minimize(case: Case, fails: Callable[[Case], bool]) -> dict[str, str]:
-    """The case with as many factors at their simplest level, or at a simpler one, as still fail."""
+    """The case with as many factors at their simplest level, or at a simpler one, as still
+    fail.
+    """
     case = normalize(case)
     size = len(case)
     while size:
         before = case
         for start in range(0, len(before), size):
             chunk = [*before][start : start + size]
-            smaller = normalize({factor: level for factor, level in case.items() if factor not in chunk})
+            smaller = normalize(
+                {factor: level for factor, level in case.items() if factor not in chunk}
+            )
             if smaller != case and not problems(smaller) and fails(smaller):
                 case = smaller
         if size > 1 or case == before:

@@ -1,4 +1,6 @@
-"""One rank of a self-check: runs a launch and compares its metrics and tensors with those of the reference."""
+"""One rank of a self-check: runs a launch and compares its metrics and tensors with those of the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,25 @@ ROUNDED = 1e-5
 """Share of the largest number of a kind: smaller tensors are compared on this scale."""
 
 
-def run_task(rank: int, launch: Launch, store: Path, reference: Path, device_type: str) -> list[StepDifference]:
+def run_task(
+    rank: int, launch: Launch, store: Path, reference: Path, device_type: str
+) -> list[StepDifference]:
     """`run_and_compare` in a process group that meets in the file `store`. `clean_up` follows."""
     sections = launch.config.distributed
-    world = init_single_host(sections, rank=rank, size=launch.world_size, store=store, device_type=device_type)
+    world = init_single_host(
+        sections, rank=rank, size=launch.world_size, store=store, device_type=device_type
+    )
     return run_and_compare(launch, world, reference=reference)
 
 
 def clear_mesh_caches() -> None:
-    """Clears DTensor's caches: they hold meshes, and so their groups with all threads, and later groups find them."""
+    """Clears DTensor's caches: they hold meshes, and so their groups with all threads, and later
+    groups find them.
+    """
     _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
-    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # Not in torch 2.11.
+    # Not in torch 2.11.
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
 
 
 def clean_up() -> None:
@@ -64,16 +73,25 @@ def clean_up() -> None:
 
 
 def run_and_compare(launch: Launch, world: World, *, reference: Path) -> list[StepDifference]:
-    """Runs the launch on this rank; compares its tensors with those that the reference wrote to the folder `reference`."""
+    """Runs the launch on this rank; compares its tensors with those that the reference wrote to
+    the folder `reference`.
+    """
     torch.set_num_threads(1)
     extension.install(launch.config.job.extension)
-    # aot_eager still checks for graph breaks; generating kernels takes a C++ compiler and a minute.
+    # aot_eager still checks for graph breaks; generating kernels takes a C++ compiler and a
+    # minute.
     torch.compiler.set_stance("default", force_backend="aot_eager")
-    folders, stage = prepare_datasets(launch.config), launch.config.training_stages[launch.stage]
+    folders = prepare_datasets(launch.config)
+    stage = launch.config.training_stages[launch.stage]
     if world.rank == 0:
         for validate in (validate_initial_weights, validate_initial_tokenizer):
             validate(launch.config)
-    trainer = Trainer(stage.config, world, build_train_dataset(stage.config, folders, stage=stage.index), stage=stage)
+    trainer = Trainer(
+        stage.config,
+        world,
+        build_train_dataset(stage.config, folders, stage=stage.index),
+        stage=stage,
+    )
     with CheckpointManager(launch.config, RunDir(launch.config.output_dir), world) as checkpoints:
         checkpoints.resume(trainer)
         if launch.weights is not None:
@@ -86,14 +104,22 @@ def run_and_compare(launch: Launch, world: World, *, reference: Path) -> list[St
             scores = {"targets": found.targets} | (
                 {"loss": found.loss, "accuracy": found.accuracy} if found.targets else {}
             )
-            steps[-1].values.update({f"validation {validated.name} {length} {key}": scores[key] for key in scores})
+            steps[-1].values.update(
+                {f"validation {validated.name} {length} {key}": scores[key] for key in scores}
+            )
     steps[-1].values.update(finish(launch, trainer))
     return steps
 
 
-def train(launch: Launch, trainer: Trainer, checkpoints: CheckpointManager, reference: Path) -> list[StepDifference]:
-    """Every step up to the last of the launch, after which it saves a checkpoint, if it has any."""
-    steps, checkpoint, model = list[StepDifference](), launch.config.checkpoint, trainer.config.model.build()
+def train(
+    launch: Launch, trainer: Trainer, checkpoints: CheckpointManager, reference: Path
+) -> list[StepDifference]:
+    """Every step up to the last of the launch, after which it saves a checkpoint, if it has
+    any.
+    """
+    steps = list[StepDifference]()
+    checkpoint = launch.config.checkpoint
+    model = trainer.config.model.build()
     with closing(trainer.train_steps()) as results:
         for result in results:
             if result.step > launch.last_step:
@@ -103,11 +129,14 @@ def train(launch: Launch, trainer: Trainer, checkpoints: CheckpointManager, refe
                 round_experts(trainer)
             if result.step in launch.compared_steps:
                 record_state = save_state if launch.is_reference else compare_state
-                steps[-1].tensor_errors.update(record_state(trainer, state_path(reference, result.step)))
+                steps[-1].tensor_errors.update(
+                    record_state(trainer, state_path(reference, result.step))
+                )
             if result.step == launch.last_step:
                 if checkpoint.enabled:
                     checkpoints.save(trainer)
-                if not checkpoint.asynchronous:  # Else one more step meanwhile, if the run has one.
+                # Else one more step meanwhile, if the run has one.
+                if not checkpoint.asynchronous:
                     break
     return steps
 
@@ -130,9 +159,13 @@ def rank_state(trainer: Trainer) -> NamedTensors:
 def take_weights(trainer: Trainer, path: Path, *, takes_loads: bool) -> None:
     """Reads the state that one process wrote, in one process."""
     saved: NamedTensors = torch.load(path, weights_only=True)
-    loads = {name for name, each in trainer.config.model.build().buffers.items() if not each.hf_name}
+    loads = {
+        name for name, each in trainer.config.model.build().buffers.items() if not each.hf_name
+    }
     for name, tensor in trainer.state_dict().items():
-        if name.startswith(MODEL_PREFIX) and (takes_loads or name.removeprefix(MODEL_PREFIX) not in loads):
+        if name.startswith(MODEL_PREFIX) and (
+            takes_loads or name.removeprefix(MODEL_PREFIX) not in loads
+        ):
             to_local(tensor).copy_(saved[name])
 
 
@@ -149,7 +182,9 @@ def compare_state(trainer: Trainer, path: Path) -> dict[str, float]:
     expected: NamedTensors = torch.load(path, weights_only=True, mmap=True)
     least = least_scales(expected)
     return {
-        name: max_relative_error(tensor, expected.get(name), least=least.get(kind_of_state(name), 0.0))
+        name: max_relative_error(
+            tensor, expected.get(name), least=least.get(kind_of_state(name), 0.0)
+        )
         for name, tensor in rank_state(trainer).items()
     }
 
@@ -161,7 +196,10 @@ def kind_of_state(name: str) -> str:
 
 
 def least_scales(state: NamedTensors) -> dict[str, float]:
-    """By kind: `ROUNDED` of the largest number. A moment that vanishes has rounding errors, which no mesh repeats."""
+    """By kind: `ROUNDED` of the largest number.
+
+    A moment that vanishes has rounding errors, which no mesh repeats.
+    """
     largest: dict[str, float] = {}
     for name, tensor in state.items():
         kind = kind_of_state(name)
@@ -170,17 +208,22 @@ def least_scales(state: NamedTensors) -> dict[str, float]:
 
 
 def max_relative_error(actual: Tensor, expected: Tensor | None, *, least: float = 0.0) -> float:
-    """The largest difference of this rank's shard, over the largest value of the whole `expected`, `least` at least.
+    """The largest difference of this rank's shard, over the largest value of the whole `expected`,
+    `least` at least.
 
     Infinite if not finite or not comparable, and for any difference from a scale of zero.
     """
     if expected is None or actual.shape != expected.shape:
         return math.inf
     shard = to_local(actual)
-    expected_shard = expected[tuple(slice(part.start, part.stop) for part in local_ranges(actual))].to(shard.device)
+    expected_shard = expected[
+        tuple(slice(part.start, part.stop) for part in local_ranges(actual))
+    ].to(shard.device)
     if torch.equal(shard, expected_shard) and shard.isfinite().all():
         return 0.0
     if shard.shape != expected_shard.shape:
         return math.inf
-    error = float((shard - expected_shard).abs().max().cpu() / expected.abs().max().clamp(min=least))
+    error = float(
+        (shard - expected_shard).abs().max().cpu() / expected.abs().max().clamp(min=least)
+    )
     return error if math.isfinite(error) else math.inf

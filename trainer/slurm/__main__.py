@@ -36,15 +36,23 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> CommandParser:
     parser = CommandParser(typed("slurm"), DESCRIPTION)
-    runs: dict[str, Run] = {"render": print_script, "submit": submit, "status": print_status, "cancel": cancel}
+    runs: dict[str, Run] = {
+        "render": print_script,
+        "submit": submit,
+        "status": print_status,
+        "cancel": cancel,
+    }
     for name, run in runs.items():
         command = parser.add_command(name, SUMMARIES[name], run=run, overrides=overrides_help())
         command.add_config()
         for key, field in SlurmSection.model_fields.items():
-            option, text = f"--{key.replace('_', '-')}", str(field.description).replace("%", "%%")
+            option = f"--{key.replace('_', '-')}"
+            text = str(field.description).replace("%", "%%")
             command.add_argument(option, dest=f"slurm.{key}", metavar="VALUE", help=text)
         if name in ("status", "cancel"):
-            command.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_FOLDER", help="or --config NAME|PATH")
+            command.add_argument(
+                "run_dir", nargs="?", type=Path, metavar="RUN_FOLDER", help="or --config NAME|PATH"
+            )
     return parser
 
 
@@ -67,13 +75,18 @@ def submit(_: Namespace, overrides: Sequence[str]) -> int:
         exit_code, reason = early_exit
         sys.stderr.write(f"{reason}\n")
         return exit_code
-    run_dir, slurm = config.output_dir.absolute(), config.slurm
+    run_dir = config.output_dir.absolute()
+    slurm = config.slurm
     for state in jobs.active_jobs(run_dir):
         cancel_command = typed("slurm", "cancel", run_dir)
-        raise ConfigError([f"job {state.job_id} of this run is {state}; cancel it first: {cancel_command}"])
+        raise ConfigError(
+            [f"job {state.job_id} of this run is {state}; cancel it first: {cancel_command}"]
+        )
     folder = jobs.create_submission_dir(run_dir)
     (folder / "config.toml").write_text(to_toml(config))
-    (folder / "job.sh").write_text(render_script(config, ["--config", str(folder / "config.toml")]))
+    (folder / "job.sh").write_text(
+        render_script(config, ["--config", str(folder / "config.toml")])
+    )
     snapshot.write_code_version(ROOT, folder)
     job_id = scheduler.submit(folder / "job.sh")
     jobs.record_submission(folder, run_dir, job_id, config)
@@ -112,9 +125,16 @@ def find_run_dir(options: Namespace, overrides: Sequence[str]) -> Path:
 
 
 def load_job(overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
-    """The run, and all its problems for the world of the job. Raises `ConfigError` if it cannot be parsed."""
+    """The run, and all its problems for the world of the job.
+
+    Raises `ConfigError` if it cannot be parsed.
+    """
     config = load(overrides)
-    environment = {"NGPU": str(config.slurm.nproc_per_node), "NNODES": str(config.slurm.nodes), "NODE_RANK": "0"}
+    environment = {
+        "NGPU": str(config.slurm.nproc_per_node),
+        "NNODES": str(config.slurm.nodes),
+        "NODE_RANK": "0",
+    }
     return config, load_and_validate(overrides, environment | {"MASTER_ADDR": "the-first-node"})[2]
 
 
@@ -126,7 +146,13 @@ def print_problems(problems: Sequence[str], config: Recipe, overrides: Sequence[
 
 def render_script(config: Recipe, arguments: Sequence[str]) -> str:
     version = snapshot.code_version(ROOT)
-    return render(config, arguments, working_dir=Path.cwd(), current_python=sys.executable, code_version=version)
+    return render(
+        config,
+        arguments,
+        working_dir=Path.cwd(),
+        current_python=sys.executable,
+        code_version=version,
+    )
 
 
 if __name__ == "__main__":

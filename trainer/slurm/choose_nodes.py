@@ -1,8 +1,10 @@
-"""`python -m trainer.slurm.choose_nodes RUN NODES NODE...`: prints the nodes of a job that train, separated by commas.
+"""`python -m trainer.slurm.choose_nodes RUN NODES NODE...`: prints the nodes of a job that train,
+separated by commas.
 
-Nodes that did not pass the preflight, or did not end it, are left out. Of the others, those come last that this run's events accuse:
-their copies or results differed, or all others waited for them. Exits with 3 if too few nodes passed. Imports only what Python
-brings, because it runs outside of containers.
+Nodes that did not pass the preflight, or did not end it, are left out. Of the others, those come
+last that this run's events accuse: their copies or results differed, or all others waited for
+them. Exits with 3 if too few nodes passed. Imports only what Python brings, because it runs
+outside of containers.
 """
 
 from __future__ import annotations
@@ -21,18 +23,29 @@ ACCUSING = ("unstable_step", "replica_mismatch", "straggler")
 
 
 def main(argv: Sequence[str]) -> int:
-    run, count, nodes = Path(argv[0]), int(argv[1]), argv[2:]
+    run = Path(argv[0])
+    count = int(argv[1])
+    nodes = argv[2:]
     failures = {node: failure for node in nodes if (failure := failure_of(run, node))}
     for node, failure in failures.items():
         sys.stderr.write(f"preflight: {node} is left out: {failure}\n")
     suspects = accused(run)
-    good = sorted((node for node in nodes if node not in failures), key=lambda node: node.split(".")[0] in suspects)
+    good = sorted(
+        (node for node in nodes if node not in failures),
+        key=lambda node: node.split(".")[0] in suspects,
+    )
     for node in good[count:]:
         if node.split(".")[0] in suspects:
             sys.stderr.write(f"preflight: {node} is left out: this run's events accuse it\n")
     if len(good) < count:
-        excluded = f'; to leave them out, submit again with slurm.exclude = "{",".join(failures)}"' if failures else ""
-        sys.stderr.write(f"preflight: {len(good)} of the {count} nodes that train passed{excluded}\n")
+        excluded = (
+            f'; to leave them out, submit again with slurm.exclude = "{",".join(failures)}"'
+            if failures
+            else ""
+        )
+        sys.stderr.write(
+            f"preflight: {len(good)} of the {count} nodes that train passed{excluded}\n"
+        )
         return EXIT_BAD_NODE
     sys.stdout.write(",".join(node for node in nodes if node in good[:count]) + "\n")
     return EXIT_SUCCESS
@@ -43,7 +56,11 @@ def failure_of(run: Path, node: str) -> str:
     path = run / "slurm" / "preflight" / f"{node}.json"
     try:
         found = json.loads(path.read_text())
-        failed = [f"{each['name']}: {each['detail']}" for each in found["checks"] if each["state"] != "passed"]
+        failed = [
+            f"{each['name']}: {each['detail']}"
+            for each in found["checks"]
+            if each["state"] != "passed"
+        ]
     except FileNotFoundError:
         return "it did not end the preflight"
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -21,25 +21,38 @@ from trainer.slurm import scheduler
 from trainer.slurm.scheduler import JobState, SlurmError
 from trainer.slurm.script import log_path
 from trainer.storage import exit_markers
-from trainer.storage.artifact import Artifact, DamageError, open_regular, parse_object, read_artifact, write_artifact
+from trainer.storage.artifact import (
+    Artifact,
+    DamageError,
+    open_regular,
+    parse_object,
+    read_artifact,
+    write_artifact,
+)
 from trainer.storage.run_dir import RunDir
 
 log = logging.getLogger("trainer")
 
-TAIL_BYTES = 1 << 16  # bytes read from the end of metrics.jsonl; more than one line
+# bytes read from the end of metrics.jsonl; more than one line
+TAIL_BYTES = 1 << 16
 
 
 class JobRecord(Artifact):
     """A submission, as its folder keeps it."""
 
     kind: ClassVar[str] = "job record"
-    migrations: ClassVar[tuple[Migration, ...]] = (Migration(new_keys={"folder": None, "path": None}),)
+    migrations: ClassVar[tuple[Migration, ...]] = (
+        Migration(new_keys={"folder": None, "path": None}),
+    )
     job: str
     time: float
     nodes: int
     processes: int
     folder: int | None
-    """Inode of the run folder, and its path: a copy of the folder has neither. None in records of before."""
+    """Inode of the run folder, and its path: a copy of the folder has neither.
+
+    None in records of before.
+    """
     path: str | None
 
     @classmethod
@@ -48,7 +61,8 @@ class JobRecord(Artifact):
 
 
 def record_submission(folder: Path, run_dir: Path, job_id: str, config: Recipe) -> None:
-    slurm, inode = config.slurm, run_dir.stat().st_ino
+    slurm = config.slurm
+    inode = run_dir.stat().st_ino
     record = JobRecord(
         job=job_id,
         time=time.time(),
@@ -68,7 +82,10 @@ def create_submission_dir(run_dir: Path) -> Path:
 
 
 def submitted_job_ids(run_dir: Path) -> list[str]:
-    """The job ids of a run, oldest first. Those of the run that the folder was copied from are not its own."""
+    """The job ids of a run, oldest first.
+
+    Those of the run that the folder was copied from are not its own.
+    """
     job_ids = []
     for number in _submissions(run_dir):
         path = run_dir / "slurm" / str(number) / "job.json"
@@ -79,13 +96,17 @@ def submitted_job_ids(run_dir: Path) -> list[str]:
         except (OSError, DamageError, ResumeError) as error:
             log.warning("%s cannot be read, so its job is unknown: %s", path, error)
             continue
-        if record.folder in (None, run_dir.stat().st_ino) or record.path == str(run_dir.absolute()):
+        if record.folder in (None, run_dir.stat().st_ino) or record.path == str(
+            run_dir.absolute()
+        ):
             job_ids.append(record.job)
     return job_ids
 
 
 def _submissions(run_dir: Path) -> list[int]:
-    return sorted(int(path.name) for path in (run_dir / "slurm").glob("*") if path.name.isdecimal())
+    return sorted(
+        int(path.name) for path in (run_dir / "slurm").glob("*") if path.name.isdecimal()
+    )
 
 
 def active_jobs(run_dir: Path) -> list[JobState]:
@@ -98,7 +119,10 @@ def status_report(run_dir: Path) -> list[str]:
     """Status lines of a run: jobs, newest step and checkpoint, exit markers, log."""
     jobs = submitted_job_ids(run_dir)
     lines = [("run", str(run_dir)), *((f"job {job}", text) for job, text in _queue_states(jobs))]
-    lines += [("newest step", _latest_step(run_dir)), ("newest checkpoint", _latest_checkpoint(run_dir))]
+    lines += [
+        ("newest step", _latest_step(run_dir)),
+        ("newest checkpoint", _latest_checkpoint(run_dir)),
+    ]
     present = (name for name in exit_markers.EXIT_MARKERS if (run_dir / name).exists())
     lines += [(name, _format_marker(exit_markers.content_of(run_dir, name))) for name in present]
     if jobs:
@@ -115,7 +139,9 @@ def _queue_states(jobs: list[str]) -> list[tuple[str, str]]:
         except SlurmError as error:
             return [(jobs[-1], f"unknown: {error}")]
         if job == jobs[-1] or (state is not None and not state.is_finished):
-            states.append((job, str(state) if state else "finished; the scheduler no longer has its record"))
+            states.append(
+                (job, str(state) if state else "finished; the scheduler no longer has its record")
+            )
     return states
 
 
@@ -131,19 +157,31 @@ def _latest_step(run_dir: Path) -> str:
     except (OSError, DamageError) as error:
         return f"unknown: {path} cannot be read: {error}"
     numbers = {key: metrics.get(key) for key in ("loss", "grad_norm", "step_seconds")}
-    fields = [f"{key} {value:.5g}" for key, value in numbers.items() if isinstance(value, int | float)]
-    return ", ".join([f"step {metrics.get('step', 'unknown')}", *fields, f"written {_format_age(path)}"])
+    fields = [
+        f"{key} {value:.5g}" for key, value in numbers.items() if isinstance(value, int | float)
+    ]
+    return ", ".join(
+        [f"step {metrics.get('step', 'unknown')}", *fields, f"written {_format_age(path)}"]
+    )
 
 
 def _latest_checkpoint(run_dir: Path) -> str:
     committed = RunDir(run_dir).committed_checkpoints()
-    return f"{committed[-1][1].name}, written {_format_age(committed[-1][1])}" if committed else "none"
+    return (
+        f"{committed[-1][1].name}, written {_format_age(committed[-1][1])}"
+        if committed
+        else "none"
+    )
 
 
 def _format_marker(marker: exit_markers.Marker | None) -> str:
     if marker is None:
         return "damaged"
-    fields = [f"{key} {value}" for key in ("step", "reason", "attempt") if (value := getattr(marker, key))]
+    fields = [
+        f"{key} {value}"
+        for key in ("step", "reason", "attempt")
+        if (value := getattr(marker, key))
+    ]
     return ", ".join([*fields, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(marker.time))])
 
 

@@ -1,4 +1,7 @@
-"""`python -m trainer.slurm.node_info`: prints one line about a node for the job log. Imports no torch."""
+"""`python -m trainer.slurm.node_info`: prints one line about a node for the job log.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ def node_summary() -> str:
 def gpu_summary() -> str:
     """The GPUs of a node with their driver, or what nvidia-smi says instead."""
     try:
-        lines = subprocess.run(GPU_QUERY, capture_output=True, text=True, check=False).stdout.splitlines()
+        lines = subprocess.run(
+            GPU_QUERY, capture_output=True, text=True, check=False
+        ).stdout.splitlines()
     except OSError:
         lines = []
     return " and ".join(f"{count} x {gpu}" for gpu, count in Counter(lines).items()) or "no GPUs"

@@ -11,7 +11,15 @@ from pathlib import Path
 from trainer.errors import RunFailedError
 from trainer.launch.cluster import pluralize
 
-FINISHED_STATES = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
+FINISHED_STATES = {
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+}
 FINISHED_STATES |= {"PREEMPTED", "TIMEOUT"}
 
 
@@ -24,13 +32,20 @@ class JobState:
 
     def __init__(self, job_id: str, output: str) -> None:
         self.job_id = job_id
-        self._fields: defaultdict[str, str] = defaultdict(str, re.findall(r"(?:^|\s)([\w:/]+)=(\S*)", output))
+        self._fields: defaultdict[str, str] = defaultdict(
+            str, re.findall(r"(?:^|\s)([\w:/]+)=(\S*)", output)
+        )
         self.state = self._fields["JobState"] or "UNKNOWN"
         self.is_finished = self.state in FINISHED_STATES
-        self.exit_code, self.requeues = self._fields["ExitCode"], int(self._fields["Restarts"] or 0)
+        self.exit_code, self.requeues = (
+            self._fields["ExitCode"],
+            int(self._fields["Restarts"] or 0),
+        )
 
     def __str__(self) -> str:
-        text = f"{self.state} on {{NodeList}} for {{RunTime}} of {{TimeLimit}}".format_map(self._fields)
+        text = f"{self.state} on {{NodeList}} for {{RunTime}} of {{TimeLimit}}".format_map(
+            self._fields
+        )
         if self.is_finished:
             text = f"{self.state}, exit code {self.exit_code}"
         elif self.state == "PENDING":
@@ -66,7 +81,9 @@ def _run(*command: str) -> str:
     try:
         completed = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise SlurmError(f"{name} is not on PATH: run this on a machine that can submit SLURM jobs") from None
+        raise SlurmError(
+            f"{name} is not on PATH: run this on a machine that can submit SLURM jobs"
+        ) from None
     if completed.returncode:
         message = " ".join(completed.stderr.split()) or f"exited with code {completed.returncode}"
         raise SlurmError(message if message.startswith(name) else f"{name}: {message}")

@@ -1,4 +1,6 @@
-"""Renders the batch script of a run: `batch.sh`, with its placeholder lines filled from the configuration."""
+"""Renders the batch script of a run: `batch.sh`, with its placeholder lines filled from the
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,18 @@ def log_path(run_dir: Path, job_id: str) -> Path:
 
 
 def render(
-    config: Config, arguments: Sequence[str], *, working_dir: Path, current_python: str, code_version: str
+    config: Config,
+    arguments: Sequence[str],
+    *,
+    working_dir: Path,
+    current_python: str,
+    code_version: str,
 ) -> str:
-    """The script that runs `trainer.launch` with these arguments, in the directory that relative paths refer to."""
-    slurm, run_dir = config.slurm, config.output_dir.absolute()
+    """The script that runs `trainer.launch` with these arguments, in the directory that relative
+    paths refer to.
+    """
+    slurm = config.slurm
+    run_dir = config.output_dir.absolute()
     placeholders = {
         "about": [
             f"# Longhaul: {config.job.name} on {slurm.nodes} nodes x {slurm.nproc_per_node} ranks; rendered with {code_version}.",
@@ -50,7 +60,9 @@ def render(
         "preflight": preflight_command(slurm),
         "launch": launch_command(slurm),
     }
-    lines = (_fill_placeholder(line, placeholders) for line in BATCH_TEMPLATE.read_text().splitlines())
+    lines = (
+        _fill_placeholder(line, placeholders) for line in BATCH_TEMPLATE.read_text().splitlines()
+    )
     return "".join(f"{line}\n" for filled in lines for line in filled)
 
 
@@ -66,7 +78,9 @@ def _fill_placeholder(line: str, placeholders: dict[str, list[str]]) -> list[str
 def sbatch_directives(config: Config, run_dir: Path, working_dir: Path) -> list[str]:
     """#SBATCH lines. Unset keys keep the cluster's defaults."""
     slurm = config.slurm
-    tasks, cores = (1, slurm.nproc_per_node) if slurm.launcher == "torchrun" else (slurm.nproc_per_node, 1)
+    tasks, cores = (
+        (1, slurm.nproc_per_node) if slurm.launcher == "torchrun" else (slurm.nproc_per_node, 1)
+    )
     options: list[tuple[str, object]] = [
         ("job-name", config.job.name),
         ("nodes", slurm.nodes + slurm.spare_nodes),
@@ -82,33 +96,52 @@ def sbatch_directives(config: Config, run_dir: Path, working_dir: Path) -> list[
         ("constraint", slurm.constraint),
         ("exclude", slurm.exclude),
         ("chdir", _sbatch_quote(working_dir)),
-        ("output", _sbatch_quote(str(log_path(run_dir, "")).replace("%", "%%").replace("job-.log", "job-%j.log"))),
+        (
+            "output",
+            _sbatch_quote(
+                str(log_path(run_dir, "")).replace("%", "%%").replace("job-.log", "job-%j.log")
+            ),
+        ),
         ("signal", f"B:USR1@{slurm.lead_seconds}"),
     ]
     lines = [f"#SBATCH --{name}={value}" for name, value in options if value is not None]
-    return [*lines, "#SBATCH --requeue", "#SBATCH --open-mode=append", *(f"#SBATCH {line}" for line in slurm.options)]
+    return [
+        *lines,
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        *(f"#SBATCH {line}" for line in slurm.options),
+    ]
 
 
 def segment_nodes(config: Config) -> int | None:
-    """Nodes that must share a link domain, for block topologies of SLURM; None if a domain of the device is one node."""
-    slurm, device = config.slurm, select_device(config)
+    """Nodes that must share a link domain, for block topologies of SLURM; None if a domain of the
+    device is one node.
+    """
+    slurm = config.slurm
+    device = select_device(config)
     is_stated = any(option.startswith("--segment") for option in slurm.options)
     if is_stated or device is None or device.devices_per_node != slurm.nproc_per_node:
         return None
     if device.link_domain_size <= device.devices_per_node:
         return None
     world_size = slurm.nodes * slurm.nproc_per_node
-    first_groups = [first_groups_of(stage.config, world_size).values() for stage in config.training_stages]
-    used_nodes = used_domain_size([*chain(*first_groups)], world_size, device) // device.devices_per_node
+    first_groups = [
+        first_groups_of(stage.config, world_size).values() for stage in config.training_stages
+    ]
+    used_nodes = (
+        used_domain_size([*chain(*first_groups)], world_size, device) // device.devices_per_node
+    )
     segment = min(used_nodes, slurm.nodes)
-    return segment if (slurm.nodes + slurm.spare_nodes) % segment == 0 else None  # SLURM requires it.
+    # SLURM requires it.
+    return segment if (slurm.nodes + slurm.spare_nodes) % segment == 0 else None
 
 
 def node_report_command(slurm: SlurmSection) -> list[str]:
     """The srun command that prints one line per node."""
     srun_command = 'timeout 120 srun --ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES" --label'
     return _background_command(
-        " ".join([srun_command, *container_options(slurm)]), '"$PYTHON" -P -m trainer.slurm.node_info'
+        " ".join([srun_command, *container_options(slurm)]),
+        '"$PYTHON" -P -m trainer.slurm.node_info',
     )
 
 
@@ -133,10 +166,16 @@ def launch_command(slurm: SlurmSection) -> list[str]:
     ]
     run_arguments = '"${ARGUMENTS[@]}"'
     if slurm.launcher == "srun":
-        return _background_command(" ".join(srun_command), f'"$PYTHON" -P -u -m trainer.launch {run_arguments}')
-    rendezvous = f'--nodes "$NODES" --processes {slurm.nproc_per_node} --meet "$MASTER_ADDR:$MASTER_PORT"'
+        return _background_command(
+            " ".join(srun_command), f'"$PYTHON" -P -u -m trainer.launch {run_arguments}'
+        )
+    rendezvous = (
+        f'--nodes "$NODES" --processes {slurm.nproc_per_node} --meet "$MASTER_ADDR:$MASTER_PORT"'
+    )
     agent = f'"$PYTHON" -P -u -m trainer.slurm.torchrun_agent {rendezvous}'
-    return _background_command(" ".join(srun_command), agent, f'--id "$LONGHAUL_ATTEMPT" {run_arguments}')
+    return _background_command(
+        " ".join(srun_command), agent, f'--id "$LONGHAUL_ATTEMPT" {run_arguments}'
+    )
 
 
 def container_options(slurm: SlurmSection) -> list[str]:

@@ -37,7 +37,11 @@ def _git(root: Path, *args: str) -> str | None:
         return None
     try:
         completed = subprocess.run(
-            ["git", "-C", str(root), *args], capture_output=True, text=True, errors="replace", check=False
+            ["git", "-C", str(root), *args],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
         )
     except FileNotFoundError:
         return None

@@ -1,9 +1,10 @@
-"""`python -m trainer.slurm.torchrun_agent`: torchrun's agent on a node of a job, with c10d rendezvous.
+"""`python -m trainer.slurm.torchrun_agent`: torchrun's agent on a node of a job, with c10d
+rendezvous.
 
     --nodes N --processes N --meet HOST:PORT --id TEXT [--config NAME|PATH] [--section.key VALUE]...
 
-Starts the node's ranks once, forwards signals to them and exits with their status. Of a recipe it runs one stage; the
-batch script starts it again for the next.
+Starts the node's ranks once, forwards signals to them and exits with their status. Of a recipe it
+runs one stage; the batch script starts it again for the next.
 """
 
 from __future__ import annotations
@@ -32,10 +33,18 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 def main(args: Sequence[str]) -> int:
     parser = CommandParser(
-        "python -m trainer.slurm.torchrun_agent", "Starts the ranks of a node.", run=run, overrides=overrides_help()
+        "python -m trainer.slurm.torchrun_agent",
+        "Starts the ranks of a node.",
+        run=run,
+        overrides=overrides_help(),
     )
     parser.add_config()
-    for option, metavar in ("--nodes", "N"), ("--processes", "N"), ("--meet", "HOST:PORT"), ("--id", "TEXT"):
+    for option, metavar in (
+        ("--nodes", "N"),
+        ("--processes", "N"),
+        ("--meet", "HOST:PORT"),
+        ("--id", "TEXT"),
+    ):
         parser.add_argument(option, required=True, metavar=metavar)
     return run_command(args, parser)
 
@@ -59,15 +68,23 @@ def run(options: Namespace, overrides: Sequence[str]) -> int:
         spec = prepare_run(config, cluster)
     if not isinstance(spec, RunSpec):
         return spec
-    set_worker_environment(os.environ, cluster, cpu_optimizer=config.memory.optimizer_placement == "host")
-    logging.disable(logging.ERROR)  # torchrun's report of a failed rank; `launch_agent` prints one line instead.
-    return launch_agent(TRAIN_SCRIPT, [spec.to_json()], cluster, rdzv_endpoint=options.meet, rdzv_id=options.id)
+    set_worker_environment(
+        os.environ, cluster, cpu_optimizer=config.memory.optimizer_placement == "host"
+    )
+    # torchrun's report of a failed rank; `launch_agent` prints one line instead.
+    logging.disable(logging.ERROR)
+    return launch_agent(
+        TRAIN_SCRIPT, [spec.to_json()], cluster, rdzv_endpoint=options.meet, rdzv_id=options.id
+    )
 
 
-def launch_agent(script: Path, argv: Sequence[str], cluster: LaunchWorld, *, rdzv_endpoint: str, rdzv_id: str) -> int:
+def launch_agent(
+    script: Path, argv: Sequence[str], cluster: LaunchWorld, *, rdzv_endpoint: str, rdzv_id: str
+) -> int:
     """Runs `script` once on this node's ranks; returns the exit status.
 
-    `rdzv_id` must be new for each launch: agents with a reused id would join the previous rendezvous.
+    `rdzv_id` must be new for each launch: agents with a reused id would join the previous
+    rendezvous.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -83,18 +100,24 @@ def launch_agent(script: Path, argv: Sequence[str], cluster: LaunchWorld, *, rdz
         "--rdzv-backend": "c10d",
         "--rdzv-endpoint": rdzv_endpoint,
         "--rdzv-id": rdzv_id,
-        # A restart in place would reuse the previous attempt's addresses; the batch script restarts instead.
+        # A restart in place would reuse the previous attempt's addresses; the batch script
+        # restarts instead.
         "--max-restarts": 0,
         "--signals-to-handle": "SIGINT,SIGHUP,SIGQUIT",
     }
     torchrun_args = [f"{option}={value}" for option, value in options.items()]
-    config, command, arguments = config_from_args(get_args_parser().parse_args([*torchrun_args, str(script), *argv]))
+    config, command, arguments = config_from_args(
+        get_args_parser().parse_args([*torchrun_args, str(script), *argv])
+    )
     try:
         elastic_launch(config, command)(*arguments)
     except ChildFailedError as error:
         failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
-        reported = [failure for failure in failures if failure.exitcode != -signal.SIGTERM] or failures
-        for failure in reported:  # The agent kills the peers with SIGTERM.
+        reported = [
+            failure for failure in failures if failure.exitcode != -signal.SIGTERM
+        ] or failures
+        # The agent kills the peers with SIGTERM.
+        for failure in reported:
             report_failed_rank(failure.local_rank, failure.pid, failure.exitcode)
         return exit_status([failure.exitcode for failure in failures])
     except SignalException as error:
@@ -104,8 +127,14 @@ def launch_agent(script: Path, argv: Sequence[str], cluster: LaunchWorld, *, rdz
 
 
 def _forward_signal(number: int, _: FrameType | None) -> None:
-    """Forwards a stop signal to the ranks; torchrun's own handler would kill ranks that are still saving."""
-    rank_pids = [pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
+    """Forwards a stop signal to the ranks; torchrun's own handler would kill ranks that are still
+    saving.
+    """
+    rank_pids = [
+        pid
+        for task in Path("/proc/self/task").glob("*/children")
+        for pid in task.read_text().split()
+    ]
     if not rank_pids:
         raise SystemExit(EXIT_FAILURE)
     for pid in rank_pids:

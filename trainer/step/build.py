@@ -1,4 +1,5 @@
-"""Builds this rank's part of the model from the configuration, and runs batches forward through it.
+"""Builds this rank's part of the model from the configuration, and runs batches forward through
+it.
 
 Shape suffixes: B sequences, S tokens on this rank.
 """
@@ -38,7 +39,9 @@ from trainer.hardware.host import GIB
 from trainer.step.distributed import World
 
 EvaluationCallback = Callable[[Tensor, Tensor, Batch], None]
-"""Receives the losses [B, S] of a batch, and 1 where the target was the most likely token, else 0."""
+"""Receives the losses [B, S] of a batch, and 1 where the target was the most likely token, else
+0.
+"""
 
 
 class ParallelModel:
@@ -49,7 +52,8 @@ class ParallelModel:
 
     def __init__(self, config: Config, world: World, *, kernel: str | None = None) -> None:
         context_plan = config.context_plan()
-        self._config, self.device = config, world.device
+        self._config = config
+        self.device = world.device
         self._is_compiled = compiles(config, world.device)
         self.mesh = Mesh(
             world.device.type,
@@ -63,10 +67,15 @@ class ParallelModel:
         if config.parallelism.async_tp:
             require_peer_access(world.device)
             tensor_parallel.enable_async_tp(self.mesh.tp_mesh)
-        self.context_parallel = build_context_parallel(config, self.mesh, self.kernel) if context_plan.cp > 1 else None
-        self.sequence_shard: SequenceShard = self.context_parallel or FullSequence(context_plan.seq_len_divisor)
+        self.context_parallel = (
+            build_context_parallel(config, self.mesh, self.kernel) if context_plan.cp > 1 else None
+        )
+        self.sequence_shard: SequenceShard = self.context_parallel or FullSequence(
+            context_plan.seq_len_divisor
+        )
         """Selects this rank's tokens of a sequence."""
-        self.pipeline_plan, pp_rank = config.pipeline_plan(world.size), self.mesh.coordinate["pp"]
+        self.pipeline_plan = config.pipeline_plan(world.size)
+        pp_rank = self.mesh.coordinate["pp"]
         host_pool = build_host_pool(config, world, self.pipeline_plan, rank=pp_rank)
         self.stage_modules = {
             stage: self._build_stage(self.pipeline_plan.stage_module(stage), host_pool)
@@ -74,20 +83,31 @@ class ParallelModel:
         }
         """The model by pipeline stage; without a pipeline, stage 0 is the whole model."""
 
-    def _build_stage(self, stage: StageSpec | None, host_pool: HostActivationPool | None) -> Transformer:
-        """A pipeline stage, parallelized over the mesh. Weights to be loaded from a file are NaN."""
-        config, training = self._config, self._config.training
+    def _build_stage(
+        self, stage: StageSpec | None, host_pool: HostActivationPool | None
+    ) -> Transformer:
+        """A pipeline stage, parallelized over the mesh.
+
+        Weights to be loaded from a file are NaN.
+        """
+        config = self._config
+        training = self._config.training
         compute_dtype = getattr(torch, training.dtype)
         stored_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
         recompute_config = build_recompute_config(config, host_pool, compiled=self._is_compiled)
         cpu_offload = config.memory.optimizer_placement == "host"
         with torch.device("meta"):
-            model_config, chunk_mib = config.model.build(), config.memory.loss_chunk_bytes >> 20
-            model = Transformer(model_config, stage=stage, seq_len=training.seq_len, loss_chunk_mib=chunk_mib)
+            model_config = config.model.build()
+            chunk_mib = config.memory.loss_chunk_bytes >> 20
+            model = Transformer(
+                model_config, stage=stage, seq_len=training.seq_len, loss_chunk_mib=chunk_mib
+            )
             model.cast(stored_dtype)
         fsdp_config = FSDPConfig(
             param_dtype=compute_dtype,
-            reduce_dtype=getattr(torch, training.reduce_dtype) if compute_dtype == torch.bfloat16 else stored_dtype,
+            reduce_dtype=getattr(torch, training.reduce_dtype)
+            if compute_dtype == torch.bfloat16
+            else stored_dtype,
             reshard_after_forward=recompute_config.reshard_after_forward,
             cpu_offload=cpu_offload,
         )
@@ -107,21 +127,37 @@ class ParallelModel:
 
     def plan_attention(self, boundaries_BD: Tensor) -> tuple[object, ...]:
         """What the layers' attention needs of the host for sequences with these boundaries."""
-        blocks = [block for module in self.stage_modules.values() for block in module.transformer_blocks()]
-        by_scores = {block.kind.scores: block.attention for block in blocks if isinstance(block.attention, Attention)}
+        blocks = [
+            block
+            for module in self.stage_modules.values()
+            for block in module.transformer_blocks()
+        ]
+        by_scores = {
+            block.kind.scores: block.attention
+            for block in blocks
+            if isinstance(block.attention, Attention)
+        }
         return tuple(attention.core.prepare(boundaries_BD) for attention in by_scores.values())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], on_losses: EvaluationCallback) -> None:
-        """Runs batches forward only; sequences may have any length. The rank of the last stage calls `on_losses`.
+        """Runs batches forward only; sequences may have any length. The rank of the last stage
+        calls `on_losses`.
 
-        Every rank must pass the same number of batches, and all ranks of a pipeline the same batches.
+        Every rank must pass the same number of batches, and all ranks of a pipeline the same
+        batches.
         """
-        tp, dtype = self._config.context_plan().tp, getattr(torch, self._config.training.dtype)
+        tp = self._config.context_plan().tp
+        dtype = getattr(torch, self._config.training.dtype)
         with self._evaluation_mode():
             for batch in (each.to(self.device) for each in batches):
                 output_BS2 = pipeline_forward(
-                    self.stage_modules, self.pipeline_plan, self.mesh.pp_group, batch, tp=tp, dtype=dtype
+                    self.stage_modules,
+                    self.pipeline_plan,
+                    self.mesh.pp_group,
+                    batch,
+                    tp=tp,
+                    dtype=dtype,
                 )
                 if output_BS2 is not None:
                     losses_BS, hits_BS = output_BS2.unbind(-1)
@@ -133,11 +169,13 @@ class ParallelModel:
         heads = [module.head for module in stage_modules if module.head is not None]
         hooks = [module.block_boundary_hook for module in stage_modules]
         for module in stage_modules:
-            module.block_boundary_hook = identity  # It tracks the progress of a training step.
+            # It tracks the progress of a training step.
+            module.block_boundary_hook = identity
         for head in heads:
             head.reports_correct = True
         try:
-            # Other sequence lengths would add graphs, or turn those of training into slower dynamic ones.
+            # Other sequence lengths would add graphs, or turn those of training into slower
+            # dynamic ones.
             with torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext():
                 yield
         finally:
@@ -151,8 +189,11 @@ def build_pipeline(config: Config, parallel_model: ParallelModel) -> Pipeline | 
     """None without pipeline parallelism."""
     if parallel_model.pipeline_plan.pp == 1:
         return None
-    context_plan, training = config.context_plan(), config.training
-    local_tokens = context_plan.padded_length(training.seq_len) // (context_plan.cp * context_plan.tp)
+    context_plan = config.context_plan()
+    training = config.training
+    local_tokens = context_plan.padded_length(training.seq_len) // (
+        context_plan.cp * context_plan.tp
+    )
     return Pipeline(
         parallel_model.stage_modules,
         parallel_model.pipeline_plan,
@@ -166,15 +207,22 @@ def build_pipeline(config: Config, parallel_model: ParallelModel) -> Pipeline | 
 def build_context_parallel(config: Config, mesh: Mesh, kernel: str) -> ContextParallel:
     """Context parallelism as planned by the configuration. Collective."""
     reduce_dtype = getattr(torch, config.parallelism.cp_reduce_dtype)
-    return ContextParallel(mesh.cp_mesh, config.context_plan(), reduce_dtype=reduce_dtype, kernel=kernel)
+    return ContextParallel(
+        mesh.cp_mesh, config.context_plan(), reduce_dtype=reduce_dtype, kernel=kernel
+    )
 
 
-def build_host_pool(config: Config, world: World, plan: PipelinePlan, *, rank: int) -> HostActivationPool | None:
+def build_host_pool(
+    config: Config, world: World, plan: PipelinePlan, *, rank: int
+) -> HostActivationPool | None:
     """The host memory of this rank for activation offload; None without offload."""
     memory = config.memory
     if memory.offload == "none":
         return None
-    blocks = sum(-(-plan.blocks_per_stage[stage] // memory.blocks_per_checkpoint) for stage in plan.stages_of(rank))
+    blocks = sum(
+        -(-plan.blocks_per_stage[stage] // memory.blocks_per_checkpoint)
+        for stage in plan.stages_of(rank)
+    )
     budget = None
     if memory.host_budget_gib is not None:
         budget = int(memory.host_budget_gib * GIB) // max(1, world.size // world.num_nodes)
@@ -187,7 +235,9 @@ def compiles(config: Config, device: torch.device) -> bool:
 
 
 def require_right_gradients(config: Config) -> None:
-    """Raises RankFailedError if recomputation or compilation changes the gradients of the model's blocks."""
+    """Raises RankFailedError if recomputation or compilation changes the gradients of the model's
+    blocks.
+    """
     options = build_recompute_config(config, None, compiled=config.training.compile is True)
     try:
         verify_gradients(config.model.build(), options.policy, options.tiling)
@@ -200,7 +250,9 @@ def require_right_gradients(config: Config) -> None:
         raise RankFailedError(EXIT_BAD_CONFIG, f"{given} cannot be used here: {error}") from error
 
 
-def build_recompute_config(config: Config, host_pool: HostActivationPool | None, *, compiled: bool) -> RecomputeConfig:
+def build_recompute_config(
+    config: Config, host_pool: HostActivationPool | None, *, compiled: bool
+) -> RecomputeConfig:
     memory = config.memory
     if memory.recompute == "auto":
         raise ValueError('memory.recompute = "auto" must be resolved before the model is built')
@@ -213,5 +265,6 @@ def build_recompute_config(config: Config, host_pool: HostActivationPool | None,
         blocks_per_checkpoint=memory.blocks_per_checkpoint,
         tiling=Tiling(memory.head_groups, tile_bytes, compile_piece),
         # A pipeline would repeat the all-gather for every micro-batch.
-        reshard_after_forward=config.parallelism.reshard_after_forward and config.parallelism.pp == 1,
+        reshard_after_forward=config.parallelism.reshard_after_forward
+        and config.parallelism.pp == 1,
     )

@@ -46,9 +46,15 @@ class World:
 
 
 def rank_from_environment(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
-    """(rank, world size, local rank) from the variables of torchrun or srun; (0, 1, 0) without either."""
+    """(rank, world size, local rank) from the variables of torchrun or srun; (0, 1, 0) without
+    either.
+    """
     if "RANK" in environment:
-        return int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment["LOCAL_RANK"])
+        return (
+            int(environment["RANK"]),
+            int(environment["WORLD_SIZE"]),
+            int(environment["LOCAL_RANK"]),
+        )
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
     if "SLURM_STEP_ID" in environment and int(tasks) > 1:
         return int(environment["SLURM_PROCID"]), int(tasks), int(environment["SLURM_LOCALID"])
@@ -64,9 +70,16 @@ def node_count(environment: Mapping[str, str]) -> int:
 
 
 def require_same_config(config: Config, data_facts: Mapping[str, str]) -> None:
-    """Raises ConfigError on all ranks if their configurations or data fingerprints differ. Collective."""
+    """Raises ConfigError on all ranks if their configurations or data fingerprints differ.
+
+    Collective.
+    """
     values = flatten_config(config) | dict(data_facts)
-    values = {key: value for key, value in values.items() if key not in NODE_LOCAL_KEYS and not is_source_path(key)}
+    values = {
+        key: value
+        for key, value in values.items()
+        if key not in NODE_LOCAL_KEYS and not is_source_path(key)
+    }
     first, *others = all_gather_values(values)
     if problems := [
         f"{key} is {json.dumps(first.get(key))} on rank 0 and {json.dumps(other.get(key))} on rank {rank}"
@@ -78,9 +91,13 @@ def require_same_config(config: Config, data_facts: Mapping[str, str]) -> None:
 
 
 def require_same_checkpoint(checkpoint: str) -> None:
-    """Raises RunFailedError on all ranks if they see different checkpoints, as on a lagging shared file system."""
+    """Raises RunFailedError on all ranks if they see different checkpoints, as on a lagging shared
+    file system.
+    """
     checkpoints = all_gather_values(checkpoint)
-    if differing_rank := next((rank for rank, seen in enumerate(checkpoints) if seen != checkpoints[0]), None):
+    if differing_rank := next(
+        (rank for rank, seen in enumerate(checkpoints) if seen != checkpoints[0]), None
+    ):
         raise RunFailedError(
             f"rank 0 would start {checkpoints[0]}, but rank {differing_rank} {checkpoints[differing_rank]}: "
             "the shared file system may lag, so the next restart may succeed"
@@ -88,12 +105,14 @@ def require_same_checkpoint(checkpoint: str) -> None:
 
 
 def resolve_auto_memory(config: Config, world: World, prediction_path: Path) -> Config:
-    """Replaces the memory options that are "auto" by those that fit the smallest device and node of all ranks.
+    """Replaces the memory options that are "auto" by those that fit the smallest device and node
+    of all ranks.
 
-    A child process of rank 0 plans them and writes their prediction. Collective. Raises ConfigError on all ranks if
-    nothing fits.
+    A child process of rank 0 plans them and writes their prediction. Collective. Raises
+    ConfigError on all ranks if nothing fits.
     """
-    on_cpu, memory = world.device.type == "cpu", config.memory
+    on_cpu = world.device.type == "cpu"
+    memory = config.memory
     if on_cpu and memory.loss_chunk_mib == "auto":
         memory = memory.model_copy(update={"loss_chunk_mib": memory.loss_chunk_bytes >> 20})
         config = config.model_copy(update={"memory": memory})
@@ -102,13 +121,16 @@ def resolve_auto_memory(config: Config, world: World, prediction_path: Path) -> 
     ranks_per_node = max(1, world.size // world.num_nodes)
     host_bytes = node_memory_bytes()
     if on_cpu:
-        host_bytes /= 2  # The other half stands in for device memory.
+        # The other half stands in for device memory.
+        host_bytes /= 2
         device_bytes = host_bytes / ranks_per_node
     else:
         device_bytes = float(torch.cuda.get_device_properties(world.device).total_memory)
     if config.memory.device_gib is not None:
         device_bytes = config.memory.device_gib * GIB
-    device_bytes, host_bytes = (-size for size in max_over_ranks(None, [-device_bytes, -host_bytes]))
+    device_bytes, host_bytes = (
+        -size for size in max_over_ranks(None, [-device_bytes, -host_bytes])
+    )
     request = {
         "config": config.model_dump_json(by_alias=True, exclude_unset=True),
         "world_size": world.size,
@@ -129,10 +151,19 @@ def _run_planner(request: dict[str, Any]) -> dict[str, Any]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-P", "-m", "trainer.launch.predict"]
     child = subprocess.run(
-        command, input=json.dumps(request), env=environment, stdout=subprocess.PIPE, text=True, check=False
+        command,
+        input=json.dumps(request),
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     if child.returncode:
-        return {"problems": [f'memory options that are "auto": the planner failed with exit code {child.returncode}']}
+        return {
+            "problems": [
+                f'memory options that are "auto": the planner failed with exit code {child.returncode}'
+            ]
+        }
     answer: dict[str, Any] = json.loads(child.stdout)
     return answer
 
@@ -159,13 +190,16 @@ def process_group(config: DistributedSection) -> Iterator[World]:
         yield World(rank, size, device, node_count(os.environ))
         is_clean_exit = True
     finally:
-        # Not after an error: peers may be inside a collective, and the exit must not wait for them.
+        # Not after an error: peers may be inside a collective, and the exit must not wait for
+        # them.
         if is_clean_exit:
             distributed.destroy_process_group()
 
 
 def require_own_device(device: torch.device) -> None:
-    """Raises ConfigError on all ranks if some share a GPU: NCCL refuses it later, in words of its own. Collective."""
+    """Raises ConfigError on all ranks if some share a GPU: NCCL refuses it later, in words of its
+    own. Collective.
+    """
     if device.type != "cuda":
         return
     found = all_gather_values(str(torch.cuda.get_device_properties(device).uuid))
@@ -179,36 +213,48 @@ def require_own_device(device: torch.device) -> None:
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> distributed.Store | None:
-    """Where ranks find each other. None: at MASTER_ADDR and MASTER_PORT, as torchrun and srun set them."""
+    """Where ranks find each other.
+
+    None: at MASTER_ADDR and MASTER_PORT, as torchrun and srun set them.
+    """
     if size == 1:
         return distributed.HashStore()
     if STORE_SOCKET_ENV not in os.environ:
         return None
     descriptor = None
-    if rank == 0:  # It listens already, so no other process can have taken the port.
+    # It listens already, so no other process can have taken the port.
+    if rank == 0:
         descriptor = int(os.environ[STORE_SOCKET_ENV])
         os.set_inheritable(descriptor, False)  # noqa: FBT003 - it takes no keyword
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return distributed.TCPStore(address, port, size, is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor)
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    return distributed.TCPStore(
+        address, port, size, is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor
+    )
 
 
 def gloo_group(config: DistributedSection) -> distributed.ProcessGroup:
     """A gloo group of all ranks, for a background thread. Collective."""
     minutes = max(config.start_timeout_minutes, config.timeout_minutes)
-    group: distributed.ProcessGroup = distributed.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
+    group: distributed.ProcessGroup = distributed.new_group(
+        backend="gloo", timeout=timedelta(minutes=minutes)
+    )
     return group
 
 
 def attempt_name() -> str:
     """The name of this launch on all ranks: `LONGHAUL_ATTEMPT`, else random. Collective."""
-    name = re.sub(r"[^A-Za-z0-9_-]", "-", os.environ.get(ATTEMPT_VARIABLE, ""))[:64] or token_hex(4)
+    name = re.sub(r"[^A-Za-z0-9_-]", "-", os.environ.get(ATTEMPT_VARIABLE, ""))[:64] or token_hex(
+        4
+    )
     return all_gather_values(name)[0]
 
 
 def init_single_host(
     config: DistributedSection, *, rank: int, size: int, store: Path, device_type: str = "cpu"
 ) -> World:
-    """Creates a process group that meets in the file `store`: on the CPU, even if there are GPUs, or a GPU per rank.
+    """Creates a process group that meets in the file `store`: on the CPU, even if there are GPUs,
+    or a GPU per rank.
 
     The sockets of its ranks are on loopback.
     """
@@ -228,6 +274,9 @@ def init_single_host(
 
 
 def destroy_process_group() -> None:
-    """Destroys the default process group, if there is one. All ranks must have left its collectives."""
+    """Destroys the default process group, if there is one.
+
+    All ranks must have left its collectives.
+    """
     if distributed.is_initialized():
         distributed.destroy_process_group()

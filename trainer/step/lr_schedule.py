@@ -12,9 +12,13 @@ def learning_rate(stage: TrainingStage, step: int) -> float:
     """The learning rate of `step`, counted over the run, which must be in this training stage."""
     schedule = stage.config.schedule
     first_step, num_steps = (
-        (0, stage.total_steps) if schedule.over == "run" else (stage.start_step, stage.config.training.steps)
+        (0, stage.total_steps)
+        if schedule.over == "run"
+        else (stage.start_step, stage.config.training.steps)
     )
-    return stage.config.optimizer.lr * lr_factor(schedule, step=step - first_step, num_steps=num_steps)
+    return stage.config.optimizer.lr * lr_factor(
+        schedule, step=step - first_step, num_steps=num_steps
+    )
 
 
 def lr_factor(schedule: ScheduleSection, *, step: int, num_steps: int) -> float:
@@ -25,7 +29,9 @@ def lr_factor(schedule: ScheduleSection, *, step: int, num_steps: int) -> float:
         return 1.0
     decay_start = schedule.warmup_steps
     if schedule.kind == "wsd":
-        decay_start = max(decay_start, num_steps - (schedule.decay_steps or max(1, num_steps // 10)))
+        decay_start = max(
+            decay_start, num_steps - (schedule.decay_steps or max(1, num_steps // 10))
+        )
     if step <= decay_start:
         return 1.0
     progress = min(1.0, (step - decay_start) / max(1, num_steps - decay_start))

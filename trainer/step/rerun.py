@@ -1,7 +1,8 @@
-"""Runs a suspicious step again before the optimizer's update: an equal result accuses the data, another one the hardware.
+"""Runs a suspicious step again before the optimizer's update: an equal result accuses the data,
+another one the hardware.
 
-Only with deterministic kernels are two results comparable bit by bit. Weights change after the second result, so that nothing
-wrong is saved.
+Only with deterministic kernels are two results comparable bit by bit. Weights change after the
+second result, so that nothing wrong is saved.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ class UnstableStepError(RunFailedError):
 
     def __init__(self, ranks: list[dict[str, object]], losses: tuple[float, float]) -> None:
         self.ranks = ranks
-        named = "; ".join("rank {rank} on {host} ({differs})".format_map(each) for each in ranks[:MAX_NAMED_RANKS])
+        named = "; ".join(
+            "rank {rank} on {host} ({differs})".format_map(each)
+            for each in ranks[:MAX_NAMED_RANKS]
+        )
         first, second = losses
         super().__init__(
             f"a step that was run twice has a loss of {first:.6g} and of {second:.6g}: {named}; suspect the hardware"
@@ -38,19 +42,25 @@ def reruns_suspicious_steps(config: Config) -> bool:
 
 
 class StepRerun:
-    """Reads loss and gradient norm of each step before the optimizer's update, for which the host waits for the device."""
+    """Reads loss and gradient norm of each step before the optimizer's update, for which the host
+    waits for the device.
+    """
 
-    def __init__(self, config: Config, optimizer: Optimizer, accumulator: MetricAccumulator) -> None:
-        self._optimizer, self._accumulator = optimizer, accumulator
-        self._losses, self._norms = LossSpikeDetector(config), LossSpikeDetector(config)
+    def __init__(
+        self, config: Config, optimizer: Optimizer, accumulator: MetricAccumulator
+    ) -> None:
+        self._optimizer = optimizer
+        self._accumulator = accumulator
+        self._losses = LossSpikeDetector(config)
+        self._norms = LossSpikeDetector(config)
         self.was_rerun = False
         """Whether the last step was, with an equal result."""
 
     def check(self, values: Tensor, again: Callable[[], Tensor]) -> Tensor:
         """The metric vector of the step. Collective.
 
-        `values` are the metrics of this rank, whose gradients are accumulated; `again` accumulates them once more. Raises
-        UnstableStepError on all ranks if a result differs.
+        `values` are the metrics of this rank, whose gradients are accumulated; `again` accumulates
+        them once more. Raises UnstableStepError on all ranks if a result differs.
         """
         loss, self.was_rerun = self._observe(values)
         if not self.was_rerun:
@@ -59,7 +69,9 @@ class StepRerun:
         for parameter in self._optimizer.parameters_by_name.values():
             parameter.grad = None
         values = again()
-        differing = [name for name, digest in self._hashes(values).items() if digest != first[name]]
+        differing = [
+            name for name, digest in self._hashes(values).items() if digest != first[name]
+        ]
         found = all_gather_values([gethostname(), *differing])
         ranks = [
             {"rank": rank, "host": host, "differs": " and ".join(names)}
@@ -71,12 +83,19 @@ class StepRerun:
         return values
 
     def _observe(self, values: Tensor) -> tuple[float, bool]:
-        """Adds a step. Its loss, and whether that or the gradient norm jumps or is not finite; equal on all ranks."""
-        loss, norm = self._loss(values), self._optimizer.grad_norm().item()
+        """Adds a step.
+
+        Its loss, and whether that or the gradient norm jumps or is not finite; equal on all ranks.
+        """
+        loss = self._loss(values)
+        norm = self._optimizer.grad_norm().item()
         jumps = [
-            detector.observe(value, skipped=False) for detector, value in ((self._losses, loss), (self._norms, norm))
+            detector.observe(value, skipped=False)
+            for detector, value in ((self._losses, loss), (self._norms, norm))
         ]
-        return loss, any(jump is not None for jump in jumps) or not (isfinite(loss) and isfinite(norm))
+        return loss, any(jump is not None for jump in jumps) or not (
+            isfinite(loss) and isfinite(norm)
+        )
 
     def _loss(self, values: Tensor) -> float:
         reduced = self._accumulator.all_reduce(values.clone())
@@ -90,5 +109,7 @@ class StepRerun:
         for parameter in self._optimizer.parameters_by_name.values():
             if parameter.grad is not None:
                 gradient = to_local(parameter.grad).contiguous()
-                gradients = gradients * MULTIPLIER + polynomial_hash(gradient, powers.to(gradient.device))
+                gradients = gradients * MULTIPLIER + polynomial_hash(
+                    gradient, powers.to(gradient.device)
+                )
         return {"losses": int(polynomial_hash(values, powers)), "gradients": int(gradients)}

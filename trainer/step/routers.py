@@ -1,8 +1,9 @@
-"""What the routers of experts take from a step, and give to the next: losses, counts, and the bias that balances them.
+"""What the routers of experts take from a step, and give to the next: losses, counts, and the bias
+that balances them.
 
-Counts are summed over all ranks and micro-batches of a step, so that they do not depend on the mesh. A load-balance loss
-over the step would need them before its first backward pass, so its gradient takes the load of the step before; the
-logged loss takes that of the step itself.
+Counts are summed over all ranks and micro-batches of a step, so that they do not depend on the
+mesh. A load-balance loss over the step would need them before its first backward pass, so its
+gradient takes the load of the step before; the logged loss takes that of the step itself.
 """
 
 from __future__ import annotations
@@ -21,24 +22,36 @@ from trainer.config.sections import TrainingSection
 
 
 class Routers:
-    """Those of this rank's pipeline stages. `tp_group`: ranks that have different tokens of a sequence, if they do."""
+    """Those of this rank's pipeline stages.
+
+    `tp_group`: ranks that have different tokens of a sequence, if they do.
+    """
 
     def __init__(
-        self, stage_modules: Sequence[Transformer], section: TrainingSection, tp_group: ProcessGroup | None
+        self,
+        stage_modules: Sequence[Transformer],
+        section: TrainingSection,
+        tp_group: ProcessGroup | None,
     ) -> None:
-        self._section, self._tp_group = section, tp_group
+        self._section = section
+        self._tp_group = tp_group
         self._steps = [module.router_step for module in stage_modules if module.expert_layers()]
         for step in self._steps:
-            step.balance_loss, step.z_loss = section.balance_loss, section.router_z_loss
+            step.balance_loss = section.balance_loss
+            step.z_loss = section.router_z_loss
             step.balances_sequences = section.balance_over == "sequence"
         self._layers: dict[int, MixtureOfExperts] = {}
         """By place among all layers with experts of the model."""
         self._places: Tensor | None = None
-        """Those places, on the device: indices in a list would be copied there in every step, for which the host would wait."""
+        """Those places, on the device: indices in a list would be copied there in every step, for
+        which the host would wait.
+        """
         for module in stage_modules:
             places = {layer: place for place, layer in enumerate(expert_layers(module.config))}
             blocks = [(int(index), block.feed_forward) for index, block in module.blocks.items()]
-            self._layers |= {places[index]: each for index, each in blocks if isinstance(each, MixtureOfExperts)}
+            self._layers |= {
+                places[index]: each for index, each in blocks if isinstance(each, MixtureOfExperts)
+            }
 
     def begin_step(self, num_targets: Tensor) -> None:
         """`num_targets`: of the global batch."""
@@ -53,7 +66,9 @@ class Routers:
             step.num_targets = None
         if not self._layers:
             return
-        own = torch.stack([layer.statistics for layer in self._layers.values() if layer.statistics is not None])
+        own = torch.stack(
+            [layer.statistics for layer in self._layers.values() if layer.statistics is not None]
+        )
         if self._tp_group is not None:
             all_reduce(self._tp_group, own)
         if self._places is None:
@@ -61,9 +76,12 @@ class Routers:
         sums.view(-1, own.shape[1]).index_copy_(0, self._places, own)
 
     def adjust(self, sums: Tensor, finite: Tensor) -> None:
-        """Takes the load from the statistics of all ranks, unless the step is skipped; without a host sync."""
+        """Takes the load from the statistics of all ranks, unless the step is skipped; without a
+        host sync.
+        """
         for place, layer in self._layers.items():
-            load_X, bias_X = layer.get_buffer("last_load"), layer._buffers.get("correction_bias")
+            load_X = layer.get_buffer("last_load")
+            bias_X = layer._buffers.get("correction_bias")
             counts_X = sums.view(-1, router_statistics(len(load_X)))[place, : len(load_X)]
             mean = counts_X.mean()
             is_counted = finite & (mean > 0)
@@ -78,20 +96,30 @@ def expert_layers(model: ModelConfig) -> list[int]:
     return [layer for layer, kind in enumerate(model.layer_kinds) if kind.feed_forward == "moe"]
 
 
-def router_metrics(model: ModelConfig, sums: Sequence[float], targets: float) -> Mapping[str, object]:
+def router_metrics(
+    model: ModelConfig, sums: Sequence[float], targets: float
+) -> Mapping[str, object]:
     """Of a step, from the statistics of all its routers; means over layers. Empty without experts.
 
     `expert_load` lists, for each layer, the tokens of every expert over their mean.
     """
-    experts, width = model.num_experts, router_statistics(model.num_experts)
+    experts = model.num_experts
+    width = router_statistics(model.num_experts)
     rows = [sums[start : start + width] for start in range(0, len(sums), width)]
-    loads, dead, balance, entropy, z = [], 0, 0.0, 0.0, 0.0
+    loads = []
+    dead = 0
+    balance = 0.0
+    entropy = 0.0
+    z = 0.0
     for row in rows:
-        counts, shares = row[:experts], row[experts : 2 * experts]
+        counts = row[:experts]
+        shares = row[experts : 2 * experts]
         mean = sum(counts) / experts or 1.0
         loads.append([count / mean for count in counts])
         dead += sum(not count for count in counts)
-        balance += sum(load * share for load, share in zip(loads[-1], shares, strict=True)) / max(1.0, targets)
+        balance += sum(load * share for load, share in zip(loads[-1], shares, strict=True)) / max(
+            1.0, targets
+        )
         entropy += row[-2] / max(1.0, targets)
         z += row[-1] / max(1.0, targets)
     if not rows:

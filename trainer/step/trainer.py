@@ -36,7 +36,10 @@ from trainer.step.routers import Routers, expert_layers
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step. Its metrics may still be on the device: `read` waits, so callers read them one step later."""
+    """One step.
+
+    Its metrics may still be on the device: `read` waits, so callers read them one step later.
+    """
 
     step: int
     lr: float
@@ -47,17 +50,24 @@ class StepResult:
     values: AsyncHostCopy
     layout: MetricLayout
     busiest_pairs: float = 0.0
-    """(query, key) pairs of the busiest data-parallel rank of each micro-batch, summed: the mean over layers."""
+    """(query, key) pairs of the busiest data-parallel rank of each micro-batch, summed: the mean
+    over layers.
+    """
     mean_pairs: float = 0.0
     """Of all data-parallel ranks."""
     was_rerun: bool = False
     """Whether it was suspicious, and gave an equal result when it was run again."""
 
     def read(self) -> StepMetrics:
-        """The metrics over all ranks. Waits for the step. Raises RunFailedError if cp ranks read other documents."""
+        """The metrics over all ranks.
+
+        Waits for the step. Raises RunFailedError if cp ranks read other documents.
+        """
         metrics = self.layout.split(self.values.read())
         checksums = metrics["documents_by_shard"]
-        if differing := [rank for rank, checksum in enumerate(checksums) if checksum != mode(checksums)]:
+        if differing := [
+            rank for rank, checksum in enumerate(checksums) if checksum != mode(checksums)
+        ]:
             raise RunFailedError(
                 f"step {self.step}: context-parallel rank{'s'[: len(differing) > 1]} {', '.join(map(str, differing))} of "
                 f"{len(checksums)} read other documents than the rest: the prepared corpus differs between ranks"
@@ -119,19 +129,26 @@ class Trainer:
         stage: TrainingStage | None = None,
         kernel: str | None = None,
     ) -> None:
-        """`config` and `dataset` are those of `stage`, a training stage of the run; `kernel` as in `ParallelModel`."""
-        self.config, model = config, config.model.build()
+        """`config` and `dataset` are those of `stage`, a training stage of the run; `kernel` as in
+        `ParallelModel`.
+        """
+        self.config = config
+        model = config.model.build()
         self.stage = stage or config.training_stages[0]
         self.world = world
         self.dataset = dataset
         if config.training.deterministic:
             torch.use_deterministic_algorithms(True)  # noqa: FBT003 - the launcher configures cuBLAS
         parallel_model = ParallelModel(config, world, kernel=kernel)
-        self.parallel_model, self.mesh = parallel_model, parallel_model.mesh
-        self.stage_modules, self.context_parallel = parallel_model.stage_modules, parallel_model.context_parallel
+        self.parallel_model = parallel_model
+        self.mesh = parallel_model.mesh
+        self.stage_modules = parallel_model.stage_modules
+        self.context_parallel = parallel_model.context_parallel
         self.pipeline = build_pipeline(config, parallel_model)
         # Some pipeline schedules gather weights before the forward hooks of their module run.
-        defer_updates = config.memory.optimizer_placement == "host" and parallel_model.pipeline_plan.pp == 1
+        defer_updates = (
+            config.memory.optimizer_placement == "host" and parallel_model.pipeline_plan.pp == 1
+        )
         self.optimizer = Optimizer(
             [*self.stage_modules.values()],
             config.optimizer,
@@ -151,7 +168,9 @@ class Trainer:
         )
         splits_tokens = config.parallelism.sequence_parallel and self.mesh.tp_group is not None
         self.routers = Routers(
-            [*self.stage_modules.values()], config.training, self.mesh.tp_group if splits_tokens else None
+            [*self.stage_modules.values()],
+            config.training,
+            self.mesh.tp_group if splits_tokens else None,
         )
         self.config_changes: list[str] = []
         """Configuration keys that differ from the resumed checkpoint."""
@@ -166,9 +185,12 @@ class Trainer:
         self.rerun = StepRerun(config, self.optimizer, self.accumulator) if reruns else None
         self.counters = torch.zeros(2 + len(dataset.names), dtype=torch.int64, device=world.device)
         """Tokens seen, steps skipped and tokens of each source since the run began."""
-        self.loss_spikes, self.goodput = LossSpikeDetector(config), Goodput()
+        self.loss_spikes = LossSpikeDetector(config)
+        self.goodput = Goodput()
         self.earlier_tokens_by_source: dict[str, int] = {}
-        """Tokens per source at the last resume, including sources of earlier training stages only."""
+        """Tokens per source at the last resume, including sources of earlier training stages
+        only.
+        """
 
     def train_steps(self) -> Generator[StepResult, None, None]:
         """Runs the remaining steps, one per item."""
@@ -188,54 +210,83 @@ class Trainer:
                 lr = learning_rate(self.stage, self.step)
                 values = AsyncHostCopy(self.train_step(micro_batches, lr))
                 if is_first_step:
-                    self.mesh.set_timeout(timedelta(minutes=self.config.distributed.timeout_minutes))
+                    self.mesh.set_timeout(
+                        timedelta(minutes=self.config.distributed.timeout_minutes)
+                    )
                 is_first_step = False
                 self.next_sequence += training.global_batch_size
                 collect_garbage(self.step)
                 stopwatch.stop()
-                dealt = (sum(b.busiest_pairs for b in micro_batches), sum(b.mean_pairs for b in micro_batches))
+                dealt = (
+                    sum(b.busiest_pairs for b in micro_batches),
+                    sum(b.mean_pairs for b in micro_batches),
+                )
                 progress = (self.step, lr, self.next_sequence, data_wait_seconds)
                 was_rerun = self.rerun is not None and self.rerun.was_rerun
-                yield StepResult(*progress, stopwatch, values, self.accumulator.layout, *dealt, was_rerun)
+                yield StepResult(
+                    *progress, stopwatch, values, self.accumulator.layout, *dealt, was_rerun
+                )
 
     def train_step(self, micro_batches: list[Batch], lr: float) -> Tensor:
-        """Forward, backward and optimizer step; returns the metric vector, laid out by `accumulator.layout`."""
+        """Forward, backward and optimizer step; returns the metric vector, laid out by
+        `accumulator.layout`.
+        """
         values = self.accumulate_gradients(micro_batches)
         if self.rerun is not None:
             values = self.rerun.check(values, partial(self.accumulate_gradients, micro_batches))
         return self.optimizer_step(values, lr)
 
     def accumulate_gradients(self, micro_batches: list[Batch]) -> Tensor:
-        """Accumulates the gradients of the mean loss over the global batch; returns this rank's metric vector."""
+        """Accumulates the gradients of the mean loss over the global batch; returns this rank's
+        metric vector.
+        """
         device = self.world.device
         # The loss is a mean over the targets of the global batch, not of a micro-batch or rank.
-        num_targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum().to(device, non_blocking=True)
+        num_targets = (
+            torch.stack([batch.num_targets() for batch in micro_batches])
+            .sum()
+            .to(device, non_blocking=True)
+        )
         global_num_targets = all_reduce(self.mesh.dp_cp_group, num_targets).clamp(min=1)
         values = self.accumulator.new_vector(micro_batches)
         self.routers.begin_step(global_num_targets)
         forward_backward = self.forward_backward if self.pipeline is None else self.pipeline.run
         forward_backward(
-            (batch.to(device) for batch in micro_batches), global_num_targets, partial(self.accumulator.add, values)
+            (batch.to(device) for batch in micro_batches),
+            global_num_targets,
+            partial(self.accumulator.add, values),
         )
         self.routers.end_step(self.accumulator.layout.split(values)["routers"])
         return values
 
     def forward_backward(
-        self, batches: Iterable[Batch], num_targets: Tensor, on_losses: Callable[[Tensor, Batch], None]
+        self,
+        batches: Iterable[Batch],
+        num_targets: Tensor,
+        on_losses: Callable[[Tensor, Batch], None],
     ) -> None:
         """`Pipeline.run` without a pipeline: one micro-batch after the other."""
         for batch in batches:
             losses_BS = self.stage_modules[0](batch)
             (losses_BS.sum() / num_targets).backward()
             on_losses(losses_BS.detach(), batch)
-            del losses_BS  # Its graph would live through the next forward.
+            # Its graph would live through the next forward.
+            del losses_BS
 
     def optimizer_step(self, values: Tensor, lr: float) -> Tensor:
-        """Clips the gradients and updates the weights (`Optimizer.step`); returns the metric vector of all ranks."""
-        norm, finite = (scalar.to(values.device, non_blocking=True) for scalar in self.optimizer.step(lr))
+        """Clips the gradients and updates the weights (`Optimizer.step`); returns the metric
+        vector of all ranks.
+        """
+        norm, finite = (
+            scalar.to(values.device, non_blocking=True) for scalar in self.optimizer.step(lr)
+        )
         metrics = self.accumulator.all_reduce(values)
-        self.counters += torch.cat((metrics["tokens"], (~finite).view(1), metrics["tokens_by_source"])).long()
-        metrics["grad_norm"][0], metrics["finite"][0], metrics["tokens_seen"][0] = norm, finite, self.counters[0]
+        self.counters += torch.cat(
+            (metrics["tokens"], (~finite).view(1), metrics["tokens_by_source"])
+        ).long()
+        metrics["grad_norm"][0] = norm
+        metrics["finite"][0] = finite
+        metrics["tokens_seen"][0] = self.counters[0]
         self.routers.adjust(metrics["routers"], finite)
         metrics["tokens_by_source"].copy_(self.counters[2:])
         return values
@@ -243,30 +294,55 @@ class Trainer:
     # ---- state
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every tensor of a checkpoint by a mesh-independent name; loading writes into these tensors."""
+        """Every tensor of a checkpoint by a mesh-independent name; loading writes into these
+        tensors.
+        """
         modules = self.stage_modules.values()
-        weights = {f"model.{name}": each for module in modules for name, each in module.named_tensors().items()}
-        return weights | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_dict().items()}
+        weights = {
+            f"model.{name}": each
+            for module in modules
+            for name, each in module.named_tensors().items()
+        }
+        return weights | {
+            f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_dict().items()
+        }
 
     def train_state(self) -> dict[str, Any]:
         """The rest of a checkpoint. Waits for the device."""
         tokens, skipped, *tokens_by_source = self.counters.tolist()
-        sources = self.earlier_tokens_by_source | dict(zip(self.dataset.names, tokens_by_source, strict=True))
-        detector_state = {"losses": self.loss_spikes.state_dict(), "goodput": self.goodput.state_dict()}
+        sources = self.earlier_tokens_by_source | dict(
+            zip(self.dataset.names, tokens_by_source, strict=True)
+        )
+        detector_state = {
+            "losses": self.loss_spikes.state_dict(),
+            "goodput": self.goodput.state_dict(),
+        }
         counter_state = {"tokens": tokens, "skipped": skipped, "sources": sources}
-        return {"step": self.step, "next_sequence": self.next_sequence, **counter_state, **detector_state}
+        return {
+            "step": self.step,
+            "next_sequence": self.next_sequence,
+            **counter_state,
+            **detector_state,
+        }
 
     def load_train_state(self, train_state: dict[str, Any]) -> None:
-        """Restores `train_state()` of this training stage, or of the previous one, whose sequences do not count here."""
-        self.step, self.earlier_tokens_by_source = train_state["step"], train_state["sources"]
+        """Restores `train_state()` of this training stage, or of the previous one, whose sequences
+        do not count here.
+        """
+        self.step = train_state["step"]
+        self.earlier_tokens_by_source = train_state["sources"]
         if train_state["goodput"] is not None:
             self.goodput.load_state_dict(train_state["goodput"])
         self.next_sequence, self.loss_spikes = 0, LossSpikeDetector(self.config)
         if self.step > self.stage.start_step:
             self.next_sequence = train_state["next_sequence"]
             self.loss_spikes.load_state_dict(train_state["losses"])
-        tokens_by_source = [self.earlier_tokens_by_source.get(name, 0) for name in self.dataset.names]
-        self.counters.copy_(torch.tensor([train_state["tokens"], train_state["skipped"], *tokens_by_source]))
+        tokens_by_source = [
+            self.earlier_tokens_by_source.get(name, 0) for name in self.dataset.names
+        ]
+        self.counters.copy_(
+            torch.tensor([train_state["tokens"], train_state["skipped"], *tokens_by_source])
+        )
 
 
 @contextmanager

@@ -3,9 +3,10 @@
     {"kind": "manifest", "schema": 2, "made_from": ..., "writer": "longhaul 0.1.0", "owner": ..., "content": {...},
      "sha256": ...}
 
-The hash covers everything before it, so that a file says by itself whether it is whole. The envelope of a binary file is
-its first `HEADER_BYTES`, filled up with spaces; its content holds size and hash of what follows. A subclass of `Artifact` per
-kind has the content's schema, and the changes between its versions. Imports no torch.
+The hash covers everything before it, so that a file says by itself whether it is whole. The
+envelope of a binary file is its first `HEADER_BYTES`, filled up with spaces; its content holds
+size and hash of what follows. A subclass of `Artifact` per kind has the content's schema, and the
+changes between its versions. Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ MAX_JSON_BYTES = 1 << 28
 """256 MiB: the manifest of a checkpoint of a million files."""
 SEAL = ',\n "sha256": "{}"\n}}\n'
 SEAL_BYTES = len(SEAL.format("0" * 64))
-_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any], config=ConfigDict(allow_inf_nan=False, strict=True))
+_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(
+    dict[str, Any], config=ConfigDict(allow_inf_nan=False, strict=True)
+)
 
 
 class DamageError(Exception):
@@ -57,7 +60,10 @@ class Artifact(BaseModel):
 
     @classmethod
     def from_unsealed(cls, data: bytes) -> tuple[dict[str, Any], int]:
-        """Content and its version, of a file of before the envelope. Raises `DamageError` if the bytes are none."""
+        """Content and its version, of a file of before the envelope.
+
+        Raises `DamageError` if the bytes are none.
+        """
         del data
         raise DamageError(f"it is not a {cls.kind}")
 
@@ -71,7 +77,9 @@ class Artifact(BaseModel):
                 f'it has version {version} of "{cls.kind}"; {WRITER} reads versions 1 to {cls.version()}'
             )
         try:
-            return cls.model_validate_json(json.dumps(apply_migrations(content, cls.migrations[version - 1 :])))
+            return cls.model_validate_json(
+                json.dumps(apply_migrations(content, cls.migrations[version - 1 :]))
+            )
         except ValidationError as error:
             raise DamageError(first_problem(error)) from None
         except (ValueError, TypeError, AttributeError, RecursionError):
@@ -107,7 +115,9 @@ class Sealed(NamedTuple):
 
 def seal(content: Artifact, *, made_from: str = "", owner: str = "") -> bytes:
     envelope = {"kind": content.kind, "schema": content.version(), "made_from": made_from}
-    return seal_object(envelope | {"writer": WRITER, "owner": owner, "content": content.model_dump(mode="json")})
+    return seal_object(
+        envelope | {"writer": WRITER, "owner": owner, "content": content.model_dump(mode="json")}
+    )
 
 
 def seal_object(envelope: Mapping[str, Any]) -> bytes:
@@ -160,7 +170,10 @@ def unseal_header(data: bytes, kind: type[A]) -> tuple[A, Sealed]:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """A JSON object from any source: finite numbers, valid Unicode, bounded nesting. Raises `DamageError`."""
+    """A JSON object from any source: finite numbers, valid Unicode, bounded nesting.
+
+    Raises `DamageError`.
+    """
     try:
         return _OBJECT.validate_json(data)
     except ValidationError as error:

@@ -62,7 +62,8 @@ class LineAppender:
 
     def append(self, line: str) -> None:
         """Writes the line and any buffered ones to disk. Never raises `OSError`."""
-        already_warned, self._pending = bool(self._pending), self._pending + line.encode() + b"\n"
+        already_warned = bool(self._pending)
+        self._pending = self._pending + line.encode() + b"\n"
         self._flush(already_warned=already_warned)
 
     def close(self) -> None:
@@ -77,7 +78,9 @@ class LineAppender:
                 self._write_pending(file)
         except OSError as error:
             if not already_warned:
-                log.warning("%s cannot be written, its lines are buffered: %s", self._path, error.strerror)
+                log.warning(
+                    "%s cannot be written, its lines are buffered: %s", self._path, error.strerror
+                )
             return
         self._pending = b""
 

@@ -1,7 +1,8 @@
-"""Exit markers: a file in the run folder, named as `trainer.errors.ENDINGS` say, tells a launcher how a run ended. Imports no torch.
+"""Exit markers: a file in the run folder, named as `trainer.errors.ENDINGS` say, tells a launcher
+how a run ended. Imports no torch.
 
-Checkpoints decide whether a run is done. A marker only says what to do next. A process that was killed writes none: the run may be
-restarted.
+Checkpoints decide whether a run is done. A marker only says what to do next. A process that was
+killed writes none: the run may be restarted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from trainer.errors import ENDINGS, ResumeError
-from trainer.storage.artifact import Artifact, DamageError, parse_object, read_artifact, write_artifact
+from trainer.storage.artifact import (
+    Artifact,
+    DamageError,
+    parse_object,
+    read_artifact,
+    write_artifact,
+)
 from trainer.storage.durable_io import fsync_path
 
 EXIT_MARKERS = tuple(dict.fromkeys(ending.marker for ending in ENDINGS))
@@ -37,9 +44,16 @@ class Marker(Artifact):
 
 
 def write(
-    folder: Path, marker: str, *, reason: str = "", attempt: str | None = None, clears_others: bool = True
+    folder: Path,
+    marker: str,
+    *,
+    reason: str = "",
+    attempt: str | None = None,
+    clears_others: bool = True,
 ) -> None:
-    """Writes a marker atomically and removes all others, because a run ends in one way; unless they are of another launch."""
+    """Writes a marker atomically and removes all others, because a run ends in one way; unless
+    they are of another launch.
+    """
     content = Marker(time=time.time(), reason=reason, attempt=attempt)
     write_artifact(folder / marker, content, owner=attempt or "")
     if clears_others:
@@ -47,16 +61,27 @@ def write(
     fsync_path(folder)
 
 
-def write_if_absent(folder: Path, marker: str, *, reason: str = "", attempt: str | None = None) -> None:
+def write_if_absent(
+    folder: Path, marker: str, *, reason: str = "", attempt: str | None = None
+) -> None:
     """Writes a marker unless that kind exists: for a launch with nothing to do."""
     if not (folder / marker).exists():
         write(folder, marker, reason=reason, attempt=attempt)
 
 
 def read(folder: Path, attempt: str) -> str | None:
-    """The marker of that launch, else None: a second run, refused in the same folder, may have written one too."""
+    """The marker of that launch, else None: a second run, refused in the same folder, may have
+    written one too.
+    """
     found = ((marker, content_of(folder, marker)) for marker in EXIT_MARKERS)
-    return next((marker for marker, content in found if content is not None and content.attempt == attempt), None)
+    return next(
+        (
+            marker
+            for marker, content in found
+            if content is not None and content.attempt == attempt
+        ),
+        None,
+    )
 
 
 def content_of(folder: Path, marker: str) -> Marker | None:
@@ -67,7 +92,10 @@ def content_of(folder: Path, marker: str) -> Marker | None:
 
 
 def clear(folder: Path, *, keep: str | None = None) -> None:
-    """Removes all markers but `keep`. Call only in the launch that holds the lease of the folder."""
+    """Removes all markers but `keep`.
+
+    Call only in the launch that holds the lease of the folder.
+    """
     for marker in EXIT_MARKERS:
         if marker != keep:
             (folder / marker).unlink(missing_ok=True)

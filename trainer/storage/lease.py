@@ -1,4 +1,5 @@
-"""The lease on a run folder: one launch at a time trains in it, also where the file system has no locks. Imports no torch.
+"""The lease on a run folder: one launch at a time trains in it, also where the file system has no
+locks. Imports no torch.
 
 `logs/lease` names its owner, who touches it every HEARTBEAT_SECONDS. Another launch
 
@@ -6,8 +7,8 @@
     takes it over after LEASE_SECONDS        if its owner is on another host and does not touch it any more
     is refused                               while its owner lives
 
-An owner that was stopped for so long finds its lease taken, and ends before it writes anything. It looks each time before it
-writes, because its own clock may have stood still with it.
+An owner that was stopped for so long finds its lease taken, and ends before it writes anything. It
+looks each time before it writes, because its own clock may have stood still with it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from trainer.errors import ConfigError, ResumeError, RunFailedError, RunFolderHeldElsewhereError, RunFolderInUseError
+from trainer.errors import (
+    ConfigError,
+    ResumeError,
+    RunFailedError,
+    RunFolderHeldElsewhereError,
+    RunFolderInUseError,
+)
 from trainer.hardware.host import boot_id
 from trainer.storage.artifact import Artifact, DamageError, read_artifact, seal
 from trainer.storage.durable_io import write_and_fsync
@@ -87,40 +94,51 @@ class Lease:
             job=job,
             attempt=attempt,
         )
-        self._stop, self._is_lost = Event(), False
+        self._stop = Event()
+        self._is_lost = False
         self._thread = Thread(target=self._touch, name="lease", daemon=True)
 
     def __enter__(self) -> Lease:
-        """Raises `RunFolderInUseError` and `RunFolderHeldElsewhereError`; `ConfigError` if the folder refuses to be written,
-        and `RunFailedError` for any other error of the file system.
+        """Raises `RunFolderInUseError` and `RunFolderHeldElsewhereError`; `ConfigError` if the
+        folder refuses to be written, and `RunFailedError` for any other error of the file system.
         """
         try:
             self._acquire()
         except OSError as error:
             problem = f"{self._path} cannot be held: {error.strerror or error}"
-            raise (ConfigError([problem]) if error.errno in REFUSALS else RunFailedError(problem)) from None
+            raise (
+                ConfigError([problem]) if error.errno in REFUSALS else RunFailedError(problem)
+            ) from None
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        with suppress(OSError):  # What is left is taken over: its owner has ended.
+        # What is left is taken over: its owner has ended.
+        with suppress(OSError):
             if self._is_mine():
                 self._path.unlink(missing_ok=True)
         with suppress(OSError):
             os.close(self._descriptor)
 
     def require(self) -> None:
-        """Raises `RunFailedError` if another launch has taken the lease over, or if it cannot be read."""
+        """Raises `RunFailedError` if another launch has taken the lease over, or if it cannot be
+        read.
+        """
         self._is_lost = self._is_lost or retry_io(self._path, self._was_taken)
         if self._is_lost:
-            raise RunFailedError(f"{self._path} is not this launch's any more: another one took the run over")
+            raise RunFailedError(
+                f"{self._path} is not this launch's any more: another one took the run over"
+            )
 
     # ---- acquiring
 
     def _acquire(self) -> None:
-        taken_over, last, since, began = False, None, 0.0, time.monotonic()
+        taken_over = False
+        last = None
+        since = 0.0
+        began = time.monotonic()
         while not self._create():
             if (found := self._look(began)) is None:
                 continue
@@ -128,14 +146,25 @@ class Lease:
             state = "stale" if owner is None else self._state_of(owner)
             if sighting != last:
                 if state == "elsewhere" and last is not None:
-                    raise RunFolderHeldElsewhereError(f"{self._path.parent.parent} is in use by {owner}")
+                    raise RunFolderHeldElsewhereError(
+                        f"{self._path.parent.parent} is in use by {owner}"
+                    )
                 if state == "elsewhere":
                     log.info("waiting for the lease of %s on %s", owner, self._path.parent.parent)
-                last, since = sighting, time.monotonic()
+                last = sighting
+                since = time.monotonic()
             if state == "here" and time.monotonic() - began > ENDING_SECONDS:
-                raise RunFolderInUseError(f"job.output_dir = {self._path.parent.parent} is in use by {owner}")
-            if state == "stale" or (state == "elsewhere" and time.monotonic() - since > LEASE_SECONDS):
-                log.info("taking over the lease of %s on %s", owner or "an unknown launch", self._path.parent.parent)
+                raise RunFolderInUseError(
+                    f"job.output_dir = {self._path.parent.parent} is in use by {owner}"
+                )
+            if state == "stale" or (
+                state == "elsewhere" and time.monotonic() - since > LEASE_SECONDS
+            ):
+                log.info(
+                    "taking over the lease of %s on %s",
+                    owner or "an unknown launch",
+                    self._path.parent.parent,
+                )
                 taken_over = self._remove(sighting) or taken_over
                 last = None
             else:
@@ -154,11 +183,15 @@ class Lease:
         return "here" if _start_time(owner.pid) == owner.started else "stale"
 
     def _look(self, began: float) -> tuple[LeaseOwner | None, _Sighting] | None:
-        """The owner, None if the file cannot be understood; None if there is none any more. Raises OSError."""
+        """The owner, None if the file cannot be understood; None if there is none any more.
+
+        Raises OSError.
+        """
         owner = None
         try:
             status = self._path.lstat()
-            if stat.S_ISREG(status.st_mode):  # Nobody writes a link, a pipe or a socket.
+            # Nobody writes a link, a pipe or a socket.
+            if stat.S_ISREG(status.st_mode):
                 with suppress(DamageError, ResumeError):
                     owner = read_artifact(self._path, LeaseOwner)
         except FileNotFoundError:
@@ -166,12 +199,14 @@ class Lease:
         except OSError as error:
             if error.errno != errno.ESTALE or time.monotonic() - began > LEASE_SECONDS:
                 raise
-            return None  # On a server it was replaced between two requests.
+            # On a server it was replaced between two requests.
+            return None
         return owner, _Sighting(status.st_ino, status.st_mtime_ns)
 
     def _create(self) -> bool:
         """Whether the lease was free."""
-        content, draft = seal(self._owner), self._path.with_name(f"lease.{self._owner.host}-{self._owner.pid}")
+        content = seal(self._owner)
+        draft = self._path.with_name(f"lease.{self._owner.host}-{self._owner.pid}")
         try:
             write_and_fsync(draft, content)
             self._descriptor = os.open(draft, os.O_RDONLY | os.O_CLOEXEC)
@@ -188,7 +223,8 @@ class Lease:
         try:
             os.link(draft, self._path)
         except FileExistsError:
-            # The reply to a first request may be lost on NFS; the second one then finds what the first has made.
+            # The reply to a first request may be lost on NFS; the second one then finds what the
+            # first has made.
             return draft.stat().st_nlink == 2
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
@@ -211,7 +247,8 @@ class Lease:
         with suppress(FileNotFoundError):
             self._path.rename(aside)
             was_seen = aside.lstat().st_ino == sighting.inode
-            if not was_seen:  # Another launch has taken it over in between.
+            # Another launch has taken it over in between.
+            if not was_seen:
                 with suppress(FileExistsError):
                     os.link(aside, self._path)
             shutil.rmtree(aside) if stat.S_ISDIR(aside.lstat().st_mode) else aside.unlink()
@@ -221,11 +258,15 @@ class Lease:
     # ---- holding
 
     def _is_mine(self) -> bool:
-        """Opens the file, because a client of NFS may believe what it knew of it. Raises OSError if it cannot be read."""
+        """Opens the file, because a client of NFS may believe what it knew of it.
+
+        Raises OSError if it cannot be read.
+        """
         try:
             there = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):  # Gone, or a link or socket in its place.
+            # Gone, or a link or socket in its place.
+            if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
                 return False
             raise
         try:
@@ -239,7 +280,8 @@ class Lease:
 
     def _touch(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
-            with suppress(OSError):  # An unreachable file system: others cannot see it either.
+            # An unreachable file system: others cannot see it either.
+            with suppress(OSError):
                 os.utime(self._descriptor)
                 self._is_lost = self._is_lost or self._was_taken()
             if self._is_lost:

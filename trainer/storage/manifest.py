@@ -14,14 +14,22 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import Field, field_validator
 
 from trainer.errors import ResumeError, RunFailedError, UnreadableError
-from trainer.storage.artifact import MAX_JSON_BYTES, Artifact, DamageError, read_regular, seal, unseal
+from trainer.storage.artifact import (
+    MAX_JSON_BYTES,
+    Artifact,
+    DamageError,
+    read_regular,
+    seal,
+    unseal,
+)
 from trainer.storage.durable_io import write_and_fsync
 from trainer.storage.train_state import STATE_FILE, TrainState, config_of
 
 A = TypeVar("A", bound=Artifact)
 T = TypeVar("T")
 
-MANIFEST_FILE, METADATA_FILE = "manifest.json", ".metadata"
+MANIFEST_FILE = "manifest.json"
+METADATA_FILE = ".metadata"
 TRANSIENT_ERRNOS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 """Errors of a network file system that may succeed on a retry."""
 MAX_RETRIES = 3
@@ -54,11 +62,15 @@ class Manifest(Artifact):
 
     @classmethod
     def from_unsealed(cls, data: bytes) -> tuple[dict[str, Any], int]:
-        """Format 1: {"format": 1, ..., "sha256": hash of the JSON of all other entries, with sorted keys}."""
+        """Format 1: {"format": 1, ..., "sha256": hash of the JSON of all other entries, with
+        sorted keys}.
+        """
         try:
             body = json.loads(data)
             digest = body.pop("sha256")
-            matches = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest() == digest
+            matches = (
+                hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest() == digest
+            )
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise DamageError(f"it is not a {cls.kind}") from None
         if not matches:
@@ -72,12 +84,15 @@ class Manifest(Artifact):
 
 def write(folder: Path, manifest: Manifest) -> None:
     write_and_fsync(
-        folder / MANIFEST_FILE, seal(manifest, made_from=manifest.files[STATE_FILE][1], owner=manifest.attempt)
+        folder / MANIFEST_FILE,
+        seal(manifest, made_from=manifest.files[STATE_FILE][1], owner=manifest.attempt),
     )
 
 
 def read(folder: Path) -> Manifest:
-    """Raises `DamageError`, `ResumeError` for a later format, and `RunFailedError` for an I/O error."""
+    """Raises `DamageError`, `ResumeError` for a later format, and `RunFailedError` for an I/O
+    error.
+    """
     manifest = _read(folder / MANIFEST_FILE, Manifest)
     number = folder.name.removeprefix("step-")
     if number != folder.name and number != str(manifest.step):
@@ -96,19 +111,26 @@ def read_state(folder: Path) -> TrainState:
 
 
 def read_validated(folder: Path) -> Manifest:
-    """As `read`, and checks `state.json` and that both are of one step. Ignores the other files."""
+    """As `read`, and checks `state.json` and that both are of one step.
+
+    Ignores the other files.
+    """
     manifest = read(folder)
     if problems := find_damage(folder, manifest, [STATE_FILE]):
         raise DamageError("; ".join(problems))
     state = _read(folder / STATE_FILE, TrainState)
     if steps := {state.step, state.trainer.step} - {manifest.step}:
-        raise DamageError(f"{STATE_FILE} is for step {steps.pop()}, {MANIFEST_FILE} for step {manifest.step}")
+        raise DamageError(
+            f"{STATE_FILE} is for step {steps.pop()}, {MANIFEST_FILE} for step {manifest.step}"
+        )
     return manifest
 
 
 def _read(path: Path, kind: type[A]) -> A:
     try:
-        return unseal(retry_io(path, lambda: read_regular(path, max_bytes=MAX_JSON_BYTES)), kind)[0]
+        return unseal(retry_io(path, lambda: read_regular(path, max_bytes=MAX_JSON_BYTES)), kind)[
+            0
+        ]
     except FileNotFoundError:
         raise DamageError(f"{path.name} is missing") from None
     except DamageError as error:
@@ -118,7 +140,8 @@ def _read(path: Path, kind: type[A]) -> A:
 
 
 def read_intact(folder: Path, *, check_hashes: bool) -> Manifest:
-    """The manifest of a checkpoint whose files all have the recorded sizes and, with `check_hashes`, hashes.
+    """The manifest of a checkpoint whose files all have the recorded sizes and, with
+    `check_hashes`, hashes.
 
     Raises `ResumeError` or `RunFailedError`.
     """
@@ -131,9 +154,17 @@ def read_intact(folder: Path, *, check_hashes: bool) -> Manifest:
     return manifest
 
 
-def find_damage(folder: Path, manifest: Manifest, names: Iterable[str], *, check_hashes: bool = True) -> list[str]:
-    """One line per named file whose size or hash differs from the manifest. Raises `RunFailedError` for I/O errors."""
-    damages = (_file_damage(folder / name, *manifest.files[name], check_hashes=check_hashes) for name in names)
+def find_damage(
+    folder: Path, manifest: Manifest, names: Iterable[str], *, check_hashes: bool = True
+) -> list[str]:
+    """One line per named file whose size or hash differs from the manifest.
+
+    Raises `RunFailedError` for I/O errors.
+    """
+    damages = (
+        _file_damage(folder / name, *manifest.files[name], check_hashes=check_hashes)
+        for name in names
+    )
     return [damage for damage in damages if damage]
 
 
@@ -147,7 +178,8 @@ def hash_file(path: Path) -> tuple[int, str]:
 def retry_io(path: Path, function: Callable[[], T]) -> T:
     """Calls a function that reads `path`; retries transient errors `MAX_RETRIES` times.
 
-    Raises `FileNotFoundError`, `UnreadableError` for EIO, and `RunFailedError` for any other `OSError`: the file may be intact.
+    Raises `FileNotFoundError`, `UnreadableError` for EIO, and `RunFailedError` for any other
+    `OSError`: the file may be intact.
     """
     attempt = 1
     while True:
@@ -158,7 +190,9 @@ def retry_io(path: Path, function: Callable[[], T]) -> T:
         except OSError as error:
             if error.errno not in TRANSIENT_ERRNOS or attempt > MAX_RETRIES:
                 kind = UnreadableError if error.errno == errno.EIO else RunFailedError
-                raise kind(f"{path} cannot be read (attempt {attempt}): {error.strerror}") from None
+                raise kind(
+                    f"{path} cannot be read (attempt {attempt}): {error.strerror}"
+                ) from None
         attempt += 1
         time.sleep(RETRY_DELAY_SECONDS)
 

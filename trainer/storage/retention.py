@@ -16,22 +16,32 @@ from trainer.storage.artifact import DamageError
 from trainer.storage.durable_io import fsync_path, write_and_fsync
 from trainer.storage.manifest import read_validated
 
-PIN_FILE, REASON_FILE = "pinned", "reason"
+PIN_FILE = "pinned"
+REASON_FILE = "reason"
 StepsAndFolders = Sequence[tuple[int, Path]]
 
 
 def checkpoints_to_delete(
-    committed: StepsAndFolders, *, keep: int, keep_every: int | None = None, protected: Collection[Path] = ()
+    committed: StepsAndFolders,
+    *,
+    keep: int,
+    keep_every: int | None = None,
+    protected: Collection[Path] = (),
 ) -> list[Path]:
     """The checkpoints to delete from `committed`, which is ordered oldest first.
 
-    Kept are the newest `keep`, multiples of `keep_every`, folders with a file `pinned`, and `protected` ones.
+    Kept are the newest `keep`, multiples of `keep_every`, folders with a file `pinned`, and
+    `protected` ones.
     """
     protected_paths = {path.resolve() for path in protected}
     return [
         folder
         for step, folder in committed[:-keep]
-        if not ((keep_every and step % keep_every == 0) or is_pinned(folder) or folder.resolve() in protected_paths)
+        if not (
+            (keep_every and step % keep_every == 0)
+            or is_pinned(folder)
+            or folder.resolve() in protected_paths
+        )
     ]
 
 
@@ -64,10 +74,13 @@ def remove_temporary_folders(checkpoints: Path) -> None:
 
 
 def quarantine(folder: Path, reason: str) -> Path:
-    """Renames a damaged checkpoint to a unique `bad-step-*`, writes the reason into it, and returns the new path."""
+    """Renames a damaged checkpoint to a unique `bad-step-*`, writes the reason into it, and
+    returns the new path.
+    """
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
     quarantined = folder.rename(folder.with_name(f"bad-{folder.name}-{now}"))
-    with suppress(OSError):  # A full disk must not keep a damaged checkpoint in use.
+    # A full disk must not keep a damaged checkpoint in use.
+    with suppress(OSError):
         write_and_fsync(quarantined / REASON_FILE, f"{reason}\n".encode())
     fsync_path(quarantined.parent)
     return quarantined

@@ -1,4 +1,5 @@
-"""The run folder: paths, committed checkpoints, and whether a configuration can resume from it. Imports no torch.
+"""The run folder: paths, committed checkpoints, and whether a configuration can resume from it.
+Imports no torch.
 
 config.toml                resolved configuration of the newest launch
 prediction.json            memory and step time that the launcher predicted
@@ -39,12 +40,26 @@ log = logging.getLogger("trainer")
 
 MAX_LINE_BYTES = 1 << 24
 
-# Values that must not change on resume. The path of the corpus may change: its fingerprint is compared instead.
+# Values that must not change on resume. The path of the corpus may change: its fingerprint is
+# compared instead.
 IDENTITY_KEYS = (
-    *("model.", "tokenizer.kind.", "data.", "training.seq_len.", "training.seed.", "optimizer.name."),
+    *(
+        "model.",
+        "tokenizer.kind.",
+        "data.",
+        "training.seq_len.",
+        "training.seed.",
+        "optimizer.name.",
+    ),
     "extension.",
 )
-NON_IDENTITY_KEYS = ("model.model_type", "data.cache_dir", "data.bad_files", "data.corpus", "data.files")
+NON_IDENTITY_KEYS = (
+    "model.model_type",
+    "data.cache_dir",
+    "data.bad_files",
+    "data.corpus",
+    "data.files",
+)
 
 
 class RunDir:
@@ -60,10 +75,16 @@ class RunDir:
         self.logs_dir = path / "logs"
         self.hangs_dir = self.logs_dir / "hang"
         self.require_lease: Callable[[], None] = lambda: None
-        """Raises `RunFailedError` if another launch has taken the folder over. The launch that trains sets it."""
+        """Raises `RunFailedError` if another launch has taken the folder over.
+
+        The launch that trains sets it.
+        """
 
     def create(self) -> None:
-        """Creates the folder. Raises `ConfigError` if it is not writable, or holds something else in place of a file."""
+        """Creates the folder.
+
+        Raises `ConfigError` if it is not writable, or holds something else in place of a file.
+        """
         if problems := self.problems():
             raise ConfigError(problems)
         try:
@@ -72,7 +93,9 @@ class RunDir:
             with tempfile.TemporaryFile(dir=self.path):
                 pass
         except OSError as error:
-            raise ConfigError([f"job.output_dir = {self.path} is not writable: {error.strerror}"]) from None
+            raise ConfigError(
+                [f"job.output_dir = {self.path} is not writable: {error.strerror}"]
+            ) from None
 
     def problems(self) -> list[str]:
         """Why a run could not write here. Creates nothing."""
@@ -82,22 +105,33 @@ class RunDir:
             return [f"job.output_dir = {self.path} cannot be used: {error.strerror}"]
 
     def _problems(self) -> list[str]:
-        folder = next(each for each in (self.path.absolute(), *self.path.absolute().parents) if _exists(each))
+        folder = next(
+            each for each in (self.path.absolute(), *self.path.absolute().parents) if _exists(each)
+        )
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             reason = "is not writable" if folder.is_dir() else "is not a folder"
             return [f"job.output_dir = {self.path} cannot be used: {folder} {reason}"]
         files = [self.config_path, self.metrics_path, self.prediction_path, self.events_path]
         files += self.logs_dir.glob("rank-*.log")
-        return [f"{path} is not a regular file" for path in files if _exists(path) and not path.is_file()]
+        return [
+            f"{path} is not a regular file"
+            for path in files
+            if _exists(path) and not path.is_file()
+        ]
 
     def record_start(self, config: Config, step: int) -> None:
-        """Writes config.toml and cuts metrics.jsonl after `step`. Called on rank 0 when a run starts or resumes."""
+        """Writes config.toml and cuts metrics.jsonl after `step`.
+
+        Called on rank 0 when a run starts or resumes.
+        """
         write_atomic(self.config_path, to_toml(config).encode())
         self.truncate_metrics(step)
 
     def log_event(self, kind: str, **fields: Any) -> None:
         """Appends to events.jsonl. Called on rank 0."""
-        self._event_log.append(json.dumps({"time": time.time(), "event": kind, **fields}, allow_nan=False))
+        self._event_log.append(
+            json.dumps({"time": time.time(), "event": kind, **fields}, allow_nan=False)
+        )
 
     def committed_checkpoints(self) -> list[tuple[int, Path]]:
         """Committed checkpoints as (step, folder), oldest first."""
@@ -113,11 +147,14 @@ class RunDir:
         return self.latest_valid_checkpoint() if config.checkpoint.enabled else None
 
     def latest_valid_checkpoint(self) -> Path | None:
-        """The newest checkpoint with an intact manifest and `state.json`; None if the run has no checkpoint.
+        """The newest checkpoint with an intact manifest and `state.json`; None if the run has no
+        checkpoint.
 
-        Raises `ResumeError` if all checkpoints are damaged, `RunFailedError` if one cannot be read now and none before it can.
+        Raises `ResumeError` if all checkpoints are damaged, `RunFailedError` if one cannot be read
+        now and none before it can.
         """
-        damaged, unreadable = [], None
+        damaged = []
+        unreadable = None
         for _, checkpoint in reversed(self.committed_checkpoints()):
             try:
                 manifest.read_validated(checkpoint)
@@ -134,7 +171,9 @@ class RunDir:
     def first_loss(self) -> float | None:
         """Loss of the first logged step."""
         with suppress(OSError):
-            return next((record.get("loss") for _, record in _read_json_lines(self.metrics_path)), None)
+            return next(
+                (record.get("loss") for _, record in _read_json_lines(self.metrics_path)), None
+            )
         return None
 
     def first_validation_loss(self, name: str) -> float | None:
@@ -148,12 +187,16 @@ class RunDir:
         return first
 
     def truncate_metrics(self, step: int) -> None:
-        """Drops lines after `step` and a torn last line, so that a resumed run logs each step once."""
+        """Drops lines after `step` and a torn last line, so that a resumed run logs each step
+        once.
+        """
         lines = [*_read_json_lines(self.metrics_path)]
         kept_lines = [
             line
             for line, record in lines
-            if line.endswith(b"\n") and isinstance(number := record.get("step"), int) and number <= step
+            if line.endswith(b"\n")
+            and isinstance(number := record.get("step"), int)
+            and number <= step
         ]
         if len(kept_lines) != len(lines):
             write_atomic(self.metrics_path, b"".join(kept_lines))
@@ -165,11 +208,15 @@ def find_checkpoints(path: Path) -> tuple[RunDir, list[tuple[int, Path]]]:
     `path` is a run folder, which names all of its checkpoints, or one checkpoint in it.
     """
     run_dir = RunDir(path.parents[1] if path.parent.name == "checkpoints" else path)
-    return run_dir, [entry for entry in run_dir.committed_checkpoints() if path in (run_dir.path, entry[1])]
+    return run_dir, [
+        entry for entry in run_dir.committed_checkpoints() if path in (run_dir.path, entry[1])
+    ]
 
 
 def raise_if_all_damaged(run_dir: RunDir, damaged: Sequence[str] = ()) -> None:
-    """Raises `ResumeError` if there are damaged checkpoints: a run must not silently start over at step 0."""
+    """Raises `ResumeError` if there are damaged checkpoints: a run must not silently start over at
+    step 0.
+    """
     if reasons := [*damaged, *list_quarantined(run_dir.checkpoints_dir)]:
         listed = "".join(f"\n  {line}" for line in reasons)
         raise ResumeError(
@@ -185,7 +232,11 @@ def _exists(path: Path) -> bool:
 
 def _parse_step(name: str) -> int | None:
     number = name.removeprefix("step-")
-    return int(number) if number.isascii() and number.isdecimal() and str(int(number)) == number else None
+    return (
+        int(number)
+        if number.isascii() and number.isdecimal() and str(int(number)) == number
+        else None
+    )
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -199,7 +250,9 @@ def _read_json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     with lines:
         while line := lines.readline(MAX_LINE_BYTES + 1):
             if len(line) > MAX_LINE_BYTES:
-                raise ResumeError(f"{path} cannot be read: a line has more than {MAX_LINE_BYTES:,} bytes")
+                raise ResumeError(
+                    f"{path} cannot be read: a line has more than {MAX_LINE_BYTES:,} bytes"
+                )
             value: dict[str, Any] = {}
             with suppress(DamageError):
                 value = parse_object(line)
@@ -207,7 +260,9 @@ def _read_json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def flatten_config(config: Config) -> dict[str, Any]:
-    """Every value by its dotted key, with the model preset resolved; without [job], [[stage]], [slurm] and [plan]."""
+    """Every value by its dotted key, with the model preset resolved; without [job], [[stage]],
+    [slurm] and [plan].
+    """
     values = config.model_dump(mode="json", exclude={"job", "stage", "slurm", "plan"})
     del values["model"]
     values["data"]["packing_version"] = config.data.packing_version or PACKING_VERSION
@@ -230,7 +285,9 @@ def run_identity(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_source_path(key: str) -> bool:
-    """Whether the key says which files a source reads; the fingerprint of their tokens must stay."""
+    """Whether the key says which files a source reads; the fingerprint of their tokens must
+    stay.
+    """
     return key.startswith("data.sources.") and key.endswith((".path", ".files"))
 
 
@@ -244,21 +301,27 @@ def describe_differences(saved: dict[str, Any], current: dict[str, Any]) -> list
 
 
 def check_resume(config: Config, checkpoint: Path) -> TrainState:
-    """The state of the checkpoint. Raises `ResumeError` with every difference if `config` is of another run.
+    """The state of the checkpoint. Raises `ResumeError` with every difference if `config` is of
+    another run.
 
     Compares the stage that wrote the checkpoint and its start step. Later stages may change.
     """
     state = manifest.read_state(checkpoint)
     index = state.stage.index
     if index >= len(config.training_stages):
-        raise ResumeError(f"{checkpoint} is from stage {index + 1} of a run with {len(config.training_stages)} stages")
+        raise ResumeError(
+            f"{checkpoint} is from stage {index + 1} of a run with {len(config.training_stages)} stages"
+        )
     stage = config.training_stages[index]
     mismatches = describe_differences(
         run_identity(state.config) | flatten(state.stage.model_dump(), "stage."),
-        run_identity(flatten_config(stage.config)) | flatten(stage_position(stage).model_dump(), "stage."),
+        run_identity(flatten_config(stage.config))
+        | flatten(stage_position(stage).model_dump(), "stage."),
     )
     if stage.index + 1 < stage.num_stages and state.step > stage.end_step:
-        mismatches.append(f"{stage} was at step {state.step} and now ends at step {stage.end_step}")
+        mismatches.append(
+            f"{stage} was at step {state.step} and now ends at step {stage.end_step}"
+        )
     if mismatches:
         listed = "".join(f"\n  {line}" for line in mismatches)
         raise ResumeError(
@@ -268,7 +331,9 @@ def check_resume(config: Config, checkpoint: Path) -> TrainState:
 
 
 def keep_packing_version(config: Recipe) -> Recipe:
-    """Sets a `data.packing_version` that is left out: to that of the run's newest checkpoint, or to the newest version."""
+    """Sets a `data.packing_version` that is left out: to that of the run's newest checkpoint, or
+    to the newest version.
+    """
     if config.data.packing_version is not None:
         return config
     version = None
@@ -281,13 +346,19 @@ def keep_packing_version(config: Recipe) -> Recipe:
 
 def stage_position(stage: TrainingStage) -> StagePosition:
     batch_size = stage.config.training.global_batch_size if stage.length_in_tokens else None
-    return StagePosition(name=stage.name, index=stage.index, start_step=stage.start_step, global_batch_size=batch_size)
+    return StagePosition(
+        name=stage.name,
+        index=stage.index,
+        start_step=stage.start_step,
+        global_batch_size=batch_size,
+    )
 
 
 def next_stage(config: Config) -> TrainingStage | None:
     """The first stage that the newest checkpoint has not completed; None if the run is done.
 
-    Raises `ResumeError` if the run cannot resume, or if it would start over in a folder with checkpoints.
+    Raises `ResumeError` if the run cannot resume, or if it would start over in a folder with
+    checkpoints.
     """
     _, step = _resume_point(config)
     return next((stage for stage in config.training_stages if step < stage.end_step), None)
@@ -309,7 +380,9 @@ def finished_message(config: Config) -> str | None:
 def _resume_point(config: Config) -> tuple[Path | None, int]:
     """(checkpoint to resume from, its step); (None, 0) for a fresh start."""
     # Comparing with a checkpoint builds the models.
-    if problems := [problem for stage in config.training_stages for problem in stage.config.model.problems()]:
+    if problems := [
+        problem for stage in config.training_stages for problem in stage.config.model.problems()
+    ]:
         raise ConfigError(problems)
     run_dir = RunDir(config.output_dir)
     if not config.checkpoint.enabled and run_dir.committed_checkpoints():

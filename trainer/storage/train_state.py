@@ -90,7 +90,11 @@ def config_of(state: TrainState, path: Path) -> dict[str, Any]:
     """The configuration by dotted key, in today's schema. Raises `ResumeError`."""
     try:
         values = model_defaults() | migrate(state.config, version=state.schema_version)
-        return values | {"model.layers": [dataclasses.asdict(LayerKind()) | kind for kind in values["model.layers"]]}
+        return values | {
+            "model.layers": [
+                dataclasses.asdict(LayerKind()) | kind for kind in values["model.layers"]
+            ]
+        }
     except ConfigError as error:
         raise ResumeError(f"{path}: {error}") from None
     except (TypeError, ValueError, AttributeError) as error:
@@ -99,20 +103,34 @@ def config_of(state: TrainState, path: Path) -> dict[str, Any]:
 
 @cache
 def model_defaults() -> dict[str, Any]:
-    """Of what a model can be, by dotted key; a checkpoint of an earlier version lacks what it did not have yet."""
+    """Of what a model can be, by dotted key; a checkpoint of an earlier version lacks what it did
+    not have yet.
+    """
     required: dict[str, Any] = dict.fromkeys(
-        (each.name for each in dataclasses.fields(ModelConfig) if each.default is each.default_factory), 1
+        (
+            each.name
+            for each in dataclasses.fields(ModelConfig)
+            if each.default is each.default_factory
+        ),
+        1,
     )
     values = flatten_model(ModelConfig(**required))
-    return {key: value for key, value in values.items() if key.removeprefix("model.") not in required}
+    return {
+        key: value for key, value in values.items() if key.removeprefix("model.") not in required
+    }
 
 
 def flatten_model(model: ModelConfig) -> dict[str, Any]:
-    return flatten(json.loads(json.dumps({"model": dataclasses.asdict(model)})))  # Tuples become lists.
+    # Tuples become lists.
+    return flatten(json.loads(json.dumps({"model": dataclasses.asdict(model)})))
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat = dict[str, Any]()
     for name, value in values.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        flat |= (
+            flatten(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{name}": value}
+        )
     return flat

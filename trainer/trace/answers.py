@@ -1,4 +1,7 @@
-"""Rank steps on disk, under a hash of everything that they depend on. Imports no torch until one has to be traced."""
+"""Rank steps on disk, under a hash of everything that they depend on.
+
+Imports no torch until one has to be traced.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,13 @@ MAX_ANSWERS = 2000
 def traced_rank_steps(config: Config, world_size: int, *, on_gpu: bool = True) -> list[RankStep]:
     """The step of the first rank of every pipeline rank, from the disk if they are known there.
 
-    `memory.recompute`, `memory.loss_chunk_mib` and `training.attention` must be resolved. `on_gpu`: with the kernels of a
-    GPU, compiled if the configuration compiles there; else those of a CPU. Raises UntraceableError.
+    `memory.recompute`, `memory.loss_chunk_mib` and `training.attention` must be resolved.
+    `on_gpu`: with the kernels of a GPU, compiled if the configuration compiles there; else those
+    of a CPU. Raises UntraceableError.
     """
     file = cache_folder() / f"{_key(config, world_size, on_gpu=on_gpu)}.json"
-    with suppress(OSError, ValueError, KeyError, TypeError):  # Unknown, or written by something else.
+    # Unknown, or written by something else.
+    with suppress(OSError, ValueError, KeyError, TypeError):
         return [_decoded(each) for each in json.loads(read_regular(file))]
     _show_progress("tracing a step ...")
     from trainer.trace.record import trace_pp_ranks  # Imports torch.
@@ -45,7 +50,9 @@ def traced_rank_steps(config: Config, world_size: int, *, on_gpu: bool = True) -
     kernel = config.training.attention if on_gpu else None
     compiled = config.compiles_on_gpu if on_gpu else config.training.compile is True
     traced = trace_pp_ranks(config, world_size, kernel=kernel, compiled=compiled)
-    steps = [rank_step(config, each.short, each.trace, each.whole, on_gpu=on_gpu) for each in traced]
+    steps = [
+        rank_step(config, each.short, each.trace, each.whole, on_gpu=on_gpu) for each in traced
+    ]
     _show_progress("")
     with suppress(OSError):  # Another time, it is traced again.
         _write(file, json.dumps([_encoded(step) for step in steps]))
@@ -103,7 +110,10 @@ def _encoded(step: RankStep) -> dict[str, Any]:
             step.memory.pp,
             [list(each) for each in step.memory.tensors],
         ],
-        "pieces": [[list(piece.place), [_encoded_moment(each) for each in piece.timeline]] for piece in step.pieces],
+        "pieces": [
+            [list(piece.place), [_encoded_moment(each) for each in piece.timeline]]
+            for piece in step.pieces
+        ],
         "order": list(step.order),
         "windows": [[*place, window] for place, window in step.windows.items()],
         "state_ratio": step.state_ratio,
@@ -121,7 +131,11 @@ def _encoded_moment(moment: Work | Departure | Arrival) -> Any:
         "calls": moment.calls,
     }
     return {
-        **{name: [[*key, count] for key, count in each.items()] for name, each in counts.items() if each},
+        **{
+            name: [[*key, count] for key, count in each.items()]
+            for name, each in counts.items()
+            if each
+        },
         "sent_bytes": [[*key, size] for key, size in moment.sent_bytes.items()],
         "moved_bytes": dict(moment.moved_bytes),
         "kernels": dict(moment.kernels),
@@ -130,12 +144,22 @@ def _encoded_moment(moment: Work | Departure | Arrival) -> Any:
 
 def _decoded(stored: Mapping[str, Any]) -> RankStep:
     phase, pp_rank, pp, tensors = stored["memory"]
-    estimate = MemoryEstimate(phase, pp_rank, pp, tuple(_decoded_tensor(*each) for each in tensors))
+    estimate = MemoryEstimate(
+        phase, pp_rank, pp, tuple(_decoded_tensor(*each) for each in tensors)
+    )
     pieces = tuple(
-        Piece(Place(*place), [], [_decoded_moment(each) for each in timeline]) for place, timeline in stored["pieces"]
+        Piece(Place(*place), [], [_decoded_moment(each) for each in timeline])
+        for place, timeline in stored["pieces"]
     )
     windows = {(stage, block): window for stage, block, window in stored["windows"]}
-    return RankStep(stored["world_size"], estimate, pieces, tuple(stored["order"]), windows, stored["state_ratio"])
+    return RankStep(
+        stored["world_size"],
+        estimate,
+        pieces,
+        tuple(stored["order"]),
+        windows,
+        stored["state_ratio"],
+    )
 
 
 def _decoded_tensor(name: str, shape: list[int], *rest: Any) -> MemoryTensor:

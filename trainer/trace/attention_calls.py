@@ -1,6 +1,8 @@
-"""Calls of attention kernels: their FLOPs, and the scratch memory that they allocate beside inputs and outputs.
+"""Calls of attention kernels: their FLOPs, and the scratch memory that they allocate beside inputs
+and outputs.
 
-Kernels are opaque to a trace, so the scratch is a table, taken from what the kernels' host code allocates:
+Kernels are opaque to a trace, so the scratch is a table, taken from what the kernels' host code
+allocates:
 
     flash       FlashAttention 2, csrc/flash_attn/flash_api.cpp, mha_varlen_bwd; the same in ATen/native/transformers/cuda
     cudnn       cudnn_frontend, node/scaled_dot_product_flash_attention.h, the backward node's tensors
@@ -40,9 +42,15 @@ class AttentionCall(NamedTuple):
         return int(2 * self.products * self.head_dim * self.pairs)
 
 
-def _dense(args: Sequence[Any], kernel: str, products: int, first: int, causal: int) -> AttentionCall:
-    """Heads first: [B, N, Q, H] and [B, K, S, H]. `first` and `causal` are indices of the queries and of the flag."""
-    q, k = args[first], args[first + 1]
+def _dense(
+    args: Sequence[Any], kernel: str, products: int, first: int, causal: int
+) -> AttentionCall:
+    """Heads first: [B, N, Q, H] and [B, K, S, H].
+
+    `first` and `causal` are indices of the queries and of the flag.
+    """
+    q = args[first]
+    k = args[first + 1]
     batch, heads, queries, head_dim = q.shape
     is_causal = args[causal : causal + 1] == (True,)
     keys = k.shape[2]
@@ -50,17 +58,27 @@ def _dense(args: Sequence[Any], kernel: str, products: int, first: int, causal: 
     return AttentionCall(kernel, products, batch * heads * pairs, keys, head_dim)
 
 
-def _varlen(args: Sequence[Any], products: int, first: int, kwargs: dict[str, Any]) -> AttentionCall:
-    """[X, N, H] of sequences one after the other, whose boundaries follow; `first` is the index of the queries."""
+def _varlen(
+    args: Sequence[Any], products: int, first: int, kwargs: dict[str, Any]
+) -> AttentionCall:
+    """[X, N, H] of sequences one after the other, whose boundaries follow; `first` is the index of
+    the queries.
+    """
     q = args[first]
-    after = first + 3 if products == 2 else first + 5  # The output and its log-sum-exp come between.
+    # The output and its log-sum-exp come between.
+    after = first + 3 if products == 2 else first + 5
     ends_q, ends_k, _, _, _, is_causal = args[after : after + 6]
     window = kwargs.get("window_size_left")
     seen = maxsize if window is None else window + 1
     lengths = [*zip(ends_q.diff().tolist(), ends_k.diff().tolist(), strict=True)]
-    pairs = [_causal_pairs(queries, keys, seen) if is_causal else queries * keys for queries, keys in lengths]
+    pairs = [
+        _causal_pairs(queries, keys, seen) if is_causal else queries * keys
+        for queries, keys in lengths
+    ]
     total = sum(pairs)
-    keys = sum(each * min(keys, seen) for each, (_, keys) in zip(pairs, lengths, strict=True)) // max(1, total)
+    keys = sum(
+        each * min(keys, seen) for each, (_, keys) in zip(pairs, lengths, strict=True)
+    ) // max(1, total)
     return AttentionCall("flash", products, q.shape[1] * total, keys, q.shape[2])
 
 
@@ -73,16 +91,20 @@ def _causal_pairs(queries: int, keys: int, window: int) -> int:
 
 
 def _flash_scratch(args: Sequence[Any]) -> int:
-    q, k, lengths = args[1], args[2], args[6]
+    q = args[1]
+    k = args[2]
+    lengths = args[6]
     tokens, heads, head_dim = q.shape
     padded = tokens + FLASH_PADDING * (len(lengths) - 1)
     sums = 4 * padded * heads * (_rounded(head_dim) + 1)
-    expanded = 2 * len(k) * heads * head_dim * q.element_size()  # Gradients of keys and values for every query head.
+    # Gradients of keys and values for every query head.
+    expanded = 2 * len(k) * heads * head_dim * q.element_size()
     return int(sums + (expanded if k.shape[1] < heads else 0))
 
 
 def _cudnn_scratch(args: Sequence[Any]) -> int:
-    q, k = args[1], args[2]
+    q = args[1]
+    k = args[2]
     batch, heads, queries, head_dim = q.shape
     sums = batch * heads * queries * (head_dim * q.element_size() + 4 * (_rounded(head_dim) + 1))
     expanded = 2 * batch * heads * k.shape[2] * head_dim * q.element_size()
@@ -107,14 +129,20 @@ def _with_scratch(read: Reader, scratch: Callable[[Sequence[Any]], int]) -> Read
 
 CALLS: dict[Any, Reader] = {
     aten._scaled_dot_product_flash_attention_for_cpu: lambda args, _: _dense(args, "cpu", 2, 0, 4),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda args, _: _dense(args, "cpu", 5, 1, 7),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda args, _: _dense(
+        args, "cpu", 5, 1, 7
+    ),
     aten._flash_attention_forward: lambda args, kwargs: _varlen(args, 2, 0, kwargs),
-    aten._flash_attention_backward: _with_scratch(lambda args, kwargs: _varlen(args, 5, 1, kwargs), _flash_scratch),
+    aten._flash_attention_backward: _with_scratch(
+        lambda args, kwargs: _varlen(args, 5, 1, kwargs), _flash_scratch
+    ),
     aten._scaled_dot_product_cudnn_attention: lambda args, _: _dense(args, "cudnn", 2, 0, 6),
     aten._scaled_dot_product_cudnn_attention_backward: _with_scratch(
         lambda args, _: _dense(args, "cudnn", 5, 1, 14), _cudnn_scratch
     ),
-    aten._scaled_dot_product_efficient_attention: lambda args, _: _dense(args, "efficient", 2, 0, 6),
+    aten._scaled_dot_product_efficient_attention: lambda args, _: _dense(
+        args, "efficient", 2, 0, 6
+    ),
     aten._scaled_dot_product_efficient_attention_backward: _with_scratch(
         lambda args, _: _dense(args, "efficient", 5, 1, 11), _efficient_scratch
     ),
@@ -122,7 +150,12 @@ CALLS: dict[Any, Reader] = {
 """How to read a call of an operator."""
 
 
-def attention_call(packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> AttentionCall | None:
-    """None for any other operator. Shapes are those of `models/kernels.py`, whose integers are real."""
+def attention_call(
+    packet: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> AttentionCall | None:
+    """None for any other operator.
+
+    Shapes are those of `models/kernels.py`, whose integers are real.
+    """
     read = CALLS.get(packet)
     return None if read is None else read(args, kwargs)

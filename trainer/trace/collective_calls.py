@@ -15,7 +15,8 @@ CollectiveCall = tuple[str, float, ProcessGroup]
 
 
 def _all_to_all(args: tuple[Any, ...]) -> CollectiveCall:
-    group, splits = ProcessGroup.unbox(args[2]), args[4]
+    group = ProcessGroup.unbox(args[2])
+    splits = args[4]
     size = args[1].nbytes
     if splits:
         # The even-split size with the same number of remote bytes.
@@ -31,13 +32,25 @@ def _nbytes(tensors: Sequence[Tensor]) -> int:
 COLLECTIVES: dict[str, Any] = {
     "allreduce_": lambda args: ("all_reduce", _nbytes(args[0]), ProcessGroup.unbox(args[1])),
     "_allgather_base_": lambda args: ("all_gather", args[1].nbytes, ProcessGroup.unbox(args[2])),
-    "_reduce_scatter_base_": lambda args: ("reduce_scatter", args[0].nbytes, ProcessGroup.unbox(args[2])),
+    "_reduce_scatter_base_": lambda args: (
+        "reduce_scatter",
+        args[0].nbytes,
+        ProcessGroup.unbox(args[2]),
+    ),
     "alltoall_base_": _all_to_all,
     "send": lambda args: ("send", _nbytes(args[0]), ProcessGroup.unbox(args[1])),
     "recv_": lambda args: ("receive", 0, ProcessGroup.unbox(args[1])),
     "all_reduce": lambda args: ("all_reduce", args[0].nbytes, resolve_process_group(args[2])),
-    "all_gather_into_tensor": lambda args: ("all_gather", args[0].nbytes, resolve_process_group(args[2])),
-    "reduce_scatter_tensor": lambda args: ("reduce_scatter", args[0].nbytes / args[2], resolve_process_group(args[3])),
+    "all_gather_into_tensor": lambda args: (
+        "all_gather",
+        args[0].nbytes,
+        resolve_process_group(args[2]),
+    ),
+    "reduce_scatter_tensor": lambda args: (
+        "reduce_scatter",
+        args[0].nbytes / args[2],
+        resolve_process_group(args[3]),
+    ),
 }
 
 

@@ -1,8 +1,10 @@
-"""Compiled pieces of a model, as far as memory goes: what the compiler saves, and what its kernels write.
+"""Compiled pieces of a model, as far as memory goes: what the compiler saves, and what its kernels
+write.
 
-The compiler's own partition of forward and backward decides what is saved. Its kernels are not run: a rule says what
-they write to memory. Operators that are not fused (products, kernels, collectives) read and write tensors; everything
-between them stays in registers, but for what the graph returns.
+The compiler's own partition of forward and backward decides what is saved. Its kernels are not
+run: a rule says what they write to memory. Operators that are not fused (products, kernels,
+collectives) read and write tensors; everything between them stays in registers, but for what the
+graph returns.
 """
 
 from __future__ import annotations
@@ -28,7 +30,15 @@ from trainer.trace.operators import OpCounterMode
 from trainer.trace.traffic import nbytes, tensors_of
 
 aten = torch.ops.aten
-APART = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten._grouped_mm, aten.index_copy, aten.embedding}
+APART = {
+    aten.mm,
+    aten.bmm,
+    aten.addmm,
+    aten.baddbmm,
+    aten._grouped_mm,
+    aten.index_copy,
+    aten.embedding,
+}
 """Operators of torch that are not fused."""
 PLAIN = (int, float, str, type(None))
 TENSOR = object()
@@ -36,7 +46,9 @@ TENSOR = object()
 
 
 class FusedKernels(fx.Interpreter):
-    """Runs a graph whose intermediate results take no memory unless an operator that is not fused needs or gives them."""
+    """Runs a graph whose intermediate results take no memory unless an operator that is not fused
+    needs or gives them.
+    """
 
     def __init__(self, module: fx.GraphModule, counter: OpCounterMode) -> None:
         super().__init__(module)
@@ -47,12 +59,16 @@ class FusedKernels(fx.Interpreter):
         self.user_to_last_uses = self._freed_after_kernels(module.graph)
 
     def _freed_after_kernels(self, graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-        """A kernel has what it reads until it has written everything: what neighbours fuse lives until the last of them."""
-        found, waiting = dict[fx.Node, list[fx.Node]](), list[fx.Node]()
+        """A kernel has what it reads until it has written everything: what neighbours fuse lives
+        until the last of them.
+        """
+        found = dict[fx.Node, list[fx.Node]]()
+        waiting = list[fx.Node]()
         for node in graph.nodes:
             waiting += self.user_to_last_uses.get(node, [])
             if is_apart(node) or is_apart(node.next) or node.next.op == "output":
-                found[node], waiting = waiting, []
+                found[node] = waiting
+                waiting = []
         return found
 
     def _is_written(self, node: fx.Node) -> bool:
@@ -113,7 +129,9 @@ def compiled_with(counter: OpCounterMode) -> Iterator[None]:
     run_block = compile_piece(forward_with)
 
     def compile_block(block: TransformerBlock, **_: Any) -> None:
-        block.forward_fn = lambda block, *inputs: run_block(block, _local_parameters(block), *inputs)
+        block.forward_fn = lambda block, *inputs: run_block(
+            block, _local_parameters(block), *inputs
+        )
 
     with (
         patch("trainer.step.build.compiler", lambda: compile_piece),
@@ -127,14 +145,18 @@ def _local_parameters(block: TransformerBlock) -> dict[str, Tensor]:
     return {name: to_local(parameter) for name, parameter in block.named_parameters()}
 
 
-def forward_with(block: TransformerBlock, parameters: dict[str, Tensor], *inputs: Tensor) -> Tensor:
+def forward_with(
+    block: TransformerBlock, parameters: dict[str, Tensor], *inputs: Tensor
+) -> Tensor:
     """The output of a block as a function of its parameters."""
     with _reparametrize_module(block, parameters):
         return default_block_forward(block, *inputs)
 
 
 def boxed(kernels: FusedKernels) -> Callable[[list[Any]], Any]:
-    """Runs the graph once; the list of arguments is emptied, so that they live no longer than they must."""
+    """Runs the graph once; the list of arguments is emptied, so that they live no longer than they
+    must.
+    """
 
     def run(arguments: list[Any]) -> Any:
         results = kernels.boxed_run(arguments)
@@ -149,16 +171,23 @@ def _signature(leaf: Any) -> Any:
     """The guard of an argument: modules that are alike share compiled code."""
     if isinstance(leaf, FakeTensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
-    if isinstance(leaf, Tensor):  # Of real integers, which control flow depends on.
+    # Of real integers, which control flow depends on.
+    if isinstance(leaf, Tensor):
         return id(leaf)
     if isinstance(leaf, PLAIN) or not hasattr(leaf, "__dict__"):
         return leaf
-    values = ((name, _signature(value)) for name, value in vars(leaf).items() if isinstance(value, (*PLAIN, nn.Module)))
+    values = (
+        (name, _signature(value))
+        for name, value in vars(leaf).items()
+        if isinstance(value, (*PLAIN, nn.Module))
+    )
     modules = ((name, str(each)) for name, each in getattr(leaf, "_modules", {}).items())
     return type(leaf), *values, *modules
 
 
-def _compiled(piece: Callable[..., Any], leaves: Sequence[Any], spec: Any, run_graph: Any) -> Callable[..., Any]:
+def _compiled(
+    piece: Callable[..., Any], leaves: Sequence[Any], spec: Any, run_graph: Any
+) -> Callable[..., Any]:
     """The piece as a function of its tensors; other leaves are constants."""
     constants = [TENSOR if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
 
@@ -182,4 +211,6 @@ def _compiled(piece: Callable[..., Any], leaves: Sequence[Any], spec: Any, run_g
 
 def _like(x: FakeTensor) -> Tensor:
     with x.fake_mode:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).requires_grad_(x.requires_grad)
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).requires_grad_(
+            x.requires_grad
+        )

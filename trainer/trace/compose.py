@@ -1,9 +1,10 @@
 """The whole step from the pieces of a short one. Imports no torch.
 
-Every piece of the whole step is a copy of a recorded piece. What a recorded piece frees is named by its distance from
-there, for instance "allocated by the forward pass of the block before, for the same micro-batch", so a copy frees what
-its own neighbours allocated. A copy that looks for a tensor which nothing allocated shows that the recorded step was
-too short: see `ComposedStep.is_closed`.
+Every piece of the whole step is a copy of a recorded piece. What a recorded piece frees is named
+by its distance from there, for instance "allocated by the forward pass of the block before, for
+the same micro-batch", so a copy frees what its own neighbours allocated. A copy that looks for a
+tensor which nothing allocated shows that the recorded step was too short: see
+`ComposedStep.is_closed`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trainer.trace.pieces import BEGIN, FINISH, MOMENTS, PASSES, Allocation, Free, Piece, Place, State, Trace, Work
+from trainer.trace.pieces import (
+    BEGIN,
+    FINISH,
+    MOMENTS,
+    PASSES,
+    Allocation,
+    Free,
+    Piece,
+    Place,
+    State,
+    Trace,
+    Work,
+)
 
 
 class TensorName(NamedTuple):
-    """One of the tensors of a piece that outlive it, by what it is and how many like it came before."""
+    """One of the tensors of a piece that outlive it, by what it is and how many like it came
+    before.
+    """
 
     allocation: Allocation
     number: int
@@ -57,8 +72,12 @@ class Correspondence:
     recorded_micro_batches: int
 
     def copied_states(self, states: Iterable[State]) -> Counter[State]:
-        """How often the whole step has a state; those of a block without the place of the block."""
-        blocks = Counter((stage, block) for stage, originals in self.blocks.items() for block in originals)
+        """How often the whole step has a state; those of a block without the place of the
+        block.
+        """
+        blocks = Counter(
+            (stage, block) for stage, originals in self.blocks.items() for block in originals
+        )
         copies = Counter[State]()
         for state in states:
             copies[state._replace(block=None)] += 1 if state.block is None else blocks[state.block]
@@ -69,17 +88,25 @@ class Correspondence:
         return place._replace(micro_batch=self._original_micro_batch(place.micro_batch), unit=unit)
 
     def _original_micro_batch(self, number: int) -> int:
-        """The first, the second for all others, and the third for the last if three are recorded."""
+        """The first, the second for all others, and the third for the last if three are
+        recorded.
+        """
         if self.recorded_micro_batches > 2 and number == self.micro_batches - 1:
             return 2
         return min(number, 1, self.recorded_micro_batches - 1)
 
     def allocated_by(self, origin: Place, here: Place, copy: Place) -> Iterator[Place]:
-        """The pieces whose tensors `copy` frees, if the recorded `here`, which it is like, frees what `origin` allocated."""
+        """The pieces whose tensors `copy` frees, if the recorded `here`, which it is like, frees
+        what `origin` allocated.
+        """
         source = origin._replace(micro_batch=self._micro_batch(origin, here, copy))
         if not isinstance(origin.unit, int):
             yield source
-        elif isinstance(here.unit, int) and isinstance(copy.unit, int) and here.stage == origin.stage:
+        elif (
+            isinstance(here.unit, int)
+            and isinstance(copy.unit, int)
+            and here.stage == origin.stage
+        ):
             yield source._replace(unit=origin.unit + copy.unit - here.unit)
         else:
             for block, recorded in enumerate(self.blocks[origin.stage]):
@@ -105,7 +132,9 @@ class Memory:
     used_buffers: Counter[int] = field(default_factory=Counter)
     """On the host, by size."""
     host_buffers: Counter[int] = field(default_factory=Counter)
-    """Buffers that exist: a free one is used again for a tensor of its size, and none is given back."""
+    """Buffers that exist: a free one is used again for a tensor of its size, and none is given
+    back.
+    """
     first_use: dict[int, Allocation] = field(default_factory=dict)
     """Of buffers of a size."""
 
@@ -178,9 +207,13 @@ class ComposedStep(NamedTuple):
     live: list[LiveTensor]
     """What is alive at the peak of the device, but for the states, and on the host at the end."""
     missing: Counter[tuple[Place, Place, TensorName]]
-    """Tensors that copies of a piece should have freed and did not find: (recorded piece, its origin, name)."""
+    """Tensors that copies of a piece should have freed and did not find: (recorded piece, its
+    origin, name).
+    """
     left: Counter[tuple[Place, TensorName]]
-    """Tensors that no copy freed, unlike the recorded step: (recorded piece that allocated it, name)."""
+    """Tensors that no copy freed, unlike the recorded step: (recorded piece that allocated it,
+    name).
+    """
 
     @property
     def is_closed(self) -> bool:
@@ -188,7 +221,9 @@ class ComposedStep(NamedTuple):
         return not self.missing and not self.left
 
 
-def compose(trace: Trace, order: Sequence[Place], like: Correspondence, target: Target | None = None) -> ComposedStep:
+def compose(
+    trace: Trace, order: Sequence[Place], like: Correspondence, target: Target | None = None
+) -> ComposedStep:
     """`order`: the pieces of the whole step; `target` is needed if some send messages."""
     changes = lasting_changes(trace.pieces)
     run = Composition(trace, changes, order, like, target)
@@ -203,7 +238,14 @@ def compose(trace: Trace, order: Sequence[Place], like: Correspondence, target: 
             break
     live = [*again.live(), *again.transients(peak), *run.host_buffers()]
     return ComposedStep(
-        peak, run.memory.host_bytes, run.work(), run.states, trace.other_states, live, run.missing, run.left()
+        peak,
+        run.memory.host_bytes,
+        run.work(),
+        run.states,
+        trace.other_states,
+        live,
+        run.missing,
+        run.left(),
     )
 
 
@@ -219,7 +261,10 @@ class Composition:
         target: Target | None,
     ) -> None:
         """`changes`: of each recorded piece."""
-        self._trace, self._order, self._like, self._target = trace, order, like, target
+        self._trace = trace
+        self._order = order
+        self._like = like
+        self._target = target
         self._index = {piece.place: index for index, piece in enumerate(trace.pieces)}
         self._changes = changes
         self.states = like.copied_states(trace.states)
@@ -232,7 +277,9 @@ class Composition:
         self._latest_sent: dict[int, Place] = {}
 
     def changes(self) -> Iterator[tuple[int, Place, Transient]]:
-        """Between changes of what outlives a piece: a number, the piece, and what lives only there besides."""
+        """Between changes of what outlives a piece: a number, the piece, and what lives only there
+        besides.
+        """
         position = 0
         for place in self._order:
             index = self._index[self._like.original(place)]
@@ -261,7 +308,9 @@ class Composition:
             if not name.allocation.on_host:
                 alike[self._index[self._like.original(place)], name] += 1
         return [
-            LiveTensor(name.allocation, self._trace.pieces[index].place, ends.get((index, name)), count)
+            LiveTensor(
+                name.allocation, self._trace.pieces[index].place, ends.get((index, name)), count
+            )
             for (index, name), count in alike.items()
         ]
 
@@ -273,7 +322,10 @@ class Composition:
     def host_buffers(self) -> list[LiveTensor]:
         """Buffers of the host, used and free."""
         first_use = self.memory.first_use
-        return [LiveTensor(first_use[size], BEGIN, None, count) for size, count in self.memory.host_buffers.items()]
+        return [
+            LiveTensor(first_use[size], BEGIN, None, count)
+            for size, count in self.memory.host_buffers.items()
+        ]
 
     def work(self) -> Work:
         """Of all copies so far."""
@@ -283,11 +335,13 @@ class Composition:
         return total
 
     def _free(self, death: Death, index: int, copy: Place) -> None:
-        origin, here = self._trace.pieces[death.origin].place, self._trace.pieces[index].place
+        origin = self._trace.pieces[death.origin].place
+        here = self._trace.pieces[index].place
         if "send" in here.action or here == FINISH:
             return  # What it sent before; see `_free_sent`.
         for place in self._like.allocated_by(origin, here, copy):
-            # Batches live until the next one is loaded, and the last one until the end of its backward pass.
+            # Batches live until the next one is loaded, and the last one until the end of its
+            # backward pass.
             if not self.memory.free(place, death.name) and origin.action in PASSES:
                 self.missing[here, origin, death.name] += 1
 
@@ -299,13 +353,19 @@ class Composition:
             for change in changes
             if isinstance(change, Death)
         }
-        alive = ((self._like.original(place), name) for place, name in self.memory.live if place.action in PASSES)
+        alive = (
+            (self._like.original(place), name)
+            for place, name in self.memory.live
+            if place.action in PASSES
+        )
         return Counter(each for each in alive if each in freed)
 
     # ---- messages of a pipeline: what is sent lives until the next message to the same rank
 
     def _find_sent_tensors(self) -> dict[tuple[str, int], tuple[Place, TensorName]]:
-        """The tensor that each pass of a stage sends, with the recorded piece that allocated it."""
+        """The tensor that each pass of a stage sends, with the recorded piece that allocated
+        it.
+        """
         found: dict[tuple[str, int], tuple[Place, TensorName]] = {}
         for piece, changes in zip(self._trace.pieces, self._changes, strict=True):
             if "send" in piece.place.action or piece.place == FINISH:
@@ -337,7 +397,9 @@ class Composition:
 
 
 def lasting_changes(pieces: Sequence[Piece]) -> list[list[Change]]:
-    """Changes of each piece: allocations for others, frees of others, and the peaks of the rest between them."""
+    """Changes of each piece: allocations for others, frees of others, and the peaks of the rest
+    between them.
+    """
     ends = {
         (event.piece, event.number): index
         for index, piece in enumerate(pieces)
@@ -355,10 +417,13 @@ def lasting_changes(pieces: Sequence[Piece]) -> list[list[Change]]:
     return [_lasting_changes(index, piece, names) for index, piece in enumerate(pieces)]
 
 
-def _lasting_changes(index: int, piece: Piece, names: Mapping[tuple[int, int], TensorName]) -> list[Change]:
+def _lasting_changes(
+    index: int, piece: Piece, names: Mapping[tuple[int, int], TensorName]
+) -> list[Change]:
     changes: list[Change] = []
     inner: dict[int, Allocation] = {}
-    live, number = 0, 0
+    live = 0
+    number = 0
     highest = Transient(0, ())
     for event in piece.events:
         if isinstance(event, Allocation):

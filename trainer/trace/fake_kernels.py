@@ -1,4 +1,7 @@
-"""Runs operators of torch on fake tensors, several times as fast as FakeTensorMode does. Relies on private APIs."""
+"""Runs operators of torch on fake tensors, several times as fast as FakeTensorMode does.
+
+Relies on private APIs.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ class Layout(NamedTuple):
 class FakeKernels:
     """Runs operators on fake tensors of the CPU.
 
-    What an operator only writes to is its result. New tensors are laid out as those of its last call with such
-    arguments. What follows from shapes alone is asked of the meta kernels. The rest, and what they do not know, takes
-    the way of FakeTensorMode.
+    What an operator only writes to is its result. New tensors are laid out as those of its last
+    call with such arguments. What follows from shapes alone is asked of the meta kernels. The
+    rest, and what they do not know, takes the way of FakeTensorMode.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -37,7 +40,9 @@ class FakeKernels:
         """Of the results of calls that allocate all of them."""
         self._attributes = vars(FakeTensor(mode, torch.empty(0, device="meta"), CPU))
 
-    def run(self, func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """`tensors`: those among the arguments."""
         facts = facts_of(func)
         if not facts.is_known:
@@ -48,7 +53,12 @@ class FakeKernels:
         if not facts.only_allocates or not all(map(_has_known_layout, tensors)):
             return self._ask(func, tensors, args, kwargs, is_fake=is_fake)
         # The default dtype matters to what has no tensors.
-        call = id(func), torch.get_default_dtype(), _signature(args), _signature((*kwargs.items(),))
+        call = (
+            id(func),
+            torch.get_default_dtype(),
+            _signature(args),
+            _signature((*kwargs.items(),)),
+        )
         if (layouts := self._layouts.get(call, UNKNOWN)) is not UNKNOWN:
             return _mapped(self._new, layouts)
         result = self._ask(func, tensors, args, kwargs, is_fake=is_fake)
@@ -57,7 +67,9 @@ class FakeKernels:
         return result
 
     def _new(self, layout: Layout) -> Tensor:
-        return self._fake(torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta"))
+        return self._fake(
+            torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+        )
 
     def _fake(self, elements: Tensor) -> Tensor:
         """As FakeTensor makes it, which looks at every option first."""
@@ -67,7 +79,13 @@ class FakeKernels:
         return found
 
     def _ask(
-        self, func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_fake: bool
+        self,
+        func: Any,
+        tensors: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_fake: bool,
     ) -> Any:
         if tensors and is_fake and func not in self._unknown and kwargs.get("device") is None:
             try:

@@ -1,7 +1,7 @@
 """Which blocks a host budget lets offload what. Imports no torch.
 
-The rule is that of `parallelisms.activation_offload.HostActivationPool`: inputs first, then the attention outputs of as
-many blocks as fit beside all inputs.
+The rule is that of `parallelisms.activation_offload.HostActivationPool`: inputs first, then the
+attention outputs of as many blocks as fit beside all inputs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from trainer.trace.pieces import Allocation, Trace
 
-INPUTS, ATTENTION = "offload of inputs", "offload of attention"
+INPUTS = "offload of inputs"
+ATTENTION = "offload of attention"
 
 
 class Offloaded(NamedTuple):
@@ -22,7 +23,9 @@ class Offloaded(NamedTuple):
 
 
 def offloaded_by_block(trace: Trace) -> list[Offloaded]:
-    """Offloaded bytes of the first micro-batch without a budget, by recorded block of the only stage."""
+    """Offloaded bytes of the first micro-batch without a budget, by recorded block of the only
+    stage.
+    """
     sizes: dict[int, dict[str, int]] = {}
     for piece in trace.pieces:
         place = piece.place
@@ -34,7 +37,9 @@ def offloaded_by_block(trace: Trace) -> list[Offloaded]:
     return [Offloaded(each[INPUTS], each[ATTENTION]) for _, each in sorted(sizes.items())]
 
 
-def within_budget(wanted: Sequence[Offloaded], budget: int, blocks_per_checkpoint: int) -> tuple[Offloaded, ...]:
+def within_budget(
+    wanted: Sequence[Offloaded], budget: int, blocks_per_checkpoint: int
+) -> tuple[Offloaded, ...]:
     """Offloaded bytes of each block under the budget. `wanted`: without one."""
     reserved = _bytes_of_all_inputs(wanted, blocks_per_checkpoint)
     inputs = attention = 0
@@ -43,7 +48,8 @@ def within_budget(wanted: Sequence[Offloaded], budget: int, blocks_per_checkpoin
         keeps_input = inputs + each.input_bytes <= budget
         keeps_attention = attention + each.attention_bytes <= budget - reserved
         kept = Offloaded(each.input_bytes * keeps_input, each.attention_bytes * keeps_attention)
-        inputs, attention = inputs + kept.input_bytes, attention + kept.attention_bytes
+        inputs = inputs + kept.input_bytes
+        attention = attention + kept.attention_bytes
         found.append(kept)
     return tuple(found)
 
@@ -56,4 +62,6 @@ def host_budget(kept: Sequence[Offloaded], blocks_per_checkpoint: int) -> int:
 
 
 def _bytes_of_all_inputs(blocks: Sequence[Offloaded], blocks_per_checkpoint: int) -> int:
-    return -(-len(blocks) // blocks_per_checkpoint) * max((each.input_bytes for each in blocks), default=0)
+    return -(-len(blocks) // blocks_per_checkpoint) * max(
+        (each.input_bytes for each in blocks), default=0
+    )

@@ -36,7 +36,9 @@ class LazyBatch(Batch):
         del device
         self.on_load()
         tokens, labels, positions, documents = (self.allocate() for _ in range(4))
-        return replace(self, tokens=tokens, labels=labels, positions=positions, document_ids=documents)
+        return replace(
+            self, tokens=tokens, labels=labels, positions=positions, document_ids=documents
+        )
 
 
 def micro_batches(
@@ -48,11 +50,14 @@ def micro_batches(
 ) -> list[Batch]:
     """The identical micro-batches of a step, on the host, where they are not counted.
 
-    `lengths`: of a sequence's documents. `on_load` is called with the number of a micro-batch that moves to the device.
+    `lengths`: of a sequence's documents. `on_load` is called with the number of a micro-batch that
+    moves to the device.
     """
-    training, plan = trainer.config.training, trainer.config.context_plan()
+    training = trainer.config.training
+    plan = trainer.config.context_plan()
     lengths = lengths or [training.seq_len]
-    micro_batch_size, tokens = training.micro_batch_size, plan.padded_length(training.seq_len)
+    micro_batch_size = training.micro_batch_size
+    tokens = plan.padded_length(training.seq_len)
     starts = sorted({0, *accumulate(lengths), tokens})
     pairs = micro_batch_size * sum(map(trainer.config.model.build().mean_pairs, lengths))
     shape = micro_batch_size, tokens // plan.cp
@@ -76,7 +81,10 @@ def micro_batches(
 
 @contextmanager
 def balanced_experts(counter: OpCounterMode) -> Iterator[None]:
-    """Gives every expert as many tokens: fake scores choose none. All compute at once, as in a kernel for groups."""
+    """Gives every expert as many tokens: fake scores choose none.
+
+    All compute at once, as in a kernel for groups.
+    """
 
     def counts_of(experts_NK: Tensor, num_experts: int) -> list[int]:
         size, remainder = divmod(experts_NK.numel(), num_experts)
@@ -87,21 +95,34 @@ def balanced_experts(counter: OpCounterMode) -> Iterator[None]:
             return [padded_rows(each, num_experts) for each in experts]
         groups = [RowGroups(counts_of(each, num_experts)) for each in experts]
         return [
-            sort_by_expert(each, num_experts)[0]._replace(groups=of) for each, of in zip(experts, groups, strict=True)
+            sort_by_expert(each, num_experts)[0]._replace(groups=of)
+            for each, of in zip(experts, groups, strict=True)
         ]
 
-    def rows_of_ranks(self: Any, experts: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
+    def rows_of_ranks(
+        self: Any, experts: Sequence[Tensor], num_experts: int, *, padded: bool
+    ) -> list[Rows]:
         if self._ep_group is None and self._gather_group is None:
             return own_rows(experts, num_experts, padded=padded)
         found = []
-        for each, (rows, _) in zip(experts, [sort_by_expert(each, num_experts) for each in experts], strict=True):
+        for each, (rows, _) in zip(
+            experts, [sort_by_expert(each, num_experts) for each in experts], strict=True
+        ):
             with unset_fake_temporarily():
-                groups = [1 if group is None else group.size() for group in (self._gather_group, self._ep_group)]
+                groups = [
+                    1 if group is None else group.size()
+                    for group in (self._gather_group, self._ep_group)
+                ]
                 counts = torch.tensor(counts_of(each, num_experts)).expand(*groups, -1)
                 routed = self._route(rows._replace(place=torch.empty(0)), counts, padded=padded)
             arrived = RowPlaces(*(counter.new_int64(len(each)) for each in routed.route.arrived))
-            ends = None if routed.groups.ends is None else counter.new_int64(len(routed.groups.ends)).int()
-            route, groups = routed.route._replace(arrived=arrived), routed.groups._replace(ends=ends)
+            ends = (
+                None
+                if routed.groups.ends is None
+                else counter.new_int64(len(routed.groups.ends)).int()
+            )
+            route = routed.route._replace(arrived=arrived)
+            groups = routed.groups._replace(ends=ends)
             found.append(routed._replace(place=rows.place, groups=groups, route=route))
         return found
 
@@ -152,7 +173,9 @@ def copies_on(stream: CopyStream) -> Iterator[None]:
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """Allocations of torch's fused kernels: one result each way, and a number per token between them."""
+    """Allocations of torch's fused kernels: one result each way, and a number per token between
+    them.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_E: Tensor, weight_E: Tensor) -> Tensor:

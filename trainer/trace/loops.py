@@ -1,6 +1,8 @@
-"""Runs few parts of long loops over tiles, chunks and hops, and counts each for all that are like it.
+"""Runs few parts of long loops over tiles, chunks and hops, and counts each for all that are like
+it.
 
-What the body of a loop keeps of every part counts at the end of the loop, not while its last parts run.
+What the body of a loop keeps of every part counts at the end of the loop, not while its last parts
+run.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ from typing import Any, NamedTuple
 from models.tiling import Likeness, loops_run_by
 from trainer.trace.operators import OpCounterMode
 
-FIRST_PARTS, LAST_PARTS = 2, 1
-"""Sums are allocated for the first part, or widened for the second; the last one may be shorter, or send nothing on."""
+FIRST_PARTS = 2
+LAST_PARTS = 1
+"""Sums are allocated for the first part, or widened for the second; the last one may be shorter,
+or send nothing on.
+"""
 
 
 class Repeated(NamedTuple):

@@ -13,7 +13,9 @@ class OperatorFacts:
     """Of one overload, found once."""
 
     def __init__(self, func: Any) -> None:
-        self._func, self.name, is_aten = func, str(func.overloadpacket), func.namespace == "aten"
+        self._func = func
+        self.name = str(func.overloadpacket)
+        is_aten = func.namespace == "aten"
         self.is_known = is_aten or func.namespace == "_c10d_functional"
         """Whether what the schema says is all that the operator does."""
         returns = [value.alias_info for value in func._schema.returns]
@@ -44,7 +46,9 @@ class OperatorFacts:
 
     @cached_property
     def written(self) -> tuple[int | str, ...] | None:
-        """The arguments that are the results of what only writes to them; None for other operators."""
+        """The arguments that are the results of what only writes to them; None for other
+        operators.
+        """
         schema = self._func._schema
         if not schema.is_mutable or torch.Tag.inplace_view in self._func.tags:
             return None
@@ -54,7 +58,10 @@ class OperatorFacts:
 
     def results_written(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The results of what only writes to its arguments."""
-        results = [args[place] if isinstance(place, int) else kwargs[place] for place in self.written or ()]
+        results = [
+            args[place] if isinstance(place, int) else kwargs[place]
+            for place in self.written or ()
+        ]
         if len(results) < 2:
             return results[0] if results else None
         return tuple(results)
@@ -68,7 +75,8 @@ _facts: dict[int, OperatorFacts] = {}
 
 
 def facts_of(func: Any) -> OperatorFacts:
-    found = _facts.get(id(func))  # Operators live as long as the process, and take long to hash.
+    # Operators live as long as the process, and take long to hash.
+    found = _facts.get(id(func))
     if found is None:
         found = _facts[id(func)] = OperatorFacts(func)
     return found

@@ -1,7 +1,8 @@
 """Counts memory, FLOPs and communication of one rank, on fake tensors and a fake process group.
 
-Sees every operation at torch's dispatcher: the storages that it allocates (until freed or resized), its matmuls, and its
-messages. Kernel workspaces and copies inside a backend are invisible. Relies on private APIs of torch.
+Sees every operation at torch's dispatcher: the storages that it allocates (until freed or
+resized), its matmuls, and its messages. Kernel workspaces and copies inside a backend are
+invisible. Relies on private APIs of torch.
 """
 
 from __future__ import annotations
@@ -40,16 +41,29 @@ RESIZED = "resized"
 SCRATCH_KEY = -1
 """Names no storage."""
 
-aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
-MATMUL_OPS = {aten.mm: (0, 1), aten.bmm: (0, 1), aten.addmm: (1, 2), aten.addmm_: (1, 2), aten.baddbmm: (1, 2)}
+aten = torch.ops.aten
+c10d = torch.ops.c10d
+functional = torch.ops._c10d_functional
+MATMUL_OPS = {
+    aten.mm: (0, 1),
+    aten.bmm: (0, 1),
+    aten.addmm: (1, 2),
+    aten.addmm_: (1, 2),
+    aten.baddbmm: (1, 2),
+}
 """Indices of the multiplied arguments."""
-GROUPED_MATMUL, DEVICE = aten._grouped_mm, torch.ops.prim.device.default
+GROUPED_MATMUL = aten._grouped_mm
+DEVICE = torch.ops.prim.device.default
 
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """Initializes torch.distributed as rank `rank` of `world_size` without peers: receives leave tensors unchanged."""
-    distributed.init_process_group("fake", store=distributed.HashStore(), rank=rank, world_size=world_size)
+    """Initializes torch.distributed as rank `rank` of `world_size` without peers: receives leave
+    tensors unchanged.
+    """
+    distributed.init_process_group(
+        "fake", store=distributed.HashStore(), rank=rank, world_size=world_size
+    )
     try:
         yield
     finally:
@@ -66,7 +80,10 @@ class Stored(NamedTuple):
 
 
 class StorageTracker:
-    """Live storages by the phase that allocated them. Subclasses record `on_allocation` and `on_free`."""
+    """Live storages by the phase that allocated them.
+
+    Subclasses record `on_allocation` and `on_free`.
+    """
 
     def __init__(self) -> None:
         self.live_bytes: Counter[str] = Counter()
@@ -78,14 +95,18 @@ class StorageTracker:
         self._storages: dict[int, Stored] = {}
 
     def add(self, x: Tensor, phase: str, operator: str) -> None:
-        """Ignores known storages. uint8 storages belong to the pinned host pool of activation offload."""
+        """Ignores known storages. uint8 storages belong to the pinned host pool of activation
+        offload.
+        """
         if not isinstance(x, FakeTensor) and x.device.type == "meta":
             return
         storage = x.untyped_storage()
         key = storage._cdata
         if key not in self._storages:
-            size, kind = storage.nbytes(), HOST if x.dtype == torch.uint8 else phase
-            shape, dtype = tuple(x.shape), dtype_name(x.dtype)
+            size = storage.nbytes()
+            kind = HOST if x.dtype == torch.uint8 else phase
+            shape = tuple(x.shape)
+            dtype = dtype_name(x.dtype)
             allocation = Allocation(size, kind == HOST, shape, dtype, operator, *current_line())
             self._storages[key] = Stored(
                 weakref.ref(storage, partial(self._drop, key)), kind, allocation, self.num_added
@@ -95,7 +116,9 @@ class StorageTracker:
             self._adjust(kind, size, f"{phase}: {operator}")
 
     def resize(self, storage: torch.UntypedStorage, phase: str) -> None:
-        if (stored := self._storages.get(storage._cdata)) is not None and stored.allocation.size != storage.nbytes():
+        if (
+            stored := self._storages.get(storage._cdata)
+        ) is not None and stored.allocation.size != storage.nbytes():
             size, (line, fsdp) = storage.nbytes(), current_line()
             resized = stored.allocation._replace(
                 size=size, shape=(size,), dtype="uint8", operator=RESIZED, line=line, fsdp=fsdp
@@ -123,17 +146,24 @@ class StorageTracker:
         if size:
             self._adjust("scratch", size, f"{phase}: {operator}")
             self._adjust("scratch", -size, "")
-            self.on_allocation(SCRATCH_KEY, Allocation(size, False, (size,), "scratch", operator, *current_line()))  # noqa: FBT003
+            self.on_allocation(
+                SCRATCH_KEY,
+                Allocation(size, False, (size,), "scratch", operator, *current_line()),  # noqa: FBT003
+            )
             self.on_free(SCRATCH_KEY)
 
     def on_allocation(self, key: int, allocation: Allocation) -> None:
-        """`key` identifies the storage until it is freed. A resized storage is freed and allocated again."""
+        """`key` identifies the storage until it is freed.
+
+        A resized storage is freed and allocated again.
+        """
 
     def on_free(self, key: int) -> None:
         """The storage of an earlier `on_allocation`."""
 
     def reset_peak(self) -> None:
-        self.peak_bytes, self.peak_host_bytes = -1, self.live_bytes[HOST]
+        self.peak_bytes = -1
+        self.peak_host_bytes = self.live_bytes[HOST]
         self._adjust(HOST, 0, "begin")
 
     def _drop(self, key: int, _: Any) -> None:
@@ -148,7 +178,11 @@ class StorageTracker:
         else:
             self.device_bytes += size
         if self.device_bytes > self.peak_bytes:
-            self.peak_bytes, self.bytes_at_peak, self.peak_moment = self.device_bytes, self.live_bytes.copy(), moment
+            self.peak_bytes, self.bytes_at_peak, self.peak_moment = (
+                self.device_bytes,
+                self.live_bytes.copy(),
+                moment,
+            )
 
 
 class PendingFakeWork(FakeWork):
@@ -201,7 +235,8 @@ class OpCounterMode(TorchDispatchMode):
 
     def reset_counts(self) -> None:
         """Keeps track of live storages."""
-        self.num_ops, self.work = 0, Work()
+        self.num_ops = 0
+        self.work = Work()
         self.small_calls.clear()
         self.storages.reset_peak()
 
@@ -217,7 +252,8 @@ class OpCounterMode(TorchDispatchMode):
     @contextmanager
     def without_allocations(self) -> Iterator[None]:
         """Results take no memory."""
-        allocates, self._allocates = self._allocates, False
+        allocates = self._allocates
+        self._allocates = False
         try:
             yield
         finally:
@@ -225,10 +261,15 @@ class OpCounterMode(TorchDispatchMode):
 
     @contextmanager
     def copies(self) -> Iterator[list[int]]:
-        """Copies between host and device on a stream of their own; gives the number of their message at the end."""
-        self._copied_bytes, numbers = 0, list[int]()
+        """Copies between host and device on a stream of their own; gives the number of their
+        message at the end.
+        """
+        self._copied_bytes = 0
+        numbers = list[int]()
         yield numbers
-        size, self._copied_bytes = self._copied_bytes // 2, None  # Read and written.
+        # Read and written.
+        size = self._copied_bytes // 2
+        self._copied_bytes = None
         numbers.append(self.on_message((HOST, "copy", self.phase), size))
 
     def note_allocations(self, result: Any, operator: str) -> None:
@@ -244,31 +285,46 @@ class OpCounterMode(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is DEVICE and type(args[0]) is FakeTensor:  # Half of all calls.
             return args[0].fake_device
         if not all(issubclass(kind, FakeTensor) for kind in types):
-            return NotImplemented  # DTensor dispatches to its local tensor.
-        call_kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"} if kwargs else {}
+            # DTensor dispatches to its local tensor.
+            return NotImplemented
+        call_kwargs = (
+            {name: value for name, value in kwargs.items() if name != "pin_memory"}
+            if kwargs
+            else {}
+        )
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return func(*args, **call_kwargs)  # DTensor propagates shapes with fake tensors.
+            # DTensor propagates shapes with fake tensors.
+            return func(*args, **call_kwargs)
         self.num_ops += 1
         self._pending = None
         if func.namespace == "longhaul":
             with self:  # Count inside custom operators.
                 return OPDEFS[func._schema.name]._init_fn(*args, **call_kwargs)
         if facts_of(func).is_composite:
-            with self:  # Composite operators arrive undecomposed below autograd.
+            # Composite operators arrive undecomposed below autograd.
+            with self:
                 return func.decompose(*args, **call_kwargs)
         tensors = tensors_of((*args, *call_kwargs.values()))
-        if func.namespace in ("c10d", "_c10d_functional") and any(isinstance(x, FakeTensor) for x in tensors):
+        if func.namespace in ("c10d", "_c10d_functional") and any(
+            isinstance(x, FakeTensor) for x in tensors
+        ):
             return self._record_collective(func, tensors, args, call_kwargs)
         result = self._execute(func, tensors, args, call_kwargs)
         self._count_work(func, tensors, args, call_kwargs, result)
         return result
 
-    def _execute(self, func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _execute(
+        self, func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if _needs_real_values(func, tensors, args, kwargs):
             result = func(*args, **kwargs)
             if func is c10d.recv_.default:
@@ -282,9 +338,15 @@ class OpCounterMode(TorchDispatchMode):
         return result
 
     def _count_work(
-        self, func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+        self,
+        func: Any,
+        tensors: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
     ) -> None:
-        packet, phase = func.overloadpacket, self.phase
+        packet = func.overloadpacket
+        phase = self.phase
         if (operands := MATMUL_OPS.get(packet)) is not None:
             first, second = (args[index] for index in operands)
             narrowest = min(*first.shape[-2:], second.shape[-1])
@@ -293,7 +355,9 @@ class OpCounterMode(TorchDispatchMode):
             self._count_grouped_product(phase, *args[:3])
         elif (call := attention_call(packet, args, kwargs)) is not None:
             phase = "recompute" if call.products == 2 and phase == "backward" else phase
-            self.work.attention[AttentionKey(phase, call.kernel, call.keys, call.head_dim)] += self.times * call.flops
+            self.work.attention[AttentionKey(phase, call.kernel, call.keys, call.head_dim)] += (
+                self.times * call.flops
+            )
             self.work.kernels[phase] += self.times
             self.storages.use_scratch(call.scratch_bytes, self.phase, str(packet))
         elif self._allocates:
@@ -316,9 +380,13 @@ class OpCounterMode(TorchDispatchMode):
         self.work.moved_bytes[self.phase] += self.times * size
         self.work.kernels[self.phase] += self.times * kernels
 
-    def _count_grouped_product(self, phase: str, first: Tensor, second: Tensor, ends: Tensor) -> None:
+    def _count_grouped_product(
+        self, phase: str, first: Tensor, second: Tensor, ends: Tensor
+    ) -> None:
         """Each row is in one group, whether rows are multiplied or summed over."""
-        rows, inner, columns = first.shape[-2], first.shape[-1], second.shape[-1]
+        rows = first.shape[-2]
+        inner = first.shape[-1]
+        columns = second.shape[-1]
         sizes = [rows, inner, columns]
         summed = 1 if second.dim() == 2 else 0  # The dimension that groups share.
         sizes[summed] = max(1, sizes[summed] // len(ends))
@@ -373,16 +441,21 @@ def _fake_mode() -> FakeTensorMode:
 # ---- real values and allocations
 
 
-def _needs_real_values(func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _needs_real_values(
+    func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
     """Whether control flow may depend on the result: document boundaries, split sizes."""
-    others, device = [x for x in tensors if not isinstance(x, FakeTensor)], kwargs.get("device")
+    others = [x for x in tensors if not isinstance(x, FakeTensor)]
+    device = kwargs.get("device")
     if any(x.is_meta for x in others) or (not tensors and _device_type(device) == "meta"):
         return _device_type(device or "meta") == "meta"
     if tensors:
         return len(others) == len(tensors)
     dtype = kwargs.get("dtype")
     if func.overloadpacket is aten.arange and all(isinstance(x, int) for x in args):
-        return len(range(*args)) * 8 <= MAX_REAL_BYTES and (dtype is None or not dtype.is_floating_point)
+        return len(range(*args)) * 8 <= MAX_REAL_BYTES and (
+            dtype is None or not dtype.is_floating_point
+        )
     if dtype is None or dtype.is_floating_point:
         return False
     size = args[0] if args and isinstance(args[0], list | tuple) else args

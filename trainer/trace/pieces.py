@@ -1,7 +1,9 @@
-"""A recorded step: pieces in the order in which they ran, and what each allocates, frees, computes and sends. No torch.
+"""A recorded step: pieces in the order in which they ran, and what each allocates, frees, computes
+and sends. No torch.
 
-A piece is one pass of one block, embedding or head for one micro-batch, a message of a pipeline, or what is left of a
-step: its begin, its end and the optimizer. A piece lasts until the next one starts.
+A piece is one pass of one block, embedding or head for one micro-batch, a message of a pipeline,
+or what is left of a step: its begin, its end and the optimizer. A piece lasts until the next one
+starts.
 """
 
 from __future__ import annotations
@@ -19,13 +21,19 @@ class Place(NamedTuple):
     """The work of a piece: an action of a unit on a micro-batch."""
 
     action: str
-    """ "forward" or "backward"; "send forward", "receive backward", ...; or a name of a moment of the step."""
+    """ "forward" or "backward"; "send forward", "receive backward", ...; or a name of a moment of
+    the step.
+    """
     stage: int = 0
     micro_batch: int = 0
     unit: Unit = "step"
 
     def __str__(self) -> str:
-        return self.short_name if self.unit == "step" else f"{self.short_name}, micro-batch {self.micro_batch}"
+        return (
+            self.short_name
+            if self.unit == "step"
+            else f"{self.short_name}, micro-batch {self.micro_batch}"
+        )
 
     @property
     def short_name(self) -> str:
@@ -33,11 +41,17 @@ class Place(NamedTuple):
         if self.unit == "step":
             return self.action
         unit = f"block {self.unit}" if isinstance(self.unit, int) else self.unit
-        return f"{self.action} pass of {unit}" if self.action in PASSES else f"{self.action} of {unit}"
+        return (
+            f"{self.action} pass of {unit}"
+            if self.action in PASSES
+            else f"{self.action} of {unit}"
+        )
 
 
 PASSES = ("forward", "backward")
-BEGIN, FINISH, OPTIMIZER = Place("begin"), Place("finish"), Place("optimizer")
+BEGIN = Place("begin")
+FINISH = Place("finish")
+OPTIMIZER = Place("optimizer")
 MOMENTS = {place.action for place in (BEGIN, FINISH, OPTIMIZER)}
 """Actions that happen once in a step."""
 
@@ -97,8 +111,8 @@ class ProductKey(NamedTuple):
 class Work:
     """What a rank computes between two messages.
 
-    Phases are "forward", "backward" with recomputation, "head" for both passes of the loss head, and "step" for the
-    rest; forward attention kernels of the backward pass are "recompute".
+    Phases are "forward", "backward" with recomputation, "head" for both passes of the loss head,
+    and "step" for the rest; forward attention kernels of the backward pass are "recompute".
     """
 
     products: Counter[ProductKey] = field(default_factory=Counter)
@@ -210,7 +224,9 @@ def renumbered(trace: Trace, stages: Mapping[int, int]) -> Trace:
         for piece in trace.pieces
     )
     states = (
-        state if state.block is None else state._replace(block=(stages[state.block[0]], state.block[1]))
+        state
+        if state.block is None
+        else state._replace(block=(stages[state.block[0]], state.block[1]))
         for state in trace.states
     )
     return replace(trace, pieces=tuple(pieces), states=tuple(states))

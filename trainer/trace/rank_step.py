@@ -1,4 +1,7 @@
-"""What a plan keeps of a trace: the tensors at the peak, and what runs in which order. Imports no torch."""
+"""What a plan keeps of a trace: the tensors at the peak, and what runs in which order.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,13 @@ from math import prod
 
 from trainer.config.job_config import Config
 from trainer.memory.checkpoint_copies import checkpoint_copies
-from trainer.memory.tensors import CUBLAS_HANDLES, CUBLAS_WORKSPACE, DTYPE_BYTES, MemoryEstimate, MemoryTensor
+from trainer.memory.tensors import (
+    CUBLAS_HANDLES,
+    CUBLAS_WORKSPACE,
+    DTYPE_BYTES,
+    MemoryEstimate,
+    MemoryTensor,
+)
 from trainer.trace.compose import ComposedStep, LiveTensor
 from trainer.trace.pieces import OPTIMIZER, Piece, Trace
 from trainer.trace.shorten import ShortStep
@@ -41,13 +50,20 @@ class RankStep:
     """Weights and optimizer state of the whole model, relative to those of the recorded one."""
 
 
-def rank_step(config: Config, short: ShortStep, trace: Trace, whole: ComposedStep, *, on_gpu: bool) -> RankStep:
+def rank_step(
+    config: Config, short: ShortStep, trace: Trace, whole: ComposedStep, *, on_gpu: bool
+) -> RankStep:
     """The step of the rank that was traced. `on_gpu`: with the workspaces of a GPU's products."""
     index = {piece.place: number for number, piece in enumerate(trace.pieces)}
     order = tuple(index[short.correspondence.original(place)] for place in short.order())
-    whole_states = whole.other_states + sum(state.size * count for state, count in whole.states.items())
+    whole_states = whole.other_states + sum(
+        state.size * count for state, count in whole.states.items()
+    )
     estimate = MemoryEstimate(
-        str(whole.peak.place), short.pp_rank, short.plan.pp, _merged(_tensors(config, short, whole, on_gpu=on_gpu))
+        str(whole.peak.place),
+        short.pp_rank,
+        short.plan.pp,
+        _merged(_tensors(config, short, whole, on_gpu=on_gpu)),
     )
     pieces = tuple(Piece(piece.place, [], piece.timeline) for piece in trace.pieces)
     state_ratio = whole_states / max(1, trace.state_bytes)
@@ -65,24 +81,38 @@ def _windows(short: ShortStep) -> Iterator[tuple[tuple[int, int], int | None]]:
 # ---- memory
 
 
-def _tensors(config: Config, short: ShortStep, whole: ComposedStep, *, on_gpu: bool) -> Iterator[MemoryTensor]:
+def _tensors(
+    config: Config, short: ShortStep, whole: ComposedStep, *, on_gpu: bool
+) -> Iterator[MemoryTensor]:
     on_host = config.memory.optimizer_placement == "host"
     num_nodes = -(-short.world_size // short.ranks_per_node)
     staged, in_memory = checkpoint_copies(config.checkpoint, num_nodes)
     for state, count in whole.states.items():
         line = "parameters" if state.kind == "buffers" else state.kind
         source = SOURCES[line]
-        tensor = MemoryTensor(state.name, state.shape, state.dtype, line, source, "the run", count, on_host)
+        tensor = MemoryTensor(
+            state.name, state.shape, state.dtype, line, source, "the run", count, on_host
+        )
         yield _of_size(tensor, state.size)
-        for name, copies in (("async-checkpoint staging", staged), ("in-memory checkpoints", in_memory)):
+        for name, copies in (
+            ("async-checkpoint staging", staged),
+            ("in-memory checkpoints", in_memory),
+        ):
             if copies and state.kind != "buffers":
-                kept = tensor._replace(line=name, source=SOURCES[name], copies=copies * count, on_host=True)
+                kept = tensor._replace(
+                    line=name, source=SOURCES[name], copies=copies * count, on_host=True
+                )
                 yield _of_size(kept, state.size)
     for each in whole.live:
         yield _live_tensor(each, on_host=on_host)
     if whole.other_states:
         yield MemoryTensor(
-            "other tensors", (whole.other_states,), "uint8", "parameters", SOURCES["parameters"], "the run"
+            "other tensors",
+            (whole.other_states,),
+            "uint8",
+            "parameters",
+            SOURCES["parameters"],
+            "the run",
         )
     if on_gpu:
         yield MemoryTensor(
@@ -106,7 +136,8 @@ def _merged(tensors: Iterable[MemoryTensor]) -> tuple[MemoryTensor, ...]:
 
 def _live_tensor(each: LiveTensor, *, on_host: bool) -> MemoryTensor:
     """`on_host`: the optimizer runs there."""
-    allocation, line = each.allocation, _line_of(each)
+    allocation = each.allocation
+    line = _line_of(each)
     is_on_host = allocation.on_host or (on_host and line == "gradients")
     tensor = MemoryTensor(
         allocation.operator.removeprefix("aten."),
@@ -130,8 +161,12 @@ def _of_size(tensor: MemoryTensor, size: int) -> MemoryTensor:
 
 
 def _line_of(each: LiveTensor) -> str:
-    """The line of a plan's table that a tensor belongs to, from where it is made, by whom, and where it ends."""
-    made_in, freed_in, allocation = each.made_in, each.freed_in, each.allocation
+    """The line of a plan's table that a tensor belongs to, from where it is made, by whom, and
+    where it ends.
+    """
+    made_in = each.made_in
+    freed_in = each.freed_in
+    allocation = each.allocation
     if allocation.on_host:
         return "saved activations"
     if made_in.action == "load":
@@ -146,12 +181,15 @@ def _line_of(each: LiveTensor) -> str:
         return "pipeline messages"
     if made_in.unit == "head":
         return "loss head"
-    is_saved = made_in.action == "forward" and freed_in is not None and freed_in.action == "backward"
+    is_saved = (
+        made_in.action == "forward" and freed_in is not None and freed_in.action == "backward"
+    )
     return "saved activations" if is_saved else "transient activations"
 
 
 def _lifetime(each: LiveTensor) -> str:
-    made_in, freed_in = each.made_in, each.freed_in
+    made_in = each.made_in
+    freed_in = each.freed_in
     if freed_in is None:
         return "from step to step"
     if made_in == freed_in:

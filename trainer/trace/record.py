@@ -1,6 +1,7 @@
 """Records a step of the real trainer on one rank, on fake tensors and a fake process group.
 
-Initializes the process group of this process. Nothing is computed, so a model of any size takes seconds.
+Initializes the process group of this process. Nothing is computed, so a model of any size takes
+seconds.
 """
 
 from __future__ import annotations
@@ -54,22 +55,34 @@ class TracedStep(NamedTuple):
 
 
 def trace_step(
-    config: Config, world_size: int, rank: int = 0, *, kernel: str | None = None, compiled: bool = False
+    config: Config,
+    world_size: int,
+    rank: int = 0,
+    *,
+    kernel: str | None = None,
+    compiled: bool = False,
 ) -> TracedStep:
     """The shortest step of a rank from which its whole step follows, and the latter.
 
-    `kernel`, `compiled`: as in `record`. Raises UntraceableError if the micro-batches of a pipeline share too small a
-    host budget.
+    `kernel`, `compiled`: as in `record`. Raises UntraceableError if the micro-batches of a
+    pipeline share too small a host budget.
     """
     return _trace(
-        config, world_size, rank, partial(record, kernel=kernel, compiled=compiled), on_gpu=kernel is not None
+        config,
+        world_size,
+        rank,
+        partial(record, kernel=kernel, compiled=compiled),
+        on_gpu=kernel is not None,
     )
 
 
 def trace_pp_ranks(
     config: Config, world_size: int, *, kernel: str | None = None, compiled: bool = False
 ) -> list[TracedStep]:
-    """`trace_step` of the first rank of every pipeline rank. Ranks whose blocks are alike share a recorded step."""
+    """`trace_step` of the first rank of every pipeline rank.
+
+    Ranks whose blocks are alike share a recorded step.
+    """
     recorded: dict[Hashable, tuple[ShortStep, Trace]] = {}
 
     def run(step: ShortStep) -> Trace:
@@ -99,16 +112,24 @@ def _trace(
 
 
 def _with_host_budget(step: ShortStep, run: Callable[[ShortStep], Trace]) -> ShortStep:
-    """The step with what the host budget lets each block offload, of what it would offload without one."""
+    """The step with what the host budget lets each block offload, of what it would offload without
+    one.
+    """
     memory = step.whole.memory
     if memory.host_budget_gib is None or memory.offload == "none":
         return step
     unlimited = replace(
-        step, whole=step.whole.model_copy(update={"memory": memory.model_copy(update={"host_budget_gib": None})})
+        step,
+        whole=step.whole.model_copy(
+            update={"memory": memory.model_copy(update={"host_budget_gib": None})}
+        ),
     )
-    trace, budget = run(unlimited), int(memory.host_budget_gib * GIB) // step.ranks_per_node
+    trace = run(unlimited)
+    budget = int(memory.host_budget_gib * GIB) // step.ranks_per_node
     if step.plan.pp > 1:
-        needed = compose(trace, [*unlimited.order()], unlimited.correspondence, unlimited.target).host_bytes
+        needed = compose(
+            trace, [*unlimited.order()], unlimited.correspondence, unlimited.target
+        ).host_bytes
         if needed > budget:
             raise UntraceableError(
                 f"memory.host_budget_gib = {memory.host_budget_gib:g} is less than the {needed * step.ranks_per_node / GIB:.1f} "
@@ -123,14 +144,20 @@ def _with_host_budget(step: ShortStep, run: Callable[[ShortStep], Trace]) -> Sho
 def record(step: ShortStep, *, kernel: str | None = None, compiled: bool = False) -> Trace:
     """One step of `step.config` on `step.rank`.
 
-    `kernel`: of attention, as `training.attention` names it, for a step as on a GPU; None: as on a CPU. `compiled`:
-    blocks and pieces of blocks are compiled.
+    `kernel`: of attention, as `training.attention` names it, for a step as on a GPU; None: as on a
+    CPU. `compiled`: blocks and pieces of blocks are compiled.
     """
     recorder = PieceRecorder()
     counter = OpCounterMode(recorder)
     with (
         traced(
-            step.config, step.world_size, step.rank, counter, model=step.model, kernel=kernel, compiled=compiled
+            step.config,
+            step.world_size,
+            step.rank,
+            counter,
+            model=step.model,
+            kernel=kernel,
+            compiled=compiled,
         ) as trainer,
         recorded_offload(recorder),
         recorded_messages(recorder, counter),
@@ -142,7 +169,9 @@ def record(step: ShortStep, *, kernel: str | None = None, compiled: bool = False
         mark_pieces(trainer, start)
         counter.reset_counts()
         start(BEGIN)
-        batches = micro_batches(trainer, counter, on_load=lambda number: start(Place("load", micro_batch=number)))
+        batches = micro_batches(
+            trainer, counter, on_load=lambda number: start(Place("load", micro_batch=number))
+        )
         run_step(trainer, counter, batches, lambda: start(OPTIMIZER))
         pieces = tuple(recorder.pieces)
     return Trace(pieces, tuple(states), other_states)
@@ -170,14 +199,18 @@ def traced(
         if model is not None:
             stack.enter_context(patch.object(ModelSection, "build", lambda _: model))
         if kernel is not None:
-            kernel = "flash" if kernel in FLASH_VERSIONS else kernel  # As torch calls the version that is active.
+            # As torch calls the version that is active.
+            kernel = "flash" if kernel in FLASH_VERSIONS else kernel
             stack.enter_context(paths_of_gpu(counter))
         if compiled:
             stack.enter_context(compiled_with(counter))
         nodes = max(1, world_size // config.parallelism.ranks_per_node)
         world = World(rank, world_size, torch.device("cpu"), nodes)
         trainer = Trainer(
-            _traced_config(config, compiled=compiled), world, cast(BlendedDataset, NoData()), kernel=kernel
+            _traced_config(config, compiled=compiled),
+            world,
+            cast(BlendedDataset, NoData()),
+            kernel=kernel,
         )
         for module in trainer.stage_modules.values():
             _register_phase_hooks(module, counter)
@@ -185,7 +218,10 @@ def traced(
 
 
 def run_step(
-    trainer: Trainer, counter: OpCounterMode, batches: list[Batch], on_optimizer: Callable[[], None] = lambda: None
+    trainer: Trainer,
+    counter: OpCounterMode,
+    batches: list[Batch],
+    on_optimizer: Callable[[], None] = lambda: None,
 ) -> None:
     """The next step. `on_optimizer` is called before the optimizer runs."""
     counter.phase = "step"
@@ -203,7 +239,9 @@ def _traced_config(config: Config, *, compiled: bool) -> Config:
         "parallelism": {"async_tp": False},
         "checkpoint": {"initial_load_path": "skip initialization"},
     }
-    sections = {name: getattr(config, name).model_copy(update=values) for name, values in overrides.items()}
+    sections = {
+        name: getattr(config, name).model_copy(update=values) for name, values in overrides.items()
+    }
     return config.model_copy(update=sections)
 
 
@@ -225,7 +263,11 @@ def _register_phase_hooks(model_part: Transformer, counter: OpCounterMode) -> No
 
 def _states(trainer: Trainer) -> Iterator[State]:
     """Parameters, buffers and optimizer state, as far as they take memory of their own."""
-    moments = {name: value for name, value in trainer.optimizer.state_dict().items() if isinstance(value, Tensor)}
+    moments = {
+        name: value
+        for name, value in trainer.optimizer.state_dict().items()
+        if isinstance(value, Tensor)
+    }
     seen = set[int]()
     for stage, module in trainer.stage_modules.items():
         places = {name: place for place, name in enumerate(module.blocks)}
@@ -246,4 +288,11 @@ def _states(trainer: Trainer) -> Iterator[State]:
                 seen.add(storage._cdata)
                 block = (stage, places[number]) if is_of_block else None
                 shown = f"blocks.*.{inner}" if is_of_block else name
-                yield State(kind, shown, storage.nbytes(), tuple(local.shape), dtype_name(local.dtype), block)
+                yield State(
+                    kind,
+                    shown,
+                    storage.nbytes(),
+                    tuple(local.shape),
+                    dtype_name(local.dtype),
+                    block,
+                )

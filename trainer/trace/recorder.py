@@ -17,7 +17,17 @@ from parallelisms.pipeline import Pipeline, Stage
 from parallelisms.pipeline_schedules import Action, Message
 from trainer.step.trainer import Trainer
 from trainer.trace.operators import OpCounterMode, StorageTracker
-from trainer.trace.pieces import FINISH, Allocation, Arrival, Departure, Free, MessageKey, Piece, Place, Work
+from trainer.trace.pieces import (
+    FINISH,
+    Allocation,
+    Arrival,
+    Departure,
+    Free,
+    MessageKey,
+    Piece,
+    Place,
+    Work,
+)
 from trainer.trace.shorten import ACTIONS, message_places
 
 Start = Callable[[Place], None]
@@ -63,7 +73,8 @@ class PieceRecorder(StorageTracker):
 
     def on_allocation(self, key: int, allocation: Allocation) -> None:
         if allocation.on_host:
-            return  # A buffer of the pool: it counts while it is used.
+            # A buffer of the pool: it counts while it is used.
+            return
         self.record_allocation(key, allocation)
 
     def record_allocation(self, key: int, allocation: Allocation) -> None:
@@ -79,13 +90,22 @@ class PieceRecorder(StorageTracker):
 
 @contextmanager
 def recorded_offload(recorder: PieceRecorder) -> Iterator[None]:
-    """Records when buffers of the host are used: which of them exist depends on the order of the whole step."""
-    offload, release = HostActivationPool.offload, HostActivationPool.release
+    """Records when buffers of the host are used: which of them exist depends on the order of the
+    whole step.
+    """
+    offload = HostActivationPool.offload
+    release = HostActivationPool.release
 
     def recorded(pool: HostActivationPool, x: Tensor, kind: SavedKind) -> list[Tensor]:
         buffers = offload(pool, x, kind)
         for buffer in buffers:
-            used = Allocation(buffer.nbytes, True, tuple(buffer.shape), "uint8", f"offload of {kind}")  # noqa: FBT003
+            used = Allocation(
+                size=buffer.nbytes,
+                on_host=True,
+                shape=tuple(buffer.shape),
+                dtype="uint8",
+                operator=f"offload of {kind}",
+            )
             recorder.record_allocation(-id(buffer), used)
         return buffers
 
@@ -94,7 +114,10 @@ def recorded_offload(recorder: PieceRecorder) -> Iterator[None]:
             recorder.on_free(-id(buffer))
         release(pool, buffers, kind)
 
-    with patch.object(HostActivationPool, "offload", recorded), patch.object(HostActivationPool, "release", released):
+    with (
+        patch.object(HostActivationPool, "offload", recorded),
+        patch.object(HostActivationPool, "release", released),
+    ):
         yield
 
 
@@ -104,7 +127,8 @@ def recorded_offload(recorder: PieceRecorder) -> Iterator[None]:
 @contextmanager
 def recorded_messages(recorder: PieceRecorder, counter: OpCounterMode) -> Iterator[None]:
     """Puts messages on the timeline, and their arrivals where the code waits for a handle."""
-    start, wait = AsyncHandle.__init__, AsyncHandle.wait
+    start = AsyncHandle.__init__
+    wait = AsyncHandle.wait
     numbers = dict[int, int]()
     latest = 0
 
@@ -132,7 +156,9 @@ def recorded_messages(recorder: PieceRecorder, counter: OpCounterMode) -> Iterat
 
 
 def mark_pieces(trainer: Trainer, start: Start) -> None:
-    """A piece starts where the residual stream enters or leaves a block, and at each message of a pipeline."""
+    """A piece starts where the residual stream enters or leaves a block, and at each message of a
+    pipeline.
+    """
     for stage, module in trainer.stage_modules.items():
         _mark_passes(module, stage, start, in_pipeline=trainer.pipeline is not None)
     if trainer.pipeline is not None:
@@ -140,13 +166,17 @@ def mark_pieces(trainer: Trainer, start: Start) -> None:
 
 
 def _mark_passes(model: Transformer, stage: int, start: Start, *, in_pipeline: bool) -> None:
-    """The forward and backward passes of a stage, each in as many pieces as it has blocks, and two more."""
+    """The forward and backward passes of a stage, each in as many pieces as it has blocks, and two
+    more.
+    """
     num_blocks = len(model.blocks)
-    micro_batch, boundary = -1, 0
+    micro_batch = -1
+    boundary = 0
 
     def on_forward(*_: Any) -> None:
         nonlocal micro_batch, boundary
-        micro_batch, boundary = micro_batch + 1, 0
+        micro_batch = micro_batch + 1
+        boundary = 0
         start(Place("forward", stage, micro_batch, "embedding"))
 
     def on_output(*_: Any) -> None:
@@ -166,15 +196,18 @@ def _mark_passes(model: Transformer, stage: int, start: Start, *, in_pipeline: b
         return x_BSE
 
     model.register_forward_pre_hook(on_forward, prepend=True)
-    if not in_pipeline:  # There the backward pass is an action of its own.
+    # There the backward pass is an action of its own.
+    if not in_pipeline:
         model.register_forward_hook(on_output)
     model.block_boundary_hook = on_boundary
 
 
 def _mark_pipeline(pipeline: Pipeline, rank: int, start: Start) -> None:
     """Actions of the schedule, messages, and the wait for the last of them."""
-    stages, exchange = pipeline._stages, pipeline._exchange
-    transfer, finish = exchange.transfer, exchange.finish
+    stages = pipeline._stages
+    exchange = pipeline._exchange
+    transfer = exchange.transfer
+    finish = exchange.finish
 
     def marked_transfer(message: Message) -> None:
         for place in message_places(message, rank):
@@ -185,7 +218,9 @@ def _mark_pipeline(pipeline: Pipeline, rank: int, start: Start) -> None:
         start(FINISH)
         finish()
 
-    exchange.transfer, exchange.finish = marked_transfer, marked_finish  # type: ignore[method-assign]
+    # type: ignore[method-assign]
+    exchange.transfer = marked_transfer
+    exchange.finish = marked_finish
     for stage in stages.values():
         _mark_actions(stage, start)
 

@@ -1,7 +1,8 @@
-"""A short model and a short step that have every kind of piece of the whole ones. Imports no torch.
+"""A short model and a short step that have every kind of piece of the whole ones. Imports no
+torch.
 
-Layers repeat: 32 blocks that are alike run like 5 of them, the two at either end and one between. A pattern of kinds is
-kept whole once, so that every block has the neighbours that it would have.
+Layers repeat: 32 blocks that are alike run like 5 of them, the two at either end and one between.
+A pattern of kinds is kept whole once, so that every block has the neighbours that it would have.
 """
 
 from __future__ import annotations
@@ -22,13 +23,18 @@ from trainer.trace.host_budget import Offloaded, host_budget
 from trainer.trace.pieces import BEGIN, FINISH, OPTIMIZER, Place, Unit
 
 ACTIONS: dict[ActionKind, str] = {"F": "forward", "B": "backward"}
-FIRST_BLOCKS, LAST_BLOCKS = 2, 2
-"""FSDP gathers the weights of the next block during one, so the ends of a model reach two blocks into it."""
+FIRST_BLOCKS = 2
+LAST_BLOCKS = 2
+"""FSDP gathers the weights of the next block during one, so the ends of a model reach two blocks
+into it.
+"""
 
 
 @dataclass(frozen=True)
 class ShortenedBlocks:
-    """The blocks of a stage that are recorded, by their place in the stage, and the recorded one for every block."""
+    """The blocks of a stage that are recorded, by their place in the stage, and the recorded one
+    for every block.
+    """
 
     kept: tuple[int, ...]
     originals: tuple[int, ...]
@@ -36,7 +42,9 @@ class ShortenedBlocks:
 
 def shortened_runs(runs: Iterable[Sequence[Hashable]], extra: int = 0) -> ShortenedBlocks:
     """Every run of blocks by itself, as in `shortened_blocks`."""
-    kept, originals, first = list[int](), list[int](), 0
+    kept = list[int]()
+    originals = list[int]()
+    first = 0
     for run in runs:
         short = shortened_blocks(run, extra)
         originals += [len(kept) + original for original in short.originals]
@@ -46,7 +54,9 @@ def shortened_runs(runs: Iterable[Sequence[Hashable]], extra: int = 0) -> Shorte
 
 
 def shortened_blocks(kinds: Sequence[Hashable], extra: int = 0) -> ShortenedBlocks:
-    """The shortest sequence with the start, the end and a whole period of `kinds`, and `extra` periods before that one."""
+    """The shortest sequence with the start, the end and a whole period of `kinds`, and `extra`
+    periods before that one.
+    """
     count = len(kinds)
     start, period = _pattern(kinds)
     last = max(LAST_BLOCKS, period)
@@ -63,7 +73,8 @@ def shortened_blocks(kinds: Sequence[Hashable], extra: int = 0) -> ShortenedBloc
 
 def _pattern(kinds: Sequence[Hashable]) -> tuple[int, int]:
     """Start and period of the pattern that lasts until the end and needs the fewest blocks."""
-    count, best = len(kinds), (len(kinds), 1)
+    count = len(kinds)
+    best = (len(kinds), 1)
     for period in range(1, count + 1):
         start = count - period
         while start > 0 and kinds[start - 1] == kinds[start - 1 + period]:
@@ -95,44 +106,68 @@ class ShortStep:
     @property
     def ranks_per_node(self) -> int:
         """Ranks that share a host."""
-        return max(1, self.world_size // max(1, self.world_size // self.whole.parallelism.ranks_per_node))
+        return max(
+            1, self.world_size // max(1, self.world_size // self.whole.parallelism.ranks_per_node)
+        )
 
     @cached_property
     def stages(self) -> dict[int, ShortenedBlocks]:
         """The stages of this rank."""
-        return {stage: shortened_runs(self._runs(stage), self.extra) for stage in self.plan.stages_of(self.pp_rank)}
+        return {
+            stage: shortened_runs(self._runs(stage), self.extra)
+            for stage in self.plan.stages_of(self.pp_rank)
+        }
 
     @property
     def likeness(self) -> Hashable:
-        """Equal for ranks of a pipeline whose short steps differ by the numbers of their stages alone."""
-        kinds = {stage: [kind for run in self._runs(stage) for kind in run] for stage in self.stages}
-        kept = [tuple(kinds[stage][place] for place in blocks.kept) for stage, blocks in self.stages.items()]
+        """Equal for ranks of a pipeline whose short steps differ by the numbers of their stages
+        alone.
+        """
+        kinds = {
+            stage: [kind for run in self._runs(stage) for kind in run] for stage in self.stages
+        }
+        kept = [
+            tuple(kinds[stage][place] for place in blocks.kept)
+            for stage, blocks in self.stages.items()
+        ]
         return (*zip(map(self._ends, self.stages), kept, strict=True),)
 
     def _ends(self, stage: int) -> tuple[bool, bool]:
         return stage == 0, stage == self.plan.num_stages - 1
 
     def _runs(self, stage: int) -> Iterator[list[Hashable]]:
-        """Kinds of blocks, in runs of those that offload alike. They also differ by which of them saves its input."""
-        layers, every = self.whole.model.build().layer_kinds, self.whole.memory.blocks_per_checkpoint
+        """Kinds of blocks, in runs of those that offload alike.
+
+        They also differ by which of them saves its input.
+        """
+        layers = self.whole.model.build().layer_kinds
+        every = self.whole.memory.blocks_per_checkpoint
         places = enumerate(self.plan.stage_module(stage).layers)
-        blocks = ((place // every * every, (layers[layer], place % every)) for place, layer in places)
-        for _, run in groupby(blocks, key=lambda block: self.offloaded[block[0] : block[0] + every]):
+        blocks = (
+            (place // every * every, (layers[layer], place % every)) for place, layer in places
+        )
+        for _, run in groupby(
+            blocks, key=lambda block: self.offloaded[block[0] : block[0] + every]
+        ):
             yield [kind for _, kind in run]
 
     @cached_property
     def micro_batches(self) -> int:
-        """Micro-batches of the short step: with a pipeline the last one differs, since it reduces gradients."""
+        """Micro-batches of the short step: with a pipeline the last one differs, since it reduces
+        gradients.
+        """
         return min(self.plan.num_micro_batches, 2 if self.plan.pp == 1 else 3)
 
     @cached_property
     def model(self) -> ModelConfig:
-        whole, kinds = self.whole.model.build(), list[LayerKind]()
+        whole = self.whole.model.build()
+        kinds = list[LayerKind]()
         for stage in range(self.plan.num_stages):
             layers = self.plan.stage_module(stage).layers
             if stage in self.stages:
                 kinds += [whole.layer_kinds[layers[place]] for place in self.stages[stage].kept]
-            else:  # Another rank's, of which only the number of blocks counts.
+            else:
+                # Another rank's, of which only the number of blocks counts.
                 kinds += [whole.layer_kinds[layer] for layer in layers[:1]]
         if len(whole.kinds) == 1:
             return replace(whole, num_layers=len(kinds))
@@ -141,8 +176,12 @@ class ShortStep:
 
     @cached_property
     def config(self) -> Config:
-        """Configuration of the short step. Its model section is that of the whole one: `model` takes its place."""
-        plan, whole = self.plan, self.whole
+        """Configuration of the short step.
+
+        Its model section is that of the whole one: `model` takes its place.
+        """
+        plan = self.plan
+        whole = self.whole
         blocks = [
             len(self.stages[stage].kept) if stage in self.stages else min(1, count)
             for stage, count in enumerate(plan.blocks_per_stage)
@@ -151,14 +190,23 @@ class ShortStep:
         if plan.pp > 1:
             # 1F1B needs more micro-batches than are recorded.
             schedule = "GPipe" if parallelism.pp_schedule == "1F1B" else parallelism.pp_schedule
-            parallelism = parallelism.model_copy(update={"pp_layers": tuple(blocks), "pp_schedule": schedule})
+            parallelism = parallelism.model_copy(
+                update={"pp_layers": tuple(blocks), "pp_schedule": schedule}
+            )
         memory = whole.memory
         if self.offloaded:
-            budget = host_budget([self.offloaded[place] for place in self.stages[0].kept], memory.blocks_per_checkpoint)
-            memory = memory.model_copy(update={"host_budget_gib": (budget + 0.5) * self.ranks_per_node / GIB})
+            budget = host_budget(
+                [self.offloaded[place] for place in self.stages[0].kept],
+                memory.blocks_per_checkpoint,
+            )
+            memory = memory.model_copy(
+                update={"host_budget_gib": (budget + 0.5) * self.ranks_per_node / GIB}
+            )
         sequences = whole.training.global_batch_size * self.micro_batches // plan.num_micro_batches
         training = whole.training.model_copy(update={"global_batch_size": sequences})
-        return whole.model_copy(update={"parallelism": parallelism, "training": training, "memory": memory})
+        return whole.model_copy(
+            update={"parallelism": parallelism, "training": training, "memory": memory}
+        )
 
     @cached_property
     def correspondence(self) -> Correspondence:
@@ -203,7 +251,9 @@ class ShortStep:
 
 
 def message_places(message: Message, rank: int) -> Iterator[Place]:
-    """The piece in which a rank sends or receives a message, named after its own stage; none for other ranks."""
+    """The piece in which a rank sends or receives a message, named after its own stage; none for
+    other ranks.
+    """
     kind, stage, micro_batch = message.key
     if message.source == rank:
         sender = stage - 1 if kind == "F" else stage + 1

@@ -17,8 +17,11 @@ UNKNOWN = "autograd"
 
 
 def current_line() -> tuple[str, str]:
-    """`file:line function` of the innermost frame in the engine, and what FSDP handles there: "weights", "gradients" or ""."""
-    frame, fsdp = sys._getframe(1), ""
+    """`file:line function` of the innermost frame in the engine, and what FSDP handles there:
+    "weights", "gradients" or "".
+    """
+    frame = sys._getframe(1)
+    fsdp = ""
     while frame is not None:
         code = frame.f_code
         if (file := engine_file(code.co_filename)) is not None:
@@ -31,7 +34,9 @@ def current_line() -> tuple[str, str]:
 
 @cache
 def engine_file(path: str) -> str | None:
-    """Relative to the root, or to what holds an extension; None for a file of the tracer or of a library."""
+    """Relative to the root, or to what holds an extension; None for a file of the tracer or of a
+    library.
+    """
     for each in extension.installed():
         if each.holds(Path(path)):
             return Path(path).relative_to(each.folder.parent).as_posix()

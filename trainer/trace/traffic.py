@@ -1,6 +1,7 @@
 """Bytes that a kernel reads and writes, from its operator and its tensors.
 
-Kernels that look up rows touch as many as they return. A tensor that several arguments share is read once.
+Kernels that look up rows touch as many as they return. A tensor that several arguments share is
+read once.
 """
 
 from __future__ import annotations
@@ -16,27 +17,46 @@ from trainer.trace.operator_facts import facts_of
 aten = torch.ops.aten
 LOOKUPS = {aten.embedding, aten.index_select, aten.index, aten.gather, aten.take_along_dim}
 """Read as many rows as they return."""
-ROW_WRITES = {aten.index_add, aten.index_add_, aten.index_copy_, aten.index_put_, aten.scatter_, aten.scatter_add_}
+ROW_WRITES = {
+    aten.index_add,
+    aten.index_add_,
+    aten.index_copy_,
+    aten.index_put_,
+    aten.scatter_,
+    aten.scatter_add_,
+}
 """Write as many rows as the last tensor among their arguments has."""
 OVERWRITES = {aten.copy_, aten.fill_, aten.zero_}
 """Do not read their first argument, which they write to."""
 FILLED = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
 """Read nothing of the tensor whose like they write."""
 NO_KERNELS = ("empty", "new_empty", "_unsafe_view", "_reshape_alias")
-"""How the names of operators begin that return a view or uninitialized memory and do not say so."""
+"""How the names of operators begin that return a view or uninitialized memory and do not say
+so.
+"""
 
 
 def moved_bytes(
-    func: Any, tensors: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any], result: Sequence[Tensor]
+    func: Any,
+    tensors: Sequence[Tensor],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    result: Sequence[Tensor],
 ) -> int:
-    """0 for an operator without a kernel: a view, or an allocation. `tensors`: those among the arguments."""
-    packet, facts = func.overloadpacket, facts_of(func)
+    """0 for an operator without a kernel: a view, or an allocation.
+
+    `tensors`: those among the arguments.
+    """
+    packet = func.overloadpacket
+    facts = facts_of(func)
     if packet in ROW_WRITES:
         return 3 * tensors[-1].nbytes
     if packet in LOOKUPS:
         return 2 * sum(x.nbytes for x in result)
     if facts.writes:
-        written = tensors_of(args[place] if isinstance(place, int) else kwargs[place] for place in facts.writes)
+        written = tensors_of(
+            args[place] if isinstance(place, int) else kwargs[place] for place in facts.writes
+        )
         read = tensors[1:] if packet in OVERWRITES else tensors
         return nbytes(read) + nbytes(written)
     if facts.returns_views or not func._schema.returns or packet.__name__.startswith(NO_KERNELS):

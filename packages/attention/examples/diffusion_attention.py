@@ -1,4 +1,5 @@
-"""Attention of a video diffusion transformer in fp16, without a causal mask: heads inside a node, keys between nodes.
+"""Attention of a video diffusion transformer in fp16, without a causal mask: heads inside a node,
+keys between nodes.
 
 torchrun --nproc-per-node 4 diffusion_attention.py
 """
@@ -10,7 +11,11 @@ from torch.nn import functional as F
 
 from longhaul_attention import ContextParallel
 
-BATCH, HEADS, WIDTH, VIDEO, TEXT = 2, 24, 64, 4 * 64, 32
+BATCH = 2
+HEADS = 24
+WIDTH = 64
+VIDEO = 4 * 64
+TEXT = 32
 
 
 def block(video, text):
@@ -27,13 +32,17 @@ def results(video, text, weights):
 
 
 def largest_error(found, exact):
-    return max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(found, exact, strict=True))
+    return max(
+        float((a.double() - b).abs().max() / b.abs().max())
+        for a, b in zip(found, exact, strict=True)
+    )
 
 
 def main() -> None:
     distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
-    cp = ContextParallel(mesh, method="hybrid", packs_documents=False)  # Without packed documents, KV go around a ring.
+    # Without packed documents, KV go around a ring.
+    cp = ContextParallel(mesh, method="hybrid", packs_documents=False)
     torch.manual_seed(0)  # The same tensors on all ranks.
     full = [torch.randn(BATCH, HEADS, tokens, WIDTH).half() for tokens in (VIDEO, TEXT, VIDEO)]
 

@@ -19,7 +19,8 @@ def main() -> None:
     model = tiny.model(register_transformers())
     replicated = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batch = tiny.packed(tiny.documents())  # The same on all ranks; each keeps its tokens.
+    # The same on all ranks; each keeps its tokens.
+    batch = tiny.packed(tiny.documents())
     with tiny.recorded(model) as proof:
         for step in range(3):
             loss = replicated(**cp.shard_batch(batch)).loss

@@ -1,4 +1,5 @@
-"""Code that calls scaled_dot_product_attention, unchanged: each rank has a quarter of every sequence.
+"""Code that calls scaled_dot_product_attention, unchanged: each rank has a quarter of every
+sequence.
 
 torchrun --nproc-per-node 4 sdpa_context.py
 """
@@ -26,7 +27,8 @@ def main() -> None:
     shards = [cp.shard(x.detach(), dim=2).requires_grad_() for x in qkv]
     with cp.sdpa():
         loss = layer(*shards).square().mean()
-    grads = torch.autograd.grad(loss / ranks, shards)  # The mean over the ranks is the loss of all tokens.
+    # The mean over the ranks is the loss of all tokens.
+    grads = torch.autograd.grad(loss / ranks, shards)
 
     expected_loss = layer(*qkv).square().mean()
     expected = torch.autograd.grad(expected_loss, qkv)
@@ -37,7 +39,10 @@ def main() -> None:
     error = float(max(errors))
     assert error < 1e-12, error
     if distributed.get_rank() == 0:
-        print(f"sdpa context: largest error of loss and gradients {error:.0e} of one process", flush=True)
+        print(
+            f"sdpa context: largest error of loss and gradients {error:.0e} of one process",
+            flush=True,
+        )
     distributed.barrier()
     distributed.destroy_process_group()
 

@@ -1,4 +1,6 @@
-"""What the examples share: a tiny model, documents, and the loss and gradients that one process finds for them."""
+"""What the examples share: a tiny model, documents, and the loss and gradients that one process
+finds for them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ ARGUMENTS = {
     "max_steps": 1, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
     "bf16": False,
 }  # fmt: skip
-VOCABULARY, LENGTHS = 64, (37, 5, 90, 1, 60)
+VOCABULARY = 64
+LENGTHS = (37, 5, 90, 1, 60)
 
 
 def model(attention: str) -> LlamaForCausalLM:
@@ -35,14 +38,22 @@ def model(attention: str) -> LlamaForCausalLM:
 
 def documents() -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [
+        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS
+    ]
 
 
 def packed(texts: list[list[int]]) -> dict[str, torch.Tensor]:
-    """A batch of one sequence, as collators without padding make it: a document's first token has no label."""
+    """A batch of one sequence, as collators without padding make it: a document's first token has
+    no label.
+    """
     tokens = torch.tensor([[token for text in texts for token in text]])
     positions = torch.cat([torch.arange(len(text)) for text in texts])[None]
-    return {"input_ids": tokens, "position_ids": positions, "labels": tokens.where(positions > 0, -100)}
+    return {
+        "input_ids": tokens,
+        "position_ids": positions,
+        "labels": tokens.where(positions > 0, -100),
+    }
 
 
 class Proof:
@@ -52,18 +63,26 @@ class Proof:
     grads: dict[str, torch.Tensor]
 
     def check(self, name: str, batch: dict[str, torch.Tensor]) -> None:
-        """Raises AssertionError unless they are those of one process with transformers' own attention."""
+        """Raises AssertionError unless they are those of one process with transformers' own
+        attention.
+        """
         reference = model("eager")
         loss = reference(**batch).loss
         loss.backward()
-        self.compare(name, float(loss), {key: parameter.grad for key, parameter in reference.named_parameters()})
+        self.compare(
+            name,
+            float(loss),
+            {key: parameter.grad for key, parameter in reference.named_parameters()},
+        )
 
     def compare(self, name: str, loss: float, grads: dict[str, torch.Tensor]) -> None:
         """Raises AssertionError unless loss and gradients are these."""
         largest = max(float(grad.abs().max()) for grad in grads.values())
         errors = [float((self.grads[key] - grad).abs().max()) for key, grad in grads.items()]
         error = max(abs(self.loss - loss) / loss, max(errors) / largest)
-        assert error < 1e-6, f"{name}: loss {self.loss} against {loss}, gradients off by {max(errors) / largest:.1e}"
+        assert error < 1e-6, (
+            f"{name}: loss {self.loss} against {loss}, gradients off by {max(errors) / largest:.1e}"
+        )
         if distributed.get_rank() == 0:
             print(
                 f"{name}: loss {self.loss:.6f}, largest error of loss and gradients {error:.0e} of one process",
@@ -79,7 +98,9 @@ def recorded(trained: torch.nn.Module) -> Iterator[Proof]:
 
     def record(*_: Any) -> None:
         if not proof.grads:
-            proof.grads = {name: parameter.grad.clone() for name, parameter in trained.named_parameters()}
+            proof.grads = {
+                name: parameter.grad.clone() for name, parameter in trained.named_parameters()
+            }
 
     handle = register_optimizer_step_post_hook(record)
     yield proof

@@ -1,7 +1,8 @@
-"""For the proof of torchtitan_trainer.py: torchtitan 0.2.2 without a GPU, with a tiny model and given documents.
+"""For the proof of torchtitan_trainer.py: torchtitan 0.2.2 without a GPU, with a tiny model and
+given documents.
 
-It knows no CPU, so this replaces what asks for the device: its detection, memory statistics, `barrier(device_ids=...)` and the
-triton kernels of experts.
+It knows no CPU, so this replaces what asks for the device: its detection, memory statistics,
+`barrier(device_ids=...)` and the triton kernels of experts.
 """
 
 import functools
@@ -14,7 +15,9 @@ from torch import distributed
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
-EOS, VOCABULARY, LENGTHS = 1, 64, (37, 5, 90, 1, 59)
+EOS = 1
+VOCABULARY = 64
+LENGTHS = (37, 5, 90, 1, 59)
 
 
 class NoDevice:
@@ -43,7 +46,10 @@ def use_cpu() -> None:
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and labels of a packed sequence, whose documents end with EOS."""
     generator = torch.Generator().manual_seed(1)
-    texts = [[*torch.randint(2, VOCABULARY, (length - 1,), generator=generator).tolist(), EOS] for length in LENGTHS]
+    texts = [
+        [*torch.randint(2, VOCABULARY, (length - 1,), generator=generator).tolist(), EOS]
+        for length in LENGTHS
+    ]
     tokens = torch.tensor([[token for text in texts for token in text]])
     return tokens, F.pad(tokens[:, 1:], (0, 1), value=-100)
 
@@ -68,9 +74,12 @@ def config(folder: str, ranks: int):
 
     spec = llama3.get_train_spec()
     spec.model_args = {
-        "tiny": llama3.TransformerModelArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=VOCABULARY)
+        "tiny": llama3.TransformerModelArgs(
+            dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=VOCABULARY
+        )
     }
-    spec.build_tokenizer_fn, spec.build_dataloader_fn = None, lambda **_: OneBatch()
+    spec.build_tokenizer_fn = None
+    spec.build_dataloader_fn = lambda **_: OneBatch()
     train_spec._extra_train_specs["tiny"] = spec
     chosen = {
         "job.dump_folder": folder, "model.name": "tiny", "model.flavor": "tiny", "training.seq_len": sum(LENGTHS),
@@ -81,39 +90,57 @@ def config(folder: str, ranks: int):
 
 
 def one_process(model: torch.nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of torchtitan's unchanged model, which is given one document at a time."""
+    """Loss and gradients of torchtitan's unchanged model, which is given one document at a
+    time.
+    """
     tokens, labels = batch()
     parts = zip(tokens.split(LENGTHS, 1), labels.split(LENGTHS, 1), strict=True)
-    losses = [F.cross_entropy(model(part)[0].float(), label[0], reduction="sum") for part, label in parts]
+    losses = [
+        F.cross_entropy(model(part)[0].float(), label[0], reduction="sum") for part, label in parts
+    ]
     loss = sum(losses) / (labels != -100).sum()
     loss.backward()
     return float(loss), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def prove(trainer) -> None:
-    """Trains a step. Raises AssertionError unless its loss and gradients are those of one process."""
+    """Trains a step.
+
+    Raises AssertionError unless its loss and gradients are those of one process.
+    """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     (model,), grads, losses = trainer.model_parts, {}, []
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, with which FSDP divides by 1.
+            # gloo has no scaled sum, with which FSDP divides by 1.
+            module.set_force_sum_reduction_for_comms(True)
     reference = type(model)(model.model_args)
-    reference.load_state_dict({bare(name): full(value) for name, value in model.state_dict().items()})
+    reference.load_state_dict(
+        {bare(name): full(value) for name, value in model.state_dict().items()}
+    )
     expected_loss, expected = one_process(reference)
     forward_backward = trainer.forward_backward_step
-    trainer.forward_backward_step = lambda **given: losses.append(forward_backward(**given)) or losses[-1]
+    trainer.forward_backward_step = lambda **given: (
+        losses.append(forward_backward(**given)) or losses[-1]
+    )
     hook = register_optimizer_step_post_hook(
-        lambda *_: grads.update({bare(name): full(parameter.grad) for name, parameter in model.named_parameters()})
+        lambda *_: grads.update(
+            {bare(name): full(parameter.grad) for name, parameter in model.named_parameters()}
+        )
     )
     trainer.train()
     hook.remove()
     loss = losses[0].detach().clone()
     distributed.all_reduce(loss)
     largest = max(float(grad.abs().max()) for grad in expected.values())
-    error = max(float((grads[name] - grad).abs().max()) / largest for name, grad in expected.items())
+    error = max(
+        float((grads[name] - grad).abs().max()) / largest for name, grad in expected.items()
+    )
     error = max(error, abs(float(loss) - expected_loss) / expected_loss)
-    assert error < 1e-5, f"torchtitan: loss {float(loss)} against {expected_loss}, largest error {error:.1e}"
+    assert error < 1e-5, (
+        f"torchtitan: loss {float(loss)} against {expected_loss}, largest error {error:.1e}"
+    )
     if distributed.get_rank() == 0:
         print(
             f"torchtitan: loss {float(loss):.6f}, largest error of loss and gradients {error:.0e} of one process",

@@ -18,14 +18,19 @@ from longhaul_attention import ContextParallel
 
 
 class Attention(nn.Module):
-    """Takes the place of a block's inner attention; the trainer sets the documents of each batch."""
+    """Takes the place of a block's inner attention; the trainer sets the documents of each
+    batch.
+    """
 
     def __init__(self, cp):
         super().__init__()
-        self.cp, self.documents = cp, None
+        self.cp = cp
+        self.documents = None
 
     def forward(self, q, k, v, **_):
-        return self.cp.attention(*(x.transpose(1, 2) for x in (q, k, v)), self.documents).transpose(1, 2)
+        return self.cp.attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), self.documents
+        ).transpose(1, 2)
 
 
 class ContextParallelTrainer(Trainer):
@@ -41,9 +46,12 @@ class ContextParallelTrainer(Trainer):
 
     def post_dataloading_process(self, input_dict, labels):
         tokens = input_dict["input"]
-        starts = F.pad(tokens[:, :-1] == titan.EOS, (1, 0), value=True)  # A document ends with EOS.
+        # A document ends with EOS.
+        starts = F.pad(tokens[:, :-1] == titan.EOS, (1, 0), value=True)
         positions = (places := torch.arange(tokens.shape[1])) - (places * starts).cummax(1).values
-        shard = self.cp.shard_batch({"input_ids": tokens, "shift_labels": labels, "position_ids": positions})
+        shard = self.cp.shard_batch(
+            {"input_ids": tokens, "shift_labels": labels, "position_ids": positions}
+        )
         for attention in self.attentions:
             attention.documents = shard["documents"]
         return shard["input_ids"], shard["shift_labels"], {"positions": shard["position_ids"]}, {}

@@ -19,8 +19,12 @@ class ShardedTrainer(ContextParallelTrainer, Trainer):
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(folder, per_device_train_batch_size=len(tiny.LENGTHS), **tiny.ARGUMENTS)
-        cp = ContextParallel(init_device_mesh("cpu", (distributed.get_world_size(),)), method="allgather")
+        arguments = TrainingArguments(
+            folder, per_device_train_batch_size=len(tiny.LENGTHS), **tiny.ARGUMENTS
+        )
+        cp = ContextParallel(
+            init_device_mesh("cpu", (distributed.get_world_size(),)), method="allgather"
+        )
         flatten = DataCollatorWithFlattening()
         seen = []
 
@@ -30,7 +34,9 @@ def main() -> None:
 
         dataset = [{"input_ids": text} for text in tiny.documents()]
         model = tiny.model(register_transformers())
-        trainer = ShardedTrainer(model, arguments, train_dataset=dataset, data_collator=collate, cp=cp)
+        trainer = ShardedTrainer(
+            model, arguments, train_dataset=dataset, data_collator=collate, cp=cp
+        )
         with tiny.recorded(model) as proof:
             proof.loss = trainer.train().training_loss
         proof.check("transformers Trainer", tiny.packed(seen[0]))

@@ -1,4 +1,5 @@
-"""TRL's DPOTrainer: pairs of long answers, each shared by all ranks, and a loss of whole sequences.
+"""TRL's DPOTrainer: pairs of long answers, each shared by all ranks, and a loss of whole
+sequences.
 
 torchrun --nproc-per-node 4 trl_dpo.py
 """
@@ -21,7 +22,9 @@ class ShardedDPOTrainer(ContextParallelTrainer, DPOTrainer):
 
 
 def train(folder: str, trainer: type, attention: str, **options: object) -> tiny.Proof:
-    by_word = Tokenizer(models.WordLevel({str(number): number for number in range(tiny.VOCABULARY)}))
+    by_word = Tokenizer(
+        models.WordLevel({str(number): number for number in range(tiny.VOCABULARY)})
+    )
     by_word.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=by_word, eos_token="1", pad_token="2")
     texts = [" ".join(map(str, text)) for text in tiny.documents()]
@@ -30,9 +33,15 @@ def train(folder: str, trainer: type, attention: str, **options: object) -> tiny
         {"prompt": " 7 ", "chosen": texts[4], "rejected": texts[1]},
     ]
     arguments = DPOConfig(folder, per_device_train_batch_size=2, **tiny.ARGUMENTS)
-    model, reference = tiny.model(attention), tiny.model(attention)
+    model = tiny.model(attention)
+    reference = tiny.model(attention)
     made = trainer(
-        model, reference, arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **options
+        model,
+        reference,
+        arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        **options,
     )
     with tiny.recorded(model) as proof:
         proof.loss = made.train().training_loss

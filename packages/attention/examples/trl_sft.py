@@ -27,16 +27,28 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         arguments = SFTConfig(
-            folder, packing=True, max_length=sum(tiny.LENGTHS), per_device_train_batch_size=1, **tiny.ARGUMENTS
+            folder,
+            packing=True,
+            max_length=sum(tiny.LENGTHS),
+            per_device_train_batch_size=1,
+            **tiny.ARGUMENTS,
         )
-        cp = ContextParallel(init_device_mesh("cpu", (distributed.get_world_size(),)), method="allgather")
+        cp = ContextParallel(
+            init_device_mesh("cpu", (distributed.get_world_size(),)), method="allgather"
+        )
         dataset = Dataset.from_dict({"input_ids": tiny.documents()})
         model = tiny.model(register_transformers())
-        trainer = ShardedSFTTrainer(model, arguments, train_dataset=dataset, processing_class=tokenizer, cp=cp)
-        whole = [trainer.data_collator([row]) for row in trainer.train_dataset]  # One packed sequence.
+        trainer = ShardedSFTTrainer(
+            model, arguments, train_dataset=dataset, processing_class=tokenizer, cp=cp
+        )
+        # One packed sequence.
+        whole = [trainer.data_collator([row]) for row in trainer.train_dataset]
         with tiny.recorded(model) as proof:
             proof.loss = trainer.train().training_loss
-        proof.check("TRL SFTTrainer", {key: whole[0][key] for key in ("input_ids", "position_ids", "labels")})
+        proof.check(
+            "TRL SFTTrainer",
+            {key: whole[0][key] for key in ("input_ids", "position_ids", "labels")},
+        )
     distributed.barrier()
     distributed.destroy_process_group()
 

@@ -1,12 +1,14 @@
-"""Exact context parallelism for any trainer: sequences sharded over ranks, packed documents of any length.
+"""Exact context parallelism for any trainer: sequences sharded over ranks, packed documents of any
+length.
 
     register_transformers()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="longhaul")
     cp = ContextParallel(mesh, method="ring")
     loss = model(**cp.shard_batch(batch)).loss  # Its mean over the ranks, and that of every gradient, is one process's.
 
-For models of your own, `cp.attention(q, k, v, boundaries)` takes this rank's tokens; with `causal=False`, they see all keys.
-Code that calls `scaled_dot_product_attention` stays as it is inside `with cp.sdpa():`.
+For models of your own, `cp.attention(q, k, v, boundaries)` takes this rank's tokens; with
+`causal=False`, they see all keys. Code that calls `scaled_dot_product_attention` stays as it is
+inside `with cp.sdpa():`.
 """
 
 from __future__ import annotations

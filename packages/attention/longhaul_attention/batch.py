@@ -43,13 +43,17 @@ class Documents:
         keys: set[str],
     ) -> None:
         self.boundaries_BD = boundaries_BD
-        """int32 on the CPU: the document starts of each sequence, then its padded length, repeated."""
+        """int32 on the CPU: the document starts of each sequence, then its padded length,
+        repeated.
+        """
         self.seq_len = seq_len
         """Tokens of each sequence, without the padding of `shard_batch`."""
         self.checksum = checksum
         """int64 [2], of tokens and boundaries: equal on ranks that were given the same batch."""
         self.longest = longest
-        """Positions of the batch, and of the rank where the last position is the smallest: what its last one is, plus 1."""
+        """Positions of the batch, and of the rank where the last position is the smallest: what
+        its last one is, plus 1.
+        """
         self.context_key = context_key
         """Of the `ContextParallel` that sharded the batch."""
         self.plan = plan
@@ -65,8 +69,9 @@ class Documents:
 
 
 def find_boundaries(batch: Mapping[str, Any], boundaries: Any) -> Tensor:
-    """int32 [B, D] on the CPU: those given or, as transformers finds them, the places where `position_ids` do not go up by
-    one; padding that `attention_mask` hides is a document of its own. Else each sequence is one document.
+    """int32 [B, D] on the CPU: those given or, as transformers finds them, the places where
+    `position_ids` do not go up by one; padding that `attention_mask` hides is a document of its
+    own. Else each sequence is one document.
 
     Raises ValueError for what transformers would read otherwise.
     """
@@ -105,7 +110,11 @@ def _stated(boundaries: Any, seq_len: int) -> Tensor:
     rows = boundaries.tolist() if isinstance(boundaries, Tensor) else [*boundaries]
     rows = rows if rows and isinstance(rows[0], list) else [rows]
     longest = max(map(len, rows))
-    return torch.tensor([[*row, *[seq_len] * (longest - len(row))] for row in rows], dtype=torch.int32, device="cpu")
+    return torch.tensor(
+        [[*row, *[seq_len] * (longest - len(row))] for row in rows],
+        dtype=torch.int32,
+        device="cpu",
+    )
 
 
 def _position_starts(batch: Mapping[str, Any]) -> Tensor:
@@ -131,14 +140,19 @@ def _mask_starts(mask_BT: Tensor | None, batch: Mapping[str, Any]) -> Tensor:
         starts_BT[:, 1:] = changes_BT[:, 1:] != 0
         is_inside = (changes_BT > 0).sum(1) > 1
         if bool(is_inside.any()):
-            raise ValueError("attention_mask hides tokens between others; it may hide padding at the ends only")
+            raise ValueError(
+                "attention_mask hides tokens between others; it may hide padding at the ends only"
+            )
     return starts_BT
 
 
 def _boundaries(starts_BT: Tensor) -> Tensor:
     seq_len = starts_BT.shape[1]
     starts_BT[:, 0] = True
-    rows = [torch.cat((row.nonzero().flatten(), torch.tensor([seq_len], device="cpu"))) for row in starts_BT]
+    rows = [
+        torch.cat((row.nonzero().flatten(), torch.tensor([seq_len], device="cpu")))
+        for row in starts_BT
+    ]
     padded: Tensor = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=seq_len)
     return padded.int()
 
@@ -163,13 +177,15 @@ def positions_of(boundaries_BD: Tensor, seq_len: int) -> Tensor:
 
 
 def shift(labels_BT: Tensor) -> Tensor:
-    """The label of the next token, as transformers' loss shifts them; that of the last is ignored."""
+    """The label of the next token, as transformers' loss shifts them; that of the last is
+    ignored.
+    """
     return F.pad(labels_BT[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def require_shift(tokens_BT: Tensor, shifted_BT: Tensor, mask_BT: Tensor | None) -> None:
-    """Raises ValueError for labels that are not those of the next token, as far as the tokens themselves tell, and for
-    those of tokens that the mask hides.
+    """Raises ValueError for labels that are not those of the next token, as far as the tokens
+    themselves tell, and for those of tokens that the mask hides.
     """
     if mask_BT is not None and bool((shifted_BT[~mask_BT.bool()] != IGNORE_INDEX).any()):
         raise ValueError(
@@ -182,7 +198,9 @@ def require_shift(tokens_BT: Tensor, shifted_BT: Tensor, mask_BT: Tensor | None)
     if _equal_targets(shifted_BT, tokens_BT):
         raise ValueError("shift_labels are input_ids, not shifted: give them as labels")
     if _equal_targets(shifted_BT, shift(next_BT)):
-        raise ValueError("labels are shifted already, and would be shifted again: give them as shift_labels")
+        raise ValueError(
+            "labels are shifted already, and would be shifted again: give them as shift_labels"
+        )
 
 
 def _equal_targets(labels_BT: Tensor, tokens_BT: Tensor) -> bool:
@@ -191,9 +209,14 @@ def _equal_targets(labels_BT: Tensor, tokens_BT: Tensor) -> bool:
 
 
 def checksum(tokens_BT: Tensor, boundaries_BD: Tensor) -> Tensor:
-    """int64 [2], which differ for other tokens or boundaries but by chance; does not wait for a device."""
+    """int64 [2], which differ for other tokens or boundaries but by chance; does not wait for a
+    device.
+    """
     sums = [
-        (x.long().flatten() * torch.arange(1, 2 * x.numel(), 2, device=x.device).mul_(2654435761)).sum()
+        (
+            x.long().flatten()
+            * torch.arange(1, 2 * x.numel(), 2, device=x.device).mul_(2654435761)
+        ).sum()
         for x in (tokens_BT, boundaries_BD.to(tokens_BT.device))
     ]
     return torch.stack(sums)

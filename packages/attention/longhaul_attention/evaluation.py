@@ -1,6 +1,8 @@
-"""Losses of every token of long sequences: perplexity, and numbers hidden in text; and whether a model is the same on ranks.
+"""Losses of every token of long sequences: perplexity, and numbers hidden in text; and whether a
+model is the same on ranks.
 
-Shape suffixes: B sequences, S tokens of this rank, T tokens of the full sequence, E model dim, V vocabulary.
+Shape suffixes: B sequences, S tokens of this rank, T tokens of the full sequence, E model dim, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ CHUNK_BYTES = 1 << 28
 """Of float32 logits that exist at once."""
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Of logits, over the largest: transformers computes parts of any model in float32."""
-MARKER, END = "\nThe secret number is: ", ".\n"
+MARKER = "\nThe secret number is: "
+END = ".\n"
 
 
 class TokenScores(NamedTuple):
-    """How well each token is predicted from those before it: [B, T - 1], in order, on all ranks."""
+    """How well each token is predicted from those before it: [B, T - 1], in order, on all
+    ranks.
+    """
 
     losses: Tensor
     """In nats, float32."""
@@ -32,9 +37,11 @@ class TokenScores(NamedTuple):
 
 
 def token_scores(model: Any, cp: ContextParallel, input_ids: Tensor) -> TokenScores:
-    """Scores of sequences [B, T], the same on all ranks, by a causal language model of transformers. Collective.
+    """Scores of sequences [B, T], the same on all ranks, by a causal language model of
+    transformers. Collective.
 
-    Its attention implementation is that of `register_transformers`. Logits of few tokens exist at a time.
+    Its attention implementation is that of `register_transformers`. Logits of few tokens exist at
+    a time.
     """
     shard = cp.shard_batch({"input_ids": input_ids, "labels": input_ids})
     labels_BS = shard.pop("shift_labels")
@@ -42,21 +49,31 @@ def token_scores(model: Any, cp: ContextParallel, input_ids: Tensor) -> TokenSco
     with torch.no_grad():
         output = model.base_model(**shard)
         hidden_BSE = output.last_hidden_state
-        tokens = max(1, CHUNK_BYTES // (4 * len(input_ids) * model.config.get_text_config().vocab_size))
+        tokens = max(
+            1, CHUNK_BYTES // (4 * len(input_ids) * model.config.get_text_config().vocab_size)
+        )
         found = [
             _scores(logits, labels)
             for logits, labels in zip(
-                _logits(model, output, hidden_BSE.split(tokens, 1)), labels_BS.split(tokens, 1), strict=True
+                _logits(model, output, hidden_BSE.split(tokens, 1)),
+                labels_BS.split(tokens, 1),
+                strict=True,
             )
         ]
-        scores = [cp.gather(torch.cat(parts, 1), shard["documents"])[:, :-1] for parts in zip(*found, strict=True)]
+        scores = [
+            cp.gather(torch.cat(parts, 1), shard["documents"])[:, :-1]
+            for parts in zip(*found, strict=True)
+        ]
     return TokenScores(*scores)
 
 
 def _scores(logits_BSV: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
-    labels_BS = labels_BS.clamp(min=0)  # Of a sequence's last token, which `token_scores` leaves out.
+    # Of a sequence's last token, which `token_scores` leaves out.
+    labels_BS = labels_BS.clamp(min=0)
     log_probabilities = logits_BSV.float().log_softmax(-1)
-    return -log_probabilities.gather(-1, labels_BS[..., None])[..., 0], logits_BSV.argmax(-1) == labels_BS
+    return -log_probabilities.gather(-1, labels_BS[..., None])[..., 0], logits_BSV.argmax(
+        -1
+    ) == labels_BS
 
 
 def _logits(model: Any, output: Any, chunks_BSE: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -79,7 +96,9 @@ def _returns(module: Any, output: Any) -> Iterator[None]:
 
 
 class Needle(NamedTuple):
-    """A number hidden in text: tokens [T], of which the last `num_answer` are the number, asked for again."""
+    """A number hidden in text: tokens [T], of which the last `num_answer` are the number, asked
+    for again.
+    """
 
     tokens: Tensor
     num_answer: int
@@ -87,11 +106,14 @@ class Needle(NamedTuple):
 
 def beginning(tokenizer: Any) -> Tensor:
     """The token that begins a text, if the tokenizer has one."""
-    return torch.tensor([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id], dtype=torch.int64)
+    return torch.tensor(
+        [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id], dtype=torch.int64
+    )
 
 
 def hide_number(tokenizer: Any, text_T: Tensor, length: int, depth: float, trial: int) -> Needle:
-    """A five-digit number, at this depth (0 to 1) of as much text as fits. Raises ValueError if it does not fit.
+    """A five-digit number, at this depth (0 to 1) of as much text as fits. Raises ValueError if it
+    does not fit.
 
     After Mohtashami & Jaggi, 2023 (passkey), and Kamradt, 2023.
     """
@@ -103,35 +125,45 @@ def hide_number(tokenizer: Any, text_T: Tensor, length: int, depth: float, trial
     first = beginning(tokenizer)
     room = length - len(first) - 2 * len(marker) - 2 * len(answer) - len(end)
     if room < 0 or len(text_T) < room:
-        raise ValueError(f"a needle of {length} tokens needs {max(room, 0)} tokens of text; there are {len(text_T)}")
+        raise ValueError(
+            f"a needle of {length} tokens needs {max(room, 0)} tokens of text; there are {len(text_T)}"
+        )
     start = random.Random(-trial - 1).randint(0, len(text_T) - room)
-    text_T, place = text_T[start : start + room], round(depth * room)
+    text_T = text_T[start : start + room]
+    place = round(depth * room)
     parts = (first, text_T[:place], marker, answer, end, text_T[place:], marker, answer)
     return Needle(torch.cat(parts), len(answer))
 
 
 def finds(model: Any, cp: ContextParallel, needle: Needle) -> tuple[bool, float]:
-    """Whether each token of the number is the likeliest after those before it, and its mean log-probability. Collective."""
+    """Whether each token of the number is the likeliest after those before it, and its mean
+    log-probability. Collective.
+    """
     device = next(model.parameters()).device
     scores = token_scores(model, cp, needle.tokens[None].to(device))
     answer = slice(-needle.num_answer, None)
-    return bool(scores.is_likeliest[0, answer].all()), -float(scores.losses[0, answer].double().mean())
+    return bool(scores.is_likeliest[0, answer].all()), -float(
+        scores.losses[0, answer].double().mean()
+    )
 
 
 def check(model: Any, cp: ContextParallel, *, tokens: int = 128) -> float:
-    """The largest difference of logits from those of the model's own attention on whole sequences, over the largest. Collective.
+    """The largest difference of logits from those of the model's own attention on whole sequences,
+    over the largest. Collective.
 
-    Of random tokens, without gradients; for models that nobody has tried. Raises ValueError if they are not the same model.
+    Of random tokens, without gradients; for models that nobody has tried. Raises ValueError if
+    they are not the same model.
     """
-    config, parameter = model.config, next(model.parameters())
+    config = model.config
+    parameter = next(model.parameters())
     tokens = min(tokens, getattr(config.get_text_config(), "max_position_embeddings", tokens) // 2)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.get_text_config().vocab_size, (1, tokens), generator=generator).to(parameter.device)
-    positions, ours, is_training = (
-        torch.arange(tokens, device=ids.device)[None],
-        config._attn_implementation,
-        model.training,
+    ids = torch.randint(config.get_text_config().vocab_size, (1, tokens), generator=generator).to(
+        parameter.device
     )
+    positions = torch.arange(tokens, device=ids.device)[None]
+    ours = config._attn_implementation
+    is_training = model.training
     model.eval()
     try:
         with torch.no_grad():

@@ -1,10 +1,13 @@
-"""Prefill and generation by the ranks of a `ContextParallel`: each holds its share of keys and values, and no more.
+"""Prefill and generation by the ranks of a `ContextParallel`: each holds its share of keys and
+values, and no more.
 
-The prompt is prefilled like a training batch, every rank its tokens. Then all ranks compute every new token, and attend to it
-with the keys that they hold; what they find is merged exactly, by the log-sum-exp. A new token's keys and values are kept
-by the rank that holds the fewest. Sampling, stopping and streaming are those of transformers' `generate`.
+The prompt is prefilled like a training batch, every rank its tokens. Then all ranks compute every
+new token, and attend to it with the keys that they hold; what they find is merged exactly, by the
+log-sum-exp. A new token's keys and values are kept by the rank that holds the fewest. Sampling,
+stopping and streaming are those of transformers' `generate`.
 
-Shape suffixes: B sequences, S new tokens, C tokens that a buffer has room for, N query heads, K KV heads, H head dim.
+Shape suffixes: B sequences, S new tokens, C tokens that a buffer has room for, N query heads, K KV
+heads, H head dim.
 """
 
 from __future__ import annotations
@@ -17,7 +20,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Cache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    Cache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.cache_utils import DynamicLayer
 
 from longhaul_attention.batch import Documents
@@ -37,17 +46,26 @@ GROWTH = 256
 def generate(model: Any, cp: ContextParallel, input_ids: Tensor, **options: Any) -> Any:
     """What `model.generate(input_ids, **options)` returns, on all ranks. Collective.
 
-    The model's attention implementation is that of `register_transformers`; `input_ids` [B, T] are the same on all ranks,
-    prompts of equal length. Raises ValueError for what needs a cache that is rearranged, such as beams.
+    The model's attention implementation is that of `register_transformers`; `input_ids` [B, T] are
+    the same on all ranks, prompts of equal length. Raises ValueError for what needs a cache that
+    is rearranged, such as beams.
     """
     stated = options.get("generation_config") or model.generation_config
     if options.get("max_time", stated.max_time) is not None:
-        raise ValueError("max_time is read from each rank's clock, and ranks would stop at different tokens")
+        raise ValueError(
+            "max_time is read from each rank's clock, and ranks would stop at different tokens"
+        )
     if options.get("use_cache") is False:
-        raise ValueError("use_cache = False leaves nothing to share: every rank would compute the whole sequence")
+        raise ValueError(
+            "use_cache = False leaves nothing to share: every rank would compute the whole sequence"
+        )
     cache = prefill(model, cp, input_ids[:, :-1])
-    decided = [FirstRanksDecision(cp, each) for each in options.pop("stopping_criteria", None) or []]
-    scores = LogitsProcessorList([*(options.pop("logits_processor", None) or []), FirstRanksScores(cp)])
+    decided = [
+        FirstRanksDecision(cp, each) for each in options.pop("stopping_criteria", None) or []
+    ]
+    scores = LogitsProcessorList(
+        [*(options.pop("logits_processor", None) or []), FirstRanksScores(cp)]
+    )
     options |= {_cache_argument(model): cache, "logits_processor": scores, "use_cache": True}
     options |= {"stopping_criteria": StoppingCriteriaList(decided)} if decided else {}
     options.setdefault("attention_mask", torch.ones_like(input_ids))
@@ -57,7 +75,8 @@ def generate(model: Any, cp: ContextParallel, input_ids: Tensor, **options: Any)
 
 
 def prefill(model: Any, cp: ContextParallel, input_ids: Tensor) -> ShardedCache:
-    """The keys and values of a prompt [B, T], each rank's share: a cache for `model`, and for its `generate`. Collective.
+    """The keys and values of a prompt [B, T], each rank's share: a cache for `model`, and for its
+    `generate`. Collective.
 
     Raises ValueError for models that attend to something else than what they keep.
     """
@@ -85,22 +104,29 @@ def _share_random_state(cp: ContextParallel, device: torch.device) -> None:
     """Rank 0's on all ranks, which then draw the same tokens."""
     torch.set_rng_state(_of_first_rank(cp, torch.get_rng_state().to(device)).cpu())
     if device.type == "cuda":
-        torch.cuda.set_rng_state(_of_first_rank(cp, torch.cuda.get_rng_state(device).to(device)).cpu(), device)
+        torch.cuda.set_rng_state(
+            _of_first_rank(cp, torch.cuda.get_rng_state(device).to(device)).cpu(), device
+        )
 
 
 class FirstRanksDecision(StoppingCriteria):
     """Whether rank 0 stops: one that stopped alone would leave the others waiting."""
 
     def __init__(self, cp: ContextParallel, criterion: Any) -> None:
-        self._cp, self._criterion = cp, criterion
+        self._cp = cp
+        self._criterion = criterion
 
     def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Any:
-        decision = torch.as_tensor(self._criterion(input_ids, scores, **options), device=input_ids.device)
+        decision = torch.as_tensor(
+            self._criterion(input_ids, scores, **options), device=input_ids.device
+        )
         return _of_first_rank(self._cp, decision.expand(len(input_ids)).to(torch.uint8)).bool()
 
 
 class FirstRanksScores(LogitsProcessor):
-    """Those of rank 0 on all ranks: one that chose another token would attend with other keys from there on."""
+    """Those of rank 0 on all ranks: one that chose another token would attend with other keys from
+    there on.
+    """
 
     def __init__(self, cp: ContextParallel) -> None:
         self._cp = cp
@@ -137,7 +163,9 @@ class ShardedLayer(DynamicLayer):
         self._batch_size = 0
         self._new: tuple[Tensor, ...] = ()
         self._is_kept = False
-        """Whether the newest keys and values are held already: layers may attend to those of another."""
+        """Whether the newest keys and values are held already: layers may attend to those of
+        another.
+        """
         self._counts = [0] * cache.cp.plan.cp
         """Tokens that each rank holds."""
 
@@ -146,13 +174,20 @@ class ShardedLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         del value_states
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.dtype = key_states.dtype
+        self.device = key_states.device
+        self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keeps a prompt's tokens of this rank, or marks new ones for `attend`; returns what was given."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keeps a prompt's tokens of this rank, or marks new ones for `attend`; returns what was
+        given.
+        """
         self.lazy_initialization(key_states)
         if self._cache.prompt is None:
-            self._new, self._is_kept = (key_states, value_states), False
+            self._new = (key_states, value_states)
+            self._is_kept = False
             cast(Any, key_states).sharded_layer = self
         else:
             self._keep_prompt(self._cache.prompt, key_states, value_states)
@@ -165,7 +200,8 @@ class ShardedLayer(DynamicLayer):
         self.positions = positions[is_token].tolist()
         index = is_token.nonzero().flatten().to(key_states.device)
         self._buffers = tuple(
-            x.transpose(1, 2)[:, index].contiguous() for x in of_equal_width(key_states, value_states)
+            x.transpose(1, 2)[:, index].contiguous()
+            for x in of_equal_width(key_states, value_states)
         )
         self._batch_size, self._counts = len(key_states), cp.all_gather_values(len(self.positions))
 
@@ -179,11 +215,13 @@ class ShardedLayer(DynamicLayer):
         sink: Tensor | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Attention of new tokens to all before them and to themselves: [B, S, N, H], equal on all ranks. Collective.
+        """Attention of new tokens to all before them and to themselves: [B, S, N, H], equal on all
+        ranks. Collective.
 
         Raises ValueError if the cache holds another number of sequences.
         """
-        cp, held = self._cache.cp, self._batch_size or len(q_BSNH)
+        cp = self._cache.cp
+        held = self._batch_size or len(q_BSNH)
         if held != len(q_BSNH):
             raise ValueError(
                 f"the sharded cache holds {held} sequences and {len(q_BSNH)} are generated: beams and several answers to a "
@@ -209,12 +247,15 @@ class ShardedLayer(DynamicLayer):
 
     def _append(self, k_BKH: Tensor, v_BKH: Tensor) -> None:
         """A new token, to the rank that holds the fewest."""
-        position, owner = self.get_seq_length(), self._counts.index(min(self._counts))
+        position = self.get_seq_length()
+        owner = self._counts.index(min(self._counts))
         self._counts[owner] += 1
         if owner != self._cache.cp.rank:
             return
         if not self._buffers or len(self.positions) == self._buffers[0].shape[1]:
-            old = self._buffers or tuple(x.new_empty(len(x), 0, *x.shape[1:]) for x in (k_BKH, v_BKH))
+            old = self._buffers or tuple(
+                x.new_empty(len(x), 0, *x.shape[1:]) for x in (k_BKH, v_BKH)
+            )
             self._buffers = tuple(F.pad(x, (0, 0, 0, 0, 0, GROWTH)) for x in old)
         for buffer, x_BKH in zip(self._buffers, (k_BKH, v_BKH), strict=True):
             buffer[:, len(self.positions)] = x_BKH
@@ -227,11 +268,14 @@ class ShardedLayer(DynamicLayer):
     def _attend_held(self, q_BNH: Tensor, position: int, scores: Scores) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a token over the keys of this rank."""
         held = bisect_right(self.positions, position)
-        first = 0 if scores.window is None else bisect_right(self.positions, position - scores.window)
+        first = (
+            0 if scores.window is None else bisect_right(self.positions, position - scores.window)
+        )
         if first == held:
             softmax = OnlineSoftmax.of_no_keys(q_BNH)
             return softmax.out_XNH, softmax.lse_NX
-        sequences_B1, capacity = torch.arange(len(q_BNH), device="cpu")[:, None], self._buffers[0].shape[1]
+        sequences_B1 = torch.arange(len(q_BNH), device="cpu")[:, None]
+        capacity = self._buffers[0].shape[1]
         queries_B2 = torch.cat((sequences_B1, sequences_B1 + 1), dim=1)
         keys_B2 = sequences_B1 * capacity + torch.tensor([first, held], device="cpu")
         k_XKH, v_XKH = (x.flatten(0, 1) for x in self._buffers)
@@ -243,7 +287,9 @@ class ShardedLayer(DynamicLayer):
             "a sharded cache cannot be cropped, repeated or reordered: no beams, and no assisted generation"
         )
 
-    crop = batch_repeat_interleave = batch_select_indices = reorder_cache = offload = prefetch = reset = _refuse
+    crop = batch_repeat_interleave = batch_select_indices = reorder_cache = offload = prefetch = (
+        reset
+    ) = _refuse
 
 
 def _of_first_rank(cp: ContextParallel, x: Tensor) -> Tensor:

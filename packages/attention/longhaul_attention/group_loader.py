@@ -1,8 +1,8 @@
 """The batches of a data-parallel group: rows, order and epochs are those of one process.
 
-Ranks that share sequences take the same rows. Of each batch of one process, which has the rows of all groups, a group takes
-its part. Where the last batch of an epoch has fewer rows than there are groups, a group without any repeats a row, and none
-of its tokens has a label.
+Ranks that share sequences take the same rows. Of each batch of one process, which has the rows of
+all groups, a group takes its part. Where the last batch of an epoch has fewer rows than there are
+groups, a group without any repeats a row, and none of its tokens has a label.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
 
 from longhaul_attention.context_parallel import ContextParallel
 from models.batch import IGNORE_INDEX
@@ -35,15 +42,21 @@ KEPT_OPTIONS = (
 
 
 def share_batches(loader: Any, cp: ContextParallel) -> Any:
-    """The loader of this rank: that of one process whose batches have `batch_size` rows for each data-parallel group.
+    """The loader of this rank: that of one process whose batches have `batch_size` rows for each
+    data-parallel group.
 
-    `loader` is torch's `DataLoader`, not yet prepared by accelerate, the same on all ranks; ranks that share sequences are
-    neighbours, so the groups are those of `cp`. Its collator makes whole batches. Order, epochs, the last batch and resuming
-    are those of one process. Raises ValueError for a loader that ranks would read in orders of their own.
+    `loader` is torch's `DataLoader`, not yet prepared by accelerate, the same on all ranks; ranks
+    that share sequences are neighbours, so the groups are those of `cp`. Its collator makes whole
+    batches. Order, epochs, the last batch and resuming are those of one process. Raises ValueError
+    for a loader that ranks would read in orders of their own.
     """
     groups, group = group_of(cp)
-    if not isinstance(loader, DataLoader) or hasattr(getattr(loader, "batch_sampler", None), "num_processes"):
-        raise ValueError(f"{type(loader).__name__}: give a DataLoader of torch that accelerate has not prepared")
+    if not isinstance(loader, DataLoader) or hasattr(
+        getattr(loader, "batch_sampler", None), "num_processes"
+    ):
+        raise ValueError(
+            f"{type(loader).__name__}: give a DataLoader of torch that accelerate has not prepared"
+        )
     if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is None:
         raise ValueError(
             "shuffle=True needs generator=torch.Generator().manual_seed(...), so that all ranks draw one order"
@@ -51,22 +64,35 @@ def share_batches(loader: Any, cp: ContextParallel) -> Any:
     return regrouped(loader, groups=groups, group=group)
 
 
-def regrouped(loader: DataLoader[Any], *, groups: int, group: int, counts_rows: bool = False) -> Any:
+def regrouped(
+    loader: DataLoader[Any], *, groups: int, group: int, counts_rows: bool = False
+) -> Any:
     """The same loader for one of several groups, whose batches together are those of one process.
 
     `counts_rows`: batches say how many rows are this group's own, as `num_rows`.
     """
     options: dict[str, Any] = {name: getattr(loader, name) for name in KEPT_OPTIONS}
     if loader.num_workers:
-        options |= {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
+        options |= {
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": loader.persistent_workers,
+        }
     options["collate_fn"] = CollatedRows(loader.collate_fn, counts_rows=counts_rows)
     if isinstance(loader.dataset, IterableDataset):
         if loader.batch_size is None:
             raise ValueError("a streamed dataset needs a batch_size")
-        rows = StreamedRows(loader.dataset, loader.batch_size, groups=groups, group=group, drop_last=loader.drop_last)
+        rows = StreamedRows(
+            loader.dataset,
+            loader.batch_size,
+            groups=groups,
+            group=group,
+            drop_last=loader.drop_last,
+        )
         return DataLoader(rows, batch_size=loader.batch_size, **options)
     if loader.batch_size is None or loader.batch_sampler is None:
-        raise ValueError("a DataLoader needs a batch_size, not a batch_sampler of its own: batches are dealt to groups")
+        raise ValueError(
+            "a DataLoader needs a batch_size, not a batch_sampler of its own: batches are dealt to groups"
+        )
     sampler = GroupBatchSampler(
         loader.sampler, loader.batch_size, groups=groups, group=group, drop_last=loader.drop_last
     )
@@ -75,7 +101,11 @@ def regrouped(loader: DataLoader[Any], *, groups: int, group: int, counts_rows: 
 
 def group_of(cp: ContextParallel) -> tuple[int, int]:
     """How many groups share sequences, and which is this rank's."""
-    ranks, rank = (distributed.get_world_size(), distributed.get_rank()) if distributed.is_initialized() else (1, 0)
+    ranks, rank = (
+        (distributed.get_world_size(), distributed.get_rank())
+        if distributed.is_initialized()
+        else (1, 0)
+    )
     if ranks % cp.plan.cp or rank % cp.plan.cp != cp.rank:
         raise ValueError(
             f"ranks that share sequences must be neighbours: rank {rank} of {ranks} is {cp.rank} of {cp.plan.cp}"
@@ -88,16 +118,23 @@ class Row(int):
 
 
 def part_of(batch: Sequence[T], size: int, *, group: int) -> Sequence[T]:
-    """The rows of one group in a batch of one process: `size` of them or, in the last batch of an epoch, fewer."""
+    """The rows of one group in a batch of one process: `size` of them or, in the last batch of an
+    epoch, fewer.
+    """
     return batch[group * size : (group + 1) * size]
 
 
 class GroupBatchSampler(Sampler[list[int]]):
     """Of each batch of one process, the indices of one group."""
 
-    def __init__(self, sampler: Any, batch_size: int, *, groups: int, group: int, drop_last: bool) -> None:
-        self.sampler, self.group, self._size = sampler, group, batch_size
-        self.batch_size, self.drop_last = groups * batch_size, drop_last
+    def __init__(
+        self, sampler: Any, batch_size: int, *, groups: int, group: int, drop_last: bool
+    ) -> None:
+        self.sampler = sampler
+        self.group = group
+        self._size = batch_size
+        self.batch_size = groups * batch_size
+        self.drop_last = drop_last
         """Rows of one process's batch."""
 
     def _batches(self) -> BatchSampler:
@@ -130,19 +167,31 @@ class Rows(Dataset[tuple[Any, bool]]):
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Any, bool]]:
         get = getattr(self.dataset, "__getitems__", None)
-        rows = [self.dataset[int(index)] for index in indices] if get is None else get([*map(int, indices)])
-        return [(row, not isinstance(index, Row)) for row, index in zip(rows, indices, strict=True)]
+        rows = (
+            [self.dataset[int(index)] for index in indices]
+            if get is None
+            else get([*map(int, indices)])
+        )
+        return [
+            (row, not isinstance(index, Row)) for row, index in zip(rows, indices, strict=True)
+        ]
 
 
 class StreamedRows(IterableDataset[tuple[Any, bool]]):
     """The rows of one group of a dataset that is read in order, and whether each is its own."""
 
-    def __init__(self, dataset: Any, batch_size: int, *, groups: int, group: int, drop_last: bool) -> None:
-        self.dataset, self.groups, self.group = dataset, groups, group
-        self.batch_size, self.drop_last = batch_size, drop_last
+    def __init__(
+        self, dataset: Any, batch_size: int, *, groups: int, group: int, drop_last: bool
+    ) -> None:
+        self.dataset = dataset
+        self.groups = groups
+        self.group = group
+        self.batch_size = batch_size
+        self.drop_last = drop_last
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
-        rows, size = iter(self.dataset), self.groups * self.batch_size
+        rows = iter(self.dataset)
+        size = self.groups * self.batch_size
         while batch := [*islice(rows, size)]:
             if len(batch) < size and self.drop_last:
                 return
@@ -160,7 +209,8 @@ class CollatedRows:
     """A collator of rows: without labels where they are another group's."""
 
     def __init__(self, collate: Callable[[Any], Any], *, counts_rows: bool) -> None:
-        self.collate, self.counts_rows = collate, counts_rows
+        self.collate = collate
+        self.counts_rows = counts_rows
 
     def __call__(self, rows: Sequence[tuple[Any, bool]]) -> Any:
         batch = self.collate([row for row, _ in rows])

@@ -1,7 +1,9 @@
-"""Attention for models of `transformers`, through its interfaces for attention functions and for masks.
+"""Attention for models of `transformers`, through its interfaces for attention functions and for
+masks.
 
-No model is patched. What a model asks of attention and of its mask is either computed exactly or refused by name: a mask
-that is no causal one, a window on which both disagree, dropout, biases, layers that are not attention.
+No model is patched. What a model asks of attention and of its mask is either computed exactly or
+refused by name: a mask that is no causal one, a window on which both disagree, dropout, biases,
+layers that are not attention.
 
 Shape suffixes: B sequences, S tokens of this rank, N query heads, K KV heads, H head dim.
 """
@@ -72,9 +74,11 @@ HARMLESS = {
 
 
 def register_transformers(name: str = NAME) -> str:
-    """Registers attention for `attn_implementation=name` in transformers, and its mask; returns the name.
+    """Registers attention for `attn_implementation=name` in transformers, and its mask; returns
+    the name.
 
-    Models then take what `ContextParallel.shard_batch` returns. Raises ImportError without transformers 4.57 or later.
+    Models then take what `ContextParallel.shard_batch` returns. Raises ImportError without
+    transformers 4.57 or later.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -85,7 +89,10 @@ def register_transformers(name: str = NAME) -> str:
 
 
 class CausalMask:
-    """Stands for a causal mask inside documents. Not a tensor: a layer that computes with its mask itself must fail."""
+    """Stands for a causal mask inside documents.
+
+    Not a tensor: a layer that computes with its mask itself must fail.
+    """
 
     def __init__(self, window: int | None) -> None:
         self.window = window
@@ -94,28 +101,43 @@ class CausalMask:
         """The whole of it."""
         for place in places if isinstance(places, tuple) else (places,):
             if place is not Ellipsis and place not in (slice(None), slice(0, None)):
-                raise ValueError(f"{NAME} attention has no part {place} of a mask: this model selects pairs itself")
+                raise ValueError(
+                    f"{NAME} attention has no part {place} of a mask: this model selects pairs itself"
+                )
         return self
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{NAME} attention has no mask with {name}: this model computes with its mask itself")
+        raise AttributeError(
+            f"{NAME} attention has no mask with {name}: this model computes with its mask itself"
+        )
 
 
 # ---- the mask
 
 
 def causal_mask(
-    *, mask_function: Callable[..., Any], config: Any = None, attention_mask: Tensor | None = None, **given: Any
+    *,
+    mask_function: Callable[..., Any],
+    config: Any = None,
+    attention_mask: Tensor | None = None,
+    **given: Any,
 ) -> CausalMask:
-    """What a model builds before its first layer. Raises ValueError for models and masks that cannot be exact."""
+    """What a model builds before its first layer.
+
+    Raises ValueError for models and masks that cannot be exact.
+    """
     problems = [] if config is None else [*config_problems(config)]
-    if attention_mask is not None and not (bool(attention_mask.all()) or _is_ours(attention_mask, given)):
+    if attention_mask is not None and not (
+        bool(attention_mask.all()) or _is_ours(attention_mask, given)
+    ):
         problems.append(
             "attention_mask hides tokens: shard_batch makes documents of it; prompts to generate must be equally long"
         )
     parts = [*_mask_parts(mask_function)]
     problems += [
-        f"mask function {name} is unknown; causal masks and sliding windows are known" for name, _ in parts if name
+        f"mask function {name} is unknown; causal masks and sliding windows are known"
+        for name, _ in parts
+        if name
     ]
     if problems:
         raise ValueError(f"{NAME} attention cannot be exact: {'; '.join(problems)}")
@@ -123,10 +145,14 @@ def causal_mask(
 
 
 def _is_ours(mask_BS: Tensor, given: dict[str, Any]) -> bool:
-    """Whether a mask is that of `shard_batch`: one column more than there are tokens, the first, which is hidden."""
+    """Whether a mask is that of `shard_batch`: one column more than there are tokens, the first,
+    which is hidden.
+    """
     places = given.get("cache_position")  # transformers 4.
     is_first, tokens = (
-        (given["q_offset"] == 0, given["q_length"]) if places is None else (bool(places[0] == 0), len(places))
+        (given["q_offset"] == 0, given["q_length"])
+        if places is None
+        else (bool(places[0] == 0), len(places))
     )
     return (
         bool(is_first)
@@ -137,7 +163,9 @@ def _is_ours(mask_BS: Tensor, given: dict[str, Any]) -> bool:
 
 
 def _mask_parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str | None, int | None]]:
-    """The parts of which a mask function is the intersection: (its name, if it is unknown; its window, if it has one)."""
+    """The parts of which a mask function is the intersection: (its name, if it is unknown; its
+    window, if it has one).
+    """
     known = getattr(mask_function, "__module__", "") == "transformers.masking_utils"
     name = getattr(mask_function, "__qualname__", repr(mask_function)).partition(".")[0]
     inside = getclosurevars(mask_function).nonlocals if known else {}
@@ -148,29 +176,42 @@ def _mask_parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str | None,
         yield from _mask_parts(inside["mask_function"])
     elif known and name == "sliding_window_overlay":
         yield None, inside["sliding_window"]
-    # The documents are known already: those that transformers finds here are of this rank's tokens.
+    # The documents are known already: those that transformers finds here are of this rank's
+    # tokens.
     elif not (known and name in ("causal_mask_function", "packed_sequence_mask_function")):
         yield name, None
 
 
 def config_problems(config: Any) -> Iterator[str]:
     """What of a model's configuration its ranks could not compute as one process does."""
-    layers = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES - WITHOUT_TOKENS_OF_OTHERS
+    layers = (
+        set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES - WITHOUT_TOKENS_OF_OTHERS
+    )
     if layers:
         yield f"layer_types {', '.join(sorted(layers))} need the tokens of other ranks"
-    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
+    if (
+        getattr(config, "alibi", False)
+        or getattr(config, "position_embedding_type", None) == "alibi"
+    ):
         yield "ALiBi adds a bias to scores"
     if getattr(config, "output_router_logits", False):
         yield "output_router_logits = True adds a balance loss, which is not a mean over tokens"
-    if getattr(config, "attn_temperature_tuning", False) and "llama4" in str(getattr(config, "model_type", "")):
+    if getattr(config, "attn_temperature_tuning", False) and "llama4" in str(
+        getattr(config, "model_type", "")
+    ):
         yield "attn_temperature_tuning counts the tokens of a rank"
     if getattr(config, "is_encoder_decoder", False):
         yield "an encoder-decoder model has attention without a causal mask"
 
 
 def rope_problems(config: Any, longest: tuple[int, int]) -> Iterator[str]:
-    """Rotations that depend on the last position that a rank has. `longest`: that of `Documents`."""
-    stated = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    """Rotations that depend on the last position that a rank has.
+
+    `longest`: that of `Documents`.
+    """
+    stated = (
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
     for rope in [stated, *(each for each in stated.values() if isinstance(each, dict))]:
         kind = rope.get("rope_type", rope.get("type", ""))
         limit = rope.get("original_max_position_embeddings") or getattr(
@@ -178,7 +219,9 @@ def rope_problems(config: Any, longest: tuple[int, int]) -> Iterator[str]:
         )
         limit = limit or getattr(config, "max_position_embeddings", None) or 0
         of_batch, of_rank = longest
-        if (kind == "longrope" and of_rank <= limit < of_batch) or ("dynamic" in kind and of_batch > limit):
+        if (kind == "longrope" and of_rank <= limit < of_batch) or (
+            "dynamic" in kind and of_batch > limit
+        ):
             yield (
                 f"rope_type {kind} takes its frequencies from the last position of a rank, which may be {of_rank} of "
                 f"{of_batch}; all must be on one side of {limit} (head-tail layouts and longer documents help)"
@@ -206,18 +249,25 @@ def attention_forward(
     documents: Documents | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Queries, keys and values [B, heads, S, H] of this rank's tokens; output [B, S, N, H], and no attention weights.
+    """Queries, keys and values [B, heads, S, H] of this rank's tokens; output [B, S, N, H], and no
+    attention weights.
 
     Raises ValueError, before anything is sent, for what it would have to ignore.
     """
     problems = [*_problems(module, attention_mask, dropout, sliding_window, is_causal=is_causal)]
-    sharded_layer: Any = getattr(key, "sharded_layer", None)  # Of `generation.ShardedCache`, which has the keys.
+    # Of `generation.ShardedCache`, which has the keys.
+    sharded_layer: Any = getattr(key, "sharded_layer", None)
     config: Any = module.config
     keys = HARMLESS
     if documents is not None:
         keys = HARMLESS | documents.keys
-        if not documents.positions_given and getattr(config, "model_type", "") in POSITIONS_FROM_PADDING:
-            problems.append(f"{config.model_type} counts positions from another number than 0: give position_ids")
+        if (
+            not documents.positions_given
+            and getattr(config, "model_type", "") in POSITIONS_FROM_PADDING
+        ):
+            problems.append(
+                f"{config.model_type} counts positions from another number than 0: give position_ids"
+            )
         problems += rope_problems(config, documents.longest)
     elif sharded_layer is None:
         problems.append(
@@ -227,7 +277,9 @@ def attention_forward(
         )
     if sharded_layer is not None and not sharded_layer.keeps(key, value):
         problems.append("it attends to other keys or values than those that it keeps")
-    unknown = {name for name, given in others.items() if given is not None and given is not False} - keys
+    unknown = {
+        name for name, given in others.items() if given is not None and given is not False
+    } - keys
     if unknown and (documents is not None or sharded_layer is not None):
         problems.append(f"attention is given {', '.join(sorted(unknown))}, which it does not know")
     if query.shape[2] != key.shape[2]:
@@ -246,12 +298,19 @@ def attention_forward(
         if documents is not None
         else sharded_layer.attend
     )
-    out_BSNH = attend(q_BSNH, k_BSKH, v_BSKH, window=attention_mask.window, sink=s_aux, softcap=softcap)
+    out_BSNH = attend(
+        q_BSNH, k_BSKH, v_BSKH, window=attention_mask.window, sink=s_aux, softcap=softcap
+    )
     return out_BSNH[..., : value.shape[-1]], None
 
 
 def _problems(
-    module: nn.Module, mask: CausalMask | None, dropout: float, sliding_window: int | None, *, is_causal: bool | None
+    module: nn.Module,
+    mask: CausalMask | None,
+    dropout: float,
+    sliding_window: int | None,
+    *,
+    is_causal: bool | None,
 ) -> Iterator[str]:
     if not isinstance(mask, CausalMask):
         given = "none" if mask is None else type(mask).__name__
@@ -274,16 +333,24 @@ def config_dropout_problems(module: nn.Module) -> Iterator[str]:
 
 
 def dropout_problems(model: nn.Module) -> Iterator[str]:
-    """Of every layer of a model in training, also of adapters, which its configuration does not know."""
+    """Of every layer of a model in training, also of adapters, which its configuration does not
+    know.
+    """
     if not model.training:
         return
-    rates = {name: module.p for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p}
+    rates = {
+        name: module.p
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Dropout) and module.p
+    }
     if rates:
         name, rate = next(iter(rates.items()))
         yield f"{name} drops {rate:.0%} (and {len(rates) - 1} more layers): ranks would drop other values than one process"
 
 
 def of_equal_width(*heads: Tensor) -> list[Tensor]:
-    """Padded with zeros to the widest head: neither scores nor the other columns of the output change."""
+    """Padded with zeros to the widest head: neither scores nor the other columns of the output
+    change.
+    """
     width = max(x.shape[-1] for x in heads)
     return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in heads]

@@ -1,4 +1,6 @@
-"""`ContextParallelTrainer`: a mixin for transformers' Trainer and those that are built on it, such as TRL's."""
+"""`ContextParallelTrainer`: a mixin for transformers' Trainer and those that are built on it, such
+as TRL's.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,10 @@ class ContextParallelTrainer:
         class MyTrainer(ContextParallelTrainer, SFTTrainer): ...
         trainer = MyTrainer(model, arguments, train_dataset=dataset, cp=cp)
 
-    Ranks that share sequences are given the same batches, those of one process; the model shards them and gathers what it
-    returns, so that losses of tokens, sequences and pairs, metrics and predictions are computed from whole sequences. Raises
-    ValueError for arguments that are not exact.
+    Ranks that share sequences are given the same batches, those of one process; the model shards
+    them and gathers what it returns, so that losses of tokens, sequences and pairs, metrics and
+    predictions are computed from whole sequences. Raises ValueError for arguments that are not
+    exact.
     """
 
     args: Any
@@ -35,9 +38,13 @@ class ContextParallelTrainer:
         self.cp = cp
         self._num_groups, self._group = group_of(cp)
         self._is_uneven = WeakKeyDictionary[Any, bool]()
-        """Of each loader: whether its last batch has fewer rows for some groups than for others."""
+        """Of each loader: whether its last batch has fewer rows for some groups than for
+        others.
+        """
         self._reads_uneven = False
-        self._loss_of_rows, self._rows_evaluated, self._rows_of_groups = 0.0, 0, list[int]()
+        self._loss_of_rows = 0.0
+        self._rows_evaluated = 0
+        self._rows_of_groups = list[int]()
         super().__init__(*arguments, **options)
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
@@ -55,14 +62,17 @@ class ContextParallelTrainer:
         """In place of accelerate's, which deals every rank rows of its own."""
         from accelerate.data_loader import prepare_data_loader
 
-        rows, together = getattr(loader, "dataset", ()), (loader.batch_size or 1) * self._num_groups
+        rows = getattr(loader, "dataset", ())
+        together = (loader.batch_size or 1) * self._num_groups
         is_even = loader.drop_last or (hasattr(rows, "__len__") and len(rows) % together == 0)
         prepared = prepare_data_loader(
             regrouped(loader, groups=self._num_groups, group=self._group, counts_rows=True),
             self.accelerator.device,
             num_processes=1,
             process_index=0,
-            put_on_device=self.accelerator.device_placement if device_placement is None else device_placement,
+            put_on_device=self.accelerator.device_placement
+            if device_placement is None
+            else device_placement,
             rng_types=[*self.accelerator.rng_types],
             dispatch_batches=False,
             use_seedable_sampler=self.accelerator.use_seedable_sampler,
@@ -98,14 +108,22 @@ class ContextParallelTrainer:
     # ---- losses
 
     def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: Any = None, num_items_in_batch: Tensor | None = None
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: Any = None,
+        num_items_in_batch: Tensor | None = None,
     ) -> Any:
         inputs.pop(NUM_ROWS, None)
         labels = inputs.get("labels")
-        if self._num_groups > 1 and (labels is None or (self.model.training and not has_causal_head(self.model))):
+        if self._num_groups > 1 and (
+            labels is None or (self.model.training and not has_causal_head(self.model))
+        ):
             self._require_even_rows(labels)
-            num_items_in_batch = None  # It would scale the mean of a group's rows by the number of groups.
-        if not self.model.training:  # The mean of this group's targets: `prediction_step` weighs groups.
+            # It would scale the mean of a group's rows by the number of groups.
+            num_items_in_batch = None
+        # The mean of this group's targets: `prediction_step` weighs groups.
+        if not self.model.training:
             num_items_in_batch = None
         return self._super.compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
@@ -122,31 +140,51 @@ class ContextParallelTrainer:
             )
 
     def prediction_step(
-        self, model: Any, inputs: Any, prediction_loss_only: Any, ignore_keys: list[str] | None = None
+        self,
+        model: Any,
+        inputs: Any,
+        prediction_loss_only: Any,
+        ignore_keys: list[str] | None = None,
     ) -> Any:
         rows = int(inputs.pop(NUM_ROWS))
         weight = _num_targets(inputs)
         with gathers_logits(model, when=not prediction_loss_only):
-            loss, logits, labels = self._super.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            loss, logits, labels = self._super.prediction_step(
+                model, inputs, prediction_loss_only, ignore_keys
+            )
         self._add_loss(loss, rows if weight is None else weight, rows)
         return None, logits, labels
 
     def _add_loss(self, loss: Tensor | None, weight: float, rows: int) -> None:
-        """Of a batch of all groups: its sum over their targets, divided by their number, weighed by its rows as one process does."""
+        """Of a batch of all groups: its sum over their targets, divided by their number, weighed
+        by its rows as one process does.
+        """
         value = 0.0 if loss is None or not weight else float(loss)
-        parts = torch.tensor([[value * weight, weight, rows]], dtype=torch.float64, device=self.args.device)
+        parts = torch.tensor(
+            [[value * weight, weight, rows]], dtype=torch.float64, device=self.args.device
+        )
         by_group = self.accelerator.gather(parts)[:: self.cp.plan.cp].cpu()
         self._rows_of_groups = by_group[:, 2].long().tolist()
         total, weights, all_rows = by_group.sum(0).tolist()
-        if loss is not None and weights and (isfinite(total) or not self.args.logging_nan_inf_filter):
+        if (
+            loss is not None
+            and weights
+            and (isfinite(total) or not self.args.logging_nan_inf_filter)
+        ):
             self._loss_of_rows += total / weights * all_rows
             self._rows_evaluated += int(all_rows)
 
-    def evaluation_loop(self, dataloader: Any, *arguments: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
-        self._loss_of_rows, self._rows_evaluated = 0.0, 0
+    def evaluation_loop(
+        self, dataloader: Any, *arguments: Any, metric_key_prefix: str = "eval", **options: Any
+    ) -> Any:
+        self._loss_of_rows = 0.0
+        self._rows_evaluated = 0
         self.gather_function = self._gather_rows
-        in_training, self._reads_uneven = self._reads_uneven, self._is_uneven[dataloader]
-        output = self._super.evaluation_loop(dataloader, *arguments, metric_key_prefix=metric_key_prefix, **options)
+        in_training = self._reads_uneven
+        self._reads_uneven = self._is_uneven[dataloader]
+        output = self._super.evaluation_loop(
+            dataloader, *arguments, metric_key_prefix=metric_key_prefix, **options
+        )
         self._reads_uneven = in_training
         if self._rows_evaluated:
             output.metrics[f"{metric_key_prefix}_loss"] = self._loss_of_rows / self._rows_evaluated
@@ -165,7 +203,9 @@ class ContextParallelTrainer:
         most = max(1, *self._rows_of_groups)
         padded = torch.cat((values, values.new_zeros(most - len(values), *values.shape[1:])))
         by_group = self.accelerator.gather(padded).unflatten(0, (-1, most))[:: self.cp.plan.cp]
-        return torch.cat([rows[:count] for rows, count in zip(by_group, self._rows_of_groups, strict=True)])
+        return torch.cat(
+            [rows[:count] for rows, count in zip(by_group, self._rows_of_groups, strict=True)]
+        )
 
     @property
     def _super(self) -> Any:

@@ -1,4 +1,6 @@
-"""The start-up check of attention kernels on CUDA devices: once per process, device, type and head layout."""
+"""The start-up check of attention kernels on CUDA devices: once per process, device, type and head
+layout.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,18 @@ _verified = set[tuple[object, ...]]()
 
 
 def is_checked(device: torch.device) -> bool:
-    """Whether kernels on this device are compared with matrix products in float64 before they are used."""
+    """Whether kernels on this device are compared with matrix products in float64 before they are
+    used.
+    """
     return device.type == "cuda"
 
 
 def verify_once(kernel: str, q_BSNH: Tensor, num_kv: int, *, ulysses: int, scores: Scores) -> None:
-    """Compares the kernels that compute attention of these queries with matrix products. Takes seconds, the first time.
+    """Compares the kernels that compute attention of these queries with matrix products. Takes
+    seconds, the first time.
 
-    `num_kv`: KV heads of a rank, of which Ulysses' ranks get a part each. With "auto", one that is wrong is left out from
-    then on, with a warning. Raises ValueError if a named one is wrong.
+    `num_kv`: KV heads of a rank, of which Ulysses' ranks get a part each. With "auto", one that is
+    wrong is left out from then on, with a warning. Raises ValueError if a named one is wrong.
     """
     if not is_checked(q_BSNH.device):
         return
@@ -44,11 +49,15 @@ def verify_once(kernel: str, q_BSNH: Tensor, num_kv: int, *, ulysses: int, score
                 raise ValueError(
                     f'kernel "{choice}" is wrong on {q_BSNH.device}: {error}; kernel="plain" takes matrix products'
                 ) from error
-            warnings.warn(f"attention kernel {choice} is left out on {q_BSNH.device}: {error}", stacklevel=4)
+            warnings.warn(
+                f"attention kernel {choice} is left out on {q_BSNH.device}: {error}", stacklevel=4
+            )
             kernels.left_out.add(choice)
 
 
 def _verify(choice: str, q_BSNH: Tensor, heads: kernel_check.Heads, window: int | None) -> None:
     windows = () if window is None else (window,)
     with torch.enable_grad():
-        kernel_check.verify_kernel(choice, q_BSNH.device, q_BSNH.dtype, heads=heads, windows=windows)
+        kernel_check.verify_kernel(
+            choice, q_BSNH.device, q_BSNH.dtype, heads=heads, windows=windows
+        )

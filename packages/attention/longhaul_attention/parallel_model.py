@@ -1,8 +1,10 @@
-"""`parallelize`: a model of transformers that takes whole batches and gives whole outputs, for losses of every kind.
+"""`parallelize`: a model of transformers that takes whole batches and gives whole outputs, for
+losses of every kind.
 
-Two hooks stand around the part of a model that looks at tokens one by one: a causal language model with its head, or the
-model below any other head. The first shards what it is given, the second gathers what it returns. What a trainer computes
-from whole outputs, it computes alike on every rank of the group.
+Two hooks stand around the part of a model that looks at tokens one by one: a causal language model
+with its head, or the model below any other head. The first shards what it is given, the second
+gathers what it returns. What a trainer computes from whole outputs, it computes alike on every
+rank of the group.
 
 Shape suffixes: B sequences, S tokens of this rank, T tokens of the full sequence.
 """
@@ -34,15 +36,17 @@ REFUSED = {
 
 
 def parallelize(model: nn.Module, cp: ContextParallel) -> nn.Module:
-    """Makes a model of transformers take whole batches, the same on the ranks of the group, and return whole outputs.
+    """Makes a model of transformers take whole batches, the same on the ranks of the group, and
+    return whole outputs.
 
-    Every rank then computes the loss of the whole batch from them, and the mean of each gradient over the ranks, as
-    DistributedDataParallel and FSDP compute it, is that of the loss. Per-token outputs are gathered, [B, T, ...]: hidden
-    states, and of causal models the `log_probs` of fused heads; `logits` only where the model is given no labels, or
-    inside `gathers_logits`. Adapters of PEFT may stand around the model. Returns the model.
+    Every rank then computes the loss of the whole batch from them, and the mean of each gradient
+    over the ranks, as DistributedDataParallel and FSDP compute it, is that of the loss. Per-token
+    outputs are gathered, [B, T, ...]: hidden states, and of causal models the `log_probs` of fused
+    heads; `logits` only where the model is given no labels, or inside `gathers_logits`. Adapters
+    of PEFT may stand around the model. Returns the model.
 
-    Raises ValueError for a model whose attention is not that of `register_transformers`, and, when it is called, for
-    inputs of which no rank can know its part.
+    Raises ValueError for a model whose attention is not that of `register_transformers`, and, when
+    it is called, for inputs of which no rank can know its part.
     """
     hooks = _Hooks(cp, _inner(model))
     hooks.part.register_forward_pre_hook(hooks.shard, with_kwargs=True, prepend=True)
@@ -55,7 +59,8 @@ def parallelize(model: nn.Module, cp: ContextParallel) -> nn.Module:
 def gathers_logits(model: nn.Module, *, when: bool = True) -> Iterator[None]:
     """Inside, a parallelized model gathers its logits although it is given labels."""
     hooks = _hooks[_inner(model)]
-    before, hooks.gathers_logits = hooks.gathers_logits, when
+    before = hooks.gathers_logits
+    hooks.gathers_logits = when
     try:
         yield
     finally:
@@ -66,7 +71,9 @@ def _inner(model: nn.Module) -> Any:
     """The model of transformers inside wrappers."""
     from transformers import PreTrainedModel
 
-    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    found = next(
+        (module for module in model.modules() if isinstance(module, PreTrainedModel)), None
+    )
     if found is None:
         raise ValueError(f"{type(model).__name__} holds no model of transformers")
     return found
@@ -90,7 +97,8 @@ class _Hooks:
                 f'{type(model).__name__} has attention "{attention}": load it with attn_implementation="{NAME}", after '
                 "register_transformers()"
             )
-        self.cp, self.model = cp, model
+        self.cp = cp
+        self.model = model
         self.part: Any = model if has_causal_head(model) else model.base_model
         self.gathers_logits = False
         self._parameters = [*inspect.signature(type(self.part).forward).parameters][1:]
@@ -104,10 +112,14 @@ class _Hooks:
         if given.get("return_dict") is False:
             problems.append("return_dict = False: outputs are gathered by their names")
         if "documents" in given:
-            problems.append("the batch is sharded already: a parallelized model takes whole batches")
+            problems.append(
+                "the batch is sharded already: a parallelized model takes whole batches"
+            )
         problems += dropout_problems(module)
         if problems:
-            raise ValueError(f"{type(self.model).__name__} on ranks that share sequences: {'; '.join(problems)}")
+            raise ValueError(
+                f"{type(self.model).__name__} on ranks that share sequences: {'; '.join(problems)}"
+            )
         num_items = given.pop(LOSS, None)
         sharded = self.cp.shard_batch(given)
         if LOSS in sharded:  # Ranks add up their parts of a loss.
@@ -119,7 +131,9 @@ class _Hooks:
         """The output of whole sequences."""
         del module, arguments
         if not isinstance(output, Mapping):
-            raise TypeError(f"{type(self.model).__name__} returned a {type(output).__name__}, not outputs by name")
+            raise TypeError(
+                f"{type(self.model).__name__} returned a {type(output).__name__}, not outputs by name"
+            )
         whole = {name: self._gathered(name, value, given) for name, value in output.items()}
         return type(output)(**whole)
 
@@ -133,9 +147,12 @@ class _Hooks:
             return _SumOverRanks.apply(value, self.cp)
         documents = given["documents"]
         if not isinstance(value, Tensor) or value.shape[:2] != given["input_ids"].shape:
-            raise ValueError(f"{type(self.model).__name__} returned {name}, which is not one value per token")
+            raise ValueError(
+                f"{type(self.model).__name__} returned {name}, which is not one value per token"
+            )
         whole_BT = _Gather.apply(value, self.cp, documents)
-        # Scores of labels: of one label fewer than there are tokens, as where labels are not sharded.
+        # Scores of labels: of one label fewer than there are tokens, as where labels are not
+        # sharded.
         return whole_BT[:, :-1] if is_labelled and whole_BT.ndim == 2 else whole_BT
 
 
@@ -148,7 +165,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_BS: Tensor, cp: ContextParallel, documents: Any) -> Tensor:
-        ctx.cp, ctx.documents = cp, documents
+        ctx.cp = cp
+        ctx.documents = documents
         return cp.gather(x_BS, documents)
 
     @staticmethod

@@ -1,6 +1,8 @@
-"""`torch.nn.functional.scaled_dot_product_attention` over sequences that are sharded over ranks, in unchanged code.
+"""`torch.nn.functional.scaled_dot_product_attention` over sequences that are sharded over ranks,
+in unchanged code.
 
-Shape suffixes: B sequences, S query tokens and U key tokens of this rank, N query heads, K KV heads, H head dim.
+Shape suffixes: B sequences, S query tokens and U key tokens of this rank, N query heads, K KV
+heads, H head dim.
 """
 
 from __future__ import annotations
@@ -19,19 +21,27 @@ from parallelisms.context.context_parallel import one_document
 
 
 class ScaledDotProductAttention(TorchFunctionMode):
-    """The context of `ContextParallel.sdpa`: calls of the function of this name are calls of `attention`, over `ranks`."""
+    """The context of `ContextParallel.sdpa`: calls of the function of this name are calls of
+    `attention`, over `ranks`.
+    """
 
     def __init__(self, attention: Callable[..., Tensor], ranks: int) -> None:
         super().__init__()
-        self._attention, self._ranks = attention, ranks
+        self._attention = attention
+        self._ranks = ranks
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         del types
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **(kwargs or {}))
-        if func is F.multi_head_attention_forward:  # A mode does not see what such a function calls.
+        # A mode does not see what such a function calls.
+        if func is F.multi_head_attention_forward:
             raise ValueError(
                 "nn.MultiheadAttention would attend to the tokens of this rank: call scaled_dot_product_attention"
             )
@@ -55,7 +65,9 @@ class ScaledDotProductAttention(TorchFunctionMode):
                 "attn_mask: which pairs it allows is not known; is_causal is, and the documents of cp.attention"
             )
         if dropout_p > 0:
-            problems.append(f"dropout_p = {dropout_p}: ranks would drop other pairs than one process")
+            problems.append(
+                f"dropout_p = {dropout_p}: ranks would drop other pairs than one process"
+            )
         problems += _shape_problems(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa)
         if _is_in_autograd_function():
             problems.append(
@@ -65,15 +77,20 @@ class ScaledDotProductAttention(TorchFunctionMode):
         if problems:
             shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
             problems.append(f"query, key and value are {shapes}")
-            raise ValueError(f"scaled_dot_product_attention over {self._ranks} ranks: {'; '.join(problems)}")
-        factor = 1.0 if scale is None else scale * query.shape[-1] ** 0.5  # Kernels scale by width ** -0.5.
+            raise ValueError(
+                f"scaled_dot_product_attention over {self._ranks} ranks: {'; '.join(problems)}"
+            )
+        # Kernels scale by width ** -0.5.
+        factor = 1.0 if scale is None else scale * query.shape[-1] ** 0.5
         query = query if isclose(factor, 1, rel_tol=1e-12) else query * factor
         q_BSNH, k_BUKH, v_BUKH = (x.transpose(1, 2) for x in (query, key, value))
         documents = one_document(len(query), query.shape[2] * self._ranks) if is_causal else None
         return self._attention(q_BSNH, k_BUKH, v_BUKH, documents, causal=is_causal).transpose(1, 2)
 
 
-def _shape_problems(q_BNSH: Tensor, k_BKUH: Tensor, v_BKUH: Tensor, *, is_causal: bool, enable_gqa: bool) -> list[str]:
+def _shape_problems(
+    q_BNSH: Tensor, k_BKUH: Tensor, v_BKUH: Tensor, *, is_causal: bool, enable_gqa: bool
+) -> list[str]:
     if not q_BNSH.ndim == k_BKUH.ndim == v_BKUH.ndim == 4:
         return ["query, key and value must be [batch, heads, tokens of a rank, width]"]
     problems = []
@@ -87,7 +104,9 @@ def _shape_problems(q_BNSH: Tensor, k_BKUH: Tensor, v_BKUH: Tensor, *, is_causal
 
 
 def _is_in_autograd_function() -> bool:
-    """Whether the `forward(ctx, ...)` of an `autograd.Function` runs: its backward calls what it likes, without a mode."""
+    """Whether the `forward(ctx, ...)` of an `autograd.Function` runs: its backward calls what it
+    likes, without a mode.
+    """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     codes = (frame.f_code for frame, _ in walk_stack(None))

@@ -1,4 +1,5 @@
-"""Every argument of transformers' and TRL's trainers: exact on ranks that share sequences, or refused, and why.
+"""Every argument of transformers' and TRL's trainers: exact on ranks that share sequences, or
+refused, and why.
 
 An argument that is in neither list is refused unless it has its default: nobody has looked at it.
 """
@@ -56,27 +57,40 @@ KINDS_OF_EXACT_ARGUMENTS = {
 }
 EXACT = {name for names in KINDS_OF_EXACT_ARGUMENTS.values() for name in names.split()}
 RULES = {
-    "average_tokens_across_devices": Rule(bool, "losses count the targets of all ranks: leave it True"),
+    "average_tokens_across_devices": Rule(
+        bool, "losses count the targets of all ranks: leave it True"
+    ),
     "neftune_noise_alpha": Rule(
         _is_off, "ranks would draw other noise than one process, and scale it by their own tokens"
     ),
     "auto_find_batch_size": Rule(_is_off, "ranks may not find the same size"),
-    "include_num_input_tokens_seen": Rule(_is_off, "tokens would be counted once for every rank that shares them"),
+    "include_num_input_tokens_seen": Rule(
+        _is_off, "tokens would be counted once for every rank that shares them"
+    ),
     "batch_eval_metrics": Rule(_is_off, "it gathers what ranks share as if each had its own"),
-    "include_for_metrics": Rule(lambda value: not value, "it gathers what ranks share as if each had its own"),
-    "include_inputs_for_metrics": Rule(_is_off, "it gathers what ranks share as if each had its own"),
+    "include_for_metrics": Rule(
+        lambda value: not value, "it gathers what ranks share as if each had its own"
+    ),
+    "include_inputs_for_metrics": Rule(
+        _is_off, "it gathers what ranks share as if each had its own"
+    ),
     "eval_use_gather_object": Rule(_is_off, "it gathers what ranks share as if each had its own"),
     "use_liger_kernel": Rule(_is_off, "it replaces forward functions, and has not been tried"),
-    "liger_kernel_config": Rule(lambda value: not value, "it replaces forward functions, and has not been tried"),
+    "liger_kernel_config": Rule(
+        lambda value: not value, "it replaces forward functions, and has not been tried"
+    ),
     "use_cache": Rule(_is_off, "a KV cache of transformers holds no shards"),
     "activation_offloading": Rule(_is_off, "it has not been tried"),
     "parallelism_config": Rule(_is_off, "ranks are given to sequences by cp"),
     "deepspeed": Rule(_is_off, "its engine scales and shards on its own, and has not been tried"),
     "debug": Rule(lambda value: not value, "it has not been tried"),
     "train_sampling_strategy": Rule(
-        _one_of("random", "sequential", None), "batches of a group would be of other lengths than one process's"
+        _one_of("random", "sequential", None),
+        "batches of a group would be of other lengths than one process's",
     ),
-    "group_by_length": Rule(_is_off, "batches of a group would be of other lengths than one process's"),
+    "group_by_length": Rule(
+        _is_off, "batches of a group would be of other lengths than one process's"
+    ),
     "router_aux_loss_coef": Rule(_is_off, "a balance loss is not a mean over tokens"),
     "precompute_ref_log_probs": Rule(_is_off, "it has not been tried"),
     "precompute_ref_batch_size": Rule(_is_off, "it has not been tried"),
@@ -91,19 +105,35 @@ RULES = {
 
 
 def _unlike_defaults(config: Any) -> bool:
-    wanted = {"split_batches": (False,), "dispatch_batches": (None, False), "use_seedable_sampler": (True,)}
-    values = config if isinstance(config, dict) else vars(config or object()) if hasattr(config, "__dict__") else {}
+    wanted = {
+        "split_batches": (False,),
+        "dispatch_batches": (None, False),
+        "use_seedable_sampler": (True,),
+    }
+    values = (
+        config
+        if isinstance(config, dict)
+        else vars(config or object())
+        if hasattr(config, "__dict__")
+        else {}
+    )
     return any(name in values and values[name] not in allowed for name, allowed in wanted.items())
 
 
 SORTED_LOSSES = {"aot", "aot_unpaired"}
-"""Of DPO: they compare the sorted scores of a batch, so a group would compare its own rows alone."""
+"""Of DPO: they compare the sorted scores of a batch, so a group would compare its own rows
+alone.
+"""
 
 
 def argument_problems(arguments: Any, num_groups: int = 1) -> Iterator[str]:
-    """What of a trainer's arguments ranks that share sequences, in several groups, cannot do as one process does."""
+    """What of a trainer's arguments ranks that share sequences, in several groups, cannot do as
+    one process does.
+    """
     losses = getattr(arguments, "loss_type", None) or ()
-    if num_groups > 1 and (found := SORTED_LOSSES.intersection([losses] if isinstance(losses, str) else losses)):
+    if num_groups > 1 and (
+        found := SORTED_LOSSES.intersection([losses] if isinstance(losses, str) else losses)
+    ):
         yield f"loss_type = {', '.join(sorted(found))}: it sorts the rows of a whole batch, and {num_groups} groups have parts of it"
     for field in dataclasses.fields(arguments):
         value = getattr(arguments, field.name, None)
@@ -119,4 +149,6 @@ def _shown(value: Any) -> str:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return (
+        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    )

@@ -12,9 +12,12 @@ ROOT = HERE if (HERE / "trainer").is_dir() else HERE.parents[2]
 
 
 def main() -> None:
-    # First, here and in every process that is started: the current folder may have a `models` or a `trainer.py` of its own.
+    # First, here and in every process that is started: the current folder may have a `models` or a
+    # `trainer.py` of its own.
     sys.path.insert(0, str(ROOT))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    )
     os.environ["PYTHONSAFEPATH"] = "1"
     from trainer.cli import main as run
 

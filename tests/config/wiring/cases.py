@@ -34,7 +34,13 @@ BASE: Values = {
         "vocab_size": 264,
     },
     "data": {"corpus": "corpus"},
-    "training": {"seq_len": 64, "global_batch_size": 2, "micro_batch_size": 2, "steps": 1, "dtype": "float32"},
+    "training": {
+        "seq_len": 64,
+        "global_batch_size": 2,
+        "micro_batch_size": 2,
+        "steps": 1,
+        "dtype": "float32",
+    },
     "optimizer": {"lr": 1e-2},
     "metrics": {"log_interval": 1, "tensorboard": False},
 }
@@ -79,7 +85,10 @@ class Task:
 
 
 def schema_keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key that holds a value, with its type. Keys of a table that may be repeated occur once."""
+    """Every key that holds a value, with its type.
+
+    Keys of a table that may be repeated occur once.
+    """
     for key, info in section.fields_by_key().items():
         inner = [*_sections(info.annotation)]
         for each in inner:
@@ -140,10 +149,15 @@ def inherited_key(key: str) -> str | None:
 
 def as_stage(task: Task, key: str) -> Task:
     """The same configuration with the section, or the key alone, in a `[[stage]]` instead."""
-    name, section = key.split(".")[1], STAGE_SECTIONS[key.split(".")[1]]
+    name = key.split(".")[1]
+    section = STAGE_SECTIONS[key.split(".")[1]]
     values = copy.deepcopy(task.values)
     training = values["training"]
-    stage: Values = {"name": "only", "seq_len": training.pop("seq_len"), "steps": training.pop("steps")}
+    stage: Values = {
+        "name": "only",
+        "seq_len": training.pop("seq_len"),
+        "steps": training.pop("steps"),
+    }
     *path, last = section.split(".")
     parent = values
     for part in path:

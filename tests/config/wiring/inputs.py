@@ -28,7 +28,9 @@ MERGES = (b"  ", b"th", b"the", b"er", b"ri", b"st", b"an", b"and")
 
 
 def write_inputs(root: Path) -> None:
-    """Corpora `corpus`, `others`, `damaged` and `lines.jsonl`; tokenizers `first.model` and `second.model`."""
+    """Corpora `corpus`, `others`, `damaged` and `lines.jsonl`; tokenizers `first.model` and
+    `second.model`.
+    """
     draw = random.Random(0)
 
     def text(most: int) -> str:

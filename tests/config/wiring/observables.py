@@ -1,4 +1,6 @@
-"""What a configuration changes, measured at the code that uses the value; each runs on every rank of a process group."""
+"""What a configuration changes, measured at the code that uses the value; each runs on every rank
+of a process group.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,11 @@ def observe_all(tasks: list[Task], folder: Path) -> list[Any]:
     runs.finished.cache_clear()
     os.chdir(folder)
     os.fsync = int  # type: ignore[assignment]
-    with (folder.parent / f"{folder.name}.log").open("a") as log, redirect_stdout(log), redirect_stderr(log):
+    with (
+        (folder.parent / f"{folder.name}.log").open("a") as log,
+        redirect_stdout(log),
+        redirect_stderr(log),
+    ):
         return [observe(task) for task in tasks]
 
 
@@ -86,7 +92,9 @@ def observe(task: Task) -> tuple[list[str], Any]:
 
 def exported_model_type(recipe: Recipe) -> str:
     """What `hf export` writes."""
-    return str(model_config_to_hf(recipe.model.build(), max_length=64, dtype="float32")["model_type"])
+    return str(
+        model_config_to_hf(recipe.model.build(), max_length=64, dtype="float32")["model_type"]
+    )
 
 
 def build_trainer(recipe: Recipe) -> Trainer:
@@ -97,8 +105,12 @@ def build_trainer(recipe: Recipe) -> Trainer:
 
 
 def initial_problem(recipe: Recipe) -> str:
-    """Why a folder without weights, whose config.json has an unknown key, cannot be started from."""
-    values = model_config_to_hf(recipe.model.build(), max_length=64, dtype="float32") | {"house_key": 1}
+    """Why a folder without weights, whose config.json has an unknown key, cannot be started
+    from.
+    """
+    values = model_config_to_hf(recipe.model.build(), max_length=64, dtype="float32") | {
+        "house_key": 1
+    }
     Path("hub").mkdir(exist_ok=True)
     Path("hub/config.json").write_text(json.dumps(values))
     try:
@@ -112,7 +124,10 @@ def initial_problem(recipe: Recipe) -> str:
 
 
 def losses(recipe: Recipe) -> list[float]:
-    """The loss of each step of the first stage. Raises ValueError if one is not finite: it would differ from itself."""
+    """The loss of each step of the first stage.
+
+    Raises ValueError if one is not finite: it would differ from itself.
+    """
     found = [result.read().loss for result in build_trainer(recipe).train_steps()]
     if not all(map(math.isfinite, found)):
         raise ValueError(f"losses are not finite: {found}")
@@ -129,7 +144,9 @@ def initial_weights(recipe: Recipe) -> dict[str, Any]:
     """Local shape and sum of every parameter of this rank."""
     named = build_trainer(recipe).optimizer.parameters_by_name.items()
     local = {name: getattr(weight, "_local_tensor", weight).detach() for name, weight in named}
-    return {name: (tuple(weight.shape), float(weight.double().sum())) for name, weight in local.items()}
+    return {
+        name: (tuple(weight.shape), float(weight.double().sum())) for name, weight in local.items()
+    }
 
 
 def weight_shapes(recipe: Recipe) -> dict[str, Any]:
@@ -150,29 +167,42 @@ def normed(recipe: Recipe) -> Any:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the name, type and shape of the first tensor of every operation, also inside custom operators."""
+    """Records the name, type and shape of the first tensor of every operation, also inside custom
+    operators.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[str, str, tuple[int, ...]]] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function in OPERATORS:
             with self:
                 return OPERATORS[function](*args, **(kwargs or {}))
-        first = next((x for x in tree_leaves(args) if isinstance(x, Tensor)), torch.empty(0, device="meta"))
+        first = next(
+            (x for x in tree_leaves(args) if isinstance(x, Tensor)), torch.empty(0, device="meta")
+        )
         self.calls.append((function._schema.name, str(first.dtype), tuple(first.shape)))
         return function(*args, **(kwargs or {}))
 
 
 def _record(recipe: Recipe) -> list[tuple[str, str, tuple[int, ...]]]:
-    trainer, recorder = build_trainer(recipe), Recorder()
+    trainer = build_trainer(recipe)
+    recorder = Recorder()
     with closing(trainer.loader.steps(start_sequence=0)) as batches, recorder:
         trainer.train_step(next(batches), 1e-3)
     return recorder.calls
 
 
-HEAVY = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_fused_adamw_", "aten::_scaled_dot_product")
+HEAVY = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::_fused_adamw_",
+    "aten::_scaled_dot_product",
+)
 
 
 def kernel_calls(recipe: Recipe) -> dict[Any, int]:
@@ -185,17 +215,23 @@ def kernel_calls(recipe: Recipe) -> dict[Any, int]:
 
 def collectives(recipe: Recipe) -> list[Any]:
     """The communication of the first step, in order, with types and shapes."""
-    return [call for call in _record(recipe) if call[0].startswith(("c10d::", "_c10d_functional::"))]
+    return [
+        call for call in _record(recipe) if call[0].startswith(("c10d::", "_c10d_functional::"))
+    ]
 
 
 def host_copies(recipe: Recipe) -> tuple[int, int]:
-    """Bytes of block inputs and attention outputs in host memory before the loss head of the first step."""
+    """Bytes of block inputs and attention outputs in host memory before the loss head of the first
+    step.
+    """
     trainer = build_trainer(recipe)
     model: Any = trainer.stage_modules[0]
     (pool,) = {block.forward_fn._config.host_pool for block in model.transformer_blocks()}
     used: list[tuple[int, int]] = []
     model.head.register_forward_pre_hook(
-        lambda *_: used.append((0, 0) if pool is None else (pool.used_bytes["inputs"], pool.used_bytes["attention"]))
+        lambda *_: used.append(
+            (0, 0) if pool is None else (pool.used_bytes["inputs"], pool.used_bytes["attention"])
+        )
     )
     with closing(trainer.loader.steps(start_sequence=0)) as batches:
         trainer.accumulate_gradients(next(batches))
@@ -272,7 +308,9 @@ def group_timeouts(recipe: Recipe) -> list[str]:
 
 def validation(recipe: Recipe) -> list[Any]:
     """Loss and number of targets by length of every validation set."""
-    validator = Validator(build_trainer(recipe), build_validation_sets(recipe, prepare_datasets(recipe)))
+    validator = Validator(
+        build_trainer(recipe), build_validation_sets(recipe, prepare_datasets(recipe))
+    )
     return [
         (length, metrics.loss, metrics.targets)
         for result in validator.validate()
@@ -282,7 +320,9 @@ def validation(recipe: Recipe) -> list[Any]:
 
 def validated_steps(recipe: Recipe) -> list[int]:
     validator = Validator(build_trainer(recipe), ())
-    return [step for step in range(1, recipe.training.steps + 1) if validator.should_validate(step)]
+    return [
+        step for step in range(1, recipe.training.steps + 1) if validator.should_validate(step)
+    ]
 
 
 @contextmanager
@@ -309,7 +349,11 @@ def spikes(recipe: Recipe) -> list[bool]:
 def skips_until_failure(recipe: Recipe) -> int:
     """Consecutive skipped steps after which the run fails."""
     detector = build_trainer(recipe).loss_spikes
-    return next(count for count in range(1, 100) if (detector.observe(1.0, skipped=True), detector.has_diverged)[1])
+    return next(
+        count
+        for count in range(1, 100)
+        if (detector.observe(1.0, skipped=True), detector.has_diverged)[1]
+    )
 
 
 def spike_reaction(recipe: Recipe) -> str:
@@ -330,7 +374,12 @@ def collapses(recipe: Recipe) -> list[bool]:
         found = []
         for dead in (2, 5, 7):
             processor.expert_collapse.observe([[1.0] * 8])
-            found.append(any(processor.expert_collapse.observe([[0.0] * dead + [1.0] * (8 - dead)]) for _ in range(10)))
+            found.append(
+                any(
+                    processor.expert_collapse.observe([[0.0] * dead + [1.0] * (8 - dead)])
+                    for _ in range(10)
+                )
+            )
         return found
 
 
@@ -355,16 +404,26 @@ def trace_files(recipe: Recipe) -> dict[str, list[str]]:
             with record_function(f"step {step}"):
                 torch.ones(1)
             profilers.step(step)
-        traces = {path.name: json.loads(path.read_text())["traceEvents"] for path in Path(folder).iterdir()}
+        traces = {
+            path.name: json.loads(path.read_text())["traceEvents"]
+            for path in Path(folder).iterdir()
+        }
     return {
-        name: sorted({event["name"] for event in events if event.get("name", "").startswith("step ")})
+        name: sorted(
+            {event["name"] for event in events if event.get("name", "").startswith("step ")}
+        )
         for name, events in traces.items()
     }
 
 
 def memory_windows(recipe: Recipe) -> list[tuple[str, list[int]]]:
     """File and steps of the recordings of CUDA memory, which a CPU cannot make."""
-    profilers = Profilers(recipe.training_stages[0].config.profiler, Path("logs"), rank=0, device=torch.device("cuda"))
+    profilers = Profilers(
+        recipe.training_stages[0].config.profiler,
+        Path("logs"),
+        rank=0,
+        device=torch.device("cuda"),
+    )
     return [(str(vars(window.recorder)["path"]), [*window.steps]) for window in profilers.windows]
 
 
@@ -374,7 +433,11 @@ def memory_windows(recipe: Recipe) -> list[tuple[str, list[int]]]:
 def script(recipe: Recipe) -> str:
     """The batch script of the run."""
     return render(
-        recipe, ["--config", "run.toml"], working_dir=Path("/work"), current_python="python", code_version="v"
+        recipe,
+        ["--config", "run.toml"],
+        working_dir=Path("/work"),
+        current_python="python",
+        code_version="v",
     )
 
 
@@ -394,11 +457,16 @@ def restart_delays(recipe: Recipe) -> list[float]:
     """Seconds before each restart of workers that always fail."""
     delays: list[float] = []
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        config = recipe.model_copy(update={"job": recipe.job.model_copy(update={"output_dir": Path(folder)})})
+        config = recipe.model_copy(
+            update={"job": recipe.job.model_copy(update={"output_dir": Path(folder)})}
+        )
         patch.setattr(Workers, "run", lambda *_: 1)
         patch.setattr(Workers, "interruptible_sleep", lambda _, seconds: delays.append(seconds))
-        spec, world = RunSpec(config=config, datasets={}), LaunchWorld(nproc_per_node=1)
-        run_with_restarts(spec, world, Path("unused"), reload=lambda: config, prepare=lambda *_: spec)
+        spec = RunSpec(config=config, datasets={})
+        world = LaunchWorld(nproc_per_node=1)
+        run_with_restarts(
+            spec, world, Path("unused"), reload=lambda: config, prepare=lambda *_: spec
+        )
     return delays
 
 
@@ -412,7 +480,9 @@ def auto_memory(recipe: Recipe) -> dict[str, Any]:
     world = World(distributed.get_rank(), distributed.get_world_size(), CPU)
     config: Config = recipe.training_stages[0].config
     with tempfile.TemporaryDirectory() as folder:
-        return resolve_auto_memory(config, world, Path(folder) / "prediction.json").memory.model_dump()
+        return resolve_auto_memory(
+            config, world, Path(folder) / "prediction.json"
+        ).memory.model_dump()
 
 
 def planned_device(recipe: Recipe) -> str:

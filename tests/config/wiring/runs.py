@@ -1,4 +1,6 @@
-"""What whole runs of one rank leave behind, from `train.main`; each runs without a process group, which the run makes."""
+"""What whole runs of one rank leave behind, from `train.main`; each runs without a process group,
+which the run makes.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ class Run:
 @cache
 def finished(spec: str) -> Run:
     """Trains all stages in a new folder that has the corpora of this one."""
-    run, inputs = Run(), [*Path.cwd().iterdir()]
+    run = Run()
+    inputs = [*Path.cwd().iterdir()]
     with tempfile.TemporaryDirectory() as name, chdir(name), pytest.MonkeyPatch.context() as patch:
         _record(run, patch)
         for path in inputs:
@@ -69,7 +72,8 @@ def finished(spec: str) -> Run:
 
 
 def _train(recipe: Recipe) -> None:
-    loggers.configure_logging(0)  # In place of the log file of the run before.
+    # In place of the log file of the run before.
+    loggers.configure_logging(0)
     spec = RunSpec(config=recipe, datasets=prepare_datasets(recipe)).to_json()
     for _ in recipe.training_stages:
         status = train.main([spec], SignalHandler())
@@ -106,7 +110,8 @@ def _record(run: Run, patch: pytest.MonkeyPatch) -> None:
         run.replica_checks.append(len(state))
         return check(state)
 
-    check, write = replicas.find_drifted_ranks, save.write_checkpoint
+    check = replicas.find_drifted_ranks
+    write = save.write_checkpoint
     publish_in_memory = in_memory.InMemoryCheckpoints._publish
     patch.setattr(train_loop, "find_drifted_ranks", find_drifted_ranks)
     patch.setattr(train_loop, "Watchdog", RecordingWatchdog)
@@ -132,7 +137,10 @@ def stage_names(recipe: Recipe) -> list[tuple[Any, ...]]:
 
 def stated_peak(recipe: Recipe) -> list[float | None]:
     """Peak TFLOP/s by which the MFU of each step is computed."""
-    return [mfu and round(tflops / mfu, 6) for tflops, mfu in _run(recipe).lines("tflops_per_device", "mfu")]
+    return [
+        mfu and round(tflops / mfu, 6)
+        for tflops, mfu in _run(recipe).lines("tflops_per_device", "mfu")
+    ]
 
 
 def run_files(recipe: Recipe) -> list[str]:

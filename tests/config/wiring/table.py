@@ -38,7 +38,15 @@ def ranks(observable: Observable, values: Pair, base: Mapping[str, Any] | None =
 # ---- model
 
 LLAMA3_ROPE = {"model.rope": {"kind": "llama3", "factor": 8.0, "original_length": 256}}
-YARN = {"model.rope": {"kind": "yarn", "factor": 8.0, "original_length": 1024, "theta": 1000.0, "truncate": False}}
+YARN = {
+    "model.rope": {
+        "kind": "yarn",
+        "factor": 8.0,
+        "original_length": 1024,
+        "theta": 1000.0,
+        "truncate": False,
+    }
+}
 FACTORS = {"short_factors": [1.0, 2.0, 3.0, 4.0], "long_factors": [2.0, 3.0, 4.0, 5.0]}
 LONG = {"model.rope": {"kind": "longrope", "factor": 4.0, "original_length": 32, **FACTORS}}
 SHORT = {"model.rope": {"kind": "longrope", "factor": 4.0, "original_length": 128, **FACTORS}}
@@ -68,7 +76,10 @@ ROPE: Cases = {
 
 def of_local_rope(rope_case: Case) -> Case:
     """The same of the rope of layers that have their own."""
-    rope = {"theta": 500_000.0, **rope_case.base.get("model.rope", rope_case.base.get("model.local_rope", {}))}
+    rope = {
+        "theta": 500_000.0,
+        **rope_case.base.get("model.rope", rope_case.base.get("model.local_rope", {})),
+    }
     others = {key: value for key, value in rope_case.base.items() if not key.endswith("rope")}
     return replace(rope_case, base={**others, **ALL_LOCAL, "model.local_rope": rope})
 
@@ -83,7 +94,10 @@ MODEL: Cases = {
     "model.num_kv_heads": losses((2, 4)),
     "model.head_dim": losses((8, 16)),
     "model.ffn_dim": losses((48, 64)),
-    "model.norm_eps": (losses((1e-5, 1e-3)), case(see.normed, (1e-5, 1e-3), {"model.qk_norm": True})),
+    "model.norm_eps": (
+        losses((1e-5, 1e-3)),
+        case(see.normed, (1e-5, 1e-3), {"model.qk_norm": True}),
+    ),
     "model.tie_embeddings": (losses((False, True)), case(see.weight_shapes, (False, True))),
     "model.qk_norm": (losses((False, True)), case(see.weight_shapes, (False, True))),
     # Biases start at zero.
@@ -126,8 +140,14 @@ MODEL: Cases = {
     "model.router_scaling": losses((1.0, 2.5), EXPERTS),
     "model.expert_groups": losses((1, 4), EXPERTS),
     "model.top_k_groups": losses((1, 2), {**EXPERTS, "model.expert_groups": 4}),
-    "model.router_bias": (steps((False, True), EXPERTS), case(see.weight_shapes, (False, True), EXPERTS)),
-    "model.expert_bias": (steps((False, True), EXPERTS), case(see.weight_shapes, (False, True), EXPERTS)),
+    "model.router_bias": (
+        steps((False, True), EXPERTS),
+        case(see.weight_shapes, (False, True), EXPERTS),
+    ),
+    "model.expert_bias": (
+        steps((False, True), EXPERTS),
+        case(see.weight_shapes, (False, True), EXPERTS),
+    ),
     "model.correction_bias": case(see.state_dtypes, (False, True), EXPERTS),
     "model.layers.o_bias": steps((False, True), TWO_KINDS),
     "model.layers.mixer": losses(("attention", "shift"), {**OTHER_KINDS, **TWO_KINDS}),
@@ -136,10 +156,17 @@ MODEL: Cases = {
     "model.layers.router_bias": steps((False, True), SPARSE_KINDS),
     "model.layers.expert_bias": steps((False, True), SPARSE_KINDS),
     "model.layers.correction_bias": case(see.state_dtypes, (False, True), SPARSE_KINDS),
-    "model.rope.kind": losses(("linear", "yarn"), {"model.family": "llama3.1", "model.size": "8b"}),
+    "model.rope.kind": losses(
+        ("linear", "yarn"), {"model.family": "llama3.1", "model.size": "8b"}
+    ),
     **ROPE,
-    "model.local_rope.kind": of_local_rope(losses(("linear", "yarn"), {"model.local_rope": {"factor": 2.0}})),
-    **{key.replace("model.rope", "model.local_rope"): of_local_rope(cast(Case, each)) for key, each in ROPE.items()},
+    "model.local_rope.kind": of_local_rope(
+        losses(("linear", "yarn"), {"model.local_rope": {"factor": 2.0}})
+    ),
+    **{
+        key.replace("model.rope", "model.local_rope"): of_local_rope(cast(Case, each))
+        for key, each in ROPE.items()
+    },
 }
 
 # ---- data
@@ -147,12 +174,22 @@ MODEL: Cases = {
 RANKS = {"kind": "tiktoken", "path": "first.model"}
 UNSTATED_BPE = {"model.vocab_size": 600, "tokenizer": RANKS}
 BPE = {"model.vocab_size": 600, "tokenizer": {**RANKS, "pattern": "llama3"}}
-ENDS: dict[str, Any] = {"pattern": "llama3", "special_tokens": ("<first>", "<second>"), "eos": "<first>"}
+ENDS: dict[str, Any] = {
+    "pattern": "llama3",
+    "special_tokens": ("<first>", "<second>"),
+    "eos": "<first>",
+}
 STATED_BPE = {"model.vocab_size": 600, "tokenizer": {**RANKS, **ENDS}}
 WEB = {"data.sources": {"web": {"path": "others"}}, "data.mix": [{"source": "web"}]}
 JSON_WEB = {"data.sources": {"web": {"path": "lines.jsonl"}}, "data.mix": [{"source": "web"}]}
-MIX = {"data.sources": {"web": {"path": "others"}}, "data.mix": [{"source": "web"}, {"source": "corpus"}]}
-TWICE = {"data.sources": {"web": {"path": "others"}}, "data.mix": [{}, {"source": "web", "max_length": 1000}]}
+MIX = {
+    "data.sources": {"web": {"path": "others"}},
+    "data.mix": [{"source": "web"}, {"source": "corpus"}],
+}
+TWICE = {
+    "data.sources": {"web": {"path": "others"}},
+    "data.mix": [{}, {"source": "web", "max_length": 1000}],
+}
 HELD = {
     "data.sources": {"web": {"path": "others"}},
     "validation.sets": {"held": {"source": "web", "seq_len": [32], "rows": 3}},
@@ -161,7 +198,8 @@ HELD_SAME = {"validation.sets": {"held": {"seq_len": [32], "rows": 3}}, "data.ho
 CONTEXTS = {"validation.sets": {"held": {"seq_len": [16, 32], "rows": 3}}, "data.holdout": 0.5}
 
 DATA: Cases = {
-    # One file cannot be both: sentencepiece refuses it, and tiktoken misses the pattern, which sentencepiece may not have.
+    # One file cannot be both: sentencepiece refuses it, and tiktoken misses the pattern, which
+    # sentencepiece may not have.
     "tokenizer.kind": losses(("tiktoken", "sentencepiece"), UNSTATED_BPE),
     "tokenizer.path": losses(("first.model", "second.model"), BPE),
     "tokenizer.pattern": losses((r"[\s\S]", "llama3"), STATED_BPE),
@@ -187,13 +225,18 @@ DATA: Cases = {
     "data.max_document": losses((None, 9)),
     "data.separators": losses(("bos_eos", "eos")),
     "data.holdout": (losses((0.0, 0.5)), case(see.validation, (0.25, 0.5), HELD_SAME)),
-    "data.packing": (losses(("best_fit", "concat")), case(see.validation, ("best_fit", "concat"), HELD)),
+    "data.packing": (
+        losses(("best_fit", "concat")),
+        case(see.validation, ("best_fit", "concat"), HELD),
+    ),
     "data.packing_version": (losses((1, 2)), case(see.validation, (1, 2), HELD)),
     "data.mask": (
         losses(("document", "none")),
         case(see.inputs, ("document", "none")),
         case(see.validation, ("document", "none"), HELD),
-        ranks(see.collectives, ("document", "none"), {"parallelism.cp": 2, "model.num_kv_heads": 1}),
+        ranks(
+            see.collectives, ("document", "none"), {"parallelism.cp": 2, "model.num_kv_heads": 1}
+        ),
     ),
     "data.bad_files": losses(("skip", "error"), {"data.corpus": "damaged"}),
     "data.cache_dir": case(see.prepared_folders, ("prepared", "elsewhere")),
@@ -224,10 +267,15 @@ TRAINING: Cases = {
     ),
     "training.dtype": (losses(("float32", "float64")), losses(("float32", "bfloat16"))),
     "training.reduce_dtype": ranks(see.collectives, ("float32", "bfloat16"), BF16),
-    "training.attention": (case(see.kernel, ("auto", "efficient"), BF16), case(see.kernel_calls, ("auto", "plain"))),
+    "training.attention": (
+        case(see.kernel, ("auto", "efficient"), BF16),
+        case(see.kernel_calls, ("auto", "plain")),
+    ),
     # The load of the first step counts from the second on.
     "training.balance_loss": steps((0.0, 0.5), EXPERTS),
-    "training.balance_over": steps(("step", "sequence"), {**EXPERTS, "training.balance_loss": 0.5}),
+    "training.balance_over": steps(
+        ("step", "sequence"), {**EXPERTS, "training.balance_loss": 0.5}
+    ),
     "training.router_z_loss": steps((0.0, 0.5), EXPERTS),
     "training.correction_bias_rate": steps((0.0, 0.5), {**EXPERTS, "model.correction_bias": True}),
     "training.compile": (
@@ -265,7 +313,12 @@ TRAINING: Cases = {
 
 CP = {"parallelism.cp": 2, "parallelism.cp_method": "ring"}
 HYBRID = {"parallelism.cp": 2, "parallelism.cp_method": "hybrid"}
-PP = {"parallelism.pp": 2, "model.num_layers": 2, "training.global_batch_size": 4, "training.micro_batch_size": 1}
+PP = {
+    "parallelism.pp": 2,
+    "model.num_layers": 2,
+    "training.global_batch_size": 4,
+    "training.micro_batch_size": 1,
+}
 INTERLEAVED = {**PP, "parallelism.pp_schedule": "Interleaved1F1B", "model.num_layers": 6}
 TP = {"parallelism.tp": 2}
 OFFLOAD = {"memory.offload": "inputs_and_attention"}
@@ -322,7 +375,10 @@ EVERY_STEP = {**FOUR, "checkpoint.interval": 1}
 
 RUN: Cases = {
     "job.name": (case(see.script, ("run", "other")), case(runs.run_files, (None, "other"), FOUR)),
-    "job.output_dir": (case(runs.run_files, (None, "elsewhere"), FOUR), case(see.script, (None, "elsewhere"))),
+    "job.output_dir": (
+        case(runs.run_files, (None, "elsewhere"), FOUR),
+        case(see.script, (None, "elsewhere")),
+    ),
     "job.extension": case(runs.run_files, (None, OTHER_KINDS["job.extension"]), FOUR),
     "job.max_minutes": case(see.deadline, (1.0, 2.0)),
     "checkpoint.enabled": case(runs.run_files, (None, False), FOUR),
@@ -350,10 +406,16 @@ RUN: Cases = {
         case(runs.replica_checks, (None, 4), FOUR),
         case(runs.replica_checks, (1, 2), FOUR),
     ),
-    "profiler.trace_step": (case(see.trace_files, (None, 1), FOUR), case(see.trace_files, (1, 2), FOUR)),
+    "profiler.trace_step": (
+        case(see.trace_files, (None, 1), FOUR),
+        case(see.trace_files, (1, 2), FOUR),
+    ),
     "profiler.trace_steps": case(see.trace_files, (1, 2), {**FOUR, "profiler.trace_step": 1}),
     # Recorded on CUDA devices only: the windows that would be.
-    "profiler.memory_step": (case(see.memory_windows, (None, 1), FOUR), case(see.memory_windows, (1, 2), FOUR)),
+    "profiler.memory_step": (
+        case(see.memory_windows, (None, 1), FOUR),
+        case(see.memory_windows, (1, 2), FOUR),
+    ),
     "profiler.memory_steps": case(see.memory_windows, (1, 2), {**FOUR, "profiler.memory_step": 1}),
     "distributed.start_timeout_minutes": (
         case(see.group_timeouts, (30, 40)),

@@ -14,7 +14,9 @@ OWN_OPTIONS = ("reduce_dtype", "kernel", "causal", "dropout")
 
 
 def build_core(mesh: DeviceMesh, **options: Any) -> ContextParallel:
-    """All ranks of a one-dimensional mesh; `hybrid` on a mesh of two dimensions: ring, then Ulysses."""
+    """All ranks of a one-dimensional mesh; `hybrid` on a mesh of two dimensions: ring, then
+    Ulysses.
+    """
     own = {key: options.pop(key) for key in OWN_OPTIONS if key in options}
     own["scores"] = Scores(options.pop("window", None), options.pop("softcap", None))
     defaults: dict[str, Any] = {"cp": mesh.size(), "ranks_per_node": mesh.size()}

@@ -10,7 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Distribution = Literal["log-normal, mean 2K", "log-normal, mean 16K", "pareto", "half the row", "one document"]
+Distribution = Literal[
+    "log-normal, mean 2K", "log-normal, mean 16K", "pareto", "half the row", "one document"
+]
 DISTRIBUTIONS: tuple[Distribution, ...] = (
     "log-normal, mean 2K",
     "log-normal, mean 16K",
@@ -28,7 +30,9 @@ def of_lengths(*lengths: int) -> tuple[int, ...]:
 
 
 def scattered(tokens: int, seed: int) -> tuple[int, ...]:
-    """Random documents, most of them short: some of one token, some with fewer than two tokens per rank."""
+    """Random documents, most of them short: some of one token, some with fewer than two tokens per
+    rank.
+    """
     rng = random.Random(seed)
     starts = rng.sample(range(1, tokens), rng.randrange(1, tokens // 3))
     # Three consecutive documents of one token at a random position.
@@ -81,7 +85,9 @@ def document_of(boundaries: tuple[int, ...]) -> Tensor:
 
 
 def keys_seen(boundaries: tuple[int, ...]) -> Tensor:
-    """int64 [tokens]: the number of keys each token attends to: its position in its document plus one."""
+    """int64 [tokens]: the number of keys each token attends to: its position in its document plus
+    one.
+    """
     starts = torch.tensor(boundaries)
     return torch.arange(boundaries[-1]) - starts[document_of(boundaries)] + 1
 

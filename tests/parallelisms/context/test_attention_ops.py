@@ -39,13 +39,16 @@ CPU_KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
 METHODS = {"ring": (2,), "alltoall": (2,), "allgather": (2,), "ulysses": (2,), "hybrid": (2, 2)}
 
 POLICIES = ("none", "full", "keep_attention", "one input of two", "groups")
-COMPILED = POLICIES[:3]  # The others are made of the same bodies.
+# The others are made of the same bodies.
+COMPILED = POLICIES[:3]
 FAST = [("ring", False, POLICIES[:3])]
 NUM_LAYERS = {False: SMALL.num_layers, True: 1}  # Each block compiles anew.
 
 
 def mark_slow_except(names: Iterable[str], *fast: str) -> list[Any]:
-    """Marks all parameters but `fast` slow: they share the code and differ only in the transport."""
+    """Marks all parameters but `fast` slow: they share the code and differ only in the
+    transport.
+    """
     return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
 
 
@@ -65,21 +68,34 @@ def opcheck_results(name: str) -> set[str]:
         return set(torch.library.opcheck(ulysses._seq_to_heads, arguments).values())
     if name == "to_tokens":
         heads = core.ulysses_group.seq_to_heads(q)
-        return set(torch.library.opcheck(ulysses._heads_to_seq, (heads.requires_grad_(), *core.ulysses_group)).values())
+        return set(
+            torch.library.opcheck(
+                ulysses._heads_to_seq, (heads.requires_grad_(), *core.ulysses_group)
+            ).values()
+        )
     sink_N = torch.randn(q.shape[2], dtype=q.dtype, generator=torch.Generator().manual_seed(3))
-    ring_core = ring.RingAttentionCore(name, core.layout, core.groups[0].group_name, torch.float32, "auto")
+    ring_core = ring.RingAttentionCore(
+        name, core.layout, core.groups[0].group_name, torch.float32, "auto"
+    )
     options = (3, None, ring_core.options)
     out, lse = ring.attention(q, k, v, boundaries_BD, sink_N, *options)
     backward = (torch.ones_like(out), [q, k, v, out, lse], boundaries_BD, sink_N, *options)
     found = set(torch.library.opcheck(ring.attention_backward, backward).values())
     given = [x.clone().requires_grad_() for x in (q, k, v)]
     given_sink = sink_N.requires_grad_()
-    return found | set(torch.library.opcheck(ring.attention, (*given, boundaries_BD, given_sink, *options)).values())
+    return found | set(
+        torch.library.opcheck(
+            ring.attention, (*given, boundaries_BD, given_sink, *options)
+        ).values()
+    )
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "name", mark_slow_except(["ring", "alltoall", "allgather", "to_heads", "to_tokens"], "ring", "to_heads")
+    "name",
+    mark_slow_except(
+        ["ring", "alltoall", "allgather", "to_heads", "to_tokens"], "ring", "to_heads"
+    ),
 )
 def test_every_operator_passes_opcheck(name: str) -> None:
     assert run_ranks(opcheck_results, 2, name) == [{"SUCCESS"}] * 2
@@ -92,10 +108,16 @@ def compilations(method: str) -> tuple[int, float]:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(core.__call__, backend=counter, fullgraph=True)
     worst = 0.0
-    for boundaries_BD in (starts([64], width=6), starts([7, 1, 56], width=6), starts([1, 2, 3, 50, 8])):
+    for boundaries_BD in (
+        starts([64], width=6),
+        starts([7, 1, 56], width=6),
+        starts([1, 2, 3, 50, 8]),
+    ):
         given = inputs(boundaries_BD)
         *expected, _ = run(dense, given, boundaries_BD)
-        for ours, right in zip(shared(ReplacedCall(core, compiled), given, boundaries_BD), expected, strict=True):  # type: ignore[arg-type]
+        for ours, right in zip(
+            shared(ReplacedCall(core, compiled), given, boundaries_BD), expected, strict=True
+        ):  # type: ignore[arg-type]
             worst = max(worst, abs(ours - right).max().item())
     return counter.frame_count, worst
 
@@ -104,7 +126,9 @@ class ReplacedCall:
     """A core with a replaced `__call__`."""
 
     def __init__(self, core: ContextParallel, function: Any) -> None:
-        self.shard, self.gather, self.function = core.shard, core.gather, function
+        self.shard = core.shard
+        self.gather = core.gather
+        self.function = function
 
     def __call__(self, *arguments: Tensor) -> Tensor:
         out: Tensor = self.function(*arguments)
@@ -119,7 +143,9 @@ def test_three_document_layouts_compile_once_without_graph_break(method: str) ->
         assert error <= 1e-12
 
 
-def kernel_calls_and_error(method: str, *, compiled: bool, policies: tuple[str, ...]) -> dict[str, tuple[int, float]]:
+def kernel_calls_and_error(
+    method: str, *, compiled: bool, policies: tuple[str, ...]
+) -> dict[str, tuple[int, float]]:
     """For each recomputation policy: attention kernel calls in one step, and the largest error."""
     warnings.simplefilter("ignore")
     config = replace(SMALL, num_layers=NUM_LAYERS[compiled])
@@ -199,13 +225,21 @@ class Sent(TorchDispatchMode):
         self.ranks = ranks
         self.calls: list[tuple[str, int]] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = function._schema.name.removeprefix("c10d::")
         if name == "send":
             self.calls.append((name, args[0][0].nbytes))
         elif name == "alltoall_base_":
-            # With split sizes everything goes to one other rank; without, this rank keeps its part.
-            self.calls.append((name, args[1].nbytes if args[4] else args[1].nbytes * (self.ranks - 1) // self.ranks))
+            # With split sizes everything goes to one other rank; without, this rank keeps its
+            # part.
+            self.calls.append(
+                (
+                    name,
+                    args[1].nbytes if args[4] else args[1].nbytes * (self.ranks - 1) // self.ranks,
+                )
+            )
         elif name == "_allgather_base_":
             self.calls.append((name, args[1].nbytes * (self.ranks - 1)))
         elif name == "_reduce_scatter_base_":
@@ -219,8 +253,12 @@ def collectives_of_layer(
     """Collectives of one layer, forward and backward."""
     ranks = distributed.get_world_size()
     boundaries_BD = starts([tokens])
-    core = build_core(init_device_mesh("cpu", (ranks,)), method=method, heads=8, kv_heads=2, reduce_dtype=wire)
-    q, k, v = (core.shard(x.detach().to(dtype), boundaries_BD) for x in inputs(boundaries_BD, (8, 2)))
+    core = build_core(
+        init_device_mesh("cpu", (ranks,)), method=method, heads=8, kv_heads=2, reduce_dtype=wire
+    )
+    q, k, v = (
+        core.shard(x.detach().to(dtype), boundaries_BD) for x in inputs(boundaries_BD, (8, 2))
+    )
     for name in ("_seq_to_heads", "_heads_to_seq"):  # A mode does not look into operators.
         setattr(ulysses, name, getattr(ulysses, name)._init_fn)
     with Sent(ranks) as forward:
@@ -232,11 +270,17 @@ def collectives_of_layer(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ring_makes_ranks_minus_one_transfers_forward_and_three_times_as_many_in_total(ranks: int) -> None:
-    tokens, kv_heads, width = 64, 2, 8
+def test_ring_makes_ranks_minus_one_transfers_forward_and_three_times_as_many_in_total(
+    ranks: int,
+) -> None:
+    tokens = 64
+    kv_heads = 2
+    width = 8
     hop = 2 * (tokens // ranks) * kv_heads * width
     for method, name in (("ring", "send"), ("alltoall", "alltoall_base_")):
-        for forward, backward in run_ranks(collectives_of_layer, ranks, method, torch.bfloat16, tokens, torch.float32):
+        for forward, backward in run_ranks(
+            collectives_of_layer, ranks, method, torch.bfloat16, tokens, torch.float32
+        ):
             assert forward == [(name, hop * 2)] * (ranks - 1)
             assert sorted(backward) == sorted([(name, hop * 2), (name, hop * 4)] * (ranks - 1))
 
@@ -250,23 +294,53 @@ def test_kv_gradients_are_sent_in_reduce_dtype() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_allgather_runs_one_collective_forward_two_backward_and_sends_as_many_bytes_as_a_ring(ranks: int) -> None:
-    tokens, kv_heads, width = 64, 2, 8
+def test_allgather_runs_one_collective_forward_two_backward_and_sends_as_many_bytes_as_a_ring(
+    ranks: int,
+) -> None:
+    tokens = 64
+    kv_heads = 2
+    width = 8
     others = 2 * tokens * kv_heads * width * (ranks - 1) // ranks
-    for forward, backward in run_ranks(collectives_of_layer, ranks, "allgather", torch.bfloat16, tokens, torch.float32):
+    for forward, backward in run_ranks(
+        collectives_of_layer, ranks, "allgather", torch.bfloat16, tokens, torch.float32
+    ):
         assert forward == [("_allgather_base_", others * 2)]
-        assert backward == [("_allgather_base_", others * 2), ("_reduce_scatter_base_", others * 4)]
+        assert backward == [
+            ("_allgather_base_", others * 2),
+            ("_reduce_scatter_base_", others * 4),
+        ]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_ulysses_sends_the_bytes_of_its_formula(ranks: int) -> None:
-    tokens, heads, kv_heads, width = 64, 8, 2, 8
-    for forward, backward in run_ranks(collectives_of_layer, ranks, "ulysses", torch.bfloat16, tokens, torch.float32):
+    tokens = 64
+    heads = 8
+    kv_heads = 2
+    width = 8
+    for forward, backward in run_ranks(
+        collectives_of_layer, ranks, "ulysses", torch.bfloat16, tokens, torch.float32
+    ):
         sent = sum(size for _, size in forward)
-        assert sent == (2 * heads + 2 * max(kv_heads, ranks)) * (tokens // ranks) * width * 2 * (ranks - 1) // ranks
-        # Below autograd, backward resends q, k and v, sends out and its gradient, and returns dq, dk and dv.
-        again = (4 * heads + 4 * max(kv_heads, ranks)) * (tokens // ranks) * width * 2 * (ranks - 1) // ranks
+        assert (
+            sent
+            == (2 * heads + 2 * max(kv_heads, ranks))
+            * (tokens // ranks)
+            * width
+            * 2
+            * (ranks - 1)
+            // ranks
+        )
+        # Below autograd, backward resends q, k and v, sends out and its gradient, and returns dq,
+        # dk and dv.
+        again = (
+            (4 * heads + 4 * max(kv_heads, ranks))
+            * (tokens // ranks)
+            * width
+            * 2
+            * (ranks - 1)
+            // ranks
+        )
         assert sum(size for _, size in backward) == again
 
 
@@ -274,16 +348,30 @@ def test_ulysses_sends_the_bytes_of_its_formula(ranks: int) -> None:
 
 
 def errors_below_autograd(method: str) -> dict[str, float]:
-    """The largest differences between the core below autograd and autograd through it, by head counts."""
+    """The largest differences between the core below autograd and autograd through it, by head
+    counts.
+    """
     found = {}
-    for heads, some in (((8, 4), (8, 4)), ((8, 4), (4, 2)), ((8, 4), (2, 1)), ((8, 2), (4, 1)), ((12, 6), (6, 3))):
-        plain, windowed = core_of(method, heads), core_of(method, heads, window=5, softcap=2.0)
-        for core, boundaries_BD in ((plain, starts([9, 1, 54], [64])), (windowed, starts([5, 3, 40, 16], [32, 32]))):
+    for heads, some in (
+        ((8, 4), (8, 4)),
+        ((8, 4), (4, 2)),
+        ((8, 4), (2, 1)),
+        ((8, 2), (4, 1)),
+        ((12, 6), (6, 3)),
+    ):
+        plain = core_of(method, heads)
+        windowed = core_of(method, heads, window=5, softcap=2.0)
+        for core, boundaries_BD in (
+            (plain, starts([9, 1, 54], [64])),
+            (windowed, starts([5, 3, 40, 16], [32, 32])),
+        ):
             q, k, v = (core.shard(x.detach(), boundaries_BD) for x in inputs(boundaries_BD, heads))
             sink_N = torch.linspace(-1, 2, heads[0], dtype=torch.float64)
             leaves = [x.clone().requires_grad_() for x in (q, k, v, sink_N)]
             out = core(leaves[0], leaves[1], leaves[2], boundaries_BD, leaves[3])
-            grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+            grad = torch.randn(
+                out.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+            )
             expected = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
             worst = 0.0
             # One head group after the other, with the next one in flight.
@@ -295,10 +383,17 @@ def errors_below_autograd(method: str) -> dict[str, float]:
             sinks = sink_N.chunk(groups)
             pieces = []
             started = [core.start(*part) for part in cut]
-            outs = [core.forward(one, boundaries_BD, sink) for one, sink in zip(started, sinks, strict=True)]
+            outs = [
+                core.forward(one, boundaries_BD, sink)
+                for one, sink in zip(started, sinks, strict=True)
+            ]
             started = [core.start(*part) for part in cut]
-            for one, sink, (part, lse), grad_part in zip(started, sinks, outs, grad.chunk(groups, dim=2), strict=True):
-                pieces.append([part, *core.backward(grad_part, one, part, lse, boundaries_BD, sink)])
+            for one, sink, (part, lse), grad_part in zip(
+                started, sinks, outs, grad.chunk(groups, dim=2), strict=True
+            ):
+                pieces.append(
+                    [part, *core.backward(grad_part, one, part, lse, boundaries_BD, sink)]
+                )
             *grads, sink_grads = zip(*pieces, strict=True)
             for parts, right in zip(grads, expected[:-1], strict=True):
                 worst = max(worst, abs(torch.cat(parts, dim=2) - right).max().item())
@@ -333,10 +428,14 @@ def qkv_alive(method: str) -> list[bool]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("method", ["ulysses", "hybrid"])
 def test_qkv_are_freed_after_the_all_to_all(method: str) -> None:
-    assert run_ranks(qkv_alive, prod(METHODS[method]), method) == [[False] * 3] * prod(METHODS[method])
+    assert run_ranks(qkv_alive, prod(METHODS[method]), method) == [[False] * 3] * prod(
+        METHODS[method]
+    )
 
 
-def sent_by_a_model(method: str, groups: int, policy: activation_checkpoint.RecomputePolicy) -> dict[str, list[int]]:
+def sent_by_a_model(
+    method: str, groups: int, policy: activation_checkpoint.RecomputePolicy
+) -> dict[str, list[int]]:
     """Message sizes of a block by collective: forward, and in total."""
     ranks = prod(METHODS[method])
     core = core_of(method, (SMALL.num_heads, SMALL.num_kv_heads))
@@ -347,14 +446,21 @@ def sent_by_a_model(method: str, groups: int, policy: activation_checkpoint.Reco
         losses = model(shard_batch(core, BATCH))
     with Sent(ranks) as backward:
         losses.sum().backward()
-    return {"forward": [size for _, size in forward.calls], "backward": [size for _, size in backward.calls]}
+    return {
+        "forward": [size for _, size in forward.calls],
+        "backward": [size for _, size in backward.calls],
+    }
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("method", mark_slow_except(["ring", "alltoall"], "ring"))
-def test_keep_attention_rotates_kv_once_forward_and_once_backward(method: str, groups: int) -> None:
-    """On two ranks: one KV transfer forward; one of KV and one of its gradients backward, per head group."""
+def test_keep_attention_rotates_kv_once_forward_and_once_backward(
+    method: str, groups: int
+) -> None:
+    """On two ranks: one KV transfer forward; one of KV and one of its gradients backward, per head
+    group.
+    """
     hop = 2 * (BATCH.tokens.numel() // 2) * (SMALL.num_kv_heads // groups) * SMALL.head_dim * 8
     once = groups * SMALL.num_layers
     for kept in run_ranks(sent_by_a_model, 2, method, groups, "keep_attention"):
@@ -380,7 +486,8 @@ def order_of_calls(method: str, groups: int) -> tuple[list[str], list[str]]:
     activation_checkpoint.apply(model, RecomputeConfig("keep_attention", tiling=Tiling(groups)))
     cast(Attention, model.transformer_blocks()[0].attention).core = Told()
     losses = model(shard_batch(core, BATCH))
-    forward, told[:] = [*told], []
+    forward = [*told]
+    told[:] = []
     losses.sum().backward()
     return forward, told
 

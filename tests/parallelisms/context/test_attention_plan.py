@@ -73,7 +73,9 @@ def remote_score_blocks(rows: Rows, rank: int) -> tuple[ScoreBlock, ...]:
 
 def joined(rows: Rows) -> tuple[int, ...]:
     """The documents of all sequences, concatenated."""
-    return of_lengths(*(end - start for boundaries in rows.boundaries for start, end in pairwise(boundaries)))
+    return of_lengths(
+        *(end - start for boundaries in rows.boundaries for start, end in pairwise(boundaries))
+    )
 
 
 @lru_cache
@@ -102,16 +104,22 @@ def no_pairs(rows: Rows) -> Tensor:
 
 
 def local_pairs(rows: Rows, rank: int) -> Tensor:
-    """int64 [tokens, tokens]: 1 for the pairs of causal attention inside documents on the rank's own tokens."""
+    """int64 [tokens, tokens]: 1 for the pairs of causal attention inside documents on the rank's
+    own tokens.
+    """
     tokens = local_tokens(rows, rank)
     pairs = no_pairs(rows)
     documents = document_of(joined(rows))[tokens]
-    pairs[tokens[:, None], tokens[None, :]] = (documents[:, None] == documents[None, :]).long().tril()
+    pairs[tokens[:, None], tokens[None, :]] = (
+        (documents[:, None] == documents[None, :]).long().tril()
+    )
     return pairs
 
 
 def cover(pairs: Tensor, rectangles: Sequence[ScoreBlock], queries: Tensor, keys: Tensor) -> None:
-    """Adds the pairs of these blocks; queries and keys are indices into the concatenated sequences."""
+    """Adds the pairs of these blocks; queries and keys are indices into the concatenated
+    sequences.
+    """
     for q0, q1, k0, k1, _ in rectangles:
         assert 0 <= q0 < q1 <= len(queries)
         assert 0 <= k0 < k1 <= len(keys)
@@ -119,7 +127,9 @@ def cover(pairs: Tensor, rectangles: Sequence[ScoreBlock], queries: Tensor, keys
     for above, below in pairwise(rectangles):
         assert above.q1 <= below.q0, "queries ascend, each in one rectangle"
         touching = above.q1 == below.q0
-        assert not (touching and above[2:4] == below[2:4]), "neighbours with the same keys are one rectangle"
+        assert not (touching and above[2:4] == below[2:4]), (
+            "neighbours with the same keys are one rectangle"
+        )
 
 
 def pairs_by_ring(rows: Rows) -> Tensor:
@@ -128,7 +138,12 @@ def pairs_by_ring(rows: Rows) -> Tensor:
     for rank in range(ring):
         pairs += local_pairs(rows, rank)
         for source in set(range(ring)) - {rank}:
-            cover(pairs, source_score_blocks(rows, rank, source), local_tokens(rows, rank), local_tokens(rows, source))
+            cover(
+                pairs,
+                source_score_blocks(rows, rank, source),
+                local_tokens(rows, rank),
+                local_tokens(rows, source),
+            )
     return pairs
 
 
@@ -136,7 +151,12 @@ def pairs_by_allgather(rows: Rows) -> Tensor:
     pairs = no_pairs(rows)
     for rank in range(rows.ring):
         pairs += local_pairs(rows, rank)
-        cover(pairs, remote_score_blocks(rows, rank), local_tokens(rows, rank), remote_keys(rows, rank))
+        cover(
+            pairs,
+            remote_score_blocks(rows, rank),
+            local_tokens(rows, rank),
+            remote_keys(rows, rank),
+        )
     return pairs
 
 
@@ -147,7 +167,10 @@ def single(kind: ShardLayout, ring: int, boundaries: tuple[int, ...]) -> Rows:
 def batches(kind: ShardLayout, ring: int) -> list[Rows]:
     """Every small sequence alone, and some in one batch."""
     rows = small(TOKENS)
-    return [*(single(kind, ring, boundaries) for boundaries in rows), Rows(kind, ring, (rows[1], rows[3], rows[-1]))]
+    return [
+        *(single(kind, ring, boundaries) for boundaries in rows),
+        Rows(kind, ring, (rows[1], rows[3], rows[-1])),
+    ]
 
 
 # ---- coverage
@@ -162,29 +185,43 @@ def test_ring_blocks_cover_every_visible_pair_exactly_once(kind: ShardLayout, ri
 
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_allgather_blocks_cover_every_visible_pair_exactly_once(kind: ShardLayout, ring: int) -> None:
+def test_allgather_blocks_cover_every_visible_pair_exactly_once(
+    kind: ShardLayout, ring: int
+) -> None:
     for rows in batches(kind, ring):
         assert torch.equal(pairs_by_allgather(rows), visible(joined(rows)).long())
 
 
 def windowed_pairs(rows: Rows, window: int, *, halo: bool) -> Tensor:
     """The pairs of all ranks' blocks, with the keys that a halo or each other rank sends."""
-    pairs, ring = no_pairs(rows), rows.ring
+    pairs = no_pairs(rows)
+    ring = rows.ring
     plans = [rows.plan(rank, window) for rank in range(ring)]
-    tokens, device = [local_tokens(rows, rank) for rank in range(ring)], torch.device("cpu")
+    tokens = [local_tokens(rows, rank) for rank in range(ring)]
+    device = torch.device("cpu")
     for rank, plan in enumerate(plans):
-        received = torch.cat([tokens[sender][plans[sender].halo_index(device)[rank]] for sender in range(ring)])
+        received = torch.cat(
+            [tokens[sender][plans[sender].halo_index(device)[rank]] for sender in range(ring)]
+        )
         assert len(received) == sum(plan.halo_received) == len(received.unique())
         local = plan.local_blocks.without_window.blocks
-        remote = [(plan.source_blocks(source).blocks, tokens[source]) for source in set(range(ring)) - {rank}]
-        for blocks, keys in [(local, tokens[rank]), *([(plan.halo_blocks.blocks, received)] if halo else remote)]:
+        remote = [
+            (plan.source_blocks(source).blocks, tokens[source])
+            for source in set(range(ring)) - {rank}
+        ]
+        for blocks, keys in [
+            (local, tokens[rank]),
+            *([(plan.halo_blocks.blocks, received)] if halo else remote),
+        ]:
             for q0, q1, k0, k1, mask in blocks:
                 ones = torch.ones(q1 - q0, k1 - k0, dtype=torch.int64)
                 masked = {"full": ones, "causal": ones.tril(), "flipped": ones.triu()}[mask]
                 pairs[tokens[rank][q0:q1][:, None], keys[k0:k1][None, :]] += masked
         seen = visible(joined(rows)).triu(1 - window)[tokens[rank]].any(0)
         seen[tokens[rank]] = False
-        assert torch.equal(received.sort().values, seen.nonzero().flatten()), "no key that no query sees"
+        assert torch.equal(received.sort().values, seen.nonzero().flatten()), (
+            "no key that no query sees"
+        )
         assert plan.max_halo_tokens == max(sum(each.halo_received) for each in plans)
         assert [each.halo_sent[rank] for each in plans] == plan.halo_received
     return pairs
@@ -193,7 +230,9 @@ def windowed_pairs(rows: Rows, window: int, *, halo: bool) -> Tensor:
 @pytest.mark.parametrize("halo", [True, False])
 @pytest.mark.parametrize("ring", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_of_a_window_cover_every_visible_pair_exactly_once(kind: ShardLayout, ring: int, *, halo: bool) -> None:
+def test_blocks_of_a_window_cover_every_visible_pair_exactly_once(
+    kind: ShardLayout, ring: int, *, halo: bool
+) -> None:
     for number, rows in enumerate(batches(kind, ring)):
         window = (1, 2, 5, 7, 12, 13, TOKENS - 1)[number % 7]
         expected = visible(joined(rows)).triu(1 - window).long()
@@ -207,7 +246,9 @@ def test_local_blocks_are_one_causal_square_per_document(kind: ShardLayout, ring
         for rank in range(ring):
             counts = torch.bincount(document_of(joined(rows))[local_tokens(rows, rank)])
             ends = counts[counts > 0].cumsum(0).tolist()
-            squares = [ScoreBlock(start, end, start, end, "causal") for start, end in pairwise([0, *ends])]
+            squares = [
+                ScoreBlock(start, end, start, end, "causal") for start, end in pairwise([0, *ends])
+            ]
             assert local_score_blocks(rows, rank) == tuple(squares)
 
 
@@ -256,7 +297,9 @@ def test_headtail_meets_another_rank_in_one_of_two_patterns(kind: ShardLayout, r
         for source in set(range(ring)) - {rank}:
             all_on_head = ScoreBlock(0, 2 * chunk, 0, chunk)
             tail_on_all = ScoreBlock(chunk, 2 * chunk, 0, 2 * chunk)
-            assert source_score_blocks(rows, rank, source) == (all_on_head if source < rank else tail_on_all,)
+            assert source_score_blocks(rows, rank, source) == (
+                all_on_head if source < rank else tail_on_all,
+            )
 
 
 @pytest.mark.parametrize("ring", range(2, 9))
@@ -267,7 +310,9 @@ def test_contiguous_shard_attends_to_all_earlier_shards_and_no_later(ring: int) 
         for source in set(range(ring)) - {rank}:
             expected = (ScoreBlock(0, chunk, 0, chunk),) if source < rank else ()
             assert source_score_blocks(rows, rank, source) == expected
-        assert remote_score_blocks(rows, rank) == ((ScoreBlock(0, chunk, 0, rank * chunk),) if rank else ())
+        assert remote_score_blocks(rows, rank) == (
+            (ScoreBlock(0, chunk, 0, rank * chunk),) if rank else ()
+        )
 
 
 def test_doc_headtail_blocks_of_each_document() -> None:
@@ -285,7 +330,11 @@ def test_two_chunks_need_at_most_two_blocks() -> None:
         for boundaries in small(TOKENS):
             rows = single(kind, 4, boundaries)
             for rank in range(4):
-                counts = [len(source_score_blocks(rows, rank, source)) for source in range(4) if source != rank]
+                counts = [
+                    len(source_score_blocks(rows, rank, source))
+                    for source in range(4)
+                    if source != rank
+                ]
                 assert max(counts) <= most
 
 
@@ -293,9 +342,12 @@ def test_documents_on_one_rank_need_no_remote_keys() -> None:
     rows = single("contiguous", 4, of_lengths(5, 7, 12, 1, 11, 12))
     assert [remote_score_blocks(rows, rank) for rank in range(4)] == [()] * 4
     assert [remote_keys(rows, rank).tolist() for rank in range(4)] == [[]] * 4
-    assert [source_score_blocks(rows, rank, source) for rank in range(4) for source in range(4) if rank != source] == [
-        ()
-    ] * 12
+    assert [
+        source_score_blocks(rows, rank, source)
+        for rank in range(4)
+        for source in range(4)
+        if rank != source
+    ] == [()] * 12
 
 
 # ---- load balance per ring step
@@ -307,7 +359,10 @@ def ring_step_imbalance(rows: Rows) -> float:
     slowest = max(int(num_local_pairs(rows, rank)) for rank in range(ring))
     for step in range(1, ring):
         at_once = [source_score_blocks(rows, rank, (rank - step) % ring) for rank in range(ring)]
-        slowest += max(sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1, _ in rectangles) for rectangles in at_once)
+        slowest += max(
+            sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1, _ in rectangles)
+            for rectangles in at_once
+        )
     return slowest * ring / sum(rows.layout.pairs_per_rank())
 
 
@@ -317,22 +372,31 @@ def num_local_pairs(rows: Rows, rank: int) -> Tensor:
     return (counts * (counts + 1) // 2).sum()
 
 
-def worst_imbalance(kind: ShardLayout, distribution: Distribution, tokens: int, ring: int) -> float:
+def worst_imbalance(
+    kind: ShardLayout, distribution: Distribution, tokens: int, ring: int
+) -> float:
     return max(
-        ring_step_imbalance(single(kind, ring, packed(distribution, tokens, seed))) for seed in range(32 // ring)
+        ring_step_imbalance(single(kind, ring, packed(distribution, tokens, seed)))
+        for seed in range(32 // ring)
     )
 
 
-@pytest.mark.parametrize("ring", [4, *(pytest.param(ring, marks=pytest.mark.slow) for ring in (8, 16))])
+@pytest.mark.parametrize(
+    "ring", [4, *(pytest.param(ring, marks=pytest.mark.slow) for ring in (8, 16))]
+)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_doc_headtail_is_balanced_in_every_ring_step(distribution: Distribution, ring: int) -> None:
+def test_doc_headtail_is_balanced_in_every_ring_step(
+    distribution: Distribution, ring: int
+) -> None:
     assert worst_imbalance("doc_headtail", distribution, 128 * 1024, ring) <= 1.01
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ring", [4, 8, 16, 32])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_ring_steps_are_balanced_at_a_million_tokens(distribution: Distribution, ring: int) -> None:
+def test_ring_steps_are_balanced_at_a_million_tokens(
+    distribution: Distribution, ring: int
+) -> None:
     assert worst_imbalance("doc_headtail", distribution, 1024 * 1024, ring) <= 1.01
 
 
@@ -356,7 +420,8 @@ def test_plans_are_found_while_somebody_holds_them() -> None:
         boundaries_1D = torch.tensor([ends], dtype=torch.int32)
         return rank_attention_plan(boundaries_1D, 1, ends[-1], RingPlace("headtail", 2, 0))
 
-    held, forgotten = plan(8), weakref.ref(plan(12))
+    held = plan(8)
+    forgotten = weakref.ref(plan(12))
     for length in range(16, 16 + 4 * NUM_RECENT, 4):
         plan(length)
     gc.collect()
@@ -365,4 +430,6 @@ def test_plans_are_found_while_somebody_holds_them() -> None:
     assert forgotten() is None
     assert plan(12).tokens_per_rank == 6
     with pytest.raises(ValueError, match="must ascend from 0 to the sequence length 12"):
-        rank_attention_plan(torch.tensor([[0, 8]], dtype=torch.int32), 1, 12, RingPlace("headtail", 2, 0))
+        rank_attention_plan(
+            torch.tensor([[0, 8]], dtype=torch.int32), 1, 12, RingPlace("headtail", 2, 0)
+        )

@@ -1,4 +1,5 @@
-"""Every method, layout, head count and document layout against a dense masked softmax on one rank, in float64.
+"""Every method, layout, head count and document layout against a dense masked softmax on one rank,
+in float64.
 
 Shape suffixes: B batch, T tokens of the full sequence, N heads, H head dim.
 """
@@ -36,7 +37,9 @@ def documents(tokens: int, window: int) -> dict[str, Tensor]:
         "odd lengths, and one": starts([*odd, tokens - sum(odd)], [tokens], width=9),
         "one that spans ranks, short ones": starts([tokens - 12, 12], [1] * 7 + [tokens - 9, 2]),
         "many alike": starts([12] * (tokens // 12), [tokens - 5, 5], width=tokens // 12 + 1),
-        "around the window": starts(filled(around, tokens), filled(around[::-1], tokens), width=tokens + 1),
+        "around the window": starts(
+            filled(around, tokens), filled(around[::-1], tokens), width=tokens + 1
+        ),
     }
 
 
@@ -56,7 +59,11 @@ def cases(ranks: int) -> Iterator[Case]:
         if ranks % ulysses == 0 and ranks > ulysses:
             for rotation in ROTATE_METHODS:
                 mesh = (ranks // ulysses, ulysses)
-                yield f"hybrid {mesh} {rotation}", {"method": "hybrid", "outer_method": rotation}, mesh
+                yield (
+                    f"hybrid {mesh} {rotation}",
+                    {"method": "hybrid", "outer_method": rotation},
+                    mesh,
+                )
 
 
 def errors(tokens: int, every: int, scores: dict[str, Any], *, has_sink: bool) -> dict[str, float]:
@@ -72,7 +79,9 @@ def errors(tokens: int, every: int, scores: dict[str, Any], *, has_sink: bool) -
         for name, boundaries_BD in documents(tokens, scores.get("window") or 12).items():
             given = [*inputs(boundaries_BD, heads)]
             if has_sink:
-                given.append(torch.linspace(-1, 2, heads[0], dtype=torch.float64, requires_grad=True))
+                given.append(
+                    torch.linspace(-1, 2, heads[0], dtype=torch.float64, requires_grad=True)
+                )
             expected = list[Tensor]()
             for method, arguments, shape in cases(ranks):
                 if next(number) % every:
@@ -80,22 +89,34 @@ def errors(tokens: int, every: int, scores: dict[str, Any], *, has_sink: bool) -
                 expected = expected or run(partial(dense, **scores), given, boundaries_BD)[:-1]
                 if shape not in meshes:
                     meshes[shape] = init_device_mesh("cpu", shape if shape[1] else shape[:1])
-                if (arguments["method"] == "ulysses" and heads[0] % ranks) or (shape[1] and heads[0] % shape[1]):
+                if (arguments["method"] == "ulysses" and heads[0] % ranks) or (
+                    shape[1] and heads[0] % shape[1]
+                ):
                     continue
-                core = build_core(meshes[shape], heads=heads[0], kv_heads=heads[1], **arguments, **scores)
+                core = build_core(
+                    meshes[shape], heads=heads[0], kv_heads=heads[1], **arguments, **scores
+                )
                 ours = shared(core, given, boundaries_BD)
-                differences = (abs(a - b).max().item() for a, b in zip(ours, expected, strict=True))
+                differences = (
+                    abs(a - b).max().item() for a, b in zip(ours, expected, strict=True)
+                )
                 found[f"{method}, {kind}, {name}"] = max(differences)
     return found
 
 
 def shared(core: ContextParallel, given: Sequence[Tensor], boundaries_BD: Tensor) -> list[Tensor]:
-    """Output and gradients of sharded attention, unsharded, for the output gradient of `run`; the sink's is summed."""
+    """Output and gradients of sharded attention, unsharded, for the output gradient of `run`; the
+    sink's is summed.
+    """
     q, k, v = (core.shard(x.detach(), boundaries_BD).requires_grad_() for x in given[:3])
     sinks = [x.detach().clone().requires_grad_() for x in given[3:]]
     out = core(q, k, v, boundaries_BD, *sinks)
-    weights = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    grads = torch.autograd.grad(out, (q, k, v, *sinks), core.shard(weights.to(out.dtype), boundaries_BD))
+    weights = torch.randn(
+        given[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
+    grads = torch.autograd.grad(
+        out, (q, k, v, *sinks), core.shard(weights.to(out.dtype), boundaries_BD)
+    )
     sharded = [core.gather(x.detach(), boundaries_BD) for x in (out, *grads[:3])]
     return sharded + [all_reduce(None, x) for x in grads[3:]]
 
@@ -131,14 +152,18 @@ def test_a_sample_over_several_ranks_is_exact(ranks: int, scores: str) -> None:
 
 def require_exact(ranks: int, every: int, scores: str) -> None:
     options, has_sink = SCORES[scores]
-    by_rank = run_ranks(partial(errors, has_sink=has_sink), ranks, 192, every, options, timeout=480)
+    by_rank = run_ranks(
+        partial(errors, has_sink=has_sink), ranks, 192, every, options, timeout=480
+    )
     assert all(set(found) == set(by_rank[0]) for found in by_rank)
     assert len(by_rank[0]) >= 160 // every
     assert {name: error for name, error in by_rank[0].items() if not error <= 1e-12} == {}
 
 
 def rounding_errors(dtype: torch.dtype, method: str) -> list[tuple[float, float]]:
-    """(context-parallel error, single-rank error) of output and gradients, both against float64."""
+    """(context-parallel error, single-rank error) of output and gradients, both against
+    float64.
+    """
     boundaries_BD = starts([101, 3, 152], [256])
     narrow = inputs(boundaries_BD, (4, 2), dtype, head_dim=32)
     wide: Any = tuple(x.detach().double().requires_grad_() for x in narrow)

@@ -1,4 +1,6 @@
-"""Attention without a causal mask: every pair of a query and a key of the same document is covered exactly once."""
+"""Attention without a causal mask: every pair of a query and a key of the same document is covered
+exactly once.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ HOST = torch.device("cpu")
 
 def drawn_sides(random: Random) -> tuple[Rows, Rows]:
     """Queries and keys of two sequences of up to five documents, of which some have no queries."""
-    kind, ring = random.choice(KINDS), random.choice(RINGS)
+    kind = random.choice(KINDS)
+    ring = random.choice(RINGS)
     tokens = [48 * random.randint(1, 2) for _ in range(2)]
     sides: tuple[list[tuple[int, ...]], ...] = ([], [])
     for documents in (random.randint(1, 5), random.randint(1, 5)):
@@ -44,14 +47,18 @@ def document_of(rows: Rows) -> Tensor:
     return torch.cat(by_sequence)
 
 
-def ring_parts(plan: RankAttentionPlan, by_rank: list[Tensor]) -> Iterator[tuple[ScoreBlocks, Tensor]]:
+def ring_parts(
+    plan: RankAttentionPlan, by_rank: list[Tensor]
+) -> Iterator[tuple[ScoreBlocks, Tensor]]:
     """Blocks, and the keys that they count in."""
     yield plan.local_blocks, by_rank[plan.rank]
     for step, blocks in enumerate(plan.ring_step_blocks, start=1):
         yield blocks, by_rank[(plan.rank - step) % len(by_rank)]
 
 
-def gathered_parts(plan: RankAttentionPlan, by_rank: list[Tensor]) -> Iterator[tuple[ScoreBlocks, Tensor]]:
+def gathered_parts(
+    plan: RankAttentionPlan, by_rank: list[Tensor]
+) -> Iterator[tuple[ScoreBlocks, Tensor]]:
     yield plan.local_blocks, by_rank[plan.rank]
     keys_and_values = torch.cat([part for tokens in by_rank for part in (tokens, -1 - tokens)])
     keys, values = keys_and_values[plan.remote_kv_index(HOST)]
@@ -60,7 +67,9 @@ def gathered_parts(plan: RankAttentionPlan, by_rank: list[Tensor]) -> Iterator[t
 
 
 @pytest.mark.parametrize("parts", [ring_parts, gathered_parts])
-def test_every_pair_of_a_document_is_covered_once(parts: Callable[..., Iterator[tuple[ScoreBlocks, Tensor]]]) -> None:
+def test_every_pair_of_a_document_is_covered_once(
+    parts: Callable[..., Iterator[tuple[ScoreBlocks, Tensor]]],
+) -> None:
     random = Random(0)
     for _ in range(40):
         queries, keys = drawn_sides(random)
@@ -72,13 +81,18 @@ def test_every_pair_of_a_document_is_covered_once(parts: Callable[..., Iterator[
                 for q0, q1, k0, k1, mask in blocks.blocks:
                     assert mask == "full"
                     covered[local_tokens(queries, rank)[q0:q1, None], tokens[k0:k1]] += 1
-        assert torch.equal(covered, (document_of(queries)[:, None] == document_of(keys)).long()), (queries, keys)
+        assert torch.equal(covered, (document_of(queries)[:, None] == document_of(keys)).long()), (
+            queries,
+            keys,
+        )
 
 
 def test_a_document_is_one_rectangle_on_a_rank_whatever_its_spans() -> None:
     rows = Rows("balanced", 4, ((0, 1000, 4096),))
     plan = RankAttentionPlan(rows.layout, 1, keys=rows.layout)
-    assert [len(blocks) for blocks in (plan.local_blocks, plan.remote_blocks, *plan.ring_step_blocks)] == [2] * 5
+    assert [
+        len(blocks) for blocks in (plan.local_blocks, plan.remote_blocks, *plan.ring_step_blocks)
+    ] == [2] * 5
 
 
 def test_plans_depend_on_the_documents_of_both_sides() -> None:
@@ -88,7 +102,10 @@ def test_plans_depend_on_the_documents_of_both_sides() -> None:
 
     assert plan(4) is plan(4)
     assert plan(4) is not plan(12)
-    assert [block[3] for block in plan(4).local_blocks.blocks + plan(12).local_blocks.blocks] == [4, 8]
+    assert [block[3] for block in plan(4).local_blocks.blocks + plan(12).local_blocks.blocks] == [
+        4,
+        8,
+    ]
 
 
 def test_queries_without_keys_are_refused() -> None:

@@ -17,8 +17,12 @@ from tests.parallelisms.context.cores import build_core
 from tests.ranks import run_ranks
 
 HEADS: dict[str, Any] = {"heads": 8, "kv_heads": 4}
-SHIFTED = "labels must be the next tokens of their documents, shifted before the sequence is sharded"
-WRONG_LENGTH = "boundaries [0, 5, 6, 24, 24, 24, 24, 24] must ascend from 0 to the sequence length {}"
+SHIFTED = (
+    "labels must be the next tokens of their documents, shifted before the sequence is sharded"
+)
+WRONG_LENGTH = (
+    "boundaries [0, 5, 6, 24, 24, 24, 24, 24] must ascend from 0 to the sequence length {}"
+)
 
 
 def error_message(function: Any, *arguments: Any, **options: Any) -> str:
@@ -44,7 +48,10 @@ ONE_DIM_PLANS: list[tuple[dict[str, Any], str]] = [
     ({"method": "allgather", "window": 0}, "sliding window 0 must be at least 1"),
     ({"method": "ring", "softcap": 0.0}, "soft cap 0.0 must be above 0"),
     ({"method": "alltoall", "dropout": 0.1}, unsupported("alltoall", "attention dropout 0.1")),
-    ({"method": "allgather", "causal": False}, unsupported("allgather", "attention without a causal mask")),
+    (
+        {"method": "allgather", "causal": False},
+        unsupported("allgather", "attention without a causal mask"),
+    ),
     (
         {"method": "rings", "dropout": 0.2},
         'cp_method = "rings" must be one of auto, allgather, ring, alltoall, ulysses, hybrid; '
@@ -100,17 +107,22 @@ TWO_DIM_PLANS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("shape", "refused"), [((2,), ONE_DIM_PLANS), ((2, 2), TWO_DIM_PLANS)], ids=["line", "grid"])
+@pytest.mark.parametrize(
+    ("shape", "refused"), [((2,), ONE_DIM_PLANS), ((2, 2), TWO_DIM_PLANS)], ids=["line", "grid"]
+)
 def test_every_rank_reports_all_problems_of_a_plan(
     shape: tuple[int, ...], refused: list[tuple[dict[str, Any], str]]
 ) -> None:
-    asked, expected = [options for options, _ in refused], [message for _, message in refused]
+    asked = [options for options, _ in refused]
+    expected = [message for _, message in refused]
     for messages in run_ranks(plan_errors, torch.Size(shape).numel(), shape, asked, timeout=30):
         assert messages == expected
 
 
 def mismatch_errors(shape: tuple[int, ...], asked: list[tuple[int, dict[str, Any]]]) -> list[str]:
-    """The errors if one rank gets different arguments; afterwards the ranks can still communicate."""
+    """The errors if one rank gets different arguments; afterwards the ranks can still
+    communicate.
+    """
     mesh = init_device_mesh("cpu", shape)
     method = "ring" if len(shape) == 1 else "hybrid"
     messages = []
@@ -169,7 +181,9 @@ def call_errors() -> dict[str, str]:
             core: ContextParallel = core,
         ) -> str:
             given = starts(*rows) if rows else boundaries
-            return error_message(core, torch.ones(q, dtype=dtype), torch.ones(k), torch.ones(v), given)
+            return error_message(
+                core, torch.ones(q, dtype=dtype), torch.ones(k), torch.ones(v), given
+            )
 
         found[f"{method}, query heads"] = call(q=(1, 8, 4, 4))
         found[f"{method}, key heads"] = call(k=(1, 8, 8, 4), v=(1, 8, 8, 4))
@@ -181,10 +195,14 @@ def call_errors() -> dict[str, str]:
         found[f"{method}, shorter row"] = call([3, 9])
         found[f"{method}, longer row"] = call([3, 29])
         found[f"{method}, int64"] = call(boundaries=starts([16]).long())
-        found[f"{method}, descending"] = call(boundaries=torch.tensor([[0, 9, 5, 16]], dtype=torch.int32))
+        found[f"{method}, descending"] = call(
+            boundaries=torch.tensor([[0, 9, 5, 16]], dtype=torch.int32)
+        )
         found[f"{method}, no start"] = call(boundaries=torch.tensor([[3, 16]], dtype=torch.int32))
         # The rejected calls left no message in flight.
-        assert torch.equal(core(*(torch.ones(1, 8, heads, 4) for heads in (8, 4, 4))), torch.ones(1, 8, 8, 4))
+        assert torch.equal(
+            core(*(torch.ones(1, 8, heads, 4) for heads in (8, 4, 4))), torch.ones(1, 8, 8, 4)
+        )
     return found
 
 
@@ -218,14 +236,20 @@ def batch_size_errors() -> list[str]:
     found = []
     for method in ("ring", "allgather", "ulysses"):
         core = build_core(mesh, method=method, **HEADS)
-        q, k = torch.ones(2, 8, 8, 4), torch.ones(2, 8, 4, 4)
-        found += [error_message(core, q, k, k, starts(*rows)) for rows in ([[3, 13]], [[3, 13], [16], [16]])]
+        q = torch.ones(2, 8, 8, 4)
+        k = torch.ones(2, 8, 4, 4)
+        found += [
+            error_message(core, q, k, k, starts(*rows))
+            for rows in ([[3, 13]], [[3, 13], [16], [16]])
+        ]
     return found
 
 
 @pytest.mark.ranks
 def test_boundaries_with_another_batch_size_raise() -> None:
-    """Otherwise sequences without boundaries would stay uninitialised, and surplus boundaries would crash."""
+    """Otherwise sequences without boundaries would stay uninitialised, and surplus boundaries
+    would crash.
+    """
     for found in run_ranks(batch_size_errors, 2):
         for fewer, more in zip(found[::2], found[1::2], strict=True):
             assert fewer == "boundaries have batch size 1; q, k and v have 2"
@@ -239,13 +263,18 @@ def full_batch() -> Batch:
     """Two sequences with distinct labels."""
     batch = packed([5, 1, 18], [24])
     tokens = torch.arange(48).view(2, 24)
-    return replace(batch, tokens=tokens, labels=torch.where(batch.labels == IGNORE_INDEX, IGNORE_INDEX, tokens + 1))
+    return replace(
+        batch,
+        tokens=tokens,
+        labels=torch.where(batch.labels == IGNORE_INDEX, IGNORE_INDEX, tokens + 1),
+    )
 
 
 def sharding_errors() -> dict[str, str]:
     mesh = init_device_mesh("cpu", (2,))
     headtail, contiguous = (
-        build_core(mesh, method="ring", layout=kind, **HEADS) for kind in ("headtail", "contiguous")
+        build_core(mesh, method="ring", layout=kind, **HEADS)
+        for kind in ("headtail", "contiguous")
     )
     batch = full_batch()
     return {

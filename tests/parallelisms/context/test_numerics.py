@@ -41,7 +41,9 @@ class ThreadCollectives:
         self.barrier = Barrier(self.ranks, timeout=60)
         # By receiving rank and transfer index.
         self.hops: dict[tuple[int, int], SimpleQueue[Tensor]] = {
-            (rank, hop): SimpleQueue() for rank in range(self.ranks) for hop in range(3 * self.ranks)
+            (rank, hop): SimpleQueue()
+            for rank in range(self.ranks)
+            for hop in range(3 * self.ranks)
         }
         self.made = [count() for _ in range(self.ranks)]
 
@@ -80,10 +82,14 @@ def shared(
     rotation: RotateMethod = "ring",
     wire: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
-    """Output, gradients and log-sum-exp of one sequence, unsharded, for the output gradient of `run`."""
+    """Output, gradients and log-sum-exp of one sequence, unsharded, for the output gradient of
+    `run`.
+    """
     layout = BatchLayout(LAYOUTS_BY_ROTATE_METHOD[rotation][0], ranks, boundaries_BD[:1])
     (permutation_T,) = layout.permutation()
-    weights = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    weights = torch.randn(
+        given[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
     shards = [x.detach()[0, permutation_T].chunk(ranks) for x in (weights.to(given[0]), *given)]
     collectives = ThreadCollectives(ranks)
 
@@ -92,7 +98,10 @@ def shared(
         share = RankAttentionPlan(layout, rank)
         exchange: KVExchange
         if rotation == "allgather":
-            gather, scatter = (partial(each, rank=rank) for each in (collectives.gather, collectives.reduce_scatter))
+            gather, scatter = (
+                partial(each, rank=rank)
+                for each in (collectives.gather, collectives.reduce_scatter)
+            )
             exchange = AllGather(share, gather, scatter, wire)
         else:
             exchange = Ring(share, partial(collectives.rotate, rank=rank), wire)
@@ -117,7 +126,10 @@ def exact(given: tuple[Tensor, ...], boundaries_BD: Tensor) -> dict[str, Tensor]
 
 def errors(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
     """Root mean square, relative."""
-    return {name: float((found[name].double() - right[name]).norm() / right[name].norm()) for name in NAMES}
+    return {
+        name: float((found[name].double() - right[name]).norm() / right[name].norm())
+        for name in NAMES
+    }
 
 
 @pytest.mark.parametrize("rotation", ["ring", "allgather"])
@@ -164,7 +176,9 @@ def test_bfloat16_error_does_not_grow_with_ranks(rotation: RotateMethod) -> None
         assert error[ranks]["out"] <= 1.1 * error[2]["out"]
         assert error[ranks]["dq"] <= 1.1 * error[2]["dq"]
         # Kernel rounding depends on the lengths; those of 4 ranks are unfavourable.
-        assert max(error[ranks][name] / error[2][name] for name in ("dk", "dv")) <= (1.3 if ranks == 4 else 1.05)
+        assert max(error[ranks][name] / error[2][name] for name in ("dk", "dv")) <= (
+            1.3 if ranks == 4 else 1.05
+        )
         assert error[ranks]["lse"] <= 2e-6, "half precision would cost three digits"
     # The float32 default keeps these errors flat.
     narrow = errors(shared(given, rows, 16, rotation, torch.bfloat16), right)

@@ -12,13 +12,18 @@ from torch import Tensor
 from models import online_softmax
 from models.online_softmax import OnlineSoftmax
 
-PARTS, QUERIES, HEADS, WIDTH = 17, 512, 4, 16
+PARTS = 17
+QUERIES = 512
+HEADS = 4
+WIDTH = 16
 EVERYTHING = slice(None)
 NONE = -torch.inf
 
 
 def draw(spread: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Outputs [M, X, N, H] and log-sum-exps [M, N, X] with standard deviation `spread`, exact in every dtype."""
+    """Outputs [M, X, N, H] and log-sum-exps [M, N, X] with standard deviation `spread`, exact in
+    every dtype.
+    """
     generator = torch.Generator().manual_seed(0)
     out_MXNH = torch.randn(PARTS, QUERIES, HEADS, WIDTH, generator=generator)
     lse_MNX = spread * torch.randn(PARTS, HEADS, QUERIES, generator=generator)
@@ -43,7 +48,9 @@ def errors(spread: float, dtype: torch.dtype = torch.float32) -> tuple[float, fl
     parts = draw(spread, dtype)
     running = merge_sequentially(*parts)
     out_XNH, lse_NX = merge_in_float64(*parts)
-    return (running.out_XNH - out_XNH).abs().max().item(), (running.lse_NX - lse_NX).abs().max().item() / spread
+    return (running.out_XNH - out_XNH).abs().max().item(), (
+        running.lse_NX - lse_NX
+    ).abs().max().item() / spread
 
 
 @pytest.mark.parametrize(("spread", "bound"), [(1.0, 7e-7), (30.0, 7e-6), (1e4, 7e-5)])
@@ -81,7 +88,9 @@ def test_merges_accumulate_in_float32_for_any_input_dtype() -> None:
         (-1e30, 1e30, 2.0, 1e30),
     ],
 )
-def test_query_without_keys_takes_the_other_result(before: float, part: float, out: float, lse: float) -> None:
+def test_query_without_keys_takes_the_other_result(
+    before: float, part: float, out: float, lse: float
+) -> None:
     running = OnlineSoftmax(torch.full((1, 1, 2), 1.0), torch.full((1, 1), before))
     running.merge(EVERYTHING, torch.full((1, 1, 2), 2.0), torch.full((1, 1), part))
     assert running.out_XNH.tolist() == [[[out, out]]]
@@ -96,11 +105,14 @@ def test_result_without_keys_changes_no_bit() -> None:
     assert torch.equal(running.lse_NX, lse_MNX[0])
 
 
-@pytest.mark.parametrize("at", [slice(100, 300), torch.arange(QUERIES - 1, 0, -2)[:200]], ids=["range", "indices"])
+@pytest.mark.parametrize(
+    "at", [slice(100, 300), torch.arange(QUERIES - 1, 0, -2)[:200]], ids=["range", "indices"]
+)
 def test_merge_changes_only_its_queries(at: slice | Tensor) -> None:
     out_MXNH, lse_MNX = draw(1.0)
     running = OnlineSoftmax(out_MXNH[0].clone(), lse_MNX[0].clone())
-    given_out, given_lse = out_MXNH[1, at].clone(), lse_MNX[1][:, at].clone()
+    given_out = out_MXNH[1, at].clone()
+    given_lse = lse_MNX[1][:, at].clone()
     running.merge(at, given_out, given_lse)
     assert torch.equal(given_out, out_MXNH[1, at]), "a part is only read"
     assert torch.equal(given_lse, lse_MNX[1][:, at]), "a part is only read"
@@ -114,13 +126,20 @@ def test_merge_changes_only_its_queries(at: slice | Tensor) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 100, 511, 512, 4096])
-def test_gradient_of_a_sink_covers_every_chunk_of_tokens(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_of_a_sink_covers_every_chunk_of_tokens(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, lse = draw(1.0, torch.float64)
-    out_XNH, lse_NX = out[0], lse[0]
+    out_XNH = out[0]
+    lse_NX = lse[0]
     sink_N = torch.linspace(-1, 1, len(lse_NX), dtype=torch.float64, requires_grad=True)
     with_sink, lse_with_sink = online_softmax.add_sink(out_XNH, lse_NX, sink_N)
-    grad_XNH = torch.randn(out_XNH.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    grad_XNH = torch.randn(
+        out_XNH.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     (expected,) = torch.autograd.grad(with_sink, sink_N, grad_XNH)
     monkeypatch.setattr(online_softmax, "SINK_TOKENS", chunk)
-    found = online_softmax.sink_grad(grad_XNH, with_sink.detach(), lse_with_sink.detach(), sink_N.detach())
+    found = online_softmax.sink_grad(
+        grad_XNH, with_sink.detach(), lse_with_sink.detach(), sink_N.detach()
+    )
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

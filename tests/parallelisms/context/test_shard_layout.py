@@ -46,20 +46,27 @@ def of_batch(*layouts: SeqLayout) -> BatchLayout:
 
 def local_tokens(layout: SeqLayout) -> list[list[int]]:
     """Token indices of every rank."""
-    parts: list[list[int]] = [part.tolist() for part in permutation(layout).chunk(layout.ring_degree)]
+    parts: list[list[int]] = [
+        part.tolist() for part in permutation(layout).chunk(layout.ring_degree)
+    ]
     return parts
 
 
 def owners(layout: SeqLayout) -> list[int]:
     """The rank of every token."""
-    of_token = {token: rank for rank, tokens in enumerate(local_tokens(layout)) for token in tokens}
+    of_token = {
+        token: rank for rank, tokens in enumerate(local_tokens(layout)) for token in tokens
+    }
     return [of_token[token] for token in range(layout.num_tokens)]
 
 
 def assign_heaviest_first(sums: list[int], ring: int) -> list[int]:
-    """The rank of each chunk: heaviest first, to the least loaded rank with a free slot; ties by index."""
+    """The rank of each chunk: heaviest first, to the least loaded rank with a free slot; ties by
+    index.
+    """
     rank_of = [0] * len(sums)
-    load, count = [0] * ring, [0] * ring
+    load = [0] * ring
+    count = [0] * ring
     for chunk in sorted(range(len(sums)), key=lambda chunk: sums[chunk], reverse=True):
         rank = min((r for r in range(ring) if count[r] < len(sums) // ring), key=lambda r: load[r])
         rank_of[chunk] = rank
@@ -68,7 +75,9 @@ def assign_heaviest_first(sums: list[int], ring: int) -> list[int]:
     return rank_of
 
 
-def assign_chunks(boundaries: tuple[int, ...], ring: int, per_rank: int) -> tuple[list[int], float]:
+def assign_chunks(
+    boundaries: tuple[int, ...], ring: int, per_rank: int
+) -> tuple[list[int], float]:
     """The rank of each chunk for `per_rank` chunks per rank, and the imbalance."""
     sums = keys_seen(boundaries).view(ring * per_rank, -1).sum(1)
     rank_of = assign_heaviest_first(sums.tolist(), ring)
@@ -101,7 +110,10 @@ def test_contiguous_gives_each_rank_one_range() -> None:
 
 
 def test_doc_headtail_splits_every_document_over_all_ranks() -> None:
-    assert local_tokens(SeqLayout("doc_headtail", 2, (0, 8, 12))) == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+    assert local_tokens(SeqLayout("doc_headtail", 2, (0, 8, 12))) == [
+        [0, 1, 6, 7, 8, 11],
+        [2, 3, 4, 5, 9, 10],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +165,8 @@ def drawn_batches(seed: int, count: int) -> Iterator[list[SeqLayout]]:
     """So many of each kind on each ring."""
     rng = random.Random(seed)
     for kind, ring, _ in product(KINDS, (1, 2, 3, 5, 8), range(count)):
-        tokens, documents = 2 * ring * rng.choice((1, 2, 5, 16, 300)), rng.choice((1, 2, 4, 10, 50))
+        tokens = 2 * ring * rng.choice((1, 2, 5, 16, 300))
+        documents = rng.choice((1, 2, 4, 10, 50))
         rows = [
             sorted(rng.choice((tokens, rng.randint(0, tokens))) for _ in range(documents - 1))
             for _ in range(rng.choice((1, 1, 2, 3)))
@@ -164,7 +177,8 @@ def drawn_batches(seed: int, count: int) -> Iterator[list[SeqLayout]]:
 @pytest.mark.parametrize("count", [10, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_batch_has_the_spans_pairs_and_halos_of_its_sequences(count: int) -> None:
     for layouts in drawn_batches(0, count):
-        batch, ring = of_batch(*layouts), layouts[0].ring_degree
+        batch = of_batch(*layouts)
+        ring = layouts[0].ring_degree
         for rank in range(ring):
             spans = batch.of_rank(rank)
             columns = (spans.local_start, spans.start, spans.length, spans.document_start)
@@ -185,7 +199,10 @@ def test_a_batch_has_the_spans_pairs_and_halos_of_its_sequences(count: int) -> N
             halos = torch.tensor([layout.halo_tokens(window) for layout in layouts]).sum(0)
             for rank in range(ring):
                 plan = RankAttentionPlan(batch, rank, scores=Scores(window))
-                assert (plan.halo_received, plan.halo_sent) == (halos[rank].tolist(), halos[:, rank].tolist())
+                assert (plan.halo_received, plan.halo_sent) == (
+                    halos[rank].tolist(),
+                    halos[:, rank].tolist(),
+                )
                 assert plan.max_halo_tokens == int(halos.sum(1).max())
 
 
@@ -201,7 +218,9 @@ def test_permutation_is_even_and_invertible(kind: ShardLayout, ring: int) -> Non
         assert permutation(layout).dtype == torch.int64
         assert sorted(token for part in parts for token in part) == list(range(TOKENS))
         assert [len(part) for part in parts] == [TOKENS // ring] * ring
-        assert all(part == sorted(part) for part in parts), "a rank holds its tokens in the order of the row"
+        assert all(part == sorted(part) for part in parts), (
+            "a rank holds its tokens in the order of the row"
+        )
         row = torch.arange(TOKENS) * 7
         assert torch.equal(row[permutation(layout)][permutation(layout).argsort()], row)
 
@@ -216,7 +235,9 @@ def test_spans_are_maximal_ranges_of_a_document_on_a_rank(kind: ShardLayout, rin
             begins = [
                 local
                 for local, token in enumerate(tokens)
-                if not local or tokens[local - 1] != token - 1 or documents[token - 1] != documents[token]
+                if not local
+                or tokens[local - 1] != token - 1
+                or documents[token - 1] != documents[token]
             ]
             ends = [*begins[1:], len(tokens)]
             assert [tuple(piece) for piece in layout.spans(rank)] == [
@@ -231,9 +252,13 @@ def test_pairs_per_rank_sum_to_all_visible_pairs(kind: ShardLayout, ring: int) -
     for boundaries in small(TOKENS):
         layout = SeqLayout(kind, ring, boundaries)
         seen = keys_seen(boundaries)
-        assert layout.pairs_per_rank() == tuple(int(seen[tokens].sum()) for tokens in local_tokens(layout))
+        assert layout.pairs_per_rank() == tuple(
+            int(seen[tokens].sum()) for tokens in local_tokens(layout)
+        )
         lengths = [end - start for start, end in pairwise(boundaries)]
-        assert sum(layout.pairs_per_rank()) == sum(length * (length + 1) // 2 for length in lengths)
+        assert sum(layout.pairs_per_rank()) == sum(
+            length * (length + 1) // 2 for length in lengths
+        )
 
 
 @pytest.mark.parametrize("ring", RINGS)
@@ -244,7 +269,9 @@ def test_doc_headtail_orders_ranks_up_then_down_in_every_document(ring: int) -> 
             size, left_over = divmod(end - start, 2 * ring)
             document = ranks[start:end]
             turn = next(
-                place for place in range(len(document) + 1) if document[place:] == sorted(document[place:])[::-1]
+                place
+                for place in range(len(document) + 1)
+                if document[place:] == sorted(document[place:])[::-1]
             )
             assert document[:turn] == sorted(document[:turn])
             counts = [document.count(rank) - 2 * size for rank in range(ring)]
@@ -263,7 +290,8 @@ def test_single_document_is_headtail_in_every_balancing_layout(ring: int) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_padded_boundaries_give_the_same_layout(kind: ShardLayout) -> None:
-    layout, filled = SeqLayout(kind, 2, (0, 3, 16)), SeqLayout(kind, 2, (0, 3, 16, 16, 16))
+    layout = SeqLayout(kind, 2, (0, 3, 16))
+    filled = SeqLayout(kind, 2, (0, 3, 16, 16, 16))
     assert filled.num_tokens == 16
     assert filled.documents == layout.documents == [(0, 3), (3, 16)]
     assert [filled.spans(rank) for rank in range(2)] == [layout.spans(rank) for rank in range(2)]
@@ -292,9 +320,15 @@ def test_balanced_uses_the_fewest_chunks_that_balance_else_splits_documents(ring
 def test_balanced_uses_up_to_32_chunks_per_rank_with_one_long_document() -> None:
     boundaries = (0, 6553, *range(6553 + 64, 8192 * 4, 64), 8192 * 4)
     rank_of, ratio = assign_chunks(boundaries, 4, 32)
-    assert ratio <= 1.01 < min(assign_chunks(boundaries, 4, per_rank)[1] for per_rank in (2, 4, 8, 16))
+    assert (
+        ratio
+        <= 1.01
+        < min(assign_chunks(boundaries, 4, per_rank)[1] for per_rank in (2, 4, 8, 16))
+    )
     # 64 chunks of 128 tokens would fit.
-    assert owners(SeqLayout("balanced", 4, boundaries)) == [rank for rank in rank_of for _ in range(256)]
+    assert owners(SeqLayout("balanced", 4, boundaries)) == [
+        rank for rank in rank_of for _ in range(256)
+    ]
 
 
 def test_tokens_that_equal_chunks_leave_over_are_one_short_chunk_per_rank_at_the_end() -> None:
@@ -312,9 +346,13 @@ def test_tokens_that_equal_chunks_leave_over_are_one_short_chunk_per_rank_at_the
 
 
 def test_indivisible_sequence_length_raises() -> None:
-    with pytest.raises(ValueError, match=r"^sequence length 7 must be a multiple of the 2 ring ranks$"):
+    with pytest.raises(
+        ValueError, match=r"^sequence length 7 must be a multiple of the 2 ring ranks$"
+    ):
         permutation(SeqLayout("contiguous", 2, (0, 7)))
-    with pytest.raises(ValueError, match=r"^sequence length 8 must be a multiple of the 0 ring ranks$"):
+    with pytest.raises(
+        ValueError, match=r"^sequence length 8 must be a multiple of the 0 ring ranks$"
+    ):
         SeqLayout("contiguous", 0, (0, 8)).pairs_per_rank()
 
 
@@ -346,9 +384,15 @@ def test_balanced_is_balanced_at_any_legal_length(ring: int) -> None:
     """Lengths with few factors of two, from a thousand tokens per rank to a million in all."""
     draw = random.Random(ring)
     lengths = [2 * ring * (2 * draw.randrange(250, 5_000) + 1) for _ in range(4)]
-    lengths += [tokens for tokens, ranks in ((4_240, 8), (100_000, 16), (1_000_000, 32)) if ranks == ring]
+    lengths += [
+        tokens for tokens, ranks in ((4_240, 8), (100_000, 16), (1_000_000, 32)) if ranks == ring
+    ]
     for tokens in lengths:
-        rows = [packed(distribution, tokens, seed) for distribution in DISTRIBUTIONS for seed in range(3)]
+        rows = [
+            packed(distribution, tokens, seed)
+            for distribution in DISTRIBUTIONS
+            for seed in range(3)
+        ]
         assert worst_imbalance("balanced", rows, ring) <= 1.02, tokens
 
 
@@ -356,15 +400,22 @@ def test_balanced_is_balanced_at_any_legal_length(ring: int) -> None:
 def test_balanced_is_never_less_even_than_the_other_layouts_beyond_two_percent(ring: int) -> None:
     """Down to one token per chunk, where nothing may be even."""
     for tokens in (2 * ring, 6 * ring, 22 * ring, 106 * ring, 254 * ring):
-        for boundaries in [scattered(tokens, seed) if tokens > 12 else (0, 1, tokens) for seed in range(6)]:
-            best = min(imbalance(SeqLayout(kind, ring, boundaries)) for kind in ("headtail", "doc_headtail"))
+        for boundaries in [
+            scattered(tokens, seed) if tokens > 12 else (0, 1, tokens) for seed in range(6)
+        ]:
+            best = min(
+                imbalance(SeqLayout(kind, ring, boundaries))
+                for kind in ("headtail", "doc_headtail")
+            )
             assert imbalance(SeqLayout("balanced", ring, boundaries)) <= max(1.02, best)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ring", [4, 8, 16, 32])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_packed_sequences_of_a_million_tokens_are_balanced(distribution: Distribution, ring: int) -> None:
+def test_packed_sequences_of_a_million_tokens_are_balanced(
+    distribution: Distribution, ring: int
+) -> None:
     rows = [packed(distribution, 1024 * 1024, seed) for seed in range(20)]
     assert worst_imbalance("doc_headtail", rows, ring) <= 1.01
     assert worst_imbalance("balanced", rows, ring) <= 1.02
@@ -374,5 +425,7 @@ def test_headtail_is_unbalanced_for_packed_documents() -> None:
     """The baseline of the balanced layouts."""
     for distribution in DISTRIBUTIONS:
         rows = [packed(distribution, 128 * 1024, seed) for seed in range(20)]
-        mean = sum(imbalance(SeqLayout("headtail", 16, boundaries)) for boundaries in rows) / len(rows)
+        mean = sum(imbalance(SeqLayout("headtail", 16, boundaries)) for boundaries in rows) / len(
+            rows
+        )
         assert mean == 1 if distribution == "one document" else mean > 1.4

@@ -12,7 +12,9 @@ from parallelisms.context.context_parallel import ContextParallel
 
 
 def shard_batch(core: ContextParallel, batch: Batch) -> Batch:
-    """The tokens of this rank, of a batch that is padded first; the boundaries stay those of the full sequences."""
+    """The tokens of this rank, of a batch that is padded first; the boundaries stay those of the
+    full sequences.
+    """
     batch = pad_batch(batch, core.seq_len_divisor)
     return replace(
         batch.map_tokens(lambda x_BT: core.shard(x_BT, batch.boundaries)),
@@ -21,7 +23,9 @@ def shard_batch(core: ContextParallel, batch: Batch) -> Batch:
 
 
 def pad_batch(batch: Batch, multiple: int) -> Batch:
-    """Pads every sequence to a length divisible by `multiple`, with one more document that has no labels."""
+    """Pads every sequence to a length divisible by `multiple`, with one more document that has no
+    labels.
+    """
     batch_size, seq_len = batch.tokens.shape
     num_padding = -seq_len % multiple
     if not num_padding:
@@ -32,8 +36,11 @@ def pad_batch(batch: Batch, multiple: int) -> Batch:
         batch,
         tokens=F.pad(batch.tokens, (0, num_padding)),
         labels=F.pad(batch.labels, (0, num_padding), value=IGNORE_INDEX),
-        positions=torch.cat([batch.positions, torch.arange(num_padding).expand(batch_size, -1)], dim=1),
+        positions=torch.cat(
+            [batch.positions, torch.arange(num_padding).expand(batch_size, -1)], dim=1
+        ),
         document_ids=torch.cat([batch.document_ids, padding_id.expand(-1, num_padding)], dim=1),
         boundaries=torch.cat([batch.boundaries, new_end], dim=1),
-        num_computed_pairs=batch.num_computed_pairs + batch_size * num_padding * (num_padding + 1) // 2,
+        num_computed_pairs=batch.num_computed_pairs
+        + batch_size * num_padding * (num_padding + 1) // 2,
     )

@@ -1,4 +1,6 @@
-"""Tokenize a corpus once, before any process group exists, into a folder that all later runs map into memory."""
+"""Tokenize a corpus once, before any process group exists, into a folder that all later runs map
+into memory.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,14 @@ SHARD_TOKENS = 1 << 29
 KEY_VERSION = 3
 """A change tokenizes every corpus again."""
 UNCUT_BYTES = {"byte": sys.maxsize, "tiktoken": 25_000, "huggingface": 400_000}
-"""Files of fewer bytes had the same ids in version 2, which cut longer texts. sentencepiece encoded lines."""
+"""Files of fewer bytes had the same ids in version 2, which cut longer texts. sentencepiece
+encoded lines.
+"""
 
 
 def prepare_datasets(config: Config) -> dict[str, Path]:
-    """Tokenizes the sources of a run that are not tokenized yet; returns the folder of each, by name.
+    """Tokenizes the sources of a run that are not tokenized yet; returns the folder of each, by
+    name.
 
     Raises DataError, and ConfigError if the model's vocabulary is smaller than the tokenizer's.
     """
@@ -67,7 +72,10 @@ def prepare_datasets(config: Config) -> dict[str, Path]:
 
 
 def describe_prepared(dataset: TokenDataset) -> str:
-    """The line that ends a preparation. Of each text it says once whether it is in a document, empty or skipped."""
+    """The line that ends a preparation.
+
+    Of each text it says once whether it is in a document, empty or skipped.
+    """
     meta = dataset.meta
     counts = None if meta.counts is None else meta.counts.values()
     skipped = meta.skipped if counts is None else sum(each.skipped for each in counts)
@@ -86,12 +94,15 @@ class PreparedFolders(Artifact):
 
 
 def prepare_once(config: Config, launch: str | None) -> dict[str, Path]:
-    """`prepare_datasets` in several processes of one launch: the first that shares a cache tells the others.
+    """`prepare_datasets` in several processes of one launch: the first that shares a cache tells
+    the others.
 
-    Each would look at every file of the corpora, 1.5 s for 50,000. `launch` is the same for these processes and no others;
-    None: there are no others.
+    Each would look at every file of the corpora, 1.5 s for 50,000. `launch` is the same for these
+    processes and no others; None: there are no others.
     """
-    if launch is None or all(is_token_dataset(Path(spec.corpus)) for spec in corpus_specs(config).values()):
+    if launch is None or all(
+        is_token_dataset(Path(spec.corpus)) for spec in corpus_specs(config).values()
+    ):
         return prepare_datasets(config)
     cache = config.data.cache_dir
     path = cache / f".{launch}.json"
@@ -100,17 +111,24 @@ def prepare_once(config: Config, launch: str | None) -> dict[str, Path]:
         with file_lock(path.with_suffix(".lock")) as acquired:
             if acquired and path.exists():
                 with suppress(DamageError, ResumeError):
-                    folders = {name: Path(each) for name, each in read_artifact(path, PreparedFolders).folders.items()}
+                    folders = {
+                        name: Path(each)
+                        for name, each in read_artifact(path, PreparedFolders).folders.items()
+                    }
                     if all(map(is_token_dataset, folders.values())):
                         return folders
             folders = prepare_datasets(config)
-            prepared = PreparedFolders(folders={name: str(folder) for name, folder in folders.items()})
+            prepared = PreparedFolders(
+                folders={name: str(folder) for name, folder in folders.items()}
+            )
             write_artifact(path, prepared, owner=launch)
             for other in cache.glob(".launch-*"):
                 if other.stem != path.stem:
                     other.unlink(missing_ok=True)
             return folders
-    except OSError:  # A cache that cannot be written: of corpora that are prepared elsewhere, or named by `prepare`.
+    except OSError:
+        # A cache that cannot be written: of corpora that are prepared elsewhere, or named by
+        # `prepare`.
         return prepare_datasets(config)
 
 
@@ -122,11 +140,12 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     folder: Path | None = None,
 ) -> TokenDataset:
-    """The tokens of a source, in `folder` or else in its `cache_dir`; tokenizes the source if they are absent.
+    """The tokens of a source, in `folder` or else in its `cache_dir`; tokenizes the source if they
+    are absent.
 
-    Every rank calls this; of those that share a file system one tokenizes and the others wait. The result depends only
-    on the corpus, the options and the tokenizer. Resumes after an interruption. Raises DataError, and RankFailedError
-    if a worker dies.
+    Every rank calls this; of those that share a file system one tokenizes and the others wait. The
+    result depends only on the corpus, the options and the tokenizer. Resumes after an
+    interruption. Raises DataError, and RankFailedError if a worker dies.
     """
     if is_token_dataset(Path(source.corpus)):
         return open_token_dataset(Path(source.corpus), source, tokenizer)
@@ -142,25 +161,38 @@ def prepare(
                 if not (folder / META_FILENAME).exists():
                     suffix = "" if acquired else f"-{socket.gethostname()}-{os.getpid()}"
                     work_folder = folder.with_name(f"{name}.tmp{suffix}")
-                    tokenize_corpus(corpus, TokenizeJob(work_folder, source, tokenizer, shard_tokens), workers=workers)
+                    tokenize_corpus(
+                        corpus,
+                        TokenizeJob(work_folder, source, tokenizer, shard_tokens),
+                        workers=workers,
+                    )
                     publish(work_folder, folder)
     except OSError as error:
         raise DataError(f"{location} cannot be written: {error}") from error
     dataset = open_token_dataset(folder, source, tokenizer)
-    if dataset.meta.counts is None:  # Prepared when what is not text was not refused yet.
+    # Prepared when what is not text was not refused yet.
+    if dataset.meta.counts is None:
         corpus.require_readable(thoroughly=True)
         corpus.require_lines_by_suffix(folder)
     return dataset
 
 
 def open_token_dataset(folder: Path, source: CorpusSpec, tokenizer: Tokenizer) -> TokenDataset:
-    """A prepared folder. Raises DataError if it does not match the source's options and the tokenizer."""
+    """A prepared folder.
+
+    Raises DataError if it does not match the source's options and the tokenizer.
+    """
     dataset = TokenDataset(folder)
-    meta, prepared = dataset.meta, f'data.corpus = "{folder}" was prepared with'
+    meta = dataset.meta
+    prepared = f'data.corpus = "{folder}" was prepared with'
     if meta.tokenizer != tokenizer.fingerprint:
-        raise DataError(f"{prepared} the tokenizer {meta.tokenizer}, and [tokenizer] is {tokenizer.fingerprint}")
+        raise DataError(
+            f"{prepared} the tokenizer {meta.tokenizer}, and [tokenizer] is {tokenizer.fingerprint}"
+        )
     if meta.separators != source.separators:
-        raise DataError(f'{prepared} data.separators = "{meta.separators}", and it is "{source.separators}" now')
+        raise DataError(
+            f'{prepared} data.separators = "{meta.separators}", and it is "{source.separators}" now'
+        )
     if source.max_document is not None and meta.longest > source.max_document:
         limit = f"data.max_document = {source.max_document}"
         raise DataError(f"{limit}, and {prepared} documents of up to {meta.longest} tokens")
@@ -168,24 +200,35 @@ def open_token_dataset(folder: Path, source: CorpusSpec, tokenizer: Tokenizer) -
 
 
 def prepared_folder(source: CorpusSpec, tokenizer: Tokenizer) -> Path | None:
-    """Where `prepare` finds the tokens of a source; None if they are absent. Raises DataError if the source is."""
+    """Where `prepare` finds the tokens of a source; None if they are absent.
+
+    Raises DataError if the source is.
+    """
     if is_token_dataset(Path(source.corpus)):
         return Path(source.corpus)
     folder = source.cache_dir / folder_name(Corpus(source), source, tokenizer, SHARD_TOKENS)
     return folder if is_token_dataset(folder) else None
 
 
-def folder_name(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_tokens: int) -> str:
+def folder_name(
+    corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_tokens: int
+) -> str:
     """In `cache_dir`."""
     return f"{corpus.name}-{cache_key(corpus, source, tokenizer, shard_tokens)}"
 
 
 def cache_key(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_tokens: int) -> str:
-    options = {name: value for name, value in asdict(source).items() if name not in ("corpus", "cache_dir", "key")}
+    options = {
+        name: value
+        for name, value in asdict(source).items()
+        if name not in ("corpus", "cache_dir", "key")
+    }
     if source.files is None:
-        del options["files"]  # As in folders that were prepared before it existed.
+        # As in folders that were prepared before it existed.
+        del options["files"]
     if options["bad_files"] == "error":
-        options["bad_files"] = "refuse"  # As in folders that were prepared before the value was renamed.
+        # As in folders that were prepared before the value was renamed.
+        options["bad_files"] = "refuse"
     if added := added_readers(corpus):
         options["sources"] = added
     version = 2 if had_same_ids(corpus, source, tokenizer) else KEY_VERSION
@@ -194,25 +237,40 @@ def cache_key(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_to
 
 
 def added_readers(corpus: Corpus) -> list[str]:
-    """The extensions that read files of the corpus; the tokens are prepared again if their code changes."""
+    """The extensions that read files of the corpus; the tokens are prepared again if their code
+    changes.
+    """
     readers = (extension.added_source(text_suffix(file.name)) for file in corpus.files)
-    return sorted({f"{each.extension.name} {each.extension.version} {each.source_hash}" for each in readers if each})
+    return sorted(
+        {
+            f"{each.extension.name} {each.extension.version} {each.source_hash}"
+            for each in readers
+            if each
+        }
+    )
 
 
 def had_same_ids(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer) -> bool:
-    """Whether every document had the ids of one call also in folders of version 2, which are then found again."""
+    """Whether every document had the ids of one call also in folders of version 2, which are then
+    found again.
+    """
     kind = tokenizer.fingerprint.partition("-")[0]
     if kind == "byte":
         return True
     is_by_file = source.documents == "file" and bool(corpus.files)
     largest = max((file.size for file in corpus.files), default=0)
-    is_plain = all(Path(file.name).suffix not in (".gz", ".zst", ".parquet") for file in corpus.files)
+    is_plain = all(
+        Path(file.name).suffix not in (".gz", ".zst", ".parquet") for file in corpus.files
+    )
     return is_by_file and is_plain and largest < UNCUT_BYTES.get(kind, 0)
 
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[bool]:
-    """Waits until no other process holds `path`. Yields False, without waiting, on a file system without locks."""
+    """Waits until no other process holds `path`.
+
+    Yields False, without waiting, on a file system without locks.
+    """
     with path.open("w") as file:
         acquired = True
         try:
@@ -223,12 +281,16 @@ def file_lock(path: Path) -> Iterator[bool]:
                 fcntl.lockf(file, fcntl.LOCK_EX)
         except OSError as error:
             acquired = False
-            log.warning("%s: no locks on this file system (%s); others may prepare too", path, error)
+            log.warning(
+                "%s: no locks on this file system (%s); others may prepare too", path, error
+            )
         yield acquired
 
 
 def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:
-    """Writes all shards and `meta.json` to `job.folder`, which may hold finished partitions of an interrupted call."""
+    """Writes all shards and `meta.json` to `job.folder`, which may hold finished partitions of an
+    interrupted call.
+    """
     if (job.folder / META_FILENAME).exists():
         return
     corpus.require_readable(thoroughly=True)
@@ -236,13 +298,22 @@ def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:
     records = job.folder / RECORDS_FOLDER
     records.mkdir(parents=True, exist_ok=True)
     for stale in (path for path in records.iterdir() if path.is_dir()):
-        # A worker of a killed process may be moving files out of it. Once it is gone, the worker ends.
+        # A worker of a killed process may be moving files out of it. Once it is gone, the worker
+        # ends.
         shutil.rmtree(stale, ignore_errors=True)
-    for stale in job.folder.glob(f"{META_FILENAME}.tmp-*"):  # Of a process that was killed before it renamed the file.
+    # Of a process that was killed before it renamed the file.
+    for stale in job.folder.glob(f"{META_FILENAME}.tmp-*"):
         stale.unlink()
-    pending = [(number, splits) for number, splits in partitions if job.finished_result(number) is None]
+    pending = [
+        (number, splits) for number, splits in partitions if job.finished_result(number) is None
+    ]
     if num_finished := len(partitions) - len(pending):
-        log.info("%s: %d of %d partitions are tokenized already", job.folder, num_finished, len(partitions))
+        log.info(
+            "%s: %d of %d partitions are tokenized already",
+            job.folder,
+            num_finished,
+            len(partitions),
+        )
     for line in describe_reading(corpus):
         log.info("%s", line)
     for line in describe_left_out(corpus):
@@ -251,18 +322,26 @@ def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:
     with progress(f"tokenizing {corpus.name}", total_bytes=size) as advance:
         tokenize_partitions(job, pending, workers=workers, advance=advance)
     try:
-        results = [read_artifact(job.record_path(number), PartitionResult) for number, _ in partitions]
+        results = [
+            read_artifact(job.record_path(number), PartitionResult) for number, _ in partitions
+        ]
     except DamageError as error:
-        raise DataError(f"a record in {records} is damaged: {error}; delete {job.folder} to prepare it again") from None
+        raise DataError(
+            f"a record in {records} is damaged: {error}; delete {job.folder} to prepare it again"
+        ) from None
     if not any(result.shards for result in results):
         shutil.rmtree(job.folder)
     meta = build_meta(corpus, job, results)
     write_artifact(
-        job.folder / META_FILENAME, meta, made_from=cache_key(corpus, job.spec, job.tokenizer, job.shard_tokens)
+        job.folder / META_FILENAME,
+        meta,
+        made_from=cache_key(corpus, job.spec, job.tokenizer, job.shard_tokens),
     )
 
 
-def build_meta(corpus: Corpus, job: TokenizeJob, results: Sequence[PartitionResult]) -> TokenDatasetMeta:
+def build_meta(
+    corpus: Corpus, job: TokenizeJob, results: Sequence[PartitionResult]
+) -> TokenDatasetMeta:
     """Sums up the partitions and logs their problems. Raises DataError if there is no text."""
     problems = [problem for result in results for problem in result.bad]
     for problem in problems:
@@ -275,7 +354,8 @@ def build_meta(corpus: Corpus, job: TokenizeJob, results: Sequence[PartitionResu
     bad = sum(each.skipped for each in counts.values())
     shards = [shard for result in results for shard in result.shards]
     if not shards:
-        files, first = len(corpus.files), f", the first {problems[0]}" if problems else ""
+        files = len(corpus.files)
+        first = f", the first {problems[0]}" if problems else ""
         empty = sum(each.empty for each in counts.values())
         found = f"{files:,} files, {empty:,} empty texts, {bad:,} skipped{first}"
         raise DataError(f'{job.spec.key} = "{job.spec.corpus}" has no text: {found}')

@@ -12,7 +12,13 @@ from pathlib import Path
 
 from trainer.commands import run_command
 from trainer.config import checks
-from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, HF_PREFIX, PACKING_VERSION, STDLIB_CORPUS
+from trainer.config.data import (
+    COPY_CORPUS,
+    DEFAULT_SOURCE,
+    HF_PREFIX,
+    PACKING_VERSION,
+    STDLIB_CORPUS,
+)
 from trainer.config.parse import load
 from trainer.config.source import CorpusSpec, corpus_spec, corpus_specs
 from trainer.config.training_stages import Recipe
@@ -34,20 +40,33 @@ def selected_specs(config: Recipe, corpus: str | None = None) -> dict[str, Corpu
 
     Raises ConfigError with all problems of them and of the tokenizer.
     """
-    problems, specs = [*checks.tokenizer_problems(config.tokenizer)], dict[str, CorpusSpec]()
+    problems = [*checks.tokenizer_problems(config.tokenizer)]
+    specs = dict[str, CorpusSpec]()
     if corpus is not None:
-        if not corpus or not (corpus.startswith(HF_PREFIX) or corpus == STDLIB_CORPUS or Path(corpus).exists()):
+        if not corpus or not (
+            corpus.startswith(HF_PREFIX) or corpus == STDLIB_CORPUS or Path(corpus).exists()
+        ):
             problems.append(f"command line: --corpus {corpus or chr(34) * 2} does not exist")
-        specs = {Path(corpus).name: replace(corpus_spec(config.data, DEFAULT_SOURCE), corpus=corpus)}
+        specs = {
+            Path(corpus).name: replace(corpus_spec(config.data, DEFAULT_SOURCE), corpus=corpus)
+        }
     elif not (problems := problems + checks.stage_problems(config)):
         for data in (stage.config.data for stage in config.training_stages):
             problems += [*checks.data_section_problems(data), *checks.path_problems(data)]
         specs = (
-            {} if problems else {key: each for key, each in corpus_specs(config).items() if each.corpus != COPY_CORPUS}
+            {}
+            if problems
+            else {
+                key: each
+                for key, each in corpus_specs(config).items()
+                if each.corpus != COPY_CORPUS
+            }
         )
         if not problems and not specs:
             problems = [f'data.corpus = "{COPY_CORPUS}" is synthetic: there is nothing to prepare']
-    if problems := problems or [problem for spec in specs.values() for problem in corpus_problems(spec)]:
+    if problems := problems or [
+        problem for spec in specs.values() for problem in corpus_problems(spec)
+    ]:
         raise ConfigError([*dict.fromkeys(problems)])
     return specs
 
@@ -67,10 +86,15 @@ def log_plainly() -> None:
 
 def prepare_corpora(arguments: Namespace, overrides: Sequence[str]) -> None:
     log_plainly()
-    config, output = load(overrides), arguments.output
+    config = load(overrides)
+    output = arguments.output
     specs = selected_specs(config, arguments.corpus)
     folders = {name: output / name if output and len(specs) > 1 else output for name in specs}
-    if nonempty := [folder for folder in folders.values() if folder and folder.exists() and any(folder.iterdir())]:
+    if nonempty := [
+        folder
+        for folder in folders.values()
+        if folder and folder.exists() and any(folder.iterdir())
+    ]:
         raise ConfigError([f"command line: --output {folder} is not empty" for folder in nonempty])
     tokenizer = open_tokenizer(config.tokenizer)
     for name, spec in specs.items():
@@ -84,7 +108,8 @@ def inspect(arguments: Namespace, overrides: Sequence[str]) -> None:
     from trainer.data.prepare.report import render_report
 
     log_plainly()
-    config, folder = load(overrides), arguments.folder
+    config = load(overrides)
+    folder = arguments.folder
     if folder is None and arguments.config is None:
         raise ConfigError(["command line: inspect needs a folder or --config"])
     if folder is not None and not is_token_dataset(folder):
@@ -92,7 +117,11 @@ def inspect(arguments: Namespace, overrides: Sequence[str]) -> None:
     specs = {} if folder else selected_specs(config)
     tokenizer = open_tokenizer(config.tokenizer)
     with refusing():
-        datasets = [TokenDataset(folder)] if folder else [prepare(spec, tokenizer) for spec in specs.values()]
+        datasets = (
+            [TokenDataset(folder)]
+            if folder
+            else [prepare(spec, tokenizer) for spec in specs.values()]
+        )
     for dataset in datasets:
         plan = pack_documents(
             dataset.document_lengths,

@@ -1,4 +1,6 @@
-"""Log lines on what is read of a corpus: before the first token is written, and after the last one."""
+"""Log lines on what is read of a corpus: before the first token is written, and after the last
+one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ PREVIEW_TEXTS = 100
 
 
 def describe_reading(corpus: Corpus) -> Iterator[str]:
-    """A line for each suffix: files, bytes, how they are read, the first characters. Reads one text of each."""
+    """A line for each suffix: files, bytes, how they are read, the first characters.
+
+    Reads one text of each.
+    """
     key = corpus.spec.text_key
     if corpus.dataset is not None:
         first = first_characters(corpus.splits(), key)
@@ -57,7 +62,12 @@ def describe_counts(name: str, counts: Mapping[str, TextCounts]) -> Iterator[str
     by_texts = sorted(counts.items(), key=lambda item: -item[1].texts)
     lines = [(name_suffix(suffix), counted) for suffix, counted in by_texts[:LISTED_SUFFIXES]]
     if others := by_texts[LISTED_SUFFIXES:]:
-        lines.append((count(len(others), "other suffix", "es"), sum((each for _, each in others), TextCounts())))
+        lines.append(
+            (
+                count(len(others), "other suffix", "es"),
+                sum((each for _, each in others), TextCounts()),
+            )
+        )
     for what, each in lines:
         yield f"{name}: {what}: {count(each.texts, 'text')}, {each.empty:,} empty, {each.skipped:,} skipped"
 
@@ -71,8 +81,11 @@ def by_suffix_and_kind(corpus: Corpus) -> dict[tuple[str, Kind], list[CorpusFile
 
 
 def describe_kind(kind: Kind, corpus: Corpus, files: Sequence[CorpusFile]) -> str:
-    documents, key = corpus.spec.documents, corpus.spec.text_key
-    unit = "each a document" if documents == "file" else f"joined to a document for each {documents}"
+    documents = corpus.spec.documents
+    key = corpus.spec.text_key
+    unit = (
+        "each a document" if documents == "file" else f"joined to a document for each {documents}"
+    )
     if kind == "lines":
         return f'JSON lines, {unit}, from their key "{key}"'
     if kind == "table":
@@ -83,7 +96,9 @@ def describe_kind(kind: Kind, corpus: Corpus, files: Sequence[CorpusFile]) -> st
 
 
 def first_characters(splits: Iterator[InputSplit], key: str) -> str:
-    """First characters of the first text that is not empty, escaped; or what is wrong with the first."""
+    """First characters of the first text that is not empty, escaped; or what is wrong with the
+    first.
+    """
     problems: list[str] = []
     texts = chain.from_iterable(read_texts(split, text_key=key) for split in splits)
     for found in islice(texts, PREVIEW_TEXTS):
@@ -111,7 +126,9 @@ def count(number: int, noun: str, plural: str = "s") -> str:
 
 
 def format_bytes(number: int) -> str:
-    value, units = float(number), ["bytes", "kB", "MB", "GB", "TB"]
+    value = float(number)
+    units = ["bytes", "kB", "MB", "GB", "TB"]
     while value >= 1000 and len(units) > 1:
-        value, units = value / 1000, units[1:]
+        value = value / 1000
+        units = units[1:]
     return f"{number:,} bytes" if units[0] == "bytes" else f"{value:.1f} {units[0]}"

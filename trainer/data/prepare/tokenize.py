@@ -30,7 +30,8 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import EXIT_FAILURE, DataError, RankFailedError, ResumeError, RunError
 from trainer.storage.artifact import DamageError, read_artifact, write_artifact
 
-REPORT_BYTES = 1 << 20  # bytes of text between two progress reports
+# bytes of text between two progress reports
+REPORT_BYTES = 1 << 20
 MAX_LISTED_PROBLEMS = 20  # per partition
 
 NumberedPartition = tuple[int, list[InputSplit]]
@@ -79,7 +80,9 @@ def tokenize_partitions(
     try:
         for _ in range(workers):
             parent_end, worker_end = context.Pipe()
-            process = context.Process(target=_worker_main, args=(worker_end, job, extension.references()), daemon=True)
+            process = context.Process(
+                target=_worker_main, args=(worker_end, job, extension.references()), daemon=True
+            )
             process.start()
             worker_end.close()
             connections[parent_end] = process
@@ -92,7 +95,9 @@ def tokenize_partitions(
 
 
 def _dispatch(
-    connections: dict[Connection, ForkServerProcess], partitions: Iterator[NumberedPartition], advance: Advance
+    connections: dict[Connection, ForkServerProcess],
+    partitions: Iterator[NumberedPartition],
+    advance: Advance,
 ) -> None:
     """Sends a partition to each worker that asks for one, with None, until none is left."""
     busy = set(connections)
@@ -107,7 +112,11 @@ def _dispatch(
             except (EOFError, ConnectionError):
                 connections[connection].join()
                 status = connections[connection].exitcode
-                cause = f"killed by {signal.Signals(-status).name}" if status and status < 0 else f"status {status}"
+                cause = (
+                    f"killed by {signal.Signals(-status).name}"
+                    if status and status < 0
+                    else f"status {status}"
+                )
                 raise RankFailedError(
                     EXIT_FAILURE, f"a worker ended ({cause}); run the same command again to resume"
                 ) from None
@@ -118,7 +127,8 @@ def _dispatch(
 
 
 def _worker_main(connection: Connection, job: TokenizeJob, extensions: Sequence[str]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent kills its workers.
+    # Ctrl-C reaches all processes; the parent kills its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def advance(more_bytes: int, more_tokens: int) -> None:
         connection.send((more_bytes, more_tokens))
@@ -141,11 +151,13 @@ def _worker_main(connection: Connection, job: TokenizeJob, extensions: Sequence[
 
 def tokenize_partition(job: TokenizeJob, partition: NumberedPartition, advance: Advance) -> None:
     number, _ = partition
-    # Per process: a worker of a killed parent may still be running when another one tokenizes the same partition.
+    # Per process: a worker of a killed parent may still be running when another one tokenizes the
+    # same partition.
     scratch = job.record_path(number).with_name(f"{number:05d}-{os.getpid()}")
     scratch.mkdir()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # Others would spin between operations on short documents.
+    # Others would spin between operations on short documents.
+    torch.set_num_threads(1)
     try:
         result = _write_shards(job, scratch, partition, advance)
         for path in scratch.iterdir():
@@ -163,7 +175,9 @@ def tokenize_partition(job: TokenizeJob, partition: NumberedPartition, advance: 
 
 
 class _Progress:
-    """Reports what was read and written about every REPORT_BYTES; the bytes of a split add up to its size."""
+    """Reports what was read and written about every REPORT_BYTES; the bytes of a split add up to
+    its size.
+    """
 
     def __init__(self, advance: Advance) -> None:
         self._advance = advance
@@ -210,7 +224,9 @@ class _TextLog:
     def skip(self, text: Text, error: BadText) -> None:
         """Raises DataError if bad files are errors."""
         if self._fail_on_bad_files:
-            raise DataError(f'data.bad_files = "error", and the corpus holds {escaped(str(error))}') from error
+            raise DataError(
+                f'data.bad_files = "error", and the corpus holds {escaped(str(error))}'
+            ) from error
         self.problems.append(str(error))
         self._add(text.split, TextCounts(skipped=1))
 
@@ -219,12 +235,16 @@ class _TextLog:
         self.counts[suffix] = self.counts.get(suffix, TextCounts()) + counted
 
 
-def _write_shards(job: TokenizeJob, folder: Path, partition: NumberedPartition, advance: Advance) -> PartitionResult:
+def _write_shards(
+    job: TokenizeJob, folder: Path, partition: NumberedPartition, advance: Advance
+) -> PartitionResult:
     number, splits = partition
     texts = _TextLog(fail_on_bad_files=job.spec.fail_on_bad_files)
     progress = _Progress(advance)
     with closing(
-        ShardWriter(folder, f"shard-{number:05d}", job.tokenizer, job.spec, shard_tokens=job.shard_tokens)
+        ShardWriter(
+            folder, f"shard-{number:05d}", job.tokenizer, job.spec, shard_tokens=job.shard_tokens
+        )
     ) as writer:
         for document_key, group in groupby(splits, lambda split: split.document_key):
             if document_key:
@@ -246,7 +266,9 @@ def _write_shards(job: TokenizeJob, folder: Path, partition: NumberedPartition, 
     )
 
 
-def _add_texts(job: TokenizeJob, writer: ShardWriter, split: InputSplit, texts: _TextLog, progress: _Progress) -> None:
+def _add_texts(
+    job: TokenizeJob, writer: ShardWriter, split: InputSplit, texts: _TextLog, progress: _Progress
+) -> None:
     """Adds each text of a split as a document, and rolls back bad ones."""
     for text in _read_split(job, split, progress):
         savepoint = writer.savepoint()
@@ -263,7 +285,10 @@ def _add_texts(job: TokenizeJob, writer: ShardWriter, split: InputSplit, texts: 
 def _document_blocks(
     job: TokenizeJob, splits: Iterable[InputSplit], texts: _TextLog, progress: _Progress
 ) -> Iterator[str]:
-    """The text of a document of several files. Of a bad one nothing is kept, so each is read before it is passed on."""
+    """The text of a document of several files.
+
+    Of a bad one nothing is kept, so each is read before it is passed on.
+    """
     for split in splits:
         for text in _read_split(job, split, progress):
             try:
@@ -284,7 +309,9 @@ def _read_split(job: TokenizeJob, split: InputSplit, progress: _Progress) -> Ite
         raise DataError(f"{split.path} changed while the corpus was read; run the command again")
 
 
-def _encode(job: TokenizeJob, writer: ShardWriter, blocks: Iterator[str], progress: _Progress) -> None:
+def _encode(
+    job: TokenizeJob, writer: ShardWriter, blocks: Iterator[str], progress: _Progress
+) -> None:
     """Adds a text. Raises EncodingError if the tokenizer refuses it."""
     for ids in job.tokenizer.encode_blocks(blocks):
         writer.add(ids)
