@@ -6,28 +6,29 @@ operators and autograd functions call collectives in both directions.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from math import prod
+from secrets import token_hex
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
+from parallelisms.mesh.values import (
+    MAX_VALUE_BYTES,
+    ValueExchangeError,
+    ValueSeal,
+    decode,
+    encode,
+)
+
 T = TypeVar("T")
 
-MAX_VALUE_BYTES = 64 << 20
-"""Largest value of one rank as JSON.
-
-A rank that announces more is refused before memory is allocated for it.
-"""
 MAX_VALUES_BYTES = 1 << 30
 """Largest sum of the values of all ranks, each padded to the longest."""
-
-
-class ValueExchangeError(RuntimeError):
-    """A rank sent a value that is too large, or that is not JSON."""
+_seal: ValueSeal | None = None
+"""What authenticates the values of this process; None: they are believed."""
 
 
 def all_reduce(group: ProcessGroup | None, x: Tensor) -> Tensor:
@@ -98,6 +99,18 @@ def full_tensor(x: Tensor) -> Tensor:
 # ---- values
 
 
+def authenticate_values(secret: bytes) -> None:
+    """From here on, values of ranks that do not know `secret` are refused; empty: none are.
+
+    Each rank adds a random number to the secret, so values of an earlier launch do not fit.
+    Collective.
+    """
+    global _seal
+    _seal = None
+    if secret:
+        _seal = ValueSeal(secret, all_gather_values(token_hex(16)))
+
+
 def all_gather_values(value: T, group: ProcessGroup | None = None) -> list[T]:
     """Every rank's value, by rank. Values travel as JSON: a pickle would run code of whoever
     reached the group.
@@ -106,15 +119,16 @@ def all_gather_values(value: T, group: ProcessGroup | None = None) -> list[T]:
     Blocks the host. Raises TypeError on the rank whose value is another one, and
     `ValueExchangeError`.
     """
-    content = _encode(value)
+    content = encode(value)
     size = distributed.get_world_size(group)
     if size == 1:
         return [value]
-    lengths, padded = _pad_to_longest(content, group)
+    purpose = _next_purpose(group)
+    lengths, padded = _pad_to_longest(_sealed(content, purpose, group), group)
     gathered = padded.new_empty(size, padded.numel())
     _all_gather_single(gathered.view(-1), padded, group=group)
     return [
-        _decode(row, length, rank)
+        _opened(row, length, purpose, rank)
         for rank, (row, length) in enumerate(zip(gathered.cpu(), lengths, strict=True))
     ]
 
@@ -124,41 +138,33 @@ def gather_values(value: T, group: ProcessGroup) -> list[T]:
 
     Else as `all_gather_values`.
     """
-    content = _encode(value)
+    content = encode(value)
     if group.size() == 1:
         return [value]
-    lengths, padded = _pad_to_longest(content, group)
+    purpose = _next_purpose(group)
+    lengths, padded = _pad_to_longest(_sealed(content, purpose, group), group)
     gathered = [torch.empty_like(padded) for _ in lengths] if group.rank() == 0 else []
     distributed.gather(padded, gathered or None, group=group, group_dst=0)
     return [
-        _decode(row.cpu(), length, rank)
+        _opened(row.cpu(), length, purpose, rank)
         for rank, (row, length) in enumerate(zip(gathered, lengths, strict=False))
     ]
 
 
-def _encode(value: object) -> bytes:
-    _require_plain(value)
-    return json.dumps(value).encode()
+def _next_purpose(group: ProcessGroup | None) -> str:
+    """Names the group's next exchange of values."""
+    named = distributed.group.WORLD if group is None else group
+    return _seal.next_purpose(named.group_name) if _seal and named is not None else ""
 
 
-def _require_plain(value: object) -> None:
-    """Raises TypeError for what JSON has no word for, and for what it would change: tuples, and
-    keys that are no str.
-    """
-    if type(value) is dict:
-        for key, each in value.items():
-            if type(key) is not str:
-                raise TypeError(
-                    f"the key {key!r} is a {type(key).__name__}; keys of values sent to other ranks must be str"
-                )
-            _require_plain(each)
-    elif type(value) is list:
-        for each in value:
-            _require_plain(each)
-    elif type(value) not in (bool, int, float, str, type(None)):
-        raise TypeError(
-            f"{value!r} is a {type(value).__name__}; values sent to other ranks must be None, bool, int, float, str, list or dict"
-        )
+def _sealed(content: bytes, purpose: str, group: ProcessGroup | None) -> bytes:
+    return _seal.seal(content, purpose, distributed.get_rank(group)) if _seal else content
+
+
+def _opened(row: Tensor, length: int, purpose: str, rank: int) -> Any:
+    """The value of a rank. Raises `ValueExchangeError`."""
+    sealed = row[:length].numpy().tobytes()
+    return decode(_seal.open(sealed, purpose, rank) if _seal else sealed, rank)
 
 
 def _pad_to_longest(content: bytes, group: ProcessGroup | None) -> tuple[list[int], Tensor]:
@@ -181,13 +187,6 @@ def _pad_to_longest(content: bytes, group: ProcessGroup | None) -> tuple[list[in
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     return lengths, padded.to(device)
-
-
-def _decode(row: Tensor, length: int, rank: int) -> Any:
-    try:
-        return json.loads(row[:length].numpy().tobytes().decode())
-    except (ValueError, RecursionError) as error:
-        raise ValueExchangeError(f"what rank {rank} sent is not JSON: {error}") from None
 
 
 def _device_of(group: ProcessGroup | None) -> torch.device:

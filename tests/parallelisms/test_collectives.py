@@ -229,7 +229,7 @@ def test_a_value_that_json_has_no_word_for_is_an_error_of_its_sender(
     value: object, message: str
 ) -> None:
     with pytest.raises(TypeError, match=message):
-        collectives._encode(value)
+        collectives.encode(value)
 
 
 class Hostile:
@@ -257,7 +257,7 @@ def receive_from_a_stranger(content: bytes) -> str:
         return Announced() if content == b"announced" else content
 
     if distributed.get_rank() == 1:
-        collectives._encode = send
+        collectives.encode = send
     try:
         return str(collectives.all_gather_values("honest"))
     except collectives.ValueExchangeError as error:

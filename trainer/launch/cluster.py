@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trainer.config.job_config import Config
 from trainer.errors import ConfigError
+from trainer.hardware.host import cluster_environment, loopback_environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +148,14 @@ def set_worker_environment(
     # srun binds a task to its cores; workers of a launcher share them.
     cores = len(os.sched_getaffinity(0))
     threads = str(max(1, cores // (cluster.nproc_per_node if cluster.rank is None else 1)))
+    address, _, port = cluster.master_endpoint.rpartition(":")
     if cluster.rank is not None:
-        environment["MASTER_ADDR"], _, environment["MASTER_PORT"] = (
-            cluster.master_endpoint.rpartition(":")
-        )
+        environment["MASTER_ADDR"] = address
+        environment["MASTER_PORT"] = port
+    if cluster.num_nodes == 1:
+        environment.update(loopback_environment(environment))
+    else:
+        environment.update(cluster_environment(environment, address))
     if _has_gpu_device_files():
         # training.deterministic needs it.
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

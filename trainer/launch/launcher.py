@@ -19,7 +19,7 @@ from trainer.commands import CommandParser, run_command
 from trainer.config import checks, summary
 from trainer.config.job_config import Config
 from trainer.config.parse import find_config_file, load, name_flags, parse_arguments, show_path
-from trainer.config.run_spec import RunSpec
+from trainer.config.run_spec import SECRET_ENV, RunSpec
 from trainer.config.source import corpus_specs
 from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
@@ -48,6 +48,7 @@ from trainer.launch.initial_checks import validate_initial_weights
 from trainer.launch.initial_tokenizer import validate_initial_tokenizer
 from trainer.launch.predict import predict
 from trainer.launch.restarts import run_with_restarts
+from trainer.launch.secret import launch_secret
 from trainer.memory.auto import Choice, choose_memory_options, describe_choice
 from trainer.memory.estimator import estimate_memory
 from trainer.memory.report import memory_summary, with_overrides
@@ -113,6 +114,8 @@ def launch(options: Namespace, argv: Sequence[str]) -> int:
     if options.check:
         return EXIT_SUCCESS
     loggers.configure_logging(world.rank or 0)
+    if (secret := launch_secret(os.environ, world)) is not None:
+        os.environ[SECRET_ENV] = secret
     with SignalHandler().raising_alone():
         spec = prepare_run(config, world)
     if not isinstance(spec, RunSpec):

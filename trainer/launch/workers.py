@@ -20,7 +20,7 @@ from types import FrameType
 
 from trainer.config.run_spec import STORE_SOCKET_ENV
 from trainer.errors import CONCLUSIVE_EXIT_CODES, EXIT_FAILURE, EXIT_SUCCESS, STACK_DUMP_SIGNAL
-from trainer.hardware.host import loopback_environment
+from trainer.hardware.host import loopback_listener
 from trainer.launch.cluster import LaunchWorld
 from trainer.resilience.signals import LAUNCHER_PID_ENV, handle_stop_signals, restoring_handlers
 
@@ -107,13 +107,7 @@ def _store_socket(cluster: LaunchWorld) -> Iterator[socket.socket | None]:
     if cluster.num_nodes > 1 or cluster.world_size == 1:
         yield None
         return
-    try:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=cluster.world_size)
-    except OSError:  # A host with IPv6 alone.
-        listener = socket.create_server(
-            ("::1", 0), family=socket.AF_INET6, backlog=cluster.world_size
-        )
-    with listener:
+    with loopback_listener(cluster.world_size) as listener:
         yield listener
 
 
@@ -133,8 +127,6 @@ def _rank_environment(
     if store is not None:
         variables["MASTER_ADDR"], variables["MASTER_PORT"], *_ = store.getsockname()
         variables[STORE_SOCKET_ENV] = store.fileno()
-    if cluster.num_nodes == 1:
-        variables |= loopback_environment(os.environ)
     return {key: str(value) for key, value in variables.items()}
 
 

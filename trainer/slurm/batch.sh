@@ -9,6 +9,9 @@
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
 LONGHAUL_BEGAN="$(cat /proc/sys/kernel/random/boot_id) $(cut -d " " -f 1 /proc/uptime)" # what job.max_minutes counts from
 export LONGHAUL_BEGAN
+# Only this job's ranks know it. The environment reaches them from this shell: no command line and no file has it.
+LONGHAUL_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d " \n")
+export LONGHAUL_SECRET
 
 # ---- helpers
 requeues=${SLURM_RESTART_COUNT:-0} # how often this job was requeued

@@ -19,13 +19,18 @@ from typing import Any
 import torch
 from torch import distributed
 
-from parallelisms.mesh.collectives import all_gather_values, max_over_ranks
+from parallelisms.mesh.collectives import (
+    all_gather_values,
+    authenticate_values,
+    max_over_ranks,
+)
 from trainer.config.job_config import Config
-from trainer.config.run_spec import STORE_SOCKET_ENV
+from trainer.config.run_spec import SECRET_ENV
 from trainer.config.sections import DistributedSection
 from trainer.errors import ConfigError, RunFailedError
 from trainer.hardware.device import bind_to_numa_node, choose_device
 from trainer.hardware.host import GIB, loopback_environment, node_memory_bytes
+from trainer.step.store import find_store
 from trainer.storage.exit_markers import ATTEMPT_VARIABLE
 from trainer.storage.run_dir import flatten_config, is_source_path
 
@@ -172,6 +177,8 @@ def _run_planner(request: dict[str, Any]) -> dict[str, Any]:
 def process_group(config: DistributedSection) -> Iterator[World]:
     """The default process group: gloo for host tensors, NCCL for CUDA tensors."""
     rank, size, local_rank = rank_from_environment()
+    # Not for child processes, and not for whoever prints the environment.
+    secret = os.environ.pop(SECRET_ENV, "").encode()
     device = choose_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -179,13 +186,14 @@ def process_group(config: DistributedSection) -> Iterator[World]:
     timeout = timedelta(minutes=config.start_timeout_minutes)
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=_store(rank, size, timeout),
+        store=find_store(rank, size, node_count(os.environ), secret, timeout),
         rank=rank,
         world_size=size,
         timeout=timeout,
     )
     is_clean_exit = size == 1
     try:
+        authenticate_values(secret)
         require_own_device(device)
         yield World(rank, size, device, node_count(os.environ))
         is_clean_exit = True
@@ -210,27 +218,6 @@ def require_own_device(device: torch.device) -> None:
                 f"ranks {', '.join(sharing)} share a GPU with another rank, and NCCL needs one for each: start fewer ranks"
             ]
         )
-
-
-def _store(rank: int, size: int, timeout: timedelta) -> distributed.Store | None:
-    """Where ranks find each other.
-
-    None: at MASTER_ADDR and MASTER_PORT, as torchrun and srun set them.
-    """
-    if size == 1:
-        return distributed.HashStore()
-    if STORE_SOCKET_ENV not in os.environ:
-        return None
-    descriptor = None
-    # It listens already, so no other process can have taken the port.
-    if rank == 0:
-        descriptor = int(os.environ[STORE_SOCKET_ENV])
-        os.set_inheritable(descriptor, False)  # noqa: FBT003 - it takes no keyword
-    address = os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
-    return distributed.TCPStore(
-        address, port, size, is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor
-    )
 
 
 def gloo_group(config: DistributedSection) -> distributed.ProcessGroup:
