@@ -35,6 +35,8 @@ def causal_pairs(tokens: Tokens, window: int | None = None) -> Tokens:
     pairs: Tokens = tokens * (tokens + 1) // 2
     if window is None:
         return pairs
+    # Token i sees min(i, window) keys: the full triangle, less that of the tokens beyond the
+    # window.
     beyond = (tokens - window) * (tokens > window)
     return cast(Tokens, pairs - beyond * (beyond + 1) // 2)
 
