@@ -20,7 +20,7 @@ from models.row_groups import RowGroups, RowPlaces, padded_ends, padded_shifts
 
 
 class Rows(NamedTuple):
-    """Where the tokens of a tile go: row `n * top_k + k` is token n at its k-th expert."""
+    """Placement of a tile's tokens: row `n * top_k + k` is token n at its k-th expert."""
 
     top_k: int
     tokens: Tensor

@@ -31,7 +31,7 @@ bfloat16.
 
 
 class Options(NamedTuple):
-    """How experts compute, and what is needed of them."""
+    """Options of the experts' computation, and what is needed of its result."""
 
     activation: str
     bias_scale: float = 1.0
@@ -232,8 +232,8 @@ def _part_backward(
 
 
 class Between(Protocol):
-    """From the products of gate and up to the input of the last: biases, the gate, and the weight
-    of each row. And the last bias, which has that weight as well.
+    """The computation from the products of gate and up to the input of the last: biases, the gate,
+    and the weight of each row; and the last bias, which has that weight as well.
     """
 
     def inner(self, products: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""From Hugging Face's config.json to `ModelConfig`. Imports no torch.
+"""Conversion of Hugging Face's config.json to `ModelConfig`. Imports no torch.
 
 `models/hf_families.py` has what each `model_type` means. An export takes the first one whose
 config.json, read back, is the same model again.

@@ -1,4 +1,4 @@
-"""From `ModelConfig` to Hugging Face's config.json, and the differences of two models.
+"""Conversion of `ModelConfig` to Hugging Face's config.json, and the differences of two models.
 
 Imports no torch.
 """

@@ -1,4 +1,4 @@
-"""Which models transformers' `model_type`s describe, as data: keys of config.json, their defaults,
+"""Models that transformers' `model_type`s describe, as data: keys of config.json, their defaults,
 kinds of layers.
 
 Imports no torch.

@@ -1,4 +1,5 @@
-"""Which keys of a config.json are read, which say nothing about a model, and which are refused.
+"""Review of a config.json's keys: which are read, which say nothing about a model, and which are
+refused.
 
 Imports no torch.
 """
@@ -149,7 +150,7 @@ def review_keys(
 
 
 def _allowed_values(values: Mapping[str, Any], family: Family) -> dict[str, tuple[object, ...]]:
-    """By key of a feature that our model does not have: the values that switch it off."""
+    """Values that switch off a feature that our model does not have, by key."""
     activation = ACTIVATIONS[family.options.get("activation", "silu")]
     allowed: dict[str, tuple[object, ...]] = {
         **OFF,

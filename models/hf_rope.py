@@ -167,7 +167,9 @@ def without_default_factor(rope: RopeConfig) -> RopeConfig:
 
 
 def _rope_keys(kind: str) -> dict[str, str]:
-    """Their key of each field that this kind uses. Required, except OPTIONAL_ROPE_KEYS."""
+    """The key in config.json of each field that this kind uses. Required, except
+    OPTIONAL_ROPE_KEYS.
+    """
     return {field: ROPE_KEYS.get(field, field) for field in ROPE_FIELDS[kind]}
 
 

@@ -1,5 +1,5 @@
-"""Where parameters are in the tensors of Hugging Face's format. Imports no torch until a tensor is
-made.
+"""Location of our parameters in the tensors of Hugging Face's format. Imports no torch until a
+tensor is made.
 
 A tensor may hold several parameters: one after the other (phi3), or in turns (gpt-oss). The
 weights of experts are a tensor for each expert, or one for all.
@@ -23,7 +23,9 @@ FUSED_TENSORS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     }
 }
-"""By `model_type`: tensors of a layer that hold several of the others, one after the other."""
+"""Fused tensors by `model_type`: those of a layer that hold several of the others, one after the
+other.
+"""
 RENAMED_TENSORS: Mapping[str, Mapping[str, str]] = {
     "mixtral": {
         "mlp.gate.weight": "block_sparse_moe.gate.weight",
@@ -42,13 +44,13 @@ RENAMED_TENSORS: Mapping[str, Mapping[str, str]] = {
         "mlp.experts.{}.down_proj.bias": "mlp.experts.down_proj_bias",
     },
 }
-"""By `model_type`: tensors of a layer that have other names than in most."""
+"""Renamed tensors by `model_type`: those of a layer that have other names than in most."""
 TURNS = {"gate_proj": 0, "up_proj": 1}
-"""In a tensor of all experts: which outputs of each pair are those of gate, and of up."""
+"""Turns in a tensor of all experts: which outputs of each pair are those of gate, and of up."""
 
 
 class TensorSpec(NamedTuple):
-    """Where a parameter is in Hugging Face's format: some rows of a tensor, or all of it."""
+    """Location of a parameter in Hugging Face's format: some rows of a tensor, or all of it."""
 
     name: str
     """Name of the tensor; `{}` is the index of an expert, if each has a tensor."""

@@ -131,7 +131,9 @@ def check_cases(lengths: Sequence[int], windows: Collection[int] = ()) -> dict[s
 
 
 def long_cases(kernel: str) -> dict[str, ScoreBlocks]:
-    """For the kernel of a pair that takes long blocks only; of causal ones `LENGTHS` has one."""
+    """Cases for the kernel of a pair that takes long blocks only; a long causal one is in
+    `LENGTHS`.
+    """
     if kernel != CUDNN_AND_FLASH:
         return {}
     return {
@@ -163,8 +165,8 @@ def random_sample(
 def matching_sample(
     blocks: ScoreBlocks, heads: Heads, device: torch.device, dtype: torch.dtype
 ) -> Sample:
-    """Every query gives about half of its attention to one key, its own: no row of any gradient is
-    small.
+    """A sample in which every query gives about half of its attention to one key, its own: no row
+    of any gradient is small.
     """
     grad, q, k, v = random_sample(blocks, heads, device, torch.float32)
     for q0, q1, k0, k1, _ in blocks.blocks:

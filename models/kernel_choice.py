@@ -27,7 +27,7 @@ NVIDIA = ("ampere", "ada", "hopper", "blackwell")
 
 @dataclass(frozen=True, kw_only=True)
 class KernelLimits:
-    """Where a kernel works."""
+    """Dtypes, head dims and devices with which a kernel works."""
 
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     max_head_dim: int | None = 256
@@ -58,7 +58,9 @@ process.
 FASTEST_FIRST: Mapping[str | None, tuple[str, ...]] = dict.fromkeys(
     ("hopper", "blackwell"), ("cudnn", "flash")
 )
-"""By generation, where no table of rates is at hand; `USUAL_ORDER` for all others."""
+"""Kernels by generation, fastest first, where no table of rates is at hand; `USUAL_ORDER` for all
+others.
+"""
 USUAL_ORDER = ("flash",)
 
 
@@ -129,7 +131,7 @@ def auto_choices(needs: AttentionNeeds, fastest_first: Sequence[str] | None = No
 
 
 def kernel_for(choice: str, *, tokens: float, window: int | None = None) -> str:
-    """Which kernel of a choice takes blocks of this many queries and keys, in layers with this
+    """The kernel of a choice that takes blocks of this many queries and keys, in layers with this
     window.
     """
     if choice != CUDNN_AND_FLASH:

@@ -87,8 +87,8 @@ def forward_backward(sample: Sample, blocks: ScoreBlocks, kernel: str) -> Result
 
 
 def exact_results(sample: Sample, blocks: ScoreBlocks) -> Results:
-    """For one KV head, a block at a time, with a matrix of all its scores: a window does not cut
-    it into pieces.
+    """Results for one KV head, a block at a time, with a matrix of all its scores: a window does
+    not cut it into pieces.
     """
     grad_XNH, q_XNH, k_Y1H, v_Y1H = sample
     out, dq, dk, dv = (torch.zeros_like(x) for x in (q_XNH, q_XNH, k_Y1H, v_Y1H))
@@ -152,8 +152,8 @@ def _weights(sample: Sample, lse_NX: Tensor, block: ScoreBlock, window: int | No
 
 
 def term_sizes(sample: Sample, lse_NX: Tensor, blocks: ScoreBlocks) -> Results:
-    """For one KV head: the root of the sum of the squares of each number's terms, one for each
-    pair of query and key.
+    """Term sizes for one KV head: the root of the sum of the squares of each number's terms, one
+    for each pair of query and key.
 
     A term of dq is p g_h v_h k H ** -0.5 for each of the H products in the gradient of a weight p,
     before the softmax subtracts their mean; one of dk has q in the place of k. The log-sum-exp has

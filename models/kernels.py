@@ -216,7 +216,7 @@ def device_generation(device: torch.device) -> str | None:
 
 
 def supported_blocks(blocks: ScoreBlocks, kernel: str) -> ScoreBlocks:
-    """The same pairs, as the kernel takes them: only flash has windows."""
+    """Blocks of the same pairs as the kernel takes them: only flash has windows."""
     return blocks if "flash" in kernel else blocks.without_window
 
 

@@ -127,7 +127,7 @@ class Softmax(Protocol):
         """
 
     def statistics(self) -> RowStatistics:
-        """Once, before `gradient`."""
+        """Statistics of each row. Called once, before `gradient`."""
 
     def gradient(self, scale_C1: Tensor, dtype: torch.dtype) -> Tensor:
         """Gradient of the product, [C, V] in `dtype`: (sum_exp * scale * softmax, less 1 at the
@@ -310,8 +310,6 @@ class LinearCrossEntropy(torch.autograd.Function):
             losses_R1[token_slice] = (
                 sum_exp_C1.log() + max_logit_C1 - target_logit_C1
             ) * is_target_C1
-            # Gradients of the plain sum of losses: `backward` multiplies them by the targets'
-            # weight.
             if grad_x_RE is not None and grad_weight_VE is not None:
                 scale_C1 = factor_C1 * is_target_C1 / sum_exp_C1
                 grad_CV = softmax.gradient(scale_C1, x_RE.dtype)

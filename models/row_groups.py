@@ -36,7 +36,7 @@ class RowGroups(NamedTuple):
 
 
 class RowPlaces(NamedTuple):
-    """Rows to their places among those of experts, and back."""
+    """Permutation of rows to their places among those of experts, and back."""
 
     source: Tensor
     """[P], the row that is at each place; 0 where there is only padding."""

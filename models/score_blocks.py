@@ -113,8 +113,8 @@ class ScoreBlocks:
 
     @cached_property
     def disjoint_tokens(self) -> tuple[int, int] | None:
-        """How many queries and keys the blocks have, if none of them is in two, or reversed:
-        results of a block are final.
+        """Numbers of queries and keys in the blocks, if no token is in two of them and none is
+        reversed: a block's results are then final. Else None.
         """
         queries_R2 = self._rows_R5[:, :2]
         keys_R2 = self._rows_R5[:, 2:4]
@@ -161,7 +161,7 @@ class ScoreBlocks:
 
     @cached_property
     def without_window(self) -> ScoreBlocks:
-        """The same pairs, in blocks that need no window."""
+        """Blocks of the same pairs that need no window."""
         if self.window is None:
             return self
         q0, q1, k0, _, _ = self._rows_R5[self._is_long].unbind(1)

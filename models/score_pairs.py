@@ -25,7 +25,7 @@ class Scores(NamedTuple):
 
 
 FULL_SCORES = Scores()
-"""Without a window and without a cap."""
+"""Scores without a window and without a cap."""
 
 
 def causal_pairs(tokens: Tokens, window: int | None = None) -> Tokens:
@@ -42,7 +42,7 @@ def causal_pairs(tokens: Tokens, window: int | None = None) -> Tokens:
 
 
 Windows = Mapping[int | None, int]
-"""How many layers have each window; None: without one."""
+"""Number of layers with each window; None: without one."""
 FULL_ATTENTION: Windows = {None: 1}
 
 

@@ -91,8 +91,8 @@ class SublayerModule(nn.Module):
     def inner(
         self, products: Sequence[Tensor], rotation_2BS1F: Tensor, weights: Weights
     ) -> Sequence[Tensor]:
-        """From the products of `linears`: queries, keys and values for `core`, or the input of
-        `last`.
+        """Computes queries, keys and values for `core`, or the input of `last`, from the products
+        of `linears`.
         """
         raise NotImplementedError
 

@@ -43,7 +43,7 @@ HalfBackward = Callable[[Tensor], tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Which activations blocks save for the backward pass, and where."""
+    """Activations that blocks save for the backward pass, and where they are."""
 
     policy: RecomputePolicy = "none"
     host_pool: HostActivationPool | None = None

@@ -128,11 +128,11 @@ class BlockCompute:
     # FSDP frees and gathers weights between passes, so each pass reads them.
 
     def attention_weights(self) -> tuple[Tensor, ...]:
-        """In the order of `attention_backward`."""
+        """Weights of the attention half, in the order of `attention_backward`."""
         return tuple(self._attention.weights().values())
 
     def feed_forward_weights(self) -> tuple[Tensor, ...]:
-        """In the order of `feed_forward_backward`."""
+        """Weights of the feed-forward half, in the order of `feed_forward_backward`."""
         return tuple(self._feed_forward.weights().values())
 
     # ---- attention

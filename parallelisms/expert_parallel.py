@@ -91,7 +91,7 @@ def _distribute(
 
 
 class Route(NamedTuple):
-    """How the rows of a tile travel."""
+    """Counts and places by which the rows of a tile travel."""
 
     ep_counts: tuple[list[int], list[int]]
     """Rows sent to, and received from, each ep rank."""

@@ -148,8 +148,8 @@ class TensorParallelizer:
     def select_kv_head(
         self, projection: nn.Module, num_kv_heads: int, name: str = "weight"
     ) -> None:
-        """With fewer KV heads than ranks the projection is replicated, and each rank computes only
-        the head it needs.
+        """Makes each rank compute only the KV head that it needs: with fewer KV heads than ranks,
+        the projection is replicated.
         """
         head_dim = getattr(projection, name).shape[0] // num_kv_heads
         # tp / num_kv_heads neighbouring ranks share a head, as their query heads do.
@@ -169,7 +169,9 @@ class TensorParallelizer:
         module.register_forward_hook(lambda _, __, x_BTE: self._exit_region(x_BTE))
 
     def sequence_parallel_comm(self) -> SequenceParallelComm:
-        """The same collectives, for blocks with a manually written backward."""
+        """The collectives of a region as plain functions, for blocks with a manually written
+        backward.
+        """
         if not self._sequence_parallel:
             return SequenceParallelComm(
                 reduce=partial(collectives.all_reduce_functional, group_name=self._group_name)

@@ -121,7 +121,7 @@ class RankAttentionPlan:
 
     @cached_property
     def _remote_keys(self) -> Spans:
-        """Where other ranks hold the keys that this rank's queries see."""
+        """Spans of other ranks' keys that this rank's queries see."""
         return self._needed_by(self.rank, self._keys.spans)
 
     @cached_property
@@ -166,7 +166,7 @@ class RankAttentionPlan:
 
     @cached_property
     def _sent(self) -> list[Spans]:
-        """For each rank: the tokens of this rank that it needs."""
+        """Spans of this rank's tokens that each other rank needs, by receiver."""
         return [self._needed_by(receiver, self._own) for receiver in range(self.ring_degree)]
 
     @cached_property
@@ -287,7 +287,7 @@ def plan_of(
 
 
 def _rectangles(queries: Spans, keys: Spans) -> Tensor:
-    """Without a window, of keys that are held in their order. Adjacent blocks are joined.
+    """Blocks without a window, for keys that are held in their order. Adjacent blocks are joined.
 
     Query spans with the same last key are adjacent and in the same document, namely that of the
     key.

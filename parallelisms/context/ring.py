@@ -45,7 +45,7 @@ Transfer = Callable[[Tensor], Waitable]
 
 
 class KVExchange(Protocol):
-    """How this rank gets the KV of other ranks, and returns its gradients."""
+    """Exchange of KV with other ranks, and of its gradients back."""
 
     @property
     def plan(self) -> RankAttentionPlan: ...
@@ -248,7 +248,7 @@ class RingAttentionCore:
 
     @property
     def options(self) -> str:
-        """All but the scores, in words, for `core_of`: a graph cannot hold objects."""
+        """All options but the scores as words, for `core_of`: a graph cannot hold objects."""
         dtype = str(self.reduce_dtype).removeprefix("torch.")
         return " ".join((self.rotate_method, self.layout, dtype, self.kernel, self.group_name))
 
@@ -303,7 +303,9 @@ class RingAttentionCore:
         return exchange.plan
 
     def exchange(self, q_BSNH: Tensor, k_BSKH: Tensor, boundaries_BD: Tensor) -> KVExchange:
-        """Raises ValueError for boundaries that do not fit the full sequences."""
+        """The exchange for these queries and keys. Raises ValueError for boundaries that do not
+        fit the full sequences.
+        """
         ranks = collectives.resolve_process_group(self.group_name).size()
         seq_len, kv_len = (x.shape[1] * ranks for x in (q_BSNH, k_BSKH))
         dtype = self.reduce_dtype if q_BSNH.dtype.itemsize < 4 else q_BSNH.dtype

@@ -78,7 +78,7 @@ def to_local(x: Tensor) -> Tensor:
 
 
 def num_replicas(x: Tensor) -> int:
-    """How many ranks hold the same shard of a DTensor; 1 for a plain tensor."""
+    """Number of ranks that hold the same shard of a DTensor; 1 for a plain tensor."""
     mesh = getattr(x, "device_mesh", None)
     if mesh is None:
         return 1

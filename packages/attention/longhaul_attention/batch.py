@@ -138,7 +138,7 @@ def _position_starts(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _mask_starts(mask_BT: Tensor | None, batch: Mapping[str, Any]) -> Tensor:
-    """Where padding begins or ends. Raises ValueError for hidden tokens between others."""
+    """Places where padding begins or ends. Raises ValueError for hidden tokens between others."""
     starts_BT = torch.zeros(batch["input_ids"].shape, dtype=torch.bool, device="cpu")
     if mask_BT is not None:
         changes_BT = F.pad(mask_BT.cpu().bool().int(), (1, 0)).diff(dim=1)

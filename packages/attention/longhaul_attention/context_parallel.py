@@ -95,7 +95,7 @@ class ContextParallel(context_parallel.ContextParallel):
         self._known = set[tuple[Any, ...]]()
         """Scores, heads and masks of layers that were checked."""
         self._dealt = dict[int, set[tuple[Any, ...]]]()
-        """By length: the documents of tensors that `shard` dealt to the ranks."""
+        """Documents of tensors that `shard` dealt to the ranks, by length."""
         self._num_verified = {True: 0, False: 0}  # In training, and in evaluation.
         # Batches name their `ContextParallel` by a number, which survives the pickling between a
         # data loader's worker and the trainer.

@@ -34,7 +34,7 @@ class TokenScores(NamedTuple):
     """
 
     losses: Tensor
-    """In nats, float32."""
+    """Losses in nats, float32."""
     is_likeliest: Tensor
 
 

@@ -101,7 +101,7 @@ def regrouped(
 
 
 def group_of(cp: ContextParallel) -> tuple[int, int]:
-    """How many groups share sequences, and which is this rank's."""
+    """Number of groups that share sequences, and the index of this rank's."""
     ranks, rank = (
         (distributed.get_world_size(), distributed.get_rank())
         if distributed.is_initialized()
@@ -154,7 +154,7 @@ class GroupBatchSampler(Sampler[list[int]]):
 
 
 class Rows(Dataset[tuple[Any, bool]]):
-    """Rows, and whether each is this group's own."""
+    """Rows of a dataset, and whether each is this group's own."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

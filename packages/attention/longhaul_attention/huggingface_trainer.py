@@ -57,7 +57,7 @@ class ContextParallelTrainer:
     # ---- batches
 
     def _prepare_data_loader(self, loader: Any, device_placement: Any = None, **_: Any) -> Any:
-        """In place of accelerate's, which deals every rank rows of its own."""
+        """Prepares a loader in place of accelerate, which would deal every rank rows of its own."""
         from accelerate.data_loader import prepare_data_loader
 
         rows = getattr(loader, "dataset", ())

@@ -57,7 +57,9 @@ def parallelize(model: nn.Module, cp: ContextParallel) -> nn.Module:
 
 @contextmanager
 def gathers_logits(model: nn.Module, *, when: bool = True) -> Iterator[None]:
-    """Inside, a parallelized model gathers its logits although it is given labels."""
+    """Makes a parallelized model gather its logits inside of the context, although it is given
+    labels.
+    """
     hooks = _hooks[_inner(model)]
     before = hooks.gathers_logits
     hooks.gathers_logits = when

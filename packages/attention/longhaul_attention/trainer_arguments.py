@@ -1,5 +1,5 @@
-"""Every argument of transformers' and TRL's trainers: exact on ranks that share sequences, or
-refused, and why.
+"""Rules for every argument of transformers' and TRL's trainers: exact on ranks that share
+sequences, or refused, and why.
 
 An argument that is in neither list is refused unless it has its default: nobody has looked at it.
 """
