@@ -102,6 +102,8 @@ class SublayerModule(nn.Module):
         weights = local_parameters(self)
         products = self.products(x_BSE, weights)
         last_EI = weights[f"{self.last}.weight"]
+        # Compiled, the partitioner chooses what to recompute. Dynamo of torch 2.11 differentiates
+        # some autograd functions wrongly (`parallelisms/gradient_check.py`).
         if torch.compiler.is_compiling():
             return F.linear(self.inner(products, rotation_2BS1F, weights)[0], last_EI)
         inner_weights = {

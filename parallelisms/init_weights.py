@@ -83,7 +83,7 @@ def normal_rows(
         start = block * rows_per_block
         values = torch.empty(min(rows_per_block, rows - start), width)
         digest = blake2b(f"{key}/{block}".encode(), digest_size=8).digest()
-        # `manual_seed` takes signed numbers of 64 bits.
+        # The shift leaves 63 bits: a seed that fits a signed integer.
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         values.normal_(std=std, generator=generator)
         low = max(first_row, start)

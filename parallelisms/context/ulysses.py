@@ -95,7 +95,8 @@ _seq_to_heads.register_fake(
 _heads_to_seq.register_fake(
     lambda x, _, size: x.new_empty(len(x), x.shape[1] // size, x.shape[2] * size, x.shape[3])
 )
-# Autograd may bring an expanded or transposed gradient, which all-to-all cannot send.
+# Autograd may bring an expanded or transposed gradient: the operators get it as in the forward
+# pass.
 _seq_to_heads.register_autograd(
     lambda ctx, grad: (_heads_to_seq(grad.contiguous(), *ctx.group), None, None),
     setup_context=_setup_context,

@@ -182,7 +182,7 @@ def _pad_to_longest(content: bytes, group: ProcessGroup | None) -> tuple[list[in
             f"{size:,} ranks send values of up to {longest:,} bytes; allowed are {MAX_VALUES_BYTES:,} for all of them"
         )
     padded = torch.zeros(longest, dtype=torch.uint8)
-    # `frombuffer` needs memory that is writable.
+    # `frombuffer` warns about memory that it may not write to, such as bytes.
     padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     return lengths, padded.to(device)
 

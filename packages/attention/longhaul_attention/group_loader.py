@@ -173,6 +173,7 @@ class Rows(Dataset[tuple[Any, bool]]):
         return self.dataset[int(index)], not isinstance(index, Row)
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Any, bool]]:
+        # A dataset may read the rows of a batch together.
         get = getattr(self.dataset, "__getitems__", None)
         rows = (
             [self.dataset[int(index)] for index in indices]
