@@ -19,7 +19,7 @@ from models.linear import local_parameters
 from models.sublayer import SublayerModule, Weights
 
 SINKS = "sinks"
-"""The parameter of logits without a key, one per query head."""
+"""Name of the attention sinks' parameter: one logit per query head that has no key."""
 
 
 class Attention(SublayerModule):
@@ -40,16 +40,20 @@ class Attention(SublayerModule):
     def inner(
         self, products: Sequence[Tensor], rotation_2BS1F: Tensor, weights: Weights
     ) -> tuple[Tensor, ...]:
-        """Normed and rotated queries and keys, and values: [B, S, heads, H], of any group of
+        """Normed and rotated queries and keys, and values: [B, S, heads, H], for any group of
         heads.
         """
         q, k, v = products
+        # OLMo 2 norms all heads of a token at once, before they are split; Qwen3 norms each head,
+        # after.
         q = self.norm("wide_q_norm", q, weights)
         k = self.norm("wide_k_norm", k, weights)
         # -1, not num_heads: under tensor parallelism this rank has fewer heads than the config.
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         q = self.norm("q_norm", q, weights)
         k = self.norm("k_norm", k, weights)
+        # Kernels scale scores by head_dim ** -0.5: a model's own scale becomes a factor of the
+        # queries.
         if self.query_multiplier != 1:
             q = q * self.query_multiplier
         return (

@@ -16,7 +16,7 @@ from models import attention_op, kernels
 from models.score_pairs import FULL_SCORES, Scores
 
 QKVGrads = tuple[Tensor, Tensor, Tensor, Tensor]
-"""dq, dk, dv, and that of the sink: [N], empty without one."""
+"""dq, dk, dv and the gradient of the sink: [N], or empty without a sink."""
 
 
 class AttentionCore(Protocol):
@@ -42,9 +42,9 @@ class AttentionCore(Protocol):
         """Output [B, S, N, H]."""
 
     def prepare(self, boundaries_BD: Tensor) -> object:
-        """Computes what a batch needs on the host.
+        """Precomputes a batch's host-side plan.
 
-        It is found later if the result still exists.
+        It is cached weakly: hold the result for the step.
         """
 
     def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Any:
@@ -74,7 +74,7 @@ class LocalAttentionCore:
     scores: Scores = FULL_SCORES
 
     def with_scores(self, scores: Scores) -> LocalAttentionCore:
-        """That of a layer with other scores."""
+        """The same core for a layer with other scores."""
         return replace(self, scores=scores)
 
     def __call__(
@@ -88,12 +88,14 @@ class LocalAttentionCore:
         return self.attend(self.scores, q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N)
 
     def attend(self, scores: Scores, *inputs: Tensor | None) -> Tensor:
-        """What `__call__` does, for a layer with other scores."""
+        """`__call__` for a layer with other scores."""
         out_BSNH: Tensor = attention_op.attend(*inputs, *scores, self.kernel)[0]
         return out_BSNH
 
     def prepare(self, boundaries_BD: Tensor) -> object:
         seq_len = int(boundaries_BD[0, -1])
+        # The loader's thread plans while it reads: otherwise the first layer would wait for the
+        # host.
         blocks = attention_op.document_blocks(
             boundaries_BD, len(boundaries_BD), seq_len, self.scores
         )
@@ -103,6 +105,7 @@ class LocalAttentionCore:
     def start(
         self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor
     ) -> tuple[Tensor, ...]:
+        # On one rank nothing is in flight: `start` exists for cores that send keys and values.
         del boundaries_BD
         return q_BSNH, k_BSKH, v_BSKH
 

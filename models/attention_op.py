@@ -69,7 +69,7 @@ def _attention_backward(
     softcap: float | None,
     kernel_name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and that of the sink, empty if there is none.
+    """dq, dk, dv and the gradient of the sink, which is empty if there is none.
 
     `saved`: queries, keys, values, output and log-sum-exp.
     """
@@ -89,7 +89,9 @@ def _attention_backward(
 def optional_sink_grad(
     grad_XNH: Tensor, out_XNH: Tensor, lse_NX: Tensor, sink_N: Tensor | None
 ) -> Tensor:
-    """In the sink's dtype; empty without one, because an operator cannot return None."""
+    """Gradient of the sink in its dtype; empty without one, because an operator cannot return
+    None.
+    """
     if sink_N is None:
         return out_XNH.new_empty(0)
     return sink_grad(grad_XNH, out_XNH, lse_NX, sink_N).to(sink_N.dtype)
@@ -103,6 +105,8 @@ def forward(
         blocks, kernels.select_kernel(q_XNH, kernel, scores=blocks.scores)
     )
     block_outputs = kernels.attend_blocks(q_XNH, k_XKH, v_XKH, blocks, kernel=kernel)
+    # Blocks that share queries or keys give partial results: these are merged by their
+    # log-sum-exp, in `accumulation_dtype`.
     if blocks.disjoint_tokens != (len(q_XNH), len(k_XKH)):
         softmax = OnlineSoftmax.of_no_keys(q_XNH)
         for block_output in block_outputs:
@@ -113,6 +117,7 @@ def forward(
         # One call for all tokens: its results are not copied.
         if len(out) == len(q_XNH):
             return out.contiguous(), lse.contiguous()
+        # Uninitialized: the blocks are disjoint and cover all tokens.
         results = results or tuple(x[0] for x in empty_output(q_XNH[None]))
         results[0][queries] = out
         results[1][:, queries] = lse
@@ -139,6 +144,7 @@ def backward(
     block_grads = kernels.attend_blocks_backward(*inputs, blocks, kernel=kernel)
     results: tuple[Tensor, ...] = ()
     if blocks.disjoint_tokens != (len(q_XNH), len(k_XKH)):
+        # Several blocks may add to a token's gradient, so the sums are rounded once, at the end.
         dtype = accumulation_dtype(q_XNH.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q_XNH, k_XKH, v_XKH))
         kernels.accumulate_grads((dq, dk, dv), block_grads)
@@ -177,6 +183,7 @@ def full_blocks(
 
     Raises ValueError for invalid boundaries.
     """
+    # `remembered` passes the batch size to every builder; the boundaries have it, too.
     del batch_size
     require_ascending(kv_boundaries_BD, kv_len)
     require_keys(boundaries_BD, kv_boundaries_BD)
@@ -203,6 +210,7 @@ def document_blocks(
 def unflatten_lse(lse_NX: Tensor, batch_size: int) -> Tensor:
     """[N, X] -> [B, N, S]."""
     lse_NBS: Tensor = lse_NX.unflatten(1, (batch_size, -1))
+    # Contiguous, because the operator must return the strides that `empty_output` promises.
     return lse_NBS.transpose(0, 1).contiguous()
 
 
@@ -244,6 +252,8 @@ attention_backward.register_fake(fake_backward)
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, boundaries_BD, sink_N, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, boundaries_BD, sink_N)
+    # The log-sum-exp is an output for recomputation's sake. Without `set_materialize_grads(False)`
+    # autograd would allocate a gradient of zeros for it.
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
@@ -251,7 +261,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 def backward_of(
     operator: Callable[..., tuple[Tensor, ...]],
 ) -> Callable[..., tuple[Tensor | None, ...]]:
-    """What autograd calls for an attention operator, whose backward operator this is."""
+    """The autograd formula of an attention operator, from its backward operator."""
 
     def autograd_backward(
         ctx: Any, grad_BSNH: Tensor, grad_lse: None
@@ -275,7 +285,7 @@ attention.register_autograd(backward_of(attention_backward), setup_context=setup
 
 
 class _Attention(torch.autograd.Function):
-    """The bodies of an operator and of its backward operator."""
+    """Runs the bodies of an operator and of its backward operator under autograd."""
 
     @staticmethod
     def forward(
@@ -292,8 +302,10 @@ class _Attention(torch.autograd.Function):
 
 
 def undispatched(operator: Callable[..., Any], *bodies: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator or, where no compiler and no tensor subclass looks for one, its body: with that
-    of its backward operator, if there is one, it is differentiable.
+    """The operator without its dispatch: calls run its body, unless a compiler or a tensor
+    subclass looks for the operator.
+
+    With the body of its backward operator, the result is differentiable.
     """
 
     def call(*inputs: Any) -> Any:

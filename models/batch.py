@@ -61,10 +61,10 @@ class Batch:
     micro-batch, padding included: the mean over layers.
     """
     mean_pairs: float = 0.0
-    """Of all data-parallel ranks."""
+    """The mean of `busiest_pairs` over all data-parallel ranks, instead of the busiest one's."""
     attention_plans: tuple[object, ...] = ()
-    """What attention needs of the host, computed while the batch was read: found again for as long
-    as it is held here.
+    """Host-side plans of attention, computed while the batch was read. They are cached weakly:
+    holding them here keeps them for the step.
     """
     sequence_sources: tuple[tuple[int, int], ...] = ()
     """For each sequence: the index of its data source, and its tokens without padding."""
@@ -143,6 +143,7 @@ def document_ranges(boundaries_BD: Tensor, seq_len: int) -> Tensor:
     """int64 [R, 2]: [start, end) of the documents of all sequences, concatenated. Empty ones
     count, so that the documents of queries and of keys have the same numbers.
     """
+    # The offsets are int64, so the sum is: an int32 would overflow beyond 2 ** 31 tokens.
     boundaries = (boundaries_BD + _sequence_starts(boundaries_BD, seq_len)).flatten()
     return torch.stack((boundaries[:-1], boundaries[1:]), dim=1)
 
@@ -156,7 +157,7 @@ def concatenated_boundaries(boundaries_BD: Tensor, seq_len: int) -> Tensor:
 
 
 def _sequence_starts(boundaries_BD: Tensor, seq_len: int) -> Tensor:
-    """int64 [B, 1]."""
+    """Index of each sequence's first token in the concatenated sequences: int64 [B, 1]."""
     return torch.arange(len(boundaries_BD), device="cpu")[:, None] * seq_len
 
 
@@ -169,6 +170,8 @@ def remembered(
 
     Raises ValueError for boundaries that do not fit.
     """
+    # Weak, so that a result lives as long as the batch that holds it. The few recent ones serve
+    # callers that hold none, layer after layer.
     held: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
     recent = deque[Any](maxlen=NUM_RECENT)
 
@@ -182,12 +185,15 @@ def remembered(
         **kwargs: Options.kwargs,
     ) -> Result:
         require_boundaries(boundaries_BD, batch_size)
+        # The key is the content: recomputation and other layers bring equal boundaries in other
+        # tensors.
         content = (
             _content(each) if isinstance(each, Tensor) else each for each in (boundaries_BD, *args)
         )
         key = (*content, batch_size, seq_len, *kwargs.items())
         result: Result | None = held.get(key)
         if result is None:
+            # Only here: what is remembered was valid when it was built.
             require_ascending(boundaries_BD, seq_len)
             result = build(boundaries_BD, batch_size, seq_len, *args, **kwargs)
             held[key] = result

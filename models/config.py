@@ -17,6 +17,7 @@ from models.layers import EMBEDDING, HEAD, LETTERS, Activation, LayerKind, Param
 from models.rope_config import RopeConfig
 from models.score_pairs import FULL_ATTENTION, Windows, causal_pairs, mean_pairs
 
+# Bounds what a configuration from elsewhere can allocate: each layer gets a `LayerKind`.
 MAX_LAYERS = 10_000
 
 
@@ -30,17 +31,17 @@ class StageSpec:
 
 
 class BlockProducts(NamedTuple):
-    """Weights in the matrix products of a block, by what runs them; of experts, those of a
-    token.
+    """Weights in a block's matrix products by what multiplies with them; of experts, those that
+    one token uses.
     """
 
     every: int
     recomputed: int
-    """Of all but the last product; norms of heads and of a sublayer's output need their input
-    again.
+    """Weights that a recomputing backward pass multiplies with again: all but the last product.
+    Norms of heads and of a sublayer's output add the product that is their input.
     """
     attention_inputs: int
-    """Of what attention reads: the QKV projections.
+    """Weights of the QKV projections, which produce what attention reads.
 
     All others produce the block's output from that of attention.
     """
@@ -83,12 +84,12 @@ class ModelConfig(ExpertConfig):
     """
     rope: RopeConfig = field(default_factory=RopeConfig)
     local_rope: RopeConfig = field(default_factory=RopeConfig)
-    """Of the layers whose `rope` is "local"."""
+    """RoPE of the layers whose `rope` is "local"."""
     attention_scale: float | None = None
     """Multiplies scores; None: head_dim ** -0.5."""
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
-    """Of what each sublayer adds to the residual stream (Granite)."""
+    """Factor of what each sublayer adds to the residual stream (Granite)."""
     logits_scaling: float = 1.0
     """Divides the logits (Granite)."""
     logit_softcap: float | None = None
@@ -132,6 +133,8 @@ class ModelConfig(ExpertConfig):
                 for number, kind in kinds
                 for each in kind.problems()
             ]
+            # A pattern states these options per kind: stated for all layers, they would contradict
+            # it.
             alike = [
                 name
                 for name in (*ALIKE_OPTIONS, "nope_every")
@@ -152,6 +155,7 @@ class ModelConfig(ExpertConfig):
         pattern = self.layers
         if not pattern:
             alike = LayerKind(**{name: getattr(self, name) for name in ALIKE_OPTIONS})
+            # The last layer of each `nope_every` has no RoPE (SmolLM3).
             last = alike if self.nope_every is None else replace(alike, rope="none")
             pattern = (*(alike,) * ((self.nope_every or 1) - 1), last)
         return tuple(pattern[layer % len(pattern)] for layer in range(self.num_layers))
@@ -167,24 +171,24 @@ class ModelConfig(ExpertConfig):
 
     @cached_property
     def unrotated_layers(self) -> tuple[LayerKind, ...]:
-        """Each layer's kind as far as weights, work and memory go."""
+        """Each layer's kind as far as weights, FLOPs and memory go: rotations are made equal."""
         unrotated = {kind: replace(kind, rope="global") for kind in self.kinds}
         distinct = {kind: kind for kind in unrotated.values()}
         return tuple(distinct[unrotated[kind]] for kind in self.layer_kinds)
 
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """Of its layers, each once, in order."""
+        """The kinds of its layers, each once, in order."""
         return tuple(dict.fromkeys(self.layer_kinds))
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """Those of its layers, each once."""
+        """The windows of its layers, each once."""
         return tuple(dict.fromkeys(kind.window for kind in self.kinds if kind.window is not None))
 
     @cached_property
     def layers_by_window(self) -> Windows:
-        """Of the layers with attention."""
+        """Number of attention layers by window; None: without a window."""
         return Counter(kind.window for kind in self.layer_kinds if kind.attends) or FULL_ATTENTION
 
     def mean_pairs(self, tokens: int) -> float:
@@ -202,13 +206,14 @@ class ModelConfig(ExpertConfig):
 
     @property
     def query_multiplier(self) -> float:
-        """What multiplies queries, because kernels multiply scores by head_dim ** -0.5."""
+        """Factor of the queries, because kernels multiply scores by head_dim ** -0.5."""
         return 1.0 if self.attention_scale is None else self.attention_scale * self.head_dim**0.5
 
     @cached_property
     def sizes(self) -> Sizes:
         heads = self.num_heads * self.head_dim
         kv_heads = self.num_kv_heads * self.head_dim
+        # In the order of `LETTERS`.
         return dict(
             zip(
                 LETTERS,
@@ -234,7 +239,7 @@ class ModelConfig(ExpertConfig):
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """By name, in model order; a tied head is the embedding."""
+        """Declarations of the parameters by name, in model order; a tied head is the embedding."""
         blocks = {
             f"blocks.{layer}.{name}": each._replace(hf_name=f"model.layers.{layer}.{each.hf_name}")
             for layer, kind in enumerate(self.layer_kinds)
@@ -249,7 +254,7 @@ class ModelConfig(ExpertConfig):
 
     @cached_property
     def buffers(self) -> dict[str, Parameter]:
-        """By name: vectors that no gradient changes."""
+        """Declarations of the buffers by name: vectors that no gradient changes."""
         return {
             f"blocks.{layer}.{name}": each._replace(
                 hf_name=each.hf_name and f"model.layers.{layer}.{each.hf_name}"
@@ -264,10 +269,11 @@ class ModelConfig(ExpertConfig):
         return parameter._replace(initial="zeros") if is_centered else parameter
 
     def declared(self, name: str) -> Parameter:
-        """By its name in the model or a pipeline stage.
+        """The declaration of a parameter or buffer, by its name in the model or a pipeline stage.
 
         Raises ValueError if it is not declared.
         """
+        # With tied embeddings `parameters` has no head, but the head's module asks for its weight.
         if (
             found := self.parameters.get(name) or self.buffers.get(name) or HEAD.get(name)
         ) is None:
@@ -300,7 +306,7 @@ class ModelConfig(ExpertConfig):
         ]
 
     def products_of(self, kind: LayerKind, tp: int = 1) -> BlockProducts:
-        """Of one of `tp` ranks.
+        """Weights in the products of one block on one of `tp` ranks.
 
         With fewer KV heads than ranks, each multiplies by the part of one head.
         """
@@ -314,6 +320,8 @@ class ModelConfig(ExpertConfig):
         every = sum(weights.values())
         if not kind.in_pieces:
             return BlockProducts(every, every, 0)
+        # "residual" marks the last product of a sublayer: the one that writes to the residual
+        # stream.
         inputs = {name for name in weights if declared[name].initial != "residual"}
         last = Counter[str]()
         for name in weights.keys() - inputs:
@@ -331,7 +339,7 @@ class ModelConfig(ExpertConfig):
 
     @cached_property
     def products(self) -> dict[LayerKind, BlockProducts]:
-        """Of blocks that are not sharded."""
+        """Weights in the products of each kind of block, without tensor parallelism."""
         return {kind: self.products_of(kind) for kind in self.kinds}
 
     @cached_property
@@ -351,7 +359,7 @@ class ModelConfig(ExpertConfig):
 
     @cached_property
     def num_active_parameters(self) -> int:
-        """Those that compute with a token: of experts, `top_k`."""
+        """Parameters that compute with a token: all, but of the experts only `top_k`."""
         return sum(
             self._active(each, prod(each.shape_of(self.sizes)))
             for each in self.parameters.values()
@@ -365,7 +373,7 @@ class ModelConfig(ExpertConfig):
         )
 
     def _active(self, parameter: Parameter, count: int) -> int:
-        """Of `count` numbers of a parameter, those that compute with a token."""
+        """Elements active per token: all `count`, or top_k / num_experts of them."""
         return count * self.top_k // self.num_experts if parameter.per_expert else count
 
     def saved_width(self, kind: LayerKind) -> int:
@@ -378,9 +386,10 @@ class ModelConfig(ExpertConfig):
         )
 
     def attention_flops(self, kinds: Iterable[LayerKind], pairs: float) -> float:
-        """Of the forward pass of these layers: two products per pair of tokens; `pairs` is the
-        mean over the layers.
+        """FLOPs of the forward pass of attention in these layers: two products per pair of tokens;
+        `pairs` is the mean over the layers.
         """
+        # Per pair and element of the query heads: a multiply-add of QK^T and one of PV, 4 FLOPs.
         return 4 * sum(kind.attends for kind in kinds) * self.sizes["Q"] * pairs
 
     def flops(self, *, tokens: float, pairs: float) -> float:
@@ -413,6 +422,7 @@ class ModelConfig(ExpertConfig):
         output. QK norms repeat the query and key projections in their backward pass. A block that
         does not run in pieces is repeated whole.
         """
+        # Flash attention's backward pass recomputes QK^T: half of the forward pass's two products.
         executed = (
             self.flops(tokens=tokens, pairs=pairs)
             + self.attention_flops(self.layer_kinds, pairs) / 2
@@ -425,6 +435,8 @@ class ModelConfig(ExpertConfig):
             products = self.products[kind]
             recomputed += products.recomputed + is_full * products.attention_inputs
             next_kind = self.layer_kinds[index + 1 : index + 2]
+            # The blocks of a checkpoint but its last recompute their output as well: the input of
+            # the next.
             if (
                 (index + 1) % blocks_per_checkpoint
                 and next_kind
@@ -436,6 +448,7 @@ class ModelConfig(ExpertConfig):
         return executed + self.attention_flops(repeated, pairs) + 2 * recomputed * tokens
 
 
+# `rope` means two things: a `LayerKind` names one of the configurations that the model holds.
 ALIKE_OPTIONS = tuple(
     each.name
     for each in fields(LayerKind)

@@ -42,11 +42,12 @@ class KVCacheCore:
         boundaries_BD: Tensor,
         sink_N: Tensor | None = None,
     ) -> Tensor:
-        """[1, S, N, H]. All tokens belong to one document; the boundaries are ignored."""
+        """Output [1, S, N, H]. All tokens belong to one document, so the boundaries are ignored."""
         del boundaries_BD
         past_length = self.length
         self.length = self.length + q_BSNH.shape[1]
         (q_XNH,), new_kv = q_BSNH, (k_BSKH[0], v_BSKH[0])
+        # Allocated at full capacity once: growing by concatenation would copy the cache per token.
         self._kv_cache = self._kv_cache or tuple(
             x.new_empty(self.capacity, *x.shape[1:]) for x in new_kv
         )
@@ -57,6 +58,8 @@ class KVCacheCore:
             torch.tensor([tokens], device="cpu")
             for tokens in ((past_length, self.length), (0, past_length))
         )
+        # A causal square of the new tokens, and rectangles with the cached ones, which a window
+        # cuts. Queries are numbered from the first new token, keys from the start of the cache.
         rows_R5 = block_rows(new_12 - past_length, new_12, CAUSAL)
         if past_length:
             shift_12 = torch.tensor([[-past_length, 0]], device="cpu")
@@ -124,6 +127,7 @@ class Decoder:
         *leading_chunks, last_chunk_S = tokens_S.to(self._head.proj.weight.device).split(
             self._chunk
         )
+        # Chunks bound the activations of a prefill. Only their keys and values are needed.
         for chunk_S in leading_chunks:
             self._model(sequence_batch(chunk_S[None], position=self.length))
         hidden_BSE: Tensor = self._model(sequence_batch(last_chunk_S[None], position=self.length))
@@ -133,6 +137,7 @@ class Decoder:
 def sequence_batch(tokens_BS: Tensor, *, position: int) -> Batch:
     """Tokens of one document from `position` on, without targets."""
     num_tokens = tokens_BS.shape[1]
+    # A new token sees the `position` tokens before this call, and the new ones up to itself.
     num_pairs = num_tokens * position + num_tokens * (num_tokens + 1) // 2
     return Batch(
         tokens=tokens_BS,

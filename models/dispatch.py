@@ -20,17 +20,17 @@ from models.row_groups import RowGroups, RowPlaces, padded_ends, padded_shifts
 
 
 class Rows(NamedTuple):
-    """Where the tokens of a tile go: row `n * top_k + k` is token n at its k-th expert."""
+    """Placement of a tile's tokens: row `n * top_k + k` is token n at its k-th expert."""
 
     top_k: int
     tokens: Tensor
     """[P], the token at each place: by expert, then by token."""
     place: Tensor
-    """[R], of each row."""
+    """[R], the place of each row."""
     groups: RowGroups
-    """Of this rank, which may get rows from other ranks."""
+    """Groups of this rank's experts, which may get rows from other ranks."""
     route: Any = None
-    """What a dispatcher between ranks needs besides."""
+    """State of the tile in a dispatcher that spans ranks; None on one rank."""
 
     @property
     def num_tokens(self) -> int:
@@ -45,18 +45,18 @@ class TokenDispatcher(Protocol):
     """
 
     tp_rank: int
-    """Which part of the tokens this rank has, of those that tp ranks share."""
+    """Index of this rank's part of the tokens, among the tp ranks that share them."""
     tp_degree: int
-    """Ranks that each have a part of every expert, and add its bias."""
+    """Ranks that each hold a part of every expert, and each add the same share of its bias."""
 
     def agree(self, num_tiles: int) -> int:
-        """The most tiles of any rank. Collective; the host waits."""
+        """The largest number of tiles of any rank. Collective; the host waits."""
 
     def rows(self, experts_NK: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
-        """Of each tile, of which every rank has the same number. Collective.
+        """Rows of each tile; every rank has the same number of tiles. Collective.
 
         `padded`: as a kernel for groups takes them. The host waits for the device, unless rows are
-        padded and stay here.
+        padded and stay on the rank.
         """
 
     def dispatch(self, x_NE: Tensor, weight_NK: Tensor, rows: Rows) -> Any:
@@ -66,7 +66,7 @@ class TokenDispatcher(Protocol):
         """Tokens [P, E] and weights [P], sorted by expert; padding weighs nothing."""
 
     def combine(self, out_PE: Tensor, rows: Rows, *, is_needed: bool) -> Tensor:
-        """[N, E]: the sum over the experts of each token.
+        """[N, E]: the sum over each token's experts.
 
         If not `is_needed`, only its gradient is right.
         """
@@ -78,11 +78,11 @@ class TokenDispatcher(Protocol):
         """
 
     def sum_over_sequence(self, counts: Tensor) -> Tensor:
-        """In place, over the ranks that share the tokens of a sequence."""
+        """Sums counts in place, over the ranks that share the tokens of a sequence."""
 
 
 class LocalDispatcher:
-    """Of a rank that has all experts, and all of each."""
+    """The dispatcher of a rank that has all experts, and all of each."""
 
     tp_rank = 0
     tp_degree = 1
@@ -112,10 +112,13 @@ class LocalDispatcher:
 
 
 def own_rows(experts_NK: Sequence[Tensor], num_experts: int, *, padded: bool) -> list[Rows]:
-    """Of a rank that has all experts. The host waits for the device, unless rows are padded."""
+    """Rows of each tile on a rank that has all experts. The host waits for the device, unless rows
+    are padded.
+    """
     if padded:
         return [padded_rows(experts, num_experts) for experts in experts_NK]
     ordered = [sort_by_expert(experts, num_experts) for experts in experts_NK]
+    # One copy to the host for all tiles: each copy waits for the device.
     counts = torch.stack([counts_X for *_, counts_X in ordered]).tolist()
     return [
         rows._replace(groups=RowGroups(each))
@@ -127,13 +130,16 @@ def sort_by_expert(experts_NK: Tensor, num_experts: int) -> tuple[Rows, Tensor]:
     """Rows without padding and without their groups, and how many each expert has, [X] on the
     device.
     """
+    # Stable, so that the rows of an expert are in the order of their tokens on every run.
     top_k, (ordered_R, order_R) = experts_NK.shape[1], experts_NK.flatten().sort(stable=True)
     rows = Rows(top_k, order_R // top_k, inverse_of(order_R), RowGroups(()))
     return rows, _counts(ordered_R, num_experts)
 
 
 def padded_rows(experts_NK: Tensor, num_experts: int) -> Rows:
-    """The host knows the number of places only, which is that of the most padding."""
+    """Rows padded for a kernel. The host knows only the number of places: the most that padding
+    may need.
+    """
     top_k, (ordered_R, order_R) = experts_NK.shape[1], experts_NK.flatten().sort(stable=True)
     counts_X = _counts(ordered_R, num_experts)
     ends_X = padded_ends(counts_X)
@@ -146,12 +152,14 @@ def padded_rows(experts_NK: Tensor, num_experts: int) -> Rows:
 
 
 def _counts(ordered_R: Tensor, num_experts: int) -> Tensor:
-    """[X], of each expert in ascending ones."""
+    """Number of rows of each expert, [X], from the experts of rows in ascending order."""
+    # `bincount` would make the host wait: its length depends on the largest value.
     experts_X = torch.arange(num_experts + 1, device=ordered_R.device)
     return torch.searchsorted(ordered_R, experts_X).diff()
 
 
 def inverse_of(permutation: Tensor) -> Tensor:
+    # A scatter inverts a permutation; `argsort` would sort.
     positions = torch.arange(len(permutation), device=permutation.device)
     return torch.empty_like(permutation).scatter_(0, permutation, positions)
 
@@ -178,7 +186,7 @@ def to_tokens(out_PE: Tensor, rows: Rows, *, is_needed: bool = True) -> Tensor:
 
 
 def to_places(x_R: Tensor, place_R: Tensor, num_places: int) -> Tensor:
-    """[P], with zeros in between."""
+    """Rows at their places, [P], with zeros in between."""
     return linear_map(
         x_R,
         lambda x: x.new_zeros(num_places).scatter_(0, place_R, x),
@@ -201,7 +209,9 @@ def select(x: Tensor, index: Tensor, back: Tensor, *, is_needed: bool = True) ->
 
 
 def _sum(row_PE: Tensor, rows: Rows) -> Tensor:
-    """In one kernel, which adds in float32 or, of float64, in float64, and rounds once."""
+    """Sums the rows of each token in one kernel, which adds in float32, or float64 in float64, and
+    rounds once.
+    """
     return F.embedding_bag(rows.place.view(-1, rows.top_k), row_PE, mode="sum")
 
 
@@ -211,7 +221,7 @@ Map = Callable[[Tensor], Tensor]
 def linear_map(x: Tensor, forward: Map, transpose: Map, *, skipped: int | None = None) -> Tensor:
     """`forward(x)`, whose gradient is `transpose(grad)`.
 
-    `skipped`: the length of a result of which only that is needed.
+    `skipped`: the length of a result of which only the gradient is needed; `forward` does not run.
     """
     result: Tensor = LinearMap.apply(x, forward, transpose, skipped)
     return result
@@ -221,6 +231,7 @@ class LinearMap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Map, transpose: Map, skipped: int | None) -> Tensor:
         ctx.transpose = transpose
+        # An expanded zero takes no memory, and carries the graph all the same.
         return forward(x) if skipped is None else x.new_zeros(()).expand(skipped, *x.shape[1:])
 
     @staticmethod

@@ -9,11 +9,12 @@ from typing import Literal
 from models.layers import LayerKind
 
 GROUP_ALIGNMENT = 8
-"""Rows that torch's grouped product needs a multiple of: 16 bytes of bfloat16."""
+"""Rows of which torch's grouped product needs a multiple: 16 bytes of bfloat16."""
 
 
 def most_places(num_rows: int, num_experts: int) -> int:
-    """Of rows and their padding to `GROUP_ALIGNMENT`, however they are divided among experts."""
+    """Upper bound of rows with their padding to `GROUP_ALIGNMENT`, however experts divide them."""
+    # A group gets up to GROUP_ALIGNMENT - 1 rows of padding, an empty one GROUP_ALIGNMENT.
     return num_rows + num_experts * GROUP_ALIGNMENT
 
 
@@ -27,9 +28,9 @@ class ExpertConfig:
     expert_dim: int = 0
     """Feed-forward dim of an expert."""
     shared_expert_dim: int = 0
-    """Of the expert that sees every token; 0: as the others."""
+    """Feed-forward dim of the expert that sees every token; 0: as the others."""
     router: Literal["softmax", "sigmoid"] = "softmax"
-    """From a logit to a score."""
+    """How a logit becomes a score."""
     normalize_top_k: bool = True
     """Whether the scores of a token's experts are divided by their sum."""
     router_scaling: float = 1.0
@@ -62,7 +63,7 @@ class ExpertConfig:
             yield from self._choice_problems()
 
     def _choice_problems(self) -> Iterator[str]:
-        """Of the experts that a token may have."""
+        """Every broken rule for the experts that a token may have."""
         experts = self.num_experts
         groups = self.expert_groups
         kept = self.top_k_groups

@@ -23,7 +23,7 @@ from models.tiling import CompilePiece
 PRODUCTS = ("gate_proj", "up_proj", "down_proj")
 BIASES = ("gate_bias", "up_bias", "down_bias")
 ROWS_AT_ONCE = 2048
-"""Of a loop over experts, at least."""
+"""Rows that a loop over experts computes at once, at least."""
 SUMMED_COLUMNS = 8
 """Equal columns of a product that sums rows: the kernel takes no fewer than 16 bytes of
 bfloat16.
@@ -31,7 +31,7 @@ bfloat16.
 
 
 class Options(NamedTuple):
-    """How experts compute, and what is needed of them."""
+    """Options of the experts' computation, and what is needed of its result."""
 
     activation: str
     bias_scale: float = 1.0
@@ -78,6 +78,7 @@ class GroupedFeedForward(torch.autograd.Function):
         ctx.options = options
         if not options.needs_output:
             ctx.save_for_backward(x_RE, weight_R, *weights)
+            # The result only carries the graph; `backward` computes the products that it needs.
             return x_RE.new_zeros(()).expand_as(x_RE)
         kept = list[Tensor]()
 
@@ -96,9 +97,11 @@ class GroupedFeedForward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         options: Options = ctx.options
         x_RE, weight_R, *saved = ctx.saved_tensors
+        # The other four inputs are x, the weights of rows, the groups and the options.
         num_weights = len(ctx.needs_input_grad) - 4
         weights = saved[:num_weights]
         kept = saved[num_weights:]
+        # This list would keep every part's products alive until the end.
         del saved
         parts = _parts(ctx.groups, x_RE, weight_R, weights)
         others = list[list[Tensor]]()
@@ -122,7 +125,7 @@ class Part(NamedTuple):
     x: Tensor
     """[R, E]."""
     weight: Tensor | None
-    """[R], of each row."""
+    """[R], the weight of each row."""
     parameters: Sequence[Tensor]
 
     @property
@@ -130,13 +133,14 @@ class Part(NamedTuple):
         return self.parameters[len(PRODUCTS) :]
 
     def products(self) -> list[Tensor]:
-        """Of gate and up, without their biases."""
+        """Products of gate and up, without their biases."""
         return [
             grouped_product(self.x, weight_XME, self.groups) for weight_XME in self.parameters[:2]
         ]
 
     def between(self, options: Options) -> Between:
-        """What is between the products; for one pass."""
+        """The computation between the products, for one pass."""
+        # The compiler specializes on lengths 0 and 1: each would be a compilation of its own.
         at_once = self.groups.ends is not None or 1 < len(self.x) <= ROWS_AT_ONCE
         # Each further number of rows costs a compilation.
         if options.compile_piece is None or not at_once:
@@ -147,7 +151,7 @@ class Part(NamedTuple):
 def _parts(
     groups: RowGroups, x_RE: Tensor, weight_R: Tensor | None, weights: Sequence[Tensor]
 ) -> list[Part]:
-    """All at once with a kernel for groups.
+    """Splits rows into parts; with a kernel for groups they are one part.
 
     A loop takes few experts at a time: less memory, and most of it in cache.
     """
@@ -170,9 +174,10 @@ def _parts(
 
 
 def _joined(pieces: Iterable[Tensor], num_rows: int) -> Tensor:
-    """One after the other; what has all rows is not copied."""
+    """Concatenates pieces; one that has all rows is not copied."""
     joined = torch.empty(0)
     start = 0
+    # `torch.cat` would hold all pieces beside the result; here each is freed once it is copied.
     for number, piece in enumerate(pieces):
         if number == 0:
             joined = (
@@ -197,13 +202,16 @@ def _part_backward(
         part.products() if products is None else products, are_kept=products is not None
     )
     del products
+    # Tensors of [R, M] set the peak memory of the layer: each is freed at its last use.
     grad_inner_RM = grouped_product(grad_RE, weights[2].mT, groups)
     inner_RM = between.weighted(grad_inner_RM)
     router_grads = list[Tensor]()
     weight_grads = [grouped_weight_grad(grad_RE, inner_RM, groups)]
     del inner_RM
+    # After `weighted`, which takes the graph's output: `backward` frees the graph.
     product_grads, dots_R = between.backward(grad_inner_RM)
     del grad_inner_RM
+    # The loss depends on a row's weight by the dot product of its result and that gradient.
     if weight_R is not None:
         if part.biases:
             dots_R += between.last_bias_dots(grad_RE)
@@ -224,8 +232,8 @@ def _part_backward(
 
 
 class Between(Protocol):
-    """From the products of gate and up to the input of the last: biases, the gate, and the weight
-    of each row. And the last bias, which has that weight as well.
+    """The computation from the products of gate and up to the input of the last: biases, the gate,
+    and the weight of each row; and the last bias, which has that weight as well.
     """
 
     def inner(self, products: list[Tensor]) -> Tensor:
@@ -247,14 +255,14 @@ class Between(Protocol):
         """
 
     def with_last_bias(self, out_RE: Tensor) -> Tensor:
-        """Of the last product; may overwrite it."""
+        """Adds the last bias to the last product; may overwrite it."""
 
     def last_bias_dots(self, grad_RE: Tensor) -> Tensor:
         """[R]: the gradient of the weights by the last bias, in the dtype of sums."""
 
 
 class EagerBetween:
-    """With torch's operators, within few tensors of this size: most of them in place."""
+    """`Between` with torch's operators, within few tensors of this size: most of them in place."""
 
     def __init__(self, part: Part, options: Options) -> None:
         self._part = part
@@ -298,14 +306,14 @@ class EagerBetween:
         )
 
     def _with_biases_(self, products: list[Tensor]) -> list[Tensor]:
-        """In place."""
+        """Adds the biases in place."""
         for product_RM, bias_XM in zip(products, self._part.biases, strict=False):
             product_RM += _by_row(bias_XM, self._part.groups, product_RM)
         return products
 
 
 class CompiledBetween:
-    """With compiled functions, which read the products once each way."""
+    """`Between` with compiled functions, which read the products once each way."""
 
     def __init__(self, part: Part, options: Options) -> None:
         self._part = part
@@ -332,6 +340,7 @@ class CompiledBetween:
 
     def backward(self, grad_inner_RM: Tensor) -> tuple[list[Tensor], Tensor]:
         found, _ = cast(LocalGraph, self._graph).backward([grad_inner_RM])
+        # Without weights the second value is a placeholder, which the caller does not read.
         return found[:2], found[-1]
 
     def with_last_bias(self, out_RE: Tensor) -> Tensor:
@@ -343,7 +352,8 @@ class CompiledBetween:
         return self._compiled(bias_dots)(grad_RE, *self._last_bias(grad_RE), self._bias_scale)
 
     def _last_bias(self, row_RE: Tensor) -> tuple[Tensor, Tensor]:
-        """And the expert of each row."""
+        """The last bias, and the expert of each row."""
+        # Detached: `_part_backward` sums the gradients of biases by expert, outside of this graph.
         return self._part.biases[-1].detach(), _expert_of_row(self._part.groups, row_RE)
 
     def _run(self, products: Sequence[Tensor], weight_R: Tensor | None = None) -> Tensor:
@@ -381,17 +391,17 @@ def with_bias(
 
 
 def bias_dots(grad_RE: Tensor, bias_XE: Tensor, expert_R: Tensor, scale: float) -> Tensor:
-    """[R], in the dtype of sums."""
+    """Dot products of the rows of a gradient with their biases: [R], in the dtype of sums."""
     return scale * _row_dots(bias_XE[expert_R], grad_RE)
 
 
 def _weigh_(x_RI: Tensor, weight_R: Tensor | None) -> Tensor:
-    """In place."""
+    """Multiplies rows by their weights, in place."""
     return x_RI if weight_R is None else x_RI.mul_(weight_R.to(x_RI.dtype).unsqueeze(-1))
 
 
 def _row_dots(x_RI: Tensor, y_RI: Tensor) -> Tensor:
-    """In the dtype of sums."""
+    """Dot product of each row, in the dtype of sums."""
     dots_R: Tensor = (x_RI * y_RI).sum(-1, dtype=accumulation_dtype(x_RI.dtype))
     return dots_R
 
@@ -402,13 +412,15 @@ def _by_row(bias_XI: Tensor, groups: RowGroups, row_RI: Tensor) -> Tensor:
 
 
 def _expert_of_row(groups: RowGroups, row_RI: Tensor) -> Tensor:
-    """[R]; that of rows after all experts is the last."""
+    """Index of each row's expert, [R]; rows after all experts get the last."""
     device = row_RI.device
     if groups.ends is not None:
+        # int32 as the ends are: `searchsorted` takes one dtype.
         return torch.searchsorted(
             groups.ends[:-1], torch.arange(len(row_RI), device=device).int(), right=True
         )
     counts_X = torch.tensor(groups.counts, device="cpu").to(device, non_blocking=True)
+    # With `output_size` the host need not wait for the sum of the counts.
     return torch.arange(len(counts_X), device=device).repeat_interleave(
         counts_X, output_size=len(row_RI)
     )
@@ -417,8 +429,10 @@ def _expert_of_row(groups: RowGroups, row_RI: Tensor) -> Tensor:
 def _sum_by_expert(
     x_RI: Tensor, groups: RowGroups, weight_R: Tensor | None = None, scale: float = 1.0
 ) -> Tensor:
-    """[X, I]: of rows times their weights times `scale`."""
+    """Sums of rows by expert, [X, I], each row times its weight times `scale`."""
     if groups.ends is not None:
+        # A sum over rows is a product with a column of ones: the kernel for groups sums each
+        # group, and the host need not know its length.
         weight_R1 = x_RI.new_ones(len(x_RI), 1) if weight_R is None else weight_R.unsqueeze(-1)
         columns_R8 = (weight_R1 * scale).to(x_RI.dtype).expand(-1, SUMMED_COLUMNS).contiguous()
         return grouped_weight_grad(columns_R8, x_RI, groups)[:, 0]

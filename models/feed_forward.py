@@ -16,6 +16,7 @@ from models.config import ModelConfig
 from models.layers import LayerKind
 from models.sublayer import SublayerModule, Weights
 
+# gpt-oss's limit and slope. An import refuses other values.
 CLAMP = 7.0
 CLAMPED_SLOPE = 1.702
 
@@ -37,6 +38,8 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (grad_G,), (gate_G, up_G, activated_G) = grads, ctx.saved_tensors
+        # out = silu(gate) up: the gradient of up is grad silu(gate), that of gate is grad up
+        # silu'(gate). Each is written over a tensor that nothing needs any more.
         grad_up_G = activated_G.mul_(grad_G)
         grad_activated_G = up_G.mul_(grad_G)
         inputs = grad_activated_G, gate_G
@@ -60,7 +63,7 @@ def geglu(gate_G: Tensor, up_G: Tensor) -> Tensor:
 
 
 def clamped_swiglu(gate_G: Tensor, up_G: Tensor) -> Tensor:
-    """gpt-oss's: both within a limit, and one added to `up`."""
+    """gpt-oss's SwiGLU: both inputs stay within a limit, and one is added to `up`."""
     gate_G = gate_G.clamp(max=CLAMP)
     up_G = up_G.clamp(min=-CLAMP, max=CLAMP)
     return (up_G + 1) * gate_G * torch.sigmoid(CLAMPED_SLOPE * gate_G)

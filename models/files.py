@@ -12,15 +12,15 @@ from io import BufferedReader
 from pathlib import Path
 
 MAX_TEXT_BYTES = 1 << 30
-"""Of a description, index, tokenizer or configuration."""
+"""Largest size of a description, index, tokenizer or configuration."""
 
 
 class UnusableFileError(OSError):
-    """Not a regular file, or too large; `strerror` says which."""
+    """The path is no regular file, or the file is too large; `strerror` says which."""
 
 
 def read_regular(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Raises `UnusableFileError`, and OSError if the file cannot be read."""
+    """The content of a file. Raises `UnusableFileError`, and OSError if it cannot be read."""
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > max_bytes:
             raise UnusableFileError(
@@ -30,7 +30,9 @@ def read_regular(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Raises `UnusableFileError` for a pipe, device or folder, and OSError."""
+    """Opens a regular file. Raises `UnusableFileError` for a pipe, device or folder, and OSError."""
+    # O_NONBLOCK: opening a pipe that nobody writes to would wait forever. The descriptor is
+    # checked, not the path, which may name another file by then.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return open(descriptor, "rb")  # noqa: PTH123 - no path

@@ -35,11 +35,11 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 LM_HEAD = "lm_head.weight"
 TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."}
-"""Of the language model's tensors in a model of several modalities (of transformers 4; 5), and
-what replaces them.
+"""Prefixes of the language model's tensors in a model of several modalities (of transformers 4;
+5), and what replaces them.
 """
 TIED_HEAD_ROWS = 4096
-"""Rows compared at once."""
+"""Rows of the head and the embedding that are compared at once."""
 QUANTIZED_SUFFIXES = (mxfp4.BLOCKS, mxfp4.SCALES)
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 SUPPORTED_DTYPES = {"F64", "F32", "F16", "BF16"}
@@ -122,6 +122,7 @@ class SafetensorsReader:
         if (folder / INDEX_FILE).exists() or not single_file.exists():
             self._file_of = _read_index(folder)
         else:
+            # "numpy", because reading names then imports no torch.
             self._file_of = dict.fromkeys(self._open(single_file, "numpy").keys(), single_file)
         self._text_only = text_only
         self._stored_names = {
@@ -135,7 +136,7 @@ class SafetensorsReader:
         return Counter(name.removeprefix("model.").split(".")[0] for name in sorted(others))
 
     def num_extra_tensors(self, model: ModelConfig) -> int:
-        """That are not read; see `is_extra`."""
+        """Number of tensors that are not read because they are extra; see `is_extra`."""
         return sum(is_extra(name, model) for name in self._stored_names)
 
     def _text_name(self, name: str) -> str | None:
@@ -179,6 +180,7 @@ class SafetensorsReader:
         ]
         shapes = {text: shapes[name] for text, name in self._stored_names.items()}
         expected = self._expected_shapes(model)
+        # Some exports store the tied head as well. Its values are compared where they are read.
         tied_head = {LM_HEAD: (model.vocab_size, model.dim)} if model.tie_embeddings else {}
         missing = [f"{name} is missing" for name in expected if name not in shapes]
         unexpected = [
@@ -197,7 +199,7 @@ class SafetensorsReader:
         return twice or misplaced + missing + unexpected + misshaped
 
     def _expected_shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-        """Of each tensor, quantized or not as the files are."""
+        """Shape of each tensor, quantized or not as the files are."""
         expected = dict[str, tuple[int, ...]]()
         for name, stored in stored_tensors(model).items():
             if self.has_tensor(f"{name}{mxfp4.BLOCKS}") and mxfp4.can_store(stored.shape):
@@ -211,7 +213,7 @@ class SafetensorsReader:
     def tied_head_problems(
         self, model: ModelConfig, ranges: Sequence[range] | None = None
     ) -> list[str]:
-        """A head of its own, where the model's is the embedding.
+        """Problems of a head of its own, where the model's is the embedding.
 
         `ranges`: the part of both to compare.
         """
@@ -219,6 +221,7 @@ class SafetensorsReader:
             return []
         embedding = tensor_specs(model)["embed.weight"]
         rows, columns = ranges or map(range, embedding.shape)
+        # In parts of rows: each matrix may take gigabytes.
         for first in range(rows.start, rows.stop, TIED_HEAD_ROWS):
             part = [range(first, min(first + TIED_HEAD_ROWS, rows.stop)), columns]
             head, values = (
@@ -249,8 +252,10 @@ class SafetensorsReader:
         return spec.select(self._slice(spec.name, spec.stored_shape, spec.stored_ranges(ranges)))
 
     def _read_quantized(self, spec: TensorSpec, ranges: list[range]) -> Tensor:
-        """Of MXFP4, whose outputs come before the inputs."""
+        """Reads a slice of an MXFP4 weight, whose outputs come before the inputs."""
         experts, outputs, inputs = spec._replace(is_transposed=False).stored_ranges(ranges)
+        # Blocks of 32 inputs share a scale, so whole blocks are read and the rest is cut off
+        # after.
         blocks = mxfp4.block_range(inputs)
         stored = spec._replace(is_transposed=False).stored_shape
         shapes = mxfp4.stored_shapes((stored[0], stored[1], stored[2]))
@@ -304,6 +309,7 @@ class SafetensorsReader:
 
         if (path, framework) not in self._open_files:
             try:
+                # safetensors would wait for a pipe that nobody writes to.
                 open_regular(path).close()
                 self._open_files[path, framework] = safe_open(path, framework)
             except (SafetensorError, OSError) as error:

@@ -1,4 +1,4 @@
-"""From Hugging Face's config.json to `ModelConfig`. Imports no torch.
+"""Conversion of Hugging Face's config.json to `ModelConfig`. Imports no torch.
 
 `models/hf_families.py` has what each `model_type` means. An export takes the first one whose
 config.json, read back, is the same model again.
@@ -65,10 +65,13 @@ def model_config_from_hf(
         fields[option] = None if value is None else read(value)
     if problems:
         raise HuggingFaceError(problems)
+    # transformers computes the shared experts as one feed-forward of their summed width.
     if "n_shared_experts" in family.expert_keys:
         fields["shared_expert_dim"] = present["n_shared_experts"] * fields["expert_dim"]
+    # Gemma multiplies embeddings by sqrt(dim), and config.json does not say so.
     if family.scales_embeddings:
         fields["embedding_multiplier"] = fields["dim"] ** 0.5
+    # None is the default scale: equal models must compare equal.
     if fields.get("attention_scale") == fields["head_dim"] ** -0.5:
         fields["attention_scale"] = None
     options: dict[str, Any] = {**fields, **family.options, **ropes}
@@ -108,7 +111,7 @@ def _with_their_keys(problem: str, family: Family) -> str:
 def _without_aliases(
     values: Mapping[str, Any], family: Family
 ) -> tuple[dict[str, Any], list[str]]:
-    """With the usual names of keys, and what disagrees."""
+    """config.json under the usual names of keys, and the aliases that disagree with them."""
     found = dict(values)
     problems = list[str]()
     for alias, key in family.aliases.items():
@@ -185,6 +188,7 @@ def _read_ropes(
         problems.append(f"config.json: rope_parameters = {format_value(parameters)} {rule}")
         return {}
     else:
+        # `rope_scaling` of the older format extends the layers without a window only (Gemma 3).
         local = {**values, "rope_theta": values.get(family.local_theta_key), "rope_scaling": None}
         views = {
             "rope": _rope_of_layers(values, FULL),
@@ -213,7 +217,7 @@ def _read_ropes(
 
 
 def _rope_of_layers(values: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
-    """With the `rope_parameters` of layers of this type only."""
+    """config.json with the `rope_parameters` of layers of this type only."""
     parameters = values.get("rope_parameters")
     if not isinstance(parameters, dict):
         return values
@@ -288,7 +292,7 @@ def _read_layers(
 
 
 def _expert_key_problems(values: Mapping[str, Any], family: Family) -> Iterable[str]:
-    """Of the keys that say which layers have experts."""
+    """Problems of the keys that say which layers have experts."""
     least = {
         "decoder_sparse_step": 1,
         "first_k_dense_replace": 0,
@@ -350,6 +354,7 @@ def with_layers(model: ModelConfig, kinds: list[LayerKind]) -> ModelConfig:
     # Numbers compare faster, for ten thousand layers.
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     order = [numbers[kind] for kind in kinds]
+    # The shortest shift under which the order of kinds agrees with itself.
     period = next(
         size for size in range(1, len(order) + 1) if order[size:] == order[: len(order) - size]
     )
@@ -378,4 +383,4 @@ VALID: Mapping[str, Callable[[Any], bool]] = {
     "an integer above 0": is_count,
     "true or false": lambda value: isinstance(value, bool),
 }
-"""By the rule of a key."""
+"""Checks by the rule of a key."""

@@ -1,4 +1,4 @@
-"""From `ModelConfig` to Hugging Face's config.json, and the differences of two models.
+"""Conversion of `ModelConfig` to Hugging Face's config.json, and the differences of two models.
 
 Imports no torch.
 """
@@ -33,6 +33,8 @@ def model_config_to_hf(
     """
     if problems := model.problems():
         raise HuggingFaceError(problems)
+    # Every family is tried, the model's own first. The first whose config.json reads back as the
+    # same model is taken; else the error lists what the closest one cannot express.
     nearest = list[str]()
     for model_type in sorted(FAMILIES, key=lambda name: name != model.model_type):
         values = _write(model, model_type, max_length)
@@ -61,7 +63,7 @@ def model_config_to_hf(
 
 
 def _write(model: ModelConfig, model_type: str, max_length: int) -> dict[str, Any]:
-    """What this family can say of the model."""
+    """The config.json of a model as one family can express it."""
     family = FAMILIES[model_type]
     kinds = model.layer_kinds
     activation = ACTIVATIONS[family.options.get("activation", "silu")]
@@ -81,6 +83,7 @@ def _write(model: ModelConfig, model_type: str, max_length: int) -> dict[str, An
     if family.derives_head_dim:
         del values["head_dim"]
     values |= _write_ropes(model, family) | _write_layers(kinds, family)
+    # transformers 4 takes longrope's factor from the two lengths, and ignores a stated one.
     if family.states_longrope_by_length and model.rope.kind == "longrope":
         scaling = values["rope_scaling"]
         original = model.rope.original_length
@@ -93,7 +96,7 @@ def _write(model: ModelConfig, model_type: str, max_length: int) -> dict[str, An
 
 
 def _write_experts(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """Which layers have experts, and how many each token has."""
+    """Keys that say which layers have experts, and how many are shared."""
     dense = [layer for layer, kind in enumerate(model.layer_kinds) if kind.feed_forward == "gated"]
     shared = model.sizes["Z"] // model.expert_dim if model.expert_dim else 0
     known = {
@@ -108,7 +111,7 @@ def _write_experts(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _option(model: ModelConfig, name: str) -> Any:
-    """Of the model, or of its first layer that may have it."""
+    """An option of the model, or of its first layer that may have it."""
     if name == "attention_scale" and model.attention_scale is None:
         return model.head_dim**-0.5
     if name not in ALIKE_OPTIONS:
@@ -171,12 +174,14 @@ def config_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tupl
     layers rotate, as `rope.layers`.
     """
     keys = {each.name for each in dataclasses.fields(ModelConfig)}
+    # Two configurations may state the same layers differently: these are compared by layer below.
     keys -= {*ROPES, *ALIKE_OPTIONS, "layers", "nope_every", "model_type"}
     pairs: dict[str, tuple[Any, Any]] = {
         key: (getattr(theirs, key), getattr(ours, key)) for key in sorted(keys)
     }
     pairs["shared_expert_dim"] = theirs.sizes["Z"], ours.sizes["Z"]
     kinds = [*theirs.layer_kinds, *ours.layer_kinds]
+    # A field that no layer of either model reads makes no difference.
     if not any(kind.shared_expert for kind in kinds):
         del pairs["shared_expert_dim"]
     if all(kind.feed_forward == "moe" for kind in kinds):

@@ -1,4 +1,4 @@
-"""Which models transformers' `model_type`s describe, as data: keys of config.json, their defaults,
+"""Models that transformers' `model_type`s describe, as data: keys of config.json, their defaults,
 kinds of layers.
 
 Imports no torch.
@@ -42,6 +42,7 @@ OLMO: dict[str, Any] = {
 GEMMA: dict[str, Any] = {
     "options": {"norms": "sandwich", "zero_centered_norms": True, "activation": "gelu_tanh"},
     "keys": {
+        # Gemma states the number whose root divides the scores, instead of the head dim.
         "query_pre_attn_scalar": Key(
             "attention_scale", lambda scalar: scalar**-0.5, lambda scale: round(scale**-2)
         ),
@@ -312,4 +313,4 @@ FAMILIES: dict[str, Family] = {
         bias_keys=(),
     ),
 }
-"""In the order in which an export tries them."""
+"""Families by `model_type`, in the order in which an export tries them."""

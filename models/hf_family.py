@@ -1,4 +1,4 @@
-"""What a `model_type` of transformers is described by: keys of config.json, kinds of layers.
+"""A `model_type` of transformers as data: keys of config.json, kinds of layers.
 
 Imports no torch.
 """
@@ -25,7 +25,7 @@ COMMON_KEYS = {
     "rms_norm_eps": "norm_eps",
     "tie_word_embeddings": "tie_embeddings",
 }
-"""Of every family: its key in config.json and ours."""
+"""Keys of config.json that every family has, and our names of them."""
 ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
 UNUSED_KEYS = {
     *(
@@ -158,9 +158,9 @@ class Family:
 
     architecture: str
     options: Values = field(default_factory=dict)
-    """What its models always are, as options of `ModelConfig`."""
+    """Options of `ModelConfig` that its models always have."""
     keys: Mapping[str, Key] = field(default_factory=dict)
-    """In addition to COMMON_KEYS."""
+    """Keys in addition to COMMON_KEYS."""
     activation_keys: tuple[str, ...] = ("hidden_act",)
     defaults: Values = field(default_factory=dict)
     """transformers' values of absent keys, where they are not those of BASE_DEFAULTS."""
@@ -184,9 +184,9 @@ class Family:
     has_partial_rotary: bool = False
     """Whether a part of a head's dimensions may be rotated."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of keys, and which."""
+    """Other names of keys, and the usual one of each."""
     allowed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """The values of keys of which the model has no others."""
+    """Keys that may only have these values: the model supports no others."""
     has_experts: Callable[[Values, int], bool] = lambda *_: False
     """Whether a layer has experts."""
     expert_keys: frozenset[str] = frozenset()

@@ -1,4 +1,5 @@
-"""Which keys of a config.json are read, which say nothing about a model, and which are refused.
+"""Review of a config.json's keys: which are read, which say nothing about a model, and which are
+refused.
 
 Imports no torch.
 """
@@ -22,7 +23,7 @@ class Meaningless(NamedTuple):
     key: str
     why: str
     values: tuple[object, ...] | None = None
-    """With which it means nothing; any other one is refused. None: all."""
+    """Values with which the key means nothing; any other one is refused. None: all."""
     model_types: frozenset[str] = frozenset()
     """The families in which it means nothing; empty: all."""
     same_as: str | None = None
@@ -99,7 +100,7 @@ MEANINGLESS = (
 
 
 WINDOW_KEYS = ("sliding_window", "layer_types")
-"""Known, but only of some types: others have no window."""
+"""Keys that are known for some types only: others have no window."""
 
 
 class KeyReview(NamedTuple):
@@ -149,7 +150,7 @@ def review_keys(
 
 
 def _allowed_values(values: Mapping[str, Any], family: Family) -> dict[str, tuple[object, ...]]:
-    """By key of a feature that our model does not have: the values that switch it off."""
+    """Values that switch off a feature that our model does not have, by key."""
     activation = ACTIVATIONS[family.options.get("activation", "silu")]
     allowed: dict[str, tuple[object, ...]] = {
         **OFF,
@@ -177,6 +178,7 @@ def is_mxfp4(values: Mapping[str, Any], family: Family) -> bool:
 
 
 def is_count(value: object, largest: int = 2**31 - 1, *, least: int = 1) -> bool:
+    # bool is an int in Python, but true is no count.
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= largest
 
 

@@ -159,6 +159,7 @@ def without_default_factor(rope: RopeConfig) -> RopeConfig:
     """The rope without an attention factor that equals longrope's default, which every export
     states.
     """
+    # Such values have no default factor: it divides by ln(original_length).
     if rope.kind != "longrope" or min(rope.factor, rope.original_length) <= 1:
         return rope
     default = dataclasses.replace(rope, attention_factor=None)
@@ -166,14 +167,16 @@ def without_default_factor(rope: RopeConfig) -> RopeConfig:
 
 
 def _rope_keys(kind: str) -> dict[str, str]:
-    """Their key of each field that this kind uses. Required, except OPTIONAL_ROPE_KEYS."""
+    """The key in config.json of each field that this kind uses. Required, except
+    OPTIONAL_ROPE_KEYS.
+    """
     return {field: ROPE_KEYS.get(field, field) for field in ROPE_FIELDS[kind]}
 
 
 def _derived_rope_values(
     kind: str, rope: dict[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What transformers derives from other keys."""
+    """Values that transformers derives from other keys."""
     derived = dict[str, Any]()
     if "original_length" in ROPE_FIELDS[kind]:
         max_length = values.get("max_position_embeddings")
@@ -182,6 +185,7 @@ def _derived_rope_values(
         )
         if original_length is not None:
             derived[ORIGINAL_LENGTH_KEY] = original_length
+        # A factor that is not stated is the ratio of the lengths; llama3 must state its own.
         if (
             kind != "llama3"
             and "factor" not in rope
@@ -195,6 +199,8 @@ def _derived_rope_values(
         and "attention_factor" not in rope
         and all(is_number(scale) and scale for scale in scales)
     ):
+        # yarn's factor 0.1 ln(s) + 1 with one scale on the logarithm, over the same with the other
+        # (DeepSeek-V2).
         factor = (rope | derived).get("factor")
         log_scale = 0.1 * math.log(factor) if is_number(factor) and factor > 1 else 0.0
         numerator, denominator = (scale * log_scale + 1 for scale in scales)
@@ -203,7 +209,7 @@ def _derived_rope_values(
 
 
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """Kind and scaling, without theta."""
+    """Kind and scaling as transformers' keys, without theta."""
     partial = {} if rope.partial == 1 else {PARTIAL_KEY: rope.partial}
     if rope.kind == "default":
         return {"rope_type": "default"} | partial

@@ -1,5 +1,5 @@
-"""Where parameters are in the tensors of Hugging Face's format. Imports no torch until a tensor is
-made.
+"""Location of our parameters in the tensors of Hugging Face's format. Imports no torch until a
+tensor is made.
 
 A tensor may hold several parameters: one after the other (phi3), or in turns (gpt-oss). The
 weights of experts are a tensor for each expert, or one for all.
@@ -23,7 +23,9 @@ FUSED_TENSORS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     }
 }
-"""By `model_type`: tensors of a layer that hold several of the others, one after the other."""
+"""Fused tensors by `model_type`: those of a layer that hold several of the others, one after the
+other.
+"""
 RENAMED_TENSORS: Mapping[str, Mapping[str, str]] = {
     "mixtral": {
         "mlp.gate.weight": "block_sparse_moe.gate.weight",
@@ -42,23 +44,23 @@ RENAMED_TENSORS: Mapping[str, Mapping[str, str]] = {
         "mlp.experts.{}.down_proj.bias": "mlp.experts.down_proj_bias",
     },
 }
-"""By `model_type`: tensors of a layer that have other names than in most."""
+"""Renamed tensors by `model_type`: those of a layer that have other names than in most."""
 TURNS = {"gate_proj": 0, "up_proj": 1}
-"""In a tensor of all experts: which outputs of each pair are those of gate, and of up."""
+"""Turns in a tensor of all experts: which outputs of each pair are those of gate, and of up."""
 
 
 class TensorSpec(NamedTuple):
-    """Where a parameter is in Hugging Face's format: some rows of a tensor, or all of it."""
+    """Location of a parameter in Hugging Face's format: some rows of a tensor, or all of it."""
 
     name: str
-    """`{}`: the index of an expert, each of which has a tensor."""
+    """Name of the tensor; `{}` is the index of an expert, if each has a tensor."""
     shape: tuple[int, ...]
-    """Of the parameter."""
+    """Shape of the parameter."""
     first_row: int = 0
     fused_rows: int | None = None
     """Rows of the tensor, if it holds several parameters one after the other."""
     turn: int | None = None
-    """Of each two outputs of an expert the one that is the parameter's, if the tensor holds two
+    """Which of each two outputs of an expert is the parameter's, 0 or 1, if the tensor holds two
     parameters in turns.
     """
     is_transposed: bool = False
@@ -66,7 +68,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Of each tensor."""
+        """Shape of each stored tensor."""
         if self.is_per_expert:
             return self.shape[1:]
         if self.fused_rows is not None:
@@ -83,8 +85,9 @@ class TensorSpec(NamedTuple):
         return self._replace(name=self.name.format(expert), shape=self.shape[1:])
 
     def stored_ranges(self, ranges: list[range]) -> list[range]:
-        """Of the tensor, of which `select` gives the parameter's part."""
+        """Ranges of the tensor to read; `select` then gives the parameter's part."""
         rows, *others = ranges
+        # Outputs take turns: output i of a parameter is 2 i or 2 i + 1 of the tensor.
         if self.turn is not None:
             others[0] = range(2 * others[0].start, 2 * others[0].stop)
         stored = (range(self.first_row + rows.start, self.first_row + rows.stop), *others)
@@ -113,6 +116,7 @@ class StoredTensor(NamedTuple):
             read(ours) if expert is None else read(ours)[expert] for ours, _, expert in self.parts
         ]
         spec = self.parts[0][1]
+        # [experts, outputs, 2, ...], flattened, gives the outputs in turns.
         if spec.turn is not None:
             values = [torch.stack(values, dim=2).flatten(1, 2)]
         joined = values[0] if len(values) == 1 else torch.cat(values)
@@ -159,7 +163,7 @@ def _spec(model_type: str, name: str, shape: tuple[int, ...]) -> TensorSpec:
 def _fuse(
     specs: dict[str, TensorSpec], fused: Mapping[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, TensorSpec]]:
-    """With the tensors of layers that hold several of ours, one after the other."""
+    """Replaces our tensors by those of layers that hold several of them, one after the other."""
     rows = {spec.name: spec.shape[0] for spec in specs.values()}
     for ours, spec in specs.items():
         layer, _, name = spec.name.removeprefix(LAYERS).partition(".")

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_PARTS = 3
-"""Parameters in one tensor: each is read once for the tensors of all its experts, which follow
-each other.
+"""Parameters in one tensor, at most. Each is read once for the tensors of all its experts, which
+follow each other.
 """
 
 

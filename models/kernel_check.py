@@ -29,18 +29,20 @@ from models.score_pairs import Scores
 
 SHORT_LENGTHS = (2, 3, 63, 64, 65, 127, 128, 129)
 LENGTHS = (*SHORT_LENGTHS, 1000, 4097)
-"""Of documents: around the tile sizes of kernels, and beyond several tiles."""
+"""Lengths of documents: around the tile sizes of kernels, and beyond several tiles."""
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 5e-4, torch.float16: 0.03, torch.bfloat16: 0.15}
 FLOOR = 0.25
-"""Of a tensor's largest number, added to a row's: rows that cancel to zero in float64 do not in
-other dtypes.
+"""Share of a tensor's maximum that is added to a row's scale: rows may cancel to zero in float64
+only.
 """
 CANCELLED = 0.0625
 """The least scale where terms cancel in a whole tensor: this share of their sizes, a row's plus
 the mean of all rows'.
 """
 MAX_ELEMENTS = 2**31 - 1
-"""That a kernel which counts in 32 bits can address."""
+"""Elements that a kernel with 32-bit indices can address."""
+# `verify_wide`: tokens of its documents and of the few keys or queries, and scores that the
+# reference holds at once. MAX_ROWS: tokens that `compare` looks at.
 LONG_DOCUMENT = 1024
 FEW_TOKENS = 256
 MAX_SCORES = 1 << 24
@@ -87,6 +89,7 @@ def verify_kernel(
             )
             errors = {output: max(error, found[output]) for output, error in errors.items()}
             if deterministic:
+                # Atomic additions sum in another order each time, which shows in the last bits.
                 again = forward_backward(sample, blocks, kernel)
                 for output, one, other in zip(OUTPUTS, actual, again, strict=True):
                     if (one != other).any():
@@ -128,7 +131,9 @@ def check_cases(lengths: Sequence[int], windows: Collection[int] = ()) -> dict[s
 
 
 def long_cases(kernel: str) -> dict[str, ScoreBlocks]:
-    """For the kernel of a pair that takes long blocks only; of causal ones `LENGTHS` has one."""
+    """Cases for the kernel of a pair that takes long blocks only; a long causal one is in
+    `LENGTHS`.
+    """
     if kernel != CUDNN_AND_FLASH:
         return {}
     return {
@@ -160,13 +165,15 @@ def random_sample(
 def matching_sample(
     blocks: ScoreBlocks, heads: Heads, device: torch.device, dtype: torch.dtype
 ) -> Sample:
-    """Every query gives about half of its attention to one key, its own: no row of any gradient is
-    small.
+    """A sample in which every query gives about half of its attention to one key, its own: no row
+    of any gradient is small.
     """
     grad, q, k, v = random_sample(blocks, heads, device, torch.float32)
     for q0, q1, k0, k1, _ in blocks.blocks:
         own_key = k[k0 + torch.arange(q1 - q0, device=device) % (k1 - k0)]
         own_score = own_key.square().sum(-1, keepdim=True) * heads.dim**-0.5
+        # The own key's score is 1 + ln(n) among n keys, the others' are near 0: exp of it
+        # outweighs their sum by e.
         matching = own_key * ((1 + log(k1 - k0)) / own_score)
         q[q0:q1] = matching.repeat_interleave(heads.num // heads.kv, dim=1) + 0.3 * q[q0:q1]
     return Sample(*(x.to(dtype) for x in (grad, q, k, v)))
@@ -175,7 +182,7 @@ def matching_sample(
 def negative_sample(
     blocks: ScoreBlocks, heads: Heads, device: torch.device, dtype: torch.dtype
 ) -> Sample:
-    """Scores whose exponentials underflow."""
+    """Scores so negative that their exponentials underflow."""
     grad, q, k, v = random_sample(blocks, heads, device, dtype)
     return Sample(grad, 5 * q.abs(), -5 * k.abs(), v)
 
@@ -215,18 +222,19 @@ def compare(
 
 
 def row_errors(actual: Tensor, exact: Tensor, terms: Tensor) -> Tensor:
-    """Of rows of the tensors, in float64."""
+    """Relative error of each row, in float64."""
     actual, exact, terms = (x.flatten(1).double() for x in (actual, exact, terms))
     return (actual - exact).abs().amax(1) / row_scales(exact, terms)
 
 
 def row_scales(exact: Tensor, terms: Tensor) -> Tensor:
-    """By row, what errors are relative to; above zero, whatever cancels.
+    """The scale to which each row's errors are relative; above zero, whatever cancels.
 
     Where all terms are zero there is nothing to round: any other number is wrong.
     """
     largest = exact.abs().amax(1)
     sizes = terms.amax(1)
+    # The larger of two scales: the row's numbers and, where they cancel, the sizes of their terms.
     of_numbers = largest + FLOOR * largest.max()
     of_terms = CANCELLED * (sizes + sizes.mean())
     return torch.maximum(of_numbers, of_terms).clamp(min=torch.finfo(exact.dtype).tiny)
@@ -251,6 +259,7 @@ def verify_wide(
     ten such tensors.
     """
     elements = heads.dim * LONG_DOCUMENT
+    # The fewest whole documents with which a tensor has more than `max_elements`.
     num_queries, num_keys = (
         LONG_DOCUMENT * (max_elements // (n * elements) + 1) for n in (heads.num, heads.kv)
     )
@@ -261,6 +270,7 @@ def verify_wide(
     if num_tokens >= num_keys:
         cases["few queries"] = ScoreBlocks([(0, FEW_TOKENS, 0, num_keys)], causal=False)
     for name, blocks in cases.items():
+        # The last block alone is compared: its indices are beyond the limit.
         q0, q1, k0, k1, mask = blocks.blocks[-1]
         drawn: Any = {
             "device": device,
@@ -270,6 +280,7 @@ def verify_wide(
         shapes = [(q1, heads.num)] * 2 + [(k1, heads.kv)] * 2
         sample = Sample(*(torch.randn(*shape, heads.dim, **drawn) for shape in shapes))
         out, lse, dq, dk, dv = forward_backward(sample, blocks, kernel)
+        # The reference holds whole scores, so a rectangle is compared in strips of queries.
         step = q1 - q0 if mask == "causal" else max(1, MAX_SCORES // (k1 - k0))
         chunks = [
             (start, min(start + step, q1 - q0), 0, k1 - k0) for start in range(0, q1 - q0, step)

@@ -1,4 +1,4 @@
-"""What each attention kernel can do, and which of them takes a block of scores. Imports no torch.
+"""Capabilities of each attention kernel, and which one takes a block of scores. Imports no torch.
 
 A choice names one kernel, or two: with `CUDNN_AND_FLASH` cuDNN takes long blocks, where it is
 faster, and FlashAttention takes windows and short blocks, many in one call.
@@ -27,13 +27,13 @@ NVIDIA = ("ampere", "ada", "hopper", "blackwell")
 
 @dataclass(frozen=True, kw_only=True)
 class KernelLimits:
-    """Where a kernel works."""
+    """Dtypes, head dims and devices with which a kernel works."""
 
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     max_head_dim: int | None = 256
     head_dim_multiple: int = 8
     generations: tuple[str, ...] | None = None
-    """Of devices, as the device tables name them; None: all."""
+    """Generations of devices, as the device tables name them; None: all."""
     is_deterministic: bool = True
     has_softcap: bool = False
 
@@ -58,20 +58,22 @@ process.
 FASTEST_FIRST: Mapping[str | None, tuple[str, ...]] = dict.fromkeys(
     ("hopper", "blackwell"), ("cudnn", "flash")
 )
-"""By generation, where no table of rates is at hand; `USUAL_ORDER` for all others."""
+"""Kernels by generation, fastest first, where no table of rates is at hand; `USUAL_ORDER` for all
+others.
+"""
 USUAL_ORDER = ("flash",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionNeeds:
-    """What a run asks of a kernel."""
+    """The requirements of a run on its kernel."""
 
     dtype: str
     head_dim: int
     softcap: float | None = None
     deterministic: bool = False
     generation: str | None = None
-    """Of the device; None if unknown."""
+    """Generation of the device; None if unknown."""
 
 
 def kernels_of(choice: str) -> tuple[str, ...]:
@@ -102,7 +104,7 @@ def problems(choice: str, needs: AttentionNeeds) -> Iterator[str]:
 
 
 def auto_choices(needs: AttentionNeeds, fastest_first: Sequence[str] | None = None) -> list[str]:
-    """What `training.attention = "auto"` takes, best first: each one for the case that those
+    """Choices for `training.attention = "auto"`, best first: each one for the case that those
     before it fail on the device.
 
     `fastest_first`: kernels that the device has, by measured rates; None: the usual order of its
@@ -129,7 +131,7 @@ def auto_choices(needs: AttentionNeeds, fastest_first: Sequence[str] | None = No
 
 
 def kernel_for(choice: str, *, tokens: float, window: int | None = None) -> str:
-    """Which kernel of a choice takes blocks of this many queries and keys, in layers with this
+    """The kernel of a choice that takes blocks of this many queries and keys, in layers with this
     window.
     """
     if choice != CUDNN_AND_FLASH:
@@ -145,5 +147,6 @@ def describe(choice: str) -> str:
 
 def planned_length(tokens: int) -> int:
     """The next length for which a kernel builds a plan."""
+    # The power of two at or below, in 16 steps up to the next: at most 1 / 16 more tokens.
     step = max(1, (1 << tokens.bit_length() - 1) // LENGTHS_PER_OCTAVE)
     return -(-tokens // step) * step

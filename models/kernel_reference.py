@@ -38,7 +38,7 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Reference(NamedTuple):
-    """In float64."""
+    """Results of matrix products in float64."""
 
     exact: Results
     terms: Results
@@ -46,7 +46,7 @@ class Reference(NamedTuple):
 
 
 def reference(sample: Sample, blocks: ScoreBlocks) -> Reference:
-    """One KV head at a time, which bounds the memory.
+    """Reference results, one KV head at a time, which bounds the memory.
 
     Raises ValueError unless the last query's numbers are those that the host computes: a device
     may compute nothing.
@@ -87,12 +87,13 @@ def forward_backward(sample: Sample, blocks: ScoreBlocks, kernel: str) -> Result
 
 
 def exact_results(sample: Sample, blocks: ScoreBlocks) -> Results:
-    """For one KV head, a block at a time, with a matrix of all its scores: a window does not cut
-    it into pieces.
+    """Results for one KV head, a block at a time, with a matrix of all its scores: a window does
+    not cut it into pieces.
     """
     grad_XNH, q_XNH, k_Y1H, v_Y1H = sample
     out, dq, dk, dv = (torch.zeros_like(x) for x in (q_XNH, q_XNH, k_Y1H, v_Y1H))
     lse_NX = q_XNH.new_full(q_XNH.shape[1::-1], -torch.inf)
+    # Three loops, because a softmax needs all blocks of a query: log-sum-exp, output, gradients.
     for block in blocks.blocks:
         queries = slice(block.q0, block.q1)
         scores_NPR = _mask(_scores(sample, block), block, blocks.window, -torch.inf)
@@ -103,6 +104,7 @@ def exact_results(sample: Sample, blocks: ScoreBlocks) -> Results:
         out[queries] += (
             _weights(sample, lse_NX, block, blocks.window) @ v_Y1H[keys, 0]
         ).transpose(0, 1)
+    # Gradient of the softmax: dS = P (dP - sum(P dP)), where sum(P dP) = grad . out.
     mean_NX1 = (grad_XNH * out).sum(-1, keepdim=True).transpose(0, 1)
     for block in blocks.blocks:
         queries = slice(block.q0, block.q1)
@@ -121,7 +123,7 @@ def exact_results(sample: Sample, blocks: ScoreBlocks) -> Results:
 
 
 def _scores(sample: Sample, block: ScoreBlock) -> Tensor:
-    """Of one block of one KV head: [N, P, R]."""
+    """Scores of one block of one KV head: [N, P, R]."""
     queries = slice(block.q0, block.q1)
     keys = slice(block.k0, block.k1)
     scores_NPR: Tensor = sample.q[queries].transpose(0, 1) @ sample.k[keys, 0].T
@@ -129,7 +131,7 @@ def _scores(sample: Sample, block: ScoreBlock) -> Tensor:
 
 
 def _mask(x_NPR: Tensor, block: ScoreBlock, window: int | None, value: float) -> Tensor:
-    """In place."""
+    """Fills the pairs that the block masks with `value`, in place."""
     ones_PR = torch.ones(x_NPR.shape[1:], dtype=torch.bool, device=x_NPR.device)
     if block.mask == "flipped":
         return x_NPR.masked_fill_(ones_PR.tril(-1), value)
@@ -150,13 +152,14 @@ def _weights(sample: Sample, lse_NX: Tensor, block: ScoreBlock, window: int | No
 
 
 def term_sizes(sample: Sample, lse_NX: Tensor, blocks: ScoreBlocks) -> Results:
-    """For one KV head: the root of the sum of the squares of each number's terms, one for each
-    pair of query and key.
+    """Term sizes for one KV head: the root of the sum of the squares of each number's terms, one
+    for each pair of query and key.
 
     A term of dq is p g_h v_h k H ** -0.5 for each of the H products in the gradient of a weight p,
     before the softmax subtracts their mean; one of dk has q in the place of k. The log-sum-exp has
     the size 1: its absolute error is the relative error of all weights.
     """
+    # Squares throughout: the sizes of independent terms add like variances.
     grad_XNH, q_XNH, k_Y1H, v_Y1H = (x.square() for x in sample)
     out = torch.zeros_like(q_XNH)
     dq = torch.zeros_like(q_XNH)
@@ -186,6 +189,7 @@ def _require_those_of_the_host(exact: Results, sample: Sample, blocks: ScoreBloc
     for name, ours, expected in zip(
         OUTPUTS, found, last_query_on_host(sample, blocks), strict=False
     ):
+        # Relative above 1, absolute below: a number near zero has no relative error.
         error = float(((ours - expected).abs() / (1 + expected.abs())).max())
         if not error < HOST_TOLERANCE:
             raise ValueError(

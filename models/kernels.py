@@ -32,12 +32,12 @@ aten = torch.ops.aten
 
 KERNELS = ("auto", "cpu", "flash", "cudnn", CUDNN_AND_FLASH, "efficient", "plain")
 left_out = set[str]()
-"""What "auto" does not choose in this process, because it was wrong on its device; never
-"plain".
+"""Kernels that "auto" does not choose in this process, because they were wrong on their device. It
+never has "plain".
 """
 Grads = tuple[Tensor, Tensor, Tensor]
 BlockGrads = tuple[TokenIndex, TokenIndex, Tensor, Tensor, Tensor]
-"""Queries, keys, dq, dk and dv."""
+"""Indices of queries and of keys, dq, dk and dv."""
 
 
 def attend_blocks(
@@ -56,6 +56,7 @@ def attend_blocks(
                 v = v_YKH[batch.keys]
                 yield batch.queries, *_flash_forward(q, k, v, batch, part.window)
             continue
+        # Only matrix products know a soft cap: `select_kernel` refuses any other kernel with one.
         forward = (
             DENSE_KERNELS[name][0] if softcap is None else partial(_plain_forward, softcap=softcap)
         )
@@ -64,8 +65,10 @@ def attend_blocks(
             length = _call_length(name, block)
             q, k, v = _block_tokens(block, [q_XNH], [k_YKH, v_YKH], length)
             out, lse = forward(q, k, v, block.mask != "full")
+            # The call may be longer than the block (`_call_length`).
             out_PNH = out[0].transpose(0, 1)[:num_queries]
             lse_NP = lse[0, :, :num_queries]
+            # It ran in reversed order, where a flipped block is causal.
             if block.mask == "flipped":
                 out_PNH = out_PNH.flip(0)
                 lse_NP = lse_NP.flip(1)
@@ -199,12 +202,12 @@ GENERATIONS = {
     (10, 0): "blackwell",
     (10, 3): "blackwell",
 }
-"""By compute capability."""
+"""Generations of devices by compute capability."""
 
 
 @lru_cache
 def device_generation(device: torch.device) -> str | None:
-    """As the device tables name it; None if unknown."""
+    """Generation of a device, as the device tables name it; None if unknown."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return (
@@ -213,7 +216,7 @@ def device_generation(device: torch.device) -> str | None:
 
 
 def supported_blocks(blocks: ScoreBlocks, kernel: str) -> ScoreBlocks:
-    """The same pairs, as the kernel takes them: only flash has windows."""
+    """Blocks of the same pairs as the kernel takes them: only flash has windows."""
     return blocks if "flash" in kernel else blocks.without_window
 
 
@@ -284,6 +287,7 @@ def _flash_backward(
     window: int | None,
 ) -> Grads:
     contiguous = [x.contiguous() for x in (grad, q, k, v, out, lse)]
+    # The operator needs the state of its random numbers, also without dropout.
     no_dropout_state = (
         torch.empty(2, dtype=torch.uint64, device=q.device),
         torch.empty(0, device=q.device),
@@ -296,7 +300,7 @@ def _flash_backward(
 
 
 def _window_option(batch: VarlenBatch, window: int | None) -> dict[str, int]:
-    """The kernel counts the keys before a query's own."""
+    """The option for a window: the kernel counts the keys before a query's own."""
     return {} if window is None or batch.mask != "causal" else {"window_size_left": window - 1}
 
 
@@ -316,6 +320,7 @@ def _cudnn_backward(
 ) -> Grads:
     empty = torch.empty(0, dtype=torch.int64, device=q.device)
     seqlen_arguments = (None, None, q.shape[2], k.shape[2])
+    # cuDNN takes the log-sum-exp as [B, N, S, 1].
     saved = (out.contiguous(), lse.contiguous()[..., None])
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
         grad, q, k, v, *saved, empty, empty, None, *seqlen_arguments, 0.0, causal
@@ -342,12 +347,14 @@ def _efficient_backward(
 ) -> Grads:
     head_groups = (k.shape[1], q.shape[1] // k.shape[1])
     keys, values = (x.repeat_interleave(head_groups[1], dim=1) for x in (k, v))
+    # Padded rows weigh nothing: exp(score - inf) = 0.
     padded_lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
     empty = torch.empty((), dtype=torch.int64, device=q.device)
     grad_mask = [True, True, True, False]
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad, q, keys, values, None, out, padded_lse, empty, empty, 0.0, grad_mask, causal
     )
+    # KV heads were repeated for their queries' heads, so their gradients are summed.
     return dq, dk.unflatten(1, head_groups).sum(2), dv.unflatten(1, head_groups).sum(2)
 
 
@@ -357,11 +364,12 @@ def _efficient_backward(
 def _plain_scores(
     q: Tensor, k: Tensor, causal: bool, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """With the derivative of the soft cap, if there is one."""
+    """Scores, and the derivative of the soft cap, if there is one."""
     repeated = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores: Tensor = q @ repeated.transpose(-2, -1) * q.shape[-1] ** -0.5
     slope: Tensor | None = None
     if softcap is not None:
+        # s' = c tanh(s / c), so ds' / ds = 1 - tanh(s / c) ** 2.
         saturation = (scores / softcap).tanh()
         scores = softcap * saturation
         slope = 1 - saturation.square()
@@ -397,6 +405,7 @@ def _plain_backward(
     scores, slope = _plain_scores(q, k, causal, softcap)
     weights = scores.sub_(lse.unsqueeze(-1)).exp_()
     k_all, v_all = (x.repeat_interleave(head_groups[1], dim=1) for x in (k, v))
+    # Gradient of the softmax: dS = P (dP - sum(P dP)), where sum(P dP) = grad . out.
     grad_weights = grad @ v_all.transpose(-2, -1) - (grad * out).sum(-1, keepdim=True)
     grad_scores = weights * grad_weights * q.shape[-1] ** -0.5
     if slope is not None:

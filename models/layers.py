@@ -24,18 +24,19 @@ from models.score_pairs import Scores
 LETTERS = "VEGQKHNXMZ"
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 Sizes = Mapping[str, int]
-"""Of every letter, in one model."""
+"""Size of every letter, in one model."""
 ParallelStyle = Literal["replicate", "replicate_partial", "colwise", "rowwise", "vocab"]
-"""As torch's: colwise shards the outputs of a weight [outputs, inputs], rowwise its inputs. Of
-`replicate_partial` each rank computes a part of the gradient, also without sequence parallelism:
-that of its own heads.
+"""Style of tensor parallelism, as torch's: colwise shards the outputs of a weight [outputs,
+inputs], rowwise its inputs. Of `replicate_partial` each rank computes a part of the gradient, also
+without sequence parallelism: that of its own heads.
 """
 
 
 class Parameter(NamedTuple):
-    """`option`: the field of `LayerKind` without which it does not exist.
+    """The declaration of a parameter.
 
-    `weight_decay`: by default of matrices only.
+    `option`: the field of `LayerKind` without which it does not exist. `weight_decay`: by default
+    of matrices only.
     """
 
     shape: str
@@ -52,7 +53,7 @@ class Parameter(NamedTuple):
 
     @property
     def is_matrix(self) -> bool:
-        """A matrix product has it, except for the embedding."""
+        """Whether it is a matrix: all but the embedding are in matrix products."""
         return len(self.shape) == 2 + self.per_expert
 
     @property
@@ -63,7 +64,7 @@ class Parameter(NamedTuple):
         return tuple(sizes[letter] for letter in self.shape)
 
     def style_over(self, sizes: Sizes, tp: int) -> ParallelStyle:
-        """With fewer KV heads than ranks, their projections are replicated."""
+        """Style over `tp` ranks: with fewer KV heads than ranks, their projections are replicated."""
         return "replicate" if self.shape[0] == "K" and sizes["K"] < tp * sizes["H"] else self.style
 
     def tp_dim(self, sizes: Sizes, tp: int) -> int | None:
@@ -72,14 +73,15 @@ class Parameter(NamedTuple):
         return None if dim is None else dim + self.per_expert
 
     def local_shape(self, sizes: Sizes, tp: int, ep: int = 1) -> tuple[int, ...]:
-        """Of one of `tp` x `ep` ranks."""
+        """Shape on one of `tp` x `ep` ranks."""
+        # `tp_dim` may be None, which is the index of no dimension.
         parts = {self.tp_dim(sizes, tp): tp} | ({0: ep} if self.per_expert else {})
         return tuple(size // parts.get(dim, 1) for dim, size in enumerate(self.shape_of(sizes)))
 
 
 EMBEDDING_GRAD_BYTES = 256 << 20
-"""Of float32 numbers at once, where the embedding's gradient is summed by columns: each part sorts
-the tokens again.
+"""Bytes of float32 numbers at once, where the embedding's gradient is summed by columns: each part
+sorts the tokens again.
 """
 EMBEDDING = {"embed.weight": Parameter("VE", "vocab", "model.embed_tokens.weight")}
 HEAD = {
@@ -90,6 +92,7 @@ HEAD = {
 
 def embedding_grad_columns(num_rows: int, num_tokens: int, dim: int) -> int:
     """How many columns of the embedding's gradient are summed in float32 at a time."""
+    # 4 bytes per column for each row of the gradient and for each token's widened gradient.
     columns = EMBEDDING_GRAD_BYTES // (4 * (num_rows + num_tokens))
     return min(dim, max(64, columns // 64 * 64))
 
@@ -145,8 +148,8 @@ NORMS = {
         ),
     },
 }
-"""By placement and module: of the input of a sublayer, or, if a name ends in `_post_norm`, of its
-output.
+"""Norms by placement and module: of the input of a sublayer, or, if a name ends in `_post_norm`,
+of its output.
 """
 
 
@@ -157,14 +160,14 @@ def _expert(
     initial: Literal["normal", "residual", "zeros"] = "normal",
     option: str = "",
 ) -> Parameter:
-    """Of every expert."""
+    """A parameter of every expert."""
     return Parameter(shape, style, f"mlp.experts.{{}}.{name}", initial, option, per_expert=True)
 
 
 def _shared(
     shape: str, style: ParallelStyle, name: str, initial: Literal["normal", "residual"] = "normal"
 ) -> Parameter:
-    """Of the shared expert."""
+    """A parameter of the shared expert."""
     return Parameter(shape, style, f"mlp.shared_experts.{name}", initial, "shared_expert")
 
 
@@ -179,6 +182,8 @@ MIXERS = {
             "v_proj.bias": Parameter("K", "colwise", "self_attn.v_proj.bias", "zeros", "qkv_bias"),
             "o_proj.weight": Parameter("EQ", "rowwise", "self_attn.o_proj.weight", "residual"),
             "o_proj.bias": Parameter("E", "replicate", "self_attn.o_proj.bias", "zeros", "o_bias"),
+            # Ranks hold different heads, so each has a part of the gradient of a norm that they
+            # share.
             "q_norm.weight": Parameter(
                 "H", "replicate_partial", "self_attn.q_norm.weight", "ones", "qk_norm"
             ),
@@ -219,6 +224,8 @@ FEED_FORWARDS = {
             "experts.up_proj": _expert("XME", "colwise", "up_proj.weight"),
             "experts.up_bias": _expert("XM", "colwise", "up_proj.bias", "zeros", "expert_bias"),
             "experts.down_proj": _expert("XEM", "rowwise", "down_proj.weight", "residual"),
+            # Each tp rank adds its share of this bias (`Options.bias_scale`), and has that of its
+            # gradient.
             "experts.down_bias": _expert(
                 "XE", "replicate_partial", "down_proj.bias", "zeros", "expert_bias"
             ),
@@ -227,6 +234,7 @@ FEED_FORWARDS = {
             "shared_down_proj.weight": _shared("EZ", "rowwise", "down_proj.weight", "residual"),
         },
         buffers={
+            # A statistic of training, for which Hugging Face's format has no tensor.
             "last_load": Parameter("X", "replicate", "", "ones"),
             "correction_bias": Parameter(
                 "X", "replicate", "mlp.gate.e_score_correction_bias", "zeros", "correction_bias"
@@ -248,17 +256,17 @@ class LayerKind:
     mixer: str = "attention"
     feed_forward: str = "gated"
     norms: str = "pre"
-    """Of what: the inputs of attention and feed-forward, their outputs (OLMo 2), or both (Gemma
-    2).
+    """Placement of norms: the inputs of attention and feed-forward, their outputs (OLMo 2), or
+    both (Gemma 2).
     """
     rope: Literal["global", "local", "none"] = "global"
     """`model.rope`, `model.local_rope` (Gemma 3), or no rotation (NoPE, Kazemnejad et al.,
     2023).
     """
     qk_norm: bool = False
-    """Of each query and key head (Qwen3)."""
+    """Whether each query and key head is normed (Qwen3)."""
     full_qk_norm: bool = False
-    """Of all query heads at once, and of all key heads (OLMo 2)."""
+    """Whether all query heads are normed at once, and all key heads (OLMo 2)."""
     qkv_bias: bool = False
     o_bias: bool = False
     """Whether attention's output projection has a bias (gpt-oss)."""
@@ -331,12 +339,12 @@ class LayerKind:
 
     @property
     def sublayers(self) -> dict[str, SublayerKind]:
-        """By the name of their module."""
+        """Its mixer and its feed-forward, by the name of their module."""
         return {"attention": MIXERS[self.mixer], "feed_forward": FEED_FORWARDS[self.feed_forward]}
 
     @cached_property
     def scores(self) -> Scores:
-        """Of its attention."""
+        """How its attention forms scores."""
         return Scores(self.window, self.softcap)
 
     @cached_property
@@ -349,7 +357,7 @@ class LayerKind:
 
     @property
     def _declared(self) -> dict[str, Parameter]:
-        """With every option."""
+        """Parameters with every option."""
         declared = dict[str, Parameter]()
         for module, kind in self.sublayers.items():
             declared |= NORMS[self.norms][module] | {
@@ -359,7 +367,7 @@ class LayerKind:
 
     @property
     def _declared_buffers(self) -> dict[str, Parameter]:
-        """With every option."""
+        """Buffers with every option."""
         kinds = self.sublayers.items()
         return {
             f"{module}.{name}": each
@@ -369,7 +377,7 @@ class LayerKind:
 
     @cached_property
     def buffers(self) -> dict[str, Parameter]:
-        """By name within the block."""
+        """Buffers by name within the block."""
         return self._with_option(self._declared_buffers)
 
     def _with_option(self, declared: Mapping[str, Parameter]) -> dict[str, Parameter]:
@@ -384,7 +392,7 @@ class LayerKind:
         return any(name.endswith("_post_norm.weight") for name in NORMS[self.norms][module])
 
     def parameters_of(self, module: str) -> dict[str, Parameter]:
-        """By name within a module of the block."""
+        """Parameters by name within a module of the block."""
         prefix = f"{module}."
         return {
             name.removeprefix(prefix): each
@@ -393,7 +401,7 @@ class LayerKind:
         }
 
     def buffers_of(self, module: str) -> dict[str, Parameter]:
-        """By name within a module of the block."""
+        """Buffers by name within a module of the block."""
         prefix = f"{module}."
         return {
             name.removeprefix(prefix): each
@@ -403,5 +411,5 @@ class LayerKind:
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """By name within the block."""
+        """Parameters by name within the block."""
         return self._with_option(self._declared)

@@ -81,6 +81,7 @@ class EmbeddingFunction(torch.autograd.Function):
         )
         if dtype == grad_BSE.dtype:
             return None, sum_by_row(grad_BSE, index_BS, ctx.num_rows)
+        # In parts of columns, which bounds the float32 copies of the gradient.
         grad_weight_VE = grad_BSE.new_empty(ctx.num_rows, grad_BSE.shape[-1])
         num_columns = embedding_grad_columns(ctx.num_rows, index_BS.numel(), grad_BSE.shape[-1])
         for columns in each_chunk(grad_BSE.shape[-1], num_columns):
@@ -105,6 +106,8 @@ class Embedding(nn.Embedding):
         if self.vocab_start_index is None:
             out_BSE: Tensor = EmbeddingFunction.apply(input, weight_VE)
             return out_BSE
+        # Tokens of other shards give zeros, which the sum over ranks fills in. An id outside of
+        # the vocabulary gives NaN on every rank, rather than zeros on all.
         index_BS = input - self.vocab_start_index
         is_local_BS = (index_BS >= 0) & (index_BS < weight_VE.shape[0])
         is_token_BS = (input >= 0) & (input < self.num_embeddings)

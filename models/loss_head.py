@@ -46,6 +46,8 @@ class VocabShard:
         `local_argmax_C1`: the row of this shard's largest logit, which `is_max_C1` if no shard has
         a larger one.
         """
+        # Shards without the largest logit bid the largest integer. The minimum is taken as
+        # -max(-x).
         no_match = torch.iinfo(local_argmax_C1.dtype).max
         candidate_C1 = (local_argmax_C1 + self.vocab_start_index).where(is_max_C1, no_match)
         return -self.all_reduce_max(-candidate_C1)
@@ -64,6 +66,7 @@ class LogitTransform(NamedTuple):
         logits_CV = product_CV if self.scaling == 1 else product_CV.div_(self.scaling)
         if self.softcap is None:
             return logits_CV, 1 / self.scaling
+        # logit = c tanh(p / (s c)), so its derivative is (1 - tanh ** 2) / s.
         saturation_CV = logits_CV.div_(self.softcap).tanh_()
         return saturation_CV * self.softcap, (1 - saturation_CV.square_()).div_(self.scaling)
 
@@ -105,7 +108,7 @@ def add_weight_grad(total_VE: Tensor, grad_CV: Tensor, x_CE: Tensor) -> None:
 
 
 class RowStatistics(NamedTuple):
-    """Of the logits of this rank, [C, 1] each."""
+    """Statistics of the logits of this rank, [C, 1] each."""
 
     max_logit: Tensor
     sum_exp: Tensor
@@ -124,7 +127,7 @@ class Softmax(Protocol):
         """
 
     def statistics(self) -> RowStatistics:
-        """Once, before `gradient`."""
+        """Statistics of each row. Called once, before `gradient`."""
 
     def gradient(self, scale_C1: Tensor, dtype: torch.dtype) -> Tensor:
         """Gradient of the product, [C, V] in `dtype`: (sum_exp * scale * softmax, less 1 at the
@@ -135,7 +138,7 @@ class Softmax(Protocol):
 
 
 class EagerSoftmax:
-    """With torch's operators, in the memory of the product.
+    """`Softmax` with torch's operators, in the memory of the product.
 
     For each logit: a read for the maximum and one for the sum, a read and a write to subtract and
     to exponentiate, a read and a narrow write for the gradient.
@@ -161,6 +164,8 @@ class EagerSoftmax:
     def gradient(self, scale_C1: Tensor, dtype: torch.dtype) -> Tensor:
         exp_CV = self._values_CV
         slope = self._slope
+        # The target's gradient is softmax - 1. It is computed apart, in full precision, and
+        # written over its column at the end.
         target_C1 = exp_CV.gather(-1, self._column_C1) * scale_C1 - self._is_local_C1.to(
             exp_CV.dtype
         )
@@ -177,8 +182,8 @@ class EagerSoftmax:
 
 
 class CompiledSoftmax:
-    """With compiled functions, which read the product once each: `statistics`, and `gradient`,
-    which writes it once.
+    """`Softmax` with compiled functions, which read the product once each: `statistics`, and
+    `gradient`, which writes it once.
     """
 
     def __init__(
@@ -212,7 +217,7 @@ class CompiledSoftmax:
 def row_statistics(
     product_CV: Tensor, index_C1: Tensor, transform: LogitTransform
 ) -> RowStatistics:
-    """As `Softmax.statistics`. Eager, it has temporaries of the product's size."""
+    """`Softmax.statistics` as one function. Eager, it has temporaries of the product's size."""
     logits_CV, _ = transform.apply(product_CV.clone())
     max_logit_C1 = logits_CV.amax(-1, keepdim=True)
     sum_exp_C1 = (logits_CV - max_logit_C1).exp().sum(-1, keepdim=True)
@@ -229,7 +234,7 @@ def softmax_gradient(
     transform: LogitTransform,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As `Softmax.gradient`. Eager, it has temporaries of the product's size."""
+    """`Softmax.gradient` as one function. Eager, it has temporaries of the product's size."""
     logits_CV, slope = transform.apply(product_CV.clone())
     is_target_CV = torch.arange(product_CV.shape[-1], device=product_CV.device) == index_C1
     grad_CV = (logits_CV - max_logit_C1).exp() * scale_C1 - is_target_CV.to(product_CV.dtype)
@@ -271,6 +276,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         labels_R1 = labels_BS.flatten().unsqueeze(-1)
         is_target_R1 = labels_R1 != IGNORE_INDEX
         is_token_R1 = (labels_R1 >= 0) & (labels_R1 < vocab_shard.num_shards * weight_VE.shape[0])
+        # Rows of the targets on this rank: -1 without a target, and where another rank has it.
         index_R1 = labels_R1 - vocab_shard.vocab_start_index
         index_R1 = index_R1.where(
             is_target_R1 & (index_R1 >= 0) & (index_R1 < weight_VE.shape[0]), -1
@@ -280,6 +286,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         losses_R1 = losses_BS.view(-1, 1)
         needs_grad = any(ctx.needs_input_grad)
         grad_x_RE = torch.empty_like(x_RE) if needs_grad else None
+        # Chunks add to it in `accumulation_dtype`; the backward pass rounds the sum once.
         grad_weight_VE = torch.zeros_like(weight_VE, dtype=dtype) if needs_grad else None
         make_softmax: Callable[..., Softmax] = EagerSoftmax
         if compile_piece is not None:
@@ -289,6 +296,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             softmax = make_softmax(logit_product(x_CE, weight_VE), index_C1, transform)
             argmax_C1 = None if correct_BS is None else softmax.argmax()
             own = softmax.statistics()
+            # A copy, because the maximum is taken in place, and this rank's own is needed below.
             max_logit_C1 = vocab_shard.all_reduce_max(own.max_logit.clone())
             if argmax_C1 is not None and correct_BS is not None:
                 prediction_C1 = vocab_shard.argmax(argmax_C1, own.max_logit == max_logit_C1)
@@ -324,6 +332,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         # Without targets max_grad is -inf, and the stored gradients are zero: scale by 0.
         scale = max_grad.where(max_grad == min_grad, torch.nan).where(is_target_BS.any(), 0)
         grad_x_BSE = (grad_x_RE * scale).to(grad_x_RE.dtype).unflatten(0, labels_BS.shape)
+        # Scaled and rounded in one kernel, without another float32 tensor of the weight's size.
         scaled_weight_VE = torch.empty_like(grad_weight_VE, dtype=ctx.weight_dtype)
         torch.mul(grad_weight_VE, scale, out=scaled_weight_VE)
         return grad_x_BSE, scaled_weight_VE, None, None, None, None, None, None
@@ -383,6 +392,7 @@ class LossHead(nn.Module):
 
     def logits(self, x_BSE: Tensor) -> Tensor:
         """[B, S, V] in `accumulation_dtype`, not chunked: for few tokens."""
+        # The transform writes in place, so it gets a copy.
         product_BSV: Tensor = self.proj(self.norm(x_BSE)).to(
             accumulation_dtype(x_BSE.dtype), copy=True
         )

@@ -41,7 +41,7 @@ SUM_FLOOR = 1e-20
 
 @dataclass
 class RouterStep:
-    """What the routers of a model know of the step under way; shared by all of them."""
+    """State of the step under way that all routers of a model share."""
 
     balance_loss: float = 0.0
     """Weight of the load-balance loss."""
@@ -59,10 +59,10 @@ class RouterStep:
     None outside of training: nothing is counted, and there are no losses.
     """
     is_target: Tensor | None = None
-    """[B, T], of the micro-batch whose forward pass runs."""
+    """[B, T], whether each token of the micro-batch whose forward pass runs has a target."""
 
     def begin(self, labels_BT: Tensor) -> None:
-        """Of the next micro-batch."""
+        """Begins the next micro-batch."""
         self.is_target = None if self.num_targets is None else labels_BT != IGNORE_INDEX
 
 
@@ -81,7 +81,7 @@ class TileRouting(NamedTuple):
 
 
 class MixtureOfExperts(SublayerModule):
-    """`dispatcher` and `step` are set from outside."""
+    """Feed-forward of experts. `dispatcher` and `step` are set from outside."""
 
     def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
         super().__init__(config, kind)
@@ -97,6 +97,7 @@ class MixtureOfExperts(SublayerModule):
         self.statistics: Tensor | None = None
         """Sums over the tokens of the step on this rank; see `router_statistics`."""
 
+    # The host may wait for the counts of experts, which a compiled graph cannot.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
         del rotation_2BS1F, boundaries_BD
@@ -136,9 +137,11 @@ class MixtureOfExperts(SublayerModule):
         if (bias_X := self._buffers.get("correction_bias")) is not None:
             scores_NX = scores_NX + bias_X
         if config.expert_groups > 1:
+            # DeepSeek-V3 ranks groups by the sum of their two best scores.
             by_group_NGX = scores_NX.unflatten(-1, (config.expert_groups, -1))
             best_NG = by_group_NGX.topk(min(2, by_group_NGX.shape[-1]), dim=-1).values.sum(-1)
             excluded_NG = _first(best_NG, config.expert_groups)[:, config.top_k_groups :]
+            # With -inf, experts of excluded groups sort behind all others.
             by_group_NGX = by_group_NGX.scatter(
                 1, excluded_NG.unsqueeze(-1).expand(-1, -1, by_group_NGX.shape[-1]), -torch.inf
             )
@@ -161,6 +164,8 @@ class MixtureOfExperts(SublayerModule):
             return [*map(TileRouting, experts, rows)]
         lengths = [logits.shape[1] for logits in logits_BSX]
         sum_dtype = logits_BSX[0].dtype
+        # The targets of this rank's tokens, among those that tp ranks share. In float64, because
+        # float32 cannot count beyond 2 ** 24.
         own_BS = is_target.split(sum(lengths), dim=1)[self.dispatcher.tp_rank].double()
         targets_BS = own_BS.split(lengths, dim=1)
         by_sequence = [*map(self._counts, experts, targets_BS)]
@@ -177,7 +182,7 @@ class MixtureOfExperts(SublayerModule):
         return counts_NX.scatter_(1, experts_NK, is_target_NK).view(*target_BS.shape, -1).sum(1)
 
     def _loads(self, counts_BX: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        """[N, X] for each tile of these lengths."""
+        """Loads for each tile of these lengths, [N, X]."""
         if not self.step.balances_sequences:
             return [
                 self.get_buffer("last_load").expand(len(counts_BX) * length, -1)
@@ -192,6 +197,7 @@ class MixtureOfExperts(SublayerModule):
         scores_NX = self.scores(logits_NX)
         config = self.config
         weight_NK = scores_NX.gather(1, routing.experts)
+        # A softmax over experts cannot sum to zero over the best ones; sigmoids can.
         if config.normalize_top_k:
             weight_NK = weight_NK / (
                 weight_NK.sum(-1, keepdim=True) + SUM_FLOOR * (config.router == "sigmoid")
@@ -201,6 +207,8 @@ class MixtureOfExperts(SublayerModule):
         step = self.step
         if routing.share is None or routing.load is None or not (step.balance_loss or step.z_loss):
             return weight_NK
+        # num_experts * sum(f P), f the share of tokens and P the mean probability of an expert
+        # (Switch Transformer, Fedus et al., 2021): `load` is num_experts f.
         balance = (routing.share * (routing.load * probabilities(scores_NX)).sum(-1)).sum()
         z = (routing.share * logits_NX.logsumexp(-1).square()).sum()
         attached_NK: Tensor = AttachLoss.apply(
@@ -211,7 +219,7 @@ class MixtureOfExperts(SublayerModule):
     # ---- statistics of a step
 
     def reset_statistics(self) -> None:
-        """At the start of a step."""
+        """Starts the sums of a step at zero."""
         load_X = self.get_buffer("last_load")
         self.statistics = load_X.new_zeros(router_statistics(len(load_X)), dtype=torch.float64)
 
@@ -247,10 +255,12 @@ class MixtureOfExperts(SublayerModule):
         rows = routing.rows
         weight_NK = self.expert_weights(logits_BSX.flatten(0, 1), routing)
         pending = dispatcher.dispatch(x_NE, weight_NK, rows)
+        # While the tokens travel.
         shared_NE = self._shared(x_NE, weights, needs_output=needs_output)
         row_PE, weight_P = dispatcher.wait(pending, rows)
         del pending
         parameters = {name.removeprefix("experts."): each for name, each in weights.items()}
+        # Each tp rank adds its share of the last bias, so that the sum over ranks has it once.
         options = Options(
             self.activation, 1 / dispatcher.tp_degree, needs_output, self.compile_piece
         )
@@ -262,9 +272,10 @@ class MixtureOfExperts(SublayerModule):
         return out_BSE
 
     def _shared(self, x_NE: Tensor, weights: Weights, *, needs_output: bool) -> Tensor | None:
-        """Of the shared expert, if there is one."""
+        """Output of the shared expert, if there is one."""
         prefix = "shared_"
         suffix = ".weight"
+        # As a group of one expert.
         parameters = {
             name.removeprefix(prefix).removesuffix(suffix): each[None]
             for name, each in weights.items()
@@ -295,13 +306,13 @@ def probabilities(scores_NX: Tensor) -> Tensor:
 
 
 def _first(scores_NX: Tensor, count: int) -> Tensor:
-    """Indices of the best, and of equal ones the first."""
+    """Indices of the best scores, and of equal ones the first."""
     # A copy: a view would keep the places of all experts alive until the backward pass.
     return scores_NX.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
 class AttachLoss(torch.autograd.Function):
-    """`x`, with whose gradient that of `loss` is computed."""
+    """Returns `x`; its backward pass also starts that of `loss`, with a gradient of 1."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:

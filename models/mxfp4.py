@@ -20,7 +20,7 @@ BLOCK_SIZE = 32
 EXPONENT_BIAS = 127
 NAN_SCALE = 255
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the lower three bits; the fourth is the sign."""
+"""Values of the lower three bits; the fourth is the sign."""
 
 
 def can_store(shape: Sequence[int]) -> bool:
@@ -29,7 +29,7 @@ def can_store(shape: Sequence[int]) -> bool:
 
 
 def stored_shapes(shape: tuple[int, int, int]) -> dict[str, tuple[int, ...]]:
-    """Of both tensors by suffix, for a weight [experts, outputs, inputs]."""
+    """Shapes of both tensors by suffix, for a weight [experts, outputs, inputs]."""
     experts, outputs, inputs = shape
     scales = (experts, outputs, inputs // BLOCK_SIZE)
     return {BLOCKS: (*scales, BLOCK_SIZE // 2), SCALES: scales}
@@ -48,5 +48,6 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
 
     values = torch.tensor([*VALUES, *(-value for value in VALUES)], device=blocks.device)
     halves = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(-2).int()
+    # A scale byte e means 2 ** (e - 127). `ldexp` multiplies by it exactly.
     numbers = torch.ldexp(values[halves], scales.int().unsqueeze(-1) - EXPONENT_BIAS)
     return numbers.masked_fill_((scales == NAN_SCALE).unsqueeze(-1), torch.nan).flatten(-2)

@@ -54,6 +54,7 @@ def rstd(x_E: Tensor, eps: float, num_shards: int = 1, all_reduce: AllReduce = i
     """Reciprocal root mean square of each token, in `accumulation_dtype`; over the shards, if
     ranks have one each.
     """
+    # The norm in a wide dtype reads x once; squaring a widened copy would allocate it.
     norm_1 = torch.linalg.vector_norm(
         x_E, dim=-1, keepdim=True, dtype=accumulation_dtype(x_E.dtype)
     )
@@ -70,9 +71,11 @@ def rms_norm_backward(
     all_reduce: AllReduce = identity,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x, in its dtype, and of the weight, in the dtype of `rstd_1`."""
+    # With n = x rstd and g = grad weight: dx = rstd (g - n mean(g n)), dweight = sum(grad n).
     normed_E = x_E * rstd_1
     grad_weight_E = (grad_E * normed_E).flatten(0, -2).sum(0)
     grad_normed_E = grad_E * weight_E
+    # Shards are of equal size, so the mean of their means is the mean.
     mean_dot_1 = all_reduce((grad_normed_E * normed_E).mean(-1, keepdim=True)) / num_shards
     grad_x_E = (grad_normed_E - normed_E * mean_dot_1) * rstd_1
     return grad_x_E.to(x_E.dtype), grad_weight_E

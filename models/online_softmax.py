@@ -31,7 +31,7 @@ class OnlineSoftmax:
 
     @staticmethod
     def of_no_keys(q_XNH: Tensor) -> OnlineSoftmax:
-        """What queries without keys have: zeros, and a log-sum-exp of -inf."""
+        """Results of queries without keys: zeros, and a log-sum-exp of -inf."""
         dtype = accumulation_dtype(q_XNH.dtype)
         out_XNH = torch.zeros_like(q_XNH, dtype=dtype, memory_format=torch.contiguous_format)
         return OnlineSoftmax(out_XNH, q_XNH.new_full(q_XNH.shape[1::-1], -torch.inf, dtype=dtype))
@@ -40,6 +40,7 @@ class OnlineSoftmax:
         """Merges the result of some queries over further keys; an lse of -inf means no keys."""
         out = self.out_XNH[queries]
         lse = self.lse_NX[:, queries]
+        # Without the case, two parts without keys would give -inf - -inf = NaN.
         weight_NP = torch.where(lse_NP == -torch.inf, 0.0, torch.sigmoid(lse_NP - lse))
         self.out_XNH[queries] = out.lerp_(
             out_PNH.to(out.dtype), weight_NP.T.unsqueeze(-1).to(out.dtype).contiguous()
@@ -59,6 +60,7 @@ def add_sink(out_XNH: Tensor, lse_NX: Tensor, sink_N: Tensor) -> tuple[Tensor, T
     of plain attention.
     """
     sink_N1 = sink_N.to(lse_NX.dtype).unsqueeze(1)
+    # exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
     weight_XN1 = torch.sigmoid(lse_NX - sink_N1).T.unsqueeze(-1)
     return (out_XNH * weight_XN1).to(out_XNH.dtype), torch.logaddexp(lse_NX, sink_N1)
 
@@ -71,6 +73,8 @@ def sink_grad(grad_XNH: Tensor, out_XNH: Tensor, lse_NX: Tensor, sink_N: Tensor)
         grad = grad_XNH[chunk]
         out = out_XNH[chunk]
         lse = lse_NX[:, chunk]
+        # The sink's weight is p = exp(sink - lse), and it has no value: its gradient is -p times
+        # the dot product of the output and its gradient.
         weight_NP = (sink_N.to(lse.dtype).unsqueeze(1) - lse).exp()
         total_N -= (weight_NP * (grad.to(dtype) * out).sum(-1).T).sum(1)
     return total_N

@@ -48,7 +48,7 @@ def _gemma3(
     factor: float = 8.0,
     **common: Any,
 ) -> dict[str, ModelConfig]:
-    """Five layers with a window and a rotary embedding of their own, then one without."""
+    """Gemma 3: five layers with a window and a rotary embedding of their own, then one without."""
     local = replace(GEMMA, window=window, rope="local")
     rope = (
         RopeConfig(theta=1_000_000.0, kind="linear", factor=factor)
@@ -75,7 +75,7 @@ def _gemma3(
 def _glm4_moe(
     name: str, sizes: tuple[int, ...], *, dense: int, qk_norm: bool, scaling: float
 ) -> dict[str, ModelConfig]:
-    """The first layers have no experts."""
+    """GLM-4.5: the first layers have no experts."""
     sparse = replace(GLM, qk_norm=qk_norm)
     without = LayerKind(qkv_bias=True, qk_norm=qk_norm)
     return _family(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 def concatenated_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """`arange(start, start + length)` of every pair, concatenated."""
+    # An arange over all elements, shifted in each range from where it lies to where it starts.
     offsets: Tensor = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
     return offsets + torch.arange(len(offsets), device=starts.device)
 
@@ -21,6 +22,7 @@ def cut_ranges(starts: Tensor, lengths: Tensor, bounds: Tensor) -> tuple[Tensor,
     bounds 0 4 6 10    ranges 2-5, 6-8    parts 2-4, 4-5, 6-8    of intervals 0, 1, 2
     """
     ends = starts + lengths
+    # The first interval of each range, and how many intervals it reaches into.
     first = torch.searchsorted(bounds, starts, right=True) - 1
     counts = (torch.searchsorted(bounds, ends) - first).clamp(min=0)
     interval = concatenated_ranges(first, counts)

@@ -21,6 +21,7 @@ ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "longrope": ("factor", "original_length", "short_factors", "long_factors", "attention_factor"),
 }
 """The fields that each `rope.kind` uses in addition to theta and precision."""
+# Formulas need a positive logarithm of the first three.
 EXCLUSIVE_MINIMUMS = {"theta": 1, "factor": 1, "original_length": 1} | dict.fromkeys(
     ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"), 0
 )

@@ -44,11 +44,15 @@ def scale_frequencies(
     if config.kind == "llama3":
         low = config.low_freq_factor
         high = config.high_freq_factor
+        # Wavelengths 2 pi / f below L / high stay, those above L / low grow by the factor, and a
+        # ramp leads from one to the other.
         smooth = [
             _clamp01((original_length / (2 * math.pi / f) - low) / (high - low)) for f in unscaled
         ]
         return [(1 - g) * f / factor + g * f for g, f in zip(smooth, unscaled, strict=True)]
     if config.kind == "yarn":
+        # Frequencies with more than `beta_fast` rotations in the original length stay, those with
+        # fewer than `beta_slow` are divided by the factor, with a ramp over indices between.
         start, end = yarn_ramp_bounds(config, 2 * len(powers))
         smooth = [1 - _clamp01((index - start) / (end - start)) for index in indices]
         return [
@@ -63,6 +67,7 @@ def scale_frequencies(
 
 def yarn_ramp_bounds(config: RopeConfig, head_dim: int) -> tuple[float, float]:
     """`yarn`: the index where scaling starts, and the index from which it is the full factor."""
+    # The index i at which a frequency makes n rotations: theta ** (2 i / head_dim) = L / (2 pi n).
     start, end = (
         head_dim
         * math.log(config.original_length / (num_rotations * 2 * math.pi))
@@ -74,6 +79,7 @@ def yarn_ramp_bounds(config: RopeConfig, head_dim: int) -> tuple[float, float]:
         end = math.ceil(end)
     start = max(start, 0)
     end = min(end, head_dim - 1)
+    # As in transformers: a ramp of length zero would divide by zero.
     return start, end + 0.001 * (start == end)
 
 
@@ -84,6 +90,7 @@ def attention_factor(config: RopeConfig) -> float:
         return 1.0
     if config.attention_factor is not None:
         return config.attention_factor
+    # The defaults of the papers: yarn's temperature, and longrope's growth of entropy with length.
     if config.kind == "yarn":
         return 0.1 * math.log(config.factor) + 1
     return math.sqrt(1 + math.log(config.factor) / math.log(config.original_length))

@@ -36,7 +36,7 @@ class RowGroups(NamedTuple):
 
 
 class RowPlaces(NamedTuple):
-    """Rows to their places among those of experts, and back."""
+    """Permutation of rows to their places among those of experts, and back."""
 
     source: Tensor
     """[P], the row that is at each place; 0 where there is only padding."""
@@ -45,7 +45,8 @@ class RowPlaces(NamedTuple):
 
     @classmethod
     def sorted(cls, source_R: Tensor, place_R: Tensor, num_places: int) -> RowPlaces:
-        """Of rows by expert, and their places."""
+        """Places of rows that are ordered by expert, and the way back."""
+        # Distinct targets: each row has a place of its own, so the scatters are deterministic.
         source_P = source_R.new_zeros(num_places).scatter_(0, place_R, source_R)
         return cls(source_P, torch.empty_like(source_R).scatter_(0, source_R, place_R))
 

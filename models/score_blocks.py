@@ -92,11 +92,11 @@ class ScoreBlocks:
                 f"{_named(rows[0])} is {MASKS[rows[0][4]]}, and must have as many queries as keys"
             )
         self._is_long = torch.zeros_like(mask, dtype=torch.bool)
-        """Causal, and longer than the window."""
+        """Whether each block is causal, and longer than the window."""
         if scores.window is not None:
             self._is_long = (mask == CAUSAL) & (queries > scores.window)
         self.scores = scores if bool(self._is_long.any()) else scores._replace(window=None)
-        """Without the window, if no block is longer."""
+        """Scores without the window, if no block is longer."""
         self._varlen_batches: dict[torch.device, list[VarlenBatch]] = {}
 
     def __len__(self) -> int:
@@ -113,8 +113,8 @@ class ScoreBlocks:
 
     @cached_property
     def disjoint_tokens(self) -> tuple[int, int] | None:
-        """How many queries and keys the blocks have, if none of them is in two, or reversed:
-        results of a block are final.
+        """Numbers of queries and keys in the blocks, if no token is in two of them and none is
+        reversed: a block's results are then final. Else None.
         """
         queries_R2 = self._rows_R5[:, :2]
         keys_R2 = self._rows_R5[:, 2:4]
@@ -143,6 +143,7 @@ class ScoreBlocks:
             return self, self._of(self._rows_R5[:0])
         is_long = self._shorter_sides >= LONG_TOKENS
         takes_a_call = [_fits_a_plan(*row) for row in self._rows_R5[is_long].tolist()]
+        # A copy selects, because the assignment changes what it selects by.
         is_long[is_long.clone()] = torch.tensor(takes_a_call, dtype=torch.bool, device="cpu")
         return self._divided(is_long)
 
@@ -160,7 +161,7 @@ class ScoreBlocks:
 
     @cached_property
     def without_window(self) -> ScoreBlocks:
-        """The same pairs, in blocks that need no window."""
+        """Blocks of the same pairs that need no window."""
         if self.window is None:
             return self
         q0, q1, k0, _, _ = self._rows_R5[self._is_long].unbind(1)
@@ -195,6 +196,8 @@ class ScoreBlocks:
             # Two blocks with queries in common differ in the first, with keys in common in the
             # second.
             places = (_places_in_overlaps(rows_R5[:, :2]), _places_in_overlaps(rows_R5[:, 2:4]))
+            # One number per pair of places: blocks with equal numbers share no token, and make one
+            # call.
             call_R = places[0] * len(rows_R5) + places[1]
             batches += [
                 _varlen_batch(rows_R5[call_R == call], MASKS[mask])
@@ -241,9 +244,12 @@ def rows_before(
     if window is None:
         return block_rows(queries_P2 + to_query, keys_P2 + to_key)
     (start, stop), (first, end) = queries_P2.unbind(1), keys_P2.unbind(1)
+    # The last key `end - 1` is seen by queries before `end - 1 + window`; later ones see none.
     stop = torch.minimum(stop, end + window - 1)
     # Queries before `sliding` see all keys.
     sliding = torch.minimum(stop, torch.maximum(start, first + window))
+    # From `sliding` on, each query loses the key that the one before saw first: a flipped square,
+    # and beside it a rectangle. A single query makes a rectangle only.
     is_triangle = stop - sliding > 1
     first_of_triangle = sliding - window + 1
     end_of_triangle = stop - window + 1
@@ -303,11 +309,13 @@ def _places_in_overlaps(ranges_R2: Tensor) -> Tensor:
     Equal ones are disjoint.
     """
     start, order = ranges_R2[:, 0].sort(stable=True)
+    # In order of their starts, a range is apart if it starts where all before it have ended.
     reached = ranges_R2[order, 1].cummax(0).values
     number = torch.arange(len(order), device="cpu")
     is_apart = torch.cat((number.new_ones(1, dtype=torch.bool), start[1:] >= reached[:-1]))[
         : len(order)
     ]
+    # The place is the distance to the last range that was apart.
     place = torch.empty_like(number)
     place[order] = number - (number * is_apart).cummax(0).values
     return place

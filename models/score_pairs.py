@@ -25,7 +25,7 @@ class Scores(NamedTuple):
 
 
 FULL_SCORES = Scores()
-"""Without a window and without a cap."""
+"""Scores without a window and without a cap."""
 
 
 def causal_pairs(tokens: Tokens, window: int | None = None) -> Tokens:
@@ -35,12 +35,14 @@ def causal_pairs(tokens: Tokens, window: int | None = None) -> Tokens:
     pairs: Tokens = tokens * (tokens + 1) // 2
     if window is None:
         return pairs
+    # Token i sees min(i, window) keys: the full triangle, less that of the tokens beyond the
+    # window.
     beyond = (tokens - window) * (tokens > window)
     return cast(Tokens, pairs - beyond * (beyond + 1) // 2)
 
 
 Windows = Mapping[int | None, int]
-"""How many layers have each window; None: without one."""
+"""Number of layers with each window; None: without one."""
 FULL_ATTENTION: Windows = {None: 1}
 
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 
 def load_json(content: bytes | str) -> Any:
-    """Raises ValueError with the reason."""
+    """The value of a JSON text. Raises ValueError with the reason."""
     try:
         return json.loads(
             content, object_pairs_hook=_one_value_each, parse_constant=_refuse_constant

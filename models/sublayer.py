@@ -46,10 +46,10 @@ class ExpertWeights(nn.Module):
 
 
 class SublayerModule(nn.Module):
-    """What a sublayer does between its norms."""
+    """A sublayer between its norms: linear layers, and what computes between them."""
 
     module_name: ClassVar[str] = "feed_forward"
-    """In a block."""
+    """Name of the module in a block."""
     linears: ClassVar[tuple[str, ...]] = ()
     """The linear layers that take the input."""
     last: ClassVar[str] = ""
@@ -91,17 +91,19 @@ class SublayerModule(nn.Module):
     def inner(
         self, products: Sequence[Tensor], rotation_2BS1F: Tensor, weights: Weights
     ) -> Sequence[Tensor]:
-        """From the products of `linears`: queries, keys and values for `core`, or the input of
-        `last`.
+        """Computes queries, keys and values for `core`, or the input of `last`, from the products
+        of `linears`.
         """
         raise NotImplementedError
 
     def forward(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
-        """Without a core. The backward pass runs `inner` again."""
+        """Runs a sublayer without a core. The backward pass runs `inner` again."""
         del boundaries_BD
         weights = local_parameters(self)
         products = self.products(x_BSE, weights)
         last_EI = weights[f"{self.last}.weight"]
+        # Compiled, the partitioner chooses what to recompute. Dynamo of torch 2.11 differentiates
+        # some autograd functions wrongly (`parallelisms/gradient_check.py`).
         if torch.compiler.is_compiling():
             return F.linear(self.inner(products, rotation_2BS1F, weights)[0], last_EI)
         inner_weights = {
@@ -117,14 +119,14 @@ class SublayerModule(nn.Module):
         return out
 
     def products(self, x_BSE: Tensor, weights: Weights) -> list[Tensor]:
-        """Of `linears`."""
+        """Products of `linears`, in their order."""
         return [self.product(name, x_BSE, weights) for name in self.linears]
 
     def product(self, name: str, x_BSE: Tensor, weights: Weights) -> Tensor:
         return F.linear(x_BSE, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
     def norm(self, name: str, x: Tensor, weights: Weights) -> Tensor:
-        """Normed, if the norm is declared."""
+        """The norm of this name, applied to x if it is declared."""
         norm = self._modules.get(name)
         return norm.normalize(x, weights[f"{name}.weight"]) if isinstance(norm, RMSNorm) else x
 
@@ -136,7 +138,7 @@ class SublayerModule(nn.Module):
         return run(*inputs) if experts is None else experts(run, *inputs)
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Of the backward pass of a tile."""
+        """Bytes per token of the backward pass of a tile."""
         ffn_dim, dim = local_parameter(self.get_submodule(self.linears[0])).shape
         return bytes_per_token(dim, ffn_dim, itemsize)
 
@@ -166,7 +168,7 @@ class Sublayer:
         self.bias_name = (
             bias if any(name == bias for name, _ in module.named_parameters()) else None
         )
-        """Of the last product."""
+        """Name of the bias of the last product."""
         self.has_after = post_norm is not None or multiplier != 1 or self.bias_name is not None
 
     def __call__(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
@@ -176,7 +178,7 @@ class Sublayer:
         return x_BSE + self.after(out_BSE, weights)
 
     def own_weights(self) -> dict[str, Tensor]:
-        """Those that `before` and `after` take."""
+        """Weights that `before` and `after` take."""
         norms = {"norm.weight": self.norm, "post_norm.weight": self.post_norm}
         weights = {name: local_parameter(norm) for name, norm in norms.items() if norm is not None}
         if self.bias_name is not None:
@@ -194,7 +196,7 @@ class Sublayer:
         return x_BSE if self.norm is None else self.norm.normalize(x_BSE, weights["norm.weight"])
 
     def after(self, out_BSE: Tensor, weights: Weights) -> Tensor:
-        """What the residual connection adds, from the product of `last`."""
+        """The term that the residual connection adds, from the product of `last`."""
         if self.bias_name is not None:
             out_BSE = out_BSE + weights[self.bias_name]
         if self.post_norm is not None:
@@ -227,8 +229,10 @@ class LocalGraph:
             torch.enable_grad(),
             self._hooks.pack_as_index(restorable) if restorable else nullcontext(),
         ):
+            # The inputs require no gradient: `_ANCHOR` does, and so begins the graph.
             entered = Enter.apply(_ANCHOR, *inputs)
             outputs = piece(entered, self._weights)
+        # Edges name the ends of the graph without keeping tensors alive.
         self._input_edges = [get_gradient_edge(x) for x in entered]
         self._output_edges = [get_gradient_edge(x) for x in outputs]
         self.outputs = [x.detach() for x in outputs]
@@ -262,6 +266,7 @@ class SavedTensorHooks:
 
     @contextmanager
     def pack_as_index(self, restorable: Sequence[Tensor]) -> Iterator[None]:
+        # By storage, because autograd may save a view, such as one head, of a restorable tensor.
         self._storages = [x.untyped_storage() for x in restorable]
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
@@ -278,6 +283,7 @@ class SavedTensorHooks:
         index, *layout = packed
         if self.restore is None:
             raise RuntimeError("the backward pass of this piece needs a tensor that was not kept")
+        # Several saved views may belong to one tensor, which is restored once.
         if index not in self._restored:
             self._restored[index] = self.restore(index)
         return self._restored[index].as_strided(*layout)
@@ -325,6 +331,7 @@ class LinearOfPiece(torch.autograd.Function):
         (grad_O,), (weight_OI, *tensors) = grads, ctx.saved_tensors
         inputs, weights = _split(tensors, ctx.names)
         graph = LocalGraph(ctx.piece, inputs, as_leaves(weights))
+        # Popped, so that the output is freed before the backward pass of the piece.
         grad_weight_OI = weight_grad(grad_O, graph.outputs.pop())
         input_grads, weight_grads = graph.backward([grad_O @ weight_OI])
         return (
@@ -353,6 +360,7 @@ def weight_grad(grad_O: Tensor, x_I: Tensor, *, out_OI: Tensor | None = None) ->
 
 def input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """Gradient of an input that several weights multiply: sum of `grad @ weight`."""
+    # `addmm_` adds in place: the gradient of the input is allocated once.
     total = grads[0].flatten(0, -2) @ weights[0]
     for grad_O, weight_OI in zip(grads[1:], weights[1:], strict=True):
         total.addmm_(grad_O.flatten(0, -2), weight_OI)

@@ -23,7 +23,7 @@ in the loop.
 Loop = Callable[[Sequence[Any], Likeness], Iterator[Any]]
 
 CompilePiece = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""What compiles a function, once for all blocks."""
+"""Compiles a function, once for all blocks."""
 
 _loops: list[Loop] = []
 
@@ -86,12 +86,14 @@ class TokenTiles:
         num_shards = self.num_tp_shards if gathered else 1
         for tile, *others in self.each(*beside):
             results = compute(tile, *others)
+            # One tile is everything, so its outputs need no copy.
             if len(self.tiles) == 1:
                 return [*results]
             if not outputs:
                 num_tokens = self.total_tokens * num_shards // self.num_tp_shards
                 outputs = [x.new_empty(x.shape[0], num_tokens, *x.shape[2:]) for x in results]
             for x, result in zip(outputs, results, strict=True):
+                # Gathered tokens are ordered by tp rank: a tile is a range of the tokens of each.
                 x.unflatten(1, (num_shards, -1))[:, :, tile] = result.unflatten(
                     1, (num_shards, -1)
                 )
@@ -110,6 +112,7 @@ class GradAccumulator:
     def add(self, grads: Mapping[str, Tensor]) -> None:
         """Takes the gradients over: they may be overwritten."""
         for name, grad in grads.items():
+            # Only a second gradient widens the sum: a single tile costs no float32 copy.
             if name in self._sums:
                 self._sums[name] = self._sums[name].to(accumulation_dtype(grad.dtype)).add_(grad)
             else:
@@ -139,7 +142,7 @@ def each(parts: Sequence[Part], likeness: Likeness = lambda _: None) -> Iterator
 
 
 def each_chunk(length: int, size: int) -> Iterator[slice]:
-    """Of `size` each; the last one may be shorter."""
+    """Chunks of `size` each; the last one may be shorter."""
     return each([slice(start, start + size) for start in range(0, length, size)])
 
 

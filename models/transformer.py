@@ -129,6 +129,7 @@ class Transformer(nn.Module):
         # Called on the residual stream before each block and after the last one. The trainer sets
         # it to track progress.
         self.block_boundary_hook: Callable[[Tensor], Tensor] = identity
+        # The same parameter object: FSDP, the optimizer and checkpoints see it once.
         if config.tie_embeddings and self.embed is not None and self.head is not None:
             self.head.proj.weight = self.embed.weight
         if problems := config.parameter_problems(
@@ -137,7 +138,9 @@ class Transformer(nn.Module):
             raise ValueError("; ".join(problems))
 
     def compile_pieces(self, compile_piece: CompilePiece) -> None:
-        """Of the loss head and of experts, which are not compiled with their blocks."""
+        """Compiles the pieces of the loss head and of experts, which are not compiled with their
+        blocks.
+        """
         for module in (*self.expert_layers(), self.head):
             if module is not None:
                 module.compile_piece = compile_piece
@@ -146,7 +149,7 @@ class Transformer(nn.Module):
         return [cast(TransformerBlock, block) for block in self.blocks.values()]
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the model: parameters, and the buffers of routers."""
+        """Tensors of the model that a checkpoint holds: parameters, and the buffers of routers."""
         return {
             name: each.detach() for name, each in (*self.named_parameters(), *self.named_buffers())
         }
@@ -183,6 +186,7 @@ class Transformer(nn.Module):
         of them.
         """
         config = self.config
+        # Layers without RoPE turn by zero, so that every block takes the same inputs.
         needed = {block.kind.rope for block in self.transformer_blocks()}
         ropes = {"global": config.rope, "local": config.local_rope}
         tables = {

@@ -43,7 +43,7 @@ HalfBackward = Callable[[Tensor], tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Which activations blocks save for the backward pass, and where."""
+    """Activations that blocks save for the backward pass, and where they are."""
 
     policy: RecomputePolicy = "none"
     host_pool: HostActivationPool | None = None
@@ -75,6 +75,7 @@ def apply(model: Transformer, config: RecomputeConfig) -> None:
             block.forward_fn = checkpointed_block_forward
             runner = None
             continue
+        # Without a predecessor in pieces there is no block to recompute the input from.
         saves_input = runner is None or index % config.blocks_per_checkpoint == 0
         block.forward_fn = runner = BlockRunner(
             config, runner, saves_input=saves_input, is_last=index == last
@@ -96,6 +97,7 @@ def checkpointed_block_forward(
 ) -> Tensor:
     """Saves the input, and runs the block again in its backward pass."""
     inputs = (block, x_BSE, rotation_2BT1F, boundaries_BD)
+    # No operation draws random numbers, so their state need not be saved.
     out_BSE: Tensor = checkpoint(
         default_block_forward, *inputs, use_reentrant=False, preserve_rng_state=False
     )
@@ -129,6 +131,7 @@ class BlockRunner:
         self, block: TransformerBlock, x_BSE: Tensor, rotation_2BT1F: Tensor, boundaries_BD: Tensor
     ) -> Tensor:
         compute = BlockCompute(block, x_BSE, rotation_2BT1F, boundaries_BD, self._config.tiling)
+        # Without gradients nothing is saved.
         if not torch.is_grad_enabled():
             outputs = [out for out, _ in compute.attention_forward(x_BSE)]
             hidden_BSE = compute.output_projection(x_BSE, outputs)
@@ -145,6 +148,8 @@ class BlockRunner:
             *compute.attention_weights(),
         )
 
+        # The weights are read inside of `gathered`: before it, FSDP holds those of experts as
+        # shards.
         def feed_forward(hidden_BSE: Tensor) -> Tensor:
             weights = compute.feed_forward_weights()
             out_BSE: Tensor = BlockHalf.apply(
@@ -229,6 +234,8 @@ class BlockActivations:
             return False
         if self._saved_attention or self._attention_pool is None:
             return True
+        # All cp and tp ranks decide alike, as their tensors have equal sizes: recomputing
+        # attention communicates.
         return self._attention_pool.has_headroom(
             head_group, head_groups=self._config.tiling.head_groups, x=x_BSE
         )
@@ -241,6 +248,7 @@ class BlockActivations:
             self._attention_outputs = [
                 (out.pop(), lse.pop()) for out, lse in self._saved_attention
             ]
+        # Recomputed outputs are kept for the other half of the block, whose backward pass is next.
         self._attention_outputs = self._attention_outputs or [
             *self.compute.attention_forward(x_BSE)
         ]
@@ -305,6 +313,7 @@ class BlockActivations:
 @contextmanager
 def _unsharded(block: TransformerBlock, *, reshard_after_forward: bool) -> Iterator[None]:
     """Gathers the weights of a block outside its own forward and backward, where FSDP does not."""
+    # FSDP that does not reshard after the forward pass holds the weights already.
     if not reshard_after_forward:
         yield
         return

@@ -63,6 +63,7 @@ class SavedTensor:
             )
         if self._pool is not None:
             self._pool.wait()
+            # Only the caller holds the device copy from here on, and so decides when it is freed.
             self._device_tensor = None
         return device_tensor
 
@@ -167,9 +168,12 @@ class OffloadStreams:
 
     def offload(self, pairs: CopyPairs) -> None:
         current = torch.cuda.current_stream(self._device)
+        # Bounds the device memory of pending copies: the device waits for the oldest, whose tensor
+        # may then be reused.
         if len(self._pending_offloads) == MAX_PENDING_OFFLOADS:
             oldest_copy, _ = self._pending_offloads.popleft()
             current.wait_event(oldest_copy)
+        # The copy reads what the current stream computes.
         self._offload_stream.wait_stream(current)
         # It may still read the reused host buffers.
         self._offload_stream.wait_stream(self._reload_stream)
@@ -205,6 +209,8 @@ def buffer_sizes(size: int) -> list[int]:
     remaining = size
     while remaining > 0:
         buffer_size = 1 << (remaining.bit_length() - 1)
+        # Powers of two below the rest would end in many small buffers: rounding up once wastes at
+        # most a sixteenth of the tensor.
         if buffer_size < remaining and 16 * (2 * buffer_size - remaining) <= size:
             buffer_size *= 2
         sizes.append(buffer_size)

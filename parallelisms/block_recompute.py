@@ -38,7 +38,7 @@ AttentionOutputs = list[tuple[Tensor, Tensor]]
 
 
 def eager(piece: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles nothing."""
+    """Leaves a piece as it is."""
     return piece
 
 
@@ -78,7 +78,7 @@ class NormedInput:
             self._normed_BTE = compute.tp_comm.gather(normed_BSE)
 
     def tile(self, tile: slice) -> Tensor:
-        """Of every tp rank."""
+        """The normed input of a tile of every tp rank."""
         if self._normed_BTE is None:
             return self._normalize(tile)
         return self._tiles.select(self._normed_BTE, tile)
@@ -128,11 +128,11 @@ class BlockCompute:
     # FSDP frees and gathers weights between passes, so each pass reads them.
 
     def attention_weights(self) -> tuple[Tensor, ...]:
-        """In the order of `attention_backward`."""
+        """Weights of the attention half, in the order of `attention_backward`."""
         return tuple(self._attention.weights().values())
 
     def feed_forward_weights(self) -> tuple[Tensor, ...]:
-        """In the order of `feed_forward_backward`."""
+        """Weights of the feed-forward half, in the order of `feed_forward_backward`."""
         return tuple(self._feed_forward.weights().values())
 
     # ---- attention
@@ -171,6 +171,7 @@ class BlockCompute:
         if self._head_groups == 1:
             prefetch()
         run = self._attention_pass()
+        # Head groups write their columns of this one tensor, through the views below.
         grad_o_EQ = torch.empty_like(run.last_weight)
         o_proj_groups = zip(
             *(x.chunk(self._head_groups, dim=1) for x in (run.last_weight, grad_o_EQ)), strict=True
@@ -197,6 +198,8 @@ class BlockCompute:
         del grad_BTE
         if self._head_groups > 1:
             prefetch()
+        # The gradients of all groups' Q, K and V exist: tile by tile they go back through RoPE,
+        # the projections and the norm.
         for (tile,) in self.token_tiles.each():
             normed, before_graph = normed_input.tile_with_graph(tile)
             grad = run.linears_backward(
@@ -243,6 +246,7 @@ class BlockCompute:
         adds their `graphs`.
         """
         next_qkv = None
+        # One group ahead: its exchange starts before attention of the one before it runs.
         for group in range(self._head_groups + 1):
             qkv = next_qkv
             if group < self._head_groups:
@@ -270,8 +274,12 @@ class BlockCompute:
         products = run.products(normed_input.tile(tile), weights)
         if graphs is None:
             return run.inner(products, tile)
+        # The graph keeps neither products nor rotation, which would wait for attention's backward
+        # pass in full. They are restored tile by tile.
         graphs[tile.start] = graph = run.inner_graph(products, tile, restorable=True)
         outputs = graph.outputs
+        # The graph need not hold its outputs: attention's backward pass only brings their
+        # gradients.
         graph.outputs = []
         return outputs
 
@@ -331,6 +339,8 @@ class BlockCompute:
             grad_BCE = grad_BSE[:, tile]
             before_graph = run.before_graph(hidden_BCE)
             normed = self.tp_comm.gather(before_graph.outputs.pop())
+            # What follows the last product acts on this rank's tokens: its gradient is gathered
+            # after.
             grad = self.tp_comm.gather(grad_BCE) if not run.has_after else grad_BCE
             inner_graph = run.inner_graph(run.products(normed, linear_weights), tile)
             (last_input,) = inner_graph.outputs
@@ -346,6 +356,7 @@ class BlockCompute:
             grad = run.linears_backward(product_grads, normed)
             del normed
             grad = self.tp_comm.reduce(grad)
+            # The residual connection adds the gradient of the output.
             return [run.before_backward(grad, before_graph).add_(grad_BCE)]
 
         (grad_hidden_BSE,) = self.token_tiles.map_tiles(compute_tile)
@@ -359,7 +370,7 @@ class BlockCompute:
         return attention.residual(x_BSE[:, tile], product_BCE)
 
     def _tile_of_outputs(self, attention_outputs: list[Tensor], tile: slice) -> Tensor:
-        """Of all head groups, [B, num_tp_shards * C, Q]."""
+        """A tile of the attention output of all head groups: [B, num_tp_shards * C, Q]."""
         return _cat(
             [
                 self.token_tiles.select(out_BTNH, tile).flatten(-2)

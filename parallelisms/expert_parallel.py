@@ -77,6 +77,7 @@ def _distribute(
     placements: list[Placement] = [Shard(0)] if mesh.ep_group is not None else []
     if mesh.tp_group is not None:
         placements.append(Replicate() if tp_dim is None else Shard(tp_dim))
+    # No source rank: each rank draws or loads its own shard, so nothing is broadcast.
     sharded = distribute_tensor(
         getattr(module, name), mesh.expert_mesh, placements, src_data_rank=None
     )
@@ -90,14 +91,14 @@ def _distribute(
 
 
 class Route(NamedTuple):
-    """How the rows of a tile travel."""
+    """Counts and places by which the rows of a tile travel."""
 
     ep_counts: tuple[list[int], list[int]]
     """Rows sent to, and received from, each ep rank."""
     tp_counts: list[int]
-    """Rows of each tp rank, which all of them have."""
+    """Rows of each tp rank, all of which every tp rank has after the gather."""
     arrived: RowPlaces
-    """Of rows that arrive by rank, among those of experts."""
+    """Places of the rows, which arrive by rank, among those of experts."""
 
 
 class RankDispatcher:
@@ -114,6 +115,8 @@ class RankDispatcher:
         self._ep_group = ep_group
         self._tp_group = tp_group
         self._cp_groups = cp_groups
+        # With sequence parallelism tp ranks have different tokens, which they gather. Without it
+        # all have the same ones, and each a part of their gradient.
         self._gather_group = tp_group if sequence_parallel else None
         self._copy_group = None if sequence_parallel else tp_group
         self.tp_rank = 0 if self._gather_group is None else self._gather_group.rank()
@@ -123,6 +126,7 @@ class RankDispatcher:
 
     def agree(self, num_tiles: int) -> int:
         groups = [group for group in (self._ep_group, self._gather_group) if group is not None]
+        # One group after the other: the maximum over the second includes that over the first.
         for group in groups:
             num_tiles = int(collectives.max_over_ranks(group, [num_tiles])[0])
         return num_tiles
@@ -149,10 +153,11 @@ class RankDispatcher:
         ]
 
     def _route(self, rows: Rows, counts_QPX: Tensor, *, padded: bool) -> Rows:
-        """From the rows of each tp and ep rank for each expert."""
+        """Route of a tile from the rows of each tp and ep rank for each expert."""
         ep_rank, ep = (
             (0, 1) if self._ep_group is None else (self._ep_group.rank(), self._ep_group.size())
         )
+        # [tp rank, ep rank that sends, ep rank that receives, its experts]
         by_owner_QPPX = counts_QPX.unflatten(2, (ep, -1))
         own_QPX = by_owner_QPPX[:, :, ep_rank]
         sent_P = by_owner_QPPX[self.tp_rank, ep_rank].sum(-1)
@@ -187,7 +192,7 @@ class RankDispatcher:
         return self._sum_copies(to_tokens(out_RE, rows, is_needed=is_needed), is_needed=is_needed)
 
     def _return(self, out_PE: Tensor, route: Route, *, is_needed: bool) -> Tensor:
-        """[R, E]: to the ranks that sent their tokens."""
+        """Returns rows to the ranks that sent their tokens: [R, E]."""
         source_P, place_R = route.arrived
         out_RE = select(out_PE, place_R, source_P, is_needed=is_needed)
         out_RE = self._reduce(out_RE, route.tp_counts, is_needed=is_needed)
@@ -211,13 +216,15 @@ class RankDispatcher:
     # ---- tensor parallelism
 
     def _copy(self, x: Tensor) -> Tensor:
-        """To the tp ranks, which all have it; each computes a part of its gradient."""
+        """Identity forward, all-reduce backward (Megatron's f): tp ranks have the same tokens, and
+        each computes a part of their gradient.
+        """
         if (group := self._copy_group) is None:
             return x
         return linear_map(x, lambda each: each, partial(_all_reduce, group=group))
 
     def _sum_copies(self, x: Tensor, *, is_needed: bool = True) -> Tensor:
-        """Of the parts that tp ranks have."""
+        """All-reduce forward, identity backward (Megatron's g): sums the parts of the tp ranks."""
         if (group := self._copy_group) is None:
             return x
         return linear_map(
@@ -277,12 +284,12 @@ class AllToAll:
         return linear_map(buffer, self._finish, self._start_back, skipped=self._skipped)
 
     def _start(self, x: Tensor) -> Tensor:
-        """Returns what is received before it is."""
+        """Starts the exchange, and returns its receive buffer before the rows have arrived."""
         self._pending = self._exchange(x, *self._counts)
         return self._pending.result
 
     def _start_back(self, grad: Tensor) -> Tensor:
-        """Returns its argument, because of its shape."""
+        """Starts the exchange of gradients; returns its argument, because of its shape."""
         self._pending = self._exchange(grad, *reversed(self._counts))
         return grad
 
@@ -302,7 +309,9 @@ class AllToAll:
 def _places(
     counts_SX: Tensor, device: torch.device, *, padded: bool
 ) -> tuple[RowPlaces, RowGroups]:
-    """Of the rows of every source for each expert, which arrive one source after the other."""
+    """Places and groups of every source's rows for each expert; they arrive one source after the
+    other.
+    """
     source_R = _sorted_by_expert(counts_SX)
     counts_X = counts_SX.sum(0)
     place_R = torch.arange(len(source_R))
@@ -321,6 +330,8 @@ def _sorted_by_expert(counts_SX: Tensor) -> Tensor:
     """The rows of every source, which arrive one source after the other, ordered by expert
     instead.
     """
+    # Rows arrive in blocks by source, then expert. Sorted by expert, then source, a block begins
+    # at `before` and moves there from its start.
     starts_SX = (counts_SX.flatten().cumsum(0) - counts_SX.flatten()).view_as(counts_SX)
     counts = counts_SX.T.flatten()
     starts = starts_SX.T.flatten()
@@ -331,10 +342,12 @@ def _sorted_by_expert(counts_SX: Tensor) -> Tensor:
 
 
 def _all_reduce(x: Tensor, *, group: ProcessGroup) -> Tensor:
+    # A copy, because the all-reduce writes in place.
     return collectives.all_reduce(group, x.clone(memory_format=torch.contiguous_format))
 
 
 def _gather_rows(x: Tensor, *, group: ProcessGroup, counts: list[int]) -> Tensor:
+    # An all-gather needs equal lengths: each rank sends a copy of its rows to every other one.
     copies = x.contiguous().repeat(group.size(), *[1] * (x.ndim - 1))
     return collectives.all_to_all_tokens_async(
         group, copies, [len(x)] * group.size(), counts
@@ -343,6 +356,7 @@ def _gather_rows(x: Tensor, *, group: ProcessGroup, counts: list[int]) -> Tensor
 
 def _reduce_rows(x: Tensor, *, group: ProcessGroup, counts: list[int]) -> Tensor:
     own = counts[group.rank()]
+    # A reduce-scatter of unequal lengths: exchange, then sum.
     parts = collectives.all_to_all_tokens_async(group, x, counts, [own] * group.size()).wait()
     total: Tensor = parts.unflatten(0, (group.size(), own)).sum(0)
     return total

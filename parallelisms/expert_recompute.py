@@ -22,7 +22,7 @@ from models.tiling import GradAccumulator, TokenTiles
 
 
 class ExpertHalf:
-    """Of one block and batch."""
+    """The feed-forward half with experts, for one block and batch."""
 
     def __init__(self, sublayer: Sublayer, tiles: TokenTiles) -> None:
         self._sublayer = sublayer
@@ -52,6 +52,7 @@ class ExpertHalf:
         """
         weights = as_leaves(self._sublayer.weights())
         grads = GradAccumulator(weights)
+        # The gradient of a norm after the experts depends on their output.
         needs_output = self._sublayer.post_norm is not None
 
         def compute_tile(tile: slice, routing: TileRouting) -> list[Tensor]:
@@ -68,14 +69,17 @@ class ExpertHalf:
         return grad_hidden_BSE, *grads.pop_grads()
 
     def _agree_on_tiles(self) -> None:
-        """Ranks exchange tokens in every tile, and evaluation has sequences of any length."""
+        """Gives all ranks equally many tiles: they exchange tokens in every tile, and evaluation
+        has sequences of any length.
+        """
         tiles = self._tiles.tiles
         end = self._tiles.tiles[-1].stop
+        # In training sequences are equally long, so that no rank need ask the others.
         if self._module.step.num_targets is None:
             tiles += [slice(end, end)] * (self._module.dispatcher.agree(len(tiles)) - len(tiles))
 
     def _logits(self, hidden_BCE: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        """With the normed input that they are of."""
+        """The normed input of a tile, and the router's logits of it."""
         normed_BCE = self._sublayer.before(hidden_BCE, weights)
         return normed_BCE, self._module.logits(normed_BCE, weights)
 
@@ -87,7 +91,7 @@ class ExpertHalf:
         *,
         needs_output: bool = True,
     ) -> Tensor:
-        """What the residual connection adds."""
+        """The term that the residual connection adds."""
         out_BCE = self._module.mix(
             *self._logits(hidden_BCE, weights), routing, weights, needs_output=needs_output
         )

@@ -73,6 +73,8 @@ def apply(
         # all-gather.
         units += [(unit, reshard) for unit, reshard in embedding_and_head if unit is not None]
     options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload_policy}
+    # Inner units first: a block's unit then leaves out the experts, which have a mesh of their
+    # own.
     for layer in [] if expert_mesh is None else model.expert_layers():
         experts = layer.get_submodule("experts")
         place = partial(_expert_placement, num_shards=cast(DeviceMesh, expert_mesh).size(-1))
@@ -85,6 +87,7 @@ def apply(
         )
     for unit, reshard in [*units, (model, False)]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, **options)
+    # The backward pass of an embedding does not read its weight.
     if isinstance(model.embed, FSDPModule):
         model.embed.set_unshard_in_backward(False)
     for unit in fsdp_modules(model):
@@ -129,6 +132,7 @@ def _expert_placement(parameter: nn.Parameter, *, num_shards: int) -> Any:
         placement.dim for placement in cast(Any, parameter).placements if placement.is_shard()
     }
     sizes = to_local(parameter).shape
+    # FSDP2 pads shards along dimension 0 only, so another dimension must divide evenly.
     dims = [0, *(dim for dim in range(len(sizes)) if dim not in sharded)]
     return Shard(next((dim for dim in dims if sizes[dim] % num_shards == 0), 0))
 

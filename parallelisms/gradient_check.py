@@ -27,7 +27,9 @@ from parallelisms.block_recompute import Tiling, compiler, eager
 
 TOLERANCE = 1e-9
 ROUNDED = 1e-6
-"""Of a gradient's norm, in float64."""
+"""Share of the largest gradient's norm below which a gradient counts as rounding error, in
+float64.
+"""
 SMALL: dict[str, Any] = {
     "vocab_size": 16,
     "dim": 16,
@@ -99,6 +101,7 @@ def _wrong_gradients(
     model = _model(config)
     # Traces and differentiates as every backend does, and generates no code.
     backend = "aot_eager"
+    # Tiles of at most 5 of the 12 tokens, in float64.
     tile_bytes = (
         5 * bytes_per_token(config.dim, config.ffn_dim, 8)
         if is_tiled and not is_compiled
@@ -136,7 +139,7 @@ def _model(config: ModelConfig) -> Transformer:
 
 
 def _gradients(model: Transformer) -> dict[str, Tensor]:
-    """With the losses."""
+    """Losses, and gradients of the parameters, for two documents."""
     lengths = (5, 7)
     tokens = torch.arange(sum(lengths), device="cpu")[None]
     pairs = sum(length * (length + 1) // 2 for length in lengths)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from models.transformer import Transformer
 from parallelisms.mesh.collectives import to_local
 
+# Part of the format of a seed: another size would give other weights. Small enough that a rank
+# draws few numbers of its neighbours' rows.
 BLOCK_ELEMENTS = 1 << 16
 
 
@@ -55,6 +57,7 @@ def initialize(model: Transformer, *, seed: int | None, device: torch.device) ->
 
 def materialize(model: nn.Module, device: torch.device) -> None:
     """`nn.Module.to_empty`, but a parameter that two modules share stays shared."""
+    # Buffers have no sharing to preserve; parameters may have it (tied embeddings).
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device=device))
@@ -80,6 +83,7 @@ def normal_rows(
         start = block * rows_per_block
         values = torch.empty(min(rows_per_block, rows - start), width)
         digest = blake2b(f"{key}/{block}".encode(), digest_size=8).digest()
+        # The shift leaves 63 bits: a seed that fits a signed integer.
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         values.normal_(std=std, generator=generator)
         low = max(first_row, start)

@@ -27,6 +27,8 @@ def parallelize(
 ) -> None:
     """Changes the model in place; its parameters may still be on the meta device."""
     set_attention_core(model, core)
+    # Tensor and expert parallelism make DTensors, which FSDP shards further. Recomputation calls
+    # their collectives, and FSDP wraps what is compiled.
     tensor_parallel.apply(
         model, mesh.tp_mesh, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel
     )

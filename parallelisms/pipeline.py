@@ -87,6 +87,8 @@ class Pipeline:
                 self._stages[action.stage].run(
                     action, micro_batches[action.micro_batch], scaled_loss
                 )
+            # Every rank goes through the messages of all ranks in one order, so that each send
+            # meets its receive.
             for message in tick.messages:
                 self._exchange.transfer(message)
         self._exchange.finish()
@@ -120,6 +122,7 @@ class StreamExchange:
     def transfer(self, message: Message) -> None:
         """Starts to send or to receive a message from or to this rank; ignores others."""
         if message.source == self._group.rank():
+            # Waiting for the message before frees its buffer: at most one per rank is in flight.
             if message.target in self._sent:
                 self._sent.pop(message.target)()
             sending = collectives.send_async(
@@ -161,6 +164,8 @@ class Stage:
         if action.kind == "F":
             self._roots[number] = self._forward(number, batch, scaled_loss)
             return
+        # Gradients are reduced once per step, or after each micro-batch, which keeps only their
+        # shards.
         is_last = number == self._num_micro_batches - 1
         fsdp.set_gradient_reduction(self._module, reduces=is_last or self._reduces_per_micro_batch)
         self._roots.pop(number).backward()
@@ -181,6 +186,8 @@ class Stage:
         out_BSE = self._module(batch, x_BSE)
         if stage == self._num_stages - 1:
             return scaled_loss(out_BSE, batch)
+        # Detached, so that the next rank's input has no graph; the backward pass resumes at the
+        # root.
         exchange.put(("F", stage + 1, number), out_BSE.detach())
         root: Tensor = StageOutput.apply(out_BSE, partial(exchange.take, ("B", stage, number)))
         return root
@@ -212,6 +219,7 @@ class StageOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out_BSE: Tensor, take_grad: Callable[[], Tensor]) -> Tensor:
+        # A scalar, from which autograd can start without a gradient.
         ctx.take_grad = take_grad
         return out_BSE.new_zeros(())
 

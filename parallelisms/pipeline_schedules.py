@@ -36,14 +36,14 @@ class Message(NamedTuple):
     key: StreamKey
     source: int
     target: int
-    """Ranks."""
+    """Ranks that send and receive."""
 
 
 class Tick(NamedTuple):
     actions: tuple[Action | None, ...]
-    """Of each rank; None while it waits."""
+    """Action of each rank; None while it waits."""
     messages: tuple[Message, ...]
-    """What the actions produce for other ranks."""
+    """Results of the actions for other ranks."""
 
 
 @lru_cache(maxsize=64)
@@ -73,7 +73,7 @@ def ticks(plan: PipelinePlan) -> tuple[Tick, ...]:
 
 
 def _needs(plan: PipelinePlan, action: Action) -> set[Action]:
-    """What must have been computed before."""
+    """Actions whose results this one needs."""
     kind, stage, micro_batch = action
     if kind == "F":
         return {Action("F", stage - 1, micro_batch)} if stage else set()
@@ -92,11 +92,13 @@ def _messages(plan: PipelinePlan, actions: Iterable[Action]) -> Iterator[Message
 
 @lru_cache(maxsize=1024)
 def rank_actions(plan: PipelinePlan, rank: int) -> tuple[Action, ...]:
-    """What a rank computes in a step: forwards until the first gradient is due, then backwards and
+    """Actions of a rank in a step: forwards until the first gradient is due, then backwards and
     forwards in turn.
     """
     stages = plan.stages_of(rank)
     micro_batches = plan.num_micro_batches
+    # Rounds of about pp micro-batches: when a rank turns to its next stage, the first of them has
+    # been through all other ranks.
     round_size = micro_batches // max(1, micro_batches // plan.pp)
     order = [
         (chunk, number)
@@ -111,6 +113,8 @@ def rank_actions(plan: PipelinePlan, rank: int) -> tuple[Action, ...]:
     elif plan.schedule in SINGLE_STAGE_SCHEDULES:
         in_flight = plan.pp - rank
     else:
+        # The warm-up of Narayanan et al., 2021, and the forward that the first backward is paired
+        # with.
         in_flight = (len(stages) - 1) * round_size + 2 * (plan.pp - 1 - rank) + 1
     in_turn = zip_longest(backwards, forwards[in_flight:])
     return (

@@ -33,9 +33,7 @@ from models.transformer import SequenceParallelComm
 
 
 class SublayerPass:
-    """What a pass, forward or backward, does with one tile in one sublayer, whose weights are
-    gathered meanwhile.
-    """
+    """Forward and backward of a sublayer on one token tile. Valid while its weights are unsharded."""
 
     def __init__(
         self,
@@ -50,6 +48,7 @@ class SublayerPass:
         self._tp_comm = tp_comm
         self._tiles = tiles
         self._rotation_2BT1F = rotation_2BT1F
+        # Functions of the classes, rather than bound methods: blocks share their compilations.
         before = type(sublayer).before
         self._before: Callable[..., Tensor] = (
             before if sublayer.norm is None else compile_piece(before)
@@ -58,6 +57,7 @@ class SublayerPass:
         self._after = compile_piece(type(sublayer).after)
         self.has_after = sublayer.has_after
         self._weights = sublayer.weights()
+        # Leaves apart from the model's graph: a piece's graph ends at them.
         self._piece_weights = as_leaves(
             {name: x for name, x in self._weights.items() if not self._module.is_in_product(name)}
         )
@@ -72,8 +72,9 @@ class SublayerPass:
         return normed_BCE
 
     def linear_weights(self, group: int = 0, num_groups: int = 1) -> dict[str, Tensor]:
-        """Of the linear layers before `inner`, for one of `num_groups` groups of heads."""
+        """Weights of the linear layers before `inner`, for one of `num_groups` groups of heads."""
         names = self._weights.keys() - self._piece_weights.keys() - {self.last_name}
+        # Output features are ordered by head, so a group of heads is a chunk of rows.
         return {name: self._weights[name].chunk(num_groups)[group] for name in names}
 
     @property
@@ -81,7 +82,7 @@ class SublayerPass:
         return SINKS in self._weights
 
     def sinks(self, num_groups: int) -> Iterator[Tensor | None]:
-        """Of each group of heads."""
+        """Sinks of each group of heads; None without sinks."""
         yield from (
             self._weights[SINKS].chunk(num_groups) if self.has_sinks else [None] * num_groups
         )
@@ -103,7 +104,7 @@ class SublayerPass:
         )
 
     def last_product(self, last_input: Tensor) -> Tensor:
-        """A partial sum, under tensor parallelism."""
+        """Product of the last linear layer: a partial sum, under tensor parallelism."""
         return F.linear(last_input, self.last_weight)
 
     def residual(self, x_BCE: Tensor, product_BCE: Tensor) -> Tensor:
@@ -125,8 +126,8 @@ class SublayerPass:
     def inner_graph(
         self, products: Sequence[Tensor], tile: slice, *, restorable: bool = False
     ) -> LocalGraph:
-        """If `restorable`, it keeps neither the products nor the rotation: its `backward` takes
-        `restore_inputs`.
+        """The graph of `inner`. If `restorable`, it keeps neither the products nor the rotation:
+        its `backward` takes `restore_inputs`.
         """
         rotation = self.rotation(tile)
         return LocalGraph(
@@ -186,6 +187,7 @@ class SublayerPass:
         grad_BCE = input_grad(
             product_grads, [self._weights[f"{name}.weight"] for name in self._module.linears]
         )
+        # The caller's list holds the last references, and the reduce-scatter comes next.
         product_grads.clear()
         return grad_BCE
 

@@ -63,6 +63,7 @@ def apply(
         )
     if model.head is not None:
         parallelizer.parallelize_head(model.head, replicate=replicate_vocab)
+    # Each module has a DTensor of its own now: tie them again.
     if model.embed is not None and model.head is not None and config.tie_embeddings:
         model.head.proj.weight = model.embed.weight
 
@@ -100,7 +101,9 @@ class TensorParallelizer:
         self._group_name = self._group.group_name
 
     def parallelize_block(self, block: TransformerBlock, config: ModelConfig) -> None:
-        """All but its experts, which `expert_parallel.apply` shards."""
+        """Shards the parameters of a block, but its experts', which `expert_parallel.apply`
+        shards.
+        """
         for name, parameter in block.kind.parameters.items():
             prefix, _, attribute = name.rpartition(".")
             module = block.get_submodule(prefix)
@@ -124,6 +127,7 @@ class TensorParallelizer:
         placement = {"colwise": Shard(0), "vocab": Shard(0), "rowwise": Shard(1)}.get(
             style, Replicate()
         )
+        # No source rank: each rank draws or loads its own shard, so nothing is broadcast.
         sharded = distribute_tensor(
             getattr(module, name), self._mesh, [placement], src_data_rank=None
         )
@@ -144,10 +148,11 @@ class TensorParallelizer:
     def select_kv_head(
         self, projection: nn.Module, num_kv_heads: int, name: str = "weight"
     ) -> None:
-        """With fewer KV heads than ranks the projection is replicated, and each rank computes only
-        the head it needs.
+        """Makes each rank compute only the KV head that it needs: with fewer KV heads than ranks,
+        the projection is replicated.
         """
         head_dim = getattr(projection, name).shape[0] // num_kv_heads
+        # tp / num_kv_heads neighbouring ranks share a head, as their query heads do.
         first = self._rank * num_kv_heads // self._size * head_dim
         rows = slice(first, first + head_dim)
         set_local_view(
@@ -155,9 +160,7 @@ class TensorParallelizer:
         )
 
     def mean_over_ranks(self) -> tuple[int, Callable[[Tensor], Tensor]]:
-        """Of numbers of which each rank has a shard; a head that several ranks compute counts as
-        often for each head.
-        """
+        """(shards, all-reduce) for a mean over tp; replicated KV heads weigh equally."""
         return self._size, partial(collectives.all_reduce_functional, group_name=self._group_name)
 
     def add_region_hooks(self, module: nn.Module) -> None:
@@ -166,7 +169,9 @@ class TensorParallelizer:
         module.register_forward_hook(lambda _, __, x_BTE: self._exit_region(x_BTE))
 
     def sequence_parallel_comm(self) -> SequenceParallelComm:
-        """The same collectives, for blocks with a manually written backward."""
+        """The collectives of a region as plain functions, for blocks with a manually written
+        backward.
+        """
         if not self._sequence_parallel:
             return SequenceParallelComm(
                 reduce=partial(collectives.all_reduce_functional, group_name=self._group_name)
@@ -260,7 +265,7 @@ def _all_reduce(x: Tensor, group_name: str, size: int) -> Tensor:
 
 
 def _all_reduce_fp32(grad: Tensor, group_name: str, size: int) -> Tensor:
-    """Sums in float32 at least."""
+    """Sums in float32 at least, and rounds once."""
     return _all_reduce(
         grad.to(torch.promote_types(grad.dtype, torch.float32)), group_name, size
     ).to(grad.dtype)

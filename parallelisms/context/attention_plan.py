@@ -72,7 +72,7 @@ class RankAttentionPlan:
         self._keys = layout if keys is None else keys
         self._is_causal = keys is None
         self.tokens_per_rank = self._keys.tokens_per_rank
-        """Of keys."""
+        """Keys that a rank holds."""
         self._remote_kv_index: dict[torch.device, Tensor] = {}
         self._halo_index: dict[torch.device, tuple[Tensor, ...]] = {}
 
@@ -93,6 +93,7 @@ class RankAttentionPlan:
         first = is_first_of_run(self._own.document_start)
         between = torch.empty(0, 5, dtype=torch.int64, device="cpu")
         if self.window is not None:
+            # Documents within the window stay one causal block; a longer one is cut at its spans.
             extents = own.end[_is_last(first)] - own.start[first]
             is_long = (extents > self.window)[first.cumsum(0) - 1]
             between = self._blocks(own[is_long], own[is_long])
@@ -104,9 +105,8 @@ class RankAttentionPlan:
 
     @cached_property
     def ring_step_blocks(self) -> list[ScoreBlocks]:
-        """Blocks with the keys that the rank receives in ring steps 1, 2, ...
-
-        (step 0 is its own keys).
+        """Blocks with the keys that the rank receives in ring steps 1, 2, ...; step 0 is its own
+        keys.
         """
         return [
             self.source_blocks((self.rank - step) % self.ring_degree)
@@ -121,7 +121,7 @@ class RankAttentionPlan:
 
     @cached_property
     def _remote_keys(self) -> Spans:
-        """Where other ranks hold the keys that this rank's queries see."""
+        """Spans of other ranks' keys that this rank's queries see."""
         return self._needed_by(self.rank, self._keys.spans)
 
     @cached_property
@@ -143,6 +143,8 @@ class RankAttentionPlan:
     @cached_property
     def _host_remote_kv_index(self) -> Tensor:
         keys = self._remote_keys
+        # The gathered tensor is [rank, (key, value), token]: the keys of rank r begin at 2 r times
+        # the tokens of a rank, and its values follow.
         index_Y = concatenated_ranges(
             2 * self.tokens_per_rank * keys.rank + keys.local_start, keys.length
         )
@@ -156,13 +158,15 @@ class RankAttentionPlan:
         by_rank = self._layout.spans_by_rank
         # Keys between a rank's neighbouring spans of a document: those next to the second.
         is_next = ~(is_first_of_run(by_rank.rank) | is_first_of_run(by_rank.document_start))
+        # `roll` brings the end of the span before. A document's first span on a rank lacks all
+        # keys from the document's start.
         gap = by_rank.start - torch.where(is_next, by_rank.end.roll(1), by_rank.document_start)
         needed = gap if self.window is None else gap.clamp(max=self.window - 1)
         return int(gap.new_zeros(self.ring_degree).index_add_(0, by_rank.rank, needed).max())
 
     @cached_property
     def _sent(self) -> list[Spans]:
-        """For each rank: the tokens of this rank that it needs."""
+        """Spans of this rank's tokens that each other rank needs, by receiver."""
         return [self._needed_by(receiver, self._own) for receiver in range(self.ring_degree)]
 
     @cached_property
@@ -195,6 +199,8 @@ class RankAttentionPlan:
     def halo_blocks(self) -> ScoreBlocks:
         """Blocks with the keys as they are received: by sender, and by sequence."""
         keys = self._remote_keys
+        # Keys come one sender after the other: each span begins after all that are received
+        # before.
         by_sender = keys.rank.argsort(stable=True)
         received = torch.empty_like(keys.start)
         received[by_sender] = keys.length[by_sender].cumsum(0) - keys.length[by_sender]
@@ -214,6 +220,7 @@ class RankAttentionPlan:
         following = torch.searchsorted(queries.start, spans.start).clamp(max=len(queries) - 1)
         start = queries.start[following]
         skipped = torch.zeros_like(spans.start)
+        # The first query of the span is the one that sees furthest back.
         if self.window is not None:
             skipped = (start - self.window + 1 - spans.start).clamp(min=0)
         is_in_document = (queries.document_start[following] == spans.document_start) & (
@@ -280,13 +287,15 @@ def plan_of(
 
 
 def _rectangles(queries: Spans, keys: Spans) -> Tensor:
-    """Without a window, of keys that are held in their order. Adjacent blocks are joined.
+    """Blocks without a window, for keys that are held in their order. Adjacent blocks are joined.
 
     Query spans with the same last key are adjacent and in the same document, namely that of the
     key.
     """
     if not len(keys):
         return torch.empty(0, 5, dtype=torch.int64, device="cpu")
+    # Keys are in sequence order, so those between the start of a document and a query span are one
+    # range, whichever ranks sent them.
     places = torch.cat((keys.local_start, keys.local_end[-1:]))
     k0, k1 = (
         places[torch.searchsorted(keys.start, x)] for x in (queries.document_start, queries.start)
@@ -302,6 +311,8 @@ def _rectangles(queries: Spans, keys: Spans) -> Tensor:
 
 
 def _window_blocks(queries: Spans, keys: Spans, window: int) -> Tensor:
+    # From the first key span that ends after the oldest visible key to the last that begins before
+    # the queries.
     first = torch.searchsorted(
         keys.end, torch.maximum(queries.document_start, queries.start - window + 1), right=True
     )
@@ -322,6 +333,7 @@ def _window_blocks(queries: Spans, keys: Spans, window: int) -> Tensor:
         | (mask.roll(1) != FULL)
         | (k0 != k1.roll(1))
     )
+    # `roll` compares the first row with the last.
     starts[:1] = True
     return torch.cat((rows_R5[starts, :3], rows_R5[_is_last(starts), 3:]), dim=1)
 

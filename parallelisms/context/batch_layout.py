@@ -50,7 +50,7 @@ class Spans:
         return len(self.rank)
 
     def __getitem__(self, selected: Tensor | slice) -> Spans:
-        """Those of a mask, of indices or of a slice."""
+        """Spans that a mask, indices or a slice select."""
         return Spans(*(getattr(self, each.name)[selected] for each in fields(self)))
 
 
@@ -66,12 +66,12 @@ class BatchLayout:
         self.seq_len = int(boundaries_BD[0, -1])
         self.kind = require_divisible(kind, ring_degree, self.seq_len)
         self.tokens_per_rank = len(boundaries_BD) * self.seq_len // ring_degree
-        """Of all sequences."""
+        """Tokens of all sequences that each rank holds."""
         self._boundaries_BD = boundaries_BD.long()
 
     @cached_property
     def spans(self) -> Spans:
-        """Of all ranks."""
+        """Spans of all ranks, in sequence order."""
         chunks = [
             self._chunks(boundaries_D.unique_consecutive()) for boundaries_D in self._boundaries_BD
         ]
@@ -92,6 +92,8 @@ class BatchLayout:
         first = is_first_of_run(rank) | is_first_of_run(document_start)
         start, rank, document_start = (x[first] for x in (start, rank, document_start))
         length = torch.cat((start, boundaries[-1:])).diff()
+        # Ranks hold equally many tokens: a running sum over the spans by rank, less those of the
+        # ranks before, counts within the rank.
         by_rank = rank.argsort(stable=True)
         local_start = torch.empty_like(start)
         local_start[by_rank] = length[by_rank].cumsum(0) - length[by_rank]
@@ -145,6 +147,8 @@ class BatchLayout:
 
     def permutation(self) -> Tensor:
         """int64 [B, T]: each sequence's tokens, rank by rank."""
+        # The spans are in order within a rank, and so in each sequence: a stable sort keeps that
+        # order.
         tokens = concatenated_ranges(self.spans_by_rank.start, self.spans_by_rank.length)
         by_sequence = (tokens // self.seq_len).argsort(stable=True)
         return tokens[by_sequence].view(-1, self.seq_len) % self.seq_len
@@ -183,6 +187,7 @@ class BatchLayout:
     def _slot_tokens(self, lengths_D: Tensor) -> Tensor:
         """[D, 2 ranks]: tokens of each part of each document in `doc_headtail`."""
         owners = torch.tensor(mirrored(self.ring_degree), device="cpu")
+        # `shard_layout.doc_headtail_tokens` for all documents at once.
         left_over = lengths_D % len(owners)
         next_rank = left_over.cumsum(0) - left_over
         is_tail = torch.arange(len(owners), device="cpu") >= self.ring_degree

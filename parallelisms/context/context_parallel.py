@@ -94,12 +94,14 @@ class ContextParallel:
         if plan.rotate_method is not None and self.ring_degree > 1:
             options = (self.layout, self.groups[0].group_name, reduce_dtype, kernel, scores)
             self._core = RingAttentionCore(plan.rotate_method, *options)
+        # The ring is the outer dimension, so that Ulysses ranks are neighbours inside a node.
         self.rank = 0
         for group in self.groups:
             self.rank = self.rank * group.size() + group.rank()
 
     def with_scores(self, scores: Scores) -> ContextParallel:
         """The same ranks and layout, for layers with other scores."""
+        # A shallow copy shares the process groups and the plan.
         other = copy(self)
         other._core = replace(self._core, scores=scores)
         return other
@@ -183,7 +185,7 @@ class ContextParallel:
         return dq, dk, dv, grad_sink
 
     def _wait_heads(self, pending: list[SeqToHeads], boundaries_BD: Tensor) -> Any:
-        """What the core starts once the heads are received."""
+        """Starts the core, once the heads are received."""
         q, k, v = (all_to_all.wait() for all_to_all in pending)
         return self._core.start(q, k, v, boundaries_BD)
 
@@ -235,6 +237,7 @@ class ContextParallel:
         """(query, key) pairs that this rank computes in sequences with these boundaries."""
         ring_rank = self.rank // self.ulysses_group.size
         ulysses_degree = self.ulysses_group.size
+        # Ulysses ranks divide the heads of a ring rank's pairs.
         return (
             self._batch_layout(boundaries_BD).pairs_per_rank(window)[ring_rank] // ulysses_degree
         )
@@ -326,6 +329,6 @@ def one_document(batch_size: int, seq_len: int) -> Tensor:
 
 
 def select_tokens(x_BT: Tensor, index_BS: Tensor) -> Tensor:
-    """Those of each sequence, in this order: [B, S, ...]."""
+    """Selects tokens of each sequence, in this order: [B, S, ...]."""
     batch_indices = torch.arange(x_BT.shape[0], device=x_BT.device)
     return x_BT[batch_indices[:, None], index_BS]

@@ -45,7 +45,7 @@ Transfer = Callable[[Tensor], Waitable]
 
 
 class KVExchange(Protocol):
-    """How this rank gets the KV of other ranks, and returns its gradients."""
+    """Exchange of KV with other ranks, and of its gradients back."""
 
     @property
     def plan(self) -> RankAttentionPlan: ...
@@ -103,12 +103,15 @@ class Ring:
         hops = [*enumerate(self.plan.ring_step_blocks, start=1)]
         for step, blocks in each(hops, lambda hop: hop[1].blocks):
             kv_2XKH = pending_kv.wait()
+            # The last shard has seen every rank.
             if step < self.plan.ring_degree - 1:
                 pending_kv = self.rotate(kv_2XKH)
             yield kv_2XKH, blocks
+            # Otherwise the generator holds it while the next one is in flight.
             del kv_2XKH
 
     def send_grads(self, dkv_2YKH: Tensor, pending_dkv: Waitable | None) -> Waitable:
+        # The sum of the ranks before arrives in `reduce_dtype`, and is added to in the wider one.
         if pending_dkv is not None:
             dkv_2YKH += pending_dkv.wait()
         return self.rotate(dkv_2YKH.to(self.reduce_dtype))
@@ -150,6 +153,7 @@ class AllGather:
     def send_grads(self, dkv_2YKH: Tensor, pending_dkv: Waitable | None) -> Waitable:
         del pending_dkv
         shape = (self.plan.ring_degree, 2, self.plan.tokens_per_rank, *dkv_2YKH.shape[2:])
+        # Keys that no query of this rank sees have zeros. Indices are distinct, so a copy will do.
         dkv_R2XKH = torch.zeros(shape, dtype=self.reduce_dtype, device=dkv_2YKH.device)
         index = self.plan.remote_kv_index(dkv_2YKH.device).flatten()
         dkv_R2XKH.flatten(0, 2).index_copy_(0, index, dkv_2YKH.flatten(0, 1).to(self.reduce_dtype))
@@ -227,7 +231,9 @@ ROTATIONS: dict[str, Callable[..., Waitable]] = {
 
 @dataclass(frozen=True)
 class RingAttentionCore:
-    """`models.attention.AttentionCore` over a ring; the same on all ranks."""
+    """The attention core over a ring (`models.attention_core.AttentionCore`); the same on all
+    ranks.
+    """
 
     rotate_method: str
     layout: ShardLayout
@@ -242,7 +248,7 @@ class RingAttentionCore:
 
     @property
     def options(self) -> str:
-        """All but the scores, in words, for `core_of`: a graph cannot hold objects."""
+        """All options but the scores as words, for `core_of`: a graph cannot hold objects."""
         dtype = str(self.reduce_dtype).removeprefix("torch.")
         return " ".join((self.rotate_method, self.layout, dtype, self.kernel, self.group_name))
 
@@ -257,7 +263,7 @@ class RingAttentionCore:
         return self.attend(self.scores, q_BSNH, k_BSKH, v_BSKH, boundaries_BD, sink_N)
 
     def attend(self, scores: Scores, *inputs: Tensor | None) -> Tensor:
-        """What `__call__` does, for a layer with other scores."""
+        """`__call__` for a layer with other scores."""
         out_BSNH: Tensor = attend(*inputs, *scores, self.options)[0]
         return out_BSNH
 
@@ -297,7 +303,9 @@ class RingAttentionCore:
         return exchange.plan
 
     def exchange(self, q_BSNH: Tensor, k_BSKH: Tensor, boundaries_BD: Tensor) -> KVExchange:
-        """Raises ValueError for boundaries that do not fit the full sequences."""
+        """The exchange for these queries and keys. Raises ValueError for boundaries that do not
+        fit the full sequences.
+        """
         ranks = collectives.resolve_process_group(self.group_name).size()
         seq_len, kv_len = (x.shape[1] * ranks for x in (q_BSNH, k_BSKH))
         dtype = self.reduce_dtype if q_BSNH.dtype.itemsize < 4 else q_BSNH.dtype
@@ -343,6 +351,7 @@ def forward(
     """Output, in q's dtype, and log-sum-exp [B, N, S]."""
     q_BSNH, k_BSKH, v_BSKH, pending_kv = started
     q_XNH, k_XKH, v_XKH = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
+    # Attention to the rank's own keys overlaps the first transfer.
     softmax = OnlineSoftmax(
         *attention_op.forward(q_XNH, k_XKH, v_XKH, exchange.plan.local_blocks, kernel=kernel)
     )
@@ -372,7 +381,7 @@ def backward(
     *,
     kernel: str = "auto",
 ) -> QKVGrads:
-    """dq, dk and dv in their inputs' dtypes, and that of the sink.
+    """dq, dk and dv in their inputs' dtypes, and the gradient of the sink.
 
     `started` holds a new first transfer.
     """
@@ -385,6 +394,8 @@ def backward(
     dq_XNH, dk_XKH, dv_XKH = attention_op.backward(
         *local_inputs, exchange.plan.local_blocks, kernel=kernel
     )
+    # Each remote shard of keys adds to dq, and each other rank to dk and dv: these sums are
+    # rounded to the inputs' dtype once, at the end.
     dtype = accumulation_dtype(dq_XNH.dtype)
     dq_XNH = dq_XNH.to(dtype)
     dkv_2XKH = torch.empty(2, *dk_XKH.shape, dtype=dtype, device=dk_XKH.device)

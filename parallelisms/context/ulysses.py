@@ -48,6 +48,7 @@ class SeqToHeads:
         self._group = group
         if self._num_repeats > 1:  # Once would be a copy, too.
             x_BSNH = x_BSNH.repeat_interleave(self._num_repeats, dim=2)
+        # [ranks, B, S, heads of the receiver, H]: the all-to-all exchanges dimension 0.
         x_by_rank = x_BSNH.unflatten(2, (group.size, -1)).movedim(2, 0)
         self._handle = collectives.all_to_all_async(
             x_by_rank, collectives.resolve_process_group(group.name)
@@ -55,6 +56,8 @@ class SeqToHeads:
 
     def wait(self) -> Tensor:
         """[B, T, M, H]."""
+        # Ranks hold neighbouring tokens: [ranks, B, S, M, H] becomes [B, T, M, H]. It is
+        # contiguous, as the fake implementation promises.
         return self._handle.wait().movedim(0, 1).flatten(1, 2).contiguous()
 
     def backward(self, grad_BTMH: Tensor) -> Tensor:
@@ -66,6 +69,7 @@ class SeqToHeads:
         return grad_sum
 
 
+# Operators, because a graph cannot hold a process group, and are each other's gradient.
 @torch.library.custom_op("longhaul::to_heads", mutates_args=())
 def _seq_to_heads(x_BSNH: Tensor, group_name: str, group_size: int) -> Tensor:
     return SeqToHeads(x_BSNH, UlyssesGroup(group_name, group_size)).wait()
@@ -91,6 +95,8 @@ _seq_to_heads.register_fake(
 _heads_to_seq.register_fake(
     lambda x, _, size: x.new_empty(len(x), x.shape[1] // size, x.shape[2] * size, x.shape[3])
 )
+# Autograd may bring an expanded or transposed gradient: the operators get it as in the forward
+# pass.
 _seq_to_heads.register_autograd(
     lambda ctx, grad: (_heads_to_seq(grad.contiguous(), *ctx.group), None, None),
     setup_context=_setup_context,

@@ -47,6 +47,7 @@ def all_reduce_max(group: ProcessGroup | None, x: Tensor) -> Tensor:
 
 def max_over_ranks(group: ProcessGroup | None, values: list[float]) -> list[float]:
     """Elementwise maximum of host values. Blocks the host until the slowest rank joins."""
+    # float64 holds Python's floats exactly.
     return all_reduce_max(group, torch.tensor(values, dtype=torch.float64)).tolist()
 
 
@@ -78,7 +79,7 @@ def to_local(x: Tensor) -> Tensor:
 
 
 def num_replicas(x: Tensor) -> int:
-    """How many ranks hold the same shard of a DTensor; 1 for a plain tensor."""
+    """Number of ranks that hold the same shard of a DTensor; 1 for a plain tensor."""
     mesh = getattr(x, "device_mesh", None)
     if mesh is None:
         return 1
@@ -123,6 +124,7 @@ def all_gather_values(value: T, group: ProcessGroup | None = None) -> list[T]:
     size = distributed.get_world_size(group)
     if size == 1:
         return [value]
+    # Lengths first: an all-gather needs equal ones, so contents are padded to the longest.
     purpose = _next_purpose(group)
     lengths, padded = _pad_to_longest(_sealed(content, purpose, group), group)
     gathered = padded.new_empty(size, padded.numel())
@@ -174,6 +176,7 @@ def _pad_to_longest(content: bytes, group: ProcessGroup | None) -> tuple[list[in
     gathered = torch.empty(size, dtype=torch.int64, device=device)
     _all_gather_single(gathered, torch.tensor([len(content)], device=device), group=group)
     lengths: list[int] = gathered.tolist()
+    # All ranks check the same lengths, so all of them raise, or none.
     for rank, length in enumerate(lengths):
         if not 0 < length <= MAX_VALUE_BYTES:
             raise ValueExchangeError(
@@ -185,6 +188,7 @@ def _pad_to_longest(content: bytes, group: ProcessGroup | None) -> tuple[list[in
             f"{size:,} ranks send values of up to {longest:,} bytes; allowed are {MAX_VALUES_BYTES:,} for all of them"
         )
     padded = torch.zeros(longest, dtype=torch.uint8)
+    # `frombuffer` warns about memory that it may not write to, such as bytes.
     padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     return lengths, padded.to(device)
 
@@ -216,7 +220,7 @@ class AsyncHandle:
 
     @property
     def result(self) -> Tensor:
-        """What `wait` returns, before it has arrived."""
+        """The tensor that `wait` returns, before it has arrived."""
         return self._in_flight[0]
 
     def wait(self) -> Tensor:
@@ -233,6 +237,8 @@ def ring_shift(x: Tensor, group: ProcessGroup) -> AsyncHandle:
     previous one.
     """
     send_buffer, receive_buffer, to, source = _ring_buffers(x, group)
+    # In one batch: as calls of their own, every rank's send could wait for a receive that comes
+    # after it.
     send = distributed.P2POp(distributed.isend, send_buffer, group=group, group_peer=to)
     receive = distributed.P2POp(distributed.irecv, receive_buffer, group=group, group_peer=source)
     return AsyncHandle(receive_buffer, send_buffer, distributed.batch_isend_irecv([send, receive]))
@@ -337,6 +343,7 @@ def all_gather_tokens(x_BSE: Tensor, group_name: str, size: int) -> Tensor:
     gathered = functional.wait_tensor(
         functional.all_gather_into_tensor(x_BSE.contiguous(), size, group_name)
     )
+    # With one sequence, the order by rank is that of tokens: nothing need be moved.
     if x_BSE.shape[0] == 1 and not torch.compiler.is_compiling():
         return _add_batch_dim(gathered.flatten(0, 1))
     # The pattern that async TP of the compiler recognizes.
@@ -346,6 +353,7 @@ def all_gather_tokens(x_BSE: Tensor, group_name: str, size: int) -> Tensor:
 def reduce_scatter_tokens(x_BTE: Tensor, group_name: str, size: int) -> Tensor:
     """Sums over the ranks and keeps this rank's tokens: [B, T, ...] -> [B, T / size, ...]."""
     functional = torch.ops._c10d_functional
+    # With one sequence, the order by rank is that of tokens: nothing need be moved.
     is_single_sequence = x_BTE.shape[0] == 1
     by_rank = (
         x_BTE.reshape(-1, *x_BTE.shape[2:])

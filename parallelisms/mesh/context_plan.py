@@ -53,7 +53,7 @@ class ContextPlan:
     seq_len: int = 0
     packs_documents: bool = True
     windows: tuple[int | None, ...] = (None,)
-    """Those of the layers, each once; None: a layer without one."""
+    """Windows of the layers, each once; None: a layer without one."""
     ranks_per_node: int = 8
     tp: int = 1
     """The tp degree with sequence parallelism, else 1."""
@@ -122,6 +122,8 @@ class ContextPlan:
     @property
     def seq_len_divisor(self) -> int:
         """The padded sequence length must be a multiple of this."""
+        # Layouts with heads and tails have two chunks a rank, and sequence parallelism cuts a
+        # rank's tokens among its tp ranks.
         is_contiguous = self.cp == 1 or self.resolved_layout == "contiguous"
         return lcm(self.cp if is_contiguous else 2 * self.cp, self.cp * self.tp)
 
@@ -186,7 +188,7 @@ class ContextPlan:
 
     @property
     def _halo_tokens(self) -> int | None:
-        """Of the widest window, before each of a rank's two chunks; None if some layer has no
+        """Halo of the widest window, before each of a rank's two chunks; None if some layer has no
         window.
         """
         windows = [window for window in self.windows if window is not None]
@@ -197,6 +199,7 @@ class ContextPlan:
         halo = self._halo_tokens
         remote_kv: float = self.cp - 1  # Relative to a rank's own.
         if halo is not None:
+            # A halo has a fixed number of tokens, of which a rank's own are seq_len / cp.
             remote_kv = min(remote_kv, halo * self.cp / max(1, self.seq_len))
         # The ring sends float32 KV gradients, so an exchange of heads, of which 1 / cp stays, soon
         # sends fewer bytes.
@@ -246,4 +249,5 @@ class ContextPlan:
 
 def kv_head_repeats(ulysses_degree: int, kv_heads: int) -> int:
     """How often each KV head is repeated so that the heads are divisible by `ulysses_degree`."""
+    # The fewest repeats after which `ulysses_degree` divides the heads.
     return ulysses_degree // gcd(ulysses_degree, kv_heads)

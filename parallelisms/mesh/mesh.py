@@ -60,7 +60,9 @@ class Mesh:
         self.dp_rank = (
             self.coordinate["dp_replicate"] * degrees["dp_shard"] + self.coordinate["dp_shard"]
         )
-        """The same on all pp, cp and tp ranks, which read the same sequences."""
+        """Index among the dp ranks; the same on all pp, cp and tp ranks, which read the same
+        sequences.
+        """
         self._groups = {
             name: _new_group(name, grouped_ranks, rank=rank, timeout=timeout)
             for name, grouped_ranks in process_group_ranks(degrees, ulysses_degree, ep).items()
@@ -87,10 +89,9 @@ class Mesh:
         )
         self.expert_mesh = self.tp_mesh
         self.expert_fsdp_mesh = self.fsdp_mesh
-        """Of the dimensions over which an expert's rank has a part, and of those that FSDP shards
-        the rest over.
-        """
+        """Expert sub-meshes: (ep, tp) split an expert; (dp_replicate, efsdp) shard the rest."""
         if ep > 1:
+            # A root mesh of its own: it divides the ranks of fsdp into efsdp x ep.
             expert_mesh = self._device_mesh(device_type, EXPERT_DIMS, range(self.size))
             self.expert_mesh = expert_mesh["ep", "tp"] if degrees["tp"] > 1 else expert_mesh["ep"]
             self.expert_fsdp_mesh = (
@@ -101,8 +102,8 @@ class Mesh:
         cp_ranks = next(ranks for ranks in rank_groups(degrees, "cp") if rank in ranks)
         cp_names = [name for name in ("cp", "rotate", "exchange") if name in self._groups]
         self.cp_groups = [self._groups[name] for name in cp_names]
-        """Their ranks share a sequence; with several, a sum over one after the other is over
-        all.
+        """Process groups of the ranks that share a sequence; with several, a sum over one after
+        the other is over all.
         """
         self._cp_mesh = self._device_mesh(device_type, cp_names, cp_ranks) if cp_names else None
 

@@ -18,6 +18,8 @@ def sent_bytes(kind: str, size: float, ranks: int) -> float:
     """
     if kind not in MESSAGE_KINDS:
         raise ValueError(f'kind = "{kind}" must be one of {", ".join(MESSAGE_KINDS)}')
+    # Each rank sends its shard, or the sum of one, ranks - 1 times around a ring. An all-reduce is
+    # a reduce-scatter and an all-gather.
     if kind in ("all_gather", "reduce_scatter"):
         return size * (ranks - 1)
     if kind == "all_reduce":

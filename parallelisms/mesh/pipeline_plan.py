@@ -92,13 +92,13 @@ class PipelinePlan:
 
     @property
     def num_chunks(self) -> int:
-        """What a rank computes in a step: a chunk is one micro-batch in one stage."""
+        """Chunks that a rank computes in a step: a chunk is one micro-batch in one stage."""
         return self.stages_per_rank * self.num_micro_batches
 
     @property
     def bubble_chunks(self) -> int:
-        """As many chunks of equal stages as a rank could compute while it waits (Narayanan et al.,
-        2021).
+        """The pipeline bubble, in chunks of equal stages that a rank could compute while it waits
+        (Narayanan et al., 2021).
         """
         # With fewer micro-batches than ranks, every stage of a rank first waits for the first
         # micro-batch.
@@ -107,7 +107,7 @@ class PipelinePlan:
 
     @property
     def bubble_fraction(self) -> float:
-        """Of the step."""
+        """Share of the step in which a rank waits."""
         return self.bubble_chunks / (self.bubble_chunks + self.num_chunks)
 
     def problems(self) -> list[str]:
@@ -186,6 +186,7 @@ def _balance_blocks(
     num_blocks: int, stage_ranks: tuple[int, ...], embed_cost: float, head_cost: float
 ) -> tuple[int, ...]:
     last = len(stage_ranks) - 1
+    # An inner stage needs a block; the first and the last have the embedding and the head.
     blocks_per_stage = [0 if stage in (0, last) else 1 for stage in range(len(stage_ranks))]
     stage_costs = [float(count) for count in blocks_per_stage]
     stage_costs[0] += embed_cost

@@ -16,6 +16,7 @@ def rank_groups(degrees: Mapping[str, int], *axes: str) -> Iterator[range]:
     """The groups of ranks that differ only in `axes`, which must be adjacent; the last mesh
     dimension varies fastest.
     """
+    # The stride is that of the last of these axes; a span of all of them holds `stride` groups.
     stride = _stride(degrees, axes[-1])
     span = stride * prod(degrees[axis] for axis in axes)
     return (
@@ -34,7 +35,7 @@ def process_group_ranks(
     separate groups, so that its messages never queue behind FSDP's: `cp`, or for `hybrid`
     `exchange` (heads, among `ulysses_degree` neighbours) and `rotate` (KV). With experts on `ep`
     ranks, `ep` carries tokens, and `efsdp` the weights and gradients of experts. `dp_cp` reduces
-    over a stage's part of the global batch, `loss` also over stages.
+    over a stage's part of the global batch, `metrics` also over stages.
     """
     return {name: [*groups] for name, groups in _named_groups(degrees, ulysses_degree, ep).items()}
 
@@ -53,6 +54,7 @@ def _named_groups(
 ) -> dict[str, Iterator[range]]:
     cp = ("rotate", "exchange")
     split_cp = {"rotate": degrees["cp"] // (ulysses_degree or 1), "exchange": ulysses_degree or 1}
+    # In the order of the mesh, because strides follow from it.
     split_degrees = {axis: degrees[axis] for axis in AXES[:3]} | split_cp | {"tp": degrees["tp"]}
     axes_by_group: dict[str, tuple[str, ...]] = {
         "pp": ("pp",),

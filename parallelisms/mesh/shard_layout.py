@@ -155,6 +155,7 @@ def _token_spans(layout: SeqLayout) -> tuple[tuple[TokenSpan, ...], ...]:
     for rank, document_start, start, end in (
         _doc_headtail(layout) if chunks is None else _cut(layout, *chunks)
     ):
+        # Neighbouring parts of one document on one rank are one span.
         last = by_rank[rank][-1] if by_rank[rank] else TokenSpan(0, 0, 0, -1)
         if (last.start + last.length, last.document_start) == (start, document_start):
             by_rank[rank][-1] = last._replace(length=last.length + end - start)
@@ -233,6 +234,8 @@ def doc_headtail_tokens(
     """
     equal = length // (2 * ring_degree)
     left_over = length % (2 * ring_degree)
+    # Of the left-over tokens, numbered from `next_rank` on, this rank gets those that are equal to
+    # it modulo the ranks: none, one for the head, or one for the tail, too.
     first = next_rank - rank + ring_degree - 1
     extra = (first + left_over) // ring_degree - first // ring_degree
     return equal + (extra > is_tail)
@@ -261,6 +264,8 @@ def chunks_of(
     if kind == "doc_headtail":
         return None
     best = (float("inf"), list[int](), list[int]())
+    # More chunks balance better and cost more kernel calls: the first division that suffices is
+    # taken.
     for per_rank in (2, 4, 8, 16, 32):
         if per_rank > 2 and num_tokens < ring_degree * per_rank * MIN_CHUNK_TOKENS:
             break
@@ -305,6 +310,7 @@ def _longest_processing_time(
     owners = [0] * len(chunk_pairs)
     totals = [0] * ring_degree
     num_equal = per_rank * ring_degree
+    # Every rank gets as many chunks of either size, and so as many tokens.
     for chunks, slots in ((range(num_equal), per_rank), (range(num_equal, len(chunk_pairs)), 1)):
         least_loaded = [(total, rank, slots) for rank, total in enumerate(totals)]
         heapify(least_loaded)

@@ -116,7 +116,9 @@ def lengths(text: str) -> list[int]:
 def ranks(device_type: str) -> Iterator[torch.device]:
     """Process groups of torchrun's ranks, or of this process; yields its device."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    # gloo as well, because ranks exchange values over the host.
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    # Without torchrun a store in memory: one process needs no port.
     options: dict[str, Any] = (
         {}
         if "RANK" in os.environ
@@ -130,6 +132,7 @@ def ranks(device_type: str) -> Iterator[torch.device]:
         torch.cuda.set_device(device)
     try:
         yield device
+        # Otherwise a rank that is done would close connections that others still use.
         distributed.barrier()
     finally:
         distributed.destroy_process_group()

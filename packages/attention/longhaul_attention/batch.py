@@ -1,4 +1,5 @@
-"""What `ContextParallel.shard_batch` needs to know of a batch before it selects a rank's tokens.
+"""Inspection and preparation of a batch, before `ContextParallel.shard_batch` selects a rank's
+tokens.
 
 Shape suffixes: B sequences, T tokens of the full sequence, D document boundaries.
 """
@@ -16,7 +17,9 @@ from models.batch import IGNORE_INDEX, require_ascending
 from models.ranges import concatenated_ranges
 
 VARLEN_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""What collators give to variable-length kernels: it repeats the documents of `position_ids`."""
+"""Arguments that collators give to variable-length kernels: they repeat the documents of
+`position_ids`.
+"""
 PADDING = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
 MASK_AND_RESTARTS = (
     "attention_mask is given and position_ids restart: transformers takes such a sequence for one document; drop "
@@ -49,18 +52,20 @@ class Documents:
         self.seq_len = seq_len
         """Tokens of each sequence, without the padding of `shard_batch`."""
         self.checksum = checksum
-        """int64 [2], of tokens and boundaries: equal on ranks that were given the same batch."""
+        """Checksum of tokens and boundaries, int64 [2]: equal on ranks that were given the same
+        batch.
+        """
         self.longest = longest
         """Positions of the batch, and of the rank where the last position is the smallest: what
         its last one is, plus 1.
         """
         self.context_key = context_key
-        """Of the `ContextParallel` that sharded the batch."""
+        """Key of the `ContextParallel` that sharded the batch."""
         self.plan = plan
-        """How it sharded it."""
+        """Method, layout, mesh and rank by which it was sharded."""
         self.positions_given = positions_given
         self.keys = frozenset(keys)
-        """Those of the batch: a model may pass them all on to attention."""
+        """Keys of the batch: a model may pass them all on to attention."""
         self.is_verified = False
         """Whether the ranks have compared their checksums."""
 
@@ -133,11 +138,12 @@ def _position_starts(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _mask_starts(mask_BT: Tensor | None, batch: Mapping[str, Any]) -> Tensor:
-    """Where padding begins or ends. Raises ValueError for hidden tokens between others."""
+    """Places where padding begins or ends. Raises ValueError for hidden tokens between others."""
     starts_BT = torch.zeros(batch["input_ids"].shape, dtype=torch.bool, device="cpu")
     if mask_BT is not None:
         changes_BT = F.pad(mask_BT.cpu().bool().int(), (1, 0)).diff(dim=1)
         starts_BT[:, 1:] = changes_BT[:, 1:] != 0
+        # Visible tokens may begin once: where they begin again, something between them is hidden.
         is_inside = (changes_BT > 0).sum(1) > 1
         if bool(is_inside.any()):
             raise ValueError(
@@ -153,18 +159,19 @@ def _boundaries(starts_BT: Tensor) -> Tensor:
         torch.cat((row.nonzero().flatten(), torch.tensor([seq_len], device="cpu")))
         for row in starts_BT
     ]
+    # Repeated ends are documents without tokens.
     padded: Tensor = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=seq_len)
     return padded.int()
 
 
 def _same_documents(cu_seq_lens: Tensor, boundaries_BD: Tensor, seq_len: int) -> bool:
-    """Cumulative lengths count over all sequences, one after the other."""
+    """Whether cumulative lengths, which count over all sequences, are those of these documents."""
     starts_B1 = torch.arange(len(boundaries_BD), device="cpu")[:, None] * seq_len
     return torch.equal(cu_seq_lens.cpu().long().unique(), (boundaries_BD + starts_B1).unique())
 
 
 def pad_boundaries(boundaries_BD: Tensor, seq_len: int, padded_length: int) -> Tensor:
-    """With the padding as one more document."""
+    """The boundaries, with the padding as one more document."""
     if padded_length == seq_len:
         return boundaries_BD
     return F.pad(boundaries_BD, (0, 1), value=padded_length)
@@ -212,6 +219,8 @@ def checksum(tokens_BT: Tensor, boundaries_BD: Tensor) -> Tensor:
     """int64 [2], which differ for other tokens or boundaries but by chance; does not wait for a
     device.
     """
+    # Every factor is odd, and so invertible modulo 2 ** 64: a change of one number always shows.
+    # The multiplier is Knuth's, which spreads neighbouring numbers.
     sums = [
         (
             x.long().flatten()

@@ -95,8 +95,10 @@ class ContextParallel(context_parallel.ContextParallel):
         self._known = set[tuple[Any, ...]]()
         """Scores, heads and masks of layers that were checked."""
         self._dealt = dict[int, set[tuple[Any, ...]]]()
-        """By length: the documents of tensors that `shard` dealt to the ranks."""
+        """Documents of tensors that `shard` dealt to the ranks, by length."""
         self._num_verified = {True: 0, False: 0}  # In training, and in evaluation.
+        # Batches name their `ContextParallel` by a number, which survives the pickling between a
+        # data loader's worker and the trainer.
         self.key = next(_keys)
         _contexts[self.key] = ref(self)
 
@@ -324,11 +326,11 @@ class ContextParallel(context_parallel.ContextParallel):
 
     @property
     def _sharding(self) -> tuple[Any, ...]:
-        """What must be the same where a batch is sharded and where attention is computed."""
+        """All that must be the same where a batch is sharded and where attention is computed."""
         return self.plan.resolved_method, self.layout, self.plan.mesh_shape, self.rank
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a data loader's worker needs to shard batches: no process groups."""
+        """State for a data loader's worker, which shards batches: no process groups."""
         return vars(self) | {"groups": [], "_core": None}
 
     def _shift_labels(self, full: dict[str, Any], mask_BT: Tensor | None) -> None:
@@ -419,6 +421,7 @@ class ContextParallel(context_parallel.ContextParallel):
         """
         if torch.compiler.is_compiling() or documents.is_verified:
             return
+        # Layers ask in turn: the first compares, and so a batch is compared once.
         documents.is_verified = True
         training = torch.is_grad_enabled()
         self._num_verified[training] += 1
@@ -434,7 +437,7 @@ class ContextParallel(context_parallel.ContextParallel):
 
 
 def _documents_of(boundaries_BD: Tensor) -> tuple[Any, ...]:
-    """The same for the same documents, however often an end is repeated, and for equal
+    """Documents as a hashable value: the same however often an end is repeated, and for equal
     sequences.
     """
     rows = [tuple(sorted({*row})) for row in boundaries_BD.tolist()]
@@ -442,7 +445,9 @@ def _documents_of(boundaries_BD: Tensor) -> tuple[Any, ...]:
 
 
 def _in_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
-    """As scaled_dot_product_attention takes them: in autocast's type, unless they are float64."""
+    """Casts tensors to autocast's type, unless they are float64, like
+    scaled_dot_product_attention.
+    """
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return [*tensors]
@@ -451,7 +456,7 @@ def _in_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
 
 
 def _pad(x_BT: Tensor, length: int, value: int = 0) -> Tensor:
-    """[B, length, ...]."""
+    """Pads dimension 1 at its end: [B, length, ...]."""
     if x_BT.shape[1] == length:
         return x_BT
     return F.pad(x_BT, ((0,) * 2 * (x_BT.ndim - 2)) + (0, length - x_BT.shape[1]), value=value)

@@ -19,9 +19,11 @@ from torch import Tensor
 from longhaul_attention.context_parallel import ContextParallel
 
 CHUNK_BYTES = 1 << 28
-"""Of float32 logits that exist at once."""
+"""Bytes of float32 logits that exist at once."""
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Of logits, over the largest: transformers computes parts of any model in float32."""
+"""Largest difference of logits, over the largest: transformers computes parts of any model in
+float32.
+"""
 MARKER = "\nThe secret number is: "
 END = ".\n"
 
@@ -32,7 +34,7 @@ class TokenScores(NamedTuple):
     """
 
     losses: Tensor
-    """In nats, float32."""
+    """Losses in nats, float32."""
     is_likeliest: Tensor
 
 
@@ -77,11 +79,15 @@ def _scores(logits_BSV: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _logits(model: Any, output: Any, chunks_BSE: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Of chunks of hidden states, by the model's own forward: some scale or cap their logits."""
+    """Logits of chunks of hidden states, by the model's own forward: some scale or cap their
+    logits.
+    """
     for hidden_BSE in chunks_BSE:
         given = copy(output)
         given["last_hidden_state"] = hidden_BSE
         with _returns(model.base_model, given):
+            # The ids are not read, because the base model does not run: they only have the right
+            # shape.
             yield model(input_ids=hidden_BSE[..., 0].long(), use_cache=False).logits
 
 
@@ -128,6 +134,7 @@ def hide_number(tokenizer: Any, text_T: Tensor, length: int, depth: float, trial
         raise ValueError(
             f"a needle of {length} tokens needs {max(room, 0)} tokens of text; there are {len(text_T)}"
         )
+    # Another seed than the number's, so that the place does not follow from it.
     start = random.Random(-trial - 1).randint(0, len(text_T) - room)
     text_T = text_T[start : start + room]
     place = round(depth * room)

@@ -44,7 +44,8 @@ GROWTH = 256
 
 
 def generate(model: Any, cp: ContextParallel, input_ids: Tensor, **options: Any) -> Any:
-    """What `model.generate(input_ids, **options)` returns, on all ranks. Collective.
+    """Runs `model.generate(input_ids, **options)` on all ranks, and returns its result.
+    Collective.
 
     The model's attention implementation is that of `register_transformers`; `input_ids` [B, T] are
     the same on all ranks, prompts of equal length. Raises ValueError for what needs a cache that
@@ -59,6 +60,7 @@ def generate(model: Any, cp: ContextParallel, input_ids: Tensor, **options: Any)
         raise ValueError(
             "use_cache = False leaves nothing to share: every rank would compute the whole sequence"
         )
+    # The last token is left to `generate`, which needs its logits.
     cache = prefill(model, cp, input_ids[:, :-1])
     decided = [
         FirstRanksDecision(cp, each) for each in options.pop("stopping_criteria", None) or []
@@ -68,6 +70,7 @@ def generate(model: Any, cp: ContextParallel, input_ids: Tensor, **options: Any)
     )
     options |= {_cache_argument(model): cache, "logits_processor": scores, "use_cache": True}
     options |= {"stopping_criteria": StoppingCriteriaList(decided)} if decided else {}
+    # Without a mask, transformers would guess which tokens are padding from their ids.
     options.setdefault("attention_mask", torch.ones_like(input_ids))
     _share_random_state(cp, input_ids.device)
     with torch.no_grad():
@@ -124,8 +127,8 @@ class FirstRanksDecision(StoppingCriteria):
 
 
 class FirstRanksScores(LogitsProcessor):
-    """Those of rank 0 on all ranks: one that chose another token would attend with other keys from
-    there on.
+    """Gives rank 0's scores to all ranks: one that chose another token would attend with other
+    keys from there on.
     """
 
     def __init__(self, cp: ContextParallel) -> None:
@@ -147,7 +150,7 @@ class ShardedCache(Cache):
 
     @property
     def held_tokens(self) -> int:
-        """Of a sequence, by this rank."""
+        """Tokens of a sequence that this rank holds."""
         return max((len(cast(ShardedLayer, layer).positions) for layer in self.layers), default=0)
 
 
@@ -188,6 +191,8 @@ class ShardedLayer(DynamicLayer):
         if self._cache.prompt is None:
             self._new = (key_states, value_states)
             self._is_kept = False
+            # `attention_forward` finds the layer by its keys, because models pass no cache to
+            # attention.
             cast(Any, key_states).sharded_layer = self
         else:
             self._keep_prompt(self._cache.prompt, key_states, value_states)
@@ -196,6 +201,7 @@ class ShardedLayer(DynamicLayer):
     def _keep_prompt(self, prompt: Documents, key_states: Tensor, value_states: Tensor) -> None:
         cp = self._cache.cp
         positions = concatenated_ranges(*cp.spans(prompt.boundaries_BD[0]))
+        # The padding that made the prompt divisible is not kept.
         is_token = positions < prompt.seq_len
         self.positions = positions[is_token].tolist()
         index = is_token.nonzero().flatten().to(key_states.device)
@@ -234,6 +240,7 @@ class ShardedLayer(DynamicLayer):
         found = []
         for position, q_BNH in enumerate(q_BSNH.unbind(1), first):
             out_BNH, lse_NB = self._attend_held(q_BNH, position, Scores(window, softcap))
+            # Output and log-sum-exp in one tensor: one all-gather brings both.
             found.append(torch.cat((out_BNH.to(lse_NB.dtype), lse_NB.T[..., None]), dim=-1))
         by_rank = cp.all_gather(torch.cat(found))
         softmax = OnlineSoftmax.of_no_keys(q_BSNH.transpose(0, 1).flatten(0, 1))
@@ -274,6 +281,7 @@ class ShardedLayer(DynamicLayer):
         if first == held:
             softmax = OnlineSoftmax.of_no_keys(q_BNH)
             return softmax.out_XNH, softmax.lse_NX
+        # In a flattened buffer, sequence b has its tokens from b * capacity on.
         sequences_B1 = torch.arange(len(q_BNH), device="cpu")[:, None]
         capacity = self._buffers[0].shape[1]
         queries_B2 = torch.cat((sequences_B1, sequences_B1 + 1), dim=1)

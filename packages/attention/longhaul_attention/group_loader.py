@@ -27,7 +27,7 @@ from models.batch import IGNORE_INDEX
 
 T = TypeVar("T")
 NUM_ROWS = "num_rows"
-"""Of a batch: how many rows it has that no other group has."""
+"""Key of the number of rows of a batch that no other group has."""
 LABELS = ("labels", "shift_labels")
 KEPT_OPTIONS = (
     "generator",
@@ -38,7 +38,7 @@ KEPT_OPTIONS = (
     "timeout",
     "worker_init_fn",
 )
-"""Of a DataLoader, which do not say which rows it reads."""
+"""Options of a DataLoader that do not say which rows it reads."""
 
 
 def share_batches(loader: Any, cp: ContextParallel) -> Any:
@@ -79,6 +79,7 @@ def regrouped(
         }
     options["collate_fn"] = CollatedRows(loader.collate_fn, counts_rows=counts_rows)
     if isinstance(loader.dataset, IterableDataset):
+        # Without a batch_size its items are batches, whose rows cannot be dealt to groups.
         if loader.batch_size is None:
             raise ValueError("a streamed dataset needs a batch_size")
         rows = StreamedRows(
@@ -100,7 +101,7 @@ def regrouped(
 
 
 def group_of(cp: ContextParallel) -> tuple[int, int]:
-    """How many groups share sequences, and which is this rank's."""
+    """Number of groups that share sequences, and the index of this rank's."""
     ranks, rank = (
         (distributed.get_world_size(), distributed.get_rank())
         if distributed.is_initialized()
@@ -125,7 +126,7 @@ def part_of(batch: Sequence[T], size: int, *, group: int) -> Sequence[T]:
 
 
 class GroupBatchSampler(Sampler[list[int]]):
-    """Of each batch of one process, the indices of one group."""
+    """Deals one group its indices of each batch of one process."""
 
     def __init__(
         self, sampler: Any, batch_size: int, *, groups: int, group: int, drop_last: bool
@@ -135,13 +136,17 @@ class GroupBatchSampler(Sampler[list[int]]):
         self._size = batch_size
         self.batch_size = groups * batch_size
         self.drop_last = drop_last
-        """Rows of one process's batch."""
+        """Whether a last batch with fewer rows is left out. `batch_size` counts the rows of one
+        process's batch.
+        """
 
     def _batches(self) -> BatchSampler:
         return BatchSampler(self.sampler, self.batch_size, self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._batches():
+            # A group without rows repeats one, marked, because all groups must take the same
+            # steps.
             yield [*part_of(batch, self._size, group=self.group)] or [Row(batch[0])]
 
     def __len__(self) -> int:
@@ -149,7 +154,7 @@ class GroupBatchSampler(Sampler[list[int]]):
 
 
 class Rows(Dataset[tuple[Any, bool]]):
-    """Rows, and whether each is this group's own."""
+    """Rows of a dataset, and whether each is this group's own."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -159,13 +164,16 @@ class Rows(Dataset[tuple[Any, bool]]):
 
     @property
     def total_dataset_length(self) -> int:
-        """What accelerate would cut a last batch by: it repeats no rows here."""
+        """The number of rows by which accelerate would cut a last batch: no rows are repeated
+        here.
+        """
         return 0
 
     def __getitem__(self, index: int) -> tuple[Any, bool]:
         return self.dataset[int(index)], not isinstance(index, Row)
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Any, bool]]:
+        # A dataset may read the rows of a batch together.
         get = getattr(self.dataset, "__getitems__", None)
         rows = (
             [self.dataset[int(index)] for index in indices]

@@ -25,7 +25,7 @@ from longhaul_attention.context_parallel import context_of
 
 NAME = "longhaul"
 registered_names = set[str]()
-"""Those of `register_transformers` in this process."""
+"""Names given to `register_transformers` in this process."""
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 WITHOUT_TOKENS_OF_OTHERS = {"dense", "mlp", "moe", "sparse"}
 """Layers that are not attention, and need no other tokens."""
@@ -70,7 +70,7 @@ HARMLESS = {
     "shift_labels",
     "use_cache",
 }
-"""What models pass to attention functions and attention does not depend on."""
+"""Arguments that models pass to attention functions and that attention does not depend on."""
 
 
 def register_transformers(name: str = NAME) -> str:
@@ -98,7 +98,7 @@ class CausalMask:
         self.window = window
 
     def __getitem__(self, places: Any) -> CausalMask:
-        """The whole of it."""
+        """The mask itself, for slices that select all of it."""
         for place in places if isinstance(places, tuple) else (places,):
             if place is not Ellipsis and place not in (slice(None), slice(0, None)):
                 raise ValueError(
@@ -122,7 +122,7 @@ def causal_mask(
     attention_mask: Tensor | None = None,
     **given: Any,
 ) -> CausalMask:
-    """What a model builds before its first layer.
+    """The mask that a model builds before its first layer.
 
     Raises ValueError for models and masks that cannot be exact.
     """
@@ -166,6 +166,7 @@ def _mask_parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str | None,
     """The parts of which a mask function is the intersection: (its name, if it is unknown; its
     window, if it has one).
     """
+    # transformers makes mask functions as closures: name and variables say what one means.
     known = getattr(mask_function, "__module__", "") == "transformers.masking_utils"
     name = getattr(mask_function, "__qualname__", repr(mask_function)).partition(".")[0]
     inside = getclosurevars(mask_function).nonlocals if known else {}
@@ -183,7 +184,7 @@ def _mask_parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str | None,
 
 
 def config_problems(config: Any) -> Iterator[str]:
-    """What of a model's configuration its ranks could not compute as one process does."""
+    """Parts of a model's configuration that its ranks could not compute as one process does."""
     layers = (
         set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES - WITHOUT_TOKENS_OF_OTHERS
     )
@@ -290,6 +291,7 @@ def attention_forward(
     if problems or attention_mask is None:
         raise ValueError(f"{NAME} attention in {type(module).__name__}: {'; '.join(problems)}")
     q_BSNH, k_BSKH, v_BSKH = (x.transpose(1, 2) for x in of_equal_width(query, key, value))
+    # Kernels scale by the width of the heads that they get, which may be padded.
     factor = q_BSNH.shape[-1] ** 0.5 * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if not isclose(factor, 1, rel_tol=1e-12):
         q_BSNH = q_BSNH * factor
@@ -325,7 +327,9 @@ def _problems(
 
 
 def config_dropout_problems(module: nn.Module) -> Iterator[str]:
-    """Of what a layer's configuration drops in training, also where it is no layer of its own."""
+    """Problems of what a layer's configuration drops in training, also without a module of its
+    own.
+    """
     config: Any = module.config
     for name in DROPOUTS if module.training else ():
         if rate := getattr(config, name, None):
@@ -333,8 +337,8 @@ def config_dropout_problems(module: nn.Module) -> Iterator[str]:
 
 
 def dropout_problems(model: nn.Module) -> Iterator[str]:
-    """Of every layer of a model in training, also of adapters, which its configuration does not
-    know.
+    """Problems of every dropout layer of a model in training, also of adapters, which its
+    configuration does not know.
     """
     if not model.training:
         return
@@ -349,7 +353,7 @@ def dropout_problems(model: nn.Module) -> Iterator[str]:
 
 
 def of_equal_width(*heads: Tensor) -> list[Tensor]:
-    """Padded with zeros to the widest head: neither scores nor the other columns of the output
+    """Pads heads with zeros to the widest: neither scores nor the other columns of the output
     change.
     """
     width = max(x.shape[-1] for x in heads)

@@ -38,9 +38,7 @@ class ContextParallelTrainer:
         self.cp = cp
         self._num_groups, self._group = group_of(cp)
         self._is_uneven = WeakKeyDictionary[Any, bool]()
-        """Of each loader: whether its last batch has fewer rows for some groups than for
-        others.
-        """
+        """Whether a loader's last batch has fewer rows for some groups than for others."""
         self._reads_uneven = False
         self._loss_of_rows = 0.0
         self._rows_evaluated = 0
@@ -59,12 +57,13 @@ class ContextParallelTrainer:
     # ---- batches
 
     def _prepare_data_loader(self, loader: Any, device_placement: Any = None, **_: Any) -> Any:
-        """In place of accelerate's, which deals every rank rows of its own."""
+        """Prepares a loader in place of accelerate, which would deal every rank rows of its own."""
         from accelerate.data_loader import prepare_data_loader
 
         rows = getattr(loader, "dataset", ())
         together = (loader.batch_size or 1) * self._num_groups
         is_even = loader.drop_last or (hasattr(rows, "__len__") and len(rows) % together == 0)
+        # For accelerate it is one process, so that it does not deal the rows once more.
         prepared = prepare_data_loader(
             regrouped(loader, groups=self._num_groups, group=self._group, counts_rows=True),
             self.accelerator.device,
@@ -90,7 +89,7 @@ class ContextParallelTrainer:
     # ---- what trainers count once for every rank
 
     def get_tp_size(self) -> int:
-        """Of ranks that see the same batch: trainers count targets once for each."""
+        """Number of ranks that see the same batch: trainers count targets once for each."""
         return int(self._super.get_tp_size()) * self.cp.plan.cp
 
     @property
@@ -156,13 +155,14 @@ class ContextParallelTrainer:
         return None, logits, labels
 
     def _add_loss(self, loss: Tensor | None, weight: float, rows: int) -> None:
-        """Of a batch of all groups: its sum over their targets, divided by their number, weighed
-        by its rows as one process does.
+        """Adds the loss of a batch of all groups: its sum over their targets, divided by their
+        number, weighed by its rows as one process does.
         """
         value = 0.0 if loss is None or not weight else float(loss)
         parts = torch.tensor(
             [[value * weight, weight, rows]], dtype=torch.float64, device=self.args.device
         )
+        # One of each group's neighbouring ranks, which all have the same numbers.
         by_group = self.accelerator.gather(parts)[:: self.cp.plan.cp].cpu()
         self._rows_of_groups = by_group[:, 2].long().tolist()
         total, weights, all_rows = by_group.sum(0).tolist()
@@ -200,6 +200,8 @@ class ContextParallelTrainer:
             raise ValueError(
                 f"predictions of {len(values)} rows for {self._rows_of_groups[self._group]}: a collator that joins rows leaves none to gather"
             )
+        # `gather` needs equal lengths: rows of smaller groups are padded, and the padding is cut
+        # off.
         most = max(1, *self._rows_of_groups)
         padded = torch.cat((values, values.new_zeros(most - len(values), *values.shape[1:])))
         by_group = self.accelerator.gather(padded).unflatten(0, (-1, most))[:: self.cp.plan.cp]
@@ -214,7 +216,7 @@ class ContextParallelTrainer:
 
 
 def _num_targets(inputs: Any) -> int | None:
-    """Of a batch whose labels are those of tokens."""
+    """Number of targets of a batch whose labels are those of tokens; else None."""
     labels = inputs.get("labels")
     if labels is None or labels.ndim != 2:
         return None

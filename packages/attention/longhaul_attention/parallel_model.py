@@ -57,7 +57,9 @@ def parallelize(model: nn.Module, cp: ContextParallel) -> nn.Module:
 
 @contextmanager
 def gathers_logits(model: nn.Module, *, when: bool = True) -> Iterator[None]:
-    """Inside, a parallelized model gathers its logits although it is given labels."""
+    """Makes a parallelized model gather its logits inside of the context, although it is given
+    labels.
+    """
     hooks = _hooks[_inner(model)]
     before = hooks.gathers_logits
     hooks.gathers_logits = when
@@ -105,7 +107,7 @@ class _Hooks:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def shard(self, module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        """The inputs of this rank's tokens."""
+        """Replaces the inputs by those of this rank's tokens."""
         given = dict(zip(self._parameters, arguments, strict=False)) | given
         given = {name: value for name, value in given.items() if value is not None}
         problems = [f"{name}: {why}" for name, why in REFUSED.items() if _is_set(given.get(name))]
@@ -128,7 +130,7 @@ class _Hooks:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def gather(self, module: nn.Module, arguments: Any, given: dict[str, Any], output: Any) -> Any:
-        """The output of whole sequences."""
+        """Replaces the output by that of whole sequences."""
         del module, arguments
         if not isinstance(output, Mapping):
             raise TypeError(
@@ -185,4 +187,5 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Gradients are averaged over the ranks later, where the sum of their parts is wanted.
         return ctx.cp.plan.cp * grad, None

@@ -107,6 +107,7 @@ def _is_in_autograd_function() -> bool:
     """Whether the `forward(ctx, ...)` of an `autograd.Function` runs: its backward calls what it
     likes, without a mode.
     """
+    # Inside of `forward(ctx, ...)` gradients are off; a compiler has no frames to look at.
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     codes = (frame.f_code for frame, _ in walk_stack(None))

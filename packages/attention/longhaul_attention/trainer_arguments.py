@@ -1,5 +1,5 @@
-"""Every argument of transformers' and TRL's trainers: exact on ranks that share sequences, or
-refused, and why.
+"""Rules for every argument of transformers' and TRL's trainers: exact on ranks that share
+sequences, or refused, and why.
 
 An argument that is in neither list is refused unless it has its default: nobody has looked at it.
 """
@@ -121,14 +121,14 @@ def _unlike_defaults(config: Any) -> bool:
 
 
 SORTED_LOSSES = {"aot", "aot_unpaired"}
-"""Of DPO: they compare the sorted scores of a batch, so a group would compare its own rows
+"""Losses of DPO that compare the sorted scores of a batch: a group would compare its own rows
 alone.
 """
 
 
 def argument_problems(arguments: Any, num_groups: int = 1) -> Iterator[str]:
-    """What of a trainer's arguments ranks that share sequences, in several groups, cannot do as
-    one process does.
+    """Arguments that ranks in several groups, which share sequences, cannot compute as one process
+    does.
     """
     losses = getattr(arguments, "loss_type", None) or ()
     if num_groups > 1 and (
