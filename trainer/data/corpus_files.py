@@ -44,11 +44,11 @@ HUB_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 class CorpusFile(NamedTuple):
     name: str
-    """Relative to the corpus, with slashes; of a link, its own."""
+    """The name relative to the corpus, with slashes; a link's own, not its target's."""
     root: str
     """The folder that it is opened beneath."""
     path: str
-    """Without links."""
+    """The path without links."""
     size: int
     mtime_ns: int
 
@@ -84,6 +84,7 @@ class CorpusFiles:
         ]
         self._matched: set[str] = set()
         self._examined: dict[str, Contents] = {}
+        # The cache may lie inside the corpus, and prepared tokens must not be read as text.
         self._cache = os.path.realpath(spec.cache_dir)
         given = Path(sysconfig.get_paths()["stdlib"]) if self._is_stdlib else Path(spec.corpus)
         self.root = Path(os.path.realpath(given))
@@ -122,6 +123,7 @@ class CorpusFiles:
 
     def _walk(self) -> None:
         for folder, folders, names in os.walk(self.root, onerror=self._leave_out_unreadable):
+            # os.walk enters what remains of this list, in its order.
             folders.sort()
             if self._is_stdlib:
                 folders[:] = [name for name in folders if name not in STDLIB_EXCLUDED_FOLDERS]
@@ -137,6 +139,7 @@ class CorpusFiles:
     def _is_own(self, folder: str, folders: Sequence[str], names: Sequence[str]) -> bool:
         """Whether the project wrote the folder, which is said."""
         what = describe_own_folder(Path(folder), folders, names)
+        # The user named this folder, so only what can be no corpus is refused.
         if folder == str(self.root):
             if what in ("a run folder", "an unfinished preparation") and not self.is_stated:
                 self._refuse(".", f"{what}, not text; name the files to read in data.files")
@@ -172,6 +175,8 @@ class CorpusFiles:
         target = path
         problem = ""
         try:
+            # A link keeps its name but is opened by its target, since `open_beneath` follows no
+            # links.
             status = os.lstat(path)
             if stat.S_ISLNK(status.st_mode):
                 problem = "a link to nothing: "
@@ -273,6 +278,7 @@ class CorpusFiles:
 
     def _sample(self, files: Sequence[CorpusFile]) -> Iterator[CorpusFile]:
         """Evenly spaced, and every small file of data."""
+        # Small files of data are examined beside the sample: any of them may be a Git LFS pointer.
         step = -(-len(files) // EXAMINED_FILES)
         for number, file in enumerate(files):
             if number % step == 0 or (
@@ -301,6 +307,7 @@ class CorpusFiles:
 
     def _examine_added(self, file: CorpusFile) -> Contents:
         """An extension reads it, whatever it begins with."""
+        # Only for its error: a Git LFS pointer is refused for extensions, too.
         read_head(*file.place)
         return Contents("added")
 
@@ -363,6 +370,7 @@ def glob_regex(pattern: str) -> re.Pattern[str]:
     that is enough, since the second matches any rest. Otherwise the time is exponential in the
     number of wildcards.
     """
+    # `**` at the end of a pattern means every file below.
     runs = re.split(r"(?:^|(?<=/))(?:\*\*/)+", re.sub(r"(?:^|(?<=/))\*\*$", "**/*", pattern))
     return re.compile(
         join_wildcards(
@@ -384,6 +392,7 @@ def segment_regex(segment: str) -> str:
 def join_wildcards(repeated: str, parts: Sequence[str]) -> str:
     """`parts`, with any number of `repeated` between two of them."""
     first, *between = parts
+    # Only the last part may be matched later than at its first place: it has to reach the end.
     last = f"{repeated}*{between.pop()}" if between else ""
     return first + "".join(f"(?>{repeated}*?{part})" for part in between) + last
 
@@ -397,8 +406,8 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """In one line: control characters, and those that are not seen or that turn the direction, as
-    escapes.
+    """The text in one line: control characters, and those that are invisible or turn the direction
+    of writing, as escapes.
     """
     return "".join(
         character

@@ -72,6 +72,7 @@ def proved_cuts(
     if pattern is not None and (definition.get("normalizer") or {"type": "NFC"}) == {
         "type": "NFC"
     }:
+        # Added tokens are matched before words are split, in either form: no cut may fall in one.
         ends_word = cuts_of_pattern(pattern)
         names = {form for token in added for form in (token.content, normalize(token.content))}
         is_spanned = any(
@@ -133,6 +134,8 @@ def keeps_unknown_apart(model: Mapping[str, Any]) -> bool:
         return False
     if not model.get("byte_fallback"):
         return unknown in vocab
+    # The token of one byte, such as `<0x0A>`, has 6 characters. Longer ones that hold such a name
+    # would join a byte to its neighbours.
     joins_bytes = any(
         len(token) > 6 and "<0x" in token and JOINED_BYTES.search(token) for token in vocab
     )

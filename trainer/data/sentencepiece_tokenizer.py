@@ -141,6 +141,7 @@ def proved_cuts(proto: Any) -> MayCut:
     known = {
         each.piece for each in proto.pieces if each.type in (types.NORMAL, types.USER_DEFINED)
     }
+    # A text has a space where pieces have the character that stands for it.
     characters = {piece for piece in known if len(piece) == 1}
     return PieceCuts(together, frozenset(characters | ({" "} if SPACE in characters else set())))
 
@@ -149,8 +150,8 @@ def proved_cuts(proto: Any) -> MayCut:
 
 
 def unusual_parts(proto: Any) -> tuple[object, ...]:
-    """What ids depend on beside pieces and scores; nothing for a model of the kind of Llama 2's
-    and of docs/data.md.
+    """The parts of a model that ids depend on beside pieces and scores; empty for a model of the
+    kind of Llama 2's and of docs/data.md.
     """
     normalizer = proto.normalizer_spec
     trainer = proto.trainer_spec
@@ -178,6 +179,7 @@ def unusual_parts(proto: Any) -> tuple[object, ...]:
         "escape_whitespaces": True,
         "ends": ("<s>", "</s>"),
     }
+    # Nothing for the usual parts: folders that were prepared before they counted keep their key.
     return () if parts == usual else (parts, normalizer.add_dummy_prefix)
 
 

@@ -95,6 +95,8 @@ class TiktokenTokenizer:
             self.special_token_names,
             sorted(self.ranks.items(), key=lambda item: item[1]),
         )
+        # Nothing for Llama 3's own: folders that were prepared before ends could be stated keep
+        # their key.
         other_ends = () if ends == LLAMA3_SPECIAL_TOKENS[:2] else ends
         self.fingerprint = "tiktoken-" + sha256_of((*identity, *other_ends))
 

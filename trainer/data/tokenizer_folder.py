@@ -1,4 +1,4 @@
-"""What the files of a Hugging Face folder say about its tokenizer, read as transformers reads
+"""Facts about a tokenizer from the files of its Hugging Face folder, read as transformers reads
 them.
 """
 
@@ -65,6 +65,7 @@ def named_special_tokens(files: Files) -> dict[str, str]:
     """
     config = read_object(files, CONFIG_FILE)
     special_map = read_object(files, SPECIAL_TOKENS_FILE)
+    # The later source wins for a role that both have.
     sources = (special_map, config) if "added_tokens_decoder" in config else (config, special_map)
     return {
         role: content
