@@ -390,7 +390,7 @@ def _parallelism_problems(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _attention_problems(config: Config) -> Iterator[str]:
-    """Those that a kernel has on every device."""
+    """Problems that the configured kernel has on every device."""
     if config.training.attention != "auto":
         yield from kernel_choice.problems(config.training.attention, config.attention_needs())
 
