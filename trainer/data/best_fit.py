@@ -92,8 +92,8 @@ def mixed_best_fit(lengths: Tensor, seq_len: int, *, seed: int) -> Tensor:
         is_packed = packed >= 0
         sequence_of[segments[is_packed]] = packed[is_packed] + num_sequences
         num_sequences = num_sequences + len(spaces)
-        # They have another chance in the next window, instead of opening a sequence that stays
-        # half empty.
+        # Segments that found no space join the next window, instead of opening sequences that
+        # would stay half empty.
         pending = segments[~is_packed]
     return sequence_of
 
@@ -112,8 +112,8 @@ def _pack_window(lengths: list[int], seq_len: int, *, is_last: bool) -> tuple[Te
     allowed = MAX_MORE_PADDING * total
     if packed[1].sum() <= allowed:
         return packed
-    # The loosest rule whose padding is allowed wins. Without room for mixing, `spread` is best-fit
-    # decreasing, which sets the measure.
+    # The loosest rule whose padding is allowed wins. With infinite room `spread` is best-fit
+    # decreasing, against which padding is measured.
     tightest = pack(room=inf)
     allowed += float(tightest[1].sum())
     others = (pack(room=room) for room in TIGHTER_ROOMS)

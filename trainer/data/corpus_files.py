@@ -67,7 +67,7 @@ class CorpusFiles:
     def __init__(self, spec: CorpusSpec) -> None:
         self.files: list[CorpusFile] = []
         self.binary: list[CorpusFile] = []
-        """Left out by their suffix."""
+        """Files left out by their suffix."""
         self.left_out: dict[str, list[str]] = {}
         """The names of files and folders, by the reason."""
         self.refused: dict[str, list[str]] = {}
@@ -137,7 +137,7 @@ class CorpusFiles:
                 self._add(path, self._relative_name(path), is_hidden=name.startswith("."))
 
     def _is_own(self, folder: str, folders: Sequence[str], names: Sequence[str]) -> bool:
-        """Whether the project wrote the folder, which is said."""
+        """Whether the project itself wrote the folder. Records the reason why it is left out."""
         what = describe_own_folder(Path(folder), folders, names)
         # The user named this folder, so only what can be no corpus is refused.
         if folder == str(self.root):
@@ -258,8 +258,8 @@ class CorpusFiles:
     # ---- looking at first bytes
 
     def examine(self, *, thoroughly: bool = False) -> None:
-        """Refuses what a sample of each suffix, or all of the files, shows not to be what it is
-        read as.
+        """Refuses files whose first bytes contradict how they would be read: in a sample of each
+        suffix, or in all files.
         """
         if self._is_stdlib:
             return
@@ -277,7 +277,7 @@ class CorpusFiles:
                     self._leave_out(file.name, each.not_text)
 
     def _sample(self, files: Sequence[CorpusFile]) -> Iterator[CorpusFile]:
-        """Evenly spaced, and every small file of data."""
+        """Evenly spaced files, and every small file of data."""
         # Small files of data are examined beside the sample: any of them may be a Git LFS pointer.
         step = -(-len(files) // EXAMINED_FILES)
         for number, file in enumerate(files):
@@ -287,7 +287,7 @@ class CorpusFiles:
                 yield file
 
     def examine_file(self, file: CorpusFile) -> Contents:
-        """Looks into the file once."""
+        """The file's contents by its first bytes, which are read once."""
         if file.name not in self._examined:
             kind = contents.kind_of(file.name)
             look = {"table": self._examine_table, "added": self._examine_added}.get(
@@ -306,7 +306,7 @@ class CorpusFiles:
             return contents.examine_columns(table.schema_arrow.names, key=self._spec.text_key)
 
     def _examine_added(self, file: CorpusFile) -> Contents:
-        """An extension reads it, whatever it begins with."""
+        """The contents of a file that an extension reads, whatever it begins with."""
         # Only for its error: a Git LFS pointer is refused for extensions, too.
         read_head(*file.place)
         return Contents("added")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 Deal = list[list[list[int]]]
 """[micro-batch][rank]: the places, in the step, of the sequences that the rank takes."""
 Groups = list[list[int]]
-"""Sequences that a rank takes at once."""
+"""Groups of sequences; each is what one rank takes in one micro-batch."""
 
 MAX_SWAPPED = 48
 """Sequences of a step up to which all swaps are tried; with more, those dealt last are small

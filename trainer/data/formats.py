@@ -29,7 +29,7 @@ class InputSplit(NamedTuple):
     """
 
     path: str
-    """Without links; or the dataset."""
+    """The path without links, or the `hf:` name of a dataset."""
     name: str
     size: int
     """Bytes; an estimate for datasets and row groups."""
@@ -43,7 +43,9 @@ class InputSplit(NamedTuple):
     """The folder that the file is opened beneath."""
     kind: Kind = "text"
     is_library: bool = False
-    """Whether it is of the standard library, whose tests hold what is not text on purpose."""
+    """Whether it belongs to the standard library, whose tests hold files that are not text on
+    purpose.
+    """
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -101,7 +103,7 @@ def read_records(split: InputSplit, key: str) -> Iterator[Record]:
 
 
 def require_text(split: InputSplit, head: bytes) -> None:
-    """Raises ValueError if the first bytes of a file are of something else."""
+    """Raises ValueError if a file's first bytes are not text."""
     if (problem := describe_bytes(head)) and not split.is_library:
         raise ValueError(f"not text: {problem}")
 
@@ -252,7 +254,8 @@ def count_lines_before(split: InputSplit) -> int:
 
     Reads the file up to there, so it is called for bad lines only.
     """
-    # The first line, and one for each line break before the last byte in front of `start`.
+    # Lines that start before the range: the first of the file, and one after each line break up to
+    # two bytes before `start`.
     count = int(split.start > 0)
     with open_beneath(split.root, split.path) as file:
         remaining = split.start - 1

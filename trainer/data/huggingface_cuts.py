@@ -37,8 +37,8 @@ SPLIT_AT_SPACES = {
 
 @dataclass(frozen=True)
 class TokenCuts:
-    """Between characters that stand together in no token, and where no added token begins or
-    ends.
+    """Allows cuts between characters that stand together in no token, and where no added token
+    begins or ends.
     """
 
     together: frozenset[str]
@@ -60,8 +60,10 @@ class TokenCuts:
 def proved_cuts(
     definition: Mapping[str, Any], added: Sequence[Any], normalize: Callable[[str], str]
 ) -> MayCut:
-    """`added`: the added tokens, of which special ones are matched as text, and may only hide
-    another token.
+    """Where a text may be cut, as far as the definition proves.
+
+    `added`: the added tokens, of which special ones are matched as text, and may only hide another
+    token.
     """
     matched = [token for token in added if not token.special]
     if definition["model"].get("type") != "BPE" or any(token.single_word for token in matched):

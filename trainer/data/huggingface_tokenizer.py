@@ -56,15 +56,15 @@ TOKEN_CUTS_PART_CHARS = 1000
 text.
 """
 MAX_CHARS = 1 << 24
-"""In one call: 100 to 360 bytes of memory per character, the most for characters of several
-tokens.
+"""Most characters in one call of the library, which takes 100 to 360 bytes of memory for each, the
+most for characters of several tokens.
 """
 
 ON_BY_DEFAULT = {"ByteLevel": "use_regex", "Metaspace": "split"}
 """Options of pre-tokenizers that are on if the file does not have them."""
 OFF_OR_NOTHING = "strip_accents"
-"""An option of a normalizer that does what another one says if the file does not have it, and may
-be off.
+"""Option of a normalizer that follows another option if it is absent, so that false differs from
+absent.
 """
 
 
@@ -119,8 +119,8 @@ class HuggingFaceTokenizer:
         self._inside_misread_names = self._find_misread_names()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Reads `_tiktoken` below before pickling: the comparison of two libraries takes a second
-        # and is not repeated by workers.
+        # Reading `_tiktoken` below compares the two libraries now, which takes a second, so that
+        # workers need not.
         kept = {
             name: each
             for name, each in vars(self).items()
@@ -312,7 +312,7 @@ def first_token(built: Tokenizer) -> int | None:
     text, with_specials = (
         built.encode("a", add_special_tokens=added).ids for added in (False, True)
     )
-    # Specials may add one token before the text, and any number after it.
+    # The post-processor may add one token before the text, and any number after it.
     for number in range(2):
         if with_specials[number : number + len(text)] == text:
             return with_specials[0] if number else None

@@ -211,8 +211,8 @@ def chunk_documents(
 ) -> tuple[Tensor, Tensor]:
     """(starts, lengths) of the segments: those of a document are full, except the last."""
     counts = (lengths + max_segment_length - 1) // max_segment_length
-    # Exclusive sums of counts are the numbers of first segments; the difference to them numbers
-    # the segments of a document.
+    # The exclusive cumsum of counts is each document's first segment; subtracting it numbers the
+    # segments within a document.
     document = torch.repeat_interleave(counts)
     offset = (
         torch.arange(document.numel()) - (counts.cumsum(0) - counts)[document]
@@ -432,7 +432,7 @@ class PackedDataset:
         lengths = self.plan.lengths[first:last]
         document_starts = self.token_dataset.document_starts
         ends = starts + lengths
-        # A document that ends here has the start of the next one, or the end of the stream, at
+        # If a document ends with the segment, the next one, or the end of the stream, begins at
         # `ends`.
         continued = document_starts[torch.searchsorted(document_starts, ends)] != ends
         return starts, lengths, continued

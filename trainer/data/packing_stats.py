@@ -23,8 +23,8 @@ def between_sequences(plan: PackingPlan) -> float:
     total = deviations.square().sum()
     if not total:
         return 0.0
-    # Analysis of variance: a group of n values whose deviations sum to s has n (s / n)^2 = s^2 / n
-    # of the variance between groups.
+    # Analysis of variance: a group of n values whose deviations sum to s adds n (s / n)^2 = s^2 /
+    # n to the sum of squares between groups.
     counts = plan.sequence_offsets.diff()
     sequence_of = torch.repeat_interleave(counts)
     sums = torch.zeros(plan.num_sequences, dtype=torch.float64).index_add_(

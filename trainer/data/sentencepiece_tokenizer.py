@@ -37,7 +37,9 @@ from trainer.errors import DataError
 PART_CHARS = 1000
 """A BPE's time per character grows with the length of the text."""
 MAX_CHARS = 1 << 25
-"""In one call: 54 bytes of memory per character, and the ids."""
+"""Most characters in one call of the library, which takes 54 bytes of memory for each, and the
+ids.
+"""
 SPACE = "▁"
 
 

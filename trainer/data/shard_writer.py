@@ -107,7 +107,7 @@ class ShardWriter:
 
     def rollback(self, savepoint: Savepoint) -> None:
         """Drops what was added since `savepoint`. No shard may have ended since."""
-        # Then the length of the file is all that is left to undo.
+        # Once nothing is unwritten, truncating the file undoes everything.
         self._flush()
         self._num_tokens, documents, self._document_tokens = savepoint
         del self._starts[documents:]

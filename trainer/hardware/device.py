@@ -142,7 +142,7 @@ def _verified(choice: str, config: Config, device: torch.device) -> str:
         if is_flash_version:
             torch.nn.attention.restore_flash_attention_impl()
         raise
-    # Returns the memory of the check, whose shapes the run does not have.
+    # The run has other shapes than the check, whose cached blocks would only fragment its memory.
     torch.cuda.empty_cache()
     return "flash" if is_flash_version else choice
 

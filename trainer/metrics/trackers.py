@@ -149,7 +149,7 @@ class Trackers:
 
     def log(self, step: int, values: Mapping[str, Value | None]) -> None:
         """None is skipped."""
-        # A copy of the trackers below: one that raises is removed while they are visited.
+        # The loop visits a copy of the trackers, because one that raises is removed meanwhile.
         present = {name: value for name, value in values.items() if value is not None}
         for name, tracker in [*self._running.items()]:
             with self._left_out_on_error(name):

@@ -94,11 +94,10 @@ class PreparedFolders(Artifact):
 
 
 def prepare_once(config: Config, launch: str | None) -> dict[str, Path]:
-    """`prepare_datasets` in several processes of one launch: the first that shares a cache tells
-    the others.
+    """Runs `prepare_datasets` once for all processes of a launch that share a cache.
 
-    Each would look at every file of the corpora, 1.5 s for 50,000. `launch` is the same for these
-    processes and no others; None: there are no others.
+    Otherwise each would look at every file of the corpora, 1.5 s for 50,000. `launch` is the same
+    for these processes and no others; None: there are no others.
     """
     if launch is None or all(
         is_token_dataset(Path(spec.corpus)) for spec in corpus_specs(config).values()
@@ -122,7 +121,7 @@ def prepare_once(config: Config, launch: str | None) -> dict[str, Path]:
                 folders={name: str(folder) for name, folder in folders.items()}
             )
             write_artifact(path, prepared, owner=launch)
-            # Names of launches never return, so files of earlier ones are of no use.
+            # Each launch has its own name, so that files of earlier ones are of no use.
             for other in cache.glob(".launch-*"):
                 if other.stem != path.stem:
                     other.unlink(missing_ok=True)
@@ -256,9 +255,7 @@ def added_readers(corpus: Corpus) -> list[str]:
 
 
 def had_same_ids(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer) -> bool:
-    """Whether every document had the ids of one call also in folders of version 2, which are then
-    found again.
-    """
+    """Whether folders of version 2 hold the same ids, so that they are found again."""
     kind = tokenizer.fingerprint.partition("-")[0]
     if kind == "byte":
         return True
@@ -297,7 +294,7 @@ def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:
     """Writes all shards and `meta.json` to `job.folder`, which may hold finished partitions of an
     interrupted call.
     """
-    # Complete, but not renamed: the process was killed just before `publish`.
+    # The folder is complete but not renamed: the process was killed just before `publish`.
     if (job.folder / META_FILENAME).exists():
         return
     corpus.require_readable(thoroughly=True)

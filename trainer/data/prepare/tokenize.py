@@ -146,7 +146,8 @@ def _worker_main(connection: Connection, job: TokenizeJob, extensions: Sequence[
             partition = connection.recv()
             try:
                 tokenize_partition(job, partition, advance)
-            # An OSError, but of the pipe: the parent is gone, and nobody reads an answer.
+            # A ConnectionError is an OSError, too, but of the pipe: the parent is gone, and nobody
+            # reads.
             except ConnectionError:
                 raise
             except (DataError, OSError) as error:
