@@ -225,7 +225,7 @@ class ValidationSetSection(Section):
 
     @property
     def target_tokens(self) -> int:
-        """The tail, or its default."""
+        """Number of target tokens: the tail, or its default."""
         return self.tail or min(DEFAULT_TAIL_TOKENS, self.seq_len[0])
 
 

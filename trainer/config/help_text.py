@@ -38,7 +38,7 @@ class KeyDoc:
     name: str
     type_name: str
     default: str | None
-    """In TOML syntax; "" for a required key, None for one that is left out."""
+    """The default in TOML syntax; "" for a required key, None for one that is left out."""
     description: str
 
 

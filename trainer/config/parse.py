@@ -426,7 +426,7 @@ def _rule(details: ErrorDetails) -> str:
 
 
 def _foreign_section_message(name: str, value: object) -> str | None:
-    """For a section of another trainer: our key for each of its keys."""
+    """Our key for each key of another trainer's section; None for any other value."""
     if not isinstance(value, dict):
         return None
     suggestions = [

@@ -79,8 +79,8 @@ def cuts_at_lines(pair: str) -> bool:
 
 
 def cuts_of_pattern(pattern: str) -> MayCut:
-    """Where a pattern is known to end a word, whatever precedes and follows; nowhere for other
-    patterns.
+    """The places where a pattern is known to end a word, whatever precedes and follows; none for
+    unknown patterns.
     """
     if pattern not in PATTERNS:
         return cut_nowhere
@@ -126,7 +126,9 @@ class TiktokenBpe:
         self._added_names = {form for name in added_names for form in (name, normalize(name))}
 
     def encode(self, text: str) -> list[int] | None:
-        """None if the text holds an added token, or so much whitespace that tiktoken panics."""
+        """The ids of a text; None if it holds an added token, or so much whitespace that tiktoken
+        panics.
+        """
         # NFC leaves ASCII as it is.
         normalized = text if text.isascii() else self._normalize(text)
         if any(name in text or name in normalized for name in self._added_names):

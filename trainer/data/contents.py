@@ -1,4 +1,4 @@
-"""How a file of a corpus is read, and what it is instead of text: by its suffix and first bytes.
+"""Decides by suffix and first bytes how a corpus's file is read, or why it is not text.
 
 Imports no torch.
 """
@@ -18,15 +18,16 @@ from trainer.data.own_files import is_configuration
 Kind = Literal["text", "lines", "table", "added"]
 """A text; a JSON record on each line; rows of a Parquet file; what an extension reads."""
 HEAD_BYTES = 1 << 16
-"""Bytes that are looked at before a file is read."""
+"""First bytes that decide how a file is read."""
 SUFFIX = re.compile(r"[a-z][a-z0-9_+-]{0,15}")
 LINE_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".json")
 COMPRESSIONS = (".gz", ".zst")
 KINDS: dict[str, Kind] = {".txt": "text", ".parquet": "table"} | dict.fromkeys(
     LINE_SUFFIXES, "lines"
 )  # type: ignore[assignment]
-"""By suffix, besides those of extensions: with compressions,
-`trainer.config.extension.BUILT_IN_SOURCES`. Others are text.
+"""Kinds of files by suffix, besides those of extensions; others are text.
+
+With `COMPRESSIONS`, these are `trainer.config.extension.BUILT_IN_SOURCES`.
 """
 MAX_RECORDS = 20  # of a head
 LISTED_KEYS = 12
@@ -84,7 +85,7 @@ ARRAY_START = re.compile(rb'\[\s*\{\s*"')
 
 
 def compression_suffix(name: str) -> str:
-    """`.gz`, `.zst` or ""."""
+    """The suffix of the compression: `.gz`, `.zst` or ""."""
     return next((suffix for suffix in COMPRESSIONS if name.lower().endswith(suffix)), "")
 
 
@@ -97,7 +98,7 @@ def text_suffix(name: str) -> str:
 
 
 def full_suffix(name: str) -> str:
-    """`.json.gz`; in lower case."""
+    """The suffix with that of the compression, in lower case, such as `.json.gz`."""
     return text_suffix(name) + compression_suffix(name)
 
 

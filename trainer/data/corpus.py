@@ -48,8 +48,8 @@ class Corpus:
             self.files = self._in_order(self.found.files)
 
     def require_readable(self, *, thoroughly: bool) -> None:
-        """Raises CorpusRefusedError for what names and first bytes show, of a sample of the files
-        or of all.
+        """Raises CorpusRefusedError if names and first bytes, of a sample of the files or of all,
+        show that the corpus is not text.
         """
         if self.found is not None:
             self.found.examine(thoroughly=thoroughly)
@@ -75,7 +75,7 @@ class Corpus:
 
     @property
     def size(self) -> int:
-        """Bytes on disk; 0 where unknown."""
+        """Bytes of the corpus on disk; 0 where unknown."""
         return (
             open_dataset(self.dataset).num_bytes
             if self.dataset

@@ -33,7 +33,7 @@ EXAMINED_FILES = 64
 is written.
 """
 SMALL_FILE = 200
-"""Bytes; a pointer of Git LFS is smaller, and few files of data are."""
+"""Size in bytes below which a file of data is always examined: it may be a pointer of Git LFS."""
 LISTED_NAMES = 3
 GLOB_HINT = (
     "only *, ? and **/ are patterns; braces, brackets and .. are not, and commas separate globs"
@@ -106,7 +106,7 @@ class CorpusFiles:
         return any(not pattern.startswith("!") for pattern, _ in self._patterns)
 
     def problems(self) -> list[str]:
-        """Why the corpus is refused; one line for each reason."""
+        """The reasons why the corpus is refused, one line each."""
         corpus = f'{self._spec.key} = "{self._spec.corpus}"'
         found = [
             f"{corpus}: {list_names(names)}: {escaped(reason)}"
@@ -321,9 +321,9 @@ class CorpusFiles:
 
 
 def corpus_problems(spec: CorpusSpec) -> list[str]:
-    """Why this corpus cannot be read, as far as names and first bytes say.
+    """The reasons why this corpus cannot be read, as far as names and first bytes say.
 
-    None for datasets, prepared folders and what is absent.
+    No reasons are given for datasets, prepared folders and what is absent.
     """
     path = Path(spec.corpus)
     is_text = not (

@@ -62,7 +62,7 @@ class Text(NamedTuple):
 
     split: InputSplit
     number: int
-    """See Record."""
+    """Row or line of the text, as in `Record`."""
     blocks: Iterator[str]
 
     @property
@@ -129,7 +129,7 @@ def document_blocks(split: InputSplit, blocks: Iterator[str], number: int) -> It
 
 
 def location(split: InputSplit, number: int) -> str:
-    """Where in its file the record of this number is."""
+    """Suffix of a file's name in messages: the place of the record of this number."""
     if split.path.startswith(HF_PREFIX) or split.kind == "table":
         return f": row {number}"
     if split.kind == "added":

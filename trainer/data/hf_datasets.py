@@ -23,7 +23,7 @@ BATCH_ROWS = 64  # rows in memory
 class OpenedDataset(NamedTuple):
     dataset: Any
     version: str
-    """Changes with the data."""
+    """Identifies the data: changes whenever they change."""
     num_parts: int
     """Rows of a dataset on disk, files of a streamed one."""
     num_bytes: int

@@ -248,7 +248,7 @@ def prepend_token(name: str, token: int) -> dict[str, Any]:
 
 
 def bpe_merges(ranks: dict[bytes, int]) -> list[tuple[int, int]]:
-    """Every pair of tokens that merges into a token, in tiktoken's merge order: by rank of the
+    """All pairs of tokens that merge into a token, in tiktoken's merge order: by rank of the
     merged token.
     """
     merges = []

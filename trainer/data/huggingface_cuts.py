@@ -60,7 +60,7 @@ class TokenCuts:
 def proved_cuts(
     definition: Mapping[str, Any], added: Sequence[Any], normalize: Callable[[str], str]
 ) -> MayCut:
-    """Where a text may be cut, as far as the definition proves.
+    """The places where a text may be cut, as far as the definition proves.
 
     `added`: the added tokens, of which special ones are matched as text, and may only hide another
     token.

@@ -144,8 +144,8 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def _require_text(self, ids: Tensor) -> Tensor:
-        """Raises EncodingError where normalization or merges make the token of a special name of
-        other text.
+        """The ids. Raises EncodingError where normalization or merges turn other text into a
+        special token.
         """
         # a hundredth of the time of the encoding
         special = self._is_special.index_select(0, ids)
@@ -167,9 +167,10 @@ class HuggingFaceTokenizer:
         return is_special
 
     def _find_misread_names(self) -> re.Pattern[str] | None:
-        """Matches after the first character of names that the model would read as their token.
+        """A pattern that matches after the first character of names that the model would read as
+        their token; None if there are none.
 
-        Raises DataError.
+        Raises DataError for such a name of one character.
         """
         misread = [
             name

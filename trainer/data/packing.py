@@ -83,7 +83,7 @@ class PackingPlan:
     max_segments: int
     """Largest number of segments in a sequence."""
     sequence_offsets: Tensor
-    """[sequences + 1] int64."""
+    """[sequences + 1] int64: first segment of each sequence, then the number of segments."""
     starts: Tensor
     """[segments] int64: offset in the token stream."""
     lengths: Tensor
@@ -331,10 +331,11 @@ def _is_older(path: Path) -> bool:
 
 
 def load_plan(path: Path, *, seq_len: int, made_from: str, stream_tokens: int) -> PackingPlan:
-    """Raises DataError if the file is damaged, breaks a rule of plans, or belongs to another
-    corpus or sequence length.
+    """The plan stored at `path` for the corpus with fingerprint `made_from` and `stream_tokens`
+    tokens.
 
-    The corpus has the fingerprint `made_from` and `stream_tokens` tokens.
+    Raises DataError if the file is damaged, breaks a rule of plans, or belongs to another corpus
+    or sequence length.
     """
     try:
         with open_regular(path) as file:

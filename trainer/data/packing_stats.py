@@ -1,4 +1,4 @@
-"""How documents are spread over packed sequences."""
+"""Statistics of the documents and segments in packed sequences."""
 
 from __future__ import annotations
 

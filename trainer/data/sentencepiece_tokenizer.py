@@ -44,7 +44,7 @@ SPACE = "▁"
 
 
 class SentencePieceTokenizer:
-    """Raises DataError for a model that cannot end documents."""
+    """The tokenizer of a sentencepiece model. Raises DataError if it cannot end documents."""
 
     def __init__(self, content: bytes) -> None:
         import sentencepiece
@@ -115,14 +115,14 @@ class PieceCuts:
 
     together: frozenset[str]
     known: frozenset[str] | None
-    """None if bytes replace unknown characters."""
+    """Characters that have a piece; None if bytes replace unknown characters."""
 
     def __call__(self, pair: str) -> bool:
         return pair not in self.together and (self.known is None or pair[0] in self.known)
 
 
 def proved_cuts(proto: Any) -> MayCut:
-    """Where a text may be cut, by the model's definition."""
+    """The places where a text may be cut, by the model's definition."""
     normalizer = proto.normalizer_spec
     trainer = proto.trainer_spec
     types = proto.SentencePiece

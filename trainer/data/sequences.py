@@ -76,7 +76,7 @@ class SequenceShard(Protocol):
 
 @dataclass(frozen=True)
 class FullSequence:
-    """Whole sequences."""
+    """The shard of a rank that holds whole sequences."""
 
     seq_len_divisor: int = 1
 

@@ -64,5 +64,5 @@ def _signed(value: int) -> int:
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros moving in."""
+    """The values shifted to the right logically: zeros move in, not the sign."""
     return values >> bits & ((1 << 64 - bits) - 1)

@@ -154,8 +154,8 @@ def stated_parts(
 
 
 def require_whole_texts(encoding: Encoding, pattern: str | None) -> None:
-    """Raises DataError for a pattern that leaves out some of a text: tiktoken drops that without a
-    word.
+    """Raises DataError for a pattern that does not match all of a text: tiktoken drops the rest
+    silently.
     """
     try:
         kept = encoding.decode(encoding.encode_ordinary(PROBE))

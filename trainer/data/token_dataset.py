@@ -62,7 +62,7 @@ class TextCounts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     texts: Count = 0
-    """With at least one character."""
+    """Texts with at least one character."""
     empty: Count = 0
     skipped: Count = 0
 
@@ -83,7 +83,7 @@ class PartitionResult(Artifact):
     shards: list[TokenShard]
     longest: int
     counts: dict[str, TextCounts]
-    """By suffix."""
+    """Counts by suffix."""
     bad: list[str]
     """Descriptions of the first skipped files and lines."""
 
@@ -109,9 +109,9 @@ class TokenDatasetMeta(Artifact):
     max_document: int | None
     shards: list[TokenShard]
     block_bytes: int | None = Field(ge=1, le=MAX_SHARD_BYTES)
-    """None: a shard is one block."""
+    """Bytes of a hashed block; None: a shard is one block."""
     counts: dict[str, TextCounts] | None
-    """By suffix; None: texts were not counted, and first bytes not looked at."""
+    """Counts by suffix; None: texts were not counted, and first bytes not examined."""
 
     @model_validator(mode="after")
     def _require_sums(self) -> Self:
@@ -184,7 +184,7 @@ class TokenDataset:
 
     @property
     def document_lengths(self) -> Tensor:
-        """[documents] int64."""
+        """[documents] int64: tokens of each document."""
         return self.document_starts.diff()
 
     def read(self, start: int, stop: int) -> Tensor:

@@ -30,7 +30,7 @@ A tokenizer is built from these alone, so that it can be sent to other processes
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Raises DataError if tokenizer.json cannot be read or is not JSON."""
+    """The files by name. Raises DataError if tokenizer.json cannot be read or is not JSON."""
     folder = tokenizer_folder(path)
     try:
         files = {TOKENIZER_FILE: read_regular(folder / TOKENIZER_FILE)}

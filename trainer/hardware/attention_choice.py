@@ -9,7 +9,7 @@ from trainer.hardware.device_specs import DEFAULT_DEVICE, DeviceSpec, load_devic
 
 
 def attention_problems(config: Config, device: DeviceSpec) -> list[str]:
-    """Why the device cannot run the kernel that the configuration names."""
+    """The reasons why the device cannot run the kernel that the configuration names."""
     if config.training.attention == "auto":
         return []
     # Problems on every device are reported with the configuration, not with the device.

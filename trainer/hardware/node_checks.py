@@ -52,7 +52,7 @@ class CheckFailedError(Exception):
 
 @dataclass(frozen=True)
 class Node:
-    """A node to check."""
+    """A node under test."""
 
     path: Path
     """A folder on the disk that the run uses."""

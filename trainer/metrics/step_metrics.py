@@ -32,14 +32,14 @@ class MetricLayout:
     """Names and offsets of the vector's entries."""
 
     num_shards: int
-    """Context-parallel ranks."""
+    """Number of context-parallel ranks."""
     num_sources: int = 1
     router_sums: int = 0
-    """Statistics of all routers."""
+    """Number of summed statistics of all routers."""
 
     @property
     def widths(self) -> dict[str, int]:
-        """Entries per name, in order."""
+        """Number of entries by name, in order."""
         by_position = dict.fromkeys(
             ("loss_by_position", "targets_by_position"), len(POSITION_EDGES) + 1
         )
@@ -147,12 +147,12 @@ class MetricAccumulator:
 
 
 def safe_divide(totals: list[float], counts: list[float]) -> list[float | None]:
-    """Elementwise; None where the count is 0."""
+    """Totals over counts, elementwise; None where the count is 0."""
     return [total / count if count else None for total, count in zip(totals, counts, strict=True)]
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """None for NaN and infinity, which JSON lacks."""
+    """The value; None for NaN and infinity, which JSON lacks."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -148,7 +148,7 @@ class Trackers:
                 self._running[name] = known[name](run)
 
     def log(self, step: int, values: Mapping[str, Value | None]) -> None:
-        """None is skipped."""
+        """Passes the values to every tracker, without those that are None."""
         # The loop visits a copy of the trackers, because one that raises is removed meanwhile.
         present = {name: value for name, value in values.items() if value is not None}
         for name, tracker in [*self._running.items()]:

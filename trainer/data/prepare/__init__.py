@@ -204,9 +204,9 @@ def open_token_dataset(folder: Path, source: CorpusSpec, tokenizer: Tokenizer) -
 
 
 def prepared_folder(source: CorpusSpec, tokenizer: Tokenizer) -> Path | None:
-    """Where `prepare` finds the tokens of a source; None if they are absent.
+    """The folder in which `prepare` finds the tokens of a source; None if they are absent.
 
-    Raises DataError if the source is.
+    Raises DataError if the source is absent.
     """
     if is_token_dataset(Path(source.corpus)):
         return Path(source.corpus)

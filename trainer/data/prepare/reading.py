@@ -46,7 +46,7 @@ def describe_reading(corpus: Corpus) -> Iterator[str]:
 
 
 def describe_left_out(corpus: Corpus) -> Iterator[str]:
-    """A line for each reason."""
+    """A line for each reason why files are left out."""
     if corpus.found is None:
         return
     for reason, names in corpus.found.left_out.items():

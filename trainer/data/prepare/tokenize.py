@@ -231,7 +231,7 @@ class _TextLog:
         self._add(text.split, TextCounts(empty=1) if is_empty else TextCounts(texts=1))
 
     def skip(self, text: Text, error: BadText) -> None:
-        """Raises DataError if bad files are errors."""
+        """Counts and records a bad text. Raises DataError if bad files are errors."""
         if self._fail_on_bad_files:
             raise DataError(
                 f'data.bad_files = "error", and the corpus holds {escaped(str(error))}'
@@ -308,7 +308,7 @@ def _document_blocks(
 
 
 def _read_split(job: TokenizeJob, split: InputSplit, progress: _Progress) -> Iterator[Text]:
-    """Raises DataError if the file changes meanwhile."""
+    """The texts of a split. Raises DataError if the file changes meanwhile."""
     progress.begin(split)
     yield from read_texts(split, text_key=job.spec.text_key)
     progress.end()
