@@ -141,11 +141,13 @@ ALIASES = TORCHTITAN | MEGATRON | HUGGING_FACE
 
 
 def _normalize(name: str) -> str:
+    # Flags of a command line have dashes, keys of a file underscores: both forms compare equal.
     return name.lstrip("-").replace("-", "_")
 
 
 _BY_NAME = {_normalize(alias): key for alias, key in ALIASES.items()}
-# Without the section, where the key alone says enough.
+# Keys without their section. A single word, such as `mode` or `name`, is too common to suggest
+# anything.
 _BY_KEY = {
     alias.rpartition(".")[2]: key
     for alias, key in _BY_NAME.items()

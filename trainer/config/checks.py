@@ -62,6 +62,8 @@ def require_vocab_size(config: Config, required_vocab_size: int) -> None:
 
 def data_problems(config: Config) -> list[str]:
     """Problems of corpora and tokenizer, whose files may be on another machine."""
+    # Stages that cannot be resolved are reported by `layout_problems`. Stages often share a
+    # corpus, whose problems are reported once, in order.
     stages = () if stage_problems(config) else config.training_stages
     return [
         *dict.fromkeys(
@@ -83,11 +85,13 @@ def layout_problems(config: Config, world_size: int, *, first_stage: int = 0) ->
 
     Stages before `first_stage` are done and may have needed another world size.
     """
+    # Later checks read resolved stages, so problems of resolving them are reported alone.
     if found := stage_problems(config):
         return found
     for stage in config.training_stages[first_stage:]:
         prefix = f"{stage}: " if stage.name else ""
         found += [prefix + problem for problem in _single_stage_problems(stage.config, world_size)]
+    # The profiler counts the steps of the whole run, not those of a stage.
     return [*found, *_profiler_problems(config, config.training_stages[0].total_steps)]
 
 
@@ -106,6 +110,7 @@ def _recipe_problems(config: Recipe) -> Iterator[str]:
         for name in _repeated(stage.name for stage in config.stage)
     )
     if config.stage:
+        # Only keys that the user wrote contradict the stages; defaults do not.
         for key in sorted(config.training.model_fields_set & {"steps", "seq_len"}):
             value = getattr(config.training, key)
             yield f"training.{key} = {value} is not used with [[stage]]: each stage has its own"
@@ -135,6 +140,8 @@ def _holdout_problems(config: Recipe) -> Iterator[str]:
     for name, section in config.validation.sets.items():
         if section.source not in known:
             continue
+        # `holdout_mask` hashes document numbers. If one corpus is split in two ways, the numbers
+        # differ, and training would see validation text.
         held_out = corpus_spec(config.data, section.source)
         for other in training_sources:
             trained = corpus_spec(config.data, other)
@@ -164,6 +171,8 @@ def _stage_section_problems(stage: StageSection) -> Iterator[str]:
 
 def _single_stage_problems(config: Config, world_size: int) -> Iterator[str]:
     """Problems that do not depend on other stages."""
+    # A model with problems cannot be built. Checks that need its shapes are skipped then, so that
+    # one mistake is not reported as many.
     model_problems = config.model.problems()
     yield from data_section_problems(config.data)
     yield from _validation_problems(config.validation, config.data)
@@ -235,6 +244,7 @@ def path_problems(data: DataSection, validation_sources: Set[str] = frozenset())
         if name in used
     }
     for key, path in paths.items():
+        # Opening a dataset may need the network, so its errors are left to the preparation.
         if path in (STDLIB_CORPUS, COPY_CORPUS) or path.startswith(HF_PREFIX):
             continue
         if _path_exists(Path(path)) and not (Path(path).is_file() or Path(path).is_dir()):
@@ -283,6 +293,8 @@ def data_section_problems(data: DataSection) -> Iterator[str]:
 def _mix_problems(data: DataSection) -> Iterator[str]:
     known = [DEFAULT_SOURCE, *data.sources]
     weights = [item.weight for item in data.mix]
+    # `WeightedRoundRobin` rounds weights to integers that sum to at most MAX_PERIOD. A weight that
+    # rounds to 0 would never be drawn.
     if weights and max(weights) > 1000 * min(weights):
         yield f"data.mix: weights {weights} must not differ by more than a factor of 1000"
     if data.corpus == COPY_CORPUS and any(item.source == DEFAULT_SOURCE for item in data.mix):
@@ -378,7 +390,7 @@ def _parallelism_problems(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _attention_problems(config: Config) -> Iterator[str]:
-    """Those that a kernel has on every device."""
+    """Problems that the configured kernel has on every device."""
     if config.training.attention != "auto":
         yield from kernel_choice.problems(config.training.attention, config.attention_needs())
 
@@ -396,6 +408,7 @@ def _memory_problems(memory: MemorySection) -> Iterator[str]:
         ):
             yield f'{assignment} needs memory.recompute = "keep_attention", not "full"'
     if (
+        # `auto` may still choose to offload, so a budget without an offload is no mistake there.
         memory.host_budget_gib is not None
         and memory.offload == "none"
         and memory.recompute != "auto"
@@ -418,6 +431,7 @@ def _head_group_problems(config: Config) -> Iterator[str]:
         rule = f"must divide the {plan.kv_heads} KV heads of a rank (model.num_kv_heads / parallelism.tp)"
         yield f"memory.head_groups = {groups} {rule}"
     elif (
+        # Ulysses exchanges the heads of one group at a time, so its ranks must divide each group.
         groups > 1
         and plan.cp > 1
         and not plan.problems()
@@ -441,6 +455,8 @@ def _optimizer_dtype_problems(config: Config) -> Iterator[str]:
         return
     if config.training.dtype == "float64":
         yield f'{key} contradicts training.dtype = "float64"'
+    # bfloat16 has 8 significant bits: rounding to nearest drops changes below 2^-9 to 2^-8 of a
+    # value. With beta 0.999 a step moves a moment by about a thousandth, so it would stand still.
     if max_beta > 0.99:
         yield f"{key} needs optimizer.betas up to 0.99, not {max_beta}: bfloat16 rounds smaller changes away"
 

@@ -68,6 +68,8 @@ def tokenizer_folder(path: Path) -> Path:
 
 def as_tuple(value: object) -> object:
     return (
+        # TOML may have a single value without brackets. A list becomes a tuple here, because
+        # pydantic's strict mode takes no list for a tuple after a BeforeValidator.
         (value,)
         if isinstance(value, int | str)
         else tuple(value)
@@ -85,9 +87,11 @@ class SourceSection(Section):
     """A named corpus. Keys that are left out are as in [data]."""
 
     path: Annotated[str, BeforeValidator(require_non_empty)]
-    """As `data.corpus`: a file, a folder, a dataset, or the output of `trainer.data.prepare`."""
+    """A corpus as in `data.corpus`: a file, a folder, a dataset, or the output of
+    `trainer.data.prepare`.
+    """
     documents: Literal["file", "folder", "repository"] | None = None
-    """What counts as one document."""
+    """The unit that counts as one document."""
     max_document: Annotated[int, Field(ge=3)] | None = None
     """Maximum document length in tokens."""
     separators: Annotated[str, BeforeValidator(require_non_empty)] | None = None
@@ -138,8 +142,8 @@ class DataSection(Section):
     copy_period: PositiveInt | None = None
     """`copy` corpus: period of the repetition in tokens. Left out: half of training.seq_len."""
     documents: Literal["file", "folder", "repository"] = "file"
-    """What counts as one document: a file (or a line of JSON), or all files of one folder, or of
-    one top-level folder, in path order.
+    """The unit that counts as one document: a file (or a line of JSON), or all files of one
+    folder, or of one top-level folder, in path order.
     """
     text_key: Annotated[str, BeforeValidator(require_non_empty)] = "text"
     """Field of a line of JSON, or column of a table, that holds the text."""
@@ -171,8 +175,8 @@ class DataSection(Section):
     mask: Literal["document", "none"] = "document"
     """Whether attention is confined to each document."""
     bad_files: Literal["skip", "error"] = "skip"
-    """What to do about files that are not readable as text: `skip` them with a warning, or stop
-    with an `error`.
+    """Reaction to files that are not readable as text: `skip` them with a warning, or stop with an
+    `error`.
     """
     cache_dir: NonEmptyPath = Path("prepared")
     """Folder of tokenized corpora."""
@@ -221,7 +225,7 @@ class ValidationSetSection(Section):
 
     @property
     def target_tokens(self) -> int:
-        """The tail, or its default."""
+        """Number of target tokens: the tail, or its default."""
         return self.tail or min(DEFAULT_TAIL_TOKENS, self.seq_len[0])
 
 

@@ -1,5 +1,5 @@
-"""`job.extension`: parts of somebody else's, beside ours in the same tables. docs/extending.md has
-an example.
+"""`job.extension`: parts from other packages, registered beside the built-in ones.
+docs/extending.md has an example.
 
 An extension is code. It is imported for the configuration that a user names, and for nothing that
 is found in a run folder, a checkpoint or an export (`recorded_problem`). Imports no torch by
@@ -28,18 +28,18 @@ from trainer.config.sections import OptimizerSection
 from trainer.errors import ConfigError
 
 OWN_PACKAGES = ("models", "parallelisms", "trainer", "train", "longhaul")
-"""Top-level names of ours, in every process that we start."""
+"""Top-level packages of Longhaul, reserved in every process that it starts."""
 BUILT_IN_TRACKERS = ("tensorboard",)
 BUILT_IN_OPTIMIZERS = ("adamw",)
 BUILT_IN_TOKENIZERS = ("byte", "tiktoken", "sentencepiece", "huggingface")
 BUILT_IN_SOURCES = (".txt", ".parquet", ".jsonl", ".ndjson", ".jsonlines", ".json", ".gz", ".zst")
 SOURCE_SUFFIX = re.compile(r"\.[a-z][a-z0-9_+-]{0,15}")
-"""What is a suffix of a corpus's file."""
+"""Form of a corpus file's suffix: a dot, a lower-case letter, and at most 15 more characters."""
 
 
 class Sublayer(NamedTuple):
-    """A kind of mixer or of feed-forward: its declaration, and what builds the module of a layer
-    from the model's configuration and the layer's kind.
+    """A kind of mixer or of feed-forward: its declaration, and the function that builds a layer's
+    module from the model's configuration and the layer's kind.
     """
 
     declaration: SublayerKind
@@ -47,7 +47,7 @@ class Sublayer(NamedTuple):
 
 
 class StepView(NamedTuple):
-    """Where a run is after a step. For reading only."""
+    """Read-only state of a run after a step."""
 
     step: int
     total_steps: int
@@ -59,51 +59,55 @@ class StepView(NamedTuple):
 
 
 class TrackedRun(NamedTuple):
-    """What a tracker is started with."""
+    """Facts about a run that a tracker receives when it is created."""
 
     name: str
     folder: Path
     """The run folder."""
     first_step: int
-    """Whose values are the first of this launch; later ones of an earlier launch do not count."""
+    """First step that this launch logs. Values that an earlier launch logged from this step on are
+    void.
+    """
     config: Mapping[str, Any]
-    """By section and key."""
+    """Values of the configuration by section and key."""
     toml: str
     """The configuration as a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extension:
-    """What a package adds. Names must not be those of built-in parts."""
+    """Parts that a package adds. No name may be that of a built-in part."""
 
     name: str
     version: str = "0"
     families: Mapping[str, Mapping[str, ModelConfig]] = field(default_factory=dict)
     """Presets, by `model.family` and `model.size`."""
     hf_families: Mapping[str, Family] = field(default_factory=dict)
-    """What config.json says of a model, by `model_type`; rows of `models.hf_families.FAMILIES`."""
+    """Families of Hugging Face models by the `model_type` of config.json: rows of
+    `models.hf_families.FAMILIES`.
+    """
     mixers: Mapping[str, Sublayer] = field(default_factory=dict)
-    """By `LayerKind.mixer`."""
+    """Mixers by `LayerKind.mixer`."""
     feed_forwards: Mapping[str, Sublayer] = field(default_factory=dict)
-    """By `LayerKind.feed_forward`."""
+    """Feed-forwards by `LayerKind.feed_forward`."""
     norms: Mapping[str, Mapping[str, Mapping[str, Parameter]]] = field(default_factory=dict)
-    """Placements, by `LayerKind.norms`; as in `models.layers.NORMS`."""
+    """Placements of norms by `LayerKind.norms`, as in `models.layers.NORMS`."""
     optimizers: Mapping[str, Callable[[OptimizerSection, Any], Any]] = field(default_factory=dict)
-    """What makes a `trainer.step.optimizer.UpdateRule` of [optimizer] and the dtype of moments
-    (None: that of the weights), by `optimizer.name`.
+    """Factories of a `trainer.step.optimizer.UpdateRule` by `optimizer.name`. Arguments:
+    [optimizer] and the dtype of moments (None: that of the weights).
     """
     trackers: Mapping[str, Callable[[TrackedRun], Any]] = field(default_factory=dict)
-    """`trainer.metrics.trackers.Tracker`s, started on rank 0.
+    """Factories of a `trainer.metrics.trackers.Tracker` by name, called on rank 0.
 
-    One that raises is left out of the rest of the run.
+    A tracker that raises is left out of the rest of the run.
     """
     sources: Mapping[str, Callable[[BinaryIO, str], Iterator[str]]] = field(default_factory=dict)
-    """What reads the texts of a corpus's file, in order, by its suffix, such as `.warc`. Is given
-    the file, decompressed, and `data.text_key`.
+    """Readers of corpus files by suffix, such as `.warc`: each yields a file's texts in order.
+    Arguments: the decompressed file and `data.text_key`.
     """
     tokenizers: Mapping[str, Callable[[TokenizerSection], Any]] = field(default_factory=dict)
-    """What makes a `trainer.data.tokenizer.Tokenizer` of [tokenizer], by `tokenizer.kind`. It is
-    pickled for the workers of a preparation.
+    """Factories of a `trainer.data.tokenizer.Tokenizer` by `tokenizer.kind`. Argument:
+    [tokenizer]. The tokenizer is pickled for the workers of a preparation.
     """
     on_step: Callable[[StepView], None] | None = None
     """Called on every rank after each step."""
@@ -116,9 +120,9 @@ class Extension:
 class Installed(NamedTuple):
     extension: Extension
     reference: str
-    """As `job.extension` names it."""
+    """The name in `job.extension`, such as `package.module:function`."""
     folder: Path
-    """Of its source; a file for a module in no package."""
+    """Folder of the source; a file for a module in no package."""
     source_hash: str
 
     def holds(self, file: Path) -> bool:
@@ -126,7 +130,7 @@ class Installed(NamedTuple):
 
 
 _installed: dict[str, Installed] = {}
-"""By reference, in this process."""
+"""Extensions of this process by reference."""
 
 
 def installed() -> list[Installed]:
@@ -134,7 +138,7 @@ def installed() -> list[Installed]:
 
 
 def references() -> tuple[str, ...]:
-    """What another process of ours installs, to have the same parts."""
+    """References for another process of the run, which installs them to have the same parts."""
     return (*_installed,)
 
 
@@ -165,9 +169,9 @@ def install(references: Iterable[str]) -> None:
 
 
 def recorded_problem(recorded: Iterable[str], given: Iterable[str], found_in: Path) -> list[str]:
-    """What to say of extensions that something found on disk names, and that its reader did
-    not.
-    """
+    """The problem of extensions that a file on disk names and the user did not; empty if none."""
+    # A run folder or checkpoint may come from a stranger, whose code must not run because somebody
+    # opened it.
     missing = [each for each in recorded if each not in given]
     return [
         f"{found_in} names job.extension = {', '.join(missing)}, code that is imported only if you name it too: "
@@ -179,6 +183,7 @@ def describe_error(error: BaseException) -> str | None:
     """Names the extension in whose code an error was raised, and the line; None if it was in
     none.
     """
+    # The innermost frame comes first: callbacks of an extension have our frames on both sides.
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         for each in installed():
             if each.holds(Path(frame.filename)):
@@ -224,6 +229,8 @@ def _source(module_name: str) -> Path:
 
 
 def _hash_of(source: Path) -> str:
+    # Names relative to the package: the same source has the same hash wherever it is installed.
+    # Zero bytes separate names from contents, so that text cannot move between files unnoticed.
     digest = hashlib.sha256()
     for file in sorted(source.rglob("*.py")) if source.is_dir() else [source]:
         digest.update(
@@ -239,6 +246,9 @@ def _add_parts(installing: Installed) -> None:
             installing.reference,
             f"sources {', '.join(wrong)}: a suffix is written .name, in lower case",
         )
+    # Built-in tables are extended in place. Optimizers, trackers, sources and tokenizers are
+    # looked up in `installed()` instead: for them a temporary table of known names finds
+    # conflicts.
     tables: list[tuple[str, MutableMapping[str, Any], Mapping[str, Any]]] = [
         ("mixers", layers.MIXERS, _declarations(extension.mixers)),
         ("feed_forwards", layers.FEED_FORWARDS, _declarations(extension.feed_forwards)),
@@ -254,6 +264,8 @@ def _add_parts(installing: Installed) -> None:
         f'{table} "{name}"'
         for table, ours, theirs in tables
         for name, part in theirs.items()
+        # Compared by identity: adding the same object twice is harmless. Names of a temporary
+        # table have the value None and always conflict.
         if ours.get(name, part) is not part
     ]
     if taken:
@@ -267,6 +279,7 @@ def _add_parts(installing: Installed) -> None:
         transformer.FEED_FORWARDS.update(
             {name: each.build for name, each in extension.feed_forwards.items()}
         )
+    # Presets are checked last, since they may use kinds of layers that were added just now.
     problems = [
         f"family {family}, size {size}: {problem}"
         for family, sizes in extension.families.items()

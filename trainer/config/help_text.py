@@ -38,7 +38,7 @@ class KeyDoc:
     name: str
     type_name: str
     default: str | None
-    """In TOML syntax; "" for a required key, None for one that is left out."""
+    """The default in TOML syntax; "" for a required key, None for one that is left out."""
     description: str
 
 
@@ -77,6 +77,7 @@ def format_default(schema: dict[str, Any]) -> str | None:
     if "default" not in schema:
         return ""
     default = schema["default"]
+    # An empty list or a nested section is how pydantic spells a key that was left out.
     return None if default in (None, []) or isinstance(default, dict) else toml_value(default)
 
 
@@ -86,6 +87,7 @@ def format_type(schema: dict[str, Any]) -> str:
     """
     if "$ref" in schema:
         return f"table: {schema['$ref'].rpartition('/')[2].removesuffix('Section').lower()}"
+    # Every optional key takes null, so the type does not repeat it.
     if "anyOf" in schema:
         return " | ".join(
             format_type(option) for option in schema["anyOf"] if option.get("type") != "null"

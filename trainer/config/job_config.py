@@ -92,18 +92,21 @@ class Config(Section):
             layout=section.cp_layout,
             cp_ulysses=section.cp_ulysses,
             outer_method=section.cp_outer_method,
+            # tp shards heads before cp sees them. With more tp ranks than KV heads, each rank has
+            # a replica of one. A micro-batch counts as one sequence of all its tokens.
             heads=model.num_heads // section.tp,
             kv_heads=max(1, model.num_kv_heads // section.tp),
             head_dim=model.head_dim,
             seq_len=training.micro_batch_size * training.seq_len,
             packs_documents=is_packed,
             windows=(*model.layers_by_window,),
+            # tp is the innermost mesh dimension, so each node has this many cp ranks.
             ranks_per_node=max(1, section.ranks_per_node // section.tp),
             tp=section.tp if section.sequence_parallel else 1,
         )
 
     def attention_needs(self, generation: str | None = None) -> AttentionNeeds:
-        """What attention kernels must do, on devices of a generation.
+        """Requirements on attention kernels, on devices of a generation.
 
         The model must have no problems.
         """
@@ -131,8 +134,8 @@ class Config(Section):
         """Pipeline stages and schedule. The model must have no problems."""
         section = self.parallelism
         model = self.model.build()
-        # The output projection counts by its FLOPs; the embedding, which has none, by its equal
-        # number of weights.
+        # Costs are in parameters, each 2 FLOPs per token, so attention counts half its FLOPs. The
+        # embedding has no FLOPs; it costs as much as the output projection, for its equal weights.
         seq_len = self.training.seq_len
         attention_cost = (
             model.attention_flops(model.layer_kinds, model.mean_pairs(seq_len) / seq_len)

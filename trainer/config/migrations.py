@@ -74,6 +74,7 @@ MIGRATIONS = (
         }
     ),
     Migration(renamed_keys={"model.layer_pattern": "model.layers"}),
+    # Sequences of older runs were packed by version 1; a resume must not pack them otherwise.
     Migration(new_keys={"data.packing_version": 1}),
 )
 SCHEMA_VERSION = len(MIGRATIONS) + 1
@@ -99,7 +100,7 @@ STATE_MIGRATIONS = (
         },
     ),
 )
-"""Of `state.json`, besides its configuration."""
+"""Migrations of `state.json`; the configuration in it follows `MIGRATIONS`."""
 
 # Version 1 wrote no schema_version. Its resolved files state all of these sections, which no
 # manually written file does.
@@ -148,6 +149,8 @@ def apply_migrations(
     for migration in migrations:
         migrated = _migrate_table("", migrated, migration, name_of)
         for name, value in migration.new_keys.items():
+            # A stored value wins over the value of a new key. Values by dotted key have no tables
+            # of sections.
             section, _, key = name.partition(".")
             if key and section in migrated:
                 migrated[section] = {key: value} | migrated[section]
@@ -169,6 +172,7 @@ def migrate_file(values: dict[str, Any]) -> dict[str, Any]:
 
 def renamed_message(name: str) -> str | None:
     """Names the key that replaced a dotted key, or None."""
+    # A key may have been renamed in several versions: follow it through all of them.
     current = name = _section_name(name)
     for migration in MIGRATIONS:
         current = migration.renamed_keys.get(current, current)
@@ -207,11 +211,14 @@ def _migrate_table(
     for key, value in table.items():
         name = name_of(f"{path}.{key}" if path else key)
         name = migration.renamed_keys.get(name, name)
+        # Renaming never moves a key to another section, so only the last part changes, in a nested
+        # table as in a dotted key.
         new = (
             f"{key.rpartition('.')[0]}.{name.rpartition('.')[2]}"
             if "." in key
             else name.rpartition(".")[2]
         )
+        # If a file has both names, the new one wins.
         if new != key and new in table:
             continue
         if isinstance(value, dict):

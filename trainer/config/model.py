@@ -85,7 +85,8 @@ class LayerSection(Section):
     softcap: PositiveFloat | None = None
     """Soft cap of attention scores."""
     norms: str | None = None
-    """What is normalized: inputs of attention and feed-forward, their outputs, or both."""
+    """Placement of norms: on inputs of attention and feed-forward, on their outputs, or on both.
+    """
     qk_norm: bool | None = None
     """Whether queries and keys are normalized per head."""
     full_qk_norm: bool | None = None
@@ -123,6 +124,8 @@ class LayerSection(Section):
         # An option of [model] is for the layers that have it.
         if not kind.problems():
             defaults = {key: value for key, value in defaults.items() if key in kind.readable}
+        # The window is not inherited: a layer of a pattern without one attends to the whole
+        # document.
         return [LayerKind(**defaults | {"window": None} | given)] * self.repeat
 
 
@@ -154,8 +157,8 @@ class ModelSection(Section):
     norm_eps: PositiveFloat | None = None
     """Epsilon of every RMSNorm."""
     norms: str | None = None
-    """What is normalized: inputs of attention and feed-forward (`pre`), their outputs (`post`,
-    OLMo 2), or both (`sandwich`, Gemma).
+    """Placement of norms: on inputs of attention and feed-forward (`pre`), on their outputs
+    (`post`, OLMo 2), or on both (`sandwich`, Gemma).
     """
     zero_centered_norms: bool | None = None
     """Whether norms multiply by 1 + weight, as in Gemma."""
@@ -273,6 +276,8 @@ class ModelSection(Section):
                 f"model.{key} is not used beside model.layers: set it there" for key in ignored
             ]
         if self.layers:
+            # False asks for nothing that a layer without the option lacks, so only true values are
+            # reported.
             readable = set[str]().union(
                 *(kind.readable for kind in model.kinds if not kind.problems())
             )
@@ -302,6 +307,8 @@ def _build_model_config(section: ModelSection) -> ModelConfig:
     for name in ROPES:
         overrides = {key: value for key, value in getattr(section, name) if value is not None}
         given[name] = dataclasses.replace(getattr(preset, name), **overrides)
+    # Options that all layers share stand in the model. Once layers are listed, each has its own
+    # copy, and the model's fields return to their defaults: no option exists twice.
     of_layers = {key: given[key] for key in ALIKE_OPTIONS if key in given}
     if section.layers:
         defaults = preset.common_options | of_layers

@@ -76,6 +76,7 @@ def load(argv: Sequence[str], *, imports_extensions: bool = True) -> Recipe:
     problems = list(arguments.problems)
     sources = [ConfigSource(name=COMMAND_LINE, values=arguments.values, typed=False)]
     try:
+        # The file is read even if an option is wrong: problems of both are reported at once.
         path = find_config_file(arguments.config)
         sources.insert(
             0, ConfigSource(name=show_path(path), values=migrate_file(read_toml(path)), typed=True)
@@ -97,6 +98,7 @@ def merge_sources(sources: Sequence[ConfigSource], problems: Sequence[str]) -> d
     merged = dict[str, Any]()
     for source in sources:
         try:
+            # Only keys that a source sets count: its defaults must not override an earlier source.
             merged = deep_merge(merged, source.parse().model_dump(exclude_unset=True))
         except ValidationError as error:
             problems += source.format_errors(error.errors())
@@ -164,6 +166,8 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
     values: dict[str, Any] = {}
     for option, value in overrides.items():
         try:
+            # Options are parsed one by one, so that a value that cannot be parsed is reported with
+            # its option.
             values = deep_merge(values, _cli_parser()(args=[f"{option}={value}"])())
         except SettingsError:
             problems.append(
@@ -186,6 +190,7 @@ def _options(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
         option, equals, value = remaining.pop(0).partition("=")
         if equals:
             yield option, value
+        # A value never begins with `--`, so a forgotten one does not swallow the next option.
         elif option.startswith("--") and remaining and not remaining[0].startswith("--"):
             yield option, remaining.pop(0)
         else:
@@ -194,6 +199,7 @@ def _options(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 def _option_problem(option: str, value: str | None) -> str | None:
     section, _, key = option.removeprefix("--").rpartition(".")
+    # The dots keep a longer name from matching a table whose name it begins with.
     if table_name := next(
         (table for table in repeated_tables() if f"{option[2:]}.".startswith(f"{table}.")), None
     ):
@@ -208,6 +214,8 @@ def _option_problem(option: str, value: str | None) -> str | None:
     if value is None:
         is_bool = section and all_sections()[section].fields_by_key()[key].annotation is bool
         return f"{option} needs a value{': true or false' if is_bool else ''}"
+    # Python decodes arguments that are not UTF-8 to lone surrogates (PEP 383), which no file can
+    # store. A path keeps them, since file names may be any bytes.
     if option != "--config" and any("\ud800" <= character <= "\udfff" for character in value):
         return f"{option} {_shorten(value)}: the value is not valid UTF-8"
     return None
@@ -215,6 +223,8 @@ def _option_problem(option: str, value: str | None) -> str | None:
 
 @cache
 def _cli_parser() -> CliSettingsSource[BaseSettings]:
+    # pydantic-settings parses lists, JSON and null. Unknown options and help are handled above,
+    # with messages of our own.
     class CommandLine(BaseSettings, Recipe):  # type: ignore[misc]  # Both declare model_config, settings with more keys.
         """`Recipe` with the parser of pydantic-settings."""
 
@@ -256,6 +266,7 @@ def find_config_file(name: str) -> Path:
 def read_toml(path: Path) -> dict[str, Any]:
     name = show_path(path)
     try:
+        # Editors on Windows may begin a file with a byte order mark, which tomli refuses.
         return tomli.loads(read_regular(path).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError([f"{name}: cannot be read: {error.strerror}"]) from error
@@ -272,12 +283,13 @@ def read_toml(path: Path) -> dict[str, Any]:
             else error.msg
         )
         raise ConfigError([f"{name}:{error.lineno}: {rule}: {_shorten(text)}"]) from error
+    # Not errors of tomli itself: integers of more than 4,300 digits and deeply nested arrays.
     except (ValueError, RecursionError) as error:
         raise ConfigError([f"{name}: {error}"]) from error
 
 
 def show_path(path: Path) -> str:
-    """Relative to the current folder if it is inside."""
+    """The path, relative to the current folder if it is inside."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
@@ -296,7 +308,8 @@ class ConfigSource:
         """A `Recipe` with the fields of this source set. Raises `ValidationError`."""
         if not self.typed:
             return Recipe.model_validate(self.values, strict=False)
-        # Strict JSON has TOML's types: text for a path, an array for a tuple, 1 for 1.0.
+        # Strict JSON has TOML's types: text for a path, an array for a tuple, 1 for 1.0. No key
+        # holds a date: as a list it is refused where a string would be accepted.
         return Recipe.model_validate_json(
             json.dumps(self.values, default=lambda date: [str(date)]), strict=True
         )
@@ -305,14 +318,15 @@ class ConfigSource:
         """One line for each key that has an error; where a value may have one of several types,
         with the rules of all.
         """
+        # pydantic reports each member type of a union as an error; the user wrote one value.
         by_key = dict[tuple[int | str, ...], list[ErrorDetails]]()
         for details in errors:
             by_key.setdefault(self._without_type(details["loc"]), []).append(details)
         return [self.format_error(*each, loc=loc) for loc, each in by_key.items()]
 
     def _without_type(self, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-        """Of a key whose value may have one of several types, pydantic's location ends with the
-        name of a type.
+        """The location of a key, without the type's name that pydantic appends where a value may
+        have one of several types.
         """
         section, *key = _section_at(loc[:-2]), *loc[-2:-1]
         is_key = (
@@ -412,7 +426,7 @@ def _rule(details: ErrorDetails) -> str:
 
 
 def _foreign_section_message(name: str, value: object) -> str | None:
-    """For a section of another trainer: our key for each of its keys."""
+    """Our key for each key of another trainer's section; None for any other value."""
     if not isinstance(value, dict):
         return None
     suggestions = [
@@ -432,6 +446,8 @@ def _unknown_key_message(
         return f"a section, not a key; [{name}] has {', '.join(section_keys(name))}"
     if message := renamed_message(name):
         return message
+    # The most specific advice comes first: our renamed keys, the right section of ours, keys of
+    # other trainers, then similar names.
     owners = [
         f"[{owner_name}]"
         for owner_name in all_sections()
@@ -499,6 +515,8 @@ def _section_at(loc: Sequence[int | str]) -> type[Section] | None:
         elif owner is None or part not in owner.fields_by_key():
             return None
         else:
+            # What follows a dict is a name that the user chose, such as that of a source, not a
+            # key.
             is_table_name = get_origin(owner.fields_by_key()[part].annotation) is dict
             owner = _tables(owner).get(part)
     return owner

@@ -47,7 +47,7 @@ def require_possible_name(path: Path) -> Path:
 
 
 def as_tuple(value: object) -> object:
-    """Of one value or a list."""
+    """A tuple of one value or of a list's; any other value as it is."""
     return (
         (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
     )
@@ -73,6 +73,8 @@ class Section(BaseModel):
     it.
     """
 
+    # Frozen sections are hashable, so that `_build_model_config` can cache by them. Aliases are
+    # keys that Python cannot name a field, such as `async`.
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
@@ -236,6 +238,8 @@ class ParallelismSection(Section):
         """Size of each mesh dimension, in mesh order; dp_shard defaults to the remaining ranks."""
         degrees = {axis: getattr(self, axis) or 1 for axis in AXES}
         if self.dp_shard is None:
+            # At least 1: a world that is too small is then reported as a mesh that needs more
+            # processes.
             degrees["dp_shard"] = max(1, world_size // prod(degrees.values()))
         return degrees
 
@@ -256,8 +260,8 @@ class MemorySection(Section):
     Left out: the device's; a CPU rank has its share of the machine's.
     """
     offload: Literal["none", "inputs", "inputs_and_attention"] = "none"
-    """What blocks offload to host memory: nothing, their inputs, or also attention's output and
-    log-sum-exp.
+    """Activations that blocks offload to host memory: none, their inputs, or also attention's
+    output and log-sum-exp.
     """
     host_budget_gib: PositiveFloat | None = None
     """Host memory per node for offloading, in GiB; what exceeds it stays on the device or is
@@ -293,7 +297,7 @@ class MemorySection(Section):
 
     @property
     def loss_chunk_bytes(self) -> int:
-        """Of a chunk of logits; the smallest for `auto`, until the device's memory is known."""
+        """Bytes of a chunk of logits; the smallest for `auto`, until the device's memory is known."""
         return (MIN_LOSS_CHUNK_MIB if self.loss_chunk_mib == "auto" else self.loss_chunk_mib) << 20
 
 
@@ -386,8 +390,8 @@ class HealthSection(Section):
     accuses the data.
     """
     on_spike: Literal["warn", "roll_back"] = "warn"
-    """What to do about a loss spike: log a warning, or `roll_back`: resume from the newest
-    checkpoint and skip the sequences trained on since.
+    """Reaction to a loss spike: log a warning, or `roll_back`: resume from the newest checkpoint
+    and skip the sequences trained on since.
     """
     straggler_ratio: Annotated[float, Field(gt=1)] = 1.3
     """A rank counts as a straggler if its compute or data wait is this many times the median for

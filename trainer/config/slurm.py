@@ -87,8 +87,7 @@ class SlurmSection(Section):
     this run's events accuse.
     """
     launcher: Literal["srun", "torchrun"] = "srun"
-    """What starts the ranks: `srun` with one task per rank, or `torchrun` with one agent per
-    node.
+    """Launcher of the ranks: `srun` with one task per rank, or `torchrun` with one agent per node.
     """
     lead_seconds: Annotated[int, Field(ge=1, le=MAX_LEAD_SECONDS)] = 300
     """Lead time before the time limit at which ranks are signalled to save and exit: at least

@@ -34,7 +34,7 @@ class CorpusSpec:
 
     @property
     def document_settings(self) -> tuple[object, ...]:
-        """What splits the corpus into documents."""
+        """The settings that decide where documents of the corpus begin and end."""
         return self.documents, self.max_document, self.text_key
 
     @property
@@ -45,6 +45,7 @@ class CorpusSpec:
 
 def corpus_spec(data: DataSection, name: str) -> CorpusSpec:
     """The source of this name; keys that it does not set are those of `[data]`."""
+    # Globs belong to one folder, so `files` is not among the inherited keys.
     given: dict[str, Any] = {"files": data.files}
     key = "data.corpus"
     if name != DEFAULT_SOURCE:

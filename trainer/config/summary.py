@@ -56,6 +56,8 @@ def _attention_imbalance(config: Config) -> str:
     """
     plan = config.context_plan()
     seq_len = config.training.seq_len
+    # Document lengths are log-uniform between 64 tokens and a whole sequence. The seed is fixed,
+    # so that a configuration always prints the same figure.
     rng = random.Random(0)
     sampled = [0]
     while sampled[-1] < seq_len:
@@ -76,6 +78,8 @@ def warnings(config: Config, world_size: int) -> Iterator[str]:
     slots = per_rank * degrees["dp_replicate"] * degrees["dp_shard"]
     steps = config.training.steps
     warmup = config.schedule.warmup_steps
+    # Ranks run the same number of micro-batches, because collectives need all of them. Places
+    # beyond the global batch hold padding.
     if slots != total:
         yield (
             f"training.global_batch_size = {config.training.global_batch_size} makes {total} micro-batches, which "

@@ -34,7 +34,7 @@ def toml_value(value: object) -> str:
     if isinstance(value, dict):
         return f"{{ {', '.join(f'{key} = {toml_value(inner)}' for key, inner in value.items())} }}"
     if isinstance(value, (bool, str)):
-        # TOML forbids a bare DEL
+        # JSON strings are basic strings of TOML, except that TOML forbids a bare DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value)
 
@@ -48,6 +48,7 @@ def _toml_lines(path: tuple[str, ...], table: dict[str, Any]) -> Iterator[str]:
         for key, value in table.items()
         if not isinstance(value, dict) and key not in array_tables
     }
+    # Values precede inner tables: TOML assigns every line after a header to that table.
     if scalars and path:
         yield f"\n[{'.'.join(path)}]"
     yield from (f"{key} = {toml_value(value)}" for key, value in scalars.items())

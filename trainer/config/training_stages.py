@@ -89,6 +89,8 @@ class StageSection(Section):
         tokens_per_step = (
             training.get("global_batch_size", DEFAULT_GLOBAL_BATCH_SIZE) * self.seq_len
         )
+        # Neither steps nor tokens is a problem that `_stage_section_problems` reports. Until then
+        # one step keeps the section valid.
         training["steps"] = self.steps or max(1, -(-(self.tokens or 0) // tokens_per_step))
         overrides = {
             name: getattr(self, name).model_dump(exclude_unset=True)
@@ -100,6 +102,8 @@ class StageSection(Section):
         }
         if self.warmup is not None:
             overrides["schedule"]["warmup_steps"] = round(self.warmup * training["steps"])
+        # A stage's rotary embedding replaces [model.rope] as a whole: keys of two scalings do not
+        # mix.
         if self.rope.model_fields_set:
             overrides["model"] = {"rope": self.rope.model_dump(exclude_unset=True)}
         if self.lr is not None:
@@ -125,6 +129,7 @@ class Recipe(Config):
 
     @property
     def training_stages(self) -> tuple[TrainingStage, ...]:
+        # Unset keys remain unset: `recompute = "auto"` chooses only keys that the user left out.
         base = self.model_dump(exclude_unset=True, exclude={"stage"})
         if not self.stage:
             return Config.model_validate(base).training_stages

@@ -13,7 +13,7 @@ from trainer.data.tokenizer import open_tokenizer
 
 
 def first_steps(config: Config, world_size: int) -> StepWork | None:
-    """None if the corpus is not prepared yet. Raises DataError."""
+    """The work of the first steps; None if the corpus is not prepared yet. Raises DataError."""
     folders = dict[str, Path]()
     tokenizer = open_tokenizer(config.tokenizer)
     for name, spec in corpus_specs(config).items():
@@ -22,6 +22,7 @@ def first_steps(config: Config, world_size: int) -> StepWork | None:
         folders[name] = folder
     training = config.training
     degrees = config.parallelism.degrees(world_size)
+    # Rank 0 stands for all: every rank deals the whole step and knows its busiest rank.
     loader = MicroBatchLoader(
         build_train_dataset(config, folders),
         dp_rank=0,

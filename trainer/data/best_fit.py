@@ -21,9 +21,9 @@ from trainer.data.shuffle import shuffled_order
 
 WINDOW_SEQUENCES = 256
 WINDOW_SEGMENTS = 8192
-"""Packed at a time, at least, so that memory does not grow with the corpus.
+"""Least number of sequences and of segments packed at a time.
 
-Few long segments fill sequences badly.
+Windows keep memory from growing with the corpus; few long segments fill sequences badly.
 """
 ROOM = 2
 TIGHTER_ROOMS = (3, 4)
@@ -31,11 +31,15 @@ TIGHTER_ROOMS = (3, 4)
 that pads too much.
 """
 MAX_MORE_PADDING = 0.0025
-"""Of a window's tokens, compared with best-fit decreasing."""
+"""Padding that mixing may add to that of best-fit decreasing, as a fraction of a window's tokens.
+"""
 
 
 def best_fit_decreasing(lengths: Tensor, seq_len: int) -> Tensor:
-    """Ding et al., "Fewer Truncations Improve Language Modeling", 2024."""
+    """The sequence of each segment, packed longest first (Ding et al., "Fewer Truncations Improve
+    Language Modeling", 2024).
+    """
+    # Stable, so that equal segments keep their order: every rank must find the same packing.
     longest_first = torch.sort(lengths, descending=True, stable=True)
     sequence_of = [0] * lengths.numel()
     sequences_by_space: dict[int, list[int]] = {}  # free space -> sequences
@@ -44,6 +48,8 @@ def best_fit_decreasing(lengths: Tensor, seq_len: int) -> Tensor:
     for length, segment in zip(
         longest_first.values.tolist(), longest_first.indices.tolist(), strict=True
     ):
+        # The tightest space that fits. Spaces are at most seq_len different numbers, so that the
+        # search stays short however many sequences are open.
         slot = bisect_left(spaces, length)
         if slot < len(spaces):
             space = spaces[slot]
@@ -63,13 +69,14 @@ def best_fit_decreasing(lengths: Tensor, seq_len: int) -> Tensor:
 
 
 def mixed_best_fit(lengths: Tensor, seq_len: int, *, seed: int) -> Tensor:
-    """Segments are shuffled and packed a window at a time.
+    """The sequence of each segment; segments are shuffled and packed a window at a time.
 
     Those that fit nowhere go into the next window.
     """
     order = shuffled_order(lengths.numel(), seed=seed)
     ends = lengths[order].cumsum(0)
     total = int(ends[-1])
+    # The second term is the tokens of WINDOW_SEGMENTS segments of mean length.
     window_tokens = max(WINDOW_SEQUENCES * seq_len, WINDOW_SEGMENTS * total // lengths.numel())
     num_windows = max(1, total // window_tokens)
     cuts = torch.searchsorted(ends, torch.arange(1, num_windows) * window_tokens)
@@ -85,19 +92,28 @@ def mixed_best_fit(lengths: Tensor, seq_len: int, *, seed: int) -> Tensor:
         is_packed = packed >= 0
         sequence_of[segments[is_packed]] = packed[is_packed] + num_sequences
         num_sequences = num_sequences + len(spaces)
+        # Segments that found no space join the next window, instead of opening sequences that
+        # would stay half empty.
         pending = segments[~is_packed]
     return sequence_of
 
 
 def _pack_window(lengths: list[int], seq_len: int, *, is_last: bool) -> tuple[Tensor, Tensor]:
-    """As `spread`. Only the last window packs all segments; the others have full sequences."""
+    """Packs one window and returns what `spread` does.
+
+    Only the last window packs all segments; the others have full sequences.
+    """
     total = sum(lengths)
+    # Rounded down unless this is the last window: what is left goes to the next one, not to
+    # padding.
     num_sequences = -(-total // seq_len) if is_last else total // seq_len
     pack = partial(spread, lengths, seq_len, num_sequences, opens_more=is_last)
     packed = pack(room=ROOM)
     allowed = MAX_MORE_PADDING * total
     if packed[1].sum() <= allowed:
         return packed
+    # The loosest rule whose padding is allowed wins. With infinite room `spread` is best-fit
+    # decreasing, against which padding is measured.
     tightest = pack(room=inf)
     allowed += float(tightest[1].sum())
     others = (pack(room=room) for room in TIGHTER_ROOMS)
@@ -113,7 +129,8 @@ def spread(
     where it fits best. Returns the sequence of each segment, and the space left in each sequence.
     A segment that fits nowhere opens another sequence, or has none: -1.
     """
-    # (space, sequence) as one integer, ascending.
+    # (space, sequence) as one integer, ascending. At most one sequence opens per segment, so that
+    # no number of a sequence reaches `scale`.
     scale = num_sequences + len(lengths)
     spaces = [seq_len * scale + sequence for sequence in range(num_sequences)]
     packed = [-1] * len(lengths)
@@ -121,6 +138,7 @@ def spread(
         size = length * scale
         if spaces and spaces[-1] >= room * size:
             space = spaces.pop()
+        # `size` has the sequence number 0: this finds the least space of at least `length`.
         elif (slot := bisect_left(spaces, size)) < len(spaces):
             space = spaces.pop(slot)
         elif opens_more:

@@ -79,8 +79,8 @@ def cuts_at_lines(pair: str) -> bool:
 
 
 def cuts_of_pattern(pattern: str) -> MayCut:
-    """Where a pattern is known to end a word, whatever precedes and follows; nowhere for other
-    patterns.
+    """The places where a pattern is known to end a word, whatever precedes and follows; none for
+    unknown patterns.
     """
     if pattern not in PATTERNS:
         return cut_nowhere
@@ -121,10 +121,15 @@ class TiktokenBpe:
             "byte-level", pat_str=pattern, mergeable_ranks=ranks_of_bytes, special_tokens={}
         )
         self._normalize = normalize
+        # tokenizers matches an added token in the given or in the normalized text, as its flag
+        # says.
         self._added_names = {form for name in added_names for form in (name, normalize(name))}
 
     def encode(self, text: str) -> list[int] | None:
-        """None if the text holds an added token, or so much whitespace that tiktoken panics."""
+        """The ids of a text; None if it holds an added token, or so much whitespace that tiktoken
+        panics.
+        """
+        # NFC leaves ASCII as it is.
         normalized = text if text.isascii() else self._normalize(text)
         if any(name in text or name in normalized for name in self._added_names):
             return None
@@ -147,6 +152,8 @@ def split_pattern(definition: Mapping[str, Any]) -> str | None:
         return None
     if len(steps) == 1:
         return GPT2_PATTERN if byte_level.get("use_regex", True) else None
+    # ByteLevel splits by GPT-2's pattern unless `use_regex` is off, which it must be after a
+    # Split.
     split = {key: value for key, value in steps[0].items() if key != "pattern"}
     pattern = (steps[0].get("pattern") or {}).get("Regex")
     is_isolating = split == {"type": "Split", "behavior": "Isolated", "invert": False}
@@ -188,6 +195,8 @@ def tiktoken_ranks(
     merges = merge_list(model)
     alphabet = set(bytes_to_unicode())
     products = [vocab[left + right] for left, right in merges]
+    # tiktoken needs a rank for every byte, and merges by the id of a pair's concatenation, so that
+    # the listed order must be the order of those ids.
     if not alphabet <= vocab.keys() or any(
         later < earlier for earlier, later in pairwise(products)
     ):
@@ -195,8 +204,10 @@ def tiktoken_ranks(
     # A whole word is looked up first, whether merges build it or not.
     has_lookup = bool(model.get("ignore_merges"))
     tokens = vocab if has_lookup else alphabet.union(left + right for left, right in merges)
+    # Bytes never form a token of other characters, which only an added token has.
     ranks = {token: vocab[token] for token in tokens if alphabet.issuperset(token)}
     listed = set(merges)
+    # No token may arise from a pair that is not listed: see the proof at the head of this file.
     for token in ranks:
         if not builds(token) and (
             not has_lookup or any(pair not in listed for pair in splits_of(token, ranks))

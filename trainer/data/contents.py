@@ -1,4 +1,4 @@
-"""How a file of a corpus is read, and what it is instead of text: by its suffix and first bytes.
+"""Decides by suffix and first bytes how a corpus's file is read, or why it is not text.
 
 Imports no torch.
 """
@@ -18,15 +18,16 @@ from trainer.data.own_files import is_configuration
 Kind = Literal["text", "lines", "table", "added"]
 """A text; a JSON record on each line; rows of a Parquet file; what an extension reads."""
 HEAD_BYTES = 1 << 16
-"""Bytes that are looked at before a file is read."""
+"""First bytes that decide how a file is read."""
 SUFFIX = re.compile(r"[a-z][a-z0-9_+-]{0,15}")
 LINE_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".json")
 COMPRESSIONS = (".gz", ".zst")
 KINDS: dict[str, Kind] = {".txt": "text", ".parquet": "table"} | dict.fromkeys(
     LINE_SUFFIXES, "lines"
 )  # type: ignore[assignment]
-"""By suffix, besides those of extensions: with compressions,
-`trainer.config.extension.BUILT_IN_SOURCES`. Others are text.
+"""Kinds of files by suffix, besides those of extensions; others are text.
+
+With `COMPRESSIONS`, these are `trainer.config.extension.BUILT_IN_SOURCES`.
 """
 MAX_RECORDS = 20  # of a head
 LISTED_KEYS = 12
@@ -66,7 +67,10 @@ SIGNATURES = {
     "a table": (b"ARROW1\0", b"PAR1\x15", b"SQLite format 3\0"),
     "a program": (b"\x7fELF",),
 }
-"""How what is no text begins, where that itself may be UTF-8 without a zero byte, or says more."""
+"""First bytes of formats that are not text.
+
+Listed are those that may be UTF-8 without a zero byte, and those whose name helps the user.
+"""
 CARD_KEYS = re.compile(
     rb"^(dataset_info|configs|license|language|tags|task_categories|size_categories|pretty_name|annotations_creators"
     rb"|library_name|pipeline_tag|base_model):",
@@ -81,19 +85,20 @@ ARRAY_START = re.compile(rb'\[\s*\{\s*"')
 
 
 def compression_suffix(name: str) -> str:
-    """`.gz`, `.zst` or ""."""
+    """The suffix of the compression: `.gz`, `.zst` or ""."""
     return next((suffix for suffix in COMPRESSIONS if name.lower().endswith(suffix)), "")
 
 
 def text_suffix(name: str) -> str:
     """The suffix in lower case, before `.gz` and `.zst`; "" if it has none, or a number."""
+    # A suffix begins with a letter, so that neither a version nor a number of a part is one.
     base = base_name(name)
     stem, dot, suffix = base.removesuffix(compression_suffix(base)).rpartition(".")
     return f".{suffix}" if stem and dot and SUFFIX.fullmatch(suffix) else ""
 
 
 def full_suffix(name: str) -> str:
-    """`.json.gz`; in lower case."""
+    """The suffix with that of the compression, in lower case, such as `.json.gz`."""
     return text_suffix(name) + compression_suffix(name)
 
 
@@ -106,6 +111,7 @@ def is_read_as_before(name: str) -> bool:
     """Whether a file is read as when only `.jsonl` was lines, and suffixes were not in lower
     case.
     """
+    # Keys of prepared folders depend on this: a corpus that is read as before is found again.
     stem = name.removesuffix(".gz").removesuffix(".zst")
     before = (
         "table" if stem.endswith(".parquet") else "lines" if stem.endswith(".jsonl") else "text"
@@ -165,10 +171,11 @@ def is_lfs_pointer(head: bytes) -> bool:
 
 
 def examine(name: str, head: bytes, *, key: str, is_whole: bool, is_stated: bool) -> Contents:
-    """Judges a file by its first bytes, decompressed.
+    """Decides by its first bytes, decompressed, how a file is read.
 
     `is_stated`: JSON other than lines of records with the key is text.
     """
+    # Before the search for zero bytes, which UTF-16 has, too: the user must learn the encoding.
     if is_utf_16(head, is_whole=is_whole):
         return Contents(kind_of(name), refusal=UTF_16)
     if kind_of(name) == "lines":
@@ -176,6 +183,8 @@ def examine(name: str, head: bytes, *, key: str, is_whole: bool, is_stated: bool
     if problem := describe_bytes(head):
         return Contents("text", not_text=f"not text: {problem}")
     form = json_form(head, is_whole=is_whole)
+    # Lines whose records have the key are read as JSON whatever the suffix; other JSON in a file
+    # of text is rather a mistake, unless data.files states it.
     records = first_records(head, is_whole=is_whole) if form == "lines" else []
     if None not in records and key in record_keys(records):
         return Contents("lines")
@@ -191,7 +200,7 @@ def examine(name: str, head: bytes, *, key: str, is_whole: bool, is_stated: bool
 def examine_lines(
     name: str, head: bytes, *, key: str, is_whole: bool, is_stated: bool
 ) -> Contents:
-    """Judges a file whose suffix says that a record is on each line."""
+    """Decides how a file is read whose suffix says that a record is on each line."""
     form = json_form(head, is_whole=is_whole)
     is_json = text_suffix(name) == ".json"
     is_wrong = form in ("array", "object") or (form == "" and is_json and not head.isspace())
@@ -212,7 +221,7 @@ def examine_lines(
 
 
 def examine_columns(columns: Sequence[str], *, key: str) -> Contents:
-    """Judges a table by the names of its columns."""
+    """Decides by the names of its columns whether a table is read."""
     if key in columns:
         return Contents("table")
     known = ", ".join(columns[:LISTED_KEYS])
@@ -220,7 +229,7 @@ def examine_columns(columns: Sequence[str], *, key: str) -> Contents:
 
 
 def describe_keys(keys: frozenset[str], key: str) -> str:
-    """What is wrong with records that have these keys, and not the key of the text."""
+    """The refusal of records that have these keys, and not the key of the text."""
     known = ", ".join(sorted(keys)[:LISTED_KEYS])
     return (
         f'no JSON record with the key "{key}" in the first lines; keys: {known}; set data.text_key'
@@ -245,6 +254,7 @@ def is_utf_16(head: bytes, *, is_whole: bool) -> bool:
     if not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return False
     try:
+        # Binary data may begin with a byte order mark by chance, but rarely decodes.
         codecs.getincrementaldecoder("utf-16")().decode(head, is_whole)
     except UnicodeDecodeError:
         return False
@@ -260,6 +270,7 @@ def json_form(head: bytes, *, is_whole: bool) -> Literal["", "lines", "array", "
         return ""
     lines = [*complete_lines(text, is_whole=is_whole)]
     first = parse_line(lines[0]) if lines else None
+    # An empty object alone on a line is code rather than a record.
     if isinstance(first, dict):
         return "lines" if first else ""
     if ARRAY_START.match(text):

@@ -50,12 +50,15 @@ class CopyDataset:
     def read(self, index: int, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         sequence_T = self._sequence(index)
         places = concatenated_ranges(starts, lengths)
+        # The label of place p is token p + 1. The first period is random, and the last token has
+        # no successor.
         has_target = (places >= self._period - 1) & (places < self._seq_len - 1)
         labels = torch.full_like(places, IGNORE_INDEX)
         labels[has_target] = sequence_T[places[has_target] + 1]
         return sequence_T[places], labels
 
     def _generate_sequence(self, index: int) -> Tensor:
+        # Seeded for each sequence, so that any rank makes any sequence without those before it.
         generator = torch.Generator().manual_seed(splitmix64(splitmix64(self._seed) ^ index))
         tokens_P = torch.randint(self._vocab_size, (self._period,), generator=generator)
         return tokens_P.repeat(-(-self._seq_len // self._period))[: self._seq_len]

@@ -48,8 +48,8 @@ class Corpus:
             self.files = self._in_order(self.found.files)
 
     def require_readable(self, *, thoroughly: bool) -> None:
-        """Raises CorpusRefusedError for what names and first bytes show, of a sample of the files
-        or of all.
+        """Raises CorpusRefusedError if names and first bytes, of a sample of the files or of all,
+        show that the corpus is not text.
         """
         if self.found is not None:
             self.found.examine(thoroughly=thoroughly)
@@ -75,7 +75,7 @@ class Corpus:
 
     @property
     def size(self) -> int:
-        """Bytes on disk; 0 where unknown."""
+        """Bytes of the corpus on disk; 0 where unknown."""
         return (
             open_dataset(self.dataset).num_bytes
             if self.dataset
@@ -84,7 +84,7 @@ class Corpus:
 
     @property
     def identity(self) -> list[object]:
-        """Changes with the text, judged by file names, sizes and modification times, or the
+        """Values that change with the text: file names, sizes and modification times, or the
         dataset's fingerprint.
 
         A corpus that was read otherwise, before JSON was read as lines by any name, has another
@@ -108,6 +108,7 @@ class Corpus:
         )
 
     def _in_order(self, files: list[CorpusFile]) -> list[CorpusFile]:
+        # Files of a document stand together, because tokenizing joins neighbours only.
         return sorted(files, key=lambda file: (self.document_key(file.name), file.name))
 
     def partitions(self) -> list[list[InputSplit]]:
@@ -119,6 +120,7 @@ class Corpus:
         num_bytes = min_bytes
         document = ""
         for split in self.splits(min_bytes):
+            # A partition never ends inside a document: each one is tokenized by itself.
             if num_bytes >= min_bytes and not (
                 split.document_key and split.document_key == document
             ):
@@ -156,6 +158,7 @@ class Corpus:
     ) -> Iterator[InputSplit]:
         split = self._whole(file)
         if split.kind == "table":
+            # Row groups state uncompressed sizes, but progress counts bytes of the file.
             sizes = [0]
             with suppress(*READ_ERRORS):  # read_parquet reports the damage.
                 sizes = row_group_sizes(split) or sizes
@@ -165,6 +168,8 @@ class Corpus:
                     size=int(size * compression_ratio), start=number, stop=number + 1
                 )
         elif split.kind == "lines" and not compression_suffix(file.name):
+            # Any byte may begin a range, whose reader takes the lines that start in it. A
+            # compressed file cannot be entered in the middle.
             for start in range(0, max(1, file.size), min_bytes):
                 size = min(min_bytes, file.size - start)
                 yield split._replace(size=size, start=start, stop=start + size)
@@ -187,7 +192,7 @@ class Corpus:
         )
 
     def kind(self, file: CorpusFile) -> Kind:
-        """What the file is, by its suffix and its first bytes."""
+        """The kind of the file, by its suffix and its first bytes."""
         return kind_of(file.name) if self.found is None else self.found.examine_file(file).kind
 
     def document_key(self, name: str) -> str:

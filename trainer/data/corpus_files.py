@@ -33,7 +33,7 @@ EXAMINED_FILES = 64
 is written.
 """
 SMALL_FILE = 200
-"""Bytes; a pointer of Git LFS is smaller, and few files of data are."""
+"""Size in bytes below which a file of data is always examined: it may be a pointer of Git LFS."""
 LISTED_NAMES = 3
 GLOB_HINT = (
     "only *, ? and **/ are patterns; braces, brackets and .. are not, and commas separate globs"
@@ -44,11 +44,11 @@ HUB_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 class CorpusFile(NamedTuple):
     name: str
-    """Relative to the corpus, with slashes; of a link, its own."""
+    """The name relative to the corpus, with slashes; a link's own, not its target's."""
     root: str
     """The folder that it is opened beneath."""
     path: str
-    """Without links."""
+    """The path without links."""
     size: int
     mtime_ns: int
 
@@ -67,7 +67,7 @@ class CorpusFiles:
     def __init__(self, spec: CorpusSpec) -> None:
         self.files: list[CorpusFile] = []
         self.binary: list[CorpusFile] = []
-        """Left out by their suffix."""
+        """Files left out by their suffix."""
         self.left_out: dict[str, list[str]] = {}
         """The names of files and folders, by the reason."""
         self.refused: dict[str, list[str]] = {}
@@ -84,6 +84,7 @@ class CorpusFiles:
         ]
         self._matched: set[str] = set()
         self._examined: dict[str, Contents] = {}
+        # The cache may lie inside the corpus, and prepared tokens must not be read as text.
         self._cache = os.path.realpath(spec.cache_dir)
         given = Path(sysconfig.get_paths()["stdlib"]) if self._is_stdlib else Path(spec.corpus)
         self.root = Path(os.path.realpath(given))
@@ -105,7 +106,7 @@ class CorpusFiles:
         return any(not pattern.startswith("!") for pattern, _ in self._patterns)
 
     def problems(self) -> list[str]:
-        """Why the corpus is refused; one line for each reason."""
+        """The reasons why the corpus is refused, one line each."""
         corpus = f'{self._spec.key} = "{self._spec.corpus}"'
         found = [
             f"{corpus}: {list_names(names)}: {escaped(reason)}"
@@ -122,6 +123,7 @@ class CorpusFiles:
 
     def _walk(self) -> None:
         for folder, folders, names in os.walk(self.root, onerror=self._leave_out_unreadable):
+            # os.walk enters what remains of this list, in its order.
             folders.sort()
             if self._is_stdlib:
                 folders[:] = [name for name in folders if name not in STDLIB_EXCLUDED_FOLDERS]
@@ -135,8 +137,9 @@ class CorpusFiles:
                 self._add(path, self._relative_name(path), is_hidden=name.startswith("."))
 
     def _is_own(self, folder: str, folders: Sequence[str], names: Sequence[str]) -> bool:
-        """Whether the project wrote the folder, which is said."""
+        """Whether the project itself wrote the folder. Records the reason why it is left out."""
         what = describe_own_folder(Path(folder), folders, names)
+        # The user named this folder, so only what can be no corpus is refused.
         if folder == str(self.root):
             if what in ("a run folder", "an unfinished preparation") and not self.is_stated:
                 self._refuse(".", f"{what}, not text; name the files to read in data.files")
@@ -172,6 +175,8 @@ class CorpusFiles:
         target = path
         problem = ""
         try:
+            # A link keeps its name but is opened by its target, since `open_beneath` follows no
+            # links.
             status = os.lstat(path)
             if stat.S_ISLNK(status.st_mode):
                 problem = "a link to nothing: "
@@ -253,8 +258,8 @@ class CorpusFiles:
     # ---- looking at first bytes
 
     def examine(self, *, thoroughly: bool = False) -> None:
-        """Refuses what a sample of each suffix, or all of the files, shows not to be what it is
-        read as.
+        """Refuses files whose first bytes contradict how they would be read: in a sample of each
+        suffix, or in all files.
         """
         if self._is_stdlib:
             return
@@ -272,7 +277,8 @@ class CorpusFiles:
                     self._leave_out(file.name, each.not_text)
 
     def _sample(self, files: Sequence[CorpusFile]) -> Iterator[CorpusFile]:
-        """Evenly spaced, and every small file of data."""
+        """Evenly spaced files, and every small file of data."""
+        # Small files of data are examined beside the sample: any of them may be a Git LFS pointer.
         step = -(-len(files) // EXAMINED_FILES)
         for number, file in enumerate(files):
             if number % step == 0 or (
@@ -281,7 +287,7 @@ class CorpusFiles:
                 yield file
 
     def examine_file(self, file: CorpusFile) -> Contents:
-        """Looks into the file once."""
+        """The file's contents by its first bytes, which are read once."""
         if file.name not in self._examined:
             kind = contents.kind_of(file.name)
             look = {"table": self._examine_table, "added": self._examine_added}.get(
@@ -300,7 +306,8 @@ class CorpusFiles:
             return contents.examine_columns(table.schema_arrow.names, key=self._spec.text_key)
 
     def _examine_added(self, file: CorpusFile) -> Contents:
-        """An extension reads it, whatever it begins with."""
+        """The contents of a file that an extension reads, whatever it begins with."""
+        # Only for its error: a Git LFS pointer is refused for extensions, too.
         read_head(*file.place)
         return Contents("added")
 
@@ -314,9 +321,9 @@ class CorpusFiles:
 
 
 def corpus_problems(spec: CorpusSpec) -> list[str]:
-    """Why this corpus cannot be read, as far as names and first bytes say.
+    """The reasons why this corpus cannot be read, as far as names and first bytes say.
 
-    None for datasets, prepared folders and what is absent.
+    No reasons are given for datasets, prepared folders and what is absent.
     """
     path = Path(spec.corpus)
     is_text = not (
@@ -363,6 +370,7 @@ def glob_regex(pattern: str) -> re.Pattern[str]:
     that is enough, since the second matches any rest. Otherwise the time is exponential in the
     number of wildcards.
     """
+    # `**` at the end of a pattern means every file below.
     runs = re.split(r"(?:^|(?<=/))(?:\*\*/)+", re.sub(r"(?:^|(?<=/))\*\*$", "**/*", pattern))
     return re.compile(
         join_wildcards(
@@ -384,6 +392,7 @@ def segment_regex(segment: str) -> str:
 def join_wildcards(repeated: str, parts: Sequence[str]) -> str:
     """`parts`, with any number of `repeated` between two of them."""
     first, *between = parts
+    # Only the last part may be matched later than at its first place: it has to reach the end.
     last = f"{repeated}*{between.pop()}" if between else ""
     return first + "".join(f"(?>{repeated}*?{part})" for part in between) + last
 
@@ -397,8 +406,8 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """In one line: control characters, and those that are not seen or that turn the direction, as
-    escapes.
+    """The text in one line: control characters, and those that are invisible or turn the direction
+    of writing, as escapes.
     """
     return "".join(
         character

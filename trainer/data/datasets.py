@@ -87,6 +87,8 @@ def build_blended_dataset(
         seq_len=seq_len,
         mask=data.mask,
         weights=[
+            # Weights are shares of tokens, but sequences are drawn: a source with padding needs
+            # more. Fractions give every machine the same order of sources.
             Fraction(str(item.weight)) / packed.fill_ratio
             for item, packed in zip(mix, packed_datasets, strict=True)
         ],

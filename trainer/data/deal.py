@@ -18,7 +18,7 @@ from typing import NamedTuple
 Deal = list[list[list[int]]]
 """[micro-batch][rank]: the places, in the step, of the sequences that the rank takes."""
 Groups = list[list[int]]
-"""Sequences that a rank takes at once."""
+"""Groups of sequences; each is what one rank takes in one micro-batch."""
 
 MAX_SWAPPED = 48
 """Sequences of a step up to which all swaps are tried; with more, those dealt last are small
@@ -45,11 +45,14 @@ def deal_sequences(work: Sequence[float], *, dp_size: int, micro_batch_size: int
     if micro_batch_size > 1 and len(work) <= MAX_SWAPPED:
         _swap(work, groups, dp_size)
     totals = [sum(work[place] for place in places) for places in groups]
+    # Ties are broken by number, because every rank deals by itself and must find the same.
     heaviest_first = sorted(range(len(groups)), key=lambda group: (-totals[group], groups[group]))
     dealt = list[list[list[int]]]()
     rank_totals = [0.0] * dp_size
     for first in range(0, len(groups), dp_size):
         micro_batch: list[list[int]] = [[] for _ in range(dp_size)]
+        # The heaviest group goes to the rank with the least work so far: no wait of this
+        # micro-batch changes, and the work of a step evens out.
         lightest_first = sorted(range(dp_size), key=lambda rank: (rank_totals[rank], rank))
         for group, rank in zip(
             heaviest_first[first : first + dp_size], lightest_first, strict=True
@@ -61,13 +64,13 @@ def deal_sequences(work: Sequence[float], *, dp_size: int, micro_batch_size: int
 
 
 def busiest_and_means(work: Sequence[float], dealt: Deal) -> list[tuple[float, float]]:
-    """Of each micro-batch: the work of its busiest rank, and the mean."""
+    """(work of the busiest rank, mean over ranks) of each micro-batch."""
     by_rank = [[sum(work[place] for place in places) for places in ranks] for ranks in dealt]
     return [(max(totals), sum(totals) / len(totals)) for totals in by_rank]
 
 
 class Cost(NamedTuple):
-    """What a token and a (query, key) pair of a sequence cost, in any unit."""
+    """Cost of a token and of a (query, key) pair of a sequence, in any unit."""
 
     of_token: float
     of_pair: float
@@ -83,13 +86,15 @@ class Cost(NamedTuple):
 
 
 def _candidates(work: Sequence[float], dp_size: int, micro_batch_size: int) -> Iterator[Groups]:
-    """By number; then in order of work, cut into blocks of 1, 2, 4, ... micro-batches that have
-    similar groups.
+    """Groups by number; then in order of work, cut into blocks of 1, 2, 4, ... micro-batches that
+    have similar groups.
     """
     yield [
         [*range(first, first + micro_batch_size)]
         for first in range(0, len(work), micro_batch_size)
     ]
+    # Small blocks put sequences of similar work into a group, large ones a long sequence with
+    # short ones. Which waits less depends on the work, so all are tried.
     order = sorted(range(len(work)), key=lambda place: (-work[place], place))
     block = dp_size * micro_batch_size
     while True:
@@ -119,6 +124,7 @@ def _equal_groups(work: Sequence[float], places: Sequence[int], size: int) -> Gr
 
 def _waits(work: Sequence[float], groups: Groups, dp_size: int) -> float:
     """The work of the busiest rank of each micro-batch, summed."""
+    # In descending order, every dp_size-th group is the busiest of its micro-batch.
     totals = sorted((sum(work[place] for place in places) for places in groups), reverse=True)
     return sum(totals[::dp_size])
 
@@ -133,6 +139,7 @@ def _swap(work: Sequence[float], groups: Groups, dp_size: int) -> None:
             for i, j in product(range(len(one)), range(len(other))):
                 one[i], other[j] = other[j], one[i]
                 swapped = _waits(work, groups, dp_size)
+                # Less by more than rounding, or two swaps could undo each other for ever.
                 if swapped < waits * (1 - 1e-12):
                     waits = swapped
                 else:

@@ -1,4 +1,4 @@
-"""What a tokenizer's file is, by its content."""
+"""Detects the type of a tokenizer's file by its content."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class InputSplit(NamedTuple):
     """
 
     path: str
-    """Without links; or the dataset."""
+    """The path without links, or the `hf:` name of a dataset."""
     name: str
     size: int
     """Bytes; an estimate for datasets and row groups."""
@@ -43,7 +43,9 @@ class InputSplit(NamedTuple):
     """The folder that the file is opened beneath."""
     kind: Kind = "text"
     is_library: bool = False
-    """Whether it is of the standard library, whose tests hold what is not text on purpose."""
+    """Whether it belongs to the standard library, whose tests hold files that are not text on
+    purpose.
+    """
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -60,7 +62,7 @@ class Text(NamedTuple):
 
     split: InputSplit
     number: int
-    """See Record."""
+    """Row or line of the text, as in `Record`."""
     blocks: Iterator[str]
 
     @property
@@ -73,6 +75,7 @@ def read_texts(split: InputSplit, *, text_key: str) -> Iterator[Text]:
     try:
         for number, blocks in read_records(split, text_key):
             yield Text(split, number, document_blocks(split, blocks, number))
+    # A DataError is a ValueError, too, but concerns the whole corpus, not one file.
     except DataError:
         raise
     except READ_ERRORS as error:
@@ -100,7 +103,7 @@ def read_records(split: InputSplit, key: str) -> Iterator[Record]:
 
 
 def require_text(split: InputSplit, head: bytes) -> None:
-    """Raises ValueError if the first bytes of a file are of something else."""
+    """Raises ValueError if a file's first bytes are not text."""
     if (problem := describe_bytes(head)) and not split.is_library:
         raise ValueError(f"not text: {problem}")
 
@@ -111,6 +114,7 @@ def document_blocks(split: InputSplit, blocks: Iterator[str], number: int) -> It
     Ends the text with a line break if the document may continue in the next text.
     """
     try:
+        # One block is read ahead, because only the last one may need a line break.
         text = split.header + next(blocks, "")
         while text:
             next_text = next(blocks, "")
@@ -125,7 +129,7 @@ def document_blocks(split: InputSplit, blocks: Iterator[str], number: int) -> It
 
 
 def location(split: InputSplit, number: int) -> str:
-    """Where in its file the record of this number is."""
+    """Suffix of a file's name in messages: the place of the record of this number."""
     if split.path.startswith(HF_PREFIX) or split.kind == "table":
         return f": row {number}"
     if split.kind == "added":
@@ -159,6 +163,8 @@ def read_blocks(split: InputSplit) -> Iterator[str]:
             try:
                 text = decoder.decode(data, final)
             except UnicodeDecodeError as error:
+                # `error.object` begins with bytes of a character that the previous block left
+                # incomplete.
                 byte_offset = offset - len(error.object) + error.start
                 raise ValueError(
                     f"not UTF-8 text: byte {error.object[error.start]:#04x} at offset {byte_offset}"
@@ -182,8 +188,9 @@ def text_blocks(value: object, key: str) -> Iterator[str]:
 
 
 def read_added(split: InputSplit, key: str) -> Iterator[Record]:
-    """Its own READ_ERRORS are of a damaged file, as ours are; whatever else it raises ends the
-    preparation.
+    """The texts that an extension reads from a file.
+
+    Its READ_ERRORS mean a damaged file, as ours do; whatever else it raises ends the preparation.
     """
     suffix = text_suffix(split.name)
     added = extension.added_source(suffix)
@@ -216,11 +223,14 @@ def read_jsonl(split: InputSplit, key: str) -> Iterator[Record]:
     with open_decompressed(*split.place) as file:
         number = offset = 0
         if split.start:
+            # The line that holds the byte before `start` belongs to the previous range. If that
+            # byte is a line break, the first line of this range begins exactly at `start`.
             file.seek(split.start - 1)
             offset = split.start - 1 + len(file.readline())
         while offset < split.stop and (line := file.readline(LONGEST_LINE)):
             offset = offset + len(line)
             number = number + 1
+            # The limit bounds memory where a file has no line breaks.
             if len(line) == LONGEST_LINE:
                 raise ValueError(f"a line is longer than {LONGEST_LINE:,} bytes")
             if not line.isspace():
@@ -229,6 +239,7 @@ def read_jsonl(split: InputSplit, key: str) -> Iterator[Record]:
 
 def parse_json_line(line: bytes, key: str) -> Iterator[str]:
     try:
+        # Where files were concatenated, a byte order mark may begin any line.
         record = parse_json(line.removeprefix(codecs.BOM_UTF8).decode())
     except json.JSONDecodeError as error:
         # str(error) adds a line number, which is always 1.
@@ -243,6 +254,8 @@ def count_lines_before(split: InputSplit) -> int:
 
     Reads the file up to there, so it is called for bad lines only.
     """
+    # Lines that start before the range: the first of the file, and one after each line break up to
+    # two bytes before `start`.
     count = int(split.start > 0)
     with open_beneath(split.root, split.path) as file:
         remaining = split.start - 1

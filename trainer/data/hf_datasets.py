@@ -23,7 +23,7 @@ BATCH_ROWS = 64  # rows in memory
 class OpenedDataset(NamedTuple):
     dataset: Any
     version: str
-    """Changes with the data."""
+    """Identifies the data: changes whenever they change."""
     num_parts: int
     """Rows of a dataset on disk, files of a streamed one."""
     num_bytes: int
@@ -56,6 +56,7 @@ def open_dataset(spec: str) -> OpenedDataset:
         if is_saved_dataset(Path(name)):
             data = datasets.load_from_disk(name)
             data = data[split] if isinstance(data, datasets.DatasetDict) else data
+            # The hash that `datasets` keeps of data and transformations has no public name.
             return OpenedDataset(data, data._fingerprint, len(data), data.data.nbytes)
         builder = datasets.load_dataset_builder(name, options.pop("config", None), **options)
         data = builder.as_streaming_dataset(split=split)
@@ -75,6 +76,8 @@ def read_dataset(spec: str, start: int, stop: int, key: str) -> Iterator[tuple[i
     A network failure raises DataError too: treated as bad text, it would change the corpus.
     """
     source = open_dataset(spec)
+    # Only a dataset on disk has access by row. A streamed one is read file by file, and rows count
+    # from the beginning of each.
     on_disk = hasattr(source.dataset, "select")
     part = (
         source.dataset.select(range(start, stop))
@@ -83,6 +86,7 @@ def read_dataset(spec: str, start: int, stop: int, key: str) -> Iterator[tuple[i
     )
     first_row = start + 1 if on_disk else 1
     try:
+        # A streamed dataset may not know its columns before its first row.
         if key not in (columns := part.column_names or [key]):
             raise DataError(
                 f'data.corpus = "{spec}" has no column "{key}"; its columns are {", ".join(columns)}'

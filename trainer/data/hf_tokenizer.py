@@ -82,6 +82,7 @@ def hf_tokenizer_files(
         )
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}
     contents = {TOKENIZER_FILE: _to_json(tokenizer_json), CONFIG_FILE: _to_json(config)}
+    # Tests compare the named patterns at every code point; a user's own is compared on a probe.
     if isinstance(tokenizer, TiktokenTokenizer) and tokenizer.pattern not in PATTERNS:
         _require_same_ids(tokenizer, contents)
     return tokenizer, files | {Path(name): content for name, content in contents.items()}
@@ -112,6 +113,7 @@ def copied_files(folder: Path, *, max_length: int) -> dict[Path, bytes]:
         _require_own(folder / name, folder)
     config = read_json_file(folder / CONFIG_FILE)
     stated = config.get("model_max_length")
+    # transformers warns of longer inputs and may truncate to this limit.
     if isinstance(stated, int | float) and stated < max_length:
         files[Path(CONFIG_FILE)] = _to_json(config | {"model_max_length": max_length})
     return files
@@ -130,7 +132,7 @@ def _require_own(path: Path, folder: Path) -> None:
 
 
 def changes_of_copy(folder: Path, files: Mapping[Path, bytes]) -> list[str]:
-    """What differs from the files of the folder, one line each."""
+    """A line for each file that differs from that of the folder."""
     changed = [name for name, content in files.items() if read_regular(folder / name) != content]
     return [
         f"{name}: model_max_length raised to the trained length, all else as it was"
@@ -179,6 +181,7 @@ def byte_level_bpe(
 
     Special tokens follow the ranks; `bos`, one of them, is prepended to every text.
     """
+    # JSON holds text, so bytes are written as GPT-2's characters for them.
     byte_chars = bytes_to_unicode()
     token_strings = {
         rank: "".join(byte_chars[byte] for byte in token) for token, rank in ranks.items()
@@ -221,6 +224,7 @@ def byte_level_bpe(
             ),
             "fuse_unk": False,
             "byte_fallback": False,
+            # tiktoken, too, looks up a whole word before it merges.
             "ignore_merges": True,
             "vocab": {token_strings[rank]: rank for rank in sorted(token_strings)},
             "merges": [
@@ -244,7 +248,7 @@ def prepend_token(name: str, token: int) -> dict[str, Any]:
 
 
 def bpe_merges(ranks: dict[bytes, int]) -> list[tuple[int, int]]:
-    """Every pair of tokens that merges into a token, in tiktoken's merge order: by rank of the
+    """All pairs of tokens that merge into a token, in tiktoken's merge order: by rank of the
     merged token.
     """
     merges = []

@@ -55,6 +55,7 @@ class SuffixDataset(PackedDataset):
     def __init__(
         self, dataset: TokenDataset, plan: PackingPlan, *, length: int, num_targets: int
     ) -> None:
+        # Each sequence is one full segment, so that a suffix begins later and is shorter.
         starts = plan.starts + plan.seq_len - length
         lengths = plan.lengths - plan.seq_len + length
         super().__init__(
@@ -102,6 +103,7 @@ def build_validation_set(
         raise DataError(f"validation.sets.{name}: {error}") from error
     sources = [PackedDataset(dataset, plan, seed=SHUFFLE_SEED)]
     if multi_length:
+        # `single` also gives the shorter rest of each document, which lacks the longest context.
         full = plan.lengths == longest
         starts = plan.starts[full]
         lengths = plan.lengths[full]

@@ -37,8 +37,8 @@ SPLIT_AT_SPACES = {
 
 @dataclass(frozen=True)
 class TokenCuts:
-    """Between characters that stand together in no token, and where no added token begins or
-    ends.
+    """Allows cuts between characters that stand together in no token, and where no added token
+    begins or ends.
     """
 
     together: frozenset[str]
@@ -60,8 +60,10 @@ class TokenCuts:
 def proved_cuts(
     definition: Mapping[str, Any], added: Sequence[Any], normalize: Callable[[str], str]
 ) -> MayCut:
-    """`added`: the added tokens, of which special ones are matched as text, and may only hide
-    another token.
+    """The places where a text may be cut, as far as the definition proves.
+
+    `added`: the added tokens, of which special ones are matched as text, and may only hide another
+    token.
     """
     matched = [token for token in added if not token.special]
     if definition["model"].get("type") != "BPE" or any(token.single_word for token in matched):
@@ -72,6 +74,7 @@ def proved_cuts(
     if pattern is not None and (definition.get("normalizer") or {"type": "NFC"}) == {
         "type": "NFC"
     }:
+        # Added tokens are matched before words are split, in either form: no cut may fall in one.
         ends_word = cuts_of_pattern(pattern)
         names = {form for token in added for form in (token.content, normalize(token.content))}
         is_spanned = any(
@@ -133,6 +136,8 @@ def keeps_unknown_apart(model: Mapping[str, Any]) -> bool:
         return False
     if not model.get("byte_fallback"):
         return unknown in vocab
+    # The token of one byte, such as `<0x0A>`, has 6 characters. Longer ones that hold such a name
+    # would join a byte to its neighbours.
     joins_bytes = any(
         len(token) > 6 and "<0x" in token and JOINED_BYTES.search(token) for token in vocab
     )

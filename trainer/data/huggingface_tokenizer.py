@@ -56,15 +56,15 @@ TOKEN_CUTS_PART_CHARS = 1000
 text.
 """
 MAX_CHARS = 1 << 24
-"""In one call: 100 to 360 bytes of memory per character, the most for characters of several
-tokens.
+"""Most characters in one call of the library, which takes 100 to 360 bytes of memory for each, the
+most for characters of several tokens.
 """
 
 ON_BY_DEFAULT = {"ByteLevel": "use_regex", "Metaspace": "split"}
 """Options of pre-tokenizers that are on if the file does not have them."""
 OFF_OR_NOTHING = "strip_accents"
-"""An option of a normalizer that does what another one says if the file does not have it, and may
-be off.
+"""Option of a normalizer that follows another option if it is absent, so that false differs from
+absent.
 """
 
 
@@ -78,11 +78,11 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Raises DataError for files that tokenizers cannot read, and for a tokenizer that cannot
-    delimit documents.
+    """The tokenizer of a folder's files.
 
-    In other processes only the library's tokenizer is built again; all that is found out here is
-    sent to them.
+    Raises DataError for files that tokenizers cannot read, and for a tokenizer that cannot delimit
+    documents. Pickling sends all results of the checks to other processes, which only build the
+    library's tokenizer.
     """
 
     def __init__(self, files: Files) -> None:
@@ -92,6 +92,7 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         vocab = definition["model"]["vocab"]
         last = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=0)
+        # Ids may have gaps: the largest one counts, not the number of tokens.
         self.vocab_size: int = max(last, *added) + 1
         self.bos: int | None = first_token(self._tokenizer)
         eos = self._tokenizer.token_to_id(end_token(self._tokenizer, files))
@@ -118,6 +119,8 @@ class HuggingFaceTokenizer:
         self._inside_misread_names = self._find_misread_names()
 
     def __getstate__(self) -> dict[str, Any]:
+        # Reading `_tiktoken` below compares the two libraries now, which takes a second, so that
+        # workers need not.
         kept = {
             name: each
             for name, each in vars(self).items()
@@ -141,8 +144,8 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def _require_text(self, ids: Tensor) -> Tensor:
-        """Raises EncodingError where normalization or merges make the token of a special name of
-        other text.
+        """The ids. Raises EncodingError where normalization or merges turn other text into a
+        special token.
         """
         # a hundredth of the time of the encoding
         special = self._is_special.index_select(0, ids)
@@ -158,15 +161,16 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _is_special(self) -> Tensor:
-        """[vocab_size] bool"""
+        """[vocab_size] bool: whether an id is that of a special token."""
         is_special = torch.zeros(self.vocab_size, dtype=torch.bool)
         is_special[[*self.special_tokens.values()]] = True
         return is_special
 
     def _find_misread_names(self) -> re.Pattern[str] | None:
-        """Matches after the first character of names that the model would read as their token.
+        """A pattern that matches after the first character of names that the model would read as
+        their token; None if there are none.
 
-        Raises DataError.
+        Raises DataError for such a name of one character.
         """
         misread = [
             name
@@ -175,6 +179,7 @@ class HuggingFaceTokenizer:
         ]
         if hopeless := [name for name in misread if len(name) < 2]:
             raise DataError(f"the texts {hopeless} would be encoded as special tokens")
+        # Lookarounds split such a name after its first character and drop nothing of the text.
         places = (f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in misread)
         return re.compile("|".join(places)) if misread else None
 
@@ -222,6 +227,8 @@ class HuggingFaceTokenizer:
             return None
         added = self._tokenizer.get_added_tokens_decoder().values()
         normalizer = self._tokenizer.normalizer
+        # Merges are proved equal. The probe compares what no proof covers: how the releases of
+        # both libraries split Unicode.
         candidate = TiktokenBpe(
             ranks,
             pattern,
@@ -252,6 +259,7 @@ def build_tokenizer(files: Files) -> Tokenizer:
         raise DataError(
             f"{TOKENIZER_FILE} has model.dropout = {dropout}, which makes ids random; set it to null"
         )
+    # A file may carry the truncation and padding of whoever saved it.
     built.no_truncation()
     built.no_padding()
     built.encode_special_tokens = True  # As text.
@@ -305,6 +313,7 @@ def first_token(built: Tokenizer) -> int | None:
     text, with_specials = (
         built.encode("a", add_special_tokens=added).ids for added in (False, True)
     )
+    # The post-processor may add one token before the text, and any number after it.
     for number in range(2):
         if with_specials[number : number + len(text)] == text:
             return with_specials[0] if number else None
@@ -331,7 +340,7 @@ def end_token(built: Tokenizer, files: Files) -> str:
 
 
 def canonical_json(definition: Mapping[str, Any]) -> str:
-    """What ids of texts depend on, for any way to write the same file."""
+    """The parts of the file that ids of texts depend on, equal for any way to write the same file."""
     options = {key: value for key, value in definition["model"].items() if key != "vocab"}
     model = without_defaults(options) | {"vocab": definition["model"]["vocab"]}
     if model.get("type") == "BPE":
@@ -341,8 +350,8 @@ def canonical_json(definition: Mapping[str, Any]) -> str:
 
 
 def without_defaults(value: Any) -> Any:
-    """Without options that are off, and one that moves offsets only; options that are on if
-    nothing is said are stated.
+    """The value without options that are off, and without one that moves offsets only. Options
+    that are on by default are stated.
     """
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return [without_defaults(item) for item in value]

@@ -18,10 +18,10 @@ SAMPLED_SEQUENCES = 1024
 
 
 class DealtMicroBatch(NamedTuple):
-    """What a rank takes in one micro-batch, and the work of all ranks, in (query, key) pairs."""
+    """A rank's sequences in one micro-batch, and the work of all ranks in (query, key) pairs."""
 
     indices: list[int | None]
-    """Of sequences; None: padding only."""
+    """Indices of sequences; None: a sequence of padding only."""
     busiest_pairs: float
     mean_pairs: float
 
@@ -30,12 +30,12 @@ class StepWork(NamedTuple):
     """(query, key) pairs of a data-parallel rank, per step: the mean over steps and layers."""
 
     steps: int
-    """Looked at."""
+    """Number of steps in the sample."""
     busiest_pairs: float
-    """Of the busiest rank of each micro-batch."""
+    """Pairs of the busiest rank of each micro-batch, summed over the step."""
     mean_pairs: float
     tokens: int
-    """Of a rank, padding included."""
+    """Tokens of a rank in a step, padding included."""
 
     def imbalance(self, cost: Cost) -> float:
         """Work of the busiest rank over the mean."""
@@ -83,7 +83,7 @@ class MicroBatchLoader:
 
     @property
     def tokens_per_rank(self) -> int:
-        """Of whole sequences, per step."""
+        """Tokens of the whole sequences that a rank takes per step, as if no cp ranks shared them."""
         return self.num_micro_batches * self._micro_batch_size * self._dataset.seq_len
 
     def steps(self, start_sequence: int) -> Generator[list[Batch], None, None]:
@@ -99,18 +99,25 @@ class MicroBatchLoader:
             while True:
                 start_sequence += self.global_batch_size
                 current = reading
+                # The next step is queued before this one is handed out, so that reading overlaps
+                # training.
                 reading = self._start_reading(pool, start_sequence)
                 yield [micro_batch.result() for micro_batch in current]
         finally:
+            # Runs when the generator is closed, so that no step is read that nobody will train on.
             pool.shutdown(cancel_futures=True)
 
     def _start_reading(self, pool: ThreadPoolExecutor, start_sequence: int) -> list[Future[Batch]]:
+        # The only thread runs its queue in order, so that no read ever waits for the deal before
+        # it.
         dealt = pool.submit(self.deal, start_sequence)
         return [pool.submit(self._read, dealt, number) for number in range(self.num_micro_batches)]
 
     def deal(self, start_sequence: int) -> list[DealtMicroBatch]:
-        """What this rank takes of the step that begins at `start_sequence`."""
+        """The rank's micro-batches of the step that begins at `start_sequence`."""
         step = range(start_sequence, start_sequence + self.global_batch_size)
+        # Every rank runs the same number of micro-batches, because collectives need all ranks.
+        # Places beyond the global batch are padding.
         num_places = self.num_micro_batches * self._dp_size * self._micro_batch_size
         indices: list[int | None] = [*step, *[None] * (num_places - len(step))]
         pairs = [self._dataset.computed_pairs(index) for index in indices]
@@ -142,6 +149,7 @@ class MicroBatchLoader:
             batch = self._dataset.read(indices, self._shard)
             plans = self._plan_attention(batch.boundaries)
             batch = replace(batch, busiest_pairs=busiest, mean_pairs=mean, attention_plans=plans)
+            # Pinning copies the batch, so it happens in this thread, not in the training thread.
             return batch.pin_memory() if self._pin_memory else batch
         except DataError as error:
             raise DataError(f"sequences {indices}: {error}") from error

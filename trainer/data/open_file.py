@@ -35,10 +35,13 @@ def open_beneath(root: str, path: str) -> BufferedReader:
     *folders, name = path.removeprefix(root).strip("/").split("/")
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        # Each folder is opened relative to the one before. A path that is checked and opened later
+        # could be replaced by a link in between.
         for each in folders:
             inner = os.open(each, FLAGS | os.O_DIRECTORY, dir_fd=folder)
             os.close(folder)
             folder = inner
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
         descriptor = os.open(name, FLAGS | os.O_NONBLOCK, dir_fd=folder)
     finally:
         os.close(folder)
@@ -80,6 +83,7 @@ def read_head(root: str, path: str, name: str) -> tuple[bytes, bool]:
     """
     with open_decompressed(root, path, name) as opened:
         head = opened.read(HEAD_BYTES)
+        # Keys of a record are known once its line is complete.
         if b"\n" not in head and head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
             head += opened.readline(LONGEST_FIRST_RECORD)
         return head, not opened.read(1)

@@ -15,7 +15,7 @@ from trainer.storage.artifact import MAX_JSON_BYTES, DamageError, read_regular
 META_FILENAME = "meta.json"
 """The last file that is written into a prepared folder."""
 RECORDS_FOLDER = "pieces"
-"""In an unfinished preparation: a record for each finished partition."""
+"""Folder in an unfinished preparation that holds a record for each finished partition."""
 RUN_FOLDERS = {"checkpoints", "logs"}
 """The first entries that a launch creates in its run folder."""
 MODEL_FILES = {

@@ -83,13 +83,13 @@ class PackingPlan:
     max_segments: int
     """Largest number of segments in a sequence."""
     sequence_offsets: Tensor
-    """[sequences + 1] int64."""
+    """[sequences + 1] int64: first segment of each sequence, then the number of segments."""
     starts: Tensor
     """[segments] int64: offset in the token stream."""
     lengths: Tensor
     """[segments] int64: from 1 to seq_len."""
     fingerprint: str = ""
-    """sha256 of the three tensors, of a plan that `load_or_build_plan` gave."""
+    """sha256 of the three tensors; empty for a plan that `load_or_build_plan` did not return."""
 
     def broken_rule(self, stream_tokens: int) -> str:
         """The rule that a stored plan for a stream of `stream_tokens` breaks; empty if it keeps
@@ -103,6 +103,7 @@ class PackingPlan:
         if (most := int(segments_per_sequence.max())) != self.max_segments:
             return f"its longest sequence has {most} segments, its header says {self.max_segments}"
         is_lawful = (self.starts >= 0) & (self.lengths >= 1) & (self.lengths <= self.seq_len)
+        # Not written as starts + lengths, which may overflow for numbers of a damaged file.
         if not bool((is_lawful & (self.starts <= stream_tokens - self.lengths)).all()):
             return f"a segment is not within the {stream_tokens} tokens of the corpus, or longer than a sequence"
         filled = torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])[
@@ -159,6 +160,9 @@ def pack_documents(
             starts, lengths, min(document_filter.max_len or seq_len, seq_len)
         )
     if packing == "concat":
+        # The stream is cut where a document or a sequence begins, so that each part lies in one
+        # document and one sequence. `right=True`: a cut at the end of a document belongs to the
+        # next one.
         ends = lengths.cumsum(0)  # in the stream of selected documents
         cut_points = torch.unique(
             torch.cat([ends - lengths, torch.arange(0, int(ends[-1]), seq_len)])
@@ -170,6 +174,7 @@ def pack_documents(
         )
     sequence_of = torch.arange(lengths.numel())
     if packing == "best_fit":
+        # Full segments are sequences by themselves, so only the rest is packed.
         full = lengths == seq_len
         num_full = int(full.sum())
         sequence_of[full] = torch.arange(num_full)
@@ -187,6 +192,8 @@ def holdout_mask(num_documents: int, fraction: float) -> Tensor:
 
     Raises DataError if it holds out no document or every document.
     """
+    # `splitmix64s` gives signed numbers. Flipping the sign bit of both sides makes the comparison
+    # one of unsigned hashes with fraction * 2^64.
     lowest = -(1 << 63)
     is_held_out = (splitmix64s(torch.arange(num_documents)) ^ lowest) < ceil(
         fraction * 2.0**64
@@ -204,6 +211,8 @@ def chunk_documents(
 ) -> tuple[Tensor, Tensor]:
     """(starts, lengths) of the segments: those of a document are full, except the last."""
     counts = (lengths + max_segment_length - 1) // max_segment_length
+    # The exclusive cumsum of counts is each document's first segment; subtracting it numbers the
+    # segments within a document.
     document = torch.repeat_interleave(counts)
     offset = (
         torch.arange(document.numel()) - (counts.cumsum(0) - counts)[document]
@@ -215,6 +224,7 @@ def group_by_sequence(
     sequence_of: Tensor, starts: Tensor, lengths: Tensor, seq_len: int
 ) -> PackingPlan:
     """Sorts segments, given in stream order, by sequence."""
+    # Stable: the segments of a sequence stay in stream order.
     order = sequence_of.argsort(stable=True)
     segments_per_sequence = sequence_of.bincount()
     sequence_offsets = torch.cat(
@@ -238,6 +248,7 @@ def load_or_build_plan(
 
     Builds it if absent, and stores it if possible.
     """
+    # Only this packing depends on the seed. Other plans keep the file names they always had.
     is_shuffled = packing == "best_fit" and version > 1
     shuffled = f"-version-{version}-seed-{seed}" if is_shuffled else ""
     path = dataset.folder / f"{packing}-{seq_len}{document_filter}{shuffled}.plan"
@@ -273,7 +284,7 @@ class PlanHeader(Artifact):
 
     kind: ClassVar[str] = "packing plan"
     name: str
-    """Of the file, which says how it was packed."""
+    """Name of the file, which states how the corpus was packed."""
     seq_len: int = Field(ge=1)
     max_segments: int = Field(ge=1)
     num_offsets: int = Field(ge=2)
@@ -299,6 +310,8 @@ def store_plan(plan: PackingPlan, path: Path, *, made_from: str) -> PackingPlan:
         sha256=plan.fingerprint,
     )
     try:
+        # Renamed into place: a rank that stores at the same time writes the same bytes, and none
+        # reads half a file.
         write_atomic(path, sealed_header(header, made_from=made_from) + content)
     except OSError as error:
         log.warning("%s cannot be written; every run will rebuild it: %s", path, error)
@@ -318,10 +331,11 @@ def _is_older(path: Path) -> bool:
 
 
 def load_plan(path: Path, *, seq_len: int, made_from: str, stream_tokens: int) -> PackingPlan:
-    """Raises DataError if the file is damaged, breaks a rule of plans, or belongs to another
-    corpus or sequence length.
+    """The plan stored at `path` for the corpus with fingerprint `made_from` and `stream_tokens`
+    tokens.
 
-    The corpus has the fingerprint `made_from` and `stream_tokens` tokens.
+    Raises DataError if the file is damaged, breaks a rule of plans, or belongs to another corpus
+    or sequence length.
     """
     try:
         with open_regular(path) as file:
@@ -337,6 +351,8 @@ def load_plan(path: Path, *, seq_len: int, made_from: str, stream_tokens: int) -
         raise DataError(
             f"{path} is the plan of another corpus or packing ({header.name}); {remedy(path)}"
         )
+    # A private mapping of the whole file: the header takes a multiple of 8 bytes, so that int64
+    # behind it is aligned, and ranks of a node share the pages.
     numbers = torch.from_file(
         str(path), shared=False, size=HEADER_BYTES // 8 + num_numbers, dtype=torch.int64
     )
@@ -361,6 +377,8 @@ class PackedDataset:
         self.num_sequences = plan.num_sequences
         self.max_segments = plan.max_segments
         self.num_padding_tokens = plan.num_padding_tokens
+        # A coarse fraction keeps the integers of `WeightedRoundRobin` small, and with them its
+        # period.
         self.fill_ratio = Fraction(
             max(1, round(100 * plan.num_tokens / (plan.num_sequences * plan.seq_len))), 100
         )
@@ -372,6 +390,7 @@ class PackedDataset:
         self.fingerprint = token_dataset.fingerprint
         self.plan_fingerprint = plan.fingerprint
         self._seed = seed
+        # Dealing, boundaries and reading each ask for the segments of a sequence.
         self._segments = lru_cache(maxsize=16)(self._load_segments)
 
     def locate(self, index: int) -> tuple[int, int]:
@@ -385,22 +404,28 @@ class PackedDataset:
         return self._segments(index)[1]
 
     def read(self, index: int, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """If the document continues after the segment, its next token is the last label."""
+        """Tokens and labels of parts of a sequence.
+
+        If the document continues after the segment, its next token is the last label.
+        """
         segment_starts, segment_lengths, continued = self._segments(index)
         segment_ends = segment_lengths.cumsum(0)
         segment = torch.searchsorted(segment_ends, starts, right=True)
         in_stream = segment_starts[segment] + starts - (segment_ends - segment_lengths)[segment]
+        # Labels are the tokens one further on, so one more token is read if the document has one.
         has_next_token = (starts + lengths < segment_ends[segment]) | continued[segment]
         num_read = lengths + has_next_token
         stream = self.token_dataset.read_ranges(in_stream, num_read)
         token_index = concatenated_ranges(num_read.cumsum(0) - num_read, lengths)
+        # Where there is no next token, this takes some other one, which IGNORE_INDEX replaces. The
+        # clamp keeps the last index within the stream.
         labels = stream[(token_index + 1).clamp(max=len(stream) - 1)]
         labels[lengths.cumsum(0)[~has_next_token] - 1] = IGNORE_INDEX
         return stream[token_index], labels
 
     def _load_segments(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each segment: start in the token stream, length, whether its document continues after
-        it.
+        """(start in the token stream, length, whether the document continues after it) of each
+        segment.
         """
         _, sequence = self.locate(index)
         first, last = self.plan.sequence_offsets[sequence : sequence + 2].tolist()
@@ -408,5 +433,7 @@ class PackedDataset:
         lengths = self.plan.lengths[first:last]
         document_starts = self.token_dataset.document_starts
         ends = starts + lengths
+        # If a document ends with the segment, the next one, or the end of the stream, begins at
+        # `ends`.
         continued = document_starts[torch.searchsorted(document_starts, ends)] != ends
         return starts, lengths, continued

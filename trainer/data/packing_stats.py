@@ -1,4 +1,4 @@
-"""How documents are spread over packed sequences."""
+"""Statistics of the documents and segments in packed sequences."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ def between_sequences(plan: PackingPlan) -> float:
     0: every sequence is a fair sample of the corpus; 1: every sequence holds segments of one
     length.
     """
+    # Logarithms, because lengths differ by orders of magnitude.
     logs = plan.lengths.double().log()
     deviations = logs - logs.mean()
     total = deviations.square().sum()
     if not total:
         return 0.0
+    # Analysis of variance: a group of n values whose deviations sum to s adds n (s / n)^2 = s^2 /
+    # n to the sum of squares between groups.
     counts = plan.sequence_offsets.diff()
     sequence_of = torch.repeat_interleave(counts)
     sums = torch.zeros(plan.num_sequences, dtype=torch.float64).index_add_(
@@ -31,7 +34,7 @@ def between_sequences(plan: PackingPlan) -> float:
 
 
 def packing_facts(plan: PackingPlan) -> Mapping[str, str]:
-    """What a reader of a report wants to know of a plan, by name."""
+    """Facts of a plan for a report, by name."""
     segments = plan.sequence_offsets.diff()
     return {
         "sequences": f"{plan.num_sequences:,} of {plan.seq_len:,} tokens",
@@ -65,5 +68,7 @@ def expected_imbalance(plan: PackingPlan, dp_size: int) -> float:
     a shuffled corpus.
     """
     pairs = sequence_pairs(plan).sort().values
+    # The largest of dp_size independent quantiles lies below x with probability x^dp_size, so each
+    # sorted sequence is the busiest with the difference of two such powers.
     ranks = torch.linspace(0, 1, len(pairs) + 1, dtype=torch.float64).pow(dp_size)
     return float((pairs * ranks.diff()).sum() / pairs.mean())

@@ -37,12 +37,14 @@ from trainer.errors import DataError
 PART_CHARS = 1000
 """A BPE's time per character grows with the length of the text."""
 MAX_CHARS = 1 << 25
-"""In one call: 54 bytes of memory per character, and the ids."""
+"""Most characters in one call of the library, which takes 54 bytes of memory for each, and the
+ids.
+"""
 SPACE = "▁"
 
 
 class SentencePieceTokenizer:
-    """Raises DataError for a model that cannot end documents."""
+    """The tokenizer of a sentencepiece model. Raises DataError if it cannot end documents."""
 
     def __init__(self, content: bytes) -> None:
         import sentencepiece
@@ -113,14 +115,14 @@ class PieceCuts:
 
     together: frozenset[str]
     known: frozenset[str] | None
-    """None if bytes replace unknown characters."""
+    """Characters that have a piece; None if bytes replace unknown characters."""
 
     def __call__(self, pair: str) -> bool:
         return pair not in self.together and (self.known is None or pair[0] in self.known)
 
 
 def proved_cuts(proto: Any) -> MayCut:
-    """Where a text may be cut, by the model's definition."""
+    """The places where a text may be cut, by the model's definition."""
     normalizer = proto.normalizer_spec
     trainer = proto.trainer_spec
     types = proto.SentencePiece
@@ -141,6 +143,7 @@ def proved_cuts(proto: Any) -> MayCut:
     known = {
         each.piece for each in proto.pieces if each.type in (types.NORMAL, types.USER_DEFINED)
     }
+    # A text has a space where pieces have the character that stands for it.
     characters = {piece for piece in known if len(piece) == 1}
     return PieceCuts(together, frozenset(characters | ({" "} if SPACE in characters else set())))
 
@@ -149,8 +152,8 @@ def proved_cuts(proto: Any) -> MayCut:
 
 
 def unusual_parts(proto: Any) -> tuple[object, ...]:
-    """What ids depend on beside pieces and scores; nothing for a model of the kind of Llama 2's
-    and of docs/data.md.
+    """The parts of a model that ids depend on beside pieces and scores; empty for a model of the
+    kind of Llama 2's and of docs/data.md.
     """
     normalizer = proto.normalizer_spec
     trainer = proto.trainer_spec
@@ -178,6 +181,7 @@ def unusual_parts(proto: Any) -> tuple[object, ...]:
         "escape_whitespaces": True,
         "ends": ("<s>", "</s>"),
     }
+    # Nothing for the usual parts: folders that were prepared before they counted keep their key.
     return () if parts == usual else (parts, normalizer.add_dummy_prefix)
 
 

@@ -42,9 +42,9 @@ class SequenceSource(Protocol):
     """Padding tokens of an epoch."""
     pad_token_id: int
     fingerprint: str
-    """Of its tokens."""
+    """Fingerprint of the tokens."""
     plan_fingerprint: str
-    """Of how they are packed; empty if nothing is stored of it."""
+    """Fingerprint of the packing plan; empty if no plan is stored."""
 
     def segment_lengths(self, index: int) -> Tensor:
         """int64: lengths of the segments of a sequence; together at most seq_len."""
@@ -76,7 +76,7 @@ class SequenceShard(Protocol):
 
 @dataclass(frozen=True)
 class FullSequence:
-    """Whole sequences."""
+    """The shard of a rank that holds whole sequences."""
 
     seq_len_divisor: int = 1
 
@@ -216,6 +216,7 @@ class BlendedDataset:
         source_index, index_in_source = (0, 0) if index is None else self.round_robin.locate(index)
         source = self.sources[source_index]
         ends = self._segment_ends(index, padded_len)
+        # `ends` has a leading 0 and two ends of padding beside those of the content.
         num_content_segments = 0 if index is None else len(ends) - 3
         boundaries_D = self._boundaries(ends)
         segment, start, length = cut_ranges(*shard.spans(boundaries_D), ends)
@@ -231,6 +232,7 @@ class BlendedDataset:
         # restarts.
         restarts = self._document_mask | (segment == len(ends) - 2)
         positions_S = concatenated_ranges(start - ends[segment] * restarts, length)
+        # Without a document mask all content is one document, from its first to its last end.
         documents = ends[: num_content_segments + 1]
         if not self._document_mask:
             documents = documents[[0, -1]]
@@ -248,6 +250,7 @@ class BlendedDataset:
         shape.
         """
         starts = ends[:-2] if self._document_mask and not self._single_document else ends[:1]
+        # Repeated ends are empty documents, which cost nothing and fill up the shape.
         num_filled = 1 if self._single_document else self._max_segments + 2 - len(starts)
         tail = ends[-1:] if ends[-1] > self.seq_len else ends[:0]
         return torch.cat((starts, ends[-2:-1].expand(num_filled), tail)).int()
@@ -277,6 +280,7 @@ class WeightedRoundRobin:
         """Raises ValueError for a weight that is not positive or rounds to 0 of MAX_PERIOD."""
         self.weights = integer_weights(weights)
         self.period = sum(self.weights)
+        # One period is tabulated, so that `locate` takes constant time for any index.
         self._source_at = array("H")
         self._count_before = array("l")
         credit = [0] * len(self.weights)
@@ -311,6 +315,7 @@ def integer_weights(weights: Sequence[float | Fraction]) -> list[int]:
     """
     if not weights or min(weights) <= 0:
         raise ValueError(f"weights {list(weights)} must be positive")
+    # By decimal text: the binary value of 0.1 has the denominator 2^55, far beyond any period.
     fractions = [Fraction(str(weight)) for weight in weights]
     denominator = lcm(*(weight.denominator for weight in fractions))
     scaled = [int(weight * denominator) for weight in fractions]

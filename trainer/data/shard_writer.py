@@ -67,6 +67,7 @@ class ShardWriter:
 
     def _begin_shard(self) -> None:
         self._shard_name = f"{self._name}-{len(self.shards)}" if self.shards else self._name
+        # Also readable, because `_end_shard` hashes what was written.
         self._file = BufferedRandom(
             (self._folder / f"{self._shard_name}.bin").open("w+b", buffering=0),
             buffer_size=BUFFER_BYTES,
@@ -106,6 +107,7 @@ class ShardWriter:
 
     def rollback(self, savepoint: Savepoint) -> None:
         """Drops what was added since `savepoint`. No shard may have ended since."""
+        # Once nothing is unwritten, truncating the file undoes everything.
         self._flush()
         self._num_tokens, documents, self._document_tokens = savepoint
         del self._starts[documents:]
@@ -156,6 +158,8 @@ class ShardWriter:
         """Writes documents together, because they may be short."""
         # torch.frombuffer refuses an empty buffer.
         if self._num_unwritten:
+            # Two scatters place all separators and bodies. torch has few operations for uint16, so
+            # the stream stays int32 until `_to_bytes`.
             stream = torch.empty(self._num_unwritten, dtype=torch.int32)
             is_body = torch.ones(self._num_unwritten, dtype=torch.bool)
             places, separators = (

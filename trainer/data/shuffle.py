@@ -7,6 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Four rounds of a Feistel network with a random round function make a strong pseudorandom
+# permutation (Luby and Rackoff, 1988). The hexadecimal numbers are SplitMix64's.
 MASK64 = (1 << 64) - 1
 ROUNDS = 4
 INCREMENT = 0x9E3779B97F4A7C15
@@ -18,7 +20,8 @@ def shuffled_index(index: int, *, size: int, seed: int, epoch: int) -> int:
     """Image of `index` under the permutation of range(size) that `seed` and `epoch` select."""
     if not 0 <= index < size:
         raise ValueError(f"index = {index} is not in range({size})")
-    # of each half; the network permutes fewer than 4 * size numbers
+    # Bits of each half. The network permutes a power of 4 below 4 * size; images outside the range
+    # are permuted again (cycle walking), which keeps it a permutation of the range.
     bits = ((size - 1).bit_length() + 1) // 2
     key = splitmix64(splitmix64(seed) ^ epoch)
     while True:
@@ -49,6 +52,7 @@ def splitmix64(value: int) -> int:
 
 def splitmix64s(values: Tensor) -> Tensor:
     """`splitmix64` of int64 numbers, as signed numbers with the same bits."""
+    # int64 wraps around as uint64 does, for which torch has few operations.
     values = values + _signed(INCREMENT)
     values = (values ^ _shifted(values, 30)) * _signed(FIRST)
     values = (values ^ _shifted(values, 27)) * _signed(SECOND)
@@ -60,5 +64,5 @@ def _signed(value: int) -> int:
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros moving in."""
+    """The values shifted to the right logically: zeros move in, not the sign."""
     return values >> bits & ((1 << 64 - bits) - 1)

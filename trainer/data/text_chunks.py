@@ -34,7 +34,8 @@ def split_text(
 
     Raises EncodingError for a part of more than `max_chars`.
     """
-    # the first place of `rest` that was not looked at
+    # `first` is the first place of `rest` that was not looked at: a long text without a cut is not
+    # searched again with every block.
     rest = ""
     first = 1
     for block in blocks:
@@ -89,6 +90,8 @@ def encode_parts(parts: Iterable[str], encode: Callable[[str], list[int]]) -> It
     offset = 0
     for part in parts:
         try:
+            # `before` has the same ids alone as in front of the part, since the cut lies behind
+            # it.
             skipped = len(encode(before)) if before else 0
             ids += encode(before + part)[skipped:]
         except (KeyboardInterrupt, SystemExit, DataError):

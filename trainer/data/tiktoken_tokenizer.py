@@ -35,10 +35,14 @@ if TYPE_CHECKING:
 
 PART_CHARS = 400_000
 MAX_CHARS = 1 << 25
-"""In one call: about 100 bytes of memory per character, and the ids."""
+"""Most characters in one call of tiktoken, which takes about 100 bytes of memory for each, and the
+ids.
+"""
 WHITESPACE_PART = 25_000  # as in Llama 3's tokenizer
 REGULAR_EXPRESSION = frozenset(r"\.^$*+?{}[]|()")
-"""Characters with a meaning there. Without them, a pattern is rather a name."""
+"""Characters with a meaning in regular expressions. A pattern without them is rather a misspelled
+name.
+"""
 
 LLAMA3_SHA256 = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"
 """Digest of the ranks in `original/tokenizer.model` of Llama 3, 3.1, 3.2 and 3.3."""
@@ -95,6 +99,8 @@ class TiktokenTokenizer:
             self.special_token_names,
             sorted(self.ranks.items(), key=lambda item: item[1]),
         )
+        # Nothing for Llama 3's own: folders that were prepared before ends could be stated keep
+        # their key.
         other_ends = () if ends == LLAMA3_SPECIAL_TOKENS[:2] else ends
         self.fingerprint = "tiktoken-" + sha256_of((*identity, *other_ends))
 
@@ -148,8 +154,8 @@ def stated_parts(
 
 
 def require_whole_texts(encoding: Encoding, pattern: str | None) -> None:
-    """Raises DataError for a pattern that leaves out some of a text: tiktoken drops that without a
-    word.
+    """Raises DataError for a pattern that does not match all of a text: tiktoken drops the rest
+    silently.
     """
     try:
         kept = encoding.decode(encoding.encode_ordinary(PROBE))

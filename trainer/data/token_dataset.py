@@ -34,9 +34,11 @@ from trainer.storage.artifact import (
 
 DTYPES = {"uint16": torch.uint16, "int32": torch.int32}
 BLOCK_BYTES = 1 << 16
-"""What is hashed before a token in it is trained on. Reading ahead takes as much anyway."""
+"""Unit of verification: a block is hashed before a token in it is trained on. The kernel reads as
+much ahead anyway.
+"""
 MAX_INDEX_BYTES = 1 << 36
-"""Of an index: that of a shard of 8 billion documents."""
+"""Largest index of a shard, enough for 8 billion documents."""
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -60,7 +62,7 @@ class TextCounts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     texts: Count = 0
-    """With at least one character."""
+    """Texts with at least one character."""
     empty: Count = 0
     skipped: Count = 0
 
@@ -81,7 +83,7 @@ class PartitionResult(Artifact):
     shards: list[TokenShard]
     longest: int
     counts: dict[str, TextCounts]
-    """By suffix."""
+    """Counts by suffix."""
     bad: list[str]
     """Descriptions of the first skipped files and lines."""
 
@@ -107,9 +109,9 @@ class TokenDatasetMeta(Artifact):
     max_document: int | None
     shards: list[TokenShard]
     block_bytes: int | None = Field(ge=1, le=MAX_SHARD_BYTES)
-    """None: a shard is one block."""
+    """Bytes of a hashed block; None: a shard is one block."""
     counts: dict[str, TextCounts] | None
-    """By suffix; None: texts were not counted, and first bytes not looked at."""
+    """Counts by suffix; None: texts were not counted, and first bytes not examined."""
 
     @model_validator(mode="after")
     def _require_sums(self) -> Self:
@@ -163,6 +165,8 @@ class TokenDataset:
             [(shard.bin_sha256, shard.idx_sha256) for shard in self.meta.shards],
         ]
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+        # One more than shards: the last offset is the end of the stream, so zip below is not
+        # strict.
         self._shard_offsets = torch.tensor(
             [*accumulate((shard.tokens for shard in self.meta.shards), initial=0)]
         )
@@ -180,7 +184,7 @@ class TokenDataset:
 
     @property
     def document_lengths(self) -> Tensor:
-        """[documents] int64."""
+        """[documents] int64: tokens of each document."""
         return self.document_starts.diff()
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -215,6 +219,8 @@ class TokenDataset:
 
     def _read_shard(self, index: int, places: Tensor) -> Tensor:
         tokens = self._shards[index].tokens[places].to(torch.int64)
+        # An id outside the vocabulary would fail in the embedding on the device, far from its
+        # cause.
         smallest, largest = tokens.aminmax()
         if smallest >= 0 and largest < self.vocab_size:
             return tokens
@@ -238,7 +244,8 @@ class TokenDataset:
                     raise self._damaged(
                         path.name, f"{size} bytes, {META_FILENAME} says {expected_size}"
                     )
-                # As torch wants it, and not to write.
+                # torch.frombuffer warns of memory that cannot be written. A private copy can be,
+                # and no write reaches the file.
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except DamageError as error:
             raise self._damaged(path.name, str(error)) from None
@@ -289,13 +296,14 @@ class MappedShard:
         self._is_intact = torch.zeros(-(-len(content) // block_bytes), dtype=torch.bool)
 
     def find_damage(self, starts: Tensor, lengths: Tensor) -> str:
-        """What is wrong with the blocks that hold ranges of tokens, each hashed when it is first
-        read; "" if nothing.
+        """The damage of the blocks that hold ranges of tokens, each hashed when it is first read;
+        "" if they are intact.
         """
         itemsize = self.tokens.itemsize
         first = starts * itemsize // self._block_bytes
         last = ((starts + lengths) * itemsize - 1) // self._block_bytes
         blocks = concatenated_ranges(first, last - first + 1)
+        # Each process hashes a block once, however many tokens of it are read.
         for block in blocks[~self._is_intact[blocks]].unique().tolist():
             at = block * self._block_bytes
             end = min((block + 1) * self._block_bytes, len(self._bytes))

@@ -72,6 +72,7 @@ class ByteTokenizer:
     fingerprint = "byte-264"
 
     def encode(self, text: str) -> Tensor:
+        # torch.frombuffer warns of a buffer that cannot be written, and refuses an empty one.
         data = bytearray(text, "utf-8")
         return (
             torch.frombuffer(data, dtype=torch.uint8)
@@ -80,6 +81,7 @@ class ByteTokenizer:
         )
 
     def encode_blocks(self, blocks: Iterable[str]) -> Iterator[Tensor]:
+        # Characters are encoded one by one, so that blocks may be cut anywhere.
         return map(self.encode, blocks)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -110,7 +112,9 @@ KINDS: dict[str, Callable[[TokenizerSection], Tokenizer]] = {
     "sentencepiece": _open_sentencepiece,
     "huggingface": _open_huggingface,
 }
-"""By `tokenizer.kind`: those of `trainer.config.extension.BUILT_IN_TOKENIZERS`."""
+"""Built-in tokenizers by `tokenizer.kind`, which `trainer.config.extension.BUILT_IN_TOKENIZERS`
+lists.
+"""
 
 
 def open_tokenizer(stated: TokenizerSection) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""What the files of a Hugging Face folder say about its tokenizer, read as transformers reads
+"""Facts about a tokenizer from the files of its Hugging Face folder, read as transformers reads
 them.
 """
 
@@ -30,7 +30,7 @@ A tokenizer is built from these alone, so that it can be sent to other processes
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Raises DataError if tokenizer.json cannot be read or is not JSON."""
+    """The files by name. Raises DataError if tokenizer.json cannot be read or is not JSON."""
     folder = tokenizer_folder(path)
     try:
         files = {TOKENIZER_FILE: read_regular(folder / TOKENIZER_FILE)}
@@ -65,6 +65,7 @@ def named_special_tokens(files: Files) -> dict[str, str]:
     """
     config = read_object(files, CONFIG_FILE)
     special_map = read_object(files, SPECIAL_TOKENS_FILE)
+    # The later source wins for a role that both have.
     sources = (special_map, config) if "added_tokens_decoder" in config else (config, special_map)
     return {
         role: content

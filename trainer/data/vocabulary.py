@@ -1,4 +1,4 @@
-"""How many embeddings a model needs for a tokenizer."""
+"""The number of embeddings that a model needs for a tokenizer."""
 
 from __future__ import annotations
 

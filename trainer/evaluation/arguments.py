@@ -82,7 +82,7 @@ def needle_parser() -> CommandParser:
 
 
 def sequence_lengths(text: str) -> list[int]:
-    """An argparse type."""
+    """Ascending sequence lengths from text such as `1024,4096`: an argparse type."""
     try:
         return sorted(set(map(integer(minimum=2), map(str.strip, text.split(",")))))
     except ArgumentTypeError:

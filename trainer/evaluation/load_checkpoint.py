@@ -76,6 +76,8 @@ def resolve_checkpoint(path: Path, overrides: Sequence[str] = ()) -> ResolvedChe
         )
     checkpoint = find_checkpoint(path)
     state = manifest.read_state(checkpoint)
+    # The run folder may come from a stranger: extensions that it names are only imported if the
+    # command line names them, too.
     run_config = load(["--config", str(run_dir.config_path.resolve())], imports_extensions=False)
     index = state.stage.index
     num_stages = len(run_config.training_stages)
@@ -108,8 +110,8 @@ def resolve_checkpoint(path: Path, overrides: Sequence[str] = ()) -> ResolvedChe
 
 
 def resolve_for_evaluation(path: Path, overrides: Sequence[str]) -> ResolvedCheckpoint:
-    """As `resolve_checkpoint`, and validates the configuration for the processes that were
-    started.
+    """Resolves a checkpoint as `resolve_checkpoint` does, and validates its configuration for the
+    processes that were started.
     """
     resolved = resolve_checkpoint(path, overrides)
     _, world_size, _ = rank_from_environment()

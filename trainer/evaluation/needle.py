@@ -152,6 +152,8 @@ class NeedleDataset:
     def read(self, index: int, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         sequence_T, num_targets = self.sequence(index)
         labels_T = torch.full_like(sequence_T, IGNORE_INDEX)
+        # The label of a place is the next token, so the number is predicted from the end of the
+        # marker on.
         labels_T[-num_targets - 1 : -1] = sequence_T[-num_targets:]
         places = concatenated_ranges(starts, lengths)
         return sequence_T[places], labels_T[places]
@@ -212,6 +214,7 @@ def evaluate_length(dataset: NeedleDataset, parallel_model: ParallelModel) -> li
 
     def batches() -> Iterator[Batch]:
         for numbers in assign_sequences(dataset.num_sequences, parallel_model, batch_size=1):
+            # `record` reads them for the batch that was yielded last: batches are run one by one.
             batch_numbers[:] = [
                 dataset.num_sequences - 1 if number is None else number for number in numbers
             ]

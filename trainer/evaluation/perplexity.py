@@ -71,6 +71,7 @@ def count_target_bytes(dataset: ValidationSet, tokenizer: Tokenizer) -> int:
     special = {tokenizer.bos, tokenizer.eos, *tokenizer.special_tokens.values()}
     for number in range(dataset.num_sequences):
         batch = sequences.read([number])
+        # Decoded by document: a character may take several tokens, but never of two documents.
         for document in batch.document_ids[0].unique():
             labels = batch.labels[0][
                 (batch.document_ids[0] == document) & (batch.labels[0] != IGNORE_INDEX)
@@ -87,8 +88,10 @@ def summarize(result: ValidationResult, num_bytes: int) -> dict[str, Any]:
     """The validation event of a set, with perplexity and bits per byte."""
     longest = result.longest_context
     event = {key: value for key, value in result.event(None).items() if key != "regression"}
+    # Nats per target times targets are the nats of the text; ln 2 nats are a bit.
     bits_per_byte = longest.loss * longest.targets / math.log(2) / num_bytes if num_bytes else None
     return event | {
+        # exp of more than 709 overflows float64.
         "perplexity": math.exp(min(longest.loss, 700)),
         "bytes": num_bytes,
         "bits_per_byte": bits_per_byte,

@@ -1,7 +1,4 @@
-"""What `training.attention` is on a planned device: the same as for a run there.
-
-Imports no torch.
-"""
+"""Resolves `training.attention` for a planned device, as a run there would. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,9 +9,10 @@ from trainer.hardware.device_specs import DEFAULT_DEVICE, DeviceSpec, load_devic
 
 
 def attention_problems(config: Config, device: DeviceSpec) -> list[str]:
-    """Why the device cannot run the kernel that the configuration names."""
+    """The reasons why the device cannot run the kernel that the configuration names."""
     if config.training.attention == "auto":
         return []
+    # Problems on every device are reported with the configuration, not with the device.
     of_configuration = {*problems(config.training.attention, config.attention_needs())}
     found = problems(config.training.attention, config.attention_needs(device.generation))
     return [f"{device.name}: {problem}" for problem in found if problem not in of_configuration]

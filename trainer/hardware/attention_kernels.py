@@ -27,25 +27,26 @@ def is_installed(kernel: str) -> bool:
 
 
 def nearest_rates(rates: Rates, kernel: str, head_dim: int) -> tuple[float, float]:
-    """At the nearest measured head dimension."""
+    """(forward, backward) rates at the nearest measured head dimension."""
+    # Nearest by ratio: tiles and work grow in proportion, so 96 resembles 128 more than 64.
     by_width = rates[kernel]
     return by_width[min(by_width, key=lambda measured: abs(log(measured / head_dim)))]
 
 
 def fastest_first(rates: Rates, head_dim: int) -> list[str]:
-    """By forward and backward pass together: five products in the backward pass, two in the
-    forward pass.
-    """
+    """Kernels ordered by the time of forward and backward pass together."""
 
     def seconds(kernel: str) -> float:
         forward, backward = nearest_rates(rates, kernel, head_dim)
+        # Rates are FLOP/s. Forward has two products (scores, output), backward five (scores once
+        # more, and the gradients of values, probabilities, queries and keys).
         return 2 / forward + 5 / backward
 
     return sorted(rates, key=seconds)
 
 
 def attention_choices(config: Config, generation: str | None, rates: Rates | None) -> list[str]:
-    """Best first; one choice if the configuration names it.
+    """Kernels to try, best first; one if the configuration names it.
 
     `rates`: None if nobody has measured the device.
     """

@@ -32,6 +32,7 @@ def main(argument: str) -> None:
 
 
 def _say(values: dict[str, object]) -> None:
+    # Flushed at once: the parent must know which check hangs or kills this process.
     sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
 

@@ -45,7 +45,8 @@ def bind_to_numa_node(
     bound_cpus = local_cpus[device.index] & allowed
     if bound_cpus and bound_cpus != allowed:
         os.sched_setaffinity(0, bound_cpus)
-        # The thread count was set for all CPUs of the machine.
+        # The thread count was set for all CPUs of the machine. Devices of one NUMA node share its
+        # CPUs, with one rank each.
         num_cpus = len(bound_cpus) // local_cpus.count(local_cpus[device.index])
         torch.set_num_threads(max(1, min(torch.get_num_threads(), num_cpus)))
         log.info(
@@ -131,6 +132,8 @@ def _verified(choice: str, config: Config, device: torch.device) -> str:
     if problem := next(problems, None):
         raise ValueError(problem)
     is_flash_version = choice in FLASH_VERSIONS
+    # FlashAttention 3 and 4 replace torch's `flash` for the whole process, so one that fails is
+    # deactivated again below.
     if is_flash_version:
         torch.nn.attention.activate_flash_attention_impl(choice.upper())
     try:
@@ -139,6 +142,7 @@ def _verified(choice: str, config: Config, device: torch.device) -> str:
         if is_flash_version:
             torch.nn.attention.restore_flash_attention_impl()
         raise
+    # The run has other shapes than the check, whose cached blocks would only fragment its memory.
     torch.cuda.empty_cache()
     return "flash" if is_flash_version else choice
 
@@ -152,8 +156,11 @@ def verify_attention_kernel(config: Config, kernel: str, device: torch.device) -
     groups = config.memory.head_groups
     ulysses = plan.ulysses_degree
     num_kv = plan.kv_heads // groups
+    # Ulysses replicates KV heads where its ranks outnumber them.
     num_kv = num_kv * kv_head_repeats(ulysses, num_kv) // ulysses
     heads = kernel_check.Heads(plan.heads // groups // ulysses, num_kv, plan.head_dim)
+    # Values depend on the ratio of query to KV heads, not on their number: two KV heads check them
+    # at little cost. Offsets of wide tensors need all heads (`verify_wide`).
     few = heads._replace(num=min(2, num_kv) * heads.num // num_kv, kv=min(2, num_kv))
     options: Any = {
         "windows": config.model.build().windows,
@@ -193,6 +200,7 @@ def peak_device_memory(device: torch.device) -> tuple[float, float] | None:
 
 def peak_host_memory() -> float:
     """Peak resident bytes of this process."""
+    # Linux counts ru_maxrss in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
@@ -248,6 +256,7 @@ class ComputeProbe:
             previous_time = self._last_time
             self._last_time = time.process_time()
             return self._last_time - previous_time
+        # The previous probe ended long ago, so reading its events does not stall the device.
         elapsed = 0.0 if self._probe_timer is None else self._probe_timer.seconds()
         self._probe_timer = Stopwatch(self._matrix.device)
         self._probe_timer.start()
@@ -263,6 +272,8 @@ class AsyncHostCopy:
         self._vector = vector
         self._copy_event: torch.cuda.Event | None = None
         if vector.device.type == "cuda":
+            # Only a copy to pinned memory is asynchronous. The event lets `read` wait for this
+            # copy alone, not for later work of the stream.
             self._vector = torch.empty_like(vector, device="cpu", pin_memory=True).copy_(
                 vector, non_blocking=True
             )

@@ -35,7 +35,7 @@ from trainer.hardware.attention_kernels import Rates, nearest_rates
 from trainer.hardware.specs import TABLES_DIR, find_table
 
 DEFAULT_DEVICE = "h100-80gb"
-"""Planned for if there is no known GPU."""
+"""Device to plan for if there is no known GPU."""
 DEFAULT_DEVICE_NOTE = f"no known GPU on this machine: planned for {DEFAULT_DEVICE}; choose with --device or plan.device"
 TFLOPS = 1e12
 GBPS = 1e9
@@ -51,12 +51,12 @@ WidthKey = Annotated[str, Field(pattern=r"^width_[1-9]\d*$")]
 
 
 MATMUL_SHARE = 0.88
-"""Of the best measured matmul rate: clocks of a power-limited GPU drop under sustained load on
-random data. Chosen so that an 8B model reaches 650 TFLOP/s on H100, which explains the published
-step times of UPipe, ALST and TRL.
+"""Share of the best measured matmul rate that is sustained: clocks of a power-limited GPU drop
+under load on random data. Chosen so that an 8B model reaches 650 TFLOP/s on H100, which explains
+the published step times of UPipe, ALST and TRL.
 """
 MEMORY_SHARE = 0.8
-"""Of the memory bandwidth of data sheets, which elementwise and norm kernels reach."""
+"""Share of a data sheet's memory bandwidth that elementwise and norm kernels reach."""
 MATMUL_HALF_RATE_DIM = 256
 """Matrix dimension at which a matmul runs at half its rate, because of tile (128 or 256) and wave
 quantization.
@@ -151,35 +151,35 @@ class DeviceSpec:
     name: str
     description: str
     generation: str | None
-    """Of NVIDIA's architectures, or "cdna"; None if unknown."""
+    """NVIDIA's architecture, or "cdna"; None if unknown."""
     memory: float
     peak_flops: float
-    """Dense, bfloat16."""
+    """Dense bfloat16 FLOP/s."""
     matmul_flops: float
     """Rate in the limit of large matmuls."""
     matmul_share: float
-    """Of that rate, which it sustains."""
+    """Share of `matmul_flops` that the device sustains."""
     attention_flops: Rates
     """(forward, backward) rates of executed FLOPs of long sequences under a causal mask, by kernel
     and head dimension.
     """
     hbm_bandwidth: float
-    """That elementwise and norm kernels reach."""
+    """Memory bandwidth that elementwise and norm kernels reach."""
     launch_latency: float
     """Interval between the starts of two empty kernels."""
     link_domain_size: int
     """Devices connected by fast links (NVLink, xGMI)."""
     link_domain_used: int | None
-    """Of them, those that a job uses; None: as many as no process group straddles."""
+    """Devices of the domain that a job uses; None: as many as no process group straddles."""
     link_bandwidth: float
     link_latency: float
-    """Per step of a collective."""
+    """Latency of a link per step of a collective."""
     network_bandwidth: float
-    """Per device."""
+    """Network bandwidth per device."""
     network_latency: float
     devices_per_node: int
     host_link_bandwidth: float
-    """Between a device and its host, with all devices copying."""
+    """Bandwidth between a device and its host, with all devices copying."""
     host_memory: float
     host_bandwidth: float
     """Host memory bandwidth, shared by all devices."""
@@ -242,6 +242,8 @@ def load_device(name: str) -> DeviceSpec:
 
 def _limit_factor(half_rate_size: int, measured_size: int | None) -> float:
     """The limit of a rate over what was measured at a size; None: the limit itself."""
+    # A rate saturates as limit * n / (n + half), where `half` is the size of half the limit. So
+    # the limit is the rate at n times 1 + half / n.
     return 1.0 if measured_size is None else 1 + half_rate_size / measured_size
 
 
@@ -296,6 +298,7 @@ def _read_table(path: Path, chain: tuple[Path, ...]) -> DeviceTable:
         base_path = _resolve_path(base, path)
         if base_path in chain:
             raise ConfigError([f'{show_path(path)}: extends = "{base}" is circular'])
+        # Only stated values are inherited: defaults apply once, to the merged table.
         inherited = _read_table(base_path, (*chain, base_path)).model_dump(exclude_unset=True)
         # Attention rates are replaced in pairs.
         own_kernels = values.get("attention", {})

@@ -21,6 +21,7 @@ GET_INTERFACE_ADDRESS = 0x8915
 def node_memory_bytes() -> float:
     """Memory of this node, or the container's limit where that is lower."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Without a limit the file holds `max`, which is no integer; without cgroup v2 it is absent.
     with suppress(OSError, ValueError):
         return float(min(installed, int(Path("/sys/fs/cgroup/memory.max").read_text())))
     return float(installed)

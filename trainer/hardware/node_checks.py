@@ -29,12 +29,16 @@ from trainer.hardware.host import GIB
 
 MIB = 1 << 20
 MIN_FREE_SHARE = 0.9
-"""Of a device's memory: less is held by a process that an earlier job left."""
+"""Least free share of a device's memory. If less is free, a process of an earlier job holds the
+rest.
+"""
 PRODUCT_ROUNDS = 100
 SLOW = 0.7
-"""Of the median of a node's devices: below, a device is slow."""
+"""Share of the median rate of a node's devices below which a device counts as slow."""
 MAX_CLOCK_SECONDS = 30.0
-"""Between this node and the file system: the lease goes by both clocks."""
+"""Largest difference between the clocks of this node and of the file system, both of which the
+lease depends on.
+"""
 FILE_BYTES = 64 * MIB
 SHM_BYTES = 64 * MIB
 COPY_BYTES = 256 * MIB
@@ -48,14 +52,14 @@ class CheckFailedError(Exception):
 
 @dataclass(frozen=True)
 class Node:
-    """What is checked."""
+    """A node under test."""
 
     path: Path
     """A folder on the disk that the run uses."""
     devices: int | None = None
-    """That the node must have; None: as many as it lists."""
+    """Number of GPUs that the node must have; None: as many as it lists."""
     product_size: int = 0
-    """Of the square matrices that are multiplied; 0: 4096 on a GPU, 512 on a CPU."""
+    """Dimension of the square matrices that are multiplied; 0: 4096 on a GPU, 512 on a CPU."""
 
     @property
     def compute_devices(self) -> list[torch.device]:
@@ -107,7 +111,7 @@ def memory(node: Node) -> str:
 
 
 def product(node: Node) -> str:
-    """Products of integers are exact, each time, and no device takes far longer than the
+    """Products of integers are exact and repeatable, and no device takes far longer than the
     others.
     """
     seconds = {
@@ -121,10 +125,12 @@ def _product_seconds(device: torch.device, size: int) -> float:
     size = size or (4096 if on_gpu else 512)
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-2, 3, (size, size), generator=generator) for _ in range(2))
+    # Some rows are compared with float64; all others only with the first product.
     rows = torch.arange(0, size, max(1, size // 16))
     # Sums of integers below 2^24 are exact in float32; only the last rounding is not.
     expected = (a[rows].double() @ b.double()).bfloat16()
     a, b = (x.to(device, torch.bfloat16) for x in (a, b))
+    # Not timed: the first product also loads kernels and raises clocks.
     first = a @ b
     watch = Stopwatch(device)
     watch.start()
@@ -184,13 +190,14 @@ def _copy_seconds(device: torch.device) -> float:
 
 
 def links(node: Node) -> str:
-    """What a device sends to the next one arrives."""
+    """Every device's data arrive unchanged at the next one, as fast as the others'."""
     found = [device for device in node.compute_devices if device.type == "cuda"]
     if len(found) < 2:
         return "one device"
     seconds = {}
     for device, following in zip(found, found[1:] + found[:1], strict=True):
         source = torch.arange(COPY_BYTES // 4, dtype=torch.int32, device=device)
+        # The first transfer sets up peer access, so it is not timed.
         source.to(following)
         torch.cuda.synchronize(device)
         began = time.perf_counter()
@@ -227,6 +234,7 @@ def clock(node: Node) -> str:
     with _file_in(node.path) as file:
         file.write(b"now")
         file.flush()
+        # The file system stamps a written file, on a network file system by the server's clock.
         apart = abs(time.time() - os.fstat(file.fileno()).st_mtime)
     if apart > MAX_CLOCK_SECONDS:
         raise CheckFailedError(f"its clock and that of {node.path} are {apart:.0f} s apart")
@@ -234,7 +242,7 @@ def clock(node: Node) -> str:
 
 
 def disk(node: Node) -> str:
-    """What is written to the disk of the run is read again."""
+    """The run's disk returns what was written to it."""
     return _write_and_read(node.path, FILE_BYTES)
 
 
@@ -284,4 +292,4 @@ CHECKS: dict[str, Callable[[Node], str]] = {
     "disk": disk,
     "shared memory": shared_memory,
 }
-"""By name, in order."""
+"""Checks by name, in the order in which they run."""

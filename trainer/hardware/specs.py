@@ -19,6 +19,7 @@ def find_table(torch_name: str) -> str | None:
     """The table with the longest name in `torch.cuda.get_device_name()`; None if unknown or a MIG
     slice.
     """
+    # Whole words only, and the longest: A10 is no A100, and an H100 NVL is not the common H100.
     matches = [
         (len(part), path.stem)
         for path in sorted(TABLES_DIR.glob("*.toml"))

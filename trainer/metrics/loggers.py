@@ -135,7 +135,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def configure_logging(rank: int) -> None:
-    """To standard error: rank 0 from INFO up, other ranks from WARNING up with their rank."""
+    """Logs to standard error: rank 0 from INFO up, other ranks from WARNING up with their rank."""
     handler = _StderrHandler()
     handler.setFormatter(_formatter(rank, "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -143,14 +143,14 @@ def configure_logging(rank: int) -> None:
 
 
 def add_log_file(folder: Path, rank: int) -> None:
-    """Also appends to `rank-N.log`, which is only created with the first message."""
+    """Adds a handler that appends messages to `rank-N.log`, which the first one creates."""
     handler = logging.FileHandler(folder / f"rank-{rank}.log", delay=True)
     handler.setFormatter(_formatter(rank, "%Y-%m-%d %H:%M:%S"))
     logging.getLogger().addHandler(handler)
 
 
 class _PrintableFormatter(logging.Formatter):
-    """Escapes what a stranger's names could do to a terminal."""
+    """Escapes control characters, with which a stranger's names could change the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

@@ -27,7 +27,7 @@ class Prediction(Artifact):
     device_bytes: float | None = None
     seconds_per_token: float | None = None
     seconds_per_pair: float | None = None
-    """Of a (query, key) pair of a sequence; the mean over layers."""
+    """Predicted seconds of a (query, key) pair of a sequence, the mean over layers."""
     memory_summary: str | None = None
     summary: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()

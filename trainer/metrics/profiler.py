@@ -55,6 +55,7 @@ class StepWindow:
         self.is_recording = False
 
     def step(self, completed_step: int) -> None:
+        # The next step decides. A resume inside the window records the rest of it.
         should_record = completed_step + 1 in self.steps
         if should_record and not self.is_recording:
             self.recorder.start()

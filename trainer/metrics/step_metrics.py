@@ -32,14 +32,14 @@ class MetricLayout:
     """Names and offsets of the vector's entries."""
 
     num_shards: int
-    """Context-parallel ranks."""
+    """Number of context-parallel ranks."""
     num_sources: int = 1
     router_sums: int = 0
-    """Statistics of all routers."""
+    """Number of summed statistics of all routers."""
 
     @property
     def widths(self) -> dict[str, int]:
-        """Entries per name, in order."""
+        """Number of entries by name, in order."""
         by_position = dict.fromkeys(
             ("loss_by_position", "targets_by_position"), len(POSITION_EDGES) + 1
         )
@@ -77,6 +77,8 @@ class MetricAccumulator:
     ) -> None:
         self.layout = MetricLayout(mesh.degrees["cp"], num_sources, router_sums)
         self._mesh = mesh
+        # float64 counts exactly to 2^53; float32 would stop at 16.7 million tokens of a global
+        # batch.
         self._zeros = torch.zeros(
             sum(self.layout.widths.values()), dtype=torch.float64, device=device
         )
@@ -92,7 +94,9 @@ class MetricAccumulator:
         checksum = 0
         for batch in micro_batches:
             checksum = crc32(array("i", batch.boundaries.flatten().tolist()), checksum)
-        # Not `[...] = checksum`: that waits for the device.
+        # Each cp rank fills its own entry, so that sums over dp ranks are equal if all cp ranks
+        # read the same. float64 holds 32 bits exactly. `[...] = checksum` would wait for the
+        # device.
         self.layout.split(vector)["documents_by_shard"][self._mesh.coordinate["cp"]].fill_(
             checksum
         )
@@ -133,6 +137,7 @@ class MetricAccumulator:
         """
         views = self.layout.split(vector)
         group = self._mesh.metrics_group
+        # Before the sum replaces the counts of this rank. Imbalance is the maximum over the mean.
         max_attended = all_reduce_max(group, views["attended"].clone())
         all_reduce(group, vector)
         views["attention_imbalance"].copy_(
@@ -142,12 +147,12 @@ class MetricAccumulator:
 
 
 def safe_divide(totals: list[float], counts: list[float]) -> list[float | None]:
-    """Elementwise; None where the count is 0."""
+    """Totals over counts, elementwise; None where the count is 0."""
     return [total / count if count else None for total, count in zip(totals, counts, strict=True)]
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """None for NaN and infinity, which JSON lacks."""
+    """The value; None for NaN and infinity, which JSON lacks."""
     return value if value is not None and math.isfinite(value) else None
 
 

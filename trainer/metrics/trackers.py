@@ -50,7 +50,7 @@ EXPERT_TAGS = {
     "expert_load_max": "experts/load_max",
     "dead_experts": "experts/dead",
 }
-"""Of models with experts only."""
+"""Names of values of models with experts, by key of a record."""
 MAX_SHOWN_LOAD = 2.0
 """White in the image of loads; black is none, and the mean is in the middle."""
 
@@ -75,13 +75,15 @@ DASHBOARD = {
 
 
 class Tracker(Protocol):
-    """Of rank 0. Made at the start of a launch, and again after a rollback."""
+    """A destination of metrics on rank 0, created at the start of a launch and again after a
+    rollback.
+    """
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Takes what is known of a step; not necessarily all at once."""
 
     def close(self) -> None:
-        """Called once."""
+        """Ends the tracker. Called once."""
 
 
 class TensorBoard:
@@ -129,7 +131,7 @@ class TensorBoard:
 
 
 TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {"tensorboard": TensorBoard}
-"""By name: those of `trainer.config.extension.BUILT_IN_TRACKERS`."""
+"""Built-in trackers by name, which `trainer.config.extension.BUILT_IN_TRACKERS` lists."""
 
 
 class Trackers:
@@ -146,7 +148,8 @@ class Trackers:
                 self._running[name] = known[name](run)
 
     def log(self, step: int, values: Mapping[str, Value | None]) -> None:
-        """None is skipped."""
+        """Passes the values to every tracker, without those that are None."""
+        # The loop visits a copy of the trackers, because one that raises is removed meanwhile.
         present = {name: value for name, value in values.items() if value is not None}
         for name, tracker in [*self._running.items()]:
             with self._left_out_on_error(name):

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 SHARD_TOKENS = 1 << 29
 KEY_VERSION = 3
-"""A change tokenizes every corpus again."""
+"""Version of the cache key; a change tokenizes every corpus again."""
 UNCUT_BYTES = {"byte": sys.maxsize, "tiktoken": 25_000, "huggingface": 400_000}
 """Files of fewer bytes had the same ids in version 2, which cut longer texts. sentencepiece
 encoded lines.
@@ -87,18 +87,17 @@ def describe_prepared(dataset: TokenDataset) -> str:
 
 
 class PreparedFolders(Artifact):
-    """What the first process of a launch tells the others: the folder of each source."""
+    """The folder of each source, which the first process of a launch writes for the others."""
 
     kind: ClassVar[str] = "prepared folders"
     folders: dict[str, str]
 
 
 def prepare_once(config: Config, launch: str | None) -> dict[str, Path]:
-    """`prepare_datasets` in several processes of one launch: the first that shares a cache tells
-    the others.
+    """Runs `prepare_datasets` once for all processes of a launch that share a cache.
 
-    Each would look at every file of the corpora, 1.5 s for 50,000. `launch` is the same for these
-    processes and no others; None: there are no others.
+    Otherwise each would look at every file of the corpora, 1.5 s for 50,000. `launch` is the same
+    for these processes and no others; None: there are no others.
     """
     if launch is None or all(
         is_token_dataset(Path(spec.corpus)) for spec in corpus_specs(config).values()
@@ -122,6 +121,7 @@ def prepare_once(config: Config, launch: str | None) -> dict[str, Path]:
                 folders={name: str(folder) for name, folder in folders.items()}
             )
             write_artifact(path, prepared, owner=launch)
+            # Each launch has its own name, so that files of earlier ones are of no use.
             for other in cache.glob(".launch-*"):
                 if other.stem != path.stem:
                     other.unlink(missing_ok=True)
@@ -158,7 +158,11 @@ def prepare(
         if not (folder / META_FILENAME).exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
             with file_lock(folder.with_name(f".{name}.lock")) as acquired:
+                # Looked for again under the lock: another rank may have prepared the corpus
+                # meanwhile.
                 if not (folder / META_FILENAME).exists():
+                    # Without locks, processes prepare in folders of their own, and `publish` keeps
+                    # the first.
                     suffix = "" if acquired else f"-{socket.gethostname()}-{os.getpid()}"
                     work_folder = folder.with_name(f"{name}.tmp{suffix}")
                     tokenize_corpus(
@@ -170,7 +174,7 @@ def prepare(
     except OSError as error:
         raise DataError(f"{location} cannot be written: {error}") from error
     dataset = open_token_dataset(folder, source, tokenizer)
-    # Prepared when what is not text was not refused yet.
+    # The folder is from a version that did not refuse files that are not text.
     if dataset.meta.counts is None:
         corpus.require_readable(thoroughly=True)
         corpus.require_lines_by_suffix(folder)
@@ -200,9 +204,9 @@ def open_token_dataset(folder: Path, source: CorpusSpec, tokenizer: Tokenizer) -
 
 
 def prepared_folder(source: CorpusSpec, tokenizer: Tokenizer) -> Path | None:
-    """Where `prepare` finds the tokens of a source; None if they are absent.
+    """The folder in which `prepare` finds the tokens of a source; None if they are absent.
 
-    Raises DataError if the source is.
+    Raises DataError if the source is absent.
     """
     if is_token_dataset(Path(source.corpus)):
         return Path(source.corpus)
@@ -213,7 +217,7 @@ def prepared_folder(source: CorpusSpec, tokenizer: Tokenizer) -> Path | None:
 def folder_name(
     corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_tokens: int
 ) -> str:
-    """In `cache_dir`."""
+    """Name of the prepared folder in `cache_dir`."""
     return f"{corpus.name}-{cache_key(corpus, source, tokenizer, shard_tokens)}"
 
 
@@ -251,9 +255,7 @@ def added_readers(corpus: Corpus) -> list[str]:
 
 
 def had_same_ids(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer) -> bool:
-    """Whether every document had the ids of one call also in folders of version 2, which are then
-    found again.
-    """
+    """Whether folders of version 2 hold the same ids, so that they are found again."""
     kind = tokenizer.fingerprint.partition("-")[0]
     if kind == "byte":
         return True
@@ -276,6 +278,7 @@ def file_lock(path: Path) -> Iterator[bool]:
         try:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # POSIX lets fcntl fail with EAGAIN or EACCES where another process holds the lock.
             except (BlockingIOError, PermissionError):
                 log.info("waiting for the process that holds %s", path)
                 fcntl.lockf(file, fcntl.LOCK_EX)
@@ -291,6 +294,7 @@ def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:
     """Writes all shards and `meta.json` to `job.folder`, which may hold finished partitions of an
     interrupted call.
     """
+    # The folder is complete but not renamed: the process was killed just before `publish`.
     if (job.folder / META_FILENAME).exists():
         return
     corpus.require_readable(thoroughly=True)
@@ -329,6 +333,7 @@ def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:
         raise DataError(
             f"a record in {records} is damaged: {error}; delete {job.folder} to prepare it again"
         ) from None
+    # `build_meta` raises in this case: without text there is nothing to resume.
     if not any(result.shards for result in results):
         shutil.rmtree(job.folder)
     meta = build_meta(corpus, job, results)
@@ -381,6 +386,8 @@ def build_meta(
 
 def publish(temporary: Path, folder: Path) -> None:
     """Renames a complete preparation to its final name."""
+    # Contents are on disk before the name, so that after a crash a folder with the final name is
+    # complete.
     shutil.rmtree(temporary / RECORDS_FOLDER, ignore_errors=True)
     fsync_path(temporary)
     try:

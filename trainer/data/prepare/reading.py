@@ -46,7 +46,7 @@ def describe_reading(corpus: Corpus) -> Iterator[str]:
 
 
 def describe_left_out(corpus: Corpus) -> Iterator[str]:
-    """A line for each reason."""
+    """A line for each reason why files are left out."""
     if corpus.found is None:
         return
     for reason, names in corpus.found.left_out.items():
@@ -73,7 +73,7 @@ def describe_counts(name: str, counts: Mapping[str, TextCounts]) -> Iterator[str
 
 
 def by_suffix_and_kind(corpus: Corpus) -> dict[tuple[str, Kind], list[CorpusFile]]:
-    """Of one suffix, some files may be lines of JSON and others text."""
+    """Files by suffix and kind: of one suffix, some may be lines of JSON and others text."""
     found: dict[tuple[str, Kind], list[CorpusFile]] = {}
     for file in corpus.files:
         found.setdefault((full_suffix(file.name), corpus.kind(file)), []).append(file)
@@ -100,6 +100,7 @@ def first_characters(splits: Iterator[InputSplit], key: str) -> str:
     first.
     """
     problems: list[str] = []
+    # Lazy: only as much of the corpus is opened as the first text needs.
     texts = chain.from_iterable(read_texts(split, text_key=key) for split in splits)
     for found in islice(texts, PREVIEW_TEXTS):
         text = ""

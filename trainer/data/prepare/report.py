@@ -23,7 +23,10 @@ SAMPLE_TOKENS = 64
 def render_report(
     dataset: TokenDataset, tokenizer: Tokenizer, *, samples: int, verify: bool, plan: PackingPlan
 ) -> str:
-    """`plan`: of these documents. Raises DataError if a checksum does not match."""
+    """The report as text. `plan` packs these documents.
+
+    Raises DataError if a checksum does not match.
+    """
     if verify:
         verify_checksums(dataset)
     meta = dataset.meta

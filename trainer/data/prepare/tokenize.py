@@ -74,6 +74,8 @@ def tokenize_partitions(
         for partition in partitions:
             tokenize_partition(job, partition, advance)
         return
+    # A fork of a process with threads, as torch and pyarrow start them, may deadlock. The fork
+    # server has none, and imports this module once for all workers.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     connections: dict[Connection, ForkServerProcess] = {}
@@ -84,6 +86,7 @@ def tokenize_partitions(
                 target=_worker_main, args=(worker_end, job, extension.references()), daemon=True
             )
             process.start()
+            # With this copy open, `recv` would never report the end of a worker that died.
             worker_end.close()
             connections[parent_end] = process
         _dispatch(connections, iter(partitions), advance)
@@ -104,6 +107,8 @@ def _dispatch(
     while busy:
         for connection in [each for each in wait(list(busy)) if isinstance(each, Connection)]:
             try:
+                # None asks for work; (bytes, tokens) is progress; an exception ends the
+                # preparation.
                 message = connection.recv()
                 if message is None and (partition := next(partitions, None)) is not None:
                     connection.send(partition)
@@ -141,6 +146,8 @@ def _worker_main(connection: Connection, job: TokenizeJob, extensions: Sequence[
             partition = connection.recv()
             try:
                 tokenize_partition(job, partition, advance)
+            # A ConnectionError is an OSError, too, but of the pipe: the parent is gone, and nobody
+            # reads.
             except ConnectionError:
                 raise
             except (DataError, OSError) as error:
@@ -160,6 +167,7 @@ def tokenize_partition(job: TokenizeJob, partition: NumberedPartition, advance: 
     torch.set_num_threads(1)
     try:
         result = _write_shards(job, scratch, partition, advance)
+        # Shards first, the record last: without its record a partition is tokenized again.
         for path in scratch.iterdir():
             path.rename(job.folder / path.name)
         write_artifact(job.record_path(number), result)
@@ -193,6 +201,7 @@ class _Progress:
             self._num_bytes += len(block) if block.isascii() else len(block.encode())
             yield block
             if self._num_bytes >= REPORT_BYTES:
+                # The text of a compressed file is longer than its size, to which progress adds up.
                 self._report(min(self._num_bytes, self._remaining))
 
     def end(self) -> None:
@@ -222,7 +231,7 @@ class _TextLog:
         self._add(text.split, TextCounts(empty=1) if is_empty else TextCounts(texts=1))
 
     def skip(self, text: Text, error: BadText) -> None:
-        """Raises DataError if bad files are errors."""
+        """Counts and records a bad text. Raises DataError if bad files are errors."""
         if self._fail_on_bad_files:
             raise DataError(
                 f'data.bad_files = "error", and the corpus holds {escaped(str(error))}'
@@ -271,6 +280,7 @@ def _add_texts(
 ) -> None:
     """Adds each text of a split as a document, and rolls back bad ones."""
     for text in _read_split(job, split, progress):
+        # A text may turn out bad after its first blocks were written.
         savepoint = writer.savepoint()
         try:
             _encode(job, writer, progress.count(texts.read(text)), progress)
@@ -298,7 +308,7 @@ def _document_blocks(
 
 
 def _read_split(job: TokenizeJob, split: InputSplit, progress: _Progress) -> Iterator[Text]:
-    """Raises DataError if the file changes meanwhile."""
+    """The texts of a split. Raises DataError if the file changes meanwhile."""
     progress.begin(split)
     yield from read_texts(split, text_key=job.spec.text_key)
     progress.end()
