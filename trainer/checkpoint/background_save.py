@@ -68,6 +68,8 @@ class Save:
     def _run(self, write: Callable[[], int]) -> None:
         try:
             self.bytes = write()
+        # All ranks agreed on these, so training continues and the next save tries again. After any
+        # other error the ranks may be out of step in their collectives.
         except (PhaseError, ResumeError, RunFailedError) as error:
             self.path = None
             self.problem = str(error)
