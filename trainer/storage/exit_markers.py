@@ -55,6 +55,7 @@ def write(
     they are of another launch.
     """
     content = Marker(time=time.time(), reason=reason, attempt=attempt)
+    # The new marker is there before the others are removed: a reader in between must find one.
     write_artifact(folder / marker, content, owner=attempt or "")
     if clears_others:
         clear(folder, keep=marker)
