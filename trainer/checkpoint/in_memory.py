@@ -388,8 +388,7 @@ class InMemoryCheckpoints:
         newest = Newest(*recorded)
         for file in (*self._files, *self._held):
             header = file.read_header()
-            # Another launch may have taken another course from the same checkpoint. Only what the
-            # newest one recorded counts.
+            # Other launches may have taken another course: only the recorded one counts.
             if header is None or header.launch != newest.launch or header.step > newest.in_memory:
                 file.clear()
         # A held copy counts as an offer, too: the rank that it belongs to may have lost its own.
@@ -400,7 +399,6 @@ class InMemoryCheckpoints:
         # A person removed a checkpoint in order to go back: later steps in memory would undo that.
         if newest.on_disk > committed_step:
             offered = set()
-        # All ranks try the same steps in the same order, because each try is collective.
         for step in sorted(offered, reverse=True):
             if (
                 step > committed_step
@@ -417,8 +415,7 @@ class InMemoryCheckpoints:
             else:
                 # The next copy must not go in place of the step that all ranks have.
                 file.clear()
-        # Wait until every rank has put this launch's name into its headers, before rank 0 records
-        # that name.
+        # Every header bears this launch's name before rank 0 records it.
         run_on_all_ranks(lambda: None, self._group)
         self._record(in_memory=-1 if loaded is None else loaded.step, on_disk=committed_step)
         return loaded

@@ -96,6 +96,7 @@ def submitted_job_ids(run_dir: Path) -> list[str]:
         except (OSError, DamageError, ResumeError) as error:
             log.warning("%s cannot be read, so its job is unknown: %s", path, error)
             continue
+        # A moved folder keeps its inode, and a restored one its path; a copy has neither.
         if record.folder in (None, run_dir.stat().st_ino) or record.path == str(
             run_dir.absolute()
         ):
@@ -150,6 +151,7 @@ def _latest_step(run_dir: Path) -> str:
     try:
         with open_regular(path) as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            # The run may be writing the last line.
             complete_lines = [line for line in file if line.endswith(b"\n")]
         metrics = parse_object(complete_lines[-1]) if complete_lines else {}
     except FileNotFoundError:

@@ -54,7 +54,7 @@ class StepResult:
     over layers.
     """
     mean_pairs: float = 0.0
-    """Of all data-parallel ranks."""
+    """(query, key) pairs per data-parallel rank: the mean over all of them."""
     was_rerun: bool = False
     """Whether it was suspicious, and gave an equal result when it was run again."""
 
@@ -166,6 +166,7 @@ class Trainer:
             plan_attention=parallel_model.plan_attention,
             pin_memory=world.device.type == "cuda",
         )
+        # Without sequence parallelism all tp ranks route the same tokens, which must count once.
         splits_tokens = config.parallelism.sequence_parallel and self.mesh.tp_group is not None
         self.routers = Routers(
             [*self.stage_modules.values()],
@@ -208,8 +209,12 @@ class Trainer:
                 data_wait_seconds = time.perf_counter() - fetch_start
                 self.step += 1
                 lr = learning_rate(self.stage, self.step)
+                # The copy to the host starts now and is read one step later: neither host nor
+                # device waits.
                 values = AsyncHostCopy(self.train_step(micro_batches, lr))
                 if is_first_step:
+                    # The first step compiles and connects NCCL, which takes minutes; later, a
+                    # short timeout finds hangs.
                     self.mesh.set_timeout(
                         timedelta(minutes=self.config.distributed.timeout_minutes)
                     )
@@ -247,6 +252,7 @@ class Trainer:
             .sum()
             .to(device, non_blocking=True)
         )
+        # At least one: a batch of padding only would divide by zero.
         global_num_targets = all_reduce(self.mesh.dp_cp_group, num_targets).clamp(min=1)
         values = self.accumulator.new_vector(micro_batches)
         self.routers.begin_step(global_num_targets)
@@ -268,6 +274,8 @@ class Trainer:
         """`Pipeline.run` without a pipeline: one micro-batch after the other."""
         for batch in batches:
             losses_BS = self.stage_modules[0](batch)
+            # Divided by the global count, so that gradients of ranks and micro-batches are summed,
+            # not averaged.
             (losses_BS.sum() / num_targets).backward()
             on_losses(losses_BS.detach(), batch)
             # Its graph would live through the next forward.
@@ -281,9 +289,12 @@ class Trainer:
             scalar.to(values.device, non_blocking=True) for scalar in self.optimizer.step(lr)
         )
         metrics = self.accumulator.all_reduce(values)
+        # Counts are exact in float64 up to 2^53, and are kept as integers over the run.
         self.counters += torch.cat(
             (metrics["tokens"], (~finite).view(1), metrics["tokens_by_source"])
         ).long()
+        # These are views of `values`. Written after the all-reduce, because each is global
+        # already.
         metrics["grad_norm"][0] = norm
         metrics["finite"][0] = finite
         metrics["tokens_seen"][0] = self.counters[0]
@@ -333,6 +344,7 @@ class Trainer:
         self.earlier_tokens_by_source = train_state["sources"]
         if train_state["goodput"] is not None:
             self.goodput.load_state_dict(train_state["goodput"])
+        # A new stage has sequences of its own, and losses of another data mix.
         self.next_sequence, self.loss_spikes = 0, LossSpikeDetector(self.config)
         if self.step > self.stage.start_step:
             self.next_sequence = train_state["next_sequence"]
@@ -348,12 +360,15 @@ class Trainer:
 @contextmanager
 def _manual_gc(interval: int) -> Iterator[Callable[[int], None]]:
     """Garbage collection at the same steps on all ranks, so that no rank waits for another's."""
+    # Frozen objects, such as torch's modules, are never walked again.
     gc.collect()
     gc.freeze()
     gc.disable()
 
     def collect(step: int) -> None:
         if step % interval == 0:
+            # The young generations suffice: cycles of a step are young, and a full collection
+            # pauses for longer.
             gc.collect(1)
 
     try:
