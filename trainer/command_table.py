@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Command(NamedTuple):
-    """A command of ours."""
+    """A command of `longhaul`."""
 
     module: str
     """The module that `python -m` runs in a checkout."""

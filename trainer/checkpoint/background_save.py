@@ -22,7 +22,7 @@ class Save:
         self.step = step
         self._start_time = start_time
         self.path: Path | None = path
-        """None for a failed save; `problem` then has the reason."""
+        """Folder of the checkpoint. None for a failed save; `problem` then has the reason."""
         self.problem: str | None = None
         self.bytes = 0
         self.seconds = 0.0

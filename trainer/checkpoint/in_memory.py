@@ -64,9 +64,9 @@ class MemoryFile:
     """A mapped file in shared memory that holds one rank's checkpoint, or none."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """Raises `RunFailedError` if memory is short.
+        """Creates or opens the file; keeps the content of one that has the same size.
 
-        Keeps the content of a file of the same size.
+        Raises `RunFailedError` if memory is short.
         """
         self.path = path
         # Every user of the host can create files here. Opening a pipe would wait for its reader.
@@ -89,7 +89,7 @@ class MemoryFile:
         self.bytes = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
     def read_header(self) -> InMemoryCheckpoint | None:
-        """None without a whole header. Does not read what follows it."""
+        """Reads the header, and not what follows it; None if it is not whole."""
         try:
             return unseal_header(self.bytes[:HEADER_BYTES].numpy().tobytes(), InMemoryCheckpoint)[
                 0
@@ -123,7 +123,7 @@ class MemoryFile:
 
 
 class Layout:
-    """Where the shards of a rank lie in its files."""
+    """Offsets of a rank's shards in its files, and a hash that identifies the layout."""
 
     def __init__(self, shards: Mapping[str, Tensor]) -> None:
         self.size = HEADER_BYTES + STATE_BYTES

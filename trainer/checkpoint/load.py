@@ -71,11 +71,12 @@ ALLOWED_GLOBALS = frozenset(
 
 
 class RestrictedUnpickler(pickle._Unpickler):
-    """Raises `DamageError` for a global outside `ALLOWED_GLOBALS` and for an attribute that is not
-    a dataclass field.
+    """Unpickler that loads checkpoint metadata only.
 
-    Subclasses the Python unpickler because the C one has no hook before BUILD sets a state. A
-    two-part state of a pickle sets attributes of any object that it can name, including classes.
+    Raises `DamageError` for a global outside `ALLOWED_GLOBALS` and for an attribute that is not a
+    dataclass field. Subclasses the Python unpickler because the C one has no hook before BUILD
+    sets a state. A two-part state of a pickle sets attributes of any object that it can name,
+    including classes.
     """
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:

@@ -42,16 +42,15 @@ RECORD_FILE = "newest"
 
 
 class InMemoryCheckpoint(Artifact):
-    """One rank's part.
-
-    What follows the header is `state_bytes` of a sealed `TrainState`, and the shards.
+    """Header of one rank's part. `state_bytes` of a sealed `TrainState` and the shards follow
+    it.
     """
 
     kind: ClassVar[str] = "in-memory checkpoint"
     step: int = Field(ge=0)
     launch: str
-    """Random, of the launch that wrote it or resumed from it: steps of two launches must not be
-    mixed.
+    """Random name of the launch that wrote it or resumed from it: steps of two launches must not
+    be mixed.
     """
     layout: str
     """Hash of names, shapes and dtypes of the shards."""
@@ -61,7 +60,10 @@ class InMemoryCheckpoint(Artifact):
 
 
 def memory_folder(run_dir: Path) -> Path:
-    """The same for every launch of a run on this node; another for a copy of the run folder."""
+    """Folder of a run's in-memory checkpoints on this node.
+
+    The same for every launch of the run; another for a copy of the run folder.
+    """
     # A folder that was removed and created again, or replaced by a copy, has the same path but
     # another inode.
     identity = f"{run_dir.resolve()} {run_dir.stat().st_ino}"

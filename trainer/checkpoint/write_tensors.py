@@ -93,7 +93,9 @@ def write_tensors(
 def _plan_globally(
     planner: DefaultSavePlanner, described: list[list[Any]]
 ) -> tuple[list[SavePlan], Metadata | None]:
-    """On rank 0 the plan of every rank, without what another rank writes. Elsewhere nothing."""
+    """Plans on rank 0 which rank writes each chunk; returns each rank's plan, and nothing on other
+    ranks.
+    """
     if not described:
         return [], None
     # Planner data maps flattened names to paths; our state is flat, so each name is its own path.
@@ -141,7 +143,7 @@ def read_item(described: list[Any]) -> WriteItem:
 
 
 def _mask(items: list[list[Any]], plan: SavePlan, length: int) -> Tensor:
-    """Which of a rank's items its plan keeps, padded."""
+    """Mask of the items that a rank's plan keeps, padded to `length`."""
     # Name and offset identify a chunk; of replicas with the same ones, the global plan keeps one.
     kept = {(item.index.fqn, item.index.offset) for item in plan.items}
     mask = [(name, torch.Size(offsets)) in kept for name, _, offsets, *_ in items]

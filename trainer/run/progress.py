@@ -69,7 +69,7 @@ class ProgressReporter:
             stage.block_boundary_hook = identity
 
     def train_steps(self) -> Generator[StepResult, None, None]:
-        """`Trainer.train_steps`, tracked."""
+        """`Trainer.train_steps` with markers for the progress of each step."""
         results = self._trainer.train_steps()
         while self._trainer.step < self._trainer.stage.end_step:
             self._add_marker(self._on_step_start, self._trainer.step + 1)

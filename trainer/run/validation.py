@@ -47,7 +47,7 @@ class ValidationResult:
     name: str
     step: int
     metrics_by_length: Mapping[int, ValidationMetrics]
-    """By sequence length, ascending."""
+    """Metrics by sequence length, ascending."""
 
     @property
     def longest_context(self) -> ValidationMetrics:

@@ -32,7 +32,9 @@ class StepDifference:
     values: dict[str, float]
     """The loss, the global norm before clipping (`grad_norm`) and other metrics of the step."""
     tensor_errors: dict[str, float]
-    """By weight and moment: the largest difference from one process, over its largest value."""
+    """Error of each weight and moment: the largest difference from one process, over its largest
+    value.
+    """
 
 
 def worst_over_ranks(

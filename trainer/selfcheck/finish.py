@@ -37,9 +37,9 @@ from trainer.step.trainer import Trainer
 from trainer.storage.run_dir import RunDir
 
 NextLogits = Callable[[Sequence[int]], Tensor]
-"""[V] of the token after these."""
+"""Computes the logits [V] of the token after a sequence of tokens."""
 MAX_SHARD_GIB = 1e-4
-"""Several files, also of a small model."""
+"""Maximum size of exported files: small, so that even a small model has several."""
 NEEDLE_LENGTHS = (70, 101)
 PROMPT_TOKENS = 23
 NEW_TOKENS = 12
@@ -138,8 +138,10 @@ def codes_of(name: str, shape: torch.Size) -> tuple[Tensor, Tensor]:
 
 
 def values_of(codes: Tensor, exponents: Tensor) -> Tensor:
-    """By definition: a sign, two bits of exponent and one of mantissa, times two to the power of
-    the block's exponent.
+    """Values of MXFP4 codes by definition.
+
+    A code has a sign, two bits of exponent and one of mantissa; a block has a power of two as its
+    scale.
     """
     sign = 1.0 - 2.0 * (codes >> 3)
     exponent = codes >> 1 & 3

@@ -67,5 +67,5 @@ class Launch:
 
 
 def state_path(reference: Path, step: int) -> Path:
-    """Where a reference writes its weights and moments after a step."""
+    """File of a reference's weights and moments after a step."""
     return reference / f"{step}.pt"

@@ -159,7 +159,9 @@ class RandomCheck:
         )
 
     def _still_fails(self, case: Case) -> bool:
-        """Nothing is tried beyond the time limit."""
+        """Whether a smaller case fails, too; False beyond the time limit, which ends the
+        search.
+        """
         return time.monotonic() < self._deadline and bool(
             check_case(case, self._pool, self._folder).problem
         )

@@ -64,7 +64,9 @@ def has_effect(factor: str, case: Case) -> bool:
 
 
 def needs_of(levels: Case) -> dict[str, list[str]] | None:
-    """By factor: its levels at which all of these have an effect; None if there are none."""
+    """The levels of each factor at which all of `levels` have an effect; None if there are
+    none.
+    """
     allowed = {factor: [level] for factor, level in levels.items()}
     waiting = [*allowed]
     # Needs have needs: intersect the allowed levels until no factor adds another.
@@ -179,7 +181,7 @@ def launches_of(case: Case, folder: Path) -> list[Launch]:
 
 
 def export_problems(config: Config) -> list[str]:
-    """Why transformers has no such model."""
+    """The reasons why transformers has no such model; empty if it has one."""
     try:
         model_config_to_hf(config.model.build(), max_length=1, dtype="float64")
     except HuggingFaceError as error:
@@ -205,7 +207,7 @@ def first_launches(case: Case, folder: Path) -> list[Launch]:
 
 
 def reference_launches(case: Case, folder: Path, *, weights: Path | None = None) -> list[Launch]:
-    """The same steps in one process: one launch per stage.
+    """Launches of the same steps in one process, one per stage.
 
     `weights`: the state from whose weights they start.
     """

@@ -37,7 +37,7 @@ from trainer.storage.run_dir import RunDir
 
 NamedTensors = dict[str, Tensor]
 ROUNDED = 1e-5
-"""Share of the largest number of a kind: smaller tensors are compared on this scale."""
+"""Fraction of the largest value of a kind: the scale on which smaller tensors are compared."""
 
 
 def run_task(
@@ -202,7 +202,7 @@ def kind_of_state(name: str) -> str:
 
 
 def least_scales(state: NamedTensors) -> dict[str, float]:
-    """By kind: `ROUNDED` of the largest number.
+    """Smallest scale of comparison per kind of tensor: `ROUNDED` of the kind's largest value.
 
     A moment that vanishes has rounding errors, which no mesh repeats.
     """

@@ -38,7 +38,7 @@ TAIL_BYTES = 1 << 16
 
 
 class JobRecord(Artifact):
-    """A submission, as its folder keeps it."""
+    """Record of a submission, in its folder."""
 
     kind: ClassVar[str] = "job record"
     migrations: ClassVar[tuple[Migration, ...]] = (
@@ -49,9 +49,8 @@ class JobRecord(Artifact):
     nodes: int
     processes: int
     folder: int | None
-    """Inode of the run folder, and its path: a copy of the folder has neither.
-
-    None in records of before.
+    """Inode of the run folder, and its path: a copy of the folder has neither. None in older
+    records.
     """
     path: str | None
 

@@ -197,7 +197,7 @@ class ParallelModel:
 
 
 def build_pipeline(config: Config, parallel_model: ParallelModel) -> Pipeline | None:
-    """None without pipeline parallelism."""
+    """Builds the pipeline of this rank's stages; None without pipeline parallelism."""
     if parallel_model.pipeline_plan.pp == 1:
         return None
     context_plan = config.context_plan()
@@ -249,8 +249,9 @@ def compiles(config: Config, device: torch.device) -> bool:
 
 
 def require_right_gradients(config: Config) -> None:
-    """Raises RankFailedError if recomputation or compilation changes the gradients of the model's
-    blocks.
+    """Checks the gradients of the model's blocks under recomputation and compilation.
+
+    Raises RankFailedError if either changes them.
     """
     options = build_recompute_config(config, None, compiled=config.training.compile is True)
     try:

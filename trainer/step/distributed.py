@@ -219,9 +219,9 @@ def require_own_device(device: torch.device) -> None:
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> distributed.Store | None:
-    """Where ranks find each other.
+    """The store through which ranks find each other.
 
-    None: at MASTER_ADDR and MASTER_PORT, as torchrun and srun set them.
+    None: torch's own at MASTER_ADDR and MASTER_PORT, as torchrun and srun set them.
     """
     if size == 1:
         # One rank meets nobody, so it opens no port.

@@ -1,9 +1,9 @@
 """The optimizer over sharded parameters: gradient clipping over the whole mesh, and the skip of
 non-finite steps.
 
-`Optimizer` finds the norm and says when which weights are updated; an `UpdateRule` has the states
-and updates them. `AdamW` is ours, extensions add others. Predicted memory and step time count
-AdamW's two moments: `trainer/memory/step.py` and `trainer/plan/memory_traffic.py`.
+`Optimizer` computes the norm and decides when each weight is updated; an `UpdateRule` has the
+states and changes weights. `AdamW` is ours, extensions add others. Predicted memory and step time
+count AdamW's two moments: `trainer/memory/step.py` and `trainer/plan/memory_traffic.py`.
 
 Clipping and the optimizer work on local shards. For lists of DTensors, torch would first work out
 a sharding in Python for every operation, on the host, while the device waits.
@@ -220,7 +220,7 @@ class AdamW:
         self._moment_dtype = moment_dtype
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Zeros by `STATE_KEYS`."""
+        """Moments and step count, all zero, by `STATE_KEYS`."""
         moments = (torch.zeros_like(parameter, dtype=self._moment_dtype) for _ in range(2))
         # The fused kernel wants the step count as a float32 tensor on the parameter's device.
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -260,7 +260,7 @@ class AdamW:
 
 
 RULES: dict[str, Callable[[OptimizerSection, torch.dtype | None], UpdateRule]] = {"adamw": AdamW}
-"""By `optimizer.name`: those of `trainer.config.extension.BUILT_IN_OPTIMIZERS`."""
+"""Update rules by `optimizer.name`: those of `trainer.config.extension.BUILT_IN_OPTIMIZERS`."""
 
 
 def update_rule(config: OptimizerSection, moment_dtype: torch.dtype | None) -> UpdateRule:
@@ -271,8 +271,8 @@ def update_rule(config: OptimizerSection, moment_dtype: torch.dtype | None) -> U
 
 
 def _clipping(weights: list[Tensor], max_norm: float, norm: Tensor) -> dict[str, Tensor]:
-    """Options with which the fused kernel clips gradients by itself, in the pass that updates the
-    weights.
+    """Options with which the fused kernel clips gradients while it changes the weights, in one
+    pass.
 
     The kernel divides by a float32 scale, too coarse for float64 gradients, which are clipped
     here.

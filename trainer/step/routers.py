@@ -54,7 +54,9 @@ class Routers:
             }
 
     def begin_step(self, num_targets: Tensor) -> None:
-        """`num_targets`: of the global batch."""
+        """Resets the statistics. `num_targets`: those of the global batch, over which losses are
+        averaged.
+        """
         for step in self._steps:
             step.num_targets = num_targets
         for layer in self._layers.values():
@@ -99,7 +101,7 @@ class Routers:
 
 
 def expert_layers(model: ModelConfig) -> list[int]:
-    """The layers with experts."""
+    """Indices of the layers that have experts."""
     return [layer for layer, kind in enumerate(model.layer_kinds) if kind.feed_forward == "moe"]
 
 

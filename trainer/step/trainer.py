@@ -36,7 +36,7 @@ from trainer.step.routers import Routers, expert_layers
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step.
+    """Result of one step.
 
     Its metrics may still be on the device: `read` waits, so callers read them one step later.
     """
@@ -110,10 +110,10 @@ class StepMetrics:
     """Attended pairs on the busiest rank over the mean of all ranks with different tokens."""
     loss_by_position: list[float | None]
     loss_by_shard: list[float | None] | None
-    """By cp rank; None without context parallelism."""
+    """Mean loss by cp rank; None without context parallelism."""
     loss_by_source: list[float | None]
     tokens_by_source: list[float]
-    """Since the run began."""
+    """Tokens of each source since the run began."""
     router_sums: list[float]
     """Statistics of every router; see `trainer.step.routers`."""
     targets: float
@@ -177,7 +177,7 @@ class Trainer:
         """Configuration keys that differ from the resumed checkpoint."""
         self.step = 0
         self.next_sequence = 0
-        """Within the training stage."""
+        """First sequence of the next step, counted within the training stage."""
         router_sums = len(expert_layers(model)) * router_statistics(model.num_experts)
         self.accumulator = MetricAccumulator(
             self.mesh, world.device, num_sources=len(dataset.names), router_sums=router_sums

@@ -50,7 +50,7 @@ class Artifact(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     kind: ClassVar[str]
-    """In words, as errors name it."""
+    """Name of the kind, in words, as errors use it."""
     migrations: ClassVar[tuple[Migration, ...]] = ()
     """migrations[n - 1] leads from version n of the content to n + 1."""
 
@@ -69,7 +69,10 @@ class Artifact(BaseModel):
 
     @classmethod
     def validated(cls, content: dict[str, Any], *, version: int) -> Self:
-        """Raises `DamageError` with the first field that is wrong, and `NewerFormatError`."""
+        """Migrates content to today's version and validates it.
+
+        Raises `DamageError` with the first field that is wrong, and `NewerFormatError`.
+        """
         if not isinstance(version, int) or version < 1:
             raise DamageError(f"it is not a {cls.kind} of any version")
         if version > cls.version():
@@ -147,12 +150,19 @@ def sealed_header(content: Artifact, *, made_from: str) -> bytes:
 
 
 def read_artifact(path: Path, kind: type[A]) -> A:
-    """Raises `DamageError`, `NewerFormatError`, and OSError if the file cannot be read."""
+    """Reads a sealed file of this kind.
+
+    Raises `DamageError`, `NewerFormatError`, and OSError if the file cannot be read.
+    """
     return unseal(read_regular(path, max_bytes=MAX_JSON_BYTES), kind)[0]
 
 
 def unseal(data: bytes, kind: type[A]) -> tuple[A, Sealed]:
-    """Raises `DamageError` and `NewerFormatError`."""
+    """Checks the seal; returns the content, migrated to today's version, and the facts of the
+    envelope.
+
+    Raises `DamageError` and `NewerFormatError`.
+    """
     # The envelope's first key is at a fixed place; files of earlier versions begin otherwise.
     if b'"kind"' not in data[:16]:
         values, version = kind.from_unsealed(data)

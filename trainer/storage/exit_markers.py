@@ -36,7 +36,7 @@ class Marker(Artifact):
     reason: str = ""
     attempt: str | None = None
     step: int | None = None
-    """In those of earlier versions."""
+    """Set in markers of earlier versions only."""
 
     @classmethod
     def from_unsealed(cls, data: bytes) -> tuple[dict[str, Any], int]:
@@ -86,7 +86,7 @@ def read(folder: Path, attempt: str) -> str | None:
 
 
 def content_of(folder: Path, marker: str) -> Marker | None:
-    """None if there is no such marker, or none that can be read."""
+    """Content of a marker; None if there is no such marker, or none that can be read."""
     with suppress(OSError, DamageError, ResumeError):
         return read_artifact(folder / marker, Marker)
     return None

@@ -43,7 +43,10 @@ log = logging.getLogger("trainer")
 
 HEARTBEAT_SECONDS = 10.0
 LEASE_SECONDS = 90.0
-"""More than the 60 seconds for which a client of NFS may believe an old time of a file."""
+"""Age at which a lease is stale.
+
+More than the 60 seconds for which a client of NFS may use a cached time of a file.
+"""
 SETTLE_SECONDS = 1.0
 """Wait after a takeover, in which another launch that also began one finishes."""
 ENDING_SECONDS = 3.0
@@ -82,7 +85,7 @@ class _Sighting(NamedTuple):
 
 
 class Lease:
-    """Held within its context."""
+    """The lease of this launch on a run folder, held within its context."""
 
     def __init__(self, folder: Path, *, job: str = "", attempt: str = "") -> None:
         self._path = folder / "lease"
@@ -101,8 +104,10 @@ class Lease:
         self._thread = Thread(target=self._touch, name="lease", daemon=True)
 
     def __enter__(self) -> Lease:
-        """Raises `RunFolderInUseError` and `RunFolderHeldElsewhereError`; `ConfigError` if the
-        folder refuses to be written, and `RunFailedError` for any other error of the file system.
+        """Acquires the lease; waits while its owner is elsewhere and may have ended.
+
+        Raises `RunFolderInUseError` and `RunFolderHeldElsewhereError`; `ConfigError` if the folder
+        refuses to be written, and `RunFailedError` for any other error of the file system.
         """
         try:
             self._acquire()
@@ -214,7 +219,7 @@ class Lease:
         return owner, _Sighting(status.st_ino, status.st_mtime_ns)
 
     def _create(self) -> bool:
-        """Whether the lease was free."""
+        """Tries to create the lease; returns whether it was free."""
         content = seal(self._owner)
         draft = self._path.with_name(f"lease.{self._owner.host}-{self._owner.pid}")
         try:

@@ -62,7 +62,7 @@ class Manifest(Artifact):
 
     @classmethod
     def from_unsealed(cls, data: bytes) -> tuple[dict[str, Any], int]:
-        """Format 1: {"format": 1, ..., "sha256": hash of the JSON of all other entries, with
+        """Reads format 1: {"format": 1, ..., "sha256": hash of the JSON of all other entries, with
         sorted keys}.
         """
         try:
@@ -91,8 +91,9 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def read(folder: Path) -> Manifest:
-    """Raises `DamageError`, `ResumeError` for a later format, and `RunFailedError` for an I/O
-    error.
+    """Reads the manifest of a checkpoint.
+
+    Raises `DamageError`, `ResumeError` for a later format, and `RunFailedError` for an I/O error.
     """
     manifest = _read(folder / MANIFEST_FILE, Manifest)
     number = folder.name.removeprefix("step-")

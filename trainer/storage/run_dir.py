@@ -75,7 +75,7 @@ class RunDir:
         self.logs_dir = path / "logs"
         self.hangs_dir = self.logs_dir / "hang"
         self.require_lease: Callable[[], None] = lambda: None
-        """Raises `RunFailedError` if another launch has taken the folder over.
+        """Hook that raises `RunFailedError` if another launch has taken the folder over.
 
         The launch that trains sets it.
         """

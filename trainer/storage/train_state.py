@@ -47,7 +47,7 @@ class TrainerState(Part):
     sources: dict[str, Count]
     losses: SpikeState
     goodput: GoodputState | None
-    """None if the checkpoint's version did not measure it."""
+    """State of `Goodput`; None if the version that wrote the checkpoint did not measure it."""
 
 
 class StagePosition(Part):
