@@ -334,8 +334,8 @@ class InMemoryCheckpoints:
         """Sends a copy to the next node and receives that of the previous one; the header last."""
         held = min(self._held, key=_step)
         held.clear()
-        # The header goes last: a copy that was cut off has none. The receive is posted while the
-        # send is in flight, because all ranks send at once around the ring of nodes.
+        # The header goes last: a copy that was cut off has none. All ranks send at once around the
+        # ring of nodes, so each posts its receive before it waits for its send.
         for part in (slice(HEADER_BYTES, None), slice(0, HEADER_BYTES)):
             sent = send_async(file.bytes[part], self._group, to=self._next)
             receive_async(self._group, buffer=held.bytes[part], source=self._previous).wait()

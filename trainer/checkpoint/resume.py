@@ -187,8 +187,8 @@ def _load_hf_weights(
         if not bool(values.isfinite().all()):
             raise HuggingFaceError([f"{spec.name} has values that are not finite"])
         to_local(weights[name]).copy_(values)
-        # Tied models store the head again: if it differs, the model is not tied, and half of it
-        # would be lost.
+        # Some tied models store the head, too. If it differs from the embedding, the model is not
+        # tied, and loading would lose the head.
         if name == "embed.weight" and (problems := reader.tied_head_problems(model, ranges)):
             raise HuggingFaceError(problems)
 

@@ -123,8 +123,8 @@ def launch(options: Namespace, argv: Sequence[str]) -> int:
     set_worker_environment(
         os.environ, world, cpu_optimizer=config.memory.optimizer_placement == "host"
     )
-    # Under srun this process is the rank. Replacing it keeps its process id, so signals and exit
-    # status need no forwarding.
+    # Under srun or torchrun this process is the rank. Replacing it keeps the process id, so
+    # signals and exit status need no forwarding.
     if world.rank is not None:
         os.execv(sys.executable, [sys.executable, "-u", str(TRAIN_SCRIPT), spec.to_json()])
     return run_with_restarts(

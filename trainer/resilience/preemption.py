@@ -127,6 +127,7 @@ def job_deadline(config: Config, environ: Mapping[str, str]) -> float | None:
     if config.job.max_minutes is not None:
         host, _, seconds = environ.get(START_TIME_ENV, "").partition(" ")
         deadlines.append(
+            # The launcher may run on another host, whose time since boot means nothing here.
             (float(seconds) if host == boot_id() else now) + 60 * config.job.max_minutes
         )
     if environ.get("SLURM_JOB_END_TIME", "").isdecimal():

@@ -316,6 +316,7 @@ class MetricsProcessor:
         On a CPU, logs this one, too.
         """
         self.flush(result)
+        # A CPU has nothing in flight, so waiting a step would only delay the log.
         if self.device.type == "cpu":
             self.flush()
 

@@ -170,6 +170,7 @@ class TrainLoop:
                 if reason := self._after_step(step_result):
                     return reason
                 step_start = time.monotonic()
+                # A slow run must not count as hung: the limit follows the slowest step so far.
                 timeout = max(60 * section.hang_minutes, HANG_FACTOR * self.slowest_step_seconds)
                 self.watchdog.arm(f"step {step_result.step + 1}", timeout)
             self.metrics.flush()
@@ -265,6 +266,7 @@ class TrainLoop:
         """Waits for the running save. Raises RunFailedError if the last save failed."""
         last = self.checkpoints.wait()
         self._record_finished_saves()
+        # Earlier failures were followed by another save; after the last one, steps would be lost.
         if last is not None and last.problem is not None:
             raise RunFailedError(
                 f"the last checkpoint, of step {last.step}, failed: {last.problem}"

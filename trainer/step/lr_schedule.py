@@ -23,7 +23,7 @@ def learning_rate(stage: TrainingStage, step: int) -> float:
 
 def lr_factor(schedule: ScheduleSection, *, step: int, num_steps: int) -> float:
     """The learning rate of `step` (the first is 1) of `num_steps`, as a fraction of the peak."""
-    # The first step is 1, so its learning rate is not 0, and no warmup divides by nothing.
+    # The first step is 1: its learning rate is not 0, and without warmup nothing is divided by 0.
     if step <= schedule.warmup_steps:
         return step / schedule.warmup_steps
     if schedule.kind == "constant":

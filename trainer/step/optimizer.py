@@ -157,6 +157,8 @@ class Optimizer:
             return
         lr, norm = self._pending.pop(module)
         weights = {x: _local_with_grad(x) for x in self._parameters_by_module[module]}
+        # Rules of extensions need not clip. torch's function clips by the norm of the whole mesh,
+        # which it does not compute itself.
         if not self._rule.clips:
             nn.utils.clip_grads_with_norm_([*weights.values()], self._config.max_grad_norm, norm)
         # The fused kernel takes one weight decay for all of its tensors.

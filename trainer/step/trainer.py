@@ -149,6 +149,7 @@ class Trainer:
         defer_updates = (
             config.memory.optimizer_placement == "host" and parallel_model.pipeline_plan.pp == 1
         )
+        # Its state exists before a checkpoint is loaded, which writes into these tensors.
         self.optimizer = Optimizer(
             [*self.stage_modules.values()],
             config.optimizer,
@@ -204,6 +205,7 @@ class Trainer:
             while self.step < self.stage.end_step:
                 stopwatch = Stopwatch(self.world.device)
                 stopwatch.start()
+                # Inside the step's time: a slow loader must show in throughput.
                 fetch_start = time.perf_counter()
                 micro_batches = next(batches)
                 data_wait_seconds = time.perf_counter() - fetch_start
@@ -321,6 +323,7 @@ class Trainer:
     def train_state(self) -> dict[str, Any]:
         """The rest of a checkpoint. Waits for the device."""
         tokens, skipped, *tokens_by_source = self.counters.tolist()
+        # Sources of earlier stages keep their counts, although this stage does not read them.
         sources = self.earlier_tokens_by_source | dict(
             zip(self.dataset.names, tokens_by_source, strict=True)
         )

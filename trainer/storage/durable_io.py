@@ -94,6 +94,7 @@ class LineAppender:
         remaining = b"\n" * ends_mid_line + self._pending
         try:
             while remaining:
+                # A raw file may write only a part.
                 remaining = remaining[file.write(remaining) :]
             os.fsync(file.fileno())
         except OSError:
