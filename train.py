@@ -13,8 +13,8 @@ from trainer.resilience.signals import Interrupted, SignalHandler, die_with_laun
 SIGNAL_HANDLER = SignalHandler()
 
 if __name__ == "__main__":
-    # Importing torch takes seconds: the launcher may die, or a stop signal may arrive, before it
-    # is done.
+    # Before the imports below: torch takes seconds, in which the launcher may die or a stop signal
+    # arrive.
     die_with_launcher()
     SIGNAL_HANDLER.install()
 
@@ -70,6 +70,7 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
 
     `argv` is the JSON of a `RunSpec`, or launcher flags.
     """
+    # torchrun starts this script on each rank with the launcher's flags.
     if not argv or not argv[0].startswith("{"):
         exec_launcher(argv)
     rank, _, local_rank = rank_from_environment()
@@ -131,6 +132,8 @@ def exec_launcher(argv: list[str]) -> NoReturn:
     """
     root = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    # -P keeps the working directory off the path: a file there could shadow a module. PYTHONPATH
+    # has the root instead.
     os.execv(sys.executable, [sys.executable, "-P", "-m", "trainer.launch", *argv])
 
 
@@ -153,7 +156,7 @@ def run_stage(
                 )
                 lease = held.enter_context(Lease(folder.logs_dir, job=job, attempt=attempt))
             folder.require_lease = lease.require
-            # Not before: another launch may hold the folder.
+            # Not before the lease: another launch may hold the folder.
             if spec.prediction is not None:
                 write_prediction(
                     folder.prediction_path,
@@ -172,11 +175,14 @@ def run_stage(
             f"fingerprint of validation set {each.name}": each.fingerprint
             for each in validation_sets
         }
+        # Before the model: ranks with other configurations or data would hang in collectives, or
+        # train on garbage.
         require_same_config(stage.config, fingerprints)
         require_same_checkpoint(f"{stage} from {folder.resume_checkpoint(config)}")
         preemption = Preemption(
             config, signal_handler, is_leader=rank == 0, deadline=job_deadline(config, os.environ)
         )
+        # Compilation first: what memory "auto" chooses depends on it.
         compiled = resolve_auto_compile(stage.config, world)
         stage = replace(stage, config=resolve_auto_memory(compiled, world, folder.prediction_path))
         reason = train(

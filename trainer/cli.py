@@ -28,11 +28,13 @@ SHELLS = {"bash": COMPLETION, "zsh": "autoload -U +X bashcompinit && bashcompini
 
 
 def main() -> None:
+    # Commands of two words first, since `evaluate` alone is a group and no command.
     for length in (2, 1):
         command = " ".join(sys.argv[1 : 1 + length])
         if command in COMMANDS:
+            # Messages name commands as this process was started: `typed` reads argv[0].
             sys.argv = [f"longhaul {command}", *sys.argv[1 + length :]]
-            # Later than `--version` and the list of commands.
+            # Imported late: `--version` and the list of commands need no configuration.
             from trainer.commands import run_command
 
             sys.exit(run_command(sys.argv[1:], resolve(COMMANDS[command].parser)()))
@@ -72,7 +74,7 @@ def show_usage(words: list[str]) -> int:
 
 
 def _unknown(words: list[str]) -> str:
-    """What is wrong with the words of no command, with the command that is meant."""
+    """The error for words that are no command, with the command that may be meant."""
     given = [word for word in words[:2] if not word.startswith("-")]
     names = dict.fromkeys(prefix for name in COMMANDS for prefix in (name, name.partition(" ")[0]))
     meant = [

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 
 class Command(NamedTuple):
-    """A command of ours."""
+    """A command of `longhaul`."""
 
     module: str
-    """What `python -m` runs in a checkout."""
+    """The module that `python -m` runs in a checkout."""
     parser: str
     """Module and function that declare its options. They import no torch."""
     summary: str
@@ -81,17 +81,16 @@ COMMANDS = {
 
 
 def resolve(reference: str) -> Any:
-    """What a reference such as `package.module:name` names, imported now."""
+    """The object that a reference such as `package.module:name` names; imports the module."""
     module, _, name = reference.partition(":")
     return getattr(import_module(module), name)
 
 
 def typed(command: str, *words: object) -> str:
-    """What to type for a command of `COMMANDS` and further words, in the way in which this process
-    was started.
+    """The command line of a command of `COMMANDS` and further words, as a reader can type it.
 
-    A reader who typed `longhaul` has it on the path. In a checkout that is not installed there are
-    only the modules.
+    A process that was started as `longhaul` has it on the path. In a checkout that is not
+    installed there are only the modules.
     """
     if sys.argv[0].startswith("longhaul "):
         program = f"longhaul {command}"

@@ -1,4 +1,4 @@
-"""What the commands of `longhaul` share: argument parser, overrides, errors and exit codes.
+"""Shared CLI of all `longhaul` commands: argument parser, overrides, errors and exit codes.
 
 Imports no torch.
 """
@@ -37,8 +37,8 @@ def overrides_help() -> str:
 
 
 Run = Callable[[Namespace, list[str]], int | None]
-"""What a command does with its options and the arguments for `load`; returns the exit code, None
-for success.
+"""The function of a command: takes its options and the arguments for `load`, returns the exit
+code; None for success.
 """
 
 
@@ -74,13 +74,14 @@ class CommandParser(ArgumentParser):
             prog=prog,
             description=description,
             formatter_class=RawDescriptionHelpFormatter,
+            # An abbreviation would take an option that a later version adds for another one.
             allow_abbrev=False,
         )
         self.rank = rank
-        """Of this process; all ranks find the same problems, which rank 0 prints."""
+        """Rank of this process. All ranks find the same problems, which rank 0 prints."""
         self.report = report
-        """The text for refused arguments, of the problems and the arguments; by default a line for
-        each.
+        """Formats refused arguments, given the problems and the arguments; None: one line per
+        problem.
         """
         self._run = run
         self._overrides = overrides
@@ -110,7 +111,7 @@ class CommandParser(ArgumentParser):
         return super().format_usage() if self._run else f"usage: {self.prog} COMMAND ...\n"
 
     def format_help(self) -> str:
-        """Computed when it is asked for: that of `train` has every key."""
+        """Formats the help when it is asked for, because that of `train` lists every key."""
         overrides = self._overrides if isinstance(self._overrides, str) else self._overrides()
         self.epilog = f"{self._command_list()}{overrides}\n{EXIT_HELP}".lstrip()
         if not self._run:
@@ -134,6 +135,7 @@ class CommandParser(ArgumentParser):
             option, given, listed = wrong.groups()
             hint = _hint(given, re.findall(r"[^', ]+", listed))
             raise ConfigError([f'{COMMAND_LINE}: {option} "{given}" is unknown; {hint}'])
+        # argparse's wording, in the form of our own problems: option first, then what it needs.
         message = re.sub(r"^argument (\S+): ", r"\1 ", message).replace(
             "expected one argument", "needs a value"
         )
@@ -161,8 +163,11 @@ class CommandParser(ArgumentParser):
         while remaining:
             argument = remaining.pop(0)
             name, equals, _ = argument.partition("=")
+            # argparse cannot know the keys, of which extensions add more. They are set aside for
+            # `load`, which checks them.
             if not (self._overrides and name.startswith("--") and "." in name):
                 arguments.append(argument)
+            # `--key` without a value stays as it is: `load` says what it needs.
             elif equals or not remaining or remaining[0].startswith("--"):
                 overrides.append(argument)
             else:
@@ -209,9 +214,7 @@ class CommandParser(ArgumentParser):
         raise ConfigError(problems)
 
     def _nearest(self, argument: str) -> str:
-        """What an unknown argument may be meant for: an option, a command, or a key of the
-        configuration.
-        """
+        """A hint at the option, command or key that an unknown argument may be meant for."""
         name = argument.partition("=")[0]
         if get_close_matches(name, known := [*self._option_string_actions, *self.commands], n=1):
             return f"; {_hint(name, known)}"
@@ -280,6 +283,7 @@ def run_command(argv: Sequence[str], parser: CommandParser) -> int:
     except RunError as error:
         failure = error
     except Exception as error:
+        # An error of our own keeps its traceback; one of an extension is reported as such.
         if (problem := extension.describe_error(error)) is None:
             raise
         failure = RankFailedError(EXIT_FAILURE, problem)

@@ -10,9 +10,10 @@ EXIT_SUCCESS = 0
 EXIT_FAILURE = 1
 EXIT_BAD_CONFIG = 2
 EXIT_DOES_NOT_FIT = 3
-"""Of a plan."""
+"""Exit code of a plan that needs more memory than the devices have."""
 EXIT_BAD_NODE = 3
-"""Of a preflight."""
+"""Exit code of a preflight in which the node fails."""
+# EX_CONFIG of sysexits.h: neither Python nor torch exits with it.
 EXIT_NO_RETRY = 78
 """Stopped for a reason that a retry cannot fix."""
 MAX_PROBLEM_CHARS = 4000
@@ -27,7 +28,7 @@ class Ending(NamedTuple):
     """The file in the run folder that says so."""
     meaning: str
     then: str
-    """What the launcher and the batch script do."""
+    """The reaction of the launcher and the batch script."""
 
 
 ENDINGS = (
@@ -94,6 +95,7 @@ class RunError(Exception):
     status = EXIT_FAILURE
 
     def __init__(self, *problems: str) -> None:
+        # Escaped here, once: problems reach terminals, logs and exit markers.
         self.problems = [printable(shorten(problem)) for problem in problems]
         super().__init__("\n".join(self.problems))
 

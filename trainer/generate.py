@@ -129,6 +129,7 @@ def generate(options: Namespace, resolved: ResolvedCheckpoint) -> None:
     prompt_S = encode_prompt(options.prompt, tokenizer, separators=config.data.separators)
     stop_tokens = {
         *tokenizer.stop_tokens,
+        # Documents of the run end with this token, which the tokenizer may not count as a stop.
         *map(int, document_separators(tokenizer, config.data.separators)[1]),
     }
     prompt_len = prompt_S.numel()
@@ -144,6 +145,7 @@ def generate(options: Namespace, resolved: ResolvedCheckpoint) -> None:
         print_status(f"warning: up to {capacity:,} tokens exceed training.seq_len = {seq_len:,}")
     decoder = Decoder(model, capacity=capacity, kernel=kernel)
     started = time.perf_counter()
+    # The prompt is run once; each sample rewinds the KV cache to its end.
     first_logits_V = decoder.next_token_logits(prompt_S).cpu()
     print_status(f"prompt: {format_throughput(prompt_len, started)}")
     for sample in range(options.samples):
@@ -178,6 +180,7 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, *, separators: str = "bos_e
 
     Raises `ConfigError` if it has no tokens.
     """
+    # A prompt looks like the beginning of a training document.
     prefix_tokens, _ = document_separators(tokenizer, separators)
     tokens_S = torch.cat([prefix_tokens, tokenizer.encode(prompt)]).long()
     if not tokens_S.numel():
@@ -235,10 +238,12 @@ def stream_text(
     num_emitted = len(tokenizer.decode(ids))
     for token in tokens:
         ids.append(token)
+        # Decoded from the beginning each time, because a character may span several tokens.
         text = tokenizer.decode(ids)
         # An incomplete character decodes to one to three of these.
         text = text[:-3] + text[-3:].rstrip("\ufffd")
         yield text[num_emitted:]
+        # Never backwards: a later token may change how earlier ones decode.
         num_emitted = max(num_emitted, len(text))
     yield tokenizer.decode(ids)[num_emitted:]
 

@@ -89,6 +89,7 @@ def refusing(convert: Callable[[Namespace], None]) -> Run:
         try:
             convert(options)
         except (HuggingFaceError, ResumeError, DataError) as error:
+            # Here these are mistakes in arguments: no run exists that a retry could continue.
             raise ConfigError(error.problems) from error
 
     return run
@@ -119,6 +120,7 @@ def export(options: Namespace) -> None:
         raise HuggingFaceError([f"{output} exists already"])
     bos, eos, files = tokenizer_files(values, options.tokenizer, seq_len=seq_len)
     hf_config = model_config_to_hf(model, max_length=seq_len, dtype=dtype, bos=bos, eos=eos)
+    # transformers' nearest architecture decides the names of tensors.
     written = dataclasses.replace(model, model_type=hf_config["model_type"])
     manifest.read_intact(checkpoint, check_hashes=True)
     reader = open_model(
@@ -151,6 +153,7 @@ def export(options: Namespace) -> None:
             (folder / name).parent.mkdir(exist_ok=True)
             write_and_fsync(folder / name, content)
             print_lines(str(name))
+        # The files are read back before the folder gets its name: a lossy export must not exist.
         exported = model_config_from_hf(read_config(folder))
         changed = config_differences(exported, model)
         problems = [f"{key} changed to {value}" for key, (value, _) in changed.items()]
@@ -203,6 +206,8 @@ def tokenizer_files(
         files = {}
         print_lines(f'no tokenizer files: tokenizer.kind = "{stated.kind}" is of an extension')
     separators = values.get("data.separators", "bos_eos")
+    # transformers' tokenizers prepend bos by themselves, which this run's documents do not begin
+    # with.
     if separators != "bos_eos" and tokenizer.bos is not None:
         print_lines(
             f'warning: the run has data.separators = "{separators}", but the exported tokenizer prepends '
@@ -234,6 +239,7 @@ def import_model(
     """
     if output is not None and output.exists():
         raise HuggingFaceError([f"{output} exists already"])
+    # A model of several modalities nests the configuration of its language model.
     values = text_model_values(stored := read_config(folder), text_only=text_only)
     text_only = values is not stored
     model = model_config_from_hf(values, ignore_keys)
@@ -342,6 +348,7 @@ def nearest_preset(model: ModelConfig) -> tuple[str, str, dict[str, Any]]:
     }
 
     def distance(name: tuple[str, str]) -> tuple[int, bool]:
+        # A tie goes to the preset of the same architecture.
         return len(differences[name]), FAMILIES[name[0]][name[1]].model_type != model.model_type
 
     family, size = nearest = min(differences, key=distance)
@@ -352,6 +359,7 @@ def nearest_preset(model: ModelConfig) -> tuple[str, str, dict[str, Any]]:
         for key, (value, _) in differing.items()
         if not key.startswith((*ROPES, "layers"))
     }
+    # New `layers` replace the preset's, whose shared options go with them: those are stated again.
     if differing.keys() & {"layers", "rope.layers"} or overrides.get("window", 0) is None:
         inherited = {
             each.name: each.default for each in dataclasses.fields(LayerKind)
@@ -381,6 +389,7 @@ def layer_tables(model: ModelConfig, inherited: dict[str, Any]) -> list[dict[str
             for name, default in defaults.items()
             if name not in shared and (value := getattr(kind, name)) != default
         }
+        # Equal neighbours become one table with `repeat`.
         if tables and {**tables[-1], "repeat": 1} == {**table, "repeat": 1}:
             tables[-1]["repeat"] = tables[-1].get("repeat", 1) + 1
         else:

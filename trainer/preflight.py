@@ -25,7 +25,7 @@ HUNG = "hung"
 FAILED = "failed"
 PASSED = "passed"
 Result = dict[str, Any]
-"""Of a check: name, state, detail and seconds."""
+"""Result of a check: name, state, detail and seconds."""
 
 
 def build_parser() -> CommandParser:
@@ -106,6 +106,7 @@ def run_checks(options: Namespace) -> list[Result]:
             else:
                 results.append(values) if "state" in values else begun.append(values["name"])
 
+    # A thread reads, because a pipe has no read with a time limit.
     reader = Thread(target=read, daemon=True)
     reader.start()
     reader.join(options.seconds)
@@ -118,6 +119,8 @@ def run_checks(options: Namespace) -> list[Result]:
             "state": FAILED,
             "detail": f"its process ended with {worker.wait()}: {' '.join(others[-3:])[-300:]}",
         }
+    # A check names itself before it begins: one more begun than ended is the one that hung or
+    # died.
     if len(results) < len(begun) - 1 or not results:
         results.append({"name": begun[-1], **ending, "seconds": time.monotonic() - started})
     return results

@@ -95,11 +95,14 @@ def verify(args: Namespace, _: Sequence[str]) -> int:
 
 def prune(args: Namespace, _: Sequence[str]) -> None:
     run_dir = RunDir(args.folder)
+    # A damaged checkpoint must not count as one of the newest N.
     committed = valid_checkpoints(select_checkpoints(args.folder))
     if not run_dir.checkpoints_dir.is_dir():
         raise ConfigError(
             [f"command line: {args.folder} is a checkpoint; prune needs a run folder"]
         )
+    # Manifests alone do not show a flipped bit. Deleting older checkpoints needs one whose hashes
+    # match.
     newest_verified = next(
         (
             checkpoint
@@ -130,6 +133,7 @@ def export(args: Namespace, _: Sequence[str]) -> None:
     checkpoint = find_checkpoint(args.folder)
     if args.output.exists():
         raise ConfigError([f"{args.output} exists already"])
+    # The copy gets new hashes, which would make damage look intact.
     manifest.read_intact(checkpoint, check_hashes=True)
     num_bytes = export_weights(checkpoint, args.output)
     print_lines(f"{args.output}: weights of {checkpoint}, {format_bytes(num_bytes)}")

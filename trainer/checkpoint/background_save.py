@@ -22,7 +22,7 @@ class Save:
         self.step = step
         self._start_time = start_time
         self.path: Path | None = path
-        """None for a failed save; `problem` then has the reason."""
+        """Folder of the checkpoint. None for a failed save; `problem` then has the reason."""
         self.problem: str | None = None
         self.bytes = 0
         self.seconds = 0.0
@@ -68,6 +68,8 @@ class Save:
     def _run(self, write: Callable[[], int]) -> None:
         try:
             self.bytes = write()
+        # All ranks agreed on these, so training continues and the next save tries again. After any
+        # other error the ranks may be out of step in their collectives.
         except (PhaseError, ResumeError, RunFailedError) as error:
             self.path = None
             self.problem = str(error)

@@ -43,10 +43,13 @@ def _copy_weights(reader: CheckpointReader, output: Path) -> dict[str, tuple[int
     new_storage_data: dict[Any, Any] = {}
     for name, entries in sorted(by_file.items()):
         with (reader.checkpoint / name).open("rb") as source, (output / name).open("wb") as target:
+            # In the order of the file, so that a disk reads forward.
             for index, storage_info in sorted(entries, key=lambda item: item[1].offset):
+                # Only the offset changes: moments that lay between the weights are left out.
                 new_storage_data[index] = replace(storage_info, offset=target.tell())
                 source.seek(storage_info.offset)
                 remaining = storage_info.length
+                # In pieces: a shard may be larger than what the host has free.
                 while remaining:
                     chunk = source.read(min(remaining, COPY_CHUNK_BYTES))
                     target.write(chunk)
@@ -70,6 +73,8 @@ def _copy_weights(reader: CheckpointReader, output: Path) -> dict[str, tuple[int
         storage_data=new_storage_data,
         planner_data=planner_data,
     )
+    # torch's format is a pickle. The restricted unpickler read this one, so it holds torch's
+    # classes only.
     write_and_fsync(output / manifest.METADATA_FILE, pickle.dumps(weights_only))
     write_and_fsync(output / STATE_FILE, (reader.checkpoint / STATE_FILE).read_bytes())
     return {path.name: manifest.hash_file(path) for path in sorted(output.iterdir())}

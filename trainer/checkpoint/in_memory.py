@@ -61,15 +61,15 @@ ALIGNMENT = 64
 
 
 class MemoryFile:
-    """A file in shared memory, mapped; of one rank's checkpoint, or none."""
+    """A mapped file in shared memory that holds one rank's checkpoint, or none."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """Raises `RunFailedError` if memory is short.
+        """Creates or opens the file; keeps the content of one that has the same size.
 
-        Keeps the content of a file of the same size.
+        Raises `RunFailedError` if memory is short.
         """
         self.path = path
-        # To open a pipe would wait for a reader.
+        # Every user of the host can create files here. Opening a pipe would wait for its reader.
         if path.is_symlink() or (path.exists() and not path.is_file()):
             path.unlink()
         with path.open("ab") as file:
@@ -85,10 +85,11 @@ class MemoryFile:
                     f"checkpoint.memory_interval needs {format_bytes(size)} more in {path.parents[1]}, which has "
                     f"{format_bytes(free)} free ({error.strerror}): enlarge it (of a container: --shm-size), or leave the key out"
                 ) from None
+        # The tensor maps the file: what is copied into it outlives this process.
         self.bytes = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
     def read_header(self) -> InMemoryCheckpoint | None:
-        """None without a whole header. Does not read what follows it."""
+        """Reads the header, and not what follows it; None if it is not whole."""
         try:
             return unseal_header(self.bytes[:HEADER_BYTES].numpy().tobytes(), InMemoryCheckpoint)[
                 0
@@ -105,7 +106,7 @@ class MemoryFile:
             return None
 
     def clear(self) -> None:
-        """Before it is overwritten: a file without a header is no checkpoint."""
+        """Removes the header before the file is overwritten: without one it is no checkpoint."""
         self.bytes[:HEADER_BYTES] = 0
 
     def write_header(self, header: InMemoryCheckpoint) -> None:
@@ -122,14 +123,16 @@ class MemoryFile:
 
 
 class Layout:
-    """Where the shards of a rank lie in its files."""
+    """Offsets of a rank's shards in its files, and a hash that identifies the layout."""
 
     def __init__(self, shards: Mapping[str, Tensor]) -> None:
         self.size = HEADER_BYTES + STATE_BYTES
         self._entries: dict[str, tuple[int, Tensor]] = {}
         for name, shard in shards.items():
+            # Views by dtype need aligned offsets; 64 bytes are a cache line.
             self._entries[name] = self.size, shard
             self.size += -(-shard.nbytes // ALIGNMENT) * ALIGNMENT
+        # Shards are read back as raw bytes, so names, shapes, dtypes and their order must agree.
         described = [(name, [*shard.shape], str(shard.dtype)) for name, shard in shards.items()]
         self.sha256 = hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
@@ -142,7 +145,8 @@ class Layout:
 
 
 class InMemoryCheckpoints:
-    """Of one rank.
+    """One rank's in-memory checkpoints: two files of its own and, with several nodes, two of the
+    previous one.
 
     All ranks call every method at the same steps. Allocates the memory on construction.
     """
@@ -157,19 +161,26 @@ class InMemoryCheckpoints:
         self._size = world.size
         self._device = world.device
         self._ranks_per_node = world.size // world.num_nodes
+        # A node that fails takes all of its memory with it, so a copy goes to the same local rank
+        # of the next node.
         self._next = (world.rank + self._ranks_per_node) % world.size
         """Holds a copy of this rank's checkpoint: on the next node."""
         self._previous = (world.rank - self._ranks_per_node) % world.size
         self._layout = Layout(
             {name: to_local(tensor.detach()) for name, tensor in tensors.items()}
         )
+        # Random, so that no two launches share a name; that of rank 0 counts for all.
         self._launch = run_and_gather(lambda: token_hex(8), group)[0]
         self.folder = run_on_all_ranks(lambda: memory_folder(run_dir.path), group)
         run_on_all_ranks(lambda: create_memory_folder(self.folder), group)
         self._descriptor = run_on_all_ranks(lambda: hold(self.folder), group)
         run_on_all_ranks(remove_abandoned, group)
+        # A rank also holds the shards of another rank, whose size may differ: pipeline stages are
+        # not equal.
         sizes = run_and_gather(lambda: self._layout.size, group)
         kinds = ("rank", "held") if world.num_nodes > 1 else ("rank",)
+        # Memory that a larger launch left is needed now, so it is freed before files are
+        # allocated.
         run_on_all_ranks(lambda: remove_others(self.folder, kinds, world.size), group)
         held = self._previous if world.num_nodes > 1 else None
         try:
@@ -190,7 +201,9 @@ class InMemoryCheckpoints:
         self._newest = Newest()
         self._recording = Lock()
         self._in_use: MemoryFile | None = None
-        """Being written to disk, by any rank: all ranks overwrite the files of the same step."""
+        """The file that a save writes to disk, on any rank: all ranks must overwrite files of one
+        step.
+        """
         self._has_released = True
 
     def _open(self, kind: str, rank: int, sizes: list[int]) -> list[MemoryFile]:
@@ -220,10 +233,13 @@ class InMemoryCheckpoints:
         # The save before has ended on all ranks.
         if to_disk:
             self._in_use = None
+        # The older of both files is overwritten; the newer one stays whole meanwhile.
         file = min((each for each in self._files if each is not self._in_use), key=_step)
         if to_disk:
             self._in_use = file
             self._has_released = False
+        # Order matters: a crash from here on leaves a file without a header, never a mixture of
+        # two steps under a valid one.
         file.clear()
         get_shards = self._staging[file.path].start_copy(tensors)
         self._pending = Save(state.step, file.path, start_time)
@@ -231,15 +247,18 @@ class InMemoryCheckpoints:
         return get_shards
 
     def release(self, committed_step: int) -> None:
-        """The save to disk has ended; the newest checkpoint there is of this step."""
+        """Ends the use of the copy by a save to disk, whose newest checkpoint is now
+        `committed_step`.
+        """
         self._has_released = True
         self._record(on_disk=committed_step)
 
     def _record(self, **changed: int) -> None:
-        """What the launcher counts as progress, and what the next launch may resume from.
+        """Records the newest steps: the launcher counts them as progress, and the next launch
+        resumes only from them.
 
-        A disk that cannot be written does not end the run; it then lacks metrics, too, and steps
-        since are not resumed from.
+        A disk that cannot be written does not end the run. Metrics are missing then, too, so steps
+        that are not recorded must not be resumed from.
         """
         if self._rank == 0:
             with self._recording:
@@ -250,7 +269,7 @@ class InMemoryCheckpoints:
                     log.warning("in-memory checkpoints are not recorded: %s", error.strerror)
 
     def wait(self) -> None:
-        """For the newest copy to be complete on all ranks."""
+        """Waits until the newest copy is complete on all ranks."""
         pending = self._pending
         self._pending = None
         if pending is None:
@@ -271,12 +290,18 @@ class InMemoryCheckpoints:
             )
 
     def _publish(self, file: MemoryFile, get_shards: LocalTensorsGetter, state: TrainState) -> int:
-        """In the background thread."""
+        """Completes the copy of this rank, and sends it to the next node. Runs in the background
+        thread.
+        """
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # Per thread; the default is device 0.
+        # Every rank has hashed its part before any is sent: a step counts once it is whole
+        # everywhere.
         run_on_all_ranks(lambda: self._complete(file, get_shards, state), self._group)
         if self._held:
             run_on_all_ranks(lambda: self._exchange(file), self._group)
+        # Ranks finish a save at different times. They free its file together, so that all choose
+        # the same one for the next copy.
         if all(run_and_gather(lambda: self._has_released, self._group)):
             self._in_use = None
         self._record(in_memory=state.step)
@@ -302,20 +327,23 @@ class InMemoryCheckpoints:
             sha256=file.compute_sha256(),
         )
         file.write_header(header)
+        # The time of the folder shows other runs on this node that this one is not abandoned.
         os.utime(self.folder)
 
     def _exchange(self, file: MemoryFile) -> None:
         """Sends a copy to the next node and receives that of the previous one; the header last."""
         held = min(self._held, key=_step)
         held.clear()
+        # The header goes last: a copy that was cut off has none. All ranks send at once around the
+        # ring of nodes, so each posts its receive before it waits for its send.
         for part in (slice(HEADER_BYTES, None), slice(0, HEADER_BYTES)):
             sent = send_async(file.bytes[part], self._group, to=self._next)
             receive_async(self._group, buffer=held.bytes[part], source=self._previous).wait()
             sent.wait()
 
     def discard(self) -> None:
-        """What is in memory must not be resumed from: it has a loss spike, or copies that
-        differ.
+        """Forgets the steps in memory, which have a loss spike or copies that differ: no launch
+        resumes from them.
         """
         self.wait()
         self._record(in_memory=-1)
@@ -323,7 +351,7 @@ class InMemoryCheckpoints:
             file.clear()
 
     def remove(self) -> None:
-        """At an ending after which nothing resumes from memory.
+        """Removes the folder, once nothing will resume from memory.
 
         The memory is freed once all ranks have ended.
         """
@@ -360,12 +388,15 @@ class InMemoryCheckpoints:
         newest = Newest(*recorded)
         for file in (*self._files, *self._held):
             header = file.read_header()
+            # Other launches may have taken another course: only the recorded one counts.
             if header is None or header.launch != newest.launch or header.step > newest.in_memory:
                 file.clear()
+        # A held copy counts as an offer, too: the rank that it belongs to may have lost its own.
         steps_held = {_step(file) for file in self._held}
         offered = set[int]().union(
             *run_and_gather(lambda: sorted({*states_by_step()} | steps_held), self._group)
         )
+        # A person removed a checkpoint in order to go back: later steps in memory would undo that.
         if newest.on_disk > committed_step:
             offered = set()
         for step in sorted(offered, reverse=True):
@@ -384,6 +415,7 @@ class InMemoryCheckpoints:
             else:
                 # The next copy must not go in place of the step that all ranks have.
                 file.clear()
+        # Every header bears this launch's name before rank 0 records it.
         run_on_all_ranks(lambda: None, self._group)
         self._record(in_memory=-1 if loaded is None else loaded.step, on_disk=committed_step)
         return loaded
@@ -391,17 +423,22 @@ class InMemoryCheckpoints:
     def _usable_state(
         self, file: MemoryFile, header: InMemoryCheckpoint, current: TrainState
     ) -> TrainState | None:
-        """None for another run, mesh or torch."""
+        """The training state of a file; None if it is of another run, mesh or version of torch."""
         if header.layout != self._layout.sha256:
             return None
         state = file.read_state(header)
+        # All else must be equal: configuration, mesh, data and version of torch. Shards are read
+        # as bytes, which only the same layout can interpret.
         varying = {name: getattr(current, name) for name in ("step", "trainer", "optimizer_steps")}
         return state if state is not None and state.model_copy(update=varying) == current else None
 
     def _assemble(
         self, step: int, states_by_step: Callable[[], Mapping[int, TrainState]]
     ) -> MemoryFile | None:
-        """The file of the step of this rank, if all ranks have theirs. Collective."""
+        """The file of the step on this rank, if every rank has its own; else None. Collective.
+
+        A rank that lost its file receives it from the next node.
+        """
 
         def intact_file() -> MemoryFile | None:
             for file in self._files:
@@ -415,6 +452,8 @@ class InMemoryCheckpoints:
         file = run_on_all_ranks(intact_file, self._group)
         found = run_and_gather(lambda: [file is not None, holds is not None], self._group)
         missing = [rank for rank, (is_intact, _) in enumerate(found) if not is_intact]
+        # All ranks compute the same list, so that none waits for a transfer that its peer does not
+        # begin.
         holders = [(rank + self._ranks_per_node) % self._size for rank in missing]
         if not all(found[holder][1] for holder in holders):
             return None

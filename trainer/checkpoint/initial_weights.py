@@ -41,6 +41,7 @@ def find_checkpoint(path: Path) -> Path:
 
     Raises `ResumeError`.
     """
+    # A folder with either file is meant as a checkpoint, so a missing other one is damage.
     if (path / manifest.MANIFEST_FILE).is_file() or (path / STATE_FILE).is_file():
         try:
             manifest.read_validated(path)

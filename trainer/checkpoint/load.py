@@ -40,7 +40,9 @@ from trainer.storage.manifest import MAX_RETRIES, TRANSIENT_ERRNOS, retry_io
 
 MODEL_PREFIX = "model."
 MAX_CELLS = 10_000_000
-"""Of the grid that the edges of a tensor's chunks make: 3,000 by 3,000 ranks."""
+"""Limit of cells in the grid that the edges of a tensor's chunks make: enough for 3,000 by 3,000
+ranks.
+"""
 ALLOWED_GLOBALS = frozenset(
     (module, name)
     for module, names in {
@@ -69,11 +71,12 @@ ALLOWED_GLOBALS = frozenset(
 
 
 class RestrictedUnpickler(pickle._Unpickler):
-    """Raises `DamageError` for a global outside `ALLOWED_GLOBALS` and for an attribute that is not
-    a dataclass field.
+    """Unpickler that loads checkpoint metadata only.
 
-    Subclasses the Python unpickler because the C one has no hook before BUILD sets a state. A
-    two-part state of a pickle sets attributes of any object that it can name, including classes.
+    Raises `DamageError` for a global outside `ALLOWED_GLOBALS` and for an attribute that is not a
+    dataclass field. Subclasses the Python unpickler because the C one has no hook before BUILD
+    sets a state. A two-part state of a pickle sets attributes of any object that it can name,
+    including classes.
     """
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
@@ -87,10 +90,12 @@ class RestrictedUnpickler(pickle._Unpickler):
             else super().find_class(module_name, global_name)
         )
 
+    # BUILD calls `__setstate__` or fills `__dict__`, so it is checked before it runs.
     def load_build(self) -> None:
         _require_dataclass_fields(self.stack[-2], self.stack[-1])  # type: ignore[attr-defined]
         super().load_build()  # type: ignore[misc]
 
+    # The unpickler looks opcodes up in this table; overriding the method alone has no effect.
     dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}  # type: ignore[assignment]
 
 
@@ -113,6 +118,7 @@ class CheckpointReader(FileSystemReader):
         self.checkpoint = checkpoint
         files = manifest.read_intact(checkpoint, check_hashes=False).files
         path = checkpoint / manifest.METADATA_FILE
+        # The manifest's size bounds the read: a damaged file must not fill the memory.
         content = retry_io(path, lambda: read_regular(path, max_bytes=files[path.name][0]))
         try:
             self.metadata: Metadata = RestrictedUnpickler(io.BytesIO(content)).load()
@@ -136,7 +142,7 @@ class TensorLoadPlanner(DefaultLoadPlanner):
 
 
 def find_metadata_damage(checkpoint: Path) -> list[str]:
-    """What is wrong with `.metadata`, besides its hash.
+    """Damage of `.metadata` that its hash does not show, one line each.
 
     Raises `RunFailedError` if it cannot be read now.
     """
@@ -166,12 +172,14 @@ def load_tensors(
         # memory.optimizer_dtype may change on resume. Only optimizer moments can be bfloat16.
         return str((tuple(shape), torch.float32 if dtype is torch.bfloat16 else dtype))
 
+    # Compare before reading: dcp.load would fill what matches and leave the rest as it is.
     saved = {
         name: describe(entry.size, entry.properties.dtype)
         for name, entry in reader.tensor_metadata.items()
         if name.startswith(prefix)
     }
     own = {name: describe(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    # Only stages differ in their tensors; all other ranks have shards of the same names.
     expected = {
         name: entry for stage in all_gather_values(own, pp_group) for name, entry in stage.items()
     }
@@ -219,6 +227,7 @@ def read_tensors(reader: CheckpointReader, tensors: dict[str, Tensor]) -> None:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load(tensors, storage_reader=reader, planner=TensorLoadPlanner(), no_dist=True)
             return
+        # CheckpointException derives from BaseException.
         except (Exception, CheckpointException) as error:
             is_transient = getattr(root_cause(error), "errno", None) in TRANSIENT_ERRNOS
             if not is_transient or attempt == MAX_RETRIES:
@@ -303,7 +312,7 @@ def _require_stored(metadata: Metadata, files: Mapping[str, tuple[int, str]]) ->
 def tiling_problem(
     size: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> str:
-    """What is wrong if chunks, given by offsets and sizes, do not hold every element of a tensor
+    """The reason why chunks, given by offsets and sizes, do not hold each element of a tensor
     exactly once; else "".
     """
     for offsets, sizes in chunks:
@@ -312,11 +321,12 @@ def tiling_problem(
             for offset, length, total in zip(offsets, sizes, size, strict=True)
         ):
             return f"lie outside its shape {[*size]}"
+    # Where a tensor has fewer rows than ranks, some ranks have an empty chunk.
     filled = [(offsets, sizes) for offsets, sizes in chunks if 0 not in sizes]
     if (found := sum(prod(sizes) for _, sizes in filled)) != prod(size):
         return f"hold {found:,} of its {prod(size):,} elements"
-    # As many elements as the tensor has: some are missing only if others are there twice. Cuts
-    # make a grid of cells.
+    # The count is right, so an element is missing only if another is there twice. The edges of all
+    # chunks make a grid, in whose cells coverage is constant: counting cells is enough.
     edges = [
         sorted({0, *(edge for at, length in boxes for edge in (at, at + length))})
         for boxes in (

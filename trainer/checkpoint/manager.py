@@ -58,10 +58,12 @@ class CheckpointManager:
         self._last_saved_step: int | None = None
         """Step of the newest checkpoint on disk that this launch loaded or saved."""
         self._committed_step = -1
-        """Of the newest checkpoint on disk; -1: none."""
+        """Step of the newest checkpoint on disk; -1: none."""
         self._in_memory: InMemoryCheckpoints | None = None
         self.has_resumed_from_memory = False
-        """At a step whose checkpoint may be missing on disk."""
+        """Whether this launch resumed from memory: the checkpoint of that step may be missing on
+        disk.
+        """
         self._last_saved_bytes = 0
         """Size of the newest checkpoint that this launch saved."""
         self._pending_save: Save | None = None
@@ -76,6 +78,8 @@ class CheckpointManager:
     ) -> None:
         """Waits for a save in progress; after an error at most `FAILURE_TIMEOUT_SECONDS`."""
         if self._pending_save is not None:
+            # After an error a peer may never finish its part, and the thread would wait for it
+            # forever.
             self._pending_save.wait(None if error is None else FAILURE_TIMEOUT_SECONDS)
         if self._in_memory is not None:
             if error is None:
@@ -106,16 +110,19 @@ class CheckpointManager:
         return self._committed_step >= 0
 
     def resume(self, trainer: Trainer) -> Path | None:
-        """From memory, or as `resume_from_disk`.
+        """Resumes from memory if it has a newer step than the disk, else as `resume_from_disk`.
 
         Returns what the run resumed from; None for the initial weights.
         """
         if self.config.checkpoint.memory_interval is None:
             forget(self.run_dir.path, self.run_dir.checkpoints_dir)
             return self.resume_from_disk(trainer)
+        # Rank 0's listing counts for all: other nodes may see the folder later.
         committed = self.run_dir.committed_checkpoints()
         self._committed_step = all_gather_values(committed[-1][0] if committed else -1)[0]
         tensors = _tensors(trainer)
+        # A group of its own: copies run in a thread, and two threads must not interleave their
+        # collectives in one group.
         group = gloo_group(self.config.distributed)
         self._in_memory = InMemoryCheckpoints(self.run_dir, trainer.world, group, tensors)
         current = _current_state(trainer)
@@ -124,6 +131,7 @@ class CheckpointManager:
             try:
                 checkpoint = self.resume_from_disk(trainer)
             except RunError as error:
+                # No restart follows, so nothing will use the memory.
                 if error.status in CONCLUSIVE_EXIT_CODES:
                     self._in_memory.remove()
                 raise
@@ -134,17 +142,19 @@ class CheckpointManager:
         return self._in_memory.folder
 
     def roll_back(self, trainer: Trainer) -> Path | None:
-        """To the newest checkpoint on disk; there is one."""
+        """Resumes from the newest checkpoint on disk, which must exist."""
         self.discard_memory()
         return self.resume_from_disk(trainer)
 
     def discard_memory(self) -> None:
-        """Nothing resumes from the in-memory checkpoints so far."""
+        """Makes sure that nothing resumes from the in-memory checkpoints so far."""
         if self._in_memory is not None:
             self._in_memory.discard()
 
     def resume_from_disk(self, trainer: Trainer) -> Path | None:
-        """As `resume.resume`, and protects the checkpoint and the initial weights from pruning."""
+        """Resumes from disk as `resume.resume` does; protects that checkpoint and the initial
+        weights from pruning.
+        """
         checkpoint = resume.resume(self.config, self.run_dir, trainer, self._group)
         initial = self.config.checkpoint.initial_load_path
         if initial is not None and not is_hugging_face(initial):
@@ -165,10 +175,12 @@ class CheckpointManager:
         then.
         """
         self.wait()
+        # A stop request may follow directly on a save of the same step.
         if trainer.step == self._last_saved_step:
             return
         start_time = time.monotonic()
         threaded = self.config.checkpoint.asynchronous
+        # Reading the state first flushes deferred updates of the optimizer.
         tensors = _tensors(trainer)
         state = _current_state(trainer)
         request = SaveRequest(
@@ -190,11 +202,13 @@ class CheckpointManager:
     def _local_tensors(
         self, tensors: dict[str, Tensor], state: TrainState, *, threaded: bool
     ) -> LocalTensorsGetter:
-        """What a save writes: the in-memory checkpoint of this step, another copy, or the tensors
-        themselves.
+        """Chooses what a save writes: the in-memory checkpoint of this step, another copy, or the
+        tensors themselves.
         """
         get_copy: LocalTensorsGetter | None = None
         if self._in_memory is not None:
+            # One copy of the state serves both: the file in memory is the staging buffer of the
+            # save.
             get_copy = self._in_memory.copy(tensors, state, to_disk=threaded)
         elif threaded:
             get_copy = self._staging.start_copy(tensors)
@@ -274,6 +288,7 @@ class CheckpointManager:
         except OSError as error:
             log.warning("cannot delete an old checkpoint: %s", error)
 
+    # Made on first use, which is collective: all ranks first save or resume at the same step.
     @cached_property
     def _group(self) -> ProcessGroup:
         return gloo_group(self.config.distributed)
@@ -284,6 +299,7 @@ class CheckpointManager:
 
 
 def _tensors(trainer: Trainer) -> dict[str, Tensor]:
+    # Copying into a leaf that requires gradients would raise, and dcp saves no graph.
     return {name: tensor.detach() for name, tensor in trainer.state_dict().items()}
 
 
@@ -298,5 +314,6 @@ def _current_state(trainer: Trainer) -> TrainState:
         schema_version=SCHEMA_VERSION,
         degrees=trainer.mesh.degrees,
         torch=str(torch.__version__),
+        # Set where the shards are on the host: reading it here would wait for the device.
         optimizer_steps=None,
     )

@@ -33,33 +33,39 @@ log = logging.getLogger("trainer")
 
 SHARED_MEMORY = Path("/dev/shm")
 ABANDONED_SECONDS = 3600.0
-"""Since a run last wrote a checkpoint here; the next run on the node then frees the memory."""
+"""Time since a run last wrote a checkpoint here, after which another run on the node frees the
+memory.
+"""
 FILES_PER_RANK = 2
-"""While one is written, the other is whole."""
+"""Files of a rank's checkpoints: while one is written, the other is whole."""
 RECORD_FILE = "newest"
 
 
 class InMemoryCheckpoint(Artifact):
-    """One rank's part.
-
-    What follows the header is `state_bytes` of a sealed `TrainState`, and the shards.
+    """Header of one rank's part. `state_bytes` of a sealed `TrainState` and the shards follow
+    it.
     """
 
     kind: ClassVar[str] = "in-memory checkpoint"
     step: int = Field(ge=0)
     launch: str
-    """Random, of the launch that wrote it or resumed from it: steps of two launches must not be
-    mixed.
+    """Random name of the launch that wrote it or resumed from it: steps of two launches must not
+    be mixed.
     """
     layout: str
     """Hash of names, shapes and dtypes of the shards."""
     state_bytes: int = Field(ge=0)
     sha256: str
-    """Of everything that follows the header."""
+    """Hash of everything that follows the header."""
 
 
 def memory_folder(run_dir: Path) -> Path:
-    """The same for every launch of a run on this node; another for a copy of the run folder."""
+    """Folder of a run's in-memory checkpoints on this node.
+
+    The same for every launch of the run; another for a copy of the run folder.
+    """
+    # A folder that was removed and created again, or replaced by a copy, has the same path but
+    # another inode.
     identity = f"{run_dir.resolve()} {run_dir.stat().st_ino}"
     return (
         SHARED_MEMORY
@@ -71,6 +77,8 @@ def create_memory_folder(folder: Path) -> None:
     """Creates the folder. Raises `RunFailedError` if it cannot be used."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
+        # Names in shared memory can be guessed: another user may have made this one, or a link to
+        # elsewhere.
         found = folder.lstat()
     except OSError as error:
         raise RunFailedError(
@@ -93,6 +101,7 @@ def remove_others(folder: Path, kinds: Sequence[str], num_ranks: int) -> None:
 def remove_memory_folder(folder: Path) -> None:
     """Removes the folder if it is one of this user."""
     with suppress(OSError):
+        # Only for its checks: rmtree must not follow a link, or touch the folder of another user.
         os.close(open_own_folder(folder))
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -102,6 +111,7 @@ def hold(folder: Path) -> int:
     descriptor.
     """
     descriptor = open_own_folder(folder)
+    # The kernel drops the lock when the process ends, however it ends.
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 
@@ -132,6 +142,8 @@ def remove_abandoned() -> None:
             log.info("%s is left alone: %s", folder, error.strerror)
             continue
         try:
+            # Every rank of a living run has a shared lock, so the exclusive one fails while any
+            # lives.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if time.time() - os.fstat(descriptor).st_mtime > ABANDONED_SECONDS:
                 remove_memory_folder(folder)
@@ -142,14 +154,14 @@ def remove_abandoned() -> None:
 
 
 class Newest(NamedTuple):
-    """What the newest launch of a run with in-memory checkpoints recorded beside the checkpoints
-    on disk.
+    """The record of a run's newest launch with in-memory checkpoints, beside the checkpoints on
+    disk.
     """
 
     in_memory: int = -1
     """Step of the newest in-memory checkpoint that all ranks completed; -1: none."""
     on_disk: int = -1
-    """Of the newest checkpoint on disk at the time."""
+    """Step of the newest checkpoint on disk when this was recorded; -1: none."""
     launch: str = ""
 
     def write(self, checkpoints_dir: Path) -> None:
@@ -169,8 +181,9 @@ class Newest(NamedTuple):
 
 
 def forget(run_dir: Path, checkpoints_dir: Path) -> None:
-    """A launch without in-memory checkpoints takes another course: no later one must resume from
-    those there are.
+    """Forgets in-memory checkpoints of earlier launches, for a launch without any.
+
+    Its steps take another course, so no later launch may resume from the old ones.
     """
     with suppress(OSError):
         (checkpoints_dir / RECORD_FILE).unlink()

@@ -43,6 +43,7 @@ def run_and_gather(function: Callable[[], T], group: ProcessGroup | None) -> lis
     try:
         value = function()
     except Exception as error:  # noqa: BLE001 - reported to the other ranks, which would wait for this one
+        # The most derived class that all ranks know: peers raise the same type by its name.
         shared = [each.__name__ for each in type(error).__mro__ if each in SHARED_ERRORS.values()]
         error_name = shared[0] if shared else PhaseError.__name__
         problem = str(error) if shared else describe_error(error)
@@ -64,6 +65,7 @@ def run_and_gather(function: Callable[[], T], group: ProcessGroup | None) -> lis
 
 def run_on_all_ranks(function: Callable[[], T], group: ProcessGroup | None) -> T:
     """The function's value on this rank. Raises as `run_and_gather`. Collective."""
+    # The value stays on its rank: it may be a tensor or a file, which is not sent as JSON.
     values: list[T] = []
     run_and_gather(lambda: values.append(function()), group)
     return values[0]
@@ -74,6 +76,7 @@ def run_on_rank_zero(function: Callable[[], T], group: ProcessGroup | None) -> T
 
     Raises as `run_and_gather`. Collective.
     """
+    # Other ranks take part, so that they learn of a failure instead of waiting for rank 0.
     is_rank_zero = distributed.get_rank(group) == 0
     return run_and_gather(lambda: function() if is_rank_zero else None, group)[0]  # type: ignore[return-value]
 

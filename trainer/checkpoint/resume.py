@@ -94,6 +94,7 @@ def resume(config: Config, run_dir: RunDir, trainer: Trainer, group: ProcessGrou
         raise ResumeError(
             f"{checkpoint} was trained on otherwise packed data: {'; '.join(mismatches)}"
         )
+    # A stage that resets the optimizer takes only the weights; its moments stay zero.
     prefix = MODEL_PREFIX if starts_new_stage and trainer.stage.resets_optimizer else ""
     tensors = {
         name: tensor for name, tensor in trainer.state_dict().items() if name.startswith(prefix)
@@ -117,6 +118,8 @@ def _require_one_step(
     """Raises `ResumeError` if the optimizer's tensors are of another step than `state.json`."""
     stages = config.training_stages[: state.stage.index + 1]
     start = max((stage.start_step for stage in stages if stage.resets_optimizer), default=0)
+    # The optimizer counts the steps since its last reset that were not skipped. Skips are counted
+    # over the whole run, so after a reset they only bound the number.
     most = state.step - start
     least = most - state.trainer.skipped
     found = optimizer_steps(tensors)
@@ -130,7 +133,7 @@ def _require_one_step(
 
 
 def _log_other_versions(written: Manifest) -> None:
-    """Of what a checkpoint was written with."""
+    """Logs the versions that wrote the checkpoint, where they differ from these."""
     current = current_versions()
     if others := [
         f"{name} {version}"
@@ -142,7 +145,10 @@ def _log_other_versions(written: Manifest) -> None:
 
 
 def _load_initial_weights(initial: str, trainer: Trainer, group: ProcessGroup) -> None:
-    """Raises `RankFailedError` for a Hugging Face model that only this rank cannot read."""
+    """Loads the weights that `checkpoint.initial_load_path` names.
+
+    Raises `RankFailedError` for a Hugging Face model that only this rank cannot read.
+    """
     # Rank 0 chooses: the other run may commit a checkpoint while the ranks look.
     folder = Path(run_and_gather(lambda: str(resolve_initial_path(initial)), group)[0])
     weights = {
@@ -177,9 +183,12 @@ def _load_hf_weights(
         spec = specs[name]
         ranges = local_ranges(weights[name])
         values = reader.read(spec, ranges)
+        # A NaN in one weight reaches all gradients, and every step would be skipped.
         if not bool(values.isfinite().all()):
             raise HuggingFaceError([f"{spec.name} has values that are not finite"])
         to_local(weights[name]).copy_(values)
+        # Some tied models store the head, too. If it differs from the embedding, the model is not
+        # tied, and loading would lose the head.
         if name == "embed.weight" and (problems := reader.tied_head_problems(model, ranges)):
             raise HuggingFaceError(problems)
 
@@ -193,6 +202,8 @@ def latest_verified_checkpoint(run_dir: RunDir, group: ProcessGroup) -> Path | N
     Quarantines damaged checkpoints as `bad-step-*`, and those that the device cannot read, once
     one before them is intact. Raises `ResumeError` if all are damaged, or `RunFailedError`.
     """
+    # Rank 0's listing counts for all: each verification is collective, so all ranks need the same
+    # list.
     committed = all_gather_values(
         [str(path) for _, path in run_dir.committed_checkpoints()], group
     )[0]
@@ -204,6 +215,8 @@ def latest_verified_checkpoint(run_dir: RunDir, group: ProcessGroup) -> Path | N
             unreadable[checkpoint] = error
             continue
         if not problems:
+            # An older checkpoint is readable, so the device works and the file is lost. Without
+            # one, nothing is renamed: the device may recover.
             for other, problem in unreadable.items():
                 run_on_rank_zero(partial(_quarantine, run_dir, other, str(problem)), group)
             return checkpoint
@@ -242,6 +255,7 @@ def verify_checkpoint(checkpoint: Path, group: ProcessGroup | None) -> list[str]
     if answer["damage"]:
         return list(answer["damage"])
     found = Manifest.model_validate_json(answer["manifest"])
+    # Each rank hashes its share of the files, so that terabytes are read once, by all nodes.
     rank_files = sorted(found.files)[
         distributed.get_rank(group) :: distributed.get_world_size(group)
     ]

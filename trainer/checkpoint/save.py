@@ -86,7 +86,10 @@ def write_checkpoint(request: SaveRequest, group: ProcessGroup) -> int:
     If any rank fails, all ranks raise `PhaseError` and the temporary folder is removed.
     """
     rank_bytes = run_and_gather(lambda: _rank_bytes(request), group)
+    # Wait for the copies before anything is created: a rank whose copy failed must stop all others
+    # here.
     local_tensors = run_on_all_ranks(request.get_local_tensors, group)
+    # The previous checkpoint of the same state knows the size best, with file headers and padding.
     num_bytes = request.previous_bytes or int(sum(rank_bytes))
     existing_bytes = run_on_rank_zero(lambda: _reserve_space(request, num_bytes), group)
     if existing_bytes is not None:
@@ -100,6 +103,7 @@ def write_checkpoint(request: SaveRequest, group: ProcessGroup) -> int:
             group,
         )
         run_on_rank_zero(lambda: _write_state(request, local_tensors), group)
+        # Each rank hashes what it reads back from the file system, not what it meant to write.
         rank_files: list[dict[str, Any]] = run_and_gather(
             lambda: _hash_own_files(request.temporary_path, group.rank()), group
         )
@@ -133,6 +137,7 @@ def _reserve_space(request: SaveRequest, num_bytes: int) -> int | None:
     free = _free_bytes(request.checkpoints_dir)
     needed = FREE_SPACE_FACTOR * num_bytes
     if free < needed:
+        # Only now, since older checkpoints are all that a failed save leaves.
         request.prune()
         free = _free_bytes(request.checkpoints_dir)
     if free < needed:
@@ -174,7 +179,7 @@ def current_versions() -> dict[str, str]:
 
 
 def optimizer_steps(local_tensors: Mapping[str, Tensor]) -> int | None:
-    """That this rank's optimizer tensors count; None without any."""
+    """Steps that this rank's optimizer tensors count; None without any."""
     steps = [
         to_local(x)
         for name, x in local_tensors.items()
@@ -182,6 +187,8 @@ def optimizer_steps(local_tensors: Mapping[str, Tensor]) -> int | None:
     ]
     if not steps:
         return None
+    # Each parameter counts for itself. A difference means that a step was interrupted, or that
+    # files were mixed.
     least, most = torch.stack(steps).aminmax()
     if least != most:
         raise ResumeError(f"its optimizer tensors count {int(least)} to {int(most)} steps")
@@ -213,8 +220,11 @@ def _require_visible(folder: Path, files: Mapping[str, tuple[int, str]]) -> None
 
 def _commit(request: SaveRequest, files: dict[str, tuple[int, str]], world_size: int) -> None:
     """Writes the manifest and renames the temporary folder to `step-N`. Called on rank 0."""
+    # A launch that was paused may have lost the run folder meanwhile; it must not commit into it.
     request.require_lease()
     _require_visible(request.temporary_path, files)
+    # The manifest is written last, and the rename commits. Entries are flushed before it and the
+    # parent folder after it, so a crash leaves a whole checkpoint or none.
     checkpoint_manifest = Manifest(
         step=request.step,
         attempt=request.attempt,
@@ -236,6 +246,7 @@ def _clean_up(request: SaveRequest, needed: int) -> str:
     Returns a note if the disk is full, else an empty string.
     """
     with suppress(OSError):
+        # Before the files are removed: what they take belongs to what the save needs.
         written = sum(path.lstat().st_size for path in request.temporary_path.iterdir())
         free = _free_bytes(request.checkpoints_dir)
         shutil.rmtree(request.temporary_path, ignore_errors=True)
@@ -278,6 +289,8 @@ class HostStaging:
                 name: self._buffer(name, shard).copy_(shard, non_blocking=True)
                 for name, shard in shards.items()
             }
+            # An event, not a synchronization: the saving thread waits for it while training
+            # continues.
             copy_done = (
                 torch.cuda.current_stream(on_device[0]).record_event() if on_device else None
             )
@@ -297,6 +310,7 @@ class HostStaging:
     def _buffer(self, name: str, shard: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or (buffer.shape, buffer.dtype) != (shard.shape, shard.dtype):
+            # Only copies into pinned memory are asynchronous.
             pinned = shard.device.type == "cuda"
             buffer = torch.empty(shard.shape, dtype=shard.dtype, device="cpu", pin_memory=pinned)
             self._buffers[name] = buffer

@@ -36,6 +36,7 @@ class StagedSavePlanner(DefaultSavePlanner):
         super().__init__()
         self._local_tensors = local_tensors
 
+    # dcp asks for the data only when it writes: by then training may have changed the state.
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self._local_tensors[index.fqn]
 
@@ -61,7 +62,9 @@ def write_tensors(
         return writer.prepare_global_plan([plan] * size)[rank]
 
     own_plan = run_on_all_ranks(plan_own_items, group)
+    # Rank 0 decides who writes a shard that several ranks hold, as torch's global plan does.
     described = gather_values([describe_item(item) for item in own_plan.items], group)
+    # `scatter` sends tensors of one shape, so masks are padded to the longest plan.
     longest = int(max_over_ranks(group, [float(len(own_plan.items))])[0])
     plans, metadata = run_on_all_ranks(lambda: _plan_globally(planner, described), group)
     masks = run_on_all_ranks(
@@ -90,9 +93,12 @@ def write_tensors(
 def _plan_globally(
     planner: DefaultSavePlanner, described: list[list[Any]]
 ) -> tuple[list[SavePlan], Metadata | None]:
-    """On rank 0 the plan of every rank, without what another rank writes. Elsewhere nothing."""
+    """Plans on rank 0 which rank writes each chunk; returns each rank's plan, and nothing on other
+    ranks.
+    """
     if not described:
         return [], None
+    # Planner data maps flattened names to paths; our state is flat, so each name is its own path.
     names = {name: (name,) for items in described for name, *_ in items}
     plans = [
         SavePlan([read_item(item) for item in items], planner_data=names) for items in described
@@ -124,6 +130,7 @@ def read_item(described: list[Any]) -> WriteItem:
     Raises ValueError, TypeError or KeyError for anything else.
     """
     name, kind, offsets, sizes, dtype_name, shape = described
+    # The name comes from another process: it must be a dtype, not any attribute of torch.
     dtype = getattr(torch, dtype_name, None)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{dtype_name} is no dtype")
@@ -136,7 +143,8 @@ def read_item(described: list[Any]) -> WriteItem:
 
 
 def _mask(items: list[list[Any]], plan: SavePlan, length: int) -> Tensor:
-    """Which of a rank's items its plan keeps, padded."""
+    """Mask of the items that a rank's plan keeps, padded to `length`."""
+    # Name and offset identify a chunk; of replicas with the same ones, the global plan keeps one.
     kept = {(item.index.fqn, item.index.offset) for item in plan.items}
     mask = [(name, torch.Size(offsets)) in kept for name, _, offsets, *_ in items]
     return torch.tensor(mask + [False] * (length - len(mask)), dtype=torch.uint8)

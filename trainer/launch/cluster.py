@@ -47,8 +47,9 @@ class LaunchWorld:
 
 
 def launch_id(environment: Mapping[str, str]) -> str | None:
-    """The same for the processes that one srun starts, and no others; None elsewhere: a torchrun's
-    `--rdzv-id` may repeat.
+    """An id that the processes of one srun share with no others; None elsewhere.
+
+    A torchrun's `--rdzv-id` does not serve, because it may repeat.
     """
     if "SLURM_STEP_ID" not in environment:
         return None
@@ -70,6 +71,7 @@ def detect_launch_world(
     environment: Mapping[str, str], config: Config, *, gpus: int
 ) -> LaunchWorld:
     """The world described by torchrun, srun, or NGPU and NNODES. Raises `ConfigError`."""
+    # A world that torchrun or srun has made wins: NGPU and NNODES are for our own launcher.
     rank_world = _rank_world(environment)
     if rank_world is not None:
         return rank_world
@@ -120,6 +122,7 @@ def detect_launch_world(
 
 def default_nproc_per_node(config: Config) -> int:
     """Without GPUs: the product of the stated degrees, at least 2, at most 8."""
+    # At least two, so that a run without GPUs uses its collectives; at most eight, for a laptop.
     model_parallel_sizes = [
         prod(stage.config.parallelism.degrees(1).values()) for stage in config.training_stages
     ]
@@ -129,6 +132,7 @@ def default_nproc_per_node(config: Config) -> int:
 def count_gpus() -> int:
     if not _has_gpu_device_files():
         return 0
+    # Importing torch takes seconds, which a check on a machine without GPUs need not wait for.
     import torch
 
     return int(torch.cuda.device_count())
@@ -149,6 +153,8 @@ def set_worker_environment(
     cores = len(os.sched_getaffinity(0))
     threads = str(max(1, cores // (cluster.nproc_per_node if cluster.rank is None else 1)))
     address, _, port = cluster.master_endpoint.rpartition(":")
+    # This process becomes the rank, which reads both; srun sets neither, and the port may be
+    # derived.
     if cluster.rank is not None:
         environment["MASTER_ADDR"] = address
         environment["MASTER_PORT"] = port
@@ -157,21 +163,24 @@ def set_worker_environment(
     else:
         environment.update(cluster_environment(environment, address))
     if _has_gpu_device_files():
-        # training.deterministic needs it.
+        # Deterministic cuBLAS needs a fixed workspace, and reads its size when the context is
+        # created.
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         environment.setdefault(
             "OMP_NUM_THREADS",
             environment.get("SLURM_CPUS_PER_TASK", threads if cpu_optimizer else "1"),
         )
-        # The deprecated name, which torch still reads.
+        # A user may have set the deprecated name, which torch still reads.
         if "PYTORCH_CUDA_ALLOC_CONF" not in environment:
             environment.setdefault("PYTORCH_ALLOC_CONF", allocator_settings(int(threads)))
     environment.setdefault("OMP_NUM_THREADS", threads)
 
 
 def allocator_settings(threads: int) -> str:
-    """Of torch on CUDA: segments that grow instead of fragmenting, and host memory whose pages
-    several threads touch before it is pinned, which takes most of the time.
+    """Settings of torch's CUDA allocator.
+
+    Segments grow instead of fragmenting. Several threads touch the pages of host memory before it
+    is pinned, which takes most of the time.
     """
     register = f"pinned_use_cuda_host_register:True,pinned_num_register_threads:{min(16, threads)}"
     return f"expandable_segments:True,{register}"
@@ -219,7 +228,8 @@ def _srun_world(environment: Mapping[str, str]) -> LaunchWorld | None:
                 [f"environment: srun on {nodes} nodes needs MASTER_ADDR, the host of task 0"]
             )
         address = "127.0.0.1"
-    # srun may distribute tasks unevenly.
+    # srun may distribute tasks unevenly. Such a world has no number of ranks per node, so it
+    # counts as one node.
     num_nodes = int(nodes) if int(num_tasks) % int(nodes) == 0 else 1
     return LaunchWorld(
         nproc_per_node=int(num_tasks) // num_nodes,

@@ -28,6 +28,7 @@ def model_config_from_values(values: Mapping[str, Any]) -> ModelConfig:
     for key, value in values.items():
         section, _, name = key.rpartition(".")
         if section in sections:
+            # JSON turned tuples into lists, which would differ from the configured model's tuples.
             sections[section][name] = tuple(value) if isinstance(value, list) else value
     try:
         pattern = tuple(LayerKind(**kind) for kind in sections["model"].pop("layers", ()))
@@ -46,6 +47,7 @@ def validate_initial_weights(config: Config) -> None:
     keys that are ignored.
     """
     initial = config.checkpoint.initial_load_path
+    # A run with checkpoints resumes from them, and the initial weights may be gone by now.
     if initial is None or (
         config.checkpoint.enabled and RunDir(config.output_dir).committed_checkpoints()
     ):
@@ -85,6 +87,7 @@ def _compare_with_initial(initial: str, config: Config) -> tuple[list[str], list
         lines.append(
             f"model.{key} = {json.dumps(value)}, but the initial weights have {json.dumps(initial_value)}"
         )
+    # Tensors are compared last: with another model each would differ.
     if not problems and is_hf:
         problems = SafetensorsReader(folder, text_only=text_only).problems(initial_model)
     return problems, remarks

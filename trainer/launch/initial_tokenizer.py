@@ -18,6 +18,8 @@ from trainer.storage.run_dir import RunDir
 if TYPE_CHECKING:
     from trainer.data.tokenizer import Tokenizer
 
+# Contractions, numbers, case, code, line ends, combining and wide characters: tokenizers differ in
+# how they cut these.
 PROBE = (
     "The quick brown fox doesn't jump, it'll WAIT: 3.14159, 12345678 and x_1.\n\n"
     "def f(x):\n    return {'a': [x, 2]}  # done\r\n\tnaïve Ünï ﬁ 中文字符 日本語 한국어 العربية हिन्दी 🙂 e\u0301 \u00a0\u2003x ..."
@@ -80,7 +82,9 @@ def _differences(config: Config, folder: Path) -> Iterator[str]:
 
 
 def _id_differences(tokenizer: Tokenizer, own: Tokenizer) -> Iterator[str]:
-    """What makes a tokenizer another one than the model's own."""
+    """Differences in ids between a tokenizer and the model's own, one line each."""
+    # Equal files settle it; two files of one tokenizer may differ, so ids of a probe text are
+    # compared.
     if tokenizer.fingerprint == own.fingerprint:
         return
     own_special = {*own.special_tokens.values(), own.eos, own.bos}
@@ -98,6 +102,7 @@ def _id_differences(tokenizer: Tokenizer, own: Tokenizer) -> Iterator[str]:
         yield f'special token "{name}" is {ids[0]}, but {ids[1]} for the model'
     probe, own_probe = (each.encode(PROBE).tolist() for each in (tokenizer, own))
     if probe != own_probe:
+        # The first difference: all later ids follow from it.
         place = next(
             (
                 at

@@ -98,6 +98,7 @@ def launch(options: Namespace, argv: Sequence[str]) -> int:
     if (
         options.check
         and world
+        # Every rank of srun runs this launcher; one prints.
         and not world.rank
         and not checks.layout_problems(config, world.world_size)
     ):
@@ -116,6 +117,8 @@ def launch(options: Namespace, argv: Sequence[str]) -> int:
     loggers.configure_logging(world.rank or 0)
     if (secret := launch_secret(os.environ, world)) is not None:
         os.environ[SECRET_ENV] = secret
+    # Nothing is at stake yet, so a signal may raise anywhere. Afterwards the workers decide when
+    # to stop.
     with SignalHandler().raising_alone():
         spec = prepare_run(config, world)
     if not isinstance(spec, RunSpec):
@@ -123,6 +126,8 @@ def launch(options: Namespace, argv: Sequence[str]) -> int:
     set_worker_environment(
         os.environ, world, cpu_optimizer=config.memory.optimizer_placement == "host"
     )
+    # Under srun or torchrun this process is the rank. Replacing it keeps the process id, so
+    # signals and exit status need no forwarding.
     if world.rank is not None:
         os.execv(sys.executable, [sys.executable, "-u", str(TRAIN_SCRIPT), spec.to_json()])
     return run_with_restarts(
@@ -148,6 +153,7 @@ def prepare_run(config: Recipe, world: LaunchWorld) -> RunSpec | int:
 
             datasets = prepare_once(config, None if world.rank is None else launch_id(os.environ))
             prediction = None
+            # Rank 0 predicts and writes for all. A finished run needs no prediction.
             if not world.rank and (stage := next_stage(config)) is not None:
                 found = predict(stage.config, world.world_size, num_nodes=world.num_nodes)
                 prediction = found.model_dump(mode="json")
@@ -218,6 +224,7 @@ def load_and_validate(
     with collecting(problems):
         if config.plan.device is not None:
             select_device(config)
+    # Later checks assume a configuration that parsed and a world that is known.
     if problems:
         return config, None, problems
     if world is None or checks.stage_problems(config):
@@ -230,11 +237,13 @@ def load_and_validate(
         stages = stages[stage.index :] if (stage := next_stage(config)) else stages
     problems = checks.problems(config, world.world_size, first_stage=stages[0].index)
     problems += RunDir(config.output_dir).problems()
+    # A launch reads these files anyway when it prepares its data; only --check stops before.
     problems += corpora_problems(config) if checking else []
     if not stages[0].config.model.problems():
         for validate in (validate_initial_weights, validate_initial_tokenizer):
             with collecting(problems):
                 validate(stages[0].config)
+    # Memory is chosen last: the estimate of an invalid layout would raise or mislead.
     for each in () if problems else stages:
         with collecting(problems):
             _choose_memory(each.config, world)
@@ -327,7 +336,8 @@ def _choose_memory(config: Config, world: LaunchWorld) -> Choice | None:
     if config.memory.device_gib is None:
         if config.memory.recompute == "auto":
             return None
-        # The device may have room for a larger chunk.
+        # Without the memory of a device, "auto" is checked with the smallest chunk. The device may
+        # have room for a larger one.
         config = with_overrides(
             config, {"memory.loss_chunk_mib": config.memory.loss_chunk_bytes >> 20}
         )

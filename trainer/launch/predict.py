@@ -70,6 +70,7 @@ def main() -> int:
             "choice": describe_choice(config, choice),
             "problems": [],
         }
+    # Standard output is the answer, so nothing else may be printed in this process.
     json.dump(answer, sys.stdout)
     return 0
 

@@ -57,9 +57,13 @@ def run_with_restarts(
     launch_index = 0
     failures_without_progress = 0
     stage = next_stage(config)
+    # job.max_minutes counts from the first launch of this command. The time since boot cannot be
+    # set back, and the boot id says whether it is of this host.
     os.environ.setdefault(START_TIME_ENV, f"{boot_id()} {seconds_since_boot()}")
     with workers.forward_signals():
         while True:
+            # Markers bear this name: one that an earlier launch left must not decide about this
+            # one.
             attempt = os.environ[exit_markers.ATTEMPT_VARIABLE] = (
                 f"{socket.gethostname()}-{os.getpid()}-{start_time:.0f}.{launch_index}"
             )
@@ -68,6 +72,7 @@ def run_with_restarts(
             if exit_markers.read(folder.path, attempt) == "REQUEUE":
                 return EXIT_SUCCESS
             if status == EXIT_SUCCESS:
+                # A run without [[stage]] has one stage, so its success is the end.
                 if stage is None or not stage.name:
                     return status
                 following = _prepare_following_stage(stage, cluster, reload, prepare)
@@ -90,6 +95,8 @@ def run_with_restarts(
                         )
                 has_progressed = _progress(folder) > previous_progress
                 failures_without_progress = 0 if has_progressed else failures_without_progress + 1
+                # A signal asked for the end: the scheduler, or a person, decides about the next
+                # launch.
                 if status in CONCLUSIVE_EXIT_CODES or workers.received_signal:
                     return status
                 delay = _restart_delay(
@@ -135,6 +142,8 @@ def _restart_delay(
         launches = f"{failures_without_progress} consecutive launches without a new checkpoint"
         _report(folder, f"giving up: {launches} (distributed.restarts = {limits.restarts})")
         return None
+    # Exponential: a full disk or a busy node gets time to recover. A launch with progress restarts
+    # at once.
     backoff = (
         limits.restart_seconds * 2 ** (failures_without_progress - 1)
         if failures_without_progress
@@ -161,6 +170,8 @@ def _prepare_following_stage(
     except RunError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.status
+    # The same stage again would mean that it ended without a checkpoint; a new launch would repeat
+    # it forever.
     if following is None or following.index == previous.index:
         return EXIT_SUCCESS
     return prepare(config, cluster)

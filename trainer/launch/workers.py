@@ -50,6 +50,8 @@ class Workers:
         with _store_socket(cluster) as store:
             try:
                 for local_rank in range(cluster.nproc_per_node):
+                    # Only rank 0 serves the store. In another process the open descriptor would
+                    # keep the port in use.
                     own_descriptors = (
                         [store.fileno()] if store is not None and local_rank == 0 else []
                     )
@@ -90,10 +92,13 @@ class Workers:
 def _dump_stacks_and_kill(workers: Sequence[subprocess.Popen[bytes]]) -> None:
     """Makes workers write their stacks, then kills them."""
     for worker in workers:
+        # The rank that failed first names itself; the stacks of its peers show what they waited
+        # for.
         worker.send_signal(STACK_DUMP_SIGNAL)
     if workers:
         time.sleep(STACK_DUMP_SECONDS)
     for worker in workers:
+        # SIGKILL, because a peer inside a collective does not return to Python to handle SIGTERM.
         worker.kill()
         worker.wait()
 
@@ -125,6 +130,8 @@ def _rank_environment(
         LAUNCHER_PID_ENV: os.getpid(),
     }
     if store is not None:
+        # The kernel chose the port while the socket listens, so no other process can take it
+        # before rank 0 uses it.
         variables["MASTER_ADDR"], variables["MASTER_PORT"], *_ = store.getsockname()
         variables[STORE_SOCKET_ENV] = store.fileno()
     return {key: str(value) for key, value in variables.items()}
@@ -136,6 +143,8 @@ def _wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> int:
     """
     deadline = float("inf")
     while None in (codes := [worker.poll() for worker in workers]) and time.monotonic() < deadline:
+        # The first failure is often the cause, and the peers' own errors the consequence; both
+        # belong into the log.
         if any(codes) and deadline == float("inf"):
             deadline = time.monotonic() + GRACE_SECONDS
         time.sleep(POLL_SECONDS)

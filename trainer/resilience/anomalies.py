@@ -55,12 +55,15 @@ class LossSpikeDetector:
         Returns its distance above the mean in standard deviations if it is a spike, else None.
         """
         self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
+        # A NaN in the window would hide all spikes until it leaves.
         if not isfinite(loss):
             return None
+        # Compared with the losses before it: a spike in its own window would widen the deviation.
         previous = [*self._window]
         self._window.append(loss)
         if len(previous) < MIN_LOSSES:
             return None
+        # The floor keeps constant losses from dividing by zero.
         sigmas = (loss - fmean(previous)) / max(pstdev(previous), 1e-12)
         return sigmas if sigmas > self._threshold_sigmas else None
 
@@ -92,6 +95,7 @@ class CollapseDetector:
         for layer, load in enumerate(loads):
             is_collapsed = 100 * sum(not each for each in load) > self._max_dead_pct * len(load)
             self._consecutive[layer] = self._consecutive.get(layer, 0) + 1 if is_collapsed else 0
+        # Equal, not at least: each collapse is reported once.
         return [layer for layer, count in self._consecutive.items() if count == COLLAPSE_STEPS]
 
 
@@ -130,6 +134,7 @@ class StragglerDetector:
             ("computing", compute_seconds, 0.0),
         ):
             slowest = max(seconds_by_rank)
+            # The median, because a mean would include the straggler itself.
             median_seconds = median(seconds_by_rank)
             ratio = slowest / max(median_seconds, 1e-9)
             lags = (
@@ -139,6 +144,8 @@ class StragglerDetector:
             if lags and (worst is None or ratio > worst.ratio):
                 rank = seconds_by_rank.index(slowest)
                 worst = Straggler(rank, hostnames[rank], phase, ratio)
+        # Single intervals vary by chance: a rank must lag in the same phase several times in a
+        # row.
         current = None if worst is None else (worst.rank, worst.phase)
         self._consecutive = self._consecutive + 1 if current == self._previous else 1
         self._previous = current

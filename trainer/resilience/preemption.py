@@ -29,7 +29,7 @@ DEFAULT_SAVE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do after a step."""
+    """The action of all ranks after a step."""
 
     stop_reason: str = ""
     """Why the run stops; empty if it continues."""
@@ -57,6 +57,8 @@ class Preemption:
         self._signals = signals
         self._is_leader = is_leader
         self._save_interval_minutes = config.checkpoint.interval_minutes
+        # Other ranks have no deadline: clocks differ, and the collective passes the leader's
+        # verdict on.
         seconds_left = (
             deadline - seconds_since_boot() if is_leader and deadline is not None else inf
         )
@@ -80,6 +82,8 @@ class Preemption:
             return Decision()
         now = time.monotonic()
         step_seconds = (now - self._last_check) / self._steps_since_check
+        # At most doubled: one step that was fast by chance must not put the next check off for
+        # long.
         steps_per_check = min(
             max(1, int(CHECK_INTERVAL_SECONDS / max(step_seconds, 1e-6))),
             2 * self._steps_per_check,
@@ -87,6 +91,8 @@ class Preemption:
         expected_save_seconds = (
             self._default_save_seconds if save_seconds is None else save_seconds
         )
+        # A save may be in progress, which the last one must wait for: time for two. The next
+        # chance to decide is a whole check interval away.
         seconds_needed = (
             2 * step_seconds * steps_per_check + 2 * expected_save_seconds + MARGIN_SECONDS
         )
@@ -96,9 +102,12 @@ class Preemption:
             and self._save_interval_minutes is not None
             and now - self._last_save >= 60 * self._save_interval_minutes
         )
+        # One collective for all questions. The maximum of the negated count is the least count of
+        # all ranks, which all of them adopt: they must check after the same step.
         signal_number, any_deadline_near, any_save_due, negated_steps = max_over_ranks(
             None, [float(self._signals.signal or 0), deadline_near, save_due, -steps_per_check]
         )
+        # Read again: the wait for slower ranks in the collective is not time of a step.
         self._last_check = time.monotonic()
         self._steps_since_check = 0
         self._steps_per_check = int(-negated_steps)
@@ -118,6 +127,7 @@ def job_deadline(config: Config, environ: Mapping[str, str]) -> float | None:
     if config.job.max_minutes is not None:
         host, _, seconds = environ.get(START_TIME_ENV, "").partition(" ")
         deadlines.append(
+            # The launcher may run on another host, whose time since boot means nothing here.
             (float(seconds) if host == boot_id() else now) + 60 * config.job.max_minutes
         )
     if environ.get("SLURM_JOB_END_TIME", "").isdecimal():

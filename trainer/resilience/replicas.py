@@ -53,6 +53,8 @@ def find_drifted_ranks(state: Mapping[str, Tensor]) -> list[DriftedRank]:
     Collective. Waits for the device.
     """
     hashes = _hash_copies(state)
+    # Copies usually agree, so ranks first exchange one digest for each set of ranks, and details
+    # only if some differ.
     digests = {
         ranks: blake2b(repr(each).encode(), digest_size=16).hexdigest()
         for ranks, each in hashes.items()
@@ -62,6 +64,8 @@ def find_drifted_ranks(state: Mapping[str, Tensor]) -> list[DriftedRank]:
         ranks
         for each in gathered
         for ranks, digest in each.items()
+        # The first holder is the reference only for whether copies differ; the majority then says
+        # which are wrong.
         if digest != gathered[ranks[0]][ranks]
     }
     if not differing:
@@ -74,6 +78,7 @@ def find_drifted_ranks(state: Mapping[str, Tensor]) -> list[DriftedRank]:
     for ranks in differing:
         for name in details[ranks[0]][ranks]:
             values = [details[rank][ranks][name] for rank in ranks]
+            # Of two copies that differ neither has a majority, and both ranks are named.
             majority = next(
                 (value for value, count in Counter(values).items() if 2 * count > len(ranks)), None
             )
@@ -98,6 +103,8 @@ def _hash_copies(state: Mapping[str, Tensor]) -> dict[tuple[int, ...], dict[str,
     copies = {name: x for name, x in state.items() if num_replicas(x) > 1}
     device = next(iter(state.values())).device
     powers = hash_powers(device)
+    # All hashes reach the host in one copy: one wait for the device instead of one for each
+    # tensor. The empty slice stands in for no copies.
     values = torch.cat(
         [powers[:0], *(polynomial_hash(to_local(x), powers) for x in copies.values())]
     ).tolist()
@@ -115,9 +122,13 @@ def hash_powers(device: torch.device) -> Tensor:
 def polynomial_hash(x: Tensor, powers: Tensor) -> Tensor:
     """Hash of the bits of `x` modulo 2^64: [1], int64. Integer sums are exact in any order."""
     total = powers.new_zeros(1)
+    # Words of bits, not values: a hash of values would not tell 0.0 from -0.0, or one NaN from
+    # another.
     for words in (
         x.reshape(-1).view(torch.int16 if x.itemsize == 2 else torch.int32).split(CHUNK_ELEMENTS)
     ):
+        # A polynomial in an odd base, which is invertible modulo 2^64: if one word changes, the
+        # hash does. Wrap-around of int64 is the modulus.
         total = total * powers[-1] + (words * powers[: words.numel()]).sum()
     return total
 
@@ -126,5 +137,7 @@ def _ranks_of_copies(x: Tensor) -> tuple[int, ...]:
     """The ranks that hold the same shard of a DTensor as this rank."""
     mesh = cast(Any, x).device_mesh
     coordinates = zip(cast(Any, x).placements, mesh.get_coordinate(), strict=True)
+    # Copies lie along the replicated mesh dimensions; along the sharded ones this rank's
+    # coordinate is fixed.
     index = tuple(slice(None) if placement.is_replicate() else at for placement, at in coordinates)
     return tuple(mesh.mesh[index].flatten().tolist())

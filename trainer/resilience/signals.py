@@ -30,6 +30,7 @@ def die_with_launcher() -> None:
     launcher_pid = os.environ.get(LAUNCHER_PID_ENV)
     if launcher_pid is None:
         return
+    # SIGKILL needs no cooperation: a worker whose launcher is gone may hang in a collective.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(launcher_pid):
         # The launcher ended before the call above.
@@ -93,6 +94,8 @@ class SignalHandler:
             self._is_raising = False
 
     def _handle(self, number: int, _: FrameType | None) -> None:
+        # The first signal names the reason; repeats of launchers and schedulers must not replace
+        # it.
         self.signal = self.signal or signal.Signals(number)
         if self._is_raising:
             raise Interrupted

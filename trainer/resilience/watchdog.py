@@ -33,6 +33,8 @@ class Watchdog:
         folder.mkdir(exist_ok=True)
         self._stacks_path = folder / f"rank-{rank}.txt"
         self._collectives_path = folder / f"rank-{rank}-collectives.jsonl"
+        # Opened now: faulthandler writes to the descriptor without Python, when it may be too late
+        # to open a file.
         self._stacks_file = self._stacks_path.open("w")
         self._phase = ""
         self._warn_time = inf
@@ -61,11 +63,14 @@ class Watchdog:
         self._warn_time = time.monotonic() + max(
             (1 - WARNING_FRACTION) * timeout_seconds, timeout_seconds - 60
         )
+        # A new call replaces the timer of the previous one, which runs in a C thread without the
+        # GIL.
         faulthandler.dump_traceback_later(timeout_seconds, exit=True, file=self._stacks_file)
 
     def _poll(self) -> None:
         while not self._stop_event.wait(POLL_SECONDS):
             if time.monotonic() >= self._warn_time:
+                # Reset before the dump, during which `arm` may set the time of the next phase.
                 self._warn_time = inf
                 message = "%s takes too long; exiting soon, stacks of all threads in %s"
                 log.error(message, self._phase, self._stacks_path.parent)
@@ -103,6 +108,8 @@ def summarize_hang(folder: Path, num_ranks: int) -> list[str]:
     missing = ranks_by_location.pop("", [])
     if not ranks_by_location:
         return []
+    # Most ranks wait in the same collective; the few that are elsewhere never entered it, and are
+    # suspect.
     (place, ranks), *others = sorted(ranks_by_location.items(), key=lambda item: -len(item[1]))
     lines = [f"ranks {', '.join(ranks)} waited in {place}: stacks in {folder}"]
     lines += [f"suspect: rank {', '.join(ranks)} was in {place}" for place, ranks in others]

@@ -35,6 +35,7 @@ def resolve_auto_compile(config: Config, world: World) -> Config:
         reason = "training.deterministic = true, and the compiler times kernels to choose them"
     else:
         reason = _compiler_problem(_with_compile(config, value=True), world.device)
+    # Compiled and eager ranks round differently, so all compile or none does.
     reason = next(filter(None, all_gather_values(reason)), "")
     if world.rank == 0:
         seconds = time.perf_counter() - started
@@ -55,6 +56,7 @@ def _with_compile(config: Config, *, value: bool) -> Config:
 
 def _compiler_problem(config: Config, device: torch.device) -> str:
     """Why blocks are not compiled on a device; empty if they can be."""
+    # Recomputation is chosen after this, so "auto" must be right for each policy.
     policies = (
         ("none", "keep_attention", "full")
         if config.memory.recompute == "auto"

@@ -1,4 +1,4 @@
-"""What extensions do at moments of a run."""
+"""Hooks of extensions, called at points of a run."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def call(hook: str, *arguments: Any) -> None:
             continue
         try:
             called(*arguments)
+        # Only this rank may have failed; its peers learn of it from the launcher.
         except Exception as error:
             problem = (
                 extension.describe_error(error) or f'extension "{each.extension.name}": {error}'

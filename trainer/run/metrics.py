@@ -70,10 +70,12 @@ class MetricsProcessor:
             blocks_per_checkpoint=memory.blocks_per_checkpoint,
         )
         self.flops = [
+            # FLOPs are linear in tokens and (query, key) pairs: two evaluations give both
+            # coefficients.
             (count(tokens=1, pairs=0), count(tokens=0, pairs=1))
             for count in (self.model.flops, executed)
         ]
-        """Of a token and of a pair: model FLOPs, and executed ones."""
+        """FLOPs per token and per pair: (model FLOPs, executed FLOPs)."""
         self.prediction = read_prediction(run_dir.prediction_path)
         per_token = self.prediction.seconds_per_token
         per_pair = self.prediction.seconds_per_pair
@@ -82,7 +84,9 @@ class MetricsProcessor:
             if per_token is None or per_pair is None
             else Cost(per_token, per_pair)
         )
-        """In seconds of a known device, else in executed FLOPs."""
+        """Predicted work of a sequence: in seconds if the device is known, else in executed
+        FLOPs.
+        """
         self.peak_flops = self.config.metrics.peak_flops or peak_flops(self.device)
         self.last_metrics: StepMetrics | None = None
         self.straggler_detector = StragglerDetector(self.config.health.straggler_ratio)
@@ -91,7 +95,7 @@ class MetricsProcessor:
         self.expert_layers = expert_layers(self.model)
         self.expert_collapse = CollapseDetector(self.config.health.max_dead_experts_pct)
         self.rollbacks = 0
-        """Since the newest checkpoint."""
+        """Rollbacks to the newest checkpoint."""
         self.failed_saves = 0
         """Checkpoints that this launch could not write."""
         self._start()
@@ -127,6 +131,7 @@ class MetricsProcessor:
         self, spike: LossSpikeError, checkpoint: Path | None, skipped_range: tuple[int, int]
     ) -> None:
         """Drops the metrics of the steps that the trainer rolled back."""
+        # Files are opened again, because lines after the checkpoint are cut off.
         self.close()
         self._start()
         self.rollbacks += 1
@@ -199,7 +204,9 @@ class MetricsProcessor:
         )
 
     def _expected_imbalance(self) -> str:
-        """Of data parallelism in the next steps; empty on one rank."""
+        """Describes the expected load balance of data parallelism in the next steps; empty on one
+        rank.
+        """
         trainer = self.trainer
         if trainer.mesh.dp_degree == 1:
             return ""
@@ -309,6 +316,7 @@ class MetricsProcessor:
         On a CPU, logs this one, too.
         """
         self.flush(result)
+        # A CPU has nothing in flight, so waiting a step would only delay the log.
         if self.device.type == "cpu":
             self.flush()
 
@@ -318,6 +326,7 @@ class MetricsProcessor:
         Waits for the device.
         """
         previous = self._pending
+        # Replaced first: if processing raises, no later flush processes the step again.
         self._pending = following
         if previous is not None:
             self._process(previous)
@@ -336,6 +345,8 @@ class MetricsProcessor:
         self._interval.append((result.data_wait_seconds, metrics))
         self.skipped_steps += metrics.skipped
         self.trainer.goodput.add_step(metrics.step_seconds)
+        # Every step counts, logged or not: detectors compare consecutive losses, and their state
+        # is equal on all ranks.
         spikes = self.trainer.loss_spikes
         sigmas = spikes.observe(metrics.loss, skipped=metrics.skipped)
         if result.was_rerun and self.is_rank_zero:
@@ -364,6 +375,7 @@ class MetricsProcessor:
                 f"steps {result.step - spikes.consecutive_skips + 1} to {result.step} had a non-finite gradient "
                 f"(health.max_consecutive_skips = {spikes.consecutive_skips})"
             )
+        # Last, because it may raise to roll back: the record of the step is written by then.
         if sigmas is not None:
             self._handle_spike(result, metrics, sigmas)
 
@@ -371,6 +383,7 @@ class MetricsProcessor:
         self._interval = []
         if not self.is_rank_zero:
             return
+        # A launch that lost the run folder must not write between the lines of its successor.
         self.run_dir.require_lease()
         # On disk when this returns, so a checkpoint never precedes its metrics.
         self.lines.append(json.dumps(record, allow_nan=False))
@@ -398,6 +411,7 @@ class MetricsProcessor:
 
     def _check_stragglers(self, seconds: float, data_wait_seconds: float) -> None:
         """Logs a rank that the others wait for. Collective."""
+        # Times outside of collectives: inside them, all ranks take as long as the slowest.
         ranks = all_gather_values([self.hostname, data_wait_seconds, self.compute_probe.seconds()])
         straggler = self.straggler_detector.observe(ranks, seconds) if self.is_rank_zero else None
         if straggler is not None:
@@ -457,7 +471,7 @@ class MetricsProcessor:
         return record | {"skipped": True} if metrics.skipped else record
 
     def _router_metrics(self, metrics: StepMetrics) -> Mapping[str, object]:
-        """Also warns of layers whose tokens go to few experts."""
+        """Router metrics of a step; warns of layers whose tokens go to few experts."""
         found = router_metrics(self.model, metrics.router_sums, metrics.targets)
         loads: Any = found.get("expert_load", ())
         for layer in self.expert_collapse.observe(loads):

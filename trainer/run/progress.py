@@ -69,7 +69,7 @@ class ProgressReporter:
             stage.block_boundary_hook = identity
 
     def train_steps(self) -> Generator[StepResult, None, None]:
-        """`Trainer.train_steps`, tracked."""
+        """`Trainer.train_steps` with markers for the progress of each step."""
         results = self._trainer.train_steps()
         while self._trainer.step < self._trainer.stage.end_step:
             self._add_marker(self._on_step_start, self._trainer.step + 1)
@@ -78,6 +78,8 @@ class ProgressReporter:
             yield result
 
     def _track_block(self, calls: Iterator[int], num_blocks: int, x_BSE: Tensor) -> Tensor:
+        # The hook runs before the first block and after each one: num_blocks + 1 calls per
+        # micro-batch.
         micro_batch, blocks_done = divmod(next(calls), num_blocks + 1)
 
         def on_gradient(_: Tensor) -> None:
@@ -92,6 +94,7 @@ class ProgressReporter:
         return x_BSE
 
     def _add_marker(self, callback: Callable[..., None], *args: object) -> None:
+        # Only rank 0 reports; elsewhere the queue would grow without a reader.
         if self._thread.is_alive():
             event = torch.cuda.Event() if self._trainer.world.device.type == "cuda" else None
             if event is not None:
@@ -103,6 +106,8 @@ class ProgressReporter:
     def _poll(self) -> None:
         with suppress(torch.AcceleratorError):  # Training raises it, too.
             while not self._stop_event.wait(self._interval / 60):
+                # Markers are in order of launch, so the first one that is not reached ends the
+                # search.
                 while self._markers and ((event := self._markers[0][0]) is None or event.query()):
                     self._markers.popleft()[1]()
                 elapsed = time.monotonic() - self._step_start
@@ -129,6 +134,8 @@ class ProgressReporter:
             self.completed_work += BACKWARD_COST if direction == "backward" else 1
 
     def _log_progress(self, elapsed: float) -> None:
+        # The previous step is the best guess; once exceeded, or in the first step, the share of
+        # finished work is.
         eta_seconds = self._previous_step_seconds - elapsed
         if eta_seconds <= 0 and self.completed_work:  # Already longer than the previous step.
             eta_seconds = elapsed * (self.total_work / self.completed_work - 1)

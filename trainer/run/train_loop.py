@@ -121,20 +121,25 @@ class TrainLoop:
         self.metrics.log_run_start(resumed)
         self.validation = Validator(trainer, validation_sets)
         self.slowest_step_seconds = 0.0
-        """0 before the first step."""
+        """Longest time of a step so far; 0 before the first step."""
         self._slowest_save_seconds: float | None = None
         self._lr = 0.0
-        """Of the newest step of this launch."""
+        """Learning rate of the newest step of this launch."""
 
     def run(self) -> str:
         with closing(self.metrics), self.checkpoints, ProgressReporter(self.trainer) as progress:
             self._arm_long_timeout("the first step")
+            # The loss before training: later validations are compared with it.
             if not self.trainer.step:
                 self._validate()
+            # The crash may have come before this step's checkpoint was committed, so it is saved
+            # again.
             elif self.checkpoints.has_resumed_from_memory and self.checkpoints.should_save(
                 self.trainer.step, self.stage
             ):
                 self._save()
+            # A rollback starts the steps again: the generator reads its data from the new
+            # position.
             while True:
                 try:
                     reason = self._run_steps(progress)
@@ -155,6 +160,7 @@ class TrainLoop:
     def _run_steps(self, progress: ProgressReporter) -> str:
         section = self.trainer.config.distributed
         step_start = time.monotonic()
+        # Closed also on a stop or an error, which ends the thread that reads ahead.
         with closing(progress.train_steps()) as step_results:
             for step_result in step_results:
                 self.metrics.record_step(step_result)  # On a GPU, waits for the previous step.
@@ -164,6 +170,7 @@ class TrainLoop:
                 if reason := self._after_step(step_result):
                     return reason
                 step_start = time.monotonic()
+                # A slow run must not count as hung: the limit follows the slowest step so far.
                 timeout = max(60 * section.hang_minutes, HANG_FACTOR * self.slowest_step_seconds)
                 self.watchdog.arm(f"step {step_result.step + 1}", timeout)
             self.metrics.flush()
@@ -181,6 +188,7 @@ class TrainLoop:
         self.watchdog.arm(f"work after step {step_result.step}", timeout)
         self._record_finished_saves()
         decision = self.preemption.check(self._slowest_save_seconds)
+        # After the last step there is nothing left to preempt.
         stop_reason = decision.stop_reason if step_result.step < self.stage.total_steps else ""
         if stop_reason:
             self.metrics.flush()
@@ -189,11 +197,13 @@ class TrainLoop:
         should_save = self.checkpoints.should_save(
             step_result.step, self.stage, requested=requested
         )
+        # Before the save: what is wrong must not be saved.
         if self._should_check_replicas(step_result.step, is_before_save=should_save):
             self._check_replicas()
         if should_save:
             self._save()
         elif self.checkpoints.should_copy(step_result.step):
+            # A pending loss may be a spike, from which the run would have to resume.
             self.metrics.flush()
             self.checkpoints.copy_to_memory(self.trainer)
         return stop_reason
@@ -209,7 +219,9 @@ class TrainLoop:
         self.preemption.record_save()
 
     def _should_check_replicas(self, step: int, *, is_before_save: bool) -> bool:
-        """Before a save, so that a run that finds a difference resumes from a checkpoint of equal
+        """Whether to compare replicas now.
+
+        Before a save, so that a run that finds a difference resumes from a checkpoint of equal
         copies.
         """
         config = self.trainer.config
@@ -235,7 +247,7 @@ class TrainLoop:
         self.metrics.record_validation(results)
 
     def _arm_long_timeout(self, activity: str, min_seconds: float = 0.0) -> None:
-        """For work that takes long on each rank."""
+        """Arms the watchdog with the start-up timeout, for work that takes long on each rank."""
         self.watchdog.arm(
             activity, max(min_seconds, 60 * self.trainer.config.distributed.start_timeout_minutes)
         )
@@ -254,6 +266,7 @@ class TrainLoop:
         """Waits for the running save. Raises RunFailedError if the last save failed."""
         last = self.checkpoints.wait()
         self._record_finished_saves()
+        # Earlier failures were followed by another save; after the last one, steps would be lost.
         if last is not None and last.problem is not None:
             raise RunFailedError(
                 f"the last checkpoint, of step {last.step}, failed: {last.problem}"
@@ -269,12 +282,14 @@ class TrainLoop:
             return
         checkpoint = self.checkpoints.roll_back(self.trainer)
         first = self.trainer.next_sequence
+        # All sequences since the checkpoint are skipped: the loss says that some are bad, not
+        # which.
         self.trainer.next_sequence = max(first, spike.next_sequence)
         self.metrics.record_rollback(spike, checkpoint, (first, self.trainer.next_sequence))
 
 
 def compares_replicas_before_saves(config: Config, degrees: Mapping[str, int]) -> bool:
-    """Whether there are copies, which an undisturbed run keeps equal, and comparing them is not
+    """Whether replicas exist that an undisturbed run keeps equal, and comparing them is not
     switched off.
     """
     if not config.health.check_replicas or degrees["dp_replicate"] == degrees["tp"] == 1:

@@ -47,7 +47,7 @@ class ValidationResult:
     name: str
     step: int
     metrics_by_length: Mapping[int, ValidationMetrics]
-    """By sequence length, ascending."""
+    """Metrics by sequence length, ascending."""
 
     @property
     def longest_context(self) -> ValidationMetrics:
@@ -66,6 +66,7 @@ class ValidationResult:
         by_position = zip(
             position_bucket_names(), map(finite_or_none, metrics.loss_by_position), strict=True
         )
+        # How much the longest context helps on the same targets.
         gain = (
             None
             if not by_context
@@ -145,6 +146,8 @@ def evaluate_dataset(
     parallel_model.evaluate(
         eval_batches(dataset, num_sequences, parallel_model, max_tokens=max_tokens), record
     )
+    # Accuracy goes through the same sums as a loss: hits in place of losses, over the same
+    # targets.
     for vector in (loss_vector, accuracy_vector):
         accumulator.all_reduce(vector)
     loss_sums, accuracy_sums = (
@@ -185,9 +188,11 @@ def assign_sequences(
     """
     dp_rank = parallel_model.mesh.dp_rank
     dp_size = parallel_model.mesh.dp_degree
+    # Rounded up, with padding: forward passes are collective, so every rank needs as many batches.
     sequences_per_rank = -(-num_sequences // dp_size)
     batch_size = min(sequences_per_rank, batch_size)
     for first in range(0, sequences_per_rank, batch_size):
+        # Strided over ranks: each batch of the mesh is a contiguous range, whatever its size.
         indices = range(first * dp_size + dp_rank, (first + batch_size) * dp_size, dp_size)
         yield [index if index < num_sequences else None for index in indices]
 

@@ -148,6 +148,8 @@ def check_random(options: Namespace, overrides: Sequence[str]) -> int:
         )
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     cases = draw_cases(seed, max_processes=max_processes) if case is None else [case]
+    # Documents and the pool are shared by all cases: preparing a corpus and importing torch take
+    # most of the time.
     with (
         tempfile.TemporaryDirectory(prefix="longhaul-") as folder,
         RankPool(device_type=options.device) as pool,
@@ -180,6 +182,7 @@ def check_stage(stage: TrainingStage, world_size: int, device_type: str) -> int:
 def default_world_size(config: Config) -> int:
     meshes = [stage.config.parallelism for stage in config.training_stages]
     product = max(prod(mesh.degrees(1).values()) for mesh in meshes)
+    # A dp_shard that is left out takes all remaining ranks: two show that it shards.
     return product if all(mesh.dp_shard is not None for mesh in meshes) else max(2, product)
 
 

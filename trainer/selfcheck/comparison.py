@@ -11,9 +11,11 @@ from heapq import nlargest
 from trainer.commands import format_table
 
 SCALAR_TOLERANCE = 1e-10
-"""Relative, of a loss or gradient norm."""
+"""Relative tolerance of a loss or gradient norm: float64 sums in another order."""
 TENSOR_TOLERANCE = 1e-9
-"""Of a weight or moment, relative to the largest absolute value of the reference tensor."""
+"""Tolerance of a weight or moment, relative to the largest absolute value of the reference
+tensor.
+"""
 KINDS = {"loss": "loss", "grad_norm": "gradient norm", "model": "weights", "optimizer": "moments"}
 """The kind of a result by the first part of its name."""
 TOLERANCES = dict.fromkeys(
@@ -30,7 +32,9 @@ class StepDifference:
     values: dict[str, float]
     """The loss, the global norm before clipping (`grad_norm`) and other metrics of the step."""
     tensor_errors: dict[str, float]
-    """By weight and moment: the largest difference from one process, over its largest value."""
+    """Error of each weight and moment: the largest difference from one process, over its largest
+    value.
+    """
 
 
 def worst_over_ranks(
@@ -52,6 +56,7 @@ def worst_over_ranks(
         }
         values = {
             name: max(
+                # A missing value becomes NaN, whose error is infinite.
                 (rank.values.get(name, math.nan) for rank in ranks),
                 key=partial(relative_error, expected=value),
             )
@@ -118,6 +123,7 @@ def comparison_table(
 
 def relative_error(actual: float, expected: float) -> float:
     """Relative difference; infinite if it or a value is not finite."""
+    # Equal infinities are a failure, too, and 0 must not be divided by 0.
     if actual == expected and math.isfinite(actual):
         return 0.0
     error = abs(actual - expected) / abs(expected) if expected else math.inf

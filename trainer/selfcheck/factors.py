@@ -88,7 +88,9 @@ DENSE_MODELS: Mapping[str, ConfigValues] = {
     "gemma2": WINDOWS | GEMMA | _keys(model__softcap=2.0, model__logit_softcap=3.0),
     "gemma3": LOCAL_WINDOWS | GEMMA | _keys(model__qk_norm=True),
 }
-"""Factors of which a single level of another one makes no model that transformers has."""
+"""Models of Hugging Face's transformers as one factor: drawn option by option, they would almost
+never occur.
+"""
 MIXTURES: Mapping[str, ConfigValues] = {
     "softmax": EXPERTS,
     "biases": EXPERTS
@@ -124,6 +126,7 @@ MIXTURES: Mapping[str, ConfigValues] = {
 FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
     # Mesh
     **_key("parallelism.dp_replicate", (1, 2, 3)),
+    # 5 and 7 divide neither batch nor weights, so that padding and uneven shards occur.
     **_key("parallelism.dp_shard", (1, 2, 3, 5, 7)),
     **_key("parallelism.cp", (1, 2, 3, 4)),
     **_key("parallelism.ep", (1, 2, 3)),
@@ -292,7 +295,7 @@ LEVELS = [(factor, level) for factor, levels in FACTORS.items() for level in lev
 SIMPLEST = {factor: next(iter(levels)) for factor, levels in FACTORS.items()}
 MESH_FACTORS = tuple(f"parallelism.{axis}" for axis in AXES)
 MODEL_FACTORS = ("model.family", "model.feed_forward")
-"""Whose levels are whole models."""
+"""Factors whose levels are whole models."""
 
 
 def _above_one(axis: str) -> dict[str, list[str]]:
@@ -330,6 +333,7 @@ NEEDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     ),
     "training.balance_over": {"training.balance_loss": ["0.1"]},
     "checkpoint.mesh": {"checkpoint": ["resume", "asynchronous", "stage"]},
+    # MXFP4 has blocks of 32 inputs, and only gpt-oss is published in it.
     "start.weights": {"start": ["folder"], "model.feed_forward": ["gpt_oss"], "model.dim": ["32"]},
     "finish": {"data.corpus": ["documents"]},
     "model.family": {"model.feed_forward": ["gated", "softmax", "biases", "sigmoid"]},
@@ -349,9 +353,10 @@ NEEDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     ),
     **_need({"data.corpus": ["documents"]}, "data.separators", "data.mix"),
 }
-"""By factor: the levels of others without which it would have no effect."""
+"""Levels of other factors that a factor needs in order to have an effect."""
 
 RARE = (
+    # Weights, relative to 1 for each other level of the factor.
     {("training.compile", "true"): 0.02}
     | {("checkpoint", kind): 0.06 for kind in ("resume", "asynchronous", "stage")}
     | {("start", "folder"): 0.8, ("start", "run"): 0.2, ("start.weights", "MXFP4"): 2.0}

@@ -37,9 +37,9 @@ from trainer.step.trainer import Trainer
 from trainer.storage.run_dir import RunDir
 
 NextLogits = Callable[[Sequence[int]], Tensor]
-"""[V] of the token after these."""
+"""Computes the logits [V] of the token after a sequence of tokens."""
 MAX_SHARD_GIB = 1e-4
-"""Several files, also of a small model."""
+"""Maximum size of exported files: small, so that even a small model has several."""
 NEEDLE_LENGTHS = (70, 101)
 PROMPT_TOKENS = 23
 NEW_TOKENS = 12
@@ -58,6 +58,8 @@ def finish(launch: Launch, trainer: Trainer) -> dict[str, float]:
     checkpoint = find_checkpoint(launch.config.output_dir)
     if launch.finish in ("export", "export MXFP4"):
         export_and_compare(trainer, checkpoint, launch.config.output_dir / EXPORT)
+        # The first run's weights were rounded to MXFP4 values, so the quantized folder holds the
+        # same ones.
         if launch.finish == "export MXFP4":
             quantize(launch.config.output_dir / EXPORT)
         return {}
@@ -89,6 +91,7 @@ def export_and_compare(trainer: Trainer, checkpoint: Path, output: Path) -> None
     weights = weights_of(trainer)
     specs = reader.specs(trainer.config.model.build())
     read = {
+        # NaN, so that a value that is not read differs from every weight.
         f"{MODEL_PREFIX}{name}": torch.full_like(tensor, torch.nan)
         for name, tensor in weights.items()
     }
@@ -125,6 +128,7 @@ def codes_of(name: str, shape: torch.Size) -> tuple[Tensor, Tensor]:
     """Random codes [experts, outputs, inputs] from 0 to 15, and an exponent of two for each 32
     inputs.
     """
+    # Seeded by name, so that rounding the weights and writing the folder draw the same codes.
     generator = torch.Generator().manual_seed(sum(name.encode()))
     codes = torch.randint(0, 16, shape, generator=generator)
     exponents = torch.randint(
@@ -134,12 +138,16 @@ def codes_of(name: str, shape: torch.Size) -> tuple[Tensor, Tensor]:
 
 
 def values_of(codes: Tensor, exponents: Tensor) -> Tensor:
-    """By definition: a sign, two bits of exponent and one of mantissa, times two to the power of
-    the block's exponent.
+    """Values of MXFP4 codes by definition.
+
+    A code has a sign, two bits of exponent and one of mantissa; a block has a power of two as its
+    scale.
     """
     sign = 1.0 - 2.0 * (codes >> 3)
     exponent = codes >> 1 & 3
     mantissa = codes & 1
+    # E2M1 with bias 1: 2^(exponent - 1) * (1 + mantissa / 2), or mantissa / 2 below. Written from
+    # the definition, as a check of `models/mxfp4.py`.
     normal = (2.0 + mantissa) * 2.0 ** (exponent - 2)
     subnormal = mantissa * 0.5
     scales = (2.0**exponents).repeat_interleave(mxfp4.BLOCK_SIZE, dim=2)
@@ -166,6 +174,7 @@ def quantize(folder: Path) -> None:
         codes, exponents = (
             torch.stack(turns, dim=2).flatten(1, 2) for turns in zip(*parts, strict=True)
         )
+        # Two 4-bit codes share a byte, the first one in the low half.
         halves = codes.unflatten(2, (-1, mxfp4.BLOCK_SIZE // 2, 2))
         tensors[f"{name}{mxfp4.BLOCKS}"] = (halves[..., 0] + 16 * halves[..., 1]).to(torch.uint8)
         tensors[f"{name}{mxfp4.SCALES}"] = (exponents + mxfp4.EXPONENT_BIAS).to(torch.uint8)
@@ -213,6 +222,8 @@ def generate(
     model = load_model(resolved, parallel_model.device)
     vocab_size = model.config.vocab_size
     tokens = [37 * index % vocab_size for index in range(PROMPT_TOKENS)]
+    # The reference generates without a cache, the mesh's launch with one: both must choose the
+    # same tokens.
     next_logits = (
         cached_logits(model, parallel_model.kernel) if with_cache else uncached_logits(model)
     )

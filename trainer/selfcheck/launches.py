@@ -25,6 +25,8 @@ def reference_values(values: dict[str, Any]) -> dict[str, Any]:
             "training": {
                 **training,
                 "compile": False,
+                # One forward pass over the whole batch: nothing is accumulated, split or
+                # exchanged.
                 "micro_batch_size": training["global_batch_size"],
             }
         }
@@ -44,19 +46,18 @@ class Launch:
     """
 
     config: Config
-    """That of the whole run."""
+    """Configuration of the whole run, all stages included."""
     world_size: int
     last_step: int
-    """Of the run."""
+    """Last step of this launch, counted over the run."""
     stage: int = 0
     compared_steps: Sequence[int] = ()
     """The steps after which weights and moments are compared."""
     is_reference: bool = False
     """Whether it writes them instead, for other launches to compare theirs with."""
     weights: Path | None = None
-    """The state that a reference wrote, whose weights it starts from.
-
-    Else as its configuration says.
+    """State of a reference, whose weights this launch starts from; None: as the configuration
+    says.
     """
     takes_loads: bool = True
     """Whether it takes the loads of routers from there as well, which no Hugging Face folder
@@ -66,5 +67,5 @@ class Launch:
 
 
 def state_path(reference: Path, step: int) -> Path:
-    """Where a reference writes its weights and moments after a step."""
+    """File of a reference's weights and moments after a step."""
     return reference / f"{step}.pt"

@@ -39,6 +39,8 @@ class RankPool:
     """Processes that run one launch after the other; those of a launch that fails are replaced."""
 
     def __init__(self, *, device_type: str = "cpu", timeout: float = TIMEOUT_SECONDS) -> None:
+        # A forked rank shares the pages of torch, which the server imported once; forking this
+        # process would copy its threads' locks.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED_MODULES)
         self._device_type = device_type
@@ -55,6 +57,7 @@ class RankPool:
         """Kills the ranks that do not exit within `grace` seconds."""
         deadline = time.monotonic() + grace
         for _, connection in self._ranks:
+            # The end of the pipe ends a rank that waits for a task.
             connection.close()
         for process, _ in self._ranks:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -70,6 +73,7 @@ class RankPool:
         while len(self._ranks) < launch.world_size:
             self._start_rank()
         with tempfile.TemporaryDirectory(prefix="longhaul-store-") as folder:
+            # A new store for each launch: an old one still has the keys of earlier groups.
             task = (launch, Path(folder) / "store", reference, self._device_type)
             ranks = self._ranks[: launch.world_size]
             try:
@@ -77,6 +81,7 @@ class RankPool:
                     connection.send((rank, *task))
                 return _collect_results(ranks, self._timeout)
             except BaseException:
+                # Peers of a failed rank wait in a collective and cannot be used again.
                 self._end(grace=0.0)
                 raise
 
@@ -166,5 +171,7 @@ def _rank_main(connection: Connection) -> None:
 def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
+        # The forkserver is the ranks' parent, so the death of this process reaches them by its
+        # sentinel only.
         wait([parent.sentinel])
     os._exit(EXIT_SUCCESS)

@@ -71,6 +71,7 @@ def check_case(case: Case, pool: Pool, folder: Path) -> CaseResult:
     reference = folder / "tensors"
     first = folder / "first tensors"
     for run in (reference, first, *(folder / name for name in (FIRST_RUN, "mesh", "reference"))):
+        # A launch would resume from the checkpoints of the previous case.
         shutil.rmtree(run, ignore_errors=True)
     try:
         before = first_launches(case, folder)
@@ -85,6 +86,8 @@ def check_case(case: Case, pool: Pool, folder: Path) -> CaseResult:
         return CaseResult(f"FAILED: {error}")
     if (steps := sum(len(ranks[0]) for ranks in launches)) != len(expected):
         return CaseResult(f"MISMATCH: {steps} steps, one process {len(expected)}")
+    # The reference's steps are dealt to the launches: one stage may be several launches of the
+    # mesh.
     left = iter(expected)
     mesh = [
         step
@@ -143,6 +146,7 @@ class RandomCheck:
         if not result.problem:
             return
         self.failed.append(case)
+        # Shrinking runs the case many times; later failures often have the same cause.
         if len(self.failed) <= MAX_SHRUNK_FAILURES:
             print_lines(f"{result.problem} with {pluralize(len(case), 'setting')}; shrinking them")
             case = minimize(case, self._still_fails)
@@ -155,7 +159,9 @@ class RandomCheck:
         )
 
     def _still_fails(self, case: Case) -> bool:
-        """Nothing is tried beyond the time limit."""
+        """Whether a smaller case fails, too; False beyond the time limit, which ends the
+        search.
+        """
         return time.monotonic() < self._deadline and bool(
             check_case(case, self._pool, self._folder).problem
         )

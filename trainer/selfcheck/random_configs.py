@@ -64,9 +64,12 @@ def has_effect(factor: str, case: Case) -> bool:
 
 
 def needs_of(levels: Case) -> dict[str, list[str]] | None:
-    """By factor: its levels at which all of these have an effect; None if there are none."""
+    """The levels of each factor at which all of `levels` have an effect; None if there are
+    none.
+    """
     allowed = {factor: [level] for factor, level in levels.items()}
     waiting = [*allowed]
+    # Needs have needs: intersect the allowed levels until no factor adds another.
     while waiting:
         for other, effective in NEEDS.get(waiting.pop(), {}).items():
             waiting += [other] * (other not in allowed)
@@ -178,7 +181,7 @@ def launches_of(case: Case, folder: Path) -> list[Launch]:
 
 
 def export_problems(config: Config) -> list[str]:
-    """Why transformers has no such model."""
+    """The reasons why transformers has no such model; empty if it has one."""
     try:
         model_config_to_hf(config.model.build(), max_length=1, dtype="float64")
     except HuggingFaceError as error:
@@ -194,6 +197,7 @@ def first_launches(case: Case, folder: Path) -> list[Launch]:
     if start == "drawn":
         return []
     values = reference_values(_with_folders(case_values(case), folder, FIRST_RUN))
+    # Another seed, so that a case which ignores the weights it starts from fails.
     training = {"steps": 1, "seed": values["training"]["seed"] + 1}
     values = deep_merge(values, {"training": training, "checkpoint": {"enabled": True}})
     finish: Finish = "none"
@@ -203,7 +207,7 @@ def first_launches(case: Case, folder: Path) -> list[Launch]:
 
 
 def reference_launches(case: Case, folder: Path, *, weights: Path | None = None) -> list[Launch]:
-    """The same steps in one process: one launch per stage.
+    """Launches of the same steps in one process, one per stage.
 
     `weights`: the state from whose weights they start.
     """
@@ -297,7 +301,7 @@ def _problems(case: frozenset[tuple[str, str]]) -> list[str]:
 
 
 def problems(case: Case) -> list[str]:
-    """What makes the case illegal."""
+    """The reasons why the case is illegal; empty for a legal one."""
     return _problems(frozenset(case.items()))
 
 
@@ -342,6 +346,7 @@ def random_case(
             factor for factor in case if factor not in needed and is_named(factor, case, problem)
         ]
         options = [factor for factor in named if factor not in MODEL_FACTORS]
+        # A problem that names no factor: any of them may be the cause.
         removable = options or named or [factor for factor in case if factor not in needed]
         if not removable:
             return None
@@ -350,7 +355,7 @@ def random_case(
 
 
 def draw_cases(seed: int, *, max_processes: int) -> Iterator[dict[str, str]]:
-    """Endless: the cases of a seed."""
+    """Yields the cases of a seed, without end."""
     rng = random.Random(seed)
     return (
         case
@@ -363,7 +368,7 @@ def draw_cases(seed: int, *, max_processes: int) -> Iterator[dict[str, str]]:
 def _meshes(
     max_processes: int, levels_by_axis: tuple[tuple[str, ...], ...]
 ) -> list[dict[str, str]]:
-    """Those of one process if none is small enough."""
+    """Meshes of at most `max_processes` processes; that of one process if none is small enough."""
     meshes = [dict(zip(MESH_FACTORS, levels, strict=True)) for levels in product(*levels_by_axis)]
     return [mesh for mesh in meshes if world_size(mesh) <= max_processes] or [{}]
 
@@ -410,6 +415,7 @@ def minimize(case: Case, fails: Callable[[Case], bool]) -> dict[str, str]:
     """
     case = normalize(case)
     size = len(case)
+    # Delta debugging: remove ever smaller chunks of settings while the case still fails.
     while size:
         before = case
         for start in range(0, len(before), size):
@@ -423,6 +429,7 @@ def minimize(case: Case, fails: Callable[[Case], bool]) -> dict[str, str]:
             size //= 2
     for factor in [*case]:
         levels = [*FACTORS[factor]]
+        # Levels are ordered from simple to complex; one between may fail as well.
         for level in levels[1 : levels.index(case[factor])]:
             smaller = normalize(case | {factor: level})
             if not problems(smaller) and fails(smaller):

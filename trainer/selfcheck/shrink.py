@@ -118,6 +118,7 @@ def write_sample_documents(folder: Path, num_documents: int = 160) -> None:
     for index in range(num_documents):
         path = folder / "documents" / f"part-{index % 16}" / f"{index:03}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Uniform in log2: single tokens up to three sequences, so that packing cuts and fills.
         length = int(2 ** rng.uniform(1, log2(3 * SEQ_LEN)))
         path.write_text("".join(rng.choices("etaoinshrdlu .\n", k=length)) + "\n")
 
@@ -145,6 +146,7 @@ def cover_axis_pairs(folded_degrees: Mapping[str, int]) -> list[tuple[str, ...]]
     pair of axes.
     """
     axes = [axis for axis, size in folded_degrees.items() if size > 1]
+    # Largest sets first: the greedy cover below then needs few launches.
     choices = [
         axis_set for number in range(len(axes), -1, -1) for axis_set in combinations(axes, number)
     ]
@@ -186,6 +188,7 @@ def _parallelism_values(run: FullRun, axes: tuple[str, ...]) -> ConfigValues:
                 "cp_ulysses": min(2, plan.ulysses_degree),
                 "cp_outer_method": plan.rotate_method,
             }
+    # ep must divide dp_shard x cp and the number of experts, which are reduced.
     values["ep"] = gcd(run.config.parallelism.ep, values["dp_shard"] * values["cp"], NUM_EXPERTS)
     if "pp" in axes:
         values |= {"pp_layers": _reduced_stage_blocks(run.pipeline_plan)}
@@ -226,6 +229,7 @@ def reduced_heads(num_heads: int, num_kv_heads: int, *, tp: int, ulysses: int) -
     else:
         reduced_kv_heads = ranks * ulysses_ranks * min(2, num_kv_heads // tp // ulysses)
     group_size = min(2, num_heads // num_kv_heads)
+    # Query heads must divide among tp x Ulysses ranks, even where KV heads are replicated.
     while reduced_kv_heads * group_size % (ranks * ulysses_ranks):
         group_size += 1
     return reduced_kv_heads * group_size, reduced_kv_heads
@@ -363,6 +367,8 @@ def _candidate_batch_sizes(run: FullRun) -> Iterator[int]:
         ranks > 1 and total % (run.degrees["dp_replicate"] * run.degrees["dp_shard"]) > 0
     )
     reduced_per_rank = min(per_rank, 4 if run.pipeline_plan.pp > 1 else 2)
+    # One sequence less than a multiple leaves a rank with an empty micro-batch, as in the full
+    # run.
     for missing in (1, 0) if has_empty_micro_batch else (0,):
         for multiplier in (1, 2, 4):
             yield (reduced_per_rank * multiplier * ranks - missing) * min(

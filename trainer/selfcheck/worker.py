@@ -37,7 +37,7 @@ from trainer.storage.run_dir import RunDir
 
 NamedTensors = dict[str, Tensor]
 ROUNDED = 1e-5
-"""Share of the largest number of a kind: smaller tensors are compared on this scale."""
+"""Fraction of the largest value of a kind: the scale on which smaller tensors are compared."""
 
 
 def run_task(
@@ -76,6 +76,7 @@ def run_and_compare(launch: Launch, world: World, *, reference: Path) -> list[St
     """Runs the launch on this rank; compares its tensors with those that the reference wrote to
     the folder `reference`.
     """
+    # Ranks share the cores: more threads would only compete.
     torch.set_num_threads(1)
     extension.install(launch.config.job.extension)
     # aot_eager still checks for graph breaks; generating kernels takes a C++ compiler and a
@@ -85,6 +86,7 @@ def run_and_compare(launch: Launch, world: World, *, reference: Path) -> list[St
     stage = launch.config.training_stages[launch.stage]
     if world.rank == 0:
         for validate in (validate_initial_weights, validate_initial_tokenizer):
+            # The launcher's checks, which this launch does not pass through.
             validate(launch.config)
     trainer = Trainer(
         stage.config,
@@ -152,6 +154,7 @@ def metric_values(result: StepResult, model: ModelConfig) -> dict[str, float]:
 
 def rank_state(trainer: Trainer) -> NamedTensors:
     """The weights and moments of this rank's pipeline stages, sharded as they are."""
+    # Otherwise the next forward pass would still change offloaded weights.
     trainer.optimizer.flush_deferred_updates()
     return trainer.state_dict()
 
@@ -170,7 +173,7 @@ def take_weights(trainer: Trainer, path: Path, *, takes_loads: bool) -> None:
 
 
 def save_state(trainer: Trainer, path: Path) -> dict[str, float]:
-    """Of one process. Returns an error of 0 for each tensor."""
+    """Writes weights and moments of one process. Returns an error of 0 for each tensor."""
     state = {name: full_tensor(tensor) for name, tensor in rank_state(trainer).items()}
     path.parent.mkdir(exist_ok=True)
     torch.save(state, path)
@@ -178,7 +181,8 @@ def save_state(trainer: Trainer, path: Path) -> dict[str, float]:
 
 
 def compare_state(trainer: Trainer, path: Path) -> dict[str, float]:
-    """The error of this rank's shard of each weight and moment."""
+    """Returns the error of this rank's shard of each weight and moment."""
+    # Mapped: all ranks share its pages and read only their shards.
     expected: NamedTensors = torch.load(path, weights_only=True, mmap=True)
     least = least_scales(expected)
     return {
@@ -190,13 +194,15 @@ def compare_state(trainer: Trainer, path: Path) -> dict[str, float]:
 
 
 def kind_of_state(name: str) -> str:
-    """Weights, or one of the optimizer's moments: what has numbers of one size."""
+    """The kind of a tensor: weights, or one of the optimizer's moments. Values of one kind have
+    similar sizes.
+    """
     first, _, rest = name.partition(".")
     return f"{first}.{rest.partition('.')[0]}" if first == "optimizer" else first
 
 
 def least_scales(state: NamedTensors) -> dict[str, float]:
-    """By kind: `ROUNDED` of the largest number.
+    """Smallest scale of comparison per kind of tensor: `ROUNDED` of the kind's largest value.
 
     A moment that vanishes has rounding errors, which no mesh repeats.
     """
@@ -219,6 +225,7 @@ def max_relative_error(actual: Tensor, expected: Tensor | None, *, least: float 
     expected_shard = expected[
         tuple(slice(part.start, part.stop) for part in local_ranges(actual))
     ].to(shard.device)
+    # Equal first: an empty shard has no maximum, and 0 over 0 is NaN.
     if torch.equal(shard, expected_shard) and shard.isfinite().all():
         return 0.0
     if shard.shape != expected_shard.shape:

@@ -30,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     for node, failure in failures.items():
         sys.stderr.write(f"preflight: {node} is left out: {failure}\n")
     suspects = accused(run)
+    # A stable sort: suspects move to the end, all others keep their order.
     good = sorted(
         (node for node in nodes if node not in failures),
         key=lambda node: node.split(".")[0] in suspects,
@@ -47,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
             f"preflight: {len(good)} of the {count} nodes that train passed{excluded}\n"
         )
         return EXIT_BAD_NODE
+    # In SLURM's order: task 0 runs on the first node, whose name becomes MASTER_ADDR.
     sys.stdout.write(",".join(node for node in nodes if node in good[:count]) + "\n")
     return EXIT_SUCCESS
 

@@ -38,7 +38,7 @@ TAIL_BYTES = 1 << 16
 
 
 class JobRecord(Artifact):
-    """A submission, as its folder keeps it."""
+    """Record of a submission, in its folder."""
 
     kind: ClassVar[str] = "job record"
     migrations: ClassVar[tuple[Migration, ...]] = (
@@ -49,9 +49,8 @@ class JobRecord(Artifact):
     nodes: int
     processes: int
     folder: int | None
-    """Inode of the run folder, and its path: a copy of the folder has neither.
-
-    None in records of before.
+    """Inode of the run folder, and its path: a copy of the folder has neither. None in older
+    records.
     """
     path: str | None
 
@@ -96,6 +95,7 @@ def submitted_job_ids(run_dir: Path) -> list[str]:
         except (OSError, DamageError, ResumeError) as error:
             log.warning("%s cannot be read, so its job is unknown: %s", path, error)
             continue
+        # A moved folder keeps its inode, and a restored one its path; a copy has neither.
         if record.folder in (None, run_dir.stat().st_ino) or record.path == str(
             run_dir.absolute()
         ):
@@ -150,6 +150,7 @@ def _latest_step(run_dir: Path) -> str:
     try:
         with open_regular(path) as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            # The run may be writing the last line.
             complete_lines = [line for line in file if line.endswith(b"\n")]
         metrics = parse_object(complete_lines[-1]) if complete_lines else {}
     except FileNotFoundError:

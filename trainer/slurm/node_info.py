@@ -18,6 +18,8 @@ GPU_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,nohe
 
 def node_summary() -> str:
     try:
+        # From the package's metadata: importing torch on every node would take longer than the
+        # report.
         torch_version = version("torch")
     except PackageNotFoundError:
         torch_version = "is not installed"

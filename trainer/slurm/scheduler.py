@@ -63,6 +63,7 @@ def query_job(job_id: str) -> JobState | None:
     try:
         output = _run("scontrol", "--oneliner", "show", "job", job_id)
     except SlurmError as error:
+        # SLURM forgets a job after MinJobAge; its exit code does not tell this from other errors.
         if "Invalid job id" in str(error):
             return None
         raise
@@ -72,6 +73,7 @@ def query_job(job_id: str) -> JobState | None:
 def cancel(job_id: str) -> None:
     """Cancels a job permanently: neither the scheduler nor the batch script can requeue it."""
     with suppress(SlurmError):  # The job may have just ended.
+        # Before scancel: the batch script may be about to requeue the job.
         _run("scontrol", "update", f"JobId={job_id}", "Requeue=0")
     _run("scancel", job_id)
 

@@ -79,6 +79,7 @@ def sbatch_directives(config: Config, run_dir: Path, working_dir: Path) -> list[
     """#SBATCH lines. Unset keys keep the cluster's defaults."""
     slurm = config.slurm
     tasks, cores = (
+        # torchrun starts a node's ranks itself: one task with the cores of all of them.
         (1, slurm.nproc_per_node) if slurm.launcher == "torchrun" else (slurm.nproc_per_node, 1)
     )
     options: list[tuple[str, object]] = [
@@ -99,6 +100,7 @@ def sbatch_directives(config: Config, run_dir: Path, working_dir: Path) -> list[
         (
             "output",
             _sbatch_quote(
+                # sbatch expands %j; a % in the path must not be expanded.
                 str(log_path(run_dir, "")).replace("%", "%%").replace("job-.log", "job-%j.log")
             ),
         ),
@@ -125,6 +127,8 @@ def segment_nodes(config: Config) -> int | None:
     if device.link_domain_size <= device.devices_per_node:
         return None
     world_size = slurm.nodes * slurm.nproc_per_node
+    # Ranks that exchange most should share a link domain, such as NVL72: ask SLURM for nodes in
+    # blocks of that size.
     first_groups = [
         first_groups_of(stage.config, world_size).values() for stage in config.training_stages
     ]
@@ -132,7 +136,7 @@ def segment_nodes(config: Config) -> int | None:
         used_domain_size([*chain(*first_groups)], world_size, device) // device.devices_per_node
     )
     segment = min(used_nodes, slurm.nodes)
-    # SLURM requires it.
+    # SLURM requires that segments divide the number of nodes.
     return segment if (slurm.nodes + slurm.spare_nodes) % segment == 0 else None
 
 

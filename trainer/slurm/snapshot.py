@@ -40,6 +40,7 @@ def _git(root: Path, *args: str) -> str | None:
             ["git", "-C", str(root), *args],
             capture_output=True,
             text=True,
+            # A patch may hold bytes of any encoding.
             errors="replace",
             check=False,
         )

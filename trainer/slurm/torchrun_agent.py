@@ -132,6 +132,7 @@ def _forward_signal(number: int, _: FrameType | None) -> None:
     """
     rank_pids = [
         pid
+        # The agent tells nobody its children; Linux lists them per thread.
         for task in Path("/proc/self/task").glob("*/children")
         for pid in task.read_text().split()
     ]

@@ -93,9 +93,11 @@ class ParallelModel:
         config = self._config
         training = self._config.training
         compute_dtype = getattr(torch, training.dtype)
+        # Weights are stored in float32 as master weights; FSDP casts them to the compute dtype.
         stored_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
         recompute_config = build_recompute_config(config, host_pool, compiled=self._is_compiled)
         cpu_offload = config.memory.optimizer_placement == "host"
+        # Built without memory and sharded first: no device need hold the whole model.
         with torch.device("meta"):
             model_config = config.model.build()
             chunk_mib = config.memory.loss_chunk_bytes >> 20
@@ -105,6 +107,8 @@ class ParallelModel:
             model.cast(stored_dtype)
         fsdp_config = FSDPConfig(
             param_dtype=compute_dtype,
+            # Gradients in float32 or float64 are reduced as they are; only bfloat16 leaves a
+            # choice.
             reduce_dtype=getattr(torch, training.reduce_dtype)
             if compute_dtype == torch.bfloat16
             else stored_dtype,
@@ -121,17 +125,22 @@ class ParallelModel:
             fsdp_config=fsdp_config,
             compiled=self._is_compiled,
         )
+        # Without a seed weights are NaN, so that one that no file provides is noticed.
         seed = training.seed if config.checkpoint.initial_load_path is None else None
         initialize(model, seed=seed, device=torch.device("cpu") if cpu_offload else self.device)
         return model
 
     def plan_attention(self, boundaries_BD: Tensor) -> tuple[object, ...]:
-        """What the layers' attention needs of the host for sequences with these boundaries."""
+        """Precomputes the host-side attention plans of the layers for sequences with these
+        boundaries.
+        """
         blocks = [
             block
             for module in self.stage_modules.values()
             for block in module.transformer_blocks()
         ]
+        # Layers with the same score pattern, such as one window, share a plan: one of each is
+        # asked.
         by_scores = {
             block.kind.scores: block.attention
             for block in blocks
@@ -166,6 +175,8 @@ class ParallelModel:
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
         stage_modules = [*self.stage_modules.values()]
+        # Stage modules are the trainer's own: what evaluation changes is put back, also after an
+        # error.
         heads = [module.head for module in stage_modules if module.head is not None]
         hooks = [module.block_boundary_hook for module in stage_modules]
         for module in stage_modules:
@@ -186,11 +197,12 @@ class ParallelModel:
 
 
 def build_pipeline(config: Config, parallel_model: ParallelModel) -> Pipeline | None:
-    """None without pipeline parallelism."""
+    """Builds the pipeline of this rank's stages; None without pipeline parallelism."""
     if parallel_model.pipeline_plan.pp == 1:
         return None
     context_plan = config.context_plan()
     training = config.training
+    # Stages exchange the residual stream, which cp and sequence parallelism split by tokens.
     local_tokens = context_plan.padded_length(training.seq_len) // (
         context_plan.cp * context_plan.tp
     )
@@ -219,12 +231,14 @@ def build_host_pool(
     memory = config.memory
     if memory.offload == "none":
         return None
+    # The pool holds one saved input per checkpointed group of blocks and micro-batch in flight.
     blocks = sum(
         -(-plan.blocks_per_stage[stage] // memory.blocks_per_checkpoint)
         for stage in plan.stages_of(rank)
     )
     budget = None
     if memory.host_budget_gib is not None:
+        # The key is a budget of the node, which its ranks share.
         budget = int(memory.host_budget_gib * GIB) // max(1, world.size // world.num_nodes)
     return HostActivationPool(max_inputs=blocks * plan.max_in_flight, budget=budget)
 
@@ -235,8 +249,9 @@ def compiles(config: Config, device: torch.device) -> bool:
 
 
 def require_right_gradients(config: Config) -> None:
-    """Raises RankFailedError if recomputation or compilation changes the gradients of the model's
-    blocks.
+    """Checks the gradients of the model's blocks under recomputation and compilation.
+
+    Raises RankFailedError if either changes them.
     """
     options = build_recompute_config(config, None, compiled=config.training.compile is True)
     try:

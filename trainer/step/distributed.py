@@ -85,6 +85,7 @@ def require_same_config(config: Config, data_facts: Mapping[str, str]) -> None:
         for key, value in values.items()
         if key not in NODE_LOCAL_KEYS and not is_source_path(key)
     }
+    # Every rank compares all of them, so that all raise the same error.
     first, *others = all_gather_values(values)
     if problems := [
         f"{key} is {json.dumps(first.get(key))} on rank 0 and {json.dumps(other.get(key))} on rank {rank}"
@@ -133,6 +134,7 @@ def resolve_auto_memory(config: Config, world: World, prediction_path: Path) -> 
         device_bytes = float(torch.cuda.get_device_properties(world.device).total_memory)
     if config.memory.device_gib is not None:
         device_bytes = config.memory.device_gib * GIB
+    # The least of all ranks, as the negated maximum of the negated values.
     device_bytes, host_bytes = (
         -size for size in max_over_ranks(None, [-device_bytes, -host_bytes])
     )
@@ -144,6 +146,8 @@ def resolve_auto_memory(config: Config, world: World, prediction_path: Path) -> 
         "host_bytes": host_bytes,
         "prediction_path": str(prediction_path),
     }
+    # All ranks wait for rank 0's answer: with options of their own they would build different
+    # models.
     answer, *_ = all_gather_values(_run_planner(request) if world.rank == 0 else {})
     if answer["problems"]:
         raise ConfigError(answer["problems"])
@@ -154,6 +158,7 @@ def resolve_auto_memory(config: Config, world: World, prediction_path: Path) -> 
 
 def _run_planner(request: dict[str, Any]) -> dict[str, Any]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    # A child process: training processes import no planner.
     command = [sys.executable, "-P", "-m", "trainer.launch.predict"]
     child = subprocess.run(
         command,
@@ -182,6 +187,7 @@ def process_group(config: DistributedSection) -> Iterator[World]:
     device = choose_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # Before threads and buffers exist, which inherit the binding.
     bind_to_numa_node(device)
     timeout = timedelta(minutes=config.start_timeout_minutes)
     distributed.init_process_group(
@@ -231,6 +237,7 @@ def gloo_group(config: DistributedSection) -> distributed.ProcessGroup:
 
 def attempt_name() -> str:
     """The name of this launch on all ranks: `LONGHAUL_ATTEMPT`, else random. Collective."""
+    # The name becomes part of a folder's name.
     name = re.sub(r"[^A-Za-z0-9_-]", "-", os.environ.get(ATTEMPT_VARIABLE, ""))[:64] or token_hex(
         4
     )

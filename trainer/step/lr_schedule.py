@@ -23,12 +23,14 @@ def learning_rate(stage: TrainingStage, step: int) -> float:
 
 def lr_factor(schedule: ScheduleSection, *, step: int, num_steps: int) -> float:
     """The learning rate of `step` (the first is 1) of `num_steps`, as a fraction of the peak."""
+    # The first step is 1: its learning rate is not 0, and without warmup nothing is divided by 0.
     if step <= schedule.warmup_steps:
         return step / schedule.warmup_steps
     if schedule.kind == "constant":
         return 1.0
     decay_start = schedule.warmup_steps
     if schedule.kind == "wsd":
+        # wsd: constant up to the last decay_steps, by default a tenth of the steps.
         decay_start = max(
             decay_start, num_steps - (schedule.decay_steps or max(1, num_steps // 10))
         )

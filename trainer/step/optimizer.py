@@ -1,9 +1,9 @@
 """The optimizer over sharded parameters: gradient clipping over the whole mesh, and the skip of
 non-finite steps.
 
-`Optimizer` finds the norm and says when which weights are updated; an `UpdateRule` has the states
-and updates them. `AdamW` is ours, extensions add others. Predicted memory and step time count
-AdamW's two moments: `trainer/memory/step.py` and `trainer/plan/memory_traffic.py`.
+`Optimizer` computes the norm and decides when each weight is updated; an `UpdateRule` has the
+states and changes weights. `AdamW` is ours, extensions add others. Predicted memory and step time
+count AdamW's two moments: `trainer/memory/step.py` and `trainer/plan/memory_traffic.py`.
 
 Clipping and the optimizer work on local shards. For lists of DTensors, torch would first work out
 a sharding in Python for every operation, on the host, while the device waits.
@@ -38,13 +38,16 @@ MAX_NAMED_PARAMETERS = 8
 
 
 class UpdateRule(Protocol):
-    """What an optimizer keeps of a parameter, and how it changes weights."""
+    """State that an optimizer has for each parameter, and its update of the weights."""
 
     clips: bool
     """Whether it clips the gradients as it changes the weights; else they are clipped before."""
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """By names that checkpoints have. Tensors of the parameter's shape are sharded like it."""
+        """Creates the state of a parameter, by the names that checkpoints use.
+
+        Tensors of the parameter's shape are sharded like it.
+        """
 
     def update(
         self,
@@ -99,6 +102,8 @@ class Optimizer:
             parameter: self._rule.new_state(parameter)
             for parameter in self.parameters_by_name.values()
         }
+        # Inner modules come later and override outer ones: a parameter belongs to the FSDP unit
+        # that gathers it.
         deferred_module_of = {
             parameter: module for module in deferred_modules for parameter in module.parameters()
         }
@@ -110,6 +115,8 @@ class Optimizer:
         self._pending: dict[nn.Module | None, tuple[float, Tensor]] = {}
         """Learning rate and gradient norm by module whose update is pending."""
         for module in deferred_modules:
+            # Before FSDP's own hook, which gathers the weights. Not compiled: the hook changes
+            # weights and Python state.
             module.register_forward_pre_hook(
                 torch.compiler.disable(self._clip_and_step), prepend=True
             )
@@ -134,6 +141,7 @@ class Optimizer:
         """
         self.flush_deferred_updates()
         norm = self.grad_norm()
+        # None holds the parameters that are not deferred, which are updated now.
         self._pending = dict.fromkeys(self._parameters_by_module, (lr, norm))
         self._clip_and_step(None)
         return norm, norm.isfinite()
@@ -149,8 +157,11 @@ class Optimizer:
             return
         lr, norm = self._pending.pop(module)
         weights = {x: _local_with_grad(x) for x in self._parameters_by_module[module]}
+        # Rules of extensions need not clip. torch's function clips by the norm of the whole mesh,
+        # which it does not compute itself.
         if not self._rule.clips:
             nn.utils.clip_grads_with_norm_([*weights.values()], self._config.max_grad_norm, norm)
+        # The fused kernel takes one weight decay for all of its tensors.
         for decays in (True, False):
             members = [x for x in weights if self._decays[x] == decays]
             states = [
@@ -178,12 +189,16 @@ class Optimizer:
             raise RankFailedError(
                 EXIT_NO_RETRY, f"the backward pass computed no gradient of {count}: {named}"
             )
+        # All ranks add their squares. A shard that n ranks hold is counted n times, so its squares
+        # are divided by n.
         grads_by_replicas: defaultdict[int, list[Tensor]] = defaultdict(list)
         for grad in (
             cast(Tensor, parameter.grad) for parameter in self.parameters_by_name.values()
         ):
             grads_by_replicas[num_replicas(grad)].extend(_norm_chunks(to_local(grad)))
         squares = [
+            # Squared in float64: the square of a large float32 norm is infinite, which would skip
+            # the step.
             nn.utils.get_total_norm(grads).double().square() / count
             for count, grads in grads_by_replicas.items()
         ]
@@ -207,8 +222,9 @@ class AdamW:
         self._moment_dtype = moment_dtype
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Zeros by `STATE_KEYS`."""
+        """Moments and step count, all zero, by `STATE_KEYS`."""
         moments = (torch.zeros_like(parameter, dtype=self._moment_dtype) for _ in range(2))
+        # The fused kernel wants the step count as a float32 tensor on the parameter's device.
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return dict(zip(STATE_KEYS, (*moments, step), strict=True))
 
@@ -246,7 +262,7 @@ class AdamW:
 
 
 RULES: dict[str, Callable[[OptimizerSection, torch.dtype | None], UpdateRule]] = {"adamw": AdamW}
-"""By `optimizer.name`: those of `trainer.config.extension.BUILT_IN_OPTIMIZERS`."""
+"""Update rules by `optimizer.name`: those of `trainer.config.extension.BUILT_IN_OPTIMIZERS`."""
 
 
 def update_rule(config: OptimizerSection, moment_dtype: torch.dtype | None) -> UpdateRule:
@@ -257,8 +273,8 @@ def update_rule(config: OptimizerSection, moment_dtype: torch.dtype | None) -> U
 
 
 def _clipping(weights: list[Tensor], max_norm: float, norm: Tensor) -> dict[str, Tensor]:
-    """Options with which the fused kernel clips gradients by itself, in the pass that updates the
-    weights.
+    """Options with which the fused kernel clips gradients while it changes the weights, in one
+    pass.
 
     The kernel divides by a float32 scale, too coarse for float64 gradients, which are clipped
     here.
@@ -266,6 +282,8 @@ def _clipping(weights: list[Tensor], max_norm: float, norm: Tensor) -> dict[str,
     if any(weight.dtype == torch.float64 for weight in weights):
         nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
         return {}
+    # The kernel divides gradients by this scale: the inverse of the usual clipping factor min(1,
+    # max_norm / (norm + eps)).
     return {"grad_scale": ((norm + CLIP_EPSILON) / max_norm).clamp(min=1).float()}
 
 
@@ -296,6 +314,7 @@ def _adamw_in_chunks(weights: list[Tensor], *states: list[Tensor], **options: An
     rounds them.
     """
     for weight, exp_avg, exp_avg_sq, step in zip(weights, *states, strict=True):
+        # The kernel increments the step count with each call, but all chunks belong to one step.
         step_before = step.clone()
         flat = (weight.view(-1), weight.grad.view(-1), exp_avg.view(-1), exp_avg_sq.view(-1))
         for weight_chunk, grad_chunk, *moments in zip(

@@ -65,6 +65,7 @@ class StepRerun:
         loss, self.was_rerun = self._observe(values)
         if not self.was_rerun:
             return values
+        # Hashes instead of copies: a second set of gradients may not fit.
         first = self._hashes(values)
         for parameter in self._optimizer.parameters_by_name.values():
             parameter.grad = None
@@ -72,6 +73,7 @@ class StepRerun:
         differing = [
             name for name, digest in self._hashes(values).items() if digest != first[name]
         ]
+        # Every rank takes part: only one of them may have another result.
         found = all_gather_values([gethostname(), *differing])
         ranks = [
             {"rank": rank, "host": host, "differs": " and ".join(names)}
@@ -83,9 +85,10 @@ class StepRerun:
         return values
 
     def _observe(self, values: Tensor) -> tuple[float, bool]:
-        """Adds a step.
+        """Adds a step; returns its loss, and whether that or the gradient norm jumps or is not
+        finite.
 
-        Its loss, and whether that or the gradient norm jumps or is not finite; equal on all ranks.
+        Both are equal on all ranks.
         """
         loss = self._loss(values)
         norm = self._optimizer.grad_norm().item()
@@ -98,17 +101,22 @@ class StepRerun:
         )
 
     def _loss(self, values: Tensor) -> float:
+        # A copy, because the reduction works in place and `optimizer_step` reduces the vector
+        # itself.
         reduced = self._accumulator.all_reduce(values.clone())
         loss, targets = (reduced[name].item() for name in ("loss", "targets"))
         return float(loss / max(1.0, targets))
 
     def _hashes(self, values: Tensor) -> dict[str, int]:
-        """Of what this rank has: the metrics of its tokens, and its shards of the gradients."""
+        """Hashes of this rank's results: the metrics of its tokens, and its shards of the
+        gradients.
+        """
         powers = hash_powers(values.device)
         gradients = powers.new_zeros(1)
         for parameter in self._optimizer.parameters_by_name.values():
             if parameter.grad is not None:
                 gradient = to_local(parameter.grad).contiguous()
+                # A polynomial over parameters, too, so that exchanged gradients do not cancel.
                 gradients = gradients * MULTIPLIER + polynomial_hash(
                     gradient, powers.to(gradient.device)
                 )

@@ -1,5 +1,5 @@
-"""What the routers of experts take from a step, and give to the next: losses, counts, and the bias
-that balances them.
+"""State of the expert routers between steps: loss weights, token counts, and the correction bias
+that balances experts.
 
 Counts are summed over all ranks and micro-batches of a step, so that they do not depend on the
 mesh. A load-balance loss over the step would need them before its first backward pass, so its
@@ -22,9 +22,9 @@ from trainer.config.sections import TrainingSection
 
 
 class Routers:
-    """Those of this rank's pipeline stages.
+    """Routers of this rank's pipeline stages.
 
-    `tp_group`: ranks that have different tokens of a sequence, if they do.
+    `tp_group`: set if tp ranks split the tokens of a sequence.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class Routers:
             step.z_loss = section.router_z_loss
             step.balances_sequences = section.balance_over == "sequence"
         self._layers: dict[int, MixtureOfExperts] = {}
-        """By place among all layers with experts of the model."""
+        """Expert layers of this rank, by their index among all expert layers of the model."""
         self._places: Tensor | None = None
-        """Those places, on the device: indices in a list would be copied there in every step, for
-        which the host would wait.
+        """Their indices on the device: a list would be copied there in every step, for which the
+        host would wait.
         """
         for module in stage_modules:
             places = {layer: place for place, layer in enumerate(expert_layers(module.config))}
@@ -54,7 +54,9 @@ class Routers:
             }
 
     def begin_step(self, num_targets: Tensor) -> None:
-        """`num_targets`: of the global batch."""
+        """Resets the statistics. `num_targets`: those of the global batch, over which losses are
+        averaged.
+        """
         for step in self._steps:
             step.num_targets = num_targets
         for layer in self._layers.values():
@@ -69,37 +71,45 @@ class Routers:
         own = torch.stack(
             [layer.statistics for layer in self._layers.values() if layer.statistics is not None]
         )
+        # Each tp rank routes its own tokens, but the metric vector is reduced once per tp group.
         if self._tp_group is not None:
             all_reduce(self._tp_group, own)
         if self._places is None:
             self._places = torch.tensor([*self._layers], device=sums.device)
+        # Other stages fill their own rows, so that the sum over ranks has every layer once.
         sums.view(-1, own.shape[1]).index_copy_(0, self._places, own)
 
     def adjust(self, sums: Tensor, finite: Tensor) -> None:
-        """Takes the load from the statistics of all ranks, unless the step is skipped; without a
-        host sync.
+        """Sets load and correction bias from the statistics of all ranks, unless the step is
+        skipped.
+
+        Without a host sync.
         """
         for place, layer in self._layers.items():
             load_X = layer.get_buffer("last_load")
             bias_X = layer._buffers.get("correction_bias")
             counts_X = sums.view(-1, router_statistics(len(load_X)))[place, : len(load_X)]
             mean = counts_X.mean()
+            # A tensor, not an `if`: the host must not wait to know whether the step is skipped.
             is_counted = finite & (mean > 0)
             load_X.copy_(torch.where(is_counted, counts_X / mean, load_X))
             if bias_X is not None:
+                # Auxiliary-loss-free balancing (DeepSeek-V3): a fixed step up for experts below
+                # the mean, down above.
                 step_X = self._section.correction_bias_rate * (mean - counts_X).sign()
                 bias_X.add_(torch.where(is_counted, step_X, 0))
 
 
 def expert_layers(model: ModelConfig) -> list[int]:
-    """The layers with experts."""
+    """Indices of the layers that have experts."""
     return [layer for layer, kind in enumerate(model.layer_kinds) if kind.feed_forward == "moe"]
 
 
 def router_metrics(
     model: ModelConfig, sums: Sequence[float], targets: float
 ) -> Mapping[str, object]:
-    """Of a step, from the statistics of all its routers; means over layers. Empty without experts.
+    """Router metrics of a step, as means over layers, from the statistics of all routers; empty
+    without experts.
 
     `expert_load` lists, for each layer, the tokens of every expert over their mean.
     """
@@ -117,6 +127,8 @@ def router_metrics(
         mean = sum(counts) / experts or 1.0
         loads.append([count / mean for count in counts])
         dead += sum(not count for count in counts)
+        # The Switch loss: experts x sum of (fraction of tokens x mean probability); 1 if both are
+        # uniform.
         balance += sum(load * share for load, share in zip(loads[-1], shares, strict=True)) / max(
             1.0, targets
         )

@@ -35,6 +35,7 @@ def find_store(
     has another secret.
     """
     if size == 1:
+        # One rank meets nobody, so it opens no port.
         return distributed.HashStore()
     if STORE_SOCKET_ENV in os.environ:
         store = _inherited_store(rank, size, timeout)

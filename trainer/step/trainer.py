@@ -36,7 +36,7 @@ from trainer.step.routers import Routers, expert_layers
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step.
+    """Result of one step.
 
     Its metrics may still be on the device: `read` waits, so callers read them one step later.
     """
@@ -54,7 +54,7 @@ class StepResult:
     over layers.
     """
     mean_pairs: float = 0.0
-    """Of all data-parallel ranks."""
+    """(query, key) pairs per data-parallel rank: the mean over all of them."""
     was_rerun: bool = False
     """Whether it was suspicious, and gave an equal result when it was run again."""
 
@@ -110,10 +110,10 @@ class StepMetrics:
     """Attended pairs on the busiest rank over the mean of all ranks with different tokens."""
     loss_by_position: list[float | None]
     loss_by_shard: list[float | None] | None
-    """By cp rank; None without context parallelism."""
+    """Mean loss by cp rank; None without context parallelism."""
     loss_by_source: list[float | None]
     tokens_by_source: list[float]
-    """Since the run began."""
+    """Tokens of each source since the run began."""
     router_sums: list[float]
     """Statistics of every router; see `trainer.step.routers`."""
     targets: float
@@ -149,6 +149,7 @@ class Trainer:
         defer_updates = (
             config.memory.optimizer_placement == "host" and parallel_model.pipeline_plan.pp == 1
         )
+        # Its state exists before a checkpoint is loaded, which writes into these tensors.
         self.optimizer = Optimizer(
             [*self.stage_modules.values()],
             config.optimizer,
@@ -166,6 +167,7 @@ class Trainer:
             plan_attention=parallel_model.plan_attention,
             pin_memory=world.device.type == "cuda",
         )
+        # Without sequence parallelism all tp ranks route the same tokens, which must count once.
         splits_tokens = config.parallelism.sequence_parallel and self.mesh.tp_group is not None
         self.routers = Routers(
             [*self.stage_modules.values()],
@@ -176,7 +178,7 @@ class Trainer:
         """Configuration keys that differ from the resumed checkpoint."""
         self.step = 0
         self.next_sequence = 0
-        """Within the training stage."""
+        """First sequence of the next step, counted within the training stage."""
         router_sums = len(expert_layers(model)) * router_statistics(model.num_experts)
         self.accumulator = MetricAccumulator(
             self.mesh, world.device, num_sources=len(dataset.names), router_sums=router_sums
@@ -203,13 +205,18 @@ class Trainer:
             while self.step < self.stage.end_step:
                 stopwatch = Stopwatch(self.world.device)
                 stopwatch.start()
+                # Inside the step's time: a slow loader must show in throughput.
                 fetch_start = time.perf_counter()
                 micro_batches = next(batches)
                 data_wait_seconds = time.perf_counter() - fetch_start
                 self.step += 1
                 lr = learning_rate(self.stage, self.step)
+                # The copy to the host starts now and is read one step later: neither host nor
+                # device waits.
                 values = AsyncHostCopy(self.train_step(micro_batches, lr))
                 if is_first_step:
+                    # The first step compiles and connects NCCL, which takes minutes; later, a
+                    # short timeout finds hangs.
                     self.mesh.set_timeout(
                         timedelta(minutes=self.config.distributed.timeout_minutes)
                     )
@@ -247,6 +254,7 @@ class Trainer:
             .sum()
             .to(device, non_blocking=True)
         )
+        # At least one: a batch of padding only would divide by zero.
         global_num_targets = all_reduce(self.mesh.dp_cp_group, num_targets).clamp(min=1)
         values = self.accumulator.new_vector(micro_batches)
         self.routers.begin_step(global_num_targets)
@@ -268,6 +276,8 @@ class Trainer:
         """`Pipeline.run` without a pipeline: one micro-batch after the other."""
         for batch in batches:
             losses_BS = self.stage_modules[0](batch)
+            # Divided by the global count, so that gradients of ranks and micro-batches are summed,
+            # not averaged.
             (losses_BS.sum() / num_targets).backward()
             on_losses(losses_BS.detach(), batch)
             # Its graph would live through the next forward.
@@ -281,9 +291,12 @@ class Trainer:
             scalar.to(values.device, non_blocking=True) for scalar in self.optimizer.step(lr)
         )
         metrics = self.accumulator.all_reduce(values)
+        # Counts are exact in float64 up to 2^53, and are kept as integers over the run.
         self.counters += torch.cat(
             (metrics["tokens"], (~finite).view(1), metrics["tokens_by_source"])
         ).long()
+        # These are views of `values`. Written after the all-reduce, because each is global
+        # already.
         metrics["grad_norm"][0] = norm
         metrics["finite"][0] = finite
         metrics["tokens_seen"][0] = self.counters[0]
@@ -310,6 +323,7 @@ class Trainer:
     def train_state(self) -> dict[str, Any]:
         """The rest of a checkpoint. Waits for the device."""
         tokens, skipped, *tokens_by_source = self.counters.tolist()
+        # Sources of earlier stages keep their counts, although this stage does not read them.
         sources = self.earlier_tokens_by_source | dict(
             zip(self.dataset.names, tokens_by_source, strict=True)
         )
@@ -333,6 +347,7 @@ class Trainer:
         self.earlier_tokens_by_source = train_state["sources"]
         if train_state["goodput"] is not None:
             self.goodput.load_state_dict(train_state["goodput"])
+        # A new stage has sequences of its own, and losses of another data mix.
         self.next_sequence, self.loss_spikes = 0, LossSpikeDetector(self.config)
         if self.step > self.stage.start_step:
             self.next_sequence = train_state["next_sequence"]
@@ -348,12 +363,15 @@ class Trainer:
 @contextmanager
 def _manual_gc(interval: int) -> Iterator[Callable[[int], None]]:
     """Garbage collection at the same steps on all ranks, so that no rank waits for another's."""
+    # Frozen objects, such as torch's modules, are never walked again.
     gc.collect()
     gc.freeze()
     gc.disable()
 
     def collect(step: int) -> None:
         if step % interval == 0:
+            # The young generations suffice: cycles of a step are young, and a full collection
+            # pauses for longer.
             gc.collect(1)
 
     try:

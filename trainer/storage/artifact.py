@@ -50,7 +50,7 @@ class Artifact(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     kind: ClassVar[str]
-    """In words, as errors name it."""
+    """Name of the kind, in words, as errors use it."""
     migrations: ClassVar[tuple[Migration, ...]] = ()
     """migrations[n - 1] leads from version n of the content to n + 1."""
 
@@ -60,16 +60,19 @@ class Artifact(BaseModel):
 
     @classmethod
     def from_unsealed(cls, data: bytes) -> tuple[dict[str, Any], int]:
-        """Content and its version, of a file of before the envelope.
+        """Reads a file that was written before there were envelopes: its content and version.
 
-        Raises `DamageError` if the bytes are none.
+        Raises `DamageError` for other bytes.
         """
         del data
         raise DamageError(f"it is not a {cls.kind}")
 
     @classmethod
     def validated(cls, content: dict[str, Any], *, version: int) -> Self:
-        """Raises `DamageError` with the first field that is wrong, and `NewerFormatError`."""
+        """Migrates content to today's version and validates it.
+
+        Raises `DamageError` with the first field that is wrong, and `NewerFormatError`.
+        """
         if not isinstance(version, int) or version < 1:
             raise DamageError(f"it is not a {cls.kind} of any version")
         if version > cls.version():
@@ -77,6 +80,8 @@ class Artifact(BaseModel):
                 f'it has version {version} of "{cls.kind}"; {WRITER} reads versions 1 to {cls.version()}'
             )
         try:
+            # Validated as JSON: in strict mode a list of Python would be refused where the schema
+            # has a tuple.
             return cls.model_validate_json(
                 json.dumps(apply_migrations(content, cls.migrations[version - 1 :]))
             )
@@ -101,7 +106,7 @@ class _Envelope(BaseModel):
 
 
 class Sealed(NamedTuple):
-    """What the envelope says about a file, but for its content."""
+    """Facts of an envelope besides the content of its file."""
 
     made_from: str
     """Fingerprint of what the content was computed from; empty if it came from nothing stored."""
@@ -125,6 +130,8 @@ def seal_object(envelope: Mapping[str, Any]) -> bytes:
     body = (
         text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
     )  # Names of files may be any bytes.
+    # The closing brace makes way for the hash of the whole object, brace included: `unseal` puts
+    # it back before it hashes.
     return body[:-2] + SEAL.format(hashlib.sha256(body).hexdigest()).encode()
 
 
@@ -135,6 +142,7 @@ def write_artifact(path: Path, content: Artifact, *, made_from: str = "", owner:
 def sealed_header(content: Artifact, *, made_from: str) -> bytes:
     """The beginning of a binary file, `HEADER_BYTES` long."""
     header = seal(content, made_from=made_from)
+    # Spaces before the last line end, so that the header can be stripped back to what was sealed.
     return header[:-1] + b" " * (HEADER_BYTES - len(header)) + b"\n"
 
 
@@ -142,15 +150,24 @@ def sealed_header(content: Artifact, *, made_from: str) -> bytes:
 
 
 def read_artifact(path: Path, kind: type[A]) -> A:
-    """Raises `DamageError`, `NewerFormatError`, and OSError if the file cannot be read."""
+    """Reads a sealed file of this kind.
+
+    Raises `DamageError`, `NewerFormatError`, and OSError if the file cannot be read.
+    """
     return unseal(read_regular(path, max_bytes=MAX_JSON_BYTES), kind)[0]
 
 
 def unseal(data: bytes, kind: type[A]) -> tuple[A, Sealed]:
-    """Raises `DamageError` and `NewerFormatError`."""
+    """Checks the seal; returns the content, migrated to today's version, and the facts of the
+    envelope.
+
+    Raises `DamageError` and `NewerFormatError`.
+    """
+    # The envelope's first key is at a fixed place; files of earlier versions begin otherwise.
     if b'"kind"' not in data[:16]:
         values, version = kind.from_unsealed(data)
         return kind.validated(values, version=version), Sealed("", "", "")
+    # Checked on the bytes, before JSON is parsed: a damaged file need not be JSON.
     body = data[:-SEAL_BYTES] + b"\n}"
     if data[-SEAL_BYTES:] != SEAL.format(hashlib.sha256(body).hexdigest()).encode():
         raise DamageError("it does not match its own checksum")
@@ -165,7 +182,7 @@ def unseal(data: bytes, kind: type[A]) -> tuple[A, Sealed]:
 
 
 def unseal_header(data: bytes, kind: type[A]) -> tuple[A, Sealed]:
-    """Of the first bytes of a binary file. Raises as `unseal`."""
+    """Unseals the header at the beginning of a binary file. Raises as `unseal`."""
     return unseal(data[:HEADER_BYTES].rstrip() + b"\n", kind)
 
 
@@ -181,14 +198,14 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Where and what, without the value, which may be long."""
+    """Field and reason of the first error, without the value, which may be long."""
     problem, *_ = error.errors(include_url=False, include_context=False, include_input=False)
     where = ".".join(map(str, problem["loc"]))[:200]
     return f"{where}: {problem['msg'][:200]}" if where else problem["msg"][:200]
 
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:
-    """As `models.files.read_regular`, with `DamageError` for what is not such a file."""
+    """`models.files.read_regular` that raises `DamageError` for other kinds of files."""
     try:
         return files.read_regular(path, max_bytes=max_bytes)
     except files.UnusableFileError as error:
@@ -196,7 +213,7 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """As `models.files.open_regular`, with `DamageError` for what is not such a file."""
+    """`models.files.open_regular` that raises `DamageError` for other kinds of files."""
     try:
         return files.open_regular(path)
     except files.UnusableFileError as error:

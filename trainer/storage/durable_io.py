@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 
 def fsync_path(path: Path) -> None:
     """Flushes a file, or the entries of a folder."""
+    # A new file or a rename survives a crash only once the entries of its folder are on disk.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -24,6 +25,7 @@ def fsync_path(path: Path) -> None:
 
 def write_atomic(path: Path, content: bytes | bytearray) -> None:
     """Creates or replaces a file in one rename. Processes may write the same path at once."""
+    # In the same folder, because a rename is atomic within one file system only.
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         write_and_fsync(temporary, content)
@@ -85,12 +87,14 @@ class LineAppender:
         self._pending = b""
 
     def _write_pending(self, file: FileIO) -> None:
+        # The length before, to which a write that fails half-way is cut back.
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))
         ends_mid_line = file.read(1) not in (b"", b"\n")  # A process was killed while writing.
         remaining = b"\n" * ends_mid_line + self._pending
         try:
             while remaining:
+                # A raw file may write only a part.
                 remaining = remaining[file.write(remaining) :]
             os.fsync(file.fileno())
         except OSError:

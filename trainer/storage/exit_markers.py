@@ -36,7 +36,7 @@ class Marker(Artifact):
     reason: str = ""
     attempt: str | None = None
     step: int | None = None
-    """In those of earlier versions."""
+    """Set in markers of earlier versions only."""
 
     @classmethod
     def from_unsealed(cls, data: bytes) -> tuple[dict[str, Any], int]:
@@ -55,6 +55,7 @@ def write(
     they are of another launch.
     """
     content = Marker(time=time.time(), reason=reason, attempt=attempt)
+    # The new marker is there before the others are removed: a reader in between must find one.
     write_artifact(folder / marker, content, owner=attempt or "")
     if clears_others:
         clear(folder, keep=marker)
@@ -85,7 +86,7 @@ def read(folder: Path, attempt: str) -> str | None:
 
 
 def content_of(folder: Path, marker: str) -> Marker | None:
-    """None if there is no such marker, or none that can be read."""
+    """Content of a marker; None if there is no such marker, or none that can be read."""
     with suppress(OSError, DamageError, ResumeError):
         return read_artifact(folder / marker, Marker)
     return None

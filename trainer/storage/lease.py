@@ -43,11 +43,14 @@ log = logging.getLogger("trainer")
 
 HEARTBEAT_SECONDS = 10.0
 LEASE_SECONDS = 90.0
-"""More than the 60 seconds for which a client of NFS may believe an old time of a file."""
+"""Age at which a lease is stale.
+
+More than the 60 seconds for which a client of NFS may use a cached time of a file.
+"""
 SETTLE_SECONDS = 1.0
-"""After a takeover, in which another launch that began to take over, too, finishes."""
+"""Wait after a takeover, in which another launch that also began one finishes."""
 ENDING_SECONDS = 3.0
-"""For an owner on this host that is about to end."""
+"""Wait for an owner on this host that is about to end."""
 POLL_SECONDS = 0.1
 REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS)
 """Errors that stay until a person changes something."""
@@ -65,7 +68,7 @@ class LeaseOwner(Artifact):
     started: str
     """Start time of the process: its number may be another's by now."""
     job: str
-    """Of the scheduler; empty without one."""
+    """Job id of the scheduler; empty without one."""
     attempt: str
 
     def __str__(self) -> str:
@@ -73,14 +76,16 @@ class LeaseOwner(Artifact):
 
 
 class _Sighting(NamedTuple):
-    """Of a lease file: it changes when the lease changes hands, and when its owner touches it."""
+    """State of a lease file. It changes when the lease changes hands, and when its owner touches
+    it.
+    """
 
     inode: int
     touched_ns: int
 
 
 class Lease:
-    """Held within its context."""
+    """The lease of this launch on a run folder, held within its context."""
 
     def __init__(self, folder: Path, *, job: str = "", attempt: str = "") -> None:
         self._path = folder / "lease"
@@ -99,8 +104,10 @@ class Lease:
         self._thread = Thread(target=self._touch, name="lease", daemon=True)
 
     def __enter__(self) -> Lease:
-        """Raises `RunFolderInUseError` and `RunFolderHeldElsewhereError`; `ConfigError` if the
-        folder refuses to be written, and `RunFailedError` for any other error of the file system.
+        """Acquires the lease; waits while its owner is elsewhere and may have ended.
+
+        Raises `RunFolderInUseError` and `RunFolderHeldElsewhereError`; `ConfigError` if the folder
+        refuses to be written, and `RunFailedError` for any other error of the file system.
         """
         try:
             self._acquire()
@@ -144,7 +151,10 @@ class Lease:
                 continue
             owner, sighting = found
             state = "stale" if owner is None else self._state_of(owner)
+            # Age is the time for which this launch saw no change, by its own clock: clocks of
+            # hosts and servers differ.
             if sighting != last:
+                # It changed while this launch watched, so its owner lives.
                 if state == "elsewhere" and last is not None:
                     raise RunFolderHeldElsewhereError(
                         f"{self._path.parent.parent} is in use by {owner}"
@@ -169,6 +179,8 @@ class Lease:
                 last = None
             else:
                 time.sleep(POLL_SECONDS)
+        # Two launches may have seen the same stale lease. The slower one may have removed the new
+        # lease, so look again before relying on it.
         if taken_over:
             time.sleep(SETTLE_SECONDS)
             if not self._is_mine():
@@ -178,8 +190,11 @@ class Lease:
     def _state_of(self, owner: LeaseOwner) -> Literal["stale", "here", "elsewhere"]:
         if owner.folder != self._owner.folder:
             return "stale"
+        # Process ids say something only under the same kernel and in the same namespace, as of a
+        # container.
         if (owner.boot, owner.pid_namespace) != (self._owner.boot, self._owner.pid_namespace):
             return "elsewhere"
+        # Process ids are reused; the start time tells a new process from the owner.
         return "here" if _start_time(owner.pid) == owner.started else "stale"
 
     def _look(self, began: float) -> tuple[LeaseOwner | None, _Sighting] | None:
@@ -204,11 +219,13 @@ class Lease:
         return owner, _Sighting(status.st_ino, status.st_mtime_ns)
 
     def _create(self) -> bool:
-        """Whether the lease was free."""
+        """Tries to create the lease; returns whether it was free."""
         content = seal(self._owner)
         draft = self._path.with_name(f"lease.{self._owner.host}-{self._owner.pid}")
         try:
             write_and_fsync(draft, content)
+            # Kept open while the lease is held: an open inode is not reused, so it identifies this
+            # launch's file.
             self._descriptor = os.open(draft, os.O_RDONLY | os.O_CLOEXEC)
             is_free = self._link(draft)
             if not is_free:
@@ -221,6 +238,8 @@ class Lease:
     def _link(self, draft: Path) -> bool:
         """Gives the draft the lease's name; whether it was free."""
         try:
+            # A link is atomic also on NFS, where O_EXCL is not on old servers, and the file is
+            # complete from the start.
             os.link(draft, self._path)
         except FileExistsError:
             # The reply to a first request may be lost on NFS; the second one then finds what the
@@ -245,6 +264,8 @@ class Lease:
         """Removes the lease that was seen, and no other."""
         aside = self._path.with_name(f"lease.stale-{self._owner.host}-{self._owner.pid}")
         with suppress(FileNotFoundError):
+            # Only one launch can move the file aside. It then checks that it moved the lease it
+            # saw, and else puts it back.
             self._path.rename(aside)
             was_seen = aside.lstat().st_ino == sighting.inode
             # Another launch has taken it over in between.
@@ -270,6 +291,7 @@ class Lease:
                 return False
             raise
         try:
+            # Both files are open, so neither inode number can be a reused one.
             return os.fstat(there).st_ino == os.fstat(self._descriptor).st_ino
         finally:
             os.close(there)
@@ -282,6 +304,8 @@ class Lease:
         while not self._stop.wait(HEARTBEAT_SECONDS):
             # An unreachable file system: others cannot see it either.
             with suppress(OSError):
+                # By descriptor, not by name: a launch that was paused must not touch the lease of
+                # its successor.
                 os.utime(self._descriptor)
                 self._is_lost = self._is_lost or self._was_taken()
             if self._is_lost:
@@ -297,6 +321,8 @@ def _pid_namespace() -> str:
 def _start_time(pid: int) -> str | None:
     """When a process of this host started, in ticks; None if it has ended."""
     with suppress(OSError, IndexError):
+        # The second field is the name in parentheses, which may hold spaces; state and start time
+        # follow the last one.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
     with suppress(OSError):

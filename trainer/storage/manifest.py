@@ -62,7 +62,7 @@ class Manifest(Artifact):
 
     @classmethod
     def from_unsealed(cls, data: bytes) -> tuple[dict[str, Any], int]:
-        """Format 1: {"format": 1, ..., "sha256": hash of the JSON of all other entries, with
+        """Reads format 1: {"format": 1, ..., "sha256": hash of the JSON of all other entries, with
         sorted keys}.
         """
         try:
@@ -85,16 +85,19 @@ class Manifest(Artifact):
 def write(folder: Path, manifest: Manifest) -> None:
     write_and_fsync(
         folder / MANIFEST_FILE,
+        # Bound to its state by that file's hash.
         seal(manifest, made_from=manifest.files[STATE_FILE][1], owner=manifest.attempt),
     )
 
 
 def read(folder: Path) -> Manifest:
-    """Raises `DamageError`, `ResumeError` for a later format, and `RunFailedError` for an I/O
-    error.
+    """Reads the manifest of a checkpoint.
+
+    Raises `DamageError`, `ResumeError` for a later format, and `RunFailedError` for an I/O error.
     """
     manifest = _read(folder / MANIFEST_FILE, Manifest)
     number = folder.name.removeprefix("step-")
+    # A folder of another name was exported or copied, so only `step-N` must agree.
     if number != folder.name and number != str(manifest.step):
         raise DamageError(f"{MANIFEST_FILE} is for step {manifest.step}")
     return manifest
@@ -111,7 +114,7 @@ def read_state(folder: Path) -> TrainState:
 
 
 def read_validated(folder: Path) -> Manifest:
-    """As `read`, and checks `state.json` and that both are of one step.
+    """Reads as `read` does, checks `state.json`, and that both are of one step.
 
     Ignores the other files.
     """
@@ -189,6 +192,8 @@ def retry_io(path: Path, function: Callable[[], T]) -> T:
             raise
         except OSError as error:
             if error.errno not in TRANSIENT_ERRNOS or attempt > MAX_RETRIES:
+                # EIO accuses the device, so an older checkpoint may be used; a stale or slow
+                # server may return.
                 kind = UnreadableError if error.errno == errno.EIO else RunFailedError
                 raise kind(
                     f"{path} cannot be read (attempt {attempt}): {error.strerror}"
@@ -199,6 +204,8 @@ def retry_io(path: Path, function: Callable[[], T]) -> T:
 
 def _file_damage(path: Path, size: int, digest: str, *, check_hashes: bool) -> str | None:
     try:
+        # lstat and sizes first: cheap for all files before terabytes are hashed, and a link is no
+        # checkpoint file.
         stats = retry_io(path, path.lstat)
         if not stat.S_ISREG(stats.st_mode):
             return f"{path.name} is not a regular file"

@@ -61,6 +61,7 @@ def valid_checkpoints(committed: StepsAndFolders) -> list[tuple[int, Path]]:
 
 def delete_checkpoint(folder: Path) -> None:
     with suppress(FileNotFoundError):  # Another process deleted it.
+        # Renamed first: a crash during the removal must not leave a part of a `step-N`.
         shutil.rmtree(folder.rename(folder.with_name(f".tmp-old-{folder.name}")))
 
 
@@ -77,6 +78,7 @@ def quarantine(folder: Path, reason: str) -> Path:
     """Renames a damaged checkpoint to a unique `bad-step-*`, writes the reason into it, and
     returns the new path.
     """
+    # The same step may be damaged twice, after a resume wrote it again.
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
     quarantined = folder.rename(folder.with_name(f"bad-{folder.name}-{now}"))
     # A full disk must not keep a damaged checkpoint in use.

@@ -75,7 +75,7 @@ class RunDir:
         self.logs_dir = path / "logs"
         self.hangs_dir = self.logs_dir / "hang"
         self.require_lease: Callable[[], None] = lambda: None
-        """Raises `RunFailedError` if another launch has taken the folder over.
+        """Hook that raises `RunFailedError` if another launch has taken the folder over.
 
         The launch that trains sets it.
         """
@@ -90,6 +90,7 @@ class RunDir:
         try:
             for folder in (self.checkpoints_dir, self.logs_dir):
                 folder.mkdir(parents=True, exist_ok=True)
+            # Permission bits do not show a read-only mount, a quota, or root squash on NFS.
             with tempfile.TemporaryFile(dir=self.path):
                 pass
         except OSError as error:
@@ -105,6 +106,7 @@ class RunDir:
             return [f"job.output_dir = {self.path} cannot be used: {error.strerror}"]
 
     def _problems(self) -> list[str]:
+        # The nearest folder that exists decides whether the rest can be created.
         folder = next(
             each for each in (self.path.absolute(), *self.path.absolute().parents) if _exists(each)
         )
@@ -162,6 +164,8 @@ class RunDir:
             except DamageError as error:
                 damaged.append(f"{checkpoint.name}: {error}")
             except UnreadableError as error:
+                # An older checkpoint may be readable, so look on; the error counts only if none
+                # is.
                 unreadable = unreadable or error
         if unreadable is not None:
             raise unreadable
@@ -180,6 +184,7 @@ class RunDir:
         """Loss of the first validation of the set `name` since the run last started at step 0."""
         first: float | None = None
         for _, event in _read_json_lines(self.events_path):
+            # Losses of an earlier run in this folder do not count.
             if event.get("event") == "start" and event.get("step") == 0:
                 first = None
             elif event.get("event") == "validation" and event.get("set") == name and first is None:
@@ -191,6 +196,7 @@ class RunDir:
         once.
         """
         lines = [*_read_json_lines(self.metrics_path)]
+        # Steps after the checkpoint run again, and two lines of one step would be ambiguous.
         kept_lines = [
             line
             for line, record in lines
@@ -264,6 +270,8 @@ def flatten_config(config: Config) -> dict[str, Any]:
     [slurm] and [plan].
     """
     values = config.model_dump(mode="json", exclude={"job", "stage", "slurm", "plan"})
+    # Replaced below by the built model, so that a preset and its values written out are the same
+    # run.
     del values["model"]
     values["data"]["packing_version"] = config.data.packing_version or PACKING_VERSION
     extensions = extension.identity() | extension.source_hashes()
@@ -271,7 +279,7 @@ def flatten_config(config: Config) -> dict[str, Any]:
 
 
 def run_identity(values: dict[str, Any]) -> dict[str, Any]:
-    """Of the values of `flatten_config`, those that must not change when a run resumes."""
+    """The values of `flatten_config` that must not change when a run resumes."""
     # Sources outside the stage's mix may change.
     mixed_sources = tuple(f"data.sources.{item['source']}." for item in values.get("data.mix", ()))
     return {
@@ -318,6 +326,8 @@ def check_resume(config: Config, checkpoint: Path) -> TrainState:
         run_identity(flatten_config(stage.config))
         | flatten(stage_position(stage).model_dump(), "stage."),
     )
+    # The last stage may have been shortened, which only ends the run; an earlier one would have
+    # trained on what is now the next.
     if stage.index + 1 < stage.num_stages and state.step > stage.end_step:
         mismatches.append(
             f"{stage} was at step {state.step} and now ends at step {stage.end_step}"
@@ -339,6 +349,8 @@ def keep_packing_version(config: Recipe) -> Recipe:
     version = None
     with suppress(RunError):  # Reported when the run resumes.
         if checkpoint := RunDir(config.output_dir).resume_checkpoint(config):
+            # A run keeps its version for good: another one would pack documents into other
+            # sequences.
             version = manifest.read_state(checkpoint).config.get("data.packing_version")
     data = config.data.model_copy(update={"packing_version": version or PACKING_VERSION})
     return config.model_copy(update={"data": data})

@@ -18,7 +18,7 @@ from trainer.storage.artifact import Artifact, DamageError, parse_object
 
 STATE_FILE = "state.json"
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-"""What a tensor of int64 can count."""
+"""A count that fits into a tensor of int64."""
 
 
 class Part(BaseModel):
@@ -26,7 +26,7 @@ class Part(BaseModel):
 
 
 class SpikeState(Part):
-    """Of `LossSpikeDetector`."""
+    """State of a `LossSpikeDetector`."""
 
     losses: list[float] = []
     consecutive_skips: int = 0
@@ -38,7 +38,7 @@ class GoodputState(Part):
 
 
 class TrainerState(Part):
-    """Of `Trainer.train_state`."""
+    """The values of `Trainer.train_state`."""
 
     step: Count
     next_sequence: Count
@@ -47,17 +47,17 @@ class TrainerState(Part):
     sources: dict[str, Count]
     losses: SpikeState
     goodput: GoodputState | None
-    """None: not measured then."""
+    """State of `Goodput`; None if the version that wrote the checkpoint did not measure it."""
 
 
 class StagePosition(Part):
-    """Which part of a run a stage is. A run that resumes must agree."""
+    """The place of a training stage in its run. A run that resumes must agree."""
 
     name: str
     index: Count
     start_step: Count
     global_batch_size: int | None = None
-    """Of a stage whose length is given in tokens."""
+    """Set for a stage whose length is given in tokens: its steps depend on the batch size."""
 
 
 class TrainState(Artifact):
@@ -71,7 +71,7 @@ class TrainState(Artifact):
     plans: dict[str, str]
     """Hash of the packing plan of each data source; empty if it was not recorded."""
     config: dict[str, Any]
-    """By dotted key, in the schema of `schema_version`."""
+    """Configuration values by dotted key, in the schema of `schema_version`."""
     schema_version: int
     degrees: dict[str, int]
     torch: str
@@ -89,6 +89,8 @@ class TrainState(Artifact):
 def config_of(state: TrainState, path: Path) -> dict[str, Any]:
     """The configuration by dotted key, in today's schema. Raises `ResumeError`."""
     try:
+        # A layer kind or option that is new has a default under which older models are what they
+        # were.
         values = model_defaults() | migrate(state.config, version=state.schema_version)
         return values | {
             "model.layers": [
@@ -103,13 +105,15 @@ def config_of(state: TrainState, path: Path) -> dict[str, Any]:
 
 @cache
 def model_defaults() -> dict[str, Any]:
-    """Of what a model can be, by dotted key; a checkpoint of an earlier version lacks what it did
-    not have yet.
+    """Default values of a model's options by dotted key.
+
+    They fill in options that the version of a checkpoint did not have.
     """
     required: dict[str, Any] = dict.fromkeys(
         (
             each.name
             for each in dataclasses.fields(ModelConfig)
+            # Both are MISSING only for a field without default.
             if each.default is each.default_factory
         ),
         1,
