@@ -46,7 +46,8 @@ class KVCacheCore:
         del boundaries_BD
         past_length = self.length
         self.length = self.length + q_BSNH.shape[1]
-        (q_XNH,), new_kv = q_BSNH, (k_BSKH[0], v_BSKH[0])
+        (q_XNH,) = q_BSNH
+        new_kv = k_BSKH[0], v_BSKH[0]
         # Allocated at full capacity once: growing by concatenation would copy the cache per token.
         self._kv_cache = self._kv_cache or tuple(
             x.new_empty(self.capacity, *x.shape[1:]) for x in new_kv

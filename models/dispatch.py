@@ -131,7 +131,8 @@ def sort_by_expert(experts_NK: Tensor, num_experts: int) -> tuple[Rows, Tensor]:
     device.
     """
     # Stable, so that the rows of an expert are in the order of their tokens on every run.
-    top_k, (ordered_R, order_R) = experts_NK.shape[1], experts_NK.flatten().sort(stable=True)
+    top_k = experts_NK.shape[1]
+    ordered_R, order_R = experts_NK.flatten().sort(stable=True)
     rows = Rows(top_k, order_R // top_k, inverse_of(order_R), RowGroups(()))
     return rows, _counts(ordered_R, num_experts)
 
@@ -140,7 +141,8 @@ def padded_rows(experts_NK: Tensor, num_experts: int) -> Rows:
     """Rows padded for a kernel. The host knows only the number of places: the most that padding
     may need.
     """
-    top_k, (ordered_R, order_R) = experts_NK.shape[1], experts_NK.flatten().sort(stable=True)
+    top_k = experts_NK.shape[1]
+    ordered_R, order_R = experts_NK.flatten().sort(stable=True)
     counts_X = _counts(ordered_R, num_experts)
     ends_X = padded_ends(counts_X)
     place_R = (

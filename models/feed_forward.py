@@ -37,7 +37,8 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        (grad_G,), (gate_G, up_G, activated_G) = grads, ctx.saved_tensors
+        (grad_G,) = grads
+        gate_G, up_G, activated_G = ctx.saved_tensors
         # out = silu(gate) up: the gradient of up is grad silu(gate), that of gate is grad up
         # silu'(gate). Each is written over a tensor that nothing needs any more.
         grad_up_G = activated_G.mul_(grad_G)

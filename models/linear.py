@@ -74,7 +74,8 @@ class EmbeddingFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        (grad_BSE,), (index_BS,) = grads, ctx.saved_tensors
+        (grad_BSE,) = grads
+        (index_BS,) = ctx.saved_tensors
         dtype = accumulation_dtype(grad_BSE.dtype)
         sum_by_row = partial(
             torch.ops.aten.embedding_dense_backward, padding_idx=-1, scale_grad_by_freq=False

@@ -96,7 +96,8 @@ def apply_rotary(
     x_BSN2F = _halves(x_BSNH)
     product_BSN2F = _halves(product_BSNH)
     torch.mul(x_BSN2F, cos_BS1F.unsqueeze(-2), out=product_BSN2F)
-    (left, right), (product_left, product_right) = x_BSN2F.unbind(-2), product_BSN2F.unbind(-2)
+    left, right = x_BSN2F.unbind(-2)
+    product_left, product_right = product_BSN2F.unbind(-2)
     out_left, out_right = _halves(out_BSNH).unbind(-2)
     # (left, right) become (left cos - right sin, right cos + left sin); turning back negates sin.
     torch.addcmul(product_left, right, sin_BS1F, value=-direction, out=out_left)

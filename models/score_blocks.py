@@ -243,7 +243,8 @@ def rows_before(
     to_key = shift_P2[:, 1:]
     if window is None:
         return block_rows(queries_P2 + to_query, keys_P2 + to_key)
-    (start, stop), (first, end) = queries_P2.unbind(1), keys_P2.unbind(1)
+    start, stop = queries_P2.unbind(1)
+    first, end = keys_P2.unbind(1)
     # The last key `end - 1` is seen by queries before `end - 1 + window`; later ones see none.
     stop = torch.minimum(stop, end + window - 1)
     # Queries before `sliding` see all keys.

@@ -68,7 +68,8 @@ class SublayerModule(nn.Module):
                 f'{self.module_name}.{self.last} gives the output: its weight must be declared with initial "residual"'
             )
         for name, parameter in declared.items():
-            (layer, _, attribute), shape = name.rpartition("."), parameter.shape_of(config.sizes)
+            layer, _, attribute = name.rpartition(".")
+            shape = parameter.shape_of(config.sizes)
             if parameter.per_expert:
                 experts = self._modules.setdefault(layer, ExpertWeights())
                 cast(ExpertWeights, experts).register_parameter(
@@ -328,7 +329,8 @@ class LinearOfPiece(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_O,), (weight_OI, *tensors) = grads, ctx.saved_tensors
+        (grad_O,) = grads
+        weight_OI, *tensors = ctx.saved_tensors
         inputs, weights = _split(tensors, ctx.names)
         graph = LocalGraph(ctx.piece, inputs, as_leaves(weights))
         # Popped, so that the output is freed before the backward pass of the piece.
