@@ -295,7 +295,9 @@ def describe_choice(config: Config, choice: Choice) -> str:
     """What was chosen, as TOML assignments, and the limit that binds; empty if nothing was
     "auto".
     """
-    choices = [describe_memory_options(choice.config)] * (config.memory.recompute == "auto")
+    choices = []
+    if config.memory.recompute == "auto":
+        choices.append(describe_memory_options(choice.config))
     if config.memory.loss_chunk_mib == "auto":
         choices.append(_assignment("loss_chunk_mib", choice.config.memory.loss_chunk_mib))
     return ": ".join(filter(None, (", ".join(choices), choice.reason)))

@@ -48,7 +48,9 @@ def autograd_moments(block: BlockMemory, grad_dtype: str) -> Moments:
         saved_tensors(
             ATTENTION,
             UNTIL_BACKWARD,
-            block.stream("residual stream before attention", block.is_normed("attention")),
+            block.stream(
+                "residual stream before attention", 1 if block.is_normed("attention") else 0
+            ),
             block.normalized_input("attention"),
         )
         + stream
@@ -103,9 +105,11 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
             FEED_FORWARD,
             WHILE_RUNNING,
             block.stream("gradient of the output"),
-            block.stream("gradient of the last product", block.has_after("feed_forward")),
+            block.stream(
+                "gradient of the last product", 1 if block.has_after("feed_forward") else 0
+            ),
             block.gathered("gathered gradient of the output"),
-            block.numbers(GELU, 2, block.tokens, block.ffn_dim, copies=block.is_gelu),
+            block.numbers(GELU, 2, block.tokens, block.ffn_dim, copies=1 if block.is_gelu else 0),
             max(
                 block.numbers("gradients of gate and up", 2, block.tokens, block.ffn_dim),
                 block.by_rank("the same, by rank", block.tokens),
@@ -114,7 +118,7 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
         ),
     )
     residual = block.stream(
-        "residual stream before the feed-forward", block.is_normed("feed_forward")
+        "residual stream before the feed-forward", 1 if block.is_normed("feed_forward") else 0
     )
     stream = block.stream("gradient of the output")
     yield (
@@ -147,7 +151,7 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
 def autograd_forward(block: BlockMemory) -> Tensors:
     """In the forward pass of a feed-forward, beside what it saves."""
     product = block.numbers(
-        "product of gate and up", block.tokens, block.ffn_dim, copies=1 + block.is_gelu
+        "product of gate and up", block.tokens, block.ffn_dim, copies=2 if block.is_gelu else 1
     )
     return transient(
         FEED_FORWARD,
@@ -190,6 +194,7 @@ def _rotation_backward(block: BlockMemory) -> Tensors:
 
 
 def _query_norm_backward(block: BlockMemory) -> Tensors:
+    has_temporaries = norms.have_temporaries(block)
     return transient(
         "models/norm.py: rms_norm_backward",
         WHILE_RUNNING,
@@ -198,9 +203,9 @@ def _query_norm_backward(block: BlockMemory) -> Tensors:
             "products of the norm's backward pass",
             3,
             block.q_numel,
-            copies=norms.have_temporaries(block),
+            copies=1 if has_temporaries else 0,
         ),
         block.queries(
-            "gradients of queries before their norm", copies=not norms.have_temporaries(block)
+            "gradients of queries before their norm", copies=0 if has_temporaries else 1
         ),
     )

@@ -293,22 +293,27 @@ class BlockMemory:
 
     def gathered(self, name: str, copies: float = 1) -> MemoryTensor:
         """[T, E] with tensor and sequence parallelism; else nothing."""
-        return self.numbers(name, self.tokens, self.model.dim, copies=copies * self.is_gathered)
+        return self.numbers(
+            name, self.tokens, self.model.dim, copies=copies if self.is_gathered else 0
+        )
 
     def by_rank(self, name: str, tokens: int) -> MemoryTensor:
         """[tokens, E], where several sequences are put in order for tp ranks; else nothing."""
         return self.numbers(
-            name, tokens, self.model.dim, copies=self.is_gathered and self.sequences > 1
+            name,
+            tokens,
+            self.model.dim,
+            copies=1 if self.is_gathered and self.sequences > 1 else 0,
         )
 
     def normalized_tile(self) -> MemoryTensor:
         """Of attention's input; of gathered tokens a tile is a copy, all of them are not."""
         if not self.is_gathered:
-            copies = self.is_normed("attention")
+            copies = 1 if self.is_normed("attention") else 0
             return self.numbers(
                 "a tile of the normalized input", self.tile_tokens, self.model.dim, copies=copies
             )
-        copies = self.num_tiles() > 1
+        copies = 1 if self.num_tiles() > 1 else 0
         return self.numbers(
             "a tile of the gathered input", self.tile_tokens, self.model.dim, copies=copies
         )
@@ -329,7 +334,7 @@ class BlockMemory:
 
     def widened(self, given: MemoryTensor) -> MemoryTensor:
         """Products of a rotation with cosines, in the dtype of its angles."""
-        copies = given.copies * (self.compute_dtype != self.stats_dtype)
+        copies = given.copies if self.is_mixed else 0
         return given._replace(
             name=f"{given.name}, times cosines", dtype=self.stats_dtype, copies=copies
         )
@@ -368,7 +373,7 @@ class BlockMemory:
 
     def output_norm_saved(self, module: str, copies: float = 1) -> Tensors:
         """What the norm of a sublayer's output saves."""
-        copies *= self.is_normed(module, output=True)
+        copies = copies if self.is_normed(module, output=True) else 0
         return saved_tensors(
             "models/norm.py: RMSNormFunction.forward",
             UNTIL_BACKWARD,
@@ -393,7 +398,8 @@ class BlockMemory:
                 ATTENTION, UNTIL_BACKWARD, *self.norm_saved("attention", copies), activations
             )
         exchanged = self.queries(
-            "attention outputs, back at their tokens", copies=copies * (self.ulysses_degree > 1)
+            "attention outputs, back at their tokens",
+            copies=copies if self.ulysses_degree > 1 else 0,
         )
         after = saved_tensors(ATTENTION, UNTIL_BACKWARD, exchanged) + self.output_norm_saved(
             "attention", copies
@@ -415,7 +421,7 @@ class BlockMemory:
     def projections_saved(self, copies: float = 1) -> Tensors:
         """What the backward pass of the projections and of the norms of heads needs."""
         heads = self.heads + self.kv_heads
-        copies_of_heads = copies * self.norms_heads
+        copies_of_heads = copies if self.norms_heads else 0
         return saved_tensors(
             ATTENTION,
             UNTIL_BACKWARD,
@@ -451,13 +457,13 @@ class BlockMemory:
                 "their product, which the compiler saves",
                 self.tokens,
                 self.ffn_dim,
-                copies=copies * self.compiled,
+                copies=copies if self.compiled else 0,
             ),
         )
 
     def norm_saved(self, module: str, copies: float) -> tuple[MemoryTensor, ...]:
         title = TITLES[module]
-        of_norm = copies * self.is_normed(module)
+        of_norm = copies if self.is_normed(module) else 0
         return (
             self.stream(f"residual streams before {title}", of_norm),
             self.sums(f"inverse RMS before {title}", self.local_tokens, copies=of_norm),

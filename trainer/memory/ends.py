@@ -51,13 +51,15 @@ def head_forward(rank: RankMemory) -> Tensors:
     is_apart = rank.is_mixed or rank.block.compiled
     gradients = (
         logits._replace(
-            name="a chunk of their gradients", dtype=rank.compute_dtype, copies=is_apart
+            name="a chunk of their gradients",
+            dtype=rank.compute_dtype,
+            copies=1 if is_apart else 0,
         ),
         MemoryTensor(
             "a chunk's gradient of the weight",
             (rows, dim),
             rank.compute_dtype,
-            copies=not rank.has_wide_products,
+            copies=0 if rank.has_wide_products else 1,
         ),
     )
     saturation = logits._replace(name="saturation of the soft cap")
@@ -68,9 +70,9 @@ def head_forward(rank: RankMemory) -> Tensors:
         MemoryTensor("normalized input", (rank.head_tokens, dim), rank.compute_dtype),
         logits,
         logits._replace(
-            name="slope of the soft cap", copies=is_capped and not rank.block.compiled
+            name="slope of the soft cap", copies=1 if is_capped and not rank.block.compiled else 0
         ),
-        *max(gradients, (saturation,) * is_capped, key=total_bytes),
+        *max(gradients, (saturation,) if is_capped else (), key=total_bytes),
     )
 
 
@@ -91,7 +93,7 @@ def final_norm_backward(rank: RankMemory) -> Tensors:
     """In chunks."""
     tokens = rank.block.local_tokens
     dim = rank.model.dim
-    chunk = min(rank.loss_chunk_tokens, tokens) * (not norms.are_fused(rank.block))
+    chunk = 0 if norms.are_fused(rank.block) else min(rank.loss_chunk_tokens, tokens)
     return head(
         "models/norm.py: RMSNormFunction.backward",
         "while the norm runs",
@@ -114,12 +116,12 @@ def embedding_forward(rank: RankMemory) -> Tensors:
         "residual stream", (rank.block.local_tokens, rank.model.dim), rank.compute_dtype
     )
     by_rank = output._replace(
-        name="the same, by rank", copies=rank.config.training.micro_batch_size > 1
+        name="the same, by rank", copies=1 if rank.config.training.micro_batch_size > 1 else 0
     )
     masked = output._replace(name="the same, of this shard's tokens")
     scattered = (output, by_rank, stream) if rank.block.is_gathered else (output, masked)
     multiplied = stream._replace(
-        name="the same, multiplied", copies=rank.model.embedding_multiplier != 1
+        name="the same, multiplied", copies=1 if rank.model.embedding_multiplier != 1 else 0
     )
     at_once = max(scattered if rank.tp > 1 else (output,), (stream, multiplied), key=total_bytes)
     return transient("models/linear.py: Embedding.forward", "while it runs", *at_once)
@@ -138,7 +140,7 @@ def embedding_backward(rank: RankMemory) -> Tensors:
             "some columns of the output's gradient",
             (rank.tokens, columns),
             rank.master_dtype,
-            copies=rank.is_mixed,
+            copies=1 if rank.is_mixed else 0,
         ),
     )
 
@@ -164,7 +166,10 @@ def sum_over_tp(rank: RankMemory) -> Tensors:
         "parallelisms/tensor_parallel.py: replicated_part",
         "while it runs",
         MemoryTensor(
-            "gradient of the weight, widened", (rows, dim), rank.master_dtype, copies=rank.is_mixed
+            "gradient of the weight, widened",
+            (rows, dim),
+            rank.master_dtype,
+            copies=1 if rank.is_mixed else 0,
         ),
         MemoryTensor("its sum over the tp ranks", (rows, dim), rank.master_dtype),
     )
@@ -185,6 +190,6 @@ def gather_over_tp(rank: RankMemory) -> Tensors:
         ),
         gathered,
         gathered._replace(
-            name="the same, in order", copies=rank.config.training.micro_batch_size > 1
+            name="the same, in order", copies=1 if rank.config.training.micro_batch_size > 1 else 0
         ),
     )

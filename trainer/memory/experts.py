@@ -78,7 +78,7 @@ class ExpertMemory:
             "the router's input, widened",
             self.local_tokens,
             self.model.dim,
-            copies=copies * block.is_mixed,
+            copies=copies if block.is_mixed else 0,
         )
         yield block.sums("the router's scores", 1, self.local_tokens, experts, copies=copies)
         yield MemoryTensor("experts, slots and rows", (3, slots), "int64", copies=copies)
@@ -89,12 +89,12 @@ class ExpertMemory:
         yield from self.router(copies)
         yield self.rows("tokens as rows", copies)
         # Without sequence parallelism it is the normalized input itself.
-        is_gathered = bool(self.shared_dim) * self.block.is_gathered
+        is_gathered = self.shared_dim > 0 and self.block.is_gathered
         yield self.block.numbers(
             "gathered tokens of the shared expert",
             self.tokens,
             self.model.dim,
-            copies=copies * is_gathered,
+            copies=copies if is_gathered else 0,
         )
 
 
@@ -112,11 +112,11 @@ class ExpertBlock(BlockMemory):
             EXPERTS,
             UNTIL_BACKWARD,
             *norm,
-            self.stream("normalized inputs of the router", copies * is_saved),
+            self.stream("normalized inputs of the router", copies if is_saved else 0),
             *experts.saved_inputs(copies),
             experts.inner("gate and up of the experts", 2 * copies),
             experts.shared(
-                "gate and up of the shared expert", 2 * copies * bool(experts.shared_dim)
+                "gate and up of the shared expert", 2 * copies if experts.shared_dim else 0
             ),
         )
 
@@ -151,10 +151,11 @@ def recompute_moments(block: BlockMemory, held: Tensors) -> Moments:
         HALF,
         WHILE_RUNNING,
         experts.local(
-            "a tile of the hidden state, and normalized", 1 + block.is_normed("feed_forward")
+            "a tile of the hidden state, and normalized",
+            2 if block.is_normed("feed_forward") else 1,
         ),
         *experts.saved_inputs(),
-        experts.weights("sums of weight gradients", 3 * (block.num_tiles() > 1)),
+        experts.weights("sums of weight gradients", 3 if block.num_tiles() > 1 else 0),
     )
     for name, alive in _backward(experts, has_products=False):
         yield name, held + inputs + alive
@@ -172,8 +173,10 @@ def forward_pass(block: BlockMemory) -> Tensors:
     )
     return part(
         block.stream("hidden state"),
-        block.stream("output", block.num_tiles() > 1),
-        experts.local("a tile of the normalized input", block.is_normed("feed_forward")),
+        block.stream("output", 1 if block.num_tiles() > 1 else 0),
+        experts.local(
+            "a tile of the normalized input", 1 if block.is_normed("feed_forward") else 0
+        ),
         *experts.saved_inputs(),
     ) + max(inner, output, combined, key=total_bytes)
 
@@ -182,7 +185,8 @@ def _backward(experts: ExpertMemory, *, has_products: bool) -> Moments:
     """In the order of `GroupedFeedForward.backward`."""
     part = partial(transient, f"{EXPERTS}.backward", WHILE_RUNNING)
     gradient = experts.rows("gradients of the outputs of experts")
-    products = 2.0 - 1.0 * has_products  # A saved gate is not copied.
+    # A saved gate is not copied.
+    products = 1 if has_products else 2
     inner = experts.inner("gate, up, activated gate, product and its gradient", products + 3)
     yield "the experts' feed-forward", part(gradient, inner, experts.inner("the product of both"))
     yield "the experts' feed-forward", part(gradient, inner, experts.weights("weight gradient"))

@@ -29,8 +29,16 @@ def backward(block: BlockMemory, gradient: str, tokens: int) -> tuple[MemoryTens
     is_wide = block.model.zero_centered_norms and block.is_mixed
     return (
         block.numbers(
-            f"{gradient}, also by the norm's weight", tokens, block.model.dim, copies=2 - is_wide
+            f"{gradient}, also by the norm's weight",
+            tokens,
+            block.model.dim,
+            copies=1 if is_wide else 2,
         ),
-        block.sums(f"{gradient}, by the norm's weight", tokens, block.model.dim, copies=is_wide),
+        block.sums(
+            f"{gradient}, by the norm's weight",
+            tokens,
+            block.model.dim,
+            copies=1 if is_wide else 0,
+        ),
         block.sums("products of the norm's backward pass", 3, tokens, block.model.dim),
     )

@@ -154,7 +154,8 @@ def _passes(plan: PipelinePlan, pp_rank: int) -> Iterator[Pass]:
         if action is not None:
             kind, stage, number = action
             held.discard(action)
-            saved[stage] -= kind == "B"
+            if kind == "B":
+                saved[stage] -= 1
             others = [other for other in stages if other != stage]
             yield Pass(
                 kind=kind,
@@ -171,8 +172,10 @@ def _passes(plan: PipelinePlan, pp_rank: int) -> Iterator[Pass]:
                 ),
                 num_messages=len(held) + len(sending),
             )
-            saved[stage] += kind == "F"
-            finished[stage] += kind == "B"
+            if kind == "F":
+                saved[stage] += 1
+            else:
+                finished[stage] += 1
         for message in tick.messages:
             if message.source == pp_rank:
                 sending.add(message.target)

@@ -36,24 +36,39 @@ class RankMemory:
     def __init__(
         self, config: Config, world_size: int, pp_rank: int, *, on_cpu: bool = False
     ) -> None:
-        training = config.training
-        parallelism = config.parallelism
         self.config = config
         self.pp_rank = pp_rank
         self.model = config.model.build()
-        degrees = parallelism.degrees(world_size)
+        degrees = config.parallelism.degrees(world_size)
         self.tp = degrees["tp"]
-        self.ep = parallelism.ep
+        self.ep = config.parallelism.ep
         self.pipeline = config.pipeline_plan(world_size)
         self.num_shards = degrees["dp_shard"] * degrees["cp"]
         self.num_replicas = degrees["dp_replicate"]
         self.num_micro_batches = config.micro_batches(world_size)[1]
+        self._set_dtypes(config)
+        self.optimizer_on_host = config.memory.optimizer_placement == "host"
+        self.is_single_rank = self.num_shards * self.num_replicas == 1
+        self.is_sharded = (
+            not self.is_single_rank
+            or self.compute_bytes != self.master_bytes
+            or self.optimizer_on_host
+        )
+        self.recomputes = config.memory.recompute != "none"
+        self._set_sequences(config, degrees["cp"], on_cpu=on_cpu)
+        self.ranks_per_node = min(world_size, config.parallelism.ranks_per_node)
+        self.num_nodes = -(-world_size // self.ranks_per_node)
+        self._set_stages()
+
+    def _set_dtypes(self, config: Config) -> None:
+        """Dtypes of weights, reductions and moments: float32 where products are bfloat16."""
+        training = config.training
         is_bfloat16 = training.dtype == "bfloat16"
         self.compute_dtype = training.dtype
         self.master_dtype = "float32" if is_bfloat16 else training.dtype
         self.reduce_dtype: str = training.reduce_dtype if is_bfloat16 else self.master_dtype
         self.kv_grad_dtype: str = (
-            parallelism.cp_reduce_dtype if is_bfloat16 else self.compute_dtype
+            config.parallelism.cp_reduce_dtype if is_bfloat16 else self.compute_dtype
         )
         self.moment_dtype = (
             "bfloat16" if config.memory.optimizer_dtype == "bfloat16" else self.master_dtype
@@ -63,14 +78,10 @@ class RankMemory:
         self.reduce_bytes = DTYPE_BYTES[self.reduce_dtype]
         self.kv_grad_bytes = DTYPE_BYTES[self.kv_grad_dtype]
         self.moment_bytes = DTYPE_BYTES[self.moment_dtype]
-        self.optimizer_on_host = config.memory.optimizer_placement == "host"
-        self.is_single_rank = self.num_shards * self.num_replicas == 1
-        self.is_sharded = (
-            not self.is_single_rank
-            or self.compute_bytes != self.master_bytes
-            or self.optimizer_on_host
-        )
-        self.recomputes = config.memory.recompute != "none"
+
+    def _set_sequences(self, config: Config, cp: int, *, on_cpu: bool) -> None:
+        """The share of a micro-batch on this rank, and what its blocks hold for it."""
+        training = config.training
         context_plan = config.context_plan()
         seq_len = training.seq_len
         padded_len = context_plan.padded_length(training.seq_len)
@@ -78,31 +89,33 @@ class RankMemory:
             context_plan.resolved_layout, context_plan.ring_degree, (0, seq_len, padded_len)
         )
         """Of a sequence that is one document; padding is another."""
-        self.tokens = training.micro_batch_size * padded_len // degrees["cp"]
+        self.tokens = training.micro_batch_size * padded_len // cp
         largest = self._largest_kind()
+        tile_mib = config.memory.mlp_tile_mib
         block = BlockMemory(
             self.model,
-            largest,
-            self.tokens,
-            self.compute_dtype,
-            self.master_dtype,
-            self.tp,
-            parallelism.sequence_parallel,
-            config.compiles_on_gpu and (not on_cpu or training.compile is True),
-            context_plan if degrees["cp"] > 1 else None,
-            config.memory.head_groups,
-            None if config.memory.mlp_tile_mib is None else config.memory.mlp_tile_mib << 20,
-            training.micro_batch_size,
-            "cpu" if on_cpu else with_attention_choice(config).training.attention,
-            training.deterministic,
-            padded_len != seq_len,
-            self.layout,
-            self.ep,
+            kind=largest,
+            tokens=self.tokens,
+            compute_dtype=self.compute_dtype,
+            stats_dtype=self.master_dtype,
+            tp=self.tp,
+            sequence_parallel=config.parallelism.sequence_parallel,
+            compiled=config.compiles_on_gpu and (not on_cpu or training.compile is True),
+            context_plan=context_plan if cp > 1 else None,
+            head_groups=config.memory.head_groups,
+            mlp_tile_bytes=None if tile_mib is None else tile_mib << 20,
+            sequences=training.micro_batch_size,
+            attention="cpu" if on_cpu else with_attention_choice(config).training.attention,
+            deterministic=training.deterministic,
+            is_padded=padded_len != seq_len,
+            layout=self.layout,
+            ep=self.ep,
         )
         self.block = block_of(block, largest)
-        self.ranks_per_node = min(world_size, parallelism.ranks_per_node)
-        self.num_nodes = -(-world_size // self.ranks_per_node)
-        stages = self.pipeline.stages_of(pp_rank)
+
+    def _set_stages(self) -> None:
+        """The pipeline stages of this rank, and the kinds of their layers."""
+        stages = self.pipeline.stages_of(self.pp_rank)
         self.blocks_by_stage = {stage: self.pipeline.blocks_per_stage[stage] for stage in stages}
         self.num_blocks = sum(self.blocks_by_stage.values())
         self.layers_by_stage = {
@@ -188,8 +201,11 @@ class RankMemory:
     @cached_property
     def end_shapes(self) -> Shapes:
         """The parts of embedding, loss head and final norm on this rank."""
-        head = *self.head_shapes * (not self.model.tie_embeddings), (self.model.dim, 1)
-        return self.embed_shapes * self.has_first_stage + head * self.has_last_stage
+        shapes: Shapes = self.embed_shapes if self.has_first_stage else ()
+        if self.has_last_stage:
+            head = () if self.model.tie_embeddings else self.head_shapes
+            shapes += (*head, (self.model.dim, 1))
+        return shapes
 
     def sharded_numel(self, shapes: Shapes) -> int:
         """Elements of this rank's FSDP shard, rounded up to whole rows as on the first rank."""

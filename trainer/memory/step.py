@@ -79,7 +79,7 @@ class StepMemory:
             "workspaces of cuBLAS",
             (CUBLAS_HANDLES, CUBLAS_WORKSPACE),
             "uint8",
-            copies=rank.block.kernel != "cpu",
+            copies=0 if rank.block.kernel == "cpu" else 1,
         )
         accumulate = "trainer/step/trainer.py: Trainer.accumulate_gradients"
         staging = "trainer/checkpoint/manager.py: CheckpointManager.save"
@@ -220,15 +220,17 @@ class StepMemory:
         units = () if rank.model.tie_embeddings else rank.head_unit
         if not self.is_pipeline:
             # The all-gather's output and what is copied out of it.
-            copies = 1 + (rank.num_shards > 1)
+            copies = 2 if rank.num_shards > 1 else 1
             gathered += self.weights.gathered(
                 "weights of the head",
                 units or rank.block_shapes,
-                copies if units else rank.num_shards > 1,
+                copies if units else copies - 1,
             )
         elif found.gathers:
             gathered += self.weights.gathered(
-                "weights of the head, being gathered", rank.head_unit, rank.num_shards > 1
+                "weights of the head, being gathered",
+                rank.head_unit,
+                1 if rank.num_shards > 1 else 0,
             )
         yield self._moment(
             "in the loss head, forward",
@@ -256,7 +258,7 @@ class StepMemory:
             alive = (
                 feed_forward_pass(last)
                 + unsaved
-                + self.block.attention_output(copies=not is_saved)
+                + self.block.attention_output(copies=0 if is_saved else 1)
             )
         return self._moment(
             "in the first forward pass",
@@ -376,7 +378,9 @@ class StepMemory:
         blocks = self.rank.blocks_by_stage[found.stage]
         later = blocks - 1 - index
         shapes = rank.block_shapes
-        block = f"block {index}" + f" of stage {found.stage}" * self.is_pipeline
+        block = f"block {index}"
+        if self.is_pipeline:
+            block += f" of stage {found.stage}"
         previous = (
             shapes
             if later
@@ -405,7 +409,9 @@ class StepMemory:
                 self._block(found.stage, index - 1)
             ) + self._recomputed_for(index)
             again = self.weights.gathered(
-                "weights of the block that is recomputed", shapes, self.weights.gathers_again
+                "weights of the block that is recomputed",
+                shapes,
+                1 if self.weights.gathers_again else 0,
             )
             yield self._moment(
                 f"in the recomputation of the input of {block}",

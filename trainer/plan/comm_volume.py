@@ -441,20 +441,19 @@ def _expert_volumes(rank: RankMemory) -> Iterator[CommVolume]:
             ("tokens", x, there + back),
             ("weights of experts", weights, there),
         ):
-            yield from _volume(
-                "ep", "all_to_all", phase, what, size=size, ranks=rank.ep, calls=calls * count
-            )
-            if sequence_shards > 1:
-                gathered = size * sequence_shards
-                yield from _volume(
-                    "tp",
-                    "all_to_all",
-                    phase,
-                    what,
-                    size=gathered,
-                    ranks=rank.tp,
-                    calls=calls * count,
-                )
+            yield from _row_exchange(rank, phase, what, size=size, calls=calls * count)
+
+
+def _row_exchange(
+    rank: RankMemory, phase: Phase, what: str, *, size: float, calls: float
+) -> Iterator[CommVolume]:
+    """Rows over ep; with sequence parallelism also over tp, where each rank holds a shard."""
+    yield from _volume("ep", "all_to_all", phase, what, size=size, ranks=rank.ep, calls=calls)
+    shards = rank.block.sequence_shards
+    if shards > 1:
+        yield from _volume(
+            "tp", "all_to_all", phase, what, size=size * shards, ranks=rank.tp, calls=calls
+        )
 
 
 def _pp_volumes(rank: RankMemory) -> Iterator[CommVolume]:

@@ -248,6 +248,19 @@ def _reduced_stage_blocks(plan: PipelinePlan) -> tuple[int, ...]:
     )
 
 
+def _reduced_model(model: ModelConfig, num_layers: int, scale: float) -> ConfigValues:
+    """The section `model`, except its heads. `scale` is the reduction of the sequence length."""
+    return (
+        MODEL_WIDTHS
+        | {name: _reduced_rope(getattr(model, name), scale) for name in ("rope", "local_rope")}
+        | {"nope_every": model.nope_every and min(model.nope_every, num_layers)}
+        | _reduced_layers(model, scale)
+        | _reduced_experts(model)
+        | {"num_layers": num_layers}
+        | {"vocab_size": min(MAX_VOCAB_SIZE, model.vocab_size // 2 * 2)}
+    )
+
+
 def _reduced_values(run: FullRun, global_batch_size: int) -> ConfigValues:
     """All sections except `parallelism`."""
     model = run.model
@@ -270,16 +283,8 @@ def _reduced_values(run: FullRun, global_batch_size: int) -> ConfigValues:
     multiple = min(SEQ_LEN, training.seq_len) // SEQ_LEN_MULTIPLE * SEQ_LEN_MULTIPLE
     length = max(SEQ_LEN_MULTIPLE, multiple) - needs_padding
     changes: ConfigValues = {
-        "model": MODEL_WIDTHS
-        | {
-            name: _reduced_rope(getattr(model, name), length / training.seq_len)
-            for name in ("rope", "local_rope")
-        }
-        | {"nope_every": model.nope_every and min(model.nope_every, sum(layers))}
-        | _reduced_layers(model, length / training.seq_len)
-        | _reduced_experts(model)
-        | {"num_layers": sum(layers), "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        | {"vocab_size": min(MAX_VOCAB_SIZE, model.vocab_size // 2 * 2)},
+        "model": _reduced_model(model, sum(layers), length / training.seq_len)
+        | {"num_heads": num_heads, "num_kv_heads": num_kv_heads},
         "data": {
             name: value and max(3, value * length // training.seq_len)
             for name, value in (
