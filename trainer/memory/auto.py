@@ -265,10 +265,9 @@ def _require_in_memory_checkpoints_fit(
     estimate = estimate_memory(config, world_size)
     counted = estimate.item("in-memory checkpoints").host_bytes
     # The estimate's nodes are those of parallelism.ranks_per_node; these are the launch's.
-    ratio = (1 + (world_size > ranks_per_node)) / (
-        1 + (world_size > config.parallelism.ranks_per_node)
-    )
-    copies = counted * ratio * ranks_per_node
+    copies_of_launch = 2 if world_size > ranks_per_node else 1
+    copies_of_estimate = 2 if world_size > config.parallelism.ranks_per_node else 1
+    copies = counted * copies_of_launch / copies_of_estimate * ranks_per_node
     needed = (estimate.host_bytes - counted) * ranks_per_node + copies
     if needed > host_limit:
         raise ConfigError(

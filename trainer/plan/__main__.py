@@ -208,7 +208,9 @@ def count(text: str, *, minimum: int = 1, maximum: int = 1 << 62) -> int:
     match = re.fullmatch(r"0*([1-9]\d*)([KM]?)", text)
     value = int(match[1]) << {"": 0, "K": 10, "M": 20}[match[2]] if match else 0
     if not minimum <= value <= maximum:
-        limits = f"at least {minimum}" + f", at most {maximum:,}" * (maximum == MAX_SEQ_LEN)
+        limits = f"at least {minimum}"
+        if maximum == MAX_SEQ_LEN:
+            limits += f", at most {maximum:,}"
         raise ArgumentTypeError(
             f"{text} must be an integer, {limits}, optionally with suffix K or M"
         )
@@ -278,11 +280,8 @@ def option_notes(options: Namespace, config: Recipe) -> list[str]:
         if value
     ]
     is_default = options.device is None and select_device(config) is None
-    return [
-        *remarks,
-        *[DEFAULT_DEVICE_NOTE] * is_default,
-        f"command: {typed('plan', *options.words)}",
-    ]
+    notes = [DEFAULT_DEVICE_NOTE] if is_default else []
+    return [*remarks, *notes, f"command: {typed('plan', *options.words)}"]
 
 
 def emit_report(report: PlanReport, html: Path | None) -> None:

@@ -421,7 +421,7 @@ def _expert_volumes(rank: RankMemory) -> Iterator[CommVolume]:
     ways: list[tuple[Phase, float, float]] = [
         ("forward", 1, 1),
         ("backward", 1, 1),
-        ("recompute", rank.recomputes, 0),
+        ("recompute", 1 if rank.recomputes else 0, 0),
     ]
     for phase, there, back in ways:
         if sequence_shards > 1:

@@ -75,9 +75,10 @@ def _to_table(section: BarChart | Table | LineChart) -> tuple[Table, list[str]]:
         return _bars_table(section)
     if isinstance(section, LineChart):
         return _curve_table(section)
-    return section, ["* the best"] * (section.best is not None) + [section.note] * bool(
-        section.note
-    )
+    notes = [] if section.best is None else ["* the best"]
+    if section.note:
+        notes.append(section.note)
+    return section, notes
 
 
 def _bars_table(chart: BarChart) -> tuple[Table, list[str]]:
@@ -93,7 +94,8 @@ def _bars_table(chart: BarChart) -> tuple[Table, list[str]]:
     if len(bars) <= MAX_BAR_COLUMNS:
         return bars_to_table(chart), notes
     shown = sorted({0, chart.worst, len(bars) - 1})
-    between = f", the {'fullest' if chart.focus is None else 'busiest'}" * (len(shown) > 2)
+    worst = "fullest" if chart.focus is None else "busiest"
+    between = f", the {worst}" if len(shown) > 2 else ""
     omitted = f"the first{between} and the last of {len(bars)}; {len(bars) - len(shown)} omitted"
     return bars_to_table(chart, shown), [omitted, *notes]
 

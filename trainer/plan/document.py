@@ -191,7 +191,8 @@ def bars_to_table(chart: BarChart, indices: Sequence[int] | None = None) -> Tabl
 def _headroom(bar: StackedBar, decimals: int) -> str:
     if bar.limit is None:
         return ""
-    return "-" * (not bar.fits) + (format_number(abs(bar.limit - bar.total), decimals) or "0")
+    sign = "" if bar.fits else "-"
+    return sign + (format_number(abs(bar.limit - bar.total), decimals) or "0")
 
 
 def lines_to_table(

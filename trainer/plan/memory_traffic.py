@@ -54,10 +54,10 @@ class BlockTraffic:
         self.qk = self.queries + rank.block.kv_heads * rank.model.head_dim * rank.tokens
         self.angles = rank.model.head_dim // 2 * rank.tokens
         self.ffn = rank.model.ffn_dim * rank.tokens // rank.tp
-        self.rows = rank.tokens * rank.model.top_k * self.block.has_experts
+        self.rows = rank.tokens * rank.model.top_k if self.block.has_experts else 0
         """Tokens at each of their experts."""
         if self.rows:
-            shared = rank.tokens * rank.model.sizes["Z"] * self.block.kind.shared_expert
+            shared = rank.tokens * rank.model.sizes["Z"] if self.block.kind.shared_expert else 0
             self.ffn = (self.rows * rank.model.expert_dim + shared) // rank.tp
 
     def moved(self, elements: float, operation: tuple[tuple[int, int], ...]) -> float:
@@ -99,11 +99,9 @@ class BlockTraffic:
     @cached_property
     def exchange(self) -> float:
         """Copies before and after the all-to-all of heads, of which one sequence needs half."""
-        return (
-            min(2, self.block.sequences)
-            * self.moved(2 * self.queries + self.kv, COPY)
-            * (self.block.ulysses_degree > 1)
-        )
+        if self.block.ulysses_degree == 1:
+            return 0
+        return min(2, self.block.sequences) * self.moved(2 * self.queries + self.kv, COPY)
 
     @property
     def merged_queries(self) -> float:
@@ -147,7 +145,8 @@ class BlockTraffic:
     def backward(self) -> float:
         total = self.num_norms * self.norm_backward(self.hidden) + 2 * self.moved(self.hidden, ADD)
         total += self.rotation + self.moved(self.ffn, SWIGLU_BACKWARD)
-        total += self.norm_backward(self.qk) * self.block.norms_heads
+        if self.block.norms_heads:
+            total += self.norm_backward(self.qk)
         if not self.rank.recomputes:
             # Autograd sums the input gradients of queries, keys and values, and of gate and up.
             total += 3 * self.moved(self.rank.model.dim * self.rank.tokens, ADD)
@@ -156,12 +155,12 @@ class BlockTraffic:
     @cached_property
     def recompute(self) -> float:
         """Without the feed-forward output."""
+        if not self.rank.recomputes:
+            return 0
         norms = (self.num_norms - 1) * self.norm(self.hidden)
         total = self.attention_input + norms + self.moved(self.hidden, ADD) + self.exchange
-        total += self.rank.attention_recompute_fraction * (
-            self.attention_input + self.cp_attention
-        )
-        return total * self.rank.recomputes
+        attention = self.attention_input + self.cp_attention
+        return total + self.rank.attention_recompute_fraction * attention
 
 
 def memory_traffic(rank: RankMemory) -> dict[str, float]:
@@ -173,30 +172,35 @@ def memory_traffic(rank: RankMemory) -> dict[str, float]:
         block = BlockTraffic(rank, kind, compiled=rank.config.compiles_on_gpu)
         forward += count * (block.attention_input + block.cp_attention + block.feed_forward)
         backward += count * block.backward
-        again = count / rank.num_blocks * rank.num_recomputed_blocks * rank.recomputes
-        recompute += count * block.recompute + again * block.feed_forward
+        if rank.recomputes:
+            again = count / rank.num_blocks * rank.num_recomputed_blocks
+            recompute += count * block.recompute + again * block.feed_forward
     return {
         "forward": micro_batches * (forward + _embedding(rank)) + copies["forward"],
         "backward": micro_batches * (backward + _embedding_backward(rank)) + copies["backward"],
         "recompute": micro_batches * recompute + copies["recompute"],
-        "head": micro_batches * _loss_head(rank) * rank.has_last_stage,
+        "head": micro_batches * _loss_head(rank) if rank.has_last_stage else 0,
     }
 
 
 def _embedding(rank: RankMemory) -> float:
     """The lookup, and the mask of a vocabulary shard."""
+    if not rank.has_first_stage:
+        return 0
     block = BlockTraffic(rank, compiled=False)
-    elements = rank.tokens * rank.model.dim * rank.has_first_stage
-    return block.moved(elements, COPY) + block.moved(elements, ADD) * (rank.tp > 1)
+    elements = rank.tokens * rank.model.dim
+    mask = block.moved(elements, ADD) if rank.tp > 1 else 0
+    return block.moved(elements, COPY) + mask
 
 
 def _embedding_backward(rank: RankMemory) -> float:
     """The mask again, and sums of a wider type."""
+    if not rank.has_first_stage:
+        return 0
     block = BlockTraffic(rank, compiled=False)
-    elements = rank.tokens * rank.model.dim * rank.has_first_stage
-    return block.moved(elements, WIDEN) * rank.is_mixed + block.moved(elements, ADD) * (
-        rank.tp > 1
-    )
+    elements = rank.tokens * rank.model.dim
+    widened = block.moved(elements, WIDEN) if rank.is_mixed else 0
+    return widened + (block.moved(elements, ADD) if rank.tp > 1 else 0)
 
 
 def _loss_head(rank: RankMemory) -> float:
@@ -228,7 +232,7 @@ def _fsdp_copies(rank: RankMemory) -> defaultdict[str, float]:
     for unit in fsdp_units(rank) if rank.is_sharded else ():
         shard = rank.sharded_numel(unit.shapes)
         ranks = rank.num_shards // unit.ep
-        copied_out = 2 * rank.compute_bytes * shard * ranks * (ranks > 1)
+        copied_out = 2 * rank.compute_bytes * shard * ranks if ranks > 1 else 0
         for phase, num_gathers in unit.all_gathers.items():
             gather_bytes = shard * (rank.master_bytes + rank.compute_bytes) + copied_out
             copies["forward" if phase == "step" else phase] += num_gathers * gather_bytes
@@ -245,7 +249,7 @@ def optimizer_traffic(rank: RankMemory) -> float:
 
     Bfloat16 moments are upcast and rounded back: four more accesses each in the statistics dtype.
     """
-    is_upcast = rank.moment_bytes < rank.master_bytes
-    return rank.local_numel * (
-        5 * rank.master_bytes + 4 * rank.moment_bytes + 8 * rank.master_bytes * is_upcast
-    )
+    bytes_per_element = 5 * rank.master_bytes + 4 * rank.moment_bytes
+    if rank.moment_bytes < rank.master_bytes:
+        bytes_per_element += 8 * rank.master_bytes
+    return rank.local_numel * bytes_per_element

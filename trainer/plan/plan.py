@@ -290,7 +290,8 @@ class TrainingPlan:
             for kernel in kernels_of(training.attention)
             if (rated := self.device.rated_kernel(kernel)) != kernel
         ]
-        notes += [f'memory options that are "auto": {self.auto_choice}'] * bool(self.auto_choice)
+        if self.auto_choice:
+            notes.append(f'memory options that are "auto": {self.auto_choice}')
         notes += self._domain_note()
         if training.dtype != "bfloat16":
             notes.append(f"assumes one sixteenth of the bfloat16 rates for {training.dtype}")

@@ -61,8 +61,8 @@ def rank_workload(rank: RankMemory) -> RankWorkload:
         memory_traffic=memory_traffic(rank),
         offloaded_bytes=rank.num_micro_batches * rank.offloaded_bytes,
         optimizer_bytes=optimizer_traffic(rank),
-        fetched_bytes=rank.master_bytes * gathered * rank.optimizer_on_host,
-        returned_bytes=rank.master_bytes * scattered * rank.optimizer_on_host,
+        fetched_bytes=rank.master_bytes * gathered if rank.optimizer_on_host else 0,
+        returned_bytes=rank.master_bytes * scattered if rank.optimizer_on_host else 0,
     )
 
 
@@ -72,24 +72,18 @@ def _matmul_flops(rank: RankMemory) -> dict[str, float]:
     for kind, count in rank.kinds.items():
         products = rank.model.products_of(kind, rank.tp)
         every += count * products.every
-        again = count * (
-            products.recomputed + rank.attention_recompute_fraction * products.attention_inputs
-        )
-        again += (
-            count
-            * rank.num_recomputed_blocks
-            / rank.num_blocks
-            * (products.every - products.attention_inputs)
-        )
-        recomputed += again * rank.recomputes
-    head = (
-        6.0
-        * rank.num_micro_batches
-        * rank.head_tokens
-        * rank.head_rows
-        * rank.model.dim
-        * rank.has_last_stage
-    )
+        if rank.recomputes:
+            recomputed += count * (
+                products.recomputed + rank.attention_recompute_fraction * products.attention_inputs
+            )
+            every_but_attention = products.every - products.attention_inputs
+            recomputed += (
+                count * rank.num_recomputed_blocks / rank.num_blocks * every_but_attention
+            )
+    head = 0.0
+    if rank.has_last_stage:
+        logits = rank.head_tokens * rank.head_rows
+        head = 6.0 * rank.num_micro_batches * logits * rank.model.dim
     return {
         "forward": flops_per_weight * every,
         "backward": 2 * flops_per_weight * every,

@@ -117,7 +117,7 @@ def search_report(
 
 def _plan_sections(plan: TrainingPlan) -> list[BarChart | Table | LineChart]:
     charts = [_device_memory_chart(plan), _host_memory_chart(plan), _step_time_chart(plan)]
-    tables = [_communication_table(plan)] * (plan.world_size > 1)
+    tables = [_communication_table(plan)] if plan.world_size > 1 else []
     return [
         *charts,
         *tables,
@@ -255,8 +255,9 @@ def _tensor_tables(plan: TrainingPlan) -> Iterator[Table]:
             (
                 f"{each.bytes / GIB:.3f}",
                 each.name,
-                f"{each.copies:.4g} x " * (each.copies != 1) + f"{list(each.shape)} {each.dtype}",
-                each.lifetime + ", on the host" * each.on_host,
+                ("" if each.copies == 1 else f"{each.copies:.4g} x ")
+                + f"{list(each.shape)} {each.dtype}",
+                f"{each.lifetime}, on the host" if each.on_host else each.lifetime,
             )
             for each in sorted(tensors, key=lambda each: -each.bytes)
         ]
@@ -270,7 +271,7 @@ def _tensor_tables(plan: TrainingPlan) -> Iterator[Table]:
 
 def _host_memory_chart(plan: TrainingPlan) -> BarChart:
     segments = {kind: size / GIB for kind, size in plan.host_memory.items()}
-    label = f"{plan.ranks_per_node} rank{'s' * (plan.ranks_per_node > 1)}"
+    label = f"{plan.ranks_per_node} rank{'s' if plan.ranks_per_node > 1 else ''}"
     bar = StackedBar(label=label, segments=segments, limit=plan.usable_host_memory / GIB)
     return BarChart(title="host memory per node", unit="GiB", bars=[bar])
 
@@ -382,10 +383,11 @@ def _search_row(plan: TrainingPlan, best: TrainingPlan) -> Sequence[str]:
 
 
 def _suggestion_text(suggestion: Suggestion) -> str:
-    gain = [f"frees {format_gib(suggestion.freed_bytes)} GiB"] * (suggestion.freed_bytes > 0)
-    gain += [f"saves {_seconds(suggestion.saved_seconds)} per step"] * (
-        suggestion.saved_seconds > 0
-    )
+    gain = []
+    if suggestion.freed_bytes > 0:
+        gain.append(f"frees {format_gib(suggestion.freed_bytes)} GiB")
+    if suggestion.saved_seconds > 0:
+        gain.append(f"saves {_seconds(suggestion.saved_seconds)} per step")
     return f"{suggestion.text}: {' and '.join(gain) or 'uses less'}{'' if suggestion.plan.fits else '; the plan still does not fit'}"
 
 

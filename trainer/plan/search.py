@@ -526,5 +526,5 @@ def why_slower(plan: TrainingPlan, best: TrainingPlan) -> str:
     reasons = [
         f"{name} {cost:+.2f} s" for name, cost in worst if cost >= 0.005 * best.step_seconds
     ]
-    more = ", more memory" * (plan.memory_utilization > best.memory_utilization)
+    more = ", more memory" if plan.memory_utilization > best.memory_utilization else ""
     return ", ".join(reasons) or f"about equal time{more}"

@@ -226,11 +226,9 @@ class RankTimeModel:
         reads and writes in every chunk of tokens.
         """
         rank, (rows, dim) = self.rank, self.rank.head_shapes[0]
-        chunks = (
-            rank.num_micro_batches
-            * -(-rank.head_tokens // rank.loss_chunk_tokens)
-            * rank.has_last_stage
-        )
+        if not rank.has_last_stage:
+            return 0.0
+        chunks = rank.num_micro_batches * -(-rank.head_tokens // rank.loss_chunk_tokens)
         moved = chunks * 2 * rank.master_bytes * rows * dim
         return max(0.0, moved / self.device.hbm_bandwidth - self.matmul_seconds("head") / 3)
 

@@ -242,7 +242,7 @@ def _reduced_stage_blocks(plan: PipelinePlan) -> tuple[int, ...]:
     ]
     fewest = min((blocks for blocks in sampled if blocks), default=0)
     return (
-        tuple(min(blocks, 1 + (blocks > fewest)) for blocks in sampled)
+        tuple(min(blocks, 2 if blocks > fewest else 1) for blocks in sampled)
         if fewest
         else (1,) * stages
     )
@@ -281,7 +281,9 @@ def _reduced_values(run: FullRun, global_batch_size: int) -> ConfigValues:
     )
     needs_padding = training.seq_len % run.context_plan.seq_len_divisor > 0
     multiple = min(SEQ_LEN, training.seq_len) // SEQ_LEN_MULTIPLE * SEQ_LEN_MULTIPLE
-    length = max(SEQ_LEN_MULTIPLE, multiple) - needs_padding
+    length = max(SEQ_LEN_MULTIPLE, multiple)
+    if needs_padding:
+        length -= 1
     changes: ConfigValues = {
         "model": _reduced_model(model, sum(layers), length / training.seq_len)
         | {"num_heads": num_heads, "num_kv_heads": num_kv_heads},
