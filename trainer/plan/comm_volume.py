@@ -238,6 +238,7 @@ def _embedding_and_head_calls(rank: RankMemory) -> TPCalls:
     is_sequence_parallel = rank.block.sequence_parallel
     size = rank.block.residual_bytes
     is_loss_parallel = rank.config.parallelism.loss_parallel
+    gathers = 1 if is_sequence_parallel else 0
     reduction = "reduce_scatter" if is_sequence_parallel else "all_reduce"
     if rank.has_first_stage and (is_loss_parallel or not rank.model.tie_embeddings):
         yield "hidden states of the embedding", reduction, "forward", size, 1
@@ -246,18 +247,18 @@ def _embedding_and_head_calls(rank: RankMemory) -> TPCalls:
             "all_gather",
             "backward",
             size,
-            is_sequence_parallel,
+            gathers,
         )
     if rank.has_last_stage and is_loss_parallel:
-        yield "hidden states of the loss head", "all_gather", "forward", size, is_sequence_parallel
+        yield "hidden states of the loss head", "all_gather", "forward", size, gathers
         yield "hidden states of the loss head", reduction, "backward", size, 1
 
 
 def _replicated_grad_calls(rank: RankMemory) -> TPCalls:
     """Partial gradients of weights replicated over tp, reduced in float32 or wider."""
     model = rank.model
-    first = rank.has_first_stage
-    last = rank.has_last_stage
+    in_head = 1 if rank.has_last_stage else 0
+    in_embedding = 1 if rank.has_first_stage and model.tie_embeddings else 0
     weights = []
     for each, blocks in (
         (each, count) for kind, count in rank.kinds.items() for each in kind.parameters.values()
@@ -270,9 +271,9 @@ def _replicated_grad_calls(rank: RankMemory) -> TPCalls:
         ):
             weights.append((prod(each.shape_of(model.sizes)), blocks))
     if rank.block.sequence_parallel:
-        weights.append((model.dim, last))
+        weights.append((model.dim, in_head))
         if not rank.config.parallelism.loss_parallel:
-            weights.append((model.vocab_size * model.dim, last + first * model.tie_embeddings))
+            weights.append((model.vocab_size * model.dim, in_head + in_embedding))
     for elements, calls in weights:
         yield (
             "gradients of replicated weights",
@@ -330,7 +331,7 @@ def _cp_volumes_of(
     runs: dict[Phase, float] = {
         "forward": 1,
         "backward": 1,
-        "recompute": rank.recomputes + recomputed,
+        "recompute": 1 + recomputed if rank.recomputes else 0,
     }
     for phase, num_runs in runs.items():
         exchanges = 2 * calls * num_runs
@@ -460,8 +461,9 @@ def _pp_volumes(rank: RankMemory) -> Iterator[CommVolume]:
     """The residual stream forward and its gradient backward."""
     plan = rank.pipeline
     size = rank.block.residual_bytes
-    sends = (plan.stages_per_rank - rank.has_last_stage) * rank.num_micro_batches
-    returns = (plan.stages_per_rank - rank.has_first_stage) * rank.num_micro_batches
+    stages = plan.stages_per_rank
+    sends = (stages - 1 if rank.has_last_stage else stages) * rank.num_micro_batches
+    returns = (stages - 1 if rank.has_first_stage else stages) * rank.num_micro_batches
     yield from _volume(
         "pp", "send", "forward", "residual stream", size=size, ranks=plan.pp, calls=sends
     )

@@ -83,7 +83,7 @@ class BlockTraffic:
     def attention_input(self) -> float:
         """Norm, query and key norms, and rotary embedding."""
         total = self.norm(self.hidden) + self.rotation
-        return total + self.norm(self.qk) * self.block.norms_heads
+        return total + (self.norm(self.qk) if self.block.norms_heads else 0)
 
     @cached_property
     def feed_forward(self) -> float:

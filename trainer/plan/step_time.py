@@ -275,9 +275,9 @@ class RankTimeModel:
             HOST, copy_seconds * exposed_fraction, copy_seconds * (1 - exposed_fraction)
         )
         # With the optimizer on the host: weights to the device in both directions, gradients back.
-        state_bytes = self.workload.fetched_bytes / 2 + self.workload.returned_bytes * (
-            direction == "backward"
-        )
+        state_bytes = self.workload.fetched_bytes / 2
+        if direction == "backward":
+            state_bytes += self.workload.returned_bytes
         yield CommCost(HOST, 0, state_bytes / self.device.host_link_bandwidth)
 
     def _comm_cost(self, message: CommVolume, seconds: float) -> CommCost:
@@ -292,7 +292,8 @@ class RankTimeModel:
             return CommCost(message.channel, seconds)
         else:
             exposed = min(1.0, EXPOSED_FSDP_UNITS / (self.rank.num_blocks + EXPOSED_FSDP_UNITS))
-            exposed *= not message.what.endswith("loss head")
+            if message.what.endswith("loss head"):
+                exposed = 0
             return CommCost(message.channel, seconds * exposed, seconds * (1 - exposed))
         return CommCost(message.channel, seconds * (1 - overlap), seconds * overlap, overlaps_with)
 

@@ -47,7 +47,10 @@ def within_budget(
     for each in wanted:
         keeps_input = inputs + each.input_bytes <= budget
         keeps_attention = attention + each.attention_bytes <= budget - reserved
-        kept = Offloaded(each.input_bytes * keeps_input, each.attention_bytes * keeps_attention)
+        kept = Offloaded(
+            each.input_bytes if keeps_input else 0,
+            each.attention_bytes if keeps_attention else 0,
+        )
         inputs = inputs + kept.input_bytes
         attention = attention + kept.attention_bytes
         found.append(kept)

@@ -218,9 +218,8 @@ def _mark_pipeline(pipeline: Pipeline, rank: int, start: Start) -> None:
         start(FINISH)
         finish()
 
-    # type: ignore[method-assign]
-    exchange.transfer = marked_transfer
-    exchange.finish = marked_finish
+    exchange.transfer = marked_transfer  # type: ignore[method-assign]
+    exchange.finish = marked_finish  # type: ignore[method-assign]
     for stage in stages.values():
         _mark_actions(stage, start)
 
