@@ -1,5 +1,5 @@
-"""What attention holds in its backward pass, and the scratch memory of its kernels. Imports no
-torch.
+"""Tensors alive in the backward pass of attention, and the scratch memory of its kernels. Imports
+no torch.
 
 Shapes are those of `block.py`. Scratch is what the kernels' host code allocates beside inputs and
 outputs:
@@ -10,7 +10,7 @@ outputs:
     efficient   ATen/native/transformers/cuda/attention_backward.cu, and what `models/kernels.py` repeats for it
     plain       `models/kernels.py`
 
-The CPU's is not counted: it is allocated by each thread, and no device has it.
+The scratch of the CPU's kernel is not counted: each thread allocates it, and no device has it.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from trainer.memory.tensors import MemoryTensor, Tensors, total_bytes
 PADDING = 128
 """Tokens by which FlashAttention's backward pads each sequence."""
 SINK_TOKENS = 4096
-"""As in models/online_softmax.py."""
+"""Tokens per chunk of `sink_grad` in models/online_softmax.py."""
 SINK = "models/online_softmax.py: sink_grad"
 _ring_part = partial(transient, "parallelisms/context/ring.py: backward", WHILE_RUNNING)
 NARROWED = "gradients of KV, narrowed to be sent"
 MULTIPROCESSORS = 132
-"""Of an H100: a deterministic FlashAttention 2 sums the gradient of queries in as many parts, over
-its heads.
+"""Streaming multiprocessors of an H100. A deterministic FlashAttention 2 sums the gradient of
+queries in as many parts, divided by its batch and heads.
 """
 
 
 def operator_moments(block: BlockMemory, grad_dtype: str, share: float = 1) -> Moments:
-    """The backward pass of attention for a share of the heads.
-
-    `grad_dtype`: of KV gradients on the wire.
+    """Moments of attention's backward pass for a share of the heads. `grad_dtype`: the dtype in
+    which KV gradients are sent.
     """
     grad_output = block.queries("gradient of the output", share)
     own = transient(
         "models/attention_op.py: backward", WHILE_RUNNING, grad_output, *_own_keys(block, share)
     )
+    # One rank has all keys: no sums in float32 and no messages.
     if block.ring_degree == 1:
         yield "attention", own
         if block.kind.sink:
@@ -56,6 +56,7 @@ def operator_moments(block: BlockMemory, grad_dtype: str, share: float = 1) -> M
                 transient(SINK, WHILE_RUNNING, grad_output, *results, _sink(block, share)),
             )
         return
+    # From here on gradients of several KV parts add up, in the dtype of sums.
     sums = _ring_part(grad_output, *_sums(block, share))
     if block.kind.sink:
         yield (
@@ -86,8 +87,8 @@ def operator_moments(block: BlockMemory, grad_dtype: str, share: float = 1) -> M
 
 
 def _gathered_moments(block: BlockMemory, grad_dtype: str, share: float) -> Moments:
-    """Beside the sums of gradients: attention to the gathered KV of other ranks, and the
-    reduce-scatter of its gradients.
+    """Attention to the gathered KV of other ranks, and the reduce-scatter of its gradients; beside
+    the sums of gradients, which the caller adds.
     """
     ring = block.ring_degree
     pieces = share * (ring - 1)
@@ -105,9 +106,11 @@ def _gathered_moments(block: BlockMemory, grad_dtype: str, share: float) -> Mome
 
 
 def _rotated_moments(block: BlockMemory, grad_dtype: str, share: float) -> Moments:
-    """Beside the sums of gradients: attention to KV that travels around the ring, and the send of
-    its gradients.
+    """Attention to KV that travels around the ring, and the send of its gradients; beside the sums
+    of gradients, which the caller adds.
     """
+    # With two ranks KV arrives once and nothing is sent on; a longer ring receives the next KV and
+    # sends gradients while a kernel runs.
     in_transit = share if block.ring_degree > 2 else 0
     held = _ring_part(
         block.kv("KV of another rank", share),
@@ -128,7 +131,7 @@ def _on_wire(block: BlockMemory, grad_dtype: str, copies: float) -> MemoryTensor
 
 
 def _narrowed(block: BlockMemory, grad_dtype: str, copies: float) -> MemoryTensor:
-    """The copy that is made of float32 sums before they are sent in a narrower dtype."""
+    """Copy of the float32 sums in the dtype in which they are sent, if it is narrower."""
     return MemoryTensor(
         NARROWED,
         block.kv_shape,
@@ -151,7 +154,7 @@ def _sums(block: BlockMemory, share: float) -> tuple[MemoryTensor, MemoryTensor]
 
 
 def _own_keys(block: BlockMemory, share: float) -> tuple[MemoryTensor, ...]:
-    """Gradients of attention to own keys, and what its kernel calls hold."""
+    """Gradients of attention to the rank's own keys, and what the kernel calls hold beside them."""
     dq = block.queries("gradient of queries", share)
     dkv = block.kv("gradients of KV", share)
     if block.window_parts is None:
@@ -160,6 +163,8 @@ def _own_keys(block: BlockMemory, share: float) -> tuple[MemoryTensor, ...]:
             return of_call
         return *of_call, *(each._replace(name=f"{each.name}, of all calls") for each in (dq, dkv))
     causal, flipped = block.window_parts
+    # The causal part and the flipped part run one after the other, then the sums are rounded: only
+    # the largest of the three counts.
     calls: tuple[Tensors, ...] = (
         call_backward(block, share, causal, queries=causal),
         _flipped_call(block, share, flipped, flipped, earlier=2),
@@ -172,8 +177,8 @@ def _own_keys(block: BlockMemory, share: float) -> tuple[MemoryTensor, ...]:
 def _flipped_call(
     block: BlockMemory, share: float, queries: float, keys: float, *, earlier: int
 ) -> tuple[MemoryTensor, ...]:
-    """A call for a part of the tokens in reversed order, whose results are put in order while
-    earlier ones are held.
+    """Kernel call for a part of the tokens in reversed order. Its results are put back in order
+    while `earlier` results are held.
     """
     each = share / block.calls
     return (
@@ -186,7 +191,7 @@ def _flipped_call(
 
 
 def _sink(block: BlockMemory, share: float) -> MemoryTensor:
-    """Products of a chunk of tokens, and the gradient widened."""
+    """Products of one chunk of tokens, and the gradient widened to the dtype of sums."""
     numel = (
         block.heads * block.model.head_dim * min(SINK_TOKENS, block.tokens * block.ulysses_degree)
     )
@@ -195,13 +200,15 @@ def _sink(block: BlockMemory, share: float) -> MemoryTensor:
 
 
 def _halo_call(block: BlockMemory, share: float) -> tuple[MemoryTensor, ...]:
-    """Of a flipped part before a piece of the sequence or, with a longer window, of two pieces; on
-    a GPU all at once.
+    """Call for the flipped part before a piece of the sequence or, if the window is longer than a
+    remote piece, for two pieces. Kernels with variable lengths run all of them at once.
     """
     (_, received), layout = block.halo or (0, 0), block.layout
     if layout is None or block.kernel in VARLEN_KERNELS:
         return _flipped_call(block, share, min(1, received), received, earlier=1)
     window = block.kind.window or 0
+    # A plain kernel takes one rectangle at a time, so the longest piece of any rank bounds the
+    # call.
     tokens = layout.num_tokens / layout.ring_degree
     remote = max(
         span.length
@@ -220,7 +227,9 @@ def _halo_call(block: BlockMemory, share: float) -> tuple[MemoryTensor, ...]:
 def _halo_moments(
     block: BlockMemory, grad_dtype: str, share: float
 ) -> Iterator[tuple[str, tuple[MemoryTensor, ...]]]:
-    """Beside the sums of gradients: attention to the halo, and the return of its gradients."""
+    """Attention to the halo, and the return of its gradients; beside the sums of gradients, which
+    the caller adds.
+    """
     sent, received = (share * each for each in block.halo or (0, 0))
     kv = block.kv_shape
     rounded = (
@@ -250,7 +259,7 @@ def call_backward(
     """Outputs and scratch of a kernel call for a share of the heads and `queries`, with `keys`
     keys per query of a rank.
 
-    Of several calls, one for each sequence, the last one's outputs are alive while the next runs.
+    With one call per sequence, the outputs of a call stay alive while the next one runs.
     """
     share = share / block.calls
     outputs = (
@@ -276,14 +285,16 @@ def call_backward(
                 *_expanded_grads(block, share * keys),
             )
         case "efficient":
-            # In the kernel a sum or product of float32, then the sums over the query heads of a KV
-            # head.
+            # Two moments: float32 scratch inside the kernel, then the sum over the query heads of each
+            # KV head, outside of it.
             dq, dkv = outputs
             expanded_dkv = block.queries("gradients of KV, of every query head", 2 * share * keys)
             in_call = *previous, dq, expanded_kv, expanded_dkv
             scratch = _row_scratch(block, share * queries)
             return max((*in_call, *scratch), (*in_call, dkv), key=total_bytes)
         case "plain":
+            # Eager operators materialize four score matrices: scores, weights, and the gradient of
+            # either.
             length = block.tokens * block.ulysses_degree // block.sequences
             copies = 4 * queries * keys * share * block.calls / block.ulysses_degree
             scores = block.sums(
@@ -299,6 +310,8 @@ def _row_scratch(block: BlockMemory, share: float) -> tuple[MemoryTensor, Memory
     FlashAttention pads them.
     """
     padded = block.tokens + PADDING * block.sequences
+    # The kernels round the head dim up to a multiple of 32, and pad each sequence by a block of
+    # 128.
     width = -(-block.model.head_dim // 32) * 32
     dq_sum = block.sums(
         "sum of the gradient of queries, in the kernel", padded, block.heads, width, copies=share
@@ -319,10 +332,14 @@ def _flash_scratch(
     """Scratch of the three FlashAttention kernels, beside their outputs."""
     dq_sum, row_sums = _row_scratch(block, share * queries)
     if block.kernel == "flash":
+        # mha_varlen_bwd of FlashAttention 2 launches ceil(SMs / (batch * heads)) parts, each with
+        # a sum of its own that no atomics touch.
         heads = block.heads * share / block.ulysses_degree
         parts = ceil(MULTIPROCESSORS / (block.sequences * heads)) if block.deterministic else 1
         dq_sum = dq_sum._replace(copies=parts * share * queries)
         return dq_sum, row_sums, *_expanded_grads(block, share * keys)
+    # FlashAttention 3 and 4 keep two numbers per row: the scaled log-sum-exp and dot(gradient,
+    # output).
     row_sums = row_sums._replace(copies=2 * share * queries)
     if block.kv_numel >= 2 * block.q_numel:
         return dq_sum, row_sums

@@ -1,4 +1,4 @@
-"""What the embedding and the loss head hold. Imports no torch."""
+"""Tensors of the embedding and of the loss head. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from trainer.memory.tensors import (
 
 LOSS_HEAD = "loss head"
 SOURCE = "models/loss_head.py: LinearCrossEntropy"
-"""As in models/linear.py."""
 head = partial(tensors, LOSS_HEAD)
 transient = partial(tensors, TRANSIENT_ACTIVATIONS)
 
 
 def saved_head(rank: RankMemory) -> Tensors:
+    # The forward pass computes the gradients from each chunk of logits: they are saved instead of
+    # logits.
     return head(
         SOURCE,
         "until the head's backward pass",
@@ -41,13 +42,14 @@ def saved_head(rank: RankMemory) -> Tensors:
 
 
 def head_forward(rank: RankMemory) -> Tensors:
-    """Beside what it saves."""
+    """Transient tensors of the loss head's forward pass, beside what it saves."""
     rows, dim = rank.head_shapes[0]
     logits = MemoryTensor(
         "a chunk of logits",
         (min(rank.loss_chunk_tokens, rank.head_tokens), rows),
         rank.master_dtype,
     )
+    # In one dtype and eager, gradients overwrite the logits.
     is_apart = rank.is_mixed or rank.block.compiled
     gradients = (
         logits._replace(
@@ -62,6 +64,7 @@ def head_forward(rank: RankMemory) -> Tensors:
             copies=0 if rank.has_wide_products else 1,
         ),
     )
+    # The soft cap's tanh is freed before the gradients exist, so only the larger of both counts.
     saturation = logits._replace(name="saturation of the soft cap")
     is_capped = rank.model.logit_softcap is not None
     return head(
@@ -77,7 +80,7 @@ def head_forward(rank: RankMemory) -> Tensors:
 
 
 def head_backward(rank: RankMemory) -> Tensors:
-    """Beside what it saved."""
+    """Transient tensors of the loss head's backward pass, beside what it saved."""
     rows, dim = rank.head_shapes[0]
     return head(
         f"{SOURCE}.backward",
@@ -90,7 +93,9 @@ def head_backward(rank: RankMemory) -> Tensors:
 
 
 def final_norm_backward(rank: RankMemory) -> Tensors:
-    """In chunks."""
+    """Backward pass of the final norm, which runs in the chunks of the loss head unless it is a
+    fused kernel.
+    """
     tokens = rank.block.local_tokens
     dim = rank.model.dim
     chunk = 0 if norms.are_fused(rank.block) else min(rank.loss_chunk_tokens, tokens)
@@ -106,8 +111,8 @@ def final_norm_backward(rank: RankMemory) -> Tensors:
 
 
 def embedding_forward(rank: RankMemory) -> Tensors:
-    """Until its output is the residual stream; a vocabulary shard zeroes the outputs for tokens of
-    other shards.
+    """Embedding forward, until its output is the residual stream. A vocabulary shard zeroes the
+    outputs for tokens of other shards.
     """
     output = MemoryTensor(
         "output of the embedding", (rank.tokens, rank.model.dim), rank.compute_dtype
@@ -119,6 +124,7 @@ def embedding_forward(rank: RankMemory) -> Tensors:
         name="the same, by rank", copies=1 if rank.config.training.micro_batch_size > 1 else 0
     )
     masked = output._replace(name="the same, of this shard's tokens")
+    # Sequence parallelism reduce-scatters the output; without it, all tp ranks keep all tokens.
     scattered = (output, by_rank, stream) if rank.block.is_gathered else (output, masked)
     multiplied = stream._replace(
         name="the same, multiplied", copies=1 if rank.model.embedding_multiplier != 1 else 0
@@ -128,8 +134,10 @@ def embedding_forward(rank: RankMemory) -> Tensors:
 
 
 def embedding_backward(rank: RankMemory) -> Tensors:
-    """Beside the gradient of its weight."""
+    """Embedding backward, beside the gradient of its weight."""
     rows, dim = rank.embed_shapes[0]
+    # The gradient is summed in float32, some columns at a time, so that no whole float32 copy
+    # exists.
     columns = embedding_grad_columns(rows, rank.tokens, dim) if rank.is_mixed else dim
     return transient(
         "models/linear.py: EmbeddingFunction.backward",
@@ -146,7 +154,7 @@ def embedding_backward(rank: RankMemory) -> Tensors:
 
 
 def masked_gradient(rank: RankMemory) -> Tensors:
-    """A vocabulary shard zeroes the gradients of tokens of other shards."""
+    """Mask of a vocabulary shard: gradients of tokens of other shards are zeroed."""
     return transient(
         "models/linear.py: Embedding.forward",
         "while it runs",
@@ -160,7 +168,9 @@ def masked_gradient(rank: RankMemory) -> Tensors:
 
 
 def sum_over_tp(rank: RankMemory) -> Tensors:
-    """Of the gradient of a weight that every tp rank has, and uses for its own tokens."""
+    """All-reduce over tp of a weight gradient: every tp rank has the weight and uses it for its
+    own tokens.
+    """
     rows, dim = rank.embed_shapes[0]
     return transient(
         "parallelisms/tensor_parallel.py: replicated_part",
@@ -176,8 +186,8 @@ def sum_over_tp(rank: RankMemory) -> Tensors:
 
 
 def gather_over_tp(rank: RankMemory) -> Tensors:
-    """The gather of a residual stream; of several sequences it comes rank by rank, and is
-    copied.
+    """All-gather of a residual stream over tp. With several sequences the result comes rank by
+    rank, and is copied into order.
     """
     gathered = MemoryTensor(
         "gathered residual stream", (rank.tokens, rank.model.dim), rank.compute_dtype

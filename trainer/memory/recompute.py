@@ -1,4 +1,4 @@
-"""What a block holds in its backward pass with recomputation. Imports no torch.
+"""Moments of a block's backward pass with recomputation. Imports no torch.
 
 Shapes are those of `block.py`.
 """
@@ -16,12 +16,15 @@ RECOMPUTE = "parallelisms/block_recompute.py: BlockCompute"
 
 
 def recompute_moments(block: BlockMemory, grad_dtype: str, prefetched: Tensors) -> Moments:
-    """`prefetched` are activations of the preceding block on their way from the host."""
+    """Moments of a block's backward pass. `prefetched`: activations of the preceding block on
+    their way from the host.
+    """
     for name, alive in _feed_forward_moments(block):
         yield name, alive
     groups = block.head_groups
     is_single = groups == 1
-    # With several head groups, the next group takes the place of the preceding block's activations.
+    # `BlockCompute.attention_backward` prefetches before its only head group, or after the last of
+    # several, which indicate that memory is short.
     beside_group = prefetched if is_single else ()
     inputs = transient(
         f"{RECOMPUTE}.attention_backward",
@@ -34,6 +37,8 @@ def recompute_moments(block: BlockMemory, grad_dtype: str, prefetched: Tensors) 
         ),
         block.queries("attention output"),
         block.sums("log-sum-exp", block.heads, block.tokens),
+        # The largest moment is that of the last group but one, while KV of the last is exchanged.
+        # Of the finished groups only KV gradients add: the output of a group is freed for its dq.
         block.own_kv("gradients of finished head groups", max(0, groups - 2) / groups),
     )
     part = partial(transient, f"{RECOMPUTE}.attention_backward", WHILE_RUNNING)
@@ -46,6 +51,7 @@ def recompute_moments(block: BlockMemory, grad_dtype: str, prefetched: Tensors) 
             copies=2 if block.ulysses_degree > 1 else 0,
         ),
     )
+    # KV of the next group is exchanged while this one runs: see `BlockCompute._exchanged_qkv`.
     next_group = part(*(() if is_single else _prefetched_group(block, 1 / groups)))
     if block.is_normed("attention", output=True):
         yield "the norm of attention's output", _output_norm(block) + beside_group
@@ -62,7 +68,7 @@ def recompute_moments(block: BlockMemory, grad_dtype: str, prefetched: Tensors) 
 
 
 def _output_norm(block: BlockMemory) -> Tensors:
-    """In the backward pass of attention."""
+    """Norm of attention's output, backward, whose input is recomputed tile by tile."""
     local = block.tile_tokens // block.sequence_shards
     return transient(
         f"{RECOMPUTE}.attention_backward",
@@ -78,7 +84,7 @@ def _output_norm(block: BlockMemory) -> Tensors:
 
 
 def _rotation_moments(block: BlockMemory) -> Moments:
-    """Of the projections of a head group, tile by tile."""
+    """Projections of a head group and their rotation, recomputed tile by tile."""
     tile = block.tile_tokens
     groups = block.head_groups
     share = tile / block.tokens / groups
@@ -106,7 +112,9 @@ def _rotation_moments(block: BlockMemory) -> Moments:
 
 
 def recomputed_input(block: BlockMemory) -> Tensors:
-    """In the feed-forward of the preceding block, whose output is this one's input."""
+    """Recomputation of the preceding block's output, which is this block's input: its feed-forward
+    holds most.
+    """
     return feed_forward_pass(block) + transient(
         f"{RECOMPUTE}.feed_forward",
         WHILE_RUNNING,
@@ -117,8 +125,8 @@ def recomputed_input(block: BlockMemory) -> Tensors:
 
 
 def feed_forward_pass(block: BlockMemory) -> Tensors:
-    """In the forward pass of a feed-forward, beside the input and the attention output of its
-    block.
+    """Transient activations of a feed-forward's forward pass, beside the input and the attention
+    output of its block.
     """
     if block.has_experts:
         return experts.forward_pass(block)
@@ -159,6 +167,7 @@ def _prefetched_group(block: BlockMemory, share: float) -> tuple[MemoryTensor, .
             block.queries("queries of the next head group", share, copies=2),
             block.kv("KV of the next head group", share, copies=2),
         )
+    # Beside the group's own KV: a copy that is sent, and KV of one rank or of the whole ring.
     buffers: float = (
         1 + (block.ring_degree if block.gathers_kv else 1) if block.ring_degree > 1 else 0
     )
@@ -182,6 +191,7 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
     if block.has_experts:
         yield from experts.recompute_moments(block, held)
         return
+    # Weight gradients of tiles add up in the dtype of sums; those of a single tile are final.
     if is_tiled:
         held += part(block.sums("sums of weight gradients", 3, dim, block.ffn_dim))
     held += part(block.numbers("a tile of the hidden state", _local_tile(block), dim))
@@ -285,12 +295,12 @@ def _projection_moments(block: BlockMemory) -> Moments:
 
 
 def _head_gradient_moments(block: BlockMemory, share: float) -> Moments:
-    """From the gradients of queries, keys and values to those of the projections, of a tile: this
-    share of the tokens.
+    """From the gradients of queries, keys and values to those of the projections, on one tile with
+    this share of the tokens.
     """
     groups = block.head_groups
     part = partial(transient, f"{RECOMPUTE}._product_grads", WHILE_RUNNING)
-    # Of gathered tokens, a tile is a copy.
+    # A tile of gathered tokens has a part of every tp rank's tokens, which makes it a copy.
     copied = share / groups if block.is_gathered and block.num_tiles() > 1 else 0
     queries = block.queries("gradient of queries, rotated back", share / groups)
     group = part(
@@ -320,6 +330,7 @@ def _head_gradient_moments(block: BlockMemory, share: float) -> Moments:
                 ),
             ),
         )
+    # The gradients of all groups are concatenated, so that one product covers all heads.
     if groups > 1:
         yield (
             "gradients of all head groups, side by side",

@@ -17,9 +17,7 @@ Part = tuple[str, Shapes, int]
 
 
 class WeightMemory:
-    """Units are the modules whose weights FSDP gathers together: the embedding, each block, the
-    head.
-    """
+    """Gathered weights and gradients of FSDP units: the embedding, each block, and the head."""
 
     def __init__(self, rank: RankMemory) -> None:
         self.rank = rank
@@ -37,6 +35,7 @@ class WeightMemory:
         padded: bool = False,
         lifetime: str = "while the unit runs",
     ) -> Tensors:
+        # All-gathers and reduce-scatters need equal shards, so uneven ones are padded.
         size = padded_numel(shapes, self.rank.num_shards) if padded else numel(shapes)
         return tensors(line, FSDP, lifetime, MemoryTensor(name, (size,), dtype, copies=copies))
 
@@ -59,6 +58,8 @@ class WeightMemory:
         """Units that are gathered in a pass through the first `num_blocks` blocks of a stage."""
         rank = self.rank
         if self.is_pipeline:
+            # A pipeline gathers a stage once per step, and reshards it when its gradients are
+            # reduced.
             stages = [stage for stage in rank.blocks_by_stage if stage not in found.reduced]
             blocks = sum(rank.blocks_by_stage[stage] for stage in stages)
             return (
@@ -74,6 +75,7 @@ class WeightMemory:
                     else ()
                 ),
             )
+        # With resharding only one block is gathered; the one ahead is counted by `next_block`.
         gathered = (
             min(1, num_blocks) if rank.config.parallelism.reshard_after_forward else num_blocks
         )
@@ -103,7 +105,7 @@ class WeightMemory:
         return self.rank.reshards_after_forward and self.rank.num_shards > 1
 
     def next_block(self, index: int) -> Tensors:
-        """Being gathered for the block before block `index`."""
+        """Weights being gathered for the block before block `index`."""
         if index == 0 or not self.gathers_again:
             return ()
         return self.gathered("weights of the next block", self.rank.block_shapes)
@@ -149,11 +151,11 @@ class WeightMemory:
         previous: Shapes = (),
         copied: Unit | None = None,
     ) -> Tensors:
-        """All but those of the unit that runs: of this stage the head and the last `done_blocks`
-        blocks are done.
+        """Gradients beside those of the unit that runs. Of this stage, the head and the last
+        `done_blocks` blocks are done.
 
-        `previous` is the unit before it, whose reduction may be under way. `copied` is the unit
-        that runs, once its gradients have been copied to where they are reduced.
+        `previous`: the unit before it, whose reduction may be under way. `copied`: the unit that
+        runs, once its gradients have been copied to where they are reduced.
         """
         rank = self.rank
         is_end = found.stage == self.last_stage
@@ -168,12 +170,15 @@ class WeightMemory:
             return self.shards("gradients", rank.local_numel) + self.shards(
                 "gradient of the tied weight", again
             )
+        # Gradients that are summed whole become shards with the stage's last micro-batch, others
+        # with the first.
         if self.sums_whole:
             finished = found.reduced
             own = done if self.reduces(found) else 0
         else:
             finished = (*found.reduced, *found.whole)
             own = done if found.is_first else self.stage_numel(found.stage)
+        # Gradients are shards once they are reduced, and whole until then.
         shards = self.shards("gradients", own + sum(map(self.stage_numel, finished)))
         if self.reduces(found):
             is_new = found.is_first or self.sums_whole
@@ -203,7 +208,8 @@ class WeightMemory:
                 stage, rank.blocks_by_stage[stage], has_head=True, has_embedding=True
             )
         is_reduced = self.reduces(found)
-        if found.is_first and not is_reduced:  # What this pass has computed
+        # This pass has computed whole gradients, or has still to reduce those of earlier ones.
+        if found.is_first and not is_reduced:
             parts += self._stage_parts(
                 found.stage, done_blocks, has_head=with_head, has_embedding=False
             )
@@ -239,11 +245,11 @@ class WeightMemory:
             yield "the embedding", self.rank.embed_shapes, 1
 
     def reduction(self, found: Pass, shapes: Shapes, last: Shapes) -> Iterator[Tensors]:
-        """What the reduction of a unit's gradients holds: a copy of them, then the result. `last`:
-        the unit's last weight.
+        """Two moments of a unit's reduce-scatter: its input copied, then the result. `last`: the
+        unit's last weight.
 
-        FSDP2 divides the result of a single shard, and holds the last weight's gradient as long as
-        there are several. A single rank has no result of its own.
+        FSDP2 divides the result of a single shard, and holds the gradient of the last weight while
+        there are several shards. A single rank has no result by itself.
         """
         rank = self.rank
         is_new = found.is_first or not self.sums_whole
@@ -256,6 +262,8 @@ class WeightMemory:
             copies=0 if rank.is_single_rank else 1,
         )
         widened = result._replace(name="the same in the weights' dtype", dtype=rank.master_dtype)
+        # A result is divided or cast, each into a new tensor, one after the other: the larger
+        # counts.
         copies = [
             result._replace(
                 name="the same, divided",
@@ -292,7 +300,9 @@ class WeightMemory:
 
     @property
     def _become_gradients(self) -> bool:
-        """Whether what FSDP2 would reduce is the gradient already: that of a single rank."""
+        """Whether the gradients that FSDP2 would reduce are final: a single rank passes them on
+        without a copy.
+        """
         rank = self.rank
         return (
             rank.is_single_rank and rank.reduce_dtype == rank.master_dtype and not self._are_moved
@@ -304,9 +314,9 @@ class WeightMemory:
         return self.rank.optimizer_on_host and self.rank.block.kernel != "cpu"
 
     def _all_reduced(self, count: float, *, is_new: bool = True) -> Tensors:
-        """What FSDP2 all-reduced over replicas, and keeps until the pass ends.
+        """All-reduced gradients of replicas, which FSDP2 keeps until the backward pass ends.
 
-        New gradients of its dtype are views of it.
+        New gradients of the same dtype are views of them, and need no memory.
         """
         rank = self.rank
         is_held = rank.num_replicas > 1 and (
@@ -343,6 +353,8 @@ class WeightMemory:
     def optimizer_step(self) -> tuple[Tensors, Tensors]:
         """Gradients, and moments in bfloat16 that are widened chunk by chunk."""
         rank = self.rank
+        # The optimizer widens and rounds one parameter chunk at a time: see
+        # `OPTIMIZER_CHUNK_ELEMENTS`.
         chunk = min(
             OPTIMIZER_CHUNK_ELEMENTS,
             max(rank.sharded_numel((shape,)) for shape in rank.block_shapes + rank.end_shapes),

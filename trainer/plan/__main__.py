@@ -178,7 +178,7 @@ def build_parser() -> CommandParser:
 
 
 def add_devices(parser: CommandParser) -> None:
-    """What a plan and a search have in common."""
+    """Options that a plan and a search have in common."""
     parser.add_config()
     add = parser.add_argument
     devices = fill(", ".join(device_names()), 72)

@@ -85,11 +85,12 @@ def _is_aligned(first_group: range, domain_size: int) -> bool:
 
 
 def _worst_placement(first_group: range, world_size: int, domain_size: int) -> GroupTopology:
-    """Among all translations of `first_group`; if the sizes do not divide a link domain, some
-    groups cross its border.
+    """Placement of the worst translation of `first_group`. If sizes do not divide a link domain,
+    some groups cross its border.
     """
     span = first_group.step * len(first_group)
     is_aligned = _is_aligned(first_group, domain_size)
+    # Placements repeat every lcm(span, domain) ranks: no later group lies otherwise.
     starts = [0] if is_aligned else range(0, min(world_size, lcm(span, domain_size)), span)
     offsets = (
         range(1)
@@ -129,7 +130,9 @@ def latency(kind: str, group: GroupTopology, device: DeviceSpec) -> float:
         return CALL_OVERHEAD + (
             device.network_latency if group.crosses_domains else device.link_latency
         )
+    # A ring all-reduce is a reduce-scatter and an all-gather of `ranks - 1` steps each.
     steps = (2 if kind == "all_reduce" else 1) * (group.ranks - 1)
+    # Of the `ranks - 1` hops, `num_domains - 1` lead into another domain.
     remote_steps = steps * (group.num_domains - 1) / max(1, group.ranks - 1)
     return (
         CALL_OVERHEAD
@@ -141,7 +144,7 @@ def latency(kind: str, group: GroupTopology, device: DeviceSpec) -> float:
 def message_seconds(
     message: CommVolume, groups: Mapping[str, GroupTopology], device: DeviceSpec
 ) -> float:
-    """Of all calls in one step, back to back."""
+    """Seconds of all calls in one step, back to back."""
     group = groups[message.channel]
     call_latency = latency(message.kind, group, device)
     return message.bytes / bandwidth(message.kind, group, device) + message.calls * call_latency

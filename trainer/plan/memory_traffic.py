@@ -17,7 +17,8 @@ from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import fsdp_units
 
 # Reads and writes per element in the compute dtype and in the statistics dtype: eager, then
-# compiled.
+# compiled. Eager counts follow models/norm.py operator by operator: `rms_norm` reads x for its RMS
+# and for the product, which is rounded and then multiplied in place.
 NORM = (5, 2), (2, 0)
 NORM_BACKWARD = (7, 14), (5, 0)
 FUSED_NORM = ((2, 0),)
@@ -55,7 +56,7 @@ class BlockTraffic:
         self.angles = rank.model.head_dim // 2 * rank.tokens
         self.ffn = rank.model.ffn_dim * rank.tokens // rank.tp
         self.rows = rank.tokens * rank.model.top_k if self.block.has_experts else 0
-        """Tokens at each of their experts."""
+        """Rows: each token counts once for each of its experts."""
         if self.rows:
             shared = rank.tokens * rank.model.sizes["Z"] if self.block.kind.shared_expert else 0
             self.ffn = (self.rows * rank.model.expert_dim + shared) // rank.tp
@@ -76,7 +77,7 @@ class BlockTraffic:
 
     @cached_property
     def rotation(self) -> float:
-        """Of queries and keys; either reads the tables of angles."""
+        """Rotation of queries and keys, each of which reads the tables of angles."""
         return self.moved(self.qk, ROPE) + 2 * self.moved(self.angles, ROPE_TABLES)
 
     @cached_property
@@ -154,7 +155,7 @@ class BlockTraffic:
 
     @cached_property
     def recompute(self) -> float:
-        """Without the feed-forward output."""
+        """Recomputation of a block, without its feed-forward's output."""
         if not self.rank.recomputes:
             return 0
         norms = (self.num_norms - 1) * self.norm(self.hidden)
@@ -184,7 +185,7 @@ def memory_traffic(rank: RankMemory) -> dict[str, float]:
 
 
 def _embedding(rank: RankMemory) -> float:
-    """The lookup, and the mask of a vocabulary shard."""
+    """Traffic of the embedding: the lookup, and the mask of a vocabulary shard."""
     if not rank.has_first_stage:
         return 0
     block = BlockTraffic(rank, compiled=False)
@@ -194,7 +195,7 @@ def _embedding(rank: RankMemory) -> float:
 
 
 def _embedding_backward(rank: RankMemory) -> float:
-    """The mask again, and sums of a wider type."""
+    """Traffic of the embedding's gradient: the mask again, and sums of a wider dtype."""
     if not rank.has_first_stage:
         return 0
     block = BlockTraffic(rank, compiled=False)
@@ -214,6 +215,7 @@ def _loss_head(rank: RankMemory) -> float:
     total = head.norm(head.hidden) + head.norm_backward(head.hidden)
     logits = BlockTraffic(rank, compiled=rank.config.compiles_on_gpu)
     total += logits.moved(tokens * rows, LOGITS) + head.moved(tokens * dim, COPY)
+    # The weight gradient is zero-filled once, and at the end read, scaled and rounded.
     total += head.moved(rows * dim, ((1, 2),))
     if rank.has_wide_products:
         return total
@@ -249,6 +251,8 @@ def optimizer_traffic(rank: RankMemory) -> float:
 
     Bfloat16 moments are upcast and rounded back: four more accesses each in the statistics dtype.
     """
+    # The gradient is read for the norm, then read and written by clipping and AdamW: with the
+    # weight five accesses, and two for either moment.
     bytes_per_element = 5 * rank.master_bytes + 4 * rank.moment_bytes
     if rank.moment_bytes < rank.master_bytes:
         bytes_per_element += 8 * rank.master_bytes

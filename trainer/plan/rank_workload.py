@@ -42,7 +42,7 @@ class RankWorkload:
 
     @property
     def attention_flops(self) -> dict[str, float]:
-        """Of all windows."""
+        """FLOPs of attention over all windows."""
         by_window = self.attention_by_window.values()
         return {
             phase: sum(flops[phase] for flops in by_window)
@@ -51,7 +51,7 @@ class RankWorkload:
 
 
 def rank_workload(rank: RankMemory) -> RankWorkload:
-    """Of the busiest rank with that pp rank."""
+    """Work of the busiest rank with that pp rank."""
     units = [(rank.sharded_numel(unit.shapes), unit) for unit in fsdp_units(rank)]
     gathered = sum(sum(unit.all_gathers.values()) * shard for shard, unit in units)
     scattered = sum(unit.reduce_scatters * shard for shard, unit in units)
@@ -67,6 +67,8 @@ def rank_workload(rank: RankMemory) -> RankWorkload:
 
 
 def _matmul_flops(rank: RankMemory) -> dict[str, float]:
+    # A multiplication and an addition per weight and token; the backward pass has two such
+    # products.
     flops_per_weight = 2.0 * rank.tokens * rank.num_micro_batches
     every = recomputed = 0.0
     for kind, count in rank.kinds.items():

@@ -26,7 +26,7 @@ from trainer.trace.errors import UntraceableError
 from trainer.trace.rank_step import RankStep
 
 ATTENTION_CHANNELS = ("cp", "rotate", "exchange")
-"""Over which context parallelism sends queries, keys and values."""
+"""Channels over which context parallelism sends queries, keys and values."""
 
 PARTS_BY_FORMULAS = (
     "planned from a trace of the step; savings of changes and curves over lengths by formulas"
@@ -87,6 +87,8 @@ class TracedPlan(TrainingPlan):
         """
         by_formulas = estimated(self)
         ranked = by_formulas.suggestions
+        # Formulas rank changes in milliseconds. Their differences hold while both agree on what
+        # fits.
         if by_formulas.fits == self.fits:
             return ranked
         found = [self.compare(suggestion.text, traced(suggestion.plan)) for suggestion in ranked]

@@ -133,6 +133,7 @@ def search(
     best: list[TrainingPlan] = []
     not_fitting: list[Sequence[TrainingPlan]] = []
     for bound in bounds:
+        # Bounds ascend, so no later mesh can be faster than the slowest of the best.
         if len(best) == max_results and _min_step_seconds(bound) >= best[-1].step_seconds:
             break
         slowest = best[-1].step_seconds if len(best) == max_results else inf
@@ -142,6 +143,7 @@ def search(
         if lean:
             not_fitting.append(lean)
     best_seconds = best[0].step_seconds if best else inf
+    # Predictions are not exact to 0.5 %, so memory decides among equals.
     ties = [plan for plan in best if plan.step_seconds <= TIE_FACTOR * best_seconds]
     best = sorted(ties, key=attrgetter("memory_utilization")) + best[len(ties) :]
     faster = ([plan for plan in lean if plan.step_seconds < best_seconds] for lean in not_fitting)
@@ -222,6 +224,7 @@ class _LayoutSearch:
                 break
             forms = [plan] if plan.fits else self.leaner_forms(plan)
             fitting += [(place, form) for form in forms if form.fits]
+            # Slower options than a fitting one may still tie with it.
             limit = min([limit, *(TIE_FACTOR * form.step_seconds for _, form in fitting)])
         else:
             if not fitting:
@@ -300,6 +303,7 @@ def enumerate_layouts(
         if world_size % (tp * cp * pp) or tp > model.num_heads or pp > model.num_layers:
             continue
         domain_size = used_domain_size([range(world_size), range(tp * cp)], world_size, device)
+        # Tensor parallelism sends activations in every layer, too much for the network.
         if tp > domain_size:
             continue
         if tp * cp > 1 and seq_len // (tp * cp) < MIN_TOKENS_PER_RANK:
@@ -427,6 +431,7 @@ def longest_sequence(
             pinned=pinned,
         )
 
+    # Doubles until a length does not fit, then bisects to 1/32.
     low = 0
     high = 1
     while high * SEQ_LEN_STEP <= MAX_SEQ_LEN and fits(high):

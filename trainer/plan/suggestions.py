@@ -43,7 +43,7 @@ def speedup_changes(config: Config, world_size: int, device: DeviceSpec) -> Iter
 
 
 def competition_key(change: Change) -> str:
-    """Of changes with the same key, only the best is suggested.
+    """Key under which changes compete: only the best of each is suggested.
 
     Kernels from separate packages do not compete.
     """
