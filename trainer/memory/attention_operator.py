@@ -207,8 +207,7 @@ def _halo_call(block: BlockMemory, share: float) -> tuple[MemoryTensor, ...]:
     if layout is None or block.kernel in VARLEN_KERNELS:
         return _flipped_call(block, share, min(1, received), received, earlier=1)
     window = block.kind.window or 0
-    # A plain kernel takes one rectangle at a time, so the longest piece of any rank bounds the
-    # call.
+    # Kernels without variable lengths take one pair of pieces at a time: the longest one counts.
     tokens = layout.num_tokens / layout.ring_degree
     remote = max(
         span.length
@@ -332,8 +331,7 @@ def _flash_scratch(
     """Scratch of the three FlashAttention kernels, beside their outputs."""
     dq_sum, row_sums = _row_scratch(block, share * queries)
     if block.kernel == "flash":
-        # mha_varlen_bwd of FlashAttention 2 launches ceil(SMs / (batch * heads)) parts, each with
-        # a sum of its own that no atomics touch.
+        # mha_varlen_bwd avoids atomic adds by ceil(SMs / (batch * heads)) separate sums.
         heads = block.heads * share / block.ulysses_degree
         parts = ceil(MULTIPROCESSORS / (block.sequences * heads)) if block.deterministic else 1
         dq_sum = dq_sum._replace(copies=parts * share * queries)

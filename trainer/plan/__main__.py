@@ -80,6 +80,7 @@ def search(options: Namespace, overrides: Sequence[str]) -> int:
         )
     config = require_single_stage(load(overrides), typed("plan", "search"))
     device = selected_device(options, config)
+    # What the command line states is the user's choice: the search must keep it.
     pinned = pinned_keys(overrides)
     world_size = requested_world_size(options, device)
     shortage = ""
@@ -89,6 +90,8 @@ def search(options: Namespace, overrides: Sequence[str]) -> int:
     title = f"{config.job.name} with {config.training.seq_len:,} tokens per sequence"
     if options.fewest and world_size:
         raise ConfigError(["--fewest finds the number of devices: leave out --gpus and --nodes"])
+    # The question decides what varies: the number of devices, the sequence length, or the layout
+    # alone.
     if options.fewest:
         world_size, result = layouts.fewest_devices(config, device, pinned=pinned)
         title += (
@@ -265,6 +268,7 @@ def requested_world_size(options: Namespace, device: DeviceSpec) -> int | None:
     requested = {options.world_size, options.nodes and options.nodes * device.devices_per_node} - {
         None
     }
+    # Both options may be given if they agree.
     if len(requested) > 1:
         raise ConfigError(
             ["--world-size, --gpus and --nodes must give the same number of devices"]

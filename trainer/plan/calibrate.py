@@ -70,6 +70,7 @@ def _measure_device(device: torch.device) -> Measurements:
             "matmul_tflops": 2 * side**3 / _min_seconds(device, partial(torch.mm, a, b)) / 1e12,
             "matmul_share": 1.0,
             "matmul_size": side,
+            # A copy reads and writes each byte.
             "memory_gbps": 2 * size / _min_seconds(device, partial(other.copy_, one)) / 1e9,
             "memory_share": 1.0,
             "launch_us": 1e6 * _launch_seconds(device),

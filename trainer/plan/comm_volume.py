@@ -209,6 +209,8 @@ def _block_calls(rank: RankMemory) -> TPCalls:
     is_sequence_parallel = rank.block.sequence_parallel
     size = rank.block.residual_bytes
     reduction = "reduce_scatter" if is_sequence_parallel else "all_reduce"
+    # Without sequence parallelism every tp rank has all tokens: inputs need no gather, outputs an
+    # all-reduce.
     for is_input, phase, count, tiles in _block_collectives(rank):
         if not is_input or is_sequence_parallel:
             yield (

@@ -182,6 +182,7 @@ def bars_to_table(chart: BarChart, indices: Sequence[int] | None = None) -> Tabl
     columns = [chart.unit, *(bar.label for bar in bars)]
     if len(chart.bars) == 1:
         columns.append("share")
+        # The rows below the segments have no name, and so no share.
         for name, row in zip_longest(names, rows):
             value = bars[0].segments.get(name, 0)
             row.append(f"{format_number(100 * value / bars[0].total, 1)} %" if value else "")

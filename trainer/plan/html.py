@@ -116,6 +116,7 @@ def _scale(chart: LineChart) -> dict[str, Any]:
     def to_x(value: float) -> float:
         return round(PLOT_WIDTH * _axis_position(value, x_ticks, log=chart.log_x), 1)
 
+    # The y axis of an SVG points down.
     def to_y(value: float) -> float:
         return round(PLOT_HEIGHT * (1 - _axis_position(value, y_ticks, log=chart.log_y)), 1)
 

@@ -65,6 +65,7 @@ def used_domain_size(first_groups: Collection[range], world_size: int, device: D
         return device.link_domain_used
     if domain_size <= node_size or world_size <= domain_size:
         return domain_size
+    # From all whole nodes of a domain down to half of it.
     whole_nodes = range(domain_size - domain_size % node_size, domain_size // 2 - 1, -node_size)
     aligned = (
         size for size in whole_nodes if all(_is_aligned(group, size) for group in first_groups)
@@ -117,6 +118,7 @@ def bandwidth(kind: str, group: GroupTopology, device: DeviceSpec) -> float:
         return device.network_bandwidth
     if kind == "all_to_all":
         remote_fraction = (group.ranks - group.min_ranks_per_domain) / (group.ranks - 1)
+        # Both parts are under way at once, so the slower kind of link decides.
         return 1 / max(
             remote_fraction / device.network_bandwidth,
             (1 - remote_fraction) / device.link_bandwidth,

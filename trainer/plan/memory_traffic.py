@@ -92,6 +92,7 @@ class BlockTraffic:
         gate.
         """
         norms = (self.num_norms - 1) * self.norm(self.hidden)
+        # Rows are copied on the way to their experts and on the way back.
         dispatched = 2 * self.moved(
             self.rows * self.rank.model.dim / self.block.sequence_shards, COPY
         )
@@ -129,6 +130,7 @@ class BlockTraffic:
         """
         if self.block.ring_degree == 1:
             return self.exchange
+        # The sum of outputs is in the dtype of statistics: widened at first, rounded in the end.
         total = self.exchange + self.kv_copies + self.moved(self.queries, UPCAST)
         return total + self.moved(self.merged_queries, MERGE)
 

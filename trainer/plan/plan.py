@@ -141,6 +141,7 @@ class TrainingPlan:
             # The allocator of pinned memory rounds buffers up, so more is pinned than stored.
             kinds[SAVED_ACTIVATIONS] *= auto.PINNED_OVERHEAD
         kinds["processes"] = HOST_BYTES_PER_PROCESS
+        # Every rank of a node counts like the one that needs most.
         return {kind: self.ranks_per_node * size for kind, size in kinds.items()}
 
     @property
@@ -180,6 +181,7 @@ class TrainingPlan:
 
     @cached_property
     def fits(self) -> bool:
+        # The cheaper check first: it stops at the first moment that exceeds the device.
         return not self.exceeds_device and not self.memory_shortages
 
     @property

@@ -175,6 +175,7 @@ def _documents(plan: TrainingPlan) -> Iterator[str]:
     model = plan.config.model.build()
     # Pairs of as many tokens if each sequence were one document, which the plan assumes.
     whole = work.tokens / seq_len * model.mean_pairs(seq_len)
+    # Only attention depends on pairs; all else takes as long per token as planned.
     seconds = plan.step_seconds - plan.step_time.attention_seconds * (
         1 - work.busiest_pairs / whole
     )

@@ -76,6 +76,7 @@ class TracedPlan(TrainingPlan):
                 share.sent_bytes += count * sum(sent)
                 if place.action == "forward":
                     share.layers += count
+        # A layer runs forward once per micro-batch.
         for share in shares.values():
             share.layers //= micro_batches
         return shares

@@ -218,6 +218,7 @@ class _LayoutSearch:
         )
         if lean and all(plan.exceeds_device for plan in lean):
             return None, lean
+        # Fastest first, until no remaining option can tie with the fastest that fits.
         fitting: list[tuple[int, TrainingPlan]] = []
         for place, plan in sorted(enumerate(plans), key=lambda each: each[1].step_seconds):
             if plan.step_seconds > limit:
@@ -229,6 +230,7 @@ class _LayoutSearch:
         else:
             if not fitting:
                 return None, [*plans, *lean]
+        # The limit shrank with each option that fits, so those within it are equally fast.
         equal = [each for each in fitting if each[1].step_seconds <= limit]
         return min(equal, key=itemgetter(0))[1] if equal else None, ()
 
@@ -287,6 +289,7 @@ class _LayoutSearch:
             self.problems.update(problems)
             return None
         self.num_plans += 1
+        # Large searches take minutes, so a terminal shows progress.
         if self.num_plans % 100 == 0 and sys.stderr.isatty():
             sys.stderr.write(f"\r\033[K{self.num_plans:,} plans")
         return plan_stage(config, self.world_size, self.device)
@@ -309,6 +312,7 @@ def enumerate_layouts(
         if tp * cp > 1 and seq_len // (tp * cp) < MIN_TOKENS_PER_RANK:
             continue
         dp = world_size // (tp * cp * pp)
+        # A data-parallel rank without a sequence would only wait.
         if dp > global_batch_size:
             continue
         mesh: dict[str, Any] = {"parallelism.tp": tp, "parallelism.cp": cp, "parallelism.pp": pp}
@@ -461,6 +465,7 @@ def fewest_devices(
 
     powers = (1 << power for power in range(max_devices.bit_length()))
     world_size = next(filter(fits, powers), 0)
+    # Eight sizes between two powers of two; beyond one node, none smaller than a node.
     step = (
         1
         if world_size <= device.devices_per_node

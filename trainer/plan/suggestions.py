@@ -78,6 +78,8 @@ def _faster_values(config: Config, device: DeviceSpec) -> dict[str, tuple[Any, .
     memory = config.memory
     parallelism = config.parallelism
     training = config.training
+    # Values that save time if memory allows: less recomputation and offload, larger tiles and
+    # chunks.
     values: dict[str, tuple[Any, ...]] = {
         "memory.recompute": {
             "none": (),

@@ -41,6 +41,7 @@ def within_budget(
     wanted: Sequence[Offloaded], budget: int, blocks_per_checkpoint: int
 ) -> tuple[Offloaded, ...]:
     """Offloaded bytes of each block under the budget. `wanted`: without one."""
+    # Attention outputs may use only what the inputs of all blocks leave.
     reserved = _bytes_of_all_inputs(wanted, blocks_per_checkpoint)
     inputs = attention = 0
     found = []
@@ -65,6 +66,7 @@ def host_budget(kept: Sequence[Offloaded], blocks_per_checkpoint: int) -> int:
 
 
 def _bytes_of_all_inputs(blocks: Sequence[Offloaded], blocks_per_checkpoint: int) -> int:
+    # Only the first block of each checkpoint group saves its input.
     return -(-len(blocks) // blocks_per_checkpoint) * max(
         (each.input_bytes for each in blocks), default=0
     )
