@@ -55,7 +55,7 @@ def estimate_memory_per_pp_rank(
 
 
 def exceeds(config: Config, world_size: int, limit: float) -> bool:
-    """Whether some rank needs more than `limit` bytes of its device. Stops at the first moment
+    """Whether some rank needs more than `limit` bytes of its device. Ends at the first moment
     that does, so it is faster than a peak.
     """
     ranks = (RankMemory(config, world_size, rank) for rank in _fullest_ranks(config, world_size))

@@ -174,7 +174,7 @@ class TrainingPlan:
 
     @cached_property
     def exceeds_device(self) -> bool:
-        """Whether the device's memory does not suffice. Stops at the first moment that exceeds it,
+        """Whether the device's memory does not suffice. Ends at the first moment that exceeds it,
         unlike the peak.
         """
         return exceeds(self.config, self.world_size, self.usable_device_memory)

@@ -44,7 +44,7 @@ def traced_rank_steps(config: Config, world_size: int, *, on_gpu: bool = True) -
     # Unknown, or written by something else.
     with suppress(OSError, ValueError, KeyError, TypeError):
         return [_decoded(each) for each in json.loads(read_regular(file))]
-    # Tracing takes seconds to minutes, without any other output.
+    # Tracing takes seconds in which nothing else is printed.
     _show_progress("tracing a step ...")
     from trainer.trace.record import trace_pp_ranks  # Imports torch.
 

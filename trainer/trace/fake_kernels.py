@@ -141,7 +141,7 @@ def _are_new(results: Sequence[Any], arguments: Sequence[Tensor]) -> bool:
     """Whether each result is a tensor with a storage of its own."""
     if not results or not all(isinstance(x, FakeTensor) and x.fake_device == CPU for x in results):
         return False
-    # A result that shares a storage must not be made anew from a known layout.
+    # A result that shares a storage cannot be made from a known layout.
     storages = [x.untyped_storage()._cdata for x in (*results, *arguments)]
     return len({*storages[: len(results)]}) == len(results) and not {*storages[: len(results)]} & {
         *storages[len(results) :]

@@ -173,7 +173,6 @@ class ShortStep:
             else:
                 # Another rank's, of which only the number of blocks counts.
                 kinds += [whole.layer_kinds[layer] for layer in layers[:1]]
-        # One kind: the same model with fewer layers, and no list of them.
         if len(whole.kinds) == 1:
             return replace(whole, num_layers=len(kinds))
         alike = {name: getattr(ModelConfig, name) for name in (*ALIKE_OPTIONS, "nope_every")}
