@@ -115,8 +115,6 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
             ),
             block.gathered("gathered gradient of the output"),
             block.numbers(GELU, 2, block.tokens, block.ffn_dim, copies=1 if block.is_gelu else 0),
-            # Where sequences are put in order for tp ranks, that copy is freed before gate and up
-            # have gradients.
             max(
                 block.numbers("gradients of gate and up", 2, block.tokens, block.ffn_dim),
                 block.by_rank("the same, by rank", block.tokens),

@@ -390,8 +390,6 @@ class StepMemory:
         block = f"block {index}"
         if self.is_pipeline:
             block += f" of stage {found.stage}"
-        # FSDP2 reduces a unit's gradients while the next unit runs backward: the next block's, or
-        # the head's.
         previous = (
             shapes
             if later
