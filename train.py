@@ -165,19 +165,9 @@ def run_stage(
         world = held.enter_context(process_group(config.distributed))
         if rank == 0:
             report_previous_hang(folder, world.size)
-        fingerprints = {
-            f"fingerprint of {name}": value for name, value in dataset.fingerprints.items()
-        }
-        fingerprints |= {
-            f"packing plan of {name}": value for name, value in dataset.plan_fingerprints.items()
-        }
-        fingerprints |= {
-            f"fingerprint of validation set {each.name}": each.fingerprint
-            for each in validation_sets
-        }
         # Before the model: ranks with other configurations or data would hang in collectives, or
         # train on garbage.
-        require_same_config(stage.config, fingerprints)
+        require_same_config(stage.config, _fingerprints(dataset, validation_sets))
         require_same_checkpoint(f"{stage} from {folder.resume_checkpoint(config)}")
         preemption = Preemption(
             config, signal_handler, is_leader=rank == 0, deadline=job_deadline(config, os.environ)
@@ -202,6 +192,18 @@ def run_stage(
             )
         if rank == 0 and (reason or stage.index + 1 == stage.num_stages):
             write_marker(folder, "REQUEUE" if reason else "DONE", reason or "all steps are done")
+
+
+def _fingerprints(dataset: BlendedDataset, validation_sets: list[ValidationSet]) -> dict[str, str]:
+    """Fingerprints of all data that the ranks read, by what they are of."""
+    return (
+        {f"fingerprint of {name}": value for name, value in dataset.fingerprints.items()}
+        | {f"packing plan of {name}": value for name, value in dataset.plan_fingerprints.items()}
+        | {
+            f"fingerprint of validation set {each.name}": each.fingerprint
+            for each in validation_sets
+        }
+    )
 
 
 def report_previous_hang(folder: RunDir, world_size: int) -> None:

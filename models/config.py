@@ -433,7 +433,9 @@ class ModelConfig(ExpertConfig):
         is_full = recompute == "full"
         for index, kind in enumerate(self.layer_kinds):
             products = self.products[kind]
-            recomputed += products.recomputed + is_full * products.attention_inputs
+            recomputed += products.recomputed
+            if is_full:
+                recomputed += products.attention_inputs
             next_kind = self.layer_kinds[index + 1 : index + 2]
             # The blocks of a checkpoint but its last recompute their output as well: the input of
             # the next.

@@ -224,13 +224,11 @@ def _rope_of_layers(values: Mapping[str, Any], layer_type: str) -> Mapping[str, 
     return {**values, "rope_parameters": parameters.get(layer_type) or {"rope_type": "default"}}
 
 
-def _read_layers(
-    values: Mapping[str, Any], family: Family, problems: list[str]
-) -> Iterable[LayerKind]:
-    """Each layer's kind, as far as it differs between layers."""
+def _window_problems(
+    values: Mapping[str, Any], family: Family, types: list[Any] | None
+) -> Iterable[str]:
+    """Malformed keys that say which layers have a window. `types` are the `layer_types`."""
     count = values["num_hidden_layers"]
-    window = values.get("sliding_window")
-    types = values.get("layer_types") if family.has_layer_types else None
     if types is not None and not (
         isinstance(types, list)
         and len(types) == count
@@ -239,33 +237,39 @@ def _read_layers(
         rule = (
             f'must have num_hidden_layers = {count} items "{FULL}" or "{SLIDING}", one per layer'
         )
-        problems.append(f"config.json: layer_types = {format_value(types)} {rule}")
+        yield f"config.json: layer_types = {format_value(types)} {rule}"
     switch = values.get("use_sliding_window")
     if not isinstance(switch, bool | None):
-        problems.append(
-            f"config.json: use_sliding_window = {format_value(switch)} must be true or false"
-        )
+        yield f"config.json: use_sliding_window = {format_value(switch)} must be true or false"
     smallest = {"sliding_window": 1, "max_window_layers": 0, "sliding_window_pattern": 1}
     # A null that would be computed with. No window is no mistake.
     needed = {"sliding_window_pattern"} | ({"max_window_layers"} if switch else set())
     needed = needed & family.window_keys if types is None else set()
-    problems += [
-        f"config.json: {key} = {format_value(value)} must be an integer {'above 0' if least else 'of at least 0'}"
-        for key, least in smallest.items()
-        if ((value := values.get(key)) is not None or key in needed)
-        and family.has_window
-        and not is_count(value, least=least)
-    ]
+    for key, least in smallest.items():
+        value = values.get(key)
+        is_used = family.has_window and (value is not None or key in needed)
+        if is_used and not is_count(value, least=least):
+            bound = "above 0" if least else "of at least 0"
+            yield f"config.json: {key} = {format_value(value)} must be an integer {bound}"
     # transformers writes it beside layer_types, and does not read it.
     pattern = values.get("sliding_window_pattern")
     unread = values.get("_sliding_window_pattern")
     if types is None and unread not in (None, pattern):
-        problems.append(unsupported("_sliding_window_pattern", unread, (pattern,)))
+        yield unsupported("_sliding_window_pattern", unread, (pattern,))
+
+
+def _read_layers(
+    values: Mapping[str, Any], family: Family, problems: list[str]
+) -> Iterable[LayerKind]:
+    """Each layer's kind, as far as it differs between layers."""
+    count = values["num_hidden_layers"]
+    types = values.get("layer_types") if family.has_layer_types else None
+    problems += _window_problems(values, family, types)
     ropes = _rotated_layers(values, family, problems)
     problems += _expert_key_problems(values, family)
     if problems:
         return
-    window = None if switch is False else window
+    window = None if values.get("use_sliding_window") is False else values.get("sliding_window")
     given = {**values, "no_rope_layers": ropes}
     for layer in range(count):
         has_window = (

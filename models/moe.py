@@ -199,9 +199,8 @@ class MixtureOfExperts(SublayerModule):
         weight_NK = scores_NX.gather(1, routing.experts)
         # A softmax over experts cannot sum to zero over the best ones; sigmoids can.
         if config.normalize_top_k:
-            weight_NK = weight_NK / (
-                weight_NK.sum(-1, keepdim=True) + SUM_FLOOR * (config.router == "sigmoid")
-            )
+            floor = SUM_FLOOR if config.router == "sigmoid" else 0
+            weight_NK = weight_NK / (weight_NK.sum(-1, keepdim=True) + floor)
         if config.router_scaling != 1:
             weight_NK = weight_NK * config.router_scaling
         step = self.step

@@ -80,7 +80,7 @@ def yarn_ramp_bounds(config: RopeConfig, head_dim: int) -> tuple[float, float]:
     start = max(start, 0)
     end = min(end, head_dim - 1)
     # As in transformers: a ramp of length zero would divide by zero.
-    return start, end + 0.001 * (start == end)
+    return start, end + 0.001 if start == end else end
 
 
 @lru_cache
@@ -104,7 +104,7 @@ def rope_summary(model: ModelConfig, seq_len: int) -> str:
     freqs = frequencies(rope, model.head_dim, seq_len=seq_len)
     num_partial_rotations = sum(seq_len * frequency < 2 * math.pi for frequency in freqs)
     without = sum(kind.rope == "none" for kind in model.layer_kinds)
-    nope_note = f"; no rope in {without} of {model.num_layers} layers" * (without > 0)
+    nope_note = f"; no rope in {without} of {model.num_layers} layers" if without else ""
     if model.has_local_rope:
         local = sum(kind.rope == "local" for kind in model.layer_kinds)
         nope_note += f"; local rope {model.local_rope.kind}, theta {model.local_rope.theta:,.0f}, in {local} layers"

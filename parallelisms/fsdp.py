@@ -31,6 +31,21 @@ class FSDPConfig:
     """Whether sharded weights, gradients and optimizer state are kept in host memory."""
 
 
+def _units(model: Transformer, config: FSDPConfig) -> list[tuple[nn.Module, bool]]:
+    """(module, whether it reshards after forward) of each FSDP unit inside the root."""
+    reshard = config.reshard_after_forward
+    units: list[tuple[nn.Module, bool]] = [
+        (block, reshard) for block in model.transformer_blocks()
+    ]
+    if not model.config.tie_embeddings and model.embed is not None:
+        units.append((model.embed, reshard))
+    if not model.config.tie_embeddings and model.head is not None:
+        # The head runs last in forward and first in backward: resharding it would only repeat the
+        # all-gather.
+        units.append((model.head, False))
+    return units
+
+
 def apply(
     model: Transformer,
     mesh: DeviceMesh,
@@ -63,15 +78,6 @@ def apply(
         if config.cpu_offload
         else OffloadPolicy()
     )
-    reshard_after_forward = config.reshard_after_forward
-    units: list[tuple[nn.Module, bool]] = [
-        (block, reshard_after_forward) for block in model.transformer_blocks()
-    ]
-    if not model.config.tie_embeddings:
-        embedding_and_head = ((model.embed, reshard_after_forward), (model.head, False))
-        # The head runs last in forward and first in backward: resharding it would only repeat the
-        # all-gather.
-        units += [(unit, reshard) for unit, reshard in embedding_and_head if unit is not None]
     options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload_policy}
     # Inner units first: a block's unit then leaves out the experts, which have a mesh of their
     # own.
@@ -82,10 +88,10 @@ def apply(
             experts,
             mesh=expert_mesh,
             shard_placement_fn=place,
-            reshard_after_forward=reshard_after_forward,
+            reshard_after_forward=config.reshard_after_forward,
             **options,
         )
-    for unit, reshard in [*units, (model, False)]:
+    for unit, reshard in [*_units(model, config), (model, False)]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, **options)
     # The backward pass of an embedding does not read its weight.
     if isinstance(model.embed, FSDPModule):

@@ -295,7 +295,8 @@ def _print_failure(failure: RunError, rank: int) -> int:
     if rank == 0 or isinstance(failure, RankFailedError):
         problems = failure.problems[:MAX_PROBLEMS]
         more = len(failure.problems) - MAX_PROBLEMS
-        problems += [f"and {more:,} more"] * (more > 0)
+        if more > 0:
+            problems = [*problems, f"and {more:,} more"]
         sys.stderr.write("".join(f"{prefix}{problem}\n" for problem in problems))
     return failure.status
 

@@ -150,7 +150,7 @@ def generate(options: Namespace, resolved: ResolvedCheckpoint) -> None:
     print_status(f"prompt: {format_throughput(prompt_len, started)}")
     for sample in range(options.samples):
         decoder.rewind(prompt_len)
-        write_text("\n---\n" * (sample > 0) + options.prompt)
+        write_text(("\n---\n" if sample else "") + options.prompt)
         generator = torch.Generator().manual_seed(options.seed + sample)
         sample_one = partial(
             sample_token, temperature=options.temperature, top_k=options.top_k, generator=generator
@@ -171,7 +171,7 @@ def generate(options: Namespace, resolved: ResolvedCheckpoint) -> None:
             write_text(text)
             num_tokens += 1
         write_text("\n")
-        end_note = ", end of document" * (num_tokens < options.tokens)
+        end_note = ", end of document" if num_tokens < options.tokens else ""
         print_status(f"sample {sample + 1}: {format_throughput(num_tokens, started)}{end_note}")
 
 

@@ -98,6 +98,14 @@ def refusing(convert: Callable[[Namespace], None]) -> Run:
 # ---- export
 
 
+def _problems_of_export(folder: Path, model: ModelConfig) -> list[str]:
+    """Configuration keys and tensors of a written folder that read back otherwise."""
+    exported = model_config_from_hf(read_config(folder))
+    changed = config_differences(exported, model)
+    problems = [f"{key} changed to {value}" for key, (value, _) in changed.items()]
+    return problems + hf.SafetensorsReader(folder).problems(exported)
+
+
 def export(options: Namespace) -> None:
     """Writes the folder `options.output` atomically and verifies it.
 
@@ -154,10 +162,7 @@ def export(options: Namespace) -> None:
             write_and_fsync(folder / name, content)
             print_lines(str(name))
         # The files are read back before the folder gets its name: a lossy export must not exist.
-        exported = model_config_from_hf(read_config(folder))
-        changed = config_differences(exported, model)
-        problems = [f"{key} changed to {value}" for key, (value, _) in changed.items()]
-        if problems := problems + hf.SafetensorsReader(folder).problems(exported):
+        if problems := _problems_of_export(folder, model):
             raise HuggingFaceError(
                 [f"{output} was not written: {problem}" for problem in problems]
             )

@@ -76,11 +76,7 @@ class Mesh:
         """Loss and metric reductions: every dp, cp and pp rank, one per tp group."""
         # One root mesh: FSDP2 and tensor parallelism shard the same parameters.
         weight_mesh = self._device_mesh(device_type, WEIGHT_DIMS, range(self.size))
-        self.fsdp_mesh = (
-            weight_mesh["dp_replicate", "fsdp"]
-            if degrees["dp_replicate"] > 1
-            else weight_mesh["fsdp"]
-        )
+        self.fsdp_mesh = self._with_replicas(weight_mesh, "fsdp")
         """1-D, or 2-D (replicas, shards) for HSDP."""
         self.tp_mesh = weight_mesh["tp"]
         self.ep_group, self.tp_group = (
@@ -94,11 +90,7 @@ class Mesh:
             # A root mesh of its own: it divides the ranks of fsdp into efsdp x ep.
             expert_mesh = self._device_mesh(device_type, EXPERT_DIMS, range(self.size))
             self.expert_mesh = expert_mesh["ep", "tp"] if degrees["tp"] > 1 else expert_mesh["ep"]
-            self.expert_fsdp_mesh = (
-                expert_mesh["dp_replicate", "efsdp"]
-                if degrees["dp_replicate"] > 1
-                else expert_mesh["efsdp"]
-            )
+            self.expert_fsdp_mesh = self._with_replicas(expert_mesh, "efsdp")
         cp_ranks = next(ranks for ranks in rank_groups(degrees, "cp") if rank in ranks)
         cp_names = [name for name in ("cp", "rotate", "exchange") if name in self._groups]
         self.cp_groups = [self._groups[name] for name in cp_names]
@@ -114,6 +106,14 @@ class Mesh:
         )
         return DeviceMesh.from_group(
             process_groups, device_type, grid, mesh_dim_names=tuple(names)
+        )
+
+    def _with_replicas(self, mesh: DeviceMesh, shard_dim: str) -> DeviceMesh:
+        """The dimension FSDP shards over, after that of the replicas if there are several."""
+        return (
+            mesh["dp_replicate", shard_dim]
+            if self.degrees["dp_replicate"] > 1
+            else mesh[shard_dim]
         )
 
     @property

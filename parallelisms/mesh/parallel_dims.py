@@ -34,11 +34,14 @@ def tensor_parallel_problems(
     """Every rule of tensor parallelism that the model breaks, one message each."""
     kinds = model.kinds
     kv_heads = model.num_kv_heads
-    names = ["num_heads", *["ffn_dim"] * any(kind.feed_forward == "gated" for kind in kinds)]
-    names += ["expert_dim"] * model.has_experts + ["shared_expert_dim"] * (
-        model.shared_expert_dim > 0
-    )
-    names += ["vocab_size"] * (not replicate_vocab)
+    is_used = {
+        "num_heads": True,
+        "ffn_dim": any(kind.feed_forward == "gated" for kind in kinds),
+        "expert_dim": model.has_experts,
+        "shared_expert_dim": model.shared_expert_dim > 0,
+        "vocab_size": not replicate_vocab,
+    }
+    names = [name for name, used in is_used.items() if used]
     sizes = {f"model.{name}": getattr(model, name) for name in names}
     problems = [
         f"parallelism.tp = {tp} must divide {name} = {size}"

@@ -173,10 +173,12 @@ def recorded_problem(recorded: Iterable[str], given: Iterable[str], found_in: Pa
     # A run folder or checkpoint may come from a stranger, whose code must not run because somebody
     # opened it.
     missing = [each for each in recorded if each not in given]
+    if not missing:
+        return []
     return [
         f"{found_in} names job.extension = {', '.join(missing)}, code that is imported only if you name it too: "
         f"add --job.extension {','.join(missing)}"
-    ] * bool(missing)
+    ]
 
 
 def describe_error(error: BaseException) -> str | None:

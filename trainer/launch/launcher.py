@@ -291,7 +291,9 @@ def format_resolved_config(config: Config, world: LaunchWorld) -> str:
     """
     lines = [f"mesh of {world}"]
     for stage in config.training_stages:
-        lines += [stage.summary()] * bool(stage.name) + describe_stage(stage.config, world)
+        if stage.name:
+            lines.append(stage.summary())
+        lines += describe_stage(stage.config, world)
     return to_toml(config) + "\n" + "".join(f"# {line}\n" for line in lines)
 
 
@@ -327,7 +329,7 @@ def _memory_summary(config: Config, world: LaunchWorld) -> list[str]:
             'memory.recompute = "auto" is resolved once devices are known; set memory.device_gib to see it here'
         ]
     described = describe_choice(config, choice) if config.memory.device_gib is not None else ""
-    lines = [f'memory options that are "auto": {described}'] * bool(described)
+    lines = [f'memory options that are "auto": {described}'] if described else []
     return [*lines, memory_summary(estimate_memory(choice.config, world.world_size))]
 
 

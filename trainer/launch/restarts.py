@@ -81,18 +81,7 @@ def run_with_restarts(
                 spec = following
                 stage = next_stage(following.config)
             else:
-                if (
-                    exit_markers.read(folder.path, attempt) is None
-                    and status not in CONCLUSIVE_EXIT_CODES
-                ):
-                    with suppress(OSError):
-                        reason = f"the workers exited with {status} and gave no reason"
-                        exit_markers.write(
-                            folder.path,
-                            failure_ending(status).marker,
-                            reason=reason,
-                            attempt=attempt,
-                        )
+                _mark_unexplained_exit(folder, status, attempt)
                 has_progressed = _progress(folder) > previous_progress
                 failures_without_progress = 0 if has_progressed else failures_without_progress + 1
                 # A signal asked for the end: the scheduler, or a person, decides about the next
@@ -108,6 +97,18 @@ def run_with_restarts(
             if workers.received_signal:
                 return _exit_on_signal(folder, workers.received_signal.name, attempt)
             launch_index += 1
+
+
+def _mark_unexplained_exit(folder: RunDir, status: int, attempt: str) -> None:
+    """Writes the marker of a failure of which the workers wrote none."""
+    has_marker = exit_markers.read(folder.path, attempt) is not None
+    if has_marker or status in CONCLUSIVE_EXIT_CODES:
+        return
+    reason = f"the workers exited with {status} and gave no reason"
+    with suppress(OSError):
+        exit_markers.write(
+            folder.path, failure_ending(status).marker, reason=reason, attempt=attempt
+        )
 
 
 def _exit_on_signal(folder: RunDir, reason: str, attempt: str) -> int:

@@ -41,8 +41,8 @@ LOSS_CHUNKS_MIB = (1024, 512, MIN_LOSS_CHUNK_MIB)
 a product of 700.
 """
 FREE_LOSS_CHUNKS_MIB = (4096, 2048)
-"""Where they do not raise the peak. Of a vocabulary of 201,088, 1024 MiB are 1,334 rows; four
-times as many take 4 % off a step of gpt-oss-20b on an H200
+"""Chunks that are taken only if they do not raise the peak. With a vocabulary of 201,088, a chunk
+of 1024 MiB is 1,334 rows; one four times as large takes 4 % off a step of gpt-oss-20b on an H200
 (benchmarks/measured/2026-11-27-h200.jsonl).
 """
 
@@ -66,23 +66,23 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Usable bytes."""
+    """Bytes that a device and a node may use."""
 
     device: float
     host: float
-    """Of a node."""
+    """Usable bytes of a node's host memory."""
     budget: float | None
-    """Of a node's host memory, for offloaded activations, as `memory.host_budget_gib` states."""
+    """Bytes of a node's host memory for offloaded activations, from `memory.host_budget_gib`."""
     ranks_per_node: int
 
     def device_shortage(self, estimate: MemoryEstimate) -> str:
-        """Empty if the device suffices."""
+        """Message about missing device memory; empty if the device suffices."""
         return _shortage(
             estimate.device_bytes, self.device, f"usable on a device ({DEVICE_FRACTION:.0%} of it)"
         )
 
     def host_shortage(self, estimate: MemoryEstimate) -> str:
-        """Empty if the budget and the node suffice."""
+        """Message about missing host memory; empty if the budget and the node suffice."""
         activations = estimate.item(SAVED_ACTIVATIONS).host_bytes
         saved = activations * self.ranks_per_node * PINNED_OVERHEAD
         over_budget = (
@@ -161,8 +161,9 @@ def _fit_loss_chunk(config: Config, world_size: int, device_limit: float) -> Con
     if config.memory.loss_chunk_mib != "auto":
         return config
     limit = max(device_limit, estimate_memory(config, world_size).device_bytes)
-    # The smallest always fits.
+    # All else was fitted with the smallest chunk, so that one always fits.
     chosen = _largest_chunk(config, LOSS_CHUNKS_MIB, world_size, limit) or config
+    # Still larger chunks are free where another moment of the step sets the peak.
     peak = estimate_memory(chosen, world_size).device_bytes
     return _largest_chunk(config, FREE_LOSS_CHUNKS_MIB, world_size, peak) or chosen
 
@@ -170,8 +171,8 @@ def _fit_loss_chunk(config: Config, world_size: int, device_limit: float) -> Con
 def _largest_chunk(
     config: Config, sizes_mib: Sequence[int], world_size: int, limit: float
 ) -> Config | None:
-    """With the largest of the chunks that need at most `limit` bytes of a device, and which the
-    tokens can fill.
+    """The configuration with the largest chunk that needs at most `limit` bytes of a device and
+    that the tokens can fill; None if there is none.
     """
     candidates = (with_overrides(config, {"memory.loss_chunk_mib": mib}) for mib in sizes_mib)
     useful = (each for each in candidates if not _is_wider_than_all_logits(each, world_size))
@@ -191,6 +192,8 @@ def _fit_recomputation(config: Config, world_size: int, limits: Limits) -> Choic
     """Resolves `memory.recompute = "auto"`."""
     found_problems: list[str] = []
     rejected: list[Rejected] = []
+    # The first candidate that fits is the fastest: candidates come in the order of their estimated
+    # step time.
     for candidate in sorted(_candidates(config), key=_relative_step_time):
         if problems := checks.layout_problems(candidate, world_size):
             found_problems = found_problems or problems
@@ -200,6 +203,8 @@ def _fit_recomputation(config: Config, world_size: int, limits: Limits) -> Choic
         if any(shortages):
             rejected.append(Rejected(candidate, estimate.device_bytes, *shortages))
             continue
+        # Ranks enforce the limit that the estimate assumed: without it a run could pin more host
+        # memory than planned.
         offload_limit = limits.host if limits.budget is None else limits.budget
         budget = (
             {}
@@ -213,9 +218,11 @@ def _fit_recomputation(config: Config, world_size: int, limits: Limits) -> Choic
 
 
 def _why_no_faster(chosen: Config, rejected: Sequence[Rejected]) -> str:
-    """What the most similar of the faster options lack, of those that only the device rules out
-    and only the host.
+    """Why the faster options were rejected: the shortage of the most similar one that only the
+    device rules out, and of the one that only the host rules out.
     """
+    # An option that lacks both is no useful answer: neither more device nor more host memory alone
+    # would allow it.
     only_device = [each for each in rejected if not each.host_shortage]
     only_host = [each for each in rejected if not each.device_shortage]
     groups = [only_device, only_host] if only_device or only_host else [rejected]
@@ -245,7 +252,9 @@ def _other_options(config: Config, chosen: Config) -> list[str]:
 
 
 def _refusal(rejected: Sequence[Rejected]) -> NothingFitsError:
-    """Names what binds: the device, the node's host memory or the budget of it."""
+    """Error that names what binds: the device, the node's host memory, or the budget of it."""
+    # If something fits the host, the device is what binds, and the leanest of those names the
+    # least that it needs.
     within_host = [each for each in rejected if not each.host_shortage]
     leanest = min(within_host, key=lambda each: each.device_bytes, default=rejected[0])
     refusal = 'memory.recompute = "auto" finds no options that fit'
@@ -265,10 +274,9 @@ def _require_in_memory_checkpoints_fit(
     estimate = estimate_memory(config, world_size)
     counted = estimate.item("in-memory checkpoints").host_bytes
     # The estimate's nodes are those of parallelism.ranks_per_node; these are the launch's.
-    ratio = (1 + (world_size > ranks_per_node)) / (
-        1 + (world_size > config.parallelism.ranks_per_node)
-    )
-    copies = counted * ratio * ranks_per_node
+    copies_of_launch = 2 if world_size > ranks_per_node else 1
+    copies_of_estimate = 2 if world_size > config.parallelism.ranks_per_node else 1
+    copies = counted * copies_of_launch / copies_of_estimate * ranks_per_node
     needed = (estimate.host_bytes - counted) * ranks_per_node + copies
     if needed > host_limit:
         raise ConfigError(
@@ -292,10 +300,12 @@ def _assignment(key: str, value: Any) -> str:
 
 
 def describe_choice(config: Config, choice: Choice) -> str:
-    """What was chosen, as TOML assignments, and the limit that binds; empty if nothing was
+    """The chosen options as TOML assignments, with the limit that binds; empty if nothing was
     "auto".
     """
-    choices = [describe_memory_options(choice.config)] * (config.memory.recompute == "auto")
+    choices = []
+    if config.memory.recompute == "auto":
+        choices.append(describe_memory_options(choice.config))
     if config.memory.loss_chunk_mib == "auto":
         choices.append(_assignment("loss_chunk_mib", choice.config.memory.loss_chunk_mib))
     return ": ".join(filter(None, (", ".join(choices), choice.reason)))
@@ -313,6 +323,7 @@ def _non_default_options(config: Config) -> dict[str, Any]:
 def _candidates(config: Config) -> Iterator[Config]:
     """All combinations, without a host budget, since a budget may force recomputing attention."""
     memory = config.memory
+    # Keys that the user set are constraints. `recompute` itself says "auto".
     set_keys = memory.model_fields_set - {"recompute"}
     values = [
         [getattr(memory, key)] if key in set_keys else [*MEMORY_OPTIONS[key]]

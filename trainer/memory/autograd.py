@@ -1,4 +1,4 @@
-"""What a block holds in its backward pass without recomputation. Imports no torch.
+"""Moments of a block's backward pass without recomputation. Imports no torch.
 
 Shapes are those of `block.py`.
 """
@@ -26,12 +26,17 @@ ATTENTION_NORM = "the norm of attention's output"
 
 
 def autograd_moments(block: BlockMemory, grad_dtype: str) -> Moments:
-    """`grad_dtype` is that of KV gradients on the wire."""
+    """Moments of a block's backward pass, from its output to its input. `grad_dtype`: the dtype in
+    which KV gradients are sent.
+    """
+    # The feed-forward runs backward first, while everything that attention saved is still alive.
     for name, alive in _feed_forward_moments(block):
         yield name, block.attention_saved() + alive
     if block.is_normed("attention", output=True):
         yield ATTENTION_NORM, block.attention_saved() + _norm_backward(block)
     stream = transient(ATTENTION, WHILE_RUNNING, block.stream("gradient of the residual stream"))
+    # Autograd frees the saved tensors of an operator when its backward pass ends, so every moment
+    # holds less of the attention than the one before.
     for name, operator in operator_moments(block, grad_dtype):
         yield name, block.attention_operator_saved() + stream + operator
     yield (
@@ -48,7 +53,9 @@ def autograd_moments(block: BlockMemory, grad_dtype: str) -> Moments:
         saved_tensors(
             ATTENTION,
             UNTIL_BACKWARD,
-            block.stream("residual stream before attention", block.is_normed("attention")),
+            block.stream(
+                "residual stream before attention", 1 if block.is_normed("attention") else 0
+            ),
             block.normalized_input("attention"),
         )
         + stream
@@ -65,8 +72,8 @@ def autograd_moments(block: BlockMemory, grad_dtype: str) -> Moments:
 
 
 def whole_block_moment(block: BlockMemory) -> Tensors:
-    """All that autograd saves of a block of kinds that do not run in pieces, and a few tensors of
-    its widest activation.
+    """Everything that autograd saves of a block that does not run in pieces, and a few tensors
+    like its widest activation.
     """
     widest = max(
         block.width(letter) for kind in block.kind.sublayers.values() for letter in kind.saved
@@ -103,9 +110,11 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
             FEED_FORWARD,
             WHILE_RUNNING,
             block.stream("gradient of the output"),
-            block.stream("gradient of the last product", block.has_after("feed_forward")),
+            block.stream(
+                "gradient of the last product", 1 if block.has_after("feed_forward") else 0
+            ),
             block.gathered("gathered gradient of the output"),
-            block.numbers(GELU, 2, block.tokens, block.ffn_dim, copies=block.is_gelu),
+            block.numbers(GELU, 2, block.tokens, block.ffn_dim, copies=1 if block.is_gelu else 0),
             max(
                 block.numbers("gradients of gate and up", 2, block.tokens, block.ffn_dim),
                 block.by_rank("the same, by rank", block.tokens),
@@ -114,7 +123,7 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
         ),
     )
     residual = block.stream(
-        "residual stream before the feed-forward", block.is_normed("feed_forward")
+        "residual stream before the feed-forward", 1 if block.is_normed("feed_forward") else 0
     )
     stream = block.stream("gradient of the output")
     yield (
@@ -145,9 +154,9 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
 
 
 def autograd_forward(block: BlockMemory) -> Tensors:
-    """In the forward pass of a feed-forward, beside what it saves."""
+    """Transient activations of a feed-forward's forward pass, beside what it saves."""
     product = block.numbers(
-        "product of gate and up", block.tokens, block.ffn_dim, copies=1 + block.is_gelu
+        "product of gate and up", block.tokens, block.ffn_dim, copies=2 if block.is_gelu else 1
     )
     return transient(
         FEED_FORWARD,
@@ -190,6 +199,7 @@ def _rotation_backward(block: BlockMemory) -> Tensors:
 
 
 def _query_norm_backward(block: BlockMemory) -> Tensors:
+    has_temporaries = norms.have_temporaries(block)
     return transient(
         "models/norm.py: rms_norm_backward",
         WHILE_RUNNING,
@@ -198,9 +208,9 @@ def _query_norm_backward(block: BlockMemory) -> Tensors:
             "products of the norm's backward pass",
             3,
             block.q_numel,
-            copies=norms.have_temporaries(block),
+            copies=1 if has_temporaries else 0,
         ),
         block.queries(
-            "gradients of queries before their norm", copies=not norms.have_temporaries(block)
+            "gradients of queries before their norm", copies=0 if has_temporaries else 1
         ),
     )

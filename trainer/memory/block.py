@@ -1,4 +1,4 @@
-"""The activations that one transformer block saves for its backward pass, and needs while it runs.
+"""Activations of one transformer block: saved for its backward pass, and transient while it runs.
 Imports no torch.
 
 Shapes: S tokens of this rank, T tokens of all tp ranks, C tokens of a tile of all tp ranks, E
@@ -33,22 +33,22 @@ ATTENTION = "models/attention.py: Attention.forward"
 FEED_FORWARD = "models/sublayer.py: SublayerModule.forward"
 GELU = "GELU of the gate, and its gradient"
 TITLES = {"attention": "attention", "feed_forward": "the feed-forward"}
-"""Sublayers, by their modules."""
+"""Names of the sublayers in reports, by module."""
 VARLEN_KERNELS = ("flash", "fa3", "fa4")
 UNTIL_BACKWARD = "until the block's backward pass"
 WHILE_RUNNING = "while it runs"
 saved_tensors = partial(tensors, SAVED_ACTIVATIONS)
 transient = partial(tensors, TRANSIENT_ACTIVATIONS)
 Moments = Iterator[tuple[str, Tensors]]
-"""Parts of a block's backward pass: what is alive of this block, beside its weights and their
-gradients.
+"""(name, live tensors) of each part of a block's backward pass. Weights and their gradients are
+counted elsewhere.
 """
 
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """Activations of one block for `tokens` tokens, counted over all tp ranks; sizes are per
-    rank.
+    """Activations of one block for `tokens` tokens, counted over all tp ranks; sizes are those of
+    one rank.
     """
 
     model: ModelConfig
@@ -56,7 +56,7 @@ class BlockMemory:
     tokens: int
     compute_dtype: str = "bfloat16"
     stats_dtype: str = "float32"
-    """Of softmax and norm statistics, and of sums."""
+    """Dtype of softmax and norm statistics, and of sums."""
     tp: int = 1
     sequence_parallel: bool = True
     compiled: bool = False
@@ -65,16 +65,16 @@ class BlockMemory:
     mlp_tile_bytes: int | None = None
     """Size of an MLP tile, with recomputation."""
     sequences: int = 1
-    """Of a micro-batch."""
+    """Sequences of a micro-batch."""
     attention: str = "cpu"
     """The choice of attention kernels."""
     deterministic: bool = False
     is_padded: bool = False
-    """Whether sequences are padded for cp and tp ranks; the padding is attended to by a call of
-    its own.
+    """Whether sequences are padded for cp and tp ranks. Attention to the padding is a call by
+    itself.
     """
     layout: SeqLayout | None = None
-    """Of a sequence over the ring."""
+    """Layout of a sequence over the ranks of the ring."""
     ep: int = 1
     """Ranks among which experts are distributed."""
 
@@ -86,12 +86,12 @@ class BlockMemory:
 
     @property
     def sequence_tokens(self) -> float:
-        """Of a sequence, that a rank's attention has as queries."""
+        """Tokens of a sequence that are queries in a rank's attention."""
         return self.tokens * self.ulysses_degree / self.sequences
 
     @property
     def kernel(self) -> str:
-        """Of attention to the tokens of a whole sequence."""
+        """Kernel of attention to all tokens of a sequence on a rank."""
         return kernel_for(self.attention, tokens=self.sequence_tokens, window=self.kind.window)
 
     @property
@@ -118,26 +118,26 @@ class BlockMemory:
 
     @property
     def is_gelu(self) -> bool:
-        """Whether autograd differentiates the gate, which saves and computes more at once than
-        SwiGLU.
+        """Whether autograd differentiates the gate (GELU), which saves and computes more at once
+        than SwiGLU.
         """
         return self.kind.activation == "gelu_tanh"
 
     def is_normed(self, module: str, *, output: bool = False) -> bool:
-        """Whether the input of a sublayer is normed, or its output."""
+        """Whether the input of a sublayer is normed; with `output`, whether its output is."""
         return any(
             name.endswith("_post_norm.weight") == output for name in NORMS[self.kind.norms][module]
         )
 
     def has_after(self, module: str) -> bool:
-        """Whether something follows the last product of a sublayer, so that its gradient is a
-        tensor by itself.
+        """Whether a norm or a multiplier follows the last product of a sublayer, so that its
+        gradient is a tensor by itself.
         """
         return self.is_normed(module, output=True) or self.model.residual_multiplier != 1
 
     @property
     def num_norms(self) -> int:
-        """Of the residual stream."""
+        """Norms of the residual stream, before or after sublayers."""
         return sum(map(len, NORMS[self.kind.norms].values()))
 
     @property
@@ -152,10 +152,14 @@ class BlockMemory:
         window = self.kind.window
         if window is None or layout is None or self.ring_degree == 1 or self.context_plan is None:
             return []
+        # `halo_tokens` counts by receiver, then by sender: rows sum to what a rank receives,
+        # columns to what it sends.
         by_receiver = layout.halo_tokens(window)
         tokens = layout.num_tokens // layout.ring_degree
         sent = map(sum, zip(*by_receiver, strict=True))
         received = [*map(sum, by_receiver)]
+        # Every rank must decide alike, so the rank that receives most decides: see `sends_halo` in
+        # parallelisms/context/ring.py.
         fits = halo_fits(
             self.sequences * max(received),
             self.sequences * tokens,
@@ -165,8 +169,8 @@ class BlockMemory:
 
     @cached_property
     def halo(self) -> tuple[float, float] | None:
-        """KV (sent, received) by the rank with most of both, relative to its own; None: ranks
-        exchange all KV.
+        """(sent, received) KV of the rank with the largest halo, relative to its own KV; None if
+        ranks exchange all KV.
         """
         if self.layout is None or not self._halos:
             return None
@@ -178,7 +182,7 @@ class BlockMemory:
 
     @cached_property
     def spans(self) -> list[tuple[TokenSpan, ...]]:
-        """Of the rank with the largest halo; without one, of all ranks."""
+        """Token spans of the rank with the largest halo; of all ranks if there is no halo."""
         if self.layout is None:
             return []
         busiest = (
@@ -190,14 +194,16 @@ class BlockMemory:
 
     @cached_property
     def window_parts(self) -> tuple[float, float] | None:
-        """Where a window cuts attention to own keys into parts, whose results are added up: the
-        longest causal and the longest flipped part, relative to a sequence's tokens on this rank.
-        None: those of a call are final.
+        """The longest (causal, flipped) part that a window cuts attention to own keys into,
+        relative to a sequence's tokens on this rank. Results of parts are added up. None if the
+        results of a call are final.
         """
         window = self.kind.window
         takes_windows = self.kernel in VARLEN_KERNELS
         if window is None or self.layout is None:
             return None
+        # Two spans of one document that are closer than the window attend to each other, which
+        # takes a flipped part even where kernels know windows.
         is_near = any(
             before.document_start == span.document_start and span.start - before.end < window - 1
             for spans in self.spans
@@ -231,9 +237,10 @@ class BlockMemory:
 
     @property
     def kv_shape(self) -> tuple[int, ...]:
-        """Of keys and values; the heads of a group are repeated until the Ulysses degree divides
-        them.
+        """Shape of keys and values. The heads of a group are repeated until the Ulysses degree
+        divides them.
         """
+        # Each group exchanges its heads by itself, so they are repeated within the group.
         heads = self.head_groups * lcm(self.kv_heads // self.head_groups, self.ulysses_degree)
         return 2, self.tokens, heads, self.model.head_dim
 
@@ -248,12 +255,12 @@ class BlockMemory:
 
     @property
     def calls(self) -> int:
-        """Of the attention kernel, for the sequences of a micro-batch."""
+        """Calls of the attention kernel per micro-batch: one, or one for each sequence."""
         return 1 if self.kernel in VARLEN_KERNELS else self.sequences
 
     @property
     def joins_calls(self) -> bool:
-        """Whether the results of several calls are put together."""
+        """Whether several calls write into one result."""
         in_pieces = self.is_padded or (
             self.kind.window is not None and max(map(len, self.spans), default=1) > 1
         )
@@ -280,56 +287,63 @@ class BlockMemory:
         return self.tp > 1 and self.sequence_parallel
 
     def numbers(self, name: str, *shape: int, copies: float = 1) -> MemoryTensor:
-        """In the compute dtype."""
+        """Tensor in the compute dtype."""
         return MemoryTensor(name, shape, self.compute_dtype, copies=copies)
 
     def sums(self, name: str, *shape: int, copies: float = 1) -> MemoryTensor:
-        """In the dtype of statistics and sums."""
+        """Tensor in the dtype of statistics and sums."""
         return MemoryTensor(name, shape, self.stats_dtype, copies=copies)
 
     def stream(self, name: str, copies: float = 1) -> MemoryTensor:
-        """[S, E]."""
+        """Residual stream of this rank, [S, E]."""
         return self.numbers(name, self.local_tokens, self.model.dim, copies=copies)
 
     def gathered(self, name: str, copies: float = 1) -> MemoryTensor:
-        """[T, E] with tensor and sequence parallelism; else nothing."""
-        return self.numbers(name, self.tokens, self.model.dim, copies=copies * self.is_gathered)
+        """Gathered tokens [T, E] with tensor and sequence parallelism; nothing otherwise."""
+        return self.numbers(
+            name, self.tokens, self.model.dim, copies=copies if self.is_gathered else 0
+        )
 
     def by_rank(self, name: str, tokens: int) -> MemoryTensor:
-        """[tokens, E], where several sequences are put in order for tp ranks; else nothing."""
+        """Copy [tokens, E] that puts several sequences in order for tp ranks; nothing otherwise."""
         return self.numbers(
-            name, tokens, self.model.dim, copies=self.is_gathered and self.sequences > 1
+            name,
+            tokens,
+            self.model.dim,
+            copies=1 if self.is_gathered and self.sequences > 1 else 0,
         )
 
     def normalized_tile(self) -> MemoryTensor:
-        """Of attention's input; of gathered tokens a tile is a copy, all of them are not."""
+        """Tile of attention's input. A tile of gathered tokens is a copy only if there are
+        several.
+        """
         if not self.is_gathered:
-            copies = self.is_normed("attention")
+            copies = 1 if self.is_normed("attention") else 0
             return self.numbers(
                 "a tile of the normalized input", self.tile_tokens, self.model.dim, copies=copies
             )
-        copies = self.num_tiles() > 1
+        copies = 1 if self.num_tiles() > 1 else 0
         return self.numbers(
             "a tile of the gathered input", self.tile_tokens, self.model.dim, copies=copies
         )
 
     def queries(self, name: str, share: float = 1, copies: float = 1) -> MemoryTensor:
-        """[T, N, H], or a share of the heads."""
+        """Queries [T, N, H], or a share of their heads."""
         return self.numbers(
             name, self.tokens, self.heads, self.model.head_dim, copies=copies * share
         )
 
     def kv(self, name: str, share: float = 1, copies: float = 1) -> MemoryTensor:
-        """[2, T, K, H], with the heads that Ulysses repeats, or a share of them."""
+        """Keys and values [2, T, K, H] with the heads that Ulysses repeats, or a share of them."""
         return self.numbers(name, *self.kv_shape, copies=copies * share)
 
     def own_kv(self, name: str, share: float = 1) -> MemoryTensor:
-        """[2, T, K, H], without repeated heads."""
+        """Keys and values [2, T, K, H] without repeated heads, or a share of them."""
         return self.numbers(name, 2, self.tokens, self.kv_heads, self.model.head_dim, copies=share)
 
     def widened(self, given: MemoryTensor) -> MemoryTensor:
-        """Products of a rotation with cosines, in the dtype of its angles."""
-        copies = given.copies * (self.compute_dtype != self.stats_dtype)
+        """Products of a rotation with cosines, in the dtype of the angles."""
+        copies = given.copies if self.is_mixed else 0
         return given._replace(
             name=f"{given.name}, times cosines", dtype=self.stats_dtype, copies=copies
         )
@@ -355,8 +369,8 @@ class BlockMemory:
         )
 
     def saved(self, policy: str) -> Tensors:
-        """Between the block's forward and its backward pass, under a recompute policy, on the
-        device.
+        """Tensors on the device between the block's forward and backward pass, under a recompute
+        policy.
         """
         if policy == "none":
             return self.all_saved()
@@ -367,8 +381,8 @@ class BlockMemory:
         return saved + self.output_norm_saved("feed_forward", copies)
 
     def output_norm_saved(self, module: str, copies: float = 1) -> Tensors:
-        """What the norm of a sublayer's output saves."""
-        copies *= self.is_normed(module, output=True)
+        """Tensors that the norm of a sublayer's output saves."""
+        copies = copies if self.is_normed(module, output=True) else 0
         return saved_tensors(
             "models/norm.py: RMSNormFunction.forward",
             UNTIL_BACKWARD,
@@ -379,11 +393,11 @@ class BlockMemory:
         )
 
     def width(self, letters: str) -> int:
-        """Of activations of these widths together, on this rank."""
+        """Total width on this rank of activations with these letters of `ModelConfig.sizes`."""
         return sum(self.model.sizes[letter] for letter in letters) // self.tp
 
     def attention_saved(self, copies: float = 1) -> Tensors:
-        """By autograd, without recomputation."""
+        """Tensors that autograd saves of the attention sublayer, without recomputation."""
         mixer = self.kind.sublayers["attention"]
         if not mixer.attends:
             activations = self.numbers(
@@ -392,8 +406,10 @@ class BlockMemory:
             return saved_tensors(
                 ATTENTION, UNTIL_BACKWARD, *self.norm_saved("attention", copies), activations
             )
+        # Ulysses brings outputs back by an all-to-all, whose result the output projection saves.
         exchanged = self.queries(
-            "attention outputs, back at their tokens", copies=copies * (self.ulysses_degree > 1)
+            "attention outputs, back at their tokens",
+            copies=copies if self.ulysses_degree > 1 else 0,
         )
         after = saved_tensors(ATTENTION, UNTIL_BACKWARD, exchanged) + self.output_norm_saved(
             "attention", copies
@@ -401,7 +417,7 @@ class BlockMemory:
         return self.attention_operator_saved(copies) + after
 
     def attention_operator_saved(self, copies: float = 1) -> Tensors:
-        """What the backward passes of attention and of the projections before it need."""
+        """Tensors that the backward passes of attention and of the projections before it need."""
         results = saved_tensors(ATTENTION, UNTIL_BACKWARD, *self._attention_results(copies))
         return self.attention_inputs_saved(copies) + results
 
@@ -413,9 +429,9 @@ class BlockMemory:
         )
 
     def projections_saved(self, copies: float = 1) -> Tensors:
-        """What the backward pass of the projections and of the norms of heads needs."""
+        """Tensors that the backward pass of the projections and of the norms of heads needs."""
         heads = self.heads + self.kv_heads
-        copies_of_heads = copies * self.norms_heads
+        copies_of_heads = copies if self.norms_heads else 0
         return saved_tensors(
             ATTENTION,
             UNTIL_BACKWARD,
@@ -451,13 +467,13 @@ class BlockMemory:
                 "their product, which the compiler saves",
                 self.tokens,
                 self.ffn_dim,
-                copies=copies * self.compiled,
+                copies=copies if self.compiled else 0,
             ),
         )
 
     def norm_saved(self, module: str, copies: float) -> tuple[MemoryTensor, ...]:
         title = TITLES[module]
-        of_norm = copies * self.is_normed(module)
+        of_norm = copies if self.is_normed(module) else 0
         return (
             self.stream(f"residual streams before {title}", of_norm),
             self.sums(f"inverse RMS before {title}", self.local_tokens, copies=of_norm),
@@ -472,10 +488,12 @@ class BlockMemory:
     # ---- tiles
 
     def num_tiles(self, sequences: int = 1) -> int:
-        """A tile holds equally many tokens of each of the micro-batch's `sequences`."""
+        """Tiles of a micro-batch. A tile holds equally many tokens of each of its `sequences`."""
         if self.mlp_tile_bytes is None:
             return 1
         shards = self.sequence_shards * sequences
+        # The tile size is rounded down to whole tokens of every shard and sequence, and the number
+        # of tiles up.
         return -(
             -(self.tokens // shards)
             // max(1, self.mlp_tile_bytes // self.tile_bytes_per_token() // shards)

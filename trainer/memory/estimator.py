@@ -1,4 +1,4 @@
-"""What every pipeline rank holds at the fullest moment of a step. Imports no torch."""
+"""Peak memory of a step by closed formulas, for every pipeline rank. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = [
 
 
 def estimate_memory(config: Config, world_size: int, *, on_cpu: bool = False) -> MemoryEstimate:
-    """Of the rank with the highest peak.
+    """Memory estimate of the rank with the highest peak.
 
-    The configuration must be valid. `on_cpu`: with the CPU's attention kernel.
+    The configuration must be valid. `on_cpu`: with the attention kernel of the CPU.
     """
     return max(
         fullest_estimates(config, world_size, on_cpu=on_cpu),
@@ -55,15 +55,17 @@ def estimate_memory_per_pp_rank(
 
 
 def exceeds(config: Config, world_size: int, limit: float) -> bool:
-    """Whether some rank needs more than `limit` bytes of its device: known at the first moment
-    that does.
+    """Whether some rank needs more than `limit` bytes of its device. Ends at the first moment
+    that does, so it is faster than a peak.
     """
     ranks = (RankMemory(config, world_size, rank) for rank in _fullest_ranks(config, world_size))
     return any(moment.device_bytes > limit for rank in ranks for moment in phase_estimates(rank))
 
 
 def _fullest_ranks(config: Config, world_size: int) -> Iterable[int]:
-    """Stages of as many layers are alike if layers are."""
+    """Pipeline ranks that can have the highest peak. Stages with equally many layers are alike
+    only if all layers are.
+    """
     is_mixed = len({*config.model.build().unrotated_layers}) > 1
     return (
         range(config.parallelism.pp)
@@ -80,9 +82,12 @@ def _estimates(
 
 
 def _peak(estimates: list[MemoryEstimate]) -> MemoryEstimate:
-    """The moment of the device's peak, with what is on the host at its own peak."""
+    """The moment of the device's peak. Its host tensors are those of the moment that needs most of
+    the host.
+    """
     peak = max(estimates, key=lambda estimate: estimate.device_bytes)
     fullest = max(estimates, key=lambda estimate: estimate.host_bytes)
+    # Host and device may peak at different moments, and either must suffice by itself.
     on_device = tuple(each for each in peak.tensors if not each.on_host)
     return replace(
         peak, tensors=on_device + tuple(each for each in fullest.tensors if each.on_host)

@@ -1,4 +1,4 @@
-"""What a feed-forward with experts holds. Imports no torch.
+"""Tensors of a feed-forward with experts. Imports no torch.
 
 A row is a token at one of its experts. Without expert parallelism a rank has `top_k` rows for each
 of its tokens; with it as many in the mean, and the busiest rank `ASSUMED_LOAD` times as many.
@@ -43,6 +43,7 @@ class ExpertMemory:
         self.tokens = tokens
         load = ASSUMED_LOAD if block.ep > 1 else 1.0
         self.num_rows = round(tokens * self.model.top_k * load)
+        # Grouped matrix products of a GPU need the rows of each expert padded.
         if block.kernel != "cpu" and block.compute_dtype == "bfloat16":
             self.num_rows = most_places(self.num_rows, self.model.num_experts // block.ep)
         self.local_tokens = tokens // block.sequence_shards
@@ -50,51 +51,54 @@ class ExpertMemory:
         self.shared_dim = self.model.sizes["Z"] // block.tp if block.kind.shared_expert else 0
 
     def rows(self, name: str, copies: float = 1) -> MemoryTensor:
-        """[R, E]."""
+        """Rows [R, E]."""
         return self.block.numbers(name, self.num_rows, self.model.dim, copies=copies)
 
     def inner(self, name: str, copies: float = 1) -> MemoryTensor:
-        """[R, M]."""
+        """Rows inside the experts, [R, M]."""
         return self.block.numbers(name, self.num_rows, self.expert_dim, copies=copies)
 
     def shared(self, name: str, copies: float = 1) -> MemoryTensor:
         return self.block.numbers(name, self.tokens, self.shared_dim, copies=copies)
 
     def local(self, name: str, copies: float = 1) -> MemoryTensor:
-        """[N, E]."""
+        """Tokens of this rank, [N, E]."""
         return self.block.numbers(name, self.local_tokens, self.model.dim, copies=copies)
 
     def weights(self, name: str, copies: float = 1) -> MemoryTensor:
-        """[X, M, E], of the experts of a rank."""
+        """One matrix of every expert of a rank, [X, M, E]."""
         experts = self.model.num_experts // self.block.ep
         return self.block.numbers(name, experts, self.expert_dim, self.model.dim, copies=copies)
 
     def router(self, copies: float = 1) -> Iterator[MemoryTensor]:
-        """What the router saves: its input in the dtype of sums, scores, and which experts."""
+        """Tensors that the router saves: its input in the dtype of sums, scores, and the chosen
+        experts.
+        """
         block = self.block
         experts = self.model.num_experts
         slots = self.local_tokens * self.model.top_k
+        # Routers compute in the dtype of sums, because rounded scores choose other experts.
         yield block.sums(
             "the router's input, widened",
             self.local_tokens,
             self.model.dim,
-            copies=copies * block.is_mixed,
+            copies=copies if block.is_mixed else 0,
         )
         yield block.sums("the router's scores", 1, self.local_tokens, experts, copies=copies)
         yield MemoryTensor("experts, slots and rows", (3, slots), "int64", copies=copies)
         yield block.sums("weights of experts, on either side", 3, slots, copies=copies)
 
     def saved_inputs(self, copies: float = 1) -> Iterator[MemoryTensor]:
-        """Of the experts."""
+        """Saved inputs of the router, the experts and the shared expert."""
         yield from self.router(copies)
         yield self.rows("tokens as rows", copies)
         # Without sequence parallelism it is the normalized input itself.
-        is_gathered = bool(self.shared_dim) * self.block.is_gathered
+        is_gathered = self.shared_dim > 0 and self.block.is_gathered
         yield self.block.numbers(
             "gathered tokens of the shared expert",
             self.tokens,
             self.model.dim,
-            copies=copies * is_gathered,
+            copies=copies if is_gathered else 0,
         )
 
 
@@ -112,11 +116,11 @@ class ExpertBlock(BlockMemory):
             EXPERTS,
             UNTIL_BACKWARD,
             *norm,
-            self.stream("normalized inputs of the router", copies * is_saved),
+            self.stream("normalized inputs of the router", copies if is_saved else 0),
             *experts.saved_inputs(copies),
             experts.inner("gate and up of the experts", 2 * copies),
             experts.shared(
-                "gate and up of the shared expert", 2 * copies * bool(experts.shared_dim)
+                "gate and up of the shared expert", 2 * copies if experts.shared_dim else 0
             ),
         )
 
@@ -130,13 +134,15 @@ class ExpertBlock(BlockMemory):
 
 
 def block_of(block: BlockMemory, kind: LayerKind) -> BlockMemory:
-    """The same with layers of this kind."""
+    """The block with another kind of layer."""
     values = {each.name: getattr(block, each.name) for each in fields(block)} | {"kind": kind}
     return (ExpertBlock if kind.feed_forward == "moe" else BlockMemory)(**values)
 
 
 def autograd_moments(block: BlockMemory) -> Moments:
-    """The backward pass of the experts, beside what is saved."""
+    """Moments of the experts' backward pass under autograd, with everything that the feed-forward
+    saved.
+    """
     experts = ExpertMemory(block, block.tokens)
     saved = block.feed_forward_saved()
     stream = transient(HALF, WHILE_RUNNING, block.stream("gradient of the output"))
@@ -145,23 +151,28 @@ def autograd_moments(block: BlockMemory) -> Moments:
 
 
 def recompute_moments(block: BlockMemory, held: Tensors) -> Moments:
-    """Of a tile. `held`: what the block holds meanwhile."""
+    """Moments of the experts' backward pass on one tile, recomputed from its hidden state. `held`:
+    what the block holds meanwhile.
+    """
     experts = ExpertMemory(block, block.tile_tokens)
     inputs = transient(
         HALF,
         WHILE_RUNNING,
         experts.local(
-            "a tile of the hidden state, and normalized", 1 + block.is_normed("feed_forward")
+            "a tile of the hidden state, and normalized",
+            2 if block.is_normed("feed_forward") else 1,
         ),
         *experts.saved_inputs(),
-        experts.weights("sums of weight gradients", 3 * (block.num_tiles() > 1)),
+        experts.weights("sums of weight gradients", 3 if block.num_tiles() > 1 else 0),
     )
     for name, alive in _backward(experts, has_products=False):
         yield name, held + inputs + alive
 
 
 def forward_pass(block: BlockMemory) -> Tensors:
-    """Of a tile, beside the input of the block and the attention output."""
+    """Forward pass of the experts on one tile, beside the input of the block and the attention
+    output.
+    """
     experts = ExpertMemory(block, block.tile_tokens)
     part = partial(transient, EXPERTS, WHILE_RUNNING)
     inner = part(experts.inner("gate, up and their product", 3))
@@ -172,17 +183,20 @@ def forward_pass(block: BlockMemory) -> Tensors:
     )
     return part(
         block.stream("hidden state"),
-        block.stream("output", block.num_tiles() > 1),
-        experts.local("a tile of the normalized input", block.is_normed("feed_forward")),
+        block.stream("output", 1 if block.num_tiles() > 1 else 0),
+        experts.local(
+            "a tile of the normalized input", 1 if block.is_normed("feed_forward") else 0
+        ),
         *experts.saved_inputs(),
     ) + max(inner, output, combined, key=total_bytes)
 
 
 def _backward(experts: ExpertMemory, *, has_products: bool) -> Moments:
-    """In the order of `GroupedFeedForward.backward`."""
+    """Moments of the experts' backward pass, in the order of `GroupedFeedForward.backward`."""
     part = partial(transient, f"{EXPERTS}.backward", WHILE_RUNNING)
     gradient = experts.rows("gradients of the outputs of experts")
-    products = 2.0 - 1.0 * has_products  # A saved gate is not copied.
+    # A saved gate is not copied.
+    products = 1 if has_products else 2
     inner = experts.inner("gate, up, activated gate, product and its gradient", products + 3)
     yield "the experts' feed-forward", part(gradient, inner, experts.inner("the product of both"))
     yield "the experts' feed-forward", part(gradient, inner, experts.weights("weight gradient"))

@@ -1,4 +1,4 @@
-"""What norms hold while they run. Imports no torch."""
+"""Transient tensors of norms. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ def are_fused(block: BlockMemory) -> bool:
     """Whether eager norms run as kernels without float32 temporaries: `is_fused` of
     models/norm.py.
     """
+    # torch's fused kernel needs input and weight of one dtype, and a weight that 1 is added to is
+    # float32.
     has_wide_weight = block.model.zero_centered_norms and block.is_mixed
     return not (has_wide_weight or block.compute_dtype == "float64" or block.kernel == "cpu")
 
@@ -23,14 +25,24 @@ def have_temporaries(block: BlockMemory) -> bool:
 
 
 def backward(block: BlockMemory, gradient: str, tokens: int) -> tuple[MemoryTensor, ...]:
-    """Beside its input; a weight that 1 is added to is wide, and so is what it multiplies."""
+    """Tensors of a norm's backward pass, beside its input. A zero-centered norm adds 1 to its
+    weight in float32, so the products with it are float32 too.
+    """
     if not have_temporaries(block):
         return (block.numbers(f"{gradient}, and of its input", tokens, block.model.dim, copies=2),)
     is_wide = block.model.zero_centered_norms and block.is_mixed
     return (
         block.numbers(
-            f"{gradient}, also by the norm's weight", tokens, block.model.dim, copies=2 - is_wide
+            f"{gradient}, also by the norm's weight",
+            tokens,
+            block.model.dim,
+            copies=1 if is_wide else 2,
         ),
-        block.sums(f"{gradient}, by the norm's weight", tokens, block.model.dim, copies=is_wide),
+        block.sums(
+            f"{gradient}, by the norm's weight",
+            tokens,
+            block.model.dim,
+            copies=1 if is_wide else 0,
+        ),
         block.sums("products of the norm's backward pass", 3, tokens, block.model.dim),
     )

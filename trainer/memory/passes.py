@@ -17,7 +17,7 @@ from parallelisms.pipeline_schedules import StreamKey, ticks
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward or backward pass of a stage, as far as it decides what else the rank holds."""
+    """Forward or backward pass of a stage, as far as it decides what else the rank holds."""
 
     kind: str
     stage: int
@@ -40,7 +40,7 @@ class Pass:
 
 
 Amounts = Counter[tuple[object, ...]]
-"""How much of everything a rank holds for other passes, by kind of stage."""
+"""Counts of what a rank holds for other passes, by kind of stage."""
 AlikePasses = dict[tuple[object, ...], list[tuple[Pass, Amounts]]]
 
 
@@ -68,6 +68,7 @@ def _fullest_ranks(plan: PipelinePlan) -> tuple[int, ...]:
 
 
 def _holds_less(plan: PipelinePlan, rank: int, other: int) -> bool:
+    """Whether every pass of `rank` holds at most as much as some pass of `other` that is alike."""
     if sorted(_stage_kinds(plan, rank).values()) != sorted(_stage_kinds(plan, other).values()):
         return False
     others = _fullest(plan, other)
@@ -79,7 +80,7 @@ def _holds_less(plan: PipelinePlan, rank: int, other: int) -> bool:
 
 
 def _stage_kinds(plan: PipelinePlan, pp_rank: int) -> dict[int, tuple[bool, bool, int]]:
-    """Stages of one kind hold equally much."""
+    """Kind of each stage of a rank: (first, last, blocks). Stages of one kind hold equally much."""
     last = plan.num_stages - 1
     return {
         stage: (stage == 0, stage == last, plan.blocks_per_stage[stage])
@@ -106,6 +107,8 @@ def _fullest(plan: PipelinePlan, pp_rank: int) -> AlikePasses:
             reduced,
         )
         others = fullest.setdefault(alike, [])
+        # A Pareto front: a pass is dropped only if another one that is alike holds at least as
+        # much of everything. `<=` compares counters item by item.
         if not any(amounts <= other for _, other in others):
             fullest[alike] = [(each, other) for each, other in others if not other <= amounts] + [
                 (found, amounts)
@@ -114,8 +117,11 @@ def _fullest(plan: PipelinePlan, pp_rank: int) -> AlikePasses:
 
 
 def _normalized(plan: PipelinePlan) -> PipelinePlan:
-    """What decides the order of passes, with as few micro-batches as hold as much at once."""
+    """The plan with as few micro-batches as reach the same maximum in flight. Long steps repeat a
+    steady state, so `4 * pp` micro-batches show every combination.
+    """
     enough = 4 * plan.pp
+    # Interleaved schedules work in rounds of `pp` micro-batches; any other remainder must be kept.
     is_long = plan.num_micro_batches > enough and plan.num_micro_batches % plan.pp == 0
     return PipelinePlan(
         pp=plan.pp,
@@ -128,8 +134,9 @@ def _normalized(plan: PipelinePlan) -> PipelinePlan:
 
 
 def _passes(plan: PipelinePlan, pp_rank: int) -> Iterator[Pass]:
-    """Those of a step, in order."""
-    # Every micro-batch but the first is like the second.
+    """Passes of a step, in order."""
+    # Without a pipeline every micro-batch but the first is like the second, so one pass of each
+    # direction stands for all.
     if plan.pp == 1:
         common: dict[str, Any] = {
             "stage": 0,
@@ -153,8 +160,11 @@ def _passes(plan: PipelinePlan, pp_rank: int) -> Iterator[Pass]:
         action = tick.actions[pp_rank]
         if action is not None:
             kind, stage, number = action
+            # The message that an action used is freed, and its saved activations count with the
+            # pass itself.
             held.discard(action)
-            saved[stage] -= kind == "B"
+            if kind == "B":
+                saved[stage] -= 1
             others = [other for other in stages if other != stage]
             yield Pass(
                 kind=kind,
@@ -171,9 +181,12 @@ def _passes(plan: PipelinePlan, pp_rank: int) -> Iterator[Pass]:
                 ),
                 num_messages=len(held) + len(sending),
             )
-            saved[stage] += kind == "F"
-            finished[stage] += kind == "B"
+            if kind == "F":
+                saved[stage] += 1
+            else:
+                finished[stage] += 1
         for message in tick.messages:
+            # A sent tensor is kept until the next message to the same rank: see `StreamExchange`.
             if message.source == pp_rank:
                 sending.add(message.target)
             elif message.target == pp_rank:

@@ -26,34 +26,56 @@ from trainer.memory.tensors import DTYPE_BYTES, Tensors, total_bytes
 Shapes = tuple[tuple[int, ...], ...]
 """(rows, columns) of the parameters on one tp and ep rank; norms have one column.
 
-A third number: ep ranks that have others.
+A third number is the degree over which experts are distributed: each of these ranks has other
+ones.
 """
 
 
 class RankMemory:
-    """`on_cpu`: attention runs in the CPU's kernel, which alone takes every dtype."""
+    """Sizes of one pipeline rank. `on_cpu`: attention runs in the CPU's kernel, which alone takes
+    every dtype.
+    """
 
     def __init__(
         self, config: Config, world_size: int, pp_rank: int, *, on_cpu: bool = False
     ) -> None:
-        training = config.training
-        parallelism = config.parallelism
         self.config = config
         self.pp_rank = pp_rank
         self.model = config.model.build()
-        degrees = parallelism.degrees(world_size)
+        degrees = config.parallelism.degrees(world_size)
         self.tp = degrees["tp"]
-        self.ep = parallelism.ep
+        self.ep = config.parallelism.ep
         self.pipeline = config.pipeline_plan(world_size)
+        # FSDP shards over cp as well: its ranks have the same weights and other tokens.
         self.num_shards = degrees["dp_shard"] * degrees["cp"]
         self.num_replicas = degrees["dp_replicate"]
         self.num_micro_batches = config.micro_batches(world_size)[1]
+        self._set_dtypes(config)
+        self.optimizer_on_host = config.memory.optimizer_placement == "host"
+        self.is_single_rank = self.num_shards * self.num_replicas == 1
+        # FSDP also runs on a single rank where it has to cast weights or move them from the host.
+        self.is_sharded = (
+            not self.is_single_rank
+            or self.compute_bytes != self.master_bytes
+            or self.optimizer_on_host
+        )
+        self.recomputes = config.memory.recompute != "none"
+        self._set_sequences(config, degrees["cp"], on_cpu=on_cpu)
+        self.ranks_per_node = min(world_size, config.parallelism.ranks_per_node)
+        self.num_nodes = -(-world_size // self.ranks_per_node)
+        self._set_stages()
+
+    def _set_dtypes(self, config: Config) -> None:
+        """Dtypes of weights, reductions and moments: float32 where products are bfloat16."""
+        training = config.training
         is_bfloat16 = training.dtype == "bfloat16"
         self.compute_dtype = training.dtype
+        # bfloat16 runs keep float32 master weights; other dtypes compute, sum and store in one
+        # dtype.
         self.master_dtype = "float32" if is_bfloat16 else training.dtype
         self.reduce_dtype: str = training.reduce_dtype if is_bfloat16 else self.master_dtype
         self.kv_grad_dtype: str = (
-            parallelism.cp_reduce_dtype if is_bfloat16 else self.compute_dtype
+            config.parallelism.cp_reduce_dtype if is_bfloat16 else self.compute_dtype
         )
         self.moment_dtype = (
             "bfloat16" if config.memory.optimizer_dtype == "bfloat16" else self.master_dtype
@@ -63,46 +85,44 @@ class RankMemory:
         self.reduce_bytes = DTYPE_BYTES[self.reduce_dtype]
         self.kv_grad_bytes = DTYPE_BYTES[self.kv_grad_dtype]
         self.moment_bytes = DTYPE_BYTES[self.moment_dtype]
-        self.optimizer_on_host = config.memory.optimizer_placement == "host"
-        self.is_single_rank = self.num_shards * self.num_replicas == 1
-        self.is_sharded = (
-            not self.is_single_rank
-            or self.compute_bytes != self.master_bytes
-            or self.optimizer_on_host
-        )
-        self.recomputes = config.memory.recompute != "none"
+
+    def _set_sequences(self, config: Config, cp: int, *, on_cpu: bool) -> None:
+        """The share of a micro-batch on this rank, and what its blocks hold for it."""
+        training = config.training
         context_plan = config.context_plan()
         seq_len = training.seq_len
         padded_len = context_plan.padded_length(training.seq_len)
         self.layout = SeqLayout(
             context_plan.resolved_layout, context_plan.ring_degree, (0, seq_len, padded_len)
         )
-        """Of a sequence that is one document; padding is another."""
-        self.tokens = training.micro_batch_size * padded_len // degrees["cp"]
+        """Layout of a sequence that is one document; its padding is another."""
+        self.tokens = training.micro_batch_size * padded_len // cp
         largest = self._largest_kind()
+        tile_mib = config.memory.mlp_tile_mib
         block = BlockMemory(
             self.model,
-            largest,
-            self.tokens,
-            self.compute_dtype,
-            self.master_dtype,
-            self.tp,
-            parallelism.sequence_parallel,
-            config.compiles_on_gpu and (not on_cpu or training.compile is True),
-            context_plan if degrees["cp"] > 1 else None,
-            config.memory.head_groups,
-            None if config.memory.mlp_tile_mib is None else config.memory.mlp_tile_mib << 20,
-            training.micro_batch_size,
-            "cpu" if on_cpu else with_attention_choice(config).training.attention,
-            training.deterministic,
-            padded_len != seq_len,
-            self.layout,
-            self.ep,
+            kind=largest,
+            tokens=self.tokens,
+            compute_dtype=self.compute_dtype,
+            stats_dtype=self.master_dtype,
+            tp=self.tp,
+            sequence_parallel=config.parallelism.sequence_parallel,
+            compiled=config.compiles_on_gpu and (not on_cpu or training.compile is True),
+            context_plan=context_plan if cp > 1 else None,
+            head_groups=config.memory.head_groups,
+            mlp_tile_bytes=None if tile_mib is None else tile_mib << 20,
+            sequences=training.micro_batch_size,
+            attention="cpu" if on_cpu else with_attention_choice(config).training.attention,
+            deterministic=training.deterministic,
+            is_padded=padded_len != seq_len,
+            layout=self.layout,
+            ep=self.ep,
         )
         self.block = block_of(block, largest)
-        self.ranks_per_node = min(world_size, parallelism.ranks_per_node)
-        self.num_nodes = -(-world_size // self.ranks_per_node)
-        stages = self.pipeline.stages_of(pp_rank)
+
+    def _set_stages(self) -> None:
+        """The pipeline stages of this rank, and the kinds of their layers."""
+        stages = self.pipeline.stages_of(self.pp_rank)
         self.blocks_by_stage = {stage: self.pipeline.blocks_per_stage[stage] for stage in stages}
         self.num_blocks = sum(self.blocks_by_stage.values())
         self.layers_by_stage = {
@@ -113,16 +133,18 @@ class RankMemory:
             for stage, layers in self.layers_by_stage.items()
         }
         self.kinds = Counter(chain.from_iterable(self.kinds_by_stage.values()))
-        """Layers of this rank."""
+        """Number of layers of each kind on this rank."""
         self.blocks = {kind: block_of(self.block, kind) for kind in self.kinds}
         self.has_first_stage = 0 in stages
         self.has_last_stage = self.pipeline.num_stages - 1 in stages
 
     def _largest_kind(self) -> LayerKind:
-        """Of which a block saves most."""
+        """The kind of layer that saves most."""
         return max(
             self.model.kinds,
             key=lambda kind: (
+                # A kind that does not run in pieces is recomputed whole, which outweighs any
+                # width.
                 self.recomputes and not kind.in_pieces,
                 self.model.saved_width(kind),
             ),
@@ -131,7 +153,9 @@ class RankMemory:
     # ---- parameters
 
     def weights_of(self, kind: LayerKind) -> dict[str, tuple[int, ...]]:
-        """Of one block, by name; norms have one column."""
+        """Weights of one block by name: (rows, columns, ranks with other ones). Norms have one
+        column.
+        """
         declared = kind.parameters.items()
         shapes = {
             name: each.local_shape(self.model.sizes, self.tp, self.ep) for name, each in declared
@@ -146,16 +170,16 @@ class RankMemory:
 
     @cached_property
     def block_shapes(self) -> Shapes:
-        """Of the largest kind of block."""
+        """Weight shapes of the largest kind of block."""
         return max(map(self.shapes_of, dict.fromkeys(self.model.unrotated_layers)), key=numel)
 
     def shapes_of(self, kind: LayerKind) -> Shapes:
-        """Of the weights of one block."""
+        """Weight shapes of one block of this kind."""
         return tuple(self.weights_of(kind).values())
 
     def after_attention(self, kind: LayerKind) -> Shapes:
-        """Of the matrices of such a block that follow attention, in the order of the forward
-        pass.
+        """Matrices of such a block that follow attention, in the order of the forward pass: the
+        output projection, then the feed-forward.
         """
         declared = kind.parameters.items()
         weights = self.weights_of(kind)
@@ -188,8 +212,11 @@ class RankMemory:
     @cached_property
     def end_shapes(self) -> Shapes:
         """The parts of embedding, loss head and final norm on this rank."""
-        head = *self.head_shapes * (not self.model.tie_embeddings), (self.model.dim, 1)
-        return self.embed_shapes * self.has_first_stage + head * self.has_last_stage
+        shapes: Shapes = self.embed_shapes if self.has_first_stage else ()
+        if self.has_last_stage:
+            head = () if self.model.tie_embeddings else self.head_shapes
+            shapes += (*head, (self.model.dim, 1))
+        return shapes
 
     def sharded_numel(self, shapes: Shapes) -> int:
         """Elements of this rank's FSDP shard, rounded up to whole rows as on the first rank."""
@@ -245,8 +272,11 @@ class RankMemory:
         micro_batches = self.num_micro_batches
         if plan.pp == 1 or plan.schedule == "GPipe":
             return 1 if plan.pp == 1 else micro_batches
+        # 1F1B: rank r starts `pp - r` forward passes before its first backward pass.
         if plan.schedule in SINGLE_STAGE_SCHEDULES:
             return min(micro_batches, plan.pp - self.pp_rank)
+        # Interleaved 1F1B (Megatron-LM): `2 * (pp - 1 - r) + (chunks - 1) * pp` warm-up passes of
+        # one stage each, and one more before the first backward pass.
         chunks = plan.stages_per_rank
         return (
             min(
@@ -285,7 +315,7 @@ class RankMemory:
 
     @property
     def num_saved_inputs(self) -> int:
-        """Of a micro-batch, in all stages of the rank."""
+        """Saved block inputs of a micro-batch, in all stages of the rank."""
         return self.num_blocks - self.num_recomputed_blocks
 
     def split_inputs(self, groups: range) -> tuple[float, float]:
@@ -303,6 +333,8 @@ class RankMemory:
             return 0, len(blocks)
         if memory.offload != "inputs_and_attention":
             return len(blocks), 0
+        # Inputs come first, since nothing can replace them; an attention output beyond the budget
+        # is recomputed.
         reserved = self.pipeline.max_in_flight * self.num_saved_inputs * self.block.residual_bytes
         return self._split(
             blocks,
@@ -311,21 +343,26 @@ class RankMemory:
         )
 
     def _split(self, indices: range, of_micro_batch: int, limit: float) -> tuple[float, float]:
-        """How many tensors of a stage are within and beyond the host's limit, which the first ones
-        fill.
+        """(within, beyond) the host's limit: numbers of a stage's tensors. The first ones fill the
+        limit.
 
-        The micro-batches of a pipeline take turns, and so do their tensors: each counts in part.
+        With a pipeline the micro-batches in flight share the limit, and their tensors take turns,
+        so each counts in part.
         """
         if self.pipeline.pp == 1:
             return sum(index < limit for index in indices), sum(
                 index >= limit for index in indices
             )
+        # Which micro-batch finds a free buffer changes over the step; on average each has its
+        # share.
         share = max(0, min(1, limit / max(1, self.in_flight_micro_batches * of_micro_batch)))
         return len(indices) * share, len(indices) * (1 - share)
 
     def saved_blocks(self, stage: int, num_blocks: int, *, is_running: bool = False) -> Tensors:
-        """What the first blocks of a stage save of a micro-batch; of the group of blocks that is
-        recomputed while the next one `is_running`, no inputs: those are counted there.
+        """Tensors that the first blocks of a stage save of a micro-batch.
+
+        `is_running`: the next block runs. The inputs of its checkpoint group, which are recomputed
+        then, are counted there.
         """
         block = self.block
         memory = self.config.memory
@@ -337,6 +374,8 @@ class RankMemory:
         inputs = num_blocks // every if is_running else -(-num_blocks // every)
         on_host, on_device = self.split_inputs(range(inputs))
         outputs, _ = self.split_outputs(range(num_blocks))
+        # Kinds that do not run in pieces recompute the whole block from its input: each saves its
+        # own, and no attention output.
         whole = sum(count for kind, count in kinds.items() if not kind.in_pieces) / max(
             1, num_blocks
         )
@@ -349,8 +388,8 @@ class RankMemory:
         )
 
     def _kinds_of(self, stage: int, num_blocks: int) -> Mapping[LayerKind, int]:
-        """Of the first blocks of a stage."""
-        if len(self.kinds) == 1:  # Sooner than to count them.
+        """Number of blocks of each kind among the first ones of a stage."""
+        if len(self.kinds) == 1:  # A search calls this thousands of times.
             return dict.fromkeys(self.kinds, num_blocks)
         return Counter(self.kinds_by_stage[stage][:num_blocks])
 
@@ -377,7 +416,7 @@ def numel(shapes: Shapes) -> int:
 
 @lru_cache(maxsize=4096)
 def padded_numel(shapes: Shapes, num_shards: int) -> int:
-    """Of gathered shards."""
+    """Elements of gathered shards, with their padding."""
     return sum(
         _sharded_numel((shape,), num_shards) * (num_shards // (shape[2] if len(shape) > 2 else 1))
         for shape in shapes

@@ -69,7 +69,7 @@ def memory_savings(config: Config, world_size: int) -> dict[str, float]:
 
 
 def valid_changes(config: Config, world_size: int, changes: Iterable[Change]) -> Iterator[Change]:
-    """Those that add no configuration problem."""
+    """The changes that add no configuration problem."""
     existing_problems = {*checks.layout_problems(config, world_size)}
     for change in changes:
         if existing_problems.issuperset(checks.layout_problems(change.config, change.world_size)):
@@ -121,6 +121,7 @@ def _doubled_degree(config: Config, world_size: int, axis: str) -> Change:
     """
     degrees = config.parallelism.degrees(world_size)
     doubled = {f"parallelism.{axis}": 2 * degrees[axis]}
+    # Halving a dp dimension keeps the number of devices. Only without one does the job grow.
     for other in ("dp_replicate", "dp_shard"):
         if other != axis and degrees[other] % 2 == 0:
             return change_of(

@@ -52,6 +52,7 @@ class StepMemory:
         self._fullest_parts: dict[object, tuple[str, Tensors]] = {}
 
     def moments(self) -> Iterator[MemoryEstimate]:
+        # A step may have thousands of passes; those that some other pass dominates are left out.
         for found in fullest_passes(self.rank.pipeline, self.rank.pp_rank):
             if found.kind == "F":
                 yield from self._forward_moments(found)
@@ -79,7 +80,7 @@ class StepMemory:
             "workspaces of cuBLAS",
             (CUBLAS_HANDLES, CUBLAS_WORKSPACE),
             "uint8",
-            copies=rank.block.kernel != "cpu",
+            copies=0 if rank.block.kernel == "cpu" else 1,
         )
         accumulate = "trainer/step/trainer.py: Trainer.accumulate_gradients"
         staging = "trainer/checkpoint/manager.py: CheckpointManager.save"
@@ -124,12 +125,13 @@ class StepMemory:
 
     @property
     def _batches_on_device(self) -> int:
+        # A pipeline moves all micro-batches to the device before its schedule starts.
         return self.rank.num_micro_batches if self.is_pipeline else 1
 
     # ---- what passes leave behind
 
     def _saved(self, stage: int) -> Tensors:
-        """Of one micro-batch between its forward and its backward pass."""
+        """Tensors that a stage saves of one micro-batch between its forward and its backward pass."""
         if stage not in self._saved_by_stage:
             self._saved_by_stage[stage] = self._saved_by(stage)
         return self._saved_by_stage[stage]
@@ -140,7 +142,9 @@ class StepMemory:
         return alive + ends.saved_head(self.rank) if stage == self.last_stage else alive
 
     def _rotation(self, stage: int) -> Tensors:
-        """A table for each way to rotate; layers without rotation expand one number of a table."""
+        """Tables of rotary angles, one for each kind of RoPE of the stage. Layers without rotation
+        expand one number of a table.
+        """
         ropes = {
             self.rank.model.layer_kinds[layer].rope for layer in self.rank.layers_by_stage[stage]
         }
@@ -158,7 +162,7 @@ class StepMemory:
         )
 
     def _held(self, found: Pass) -> Tensors:
-        """What other micro-batches hold during a pass."""
+        """Tensors of other micro-batches during a pass."""
         key = found.waiting, found.num_messages
         if key not in self._held_beside:
             self._held_beside[key] = self._held_by_others(found)
@@ -217,18 +221,21 @@ class StepMemory:
         if found.stage > 0 and blocks:
             own += self._hosted_input(0)
         gathered = self.weights.gathered_in(found, 0 if rank.reshards_after_forward else blocks)
+        # Tied weights belong to FSDP's root unit, which is gathered throughout.
         units = () if rank.model.tie_embeddings else rank.head_unit
         if not self.is_pipeline:
             # The all-gather's output and what is copied out of it.
-            copies = 1 + (rank.num_shards > 1)
+            copies = 2 if rank.num_shards > 1 else 1
             gathered += self.weights.gathered(
                 "weights of the head",
                 units or rank.block_shapes,
-                copies if units else rank.num_shards > 1,
+                copies if units else copies - 1,
             )
         elif found.gathers:
             gathered += self.weights.gathered(
-                "weights of the head, being gathered", rank.head_unit, rank.num_shards > 1
+                "weights of the head, being gathered",
+                rank.head_unit,
+                1 if rank.num_shards > 1 else 0,
             )
         yield self._moment(
             "in the loss head, forward",
@@ -241,7 +248,9 @@ class StepMemory:
         )
 
     def _first_forward_moment(self, found: Pass) -> MemoryEstimate:
-        """The last block's, which holds the buffer its weights were gathered in."""
+        """First forward pass of the last block, which still holds the buffer in which its weights
+        were gathered.
+        """
         rank = self.rank
         blocks = self.rank.blocks_by_stage[found.stage]
         last = self._block(found.stage, -1)
@@ -256,7 +265,7 @@ class StepMemory:
             alive = (
                 feed_forward_pass(last)
                 + unsaved
-                + self.block.attention_output(copies=not is_saved)
+                + self.block.attention_output(copies=0 if is_saved else 1)
             )
         return self._moment(
             "in the first forward pass",
@@ -328,13 +337,15 @@ class StepMemory:
         return self.rank.blocks[self.rank.kinds_by_stage[stage][index]]
 
     def _sampled_blocks(self, stage: int) -> list[int]:
-        """Blocks of a stage at whose backward pass it may hold most: the outermost ones of the
-        outermost groups, and of each kind.
+        """Blocks of a stage at whose backward pass it may hold most: the first and last of the
+        first and last checkpoint group, and of each kind.
         """
         every = self.rank.config.memory.blocks_per_checkpoint
         blocks = self.rank.blocks_by_stage[stage]
         kinds = self.rank.kinds_by_stage[stage]
         sampled = {0, blocks // every * every - 1, blocks - 1}
+        # Kinds differ in what they save and hold, so each needs a sample of its first and last
+        # block.
         for kind in self.rank.kinds if len(self.rank.kinds) > 1 else ():
             of_kind = [index for index, each in enumerate(kinds) if each is kind]
             sampled |= {*of_kind[:1], *of_kind[-1:]}
@@ -376,7 +387,9 @@ class StepMemory:
         blocks = self.rank.blocks_by_stage[found.stage]
         later = blocks - 1 - index
         shapes = rank.block_shapes
-        block = f"block {index}" + f" of stage {found.stage}" * self.is_pipeline
+        block = f"block {index}"
+        if self.is_pipeline:
+            block += f" of stage {found.stage}"
         previous = (
             shapes
             if later
@@ -405,7 +418,9 @@ class StepMemory:
                 self._block(found.stage, index - 1)
             ) + self._recomputed_for(index)
             again = self.weights.gathered(
-                "weights of the block that is recomputed", shapes, self.weights.gathers_again
+                "weights of the block that is recomputed",
+                shapes,
+                1 if self.weights.gathers_again else 0,
             )
             yield self._moment(
                 f"in the recomputation of the input of {block}",
@@ -415,6 +430,7 @@ class StepMemory:
                 gradients,
                 recomputed,
             )
+        # A pipeline that reduces once per step adds whole gradients until the last micro-batch.
         if not rank.is_sharded or (self.weights.sums_whole and not found.is_last):
             return
         # The block's own weights are freed by now.
@@ -434,6 +450,7 @@ class StepMemory:
         them.
         """
         beside = self._prefetched(index), self._recomputed_for(index)
+        # Parts depend on nothing else, and a model has hundreds of blocks that share these.
         key = adds, block.kind, index == 0, self._is_last_of_group(index), beside
         if key not in self._fullest_parts:
             parts = self._parts(block, index, adds=adds)
@@ -480,8 +497,8 @@ class StepMemory:
         ) % self.rank.config.memory.blocks_per_checkpoint == 0 or index == self.rank.num_blocks - 1
 
     def _recomputed_for(self, index: int) -> Tensors:
-        """Of the group's blocks before block `index`: their outputs, and the attention outputs
-        that were not saved.
+        """Recomputed tensors of the checkpoint group before block `index`: block outputs, and
+        attention outputs that were not saved.
         """
         position = index % self.rank.config.memory.blocks_per_checkpoint
         _, recomputed = self.rank.split_outputs(range(index - position, index))
@@ -490,7 +507,7 @@ class StepMemory:
         )
 
     def _prefetched(self, index: int) -> Tensors:
-        """Activations being copied back from the host for the preceding block; of several head
+        """Activations being copied back from the host for the preceding block; with several head
         groups only its input.
         """
         if index == 0:
@@ -505,6 +522,6 @@ class StepMemory:
         return preceding_input + self.block.attention_output(copies=output)
 
     def _hosted_input(self, group: int) -> Tensors:
-        """On the device, of an input that is saved on the host."""
+        """Device copy of a block input that is saved on the host."""
         on_host, _ = self.rank.split_inputs(range(group, group + 1))
         return self.block.block_input(copies=on_host)

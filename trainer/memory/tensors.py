@@ -67,7 +67,9 @@ Tensors = tuple[MemoryTensor, ...]
 def tensors(
     line: str, source: str, lifetime: str, *entries: MemoryTensor, on_host: bool = False
 ) -> Tensors:
-    """The entries that exist, with what they have in common."""
+    """The entries that exist, with what they have in common. An entry of 0 copies does not exist
+    in this configuration.
+    """
     return tuple(
         MemoryTensor(
             each.name, each.shape, each.dtype, line, source, lifetime, each.copies, on_host

@@ -12,12 +12,12 @@ from trainer.memory.tensors import TRANSIENT_ACTIVATIONS, MemoryTensor, Tensors,
 
 FSDP = "parallelisms/fsdp.py: apply"
 Unit = Literal["block", "embedding"]
+Part = tuple[str, Shapes, int]
+"""(name, shapes of the weights, how many) of whole gradients."""
 
 
 class WeightMemory:
-    """Units are the modules whose weights FSDP gathers together: the embedding, each block, the
-    head.
-    """
+    """Gathered weights and gradients of FSDP units: the embedding, each block, and the head."""
 
     def __init__(self, rank: RankMemory) -> None:
         self.rank = rank
@@ -35,6 +35,7 @@ class WeightMemory:
         padded: bool = False,
         lifetime: str = "while the unit runs",
     ) -> Tensors:
+        # All-gathers and reduce-scatters need equal shards, so uneven ones are padded.
         size = padded_numel(shapes, self.rank.num_shards) if padded else numel(shapes)
         return tensors(line, FSDP, lifetime, MemoryTensor(name, (size,), dtype, copies=copies))
 
@@ -42,7 +43,7 @@ class WeightMemory:
         lifetime = (
             "until the stage's last micro-batch" if self.is_pipeline else "while the unit runs"
         )
-        copies *= self.rank.is_sharded
+        copies = copies if self.rank.is_sharded else 0
         return self.unit(
             "gathered weights",
             name,
@@ -57,6 +58,8 @@ class WeightMemory:
         """Units that are gathered in a pass through the first `num_blocks` blocks of a stage."""
         rank = self.rank
         if self.is_pipeline:
+            # A pipeline gathers a stage once per step, and reshards it when its gradients are
+            # reduced.
             stages = [stage for stage in rank.blocks_by_stage if stage not in found.reduced]
             blocks = sum(rank.blocks_by_stage[stage] for stage in stages)
             return (
@@ -72,18 +75,17 @@ class WeightMemory:
                     else ()
                 ),
             )
+        # With resharding only one block is gathered; the one ahead is counted by `next_block`.
         gathered = (
             min(1, num_blocks) if rank.config.parallelism.reshard_after_forward else num_blocks
         )
-        tied = self.gathered(
-            "weights of embedding and head", rank.head_shapes, rank.model.tie_embeddings
-        )
-        embedding = self.gathered(
-            "weights of the embedding",
-            rank.embed_shapes,
-            not rank.config.parallelism.reshard_after_forward and not rank.model.tie_embeddings,
-        )
-        return tied + embedding + self.gathered("weights of blocks", rank.block_shapes, gathered)
+        blocks_of_pass = self.gathered("weights of blocks", rank.block_shapes, gathered)
+        if rank.model.tie_embeddings:
+            tied = self.gathered("weights of embedding and head", rank.head_shapes)
+            return tied + blocks_of_pass
+        if rank.config.parallelism.reshard_after_forward:
+            return blocks_of_pass
+        return self.gathered("weights of the embedding", rank.embed_shapes) + blocks_of_pass
 
     @property
     def adds_at_once(self) -> bool:
@@ -103,16 +105,18 @@ class WeightMemory:
         return self.rank.reshards_after_forward and self.rank.num_shards > 1
 
     def next_block(self, index: int) -> Tensors:
-        """Being gathered for the block before block `index`."""
-        return self.gathered(
-            "weights of the next block", self.rank.block_shapes, self.gathers_again and index > 0
-        )
+        """Weights being gathered for the block before block `index`."""
+        if index == 0 or not self.gathers_again:
+            return ()
+        return self.gathered("weights of the next block", self.rank.block_shapes)
 
     def shards(self, name: str, count: float) -> Tensors:
         """Gradients in the dtype of the weights; with the optimizer on the host they are counted
         there.
         """
-        gradient = MemoryTensor(name, (round(count),), self.rank.master_dtype, copies=count > 0)
+        gradient = MemoryTensor(
+            name, (round(count),), self.rank.master_dtype, copies=1 if count > 0 else 0
+        )
         return tensors(
             "gradients",
             FSDP,
@@ -147,11 +151,11 @@ class WeightMemory:
         previous: Shapes = (),
         copied: Unit | None = None,
     ) -> Tensors:
-        """All but those of the unit that runs: of this stage the head and the last `done_blocks`
-        blocks are done.
+        """Gradients beside those of the unit that runs. Of this stage, the head and the last
+        `done_blocks` blocks are done.
 
-        `previous` is the unit before it, whose reduction may be under way. `copied` is the unit
-        that runs, once its gradients have been copied to where they are reduced.
+        `previous`: the unit before it, whose reduction may be under way. `copied`: the unit that
+        runs, once its gradients have been copied to where they are reduced.
         """
         rank = self.rank
         is_end = found.stage == self.last_stage
@@ -161,16 +165,20 @@ class WeightMemory:
         if not rank.is_sharded:
             if found.is_first:
                 return self.shards("gradients", done)
-            again = numel(rank.head_shapes) * (rank.model.tie_embeddings and is_end and with_head)
+            is_tied = rank.model.tie_embeddings and is_end and with_head
+            again = numel(rank.head_shapes) if is_tied else 0
             return self.shards("gradients", rank.local_numel) + self.shards(
                 "gradient of the tied weight", again
             )
+        # Gradients that are summed whole become shards with the stage's last micro-batch, others
+        # with the first.
         if self.sums_whole:
             finished = found.reduced
-            own = done * self.reduces(found)
+            own = done if self.reduces(found) else 0
         else:
             finished = (*found.reduced, *found.whole)
             own = done if found.is_first else self.stage_numel(found.stage)
+        # Gradients are shards once they are reduced, and whole until then.
         shards = self.shards("gradients", own + sum(map(self.stage_numel, finished)))
         if self.reduces(found):
             is_new = found.is_first or self.sums_whole
@@ -185,37 +193,34 @@ class WeightMemory:
     ) -> Tensors:
         """Whole gradients of earlier passes, and in a pipeline of this one."""
         rank = self.rank
-        is_end = found.stage == self.last_stage
-        is_reduced = self.reduces(found)
         if not self.is_pipeline:
-            copies = rank.model.tie_embeddings and with_head and copied != "embedding"
+            if not (rank.model.tie_embeddings and with_head) or copied == "embedding":
+                return ()
             return self.unit(
                 "unreduced gradients",
                 "gradients of embedding and head",
                 rank.head_shapes,
                 rank.compute_dtype,
-                copies=copies,
             )
-        summed = found.whole * self.sums_whole
-        parts = [
-            (f"blocks of stage {stage}", rank.block_shapes, rank.blocks_by_stage[stage])
-            for stage in summed
-        ]
-        for stage in summed:
-            parts += [("the head", rank.head_unit, 1)] * (stage == self.last_stage)
-            parts += [("the embedding", rank.embed_shapes, 1)] * (stage == 0)
-        if found.is_first and not is_reduced:  # What this pass has computed
-            parts += [(f"blocks of stage {found.stage}", rank.block_shapes, done_blocks)]
-            parts += [("the head", rank.head_unit, is_end and with_head)]
+        parts: list[Part] = []
+        for stage in found.whole if self.sums_whole else ():
+            parts += self._stage_parts(
+                stage, rank.blocks_by_stage[stage], has_head=True, has_embedding=True
+            )
+        is_reduced = self.reduces(found)
+        # This pass has computed whole gradients, or has still to reduce those of earlier ones.
+        if found.is_first and not is_reduced:
+            parts += self._stage_parts(
+                found.stage, done_blocks, has_head=with_head, has_embedding=False
+            )
         elif not found.is_first and self.sums_whole:
-            remaining = (
-                rank.blocks_by_stage[found.stage] - done_blocks * is_reduced - (copied == "block")
+            remaining = rank.blocks_by_stage[found.stage] - (done_blocks if is_reduced else 0)
+            parts += self._stage_parts(
+                found.stage,
+                remaining - 1 if copied == "block" else remaining,
+                has_head=not (is_reduced and with_head),
+                has_embedding=copied != "embedding",
             )
-            parts += [(f"blocks of stage {found.stage}", rank.block_shapes, remaining)]
-            parts += [("the head", rank.head_unit, is_end and not (is_reduced and with_head))]
-            parts += [
-                ("the embedding", rank.embed_shapes, found.stage == 0 and copied != "embedding")
-            ]
         return tuple(
             each
             for name, shapes, count in parts
@@ -229,26 +234,42 @@ class WeightMemory:
             )
         )
 
-    def reduction(self, found: Pass, shapes: Shapes, last: Shapes) -> Iterator[Tensors]:
-        """What the reduction of a unit's gradients holds: a copy of them, then the result. `last`:
-        the unit's last weight.
+    def _stage_parts(
+        self, stage: int, blocks: int, *, has_head: bool, has_embedding: bool
+    ) -> Iterator[Part]:
+        """Whole gradients of some blocks of a stage, and of the head and embedding it may have."""
+        yield f"blocks of stage {stage}", self.rank.block_shapes, blocks
+        if has_head and stage == self.last_stage:
+            yield "the head", self.rank.head_unit, 1
+        if has_embedding and stage == 0:
+            yield "the embedding", self.rank.embed_shapes, 1
 
-        FSDP2 divides the result of a single shard, and holds the last weight's gradient as long as
-        there are several. A single rank has no result of its own.
+    def reduction(self, found: Pass, shapes: Shapes, last: Shapes) -> Iterator[Tensors]:
+        """Two moments of a unit's reduce-scatter: its input copied, then the result. `last`: the
+        unit's last weight.
+
+        FSDP2 divides the result of a single shard, and holds the gradient of the last weight while
+        there are several shards. A single rank has no result by itself.
         """
         rank = self.rank
         is_new = found.is_first or not self.sums_whole
         count = self.rank.sharded_numel(shapes)
         yield self._reducing(shapes) + (self.computed(shapes) if is_new else ())
         result = MemoryTensor(
-            "a reduced gradient", (count,), rank.reduce_dtype, copies=not rank.is_single_rank
+            "a reduced gradient",
+            (count,),
+            rank.reduce_dtype,
+            copies=0 if rank.is_single_rank else 1,
         )
         widened = result._replace(name="the same in the weights' dtype", dtype=rank.master_dtype)
+        # A result is divided or cast, each into a new tensor, one after the other: the larger
+        # counts.
         copies = [
             result._replace(
-                name="the same, divided", copies=rank.num_shards == 1 < rank.num_replicas
+                name="the same, divided",
+                copies=1 if rank.num_shards == 1 and rank.num_replicas > 1 else 0,
             ),
-            widened._replace(copies=rank.reduce_dtype != rank.master_dtype),
+            widened._replace(copies=1 if rank.reduce_dtype != rank.master_dtype else 0),
         ]
         yield (
             *self._reducing(shapes),
@@ -264,7 +285,7 @@ class WeightMemory:
                 "gradient of the last weight",
                 last,
                 rank.compute_dtype if is_new else rank.reduce_dtype,
-                copies=rank.num_shards > 1,
+                copies=1 if rank.num_shards > 1 else 0,
             ),
         )
 
@@ -279,7 +300,9 @@ class WeightMemory:
 
     @property
     def _become_gradients(self) -> bool:
-        """Whether what FSDP2 would reduce is the gradient already: that of a single rank."""
+        """Whether the gradients that FSDP2 would reduce are final: a single rank passes them on
+        without a copy.
+        """
         rank = self.rank
         return (
             rank.is_single_rank and rank.reduce_dtype == rank.master_dtype and not self._are_moved
@@ -291,16 +314,19 @@ class WeightMemory:
         return self.rank.optimizer_on_host and self.rank.block.kernel != "cpu"
 
     def _all_reduced(self, count: float, *, is_new: bool = True) -> Tensors:
-        """What FSDP2 all-reduced over replicas, and keeps until the pass ends.
+        """All-reduced gradients of replicas, which FSDP2 keeps until the backward pass ends.
 
-        New gradients of its dtype are views of it.
+        New gradients of the same dtype are views of them, and need no memory.
         """
         rank = self.rank
         is_held = rank.num_replicas > 1 and (
             self._are_moved or not is_new or rank.reduce_dtype != rank.master_dtype
         )
         held = MemoryTensor(
-            "gradients that were all-reduced", (round(count),), rank.reduce_dtype, copies=is_held
+            "gradients that were all-reduced",
+            (round(count),),
+            rank.reduce_dtype,
+            copies=1 if is_held else 0,
         )
         return tensors("unreduced gradients", FSDP, "until the backward pass ends", held)
 
@@ -310,8 +336,11 @@ class WeightMemory:
         if not self.is_pipeline:
             return rank.local_numel
         count = rank.blocks_by_stage[stage] * rank.sharded_numel(rank.block_shapes)
-        count += rank.sharded_numel(rank.head_unit) * (stage == self.last_stage)
-        return count + rank.sharded_numel(rank.embed_shapes) * (stage == 0)
+        if stage == self.last_stage:
+            count += rank.sharded_numel(rank.head_unit)
+        if stage == 0:
+            count += rank.sharded_numel(rank.embed_shapes)
+        return count
 
     def computed(self, shapes: Shapes) -> Tensors:
         """Gradients of the unit that runs."""
@@ -324,13 +353,15 @@ class WeightMemory:
     def optimizer_step(self) -> tuple[Tensors, Tensors]:
         """Gradients, and moments in bfloat16 that are widened chunk by chunk."""
         rank = self.rank
+        # The optimizer widens and rounds one parameter chunk at a time: see
+        # `OPTIMIZER_CHUNK_ELEMENTS`.
         chunk = min(
             OPTIMIZER_CHUNK_ELEMENTS,
             max(rank.sharded_numel((shape,)) for shape in rank.block_shapes + rank.end_shapes),
         )
         is_widened = rank.moment_dtype != rank.master_dtype and not rank.optimizer_on_host
         widened = MemoryTensor(
-            "a chunk of both moments", (2, chunk), rank.master_dtype, copies=is_widened
+            "a chunk of both moments", (2, chunk), rank.master_dtype, copies=1 if is_widened else 0
         )
         where = "trainer/step/optimizer.py: Optimizer"
         when = "while a chunk is updated"

@@ -80,6 +80,7 @@ def search(options: Namespace, overrides: Sequence[str]) -> int:
         )
     config = require_single_stage(load(overrides), typed("plan", "search"))
     device = selected_device(options, config)
+    # What the command line states is the user's choice: the search must keep it.
     pinned = pinned_keys(overrides)
     world_size = requested_world_size(options, device)
     shortage = ""
@@ -89,6 +90,8 @@ def search(options: Namespace, overrides: Sequence[str]) -> int:
     title = f"{config.job.name} with {config.training.seq_len:,} tokens per sequence"
     if options.fewest and world_size:
         raise ConfigError(["--fewest finds the number of devices: leave out --gpus and --nodes"])
+    # The question decides what varies: the number of devices, the sequence length, or the layout
+    # alone.
     if options.fewest:
         world_size, result = layouts.fewest_devices(config, device, pinned=pinned)
         title += (
@@ -178,7 +181,7 @@ def build_parser() -> CommandParser:
 
 
 def add_devices(parser: CommandParser) -> None:
-    """What a plan and a search have in common."""
+    """Options that a plan and a search have in common."""
     parser.add_config()
     add = parser.add_argument
     devices = fill(", ".join(device_names()), 72)
@@ -208,7 +211,9 @@ def count(text: str, *, minimum: int = 1, maximum: int = 1 << 62) -> int:
     match = re.fullmatch(r"0*([1-9]\d*)([KM]?)", text)
     value = int(match[1]) << {"": 0, "K": 10, "M": 20}[match[2]] if match else 0
     if not minimum <= value <= maximum:
-        limits = f"at least {minimum}" + f", at most {maximum:,}" * (maximum == MAX_SEQ_LEN)
+        limits = f"at least {minimum}"
+        if maximum == MAX_SEQ_LEN:
+            limits += f", at most {maximum:,}"
         raise ArgumentTypeError(
             f"{text} must be an integer, {limits}, optionally with suffix K or M"
         )
@@ -263,6 +268,7 @@ def requested_world_size(options: Namespace, device: DeviceSpec) -> int | None:
     requested = {options.world_size, options.nodes and options.nodes * device.devices_per_node} - {
         None
     }
+    # Both options may be given if they agree.
     if len(requested) > 1:
         raise ConfigError(
             ["--world-size, --gpus and --nodes must give the same number of devices"]
@@ -278,11 +284,8 @@ def option_notes(options: Namespace, config: Recipe) -> list[str]:
         if value
     ]
     is_default = options.device is None and select_device(config) is None
-    return [
-        *remarks,
-        *[DEFAULT_DEVICE_NOTE] * is_default,
-        f"command: {typed('plan', *options.words)}",
-    ]
+    notes = [DEFAULT_DEVICE_NOTE] if is_default else []
+    return [*remarks, *notes, f"command: {typed('plan', *options.words)}"]
 
 
 def emit_report(report: PlanReport, html: Path | None) -> None:

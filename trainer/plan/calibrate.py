@@ -32,7 +32,7 @@ CPU_KERNELS = ("flash", "cudnn", "efficient", "plain")
 """A CPU has one kernel, whatever name a configuration gives it."""
 
 Measurements = dict[str, dict[str, float | dict[str, float]]]
-"""By section and key, in the units of a device table."""
+"""Measured rates by section and key, in the units of a device table."""
 
 
 def measure_device_toml(extends: str) -> str:
@@ -70,6 +70,7 @@ def _measure_device(device: torch.device) -> Measurements:
             "matmul_tflops": 2 * side**3 / _min_seconds(device, partial(torch.mm, a, b)) / 1e12,
             "matmul_share": 1.0,
             "matmul_size": side,
+            # A copy reads and writes each byte.
             "memory_gbps": 2 * size / _min_seconds(device, partial(other.copy_, one)) / 1e9,
             "memory_share": 1.0,
             "launch_us": 1e6 * _launch_seconds(device),
@@ -90,7 +91,7 @@ def _measure_device(device: torch.device) -> Measurements:
 
 
 def _memory_gib(device: torch.device) -> float:
-    """Of the GPU, or of the machine."""
+    """Memory of the GPU, or of the machine."""
     is_gpu = device.type == "cuda"
     return (
         torch.cuda.get_device_properties(device).total_memory if is_gpu else node_memory_bytes()
@@ -99,6 +100,7 @@ def _memory_gib(device: torch.device) -> float:
 
 def _measure_kernels(device: torch.device, tokens: int, dtype: torch.dtype) -> Measurements:
     if device.type == "cpu":
+        # A run on a CPU ignores the kernel's name, so one measurement serves every name.
         on_cpu = dict(_measure_attention(device, "cpu", tokens, dtype))
         measured = dict.fromkeys(CPU_KERNELS, on_cpu)
     else:
@@ -122,6 +124,7 @@ def _measure_attention(
         shapes = ((tokens, heads, head_dim),) * 2 + ((tokens, kv_heads, head_dim),) * 2
         grad, q, k, v = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
         try:
+            # A kernel that computes wrong values must not enter a table as the fastest.
             lengths = kernel_check.LENGTHS if device.type == "cuda" else kernel_check.SHORT_LENGTHS
             kernel_check.verify_kernel(
                 kernel,
@@ -151,6 +154,7 @@ def _measure_attention(
                 kernel=kernel,
             ),
         )
+        # FLOPs: two products forward and five backward, each of 2 * heads * head_dim * pairs.
         flops = heads * head_dim * pairs / 1e12
         yield (
             f"width_{head_dim}",
@@ -173,6 +177,7 @@ def _launch_seconds(device: torch.device, count: int = 1000) -> float:
 
 
 def _min_seconds(device: torch.device, call: Callable[[], object]) -> float:
+    """The shortest time of a call over REPEATS, after WARMUPS."""
     seconds = []
     for _ in range(WARMUPS + REPEATS):
         watch = Stopwatch(device)
@@ -180,4 +185,5 @@ def _min_seconds(device: torch.device, call: Callable[[], object]) -> float:
         call()
         watch.stop()
         seconds.append(watch.seconds())
+    # Disturbances only add time, so the minimum is closest to the rate.
     return min(seconds[WARMUPS:])

@@ -21,7 +21,7 @@ Phase = Literal["forward", "backward", "recompute", "step"]
 forward and backward.
 """
 HALO = "the halo"
-"""The KV that layers with a window exchange."""
+"""Payload of layers with a window: the KV that another rank's queries still see."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +36,15 @@ class CommVolume:
     what: str
     """Description of the payload."""
     bytes: float
-    """Sent by this rank in the step."""
+    """Bytes that this rank sends in the step."""
     calls: float
     """Calls in the step."""
 
 
 def comm_volumes(rank: RankMemory) -> list[CommVolume]:
-    """Of the busiest rank with that pp rank, merged by channel, kind, phase and payload."""
+    """Communication of the busiest rank with that pp rank, merged by channel, kind, phase and
+    payload.
+    """
     by_key: dict[tuple[str, ...], CommVolume] = {}
     volumes = (_fsdp_volumes, _tp_volumes, _cp_volumes, _expert_volumes, _pp_volumes)
     for message in (each for volumes_of in volumes for each in volumes_of(rank)):
@@ -61,7 +63,9 @@ def comm_volumes(rank: RankMemory) -> list[CommVolume]:
 def _volume(
     channel: str, kind: str, phase: Phase, what: str, *, size: float, ranks: int, calls: float
 ) -> Iterator[CommVolume]:
-    """Nothing in a group of one rank. `size` is that of one call, as in `sent_bytes`."""
+    """Communication in a group of `ranks`; nothing in a group of one. `size`: that of one call, as
+    in `sent_bytes`.
+    """
     if ranks > 1 and calls and size >= MIN_COUNTED_BYTES:
         total_bytes = calls * sent_bytes(kind, size, ranks)
         yield CommVolume(
@@ -88,7 +92,7 @@ class FSDPUnit:
 
     @property
     def ep(self) -> int:
-        """Ranks that have other parts of it."""
+        """Expert-parallel ranks, each of which has other experts."""
         return max((shape[2] for shape in self.shapes if len(shape) > 2), default=1)
 
 
@@ -96,6 +100,7 @@ def fsdp_units(rank: RankMemory) -> Iterator[FSDPUnit]:
     """Blocks, embedding and loss head; a tied head belongs to the embedding's unit."""
     final_norm = (rank.model.dim, 1)
     head = *rank.head_shapes, final_norm
+    # A pipeline gathers weights once per step, because stages alternate between micro-batches.
     if rank.pipeline.pp > 1:
         times = rank.num_micro_batches if rank.pipeline.reduces_per_micro_batch else 1
         for kind, count in rank.kinds.items():
@@ -110,6 +115,8 @@ def fsdp_units(rank: RankMemory) -> Iterator[FSDPUnit]:
         block_runs = micro_batches * count
         gathers: dict[Phase, float] = {"forward": block_runs}
         if rank.config.parallelism.reshard_after_forward:
+            # The backward pass gathers a block once for itself, and once more to recompute the
+            # next block's input.
             again = rank.num_recomputed_blocks * count / rank.num_blocks
             gathers |= {"backward": block_runs, "recompute": micro_batches * again}
         yield from _block_units(rank, kind, gathers, block_runs)
@@ -128,7 +135,9 @@ def fsdp_units(rank: RankMemory) -> Iterator[FSDPUnit]:
 def _block_units(
     rank: RankMemory, kind: LayerKind, all_gathers: dict[Phase, float], reduce_scatters: float
 ) -> Iterator[FSDPUnit]:
-    """Experts that are distributed over ranks are a unit of their own."""
+    """Units of one kind of block. Experts that are distributed over ranks are a unit by
+    themselves.
+    """
     shapes = rank.shapes_of(kind)
     experts = tuple(shape for shape in shapes if len(shape) > 2 and shape[2] > 1)
     yield FSDPUnit(
@@ -142,6 +151,7 @@ def _block_units(
 
 
 def _fsdp_volumes(rank: RankMemory) -> Iterator[CommVolume]:
+    # Gradients that are reduced once follow the last backward pass, outside of any micro-batch.
     reduces_once = rank.pipeline.pp > 1 and not rank.pipeline.reduces_per_micro_batch
     reduce_phase: Phase = "step" if reduces_once else "backward"
     replicas = rank.config.parallelism.dp_replicate
@@ -199,6 +209,8 @@ def _block_calls(rank: RankMemory) -> TPCalls:
     is_sequence_parallel = rank.block.sequence_parallel
     size = rank.block.residual_bytes
     reduction = "reduce_scatter" if is_sequence_parallel else "all_reduce"
+    # Without sequence parallelism every tp rank has all tokens: inputs need no gather, outputs an
+    # all-reduce.
     for is_input, phase, count, tiles in _block_collectives(rank):
         if not is_input or is_sequence_parallel:
             yield (
@@ -238,6 +250,7 @@ def _embedding_and_head_calls(rank: RankMemory) -> TPCalls:
     is_sequence_parallel = rank.block.sequence_parallel
     size = rank.block.residual_bytes
     is_loss_parallel = rank.config.parallelism.loss_parallel
+    gathers = 1 if is_sequence_parallel else 0
     reduction = "reduce_scatter" if is_sequence_parallel else "all_reduce"
     if rank.has_first_stage and (is_loss_parallel or not rank.model.tie_embeddings):
         yield "hidden states of the embedding", reduction, "forward", size, 1
@@ -246,18 +259,18 @@ def _embedding_and_head_calls(rank: RankMemory) -> TPCalls:
             "all_gather",
             "backward",
             size,
-            is_sequence_parallel,
+            gathers,
         )
     if rank.has_last_stage and is_loss_parallel:
-        yield "hidden states of the loss head", "all_gather", "forward", size, is_sequence_parallel
+        yield "hidden states of the loss head", "all_gather", "forward", size, gathers
         yield "hidden states of the loss head", reduction, "backward", size, 1
 
 
 def _replicated_grad_calls(rank: RankMemory) -> TPCalls:
     """Partial gradients of weights replicated over tp, reduced in float32 or wider."""
     model = rank.model
-    first = rank.has_first_stage
-    last = rank.has_last_stage
+    in_head = 1 if rank.has_last_stage else 0
+    in_embedding = 1 if rank.has_first_stage and model.tie_embeddings else 0
     weights = []
     for each, blocks in (
         (each, count) for kind, count in rank.kinds.items() for each in kind.parameters.values()
@@ -270,9 +283,9 @@ def _replicated_grad_calls(rank: RankMemory) -> TPCalls:
         ):
             weights.append((prod(each.shape_of(model.sizes)), blocks))
     if rank.block.sequence_parallel:
-        weights.append((model.dim, last))
+        weights.append((model.dim, in_head))
         if not rank.config.parallelism.loss_parallel:
-            weights.append((model.vocab_size * model.dim, last + first * model.tie_embeddings))
+            weights.append((model.vocab_size * model.dim, in_head + in_embedding))
     for elements, calls in weights:
         yield (
             "gradients of replicated weights",
@@ -295,6 +308,7 @@ def _loss_calls(rank: RankMemory) -> TPCalls:
         return
     chunks, remainder = divmod(rank.head_tokens, rank.loss_chunk_tokens)
     for tokens, calls in ((rank.loss_chunk_tokens, chunks), (remainder, 1)):
+        # One reduction of the maximum, then one of the two sums stacked.
         for numbers in (1, 2):
             yield (
                 "loss reductions",
@@ -330,7 +344,7 @@ def _cp_volumes_of(
     runs: dict[Phase, float] = {
         "forward": 1,
         "backward": 1,
-        "recompute": rank.recomputes + recomputed,
+        "recompute": 1 + recomputed if rank.recomputes else 0,
     }
     for phase, num_runs in runs.items():
         exchanges = 2 * calls * num_runs
@@ -340,6 +354,7 @@ def _cp_volumes_of(
             yield from _volume(
                 channel, "all_to_all", phase, what, size=size, ranks=ranks, calls=exchanges
             )
+    # Gradients travel in `cp_reduce_dtype`, which may be wider than KV.
     kv_grads = rank.kv_grad_bytes * rank.block.kv_numel / groups
     for phase, num_runs in (runs | {"recompute": recomputed}).items():
         yield from _ring_volumes(plan, phase, "KV", kv, calls * num_runs, halo=halo and halo[0])
@@ -350,7 +365,7 @@ def _cp_volumes_of(
 
 
 def attention_bytes(rank: RankMemory) -> dict[int | None, float]:
-    """Sent by attention, by window."""
+    """Bytes that attention sends, by window."""
     by_window = dict.fromkeys((kind.window for kind in rank.kinds), 0.0)
     if (plan := rank.block.context_plan) is not None:
         for kind, count in rank.kinds.items():
@@ -383,6 +398,7 @@ def _ring_volumes(
     if size < MIN_COUNTED_BYTES:
         return
     collective = "reduce_scatter" if what.startswith("gradients") else "all_gather"
+    # Each of the other ranks' KV passes through this rank once, whatever collective carries it.
     hops = plan.ring_degree - 1
     yield CommVolume(
         channel=channel,
@@ -403,10 +419,13 @@ def _expert_volumes(rank: RankMemory) -> Iterator[CommVolume]:
     layers = sum(count for kind, count in rank.kinds.items() if kind.feed_forward == "moe")
     shared = sum(count for kind, count in rank.kinds.items() if kind.shared_expert)
     tiles = rank.block.num_tiles() if rank.recomputes else 1
+    # Each tp rank dispatches its own tokens, `top_k` rows for each, as if all experts were equally
+    # loaded.
     rows = rank.tokens // sequence_shards * model.top_k / tiles
     calls = layers * rank.num_micro_batches * tiles
     x = rank.compute_bytes * model.dim * rows
     weights = rank.master_bytes * rows
+    # int64 counts of rows by expert, for every tile in one call.
     counts = 8.0 * model.num_experts * tiles
     yield from _volume(
         "ep",
@@ -421,7 +440,7 @@ def _expert_volumes(rank: RankMemory) -> Iterator[CommVolume]:
     ways: list[tuple[Phase, float, float]] = [
         ("forward", 1, 1),
         ("backward", 1, 1),
-        ("recompute", rank.recomputes, 0),
+        ("recompute", 1 if rank.recomputes else 0, 0),
     ]
     for phase, there, back in ways:
         if sequence_shards > 1:
@@ -441,28 +460,28 @@ def _expert_volumes(rank: RankMemory) -> Iterator[CommVolume]:
             ("tokens", x, there + back),
             ("weights of experts", weights, there),
         ):
-            yield from _volume(
-                "ep", "all_to_all", phase, what, size=size, ranks=rank.ep, calls=calls * count
-            )
-            if sequence_shards > 1:
-                gathered = size * sequence_shards
-                yield from _volume(
-                    "tp",
-                    "all_to_all",
-                    phase,
-                    what,
-                    size=gathered,
-                    ranks=rank.tp,
-                    calls=calls * count,
-                )
+            yield from _row_exchange(rank, phase, what, size=size, calls=calls * count)
+
+
+def _row_exchange(
+    rank: RankMemory, phase: Phase, what: str, *, size: float, calls: float
+) -> Iterator[CommVolume]:
+    """Rows over ep; with sequence parallelism also over tp, where each rank holds a shard."""
+    yield from _volume("ep", "all_to_all", phase, what, size=size, ranks=rank.ep, calls=calls)
+    shards = rank.block.sequence_shards
+    if shards > 1:
+        yield from _volume(
+            "tp", "all_to_all", phase, what, size=size * shards, ranks=rank.tp, calls=calls
+        )
 
 
 def _pp_volumes(rank: RankMemory) -> Iterator[CommVolume]:
     """The residual stream forward and its gradient backward."""
     plan = rank.pipeline
     size = rank.block.residual_bytes
-    sends = (plan.stages_per_rank - rank.has_last_stage) * rank.num_micro_batches
-    returns = (plan.stages_per_rank - rank.has_first_stage) * rank.num_micro_batches
+    stages = plan.stages_per_rank
+    sends = (stages - 1 if rank.has_last_stage else stages) * rank.num_micro_batches
+    returns = (stages - 1 if rank.has_first_stage else stages) * rank.num_micro_batches
     yield from _volume(
         "pp", "send", "forward", "residual stream", size=size, ranks=plan.pp, calls=sends
     )

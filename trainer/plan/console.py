@@ -29,7 +29,7 @@ from trainer.plan.document import (
 MAX_WIDTH = 100
 COLUMN_GAP = 2
 MAX_BAR_COLUMNS = 4
-"""Of more bars only the first, the fullest or busiest, and the last are shown."""
+"""Most bars that are shown. Of more, only the first, the fullest or busiest, and the last are."""
 MAX_CURVE_ROWS = 12
 MAX_MARKS = 24
 """Characters of the longest mark bar."""
@@ -75,16 +75,17 @@ def _to_table(section: BarChart | Table | LineChart) -> tuple[Table, list[str]]:
         return _bars_table(section)
     if isinstance(section, LineChart):
         return _curve_table(section)
-    return section, ["* the best"] * (section.best is not None) + [section.note] * bool(
-        section.note
-    )
+    notes = [] if section.best is None else ["* the best"]
+    if section.note:
+        notes.append(section.note)
+    return section, notes
 
 
 def _bars_table(chart: BarChart) -> tuple[Table, list[str]]:
     notes = _limit_notes(chart)
     bars = chart.bars
     if len(bars) == 1:
-        # With a column of marks proportional to the segments.
+        # A single bar leaves room for a column of marks proportional to its segments.
         table = bars_to_table(chart)
         parts = [bars[0].segments[name] for name in chart.segment_names]
         marks = ["#" * round(MAX_MARKS * part / max(parts)) for part in parts]
@@ -93,7 +94,8 @@ def _bars_table(chart: BarChart) -> tuple[Table, list[str]]:
     if len(bars) <= MAX_BAR_COLUMNS:
         return bars_to_table(chart), notes
     shown = sorted({0, chart.worst, len(bars) - 1})
-    between = f", the {'fullest' if chart.focus is None else 'busiest'}" * (len(shown) > 2)
+    worst = "fullest" if chart.focus is None else "busiest"
+    between = f", the {worst}" if len(shown) > 2 else ""
     omitted = f"the first{between} and the last of {len(bars)}; {len(bars) - len(shown)} omitted"
     return bars_to_table(chart, shown), [omitted, *notes]
 
@@ -156,6 +158,7 @@ def _column_widths(table: Table, available_width: int) -> list[int] | None:
         for name, *cells in columns
     ]
     while sum(widths) + COLUMN_GAP * (len(widths) - 1) > available_width:
+        # Only columns whose words would still fit can shrink: no number or word may break.
         slack = [
             width if width > lowest else 0
             for width, lowest in zip(widths, min_widths, strict=True)

@@ -22,15 +22,15 @@ from trainer.plan.step_time import STEP_OVERHEAD, RankStepTime, RankTimeModel
 @dataclass(frozen=True)
 class StepTime:
     ranks: tuple[RankStepTime, ...]
-    """By pp rank."""
+    """Times of the pipeline ranks, by pp rank."""
     seconds: float
     executed_flops: float
-    """Of all ranks, including recomputation."""
+    """FLOPs that all ranks execute, including recomputation."""
 
     @cached_property
     def attention_seconds(self) -> float:
-        """Of the busiest rank, in attention kernels: what grows with the (query, key) pairs of
-        sequences.
+        """Seconds of the busiest rank in attention kernels: the part that grows with the (query,
+        key) pairs of sequences.
         """
         return self.busiest.compute.get("attention", 0)
 
@@ -40,7 +40,7 @@ class StepTime:
 
 
 class TimedRank(Protocol):
-    """What a step's time depends on, of one pipeline rank."""
+    """Times of one pipeline rank from which the time of a step follows."""
 
     @property
     def step_time(self) -> RankStepTime: ...
@@ -61,7 +61,7 @@ class TimedRank(Protocol):
 
 
 def predict_step_time(config: Config, world_size: int, device: DeviceSpec) -> StepTime:
-    """The configuration must be valid, with `memory.recompute` resolved."""
+    """Step time by formulas. The configuration must be valid, with `memory.recompute` resolved."""
     groups = interconnect.group_topologies(config, world_size, device)
     plan = config.pipeline_plan(world_size)
     distinct: dict[tuple[object, ...], RankTimeModel] = {}
@@ -80,7 +80,7 @@ def predict_step_time(config: Config, world_size: int, device: DeviceSpec) -> St
 
 
 def step_time_of(config: Config, world_size: int, ranks: Sequence[TimedRank]) -> StepTime:
-    """`ranks`: by pp rank."""
+    """Time of a step from those of its pipeline ranks, by pp rank."""
     pipeline_seconds, bubbles = _pipeline_time(config.pipeline_plan(world_size), ranks)
     # Gradient clipping needs the norm over all stages, so the slowest optimizer step counts for
     # all.
@@ -89,10 +89,13 @@ def step_time_of(config: Config, world_size: int, ranks: Sequence[TimedRank]) ->
     )
     step_times = []
     for pp_rank, (stage, bubble) in enumerate(zip(ranks, bubbles, strict=True)):
+        # The remainder is the wait for the slowest optimizer step, so that all bars are equally
+        # long.
         optimizer = step_seconds - STEP_OVERHEAD - stage.step_time.busy - bubble
         step_times.append(
             replace(stage.step_time, pp_rank=pp_rank, bubble=bubble, optimizer=optimizer)
         )
+    # Each entry stands for all ranks of its pipeline rank.
     executed_flops = (
         world_size // config.parallelism.pp * sum(stage.executed_flops for stage in ranks)
     )
@@ -118,6 +121,8 @@ def _pipeline_time(plan: PipelinePlan, ranks: Sequence[TimedRank]) -> tuple[floa
     if plan.pp == 1:
         return ranks[0].step_time.busy, [0.0]
     chunk_seconds = sum(stage.chunk_seconds for stage in ranks) / plan.pp
+    # The busiest rank sets the pace: beside its own work it waits only for the pipeline to fill
+    # and drain.
     busy = [stage.step_time.busy for stage in ranks]
     total = max(busy) + bubble_seconds(
         plan, chunk_seconds, p2p_seconds=max(stage.p2p_seconds for stage in ranks)

@@ -182,6 +182,7 @@ def bars_to_table(chart: BarChart, indices: Sequence[int] | None = None) -> Tabl
     columns = [chart.unit, *(bar.label for bar in bars)]
     if len(chart.bars) == 1:
         columns.append("share")
+        # The rows below the segments have no name, and so no share.
         for name, row in zip_longest(names, rows):
             value = bars[0].segments.get(name, 0)
             row.append(f"{format_number(100 * value / bars[0].total, 1)} %" if value else "")
@@ -191,7 +192,8 @@ def bars_to_table(chart: BarChart, indices: Sequence[int] | None = None) -> Tabl
 def _headroom(bar: StackedBar, decimals: int) -> str:
     if bar.limit is None:
         return ""
-    return "-" * (not bar.fits) + (format_number(abs(bar.limit - bar.total), decimals) or "0")
+    sign = "" if bar.fits else "-"
+    return sign + (format_number(abs(bar.limit - bar.total), decimals) or "0")
 
 
 def lines_to_table(

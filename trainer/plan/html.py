@@ -116,6 +116,7 @@ def _scale(chart: LineChart) -> dict[str, Any]:
     def to_x(value: float) -> float:
         return round(PLOT_WIDTH * _axis_position(value, x_ticks, log=chart.log_x), 1)
 
+    # The y axis of an SVG points down.
     def to_y(value: float) -> float:
         return round(PLOT_HEIGHT * (1 - _axis_position(value, y_ticks, log=chart.log_y)), 1)
 
@@ -149,11 +150,13 @@ def axis_ticks(values: Sequence[float], *, log: bool) -> list[float]:
     if log:
         first = floor(log2(min(drawable)))
         last = ceil(log2(max(drawable)))
+        # Every `stride`-th power of two, so that no more than MAX_TICKS remain.
         stride = -(-(max(last - first, 1) + 1) // MAX_TICKS)
         return [2.0**power for power in range(first, max(last, first + 1) + stride, stride)]
     top = max(*drawable, 0.0) or 1.0
     power = 10.0 ** floor(log10(top / 5))
     step = power * next(factor for factor in (1, 2, 5, 10) if top / (power * factor) < 5.5)
+    # Rounding may leave a value a hair above its tick, which must not add another.
     return [round(step * count, 12) for count in range(ceil(top / step - 1e-9) + 1)]
 
 

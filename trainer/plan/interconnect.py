@@ -65,6 +65,7 @@ def used_domain_size(first_groups: Collection[range], world_size: int, device: D
         return device.link_domain_used
     if domain_size <= node_size or world_size <= domain_size:
         return domain_size
+    # From all whole nodes of a domain down to half of it.
     whole_nodes = range(domain_size - domain_size % node_size, domain_size // 2 - 1, -node_size)
     aligned = (
         size for size in whole_nodes if all(_is_aligned(group, size) for group in first_groups)
@@ -85,11 +86,12 @@ def _is_aligned(first_group: range, domain_size: int) -> bool:
 
 
 def _worst_placement(first_group: range, world_size: int, domain_size: int) -> GroupTopology:
-    """Among all translations of `first_group`; if the sizes do not divide a link domain, some
-    groups cross its border.
+    """Placement of the worst translation of `first_group`. If sizes do not divide a link domain,
+    some groups cross its border.
     """
     span = first_group.step * len(first_group)
     is_aligned = _is_aligned(first_group, domain_size)
+    # Placements repeat every lcm(span, domain) ranks: no later group lies otherwise.
     starts = [0] if is_aligned else range(0, min(world_size, lcm(span, domain_size)), span)
     offsets = (
         range(1)
@@ -116,6 +118,7 @@ def bandwidth(kind: str, group: GroupTopology, device: DeviceSpec) -> float:
         return device.network_bandwidth
     if kind == "all_to_all":
         remote_fraction = (group.ranks - group.min_ranks_per_domain) / (group.ranks - 1)
+        # Both parts are under way at once, so the slower kind of link decides.
         return 1 / max(
             remote_fraction / device.network_bandwidth,
             (1 - remote_fraction) / device.link_bandwidth,
@@ -129,7 +132,9 @@ def latency(kind: str, group: GroupTopology, device: DeviceSpec) -> float:
         return CALL_OVERHEAD + (
             device.network_latency if group.crosses_domains else device.link_latency
         )
+    # A ring all-reduce is a reduce-scatter and an all-gather of `ranks - 1` steps each.
     steps = (2 if kind == "all_reduce" else 1) * (group.ranks - 1)
+    # Of the `ranks - 1` hops, `num_domains - 1` lead into another domain.
     remote_steps = steps * (group.num_domains - 1) / max(1, group.ranks - 1)
     return (
         CALL_OVERHEAD
@@ -141,7 +146,7 @@ def latency(kind: str, group: GroupTopology, device: DeviceSpec) -> float:
 def message_seconds(
     message: CommVolume, groups: Mapping[str, GroupTopology], device: DeviceSpec
 ) -> float:
-    """Of all calls in one step, back to back."""
+    """Seconds of all calls in one step, back to back."""
     group = groups[message.channel]
     call_latency = latency(message.kind, group, device)
     return message.bytes / bandwidth(message.kind, group, device) + message.calls * call_latency

@@ -17,7 +17,8 @@ from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import fsdp_units
 
 # Reads and writes per element in the compute dtype and in the statistics dtype: eager, then
-# compiled.
+# compiled. Eager counts follow models/norm.py operator by operator: `rms_norm` reads x for its RMS
+# and for the product, which is rounded and then multiplied in place.
 NORM = (5, 2), (2, 0)
 NORM_BACKWARD = (7, 14), (5, 0)
 FUSED_NORM = ((2, 0),)
@@ -54,10 +55,10 @@ class BlockTraffic:
         self.qk = self.queries + rank.block.kv_heads * rank.model.head_dim * rank.tokens
         self.angles = rank.model.head_dim // 2 * rank.tokens
         self.ffn = rank.model.ffn_dim * rank.tokens // rank.tp
-        self.rows = rank.tokens * rank.model.top_k * self.block.has_experts
-        """Tokens at each of their experts."""
+        self.rows = rank.tokens * rank.model.top_k if self.block.has_experts else 0
+        """Rows: each token counts once for each of its experts."""
         if self.rows:
-            shared = rank.tokens * rank.model.sizes["Z"] * self.block.kind.shared_expert
+            shared = rank.tokens * rank.model.sizes["Z"] if self.block.kind.shared_expert else 0
             self.ffn = (self.rows * rank.model.expert_dim + shared) // rank.tp
 
     def moved(self, elements: float, operation: tuple[tuple[int, int], ...]) -> float:
@@ -76,14 +77,14 @@ class BlockTraffic:
 
     @cached_property
     def rotation(self) -> float:
-        """Of queries and keys; either reads the tables of angles."""
+        """Rotation of queries and keys, each of which reads the tables of angles."""
         return self.moved(self.qk, ROPE) + 2 * self.moved(self.angles, ROPE_TABLES)
 
     @cached_property
     def attention_input(self) -> float:
         """Norm, query and key norms, and rotary embedding."""
         total = self.norm(self.hidden) + self.rotation
-        return total + self.norm(self.qk) * self.block.norms_heads
+        return total + (self.norm(self.qk) if self.block.norms_heads else 0)
 
     @cached_property
     def feed_forward(self) -> float:
@@ -91,6 +92,7 @@ class BlockTraffic:
         gate.
         """
         norms = (self.num_norms - 1) * self.norm(self.hidden)
+        # Rows are copied on the way to their experts and on the way back.
         dispatched = 2 * self.moved(
             self.rows * self.rank.model.dim / self.block.sequence_shards, COPY
         )
@@ -99,11 +101,9 @@ class BlockTraffic:
     @cached_property
     def exchange(self) -> float:
         """Copies before and after the all-to-all of heads, of which one sequence needs half."""
-        return (
-            min(2, self.block.sequences)
-            * self.moved(2 * self.queries + self.kv, COPY)
-            * (self.block.ulysses_degree > 1)
-        )
+        if self.block.ulysses_degree == 1:
+            return 0
+        return min(2, self.block.sequences) * self.moved(2 * self.queries + self.kv, COPY)
 
     @property
     def merged_queries(self) -> float:
@@ -130,6 +130,7 @@ class BlockTraffic:
         """
         if self.block.ring_degree == 1:
             return self.exchange
+        # The sum of outputs is in the dtype of statistics: widened at first, rounded in the end.
         total = self.exchange + self.kv_copies + self.moved(self.queries, UPCAST)
         return total + self.moved(self.merged_queries, MERGE)
 
@@ -147,7 +148,8 @@ class BlockTraffic:
     def backward(self) -> float:
         total = self.num_norms * self.norm_backward(self.hidden) + 2 * self.moved(self.hidden, ADD)
         total += self.rotation + self.moved(self.ffn, SWIGLU_BACKWARD)
-        total += self.norm_backward(self.qk) * self.block.norms_heads
+        if self.block.norms_heads:
+            total += self.norm_backward(self.qk)
         if not self.rank.recomputes:
             # Autograd sums the input gradients of queries, keys and values, and of gate and up.
             total += 3 * self.moved(self.rank.model.dim * self.rank.tokens, ADD)
@@ -155,13 +157,13 @@ class BlockTraffic:
 
     @cached_property
     def recompute(self) -> float:
-        """Without the feed-forward output."""
+        """Recomputation of a block, without its feed-forward's output."""
+        if not self.rank.recomputes:
+            return 0
         norms = (self.num_norms - 1) * self.norm(self.hidden)
         total = self.attention_input + norms + self.moved(self.hidden, ADD) + self.exchange
-        total += self.rank.attention_recompute_fraction * (
-            self.attention_input + self.cp_attention
-        )
-        return total * self.rank.recomputes
+        attention = self.attention_input + self.cp_attention
+        return total + self.rank.attention_recompute_fraction * attention
 
 
 def memory_traffic(rank: RankMemory) -> dict[str, float]:
@@ -173,30 +175,35 @@ def memory_traffic(rank: RankMemory) -> dict[str, float]:
         block = BlockTraffic(rank, kind, compiled=rank.config.compiles_on_gpu)
         forward += count * (block.attention_input + block.cp_attention + block.feed_forward)
         backward += count * block.backward
-        again = count / rank.num_blocks * rank.num_recomputed_blocks * rank.recomputes
-        recompute += count * block.recompute + again * block.feed_forward
+        if rank.recomputes:
+            again = count / rank.num_blocks * rank.num_recomputed_blocks
+            recompute += count * block.recompute + again * block.feed_forward
     return {
         "forward": micro_batches * (forward + _embedding(rank)) + copies["forward"],
         "backward": micro_batches * (backward + _embedding_backward(rank)) + copies["backward"],
         "recompute": micro_batches * recompute + copies["recompute"],
-        "head": micro_batches * _loss_head(rank) * rank.has_last_stage,
+        "head": micro_batches * _loss_head(rank) if rank.has_last_stage else 0,
     }
 
 
 def _embedding(rank: RankMemory) -> float:
-    """The lookup, and the mask of a vocabulary shard."""
+    """Traffic of the embedding: the lookup, and the mask of a vocabulary shard."""
+    if not rank.has_first_stage:
+        return 0
     block = BlockTraffic(rank, compiled=False)
-    elements = rank.tokens * rank.model.dim * rank.has_first_stage
-    return block.moved(elements, COPY) + block.moved(elements, ADD) * (rank.tp > 1)
+    elements = rank.tokens * rank.model.dim
+    mask = block.moved(elements, ADD) if rank.tp > 1 else 0
+    return block.moved(elements, COPY) + mask
 
 
 def _embedding_backward(rank: RankMemory) -> float:
-    """The mask again, and sums of a wider type."""
+    """Traffic of the embedding's gradient: the mask again, and sums of a wider dtype."""
+    if not rank.has_first_stage:
+        return 0
     block = BlockTraffic(rank, compiled=False)
-    elements = rank.tokens * rank.model.dim * rank.has_first_stage
-    return block.moved(elements, WIDEN) * rank.is_mixed + block.moved(elements, ADD) * (
-        rank.tp > 1
-    )
+    elements = rank.tokens * rank.model.dim
+    widened = block.moved(elements, WIDEN) if rank.is_mixed else 0
+    return widened + (block.moved(elements, ADD) if rank.tp > 1 else 0)
 
 
 def _loss_head(rank: RankMemory) -> float:
@@ -210,6 +217,7 @@ def _loss_head(rank: RankMemory) -> float:
     total = head.norm(head.hidden) + head.norm_backward(head.hidden)
     logits = BlockTraffic(rank, compiled=rank.config.compiles_on_gpu)
     total += logits.moved(tokens * rows, LOGITS) + head.moved(tokens * dim, COPY)
+    # The weight gradient is zero-filled once, and at the end read, scaled and rounded.
     total += head.moved(rows * dim, ((1, 2),))
     if rank.has_wide_products:
         return total
@@ -228,7 +236,7 @@ def _fsdp_copies(rank: RankMemory) -> defaultdict[str, float]:
     for unit in fsdp_units(rank) if rank.is_sharded else ():
         shard = rank.sharded_numel(unit.shapes)
         ranks = rank.num_shards // unit.ep
-        copied_out = 2 * rank.compute_bytes * shard * ranks * (ranks > 1)
+        copied_out = 2 * rank.compute_bytes * shard * ranks if ranks > 1 else 0
         for phase, num_gathers in unit.all_gathers.items():
             gather_bytes = shard * (rank.master_bytes + rank.compute_bytes) + copied_out
             copies["forward" if phase == "step" else phase] += num_gathers * gather_bytes
@@ -245,7 +253,9 @@ def optimizer_traffic(rank: RankMemory) -> float:
 
     Bfloat16 moments are upcast and rounded back: four more accesses each in the statistics dtype.
     """
-    is_upcast = rank.moment_bytes < rank.master_bytes
-    return rank.local_numel * (
-        5 * rank.master_bytes + 4 * rank.moment_bytes + 8 * rank.master_bytes * is_upcast
-    )
+    # The gradient is read for the norm, then read and written by clipping and AdamW: with the
+    # weight five accesses, and two for either moment.
+    bytes_per_element = 5 * rank.master_bytes + 4 * rank.moment_bytes
+    if rank.moment_bytes < rank.master_bytes:
+        bytes_per_element += 8 * rank.master_bytes
+    return rank.local_numel * bytes_per_element

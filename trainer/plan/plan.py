@@ -39,11 +39,11 @@ from trainer.plan.rank_workload import rank_workload
 from trainer.plan.suggestions import competition_key, memory_saving_changes, speedup_changes
 
 DEVICE_RESERVE_FRACTION = 1 - auto.DEVICE_FRACTION
-"""Of device memory, for what the estimate omits: allocator fragmentation, kernel and NCCL
+"""Share of device memory for what the estimate omits: allocator fragmentation, kernel and NCCL
 workspaces, the driver. The same reserve as for `memory.recompute = "auto"`.
 """
 HOST_RESERVE_FRACTION = 0.1
-"""Of node memory, for the operating system and the page cache."""
+"""Share of node memory for the operating system and the page cache."""
 HOST_BYTES_PER_PROCESS = 5 * GIB
 """Host memory of a rank outside the estimate: torch, CUDA context, NCCL buffers, data workers."""
 SECONDS_PER_DAY = 86_400
@@ -91,9 +91,9 @@ class TrainingPlan:
     auto_problems: tuple[str, ...] = ()
     """Why `memory.recompute = "auto"` found nothing that fits."""
     notes: tuple[str, ...] = ()
-    """How it was planned."""
+    """Notes on how it was planned."""
     auto_choice: str = ""
-    """What `memory.recompute = "auto"` chose, and the limit that binds."""
+    """The options that `memory.recompute = "auto"` chose, and the limit that binds."""
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -107,7 +107,7 @@ class TrainingPlan:
 
     @cached_property
     def fullest_memory(self) -> list[MemoryEstimate]:
-        """Of the pipeline ranks that can be the fullest."""
+        """Memory of the pipeline ranks that can be the fullest."""
         return fullest_estimates(self.config, self.world_size)
 
     @cached_property
@@ -129,7 +129,7 @@ class TrainingPlan:
 
     @cached_property
     def peak_host_memory(self) -> MemoryEstimate:
-        """Of the pipeline rank that needs most of its host."""
+        """Memory of the pipeline rank that needs most of its host."""
         return max(self.fullest_memory, key=lambda estimate: estimate.host_bytes)
 
     @cached_property
@@ -138,8 +138,10 @@ class TrainingPlan:
         estimate = self.peak_host_memory
         kinds = {item.name: item.host_bytes for item in estimate.items if item.host_bytes}
         if SAVED_ACTIVATIONS in kinds:
+            # The allocator of pinned memory rounds buffers up, so more is pinned than stored.
             kinds[SAVED_ACTIVATIONS] *= auto.PINNED_OVERHEAD
         kinds["processes"] = HOST_BYTES_PER_PROCESS
+        # Every rank of a node counts like the one that needs most.
         return {kind: self.ranks_per_node * size for kind, size in kinds.items()}
 
     @property
@@ -172,11 +174,14 @@ class TrainingPlan:
 
     @cached_property
     def exceeds_device(self) -> bool:
-        """Sooner known than the peak."""
+        """Whether the device's memory does not suffice. Ends at the first moment that exceeds it,
+        unlike the peak.
+        """
         return exceeds(self.config, self.world_size, self.usable_device_memory)
 
     @cached_property
     def fits(self) -> bool:
+        # The cheaper check first: it stops at the first moment that exceeds the device.
         return not self.exceeds_device and not self.memory_shortages
 
     @property
@@ -190,6 +195,7 @@ class TrainingPlan:
     @property
     def checkpoint_bytes(self) -> float:
         """Size on disk: weights and both moments."""
+        # bfloat16 runs store their float32 master weights.
         stored = max(4, DTYPE_BYTES[self.config.training.dtype])
         moment = 2 if self.config.memory.optimizer_dtype == "bfloat16" else stored
         return (stored + 2 * moment) * self.config.model.build().num_parameters
@@ -237,7 +243,7 @@ class TrainingPlan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Without padding."""
+        """Tokens of a step, without padding."""
         return self.config.training.global_batch_size * self.config.training.seq_len
 
     @property
@@ -254,7 +260,7 @@ class TrainingPlan:
 
     @property
     def days(self) -> float:
-        """Of all steps, without evaluation, synchronous checkpoints and failures."""
+        """Days of all steps, without evaluation, synchronous checkpoints and failures."""
         return self.step_seconds * self.config.training.steps / SECONDS_PER_DAY
 
     @property
@@ -290,7 +296,8 @@ class TrainingPlan:
             for kernel in kernels_of(training.attention)
             if (rated := self.device.rated_kernel(kernel)) != kernel
         ]
-        notes += [f'memory options that are "auto": {self.auto_choice}'] * bool(self.auto_choice)
+        if self.auto_choice:
+            notes.append(f'memory options that are "auto": {self.auto_choice}')
         notes += self._domain_note()
         if training.dtype != "bfloat16":
             notes.append(f"assumes one sixteenth of the bfloat16 rates for {training.dtype}")
@@ -310,7 +317,9 @@ class TrainingPlan:
         return [note] if used < domain_size else []
 
     def _attention_rates(self) -> str:
-        """Those of the device table, which are for bfloat16."""
+        """Rates of the device table for the kernels of this run; empty unless in bfloat16, for
+        which they are.
+        """
         if self.config.training.dtype != "bfloat16":
             return ""
         choice = self.config.training.attention
@@ -335,6 +344,7 @@ class TrainingPlan:
             changes = memory_saving_changes(self.config, self.world_size)
         else:
             changes = speedup_changes(self.config, self.world_size, self.device)
+        # Values of one key exclude each other, so only the best of them is worth a line.
         best_by_key: dict[str, Suggestion] = {}
         for change in changes:
             suggestion = self._evaluate(change)
@@ -344,14 +354,14 @@ class TrainingPlan:
         return sorted(best_by_key.values(), key=lambda suggestion: -suggestion.benefit)[:3]
 
     def _evaluate(self, change: Change) -> Suggestion | None:
-        """None if it does not help."""
+        """Suggestion for a change; None if it does not help."""
         plan = TrainingPlan(
             with_attention_choice(change.config, self.device), change.world_size, self.device
         )
         return self.compare(change.text, plan)
 
     def compare(self, text: str, plan: TrainingPlan) -> Suggestion | None:
-        """A change to `plan`; None if it does not help."""
+        """Suggestion that changes to `plan`; None if it does not help."""
         freed_bytes = self.peak_memory.device_bytes - plan.peak_memory.device_bytes
         if self.memory_shortages:
             reduction = self.memory_utilization - plan.memory_utilization
@@ -368,8 +378,8 @@ class TrainingPlan:
 def plan_stage(
     config: Config, world_size: int, device: DeviceSpec, *, name: str = ""
 ) -> TrainingPlan:
-    """The configuration must be valid. If `memory.recompute = "auto"` finds nothing that fits,
-    plans what needs least.
+    """Plan of one stage, whose configuration must be valid. If `memory.recompute = "auto"` finds
+    nothing that fits, plans the options that need least.
 
     Raises ConfigError if the device cannot run the attention kernel that the configuration names.
     """

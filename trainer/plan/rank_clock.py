@@ -46,7 +46,7 @@ class Compute:
     """Kernels between two messages."""
 
     seconds: Mapping[str, float]
-    """By kind, on the device."""
+    """Seconds by kind on the device."""
     launch: float
     """Seconds that the host takes to launch them."""
 
@@ -117,7 +117,7 @@ class DeviceRates:
 
 @dataclass
 class Clock:
-    """What a rank and its links have done by a moment of the step."""
+    """Progress of a rank and of its links at a moment of the step."""
 
     now: float = 0
     compute: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -181,15 +181,17 @@ class RankClock:
 
     @cached_property
     def clock(self) -> Clock:
-        """After the last backward pass."""
-        # Without the optimizer.
+        """The clock after the last backward pass."""
         clock = Clock()
+        # The last piece is the optimizer, which is timed by itself.
         order = self.step.order[:-1]
         gathered = self._gather(clock, order[0])
         for index, following in zip(order, (*order[1:], None), strict=True):
+            # FSDP prefetches: it gathers the weights of the next piece before this one runs.
             following_gathered = [] if following is None else self._gather(clock, following)
             self._run(clock, index, iter(gathered))
             gathered = following_gathered
+        # The optimizer needs the last reduced gradients, which nothing hides.
         clock.wait(self._reduced, FSDP_CHANNELS[0])
         return clock
 
@@ -212,6 +214,7 @@ class RankClock:
                 self._reduce(clock, moment)
             else:
                 self._exchange(clock, moment)
+        # The host launches ahead of the device: only what exceeds the kernels of a piece is a gap.
         gap = max(0.0, launch - (clock.now - begin))
         clock.run(Compute({"launch overhead": gap}, 0))
 
@@ -234,6 +237,7 @@ class RankClock:
             self._in_flight[message.number] = arrival, message.channel
         elif message.channel == "tp" and self.config.parallelism.async_tp:
             clock.wait(arrival - ASYNC_TP_OVERLAP * self.rates.message(message), message.channel)
+        # Nothing waits for copies to the host, and copies back are awaited by number.
         elif message.channel != HOST:
             clock.wait(arrival, message.channel)
 
@@ -265,7 +269,7 @@ class RankClock:
 
     @cached_property
     def work(self) -> Work:
-        """Of the whole step."""
+        """Work of the whole step."""
         total = Work()
         works = [piece.work for piece in self.step.pieces]
         for index, count in Counter(self.step.order).items():
@@ -292,6 +296,7 @@ class RankClock:
     @cached_property
     def optimizer_seconds(self) -> float:
         optimizer = self.step.pieces[self.step.order[-1]].work
+        # The recorded model has fewer blocks, and its optimizer moves fewer bytes.
         moved = self.step.state_ratio * optimizer.moved_bytes.total()
         if self.config.memory.optimizer_placement == "device":
             return moved / self.device.hbm_bandwidth
@@ -305,7 +310,7 @@ class RankClock:
 
     @property
     def _first_forward_seconds(self) -> float:
-        """Of one micro-batch, on the device."""
+        """Seconds of one micro-batch's forward pass on the device."""
         places = (self.step.pieces[index].place for index in self.step.order)
         is_first = (place.action == "forward" and place.micro_batch == 0 for place in places)
         first = compress(self.step.order, is_first)
@@ -329,6 +334,8 @@ def _by_kind(seconds: Mapping[str, float]) -> dict[str, float]:
     recomputed.
     """
     forward, backward = (seconds.get(f"matmul {phase}", 0.0) for phase in ("forward", "backward"))
+    # A product has two gradients of its own size, so anything beyond twice the forward is
+    # recomputation.
     gradients = min(backward, 2 * forward)
     return {
         "matmul": forward + gradients,

@@ -42,7 +42,7 @@ class RankWorkload:
 
     @property
     def attention_flops(self) -> dict[str, float]:
-        """Of all windows."""
+        """FLOPs of attention over all windows."""
         by_window = self.attention_by_window.values()
         return {
             phase: sum(flops[phase] for flops in by_window)
@@ -51,7 +51,7 @@ class RankWorkload:
 
 
 def rank_workload(rank: RankMemory) -> RankWorkload:
-    """Of the busiest rank with that pp rank."""
+    """Work of the busiest rank with that pp rank."""
     units = [(rank.sharded_numel(unit.shapes), unit) for unit in fsdp_units(rank)]
     gathered = sum(sum(unit.all_gathers.values()) * shard for shard, unit in units)
     scattered = sum(unit.reduce_scatters * shard for shard, unit in units)
@@ -61,35 +61,31 @@ def rank_workload(rank: RankMemory) -> RankWorkload:
         memory_traffic=memory_traffic(rank),
         offloaded_bytes=rank.num_micro_batches * rank.offloaded_bytes,
         optimizer_bytes=optimizer_traffic(rank),
-        fetched_bytes=rank.master_bytes * gathered * rank.optimizer_on_host,
-        returned_bytes=rank.master_bytes * scattered * rank.optimizer_on_host,
+        fetched_bytes=rank.master_bytes * gathered if rank.optimizer_on_host else 0,
+        returned_bytes=rank.master_bytes * scattered if rank.optimizer_on_host else 0,
     )
 
 
 def _matmul_flops(rank: RankMemory) -> dict[str, float]:
+    # A multiplication and an addition per weight and token; the backward pass has two such
+    # products.
     flops_per_weight = 2.0 * rank.tokens * rank.num_micro_batches
     every = recomputed = 0.0
     for kind, count in rank.kinds.items():
         products = rank.model.products_of(kind, rank.tp)
         every += count * products.every
-        again = count * (
-            products.recomputed + rank.attention_recompute_fraction * products.attention_inputs
-        )
-        again += (
-            count
-            * rank.num_recomputed_blocks
-            / rank.num_blocks
-            * (products.every - products.attention_inputs)
-        )
-        recomputed += again * rank.recomputes
-    head = (
-        6.0
-        * rank.num_micro_batches
-        * rank.head_tokens
-        * rank.head_rows
-        * rank.model.dim
-        * rank.has_last_stage
-    )
+        if rank.recomputes:
+            recomputed += count * (
+                products.recomputed + rank.attention_recompute_fraction * products.attention_inputs
+            )
+            every_but_attention = products.every - products.attention_inputs
+            recomputed += (
+                count * rank.num_recomputed_blocks / rank.num_blocks * every_but_attention
+            )
+    head = 0.0
+    if rank.has_last_stage:
+        logits = rank.head_tokens * rank.head_rows
+        head = 6.0 * rank.num_micro_batches * logits * rank.model.dim
     return {
         "forward": flops_per_weight * every,
         "backward": 2 * flops_per_weight * every,

@@ -38,10 +38,11 @@ PINNED_NOTE = "the table of host memory has a sixteenth more than the tensors: p
 def plan_report(
     run: RunPlan, *, curve: bool = True, why: bool = False, notes: Sequence[str] = ()
 ) -> PlanReport:
-    """Of several stages, details the one with the highest memory utilization.
+    """Report of a run. Of several stages, details the one with the highest memory utilization.
 
-    `why`: also its tensors, one by one.
+    `why`: also lists its tensors one by one.
     """
+    # A stage that does not fit is the one to explain, and among equals the fullest.
     plan = max(run.stages, key=lambda stage: (not stage.fits, stage.memory_utilization))
     name = plan.config.job.name
     sections: list[BarChart | Table | LineChart] = []
@@ -117,7 +118,7 @@ def search_report(
 
 def _plan_sections(plan: TrainingPlan) -> list[BarChart | Table | LineChart]:
     charts = [_device_memory_chart(plan), _host_memory_chart(plan), _step_time_chart(plan)]
-    tables = [_communication_table(plan)] * (plan.world_size > 1)
+    tables = [_communication_table(plan)] if plan.world_size > 1 else []
     return [
         *charts,
         *tables,
@@ -136,7 +137,7 @@ def _notes(plan: TrainingPlan) -> list[str]:
 
 
 def _notes_of_unfitting(result: SearchResult) -> list[str]:
-    """What would help the first of them."""
+    """Suggestions for the first layout that does not fit."""
     return [
         f"the first: {_suggestion_text(each)}"
         for plan in result.not_fitting[:1]
@@ -145,7 +146,7 @@ def _notes_of_unfitting(result: SearchResult) -> list[str]:
 
 
 def show_plan_at_launch(config: Config, world_size: int) -> bool:
-    """Prints the plan of a run; whether it fits."""
+    """Prints the plan of a run. Returns whether it fits."""
     device = select_device(config)
     run = plan_run(config, world_size, device or load_device(DEFAULT_DEVICE), trace=True)
     notes = [*([] if device else [DEFAULT_DEVICE_NOTE]), *_documents(run.stages[0])]
@@ -156,7 +157,7 @@ def show_plan_at_launch(config: Config, world_size: int) -> bool:
 
 
 def _documents(plan: TrainingPlan) -> Iterator[str]:
-    """What the packed documents of the first stage change, if they are prepared."""
+    """Note on what the packed documents of the first stage change, if they are prepared."""
     if not plan.config.context_plan().packs_documents:
         return
     from trainer.data.balance import first_steps  # Imports torch.
@@ -172,7 +173,9 @@ def _documents(plan: TrainingPlan) -> Iterator[str]:
     cost = sequence_cost(plan.config, plan.world_size, plan.step_time)
     seq_len = plan.config.training.seq_len
     model = plan.config.model.build()
+    # Pairs of as many tokens if each sequence were one document, which the plan assumes.
     whole = work.tokens / seq_len * model.mean_pairs(seq_len)
+    # Only attention depends on pairs; all else takes as long per token as planned.
     seconds = plan.step_seconds - plan.step_time.attention_seconds * (
         1 - work.busiest_pairs / whole
     )
@@ -255,8 +258,9 @@ def _tensor_tables(plan: TrainingPlan) -> Iterator[Table]:
             (
                 f"{each.bytes / GIB:.3f}",
                 each.name,
-                f"{each.copies:.4g} x " * (each.copies != 1) + f"{list(each.shape)} {each.dtype}",
-                each.lifetime + ", on the host" * each.on_host,
+                ("" if each.copies == 1 else f"{each.copies:.4g} x ")
+                + f"{list(each.shape)} {each.dtype}",
+                f"{each.lifetime}, on the host" if each.on_host else each.lifetime,
             )
             for each in sorted(tensors, key=lambda each: -each.bytes)
         ]
@@ -270,7 +274,7 @@ def _tensor_tables(plan: TrainingPlan) -> Iterator[Table]:
 
 def _host_memory_chart(plan: TrainingPlan) -> BarChart:
     segments = {kind: size / GIB for kind, size in plan.host_memory.items()}
-    label = f"{plan.ranks_per_node} rank{'s' * (plan.ranks_per_node > 1)}"
+    label = f"{plan.ranks_per_node} rank{'s' if plan.ranks_per_node > 1 else ''}"
     bar = StackedBar(label=label, segments=segments, limit=plan.usable_host_memory / GIB)
     return BarChart(title="host memory per node", unit="GiB", bars=[bar])
 
@@ -287,7 +291,7 @@ def _step_time_chart(plan: TrainingPlan) -> BarChart:
 
 
 def _communication_table(plan: TrainingPlan) -> Table:
-    """Of the busiest rank, by channel."""
+    """Communication of the busiest rank, by channel."""
     busiest = plan.step_time.busiest
     channels = sorted(
         {**busiest.exposed, **busiest.overlapped}, key=lambda name: -busiest.exposed.get(name, 0)
@@ -382,10 +386,11 @@ def _search_row(plan: TrainingPlan, best: TrainingPlan) -> Sequence[str]:
 
 
 def _suggestion_text(suggestion: Suggestion) -> str:
-    gain = [f"frees {format_gib(suggestion.freed_bytes)} GiB"] * (suggestion.freed_bytes > 0)
-    gain += [f"saves {_seconds(suggestion.saved_seconds)} per step"] * (
-        suggestion.saved_seconds > 0
-    )
+    gain = []
+    if suggestion.freed_bytes > 0:
+        gain.append(f"frees {format_gib(suggestion.freed_bytes)} GiB")
+    if suggestion.saved_seconds > 0:
+        gain.append(f"saves {_seconds(suggestion.saved_seconds)} per step")
     return f"{suggestion.text}: {' and '.join(gain) or 'uses less'}{'' if suggestion.plan.fits else '; the plan still does not fit'}"
 
 

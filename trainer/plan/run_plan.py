@@ -26,7 +26,7 @@ from trainer.trace.errors import UntraceableError
 from trainer.trace.rank_step import RankStep
 
 ATTENTION_CHANNELS = ("cp", "rotate", "exchange")
-"""Over which context parallelism sends queries, keys and values."""
+"""Channels over which context parallelism sends queries, keys and values."""
 
 PARTS_BY_FORMULAS = (
     "planned from a trace of the step; savings of changes and curves over lengths by formulas"
@@ -76,6 +76,7 @@ class TracedPlan(TrainingPlan):
                 share.sent_bytes += count * sum(sent)
                 if place.action == "forward":
                     share.layers += count
+        # A layer runs forward once per micro-batch.
         for share in shares.values():
             share.layers //= micro_batches
         return shares
@@ -87,6 +88,8 @@ class TracedPlan(TrainingPlan):
         """
         by_formulas = estimated(self)
         ranked = by_formulas.suggestions
+        # Formulas rank changes in milliseconds. Their differences hold while both agree on what
+        # fits.
         if by_formulas.fits == self.fits:
             return ranked
         found = [self.compare(suggestion.text, traced(suggestion.plan)) for suggestion in ranked]

@@ -133,6 +133,7 @@ def search(
     best: list[TrainingPlan] = []
     not_fitting: list[Sequence[TrainingPlan]] = []
     for bound in bounds:
+        # Bounds ascend, so no later mesh can be faster than the slowest of the best.
         if len(best) == max_results and _min_step_seconds(bound) >= best[-1].step_seconds:
             break
         slowest = best[-1].step_seconds if len(best) == max_results else inf
@@ -142,6 +143,7 @@ def search(
         if lean:
             not_fitting.append(lean)
     best_seconds = best[0].step_seconds if best else inf
+    # Predictions are not exact to 0.5 %, so memory decides among equals.
     ties = [plan for plan in best if plan.step_seconds <= TIE_FACTOR * best_seconds]
     best = sorted(ties, key=attrgetter("memory_utilization")) + best[len(ties) :]
     faster = ([plan for plan in lean if plan.step_seconds < best_seconds] for lean in not_fitting)
@@ -216,16 +218,19 @@ class _LayoutSearch:
         )
         if lean and all(plan.exceeds_device for plan in lean):
             return None, lean
+        # Fastest first, until no remaining option can tie with the fastest that fits.
         fitting: list[tuple[int, TrainingPlan]] = []
         for place, plan in sorted(enumerate(plans), key=lambda each: each[1].step_seconds):
             if plan.step_seconds > limit:
                 break
             forms = [plan] if plan.fits else self.leaner_forms(plan)
             fitting += [(place, form) for form in forms if form.fits]
+            # Slower options than a fitting one may still tie with it.
             limit = min([limit, *(TIE_FACTOR * form.step_seconds for _, form in fitting)])
         else:
             if not fitting:
                 return None, [*plans, *lean]
+        # The limit shrank with each option that fits, so those within it are equally fast.
         equal = [each for each in fitting if each[1].step_seconds <= limit]
         return min(equal, key=itemgetter(0))[1] if equal else None, ()
 
@@ -284,6 +289,7 @@ class _LayoutSearch:
             self.problems.update(problems)
             return None
         self.num_plans += 1
+        # Large searches take minutes, so a terminal shows progress.
         if self.num_plans % 100 == 0 and sys.stderr.isatty():
             sys.stderr.write(f"\r\033[K{self.num_plans:,} plans")
         return plan_stage(config, self.world_size, self.device)
@@ -300,11 +306,13 @@ def enumerate_layouts(
         if world_size % (tp * cp * pp) or tp > model.num_heads or pp > model.num_layers:
             continue
         domain_size = used_domain_size([range(world_size), range(tp * cp)], world_size, device)
+        # Tensor parallelism sends activations in every layer, too much for the network.
         if tp > domain_size:
             continue
         if tp * cp > 1 and seq_len // (tp * cp) < MIN_TOKENS_PER_RANK:
             continue
         dp = world_size // (tp * cp * pp)
+        # A data-parallel rank without a sequence would only wait.
         if dp > global_batch_size:
             continue
         mesh: dict[str, Any] = {"parallelism.tp": tp, "parallelism.cp": cp, "parallelism.pp": pp}
@@ -427,6 +435,7 @@ def longest_sequence(
             pinned=pinned,
         )
 
+    # Doubles until a length does not fit, then bisects to 1/32.
     low = 0
     high = 1
     while high * SEQ_LEN_STEP <= MAX_SEQ_LEN and fits(high):
@@ -456,6 +465,7 @@ def fewest_devices(
 
     powers = (1 << power for power in range(max_devices.bit_length()))
     world_size = next(filter(fits, powers), 0)
+    # Eight sizes between two powers of two; beyond one node, none smaller than a node.
     step = (
         1
         if world_size <= device.devices_per_node
@@ -526,5 +536,5 @@ def why_slower(plan: TrainingPlan, best: TrainingPlan) -> str:
     reasons = [
         f"{name} {cost:+.2f} s" for name, cost in worst if cost >= 0.005 * best.step_seconds
     ]
-    more = ", more memory" * (plan.memory_utilization > best.memory_utilization)
+    more = ", more memory" if plan.memory_utilization > best.memory_utilization else ""
     return ", ".join(reasons) or f"about equal time{more}"

@@ -72,8 +72,8 @@ class RankStepTime:
 
     pp_rank: int
     compute: Mapping[str, float]
-    """By kind. "matmul" excludes recomputation; "launch overhead" is gaps because kernels finish
-    before the next launch.
+    """Seconds by kind. "matmul" excludes recomputation; "launch overhead" is the gaps where
+    kernels finish before the next launch.
     """
     exposed: Mapping[str, float]
     """Exposed communication by channel, including `host`."""
@@ -91,7 +91,7 @@ class RankStepTime:
 
     @property
     def busy(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward."""
         return sum(self.compute.values()) + sum(self.exposed.values()) + self.contention
 
     def breakdown(self) -> dict[str, float]:
@@ -162,6 +162,7 @@ class RankTimeModel:
         tokens = self.block.tile_tokens if self.rank.recomputes else self.rank.tokens
         shapes = [shape for shape in self.rank.block_shapes if shape[1] > 1]
         flops = sum(rows * columns for rows, columns, *_ in shapes)
+        # A product whose smallest dimension is d runs at the rate d / (d + MATMUL_HALF_RATE_DIM).
         effective_flops = sum(
             rows * columns * (1 + MATMUL_HALF_RATE_DIM / min(rows, columns, tokens))
             for rows, columns, *_ in shapes
@@ -192,6 +193,7 @@ class RankTimeModel:
             kernel = "flash"
         forward, backward = self.device.attention_rates(kernel, self.rank.model.head_dim)
         tokens = min(tokens, window or tokens)
+        # Kernels reach half of their rate at ATTENTION_HALF_RATE_TOKENS tokens.
         efficiency = self._dtype_factor * tokens / (tokens + ATTENTION_HALF_RATE_TOKENS)
         return {
             "forward": forward * efficiency,
@@ -226,11 +228,10 @@ class RankTimeModel:
         reads and writes in every chunk of tokens.
         """
         rank, (rows, dim) = self.rank, self.rank.head_shapes[0]
-        chunks = (
-            rank.num_micro_batches
-            * -(-rank.head_tokens // rank.loss_chunk_tokens)
-            * rank.has_last_stage
-        )
+        if not rank.has_last_stage:
+            return 0.0
+        chunks = rank.num_micro_batches * -(-rank.head_tokens // rank.loss_chunk_tokens)
+        # Each chunk reads and writes the float32 sum, in one of the head's three products.
         moved = chunks * 2 * rank.master_bytes * rows * dim
         return max(0.0, moved / self.device.hbm_bandwidth - self.matmul_seconds("head") / 3)
 
@@ -240,7 +241,7 @@ class RankTimeModel:
         )
 
     def launch_seconds(self, phase: str) -> float:
-        """What launching the kernels takes beyond running them."""
+        """Seconds that launching the kernels takes beyond running them."""
         if phase == "recompute" and not self.rank.recomputes:
             return 0
         tiles = self.block.num_tiles() if self.rank.recomputes else 1
@@ -256,7 +257,7 @@ class RankTimeModel:
         return max(0.0, seconds - self.kernel_seconds(phase))
 
     def compute_seconds(self, direction: str) -> float:
-        """Of blocks; `backward` includes recomputation."""
+        """Seconds of blocks; `backward` includes recomputation."""
         return sum(
             self.kernel_seconds(phase) + self.launch_seconds(phase)
             for phase in PHASES_BY_DIRECTION[direction]
@@ -277,9 +278,9 @@ class RankTimeModel:
             HOST, copy_seconds * exposed_fraction, copy_seconds * (1 - exposed_fraction)
         )
         # With the optimizer on the host: weights to the device in both directions, gradients back.
-        state_bytes = self.workload.fetched_bytes / 2 + self.workload.returned_bytes * (
-            direction == "backward"
-        )
+        state_bytes = self.workload.fetched_bytes / 2
+        if direction == "backward":
+            state_bytes += self.workload.returned_bytes
         yield CommCost(HOST, 0, state_bytes / self.device.host_link_bandwidth)
 
     def _comm_cost(self, message: CommVolume, seconds: float) -> CommCost:
@@ -293,8 +294,12 @@ class RankTimeModel:
             # Experts and recomputation need it immediately.
             return CommCost(message.channel, seconds)
         else:
+            # FSDP prefetches unit by unit; the first gathers and the last reductions have no
+            # compute beside them.
             exposed = min(1.0, EXPOSED_FSDP_UNITS / (self.rank.num_blocks + EXPOSED_FSDP_UNITS))
-            exposed *= not message.what.endswith("loss head")
+            # Blocks run before the head's gather and after its reduction, so they hide both.
+            if message.what.endswith("loss head"):
+                exposed = 0
             return CommCost(message.channel, seconds * exposed, seconds * (1 - exposed))
         return CommCost(message.channel, seconds * (1 - overlap), seconds * overlap, overlaps_with)
 
@@ -378,6 +383,8 @@ class RankTimeModel:
             exposed[piece.channel] += piece.overlappable - covered
             return covered
 
+        # Attention hides messages first: only its kernels run while queries, keys and values
+        # travel.
         available = sum(map(self._attention_overlap_seconds, PHASES_BY_DIRECTION[direction]))
         for piece in (piece for piece in pieces if piece.overlaps_with == "attention"):
             available -= cover(piece, available)
@@ -455,7 +462,7 @@ class RankTimeModel:
 
 
 def _sum_by_channel(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Without channels of 0 seconds."""
+    """Sum over the parts by channel, without channels of 0 seconds."""
     totals = {
         channel: sum(part.get(channel, 0) for part in parts) for part in parts for channel in part
     }

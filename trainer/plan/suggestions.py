@@ -43,7 +43,7 @@ def speedup_changes(config: Config, world_size: int, device: DeviceSpec) -> Iter
 
 
 def competition_key(change: Change) -> str:
-    """Of changes with the same key, only the best is suggested.
+    """Key under which changes compete: only the best of each is suggested.
 
     Kernels from separate packages do not compete.
     """
@@ -78,6 +78,8 @@ def _faster_values(config: Config, device: DeviceSpec) -> dict[str, tuple[Any, .
     memory = config.memory
     parallelism = config.parallelism
     training = config.training
+    # Values that save time if memory allows: less recomputation and offload, larger tiles and
+    # chunks.
     values: dict[str, tuple[Any, ...]] = {
         "memory.recompute": {
             "none": (),

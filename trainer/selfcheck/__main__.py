@@ -212,7 +212,8 @@ def compare_with_reference(
             steps = worst_over_ranks(expected, ranks)
             result = "match" if within_tolerance(expected, steps) else "MISMATCH"
             table = comparison_table(expected, steps)
-        failed += [case.name] * (result != "match")
+        if result != "match":
+            failed.append(case.name)
         print_lines("", f"{case.name}: {result}", *(f"  {line}" for line in table))
     result = f"MISMATCH: {'; '.join(failed)}" if failed else "match"
     limits = f"losses and norms within {SCALAR_TOLERANCE:g}, weights and moments within {TENSOR_TOLERANCE:g} of a tensor's largest value"

@@ -72,7 +72,8 @@ def needs_of(levels: Case) -> dict[str, list[str]] | None:
     # Needs have needs: intersect the allowed levels until no factor adds another.
     while waiting:
         for other, effective in NEEDS.get(waiting.pop(), {}).items():
-            waiting += [other] * (other not in allowed)
+            if other not in allowed:
+                waiting.append(other)
             allowed[other] = [
                 level for level in allowed.get(other, effective) if level in effective
             ]

@@ -246,9 +246,22 @@ def _reduced_stage_blocks(plan: PipelinePlan) -> tuple[int, ...]:
     ]
     fewest = min((blocks for blocks in sampled if blocks), default=0)
     return (
-        tuple(min(blocks, 1 + (blocks > fewest)) for blocks in sampled)
+        tuple(min(blocks, 2 if blocks > fewest else 1) for blocks in sampled)
         if fewest
         else (1,) * stages
+    )
+
+
+def _reduced_model(model: ModelConfig, num_layers: int, scale: float) -> ConfigValues:
+    """The section `model`, except its heads. `scale` is the reduction of the sequence length."""
+    return (
+        MODEL_WIDTHS
+        | {name: _reduced_rope(getattr(model, name), scale) for name in ("rope", "local_rope")}
+        | {"nope_every": model.nope_every and min(model.nope_every, num_layers)}
+        | _reduced_layers(model, scale)
+        | _reduced_experts(model)
+        | {"num_layers": num_layers}
+        | {"vocab_size": min(MAX_VOCAB_SIZE, model.vocab_size // 2 * 2)}
     )
 
 
@@ -272,18 +285,12 @@ def _reduced_values(run: FullRun, global_batch_size: int) -> ConfigValues:
     )
     needs_padding = training.seq_len % run.context_plan.seq_len_divisor > 0
     multiple = min(SEQ_LEN, training.seq_len) // SEQ_LEN_MULTIPLE * SEQ_LEN_MULTIPLE
-    length = max(SEQ_LEN_MULTIPLE, multiple) - needs_padding
+    length = max(SEQ_LEN_MULTIPLE, multiple)
+    if needs_padding:
+        length -= 1
     changes: ConfigValues = {
-        "model": MODEL_WIDTHS
-        | {
-            name: _reduced_rope(getattr(model, name), length / training.seq_len)
-            for name in ("rope", "local_rope")
-        }
-        | {"nope_every": model.nope_every and min(model.nope_every, sum(layers))}
-        | _reduced_layers(model, length / training.seq_len)
-        | _reduced_experts(model)
-        | {"num_layers": sum(layers), "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        | {"vocab_size": min(MAX_VOCAB_SIZE, model.vocab_size // 2 * 2)},
+        "model": _reduced_model(model, sum(layers), length / training.seq_len)
+        | {"num_heads": num_heads, "num_kv_heads": num_kv_heads},
         "data": {
             name: value and max(3, value * length // training.seq_len)
             for name, value in (

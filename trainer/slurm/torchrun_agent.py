@@ -61,7 +61,8 @@ def run(options: Namespace, overrides: Sequence[str]) -> int:
     config, cluster, problems = load_and_validate(overrides, environment)
     is_first_node = environment["NODE_RANK"] == "0"
     if problems or cluster is None:
-        sys.stderr.write(format_problems(problems, overrides, cluster) * is_first_node)
+        if is_first_node:
+            sys.stderr.write(format_problems(problems, overrides, cluster))
         return EXIT_BAD_CONFIG
     loggers.configure_logging(cluster.node_rank)
     with SignalHandler().raising_alone():

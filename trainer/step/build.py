@@ -257,9 +257,9 @@ def require_right_gradients(config: Config) -> None:
     try:
         verify_gradients(config.model.build(), options.policy, options.tiling)
     except (ValueError, RuntimeError) as error:
-        given = f'memory.recompute = "{options.policy}"' + ", training.compile = true" * (
-            config.training.compile is True
-        )
+        given = f'memory.recompute = "{options.policy}"'
+        if config.training.compile is True:
+            given += ", training.compile = true"
         if options.tiling.head_groups > 1:
             given += f", memory.head_groups = {options.tiling.head_groups}"
         raise RankFailedError(EXIT_BAD_CONFIG, f"{given} cannot be used here: {error}") from error

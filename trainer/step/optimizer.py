@@ -182,9 +182,9 @@ class Optimizer:
         if lost := [
             name for name, parameter in self.parameters_by_name.items() if parameter.grad is None
         ]:
-            named = ", ".join(lost[:MAX_NAMED_PARAMETERS]) + ", ..." * (
-                len(lost) > MAX_NAMED_PARAMETERS
-            )
+            named = ", ".join(lost[:MAX_NAMED_PARAMETERS])
+            if len(lost) > MAX_NAMED_PARAMETERS:
+                named += ", ..."
             count = f"{len(lost)} of {len(self.parameters_by_name)} parameters"
             raise RankFailedError(
                 EXIT_NO_RETRY, f"the backward pass computed no gradient of {count}: {named}"

@@ -119,6 +119,36 @@ class StepMetrics:
     targets: float
 
 
+def _build_optimizer(config: Config, parallel_model: ParallelModel) -> Optimizer:
+    stage_modules = parallel_model.stage_modules
+    # Some pipeline schedules gather weights before the forward hooks of their module run.
+    defer_updates = (
+        config.memory.optimizer_placement == "host" and parallel_model.pipeline_plan.pp == 1
+    )
+    return Optimizer(
+        [*stage_modules.values()],
+        config.optimizer,
+        moment_dtype=torch.bfloat16 if config.memory.optimizer_dtype == "bfloat16" else None,
+        deferred_modules=fsdp_modules(stage_modules[0]) if defer_updates else (),
+        all_reduce=partial(all_reduce, None),
+    )
+
+
+def _build_loader(
+    config: Config, parallel_model: ParallelModel, dataset: BlendedDataset, world: World
+) -> MicroBatchLoader:
+    return MicroBatchLoader(
+        dataset,
+        dp_rank=parallel_model.mesh.dp_rank,
+        dp_size=parallel_model.mesh.dp_degree,
+        global_batch_size=config.training.global_batch_size,
+        micro_batch_size=config.training.micro_batch_size,
+        shard=parallel_model.sequence_shard,
+        plan_attention=parallel_model.plan_attention,
+        pin_memory=world.device.type == "cuda",
+    )
+
+
 class Trainer:
     def __init__(
         self,
@@ -145,28 +175,10 @@ class Trainer:
         self.stage_modules = parallel_model.stage_modules
         self.context_parallel = parallel_model.context_parallel
         self.pipeline = build_pipeline(config, parallel_model)
-        # Some pipeline schedules gather weights before the forward hooks of their module run.
-        defer_updates = (
-            config.memory.optimizer_placement == "host" and parallel_model.pipeline_plan.pp == 1
-        )
-        # Its state exists before a checkpoint is loaded, which writes into these tensors.
-        self.optimizer = Optimizer(
-            [*self.stage_modules.values()],
-            config.optimizer,
-            moment_dtype=torch.bfloat16 if config.memory.optimizer_dtype == "bfloat16" else None,
-            deferred_modules=fsdp_modules(self.stage_modules[0]) if defer_updates else (),
-            all_reduce=partial(all_reduce, None),
-        )
-        self.loader = MicroBatchLoader(
-            dataset,
-            dp_rank=self.mesh.dp_rank,
-            dp_size=self.mesh.dp_degree,
-            global_batch_size=config.training.global_batch_size,
-            micro_batch_size=config.training.micro_batch_size,
-            shard=parallel_model.sequence_shard,
-            plan_attention=parallel_model.plan_attention,
-            pin_memory=world.device.type == "cuda",
-        )
+        # The optimizer's state exists before a checkpoint is loaded, which writes into these
+        # tensors.
+        self.optimizer = _build_optimizer(config, parallel_model)
+        self.loader = _build_loader(config, parallel_model, dataset, world)
         # Without sequence parallelism all tp ranks route the same tokens, which must count once.
         splits_tokens = config.parallelism.sequence_parallel and self.mesh.tp_group is not None
         self.routers = Routers(

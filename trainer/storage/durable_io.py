@@ -91,7 +91,7 @@ class LineAppender:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))
         ends_mid_line = file.read(1) not in (b"", b"\n")  # A process was killed while writing.
-        remaining = b"\n" * ends_mid_line + self._pending
+        remaining = b"\n" + self._pending if ends_mid_line else self._pending
         try:
             while remaining:
                 # A raw file may write only a part.

@@ -34,7 +34,7 @@ MAX_ANSWERS = 2000
 
 
 def traced_rank_steps(config: Config, world_size: int, *, on_gpu: bool = True) -> list[RankStep]:
-    """The step of the first rank of every pipeline rank, from the disk if they are known there.
+    """Step of the first rank of every pipeline rank, from the disk if it is known there.
 
     `memory.recompute`, `memory.loss_chunk_mib` and `training.attention` must be resolved.
     `on_gpu`: with the kernels of a GPU, compiled if the configuration compiles there; else those
@@ -44,6 +44,7 @@ def traced_rank_steps(config: Config, world_size: int, *, on_gpu: bool = True) -
     # Unknown, or written by something else.
     with suppress(OSError, ValueError, KeyError, TypeError):
         return [_decoded(each) for each in json.loads(read_regular(file))]
+    # Tracing takes seconds in which nothing else is printed.
     _show_progress("tracing a step ...")
     from trainer.trace.record import trace_pp_ranks  # Imports torch.
 
@@ -73,8 +74,10 @@ def cache_folder() -> Path:
 
 def _key(config: Config, world_size: int, *, on_gpu: bool) -> str:
     sections = config.model_dump(mode="json", include=SECTIONS)
+    # No step depends on them, so runs that differ in them share a trace.
     for name in ("steps", "seed"):
         del sections["training"][name]
+    # A trace is of this code under this torch: any change of either makes it unknown.
     sources = [_hash_of_sources(), version("torch"), extension.source_hashes()]
     described = [*sources, sections, repr(config.context_plan())]
     text = json.dumps([*described, world_size, on_gpu], sort_keys=True)
@@ -94,6 +97,7 @@ def _write(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_atomic(file, text.encode())
     known = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
+    # Another process may prune the same folder, so a file may be gone already.
     for oldest in known[:-MAX_ANSWERS]:
         oldest.unlink(missing_ok=True)
 

@@ -27,13 +27,13 @@ class AttentionCall(NamedTuple):
     """One kernel call."""
 
     kernel: str
-    """As `training.attention` names it."""
+    """Name of the kernel in `training.attention`."""
     products: int
     """Products of matrices of scores: two forward, five backward."""
     pairs: float
     """(query, key) pairs, summed over the sequences and heads of queries."""
     keys: int
-    """That the last query of a sequence sees, on average over all pairs."""
+    """Keys that the last query of a sequence sees, on average over all pairs."""
     head_dim: int
     scratch_bytes: int = 0
 
@@ -45,13 +45,14 @@ class AttentionCall(NamedTuple):
 def _dense(
     args: Sequence[Any], kernel: str, products: int, first: int, causal: int
 ) -> AttentionCall:
-    """Heads first: [B, N, Q, H] and [B, K, S, H].
+    """Call of a kernel that takes heads first: [B, N, Q, H] and [B, K, S, H].
 
     `first` and `causal` are indices of the queries and of the flag.
     """
     q = args[first]
     k = args[first + 1]
     batch, heads, queries, head_dim = q.shape
+    # Defaults at the end of a call are left out: a slice, where an index would raise.
     is_causal = args[causal : causal + 1] == (True,)
     keys = k.shape[2]
     pairs = queries * (queries + 1) // 2 if is_causal else queries * keys
@@ -61,8 +62,8 @@ def _dense(
 def _varlen(
     args: Sequence[Any], products: int, first: int, kwargs: dict[str, Any]
 ) -> AttentionCall:
-    """[X, N, H] of sequences one after the other, whose boundaries follow; `first` is the index of
-    the queries.
+    """Call of a kernel that takes [X, N, H] of sequences one after the other, whose boundaries
+    follow. `first` is the index of the queries.
     """
     q = args[first]
     # The output and its log-sum-exp come between.
@@ -76,6 +77,7 @@ def _varlen(
         for queries, keys in lengths
     ]
     total = sum(pairs)
+    # Weighted by pairs: long sequences take most of the time, and their length sets the rate.
     keys = sum(
         each * min(keys, seen) for each, (_, keys) in zip(pairs, lengths, strict=True)
     ) // max(1, total)
@@ -83,9 +85,12 @@ def _varlen(
 
 
 def _causal_pairs(queries: int, keys: int, window: int) -> int:
-    """The last query sees the last key."""
+    """(query, key) pairs of a causal mask in which the last query sees the last key, and at most
+    `window` keys.
+    """
     seen = min(window, keys)
     first = keys - queries + 1  # Keys that the first query may see.
+    # Each query sees one key more than the one before, until the window is full.
     growing = max(0, min(queries, seen - first + 1))
     return growing * first + growing * (growing - 1) // 2 + (queries - growing) * seen
 
@@ -96,6 +101,7 @@ def _flash_scratch(args: Sequence[Any]) -> int:
     lengths = args[6]
     tokens, heads, head_dim = q.shape
     padded = tokens + FLASH_PADDING * (len(lengths) - 1)
+    # A float32 sum of the gradient of queries, and one number per row.
     sums = 4 * padded * heads * (_rounded(head_dim) + 1)
     # Gradients of keys and values for every query head.
     expanded = 2 * len(k) * heads * head_dim * q.element_size()
@@ -153,7 +159,7 @@ CALLS: dict[Any, Reader] = {
 def attention_call(
     packet: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> AttentionCall | None:
-    """None for any other operator.
+    """The call of an attention kernel; None for any other operator.
 
     Shapes are those of `models/kernels.py`, whose integers are real.
     """

@@ -42,7 +42,7 @@ APART = {
 """Operators of torch that are not fused."""
 PLAIN = (int, float, str, type(None))
 TENSOR = object()
-"""The place of a tensor among constants."""
+"""Marks a tensor's place among constants."""
 
 
 class FusedKernels(fx.Interpreter):
@@ -55,7 +55,7 @@ class FusedKernels(fx.Interpreter):
         self._counter = counter
         self._written = {node for node in module.graph.nodes if self._is_written(node)}
         self._read = set[fx.Node]()
-        """What the neighbours that are being fused have read already."""
+        """Nodes that earlier neighbours of the same kernel have read."""
         self.user_to_last_uses = self._freed_after_kernels(module.graph)
 
     def _freed_after_kernels(self, graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -80,6 +80,7 @@ class FusedKernels(fx.Interpreter):
             return super().run_node(node)
         with self._counter.without_allocations():
             result = super().run_node(node)
+        # A fused kernel reads each input once, however many of its nodes use it.
         read = {each for each in node.all_input_nodes if self._is_in_memory(each)} - self._read
         moved = [*(self.env[each] for each in read), *([result] if node in self._written else [])]
         self._counter.count_traffic(nbytes(tensors_of(moved)), kernels=not self._read)
@@ -100,7 +101,7 @@ def is_apart(node: fx.Node) -> bool:
 
 
 def compiler_for(counter: OpCounterMode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Stands in for `torch.compile`."""
+    """A stand-in for `torch.compile` that runs graphs by `FusedKernels`."""
 
     def run_graph(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         return boxed(FusedKernels(module, counter))
@@ -111,6 +112,7 @@ def compiler_for(counter: OpCounterMode) -> Callable[[Callable[..., Any]], Calla
         def run(*args: Any) -> Any:
             leaves, spec = pytree.tree_flatten(args)
             tensors = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+            # Grad mode decides whether the graph saves anything: one graph for either.
             key = (piece, spec, torch.is_grad_enabled(), *map(_signature, leaves))
             if key not in graphs:
                 with counter.without_allocations():
@@ -141,7 +143,7 @@ def compiled_with(counter: OpCounterMode) -> Iterator[None]:
 
 
 def _local_parameters(block: TransformerBlock) -> dict[str, Tensor]:
-    """What the block computes with of its parameters, some of which are DTensors."""
+    """Local tensors of the block's parameters, some of which are DTensors."""
     return {name: to_local(parameter) for name, parameter in block.named_parameters()}
 
 
@@ -160,9 +162,11 @@ def boxed(kernels: FusedKernels) -> Callable[[list[Any]], Any]:
 
     def run(arguments: list[Any]) -> Any:
         results = kernels.boxed_run(arguments)
+        # The interpreter would keep the last results alive until the next run.
         kernels.env = {}
         return results
 
+    # Tells AOTAutograd that arguments come in a list, which the graph may empty.
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
@@ -196,6 +200,8 @@ def _compiled(
         given = [next(rest) if leaf is TENSOR else leaf for leaf in constants]
         return piece(*pytree.tree_unflatten(given, spec))
 
+    # The partitioner and the decompositions of Inductor, so that the graph saves what a compiled
+    # run saves.
     compiled = aot_function(
         function,
         run_graph,

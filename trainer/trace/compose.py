@@ -39,7 +39,7 @@ class TensorName(NamedTuple):
 
 
 class Transient(NamedTuple):
-    """What lives only within this piece, at its largest until the next change."""
+    """Largest set of tensors that live only within this piece, until its next change."""
 
     size: int
     alive: tuple[Allocation, ...]
@@ -99,6 +99,7 @@ class Correspondence:
         """The pieces whose tensors `copy` frees, if the recorded `here`, which it is like, frees
         what `origin` allocated.
         """
+        # A block frees what a neighbour allocated, at the distance that was recorded.
         source = origin._replace(micro_batch=self._micro_batch(origin, here, copy))
         if not isinstance(origin.unit, int):
             yield source
@@ -109,6 +110,8 @@ class Correspondence:
         ):
             yield source._replace(unit=origin.unit + copy.unit - here.unit)
         else:
+            # A piece outside of the blocks frees tensors of all blocks that are like the recorded
+            # one.
             for block, recorded in enumerate(self.blocks[origin.stage]):
                 if recorded == origin.unit:
                     yield source._replace(unit=block)
@@ -120,6 +123,8 @@ class Correspondence:
             is_last = 0 < origin.micro_batch == self.recorded_micro_batches - 1
             return self.micro_batches - 1 if is_last else origin.micro_batch
         distance = here.micro_batch - origin.micro_batch
+        # Tensors pass to the next micro-batch at most; older ones belong to a fixed one, such as
+        # the first.
         return copy.micro_batch - distance if distance in (0, 1) else origin.micro_batch
 
 
@@ -130,20 +135,20 @@ class Memory:
     device_bytes: int
     live: dict[Key, Allocation] = field(default_factory=dict)
     used_buffers: Counter[int] = field(default_factory=Counter)
-    """On the host, by size."""
+    """Buffers of the host in use, by size."""
     host_buffers: Counter[int] = field(default_factory=Counter)
     """Buffers that exist: a free one is used again for a tensor of its size, and none is given
     back.
     """
     first_use: dict[int, Allocation] = field(default_factory=dict)
-    """Of buffers of a size."""
+    """First allocation of each size of buffer, which names it."""
 
     def allocate(self, place: Place, name: TensorName) -> None:
         self.live[place, name] = name.allocation
         self._add(name.allocation, 1)
 
     def free(self, place: Place, name: TensorName) -> bool:
-        """False if there is no such tensor."""
+        """Frees a tensor; False if there is no such tensor."""
         allocation = self.live.pop((place, name), None)
         if allocation is None:
             return False
@@ -156,6 +161,7 @@ class Memory:
             return
         self.first_use.setdefault(allocation.size, allocation)
         self.used_buffers[allocation.size] += sign
+        # The union of counters is their maximum: a buffer is reused, and never given back.
         self.host_buffers |= Counter({allocation.size: self.used_buffers[allocation.size]})
 
     @property
@@ -169,7 +175,7 @@ class Peak(NamedTuple):
     """Number of the change in the whole step."""
     place: Place
     transients: tuple[Allocation, ...] = ()
-    """What is alive besides and lives only within the piece."""
+    """Tensors alive at the peak that live only within its piece."""
 
     @property
     def operator(self) -> str:
@@ -205,7 +211,7 @@ class ComposedStep(NamedTuple):
     other_states: int
     """Bytes of everything else that existed before the step."""
     live: list[LiveTensor]
-    """What is alive at the peak of the device, but for the states, and on the host at the end."""
+    """Tensors alive at the device's peak, without the states, and on the host at the end."""
     missing: Counter[tuple[Place, Place, TensorName]]
     """Tensors that copies of a piece should have freed and did not find: (recorded piece, its
     origin, name).
@@ -224,7 +230,7 @@ class ComposedStep(NamedTuple):
 def compose(
     trace: Trace, order: Sequence[Place], like: Correspondence, target: Target | None = None
 ) -> ComposedStep:
-    """`order`: the pieces of the whole step; `target` is needed if some send messages."""
+    """The whole step in this `order` of pieces. `target` is needed if some send messages."""
     changes = lasting_changes(trace.pieces)
     run = Composition(trace, changes, order, like, target)
     peak = Peak(-1, -1, BEGIN)
@@ -232,6 +238,7 @@ def compose(
         found = run.memory.device_bytes + transient.size
         if found > peak.size:
             peak = Peak(found, position, place, transient.alive)
+    # Two runs: to keep what is alive at every new peak would copy it thousands of times.
     again = Composition(trace, changes, order, like, target)
     for position, _, _ in again.changes():
         if position == peak.position:
@@ -260,7 +267,7 @@ class Composition:
         like: Correspondence,
         target: Target | None,
     ) -> None:
-        """`changes`: of each recorded piece."""
+        """`changes`: the lasting changes of each recorded piece."""
         self._trace = trace
         self._order = order
         self._like = like
@@ -271,7 +278,7 @@ class Composition:
         states = sum(state.size * count for state, count in self.states.items())
         self.memory = Memory(states + trace.other_states)
         self._copies = Counter[int]()
-        """Of each recorded piece, so far."""
+        """Copies of each recorded piece so far."""
         self.missing = Counter[tuple[Place, Place, TensorName]]()
         self._sent_tensors = self._find_sent_tensors()
         self._latest_sent: dict[int, Place] = {}
@@ -315,7 +322,7 @@ class Composition:
         ]
 
     def transients(self, peak: Peak) -> list[LiveTensor]:
-        """What lives only within the piece of the peak, at that moment."""
+        """Tensors of the peak that live only within its piece."""
         piece = self._trace.pieces[self._index[self._like.original(peak.place)]]
         return [LiveTensor(allocation, piece.place, piece.place) for allocation in peak.transients]
 
@@ -328,7 +335,7 @@ class Composition:
         ]
 
     def work(self) -> Work:
-        """Of all copies so far."""
+        """Work of all copies so far."""
         total = Work()
         for index, times in self._copies.items():
             total.add(self._trace.pieces[index].work, times)
@@ -411,6 +418,8 @@ def lasting_changes(pieces: Sequence[Piece]) -> list[list[Change]]:
         alike = Counter[Allocation]()
         allocations = (event for event in piece.events if isinstance(event, Allocation))
         for number, allocation in enumerate(allocations):
+            # Host buffers always last, because which of them exist depends on the order of the
+            # whole step.
             if allocation.size and (allocation.on_host or ends.get((index, number)) != index):
                 names[index, number] = TensorName(allocation, alike[allocation])
                 alike[allocation] += 1
@@ -433,6 +442,8 @@ def _lasting_changes(
                 if live > highest.size:
                     highest = Transient(live, tuple(inner.values()))
             else:
+                # What lives within the piece is largest just before each lasting change or at the
+                # end.
                 changes += [highest, Birth(name)]
                 highest = Transient(live, tuple(inner.values()))
             number += 1

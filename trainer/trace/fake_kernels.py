@@ -37,13 +37,15 @@ class FakeKernels:
         self._unknown = set[Any]()
         """Operators that have no such kernel."""
         self._layouts: dict[Hashable, Any] = {}
-        """Of the results of calls that allocate all of them."""
+        """Layouts of the results of calls that allocate all of them."""
         self._attributes = vars(FakeTensor(mode, torch.empty(0, device="meta"), CPU))
 
     def run(
         self, func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """`tensors`: those among the arguments."""
+        # From cheap to dear: results that are arguments, known layouts, meta kernels,
+        # FakeTensorMode.
         facts = facts_of(func)
         if not facts.is_known:
             return self._ask_mode(func, args, kwargs)
@@ -72,7 +74,7 @@ class FakeKernels:
         )
 
     def _fake(self, elements: Tensor) -> Tensor:
-        """As FakeTensor makes it, which looks at every option first."""
+        """A fake tensor as FakeTensor makes it, without a look at every option."""
         options: dict[str, Any] = {"dispatch_device": True, "device_for_backend_keys": CPU}
         found: Tensor = Tensor._make_subclass(FakeTensor, elements, **options)
         vars(found).update(self._attributes)
@@ -89,6 +91,8 @@ class FakeKernels:
     ) -> Any:
         if tensors and is_fake and func not in self._unknown and kwargs.get("device") is None:
             try:
+                # Inside it fake tensors pass for meta tensors, so the meta kernel runs without
+                # FakeTensorMode.
                 with in_kernel_invocation_manager(self._mode):
                     result = func(*args, **kwargs)
             except (NotImplementedError, RuntimeError):
@@ -115,7 +119,9 @@ def _has_known_layout(x: Tensor) -> bool:
 
 
 def _signature(values: Sequence[Any]) -> Hashable:
-    """What the layouts of an operator's results depend on. 1, 1.0 and True differ."""
+    """Key of everything that the layouts of an operator's results depend on. 1, 1.0 and True
+    differ.
+    """
     return tuple(map(_signature_of, values))
 
 
@@ -135,6 +141,7 @@ def _are_new(results: Sequence[Any], arguments: Sequence[Tensor]) -> bool:
     """Whether each result is a tensor with a storage of its own."""
     if not results or not all(isinstance(x, FakeTensor) and x.fake_device == CPU for x in results):
         return False
+    # A result that shares a storage cannot be made from a known layout.
     storages = [x.untyped_storage()._cdata for x in (*results, *arguments)]
     return len({*storages[: len(results)]}) == len(results) and not {*storages[: len(results)]} & {
         *storages[len(results) :]
@@ -148,7 +155,7 @@ def _leaves(result: Any) -> list[Any]:
 
 
 def _mapped(function: Callable[[Any], Any], result: Any) -> Any:
-    """Of one tensor or layout, or of each in a list or tuple."""
+    """`function` of one tensor or layout, or of each in a list or tuple."""
     if isinstance(result, Tensor | Layout):
         return function(result)
     return type(result)(_mapped(function, each) for each in result)

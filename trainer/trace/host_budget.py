@@ -41,13 +41,17 @@ def within_budget(
     wanted: Sequence[Offloaded], budget: int, blocks_per_checkpoint: int
 ) -> tuple[Offloaded, ...]:
     """Offloaded bytes of each block under the budget. `wanted`: without one."""
+    # Attention outputs may use only what the inputs of all blocks leave.
     reserved = _bytes_of_all_inputs(wanted, blocks_per_checkpoint)
     inputs = attention = 0
     found = []
     for each in wanted:
         keeps_input = inputs + each.input_bytes <= budget
         keeps_attention = attention + each.attention_bytes <= budget - reserved
-        kept = Offloaded(each.input_bytes * keeps_input, each.attention_bytes * keeps_attention)
+        kept = Offloaded(
+            each.input_bytes if keeps_input else 0,
+            each.attention_bytes if keeps_attention else 0,
+        )
         inputs = inputs + kept.input_bytes
         attention = attention + kept.attention_bytes
         found.append(kept)
@@ -62,6 +66,7 @@ def host_budget(kept: Sequence[Offloaded], blocks_per_checkpoint: int) -> int:
 
 
 def _bytes_of_all_inputs(blocks: Sequence[Offloaded], blocks_per_checkpoint: int) -> int:
+    # Only the first block of each checkpoint group saves its input.
     return -(-len(blocks) // blocks_per_checkpoint) * max(
         (each.input_bytes for each in blocks), default=0
     )

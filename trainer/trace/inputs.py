@@ -87,6 +87,7 @@ def balanced_experts(counter: OpCounterMode) -> Iterator[None]:
     """
 
     def counts_of(experts_NK: Tensor, num_experts: int) -> list[int]:
+        # The first experts take the remainder, so that the counts sum to all rows.
         size, remainder = divmod(experts_NK.numel(), num_experts)
         return [size + (expert < remainder) for expert in range(num_experts)]
 
@@ -108,6 +109,7 @@ def balanced_experts(counter: OpCounterMode) -> Iterator[None]:
         for each, (rows, _) in zip(
             experts, [sort_by_expert(each, num_experts) for each in experts], strict=True
         ):
+            # Counts are real integers, because split sizes depend on them.
             with unset_fake_temporarily():
                 groups = [
                     1 if group is None else group.size()
@@ -169,6 +171,7 @@ class KernelStream:
 def copies_on(stream: CopyStream) -> Iterator[None]:
     with stream.counter.copies() as numbers:
         yield
+    # The copy has its number only when the context ends, since then its bytes are known.
     stream.latest = numbers[0]
 
 

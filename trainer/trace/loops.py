@@ -47,6 +47,7 @@ def shortened(kinds: Sequence[Hashable]) -> list[Repeated]:
 
 
 def _run(counter: OpCounterMode, parts: Sequence[Any], likeness: Likeness) -> Iterator[Any]:
+    # Too short to leave out a part.
     if len(parts) <= FIRST_PARTS + LAST_PARTS + 1:
         yield from parts
         return
@@ -55,6 +56,7 @@ def _run(counter: OpCounterMode, parts: Sequence[Any], likeness: Likeness) -> It
         with counter.repeated(times):
             first = counter.storages.num_added
             yield parts[index]
+            # Storages of this part are those added while it ran.
             kept.append((range(first, counter.storages.num_added), times))
     for numbers, times in kept:
         counter.storages.multiply(numbers, times)

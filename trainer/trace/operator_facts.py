@@ -1,4 +1,4 @@
-"""What the schema of an operator of torch says about its results."""
+"""Facts about the results of an operator of torch, from its schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class OperatorFacts:
-    """Of one overload, found once."""
+    """Facts about one overload, found once."""
 
     def __init__(self, func: Any) -> None:
         self._func = func
@@ -24,7 +24,9 @@ class OperatorFacts:
         self.allocates = None in returns
         """Whether a result is neither an argument nor a view of one."""
         self.only_allocates = not func._schema.is_mutable and not self.returns_views
-        """Whether that is all it does. The shapes of results follow from those of arguments."""
+        """Whether allocating its results is all it does. Their shapes follow from those of the
+        arguments.
+        """
         self.only_allocates &= torch.Tag.dynamic_output_shape not in func.tags
         self.is_composite = is_aten and bool(
             func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
@@ -37,7 +39,7 @@ class OperatorFacts:
 
     @cached_property
     def _writes(self) -> list[tuple[int | str, tuple[str, ...]]]:
-        """Those arguments, with what they are aliases of: nothing for lists."""
+        """(place or name, aliases) of the arguments that it writes to. Lists have no aliases."""
         return [
             (argument.name if argument.kwarg_only else place, _aliases(argument))
             for place, argument in enumerate(self._func._schema.arguments)
@@ -54,6 +56,7 @@ class OperatorFacts:
             return None
         places = {aliases: place for place, aliases in self._writes}
         results = [places.get(_aliases(value)) for value in schema.returns]
+        # A result that is no written argument is new, so the operator does more than write.
         return None if None in results else tuple(each for each in results if each is not None)
 
     def results_written(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

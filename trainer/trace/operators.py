@@ -37,9 +37,9 @@ from trainer.trace.traffic import moved_bytes, tensors_of
 MAX_REAL_BYTES = 16 << 20
 """Integer tensors up to this size hold real values, because control flow depends on them."""
 RESIZED = "resized"
-"""In place of an operator: FSDP gives a storage its memory."""
+"""Stands for the operator where FSDP gives a storage its memory."""
 SCRATCH_KEY = -1
-"""Names no storage."""
+"""Key of scratch memory, which is no storage."""
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d
@@ -95,8 +95,8 @@ class StorageTracker:
         self._storages: dict[int, Stored] = {}
 
     def add(self, x: Tensor, phase: str, operator: str) -> None:
-        """Ignores known storages. uint8 storages belong to the pinned host pool of activation
-        offload.
+        """Adds the storage of a tensor unless it is known. uint8 storages belong to the pinned
+        host pool of activation offload.
         """
         if not isinstance(x, FakeTensor) and x.device.type == "meta":
             return
@@ -127,6 +127,7 @@ class StorageTracker:
 
     def multiply(self, numbers: range, times: int) -> None:
         """The storages of these numbers that are still alive stand for `times` as many."""
+        # A dictionary keeps the order of insertion, so storages of this loop are the last ones.
         last_added = reversed(self._storages.items()) if times > 1 else iter(())
         recent = [*takewhile(lambda item: item[1].number >= numbers.start, last_added)]
         for key, stored in recent:
@@ -144,6 +145,7 @@ class StorageTracker:
     def use_scratch(self, size: int, phase: str, operator: str) -> None:
         """Counts memory that a kernel allocates and frees while it runs."""
         if size:
+            # Up and down at once: scratch can set the peak, and is freed before the next operator.
             self._adjust("scratch", size, f"{phase}: {operator}")
             self._adjust("scratch", -size, "")
             self.on_allocation(
@@ -167,6 +169,7 @@ class StorageTracker:
         self._adjust(HOST, 0, "begin")
 
     def _drop(self, key: int, _: Any) -> None:
+        # Called by the weak reference when the storage dies: that is when torch frees its memory.
         stored = self._storages.pop(key)
         self.on_free(key)
         self._adjust(stored.kind, -stored.allocation.size, "")
@@ -251,7 +254,7 @@ class OpCounterMode(TorchDispatchMode):
 
     @contextmanager
     def without_allocations(self) -> Iterator[None]:
-        """Results take no memory."""
+        """Until the end of the context, results take no memory."""
         allocates = self._allocates
         self._allocates = False
         try:
@@ -348,6 +351,7 @@ class OpCounterMode(TorchDispatchMode):
         packet = func.overloadpacket
         phase = self.phase
         if (operands := MATMUL_OPS.get(packet)) is not None:
+            # The rate depends on the narrowest of rows, inner dimension and columns.
             first, second = (args[index] for index in operands)
             narrowest = min(*first.shape[-2:], second.shape[-1])
             self.count_product(phase, narrowest, 2 * first.numel() * second.shape[-1])
@@ -389,6 +393,7 @@ class OpCounterMode(TorchDispatchMode):
         columns = second.shape[-1]
         sizes = [rows, inner, columns]
         summed = 1 if second.dim() == 2 else 0  # The dimension that groups share.
+        # The narrowest dimension sets the rate: that of one group, not of all.
         sizes[summed] = max(1, sizes[summed] // len(ends))
         self.count_product(phase, min(sizes), 2 * rows * inner * columns)
 
@@ -413,6 +418,7 @@ class OpCounterMode(TorchDispatchMode):
         return (args[0], work) if len(func._schema.returns) == 2 else work
 
     def _record_message(self, kind: str, size: float, group: ProcessGroup) -> None:
+        # Plans count the messages of the loss head with the forward pass.
         key = channel_of(group), kind, "forward" if self.phase == "head" else self.phase
         ranks = group.size()
         if ranks == 1 or kind == "receive":
@@ -450,6 +456,8 @@ def _needs_real_values(
     if any(x.is_meta for x in others) or (not tensors and _device_type(device) == "meta"):
         return _device_type(device or "meta") == "meta"
     if tensors:
+        # An operator on real tensors alone gives real values; one fake argument makes the result
+        # fake.
         return len(others) == len(tensors)
     dtype = kwargs.get("dtype")
     if func.overloadpacket is aten.arange and all(isinstance(x, int) for x in args):

@@ -69,7 +69,7 @@ class Allocation(NamedTuple):
     line: str = ""
     """The line of the engine that calls the operator."""
     fsdp: str = ""
-    """What FSDP handles there: "weights", "gradients" or ""."""
+    """The tensors that FSDP handles there: "weights", "gradients" or ""."""
 
 
 class Free(NamedTuple):
@@ -78,29 +78,29 @@ class Free(NamedTuple):
     piece: int
     """Index of the piece that allocated it."""
     number: int
-    """Among the allocations of that piece."""
+    """Number among the allocations of that piece."""
 
 
 Event = Allocation | Free
 HOST = "host"
-"""In place of the channel of a message: a copy between device and host."""
+"""Stands for the channel of a message that is a copy between device and host."""
 MessageKey = tuple[str, str, str]
 """(channel, collective, phase)."""
 
 
 class AttentionKey(NamedTuple):
-    """What the rate of an attention kernel depends on."""
+    """Key of an attention kernel's rate."""
 
     phase: str
     kernel: str
-    """As `training.attention` names it."""
+    """Name of the kernel in `training.attention`."""
     keys: int
-    """That the last query sees."""
+    """Keys that the last query sees."""
     head_dim: int
 
 
 class ProductKey(NamedTuple):
-    """What the rate of a matrix product depends on."""
+    """Key of a matrix product's rate."""
 
     phase: str
     narrowest: int
@@ -109,7 +109,7 @@ class ProductKey(NamedTuple):
 
 @dataclass
 class Work:
-    """What a rank computes between two messages.
+    """Work of a rank between two messages.
 
     Phases are "forward", "backward" with recomputation, "head" for both passes of the loss head,
     and "step" for the rest; forward attention kernels of the backward pass are "recompute".
@@ -156,7 +156,7 @@ class Departure(NamedTuple):
     size: float
     """Bytes that this rank sends, in all its calls."""
     number: int
-    """Among the messages of the step."""
+    """Number among the messages of the step."""
     calls: int = 1
 
     @property
@@ -175,7 +175,7 @@ class Piece:
     place: Place
     events: list[Event] = field(default_factory=list)
     timeline: list[Work | Departure | Arrival] = field(default_factory=list)
-    """What it computes, between messages."""
+    """Work of the piece, between its messages."""
 
     @property
     def work(self) -> Work:

@@ -1,4 +1,4 @@
-"""What a plan keeps of a trace: the tensors at the peak, and what runs in which order.
+"""The part of a trace that a plan keeps: tensors at the peak, and the order of pieces.
 
 Imports no torch.
 """
@@ -39,7 +39,7 @@ class RankStep:
 
     world_size: int
     memory: MemoryEstimate
-    """What is alive at the peak."""
+    """Tensors alive at the peak."""
     pieces: tuple[Piece, ...]
     """The recorded pieces, without their allocations."""
     order: tuple[int, ...]
@@ -65,6 +65,7 @@ def rank_step(
         short.plan.pp,
         _merged(_tensors(config, short, whole, on_gpu=on_gpu)),
     )
+    # Allocations served to compose the peak; without them an answer on disk is small.
     pieces = tuple(Piece(piece.place, [], piece.timeline) for piece in trace.pieces)
     state_ratio = whole_states / max(1, trace.state_bytes)
     return RankStep(short.world_size, estimate, pieces, order, dict(_windows(short)), state_ratio)
@@ -154,6 +155,7 @@ def _live_tensor(each: LiveTensor, *, on_host: bool) -> MemoryTensor:
 
 def _of_size(tensor: MemoryTensor, size: int) -> MemoryTensor:
     """The tensor, or several of them, or the bytes of its storage if that has another size."""
+    # A loop's tensors stand for several of the same shape; a view may have a larger storage.
     nominal = prod(tensor.shape) * DTYPE_BYTES.get(tensor.dtype, 0)
     if nominal and size % nominal == 0:
         return tensor._replace(copies=tensor.copies * size // nominal)
@@ -171,6 +173,7 @@ def _line_of(each: LiveTensor) -> str:
         return "saved activations"
     if made_in.action == "load":
         return "batch"
+    # The first rule that matches decides: FSDP gathers in the same passes that make activations.
     if allocation.fsdp == "weights":
         return "gathered weights"
     if made_in.action == "backward" and (freed_in is None or freed_in == OPTIMIZER):

@@ -106,6 +106,7 @@ def _trace(
         trace = run(step)
         whole = compose(trace, [*step.order()], step.correspondence, step.target)
         longer = replace(step, extra=step.extra + 2)
+        # Without more blocks to record, a longer trace would be the same.
         if whole.is_closed or longer.stages == step.stages:
             return TracedStep(whole, step, trace)
         step = longer
@@ -124,8 +125,10 @@ def _with_host_budget(step: ShortStep, run: Callable[[ShortStep], Trace]) -> Sho
             update={"memory": memory.model_copy(update={"host_budget_gib": None})}
         ),
     )
+    # First without a budget: which blocks stay within it follows from what each would offload.
     trace = run(unlimited)
     budget = int(memory.host_budget_gib * GIB) // step.ranks_per_node
+    # Micro-batches share the budget in the order of the whole schedule, which no short step shows.
     if step.plan.pp > 1:
         needed = compose(
             trace, [*unlimited.order()], unlimited.correspondence, unlimited.target
@@ -164,6 +167,7 @@ def record(step: ShortStep, *, kernel: str | None = None, compiled: bool = False
         shortened_loops(counter),
     ):
         states = [*_states(trainer)]
+        # Everything else that lives before the step, such as the trainer's counters.
         other_states = recorder.device_bytes - sum(state.size for state in states)
         start = partial(recorder.start, counter=counter)
         mark_pieces(trainer, start)
@@ -254,6 +258,7 @@ def _register_phase_hooks(model_part: Transformer, counter: OpCounterMode) -> No
 
         return hook
 
+    # Prepended, so that FSDP's gather, which is a hook as well, counts with this phase.
     model_part.register_forward_pre_hook(set_phase("forward"), prepend=True)
     model_part.register_forward_hook(set_phase("backward"))
     if model_part.head is not None:
@@ -283,6 +288,8 @@ def _states(trainer: Trainer) -> Iterator[State]:
                 _, is_of_block, rest = name.partition("blocks.")
                 number, _, inner = rest.partition(".")
                 is_of_other_stage = is_of_block and number not in places
+                # Tied weights share a storage, and the optimizer's state names parameters of all
+                # stages.
                 if is_of_other_stage or storage._cdata in seen or not storage.nbytes():
                     continue
                 seen.add(storage._cdata)

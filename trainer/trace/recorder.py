@@ -106,6 +106,7 @@ def recorded_offload(recorder: PieceRecorder) -> Iterator[None]:
                 dtype="uint8",
                 operator=f"offload of {kind}",
             )
+            # Negative, so that it is no key of a storage.
             recorder.record_allocation(-id(buffer), used)
         return buffers
 
@@ -127,6 +128,7 @@ def recorded_offload(recorder: PieceRecorder) -> Iterator[None]:
 @contextmanager
 def recorded_messages(recorder: PieceRecorder, counter: OpCounterMode) -> Iterator[None]:
     """Puts messages on the timeline, and their arrivals where the code waits for a handle."""
+    # The dispatcher sees a message start; only the handle shows where its result is needed.
     start = AsyncHandle.__init__
     wait = AsyncHandle.wait
     numbers = dict[int, int]()
@@ -185,6 +187,7 @@ def _mark_passes(model: Transformer, stage: int, start: Start, *, in_pipeline: b
     def on_boundary(x_BSE: Tensor) -> Tensor:
         nonlocal boundary
         start(Place("forward", stage, micro_batch, boundary if boundary < num_blocks else "head"))
+        # The gradient at a boundary is complete when the block behind it has run backward.
         ended = Place("backward", stage, micro_batch, boundary - 1 if boundary else "embedding")
 
         def on_gradient(_: Tensor) -> None:
@@ -195,6 +198,7 @@ def _mark_passes(model: Transformer, stage: int, start: Start, *, in_pipeline: b
         boundary += 1
         return x_BSE
 
+    # Prepended, so that the piece starts before FSDP's hook gathers its weights.
     model.register_forward_pre_hook(on_forward, prepend=True)
     # There the backward pass is an action of its own.
     if not in_pipeline:
@@ -218,9 +222,8 @@ def _mark_pipeline(pipeline: Pipeline, rank: int, start: Start) -> None:
         start(FINISH)
         finish()
 
-    # type: ignore[method-assign]
-    exchange.transfer = marked_transfer
-    exchange.finish = marked_finish
+    exchange.transfer = marked_transfer  # type: ignore[method-assign]
+    exchange.finish = marked_finish  # type: ignore[method-assign]
     for stage in stages.values():
         _mark_actions(stage, start)
 

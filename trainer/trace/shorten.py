@@ -60,12 +60,15 @@ def shortened_blocks(kinds: Sequence[Hashable], extra: int = 0) -> ShortenedBloc
     count = len(kinds)
     start, period = _pattern(kinds)
     last = max(LAST_BLOCKS, period)
+    # The irregular start, both ends, and whole periods between them.
     least = start + FIRST_BLOCKS + last + (1 + extra) * period
+    # Congruent to `count` modulo the period, so that both ends keep their neighbours.
     length = least + (count - least) % period
     if length >= count:
         everything = tuple(range(count))
         return ShortenedBlocks(everything, everything)
     head = length - last
+    # Blocks that are not recorded repeat the last recorded period.
     between = (head - period + (block - head) % period for block in range(head, count - last))
     kept = (*range(head), *range(count - last, count))
     return ShortenedBlocks(kept, (*range(head), *between, *range(head, length)))
@@ -79,6 +82,7 @@ def _pattern(kinds: Sequence[Hashable]) -> tuple[int, int]:
         start = count - period
         while start > 0 and kinds[start - 1] == kinds[start - 1 + period]:
             start -= 1
+        # A short model has the start and one period, so their sum is what recording costs.
         best = min(best, (start, period), key=sum)
     return best
 
@@ -199,6 +203,8 @@ class ShortStep:
                 [self.offloaded[place] for place in self.stages[0].kept],
                 memory.blocks_per_checkpoint,
             )
+            # Half a byte more, because the budget is converted to GiB and rounded down to bytes
+            # again.
             memory = memory.model_copy(
                 update={"host_budget_gib": (budget + 0.5) * self.ranks_per_node / GIB}
             )

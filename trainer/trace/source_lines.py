@@ -20,6 +20,7 @@ def current_line() -> tuple[str, str]:
     """`file:line function` of the innermost frame in the engine, and what FSDP handles there:
     "weights", "gradients" or "".
     """
+    # Called for every allocation: inspect.stack() would read source files each time.
     frame = sys._getframe(1)
     fsdp = ""
     while frame is not None:

@@ -50,6 +50,7 @@ def moved_bytes(
     packet = func.overloadpacket
     facts = facts_of(func)
     if packet in ROW_WRITES:
+        # Of each row: the values are read, and the row is read and written.
         return 3 * tensors[-1].nbytes
     if packet in LOOKUPS:
         return 2 * sum(x.nbytes for x in result)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -269,14 +269,7 @@ class ContextParallel(context_parallel.ContextParallel):
         that of one process. Raises ValueError for what it does not understand. Not collective, and
         does no arithmetic on a device: call it in the collator.
         """
-        tokens_BT = batch.get("input_ids")
-        if tokens_BT is None or tokens_BT.ndim != 2:
-            raise ValueError(
-                "a batch needs input_ids [batch, tokens]"
-                + ("" if tokens_BT is None else f", not {list(tokens_BT.shape)}")
-            )
-        if not tokens_BT.numel():
-            raise ValueError(f"input_ids {list(tokens_BT.shape)} hold no tokens")
+        tokens_BT = _input_ids(batch)
         seq_len = tokens_BT.shape[1]
         boundaries_BD = batches.find_boundaries(batch, boundaries)
         padded_length = self.plan.padded_length(seq_len)
@@ -285,12 +278,9 @@ class ContextParallel(context_parallel.ContextParallel):
         for key in ("attention_mask", *batches.VARLEN_KEYS):
             full.pop(key, None)  # The documents say as much.
         if full.get("position_ids") is None:
-            given = (
-                boundaries_BD
-                if boundaries is not None
-                else context_parallel.one_document(1, seq_len)
+            full["position_ids"] = _positions(
+                tokens_BT, None if boundaries is None else boundaries_BD
             )
-            full["position_ids"] = batches.positions_of(given, seq_len).to(tokens_BT.device)
         full["position_ids"] = full["position_ids"].expand(len(tokens_BT), -1)
         self._shift_labels(full, batch.get("attention_mask"))
         full = {key: self._padded(key, value, seq_len, padded_BD) for key, value in full.items()}
@@ -434,6 +424,26 @@ class ContextParallel(context_parallel.ContextParallel):
                 f"the ranks of a context-parallel group must be given the same batch; those of ranks {others} differ from "
                 "rank 0's (does a sampler give every rank other sequences?)"
             )
+
+
+def _input_ids(batch: Mapping[str, Any]) -> Tensor:
+    """The tokens of a batch. Raises ValueError unless they are [B, T], and not empty."""
+    tokens_BT = batch.get("input_ids")
+    if tokens_BT is None:
+        raise ValueError("a batch needs input_ids [batch, tokens]")
+    if tokens_BT.ndim != 2:
+        raise ValueError(f"a batch needs input_ids [batch, tokens], not {list(tokens_BT.shape)}")
+    if not tokens_BT.numel():
+        raise ValueError(f"input_ids {list(tokens_BT.shape)} hold no tokens")
+    return cast(Tensor, tokens_BT)
+
+
+def _positions(tokens_BT: Tensor, boundaries_BD: Tensor | None) -> Tensor:
+    """Positions [B or 1, T] that restart at each document; None is one document."""
+    seq_len = tokens_BT.shape[1]
+    if boundaries_BD is None:
+        boundaries_BD = context_parallel.one_document(1, seq_len)
+    return batches.positions_of(boundaries_BD, seq_len).to(tokens_BT.device)
 
 
 def _documents_of(boundaries_BD: Tensor) -> tuple[Any, ...]:

@@ -256,26 +256,10 @@ def attention_forward(
     Raises ValueError, before anything is sent, for what it would have to ignore.
     """
     problems = [*_problems(module, attention_mask, dropout, sliding_window, is_causal=is_causal)]
-    # Of `generation.ShardedCache`, which has the keys.
+    # `generation.ShardedCache` marks its keys with the layer that attends to them.
     sharded_layer: Any = getattr(key, "sharded_layer", None)
-    config: Any = module.config
-    keys = HARMLESS
-    if documents is not None:
-        keys = HARMLESS | documents.keys
-        if (
-            not documents.positions_given
-            and getattr(config, "model_type", "") in POSITIONS_FROM_PADDING
-        ):
-            problems.append(
-                f"{config.model_type} counts positions from another number than 0: give position_ids"
-            )
-        problems += rope_problems(config, documents.longest)
-    elif sharded_layer is None:
-        problems.append(
-            "no documents reached attention: give the model what shard_batch returns, whole, if it passes its inputs on to "
-            "attention (to generate, use longhaul_attention.generation, with models that attend to the keys and values that "
-            "they keep, and without other forward passes)"
-        )
+    problems += _document_problems(module.config, documents, sharded_layer)
+    keys = HARMLESS if documents is None else HARMLESS | documents.keys
     if sharded_layer is not None and not sharded_layer.keeps(key, value):
         problems.append("it attends to other keys or values than those that it keeps")
     unknown = {
@@ -304,6 +288,27 @@ def attention_forward(
         q_BSNH, k_BSKH, v_BSKH, window=attention_mask.window, sink=s_aux, softcap=softcap
     )
     return out_BSNH[..., : value.shape[-1]], None
+
+
+def _document_problems(
+    config: Any, documents: Documents | None, sharded_layer: Any
+) -> Iterator[str]:
+    """Positions that differ between shards, and calls that know no documents."""
+    if documents is not None:
+        if (
+            not documents.positions_given
+            and getattr(config, "model_type", "") in POSITIONS_FROM_PADDING
+        ):
+            yield (
+                f"{config.model_type} counts positions from another number than 0: give position_ids"
+            )
+        yield from rope_problems(config, documents.longest)
+    elif sharded_layer is None:
+        yield (
+            "no documents reached attention: give the model what shard_batch returns, whole, if it passes its inputs on to "
+            "attention (to generate, use longhaul_attention.generation, with models that attend to the keys and values that "
+            "they keep, and without other forward passes)"
+        )
 
 
 def _problems(
