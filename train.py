@@ -146,7 +146,8 @@ def run_stage(
     signal_handler: SignalHandler,
 ) -> None:
     """Trains a stage on all ranks; rank 0 writes the prediction and the exit marker."""
-    config, (rank, _, _) = spec.config, rank_from_environment()
+    config = spec.config
+    rank, _, _ = rank_from_environment()
     with ExitStack() as held:
         if rank == 0:
             with signal_handler.raising():  # It may be waited for.

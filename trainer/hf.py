@@ -131,13 +131,9 @@ def export(options: Namespace) -> None:
     # transformers' nearest architecture decides the names of tensors.
     written = dataclasses.replace(model, model_type=hf_config["model_type"])
     manifest.read_intact(checkpoint, check_hashes=True)
-    reader = open_model(
-        checkpoint,
-        {
-            name: each.shape_of(model.sizes)
-            for name, each in (model.parameters | model.buffers).items()
-        },
-    )
+    tensors = model.parameters | model.buffers
+    shapes = {name: each.shape_of(model.sizes) for name, each in tensors.items()}
+    reader = open_model(checkpoint, shapes)
     print_lines(
         f"{checkpoint}: {model.parameter_summary} as {dtype}, context of {seq_len:,} tokens"
     )

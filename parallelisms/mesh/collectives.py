@@ -28,7 +28,7 @@ T = TypeVar("T")
 MAX_VALUES_BYTES = 1 << 30
 """Largest sum of the values of all ranks, each padded to the longest."""
 _seal: ValueSeal | None = None
-"""What authenticates the values of this process; None: they are believed."""
+"""Authenticates the values of this process' ranks; None: values are believed."""
 
 
 def all_reduce(group: ProcessGroup | None, x: Tensor) -> Tensor:

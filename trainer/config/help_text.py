@@ -56,7 +56,7 @@ def sections_by_heading() -> dict[str, tuple[type[Section], list[str]]]:
 def section_description(heading: str) -> str:
     parent, _, name = heading.strip("[]").removesuffix(".NAME").rpartition(".")
     owner = all_sections()[parent] if parent else Recipe
-    return str(owner.fields_by_key()[name].description)
+    return owner.describe(name)
 
 
 def document_keys(owner: type[Section], names: list[str]) -> list[KeyDoc]:

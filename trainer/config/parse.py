@@ -374,7 +374,7 @@ class ConfigSource:
             and section
             and names[-1] in section.fields_by_key()
         ):
-            rule += f" ({section.fields_by_key()[names[-1]].description})"
+            rule += f" ({section.describe(names[-1])})"
         if replaced := replaced_value_message(key, value):
             rule += f"; {replaced}"
         return f"{self.name}: {assignment}{f': item {items[0] + 1}' if items else ''} {rule}"

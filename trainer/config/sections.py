@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from math import prod
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -68,6 +68,13 @@ MAX_SEQ_LEN = 2**31 - 1
 OPTIMIZER_CHUNK_ELEMENTS = 1 << 22
 
 
+def _join_lines(schema: dict[str, Any]) -> None:
+    """Puts descriptions on one line each: they are docstrings, which our own lines wrap."""
+    for described in (schema, *schema.get("properties", {}).values()):
+        if "description" in described:
+            described["description"] = " ".join(described["description"].split())
+
+
 class Section(BaseModel):
     """Base of all sections: frozen, no unknown keys, each field documented by the string below
     it.
@@ -79,6 +86,7 @@ class Section(BaseModel):
         frozen=True,
         extra="forbid",
         use_attribute_docstrings=True,
+        json_schema_extra=_join_lines,
         allow_inf_nan=False,
         serialize_by_alias=True,
     )
@@ -87,6 +95,11 @@ class Section(BaseModel):
     def fields_by_key(cls) -> dict[str, FieldInfo]:
         """Fields by their TOML keys, which differ from the field names for Python keywords."""
         return {field.alias or name: field for name, field in cls.model_fields.items()}
+
+    @classmethod
+    def describe(cls, key: str) -> str:
+        """The description of a key on one line."""
+        return " ".join(str(cls.fields_by_key()[key].description).split())
 
 
 class JobSection(Section):

@@ -203,7 +203,8 @@ def _halo_call(block: BlockMemory, share: float) -> tuple[MemoryTensor, ...]:
     """Call for the flipped part before a piece of the sequence or, if the window is longer than a
     remote piece, for two pieces. Kernels with variable lengths run all of them at once.
     """
-    (_, received), layout = block.halo or (0, 0), block.layout
+    _, received = block.halo or (0, 0)
+    layout = block.layout
     if layout is None or block.kernel in VARLEN_KERNELS:
         return _flipped_call(block, share, min(1, received), received, earlier=1)
     window = block.kind.window or 0

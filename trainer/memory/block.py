@@ -174,10 +174,8 @@ class BlockMemory:
         """
         if self.layout is None or not self._halos:
             return None
-        (sent, received), tokens = (
-            max(self._halos, key=halo_traffic),
-            self.layout.num_tokens // self.ring_degree,
-        )
+        sent, received = max(self._halos, key=halo_traffic)
+        tokens = self.layout.num_tokens // self.ring_degree
         return sent / tokens, received / tokens
 
     @cached_property

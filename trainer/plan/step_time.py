@@ -227,7 +227,8 @@ class RankTimeModel:
         """Seconds in which the product of the head's weight gradient waits for the sum that it
         reads and writes in every chunk of tokens.
         """
-        rank, (rows, dim) = self.rank, self.rank.head_shapes[0]
+        rank = self.rank
+        rows, dim = rank.head_shapes[0]
         if not rank.has_last_stage:
             return 0.0
         chunks = rank.num_micro_batches * -(-rank.head_tokens // rank.loss_chunk_tokens)

@@ -29,7 +29,8 @@ _doors: list[object] = []
 def find_store(
     rank: int, size: int, num_nodes: int, secret: bytes, timeout: timedelta
 ) -> distributed.Store | None:
-    """The store of a launch, on loopback. None: that of MASTER_ADDR, which torchrun's agent serves.
+    """The store of a launch, on loopback. None: that of MASTER_ADDR, which torchrun's agent
+    serves.
 
     Raises `RunFailedError` if rank 0 cannot listen, `RankFailedError` if it cannot be reached or
     has another secret.

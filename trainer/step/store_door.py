@@ -1,10 +1,12 @@
-"""A door between the ranks of a launch and the store in which they meet, for those who know the launch's secret.
+"""A door between the ranks of a launch and the store in which they meet, for those who know the
+launch's secret.
 
     rank 1 --loopback--> its door --network, admitted by the secret--> door of rank 0 --loopback--> store of rank 0
 
-torch's store asks nobody who they are, so it listens on loopback only, and doors pass its bytes on. A door is a process
-of its own: torch waits for the store in places where it may hold the interpreter's lock, and a thread could then pass
-nothing on. It imports the standard library only, and ends with the process that started it.
+torch's store asks nobody who they are, so it listens on loopback only, and doors pass its bytes
+on. A door is a process of its own: torch waits for the store in places where it may hold the
+interpreter's lock, and a thread could then pass nothing on. It imports the standard library only,
+and ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ PROOF_BYTES = hashlib.sha256().digest_size
 ADMISSION_SECONDS = 10.0
 """Longest time that either side waits for the other's proof."""
 PATIENCE_SECONDS = 30.0
-"""Longest time in which a rank tries again after it was refused: an earlier launch may still have the port."""
+"""Longest time in which a rank tries again after it was refused: an earlier launch may still have
+the port.
+"""
 RETRY_SECONDS = 0.2
 MAX_NOTICES = 5
 """Refused connections that are reported; a stranger must not fill the log."""
@@ -49,7 +53,8 @@ def start_server(
 def start_client(
     listener: socket.socket, host: str, port: int, secret: bytes, *, timeout_seconds: float
 ) -> tuple[subprocess.Popen[bytes], str]:
-    """Passes connections to `listener` on to the door at host:port. Returns when that door has admitted this one.
+    """Passes connections to `listener` on to the door at host:port. Returns when that door has
+    admitted this one.
 
     Also returns why it did not, empty if it did.
     """
@@ -87,7 +92,8 @@ def _start(
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     assert door.stdin is not None  # noqa: S101
-    # Through a pipe: others can read command lines. It stays open, and its end tells the door that this process ended.
+    # Through a pipe: others can read command lines. It stays open, and its end tells the door that
+    # this process ended.
     door.stdin.write(secret.hex().encode() + b"\n")
     door.stdin.flush()
     return door
@@ -193,7 +199,10 @@ async def _admit(
 async def _ask(
     host: str, port: int, secret: bytes
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection that was admitted. Raises `RefusedError` if either side does not believe the other."""
+    """A connection that was admitted.
+
+    Raises `RefusedError` if either side does not believe the other.
+    """
     reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), ADMISSION_SECONDS)
     try:
         async with asyncio.timeout(ADMISSION_SECONDS):
@@ -213,7 +222,9 @@ async def _ask(
 
 
 def _proof(secret: bytes, role: bytes, server_challenge: bytes, client_challenge: bytes) -> bytes:
-    """Proves the secret for these challenges and this side alone: an answer cannot be sent back or used again."""
+    """Proves the secret for these challenges and this side alone: an answer cannot be sent back or
+    used again.
+    """
     return hmac.digest(
         secret, b"longhaul store " + role + server_challenge + client_challenge, "sha256"
     )

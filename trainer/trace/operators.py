@@ -119,7 +119,8 @@ class StorageTracker:
         if (
             stored := self._storages.get(storage._cdata)
         ) is not None and stored.allocation.size != storage.nbytes():
-            size, (line, fsdp) = storage.nbytes(), current_line()
+            size = storage.nbytes()
+            line, fsdp = current_line()
             resized = stored.allocation._replace(
                 size=size, shape=(size,), dtype="uint8", operator=RESIZED, line=line, fsdp=fsdp
             )
