@@ -70,6 +70,13 @@ class LogitTransform(NamedTuple):
         saturation_CV = logits_CV.div_(self.softcap).tanh_()
         return saturation_CV * self.softcap, (1 - saturation_CV.square_()).div_(self.scaling)
 
+    def differentiable(self, product_CV: Tensor) -> Tensor:
+        """Logits by operators that autograd records."""
+        logits_CV = product_CV / self.scaling
+        return (
+            logits_CV if self.softcap is None else (logits_CV / self.softcap).tanh() * self.softcap
+        )
+
 
 IDENTITY = LogitTransform()
 
@@ -243,6 +250,9 @@ def softmax_gradient(
 
 # ---- the loss
 
+TokenLoss = Callable[[Tensor, Tensor], Tensor]
+"""Loss of each token [C] from its logits [C, V] in `accumulation_dtype` and its target [C]."""
+
 
 class LinearCrossEntropy(torch.autograd.Function):
     """`cross_entropy(x @ weight.T, labels)` per token, with the logits of one chunk in memory at a
@@ -338,6 +348,63 @@ class LinearCrossEntropy(torch.autograd.Function):
         return grad_x_BSE, scaled_weight_VE, None, None, None, None, None, None
 
 
+class LinearTokenLoss(LinearCrossEntropy):
+    """`loss(x @ weight.T, labels)` per token, differentiated by autograd a chunk at a time.
+
+    Memory and weights are those of `LinearCrossEntropy`, whose backward pass it shares, plus what
+    autograd saves of a chunk. Needs the whole vocabulary on this rank.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_BSE: Tensor,
+        weight_VE: Tensor,
+        labels_BS: Tensor,
+        chunk_tokens: int,
+        vocab_shard: VocabShard,
+        correct_BS: Tensor | None,
+        transform: LogitTransform,
+        loss: TokenLoss,
+    ) -> Tensor:
+        if vocab_shard.num_shards > 1 or correct_BS is not None:
+            raise ValueError("a loss of an extension needs the whole vocabulary, and only trains")
+        x_RE = x_BSE.flatten(0, 1)
+        labels_R = labels_BS.flatten()
+        dtype = accumulation_dtype(x_RE.dtype)
+        losses_R = torch.zeros(labels_R.shape, dtype=dtype, device=x_RE.device)
+        grad_x_RE = torch.empty_like(x_RE)
+        # Chunks add to it in `accumulation_dtype`; the backward pass rounds the sum once.
+        grad_weight_VE = torch.zeros_like(weight_VE, dtype=dtype)
+        for token_slice in each_chunk(x_RE.shape[0], chunk_tokens):
+            x_CE = x_RE[token_slice]
+            labels_C = labels_R[token_slice]
+            is_target_C = labels_C != IGNORE_INDEX
+            # Inside a Function nothing is recorded: the chunk has a small graph of its own.
+            with torch.enable_grad():
+                product_CV = logit_product(x_CE, weight_VE).detach().requires_grad_()
+                losses_C = loss(transform.differentiable(product_CV), labels_C.clamp(min=0))
+                _require_loss_per_token(losses_C, labels_C)
+                # A label outside the vocabulary has no loss; that of a token without a target is 0.
+                losses_C = losses_C.where(labels_C < weight_VE.shape[0], torch.nan) * is_target_C
+                (grad_CV,) = torch.autograd.grad(losses_C.sum(), product_CV)
+            losses_R[token_slice] = losses_C.detach()
+            grad_CV = grad_CV.to(x_RE.dtype)
+            torch.mm(grad_CV, weight_VE, out=grad_x_RE[token_slice])
+            add_weight_grad(grad_weight_VE, grad_CV, x_CE)
+        ctx.save_for_backward(grad_x_RE, grad_weight_VE, labels_BS)
+        ctx.weight_dtype = weight_VE.dtype
+        return losses_R.view(labels_BS.shape)
+
+
+def _require_loss_per_token(losses_C: Tensor, labels_C: Tensor) -> None:
+    if losses_C.shape != labels_C.shape:
+        raise ValueError(
+            f"training.loss must return a loss per token, {list(labels_C.shape)}, "
+            f"not {list(losses_C.shape)}"
+        )
+
+
 class LossHead(nn.Module):
     def __init__(self, config: ModelConfig, *, chunk_mib: int = 256) -> None:
         super().__init__()
@@ -351,6 +418,8 @@ class LossHead(nn.Module):
 
         `training.compile` sets it.
         """
+        self.loss: TokenLoss | None = None
+        """Minimized in training in place of cross-entropy, which evaluation reports anyway."""
         self.reports_correct = False
         """Whether `forward` also returns which targets were predicted correctly.
 
@@ -371,6 +440,17 @@ class LossHead(nn.Module):
             # An autograd.Function cannot see grad mode, only whether its inputs require gradients.
             normed_BSE = normed_BSE.detach()
             weight_VE = weight_VE.detach()
+        elif self.loss is not None:
+            return LinearTokenLoss.apply(
+                normed_BSE,
+                weight_VE,
+                labels_BS,
+                chunk_tokens,
+                self.vocab_shard,
+                None,
+                self.transform,
+                self.loss,
+            )
         correct_BS = torch.zeros_like(labels_BS) if self.reports_correct else None
         # Evaluation is eager: its lengths would add graphs.
         compile_piece = self.compile_piece if torch.is_grad_enabled() else None

@@ -75,6 +75,7 @@ NOT_VARIED = {
     "parallelism.pp_layers": "a level of model.num_layers",
     "memory.device_gib": "recompute = auto only, which resolves to the other settings",
     "memory.optimizer_dtype": "float64 runs keep their moments in float64",
+    "training.loss": "one of ours; tests/models/test_token_loss.py has others",
     "optimizer.name": "one of ours; tests/test_extending.py has others",
     "model.mixer": "one of ours; tests/test_extending.py and tests/models/test_layers.py have others",
     "optimizer.lr": "high in all cases, and another in a second stage",

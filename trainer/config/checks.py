@@ -182,6 +182,7 @@ def _single_stage_problems(config: Config, world_size: int) -> Iterator[str]:
     if not model_problems:
         yield from _head_group_problems(config)
         yield from _attention_problems(config)
+    yield from _loss_problems(config)
     yield from _optimizer_problems(config)
     yield from _optimizer_dtype_problems(config)
     yield from _world_size_problems(config, world_size)
@@ -440,6 +441,17 @@ def _head_group_problems(config: Config) -> Iterator[str]:
         yield (
             f"memory.head_groups = {groups} leaves {heads_per_group} query heads per group, which "
             f'{plan.ulysses_degree} ranks cannot divide (parallelism.cp_method = "{plan.resolved_method}")'
+        )
+
+
+def _loss_problems(config: Config) -> Iterator[str]:
+    name = config.training.loss
+    if name not in (known := extension.loss_names()):
+        yield f'training.loss = "{name}" is unknown; there are {", ".join(known)}'
+    elif extension.added_loss(name) and config.parallelism.tp > 1:
+        yield (
+            f'training.loss = "{name}" needs all logits of a token on a rank, '
+            f"which parallelism.tp = {config.parallelism.tp} splits"
         )
 
 

@@ -31,6 +31,7 @@ OWN_PACKAGES = ("models", "parallelisms", "trainer", "train", "longhaul")
 """Top-level packages of Longhaul, reserved in every process that it starts."""
 BUILT_IN_TRACKERS = ("tensorboard",)
 BUILT_IN_OPTIMIZERS = ("adamw",)
+BUILT_IN_LOSSES = ("cross_entropy",)
 BUILT_IN_TOKENIZERS = ("byte", "tiktoken", "sentencepiece", "huggingface")
 BUILT_IN_SOURCES = (".txt", ".parquet", ".jsonl", ".ndjson", ".jsonlines", ".json", ".gz", ".zst")
 SOURCE_SUFFIX = re.compile(r"\.[a-z][a-z0-9_+-]{0,15}")
@@ -95,6 +96,10 @@ class Extension:
     optimizers: Mapping[str, Callable[[OptimizerSection, Any], Any]] = field(default_factory=dict)
     """Factories of a `trainer.step.optimizer.UpdateRule` by `optimizer.name`. Arguments:
     [optimizer] and the dtype of moments (None: that of the weights).
+    """
+    losses: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    """Losses of each token [C] from logits [C, vocabulary] and targets [C], by `training.loss`;
+    autograd differentiates them.
     """
     trackers: Mapping[str, Callable[[TrackedRun], Any]] = field(default_factory=dict)
     """Factories of a `trainer.metrics.trackers.Tracker` by name, called on rank 0.
@@ -258,6 +263,7 @@ def _add_parts(installing: Installed) -> None:
         ("families", presets.FAMILIES, extension.families),
         ("hf_families", hf_families.FAMILIES, extension.hf_families),
         ("optimizers", dict.fromkeys(optimizer_names()), extension.optimizers),
+        ("losses", dict.fromkeys(loss_names()), extension.losses),
         ("trackers", dict.fromkeys(_tracker_names()), extension.trackers),
         ("sources", dict.fromkeys(_source_suffixes()), extension.sources),
         ("tokenizers", dict.fromkeys(tokenizer_kinds()), extension.tokenizers),
@@ -301,6 +307,19 @@ def optimizer_names() -> list[str]:
         *BUILT_IN_OPTIMIZERS,
         *(name for each in installed() for name in each.extension.optimizers),
     ]
+
+
+def loss_names() -> list[str]:
+    return [
+        *BUILT_IN_LOSSES,
+        *(name for each in installed() for name in each.extension.losses),
+    ]
+
+
+def added_loss(name: str) -> Callable[[Any, Any], Any] | None:
+    """A loss that an extension adds; None for ours."""
+    found = (each.extension.losses.get(name) for each in installed())
+    return next((loss for loss in found if loss is not None), None)
 
 
 def _tracker_names() -> list[str]:

@@ -147,6 +147,8 @@ class TrainingSection(Section):
     `auto`: the fastest that passes the start-up check; `cudnn+flash`: `cudnn` for long blocks,
     `flash` for windows and short ones. CPUs have one kernel.
     """
+    loss: str = "cross_entropy"
+    """`cross_entropy`, or what an extension adds. Validation reports cross-entropy either way."""
     balance_loss: NonNegativeFloat = 0.0
     """Weight of the load-balance loss of experts, summed over layers; 0.01 is common. 1 is its
     value for equal loads.

@@ -31,6 +31,7 @@ from parallelisms.mesh.mesh import Mesh
 from parallelisms.mesh.pipeline_plan import PipelinePlan
 from parallelisms.parallelize import parallelize
 from parallelisms.pipeline import Pipeline, pipeline_forward
+from trainer.config import extension
 from trainer.config.job_config import Config
 from trainer.data.sequences import FullSequence, SequenceShard
 from trainer.errors import EXIT_BAD_CONFIG, RankFailedError
@@ -105,6 +106,8 @@ class ParallelModel:
                 model_config, stage=stage, seq_len=training.seq_len, loss_chunk_mib=chunk_mib
             )
             model.cast(stored_dtype)
+        if model.head is not None:
+            model.head.loss = extension.added_loss(training.loss)
         fsdp_config = FSDPConfig(
             param_dtype=compute_dtype,
             # Gradients in float32 or float64 are reduced as they are; only bfloat16 leaves a

@@ -272,6 +272,7 @@ TRAINING: Cases = {
         case(see.kernel_calls, ("auto", "plain")),
     ),
     # The load of the first step counts from the second on.
+    "training.loss": losses(("cross_entropy", "smoothed"), OTHER_KINDS),
     "training.balance_loss": steps((0.0, 0.5), EXPERTS),
     "training.balance_over": steps(
         ("step", "sequence"), {**EXPERTS, "training.balance_loss": 0.5}
