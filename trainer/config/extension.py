@@ -29,7 +29,7 @@ from trainer.errors import ConfigError
 
 OWN_PACKAGES = ("models", "parallelisms", "trainer", "train", "longhaul")
 """Top-level names of ours, in every process that we start."""
-BUILT_IN_TRACKERS = ("tensorboard",)
+BUILT_IN_TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 BUILT_IN_OPTIMIZERS = ("adamw",)
 BUILT_IN_TOKENIZERS = ("byte", "tiktoken", "sentencepiece", "huggingface")
 BUILT_IN_SOURCES = (".txt", ".parquet", ".jsonl", ".ndjson", ".jsonlines", ".json", ".gz", ".zst")
@@ -70,6 +70,12 @@ class TrackedRun(NamedTuple):
     """By section and key."""
     toml: str
     """The configuration as a file."""
+    prediction: Mapping[str, Any]
+    """What the launcher predicted: device, step time and memory; empty if it predicted nothing."""
+    lineage: Mapping[str, str]
+    """Where its weights come from: `initial_load_path`, and the `run_id` of the run that wrote
+    them, as far as known.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
