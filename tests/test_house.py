@@ -39,6 +39,7 @@ DOORS = {
     "accelerate": {"longhaul_attention.huggingface_trainer"},
     "datasets": {"trainer.data.hf_datasets"},
     "jinja2": {"trainer.plan.html"},
+    "mlflow": {"trainer.metrics.tracker_clients"},
     "numpy": set[str](),
     "pyarrow": {"trainer.data.open_file"},
     "pydantic": {
@@ -74,6 +75,8 @@ DOORS = {
     "tiktoken": {"trainer.data.byte_level_bpe", "trainer.data.tiktoken_tokenizer"},
     "tokenizers": {"trainer.data.huggingface_tokenizer"},
     "tomli": {"trainer.config.parse", "trainer.hardware.specs"},
+    "trackio": {"trainer.metrics.tracker_clients"},
+    "wandb": {"trainer.metrics.tracker_clients"},
     # In functions, but for generation: not everybody who imports the package has it.
     "transformers": {
         "longhaul_attention.parallel_model",
@@ -643,6 +646,7 @@ def test_the_environment_is_read_where_processes_begin() -> None:
         "trainer.launch.restarts",
         "trainer.launch.workers",
         "trainer.hardware.node_checks",
+        "trainer.metrics.tracker_clients",
         "trainer.preflight",
         "trainer.resilience.signals",
         "trainer.step.distributed",

@@ -52,8 +52,10 @@ def test_a_flag_of_another_trainer_suggests_ours(option: str, key: str) -> None:
 
 def test_a_key_without_equivalent_says_so() -> None:
     for option in ("--metrics.enable_wandb", "--enable_wandb", "--wandb-project", "--report_to"):
+        assert "unknown key; did you mean metrics.trackers (a list" in load_problem(option, "x")
+    for option in ("--moe-expert-capacity-factor",):
         assert load_problem(option, "x").endswith(
-            "unknown key; no equivalent: metrics go to TensorBoard and metrics.jsonl"
+            "unknown key; no equivalent: no token is dropped"
         )
 
 

@@ -29,6 +29,9 @@ PEAKS = {
     "NVIDIA GB300": 2500e12,
     "NVIDIA L40S": 362e12,
     "NVIDIA RTX A6000": 154.8e12,
+    "NVIDIA GeForce RTX 4090": 165.2e12,
+    "NVIDIA GeForce RTX 5090": 209.5e12,
+    "NVIDIA GH200 480GB": 989.4e12,
     "AMD Instinct MI250X": 191.5e12,
     "AMD Instinct MI300X": 1300e12,
     "AMD Instinct MI325X": 1300e12,
@@ -189,7 +192,7 @@ def test_a_number_instead_of_a_section_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["NVIDIA GH200 480GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Tesla V100"]
+    "name", ["NVIDIA GeForce RTX 4090D", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Tesla V100"]
 )
 def test_similar_names_and_mig_slices_do_not_match(name: str) -> None:
     assert match_device(name) is None

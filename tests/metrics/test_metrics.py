@@ -35,7 +35,7 @@ from trainer.errors import RunFailedError
 from trainer.hardware.device import AsyncHostCopy, Stopwatch
 from trainer.metrics.loggers import ConsoleLogger, format_duration, format_step
 from trainer.metrics.step_metrics import MetricAccumulator, MetricLayout, position_bucket_names
-from trainer.metrics.trackers import EXPERT_TAGS, TAGS
+from trainer.metrics.trackers import DASHBOARD, EXPERT_TAGS, TAGS, dashboard
 from trainer.run.metrics import MetricsProcessor
 from trainer.step.trainer import StepMetrics, StepResult, Trainer
 from trainer.storage.run_dir import RunDir
@@ -423,9 +423,9 @@ def test_shard_losses_reach_every_logger(tmp_path: Path, caplog: pytest.LogCaptu
     shown = {
         tag: events.Scalars(tag)[0].value
         for tag in events.Tags()["scalars"]
-        if tag.startswith("loss_by")
+        if tag.startswith("train_loss_by_shard")
     }
-    assert shown == {"loss_by_shard/0": 3.0, "loss_by_shard/2": 1.0}
+    assert shown == {"train_loss_by_shard/0": 3.0, "train_loss_by_shard/2": 1.0}
     assert "loss 2.0000  loss by cp rank 3.00 - 1.00  grad norm" in caplog.text
     assert "loss 2.000 -> 2.000 (by cp rank 3.00 - 1.00). Results in" in caplog.text
 
@@ -564,16 +564,20 @@ def events(root: Path) -> EventAccumulator:
 
 def test_tensorboard_tags(events: EventAccumulator) -> None:
     known = {tag for key, tag in TAGS.items() if not key.startswith("memory_")}
-    saves = {"checkpoint/bytes", "checkpoint/seconds", "checkpoint/blocked_seconds"}
-    assert set(events.Tags()["scalars"]) == known | {"position/0-256"} | saves
-    assert {"train/loss", "train/grad_norm", "train/lr", "perf/mfu", "memory/rss_gib"} <= known
+    saves = {f"train_checkpoint/{key}" for key in ("bytes", "seconds", "blocked_seconds")}
+    assert set(events.Tags()["scalars"]) == known | saves | {
+        "train_loss_by_position/0-256",
+        "train_events/start",
+        "train_events/end",
+    }
+    assert {"train/loss", "train/grad_norm", "train/lr", "perf/mfu", "perf/rss_gib"} <= known
     assert set(TAGS) == set(KEYS) - {"step"} | {
         "attention_imbalance",
         "dp_imbalance",
         "goodput_pct",
     }
     assert (TAGS["attention_imbalance"], TAGS["goodput_pct"]) == (
-        "perf/attention_imbalance",
+        "train_balance/attention_imbalance",
         "perf/goodput_pct",
     )
 
@@ -587,35 +591,53 @@ def test_tensorboard_agrees_with_metrics_jsonl(root: Path, events: EventAccumula
             assert math.isclose(ours, theirs, rel_tol=1e-6)
 
 
-def test_the_dashboard_only_has_known_tags(events: EventAccumulator) -> None:
-    (content,) = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val
+def test_the_first_two_groups_have_loss_throughput_mfu_and_memory(
+    events: EventAccumulator,
+) -> None:
+    tags = {*events.Tags()["scalars"], *EXPERT_TAGS.values(), "validation/set", *TAGS.values()}
+    groups = sorted({tag.partition("/")[0] for tag in tags})
+    opened = {tag for tag in tags if tag.partition("/")[0] in groups[:2]}
+    wanted = ("train/loss", "perf/tokens_per_second", "perf/mfu", "perf/memory_peak_gib")
+    assert opened.issuperset(wanted)
+    assert max(sum(tag.startswith(f"{group}/") for tag in opened) for group in groups[:2]) <= 12, (
+        "a page of TensorBoard"
+    )
+
+
+def layout_of(events: EventAccumulator) -> dict[str, list[str]]:
+    """The patterns of each chart that TensorBoard shows: those of the newest layout."""
+    (content,) = events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val
     layout = layout_pb2.Layout.FromString(content)
-    assert [category.title for category in layout.category] == [
-        "training",
-        "validation",
-        "performance",
-    ]
-    shown = [
-        tag
+    return {
+        chart.title: [*chart.multiline.tag]
         for category in layout.category
         for chart in category.chart
-        for tag in chart.multiline.tag
+    }
+
+
+def test_the_dashboard_has_no_empty_chart(events: EventAccumulator) -> None:
+    written = events.Tags()["scalars"]
+    for patterns in layout_of(events).values():
+        assert all(any(re.fullmatch(pattern, tag) for tag in written) for pattern in patterns)
+    alone = [
+        "loss",
+        "loss by position",
+        "gradient norm",
+        "utilisation",
+        "tokens per second",
+        "attention imbalance",
+        "GiB",
     ]
-    groups = (
-        "position",
-        "loss_by_shard",
-        "loss_by_source",
-        "memory",
-        "validation",
-        "validation_context",
-    )
-    assert set(shown) - {f"{group}/.*" for group in groups} <= {
+    assert [*layout_of(events)] == alone
+    tags = {
         *TAGS.values(),
         *EXPERT_TAGS.values(),
+        "train_loss_by_shard/0",
+        "train_loss_by_source/a",
+        "validation/a",
     }
-    assert {"train/loss", "train/grad_norm", "perf/mfu", "position/.*", "loss_by_shard/.*"} <= set(
-        shown
-    )
+    charts = dashboard({*tags, "train_loss_by_position/0-256", "validation_context/a/16"})
+    assert charts == DASHBOARD, "all charts, where all is written"
 
 
 def test_tensorboard_has_the_configuration_as_text(root: Path, events: EventAccumulator) -> None:

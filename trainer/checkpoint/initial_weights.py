@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainer.config.data import is_hub_name
 from trainer.storage import manifest
 from trainer.storage.artifact import DamageError
 from trainer.storage.run_dir import ResumeError, RunDir
@@ -33,6 +34,10 @@ def resolve_initial_path(initial: str) -> Path:
     """
     if is_hugging_face(initial):
         return Path(initial.partition(":")[2]).expanduser()
+    if is_hub_name(initial):
+        raise ResumeError(
+            f'there is no such run or checkpoint; a model in Hugging Face\'s format is "{HF_PREFIX}{initial}"'
+        )
     return find_checkpoint(Path(initial).expanduser())
 
 

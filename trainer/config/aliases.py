@@ -4,8 +4,10 @@ docs/from_torchtitan.md.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 NO_EQUIVALENT = "no equivalent: "
-NO_LOGGER = f"{NO_EQUIVALENT}metrics go to TensorBoard and metrics.jsonl"
 NO_DROPPED_TOKENS = f"{NO_EQUIVALENT}no token is dropped"
 
 TORCHTITAN = {
@@ -55,7 +57,7 @@ TORCHTITAN = {
     "checkpoint.initial_load_in_hf": "checkpoint.initial_load_path (hf:FOLDER)",
     "metrics.log_freq": "metrics.log_interval",
     "metrics.enable_tensorboard": "metrics.tensorboard",
-    "metrics.enable_wandb": NO_LOGGER,
+    "metrics.enable_wandb": "metrics.trackers (a list: wandb)",
     "profiling.enable_profiling": "profiler.trace_step",
     "profiling.profile_freq": "profiler.trace_step",
     "profiling.enable_memory_snapshot": "profiler.memory_step",
@@ -109,7 +111,7 @@ MEGATRON = {
     "--save": "job.output_dir",
     "--save-interval": "checkpoint.interval",
     "--load": "checkpoint.initial_load_path",
-    "--wandb-project": NO_LOGGER,
+    "--wandb-project": "metrics.trackers (a list: wandb; the project is WANDB_PROJECT)",
 }
 HUGGING_FACE = {
     "per_device_train_batch_size": "training.micro_batch_size",
@@ -123,7 +125,7 @@ HUGGING_FACE = {
     "save_steps": "checkpoint.interval",
     "save_total_limit": "checkpoint.keep",
     "logging_steps": "metrics.log_interval",
-    "report_to": NO_LOGGER,
+    "report_to": "metrics.trackers (a list)",
     "hidden_size": "model.dim",
     "intermediate_size": "model.ffn_dim",
     "num_hidden_layers": "model.num_layers",
@@ -138,6 +140,55 @@ HUGGING_FACE = {
     "router_aux_loss_coef": "training.balance_loss",
 }
 ALIASES = TORCHTITAN | MEGATRON | HUGGING_FACE
+
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32"}
+VALUES = {
+    "training.dtype": DTYPES | {"fp64": "float64", "f64": "float64"},
+    "training.reduce_dtype": DTYPES,
+    "memory.optimizer_dtype": DTYPES,
+    "parallelism.cp_reduce_dtype": DTYPES,
+    "training.attention": {
+        "flash_attention_2": "flash",
+        "flash_attention_3": "fa3",
+        "flash_attention_4": "fa4",
+        "sdpa": "auto",
+        "eager": "plain",
+    },
+    "memory.recompute": {"selective": "keep_attention"},
+    "parallelism.cp_layout": {"zigzag": "headtail", "zig_zag": "headtail"},
+    "parallelism.cp_method": {
+        "all_gather": "allgather",
+        "all_to_all": "alltoall",
+        "p2p": "ring",
+        "a2a": "ulysses",
+        "a2a+p2p": "hybrid",
+    },
+    "parallelism.pp_schedule": {
+        "1f1b": "1F1B",
+        "gpipe": "GPipe",
+        "interleaved1f1b": "Interleaved1F1B",
+    },
+    "tokenizer.kind": {"hf": "huggingface"},
+}
+"""The field's other words for a value of ours, in lower case, by key.
+
+They are read as ours, which the run folder has.
+"""
+
+
+def our_values(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """The values of a source, with the words of `VALUES` in place of the field's others."""
+    return {key: _our_value(f"{section}{key}", value) for key, value in values.items()}
+
+
+def _our_value(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return our_values(value, f"{name}.")
+    if isinstance(value, list):
+        return [_our_value(name, each) for each in value]
+    known = VALUES.get(name.removeprefix("stage."), {})
+    return known.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _normalize(name: str) -> str:

@@ -29,6 +29,8 @@ from trainer.config.data import (
     DataSection,
     TokenizerSection,
     ValidationSection,
+    download_hint,
+    is_hub_name,
     tokenizer_folder,
 )
 from trainer.config.job_config import BYTE_VOCAB_SIZE, Config
@@ -39,6 +41,9 @@ from trainer.config.source import corpus_spec
 from trainer.config.toml_format import toml_value
 from trainer.config.training_stages import Recipe, StageSection
 from trainer.errors import ConfigError
+
+MAX_ABSOLUTE_LR = 1e-3
+"""A fraction below it, and below the learning rate, is taken for a learning rate itself."""
 
 
 def problems(config: Config, world_size: int, *, first_stage: int = 0) -> list[str]:
@@ -188,13 +193,24 @@ def _single_stage_problems(config: Config, world_size: int) -> Iterator[str]:
     yield from _world_size_problems(config, world_size)
     if not model_problems:
         yield from _parallelism_problems(config, world_size)
-    if config.schedule.decay_steps is not None and config.schedule.kind != "wsd":
-        decay = config.schedule.decay_steps
-        kind = config.schedule.kind
-        yield f'schedule.decay_steps = {decay} is only used with schedule.kind = "wsd", not "{kind}"'
+    yield from _schedule_problems(config)
     yield from _batch_problems(config)
     if not model_problems:
         yield from router_problems(config.training, config.model.build())
+
+
+def _schedule_problems(config: Config) -> Iterator[str]:
+    kind = config.schedule.kind
+    decay = config.schedule.decay_steps
+    if decay is not None and kind != "wsd":
+        yield f'schedule.decay_steps = {decay} is only used with schedule.kind = "wsd", not "{kind}"'
+    factor = config.schedule.min_lr_factor
+    lr = config.optimizer.lr
+    if 0 < factor <= min(lr, MAX_ABSOLUTE_LR):
+        meant = (
+            f"for a last learning rate of {factor:g} write {factor / lr:.3g}, for none at all 0"
+        )
+        yield f"schedule.min_lr_factor = {factor:g} is a fraction of optimizer.lr = {lr:g}: {meant}"
 
 
 def _vocab_size_problems(config: Config, required_vocab_size: int) -> Iterator[str]:
@@ -230,7 +246,9 @@ def _built_in_tokenizer_problems(tokenizer: TokenizerSection) -> Iterator[str]:
         yield f'tokenizer.kind = "{tokenizer.kind}" needs tokenizer.path, {needed}'
     elif tokenizer.kind == "huggingface":
         if not _path_exists(tokenizer_folder(tokenizer.path) / TOKENIZER_FILE):
-            yield f'tokenizer.path = "{tokenizer.path}" is not a folder with {TOKENIZER_FILE}'
+            hint = download_hint(str(tokenizer.path))
+            reason = f"; tokenizers are not downloaded{hint}" if hint else ""
+            yield f'tokenizer.path = "{tokenizer.path}" is not a folder with {TOKENIZER_FILE}{reason}'
     elif not (_path_exists(tokenizer.path) and tokenizer.path.is_file()):
         yield f'tokenizer.path = "{tokenizer.path}" is not a file'
 
@@ -252,7 +270,7 @@ def path_problems(data: DataSection, validation_sources: Set[str] = frozenset())
             yield f'{key} = "{path}" is neither a file nor a folder'
         elif not _path_exists(Path(path)):
             yield (
-                f'{key} = "{path}" is neither "{STDLIB_CORPUS}", "{COPY_CORPUS}", a dataset ("{HF_PREFIX}NAME"), '
+                f'{key} = "{path}" is neither "{STDLIB_CORPUS}", "{COPY_CORPUS}", a dataset ("{HF_PREFIX}{path if is_hub_name(path) else "NAME"}"), '
                 "nor an existing file or folder"
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,6 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from trainer.config.sections import (
     MAX_SEQ_LEN,
+    AsTokens,
     NonEmptyPath,
     PositiveFloat,
     PositiveInt,
@@ -26,6 +28,19 @@ HF_PREFIX = "hf:"
 DEFAULT_SOURCE = "corpus"
 # in a folder of tokenizer.kind = "huggingface"
 TOKENIZER_FILE = "tokenizer.json"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether this looks like the name of a model or dataset on the Hugging Face Hub, and nothing
+    of that name is here.
+    """
+    return HUB_NAME.fullmatch(path) is not None and not Path(path).exists()
+
+
+def download_hint(path: str) -> str:
+    """How to get a model of the Hub, if this is the name of one."""
+    return f": hf download {path} --local-dir {path}" if is_hub_name(path) else ""
 
 
 PACKING_VERSION = 2
@@ -92,7 +107,7 @@ class SourceSection(Section):
     """
     documents: Literal["file", "folder", "repository"] | None = None
     """The unit that counts as one document."""
-    max_document: Annotated[int, Field(ge=3)] | None = None
+    max_document: Annotated[int, Field(ge=3), AsTokens] | None = None
     """Maximum document length in tokens."""
     separators: Annotated[str, BeforeValidator(require_non_empty)] | None = None
     """Tokens at the start and end of documents."""
@@ -109,11 +124,11 @@ class MixSection(Section):
     """A name in [data.sources], or `corpus` for the corpus of [data]."""
     weight: PositiveFloat = 1.0
     """Relative share of tokens, exact after every sequence."""
-    min_length: PositiveInt | None = None
+    min_length: Annotated[int, Field(ge=1), AsTokens] | None = None
     """Only documents of at least this many tokens."""
-    max_length: Annotated[int, Field(ge=2)] | None = None
+    max_length: Annotated[int, Field(ge=2), AsTokens] | None = None
     """Only documents of fewer tokens than this."""
-    max_len: Annotated[int, Field(ge=2)] | None = None
+    max_len: Annotated[int, Field(ge=2), AsTokens] | None = None
     """Documents are split into segments of at most this many tokens, which share sequences and do
     not attend to each other.
     """
@@ -139,7 +154,7 @@ class DataSection(Section):
     """Corpora by name, for `mix`."""
     mix: tuple[MixSection, ...] = ()
     """Sources that sequences are drawn from. Left out: `corpus` alone."""
-    copy_period: PositiveInt | None = None
+    copy_period: Annotated[int, Field(ge=1), AsTokens] | None = None
     """`copy` corpus: period of the repetition in tokens. Left out: half of training.seq_len."""
     documents: Literal["file", "folder", "repository"] = "file"
     """The unit that counts as one document: a file (or a line of JSON), or all files of one
@@ -152,7 +167,7 @@ class DataSection(Section):
     `["en/**/*.json.gz"]`. A glob that begins with `!` leaves files out. What the others name is
     text even if it looks like JSON or a dataset card. Left out: all files that are text.
     """
-    max_document: Annotated[int, Field(ge=3)] | None = None
+    max_document: Annotated[int, Field(ge=3), AsTokens] | None = None
     """Maximum document length in tokens, special tokens included; longer documents are split.
 
     Left out: never split.
@@ -206,7 +221,7 @@ class ValidationSetSection(Section):
     Of a training source, only the documents that `data.holdout` leaves out.
     """
     seq_len: Annotated[
-        tuple[Annotated[int, Field(ge=2, le=MAX_SEQ_LEN)], ...],
+        tuple[Annotated[int, Field(ge=2, le=MAX_SEQ_LEN), AsTokens], ...],
         BeforeValidator(as_tuple),
         Field(min_length=1),
     ]
@@ -217,7 +232,7 @@ class ValidationSetSection(Section):
     """
     rows: PositiveInt = 32
     """Number of sequences, or all if there are fewer."""
-    tail: PositiveInt | None = None
+    tail: Annotated[int, Field(ge=1), AsTokens] | None = None
     """With several lengths: number of target tokens at the end of a sequence.
 
     Left out: 2048, or the shortest length.

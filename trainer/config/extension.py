@@ -29,7 +29,7 @@ from trainer.errors import ConfigError
 
 OWN_PACKAGES = ("models", "parallelisms", "trainer", "train", "longhaul")
 """Top-level packages of Longhaul, reserved in every process that it starts."""
-BUILT_IN_TRACKERS = ("tensorboard",)
+BUILT_IN_TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 BUILT_IN_OPTIMIZERS = ("adamw",)
 BUILT_IN_LOSSES = ("cross_entropy",)
 BUILT_IN_TOKENIZERS = ("byte", "tiktoken", "sentencepiece", "huggingface")
@@ -73,6 +73,12 @@ class TrackedRun(NamedTuple):
     """Values of the configuration by section and key."""
     toml: str
     """The configuration as a file."""
+    prediction: Mapping[str, Any]
+    """The launcher's prediction: device, step time and memory; empty without one."""
+    lineage: Mapping[str, str]
+    """Where its weights come from: `initial_load_path`, and the `run_id` of the run that wrote
+    them, as far as known.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,11 @@ from models.expert_config import EXPERT_FIELDS
 from models.hf_families import FAMILIES as MODEL_TYPES
 from models.layers import LayerKind
 from models.presets import FAMILIES
-from trainer.config.sections import MAX_SEQ_LEN, PositiveFloat, PositiveInt, Section
+from trainer.config.sections import MAX_SEQ_LEN, AsTokens, PositiveFloat, PositiveInt, Section
 
 ROPES = ("rope", "local_rope")
 LayerCount = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
-Window = Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)]
+Window = Annotated[int, Field(ge=1, le=MAX_SEQ_LEN), AsTokens]
 
 
 class RopeSection(Section):
@@ -37,7 +37,7 @@ class RopeSection(Section):
     """
     high_freq_factor: PositiveFloat | None = None
     """`llama3`: wavelengths below `original_length / high_freq_factor` are unchanged."""
-    original_length: PositiveInt | None = None
+    original_length: Annotated[int, Field(ge=1), AsTokens] | None = None
     """Context length in tokens that the frequencies were first trained for."""
     beta_fast: PositiveFloat | None = None
     """`yarn`: frequencies with more rotations than this over `original_length` are unchanged."""

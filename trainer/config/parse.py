@@ -306,12 +306,13 @@ class ConfigSource:
 
     def parse(self) -> Recipe:
         """A `Recipe` with the fields of this source set. Raises `ValidationError`."""
+        values = aliases.our_values(self.values)
         if not self.typed:
-            return Recipe.model_validate(self.values, strict=False)
+            return Recipe.model_validate(values, strict=False)
         # Strict JSON has TOML's types: text for a path, an array for a tuple, 1 for 1.0. No key
         # holds a date: as a list it is refused where a string would be accepted.
         return Recipe.model_validate_json(
-            json.dumps(self.values, default=lambda date: [str(date)]), strict=True
+            json.dumps(values, default=lambda date: [str(date)]), strict=True
         )
 
     def format_errors(self, errors: Sequence[ErrorDetails]) -> list[str]:

@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import os
+import re
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -53,6 +54,21 @@ def as_tuple(value: object) -> object:
     )
 
 
+LENGTH = re.compile(r"(\d+(?:\.\d+)?)([KM])", re.IGNORECASE)
+
+
+def read_length(value: object) -> object:
+    """Tokens of a length as the field writes it: 128K is 131,072, 1.5M is 1,572,864.
+
+    Anything else as it is.
+    """
+    if isinstance(value, str) and (found := LENGTH.fullmatch(value)):
+        tokens = float(found[1]) * (1 << 10 if found[2] in "Kk" else 1 << 20)
+        return int(tokens) if tokens.is_integer() else value
+    return value
+
+
+AsTokens = BeforeValidator(read_length)
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -121,8 +137,10 @@ class JobSection(Section):
 
 
 class TrainingSection(Section):
-    seq_len: Annotated[int, Field(ge=2)] = 2048
-    """Tokens per sequence."""
+    seq_len: Annotated[int, Field(ge=2), AsTokens] = 2048
+    """Tokens per sequence; here and wherever a length is taken, `128K` and `1M` are multiples of
+    1024.
+    """
     global_batch_size: PositiveInt = 8
     """Sequences per step, over all ranks and micro-batches."""
     micro_batch_size: PositiveInt = 1
@@ -390,6 +408,14 @@ class MetricsSection(Section):
     """
     tensorboard: bool = True
     """Whether TensorBoard files are written."""
+    trackers: Annotated[
+        tuple[Literal["wandb", "trackio", "mlflow"], ...], BeforeValidator(as_tuple)
+    ] = ()
+    """Trackers that metrics and events also go to: Weights & Biases, trackio, MLflow.
+
+    Each is a package to install. They write to local files, unless your environment names a server
+    or WANDB_MODE.
+    """
 
 
 class HealthSection(Section):

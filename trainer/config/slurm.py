@@ -98,8 +98,8 @@ class SlurmSection(Section):
     max_stuck: PositiveInt = 3
     """Consecutive launches without a new checkpoint after which the job gives up."""
     backoff_seconds: NonNegativeInt = 20
-    """Delay before ranks are restarted after a crash; doubles with every restart without a new
-    checkpoint.
+    """Delay before ranks are restarted after a crash without a new checkpoint; twice and three
+    times that before the next restarts without one. After a crash with one there is none.
     """
     setup: tuple[str, ...] = ()
     """Shell lines at the start of the script, such as `module load cuda`."""

@@ -13,6 +13,7 @@ from trainer.config.data import MixSection
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.model import RopeSection
 from trainer.config.sections import (
+    AsTokens,
     Fraction,
     MemorySection,
     ParallelismSection,
@@ -43,13 +44,13 @@ class StageSection(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name in logs and metrics."""
-    seq_len: Annotated[int, Field(ge=2)]
+    seq_len: Annotated[int, Field(ge=2), AsTokens]
     """Tokens per sequence."""
     steps: PositiveInt | None = None
     """Steps of this stage."""
     tokens: PositiveInt | None = None
     """Instead of `steps`: tokens of this stage, rounded up to whole steps."""
-    batch_tokens: PositiveInt | None = None
+    batch_tokens: Annotated[int, Field(ge=1), AsTokens] | None = None
     """Tokens per step, a multiple of `seq_len`.
 
     Left out: `training.global_batch_size` sequences.

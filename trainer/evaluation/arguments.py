@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainer.command_table import typed
 from trainer.commands import CommandParser, integer, later, number
+from trainer.config.sections import read_length
 from trainer.metrics import loggers
 
 NEEDLE = """\
@@ -84,10 +85,12 @@ def needle_parser() -> CommandParser:
 def sequence_lengths(text: str) -> list[int]:
     """Ascending sequence lengths from text such as `1024,4096`: an argparse type."""
     try:
-        return sorted(set(map(integer(minimum=2), map(str.strip, text.split(",")))))
+        return sorted(
+            {integer(minimum=2)(str(read_length(part.strip()))) for part in text.split(",")}
+        )
     except ArgumentTypeError:
         raise ArgumentTypeError(
-            f"{text} must be integers, at least 2, such as 1024,4096"
+            f"{text} must be integers, at least 2, such as 1024,4096 or 32K,1M"
         ) from None
 
 

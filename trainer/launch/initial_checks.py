@@ -14,6 +14,7 @@ from models.hf_config_write import config_differences
 from models.layers import LayerKind
 from models.rope_config import RopeConfig
 from trainer.checkpoint.initial_weights import is_hugging_face, is_text_only, resolve_initial_path
+from trainer.config.data import download_hint
 from trainer.config.job_config import Config
 from trainer.errors import ConfigError, ResumeError
 from trainer.storage import manifest
@@ -70,7 +71,9 @@ def _compare_with_initial(initial: str, config: Config) -> tuple[list[str], list
     folder = resolve_initial_path(initial)
     is_hf = is_hugging_face(initial)
     if is_hf and not folder.is_dir():
-        return [f"{folder} is not a folder (models are not downloaded)"], []
+        return [
+            f"{folder} is not a folder (models are not downloaded{download_hint(str(folder))})"
+        ], []
     text_only = is_text_only(initial)
     model = config.model.build()
     problems = list[str]()

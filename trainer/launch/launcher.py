@@ -12,6 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from trainer.command_table import typed
@@ -32,6 +33,7 @@ from trainer.errors import (
     ConfigError,
     RunError,
     failure_ending,
+    missing_package,
     shorten,
 )
 from trainer.hardware.device_specs import select_device
@@ -236,7 +238,7 @@ def load_and_validate(
     with suppress(RunError):
         stages = stages[stage.index :] if (stage := next_stage(config)) else stages
     problems = checks.problems(config, world.world_size, first_stage=stages[0].index)
-    problems += RunDir(config.output_dir).problems()
+    problems += RunDir(config.output_dir).problems() + missing_trackers(config)
     # A launch reads these files anyway when it prepares its data; only --check stops before.
     problems += corpora_problems(config) if checking else []
     if not stages[0].config.model.problems():
@@ -253,6 +255,12 @@ def load_and_validate(
 def corpora_problems(config: Config) -> list[str]:
     """Why the corpora that are on this machine cannot be read."""
     return [problem for spec in corpus_specs(config).values() for problem in corpus_problems(spec)]
+
+
+def missing_trackers(config: Config) -> list[str]:
+    """Trackers whose packages are not installed on this machine."""
+    missing = [name for name in dict.fromkeys(config.metrics.trackers) if find_spec(name) is None]
+    return [str(missing_package(name, f"metrics.trackers = {name}")) for name in missing]
 
 
 @contextmanager

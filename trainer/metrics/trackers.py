@@ -7,20 +7,27 @@ on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from trainer.config import extension
 from trainer.config.extension import TrackedRun
+from trainer.config.sections import MetricsSection
 from trainer.metrics.loggers import Record
+from trainer.metrics.tracker_clients import (
+    InBackground,
+    MLflow,
+    Tracker,
+    Trackio,
+    Value,
+    WeightsAndBiases,
+    without_secrets,
+)
 
 log = logging.getLogger(__name__)
-
-Value = float | Sequence[Sequence[float]]
-"""A number, or a table: the load of experts has a row for each layer and a column for each
-expert.
-"""
 
 TAGS = {
     "loss": "train/loss",
@@ -35,55 +42,63 @@ TAGS = {
     "step_seconds": "perf/step_seconds",
     "data_wait_pct": "perf/data_wait_pct",
     "goodput_pct": "perf/goodput_pct",
-    "attention_imbalance": "perf/attention_imbalance",
-    "dp_imbalance": "perf/dp_imbalance",
-    "memory_peak_gib": "memory/peak_gib",
-    "memory_reserved_gib": "memory/reserved_gib",
-    "rss_gib": "memory/rss_gib",
+    "attention_imbalance": "train_balance/attention_imbalance",
+    "dp_imbalance": "train_balance/dp_imbalance",
+    "memory_peak_gib": "perf/memory_peak_gib",
+    "memory_reserved_gib": "perf/memory_reserved_gib",
+    "rss_gib": "perf/rss_gib",
 }
-"""Names of values, by key of a record."""
+"""Names of values, by key of a record. TensorBoard opens its first two groups by alphabet: these
+are `perf` and `train`, because all others begin with `train_` or `validation`. `perf` has at most
+a page of twelve charts.
+"""
 
 EXPERT_TAGS = {
-    "balance_loss": "experts/balance_loss",
-    "router_z_loss": "experts/router_z_loss",
-    "router_entropy": "experts/router_entropy",
-    "expert_load_max": "experts/load_max",
-    "dead_experts": "experts/dead",
+    "balance_loss": "train_experts/balance_loss",
+    "router_z_loss": "train_experts/router_z_loss",
+    "router_entropy": "train_experts/router_entropy",
+    "expert_load_max": "train_experts/load_max",
+    "dead_experts": "train_experts/dead",
 }
 """Names of values of models with experts, by key of a record."""
 MAX_SHOWN_LOAD = 2.0
 """White in the image of loads; black is none, and the mean is in the middle."""
 
-# TensorBoard's custom dashboard: category, chart, tags.
+# TensorBoard's custom dashboard: category, chart, patterns of tags.
 DASHBOARD = {
     "training": {
         "loss": ["train/loss"],
-        "loss by position": ["position/.*"],
-        "loss by shard": ["loss_by_shard/.*"],
-        "loss by source": ["loss_by_source/.*"],
+        "loss by position": ["train_loss_by_position/.*"],
+        "loss by shard": ["train_loss_by_shard/.*"],
+        "loss by source": ["train_loss_by_source/.*"],
         "gradient norm": ["train/grad_norm"],
     },
     "validation": {"loss": ["validation/.*"], "loss by context": ["validation_context/.*"]},
     "performance": {
         "utilisation": ["perf/mfu", "perf/hfu"],
         "tokens per second": ["perf/tokens_per_second"],
-        "attention imbalance": ["perf/attention_imbalance"],
-        "expert load": ["experts/load_max"],
-        "GiB": ["memory/.*"],
+        "attention imbalance": ["train_balance/attention_imbalance"],
+        "expert load": ["train_experts/load_max"],
+        "GiB": ["perf/memory_peak_gib", "perf/memory_reserved_gib", "perf/rss_gib"],
     },
 }
 
 
-class Tracker(Protocol):
-    """A destination of metrics on rank 0, created at the start of a launch and again after a
-    rollback.
-    """
-
-    def log(self, step: int, values: Mapping[str, Value]) -> None:
-        """Takes what is known of a step; not necessarily all at once."""
-
-    def close(self) -> None:
-        """Ends the tracker. Called once."""
+def dashboard(tags: Collection[str]) -> dict[str, dict[str, list[str]]]:
+    """The charts of `DASHBOARD` that show one of these tags, each with its patterns that do."""
+    shown = {
+        category: {
+            title: found
+            for title, patterns in charts.items()
+            if (
+                found := [
+                    each for each in patterns if any(re.fullmatch(each, tag) for tag in tags)
+                ]
+            )
+        }
+        for category, charts in DASHBOARD.items()
+    }
+    return {category: charts for category, charts in shown.items() if charts}
 
 
 class TensorBoard:
@@ -92,6 +107,7 @@ class TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         self._run = run
         self._writer: Any = None
+        self._tags = set[str]()
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         # Imported at the first record, because it slows start-up.
@@ -101,6 +117,20 @@ class TensorBoard:
                 self._add_image(name, value, step)
             else:
                 self._writer.add_scalar(name, value, step)
+        self._write_dashboard(
+            {name for name, value in values.items() if not isinstance(value, Sequence)}
+        )
+
+    def _write_dashboard(self, tags: set[str]) -> None:
+        """Again with every chart that gets its first value; TensorBoard shows the newest."""
+        before = dashboard(self._tags)
+        self._tags |= tags
+        if (charts := dashboard(self._tags)) != before:
+            layout = {
+                category: {title: ["Multiline", patterns] for title, patterns in titled.items()}
+                for category, titled in charts.items()
+            }
+            self._writer.add_custom_scalars(layout)
 
     def _add_image(self, name: str, table: Sequence[Sequence[float]], step: int) -> None:
         import torch
@@ -121,29 +151,28 @@ class TensorBoard:
             str(self._run.folder / "tensorboard"), purge_step=self._run.first_step
         )
         writer.add_text("config", f"```toml\n{self._run.toml}```")
-        writer.add_custom_scalars(
-            {
-                category: {title: ["Multiline", tags] for title, tags in charts.items()}
-                for category, charts in DASHBOARD.items()
-            }
-        )
         return writer
 
 
-TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {"tensorboard": TensorBoard}
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": partial(InBackground, WeightsAndBiases),
+    "trackio": partial(InBackground, Trackio),
+    "mlflow": partial(InBackground, MLflow),
+}
 """Built-in trackers by name, which `trainer.config.extension.BUILT_IN_TRACKERS` lists."""
 
 
 class Trackers:
     """All trackers of a run."""
 
-    def __init__(self, run: TrackedRun, *, without: Collection[str] = ()) -> None:
-        """`without`: names in `TRACKERS`, or in those of extensions, that are not wanted."""
+    def __init__(self, run: TrackedRun, names: Iterable[str]) -> None:
+        """`names`: those of `wanted`."""
         known = TRACKERS.copy()
         for each in extension.installed():
             known.update(each.extension.trackers)
         self._running = dict[str, Tracker]()
-        for name in [name for name in known if name not in without]:
+        for name in names:
             with self._left_out_on_error(name):
                 self._running[name] = known[name](run)
 
@@ -167,9 +196,16 @@ class Trackers:
             yield
         except Exception as error:  # noqa: BLE001 - training depends on no tracker
             self._running.pop(name, None)
-            log.warning(
-                "tracker %s is left out from here on: %s: %s", name, type(error).__name__, error
-            )
+            reason = without_secrets(f"{type(error).__name__}: {error}")
+            log.warning("tracker %s is left out from here on: %s", name, reason)
+
+
+def wanted(metrics: MetricsSection) -> list[str]:
+    """The trackers of a run, by name: ours that the configuration names, and those of its
+    extensions.
+    """
+    ours = [*(["tensorboard"] if metrics.tensorboard else []), *dict.fromkeys(metrics.trackers)]
+    return [*ours, *(name for each in extension.installed() for name in each.extension.trackers)]
 
 
 def values_of(record: Record) -> dict[str, Value | None]:
@@ -177,15 +213,18 @@ def values_of(record: Record) -> dict[str, Value | None]:
     values: dict[str, Value | None] = {name: record[key] for key, name in TAGS.items()}
     if loads := record.get("expert_load"):
         values |= {name: record[key] for key, name in EXPERT_TAGS.items()}
-        values["experts/load by layer"] = loads
-    values |= {f"position/{name}": loss for name, loss in record["loss_by_position"].items()}
+        values["train_experts/load by layer"] = loads
     values |= {
-        f"loss_by_shard/{shard}": loss for shard, loss in enumerate(record["loss_by_shard"] or ())
+        f"train_loss_by_position/{name}": loss for name, loss in record["loss_by_position"].items()
+    }
+    values |= {
+        f"train_loss_by_shard/{shard}": loss
+        for shard, loss in enumerate(record["loss_by_shard"] or ())
     }
     if len(record["sources"]) > 1:
         sources = record["sources"].items()
         values |= {
-            f"{key}_by_source/{name}": value
+            f"train_{key}_by_source/{name}": value
             for name, metrics in sources
             for key, value in metrics.items()
         }

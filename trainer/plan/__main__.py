@@ -5,7 +5,6 @@ Exits with 0 if the run fits, 3 if it does not, and 2 for an invalid configurati
 
 from __future__ import annotations
 
-import re
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from trainer.command_table import typed
 from trainer.commands import CommandParser, number, overrides_help, run_command
 from trainer.config import checks
 from trainer.config.parse import load, parse_arguments
-from trainer.config.sections import MAX_SEQ_LEN
+from trainer.config.sections import MAX_SEQ_LEN, read_length
 from trainer.config.training_stages import Recipe
 from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_SUCCESS, ConfigError
 from trainer.hardware.device_specs import (
@@ -208,8 +207,8 @@ def add_devices(parser: CommandParser) -> None:
 
 def count(text: str, *, minimum: int = 1, maximum: int = 1 << 62) -> int:
     """An argparse type: an integer of at least `minimum`, also as 128K or 1M."""
-    match = re.fullmatch(r"0*([1-9]\d*)([KM]?)", text)
-    value = int(match[1]) << {"": 0, "K": 10, "M": 20}[match[2]] if match else 0
+    read = str(read_length(text))
+    value = int(read) if read.isdecimal() else 0
     if not minimum <= value <= maximum:
         limits = f"at least {minimum}"
         if maximum == MAX_SEQ_LEN:

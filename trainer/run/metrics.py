@@ -28,7 +28,8 @@ from trainer.hardware.host import GIB
 from trainer.metrics.loggers import ConsoleLogger, Record, format_losses, format_or_dash
 from trainer.metrics.prediction import read_prediction
 from trainer.metrics.step_metrics import finite_or_none, position_bucket_names
-from trainer.metrics.trackers import Trackers, values_of
+from trainer.metrics.tracker_clients import recorded_run_id
+from trainer.metrics.trackers import Trackers, values_of, wanted
 from trainer.resilience.anomalies import (
     MAX_ROLLBACKS,
     CollapseDetector,
@@ -40,9 +41,12 @@ from trainer.run.validation import ValidationResult, format_validation
 from trainer.step.routers import expert_layers, router_metrics
 from trainer.step.trainer import StepMetrics, StepResult, Trainer
 from trainer.storage.durable_io import LineAppender, format_bytes
-from trainer.storage.run_dir import RunDir
+from trainer.storage.run_dir import RunDir, find_checkpoints
 
 log = logging.getLogger(__name__)
+
+TRACKED_AS_NUMBERS = ("checkpoint", "checkpoint_failed", "validation", "planned")
+"""Events whose numbers trackers have; of the others they have the step."""
 
 
 class MetricsProcessor:
@@ -115,16 +119,24 @@ class MetricsProcessor:
             num_token_ranks = self.trainer.mesh.dp_cp_group.size()
             self.lines = LineAppender(self.run_dir.metrics_path)
             self.console = ConsoleLogger(self.stage.total_steps, num_token_ranks=num_token_ranks)
-            self.trackers = Trackers(
-                self._tracked_run(),
-                without=() if self.config.metrics.tensorboard else ("tensorboard",),
-            )
+            self.trackers = Trackers(self._tracked_run(), wanted(self.config.metrics))
 
     def _tracked_run(self) -> TrackedRun:
         config = self.run_config
-        values = config.model_dump(mode="json")
+        lineage = dict[str, str]()
+        if (path := config.checkpoint.initial_load_path) is not None:
+            lineage["initial_load_path"] = path
+            parent, _ = find_checkpoints(Path(path).expanduser())
+            if (parent_id := recorded_run_id(parent.path)) is not None:
+                lineage["run_id"] = parent_id
         return TrackedRun(
-            config.job.name, self.run_dir.path, self.first_step, values, to_toml(config)
+            name=config.job.name,
+            folder=self.run_dir.path,
+            first_step=self.first_step,
+            config=config.model_dump(mode="json"),
+            toml=to_toml(config),
+            prediction=self.prediction.model_dump(mode="json", exclude_defaults=True),
+            lineage=lineage,
         )
 
     def record_rollback(
@@ -152,6 +164,11 @@ class MetricsProcessor:
     def _log_event(self, kind: str, **fields: Any) -> None:
         if self.is_rank_zero:
             self.run_dir.log_event(kind, **fields)
+            if kind not in TRACKED_AS_NUMBERS:
+                self._track_event(kind, fields.get("step", self.trainer.step))
+
+    def _track_event(self, kind: str, step: int) -> None:
+        self.trackers.log(step, {f"train_events/{kind}": 1.0})
 
     def log_run_start(self, resumed_from: Path | None) -> None:
         if not self.is_rank_zero:
@@ -194,6 +211,7 @@ class MetricsProcessor:
             )
         if resumed_from is not None:
             self._log_resume(resumed_from)
+        self._track_earlier_events()
         resumed = str(resumed_from) if resumed_from else None
         self._log_event(
             "start",
@@ -202,6 +220,11 @@ class MetricsProcessor:
             world_size=trainer.world.size,
             resumed=resumed,
         )
+
+    def _track_earlier_events(self) -> None:
+        """What happened before there were trackers in this launch."""
+        for kind in self.run_dir.events_before_start():
+            self._track_event(kind, self.trainer.step)
 
     def _expected_imbalance(self) -> str:
         """Describes the expected load balance of data parallelism in the next steps; empty on one
@@ -243,14 +266,17 @@ class MetricsProcessor:
             if save.problem is not None:
                 self.failed_saves += 1
                 self._log_event("checkpoint_failed", step=save.step, reason=save.problem)
-                self._add_scalars({"checkpoint/failures": float(self.failed_saves)}, save.step)
+                self._add_scalars(
+                    {"train_checkpoint/failures": float(self.failed_saves)}, save.step
+                )
             else:
                 fields = {
                     key: getattr(save, key) for key in ("bytes", "seconds", "blocked_seconds")
                 }
                 self._log_event("checkpoint", path=str(save.path), step=save.step, **fields)
                 self._add_scalars(
-                    {f"checkpoint/{key}": float(value) for key, value in fields.items()}, save.step
+                    {f"train_checkpoint/{key}": float(value) for key, value in fields.items()},
+                    save.step,
                 )
 
     def _add_scalars(self, scalars: Mapping[str, float | None], step: int) -> None:

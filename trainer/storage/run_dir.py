@@ -5,6 +5,7 @@ config.toml                resolved configuration of the newest launch
 prediction.json            memory and step time that the launcher predicted
 metrics.jsonl              one line per logged step
 events.jsonl               starts, resumes, checkpoints, validations, skipped steps, the end
+run_id                     the name of the run in Weights & Biases, trackio and MLflow
 tensorboard/  logs/
 checkpoints/step-<N>/      committed by a rename; its manifest lists every file with its hash
 checkpoints/.tmp-*/        being written or deleted, or left by a killed process
@@ -190,6 +191,18 @@ class RunDir:
             elif event.get("event") == "validation" and event.get("set") == name and first is None:
                 first = event.get("loss")
         return first
+
+    def events_before_start(self) -> list[str]:
+        """Kinds of the events that the launcher and the search for a checkpoint logged since the
+        last launch started.
+        """
+        kinds = list[str]()
+        for _, event in _read_json_lines(self.events_path):
+            kind = event.get("event")
+            kinds = (
+                [] if kind == "start" else kinds + [kind] * (kind in ("restart", "quarantined"))
+            )
+        return kinds
 
     def truncate_metrics(self, step: int) -> None:
         """Drops lines after `step` and a torn last line, so that a resumed run logs each step

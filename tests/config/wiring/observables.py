@@ -47,6 +47,7 @@ from trainer.launch.initial_checks import validate_initial_weights
 from trainer.launch.restarts import run_with_restarts
 from trainer.launch.workers import Workers
 from trainer.metrics.profiler import Profilers
+from trainer.metrics.trackers import wanted
 from trainer.plan.__main__ import main as plan_main
 from trainer.resilience.anomalies import LossSpikeError
 from trainer.resilience.preemption import job_deadline
@@ -447,6 +448,11 @@ def deadline(recipe: Recipe) -> float | None:
 
 def compares_replicas(recipe: Recipe) -> bool:
     return train_loop.compares_replicas_before_saves(recipe, {"dp_replicate": 2, "tp": 1})
+
+
+def trackers(recipe: Recipe) -> list[str]:
+    """Names of what metrics go to."""
+    return wanted(recipe.metrics)
 
 
 def reruns(recipe: Recipe) -> bool:

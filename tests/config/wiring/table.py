@@ -395,6 +395,7 @@ RUN: Cases = {
     ),
     "metrics.log_interval": case(runs.logged_steps, (1, 2), FOUR),
     "metrics.peak_flops": case(runs.stated_peak, (None, 2e12), FOUR),
+    "metrics.trackers": case(see.trackers, ([], ["mlflow"])),
     "metrics.tensorboard": case(runs.run_files, (False, True), FOUR),
     "health.max_consecutive_skips": case(see.skips_until_failure, (10, 3)),
     "health.spike_sigmas": case(see.spikes, (6.0, 4.0)),
