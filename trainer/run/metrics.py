@@ -222,7 +222,7 @@ class MetricsProcessor:
         )
 
     def _track_earlier_events(self) -> None:
-        """What happened before there were trackers in this launch."""
+        """Sends trackers the events that this launch logged before they were created."""
         for kind in self.run_dir.events_before_start():
             self._track_event(kind, self.trainer.step)
 

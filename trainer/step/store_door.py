@@ -82,7 +82,7 @@ def _start(
         str(port),
         str(timeout_seconds),
     ]
-    # A scheduler signals every process of a task, but a rank that is told to stop still saves, and
+    # A scheduler signals every process of a task, but a rank that gets one still saves, and
     # needs its door. The door inherits the mask.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -148,7 +148,7 @@ async def _serve(listener: socket.socket, host: str, port: int, secret: bytes) -
 async def _join(
     listener: socket.socket, host: str, port: int, secret: bytes, timeout_seconds: float
 ) -> None:
-    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             far = await _ask(host, port, secret)
         except (RefusedError, OSError, EOFError, TimeoutError):
@@ -158,7 +158,7 @@ async def _join(
 
     sys.stdout.write(await _first_answer(host, port, secret, timeout_seconds) + "\n")
     sys.stdout.flush()
-    server = await asyncio.start_server(pass_on, sock=listener)
+    server = await asyncio.start_server(forward, sock=listener)
     await server.serve_forever()
 
 

@@ -199,9 +199,10 @@ class RunDir:
         kinds = list[str]()
         for _, event in _read_json_lines(self.events_path):
             kind = event.get("event")
-            kinds = (
-                [] if kind == "start" else kinds + [kind] * (kind in ("restart", "quarantined"))
-            )
+            if kind == "start":
+                kinds = []
+            elif kind in ("restart", "quarantined"):
+                kinds.append(kind)
         return kinds
 
     def truncate_metrics(self, step: int) -> None:
