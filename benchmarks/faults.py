@@ -1,15 +1,16 @@
 """How long a run takes to recover from a fault, and its goodput with one fault a minute.
 
     python -m benchmarks.faults recovery [--ranks 2] [--rounds 1] [--only TEXT]
-    python -m benchmarks.faults goodput [--ranks 2] [--minutes 6] [--every 60]
+    python -m benchmarks.faults goodput [--ranks 2] [--minutes 4] [--every 60] [--only TEXT]
 
 A small model on CPU processes, started as a user starts it, with a checkpoint every ten steps.
 recovery: seconds from the fault to the first step after the restart, and to the first step that
 the run had not reached before. What a start costs is mostly importing torch, on cores that all
 ranks share; on a cluster loading a checkpoint comes to it. goodput: a rank is killed at a fixed
 interval, with checkpoints on disk only and with in-memory ones. Goodput is the time of the steps
-that counted over the time since the first model was built, less what as many starts cost without
-any checkpoint: from the new processes to the start of their first step, the median of several.
+that counted over the time since the first model was built. "Less starts": less what as many starts
+cost without any checkpoint, from the new processes to the start of their first step, the median of
+several.
 """
 
 from __future__ import annotations
@@ -202,8 +203,10 @@ def measure_goodput(ranks: int, minutes: float, every: float, only: str) -> None
     say(
         f"{machine()}; {ranks} ranks, kill -9 of one every {every:.0f} s; a start without a checkpoint takes {start:.2f} s\n"
     )
-    say("| checkpoints | faults | steps | mean step, ms | goodput |")
-    say("|---|---|---|---|---|")
+    say(
+        "| checkpoints | kill -9 of a rank every | faults | steps | mean step, ms | goodput | less starts |"
+    )
+    say("|---|---|---|---|---|---|---|")
     for name, options in (
         (name, options) for name, options in CHECKPOINTS.items() if only in name
     ):
@@ -219,8 +222,10 @@ def measure_goodput(ranks: int, minutes: float, every: float, only: str) -> None
             time.sleep(every / 2)
             run.end()
             wall, useful, steps = measured(run)
-        share = useful / (wall - faults * start)
-        say(f"| {name} | {faults} | {steps} | {1000 * useful / steps:.0f} | {100 * share:.1f} % |")
+        shares = f"{100 * useful / wall:.1f} % | {100 * useful / (wall - faults * start):.1f} %"
+        say(
+            f"| {name} | {every:.0f} s | {faults} | {steps} | {1000 * useful / steps:.0f} | {shares} |"
+        )
 
 
 CHECKPOINTS: dict[str, tuple[str, ...]] = {
@@ -302,7 +307,7 @@ def main() -> None:
     recovering = commands.add_parser("recovery")
     working = commands.add_parser("goodput")
     recovering.add_argument("--rounds", type=int, default=1)
-    working.add_argument("--minutes", type=float, default=6)
+    working.add_argument("--minutes", type=float, default=4)
     working.add_argument("--every", type=float, default=60)
     for command in (recovering, working):
         command.add_argument("--ranks", type=int, default=2)

@@ -1,19 +1,21 @@
 """A storm of faults: does a run that survives it equal one that nothing happened to?
 
-    python -m benchmarks.storm [--faults 120] [--seed 1] [--only TEXT] [--folder DIR] [--nodes] [--write]
+    python -m benchmarks.storm [--faults 120] [--seed 1] [--only TEXT] [--mesh cp=2,tp=2] [--folder DIR] [--nodes] [--write]
 
 A small model on four CPU processes, on three meshes one after the other. Faults of every kind
-follow each other a few steps apart: of processes, disks, clocks, leases, nodes, and damage to
-every kind of file (`benchmarks/storm_faults.py`). Half of the launches keep in-memory checkpoints.
-What the launcher does not restart, the storm starts again with the same command, as a scheduler
-would; where an ending needs a person (78 or 2), it restores the damaged file, as that person
-would. Then the same steps are trained on the same meshes undisturbed, and every tensor of the last
-checkpoint of each mesh, every line of metrics and the position in the data must be equal, bit by
-bit. Exits with 1 if not, if a fault ends the run in a class that is not its own, or if a run does
-not recover within minutes.
+follow each other a few steps apart: of processes, disks, clocks, leases, replicas, and damage to
+every kind of file (`benchmarks/storm_faults.py`), and with `--nodes` what happens to nodes and
+their memory (`benchmarks/storm_nodes.py`). Half of the launches keep in-memory checkpoints. What
+the launcher does not restart, the storm starts again with the same command, as a scheduler would;
+where an ending needs a person (78 or 2), it restores the damaged file, as that person would. Then
+the same steps are trained on the same meshes undisturbed, and every tensor of the last checkpoint
+of each mesh, every line of metrics and the position in the data must be equal, bit by bit. Exits
+with 1 if not, if a fault ends the run in a class that is not its own, or if a run does not recover
+within minutes.
 
 Mounts of small and read-only disks and network namespaces (`--nodes`: another leg on the third
-mesh, as two nodes) need root; without it, those faults are left out, which is said.
+mesh, as two nodes) need root; without it, those faults are left out, which is said. `--mesh`
+trains on one of the meshes only.
 """
 
 from __future__ import annotations
@@ -21,88 +23,35 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import random
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks import storm_faults
+from benchmarks import storm_faults, storm_nodes
 from benchmarks.data import machine, say
 from benchmarks.faults import wait_for
 from benchmarks.pages import replace_block
-from benchmarks.storm_faults import Fault, children, is_alive
-from models.files import open_regular
+from benchmarks.storm_faults import Fault
+from benchmarks.storm_nodes import Node
+from benchmarks.storm_run import RANKS, ROOT, Run
 from trainer.checkpoint.memory_folder import memory_folder, remove_memory_folder
 from trainer.storage.manifest import read_state
 
-ROOT = Path(__file__).resolve().parents[1]
-RANKS = 4
 PATIENCE_SECONDS = 300.0
 """For a fault to be recovered from: a dead node's lease takes 90."""
-CONFIG = """\
-[model]
-family = "llama3"
-size = "debug"
-num_layers = 2
-dim = 64
-num_heads = 4
-num_kv_heads = 2
-head_dim = 16
-ffn_dim = 96
-[tokenizer]
-kind = "byte"
-[data]
-corpus = "{root}/corpus"
-cache_dir = "{root}/prepared"
-[training]
-seq_len = 512
-global_batch_size = 4
-steps = 1_000_000
-[optimizer]
-lr = 1e-3
-[schedule]
-kind = "constant"
-warmup_steps = 0
-[checkpoint]
-interval = 7
-[metrics]
-log_interval = 1
-tensorboard = false
-[distributed]
-restart_seconds = 0
-hang_minutes = 0.1
-"""
 MESHES = (
     {"dp_shard": 4},
     {"cp": 2, "tp": 2},
     {"dp_replicate": 2, "dp_shard": 2},
 )
-# Python's clock and fsync, as the files `clock` and `slow` in the storm's folder say.
-SHIM = """\
-import os, time
-_root, _time, _fsync = os.environ["STORM"], time.time, os.fsync
-def _offset():
-    try:
-        return float(open(_root + "/clock").read())
-    except (OSError, ValueError):
-        return 0.0
-time.time = lambda: _time() + _offset()
-def fsync(descriptor):
-    if os.path.exists(_root + "/slow"):
-        time.sleep(0.3)
-    _fsync(descriptor)
-os.fsync = fsync
-"""
 
 
 class StormError(Exception):
@@ -119,117 +68,6 @@ class Recovery:
     """Steps."""
 
 
-@dataclass
-class Run:
-    """A run folder, and the processes that train in it: one launcher, or one per node."""
-
-    root: Path
-    mesh: dict[str, int] = field(default_factory=dict)
-    nodes: Sequence[list[str]] = field(default_factory=lambda: [[]])
-    """What to put before the command of each node's launcher."""
-    launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.folder = self.root / "run"
-        self.log = self.root / "log"
-        (self.root / "shim").mkdir(parents=True, exist_ok=True)
-        (self.root / "shim" / "sitecustomize.py").write_text(SHIM)
-        (self.root / "run.toml").write_text(CONFIG.format(root=self.root))
-        write_corpus(self.root / "corpus")
-
-    def start(self, *options: str) -> None:
-        """On the present mesh. `options` come last."""
-        mesh = [
-            word
-            for axis, size in self.mesh.items()
-            for word in (f"--parallelism.{axis}", str(size))
-        ]
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "trainer.launch",
-            "--config",
-            str(self.root / "run.toml"),
-        ]
-        command += ["--job.output_dir", str(self.folder), *mesh, *options]
-        environment = os.environ | {
-            "PYTHONPATH": f"{self.root / 'shim'}:{ROOT}",
-            "STORM": str(self.root),
-        }
-        environment |= {"OMP_NUM_THREADS": "1", "NGPU": str(RANKS // len(self.nodes))}
-        with self.log.open("ab") as log:
-            for index, prefix in enumerate(self.nodes):
-                place = (
-                    {"NNODES": str(len(self.nodes)), "NODE_RANK": str(index)}
-                    if len(self.nodes) > 1
-                    else {}
-                )
-                place |= (
-                    {"MASTER_ADDR": "10.98.0.1", "GLOO_SOCKET_IFNAME": "eth0"} if place else {}
-                )
-                self.launchers.append(
-                    subprocess.Popen(
-                        [*prefix, *command], env=environment | place, stdout=log, stderr=log
-                    )
-                )
-
-    def workers(self) -> list[int]:
-        return [
-            pid for each in self.launchers if each.poll() is None for pid in children(each.pid)
-        ]
-
-    def kill(self) -> None:
-        """Everything at once; returns when all are gone."""
-        pids = self.workers()
-        for each in self.launchers:
-            each.kill()
-        for each in self.launchers:
-            each.wait()
-        wait_for(lambda: not any(map(is_alive, pids)))
-        self.launchers.clear()
-
-    def ending(self) -> list[int] | None:
-        """Exit codes, once all launchers have ended."""
-        codes = [each.poll() for each in self.launchers]
-        return None if None in codes else [code for code in codes if code is not None]
-
-    def step(self) -> int:
-        """Of the last line of metrics."""
-        try:
-            with open_regular(self.folder / "metrics.jsonl") as file:
-                file.seek(-min(8192, file.seek(0, os.SEEK_END)), os.SEEK_END)
-                whole = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
-            return int(json.loads(whole)["step"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return 0
-
-    def checkpoints(self) -> list[Path]:
-        found = (self.folder / "checkpoints").glob("step-*")
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
-
-    def keep(self, step: int) -> None:
-        """Copies a checkpoint to `ends`, where no fault strikes."""
-        name = f"step-{step}"
-        shutil.copytree(self.folder / "checkpoints" / name, self.root / "ends" / name)
-
-    def metrics(self) -> list[dict[str, Any]]:
-        return [
-            json.loads(line) for line in (self.folder / "metrics.jsonl").read_bytes().splitlines()
-        ]
-
-
-def write_corpus(folder: Path) -> None:
-    draw = random.Random(0)
-    folder.mkdir(exist_ok=True)
-    for number in range(200):
-        words = (
-            draw.choice(("river", "stone", "over", "under", "light", "a", "the"))
-            for _ in range(draw.randint(20, 800))
-        )
-        (folder / f"{number:03}.txt").write_text(" ".join(words))
-
-
 class Storm:
     def __init__(self, root: Path, seed: int) -> None:
         self.run = Run(root)
@@ -239,7 +77,7 @@ class Storm:
         """Last step on each mesh."""
 
     def pass_over(
-        self, mesh: dict[str, int], faults: Sequence[Fault], nodes: Sequence[list[str]]
+        self, mesh: dict[str, int], faults: Sequence[Fault], nodes: Sequence[Node]
     ) -> None:
         """Trains on a mesh until all faults have struck and were recovered from."""
         self.run.mesh = mesh
@@ -407,56 +245,89 @@ def table(recoveries: Sequence[Recovery]) -> list[str]:
 
 
 def campaign(
-    root: Path, faults: int, seed: int, only: str, *, nodes: bool
+    root: Path, faults: int, seed: int, only: str, *, meshes: Sequence[dict[str, int]], nodes: bool
 ) -> tuple[list[Recovery], list[str]]:
     """Prints what happens; returns the recoveries, and what differs.
 
     Fewer faults than meshes: as many meshes.
     """
-    meshes = MESHES[:faults]
-    kinds = [fault for fault in storm_faults.every_fault() if only in fault.name]
-    draw = random.Random(seed)
     storm = Storm(root / "storm", seed)
     may_mount = storm_faults.mount_disk(storm.run.folder)
-    missing = [] if may_mount else [fault.name for fault in kinds if fault.needs_root]
-    for name in missing:
-        say(f"left out, needs root: {name}")
-    kinds = [fault for fault in kinds if fault.name not in missing]
-    elsewhere = [fault for fault in kinds if not fault.needs_nodes]
-    shuffled = chain.from_iterable(draw.sample(elsewhere, len(elsewhere)) for _ in cycle((0,)))
-    shares = [
-        faults * (index + 1) // len(meshes) - faults * index // len(meshes)
-        for index in range(len(meshes))
-    ]
-    legs = [
-        (mesh, [*islice(shuffled, share)], 1) for mesh, share in zip(meshes, shares, strict=True)
-    ]
-    if nodes and not missing:
-        pairs = zip(
-            (fault for fault in kinds if fault.needs_nodes),
-            (fault for fault in kinds if fault.fits_nodes),
-            strict=False,
-        )
-        legs.append((meshes[-1], [fault for pair in pairs for fault in pair] * 2, 2))
+    legs = plan_legs(meshes[:faults], faults, seed, only, is_root=may_mount, nodes=nodes)
     say(
-        f"{machine()}; {RANKS} ranks, {sum(len(leg[1]) for leg in legs)} faults of {len(kinds)} kinds, seed {seed}\n"
+        f"{machine()}; {RANKS} ranks, {sum(len(leg.faults) for leg in legs)} faults, seed {seed}\n"
     )
     try:
-        for mesh, share, num_nodes in legs:
-            say(f"mesh {mesh}, {num_nodes} nodes")
-            storm.pass_over(mesh, share, storm_faults.connect_nodes(2) if num_nodes > 1 else [[]])
+        for leg in legs:
+            say(f"mesh {leg.mesh}, {2 if leg.is_on_nodes else 1} nodes")
+            storm.pass_over(
+                leg.mesh, leg.faults, storm_nodes.connect_nodes() if leg.is_on_nodes else ()
+            )
         say(
             f"\n{len(storm.recoveries)} faults in {storm.ends[-1]} steps; training {storm.ends} undisturbed"
         )
-        whole = train_undisturbed(root / "whole", [leg[0] for leg in legs], storm.ends)
+        whole = train_undisturbed(root / "whole", [leg.mesh for leg in legs], storm.ends)
         return storm.recoveries, differences(storm.run, whole, storm.ends)
     finally:
         storm.run.kill()
-        storm_faults.disconnect_nodes()
+        for node in storm.run.nodes:
+            node.remove()
+        storm_nodes.remove_namespaces()
         if storm.run.folder.exists():
             remove_memory_folder(memory_folder(storm.run.folder))
         storm_faults.unmount_disk(storm.run.folder)
         say("\n" + "\n".join(table(storm.recoveries)))
+
+
+class Leg(NamedTuple):
+    mesh: dict[str, int]
+    faults: list[Fault]
+    is_on_nodes: bool = False
+
+
+def plan_legs(
+    meshes: Sequence[dict[str, int]],
+    faults: int,
+    seed: int,
+    only: str,
+    *,
+    is_root: bool,
+    nodes: bool,
+) -> list[Leg]:
+    """Faults in random order, each kind once before any comes again, dealt to the meshes that they
+    fit.
+    """
+    draw = random.Random(seed)
+    legs = [Leg(mesh, []) for mesh in meshes]
+    kinds = [fault for fault in every_fault() if only in fault.name]
+    for fault in kinds:
+        if fault.needs_root and not is_root:
+            say(f"left out, needs root: {fault.name}")
+    kinds = [fault for fault in kinds if is_root or not fault.needs_root]
+    copies = [leg for leg in legs if "dp_replicate" in leg.mesh]
+    anywhere = [
+        fault for fault in kinds if not fault.needs_nodes and (copies or not fault.needs_replicas)
+    ]
+    shuffled = chain.from_iterable(draw.sample(anywhere, len(anywhere)) for _ in cycle((0,)))
+    for fault in islice(shuffled, faults if anywhere else 0):
+        min(
+            copies if fault.needs_replicas else legs, key=lambda leg: len(leg.faults)
+        ).faults.append(fault)
+    if nodes and is_root:
+        between = cycle([fault for fault in kinds if fault.fits_nodes])
+        on_nodes = [fault for fault in kinds if fault.needs_nodes] * 2
+        draw.shuffle(on_nodes)
+        both = [each for fault in on_nodes for each in (fault, *islice(between, 1))]
+        legs.append(Leg(legs[-1].mesh, both, is_on_nodes=True))
+    return [leg for leg in legs if leg.faults]
+
+
+def every_fault() -> list[Fault]:
+    return [*storm_faults.every_fault(), *storm_nodes.node_faults()]
+
+
+def mesh_of(text: str) -> dict[str, int]:
+    return {axis: int(size) for axis, _, size in (part.partition("=") for part in text.split(","))}
 
 
 def main() -> None:
@@ -467,6 +338,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="kinds whose name has this text"
+    )
+    parser.add_argument(
+        "--mesh", type=mesh_of, choices=MESHES, help="one of them only, such as cp=2,tp=2"
     )
     parser.add_argument(
         "--folder", type=Path, help="where the runs are kept; left out: a temporary folder"
@@ -482,8 +356,14 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         root = options.folder or Path(temporary)
+        meshes = MESHES if options.mesh is None else (options.mesh,)
         recoveries, found = campaign(
-            root.absolute(), options.faults, options.seed, options.only, nodes=options.nodes
+            root.absolute(),
+            options.faults,
+            options.seed,
+            options.only,
+            meshes=meshes,
+            nodes=options.nodes,
         )
     say("\nbitwise equal to the undisturbed run" if not found else f"\nDIFFERENT: {found[:10]}")
     if options.write and not found:

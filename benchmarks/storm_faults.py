@@ -1,5 +1,5 @@
-"""The faults of the storm (benchmarks/storm.py): of processes, disks, clocks, leases and nodes,
-and damage to files.
+"""The faults of the storm (benchmarks/storm.py): of processes, disks, clocks and leases, and
+damage to files.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from trainer.storage.artifact import seal
 from trainer.storage.lease import LeaseOwner
 
 if TYPE_CHECKING:
-    from benchmarks.storm import Run
+    from benchmarks.storm_run import Run
 
 Restore = Callable[[], None]
-NODE_NAMES = ("longhaul-storm-0", "longhaul-storm-1")
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,8 @@ class Fault:
     needs_two_checkpoints: bool = False
     needs_root: bool = False
     needs_nodes: bool = False
+    needs_replicas: bool = False
+    """Whether ranks must hold copies of what they train."""
     launches: bool = False
     """Whether the strike itself starts and kills launches."""
     goes_on: bool = False
@@ -52,7 +53,8 @@ class Fault:
 
 
 def every_fault() -> list[Fault]:
-    return [*process_faults(), *file_faults(), *disk_faults(), *other_faults(), *node_faults()]
+    """Those of one node."""
+    return [*process_faults(), *file_faults(), *disk_faults(), *other_faults()]
 
 
 # ---- processes
@@ -94,7 +96,7 @@ def kill_launcher(run: Run, _: random.Random) -> None:
     run.launchers[0].kill()
     for each in run.launchers:
         each.wait()
-    wait_for(lambda: not any(map(is_alive, pids)), 5)
+    wait_for(lambda: not any(map(is_alive, pids)), 15)
     run.launchers.clear()
 
 
@@ -106,7 +108,7 @@ def stop_launcher(run: Run, _: random.Random) -> None:
 
 def in_a_save(run: Run, strike: Callable[[], None]) -> None:
     """Between the creation of a temporary folder and its commit."""
-    wait_for(lambda: any((run.folder / "checkpoints").glob(".tmp-step-*")), 60)
+    wait_for(lambda: any((run.folder / "checkpoints").glob(".tmp-step-*")), 240)
     strike()
 
 
@@ -231,7 +233,7 @@ def damage_metrics(kind: str) -> Callable[[Run, random.Random], Restore | None]:
             return restore
         reached = max(by_step)
         run.start()
-        wait_for(lambda: run.step() > reached + 1, 120)
+        wait_for(lambda: run.step() > reached + 1, 240)
         run.kill()
         for line in path.read_bytes().splitlines(keepends=True):
             with suppress(ValueError, KeyError, TypeError):
@@ -247,7 +249,7 @@ def damage_memory(kind: str) -> Callable[[Run, random.Random], None]:
         run.kill()
         run.start("--checkpoint.memory_interval", "1")
         reached = run.step()
-        wait_for(lambda: run.step() > reached + 2, 120)
+        wait_for(lambda: run.step() > reached + 2, 240)
         run.kill()
         files = sorted(memory_folder(run.folder).glob("rank-*"))
         for path in draw.sample(files, min(2, len(files))):
@@ -295,7 +297,7 @@ def fill_disk_and_kill(run: Run, _: random.Random) -> None:
     path = fill(run)
     run.kill()
     run.start()
-    wait_for(lambda: run.ending() is not None, 60)
+    wait_for(lambda: run.ending() is not None, 240)
     path.unlink()
 
 
@@ -325,6 +327,13 @@ def other_faults() -> Iterator[Fault]:
     yield Fault("the clock set back by a day", partial(set_clock, seconds=-86400.0), goes_on=True)
     yield Fault("a second launch in the folder", launch_twice, goes_on=True)
     yield Fault("the lease of a dead node", hold_lease_of_dead_node)
+    yield Fault("a replica drifts", drift, needs_replicas=True)
+    yield Fault(
+        "a replica drifts, and in-memory checkpoints with it",
+        drift_and_kill,
+        needs_replicas=True,
+        launches=True,
+    )
 
 
 def set_clock(run: Run, _: random.Random, *, seconds: float) -> None:
@@ -337,7 +346,7 @@ def launch_twice(run: Run, _: random.Random) -> None:
     run.start()
     second = run.launchers
     run.launchers = first
-    codes = [each.wait(60) for each in second]
+    codes = [each.wait(240) for each in second]
     if codes != [2] * len(codes):
         raise RuntimeError(f"a second launch in the folder ended with {codes}")
 
@@ -358,68 +367,37 @@ def hold_lease_of_dead_node(run: Run, _: random.Random) -> None:
     (logs / "lease").write_bytes(seal(owner))
 
 
-# ---- nodes
+def drift(run: Run, draw: random.Random) -> None:
+    """A wrong bit in a weight of one rank.
 
-
-def node_faults() -> Iterator[Fault]:
-    yield Fault("the cable of a node pulled", pull_cable, needs_root=True, needs_nodes=True)
-    yield Fault("a node lost with its memory", lose_node, needs_root=True, needs_nodes=True)
-
-
-def connect_nodes(count: int) -> list[list[str]]:
-    """Two network namespaces with a cable between; returns what to put before a command to run it
-    there.
+    The check before the next checkpoint on disk finds it.
     """
-    disconnect_nodes()
-    for name in NODE_NAMES[:count]:
-        ip("netns", "add", name)
-        ip("-n", name, "link", "set", "lo", "up")
-    ip(
-        "link",
-        "add",
-        "eth0",
-        "netns",
-        NODE_NAMES[0],
-        "type",
-        "veth",
-        "peer",
-        "name",
-        "eth0",
-        "netns",
-        NODE_NAMES[1],
-    )
-    for index, name in enumerate(NODE_NAMES[:count]):
-        ip("-n", name, "addr", "add", f"10.98.0.{index + 1}/24", "dev", "eth0")
-        ip("-n", name, "link", "set", "eth0", "up")
-    return [["ip", "netns", "exec", name] for name in NODE_NAMES[:count]]
+    path = run.root / f"drift-{draw.randrange(4)}"
+    path.touch()
+    wait_for(lambda: not path.exists(), 240)
 
 
-def disconnect_nodes() -> None:
-    for name in NODE_NAMES:
-        if Path("/run/netns", name).exists():
-            ip("netns", "del", name)
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
-
-
-def pull_cable(run: Run, _: random.Random) -> None:
-    ip("-n", NODE_NAMES[1], "link", "set", "eth0", "down")
-    wait_for(lambda: run.ending() is not None, 200)
-    ip("-n", NODE_NAMES[1], "link", "set", "eth0", "up")
-
-
-def lose_node(run: Run, _: random.Random) -> None:
-    """The second one, with the in-memory checkpoints of its ranks and those that it holds for the
-    first.
+def drift_and_kill(run: Run, draw: random.Random) -> None:
+    """A launch resumes from drifted in-memory checkpoints; the check before it saves to the disk
+    finds them.
     """
-    run.launchers[1].kill()
-    for each in run.launchers:
-        each.wait()
-    shared = memory_folder(run.folder)
-    for path in [*shared.glob("rank-[23].*"), *shared.glob("held-[01].*")]:
-        path.unlink(missing_ok=True)
+
+    def mismatches() -> int:
+        return (run.folder / "events.jsonl").read_bytes().count(b'"replica_mismatch"')
+
+    run.kill()
+    known = mismatches()
+    run.start("--checkpoint.memory_interval", "1")
+    reached = run.step()
+    wait_for(lambda: run.step() > reached, 240)
+    drift(run, draw)
+    reached = run.step()
+    wait_for(lambda: run.step() > reached + 1 or mismatches() > known, 240)
+    run.kill()
+    if mismatches() == known:
+        run.start("--checkpoint.memory_interval", "1")
+        wait_for(lambda: mismatches() > known, 240)
+        run.kill()
 
 
 # ---- /proc

@@ -39,6 +39,8 @@ LIBRARIES = {
     "published_row",
     "rival_step",
     "storm_faults",
+    "storm_nodes",
+    "storm_run",
     "torchtitan_cpu",
 }
 """Modules that other scripts import, and those that run in an environment or a process of their

@@ -5,21 +5,28 @@ from nothing else.
 from __future__ import annotations
 
 import os
-import random
+import shutil
 import time
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, distributed
 
-from parallelisms.mesh.collectives import all_gather_values
 from tests.ranks import run_ranks
+from tests.resilience.memory_states import (
+    NODES,
+    RANKS,
+    memory_of_node,
+    node_of,
+    state_of,
+    tensors_of,
+)
 from tests.system.in_process import configured, saved_by, trainer_of
-from tests.system.runs import forked, lines, metrics, steps, train_rank, write_run
-from trainer.checkpoint import in_memory, manager
+from tests.system.runs import digests, forked, lines, metrics, steps, train_rank, write_run
+from trainer.checkpoint import manager
 from trainer.checkpoint import memory_folder as memory
 from trainer.checkpoint.in_memory import InMemoryCheckpoints
 from trainer.checkpoint.manager import CheckpointManager
@@ -34,12 +41,9 @@ from trainer.step.distributed import World
 from trainer.step.trainer import StepResult
 from trainer.storage.artifact import HEADER_BYTES
 from trainer.storage.run_dir import RunDir
-from trainer.storage.train_state import SpikeState, StagePosition, TrainerState, TrainState
+from trainer.storage.train_state import TrainState
 
 EXACT = ("step", "loss", "grad_norm")
-RANKS = 4
-NODES = 2
-STATE_BYTES = 1 << 14
 
 
 @pytest.fixture
@@ -51,192 +55,6 @@ def run(tmp_path: Path) -> Iterator[Path]:
 
 
 # ---- on two nodes of two ranks, without training
-
-
-def state_of(step: int) -> TrainState:
-    scalars = TrainerState(
-        step=step,
-        next_sequence=6 * step,
-        tokens=0,
-        skipped=0,
-        sources={},
-        losses=SpikeState(),
-        goodput=None,
-    )
-    return TrainState(
-        step=step,
-        trainer=scalars,
-        stage=StagePosition(name="", index=0, start_step=0),
-        data={"corpus": "abc"},
-        plans={},
-        config={"optimizer.lr": 0.1, "schedule.kind": "constant"},
-        schema_version=1,
-        degrees={"dp_shard": RANKS},
-        torch="2",
-        optimizer_steps=None,
-    )
-
-
-def tensors_of(rank: int, step: int) -> dict[str, Tensor]:
-    """Shapes differ between ranks, as for stages of a pipeline."""
-    draw = torch.Generator().manual_seed(100 * step + rank)
-    return {
-        "model.weight": torch.randn(3 + rank, 5, generator=draw),
-        "model.bias": torch.randn(0 if rank else 7, generator=draw),
-        "optimizer.weight.exp_avg": torch.randn(3 + rank, 5, generator=draw).bfloat16(),
-        "optimizer.weight.step": torch.tensor(float(step)),
-    }
-
-
-def damages(cases: int) -> Iterator[dict[str, str]]:
-    """What happens to each file: one node lost, nothing, both copies of one rank's newest, of any
-    step, and random ones.
-    """
-    names = [
-        f"{kind}-{rank}.{index}"
-        for kind, rank, index in product(("rank", "held"), range(RANKS), range(2))
-    ]
-    # A rank's copies are held on the other node.
-    for node in range(NODES):
-        lost = {
-            f"{kind}-{rank}"
-            for rank in range(RANKS)
-            for kind in (("held", "rank")[rank // 2 == node],)
-        }
-        yield {name: "deleted" for name in names if name.partition(".")[0] in lost}
-    yield {}
-    yield {"rank-1.0": "bit of a shard", "held-1.0": "a pipe"}
-    # Found when it has been fetched.
-    yield {"rank-1.0": "shortened", "held-1.0": "bit of a shard"}
-    yield {name: "deleted" for name in names if "-3." in name}
-    draw = random.Random(1)
-    for _ in range(cases):
-        share = draw.choice((0.1, 0.3, 0.5))
-        yield {name: draw.choice(KINDS) for name in names if draw.random() < share}
-
-
-KINDS = (
-    "deleted",
-    "a pipe",
-    "shortened",
-    "bit of the header",
-    "bit of the state",
-    "bit of a shard",
-    "of an earlier step",
-)
-
-
-def damage(path: Path, kind: str, content: bytearray, other: bytes) -> None:
-    """`other` is the rank's file of another step."""
-    if kind in ("deleted", "a pipe"):
-        path.unlink()
-        if kind == "a pipe":
-            os.mkfifo(path)
-        return
-    if kind == "shortened":
-        del content[-1:]
-    elif kind == "of an earlier step":  # Its data: the header is of this step.
-        content[HEADER_BYTES:] = other[HEADER_BYTES:]
-    else:
-        at = {"bit of the header": 200, "bit of the state": HEADER_BYTES + 300}.get(
-            kind, HEADER_BYTES + STATE_BYTES
-        )
-        content[at] ^= 4
-    path.write_bytes(content)
-
-
-def expected_step(found: dict[str, str], step_of: dict[str, int]) -> int | None:
-    """The newest step of which every rank's part is whole somewhere."""
-    whole = {
-        (name.partition(".")[0].partition("-")[2], step)
-        for name, step in step_of.items()
-        if name not in found
-    }
-    return next(
-        (step for step in (9, 8) if all((str(rank), step) in whole for rank in range(RANKS))), None
-    )
-
-
-def load_after_damage(
-    root: Path, cases: int
-) -> list[tuple[dict[str, str], int | None, int | None]]:
-    """(damage, the step that is loaded, the step that should be) for each case; checks the loaded
-    values.
-    """
-    rank = distributed.get_rank()
-    results = []
-    group = distributed.group.WORLD
-    assert group is not None
-    world = World(rank, RANKS, torch.device("cpu"), NODES)
-    run_dir = RunDir(root)
-    in_memory.STATE_BYTES = STATE_BYTES
-    for found in damages(cases):
-        if rank == 0:
-            memory.remove_memory_folder(memory.memory_folder(root))
-        distributed.barrier()
-        copies = InMemoryCheckpoints(run_dir, world, group, tensors_of(rank, 0))
-        for step in (7, 8, 9):
-            copies.copy(tensors_of(rank, step), state_of(step), to_disk=False)
-        copies.wait()
-        distributed.barrier()
-        assert memory.Newest.read(run_dir.checkpoints_dir).in_memory == 9
-        step_of = {
-            file.path.name: header.step
-            for file in (*copies._files, *copies._held)
-            if (header := file.read_header())
-        }
-        everywhere = all_gather_values(step_of)
-        if rank == 0:
-            contents = {path.name: path.read_bytes() for path in copies.folder.iterdir()}
-            for name, kind in found.items():
-                other = contents[name[:-1] + str(1 - int(name[-1]))]
-                damage(copies.folder / name, kind, bytearray(contents[name]), other)
-        distributed.barrier()
-        # The next launch.
-        copies = InMemoryCheckpoints(run_dir, world, group, tensors_of(rank, 0))
-        loaded = tensors_of(rank, 0)
-        state = copies.load_newest(loaded, state_of(0), committed_step=4)
-        if state is not None:
-            assert state.model_copy(update={"optimizer_steps": None}) == state_of(state.step)
-        wanted = tensors_of(rank, 0 if state is None else state.step)
-        assert all(torch.equal(value, wanted[name]) for name, value in loaded.items())
-        expected = expected_step(
-            found, {name: step for part in everywhere for name, step in part.items()}
-        )
-        results.append((found, state.step if state else None, expected))
-        # The next copy goes in place of another step, on every rank.
-        if state is not None:
-            copies.copy(tensors_of(rank, 10), state_of(10), to_disk=False)
-            copies.wait()
-            distributed.barrier()
-            (newest,) = [
-                file
-                for file in copies._files
-                if (header := file.read_header()) and header.step == 10
-            ]
-            newest.clear()
-            for file in copies._held:
-                file.clear()
-            copies = InMemoryCheckpoints(run_dir, world, group, tensors_of(rank, 0))
-            again = copies.load_newest(loaded, state_of(0), committed_step=4)
-            assert again is not None
-            assert again.step == state.step
-            copies = InMemoryCheckpoints(run_dir, world, group, tensors_of(rank, 0))
-            assert copies.load_newest(loaded, state_of(0), committed_step=again.step) is None
-    return results
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("cases", [4, pytest.param(200, marks=pytest.mark.slow)])
-def test_the_newest_step_that_is_whole_somewhere_is_loaded_whatever_is_damaged(
-    run: Path, cases: int
-) -> None:
-    by_rank = run_ranks(
-        load_after_damage, RANKS, run.parent / "run", cases, timeout=30 + 2 * cases
-    )
-    assert by_rank == by_rank[:1] * RANKS
-    assert [case for case in by_rank[0] if case[1] != case[2]] == []
-    assert [loaded for _, loaded, _ in by_rank[0][:6]] == [9, 9, 9, 8, 8, None]
 
 
 def copy_while_one_is_written(root: Path) -> tuple[bool, bool, int]:
@@ -270,7 +88,7 @@ def test_what_a_save_writes_is_not_overwritten_before_it_ends(run: Path) -> None
 # ---- runs
 
 
-def crash_after_step_8(argv: list[str]) -> int:
+def crash_after_step_8(argv: list[str], *, root: Path) -> int:
     """A rank of two nodes that ends with a traceback.
 
     Its last checkpoint is in memory, and did not reach the disk.
@@ -279,8 +97,12 @@ def crash_after_step_8(argv: list[str]) -> int:
 
     def crash(loop: train_loop.TrainLoop, result: StepResult) -> str:
         reason = after_step(loop, result)
-        if result.step == 8:
+        if result.step in (6, 8):
             memory_of(loop.checkpoints).wait()
+            distributed.barrier()
+        if result.step == 6 and os.environ["RANK"] == "2":
+            shutil.copytree(memory_of(loop.checkpoints).folder, root / "node 1 at step 6")
+        if result.step == 8:
             raise RuntimeError("crash")
         return reason
 
@@ -292,43 +114,110 @@ def crash_after_step_8(argv: list[str]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "write_checkpoint", fail_at_step_8)
         patch.setattr(train_loop.TrainLoop, "_after_step", crash)
-        return on_two_nodes(argv)
+        return on_two_nodes(argv, root=root)
 
 
-def on_two_nodes(argv: list[str]) -> int:
-    os.environ["LOCAL_WORLD_SIZE"] = str(RANKS // NODES)
-    return train_rank(argv)
+def on_two_nodes(argv: list[str], *, root: Path, swapped: bool = False) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(RANKS // NODES))
+        patch.setattr(
+            memory,
+            "SHARED_MEMORY",
+            memory_of_node(root, node_of(int(os.environ["RANK"])) ^ swapped),
+        )
+        return train_rank(argv)
+
+
+def nothing(_: list[Path], __: Path) -> None:
+    pass
+
+
+def lose_node_1(nodes: list[Path], _: Path) -> None:
+    shutil.rmtree(nodes[1])
+
+
+def lose_both(nodes: list[Path], _: Path) -> None:
+    for node in nodes:
+        shutil.rmtree(node)
+
+
+def go_back_to_step_6(nodes: list[Path], root: Path) -> None:
+    """Node 1 returns with what it had then."""
+    shutil.rmtree(nodes[1])
+    shutil.copytree(root / "node 1 at step 6", nodes[1])
+
+
+def tear_node_1(nodes: list[Path], _: Path) -> None:
+    for path in nodes[1].iterdir():
+        path.write_bytes(path.read_bytes()[:-100])
+
+
+def tear_what_node_0_holds(nodes: list[Path], root: Path) -> None:
+    """Of the other node's newest; that node has step 6."""
+    go_back_to_step_6(nodes, root)
+    (newest,) = [
+        path
+        for path in nodes[0].glob("held-2.*")
+        if b'"step": 8' in path.read_bytes()[:HEADER_BYTES]
+    ]
+    content = bytearray(newest.read_bytes())
+    content[-100] ^= 1
+    newest.write_bytes(content)
+
+
+Damage = Callable[[list[Path], Path], None]
 
 
 @pytest.mark.ranks
-def test_a_run_whose_node_is_lost_continues_bitwise_from_the_memory_of_the_other(
-    run: Path,
+@pytest.mark.parametrize(
+    ("damage", "swapped", "resumed", "restored"),
+    [
+        (lose_node_1, False, 8, [2, 3]),
+        pytest.param(lose_node_1, True, 8, [0, 1, 3], marks=pytest.mark.slow),
+        pytest.param(nothing, True, 8, [1, 3], marks=pytest.mark.slow),
+        pytest.param(go_back_to_step_6, False, 8, [2, 3], marks=pytest.mark.slow),
+        pytest.param(tear_node_1, False, 8, [2, 3], marks=pytest.mark.slow),
+        pytest.param(tear_what_node_0_holds, False, 6, [], marks=pytest.mark.slow),
+        pytest.param(lose_both, False, 4, None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_continues_bitwise_from_the_newest_step_that_is_whole_on_its_nodes(
+    run: Path, damage: Damage, *, swapped: bool, resumed: int, restored: list[int] | None
 ) -> None:
     root = run.parent
     folder = run.parent / "run"
     options: tuple[str, ...] = ("--training.steps", "10", "--checkpoint.interval", "4")
     assert forked(run, root / "whole", *options, processes=RANKS).statuses == [0] * RANKS
     options += ("--checkpoint.memory_interval", "3")
-    crashed = forked(run, folder, *options, processes=RANKS, train=crash_after_step_8)
+    crashed = forked(
+        run, folder, *options, processes=RANKS, train=partial(crash_after_step_8, root=root)
+    )
     assert 1 in crashed.statuses
     assert "RuntimeError: crash" in crashed.said
-    shared = memory.memory_folder(folder)
     assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-4"]
-    for path in [*shared.glob("rank-[23].*"), *shared.glob("held-[01].*")]:
-        path.unlink()
-    done = forked(run, folder, *options, processes=RANKS, train=on_two_nodes)
+    nodes = [
+        memory_of_node(root, node) / memory.memory_folder(folder).name for node in range(NODES)
+    ]
+    damage(nodes, root)
+    train = partial(on_two_nodes, root=root, swapped=swapped)
+    done = forked(run, folder, *options, processes=RANKS, train=train)
     assert done.statuses == [0] * RANKS, done.said
-    assert f"resumed from {shared}: continuing with step 9" in done.said
-    assert "step 8 of ranks [2, 3] is restored from the memory of the next node" in done.said
+    source = nodes[swapped] if restored is not None else folder / "checkpoints" / "step-4"
+    assert f"resumed from {source}: continuing with step {resumed + 1}" in done.said
+    said = f"step {resumed} of ranks {restored} is restored from the memory of other ranks"
+    assert (said in done.said) == bool(restored), done.said
     assert steps(folder) == [*range(1, 11)]
     assert metrics(folder, *EXACT) == metrics(root / "whole", *EXACT)
+    assert digests(folder / "checkpoints" / "step-10") == digests(
+        root / "whole" / "checkpoints" / "step-10"
+    )
     # What was missing on the disk is saved at once, and a run that is done leaves nothing in
     # memory.
     saved = [
         event["step"] for event in lines(folder / "events.jsonl") if event["event"] == "checkpoint"
     ]
     assert saved == [4, 8, 10]
-    assert not shared.exists()
+    assert not any(node.exists() for node in nodes)
 
 
 @pytest.mark.parametrize(

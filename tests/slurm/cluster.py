@@ -1,5 +1,5 @@
-"""A SLURM cluster of two nodes on this machine: each has its network namespace, host name and veth
-cable.
+"""A SLURM cluster on this machine: each node has its network namespace, host name, veth cable and
+shared memory.
 
 Namespaces and the folder are named after this process. Several clusters can coexist, and those of
 killed processes are found and removed. Only processes in these namespaces and pid files are
@@ -22,7 +22,7 @@ from trainer.slurm.scheduler import JobState
 
 INSTALL = "apt-get install -y --no-install-recommends slurm-wlm munge iproute2"
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "nsenter", "unshare", "ip")
-NODES = {"ctl": "10.99.0.1", "n1": "10.99.0.11", "n2": "10.99.0.12"}
+CONTROLLER = "10.99.0.1"
 # Concurrent jobs of two ranks on each of two nodes.
 JOBS = 4
 CPUS = 2 * JOBS  # Per node.
@@ -65,11 +65,11 @@ MinJobAge=600
 SlurmctldTimeout=30
 SlurmdTimeout=15
 MessageTimeout=10
-NodeName=n[1-2] CPUs={cpus} Boards=1 SocketsPerBoard=1 CoresPerSocket={cpus} ThreadsPerCore=1 RealMemory=8000 State=UNKNOWN
+NodeName=n[1-{nodes}] CPUs={cpus} Boards=1 SocketsPerBoard=1 CoresPerSocket={cpus} ThreadsPerCore=1 RealMemory=8000 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace}
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
-ENTER = 'hostname "$0"; mount --bind "$1" /etc/hosts; shift; exec "$@"'
+ENTER = 'hostname "$0"; mount --bind "$1" /etc/hosts; mount -t tmpfs -o mode=1777 shm /dev/shm; shift; exec "$@"'
 GRACE = 60  # seconds for a preempted job to exit
 
 
@@ -105,8 +105,11 @@ class CommandError(Exception):
 class Cluster:
     """A context manager. The folder is not below pytest's, whose permissions munged rejects."""
 
-    def __init__(self) -> None:
-        self.name = f"{PREFIX}-{os.getpid()}"
+    def __init__(self, num_nodes: int = 2) -> None:
+        self.name = f"{PREFIX}-{os.getpid()}" + "-many" * (num_nodes > 2)
+        self.addresses = {
+            f"n{index}": f"10.99.0.{10 + index}" for index in range(1, num_nodes + 1)
+        }
         self.folder = Path(tempfile.gettempdir()) / self.name
         self.small_disk = self.folder / "disk"
         """A file system of its own that all nodes share."""
@@ -127,20 +130,21 @@ class Cluster:
         for name in ("", "state", "log", "run", "munge", "disk"):
             (self.folder / name).mkdir(mode=0o755)
         _run("mount", "-t", "tmpfs", "-o", "size=48m", self.name, str(self.small_disk))
-        hosts = "".join(f"{address} {name}\n" for name, address in NODES.items())
+        hosts = "".join(
+            f"{address} {name}\n"
+            for name, address in [("ctl", CONTROLLER), *self.addresses.items()]
+        )
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
-        configuration = CONFIGURATION.format(folder=self.folder, cpus=CPUS, grace=GRACE)
+        configuration = CONFIGURATION.format(
+            folder=self.folder, nodes=len(self.addresses), cpus=CPUS, grace=GRACE
+        )
         (self.folder / "slurm.conf").write_text(configuration)
         self._wire()
         self._start_munge()
         self._enter("ctl", "slurmctld", "-c")
-        for name in ("n1", "n2"):
+        for name in self.addresses:
             self.start_node(name)
-        self.wait_for(
-            lambda: self.command("sinfo", "-h", "-p", "main", "-o", "%T %D") == "idle 2\n",
-            20,
-            "two idle nodes",
-        )
+        self.wait_for(self.is_idle, 20, "idle nodes")
 
     def _wire(self) -> None:
         """Connects the network of each node to a bridge in the controller's namespace."""
@@ -148,9 +152,9 @@ class Cluster:
         _run("ip", "netns", "add", control)
         _run("ip", "-n", control, "link", "set", "lo", "up")
         _run("ip", "-n", control, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", control, "addr", "add", f"{NODES['ctl']}/24", "dev", "bridge")
+        _run("ip", "-n", control, "addr", "add", f"{CONTROLLER}/24", "dev", "bridge")
         _run("ip", "-n", control, "link", "set", "bridge", "up")
-        for name in ("n1", "n2"):
+        for name, address in self.addresses.items():
             space = f"{self.name}-{name}"
             _run("ip", "netns", "add", space)
             _run("ip", "-n", space, "link", "set", "lo", "up")
@@ -170,7 +174,7 @@ class Cluster:
                 control,
             )
             _run("ip", "-n", control, "link", "set", name, "master", "bridge", "up")
-            _run("ip", "-n", space, "addr", "add", f"{NODES[name]}/24", "dev", "eth0")
+            _run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
             self.plug(name)
 
     def _start_munge(self) -> None:
@@ -226,7 +230,7 @@ class Cluster:
         """Submits a job of higher priority that takes all nodes; returns its id."""
         size = (
             "--partition=high",
-            "--nodes=2",
+            f"--nodes={len(self.addresses)}",
             f"--ntasks-per-node={CPUS}",
             f"--output={self.folder}/log/high.log",
         )
@@ -278,10 +282,12 @@ class Cluster:
         """Kills all jobs and waits for idle nodes."""
         self.command("scancel", "--user=root")
         self.command("scancel", "--user=root", "--signal=KILL")
-        self.wait_for(
-            lambda: self.command("sinfo", "-h", "-p", "main", "-o", "%T %D") == "idle 2\n",
-            60,
-            "two idle nodes",
+        self.wait_for(self.is_idle, 60, "idle nodes")
+
+    def is_idle(self) -> bool:
+        return (
+            self.command("sinfo", "-h", "-p", "main", "-o", "%T %D")
+            == f"idle {len(self.addresses)}\n"
         )
 
 
@@ -335,6 +341,6 @@ def _remove(folder: Path) -> None:
 def sweep() -> None:
     """Removes the clusters of processes that no longer exist."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}-*"):
-        owner = folder.name.removeprefix(f"{PREFIX}-")
+        owner = folder.name.removeprefix(f"{PREFIX}-").removesuffix("-many")
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
             _remove(folder)

@@ -1,4 +1,6 @@
-"""One cluster for all SLURM tests; independent scenarios run on it concurrently."""
+"""One cluster of two nodes for all SLURM tests, on which independent scenarios run concurrently,
+and one of four.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,23 @@ from tests.slurm.cluster import JOBS, Cluster, missing
 Scenario = Callable[[Cluster, Path], None]
 
 
-@pytest.fixture(scope="session")
-def _cluster() -> Iterator[Cluster]:
+def cluster_of(num_nodes: int) -> Iterator[Cluster]:
     if reason := missing():
         if os.environ.get("REQUIRE_SLURM") == "1":
             pytest.fail(f"REQUIRE_SLURM=1, but SLURM is missing: {reason}")
         pytest.skip(f"no SLURM: {reason}")
-    with Cluster() as cluster:
+    with Cluster(num_nodes) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def _cluster() -> Iterator[Cluster]:
+    yield from cluster_of(2)
+
+
+@pytest.fixture
+def four_nodes() -> Iterator[Cluster]:
+    yield from cluster_of(4)
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
 """In-memory checkpoints: each rank's shards and state in the shared memory of its node and, with
 several nodes, the next.
 
-They outlive the ranks: a launch that follows a crash resumes from them where every rank finds its
-part of one step, here or on the next node, with the recorded hash. They are used by the same run
-on the same mesh only, byte by byte, and never instead of a newer checkpoint on disk.
+They outlive the ranks: a launch that follows a crash resumes from the newest step of which every
+rank's part is whole in the memory of some node, by the recorded hash, also if ranks have moved to
+other nodes. They are used by the same run on the same mesh only, byte by byte, and never instead
+of a newer checkpoint on disk.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from secrets import token_hex
 from threading import Lock
@@ -28,14 +30,19 @@ from parallelisms.mesh.collectives import receive, receive_async, send, send_asy
 from trainer.checkpoint.background_save import Save
 from trainer.checkpoint.memory_folder import (
     FILES_PER_RANK,
+    Copy,
     InMemoryCheckpoint,
     Newest,
     create_memory_folder,
     hold,
+    identity_of,
     memory_folder,
+    newest_whole,
+    owner_of,
     remove_abandoned,
     remove_memory_folder,
     remove_others,
+    stems,
 )
 from trainer.checkpoint.rank_sync import run_and_gather, run_on_all_ranks, run_on_rank_zero
 from trainer.checkpoint.save import HostStaging, LocalTensorsGetter, optimizer_steps
@@ -177,18 +184,26 @@ class InMemoryCheckpoints:
         run_on_all_ranks(remove_abandoned, group)
         # A rank also holds the shards of another rank, whose size may differ: pipeline stages are
         # not equal.
-        sizes = run_and_gather(lambda: self._layout.size, group)
-        kinds = ("rank", "held") if world.num_nodes > 1 else ("rank",)
+        self._sizes = run_and_gather(lambda: self._layout.size, group)
+        self._layouts = run_and_gather(lambda: self._layout.sha256, group)
         # Memory that a larger launch left is needed now, so it is freed before files are
         # allocated.
-        run_on_all_ranks(lambda: remove_others(self.folder, kinds, world.size), group)
-        held = self._previous if world.num_nodes > 1 else None
+        all_ranks = stems("rank", range(world.size)) | stems("held", range(world.size))
+        run_on_all_ranks(lambda: remove_others(self.folder, all_ranks), group)
+        folders = run_and_gather(lambda: identity_of(self.folder), group)
+        ranks = [rank for rank, folder in enumerate(folders) if folder == folders[world.rank]]
+        held = (
+            [(rank - self._ranks_per_node) % world.size for rank in ranks]
+            if world.num_nodes > 1
+            else []
+        )
+        self._answers_for_node = world.rank == ranks[0]
+        self._stems = stems("rank", ranks) | stems("held", held)
+        """Names, without index, of the files that the ranks of this node write."""
         try:
-            self._files = run_on_all_ranks(lambda: self._open("rank", world.rank, sizes), group)
-            self._held = (
-                []
-                if held is None
-                else run_on_all_ranks(lambda: self._open("held", held, sizes), group)
+            self._files = run_on_all_ranks(lambda: self._open("rank", world.rank), group)
+            self._held = run_on_all_ranks(
+                lambda: self._open("held", self._previous) if held else [], group
             )
         except RunFailedError:
             self.remove()
@@ -206,11 +221,14 @@ class InMemoryCheckpoints:
         """
         self._has_released = True
 
-    def _open(self, kind: str, rank: int, sizes: list[int]) -> list[MemoryFile]:
-        files = [
-            MemoryFile(self.folder / f"{kind}-{rank}.{index}", sizes[rank])
-            for index in range(FILES_PER_RANK)
-        ]
+    def _open(self, kind: str, rank: int) -> list[MemoryFile]:
+        paths = [self.folder / f"{kind}-{rank}.{index}" for index in range(FILES_PER_RANK)]
+        try:
+            files = [MemoryFile(path, self._sizes[rank]) for path in paths]
+        except RunFailedError:
+            # Of ranks that trained here before: to train comes first.
+            remove_others(self.folder, self._stems)
+            files = [MemoryFile(path, self._sizes[rank]) for path in paths]
         # Pins the memory, so that a copy does not block.
         if self._device.type == "cuda" and kind == "rank":
             for file in files:
@@ -369,45 +387,25 @@ class InMemoryCheckpoints:
         wanted. `current` is the state of this run before it resumes. All other steps are
         forgotten.
         """
-
-        def states_by_step() -> dict[int, TrainState]:
-            found = (
-                (header, file)
-                for file in self._files
-                if (header := file.read_header()) is not None
-            )
-            states = (
-                (header.step, self._usable_state(file, header, current)) for header, file in found
-            )
-            return {step: state for step, state in states if state is not None}
-
-        loaded: TrainState | None = None
         recorded: list[Any] = run_on_rank_zero(
             lambda: [*Newest.read(self.run_dir.checkpoints_dir)], self._group
         )
         newest = Newest(*recorded)
-        for file in (*self._files, *self._held):
-            header = file.read_header()
-            # Other launches may have taken another course: only the recorded one counts.
-            if header is None or header.launch != newest.launch or header.step > newest.in_memory:
-                file.clear()
-        # A held copy counts as an offer, too: the rank that it belongs to may have lost its own.
-        steps_held = {_step(file) for file in self._held}
-        offered = set[int]().union(
-            *run_and_gather(lambda: sorted({*states_by_step()} | steps_held), self._group)
-        )
+        files = run_on_all_ranks(lambda: self._usable_files(current, newest), self._group)
+        offered: list[Any] = run_and_gather(lambda: [[*copy] for copy in files], self._group)
+        copies = {Copy(*each) for each in chain.from_iterable(offered)}
         # A person removed a checkpoint in order to go back: later steps in memory would undo that.
         if newest.on_disk > committed_step:
-            offered = set()
-        for step in sorted(offered, reverse=True):
-            if (
-                step > committed_step
-                and (whole := self._assemble(step, states_by_step)) is not None
-            ):
-                for name, shard in self._layout.map(whole.bytes).items():
-                    to_local(tensors[name].detach()).copy_(shard)
-                loaded = states_by_step()[step]
-                break
+            copies = set()
+        whole: MemoryFile | None = None
+        while whole is None and (
+            chosen := newest_whole(copies, self._size, newer_than=committed_step)
+        ):
+            damaged = self._find_damaged(chosen, files)
+            if not damaged:
+                whole, damaged = self._collect(chosen, files)
+            copies -= damaged
+        loaded = None if whole is None else self._load(whole, tensors)
         for file in (*self._files, *self._held):
             header = file.read_header()
             if loaded is not None and header is not None and header.step == loaded.step:
@@ -415,59 +413,105 @@ class InMemoryCheckpoints:
             else:
                 # The next copy must not go in place of the step that all ranks have.
                 file.clear()
-        # Every header bears this launch's name before rank 0 records it.
-        run_on_all_ranks(lambda: None, self._group)
+        # Also makes every rank's headers bear this launch's name before rank 0 records it.
+        run_on_all_ranks(lambda: remove_others(self.folder, self._stems), self._group)
         self._record(in_memory=-1 if loaded is None else loaded.step, on_disk=committed_step)
         return loaded
 
-    def _usable_state(
-        self, file: MemoryFile, header: InMemoryCheckpoint, current: TrainState
-    ) -> TrainState | None:
-        """The training state of a file; None if it is of another run, mesh or version of torch."""
-        if header.layout != self._layout.sha256:
-            return None
+    def _usable_files(self, current: TrainState, newest: Newest) -> dict[Copy, MemoryFile]:
+        """Files that this rank can read, of the newest launch of this run, mesh and torch. Their
+        hashes are not compared yet.
+        """
+        found = dict[Copy, MemoryFile]()
+        for file in (*self._files, *self._held, *self._files_of_others()):
+            header = file.read_header()
+            owner = owner_of(file.path)
+            if header is not None and self._is_usable(file, header, current, newest):
+                found[Copy(header.step, owner, self._rank, file.path.name)] = file
+            else:
+                file.clear()
+        return found
+
+    def _is_usable(
+        self, file: MemoryFile, header: InMemoryCheckpoint, current: TrainState, newest: Newest
+    ) -> bool:
+        if header.launch != newest.launch or header.step > newest.in_memory:
+            return False
+        if header.layout != self._layouts[owner_of(file.path)]:
+            return False
         state = file.read_state(header)
         # All else must be equal: configuration, mesh, data and version of torch. Shards are read
         # as bytes, which only the same layout can interpret.
         varying = {name: getattr(current, name) for name in ("step", "trainer", "optimizer_steps")}
-        return state if state is not None and state.model_copy(update=varying) == current else None
+        return state is not None and state.model_copy(update=varying) == current
 
-    def _assemble(
-        self, step: int, states_by_step: Callable[[], Mapping[int, TrainState]]
-    ) -> MemoryFile | None:
-        """The file of the step on this rank, if every rank has its own; else None. Collective.
+    def _files_of_others(self) -> list[MemoryFile]:
+        """Files of ranks that trained on this node before, and those that they held.
 
-        A rank that lost its file receives it from the next node.
+        One rank answers for the node.
         """
+        if not self._answers_for_node:
+            return []
+        paths = [path for path in sorted(self.folder.iterdir()) if path.stem not in self._stems]
+        sizes = {
+            path: self._sizes[owner_of(path)]
+            for path in paths
+            if path.is_file() and not path.is_symlink()
+        }
+        return [
+            MemoryFile(path, size) for path, size in sizes.items() if path.stat().st_size == size
+        ]
 
-        def intact_file() -> MemoryFile | None:
-            for file in self._files:
-                if _step(file) == step and step in states_by_step() and file.is_intact():
-                    return file
-                if _step(file) == step:
-                    file.clear()
-            return None
+    def _find_damaged(self, chosen: Sequence[Copy], files: Mapping[Copy, MemoryFile]) -> set[Copy]:
+        """The chosen copies that are not what their hash says. Collective."""
 
-        holds = next((each for each in self._held if _step(each) == step), None)
-        file = run_on_all_ranks(intact_file, self._group)
-        found = run_and_gather(lambda: [file is not None, holds is not None], self._group)
-        missing = [rank for rank, (is_intact, _) in enumerate(found) if not is_intact]
-        # All ranks compute the same list, so that none waits for a transfer that its peer does not
-        # begin.
-        holders = [(rank + self._ranks_per_node) % self._size for rank in missing]
-        if not all(found[holder][1] for holder in holders):
-            return None
-        for rank, holder in zip(missing, holders, strict=True):
-            if self._rank == holder and holds is not None:
-                send(holds.bytes, self._group, to=rank)
+        def damaged_here() -> list[int]:
+            damaged = [
+                copy
+                for copy in chosen
+                if copy.holder == self._rank and not files[copy].is_intact()
+            ]
+            for copy in damaged:
+                files[copy].clear()
+            return [copy.owner for copy in damaged]
+
+        return {
+            chosen[rank] for rank in chain.from_iterable(run_and_gather(damaged_here, self._group))
+        }
+
+    def _collect(
+        self, chosen: Sequence[Copy], files: Mapping[Copy, MemoryFile]
+    ) -> tuple[MemoryFile | None, set[Copy]]:
+        """Puts this rank's part into one of its own files and returns it, or the copies that
+        arrived damaged on any rank. Collective.
+        """
+        own = files.get(chosen[self._rank])
+        if own is None or own not in self._files:
+            own = min(self._files, key=_step)
+        for rank, copy in enumerate(chosen):
+            if self._rank == copy.holder == rank:
+                if files[copy] is not own:
+                    own.bytes.copy_(files[copy].bytes)
+            elif self._rank == copy.holder:
+                send(files[copy].bytes, self._group, to=rank)
             elif self._rank == rank:
-                receive(self._group, buffer=min(self._files, key=_step).bytes, source=holder)
-        if missing:
+                receive(self._group, buffer=own.bytes, source=copy.holder)
+        if moved := [copy.owner for copy in chosen if copy.holder != copy.owner]:
             log.info(
-                "step %d of ranks %s is restored from the memory of the next node", step, missing
+                "step %d of ranks %s is restored from the memory of other ranks",
+                chosen[0].step,
+                moved,
             )
-            file = run_on_all_ranks(intact_file, self._group)
-        return file if all(run_and_gather(lambda: file is not None, self._group)) else None
+        wrong = run_and_gather(lambda: self._rank in moved and not own.is_intact(), self._group)
+        damaged = {copy for copy, is_wrong in zip(chosen, wrong, strict=True) if is_wrong}
+        return (None if damaged else own), damaged
+
+    def _load(self, whole: MemoryFile, tensors: Mapping[str, Tensor]) -> TrainState | None:
+        """Fills the tensors; returns the state."""
+        header = whole.read_header()
+        for name, shard in self._layout.map(whole.bytes).items():
+            to_local(tensors[name].detach()).copy_(shard)
+        return None if header is None else whole.read_state(header)
 
 
 def _step(file: MemoryFile) -> int:

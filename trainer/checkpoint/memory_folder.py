@@ -4,7 +4,8 @@ processes. Imports no torch.
     /dev/shm/longhaul-<user>-<run>/rank-<R>.<0|1>   of rank R, which runs on this node
     /dev/shm/longhaul-<user>-<run>/held-<R>.<0|1>   of rank R, which runs on the previous node
 
-A file is a sealed header of a page, the training state, and the rank's shards.
+A file is a sealed header of a page, the training state, and the rank's shards. A node whose ranks
+have other numbers than before has files of others, too, until a launch has resumed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -26,6 +28,7 @@ from pydantic import Field
 
 from models.files import read_regular
 from trainer.errors import RunFailedError
+from trainer.hardware.host import boot_id
 from trainer.storage.artifact import Artifact
 from trainer.storage.durable_io import write_atomic
 
@@ -73,6 +76,12 @@ def memory_folder(run_dir: Path) -> Path:
     )
 
 
+def identity_of(folder: Path) -> list[str | int]:
+    """The same for the ranks that see the same files."""
+    found = folder.stat()
+    return [boot_id(), found.st_dev, found.st_ino]
+
+
 def create_memory_folder(folder: Path) -> None:
     """Creates the folder. Raises `RunFailedError` if it cannot be used."""
     try:
@@ -90,11 +99,47 @@ def create_memory_folder(folder: Path) -> None:
         )
 
 
-def remove_others(folder: Path, kinds: Sequence[str], num_ranks: int) -> None:
-    """Removes the files of ranks that this launch does not have."""
-    names = {f"{kind}-{rank}" for kind in kinds for rank in range(num_ranks)}
+class Copy(NamedTuple):
+    """One rank's part of a step, as a rank offers it that can read it."""
+
+    step: int
+    owner: int
+    holder: int
+    file: str
+    """Its name, on the node of the holder."""
+
+
+def newest_whole(copies: Iterable[Copy], num_ranks: int, *, newer_than: int) -> list[Copy] | None:
+    """The copy for each rank, if possible its own, of the newest step of which every rank's part
+    is in the memory of some node.
+
+    The same for the same copies in any order, so that all ranks choose alike. None without such a
+    step.
+    """
+    by_step = defaultdict[int, dict[int, Copy]](dict)
+    for copy in sorted(copies, key=lambda copy: (copy.holder != copy.owner, copy)):
+        by_step[copy.step].setdefault(copy.owner, copy)
+    whole = [
+        step
+        for step, parts in by_step.items()
+        if step > newer_than and parts.keys() == {*range(num_ranks)}
+    ]
+    return [by_step[max(whole)][rank] for rank in range(num_ranks)] if whole else None
+
+
+def stems(kind: str, ranks: Iterable[int]) -> set[str]:
+    """The names of these ranks' files, without what tells the steps apart."""
+    return {f"{kind}-{rank}" for rank in ranks}
+
+
+def owner_of(path: Path) -> int:
+    return int(path.stem.partition("-")[2])
+
+
+def remove_others(folder: Path, kept: Collection[str]) -> None:
+    """Removes the files whose stems are not `kept`."""
     for path in folder.iterdir():
-        if path.stem not in names:
+        if path.stem not in kept:
             path.unlink(missing_ok=True)
 
 
