@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
@@ -33,7 +33,9 @@ from trainer.checkpoint.memory_folder import (
     create_memory_folder,
     hold,
     memory_folder,
+    naming_the_key,
     remove_abandoned,
+    remove_entry,
     remove_memory_folder,
     remove_others,
 )
@@ -71,15 +73,15 @@ class MemoryFile:
         self.path = path
         # To open a pipe would wait for a reader.
         if path.is_symlink() or (path.exists() and not path.is_file()):
-            path.unlink()
-        with path.open("ab") as file:
+            remove_entry(path)
+        with naming_the_key(path), path.open("ab") as file:
             if file.tell() != size:
                 file.truncate(0)
             try:
                 # A page that is missing later would kill the process.
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
-                path.unlink()
+                path.unlink(missing_ok=True)
                 free = os.statvfs(path.parent).f_bavail * os.statvfs(path.parent).f_frsize
                 raise RunFailedError(
                     f"checkpoint.memory_interval needs {format_bytes(size)} more in {path.parents[1]}, which has "
@@ -166,11 +168,11 @@ class InMemoryCheckpoints:
         self._launch = run_and_gather(lambda: token_hex(8), group)[0]
         self.folder = run_on_all_ranks(lambda: memory_folder(run_dir.path), group)
         run_on_all_ranks(lambda: create_memory_folder(self.folder), group)
-        self._descriptor = run_on_all_ranks(lambda: hold(self.folder), group)
+        self._descriptor = run_on_all_ranks(self._hold, group)
         run_on_all_ranks(remove_abandoned, group)
         sizes = run_and_gather(lambda: self._layout.size, group)
         kinds = ("rank", "held") if world.num_nodes > 1 else ("rank",)
-        run_on_all_ranks(lambda: remove_others(self.folder, kinds, world.size), group)
+        run_on_all_ranks(lambda: self._remove_others(kinds), group)
         held = self._previous if world.num_nodes > 1 else None
         try:
             self._files = run_on_all_ranks(lambda: self._open("rank", world.rank, sizes), group)
@@ -192,6 +194,14 @@ class InMemoryCheckpoints:
         self._in_use: MemoryFile | None = None
         """Being written to disk, by any rank: all ranks overwrite the files of the same step."""
         self._has_released = True
+
+    def _hold(self) -> int:
+        with naming_the_key(self.folder):
+            return hold(self.folder)
+
+    def _remove_others(self, kinds: Sequence[str]) -> None:
+        with naming_the_key(self.folder):
+            remove_others(self.folder, kinds, self._size)
 
     def _open(self, kind: str, rank: int, sizes: list[int]) -> list[MemoryFile]:
         files = [

@@ -17,8 +17,8 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -87,7 +87,26 @@ def remove_others(folder: Path, kinds: Sequence[str], num_ranks: int) -> None:
     names = {f"{kind}-{rank}" for kind in kinds for rank in range(num_ranks)}
     for path in folder.iterdir():
         if path.stem not in names:
-            path.unlink(missing_ok=True)
+            remove_entry(path)
+
+
+def remove_entry(path: Path) -> None:
+    """Removes a file, or what lies in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming_the_key(folder: Path) -> Iterator[None]:
+    """Turns an error of shared memory, such as one without inodes, into `RunFailedError`."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailedError(
+            f"checkpoint.memory_interval: {folder} cannot be used: {error.strerror}"
+        ) from None
 
 
 def remove_memory_folder(folder: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from models.files import MAX_SHARD_INDEX_BYTES
 from models.ranges import concatenated_ranges, cut_ranges
 from trainer.config.migrations import Migration
 from trainer.data.own_files import META_FILENAME
@@ -35,7 +36,6 @@ from trainer.storage.artifact import (
 DTYPES = {"uint16": torch.uint16, "int32": torch.int32}
 BLOCK_BYTES = 1 << 16
 """What is hashed before a token in it is trained on. Reading ahead takes as much anyway."""
-MAX_INDEX_BYTES = 1 << 36
 """Of an index: that of a shard of 8 billion documents."""
 DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -261,7 +261,7 @@ class TokenDataset:
         path = self.folder / f"{shard.name}.{suffix}"
         digest = getattr(shard, f"{suffix}_sha256")
         try:
-            content = read_regular(path, max_bytes=MAX_INDEX_BYTES)
+            content = read_regular(path, max_bytes=MAX_SHARD_INDEX_BYTES)
         except DamageError as error:
             raise self._damaged(path.name, str(error)) from None
         except OSError as error:
