@@ -57,6 +57,7 @@ from trainer.step.distributed import (
     resolve_auto_memory,
 )
 from trainer.storage import exit_markers
+from trainer.storage.durable_io import keep_others_from_writing
 from trainer.storage.lease import Lease
 from trainer.storage.run_dir import RunDir, finished_message, next_stage
 
@@ -73,6 +74,7 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
     # torchrun starts this script on each rank with the launcher's flags.
     if not argv or not argv[0].startswith("{"):
         exec_launcher(argv)
+    keep_others_from_writing()
     rank, _, local_rank = rank_from_environment()
     # One rank per node reports errors, since nodes may differ; inside the process group, errors
     # are the same on all.

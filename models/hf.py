@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from models import mxfp4
 from models.config import ModelConfig
-from models.files import UnusableFileError, open_regular, read_regular
+from models.files import (
+    MAX_CONFIG_BYTES,
+    MAX_TENSOR_INDEX_BYTES,
+    UnusableFileError,
+    open_regular,
+    read_beneath,
+)
 from models.hf_tensors import (
     FUSED_TENSORS,
     LAYERS,
@@ -57,7 +63,7 @@ class HuggingFaceError(Exception):
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of the folder's config.json. Raises `HuggingFaceError`."""
     try:
-        values = load_json(read_regular(folder / CONFIG_FILE))
+        values = load_json(read_beneath(folder, CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES))
     except OSError as error:
         raise HuggingFaceError(
             [
@@ -330,7 +336,7 @@ def _read_index(folder: Path) -> dict[str, Path]:
             )
         raise HuggingFaceError([problem])
     try:
-        content = load_json(read_regular(index))
+        content = load_json(read_beneath(folder, INDEX_FILE, max_bytes=MAX_TENSOR_INDEX_BYTES))
     except (OSError, ValueError) as error:
         raise HuggingFaceError([f"{index} cannot be read: {error}"]) from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None

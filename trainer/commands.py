@@ -26,6 +26,7 @@ from trainer.errors import (
     RunError,
     printable,
 )
+from trainer.storage.durable_io import keep_others_from_writing
 
 MAX_PROBLEMS = 100
 EXIT_HELP = "Exit codes: 0 success, 2 wrong arguments or configuration, 78 unusable data or checkpoint, 1 other errors."
@@ -265,6 +266,7 @@ def run_command(argv: Sequence[str], parser: CommandParser) -> int:
     All ranks find the same problems, which rank 0 prints, except for `RankFailedError` and
     `OSError`.
     """
+    keep_others_from_writing()
     try:
         options, overrides = parser.parse(argv)
     except SystemExit:  # argparse has printed the help.

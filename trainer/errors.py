@@ -132,6 +132,15 @@ class DivergedError(RunError):
     status = EXIT_NO_RETRY
 
 
+class LostMetricsError(RunError):
+    """Metrics or events of a launch could not be written to the end.
+
+    A retry does not bring them back.
+    """
+
+    status = EXIT_NO_RETRY
+
+
 class DataError(RunError, ValueError):
     """Data or a tokenizer file cannot be used. A retry fails again."""
 

@@ -11,10 +11,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -92,6 +92,14 @@ class Outcome(NamedTuple):
     code: int
     """Negative: the signal that ended the process."""
     said: str
+    seconds: float
+
+
+class Undisturbed(NamedTuple):
+    """A run that resumes where nothing is damaged."""
+
+    losses: list[float]
+    """Of each step."""
     seconds: float
 
 
@@ -174,16 +182,16 @@ def _become(function: Callable[[], int | None], folder: Path, log: Path) -> None
     os._exit(status)
 
 
-def problems(case: Case, template: Path, folder: Path, expected: Sequence[Any]) -> list[str]:
-    """What went wrong in a case, run in `folder`; `expected`: loss of each step of the undisturbed
-    run.
-    """
+def problems(case: Case, template: Path, folder: Path, undisturbed: Undisturbed) -> list[str]:
+    """What went wrong in a case, run in `folder`."""
     shutil.copytree(template, folder, symlinks=True)
     if left := LEFT.get(case.file):
         (folder / left).rename(folder / case.file)
     case.apply(folder / case.file)
     committed = {path.name for path in (folder / "run/checkpoints").glob("step-*")}
-    outcome = run_forked(COMMANDS[case.command], folder)
+    outcome = run_forked(
+        COMMANDS[case.command], folder, seconds=max(SECONDS, 10 * undisturbed.seconds)
+    )
     found = [f"{outcome.seconds:.0f} s"] * (outcome.code == -signal.SIGALRM)
     codes = {ending.exit_code for ending in ENDINGS}
     found += [f"exit code {outcome.code}"] * (outcome.code not in codes and not found)
@@ -222,6 +230,7 @@ def problems(case: Case, template: Path, folder: Path, expected: Sequence[Any]) 
         and not any(name in case.damage for name in CHOSEN)
     ):
         losses = losses_of(folder / "run")
+        expected = undisturbed.losses
         found += [f"trained otherwise: losses {losses[-2:]}, not {expected[-2:]}"] * (
             losses[-2:] != expected[-2:]
         )
@@ -238,9 +247,9 @@ def losses_of(folder: Path) -> list[float]:
     ]
 
 
-def expected_losses(template: Path, folder: Path) -> list[float]:
+def undisturbed_run(template: Path, folder: Path) -> Undisturbed:
     shutil.copytree(template, folder, symlinks=True)
     outcome = run_forked(COMMANDS["train"], folder, seconds=60)
     if outcome.code:
         raise RuntimeError(outcome.said)
-    return losses_of(folder / "run")
+    return Undisturbed(losses_of(folder / "run"), outcome.seconds)

@@ -20,9 +20,9 @@ def run_cases(*options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
-def test_a_sample_of_bad_inputs() -> None:
-    assert run_cases("--sample", "6", "--jobs", "1").startswith("6 cases, 0 wrong")
+@pytest.mark.ranks
+def test_sixty_bad_inputs_of_every_command() -> None:
+    assert run_cases("--quick", "--jobs", "1").startswith("60 cases, 0 wrong")
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 import gzip
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -100,16 +101,96 @@ def test_count_lines_before_counts_line_starts(tmp_path: Path) -> None:
     assert counts == [0, 1, 1, 1, 2, 3, 3, 4]
 
 
-def test_a_line_above_the_limit_ends_its_file(
+@pytest.mark.parametrize("partition_bytes", [1, 30, 50, 99, 1 << 20])
+@pytest.mark.parametrize("block", [1, 7, 1 << 22])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_only_a_line_above_the_limit_is_skipped(
+    name: str,
+    block: int,
+    partition_bytes: int,
     source: Make,
     documents: Documents,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("trainer.data.formats.LONGEST_LINE", 30)
-    spec = source({"a.jsonl": '{"text": "one"}\n{"text": "' + "x" * 100 + '"}\n', "b": "B"})
-    assert documents(spec) == ["one", "B"]
-    assert "skipped a.jsonl: a line is longer than 30 bytes" in caplog.text
+    monkeypatch.setattr("trainer.data.formats.MAX_RECORD_BYTES", 30)
+    monkeypatch.setattr("trainer.data.formats.BLOCK", block)
+    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", partition_bytes)
+    content = (
+        b'{"text": "one"}\n{"text": "'
+        + b"x" * 100
+        + b'"}\n{"text": "two"}\n{"text": "'
+        + b"y" * 30
+        + b'"}'
+    )
+    spec = source({name: gzip.compress(content) if name.endswith(".gz") else content, "b": "B"})
+    assert documents(spec) == ["one", "two", "B"]
+    skipped = [message for message in caplog.messages if message.startswith("skipped ")]
+    assert skipped == [f"skipped {name}:{line}: a line is longer than 30 bytes" for line in (2, 4)]
+    with pytest.raises(DataError, match="a line is longer than 30 bytes"):
+        documents(replace(spec, bad_files="error"))
+
+
+GROWTH_OF_MEMORY = """
+import resource, sys
+from pathlib import Path
+from trainer.data.formats import InputSplit, read_texts
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+folder, before = sys.argv[1], peak()
+split = InputSplit(f"{folder}/a.jsonl.gz", "a.jsonl.gz", 0, root=folder, kind="lines")
+for text in read_texts(split, text_key="text"):
+    try:
+        print("".join(text.blocks))
+    except Exception as error:
+        print(error)
+print(peak() - before)
+"""
+
+
+def test_a_small_file_with_one_long_line_takes_little_memory(tmp_path: Path) -> None:
+    many = gzip.compress(b"x" * (1 << 24)) * 24  # 384 MiB
+    (tmp_path / "a.jsonl.gz").write_bytes(
+        gzip.compress(b'{"text": "') + many + gzip.compress(b'"}\n{"text": "after"}\n')
+    )
+    command = [sys.executable, "-c", GROWTH_OF_MEMORY, str(tmp_path)]
+    problem, after, mib = subprocess.run(
+        command, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert problem == "a.jsonl.gz:1: a line is longer than 67,108,864 bytes"
+    assert after == "after"
+    assert int(mib) < 250
+
+
+def test_a_cell_above_the_limit_is_skipped(
+    source: Make,
+    documents: Documents,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("trainer.data.formats.MAX_RECORD_BYTES", 30)
+    spec = source({"a.parquet": parquet({"text": ["one", "x" * 31, "y" * 30, "z" * 99]})})
+    assert documents(spec) == ["one", "y" * 30]
+    assert "skipped a.parquet: row 2: a text is longer than 30 bytes" in caplog.text
+
+
+def test_a_long_file_of_a_document_of_several_is_skipped(
+    source: Make,
+    documents: Documents,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("trainer.data.prepare.tokenize.MAX_RECORD_BYTES", 30)
+    spec = source(
+        {"r/a.txt": "one", "r/b.txt": "x" * 99, "r/c.txt": "two"}, documents="repository"
+    )
+    (document,) = documents(spec)
+    assert "one" in document and "two" in document and "x" not in document.replace("txt", "")
+    assert (
+        "skipped r/b.txt: longer than 30 characters, in a document of several files" in caplog.text
+    )
 
 
 # ---- text_key, tables, compression

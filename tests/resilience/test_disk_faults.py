@@ -5,6 +5,7 @@ logged.
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import shutil
@@ -31,6 +32,8 @@ from tests.system.runs import (
     wait_for,
     write_run,
 )
+from trainer.errors import EXIT_NO_RETRY, LostMetricsError
+from trainer.storage import manifest
 from trainer.storage.durable_io import LineAppender
 
 EXACT = ("step", "loss", "grad_norm")
@@ -94,6 +97,47 @@ def test_a_run_survives_a_temporarily_full_disk(
     run_here(configured(write_run(tmp_path), tmp_path / "run"))
     assert steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
     assert [event["event"] for event in lines(tmp_path / "run" / "events.jsonl")][-1] == "end"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_run_whose_lines_are_lost_says_so_and_stops(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = LineAppender._write_pending
+    folder = tmp_path / "run"
+
+    def fail_from_step_5(self: LineAppender, file: FileIO) -> None:
+        if self._path.name == name and (folder / "metrics.jsonl").read_bytes().count(b"\n") >= 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, file)
+
+    monkeypatch.setattr(LineAppender, "_write_pending", fail_from_step_5)
+    with pytest.raises(
+        LostMetricsError, match=rf"{name} lacks its last \d lines: No space left on device"
+    ) as caught:
+        run_here(configured(write_run(tmp_path), folder))
+    assert caught.value.status == EXIT_NO_RETRY
+    assert f"{name} cannot be written, its lines are buffered" in caplog.text
+    assert (folder / "checkpoints" / "step-6").is_dir()
+
+
+@pytest.mark.ranks
+def test_a_disk_that_stays_full_ends_a_run_with_78_and_a_whole_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=8k", "tmpfs"):
+        (tmp_path / "small" / "ballast").write_bytes(bytes(4096))
+        (tmp_path / "small" / "lines").touch()
+        (folder / "metrics.jsonl").symlink_to(tmp_path / "small" / "lines")
+        done = forked(write_run(tmp_path), folder)
+    assert done.statuses == [EXIT_NO_RETRY], done.said
+    assert "metrics.jsonl lacks its last" in done.said
+    assert "Traceback" not in done.said
+    assert json.loads((folder / "STOP").read_text())["content"]["reason"].endswith(
+        "No space left on device"
+    )
+    assert manifest.read_intact(folder / "checkpoints" / "step-6", check_hashes=True).step == 6
 
 
 @pytest.mark.ranks

@@ -25,14 +25,25 @@ from tests.resilience.memory_states import (
     tensors_of,
 )
 from tests.system.in_process import configured, saved_by, trainer_of
-from tests.system.runs import digests, forked, lines, metrics, steps, train_rank, write_run
+from tests.system.runs import (
+    Done,
+    digests,
+    forked,
+    launched,
+    lines,
+    metrics,
+    mounted,
+    steps,
+    train_rank,
+    write_run,
+)
 from trainer.checkpoint import manager
 from trainer.checkpoint import memory_folder as memory
 from trainer.checkpoint.in_memory import InMemoryCheckpoints
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.rank_sync import PhaseError
 from trainer.checkpoint.save import SaveRequest, write_checkpoint
-from trainer.errors import ConfigError, RunFailedError
+from trainer.errors import EXIT_FAILURE, ConfigError, RunFailedError
 from trainer.launch.restarts import _progress
 from trainer.memory.auto import fit_memory_options
 from trainer.memory.estimator import estimate_memory
@@ -378,6 +389,41 @@ def test_too_little_memory_is_an_error_that_names_the_key(
         CheckpointManager(config, RunDir(config.output_dir), trainer.world).resume(trainer)
     assert "checkpoint.memory_interval needs " in str(raised.value)
     assert "in /dev/shm, which has" in str(raised.value)
+
+
+def with_memory(run: Path, *options: str) -> Done:
+    return launched(
+        run, run.parent / "run", "--checkpoint.memory_interval", "1", *options, processes=1
+    )
+
+
+@pytest.mark.ranks
+def test_a_folder_in_place_of_a_file_in_memory_is_removed(run: Path) -> None:
+    folder = memory.memory_folder(run.parent / "run")
+    memory.create_memory_folder(folder)
+    for name in ("rank-0.0", "other-7.1"):
+        (folder / name / "inner").mkdir(parents=True)
+    (run.parent / "run" / "checkpoints" / memory.RECORD_FILE).mkdir()
+    done = with_memory(run)
+    assert done.statuses == [0], done.said
+    assert "in-memory checkpoints are not recorded: Is a directory" in done.said
+    assert "in-memory checkpoints: " in done.said
+    assert "Traceback" not in done.said
+
+
+@pytest.mark.ranks
+def test_shared_memory_without_inodes_ends_a_run_with_one_error(run: Path) -> None:
+    folder = memory.memory_folder(run.parent / "run")
+    memory.create_memory_folder(folder)
+    with mounted(folder, "-t", "tmpfs", "-o", "nr_inodes=2,mode=700", "tmpfs"):
+        (folder / "rank-0.1").touch()
+        done = with_memory(run, "--distributed.restarts", "0")
+    assert done.statuses == [EXIT_FAILURE], done.said
+    assert (
+        f"error: checkpoint.memory_interval: {folder}/rank-0.0 cannot be used: No space left on device"
+        in done.said
+    )
+    assert "Traceback" not in done.said
 
 
 def no_space(*_: object) -> None:

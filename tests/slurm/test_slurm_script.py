@@ -36,6 +36,8 @@ HEAD = """\
 #SBATCH --exclusive
 #SBATCH --mail-type=FAIL
 
+umask go-w # Nobody else may write what this job creates.
+
 RUN=/runs/long # the run folder
 ROOT={root} # Longhaul
 PYTHON=/venv/bin/python

@@ -37,9 +37,11 @@ from trainer.checkpoint.memory_folder import (
     hold,
     identity_of,
     memory_folder,
+    naming_the_key,
     newest_whole,
     owner_of,
     remove_abandoned,
+    remove_entry,
     remove_memory_folder,
     remove_others,
     stems,
@@ -78,15 +80,15 @@ class MemoryFile:
         self.path = path
         # Every user of the host can create files here. Opening a pipe would wait for its reader.
         if path.is_symlink() or (path.exists() and not path.is_file()):
-            path.unlink()
-        with path.open("ab") as file:
+            remove_entry(path)
+        with naming_the_key(path), path.open("ab") as file:
             if file.tell() != size:
                 file.truncate(0)
             try:
                 # A page that is missing later would kill the process.
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
-                path.unlink()
+                path.unlink(missing_ok=True)
                 free = os.statvfs(path.parent).f_bavail * os.statvfs(path.parent).f_frsize
                 raise RunFailedError(
                     f"checkpoint.memory_interval needs {format_bytes(size)} more in {path.parents[1]}, which has "
@@ -180,7 +182,7 @@ class InMemoryCheckpoints:
         self._launch = run_and_gather(lambda: token_hex(8), group)[0]
         self.folder = run_on_all_ranks(lambda: memory_folder(run_dir.path), group)
         run_on_all_ranks(lambda: create_memory_folder(self.folder), group)
-        self._descriptor = run_on_all_ranks(lambda: hold(self.folder), group)
+        self._descriptor = run_on_all_ranks(self._hold, group)
         run_on_all_ranks(remove_abandoned, group)
         # A rank also holds the shards of another rank, whose size may differ: pipeline stages are
         # not equal.
@@ -221,12 +223,16 @@ class InMemoryCheckpoints:
         """
         self._has_released = True
 
+    def _hold(self) -> int:
+        with naming_the_key(self.folder):
+            return hold(self.folder)
+
     def _open(self, kind: str, rank: int) -> list[MemoryFile]:
         paths = [self.folder / f"{kind}-{rank}.{index}" for index in range(FILES_PER_RANK)]
         try:
             files = [MemoryFile(path, self._sizes[rank]) for path in paths]
         except RunFailedError:
-            # Of ranks that trained here before: to train comes first.
+            # Files of ranks that trained here before need the room: training comes first.
             remove_others(self.folder, self._stems)
             files = [MemoryFile(path, self._sizes[rank]) for path in paths]
         # Pins the memory, so that a copy does not block.

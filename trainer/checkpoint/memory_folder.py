@@ -19,8 +19,8 @@ import shutil
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -138,9 +138,29 @@ def owner_of(path: Path) -> int:
 
 def remove_others(folder: Path, kept: Collection[str]) -> None:
     """Removes the files whose stems are not `kept`."""
-    for path in folder.iterdir():
-        if path.stem not in kept:
-            path.unlink(missing_ok=True)
+    with naming_the_key(folder):
+        for path in folder.iterdir():
+            if path.stem not in kept:
+                remove_entry(path)
+
+
+def remove_entry(path: Path) -> None:
+    """Removes a file, or what lies in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming_the_key(folder: Path) -> Iterator[None]:
+    """Turns an error of shared memory, such as one without inodes, into `RunFailedError`."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailedError(
+            f"checkpoint.memory_interval: {folder} cannot be used: {error.strerror}"
+        ) from None
 
 
 def remove_memory_folder(folder: Path) -> None:

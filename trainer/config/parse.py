@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
-from models.files import read_regular
+from models.files import MAX_CONFIG_BYTES, read_regular
 from trainer.config import aliases, extension
 from trainer.config.migrations import migrate_file, renamed_message, replaced_value_message
 from trainer.config.sections import Section
@@ -267,7 +267,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     name = show_path(path)
     try:
         # Editors on Windows may begin a file with a byte order mark, which tomli refuses.
-        return tomli.loads(read_regular(path).decode("utf-8-sig"))
+        return tomli.loads(read_regular(path, max_bytes=MAX_CONFIG_BYTES).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError([f"{name}: cannot be read: {error.strerror}"]) from error
     except UnicodeDecodeError as error:

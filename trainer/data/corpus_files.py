@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from models.files import hub_repository, is_beneath
 from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
 from trainer.config.source import CorpusSpec
 from trainer.data import contents
@@ -38,8 +39,6 @@ LISTED_NAMES = 3
 GLOB_HINT = (
     "only *, ? and **/ are patterns; braces, brackets and .. are not, and commas separate globs"
 )
-HUB_REPOSITORY = re.compile(r"(datasets|models|spaces)--.+")
-HUB_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 class CorpusFile(NamedTuple):
@@ -230,7 +229,7 @@ class CorpusFiles:
         return hub_repository(path, target)
 
     def _is_inside(self, target: str) -> bool:
-        return target.startswith(f"{str(self.root).rstrip('/')}/")
+        return is_beneath(str(self.root), target)
 
     def _is_wanted(self, name: str) -> bool:
         """Whether a glob matches and none that begins with "!" does."""
@@ -334,23 +333,6 @@ def corpus_problems(spec: CorpusSpec) -> list[str]:
     found = CorpusFiles(spec)
     found.examine()
     return found.problems()
-
-
-def hub_repository(link: str, target: str) -> str | None:
-    """The folder of a repository in the Hugging Face hub's cache, if a link of its snapshots leads
-    to one of its blobs.
-
-    REPOSITORY/snapshots/REVISION/.../FILE -> REPOSITORY/blobs/HASH
-    """
-    blob = Path(target)
-    repository = blob.parents[1]
-    is_blob = blob.parent.name == "blobs" and HUB_BLOB.fullmatch(blob.name)
-    is_hub = (
-        is_blob
-        and HUB_REPOSITORY.fullmatch(repository.name)
-        and Path(link).is_relative_to(repository / "snapshots")
-    )
-    return str(repository) if is_hub else None
 
 
 def by_suffix(files: Iterable[CorpusFile]) -> dict[str, list[CorpusFile]]:

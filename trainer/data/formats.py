@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from models.files import MAX_RECORD_BYTES, open_beneath
 from trainer.config import extension
 from trainer.config.data import HF_PREFIX
 from trainer.data.contents import HEAD_BYTES, Kind, describe_bytes, parse_json, text_suffix
 from trainer.data.corpus_files import error_message
-from trainer.data.hf_datasets import BATCH_ROWS, read_dataset
-from trainer.data.open_file import READ_ERRORS, open_beneath, open_decompressed, open_parquet
+from trainer.data.hf_datasets import read_dataset
+from trainer.data.open_file import READ_ERRORS, open_decompressed, open_parquet
 from trainer.errors import DataError
 
 BLOCK = 1 << 22  # bytes
-LONGEST_LINE = 1 << 30  # bytes
 
 
 class InputSplit(NamedTuple):
@@ -142,6 +142,11 @@ def raise_bad_text(problem: str) -> Iterator[str]:
     yield
 
 
+def raise_too_long(what: str, most: int, unit: str) -> Iterator[str]:
+    raise ValueError(f"{what} is longer than {most:,} {unit}")
+    yield
+
+
 # ---- plain text
 
 
@@ -179,6 +184,8 @@ def text_blocks(value: object, key: str) -> Iterator[str]:
     """The text of a record. Raises ValueError if it is not a string or has lone surrogates."""
     if not isinstance(value, str):
         raise ValueError(f'no string at key "{key}"')  # noqa: TRY004
+    if len(value) > MAX_RECORD_BYTES:
+        yield from raise_too_long("a text", MAX_RECORD_BYTES, "characters")
     if not value.isascii():
         value.encode()  # JSON can escape a lone surrogate
     yield from (value[start : start + BLOCK] for start in range(0, len(value), BLOCK))
@@ -226,15 +233,26 @@ def read_jsonl(split: InputSplit, key: str) -> Iterator[Record]:
             # The line that holds the byte before `start` belongs to the previous range. If that
             # byte is a line break, the first line of this range begins exactly at `start`.
             file.seek(split.start - 1)
-            offset = split.start - 1 + len(file.readline())
-        while offset < split.stop and (line := file.readline(LONGEST_LINE)):
+            offset = split.start - 1 + pass_line(file, split.stop - split.start + 1)
+        while offset < split.stop and (line := file.readline(MAX_RECORD_BYTES + 1)):
             offset = offset + len(line)
             number = number + 1
-            # The limit bounds memory where a file has no line breaks.
-            if len(line) == LONGEST_LINE:
-                raise ValueError(f"a line is longer than {LONGEST_LINE:,} bytes")
-            if not line.isspace():
+            if len(line) > MAX_RECORD_BYTES:
+                line = b""
+                yield number, raise_too_long("a line", MAX_RECORD_BYTES, "bytes")
+                offset += pass_line(file, split.stop - offset)
+            elif not line.isspace():
                 yield number, parse_json_line(line, key)
+
+
+def pass_line(file: Any, max_bytes: int) -> int:
+    """Reads to the end of a line, or past `max_bytes`, in blocks; returns the number of bytes."""
+    passed = 0
+    while passed < max_bytes and (block := file.readline(BLOCK)):
+        passed += len(block)
+        if block.endswith(b"\n"):
+            break
+    return passed
 
 
 def parse_json_line(line: bytes, key: str) -> Iterator[str]:
@@ -288,12 +306,15 @@ def read_parquet(split: InputSplit, key: str) -> Iterator[Record]:
         first_row = 1 + sum(
             table.metadata.row_group(group).num_rows for group in range(split.start)
         )
-        batches = table.iter_batches(
-            BATCH_ROWS, row_groups=groups, columns=[key], use_threads=False
-        )
+        # One row at a time: the entries of a small file's dictionary may be large, and stand in
+        # every row.
+        batches = table.iter_batches(1, row_groups=groups, columns=[key], use_threads=False)
         cells = chain.from_iterable(batch.column(0) for batch in batches)
         yield from ((row, cell_text(cell, key)) for row, cell in enumerate(cells, first_row))
 
 
 def cell_text(cell: Any, key: str) -> Iterator[str]:
+    content = cell.as_buffer() if hasattr(cell, "as_buffer") else None
+    if content is not None and content.size > MAX_RECORD_BYTES:
+        yield from raise_too_long("a text", MAX_RECORD_BYTES, "bytes")
     yield from text_blocks(cell.as_py(), key)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from models.files import read_regular
+from models.files import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, read_beneath, read_regular
 from trainer.config.data import TOKENIZER_FILE, TokenizerSection, tokenizer_folder
 from trainer.data.byte_level_bpe import PATTERNS, PROBE, bytes_to_unicode
 from trainer.data.file_types import SENTENCEPIECE, TIKTOKEN, detect_file_type
@@ -66,7 +66,7 @@ def hf_tokenizer_files(
             **tokenizer.special_token_names,
         }
         return tokenizer, {
-            Path("tokenizer.model"): read_regular(path),
+            Path("tokenizer.model"): _content(path),
             Path("tokenizer_config.json"): _to_json(config),
         }
     files = dict[Path, bytes]()
@@ -74,7 +74,7 @@ def hf_tokenizer_files(
     bos: str | None = BYTE_SPECIALS[0]
     eos = BYTE_SPECIALS[1]
     if path is not None and isinstance(tokenizer, TiktokenTokenizer):
-        files = {META_TOKENIZER_PATH: read_regular(path)}
+        files = {META_TOKENIZER_PATH: _content(path)}
         bos = tokenizer.bos_name
         eos = tokenizer.eos_name
         tokenizer_json = byte_level_bpe(
@@ -106,11 +106,8 @@ def copied_files(folder: Path, *, max_length: int) -> dict[Path, bytes]:
     `model_max_length` changes.
     """
     paths = {folder / name for name in COPIED_FILES}.union(*map(folder.glob, COPIED_PATTERNS))
-    files = {
-        path.relative_to(folder): read_regular(path) for path in sorted(paths) if path.is_file()
-    }
-    for name in files:
-        _require_own(folder / name, folder)
+    names = [path.relative_to(folder) for path in sorted(paths) if path.is_file()]
+    files = {name: _copied_file(folder, name) for name in names}
     config = read_json_file(folder / CONFIG_FILE)
     stated = config.get("model_max_length")
     # transformers warns of longer inputs and may truncate to this limit.
@@ -119,21 +116,23 @@ def copied_files(folder: Path, *, max_length: int) -> dict[Path, bytes]:
     return files
 
 
-def _require_own(path: Path, folder: Path) -> None:
-    """Raises `DataError` for a link to a file elsewhere, which an export would publish.
+def _content(path: Path) -> bytes:
+    return read_regular(path, max_bytes=MAX_TOKENIZER_BYTES)
 
-    In a cache of Hugging Face, `models--*/snapshots/*` links into `models--*/blobs`.
+
+def _copied_file(folder: Path, name: Path) -> bytes:
+    """Raises `DataError` for what cannot be read, and for a link to a file elsewhere, which an
+    export would publish.
     """
-    target = path.resolve()
-    root = folder.resolve()
-    owners = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
-    if not any(target.is_relative_to(owner) for owner in owners):
-        raise DataError(f"{path} links to {target}, outside its folder; copy the file there")
+    try:
+        return read_beneath(folder, name, max_bytes=MAX_TOKENIZER_BYTES)
+    except OSError as error:
+        raise DataError(f"{folder / name} cannot be copied: {error.strerror}") from None
 
 
 def changes_of_copy(folder: Path, files: Mapping[Path, bytes]) -> list[str]:
     """A line for each file that differs from that of the folder."""
-    changed = [name for name, content in files.items() if read_regular(folder / name) != content]
+    changed = [name for name, content in files.items() if _copied_file(folder, name) != content]
     return [
         f"{name}: model_max_length raised to the trained length, all else as it was"
         for name in changed
@@ -165,7 +164,12 @@ def bos_remarks(folder: Path) -> Iterator[str]:
 
 def read_json_file(path: Path) -> dict[str, Any]:
     """The object in a file; {} if there is none."""
-    return read_object({path.name: read_regular(path)} if path.is_file() else {}, path.name)
+    files = (
+        {path.name: read_beneath(path.parent, path.name, max_bytes=MAX_CONFIG_BYTES)}
+        if path.is_file()
+        else {}
+    )
+    return read_object(files, path.name)
 
 
 def byte_tokenizer_json() -> dict[str, Any]:
@@ -275,14 +279,14 @@ def detect_tokenizer(folder: Path) -> tuple[str, Path | None] | None:
         )
     for path in (folder / "tokenizer.model", folder / META_TOKENIZER_PATH):
         kinds = {TIKTOKEN: "tiktoken", SENTENCEPIECE: "sentencepiece"}
-        if path.is_file() and (kind := kinds.get(detect_file_type(read_regular(path)))):
+        if path.is_file() and (kind := kinds.get(detect_file_type(_content(path)))):
             return kind, path
     return None
 
 
 def _is_byte_tokenizer(path: Path) -> bool:
     try:
-        tokenizer_json = json.loads(read_regular(path))
+        tokenizer_json = json.loads(_content(path))
     except (OSError, ValueError, RecursionError):
         return False
     return bool(tokenizer_json == byte_tokenizer_json())

@@ -28,6 +28,7 @@ from trainer.data.byte_level_bpe import (
 )
 from trainer.data.file_types import sha256_of
 from trainer.data.huggingface_cuts import TokenCuts, proved_cuts
+from trainer.data.normalizer_growth import definition_growth, require_normalized_length
 from trainer.data.text_chunks import EncodingError, MayCut, encode_parts, joined, split_text
 from trainer.data.tokenizer_folder import (
     ADDED_TOKENS_FILE,
@@ -60,6 +61,9 @@ MAX_CHARS = 1 << 24
 most for characters of several tokens.
 """
 
+MAX_NAME_CHARS = 1 << 27
+"""Texts of all added tokens, normalized."""
+
 ON_BY_DEFAULT = {"ByteLevel": "use_regex", "Metaspace": "split"}
 """Options of pre-tokenizers that are on if the file does not have them."""
 OFF_OR_NOTHING = "strip_accents"
@@ -72,7 +76,7 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
     """The tokenizer of a folder, or of the folder of a tokenizer.json. Raises DataError."""
     files = read_tokenizer_files(path)
     try:
-        return HuggingFaceTokenizer(files)
+        return HuggingFaceTokenizer(files, name=f'tokenizer.path = "{path}"')
     except DataError as error:
         raise DataError(f'tokenizer.path = "{path}": {error}') from error
 
@@ -85,10 +89,18 @@ class HuggingFaceTokenizer:
     library's tokenizer.
     """
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: Files, *, name: str = TOKENIZER_FILE) -> None:
         self._files = files
+        self._name = name
+        try:
+            definition = read_object(files, TOKENIZER_FILE)
+        except DataError as error:
+            raise DataError(
+                f"{TOKENIZER_FILE} is damaged, or of a newer format: {error}"
+            ) from error
+        self._growth = definition_growth(definition)
+        require_bounded_names(files, definition, self._growth)
         self._tokenizer = build_tokenizer(files)
-        definition = read_object(files, TOKENIZER_FILE)
         added = self._tokenizer.get_added_tokens_decoder()
         vocab = definition["model"]["vocab"]
         last = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=0)
@@ -205,6 +217,9 @@ class HuggingFaceTokenizer:
         return self._encode_part(f"\n{text}")[len(self._newline) :]
 
     def _encode_with_library(self, text: str) -> list[int]:
+        require_normalized_length(
+            text, self._growth, self._normalize, max_chars=2 * MAX_CHARS, name=self._name
+        )
         # Of a batch, because only batches leave out the offsets of tokens, a third of the time.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids
@@ -239,6 +254,18 @@ class HuggingFaceTokenizer:
 
 
 # ---- building
+
+
+def require_bounded_names(files: Files, definition: Mapping[str, Any], growth: int) -> None:
+    """Raises DataError if the names of added tokens, which are normalized, may become too long."""
+    listed = definition.get("added_tokens")
+    num_chars = sum(len(str(token)) for token in (listed if isinstance(listed, list) else ()))
+    num_chars += sum(len(content) for name, content in files.items() if name != TOKENIZER_FILE)
+    if num_chars * growth > MAX_NAME_CHARS:
+        raise DataError(
+            f"{TOKENIZER_FILE}: its normalizer may make {growth:,} characters of one, too many for added tokens of "
+            f"{num_chars:,} characters: at most {MAX_NAME_CHARS:,}"
+        )
 
 
 def build_tokenizer(files: Files) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""Opens a file of a corpus: a regular one, reached without links, decompressed.
+"""Opens a file of a corpus by the one door, `models.files`, and decompresses it.
 
 Only this module imports pyarrow.
 """
@@ -6,49 +6,18 @@ Only this module imports pyarrow.
 from __future__ import annotations
 
 import codecs
-import errno
 import gzip
-import os
-import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from typing import Any
 
-from models.files import UnusableFileError
+from models.files import MAX_RECORD_BYTES, open_beneath
 from trainer.data.contents import HEAD_BYTES, LFS_POINTER, compression_suffix, is_lfs_pointer
 from trainer.errors import CorpusRefusedError, missing_package
 
 READ_ERRORS = (OSError, EOFError, ValueError, RecursionError, NotImplementedError, zlib.error)
-FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-LONGEST_FIRST_RECORD = 1 << 26  # bytes
-
-
-def open_beneath(root: str, path: str) -> BufferedReader:
-    """Opens the regular file at `path`, below the folder `root`, although others may change what
-    is between them.
-
-    Raises OSError for a link at any place, and `UnusableFileError` for a pipe or a device, which
-    it does not wait for.
-    """
-    *folders, name = path.removeprefix(root).strip("/").split("/")
-    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        # Each folder is opened relative to the one before. A path that is checked and opened later
-        # could be replaced by a link in between.
-        for each in folders:
-            inner = os.open(each, FLAGS | os.O_DIRECTORY, dir_fd=folder)
-            os.close(folder)
-            folder = inner
-        # Without O_NONBLOCK, opening a pipe would wait for a writer.
-        descriptor = os.open(name, FLAGS | os.O_NONBLOCK, dir_fd=folder)
-    finally:
-        os.close(folder)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return open(descriptor, "rb")  # noqa: PTH123 - no path
-    os.close(descriptor)
-    raise UnusableFileError(errno.EINVAL, "not a regular file", path)
 
 
 def open_data(root: str, path: str, name: str) -> BufferedReader:
@@ -85,7 +54,7 @@ def read_head(root: str, path: str, name: str) -> tuple[bytes, bool]:
         head = opened.read(HEAD_BYTES)
         # Keys of a record are known once its line is complete.
         if b"\n" not in head and head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
-            head += opened.readline(LONGEST_FIRST_RECORD)
+            head += opened.readline(MAX_RECORD_BYTES)
         return head, not opened.read(1)
 
 

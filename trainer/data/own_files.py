@@ -9,8 +9,9 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from models.files import MAX_SEALED_BYTES
 from trainer.config.training_stages import Recipe
-from trainer.storage.artifact import MAX_JSON_BYTES, DamageError, read_regular
+from trainer.storage.artifact import DamageError, read_regular
 
 META_FILENAME = "meta.json"
 """The last file that is written into a prepared folder."""
@@ -31,7 +32,7 @@ TABLE_NAME = re.compile(rb"^\[+([A-Za-z_-]+)", re.MULTILINE)
 def is_token_dataset(folder: Path) -> bool:
     """Whether a folder holds prepared tokens, damaged or not, rather than text."""
     try:
-        return b'"shards"' in read_regular(folder / META_FILENAME, max_bytes=MAX_JSON_BYTES)
+        return b'"shards"' in read_regular(folder / META_FILENAME, max_bytes=MAX_SEALED_BYTES)
     except (OSError, DamageError):
         return False
 

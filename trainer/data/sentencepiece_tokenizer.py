@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer.data.file_types import sha256_of
+from trainer.data.normalizer_growth import charsmap_growth, require_normalized_length
 from trainer.data.text_chunks import (
     MayCut,
     cut_nowhere,
@@ -70,6 +71,8 @@ class SentencePieceTokenizer:
             for token in range(self.vocab_size)
             if model.is_control(token)
         }
+        charsmap = self._definition.normalizer_spec.precompiled_charsmap
+        self._growth = charsmap_growth(charsmap)
         self.add_dummy_prefix: bool = model.encode("a", out_type=str)[0] != "a"
         """Whether the model prepends a space to every text."""
         # The pieces and a probe of the normalization. The file also holds paths of the machine it
@@ -90,10 +93,21 @@ class SentencePieceTokenizer:
 
     def encode_blocks(self, blocks: Iterable[str]) -> Iterator[Tensor]:
         parts = split_text(blocks, self.may_cut, part_chars=PART_CHARS, max_chars=MAX_CHARS)
-        return encode_parts(parts, self._model.encode)
+        return encode_parts(parts, self._encode_part)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode(list(ids)))
+
+    def _encode_part(self, part: str) -> list[int]:
+        require_normalized_length(
+            part,
+            self._growth,
+            self._model.normalize,
+            max_chars=2 * MAX_CHARS,
+            name="the sentencepiece model",
+        )
+        ids: list[int] = self._model.encode(part)
+        return ids
 
     @property
     def _definition(self) -> Any:

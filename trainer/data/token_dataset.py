@@ -19,6 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from models.files import MAX_SHARD_INDEX_BYTES
 from models.ranges import concatenated_ranges, cut_ranges
 from trainer.config.migrations import Migration
 from trainer.data.own_files import META_FILENAME
@@ -37,8 +38,6 @@ BLOCK_BYTES = 1 << 16
 """Unit of verification: a block is hashed before a token in it is trained on. The kernel reads as
 much ahead anyway.
 """
-MAX_INDEX_BYTES = 1 << 36
-"""Largest index of a shard, enough for 8 billion documents."""
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -268,7 +267,7 @@ class TokenDataset:
         path = self.folder / f"{shard.name}.{suffix}"
         digest = getattr(shard, f"{suffix}_sha256")
         try:
-            content = read_regular(path, max_bytes=MAX_INDEX_BYTES)
+            content = read_regular(path, max_bytes=MAX_SHARD_INDEX_BYTES)
         except DamageError as error:
             raise self._damaged(path.name, str(error)) from None
         except OSError as error:

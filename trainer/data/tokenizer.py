@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from models.files import read_regular
+from models.files import MAX_TOKENIZER_BYTES, read_regular
 from trainer.config import extension
 from trainer.config.data import TokenizerSection
 from trainer.config.job_config import BYTE_VOCAB_SIZE
@@ -152,7 +152,7 @@ def _open_file(
     kind = stated.kind
     path = _path_of(stated)
     try:
-        content = read_regular(path)
+        content = read_regular(path, max_bytes=MAX_TOKENIZER_BYTES)
     except OSError as error:
         raise DataError(f'tokenizer.path = "{path}" cannot be read: {error.strerror}') from error
     detected = detect_file_type(content)

@@ -5,11 +5,12 @@ them.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from models.files import read_regular
+from models.files import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, read_beneath
 from trainer.config.data import TOKENIZER_FILE, tokenizer_folder
 from trainer.data.file_types import HUGGING_FACE, detect_file_type
 from trainer.errors import DataError
@@ -33,12 +34,11 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
     """The files by name. Raises DataError if tokenizer.json cannot be read or is not JSON."""
     folder = tokenizer_folder(path)
     try:
-        files = {TOKENIZER_FILE: read_regular(folder / TOKENIZER_FILE)}
-        files |= {
-            name: (folder / name).read_bytes()
-            for name in OPTIONAL_FILES
-            if (folder / name).is_file()
+        files = {
+            TOKENIZER_FILE: read_beneath(folder, TOKENIZER_FILE, max_bytes=MAX_TOKENIZER_BYTES)
         }
+        present = (name for name in OPTIONAL_FILES if os.path.lexists(folder / name))
+        files |= {name: read_beneath(folder, name, max_bytes=MAX_CONFIG_BYTES) for name in present}
     except OSError as error:
         raise DataError(
             f'tokenizer.path = "{path}": {error.filename} cannot be read: {error.strerror}'

@@ -15,6 +15,7 @@ from math import inf
 from pathlib import Path
 from threading import Event, Thread
 
+from models.files import MAX_CONFIG_BYTES, read_regular
 from trainer.errors import STACK_DUMP_SIGNAL
 
 log = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ def _stack_location(path: Path) -> str:
     stack.
     """
     try:
-        text = path.read_text(errors="replace")
+        text = read_regular(path, max_bytes=MAX_CONFIG_BYTES).decode(errors="replace")
     except OSError:
         return ""
     # faulthandler writes the main thread last.

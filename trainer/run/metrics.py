@@ -22,7 +22,7 @@ from trainer.config.extension import TrackedRun, installed
 from trainer.config.job_config import Config
 from trainer.config.toml_format import to_toml
 from trainer.data.deal import Cost
-from trainer.errors import DivergedError
+from trainer.errors import DivergedError, LostMetricsError
 from trainer.hardware.device import ComputeProbe, peak_device_memory, peak_flops, peak_host_memory
 from trainer.hardware.host import GIB
 from trainer.metrics.loggers import ConsoleLogger, Record, format_losses, format_or_dash
@@ -335,6 +335,21 @@ class MetricsProcessor:
                 f"Results in {self.run_dir.path} ({location}metrics.jsonl). "
                 f"{charts}To continue, run the same command with {extension}"
             )
+
+    def require_written(self, reason: str) -> None:
+        """Raises LostMetricsError on all ranks if lines are lost at the end of a launch; only
+        warns at a preemption. Collective.
+        """
+        lost = (
+            [*filter(None, (self.lines.close(), self.run_dir.close_events()))]
+            if self.is_rank_zero
+            else []
+        )
+        if problems := all_gather_values(lost)[0]:
+            if not reason:
+                raise LostMetricsError(*problems)
+            if self.is_rank_zero:
+                log.warning("%s", "; ".join(problems))
 
     def record_step(self, result: StepResult) -> None:
         """Logs the previous step, whose metrics have reached the host by now.

@@ -155,6 +155,7 @@ class TrainLoop:
                     self._finish_saves()
                     self.metrics.log_run_end(reason)
                     hooks.call("on_end", hooks.view(self.trainer, self._lr), reason)
+                    self.metrics.require_written(reason)
                     return reason
 
     def _run_steps(self, progress: ProgressReporter) -> str:

@@ -2,6 +2,8 @@
 # @about
 # @directives
 
+umask go-w # Nobody else may write what this job creates.
+
 # @settings
 
 # ---- the environment of this shell and of all ranks

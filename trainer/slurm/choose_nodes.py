@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from models.files import MAX_CONFIG_BYTES, MAX_LINE_BYTES, open_regular, read_regular
 from trainer.errors import EXIT_BAD_NODE, EXIT_SUCCESS
 
 ACCUSING = ("unstable_step", "replica_mismatch", "straggler")
@@ -57,7 +58,7 @@ def failure_of(run: Path, node: str) -> str:
     """Why a node did not pass; empty if it did."""
     path = run / "slurm" / "preflight" / f"{node}.json"
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_regular(path, max_bytes=MAX_CONFIG_BYTES))
         failed = [
             f"{each['name']}: {each['detail']}"
             for each in found["checks"]
@@ -65,7 +66,7 @@ def failure_of(run: Path, node: str) -> str:
         ]
     except FileNotFoundError:
         return "it did not end the preflight"
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         return f"{path} cannot be read: {error}"
     return "; ".join(failed)
 
@@ -73,9 +74,9 @@ def failure_of(run: Path, node: str) -> str:
 def accused(run: Path) -> set[str]:
     """Hosts that events of the run name, without their domain."""
     hosts = set[str]()
-    with suppress(OSError):
-        for line in (run / "events.jsonl").read_text(errors="replace").splitlines():
-            with suppress(ValueError):
+    with suppress(OSError), open_regular(run / "events.jsonl") as events:
+        while line := events.readline(MAX_LINE_BYTES):
+            with suppress(ValueError, RecursionError):
                 hosts |= {*_hosts(json.loads(line))}
     return hosts
 

@@ -28,8 +28,6 @@ from trainer.storage.durable_io import write_atomic
 
 HEADER_BYTES = 4096
 """A page, so that what follows can be mapped into memory."""
-MAX_JSON_BYTES = 1 << 28
-"""256 MiB: the manifest of a checkpoint of a million files."""
 SEAL = ',\n "sha256": "{}"\n}}\n'
 SEAL_BYTES = len(SEAL.format("0" * 64))
 _OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(
@@ -154,7 +152,7 @@ def read_artifact(path: Path, kind: type[A]) -> A:
 
     Raises `DamageError`, `NewerFormatError`, and OSError if the file cannot be read.
     """
-    return unseal(read_regular(path, max_bytes=MAX_JSON_BYTES), kind)[0]
+    return unseal(read_regular(path, max_bytes=files.MAX_SEALED_BYTES), kind)[0]
 
 
 def unseal(data: bytes, kind: type[A]) -> tuple[A, Sealed]:

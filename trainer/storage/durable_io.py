@@ -13,6 +13,14 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 
+def keep_others_from_writing() -> None:
+    """Whatever this process and its children create can be written by this user alone.
+
+    Called first by each command and rank.
+    """
+    os.umask(os.umask(0o077) | 0o022)
+
+
 def fsync_path(path: Path) -> None:
     """Flushes a file, or the entries of a folder."""
     # A new file or a rename survives a crash only once the entries of its folder are on disk.
@@ -61,6 +69,7 @@ class LineAppender:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._pending = b""
+        self._problem = ""
 
     def append(self, line: str) -> None:
         """Writes the line and any buffered ones to disk. Never raises `OSError`."""
@@ -68,10 +77,12 @@ class LineAppender:
         self._pending = self._pending + line.encode() + b"\n"
         self._flush(already_warned=already_warned)
 
-    def close(self) -> None:
-        """Tries once more to write the buffered lines."""
+    def close(self) -> str:
+        """Tries once more to write the buffered lines; says which are lost, "" if none."""
         if self._pending:
-            self._flush(already_warned=False)
+            self._flush(already_warned=True)
+        lost = self._pending.count(b"\n")
+        return f"{self._path} lacks its last {lost:,} lines: {self._problem}" if lost else ""
 
     def _flush(self, *, already_warned: bool) -> None:
         try:
@@ -79,6 +90,7 @@ class LineAppender:
             with self._path.open("a+b", buffering=0) as file:
                 self._write_pending(file)
         except OSError as error:
+            self._problem = error.strerror or str(error)
             if not already_warned:
                 log.warning(
                     "%s cannot be written, its lines are buffered: %s", self._path, error.strerror

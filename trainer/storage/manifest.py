@@ -13,15 +13,9 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field, field_validator
 
+from models.files import MAX_SEALED_BYTES
 from trainer.errors import ResumeError, RunFailedError, UnreadableError
-from trainer.storage.artifact import (
-    MAX_JSON_BYTES,
-    Artifact,
-    DamageError,
-    read_regular,
-    seal,
-    unseal,
-)
+from trainer.storage.artifact import Artifact, DamageError, read_regular, seal, unseal
 from trainer.storage.durable_io import write_and_fsync
 from trainer.storage.train_state import STATE_FILE, TrainState, config_of
 
@@ -131,9 +125,9 @@ def read_validated(folder: Path) -> Manifest:
 
 def _read(path: Path, kind: type[A]) -> A:
     try:
-        return unseal(retry_io(path, lambda: read_regular(path, max_bytes=MAX_JSON_BYTES)), kind)[
-            0
-        ]
+        return unseal(
+            retry_io(path, lambda: read_regular(path, max_bytes=MAX_SEALED_BYTES)), kind
+        )[0]
     except FileNotFoundError:
         raise DamageError(f"{path.name} is missing") from None
     except DamageError as error:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from models.files import MAX_CONFIG_BYTES, read_regular
 from trainer.errors import ResumeError, RunFailedError
 from trainer.storage.artifact import DamageError
 from trainer.storage.durable_io import fsync_path, write_and_fsync
@@ -94,6 +95,10 @@ def list_quarantined(checkpoints: Path) -> list[str]:
     for folder in sorted(checkpoints.glob("bad-step-*")):
         reason = "unknown reason"
         with suppress(OSError):
-            reason = (folder / REASON_FILE).read_text(errors="replace").strip()
+            reason = (
+                read_regular(folder / REASON_FILE, max_bytes=MAX_CONFIG_BYTES)
+                .decode(errors="replace")
+                .strip()
+            )
         quarantined.append(f"{folder.name}: {reason}")
     return quarantined

@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from models.files import MAX_LINE_BYTES
 from trainer.config import extension
 from trainer.config.data import PACKING_VERSION
 from trainer.config.job_config import Config, TrainingStage
@@ -38,8 +39,6 @@ from trainer.storage.retention import list_quarantined
 from trainer.storage.train_state import StagePosition, TrainState, flatten, flatten_model
 
 log = logging.getLogger("trainer")
-
-MAX_LINE_BYTES = 1 << 24
 
 # Values that must not change on resume. The path of the corpus may change: its fingerprint is
 # compared instead.
@@ -136,6 +135,10 @@ class RunDir:
             json.dumps({"time": time.time(), "event": kind, **fields}, allow_nan=False)
         )
 
+    def close_events(self) -> str:
+        """Ends the events: see `LineAppender.close`. Called on rank 0."""
+        return self._event_log.close()
+
     def committed_checkpoints(self) -> list[tuple[int, Path]]:
         """Committed checkpoints as (step, folder), oldest first."""
         folders = self.checkpoints_dir.glob("step-*") if self.checkpoints_dir.is_dir() else ()
@@ -209,16 +212,18 @@ class RunDir:
         """Drops lines after `step` and a torn last line, so that a resumed run logs each step
         once.
         """
-        lines = [*_read_json_lines(self.metrics_path)]
         # Steps after the checkpoint run again, and two lines of one step would be ambiguous.
-        kept_lines = [
-            line
-            for line, record in lines
-            if line.endswith(b"\n")
-            and isinstance(number := record.get("step"), int)
-            and number <= step
-        ]
-        if len(kept_lines) != len(lines):
+        kept_lines = list[bytes]()
+        num_lines = 0
+        for line, record in _read_json_lines(self.metrics_path):
+            num_lines += 1
+            if (
+                line.endswith(b"\n")
+                and isinstance(number := record.get("step"), int)
+                and number <= step
+            ):
+                kept_lines.append(line)
+        if len(kept_lines) != num_lines:
             write_atomic(self.metrics_path, b"".join(kept_lines))
 
 

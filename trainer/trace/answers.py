@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from models.files import read_regular
+from models.files import MAX_CONFIG_BYTES, read_regular
 from trainer.config import extension
 from trainer.config.job_config import Config
 from trainer.memory.tensors import MemoryEstimate, MemoryTensor
@@ -43,7 +43,9 @@ def traced_rank_steps(config: Config, world_size: int, *, on_gpu: bool = True) -
     file = cache_folder() / f"{_key(config, world_size, on_gpu=on_gpu)}.json"
     # Unknown, or written by something else.
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return [_decoded(each) for each in json.loads(read_regular(file))]
+        return [
+            _decoded(each) for each in json.loads(read_regular(file, max_bytes=MAX_CONFIG_BYTES))
+        ]
     # Tracing takes seconds in which nothing else is printed.
     _show_progress("tracing a step ...")
     from trainer.trace.record import trace_pp_ranks  # Imports torch.

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from models.files import MAX_RECORD_BYTES
 from trainer.config import extension
 from trainer.config.source import CorpusSpec
 from trainer.data.contents import full_suffix
@@ -302,9 +303,21 @@ def _document_blocks(
     for split in splits:
         for text in _read_split(job, split, progress):
             try:
-                yield from [*progress.count(texts.read(text))]
+                yield from [*progress.count(bounded(texts.read(text), text.name))]
             except BadText as error:
                 texts.skip(text, error)
+
+
+def bounded(blocks: Iterator[str], name: str) -> Iterator[str]:
+    """Raises BadText for a text that is too long to be held as a whole."""
+    num_chars = 0
+    for block in blocks:
+        num_chars += len(block)
+        if num_chars > MAX_RECORD_BYTES:
+            raise BadText(
+                f"{name}: longer than {MAX_RECORD_BYTES:,} characters, in a document of several files"
+            )
+        yield block
 
 
 def _read_split(job: TokenizeJob, split: InputSplit, progress: _Progress) -> Iterator[Text]:
