@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from parallelisms.mesh.collectives import ValueExchangeError
+from parallelisms.mesh.values import ValueExchangeError
 from trainer.config import extension
 from trainer.config.job_config import TrainingStage
 from trainer.config.run_spec import RunSpec

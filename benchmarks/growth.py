@@ -150,8 +150,9 @@ def corpus_table(counts: list[int], rounds: int) -> Iterator[str]:
     for count in counts:
         lengths = log_normal(count, 735, 1.6)
         seconds = least_seconds(
-            lambda x=lengths: pack_documents(x, seq_len=1 << 17, packing="best_fit"), rounds
-        )  # type: ignore[misc]
+            lambda x=lengths: pack_documents(x, seq_len=1 << 17, packing="best_fit"),
+            rounds,  # type: ignore[misc]
+        )
         yield f"| {count:,} | {int(lengths.sum()):,} | {seconds:.2f} | {seconds / count * 1e6:.2f} |"
 
 

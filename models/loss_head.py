@@ -356,7 +356,7 @@ class LinearTokenLoss(LinearCrossEntropy):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # type: ignore[override]
         ctx: Any,
         x_BSE: Tensor,
         weight_VE: Tensor,
@@ -441,7 +441,7 @@ class LossHead(nn.Module):
             normed_BSE = normed_BSE.detach()
             weight_VE = weight_VE.detach()
         elif self.loss is not None:
-            return LinearTokenLoss.apply(
+            trained_BS: Tensor = LinearTokenLoss.apply(
                 normed_BSE,
                 weight_VE,
                 labels_BS,
@@ -451,6 +451,7 @@ class LossHead(nn.Module):
                 self.transform,
                 self.loss,
             )
+            return trained_BS
         correct_BS = torch.zeros_like(labels_BS) if self.reports_correct else None
         # Evaluation is eager: its lengths would add graphs.
         compile_piece = self.compile_piece if torch.is_grad_enabled() else None

@@ -732,8 +732,9 @@ def test_a_corpus_that_is_read_as_before_is_found_again(source: Make) -> None:
     )
     corpus = Corpus(spec)
     files = [
-        (each.name, each.size, each.mtime_ns) for each in [*corpus.files, *corpus.found.binary]
-    ]  # type: ignore[union-attr]
+        (each.name, each.size, each.mtime_ns)
+        for each in [*corpus.files, *corpus.found.binary]  # type: ignore[union-attr]
+    ]
     assert corpus.identity == [False, *files]
     for changed in ("f.json.gz", "f.ndjson", "f.JSONL", "f.TXT.GZ"):
         Path(spec.corpus, changed).write_bytes(

@@ -218,7 +218,7 @@ def train_beside_a_stranger(argv: list[str]) -> int:
         return pickle.dumps(Hostile())
 
     if os.environ["RANK"] == "1":
-        collectives._encode = send
+        collectives.encode = send  # type: ignore[attr-defined]
     os.chdir(Path(argv[argv.index("--config") + 1]).parent)
     return train_rank(argv)
 

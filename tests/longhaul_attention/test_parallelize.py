@@ -213,8 +213,9 @@ def sharded_errors(method: str) -> dict[str, float]:
                 fully_shard(layer, mp_policy=policy)
             loss, grads = run(fully_shard(model, mp_policy=policy), case)
         found[precision] = errors(
-            (loss, {name: grad.full_tensor() for name, grad in grads.items()}), exact
-        )  # type: ignore[attr-defined]
+            (loss, {name: grad.full_tensor() for name, grad in grads.items()}),
+            exact,  # type: ignore[attr-defined]
+        )
     return found
 
 

@@ -306,9 +306,9 @@ def test_killed_and_stopped_ranks_are_restarted_and_results_are_bitwise_identica
         assert wait_for(running, 120), log.read_text()
         time.sleep(draw.uniform(0, 0.05))
         os.kill(victim := pid_of_rank(launcher.pid, rank), fault)
-        assert wait_for(lambda victim=victim: victim not in workers(launcher.pid), 120), (
+        assert wait_for(lambda victim=victim: victim not in workers(launcher.pid), 120), (  # type: ignore[misc]
             log.read_text()
-        )  # type: ignore[misc]
+        )
     assert launcher.wait(240) == 0, log.read_text()
     assert [event["event"] for event in lines(folder / "events.jsonl")].count("restart") == len(
         faults

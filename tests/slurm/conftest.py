@@ -48,10 +48,10 @@ def scenarios(
 ) -> Iterator[dict[Scenario, Future[None]]]:
     """Starts every selected scenario of the module in its own folder."""
     selected = [
-        item.obj.scenario
+        item.obj.scenario  # type: ignore[attr-defined]
         for item in request.session.items
         if hasattr(getattr(item, "obj", None), "scenario")
-    ]  # type: ignore[attr-defined]
+    ]
     with ThreadPoolExecutor(JOBS) as threads:
         yield {
             one: threads.submit(one, _cluster, tmp_path_factory.mktemp("scenario"))

@@ -203,7 +203,7 @@ def test_every_mesh_matches_one_rank(
                     assert seen["targets"] == expected["targets"], options
                     assert seen["accuracy"] == expected["accuracy"], options
                     numbers = [
-                        [one["loss"], *filter(None, one["loss_by_position"])]
+                        [one["loss"], *filter(None, one["loss_by_position"])]  # type: ignore[call-overload]
                         for one in (seen, expected)
-                    ]  # type: ignore[call-overload]
+                    ]
                     assert numbers[0] == pytest.approx(numbers[1], rel=1e-12, abs=0), options

@@ -192,13 +192,10 @@ class InMemoryCheckpoints:
         # allocated.
         all_ranks = stems("rank", range(world.size)) | stems("held", range(world.size))
         run_on_all_ranks(lambda: remove_others(self.folder, all_ranks), group)
-        folders = run_and_gather(lambda: identity_of(self.folder), group)
-        ranks = [rank for rank, folder in enumerate(folders) if folder == folders[world.rank]]
-        held = (
-            [(rank - self._ranks_per_node) % world.size for rank in ranks]
-            if world.num_nodes > 1
-            else []
-        )
+        ranks = self._ranks_of_node()
+        held = []
+        if world.num_nodes > 1:
+            held = [(rank - self._ranks_per_node) % world.size for rank in ranks]
         self._answers_for_node = world.rank == ranks[0]
         self._stems = stems("rank", ranks) | stems("held", held)
         """Names, without index, of the files that the ranks of this node write."""
@@ -222,6 +219,11 @@ class InMemoryCheckpoints:
         step.
         """
         self._has_released = True
+
+    def _ranks_of_node(self) -> list[int]:
+        """Ranks that see the same folder of shared memory as this one."""
+        folders = run_and_gather(lambda: identity_of(self.folder), self._group)
+        return [rank for rank, folder in enumerate(folders) if folder == folders[self._rank]]
 
     def _hold(self) -> int:
         with naming_the_key(self.folder):

@@ -116,8 +116,10 @@ def compilations(method: str) -> tuple[int, float]:
         given = inputs(boundaries_BD)
         *expected, _ = run(dense, given, boundaries_BD)
         for ours, right in zip(
-            shared(ReplacedCall(core, compiled), given, boundaries_BD), expected, strict=True
-        ):  # type: ignore[arg-type]
+            shared(ReplacedCall(core, compiled), given, boundaries_BD),
+            expected,
+            strict=True,  # type: ignore[arg-type]
+        ):
             worst = max(worst, abs(ours - right).max().item())
     return counter.frame_count, worst
 
