@@ -402,23 +402,31 @@ def listening(pid: int) -> set[tuple[str, int]]:
 
 
 STRANGER = """
-import json, os, socket, sys, datetime
+import datetime, json, os, signal, socket, sys
 from torch import distributed
-opened, joined = [], []
+
+def joins(address, port):
+    child = os.fork()
+    if not child:
+        signal.alarm(4)  # gloo answers nothing, and torch waits for an answer.
+        limit = datetime.timedelta(seconds=2)
+        try:
+            store = distributed.TCPStore(address, port, is_master=False, timeout=limit)
+            store.set("longhaul/present/1", "me")
+        except distributed.DistError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+opened = []
 for address, port in json.loads(sys.argv[1]):
     try:
         with socket.create_connection((address, port), timeout=2) as peer:
             opened.append([address, port])
             peer.sendall(os.urandom(64))
     except OSError:
-        continue
-    try:
-        store = distributed.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=2))
-        store.set("longhaul/present/1", "me")
-        joined.append([address, port])
-    except distributed.DistError:
         pass
-print(json.dumps([opened, joined]))
+print(json.dumps([opened, [place for place in opened if joins(*place)]]))
 """
 
 
@@ -466,8 +474,9 @@ def meet(network: str, *nodes: subprocess.Popen[str]) -> tuple[list[list[object]
         assert {address for address, _ in found} <= {"127.0.0.1", ADDRESSES[host]}, "every address"
         places |= {(ADDRESSES[host], port) for _, port in found}
     command = ["ip", "netns", "exec", f"{network}-c", sys.executable, "-c", STRANGER]
+    places_given = json.dumps(sorted(places))
     done = subprocess.run(
-        [*command, json.dumps(sorted(places))], check=True, capture_output=True, text=True
+        [*command, places_given], check=True, capture_output=True, text=True, timeout=120
     )
     opened, joined_at = json.loads(done.stdout)
     return opened, joined_at

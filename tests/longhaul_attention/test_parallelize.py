@@ -20,6 +20,7 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from parallelisms.mesh.collectives import full_tensor
 from tests.longhaul_attention.in_float64 import float64_throughout
 from tests.ranks import run_ranks
 
@@ -213,8 +214,8 @@ def sharded_errors(method: str) -> dict[str, float]:
                 fully_shard(layer, mp_policy=policy)
             loss, grads = run(fully_shard(model, mp_policy=policy), case)
         found[precision] = errors(
-            (loss, {name: grad.full_tensor() for name, grad in grads.items()}),
-            exact,  # type: ignore[attr-defined]
+            (loss, {name: full_tensor(grad) for name, grad in grads.items()}),
+            exact,
         )
     return found
 

@@ -36,7 +36,7 @@ HEAD = """\
 #SBATCH --exclusive
 #SBATCH --mail-type=FAIL
 
-umask go-w # Nobody else may write what this job creates.
+umask o-w # Strangers may not write what this job creates.
 
 RUN=/runs/long # the run folder
 ROOT={root} # Longhaul

@@ -1,4 +1,4 @@
-"""Nobody else can write to what a run creates, whatever the umask is that it is started with."""
+"""No stranger can write to what a run creates, whatever the umask is that it is started with."""
 
 from __future__ import annotations
 
@@ -25,16 +25,12 @@ def open_umask() -> Iterator[None]:
 
 
 def writable_by_others(folder: Path) -> list[str]:
-    found = [
-        path
-        for path in (folder, *folder.rglob("*"))
-        if path.lstat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    ]
+    found = [path for path in (folder, *folder.rglob("*")) if path.lstat().st_mode & stat.S_IWOTH]
     return [path.name for path in found if not path.is_symlink()]
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(0, 0o022), (0o002, 0o022), (0o027, 0o027), (0o077, 0o077)]
+    ("before", "after"), [(0, 0o002), (0o002, 0o002), (0o027, 0o027), (0o077, 0o077)]
 )
 @pytest.mark.usefixtures("open_umask")
 def test_a_umask_is_only_made_stricter(before: int, after: int) -> None:

@@ -2,7 +2,7 @@
 # @about
 # @directives
 
-umask go-w # Nobody else may write what this job creates.
+umask o-w # Strangers may not write what this job creates.
 
 # @settings
 

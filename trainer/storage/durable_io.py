@@ -14,11 +14,12 @@ log = logging.getLogger(__name__)
 
 
 def keep_others_from_writing() -> None:
-    """Whatever this process and its children create can be written by this user alone.
+    """Whatever this process and its children create can be written by this user, and by the group
+    if the umask says so, as teams do that share folders.
 
     Called first by each command and rank.
     """
-    os.umask(os.umask(0o077) | 0o022)
+    os.umask(os.umask(0o077) | 0o002)
 
 
 def fsync_path(path: Path) -> None:

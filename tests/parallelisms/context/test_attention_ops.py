@@ -116,9 +116,9 @@ def compilations(method: str) -> tuple[int, float]:
         given = inputs(boundaries_BD)
         *expected, _ = run(dense, given, boundaries_BD)
         for ours, right in zip(
-            shared(ReplacedCall(core, compiled), given, boundaries_BD),
+            shared(ReplacedCall(core, compiled), given, boundaries_BD),  # type: ignore[arg-type]
             expected,
-            strict=True,  # type: ignore[arg-type]
+            strict=True,
         ):
             worst = max(worst, abs(ours - right).max().item())
     return counter.frame_count, worst
