@@ -372,7 +372,7 @@ def endings() -> Table:
     rows = []
     for ending in ENDINGS:
         causes = [
-            str(each.__doc__).partition("\n")[0]
+            " ".join(str(each.__doc__).split())
             for each in errors
             if ending.exit_code
             and each.status == ending.exit_code

@@ -195,9 +195,15 @@ def test_workers_share_the_cores_unless_the_environment_is_set() -> None:
     many_workers: dict[str, str] = {}
     set_worker_environment(many_workers, LaunchWorld(nproc_per_node=10_000))
     assert many_workers["OMP_NUM_THREADS"] == "1"
-    preset = {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "backend:native"}
+    given = {
+        "OMP_NUM_THREADS": "3",
+        "PYTORCH_ALLOC_CONF": "backend:native",
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "NCCL_SOCKET_IFNAME": "eth2",
+    }
+    preset = dict(given)
     set_worker_environment(preset, LaunchWorld(nproc_per_node=1))
-    assert preset == {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "backend:native"}
+    assert preset == given
 
 
 def test_threads_that_touch_pinned_memory_are_those_of_a_worker_and_not_many() -> None:

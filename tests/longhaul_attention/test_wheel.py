@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "packages/attention"
-MAX_BYTES = 320_000
+MAX_BYTES = 360_000
 
 
 @pytest.fixture(scope="module")

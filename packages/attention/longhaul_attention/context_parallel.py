@@ -98,7 +98,7 @@ class ContextParallel(context_parallel.ContextParallel):
         """Documents of tensors that `shard` dealt to the ranks, by length."""
         self._num_verified = {True: 0, False: 0}  # In training, and in evaluation.
         # Batches name their `ContextParallel` by a number, which survives the pickling between a
-        # data loader's worker and the trainer.
+        # data loader's worker and the training process.
         self.key = next(_keys)
         _contexts[self.key] = ref(self)
 
