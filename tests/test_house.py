@@ -317,6 +317,7 @@ WITHOUT_TORCH = (
     "trainer.plan.console",
     "trainer.plan.html",
     "trainer.slurm.__main__",
+    "trainer.new.compose",
     "models.config",
     "trainer.memory.block",
     "parallelisms.mesh.message_bytes",
@@ -410,7 +411,7 @@ def test_numbers_leave_the_device_in_few_places() -> None:
 MAX_FILE_LINES = 600
 CLOSURE_FILES = 140
 """Files that `import train` reaches by any import statement."""
-MAX_NODES = 332_000
+MAX_NODES = 335_000
 """Nodes of the syntax trees of models, parallelisms, trainer and train.py, which no formatting
 changes; docs/architecture.md says why there are more than planned.
 """
@@ -643,6 +644,7 @@ def test_the_environment_is_read_where_processes_begin() -> None:
         "trainer.launch.restarts",
         "trainer.launch.workers",
         "trainer.hardware.node_checks",
+        "trainer.new.__main__",
         "trainer.preflight",
         "trainer.resilience.signals",
         "trainer.step.distributed",

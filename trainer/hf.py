@@ -263,7 +263,7 @@ class ImportedModel:
     max_positions: object
     """`max_position_embeddings` of its config.json."""
     remarks: Sequence[str]
-    """What a run does without."""
+    """Lines on what a run does without."""
     toml: str
 
 

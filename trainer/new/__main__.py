@@ -69,9 +69,7 @@ def run(options: Namespace, overrides: list[str]) -> int:
     files = {suffix: Path(f"{options.name}.{suffix}") for suffix in ("toml", "md", "sh")}
     given = given_values(options.name, overrides)
     require_new_files(options.name, files.values(), force=options.force)
-    # Questions go to standard error, so that the output can be piped.
-    is_terminal = sys.stdin.isatty() and sys.stderr.isatty()
-    new = RunChoices(options, given, os.environ, is_terminal=is_terminal).new_run()
+    new = RunChoices(options, given, os.environ, is_terminal=is_terminal()).new_run()
     result = new.fastest_layouts(overrides)
     best = result.best[0]
     files["toml"].write_text(new.toml(best.config, best.step_seconds))
@@ -98,6 +96,11 @@ def run(options: Namespace, overrides: list[str]) -> int:
         *format_table(*((f"  {command}", f"# {meaning}") for command, meaning in commands)),
     )
     return EXIT_SUCCESS
+
+
+def is_terminal() -> bool:
+    """Whether somebody can be asked: on standard error, so that the output can be piped."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def describe_memory(plan: TrainingPlan) -> str:

@@ -1,4 +1,4 @@
-"""What a new run needs to be told: given as options, asked for on a terminal, or missing."""
+"""The choices of a new run: given as options, asked for on a terminal, or missing."""
 
 from __future__ import annotations
 

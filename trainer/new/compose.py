@@ -42,7 +42,7 @@ CHECKPOINT_MINUTES = 30.0
 
 
 def given_values(name: str, overrides: list[str]) -> Values:
-    """What the command line states, the name included. Raises `ConfigError`."""
+    """The values that the command line states, with the name. Raises `ConfigError`."""
     arguments = parse_arguments(overrides)
     problems = [*arguments.problems]
     if arguments.values.get("job", {}).get("name", name) != name:

@@ -46,7 +46,7 @@ class NewRun:
 
     source: ModelSource
     given: Values
-    """What the command line states."""
+    """The values that the command line states."""
     values: Values
     """The configuration before a layout is chosen."""
     device: DeviceSpec
@@ -65,7 +65,7 @@ class NewRun:
 
     @property
     def remarks(self) -> list[str]:
-        """What the user should know of the model."""
+        """Notes on the model that a user should read."""
         longest = self.source.max_positions
         seq_len = self.values["training"]["seq_len"]
         remarks = [*self.source.remarks]
@@ -88,6 +88,9 @@ class NewRun:
         result = layouts.search(config, self.world_size, self.device, pinned=pinned)
         if result.problems:
             raise ConfigError([*result.problems])
+        if not result.best and not result.not_fitting and pinned:
+            rule = f"no layout of {self.world_size:,} devices that is worth a search keeps them"
+            raise ConfigError([f"{', '.join(pinned)} as given: {rule}"])
         if not result.best:
             raise DoesNotFitError(*self._shortage(config, result, pinned))
         return result
