@@ -22,6 +22,11 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "new": Command(
+        "trainer.new",
+        "trainer.new.__main__:build_parser",
+        "configuration, SLURM script and plan of a new run, from a model, a length and devices",
+    ),
     "train": Command(
         "trainer.launch",
         "trainer.launch.launcher:build_parser",

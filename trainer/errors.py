@@ -171,5 +171,11 @@ class ConfigError(RunError):
         super().__init__(*problems)
 
 
+class DoesNotFitError(RunError):
+    """A plan that needs more memory than the devices have."""
+
+    status = EXIT_DOES_NOT_FIT
+
+
 def missing_package(package: str, needed_by: object) -> DataError:
     return DataError(f"{needed_by} needs {package}: {sys.executable} -m pip install {package}")

@@ -240,6 +240,37 @@ def import_model(
     """
     if output is not None and output.exists():
         raise HuggingFaceError([f"{output} exists already"])
+    imported = read_model(folder, text_only=text_only, ignore_keys=ignore_keys)
+    if output is None:
+        sys.stdout.write(imported.toml)
+        return
+    output.write_text(imported.toml)
+    rope = imported.model.rope
+    fields = ", ".join(f"{key} {json.dumps(getattr(rope, key))}" for key in rope_fields(rope))
+    print_lines(
+        f"{imported.model.parameter_summary}; every tensor found",
+        *imported.remarks,
+        f"rope: {fields}",
+        f"wrote {output}",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportedModel:
+    """A model's folder whose every tensor was found, and the configuration that starts from it."""
+
+    model: ModelConfig
+    max_positions: object
+    """`max_position_embeddings` of its config.json."""
+    remarks: Sequence[str]
+    """Lines on what a run does without."""
+    toml: str
+
+
+def read_model(
+    folder: Path, *, text_only: bool = False, ignore_keys: Sequence[str] = ()
+) -> ImportedModel:
+    """Checks every tensor of the model in `folder`. Raises `HuggingFaceError` and `DataError`."""
     # A model of several modalities nests the configuration of its language model.
     values = text_model_values(stored := read_config(folder), text_only=text_only)
     text_only = values is not stored
@@ -257,20 +288,8 @@ def import_model(
         left_out.append(f"left out: router_aux_loss_coef = {loss}; see training.balance_loss")
     length = values.get("max_position_embeddings")
     lines = config_lines(folder, model, length, text_only=text_only, ignore_keys=ignore_keys)
-    text = "\n".join([*(f"# {line}" for line in left_out), *lines]) + "\n"
-    if output is None:
-        sys.stdout.write(text)
-        return
-    output.write_text(text)
-    rope = ", ".join(
-        f"{key} {json.dumps(getattr(model.rope, key))}" for key in rope_fields(model.rope)
-    )
-    print_lines(
-        f"{model.parameter_summary}; every tensor found",
-        *left_out,
-        f"rope: {rope}",
-        f"wrote {output}",
-    )
+    toml = "\n".join([*(f"# {line}" for line in left_out), *lines]) + "\n"
+    return ImportedModel(model, length, left_out, toml)
 
 
 def check_tokenizer(folder: Path, model: ModelConfig) -> list[str]:

@@ -198,7 +198,7 @@ SAMPLE = PlanReport(
         'memory.recompute = "none" would save 27.2 s, but does not fit.',
         "Links within a node carry 450 GB/s, between nodes 50 GB/s each way; nothing was calibrated.",
     ],
-    toml=TOML,
+    configurations=[TOML],
 )
 
 

@@ -56,7 +56,7 @@ CROWDED = PlanReport(
         replace(SEARCH, rows=[*SEARCH.rows, ["long " * 20] * len(SEARCH.columns)]),
     ],
     notes=["memory.a_key_without_blanks_that_is_wider_than_the_screen_of_a_phone = 1"],
-    toml='[model]\nname = "' + "x" * 200 + '"\n',
+    configurations=['[model]\nname = "' + "x" * 200 + '"\n'],
 )
 Box = list[float]
 

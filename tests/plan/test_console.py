@@ -38,7 +38,7 @@ def row(lines: list[str], name: str) -> list[str]:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_lines_fit_the_width_without_trailing_blanks(width: int) -> None:
-    lines = shown(replace(SAMPLE, toml=""), width).splitlines()
+    lines = shown(replace(SAMPLE, configurations=()), width).splitlines()
     assert max(map(len, lines)) <= width
     assert [line for line in lines if line != line.rstrip()] == []
 
@@ -61,7 +61,7 @@ def test_values_are_never_cut(width: int) -> None:
         SAMPLE.title,
         SAMPLE.verdict,
         *SAMPLE.notes,
-        SAMPLE.toml,
+        *SAMPLE.configurations,
         SEARCH.note,
         *SEARCH.columns,
     ]

@@ -88,7 +88,7 @@ def evil() -> PlanReport:
         facts=[(EVIL, EVIL)],
         sections=[bars, table, curve],
         notes=[EVIL],
-        toml=f"{EVIL}\n{EVIL}",
+        configurations=[f"{EVIL}\n{EVIL}"],
     )
 
 
@@ -142,7 +142,14 @@ def test_a_page_contains_the_whole_report() -> None:
         *TOKENS.lines,
         *MFU.lines,
     ]
-    texts = [SAMPLE.title, SAMPLE.verdict, SEARCH.note, *SAMPLE.notes, SAMPLE.toml, *kinds]
+    texts = [
+        SAMPLE.title,
+        SAMPLE.verdict,
+        SEARCH.note,
+        *SAMPLE.notes,
+        *SAMPLE.configurations,
+        *kinds,
+    ]
     texts += [part.title for part in SAMPLE.sections]
     texts += [text for row in (*SAMPLE.facts, *SEARCH.rows) for text in row]
     assert [text for text in texts if text not in shown] == []

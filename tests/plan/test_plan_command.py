@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -158,9 +159,12 @@ def test_search_prints_toml(capsys: pytest.CaptureFixture[str]) -> None:
     )
     said = capsys.readouterr().out
     assert said.startswith("llama3_8b with 65,536 tokens per sequence on 8 x h200\n")
-    first, second, *_ = said.split("configuration to paste\n")[1].split("# ")[1:]
-    for block in (first, second):
-        assert tomllib.loads(f"# {block}")["parallelism"]["cp_method"] in (
+    # Between two headings is what a user copies.
+    _, *printed = re.split(r"configuration to paste, (\d) of (\d)\n", said)
+    headings = [*zip(printed[::3], printed[1::3], strict=True)]
+    assert headings == [(str(number), "5") for number in range(1, 6)]
+    for block in printed[2::3]:
+        assert tomllib.loads(block)["parallelism"].get("cp_method", "auto") in (
             "auto",
             "ring",
             "allgather",

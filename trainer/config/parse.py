@@ -267,13 +267,20 @@ def read_toml(path: Path) -> dict[str, Any]:
     name = show_path(path)
     try:
         # Editors on Windows may begin a file with a byte order mark, which tomli refuses.
-        return tomli.loads(read_regular(path, max_bytes=MAX_CONFIG_BYTES).decode("utf-8-sig"))
+        text = read_regular(path, max_bytes=MAX_CONFIG_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError([f"{name}: cannot be read: {error.strerror}"]) from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         byte = f"byte {error.start} (0x{error.object[error.start]:02x})"
         raise ConfigError([f"{name}:{line}: {byte} is not valid UTF-8"]) from error
+    return parse_toml(text, name)
+
+
+def parse_toml(text: str, name: str) -> dict[str, Any]:
+    """The values of a TOML text; errors call it `name`. Raises `ConfigError`."""
+    try:
+        return tomli.loads(text)
     except tomli.TOMLDecodeError as error:
         lines = [*error.doc.splitlines(), ""]
         text = lines[min(error.lineno, len(lines)) - 1].strip()

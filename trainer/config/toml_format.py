@@ -24,6 +24,11 @@ def to_toml(config: Config) -> str:
         for name in (*config.unused_keys, "training.steps", "training.seq_len"):
             section, _, key = name.partition(".")
             values[section].pop(key, None)
+    return values_to_toml(values)
+
+
+def values_to_toml(values: dict[str, Any]) -> str:
+    """Nested values as a TOML file."""
     return "\n".join(_toml_lines((), values)).lstrip() + "\n"
 
 

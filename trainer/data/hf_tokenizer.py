@@ -278,10 +278,15 @@ def detect_tokenizer(folder: Path) -> tuple[str, Path | None] | None:
             else ("huggingface", folder)
         )
     for path in (folder / "tokenizer.model", folder / META_TOKENIZER_PATH):
-        kinds = {TIKTOKEN: "tiktoken", SENTENCEPIECE: "sentencepiece"}
-        if path.is_file() and (kind := kinds.get(detect_file_type(_content(path)))):
+        if path.is_file() and (kind := kind_of_file(path)):
             return kind, path
     return None
+
+
+def kind_of_file(path: Path) -> str | None:
+    """The `tokenizer.kind` that reads a single file; None if none does. Raises OSError."""
+    kinds = {TIKTOKEN: "tiktoken", SENTENCEPIECE: "sentencepiece"}
+    return kinds.get(detect_file_type(_content(path)))
 
 
 def _is_byte_tokenizer(path: Path) -> bool:

@@ -64,9 +64,9 @@ def _report_blocks(report: PlanReport, console: Console) -> Iterator[tuple[str, 
         yield "\nnotes", True
         for note in report.notes:
             yield fill(note, width, initial_indent="- ", subsequent_indent="  "), False
-    if report.toml:
-        yield "\nconfiguration to paste", True
-        yield report.toml.rstrip("\n"), False
+    for title, toml in report.titled_configurations:
+        yield f"\n{title}", True
+        yield toml.rstrip("\n"), False
 
 
 def _to_table(section: BarChart | Table | LineChart) -> tuple[Table, list[str]]:

@@ -118,8 +118,20 @@ class PlanReport:
     """(label, value with unit)."""
     sections: Sequence[BarChart | Table | LineChart]
     notes: Sequence[str] = ()
-    toml: str = ""
-    """Configuration sections to paste."""
+    configurations: Sequence[str] = ()
+    """Sections of alternative configurations to paste, each a valid TOML by itself."""
+
+    @property
+    def titled_configurations(self) -> list[tuple[str, str]]:
+        """The configurations, each with the heading that keeps it apart from the others."""
+        title = "configuration to paste"
+        count = len(self.configurations)
+        if count == 1:
+            return [(title, self.configurations[0])]
+        return [
+            (f"{title}, {number} of {count}", text)
+            for number, text in enumerate(self.configurations, 1)
+        ]
 
 
 # ---- numbers as text

@@ -109,10 +109,10 @@ def search_report(
         facts=_facts(RunPlan((best,)), best) if best else [],
         sections=sections,
         notes=[*plan_notes, *notes, f"{result.num_plans:,} plans evaluated"],
-        toml="\n\n".join(
+        configurations=[
             f"# {describe_layout(plan)}: {_seconds(plan.step_seconds)} per step\n{layout_toml(plan.config)}"
             for plan in result.best
-        ),
+        ],
     )
 
 
