@@ -72,6 +72,10 @@ class TrackedRun(NamedTuple):
     """Values of the configuration by section and key."""
     toml: str
     """The configuration as a file."""
+    lineage: str = ""
+    """The checkpoint of another run that this one branched from, what it took and what it changed,
+    in one line; empty if none.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,6 +121,8 @@ class TensorBoard:
             str(self._run.folder / "tensorboard"), purge_step=self._run.first_step
         )
         writer.add_text("config", f"```toml\n{self._run.toml}```")
+        if self._run.lineage:
+            writer.add_text("lineage", self._run.lineage)
         writer.add_custom_scalars(
             {
                 category: {title: ["Multiline", tags] for title, tags in charts.items()}

@@ -39,6 +39,7 @@ from trainer.resilience.replicas import DriftedRank
 from trainer.run.validation import ValidationResult, format_validation
 from trainer.step.routers import expert_layers, router_metrics
 from trainer.step.trainer import StepMetrics, StepResult, Trainer
+from trainer.storage import lineage
 from trainer.storage.durable_io import LineAppender, format_bytes
 from trainer.storage.run_dir import RunDir
 
@@ -124,8 +125,18 @@ class MetricsProcessor:
         config = self.run_config
         values = config.model_dump(mode="json")
         return TrackedRun(
-            config.job.name, self.run_dir.path, self.first_step, values, to_toml(config)
+            config.job.name,
+            self.run_dir.path,
+            self.first_step,
+            values,
+            to_toml(config),
+            self._lineage(),
         )
+
+    def _lineage(self) -> str:
+        """One line on the checkpoint of another run that this one branched from; empty if none."""
+        branch = lineage.read(self.run_dir.path)
+        return "" if branch is None else branch.describe()
 
     def record_rollback(
         self, spike: LossSpikeError, checkpoint: Path | None, skipped_range: tuple[int, int]
@@ -174,7 +185,12 @@ class MetricsProcessor:
         )
         for text in filter(
             None,
-            (*self.prediction.summary, self._expected_imbalance(), self.prediction.memory_summary),
+            (
+                self._lineage(),
+                *self.prediction.summary,
+                self._expected_imbalance(),
+                self.prediction.memory_summary,
+            ),
         ):
             log.info("%s", text)
         _log_extensions()
@@ -228,12 +244,13 @@ class MetricsProcessor:
         counts = self.dataset.round_robin.counts(trainer.next_sequence)
         sources = ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True))
         log.info(
-            "resumed from %s: continuing with step %d, sequence %d%s; the data is unchanged",
+            "resumed from %s: continuing with step %d, sequence %d%s; the data %s",
             *(
                 checkpoint,
                 self.first_step,
                 trainer.next_sequence,
                 f" ({sources})" if len(names) > 1 else "",
+                "is unchanged" if trainer.next_sequence else "starts from its beginning",
             ),
         )
 
