@@ -46,6 +46,16 @@ optimizer starts without state; the command says so. The model and the tokenizer
 INITIAL_FOLDER = "initial"
 """Folder of the weights that a branch of weights alone starts from."""
 
+LAUNCH_SECTIONS = (
+    "parallelism.",
+    "memory.",
+    "checkpoint.",
+    "metrics.",
+    "profiler.",
+    "distributed.",
+)
+"""Sections that may differ between two launches of one run."""
+
 
 def main(argv: Sequence[str]) -> int:
     return run_command(argv, build_parser())
@@ -103,12 +113,15 @@ def make_branch(options: Namespace, overrides: list[str]) -> None:
         linked = _link_checkpoint(checkpoint, draft / place, checkpoint_manifest)
         write_and_fsync(draft / RunDir(draft).config_path.name, to_toml(config).encode())
         lineage.write(draft, record)
+    start = state.step if record.carries_step else 0
+    stages = [each for each in config.training_stages if each.name and each.end_step > start]
     size = format_bytes(checkpoint_manifest.bytes)
     how = "shares its files" if linked else "copied"
     print_lines(
         f"{folder}: branch of {run_dir.path} at step {state.step} ({size}, {how})",
         *(f"{line}" for line in record.describe_parts().split("; ")),
         *(f"changed: {change}" for change in record.describe_changes()),
+        *(each.summary() for each in stages),
         f"to train it: {typed('train', '--config', folder / 'config.toml')}",
     )
 
@@ -289,11 +302,14 @@ def _optimizer_start(state: TrainState) -> int:
 
 
 def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The values that make the branch another run than its parent."""
     return {
         key: (was.get(key), now.get(key))
         for key in sorted(was.keys() | now.keys())
-        # Set by the command itself.
-        if was.get(key) != now.get(key) and key != "checkpoint.initial_load_path"
+        # A checkpoint holds what "auto" was resolved to.
+        if was.get(key) != now.get(key)
+        and now.get(key) != "auto"
+        and not key.startswith(LAUNCH_SECTIONS)
     }
 
 

@@ -105,10 +105,10 @@ def test_a_fresh_optimizer_starts_at_the_branch_and_resumes(root: Path, tmp_path
     trained(child, "--training.steps=5")
     trained(child, "--training.steps=8")
     assert steps(child) == [5, 6, 7, 8]
-    counts = [state(child / "checkpoints" / f"step-{at}")["optimizer_steps"] for at in (4, 5, 8)]
-    assert counts == [4, 1, 4]
+    counts = [state(child / "checkpoints" / f"step-{at}")["optimizer_steps"] for at in (5, 6, 8)]
+    assert counts == [1, 2, 4]
     # AdamW's first step has the length of the learning rate in every weight.
-    before = tensors(child / "checkpoints/step-4")
+    before = tensors(root / "parent/checkpoints/step-4")
     after = tensors(child / "checkpoints/step-5")
     name = "model.blocks.0.feed_forward.down_proj.weight"
     (lr,) = metrics(child, "lr")[0]
@@ -143,7 +143,7 @@ def test_other_lengths_and_data_start_the_data_and_say_so(
 
 
 @pytest.mark.ranks
-def test_a_flat_run_becomes_staged(root: Path, tmp_path: Path) -> None:
+def test_a_flat_run_becomes_staged(root: Path, tmp_path: Path, capsys: Capture) -> None:
     sections = (root / "run.toml").read_text()
     for line in ("seq_len = 64\n", "steps = 6\n"):
         sections = sections.replace(line, "")
@@ -154,11 +154,13 @@ def test_a_flat_run_becomes_staged(root: Path, tmp_path: Path) -> None:
     )
     child = tmp_path / "child"
     branched(f"{root}/parent@4", child, "--config", str(recipe))
+    assert 'stage "long" (2 of 2): steps 5 to 6' in capsys.readouterr().out
     done = trained(child)
     assert f'stage "long" starts from {child}/checkpoints/step-4 with the optimizer' in done.said
     assert metrics(child, "step", "stage") == [(5, "long"), (6, "long")]
-    before = metrics(root / "parent", "tokens")[3][0]
-    assert metrics(child, "tokens")[-1] == (before + 2 * 6 * 128,)
+    (before,) = metrics(root / "parent", "tokens")[3]
+    # Sequences have some padding.
+    assert before + 2 * 6 * 100 < metrics(child, "tokens")[-1][0] <= before + 2 * 6 * 128
 
 
 @pytest.mark.ranks
@@ -234,7 +236,7 @@ def test_a_branch_without_its_checkpoint_or_lineage_trains_nothing(
     (child / "checkpoints/step-4").rename(tmp_path / "step-4")
     lost = forked(child / "config.toml", child)
     assert lost.statuses == [78]
-    assert "is a branch of ../parent@4 and has lost its checkpoints" in lost.said
+    assert "parent@4 and has lost its checkpoints; branch again" in lost.said
     assert checkpoints(child) == []
 
 
