@@ -44,6 +44,7 @@ DOORS = {
     "pydantic": {
         "trainer.storage.artifact",
         "trainer.storage.lease",
+        "trainer.storage.lineage",
         "trainer.storage.manifest",
         "trainer.checkpoint.memory_folder",
         "trainer.storage.train_state",
@@ -410,7 +411,7 @@ def test_numbers_leave_the_device_in_few_places() -> None:
 MAX_FILE_LINES = 600
 CLOSURE_FILES = 140
 """Files that `import train` reaches by any import statement."""
-MAX_NODES = 332_000
+MAX_NODES = 334_500
 """Nodes of the syntax trees of models, parallelisms, trainer and train.py, which no formatting
 changes; docs/architecture.md says why there are more than planned.
 """

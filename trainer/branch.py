@@ -98,14 +98,14 @@ def make_branch(options: Namespace, overrides: list[str]) -> None:
         raise ConfigError(
             [f"{COMMAND_LINE}: --weights-only includes --fresh-optimizer and --fresh-data"]
         )
-    run_dir, checkpoint = find_parent(options.parent)
+    parent, checkpoint = find_parent(options.parent)
     checkpoint_manifest = manifest.read_intact(checkpoint, check_hashes=False)
-    state = lineage.read_state(run_dir.path, checkpoint)
-    config = _branch_config(options, overrides, run_dir, state)
+    state = lineage.read_state(parent, checkpoint)
+    config = _branch_config(options, overrides, parent, state)
     if options.weights_only:
-        record = _weights_lineage(folder, run_dir, checkpoint, state, config)
+        record = _weights_lineage(folder, parent, checkpoint, state, config)
     else:
-        record = _continued_lineage(options, run_dir, checkpoint, state, config)
+        record = _continued_lineage(options, parent, checkpoint, state, config)
     if problems := RunDir(folder).problems():
         raise ConfigError(problems)
     place = Path(INITIAL_FOLDER) if options.weights_only else _step_folder(state.step)
@@ -118,7 +118,7 @@ def make_branch(options: Namespace, overrides: list[str]) -> None:
     size = format_bytes(checkpoint_manifest.bytes)
     how = "shares its files" if linked else "copied"
     print_lines(
-        f"{folder}: branch of {run_dir.path} at step {state.step} ({size}, {how})",
+        f"{folder}: branch of {parent} at step {state.step} ({size}, {how})",
         *(f"{line}" for line in record.describe_parts().split("; ")),
         *(f"changed: {change}" for change in record.describe_changes()),
         *(each.summary() for each in stages),
@@ -133,7 +133,7 @@ def _step_folder(step: int) -> Path:
 # ---- the parent
 
 
-def find_parent(text: str) -> tuple[RunDir, Path]:
+def find_parent(text: str) -> tuple[Path, Path]:
     """The run folder and the checkpoint that RUN[@STEP] names.
 
     Raises `ConfigError` if there is none, `ResumeError` if it is not intact.
@@ -152,16 +152,16 @@ def find_parent(text: str) -> tuple[RunDir, Path]:
             ]
         )
     if has_step or len(checkpoints) == 1:
-        return run_dir, wanted[-1]
+        return run_dir.path, wanted[-1]
     newest = run_dir.latest_valid_checkpoint()
-    return run_dir, wanted[-1] if newest is None else newest
+    return run_dir.path, wanted[-1] if newest is None else newest
 
 
 # ---- the configuration
 
 
 def _branch_config(
-    options: Namespace, overrides: Sequence[str], run_dir: RunDir, state: TrainState
+    options: Namespace, overrides: Sequence[str], parent: Path, state: TrainState
 ) -> Recipe:
     """The configuration of the branch: that of the parent or of --config, with the given keys.
 
@@ -175,10 +175,10 @@ def _branch_config(
     if "name" not in job:
         arguments.append(f"--job.name={options.folder.name}")
     if options.config is None:
-        arguments = ["--config", str(run_dir.config_path.resolve()), *arguments]
+        arguments = ["--config", str(RunDir(parent).config_path.resolve()), *arguments]
         recorded = load(arguments, imports_extensions=False).job.extension
         if problems := extension.recorded_problem(
-            recorded, job.get("extension", ()), run_dir.config_path
+            recorded, job.get("extension", ()), RunDir(parent).config_path
         ):
             raise ConfigError(problems)
     config = load(arguments)
@@ -198,7 +198,7 @@ def _branch_config(
 
 
 def _weights_lineage(
-    folder: Path, run_dir: RunDir, checkpoint: Path, state: TrainState, config: Recipe
+    folder: Path, parent: Path, checkpoint: Path, state: TrainState, config: Recipe
 ) -> Lineage:
     """The lineage of a branch that takes weights alone.
 
@@ -209,7 +209,7 @@ def _weights_lineage(
     validate_initial_weights(first.config.model_copy(update={"checkpoint": section}))
     return lineage.new_lineage(
         folder,
-        run_dir.path,
+        parent,
         checkpoint,
         step=state.step,
         carries_step=False,
@@ -221,7 +221,7 @@ def _weights_lineage(
 
 
 def _continued_lineage(
-    options: Namespace, run_dir: RunDir, checkpoint: Path, state: TrainState, config: Recipe
+    options: Namespace, parent: Path, checkpoint: Path, state: TrainState, config: Recipe
 ) -> Lineage:
     """The lineage of a branch that continues at the parent's step.
 
@@ -245,13 +245,13 @@ def _continued_lineage(
     # The checkpoint may be the one that the parent itself branched from: what was fresh there is
     # fresh here, and the changes add up.
     stored = manifest.read_state(checkpoint)
-    before = lineage.read(run_dir.path)
+    before = lineage.read(parent)
     if before is not None and before.starts_at(checkpoint):
         carries_data = carries_data and before.carries_data
         starts_optimizer = starts_optimizer or not before.carries_optimizer
     return lineage.new_lineage(
         options.folder,
-        run_dir.path,
+        parent,
         checkpoint,
         step=state.step,
         carries_step=True,
@@ -285,7 +285,8 @@ def _fixed_problems(
     dtypes = {state.config.get("training.dtype"), values["training.dtype"]}
     fixed = [key for key in differing if is_fixed(key)]
     # Tensors of float64 have no other form; the others are float32 in every checkpoint.
-    fixed += ["training.dtype"] * (len(dtypes) > 1 and "float64" in dtypes)
+    if len(dtypes) > 1 and "float64" in dtypes:
+        fixed.append("training.dtype")
     return [
         f"{line}: a branch cannot change it"
         for line in describe_differences(

@@ -27,7 +27,7 @@ MAX_REASON_CHARS = 60
 
 @dataclass(frozen=True)
 class ListedRun:
-    """What the list says of a run."""
+    """A run, as the list shows it."""
 
     path: Path
     steps: str
@@ -117,17 +117,17 @@ def _listed(path: Path) -> ListedRun:
         problem = str(error)
     steps = f"{step:,} of {'?' if total is None else f'{total:,}'}"
     is_done = total is not None and 0 < total <= step
-    return ListedRun(path, steps, "done" if is_done else _state(run_dir), found, problem)
+    return ListedRun(path, steps, "done" if is_done else _state(path), found, problem)
 
 
-def _state(run_dir: RunDir) -> str:
+def _state(path: Path) -> str:
     """How the last launch of an unfinished run ended, or that one is running."""
     with suppress(OSError):
-        touched = (run_dir.logs_dir / "lease").lstat().st_mtime
+        touched = (RunDir(path).logs_dir / "lease").lstat().st_mtime
         if time.time() - touched < LEASE_SECONDS:
             return "running"
     for name in exit_markers.EXIT_MARKERS:
-        marker = exit_markers.content_of(run_dir.path, name)
+        marker = exit_markers.content_of(path, name)
         # Whether a run is done depends on its checkpoints; the marker is of before it was
         # extended.
         if marker is not None and name != "DONE":
@@ -136,7 +136,7 @@ def _state(run_dir: RunDir) -> str:
                 reason if len(reason) <= MAX_REASON_CHARS else f"{reason[:MAX_REASON_CHARS]}..."
             )
             return f"{name}: {short}" if short else name
-    return "interrupted" if run_dir.events_path.exists() else "not started"
+    return "interrupted" if RunDir(path).events_path.exists() else "not started"
 
 
 if __name__ == "__main__":

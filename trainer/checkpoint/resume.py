@@ -74,9 +74,40 @@ def resume(config: Config, run_dir: RunDir, trainer: Trainer, group: ProcessGrou
             f"{trainer.stage} cannot resume from {checkpoint}, which is at step {state.step} of an earlier stage; "
             "run the same command again to resume that stage"
         )
+    starts_new_stage = state.stage.index != trainer.stage.index
+    _require_same_data(run_dir, checkpoint, state, trainer)
+    optimizer_start = run_on_all_ranks(lambda: _optimizer_start(config, state), group)
+    # Where the optimizer starts only weights are taken; its moments stay zero.
+    resets_optimizer = starts_new_stage and trainer.stage.resets_optimizer
+    prefix = MODEL_PREFIX if resets_optimizer or optimizer_start == state.step else ""
+    tensors = {
+        name: tensor for name, tensor in trainer.state_dict().items() if name.startswith(prefix)
+    }
+    load_tensors(checkpoint, tensors, trainer.mesh.pp_group, prefix=prefix, group=group)
+    _log_other_versions(manifest.read(checkpoint))
+    trainer.load_train_state(state.trainer.model_dump())
+    if not prefix:
+        run_on_all_ranks(
+            lambda: _require_one_step(checkpoint, state, tensors, optimizer_start), group
+        )
+    trainer.config_changes = (
+        []
+        if starts_new_stage
+        else describe_differences(state.config, flatten_config(trainer.config))
+    )
+    return checkpoint
+
+
+def _require_same_data(
+    run_dir: RunDir, checkpoint: Path, state: TrainState, trainer: Trainer
+) -> None:
+    """Raises `ResumeError` if the checkpoint was trained on other data, or on data packed
+    otherwise.
+    """
     saved_data = state.data
     current_data = trainer.dataset.fingerprints
-    if starts_new_stage := state.stage.index != trainer.stage.index:
+    starts_new_stage = state.stage.index != trainer.stage.index
+    if starts_new_stage:
         # Of the copy task, which fits the sequence length, each stage has another version.
         shared = (
             set() if trainer.config.data.is_synthetic else saved_data.keys() & current_data.keys()
@@ -99,26 +130,6 @@ def resume(config: Config, run_dir: RunDir, trainer: Trainer, group: ProcessGrou
         raise ResumeError(
             f"{checkpoint} was trained on otherwise packed data: {'; '.join(mismatches)}{hint}"
         )
-    optimizer_start = run_on_all_ranks(lambda: _optimizer_start(config, state), group)
-    # Where the optimizer starts only weights are taken; its moments stay zero.
-    resets_optimizer = starts_new_stage and trainer.stage.resets_optimizer
-    prefix = MODEL_PREFIX if resets_optimizer or optimizer_start == state.step else ""
-    tensors = {
-        name: tensor for name, tensor in trainer.state_dict().items() if name.startswith(prefix)
-    }
-    load_tensors(checkpoint, tensors, trainer.mesh.pp_group, prefix=prefix, group=group)
-    _log_other_versions(manifest.read(checkpoint))
-    trainer.load_train_state(state.trainer.model_dump())
-    if not prefix:
-        run_on_all_ranks(
-            lambda: _require_one_step(checkpoint, state, tensors, optimizer_start), group
-        )
-    trainer.config_changes = (
-        []
-        if starts_new_stage
-        else describe_differences(state.config, flatten_config(trainer.config))
-    )
-    return checkpoint
 
 
 def _optimizer_start(config: Config, state: TrainState) -> int:

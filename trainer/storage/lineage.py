@@ -66,7 +66,7 @@ class Lineage(Artifact):
         """The parent's state, as the branch continues from it."""
         # The branch has a goodput of its own: the time until it began was not lost.
         trainer = state.trainer.model_copy(update={"goodput": None})
-        update: dict[str, Any] = {
+        others: dict[str, Any] = {
             "stage": self.stage,
             "config": state.config | {key: now for key, (_, now) in self.changed.items()},
         }
@@ -74,17 +74,18 @@ class Lineage(Artifact):
             restart = {"next_sequence": 0, "tokens": 0, "sources": {}, "losses": SpikeState()}
             trainer = trainer.model_copy(update=restart)
             # Nothing of the branch's data was read yet, so it may be any.
-            update |= {"data": {}, "plans": {}}
-        return state.model_copy(update=update | {"trainer": trainer})
+            others |= {"data": {}, "plans": {}}
+        return state.model_copy(update=others | {"trainer": trainer})
 
     def __str__(self) -> str:
         return f"{self.parent}@{self.step}"
 
     def describe(self) -> str:
         """Parent, what continues and what starts fresh, and the changed keys, in one line."""
-        changed = [*self.describe_changes()]
-        more = len(changed) - MAX_SHOWN_CHANGES
-        shown = changed[:MAX_SHOWN_CHANGES] + [f"and {more} more"] * (more > 0)
+        changed = self.describe_changes()
+        shown = changed[:MAX_SHOWN_CHANGES]
+        if len(changed) > MAX_SHOWN_CHANGES:
+            shown.append(f"and {len(changed) - MAX_SHOWN_CHANGES} more")
         return "; ".join(
             [
                 f"branch of {self}",
