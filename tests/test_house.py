@@ -45,6 +45,7 @@ DOORS = {
     "pydantic": {
         "trainer.storage.artifact",
         "trainer.storage.lease",
+        "trainer.storage.lineage",
         "trainer.storage.manifest",
         "trainer.checkpoint.memory_folder",
         "trainer.storage.train_state",

@@ -52,6 +52,16 @@ COMMANDS = {
         "trainer.checkpoint.__main__:build_parser",
         "list, verify, prune or export checkpoints",
     ),
+    "branch": Command(
+        "trainer.branch",
+        "trainer.branch:build_parser",
+        "make a run that starts from a checkpoint of another one",
+    ),
+    "runs": Command(
+        "trainer.runs",
+        "trainer.runs:build_parser",
+        "list runs as a tree: steps, state and the checkpoint that each branched from",
+    ),
     "evaluate needle": Command(
         "trainer.evaluation.needle",
         "trainer.evaluation.arguments:needle_parser",

@@ -259,6 +259,8 @@ SEALED = {
         *("prepared/corpus/meta.json", "run/REQUEUE", "run/prediction.json", "run/logs/lease"),
     ),
     "fresh": ("prepared/corpus/meta.json",),
+    "branched": ("branched/lineage.json",),
+    "runs": ("branched/lineage.json",),
     "status": ("run/slurm/1/job.json", "run/REQUEUE"),
 }
 FILES = {
@@ -287,6 +289,8 @@ FILES = {
     ),
     "inspect": tuple(f"prepared/corpus/{name}" for name in ("meta.json", *SHARD)),
     "prepare": ("text/00.txt",),
+    "branched": ("branched/lineage.json",),
+    "runs": ("branched/lineage.json", "run/config.toml", "run/REQUEUE"),
     "import": ("hf/config.json", "hf/model.safetensors", "hf/tokenizer.json"),
     "status": ("run/slurm/1/job.json", "run/metrics.jsonl", "run/REQUEUE"),
 }

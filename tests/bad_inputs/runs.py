@@ -20,7 +20,7 @@ import torch
 
 from tests.bad_inputs.cases import EXECUTED, Case, broken_rules
 from tests.system.runs import train_rank
-from trainer import hf
+from trainer import branch, hf, runs
 from trainer.checkpoint import __main__ as checkpoint_command
 from trainer.config.parse import load
 from trainer.data.prepare import __main__ as prepare_command
@@ -67,6 +67,7 @@ FRESH = [
     "--training.steps=1",
     "--checkpoint.enabled=false",
 ]
+BRANCHED = ["--config", "branched/config.toml", "--job.output_dir=branched"]
 COMMANDS: dict[str, Callable[[], int | None]] = {
     "train": lambda: train_rank(TRAIN),
     "fresh": lambda: train_rank(FRESH),
@@ -76,6 +77,8 @@ COMMANDS: dict[str, Callable[[], int | None]] = {
     ),
     "prepare": lambda: prepare_command.main(["--corpus", "text", "--output", "made"]),
     "import": lambda: hf.main(["import", "hf", "imported.toml"]),
+    "branched": lambda: train_rank(BRANCHED),
+    "runs": lambda: runs.main(["."]),
     "status": lambda: slurm_command.main(["status", "run"]),
 }
 
@@ -104,8 +107,8 @@ class Undisturbed(NamedTuple):
 
 
 def make_folder(root: Path) -> None:
-    """A run that stands at step 4 of 6, its prepared corpus, its export, and what a launcher
-    leaves.
+    """A run that stands at step 4 of 6, its prepared corpus, its export, a branch, and what a
+    launcher leaves.
     """
     (root / "text").mkdir(parents=True)
     for number in range(20):
@@ -124,6 +127,7 @@ def make_folder(root: Path) -> None:
 
     def leave() -> int:
         status = hf.main(["export", "run", "hf"])
+        status = status or branch.main(["run@4", "branched", "--training.steps", "6"])
         folder = jobs.create_submission_dir(Path("run"))
         jobs.record_submission(folder, Path("run").absolute(), "41", load(TRAIN))
         exit_markers.write(Path("run"), "REQUEUE", reason="SIGTERM", attempt="41.0.0")

@@ -323,8 +323,22 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     assert str(raised.value).splitlines() == [
         f"{checkpoint} belongs to another run:",
         "  training.seed was 0 and is now 1",
-        "revert these changes or choose another job.output_dir",
+        "revert these changes or choose another job.output_dir; to train on from here with them, "
+        f"in a run of its own: python -m trainer.branch {tmp_path}@6 NEW --training.seed 1",
     ]
+
+
+def test_a_difference_that_a_file_must_say_asks_for_a_file(tmp_path: Path) -> None:
+    checkpoint = commit(tmp_path, 6, config(tmp_path))
+    mix = [{"source": "corpus", "max_len": 24}]
+    with pytest.raises(ResumeError, match=rf"trainer.branch {tmp_path}@6 NEW --config FILE$"):
+        check_resume(config(tmp_path, training={"steps": 6}, data={"mix": mix}), checkpoint)
+
+
+def test_another_model_is_no_branch(tmp_path: Path) -> None:
+    checkpoint = commit(tmp_path, 6, config(tmp_path))
+    with pytest.raises(ResumeError, match=r"or choose another job\.output_dir$"):
+        check_resume(config(tmp_path, model={"dim": 32}), checkpoint)
 
 
 def test_a_moved_folder_resumes(tmp_path: Path) -> None:

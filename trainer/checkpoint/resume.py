@@ -34,12 +34,13 @@ from trainer.errors import (
     UnreadableError,
 )
 from trainer.step.trainer import Trainer
-from trainer.storage import manifest
+from trainer.storage import lineage, manifest
 from trainer.storage.artifact import DamageError
 from trainer.storage.manifest import Manifest
 from trainer.storage.retention import quarantine
 from trainer.storage.run_dir import (
     RunDir,
+    branch_command,
     check_resume,
     describe_differences,
     flatten_config,
@@ -73,29 +74,12 @@ def resume(config: Config, run_dir: RunDir, trainer: Trainer, group: ProcessGrou
             f"{trainer.stage} cannot resume from {checkpoint}, which is at step {state.step} of an earlier stage; "
             "run the same command again to resume that stage"
         )
-    saved_data = state.data
-    current_data = trainer.dataset.fingerprints
-    if starts_new_stage := state.stage.index != trainer.stage.index:
-        # Of the copy task, which fits the sequence length, each stage has another version.
-        shared = (
-            set() if trainer.config.data.is_synthetic else saved_data.keys() & current_data.keys()
-        )
-        saved_data, current_data = (
-            {name: data[name] for name in shared} for data in (saved_data, current_data)
-        )
-    if mismatches := describe_differences(saved_data, current_data):
-        raise ResumeError(f"{checkpoint} was trained on other data: {'; '.join(mismatches)}")
-    plans = trainer.dataset.plan_fingerprints
-    if (
-        state.plans
-        and not starts_new_stage
-        and (mismatches := describe_differences(state.plans, plans))
-    ):
-        raise ResumeError(
-            f"{checkpoint} was trained on otherwise packed data: {'; '.join(mismatches)}"
-        )
-    # A stage that resets the optimizer takes only the weights; its moments stay zero.
-    prefix = MODEL_PREFIX if starts_new_stage and trainer.stage.resets_optimizer else ""
+    starts_new_stage = state.stage.index != trainer.stage.index
+    _require_same_data(run_dir, checkpoint, state, trainer)
+    optimizer_start = run_on_all_ranks(lambda: _optimizer_start(config, state), group)
+    # Where the optimizer starts only weights are taken; its moments stay zero.
+    resets_optimizer = starts_new_stage and trainer.stage.resets_optimizer
+    prefix = MODEL_PREFIX if resets_optimizer or optimizer_start == state.step else ""
     tensors = {
         name: tensor for name, tensor in trainer.state_dict().items() if name.startswith(prefix)
     }
@@ -103,7 +87,9 @@ def resume(config: Config, run_dir: RunDir, trainer: Trainer, group: ProcessGrou
     _log_other_versions(manifest.read(checkpoint))
     trainer.load_train_state(state.trainer.model_dump())
     if not prefix:
-        run_on_all_ranks(lambda: _require_one_step(config, checkpoint, state, tensors), group)
+        run_on_all_ranks(
+            lambda: _require_one_step(checkpoint, state, tensors, optimizer_start), group
+        )
     trainer.config_changes = (
         []
         if starts_new_stage
@@ -112,12 +98,55 @@ def resume(config: Config, run_dir: RunDir, trainer: Trainer, group: ProcessGrou
     return checkpoint
 
 
-def _require_one_step(
-    config: Config, checkpoint: Path, state: TrainState, tensors: Mapping[str, Tensor]
+def _require_same_data(
+    run_dir: RunDir, checkpoint: Path, state: TrainState, trainer: Trainer
 ) -> None:
-    """Raises `ResumeError` if the optimizer's tensors are of another step than `state.json`."""
+    """Raises `ResumeError` if the checkpoint was trained on other data, or on data packed
+    otherwise.
+    """
+    saved_data = state.data
+    current_data = trainer.dataset.fingerprints
+    starts_new_stage = state.stage.index != trainer.stage.index
+    if starts_new_stage:
+        # Of the copy task, which fits the sequence length, each stage has another version.
+        shared = (
+            set() if trainer.config.data.is_synthetic else saved_data.keys() & current_data.keys()
+        )
+        saved_data, current_data = (
+            {name: data[name] for name in shared} for data in (saved_data, current_data)
+        )
+    fresh_data = branch_command(run_dir.path, checkpoint, "--fresh-data")
+    hint = f"; to train on with this data, in a run of its own: {fresh_data}"
+    # A branch with fresh data has read nothing yet.
+    if state.data and (mismatches := describe_differences(saved_data, current_data)):
+        listed = "; ".join(mismatches)
+        raise ResumeError(f"{checkpoint} was trained on other data: {listed}{hint}")
+    plans = trainer.dataset.plan_fingerprints
+    if (
+        state.plans
+        and not starts_new_stage
+        and (mismatches := describe_differences(state.plans, plans))
+    ):
+        raise ResumeError(
+            f"{checkpoint} was trained on otherwise packed data: {'; '.join(mismatches)}{hint}"
+        )
+
+
+def _optimizer_start(config: Config, state: TrainState) -> int:
+    """The step after which the optimizer of a checkpoint started."""
+    branch = lineage.read(config.output_dir)
     stages = config.training_stages[: state.stage.index + 1]
-    start = max((stage.start_step for stage in stages if stage.resets_optimizer), default=0)
+    starts = [stage.start_step for stage in stages if stage.resets_optimizer]
+    return max([0 if branch is None else branch.optimizer_start, *starts])
+
+
+def _require_one_step(
+    checkpoint: Path, state: TrainState, tensors: Mapping[str, Tensor], start: int
+) -> None:
+    """Raises `ResumeError` if the optimizer's tensors are of another step than `state.json`.
+
+    `start`: the step after which the optimizer started.
+    """
     # The optimizer counts the steps since its last reset that were not skipped. Skips are counted
     # over the whole run, so after a reset they only bound the number.
     most = state.step - start

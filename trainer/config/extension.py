@@ -76,8 +76,8 @@ class TrackedRun(NamedTuple):
     prediction: Mapping[str, Any]
     """The launcher's prediction: device, step time and memory; empty without one."""
     lineage: Mapping[str, str]
-    """Where its weights come from: `initial_load_path`, and the `run_id` of the run that wrote
-    them, as far as known.
+    """The run whose weights this one continued from: `branch`, the checkpoint and what was taken
+    from it, or `initial_load_path`, with the `run_id` of the run that wrote it if it is known.
     """
 
 

@@ -151,6 +151,9 @@ class TensorBoard:
             str(self._run.folder / "tensorboard"), purge_step=self._run.first_step
         )
         writer.add_text("config", f"```toml\n{self._run.toml}```")
+        if self._run.lineage:
+            lines = [f"{name}: {value}" for name, value in self._run.lineage.items()]
+            writer.add_text("lineage", "  \n".join(lines))
         return writer
 
 

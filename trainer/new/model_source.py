@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from models.files import read_regular
+from models.files import MAX_CONFIG_BYTES, read_regular
 from models.hf import CONFIG_FILE, HuggingFaceError
 from models.presets import FAMILIES
 from trainer.checkpoint.initial_weights import HF_PREFIX
@@ -124,7 +124,9 @@ def downloaded_folder(name: str, environment: Mapping[str, str]) -> Path:
     model = cache / f"models--{name.replace('/', '--')}"
     revision = "main"
     with suppress(OSError, UnicodeDecodeError):
-        revision = read_regular(model / "refs" / "main").decode().strip()
+        revision = (
+            read_regular(model / "refs" / "main", max_bytes=MAX_CONFIG_BYTES).decode().strip()
+        )
     folder = model / "snapshots" / revision
     # A revision is the name of one folder, whatever the file says.
     if folder.parent != model / "snapshots" or not folder.is_dir():

@@ -40,6 +40,7 @@ from trainer.resilience.replicas import DriftedRank
 from trainer.run.validation import ValidationResult, format_validation
 from trainer.step.routers import expert_layers, router_metrics
 from trainer.step.trainer import StepMetrics, StepResult, Trainer
+from trainer.storage import lineage
 from trainer.storage.durable_io import LineAppender, format_bytes
 from trainer.storage.run_dir import RunDir, find_checkpoints
 
@@ -123,12 +124,6 @@ class MetricsProcessor:
 
     def _tracked_run(self) -> TrackedRun:
         config = self.run_config
-        lineage = dict[str, str]()
-        if (path := config.checkpoint.initial_load_path) is not None:
-            lineage["initial_load_path"] = path
-            parent, _ = find_checkpoints(Path(path).expanduser())
-            if (parent_id := recorded_run_id(parent.path)) is not None:
-                lineage["run_id"] = parent_id
         return TrackedRun(
             name=config.job.name,
             folder=self.run_dir.path,
@@ -136,8 +131,20 @@ class MetricsProcessor:
             config=config.model_dump(mode="json"),
             toml=to_toml(config),
             prediction=self.prediction.model_dump(mode="json", exclude_defaults=True),
-            lineage=lineage,
+            lineage=self._lineage(),
         )
+
+    def _lineage(self) -> dict[str, str]:
+        """The run whose weights this one continued from; empty if it began anew."""
+        found = dict[str, str]()
+        if (branch := lineage.read(self.run_dir.path)) is not None:
+            found["branch"] = branch.describe()
+        if (path := self.run_config.checkpoint.initial_load_path) is not None:
+            found["initial_load_path"] = path
+            parent, _ = find_checkpoints(Path(path).expanduser())
+            if (parent_id := recorded_run_id(parent.path)) is not None:
+                found["run_id"] = parent_id
+        return found
 
     def record_rollback(
         self, spike: LossSpikeError, checkpoint: Path | None, skipped_range: tuple[int, int]
@@ -191,7 +198,12 @@ class MetricsProcessor:
         )
         for text in filter(
             None,
-            (*self.prediction.summary, self._expected_imbalance(), self.prediction.memory_summary),
+            (
+                self._lineage(),
+                *self.prediction.summary,
+                self._expected_imbalance(),
+                self.prediction.memory_summary,
+            ),
         ):
             log.info("%s", text)
         _log_extensions()
@@ -251,12 +263,13 @@ class MetricsProcessor:
         counts = self.dataset.round_robin.counts(trainer.next_sequence)
         sources = ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True))
         log.info(
-            "resumed from %s: continuing with step %d, sequence %d%s; the data is unchanged",
+            "resumed from %s: continuing with step %d, sequence %d%s; the data %s",
             *(
                 checkpoint,
                 self.first_step,
                 trainer.next_sequence,
                 f" ({sources})" if len(names) > 1 else "",
+                "is unchanged" if trainer.next_sequence else "starts from its beginning",
             ),
         )
 

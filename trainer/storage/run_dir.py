@@ -2,6 +2,8 @@
 Imports no torch.
 
 config.toml                resolved configuration of the newest launch
+lineage.json               the checkpoint of another run that this one branched from, if any
+initial/                   weights of another run that a branch starts from, if it takes only these
 prediction.json            memory and step time that the launcher predicted
 metrics.jsonl              one line per logged step
 events.jsonl               starts, resumes, checkpoints, validations, skipped steps, the end
@@ -17,6 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from models.files import MAX_LINE_BYTES
+from trainer.command_table import typed
 from trainer.config import extension
 from trainer.config.data import PACKING_VERSION
 from trainer.config.job_config import Config, TrainingStage
@@ -32,7 +36,7 @@ from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError, RunError, UnreadableError
 from trainer.errors import ResumeError as ResumeError
-from trainer.storage import manifest
+from trainer.storage import lineage, manifest
 from trainer.storage.artifact import DamageError, open_regular, parse_object
 from trainer.storage.durable_io import LineAppender, write_atomic
 from trainer.storage.retention import list_quarantined
@@ -60,6 +64,12 @@ NON_IDENTITY_KEYS = (
     "data.corpus",
     "data.files",
 )
+
+# Values that fix what the weights mean, or their shapes: a branch cannot change them either.
+FIXED_KEYS = ("model.", "tokenizer.kind.")
+ROPE_KEYS = ("model.rope.", "model.local_rope.")
+TYPEABLE_KEYS = ("training.", "optimizer.", "data.packing", "data.mask", "data.holdout")
+"""Identity keys of which every value can be written on a command line."""
 
 
 class RunDir:
@@ -300,7 +310,7 @@ def flatten_config(config: Config) -> dict[str, Any]:
 def run_identity(values: dict[str, Any]) -> dict[str, Any]:
     """The values of `flatten_config` that must not change when a run resumes."""
     # Sources outside the stage's mix may change.
-    mixed_sources = tuple(f"data.sources.{item['source']}." for item in values.get("data.mix", ()))
+    mixed_sources = tuple(f"data.sources.{source}." for source in _sources_of(values))
     return {
         key: value
         for key, value in values.items()
@@ -311,11 +321,23 @@ def run_identity(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _sources_of(values: dict[str, Any]) -> list[str]:
+    """Sources of the mix; of values that a stranger has sealed, as far as they are a mix."""
+    mix = values.get("data.mix")
+    items = mix if isinstance(mix, list) else []
+    return [str(item.get("source")) for item in items if isinstance(item, dict)]
+
+
 def is_source_path(key: str) -> bool:
     """Whether the key says which files a source reads; the fingerprint of their tokens must
     stay.
     """
     return key.startswith("data.sources.") and key.endswith((".path", ".files"))
+
+
+def is_fixed(key: str) -> bool:
+    """Whether not even a branch can change the key."""
+    return f"{key}.".startswith(FIXED_KEYS) and not key.startswith(ROPE_KEYS)
 
 
 def describe_differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
@@ -333,18 +355,17 @@ def check_resume(config: Config, checkpoint: Path) -> TrainState:
 
     Compares the stage that wrote the checkpoint and its start step. Later stages may change.
     """
-    state = manifest.read_state(checkpoint)
+    state = lineage.read_state(config.output_dir, checkpoint)
     index = state.stage.index
     if index >= len(config.training_stages):
         raise ResumeError(
             f"{checkpoint} is from stage {index + 1} of a run with {len(config.training_stages)} stages"
         )
     stage = config.training_stages[index]
-    mismatches = describe_differences(
-        run_identity(state.config) | flatten(state.stage.model_dump(), "stage."),
-        run_identity(flatten_config(stage.config))
-        | flatten(stage_position(stage).model_dump(), "stage."),
-    )
+    saved = run_identity(state.config) | flatten(state.stage.model_dump(), "stage.")
+    position = flatten(stage_position(stage).model_dump(), "stage.")
+    current = run_identity(flatten_config(stage.config)) | position
+    mismatches = describe_differences(saved, current)
     # The last stage may have been shortened, which only ends the run; an earlier one would have
     # trained on what is now the next.
     if stage.index + 1 < stage.num_stages and state.step > stage.end_step:
@@ -354,9 +375,35 @@ def check_resume(config: Config, checkpoint: Path) -> TrainState:
     if mismatches:
         listed = "".join(f"\n  {line}" for line in mismatches)
         raise ResumeError(
-            f"{checkpoint} belongs to another run:{listed}\nrevert these changes or choose another job.output_dir"
+            f"{checkpoint} belongs to another run:{listed}\n"
+            f"revert these changes or choose another job.output_dir{_branch_hint(config, checkpoint, saved, current)}"
         )
     return state
+
+
+def _branch_hint(
+    config: Config, checkpoint: Path, saved: dict[str, Any], current: dict[str, Any]
+) -> str:
+    """How to train on from the checkpoint with the changes; empty if not even a branch can."""
+    changed = [
+        key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)
+    ]
+    if not changed or any(is_fixed(key) for key in changed):
+        return ""
+    # Tables and stages can only be set in a file.
+    words = ["--config FILE"]
+    if all(key.startswith(TYPEABLE_KEYS) for key in changed):
+        values = [current[key] for key in changed]
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        words = [f"--{key} {shlex.quote(text)}" for key, text in zip(changed, texts, strict=True)]
+    command = " ".join([branch_command(config.output_dir, checkpoint), *words])
+    return f"; to train on from here with them, in a run of its own: {command}"
+
+
+def branch_command(run_folder: Path, checkpoint: Path, *words: object) -> str:
+    """The command that branches from a checkpoint of the run."""
+    step = checkpoint.name.removeprefix("step-")
+    return typed("branch", f"{run_folder}@{step}", "NEW", *words)
 
 
 def keep_packing_version(config: Recipe) -> Recipe:
@@ -422,4 +469,11 @@ def _resume_point(config: Config) -> tuple[Path | None, int]:
             "choose another job.output_dir"
         )
     checkpoint = run_dir.resume_checkpoint(config)
-    return checkpoint, 0 if checkpoint is None else check_resume(config, checkpoint).step
+    if checkpoint is not None:
+        return checkpoint, check_resume(config, checkpoint).step
+    # Without the checkpoint that it branched from, the run would silently start over at step 0.
+    if (branch := lineage.read(run_dir.path)) is not None and branch.carries_step:
+        raise ResumeError(
+            f"{run_dir.path} is a branch of {branch} and has lost its checkpoints; branch again"
+        )
+    return None, 0

@@ -1,0 +1,143 @@
+"""`longhaul runs [FOLDER]`: the runs of a folder as a tree of branches. Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.command_table import typed
+from trainer.commands import CommandParser, format_table, print_lines, run_command
+from trainer.config.parse import load
+from trainer.errors import ConfigError, RunError
+from trainer.storage import exit_markers, lineage
+from trainer.storage.lease import LEASE_SECONDS
+from trainer.storage.lineage import Lineage
+from trainer.storage.run_dir import RunDir
+
+DESCRIPTION = """\
+Lists the runs in FOLDER, each below the run that it branched from: step of the newest checkpoint, steps of the run,
+how its last launch ended, and the checkpoint that a branch starts from."""
+MAX_REASON_CHARS = 60
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """A run, as the list shows it."""
+
+    path: Path
+    steps: str
+    state: str
+    lineage: Lineage | None
+    problem: str = ""
+    """Why the lineage cannot be read."""
+
+    @property
+    def parent(self) -> Path | None:
+        return None if self.lineage is None else (self.path / self.lineage.parent).resolve()
+
+    def row(self, depth: int) -> tuple[str, ...]:
+        branched = ""
+        if self.lineage is not None:
+            branched = f"{self.lineage}, {self.lineage.describe_parts()}"
+        return ("  " * depth + self.path.name, self.steps, self.state, self.problem or branched)
+
+
+def main(argv: Sequence[str]) -> int:
+    return run_command(argv, build_parser())
+
+
+def build_parser() -> CommandParser:
+    parser = CommandParser(typed("runs"), DESCRIPTION, run=list_runs)
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default=Path("outputs"),
+        metavar="FOLDER",
+        help="folder of run folders, or a run folder; default: outputs",
+    )
+    return parser
+
+
+def list_runs(options: Namespace, overrides: list[str]) -> None:
+    """Prints a line for each run."""
+    del overrides
+    if not options.folder.is_dir():
+        raise ConfigError([f"{options.folder} is not a folder"])
+    paths = [options.folder, *sorted(options.folder.iterdir())]
+    runs = {path.resolve(): _listed(path.resolve()) for path in paths if _is_run(path)}
+    if not runs:
+        raise ConfigError([f"{options.folder} has no run folder"])
+    rows = [run.row(depth) for depth, run in _in_tree_order(runs)]
+    print_lines(*format_table(("run", "steps", "state", "branch of"), *rows))
+
+
+def _is_run(path: Path) -> bool:
+    with suppress(OSError):
+        run_dir = RunDir(path)
+        return run_dir.config_path.is_file() or run_dir.checkpoints_dir.is_dir()
+    return False
+
+
+def _in_tree_order(runs: Mapping[Path, ListedRun]) -> Iterator[tuple[int, ListedRun]]:
+    """Every run once with its depth, below its parent if that is listed."""
+    remaining = dict(runs)
+
+    def below(path: Path, depth: int) -> Iterator[tuple[int, ListedRun]]:
+        run = remaining.pop(path, None)
+        if run is not None:
+            yield depth, run
+            for child in [each for each, other in runs.items() if other.parent == path]:
+                yield from below(child, depth + 1)
+
+    roots = [path for path, run in runs.items() if run.parent not in runs]
+    # Records of strangers may name each other as parents; such runs follow the others.
+    for path in (*roots, *runs):
+        yield from below(path, 0)
+
+
+def _listed(path: Path) -> ListedRun:
+    run_dir = RunDir(path)
+    committed = run_dir.committed_checkpoints()
+    step = committed[-1][0] if committed else 0
+    total: int | None = None
+    with suppress(RunError):
+        config = load(["--config", str(run_dir.config_path)], imports_extensions=False)
+        total = config.training_stages[-1].end_step
+    found: Lineage | None = None
+    problem = ""
+    try:
+        found = lineage.read(path)
+    except RunError as error:
+        problem = str(error)
+    steps = f"{step:,} of {'?' if total is None else f'{total:,}'}"
+    is_done = total is not None and 0 < total <= step
+    return ListedRun(path, steps, "done" if is_done else _state(path), found, problem)
+
+
+def _state(path: Path) -> str:
+    """How the last launch of an unfinished run ended, or that one is running."""
+    with suppress(OSError):
+        touched = (RunDir(path).logs_dir / "lease").lstat().st_mtime
+        if time.time() - touched < LEASE_SECONDS:
+            return "running"
+    for name in exit_markers.EXIT_MARKERS:
+        marker = exit_markers.content_of(path, name)
+        # Whether a run is done depends on its checkpoints; the marker is of before it was
+        # extended.
+        if marker is not None and name != "DONE":
+            reason = marker.reason.partition("\n")[0]
+            short = (
+                reason if len(reason) <= MAX_REASON_CHARS else f"{reason[:MAX_REASON_CHARS]}..."
+            )
+            return f"{name}: {short}" if short else name
+    return "interrupted" if RunDir(path).events_path.exists() else "not started"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
