@@ -413,7 +413,7 @@ def test_numbers_leave_the_device_in_few_places() -> None:
 
 
 MAX_FILE_LINES = 600
-CLOSURE_FILES = 140
+CLOSURE_FILES = 145
 """Files that `import train` reaches by any import statement."""
 MAX_NODES = 348_000
 """Nodes of the syntax trees of models, parallelisms, trainer and train.py, which no formatting

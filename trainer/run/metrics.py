@@ -135,7 +135,7 @@ class MetricsProcessor:
         )
 
     def _lineage(self) -> dict[str, str]:
-        """The run whose weights this one continued from; empty if it began anew."""
+        """The run whose weights this one continued from; empty if there is none."""
         found = dict[str, str]()
         if (branch := lineage.read(self.run_dir.path)) is not None:
             found["branch"] = branch.describe()

@@ -15,10 +15,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from models.files import MAX_SEALED_BYTES
 from trainer.errors import ResumeError
 from trainer.storage import manifest
 from trainer.storage.artifact import (
-    MAX_JSON_BYTES,
     Artifact,
     DamageError,
     read_artifact,
@@ -161,7 +161,7 @@ def manifest_hash(checkpoint: Path) -> str:
     """Hash of a checkpoint's manifest. Raises `ResumeError` or `RunFailedError`."""
     path = checkpoint / manifest.MANIFEST_FILE
     try:
-        data = manifest.retry_io(path, lambda: read_regular(path, max_bytes=MAX_JSON_BYTES))
+        data = manifest.retry_io(path, lambda: read_regular(path, max_bytes=MAX_SEALED_BYTES))
     except (FileNotFoundError, DamageError) as error:
         raise ResumeError(f"{path} cannot be read: {error}") from None
     return hashlib.sha256(data).hexdigest()
