@@ -47,6 +47,7 @@ from trainer.storage.manifest import read_state
 
 PATIENCE_SECONDS = 300.0
 """For a fault to be recovered from: a dead node's lease takes 90."""
+RESTORED = ", restored by a person"
 MESHES = (
     {"dp_shard": 4},
     {"cp": 2, "tp": 2},
@@ -111,7 +112,8 @@ class Storm:
         restore = fault.strike(self.run, self.draw)
         if fault.launches:
             began = time.monotonic()
-            reached = self.run.step()
+            # A pipe in place of the metrics hides how far the run is.
+            reached = max(reached, self.run.step())
             last_start = self.last_start()
         if not self.run.launchers:
             self.start(*("--checkpoint.memory_interval", "1") * fault.launches)
@@ -125,8 +127,9 @@ class Storm:
         say(
             f"{len(self.recoveries):4}  {fault.name}: {ending}, {seconds:.1f} s, {repeated} steps repeated"
         )
-        if restore is not None:
-            # Of damage that this launch had no reason to notice.
+        # A person has restored it already if the launch noticed; a second time would undo what
+        # the launch has written since.
+        if restore is not None and RESTORED not in ending:
             restore()
 
     def recover(
@@ -157,7 +160,7 @@ class Storm:
                         )
                     restore()
                     restore = None
-                    ending += ", restored by a person"
+                    ending += RESTORED
                 self.start()
             time.sleep(0.02)
         return ending
