@@ -20,9 +20,7 @@ from trainer.storage.durable_io import format_bytes
 from trainer.storage.manifest import Manifest, read, read_validated
 
 
-def commit(
-    folder: Path, *, step: int = 6, tensors: bytes = bytes(range(256)) * 40
-) -> Path:
+def commit(folder: Path, *, step: int = 6, tensors: bytes = bytes(range(256)) * 40) -> Path:
     """A checkpoint of a state and two arbitrary files."""
     folder.mkdir(parents=True)
     write_artifact(folder / "state.json", train_state(load([]), step=step))

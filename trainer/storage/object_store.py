@@ -83,6 +83,8 @@ class RemoteFolder:
                 client_options={
                     "timeout": timedelta(seconds=REQUEST_SECONDS),
                     "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+                    # The library reads the variable only where no options are given.
+                    "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"),
                 },
             )
 
