@@ -237,9 +237,8 @@ def wait_for_uploads(uploads: Uploads, signal_handler: SignalHandler, *, is_done
     """
     # An upload may take longer than an exit.
     faulthandler.cancel_dump_traceback_later()
-    # The signal that preempted the run, and its repeats, do not end the wait.
-    was_signalled = signal_handler.signal is not None
-    problem = uploads.finish(lambda: not was_signalled and signal_handler.signal is not None)
+    # The signal that preempted a run, and its repeats, do not end the wait.
+    problem = uploads.finish(lambda: is_done and signal_handler.signal is not None)
     faulthandler.dump_traceback_later(EXIT_TIMEOUT_SECONDS, exit=True)
     if problem and is_done:
         raise RunFailedError(f"the run is done, but {problem}; the same command makes it up")

@@ -90,7 +90,8 @@ def stored() -> RemoteCheckpoints:
 # ---- uploads
 
 
-def test_a_checkpoint_comes_back_byte_by_byte(proxy: Proxy, run: RunDir, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("proxy")
+def test_a_checkpoint_comes_back_byte_by_byte(run: RunDir, tmp_path: Path) -> None:
     saved = save(run, 6)
     upload(run)
     new = restored(tmp_path)
@@ -117,8 +118,9 @@ def test_a_large_file_is_sent_in_parts(
     assert files(restored(tmp_path).checkpoints_dir / "step-6") == files(saved)
 
 
+@pytest.mark.usefixtures("proxy")
 def test_a_local_file_that_was_damaged_after_its_save_is_not_committed(
-    proxy: Proxy, run: RunDir, caplog: pytest.LogCaptureFixture
+    run: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(run, 3)
     tensors = save(run, 6) / TENSORS
@@ -171,8 +173,9 @@ def test_the_end_of_a_run_says_what_is_missing(
     assert "507" in problem
 
 
+@pytest.mark.usefixtures("proxy")
 def test_a_second_launch_of_the_same_step_does_not_replace_the_first(
-    proxy: Proxy, run: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     first = files(save(run, 6))
@@ -200,7 +203,8 @@ def _once_empty() -> Callable[[RemoteCheckpoints], list[int]]:
     return steps
 
 
-def test_a_launch_that_lost_its_run_folder_commits_nothing(proxy: Proxy, run: RunDir) -> None:
+@pytest.mark.usefixtures("proxy")
+def test_a_launch_that_lost_its_run_folder_commits_nothing(run: RunDir) -> None:
     save(run, 6)
 
     def lost() -> None:
@@ -215,7 +219,8 @@ def test_a_launch_that_lost_its_run_folder_commits_nothing(proxy: Proxy, run: Ru
 # ---- retention
 
 
-def test_copies_follow_the_rules_of_local_checkpoints(proxy: Proxy, run: RunDir) -> None:
+@pytest.mark.usefixtures("proxy")
+def test_copies_follow_the_rules_of_local_checkpoints(run: RunDir) -> None:
     for step in (2, 4, 6, 8, 10):
         save(run, step)
         if step == 6:
@@ -240,7 +245,8 @@ def test_checkpoints_that_would_be_deleted_at_once_are_not_uploaded(
     assert not any("/step-2/" in path for method, path in proxy.requests if method == "PUT")
 
 
-def test_what_a_killed_upload_left_goes_with_a_newer_copy(proxy: Proxy, run: RunDir) -> None:
+@pytest.mark.usefixtures("proxy")
+def test_what_a_killed_upload_left_goes_with_a_newer_copy(run: RunDir) -> None:
     stored().folder.create("step-2/0123456789abcdef/__0_0.distcp", b"left over")
     save(run, 6)
     upload(run)
@@ -260,8 +266,9 @@ def test_a_checkpoint_in_use_is_said_to_be(proxy: Proxy, run: RunDir) -> None:
 # ---- downloads
 
 
+@pytest.mark.usefixtures("proxy")
 def test_the_newest_whole_copy_is_taken_and_a_damaged_one_set_aside(
-    proxy: Proxy, run: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved = save(run, 3)
     save(run, 6)
@@ -286,9 +293,8 @@ def damage(remote: RemoteCheckpoints, *, step: int) -> None:
     assert remote.folder.create(name, bytes(content))
 
 
-def test_a_run_never_starts_over_where_all_copies_are_damaged(
-    proxy: Proxy, run: RunDir, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("proxy")
+def test_a_run_never_starts_over_where_all_copies_are_damaged(run: RunDir, tmp_path: Path) -> None:
     save(run, 3)
     upload(run)
     damage(stored(), step=3)
@@ -297,7 +303,8 @@ def test_a_run_never_starts_over_where_all_copies_are_damaged(
     assert stored().steps() == [3], "nothing is renamed: the store may be at fault"
 
 
-def test_a_copy_without_manifest_does_not_count(proxy: Proxy, run: RunDir, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("proxy")
+def test_a_copy_without_manifest_does_not_count(run: RunDir, tmp_path: Path) -> None:
     save(run, 3)
     upload(run)
     stored().folder.delete(["step-3/manifest.json"])
@@ -322,7 +329,8 @@ def test_a_download_that_is_cut_off_is_not_believed_and_continues(
     assert not any(path.endswith("/state.json") for path in asked), "it was there in full"
 
 
-def test_a_newer_local_checkpoint_wins(proxy: Proxy, run: RunDir) -> None:
+@pytest.mark.usefixtures("proxy")
+def test_a_newer_local_checkpoint_wins(run: RunDir) -> None:
     save(run, 3)
     upload(run)
     save(run, 6)
@@ -330,7 +338,8 @@ def test_a_newer_local_checkpoint_wins(proxy: Proxy, run: RunDir) -> None:
     assert [step for step, _ in run.committed_checkpoints()] == [3, 6]
 
 
-def test_a_damaged_local_checkpoint_is_replaced_by_its_copy(proxy: Proxy, run: RunDir) -> None:
+@pytest.mark.usefixtures("proxy")
+def test_a_damaged_local_checkpoint_is_replaced_by_its_copy(run: RunDir) -> None:
     saved = save(run, 6)
     whole = files(saved)
     upload(run)
@@ -340,7 +349,8 @@ def test_a_damaged_local_checkpoint_is_replaced_by_its_copy(proxy: Proxy, run: R
     assert len([*run.checkpoints_dir.glob("bad-step-6-*")]) == 1
 
 
-def test_a_pinned_copy_comes_back_pinned(proxy: Proxy, run: RunDir, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("proxy")
+def test_a_pinned_copy_comes_back_pinned(run: RunDir, tmp_path: Path) -> None:
     (save(run, 6) / "pinned").touch()
     upload(run)
     assert (restored(tmp_path).checkpoints_dir / "step-6" / "pinned").exists()
@@ -363,26 +373,27 @@ def test_a_store_that_refuses_is_an_error_of_the_configuration(
 ) -> None:
     save(run, 3)
     proxy.always(kind)
-    with pytest.raises(ConfigError, match="403 Forbidden: .*AWS_ACCESS_KEY_ID"):
+    with pytest.raises(ConfigError, match=r"403 Forbidden: .*AWS_ACCESS_KEY_ID"):
         restore_newest(run, URL, probes=True)
 
 
-def test_a_bucket_that_does_not_exist_is_an_error_of_the_configuration(
-    proxy: Proxy, run: RunDir
-) -> None:
+@pytest.mark.usefixtures("proxy")
+def test_a_bucket_that_does_not_exist_is_an_error_of_the_configuration(run: RunDir) -> None:
     with pytest.raises(ConfigError, match="NoSuchBucket"):
         restore_newest(run, "s3://nowhere/x", probes=True)
 
 
+@pytest.mark.usefixtures("proxy")
 def test_a_store_that_ignores_conditions_is_refused(
-    proxy: Proxy, run: RunDir, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_store.RemoteFolder, "create", lambda *_: True)
     with pytest.raises(ConfigError, match="must know conditional writes"):
         restore_newest(run, URL, probes=True)
 
 
-def test_a_probe_leaves_nothing(proxy: Proxy, run: RunDir) -> None:
+@pytest.mark.usefixtures("proxy")
+def test_a_probe_leaves_nothing(run: RunDir) -> None:
     assert not restore_newest(run, URL, probes=True)
     assert stored().folder.sizes() == {}
 

@@ -66,6 +66,11 @@ class Uploads:
         self._uploading: Path | None = None
         """The checkpoint that is read now, which must not be deleted."""
         self._sent_bytes = 0
+        self._file_bytes = 0
+        """Bytes of the current file that this try has sent."""
+        self._furthest_bytes = 0
+        """Most bytes of the current file that any try has sent: to send them again is no progress."""
+        self._last_progress = 0.0
         self._problem = ""
         """Reason of the newest failure; "" after a success."""
         self._damaged = dict[Path, str]()
@@ -100,13 +105,10 @@ class Uploads:
         Returns what is missing, or "". Gives up after `GIVE_UP_SECONDS` without progress, or once
         interrupted.
         """
-        started = last_report = last_progress = time.monotonic()
-        sent = self._sent_bytes
+        started = last_report = time.monotonic()
         while not self._idle.wait(0.2):
             now = time.monotonic()
-            if sent != self._sent_bytes:
-                sent = self._sent_bytes
-                last_progress = now
+            last_progress = max(started, self._last_progress)
             if is_interrupted() or now - last_progress > GIVE_UP_SECONDS:
                 return self._missing(self._problem or "the upload was not finished")
             if now - last_report > PROGRESS_SECONDS:
@@ -114,7 +116,7 @@ class Uploads:
                 log.info(
                     "waiting for uploads to %s: %s sent in %.0f s",
                     self._url,
-                    format_bytes(sent),
+                    format_bytes(self._sent_bytes),
                     now - started,
                 )
         newest = self._run_dir.committed_checkpoints()[-1:]
@@ -200,7 +202,10 @@ class Uploads:
         # What an earlier try sent is there in full: an object of this name was compared with the
         # manifest before it appeared.
         for name in remote.missing_files(checkpoint):
+            self._file_bytes = 0
             remote.upload_file(checkpoint, folder / name, self._count)
+            self._furthest_bytes = 0
+            self._last_progress = time.monotonic()
             if self._stop.is_set():
                 return
         # A launch that lost its run folder must not commit.
@@ -238,3 +243,7 @@ class Uploads:
 
     def _count(self, num_bytes: int) -> None:
         self._sent_bytes += num_bytes
+        self._file_bytes += num_bytes
+        if self._file_bytes > self._furthest_bytes:
+            self._furthest_bytes = self._file_bytes
+            self._last_progress = time.monotonic()
