@@ -233,7 +233,7 @@ def wait_for_uploads(uploads: Uploads, signal_handler: SignalHandler, *, is_done
     """Waits for the copies of all checkpoints.
 
     Raises `RunFailedError` if a run that is done lacks one. A preempted run only logs it: its next
-    launch makes it up.
+    launch uploads it.
     """
     # An upload may take longer than an exit.
     faulthandler.cancel_dump_traceback_later()
@@ -241,9 +241,9 @@ def wait_for_uploads(uploads: Uploads, signal_handler: SignalHandler, *, is_done
     problem = uploads.finish(lambda: is_done and signal_handler.signal is not None)
     faulthandler.dump_traceback_later(EXIT_TIMEOUT_SECONDS, exit=True)
     if problem and is_done:
-        raise RunFailedError(f"the run is done, but {problem}; the same command makes it up")
+        raise RunFailedError(f"the run is done, but {problem}; the same command uploads it")
     if problem:
-        log.warning("%s; the next launch makes it up", problem)
+        log.warning("%s; the next launch uploads it", problem)
 
 
 def _fingerprints(dataset: BlendedDataset, validation_sets: list[ValidationSet]) -> dict[str, str]:

@@ -410,9 +410,9 @@ def test_numbers_leave_the_device_in_few_places() -> None:
 
 
 MAX_FILE_LINES = 600
-CLOSURE_FILES = 140
+CLOSURE_FILES = 144
 """Files that `import train` reaches by any import statement."""
-MAX_NODES = 332_000
+MAX_NODES = 336_000
 """Nodes of the syntax trees of models, parallelisms, trainer and train.py, which no formatting
 changes; docs/architecture.md says why there are more than planned.
 """
@@ -650,6 +650,8 @@ def test_the_environment_is_read_where_processes_begin() -> None:
         "trainer.step.distributed",
         "trainer.step.store",
         "trainer.slurm.torchrun_agent",
+        # A variable of the library that it does not read beside options of ours.
+        "trainer.storage.object_store",
         "trainer.trace.answers",
         "longhaul_attention.__main__",
     }

@@ -135,7 +135,7 @@ def test_a_local_file_that_was_damaged_after_its_save_is_not_committed(
 
 
 @pytest.mark.parametrize("kind", ["busy", "cut", "dead", "expired", "denied", "full"])
-def test_an_upload_that_fails_is_said_once_and_made_up(
+def test_an_upload_that_fails_is_said_once_and_repeated(
     proxy: Proxy, run: RunDir, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(run, 3)

@@ -1,7 +1,7 @@
 """Uploads of a run's checkpoints to `checkpoint.remote`, in a thread. Imports no torch.
 
 The thread compares the local checkpoints with the copies and uploads what is missing, the newest
-first, so an upload that failed, or that an earlier launch did not finish, is made up.
+first, so it repeats an upload that failed, and one that an earlier launch did not finish.
 """
 
 from __future__ import annotations
