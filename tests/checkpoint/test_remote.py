@@ -5,6 +5,8 @@ starts on an empty machine.
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +21,7 @@ from tests.object_server import (
     object_server,
     point_environment_at,
 )
-from tests.system.runs import wait_for
+from tests.system.runs import ROOT, wait_for
 from trainer.config.sections import CheckpointSection
 from trainer.errors import ConfigError, ResumeError, RunFailedError
 from trainer.storage import object_store, uploads
@@ -327,6 +329,30 @@ def test_a_download_that_is_cut_off_is_not_believed_and_continues(
     assert files(new.checkpoints_dir / "step-6") == files(saved)
     asked = [path for method, path in proxy.requests if method == "GET"]
     assert not any(path.endswith("/state.json") for path in asked), "it was there in full"
+
+
+def test_of_processes_that_share_a_folder_one_downloads(
+    proxy: Proxy, run: RunDir, tmp_path: Path
+) -> None:
+    saved = save(run, 6)
+    upload(run)
+    proxy.requests.clear()
+    # The downloader is still busy when the others ask.
+    proxy.always("slow", method="GET", part=TENSORS)
+    code = f"""if True:
+        from pathlib import Path
+        from trainer.storage.restore import restore_newest
+        from trainer.storage.run_dir import RunDir
+        print(restore_newest(RunDir(Path({str(tmp_path / "new")!r})), {URL!r}, probes=False))
+    """
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    answers = [process.communicate(timeout=60)[0].strip() for process in processes]
+    assert sorted(answers) == ["False", "False", "True"]
+    assert sum(method == "GET" and path.endswith(TENSORS) for method, path in proxy.requests) == 1
+    assert files(tmp_path / "new" / "checkpoints" / "step-6") == files(saved)
 
 
 @pytest.mark.usefixtures("proxy")
