@@ -30,6 +30,7 @@ from parallelisms.mesh.values import ValueExchangeError
 from trainer.config import extension
 from trainer.config.job_config import TrainingStage
 from trainer.config.run_spec import RunSpec
+from trainer.config.training_stages import Recipe
 from trainer.data.datasets import build_train_dataset, build_validation_sets
 from trainer.data.holdout import ValidationSet
 from trainer.data.sequences import BlendedDataset
@@ -39,6 +40,7 @@ from trainer.errors import (
     DivergedError,
     RankFailedError,
     RunError,
+    RunFailedError,
     RunFolderHeldElsewhereError,
     RunFolderInUseError,
     failure_ending,
@@ -60,6 +62,7 @@ from trainer.storage import exit_markers
 from trainer.storage.durable_io import keep_others_from_writing
 from trainer.storage.lease import Lease
 from trainer.storage.run_dir import RunDir, finished_message, next_stage
+from trainer.storage.uploads import Uploads, finish_uploads, uploads_of
 
 log = logging.getLogger("trainer")
 
@@ -93,7 +96,7 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
         with signal_handler.raising():
             stage = next_stage(config)
             if stage is None:
-                log.info(finished_message(config))
+                report_finished(config, is_leader=rank == 0)
                 return EXIT_SUCCESS
             folder.create()
             loggers.add_log_file(folder.logs_dir, rank)
@@ -128,6 +131,13 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
     return EXIT_SUCCESS
 
 
+def report_finished(config: Recipe, *, is_leader: bool) -> None:
+    """Says that the run is done, once its checkpoints are uploaded. Raises `RunFailedError`."""
+    if is_leader:
+        finish_uploads(config)
+    log.info(finished_message(config))
+
+
 def exec_launcher(argv: list[str]) -> NoReturn:
     """Replaces this process by the launcher, which prepares the run and executes this script
     again; for torchrun.
@@ -147,9 +157,10 @@ def run_stage(
     validation_sets: list[ValidationSet],
     signal_handler: SignalHandler,
 ) -> None:
-    """Trains a stage on all ranks; rank 0 writes the prediction and the exit marker."""
+    """Trains a stage on all ranks; rank 0 holds the run folder and uploads its checkpoints."""
     config = spec.config
     rank, _, _ = rank_from_environment()
+    uploads: Uploads | None = None
     with ExitStack() as held:
         if rank == 0:
             with signal_handler.raising():  # It may be waited for.
@@ -165,7 +176,29 @@ def run_stage(
                     folder.prediction_path,
                     Prediction.model_validate(spec.prediction, strict=False),
                 )
-        world = held.enter_context(process_group(config.distributed))
+            if (uploads := uploads_of(config, folder)) is not None:
+                held.enter_context(uploads)
+        reason = run_on_all_ranks(spec, stage, folder, dataset, validation_sets, signal_handler)
+        # The other ranks exit meanwhile: nothing is left that they would wait for.
+        if uploads is not None and (reason or stage.index + 1 == stage.num_stages):
+            wait_for_uploads(uploads, signal_handler, is_done=not reason)
+
+
+def run_on_all_ranks(
+    spec: RunSpec,
+    stage: TrainingStage,
+    folder: RunDir,
+    dataset: BlendedDataset,
+    validation_sets: list[ValidationSet],
+    signal_handler: SignalHandler,
+) -> str:
+    """Trains a stage in the process group of all ranks; rank 0 writes the exit marker.
+
+    Returns the reason of a preemption, or "" at the end of the stage.
+    """
+    config = spec.config
+    rank, _, _ = rank_from_environment()
+    with process_group(config.distributed) as world:
         if rank == 0:
             report_previous_hang(folder, world.size)
         # Before the model: ranks with other configurations or data would hang in collectives, or
@@ -195,6 +228,24 @@ def run_stage(
             )
         if rank == 0 and (reason or stage.index + 1 == stage.num_stages):
             write_marker(folder, "REQUEUE" if reason else "DONE", reason or "all steps are done")
+    return reason
+
+
+def wait_for_uploads(uploads: Uploads, signal_handler: SignalHandler, *, is_done: bool) -> None:
+    """Waits for the copies of all checkpoints.
+
+    Raises `RunFailedError` if a run that is done lacks one. A preempted run only logs it: its next
+    launch uploads it.
+    """
+    # An upload may take longer than an exit.
+    faulthandler.cancel_dump_traceback_later()
+    # The signal that preempted a run, and its repeats, do not end the wait.
+    problem = uploads.finish(lambda: is_done and signal_handler.signal is not None)
+    faulthandler.dump_traceback_later(EXIT_TIMEOUT_SECONDS, exit=True)
+    if problem and is_done:
+        raise RunFailedError(f"the run is done, but {problem}; the same command uploads it")
+    if problem:
+        log.warning("%s; the next launch uploads it", problem)
 
 
 def _fingerprints(dataset: BlendedDataset, validation_sets: list[ValidationSet]) -> dict[str, str]:

@@ -41,6 +41,8 @@ DOORS = {
     "jinja2": {"trainer.plan.html"},
     "mlflow": {"trainer.metrics.tracker_clients"},
     "numpy": set[str](),
+    # In functions: not everybody has it.
+    "obstore": {"trainer.storage.object_store"},
     "pyarrow": {"trainer.data.open_file"},
     "pydantic": {
         "trainer.storage.artifact",
@@ -413,9 +415,9 @@ def test_numbers_leave_the_device_in_few_places() -> None:
 
 
 MAX_FILE_LINES = 600
-CLOSURE_FILES = 145
+CLOSURE_FILES = 150
 """Files that `import train` reaches by any import statement."""
-MAX_NODES = 348_000
+MAX_NODES = 354_000
 """Nodes of the syntax trees of models, parallelisms, trainer and train.py, which no formatting
 changes; docs/architecture.md says why there are more than planned.
 """
@@ -655,6 +657,8 @@ def test_the_environment_is_read_where_processes_begin() -> None:
         "trainer.step.distributed",
         "trainer.step.store",
         "trainer.slurm.torchrun_agent",
+        # A variable of the library that it does not read beside options of ours.
+        "trainer.storage.object_store",
         "trainer.trace.answers",
         "longhaul_attention.__main__",
     }

@@ -87,6 +87,7 @@ NOT_VARIED = {
     "checkpoint.keep": "deletes files",
     "checkpoint.memory_interval": "used after a crash: tests/resilience/test_in_memory.py",
     "checkpoint.keep_every": "deletes files",
+    "checkpoint.remote": "needs a store: tests/resilience/test_remote_runs.py",
     "checkpoint.initial_load_path": "levels of start",
     "checkpoint.initial_ignore_keys": "no number depends on it: tests/export/test_contradictions.py",
     "data.sources.path": "a folder",

@@ -173,6 +173,12 @@ def test_other_lines_are_those_of_the_template() -> None:
     assert not any("# @" in line for line in text)
 
 
+def test_srun_does_not_end_rank_0_while_it_uploads() -> None:
+    config = load(["--job.output_dir=/runs/long", "--checkpoint.remote", "s3://bucket/runs/long"])
+    text = render(config, [], working_dir=Path("/"), current_python="python", code_version="")
+    assert "srun --kill-on-bad-exit=1 --wait=0 --label" in text
+
+
 def test_spare_nodes_are_allocated_and_do_not_train() -> None:
     text = script(nodes="4", spare_nodes="2", gpus_per_node="8")
     assert "--nodes=6" in directives(text)

@@ -263,6 +263,7 @@ class CheckpointManager:
             torch.cuda.set_device(self.world.device)  # Per thread; the default is device 0.
         num_bytes = write_checkpoint(request, group)
         if self.world.rank == 0:
+            self.run_dir.announce_commit()
             self._prune()
         return num_bytes
 
@@ -284,7 +285,8 @@ class CheckpointManager:
                 keep_every=section.keep_every,
                 protected=self._protected,
             ):
-                delete_checkpoint(folder)
+                if not self.run_dir.is_in_use(folder):
+                    delete_checkpoint(folder)
         except OSError as error:
             log.warning("cannot delete an old checkpoint: %s", error)
 

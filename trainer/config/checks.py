@@ -125,14 +125,21 @@ def _recipe_problems(config: Recipe) -> Iterator[str]:
                 yield f"{name} is not used: every [[stage]] sets {stage_key}"
     if len(config.stage) > 1 and not config.checkpoint.enabled:
         yield "checkpoint.enabled = false: each stage starts from a checkpoint of the one before"
-    if config.checkpoint.memory_interval is not None and not config.checkpoint.enabled:
-        yield f"checkpoint.memory_interval = {config.checkpoint.memory_interval} needs checkpoint.enabled = true"
+    yield from _checkpoint_problems(config)
     yield from _holdout_problems(config)
     mixes = (config.data.effective_mix, *(stage.mix for stage in config.stage))
     used = config.validation.sources | {item.source for mix in mixes for item in mix}
     for name in config.data.sources:
         if name not in used:
             yield f"data.sources.{name}: no mix and no validation set uses this source"
+
+
+def _checkpoint_problems(config: Recipe) -> Iterator[str]:
+    section = config.checkpoint
+    if section.remote is not None and not section.enabled:
+        yield f'checkpoint.remote = "{section.remote}" needs checkpoint.enabled = true'
+    if section.memory_interval is not None and not section.enabled:
+        yield f"checkpoint.memory_interval = {section.memory_interval} needs checkpoint.enabled = true"
 
 
 def _holdout_problems(config: Recipe) -> Iterator[str]:

@@ -9,6 +9,7 @@ everything is text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -531,5 +532,8 @@ def _section_at(loc: Sequence[int | str]) -> type[Section] | None:
 
 
 def _shorten(text: str) -> str:
+    # What a URL has besides its place may be a secret.
+    text = re.sub(r"(?<=://)[^@\"]*@", "...@", text)
+    text = re.sub(r"(://[^?]*)\?[^\"]*", r"\1?...", text)
     text = text if text and text.isprintable() else ascii(text)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -38,6 +38,24 @@ def require_path(value: object) -> object:
     return require_non_empty(value)
 
 
+REMOTE_SCHEMES = ("s3", "gs", "az")
+
+
+def require_remote(value: object) -> object:
+    """Whether it is a URL of a bucket and a prefix in it, without anything secret."""
+    scheme, separator, rest = str(value).partition("://")
+    if separator and ("@" in rest or "?" in rest):
+        # The value is not quoted: it would be in logs.
+        raise ValueError(
+            "must not contain a user, password or query: credentials come from the environment"
+        )
+    if scheme not in REMOTE_SCHEMES or not re.fullmatch(r"[\w.-]+(/[\w.=+-]+)+/?", rest):
+        raise ValueError(
+            "must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://ACCOUNT/CONTAINER/PREFIX"
+        )
+    return value
+
+
 def require_possible_name(path: Path) -> Path:
     parts = [len(os.fsencode(part)) for part in path.parts]
     if max(parts, default=0) > MAX_NAME_BYTES or sum(parts) + len(parts) > MAX_PATH_BYTES:
@@ -386,6 +404,11 @@ class CheckpointSection(Section):
     """Steps between in-memory checkpoints, two per rank in the shared memory of its node and, with
     several nodes, two in that of the next; after a crash, a run resumes from them where they
     survive. Left out: none.
+    """
+    remote: Annotated[str, BeforeValidator(require_remote)] | None = None
+    """URL under which each checkpoint is copied in the background, such as `s3://bucket/runs/x`;
+    a launch resumes from there if no newer checkpoint is in the run folder. One run a URL. Left
+    out: none.
     """
     initial_load_path: Annotated[str, BeforeValidator(require_non_empty)] | None = None
     """Initial weights of a new run, with a fresh optimizer: `hf:` and the folder of a model in

@@ -57,7 +57,10 @@ from trainer.memory.report import memory_summary, with_overrides
 from trainer.metrics import loggers
 from trainer.resilience.signals import Interrupted, SignalHandler
 from trainer.storage import exit_markers
+from trainer.storage.object_store import missing_library
+from trainer.storage.restore import restore_newest
 from trainer.storage.run_dir import RunDir, finished_message, keep_packing_version, next_stage
+from trainer.storage.uploads import finish_uploads
 
 DESCRIPTION = """\
 Trains a run: checks it for the world that it would have, prepares its data and starts its ranks.
@@ -122,7 +125,8 @@ def launch(options: Namespace, argv: Sequence[str]) -> int:
     # Nothing is at stake yet, so a signal may raise anywhere. Afterwards the workers decide when
     # to stop.
     with SignalHandler().raising_alone():
-        spec = prepare_run(config, world)
+        restored = restore_checkpoint(config, world, argv)
+        spec = restored if isinstance(restored, int) else prepare_run(restored, world)
     if not isinstance(spec, RunSpec):
         return spec
     set_worker_environment(
@@ -141,6 +145,27 @@ def launch(options: Namespace, argv: Sequence[str]) -> int:
     )
 
 
+def restore_checkpoint(config: Recipe, world: LaunchWorld, argv: Sequence[str]) -> Recipe | int:
+    """Downloads the newest copy of `checkpoint.remote` if it is newer than what is here; returns
+    the configuration to go on with, or an exit code.
+    """
+    url = config.checkpoint.remote
+    if url is None:
+        return config
+    try:
+        if restore_newest(RunDir(config.output_dir), url, probes=is_first(world)):
+            # The run keeps the version of the packing that it has had.
+            return keep_packing_version(load(argv))
+        return config
+    except (Interrupted, RunError) as error:
+        return _report_failure(config, world, error)
+
+
+def is_first(world: LaunchWorld) -> bool:
+    """Whether this process is the one that speaks for the launch."""
+    return not world.rank and not world.node_rank
+
+
 def prepare_run(config: Recipe, world: LaunchWorld) -> RunSpec | int:
     """Prepares the data of a validated run and predicts its memory and step time; returns an exit
     code if nothing should start.
@@ -149,6 +174,8 @@ def prepare_run(config: Recipe, world: LaunchWorld) -> RunSpec | int:
     """
     try:
         early_exit = find_early_exit(config)
+        if early_exit is not None and is_first(world):
+            finish_uploads(config)
         if early_exit is None:
             # Imports torch, which checks do not need.
             from trainer.data.prepare import prepare_once
@@ -161,15 +188,28 @@ def prepare_run(config: Recipe, world: LaunchWorld) -> RunSpec | int:
                 prediction = found.model_dump(mode="json")
             return RunSpec(config=config, datasets=datasets, prediction=prediction)
         status, reason = early_exit
-    except Interrupted:
-        status = EXIT_FAILURE
-        reason = "error: stopped before the first step"
-    except RunError as error:
+    except (Interrupted, RunError) as error:
+        return _report_failure(config, world, error)
+    _print_reason(world, reason)
+    return status
+
+
+def _report_failure(config: Config, world: LaunchWorld, error: Interrupted | RunError) -> int:
+    """Writes the marker of a failure before the first step and prints it; returns its exit
+    code.
+    """
+    status = EXIT_FAILURE
+    reason = "error: stopped before the first step"
+    if isinstance(error, RunError):
         status, reason = _record_failure(config, error)
+    _print_reason(world, reason)
+    return status
+
+
+def _print_reason(world: LaunchWorld, reason: str) -> None:
     if world.is_first_of_node:  # Nodes may differ.
         prefix = f"error: [rank {world.rank}] " if world.rank else "error: "
         sys.stderr.write(f"{reason.replace('error: ', prefix, 1)}\n")
-    return status
 
 
 def find_early_exit(config: Config) -> tuple[int, str] | None:
@@ -239,6 +279,7 @@ def load_and_validate(
         stages = stages[stage.index :] if (stage := next_stage(config)) else stages
     problems = checks.problems(config, world.world_size, first_stage=stages[0].index)
     problems += RunDir(config.output_dir).problems() + missing_trackers(config)
+    problems += remote_problems(config)
     # A launch reads these files anyway when it prepares its data; only --check stops before.
     problems += corpora_problems(config) if checking else []
     if not stages[0].config.model.problems():
@@ -250,6 +291,14 @@ def load_and_validate(
         with collecting(problems):
             _choose_memory(each.config, world)
     return config, world, problems
+
+
+def remote_problems(config: Config) -> list[str]:
+    """Why `checkpoint.remote` cannot be used on this machine, as far as it is known without the
+    network.
+    """
+    url = config.checkpoint.remote
+    return [] if url is None else [*filter(None, [missing_library(url)])]
 
 
 def corpora_problems(config: Config) -> list[str]:

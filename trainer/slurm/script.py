@@ -16,7 +16,8 @@ from trainer.plan.interconnect import first_groups_of, used_domain_size
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH_TEMPLATE = Path(__file__).with_name("batch.sh")
-SRUN_FAIL_FAST = "--kill-on-bad-exit=1 --wait=60 --label"
+EXIT_WAIT_SECONDS = 60
+"""Time after the exit of the first rank after which SLURM ends the others."""
 
 
 def log_path(run_dir: Path, job_id: str) -> Path:
@@ -58,7 +59,10 @@ def render(
         "setup": [*slurm.setup],
         "report": node_report_command(slurm),
         "preflight": preflight_command(slurm),
-        "launch": launch_command(slurm),
+        # Rank 0 may upload long after the others are done; without a limit it can.
+        "launch": launch_command(
+            slurm, exit_wait=EXIT_WAIT_SECONDS if config.checkpoint.remote is None else 0
+        ),
     }
     lines = (
         _fill_placeholder(line, placeholders) for line in BATCH_TEMPLATE.read_text().splitlines()
@@ -157,13 +161,13 @@ def preflight_command(slurm: SlurmSection) -> list[str]:
     return _background_command(" ".join([srun_command, *container_options(slurm)]), check)
 
 
-def launch_command(slurm: SlurmSection) -> list[str]:
+def launch_command(slurm: SlurmSection, *, exit_wait: int) -> list[str]:
     """The srun command that starts all ranks."""
     # srun does not inherit --cpus-per-task from sbatch.
     cores = ['--cpus-per-task="$SLURM_CPUS_PER_TASK"'] if slurm.cpus_per_task else []
     chosen = '--nodes="$NODES" --ntasks="$RANKS" --nodelist="$used"'
     srun_command = [
-        f"srun {SRUN_FAIL_FAST} {chosen}",
+        f"srun --kill-on-bad-exit=1 --wait={exit_wait} --label {chosen}",
         *cores,
         *container_options(slurm),
         *map(shlex.quote, slurm.srun_options),

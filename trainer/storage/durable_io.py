@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from threading import Lock
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,31 @@ def atomic_folder(output: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+@contextmanager
+def file_lock(path: Path) -> Iterator[bool]:
+    """Waits until no other process holds `path`.
+
+    Yields False, without waiting, on a file system without locks.
+    """
+    with path.open("w") as file:
+        acquired = True
+        try:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # POSIX lets fcntl fail with EAGAIN or EACCES where another process holds the lock.
+            except (BlockingIOError, PermissionError):
+                log.info("waiting for the process that holds %s", path)
+                fcntl.lockf(file, fcntl.LOCK_EX)
+        except OSError as error:
+            acquired = False
+            log.warning(
+                "%s: no locks on this file system (%s); other processes may do the same",
+                path,
+                error,
+            )
+        yield acquired
+
+
 class LineAppender:
     """Appends lines to a file. Buffers them while the disk is full or the folder is missing."""
 
@@ -71,19 +98,23 @@ class LineAppender:
         self._path = path
         self._pending = b""
         self._problem = ""
+        # A thread that uploads has events, too.
+        self._lock = Lock()
 
     def append(self, line: str) -> None:
         """Writes the line and any buffered ones to disk. Never raises `OSError`."""
-        already_warned = bool(self._pending)
-        self._pending = self._pending + line.encode() + b"\n"
-        self._flush(already_warned=already_warned)
+        with self._lock:
+            already_warned = bool(self._pending)
+            self._pending = self._pending + line.encode() + b"\n"
+            self._flush(already_warned=already_warned)
 
     def close(self) -> str:
         """Tries once more to write the buffered lines; says which are lost, "" if none."""
-        if self._pending:
-            self._flush(already_warned=True)
-        lost = self._pending.count(b"\n")
-        return f"{self._path} lacks its last {lost:,} lines: {self._problem}" if lost else ""
+        with self._lock:
+            if self._pending:
+                self._flush(already_warned=True)
+            lost = self._pending.count(b"\n")
+            return f"{self._path} lacks its last {lost:,} lines: {self._problem}" if lost else ""
 
     def _flush(self, *, already_warned: bool) -> None:
         try:

@@ -35,15 +35,33 @@ def checkpoints_to_delete(
     `protected` ones.
     """
     protected_paths = {path.resolve() for path in protected}
+    superfluous = superfluous_steps(
+        [step for step, _ in committed], keep=keep, keep_every=keep_every
+    )
     return [
         folder
-        for step, folder in committed[:-keep]
-        if not (
-            (keep_every and step % keep_every == 0)
-            or is_pinned(folder)
-            or folder.resolve() in protected_paths
-        )
+        for step, folder in committed
+        if step in superfluous
+        and not is_pinned(folder)
+        and folder.resolve() not in protected_paths
     ]
+
+
+def superfluous_steps(steps: Sequence[int], *, keep: int, keep_every: int | None) -> set[int]:
+    """All steps but the newest `keep` and multiples of `keep_every`, of steps in ascending
+    order.
+    """
+    return {step for step in steps[:-keep] if not (keep_every and step % keep_every == 0)}
+
+
+def parse_step(name: str) -> int | None:
+    """The step of a folder `step-<N>`; None for another name."""
+    number = name.removeprefix("step-")
+    return (
+        int(number)
+        if number.isascii() and number.isdecimal() and str(int(number)) == number
+        else None
+    )
 
 
 def is_pinned(folder: Path) -> bool:

@@ -39,7 +39,7 @@ from trainer.errors import ResumeError as ResumeError
 from trainer.storage import lineage, manifest
 from trainer.storage.artifact import DamageError, open_regular, parse_object
 from trainer.storage.durable_io import LineAppender, write_atomic
-from trainer.storage.retention import list_quarantined
+from trainer.storage.retention import list_quarantined, parse_step
 from trainer.storage.train_state import StagePosition, TrainState, flatten, flatten_model
 
 log = logging.getLogger("trainer")
@@ -89,6 +89,10 @@ class RunDir:
 
         The launch that trains sets it.
         """
+        self.announce_commit: Callable[[], None] = lambda: None
+        """Hook that is called after a checkpoint was committed; `Uploads` sets it."""
+        self.is_in_use: Callable[[Path], bool] = lambda _: False
+        """Hook that says whether a checkpoint is read and must stay; `Uploads` sets it."""
 
     def create(self) -> None:
         """Creates the folder.
@@ -152,7 +156,7 @@ class RunDir:
     def committed_checkpoints(self) -> list[tuple[int, Path]]:
         """Committed checkpoints as (step, folder), oldest first."""
         folders = self.checkpoints_dir.glob("step-*") if self.checkpoints_dir.is_dir() else ()
-        numbered = ((_parse_step(folder.name), folder) for folder in folders if folder.is_dir())
+        numbered = ((parse_step(folder.name), folder) for folder in folders if folder.is_dir())
         return sorted((number, folder) for number, folder in numbered if number is not None)
 
     def resume_checkpoint(self, config: Config) -> Path | None:
@@ -263,15 +267,6 @@ def raise_if_all_damaged(run_dir: RunDir, damaged: Sequence[str] = ()) -> None:
 def _exists(path: Path) -> bool:
     """Whether there is anything of this name, a link to nothing included."""
     return path.is_symlink() or path.exists()
-
-
-def _parse_step(name: str) -> int | None:
-    number = name.removeprefix("step-")
-    return (
-        int(number)
-        if number.isascii() and number.isdecimal() and str(int(number)) == number
-        else None
-    )
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -59,6 +59,7 @@ from trainer.step.distributed import World, resolve_auto_memory
 from trainer.step.rerun import reruns_suspicious_steps
 from trainer.step.trainer import Trainer
 from trainer.storage.run_dir import RunDir
+from trainer.storage.uploads import uploads_of
 
 CPU = torch.device("cpu")
 
@@ -440,6 +441,10 @@ def script(recipe: Recipe) -> str:
         current_python="python",
         code_version="v",
     )
+
+
+def uploads(recipe: Recipe) -> bool:
+    return uploads_of(recipe, RunDir(recipe.output_dir)) is not None
 
 
 def deadline(recipe: Recipe) -> float | None:

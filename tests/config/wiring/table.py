@@ -389,6 +389,7 @@ RUN: Cases = {
     "checkpoint.keep_every": case(runs.run_files, (None, 2), {**EVERY_STEP, "checkpoint.keep": 1}),
     "checkpoint.async": case(runs.checkpoint_threads, (None, False), FOUR),
     "checkpoint.memory_interval": case(runs.checkpoint_threads, (None, 2), FOUR),
+    "checkpoint.remote": case(see.uploads, (None, "s3://bucket/x")),
     "checkpoint.initial_load_path": case(runs.run_losses, (None, "initial"), FOUR),
     "checkpoint.initial_ignore_keys": case(
         see.initial_problem, ([], ["house_key"]), {"checkpoint.initial_load_path": "hf:hub"}

@@ -4,7 +4,6 @@ into memory.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -12,8 +11,8 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar
@@ -41,7 +40,7 @@ from trainer.data.tokenizer import Tokenizer, open_tokenizer
 from trainer.data.vocabulary import text_vocab_size
 from trainer.errors import DataError, ResumeError
 from trainer.storage.artifact import Artifact, DamageError, read_artifact, write_artifact
-from trainer.storage.durable_io import fsync_path
+from trainer.storage.durable_io import file_lock, fsync_path
 
 log = logging.getLogger(__name__)
 
@@ -265,29 +264,6 @@ def had_same_ids(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer) -> bo
         Path(file.name).suffix not in (".gz", ".zst", ".parquet") for file in corpus.files
     )
     return is_by_file and is_plain and largest < UNCUT_BYTES.get(kind, 0)
-
-
-@contextmanager
-def file_lock(path: Path) -> Iterator[bool]:
-    """Waits until no other process holds `path`.
-
-    Yields False, without waiting, on a file system without locks.
-    """
-    with path.open("w") as file:
-        acquired = True
-        try:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # POSIX lets fcntl fail with EAGAIN or EACCES where another process holds the lock.
-            except (BlockingIOError, PermissionError):
-                log.info("waiting for the process that holds %s", path)
-                fcntl.lockf(file, fcntl.LOCK_EX)
-        except OSError as error:
-            acquired = False
-            log.warning(
-                "%s: no locks on this file system (%s); others may prepare too", path, error
-            )
-        yield acquired
 
 
 def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:

@@ -1,0 +1,180 @@
+"""Whole runs with `checkpoint.remote`: killed, and resumed on a machine that has only the
+configuration and the corpus.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.object_server import (
+    SECRET,
+    TOKEN,
+    URL,
+    Proxy,
+    empty,
+    object_server,
+    point_environment_at,
+)
+from tests.system.runs import (
+    digests,
+    kill_launcher,
+    launch,
+    launched,
+    lines,
+    metrics,
+    wait_for,
+    write_run,
+)
+from trainer.storage.remote_checkpoints import RemoteCheckpoints
+
+pytestmark = pytest.mark.ranks
+
+REMOTE = ("--checkpoint.remote", URL)
+EXACT = ("step", "tokens", "loss", "grad_norm", "lr")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Proxy]:
+    with object_server() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
+    empty(server)
+    point_environment_at(server, monkeypatch)
+    # Processes that a test starts import the libraries from where this one has them.
+    monkeypatch.setattr("tests.system.runs.ROOT", os.environ.get("PYTHONPATH", ""))
+    return server
+
+
+def steps_stored() -> list[int]:
+    return RemoteCheckpoints(URL).steps()
+
+
+def test_a_killed_run_resumes_bitwise_from_copies_alone(proxy: Proxy, tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    options = ("--training.steps", "9", "--checkpoint.interval", "1")
+    whole = launched(config, tmp_path / "whole", *options, processes=2, patience=300)
+    assert whole.statuses == [0], whole.said
+
+    killed = tmp_path / "killed"
+    # However fast it trains, the run waits for these at its end.
+    late = [f"/step-{step}/" for step in range(4, 10)]
+    proxy.fault = lambda method, path: (
+        "busy" if method == "PUT" and any(each in path for each in late) else ""
+    )
+    victim = launch(config, killed, *options, *REMOTE, processes=2)
+    assert wait_for(steps_stored, 300)
+    assert kill_launcher(victim) == []
+    found = steps_stored()[-1]
+    shutil.rmtree(killed)
+    proxy.heal()
+
+    new = tmp_path / "new"
+    resumed = launched(config, new, *options, *REMOTE, processes=2, patience=300)
+    assert resumed.statuses == [0], resumed.said
+    assert f"resumed from {new}/checkpoints/step-{found}:" in resumed.said
+    assert metrics(new, *EXACT) == metrics(tmp_path / "whole", *EXACT)[found:]
+    assert digests(new / "checkpoints" / "step-9") == digests(
+        tmp_path / "whole" / "checkpoints" / "step-9"
+    )
+    assert steps_stored() == [7, 8, 9]
+    events = [line["event"] for line in lines(new / "events.jsonl")]
+    assert {"checkpoint_downloaded", "checkpoint_uploaded"} <= {*events}
+
+
+def test_secrets_are_in_no_file_and_no_line(proxy: Proxy, tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    folder = tmp_path / "run"
+    proxy.first(30, "expired")
+    refused = launched(config, folder, *REMOTE, processes=1)
+    assert refused.statuses == [2], refused.said
+    proxy.heal()
+    done = launched(config, folder, *REMOTE, processes=1)
+    assert done.statuses == [0], done.said
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) > 10
+    for path in written:
+        content = path.read_bytes()
+        assert SECRET.encode() not in content, path
+        assert TOKEN.encode() not in content, path
+    assert not any(
+        secret.encode() in RemoteCheckpoints(URL).folder.read(name, max_bytes=1 << 30)
+        for name in RemoteCheckpoints(URL).folder.sizes()
+        for secret in (SECRET, TOKEN)
+    )
+
+
+def test_a_store_that_fails_does_not_end_training_and_is_repeated(
+    proxy: Proxy, tmp_path: Path
+) -> None:
+    config = write_run(tmp_path)
+    folder = tmp_path / "run"
+    # The probe is let through.
+    proxy.always("full", method="PUT", part="/step-")
+    running = launch(config, folder, *REMOTE, processes=2)
+    assert wait_for((folder / "checkpoints" / "step-6").exists)
+    assert wait_for((folder / "DONE").exists)
+    log = folder.with_suffix(".log")
+    assert wait_for(lambda: "uploading checkpoints failed" in log.read_text())
+    # The launcher forwards it: the run is done, and waits.
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(60) == 1
+    said = log.read_text()
+    assert said.count("uploading checkpoints failed, tried again later") == 1
+    assert f"the run is done, but {URL} may lack step-6: " in said
+    assert (folder / "RETRY").exists()
+    assert steps_stored() == []
+
+    proxy.heal()
+    again = launched(config, folder, *REMOTE, processes=2)
+    assert again.statuses == [0], again.said
+    assert "already done" in again.said
+    assert steps_stored() == [3, 6]
+
+
+def test_without_credentials_nothing_starts(
+    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_run(tmp_path)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name)
+    # The service of an instance, which answers here that it has none.
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{proxy.port}")
+    proxy.always("denied")
+    refused = launched(config, tmp_path / "run", *REMOTE, processes=1)
+    assert refused.statuses == [2], refused.said
+    assert "set AWS_ACCESS_KEY_ID" in refused.said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_without_the_library_nothing_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A module of this name that is not found hides the library, installed or not.
+    hiding = tmp_path / "hiding"
+    hiding.mkdir()
+    (hiding / "sitecustomize.py").write_text("import sys\nsys.modules['obstore'] = None\n")
+    monkeypatch.setattr(
+        "tests.system.runs.ROOT", f"{hiding}{os.pathsep}{Path(__file__).resolve().parents[2]}"
+    )
+    refused = launched(write_run(tmp_path), tmp_path / "run", *REMOTE, processes=1)
+    assert refused.statuses == [2], refused.said
+    assert f'checkpoint.remote = "{URL}" needs obstore: ' in refused.said
+    assert "pip install obstore" in refused.said
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    url = "s3://user:my-password@bucket/x"
+    refused = launched(config, tmp_path / "run", "--checkpoint.remote", url, processes=1)
+    assert refused.statuses == [2]
+    assert "must not contain a user, password or query" in refused.said
+    assert "my-password" not in refused.said
