@@ -296,6 +296,10 @@ def test_a_secret_that_others_know_or_that_is_none_is_refused(tmp_path: Path) ->
         read_or_create(path)
     with pytest.raises(ConfigError, match=f"{SECRET_ENV} must have 16"):
         launch_secret({SECRET_ENV: "x"}, SEVERAL)
+    with pytest.raises(ConfigError, match=f"{SECRET_ENV} must be UTF-8"):
+        launch_secret({SECRET_ENV: "\udcff" * 16}, SEVERAL)
+    with pytest.raises(ConfigError, match="this user has no home folder"):
+        launch_secret({SECRET_FILE_ENV: "~no-such-user/secret"}, SEVERAL)
 
 
 # ---- values
