@@ -10,6 +10,7 @@ import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -337,16 +338,15 @@ def _link_checkpoint(checkpoint: Path, target: Path, listed: Manifest) -> bool:
 
 
 def _link_or_copy(source: Path, target: Path) -> bool:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except FileNotFoundError:
-        raise
-    # Another file system, one without hard links, or a file of somebody else.
-    except OSError:
-        shutil.copyfile(source, target, follow_symlinks=False)
-        fsync_path(target)
-        return False
-    return True
+    # Somebody else could write into his file later, and thereby into the branch.
+    if source.lstat().st_uid == os.geteuid():
+        # Another file system, or one without hard links.
+        with suppress(OSError):
+            os.link(source, target, follow_symlinks=False)
+            return True
+    shutil.copyfile(source, target, follow_symlinks=False)
+    fsync_path(target)
+    return False
 
 
 if __name__ == "__main__":

@@ -313,5 +313,7 @@ def print_lines(*lines: str) -> None:
 
 def format_table(*rows: Sequence[str]) -> list[str]:
     """One line per row, with columns aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    # A name of a file may have lines, which would look like rows.
+    lines = [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]

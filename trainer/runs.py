@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from trainer.command_table import typed
@@ -23,6 +26,8 @@ DESCRIPTION = """\
 Lists the runs in FOLDER, each below the run that it branched from: step of the newest checkpoint, steps of the run,
 how its last launch ended, and the checkpoint that a branch starts from."""
 MAX_REASON_CHARS = 60
+MAX_INDENTS = 20
+"""Depth to which the list is indented: a record of a stranger may be the end of a long chain."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +41,19 @@ class ListedRun:
     problem: str = ""
     """Why the lineage cannot be read."""
 
-    @property
+    @cached_property
     def parent(self) -> Path | None:
-        return None if self.lineage is None else (self.path / self.lineage.parent).resolve()
+        if self.lineage is None:
+            return None
+        # Path.resolve raises for a loop of links.
+        return Path(os.path.realpath(self.path / self.lineage.parent))
 
     def row(self, depth: int) -> tuple[str, ...]:
         branched = ""
         if self.lineage is not None:
             branched = f"{self.lineage}, {self.lineage.describe_parts()}"
-        return ("  " * depth + self.path.name, self.steps, self.state, self.problem or branched)
+        indent = "  " * min(depth, MAX_INDENTS)
+        return (indent + self.path.name, self.steps, self.state, self.problem or branched)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -86,19 +95,20 @@ def _is_run(path: Path) -> bool:
 
 def _in_tree_order(runs: Mapping[Path, ListedRun]) -> Iterator[tuple[int, ListedRun]]:
     """Every run once with its depth, below its parent if that is listed."""
-    remaining = dict(runs)
-
-    def below(path: Path, depth: int) -> Iterator[tuple[int, ListedRun]]:
-        run = remaining.pop(path, None)
-        if run is not None:
-            yield depth, run
-            for child in [each for each, other in runs.items() if other.parent == path]:
-                yield from below(child, depth + 1)
-
+    children = defaultdict[Path | None, list[Path]](list)
+    for path, run in runs.items():
+        children[run.parent].append(path)
     roots = [path for path, run in runs.items() if run.parent not in runs]
+    listed = set[Path]()
     # Records of strangers may name each other as parents; such runs follow the others.
-    for path in (*roots, *runs):
-        yield from below(path, 0)
+    for root in (*roots, *runs):
+        pending = [(0, root)]
+        while pending:
+            depth, path = pending.pop()
+            if path not in listed:
+                listed.add(path)
+                yield depth, runs[path]
+                pending += [(depth + 1, child) for child in reversed(children[path])]
 
 
 def _listed(path: Path) -> ListedRun:

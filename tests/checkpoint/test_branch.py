@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,9 @@ from tests.system.runs import (
 from trainer import branch, runs
 from trainer.checkpoint.__main__ import main as checkpoint_command
 from trainer.storage import lineage
+from trainer.storage.lineage import Lineage
 from trainer.storage.run_dir import RunDir
+from trainer.storage.train_state import StagePosition
 
 Capture = pytest.CaptureFixture[str]
 EXACT = ("step", "tokens", "loss", "grad_norm", "lr", "sources")
@@ -271,6 +274,26 @@ def test_files_that_cannot_be_linked_are_copied(
     assert all(torch.equal(copied[name], whole[name]) for name in whole)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user, which needs root")
+def test_files_of_somebody_else_are_copied(root: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Their owner may write into them later."""
+    branched(f"{root}/parent@4", tmp_path / "theirs")
+    for path in (tmp_path / "theirs/checkpoints/step-4").iterdir():
+        path.write_bytes(unlinked(path))
+        os.chown(path, 65534, 65534)
+    branched(tmp_path / "theirs", tmp_path / "mine")
+    assert "copied" in capsys.readouterr().out
+    for path in (tmp_path / "mine/checkpoints/step-4").iterdir():
+        assert (path.stat().st_uid, path.stat().st_nlink) == (os.geteuid(), 1)
+
+
+def unlinked(path: Path) -> bytes:
+    """The content of a file, which is removed."""
+    found = path.read_bytes()
+    path.unlink()
+    return found
+
+
 # ---- the list
 
 
@@ -306,6 +329,53 @@ def test_runs_that_name_each_other_as_parents_are_listed_once(
     rows = listed(tmp_path, capsys)[1:]
     assert [row.split()[0] for row in rows] == ["c", "a", "b"]
     assert "lineage.json is damaged" in rows[0]
+
+
+def foreign(run: Path, parent: str) -> None:
+    """A run folder without checkpoints, whose record names this parent."""
+    RunDir(run).checkpoints_dir.mkdir(parents=True)
+    record = Lineage(
+        parent=parent,
+        step=1,
+        manifest="0" * 64,
+        carries_step=True,
+        carries_data=True,
+        optimizer_start=0,
+        stage=StagePosition(name="", index=0, start_step=0),
+        changed={},
+        created="",
+    )
+    lineage.write(run, record)
+
+
+def test_a_parent_that_is_no_path_or_a_loop_of_links_ends_no_list(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    foreign(tmp_path / "loop", "../link")
+    (tmp_path / "link").symlink_to("link")
+    foreign(tmp_path / "null", "parent")
+    forge(tmp_path / "null/lineage.json", lambda record: record.update(parent="a\0b"))
+    rows = listed(tmp_path, capsys)[1:]
+    assert [row.split()[0] for row in rows] == ["loop", "null"]
+    assert "../link@1" in rows[0]
+    assert "lineage.json is damaged: parent" in rows[1]
+
+
+def test_a_name_of_several_lines_forges_no_row(tmp_path: Path, capsys: Capture) -> None:
+    foreign(tmp_path / "run\nforged", "../parent\nforged")
+    (row,) = listed(tmp_path, capsys)[1:]
+    assert row.startswith(r"run\nforged")
+    assert r"../parent\nforged@1" in row
+
+
+def test_a_chain_of_branches_may_have_any_length(tmp_path: Path, capsys: Capture) -> None:
+    """Longer than Python's stack, and indented to a bound."""
+    length = sys.getrecursionlimit() + 10
+    for number in range(length):
+        foreign(tmp_path / f"{number:05}", f"../{number - 1:05}")
+    rows = listed(tmp_path, capsys)[1:]
+    assert [row.split()[0] for row in rows] == [f"{number:05}" for number in range(length)]
+    assert max(map(len, rows)) < 200
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path, capsys: Capture) -> None:

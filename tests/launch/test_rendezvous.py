@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -165,6 +166,33 @@ def test_strangers_reach_nothing_and_hold_nobody_up(capfd: pytest.CaptureFixture
     assert 0 < capfd.readouterr().err.count("without its secret") <= store_door.MAX_NOTICES
 
 
+@pytest.mark.parametrize("descriptors", [40, 4096])
+def test_silent_connections_leave_room_for_a_rank_and_for_the_log(
+    descriptors: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """More of them than the door may have descriptors, and more than it lets wait."""
+    count = min(descriptors, store_door.MAX_PENDING) + 100
+    with ExitStack() as stack:
+        port = stack.enter_context(echo())
+        outside = stack.enter_context(loopback_listener(count))
+        far = outside.getsockname()[1]
+        door = store_door.start_server(outside, "127.0.0.1", port, SECRET)
+        stack.callback(end, door)
+        # It raises its own limit to what it may have before it accepts anybody.
+        assert ask(far, bytes(store_door.CHALLENGE_BYTES))
+        resource.prlimit(door.pid, resource.RLIMIT_NOFILE, (descriptors, descriptors))
+        for _ in range(count):
+            stack.enter_context(socket.create_connection(("127.0.0.1", far)))
+        near, refusal = stack.enter_context(joined(far, seconds=60))
+        assert refusal == ""
+        assert wait_for(lambda: ask(near, b"hello") == b"hello")
+        held = len(os.listdir(f"/proc/{door.pid}/fd"))  # noqa: PTH208
+    assert held <= store_door.MAX_PENDING + 32
+    said = capfd.readouterr().err.splitlines()
+    assert 0 < len(said) <= store_door.MAX_NOTICES
+    assert all("without its secret" in line for line in said)
+
+
 def test_the_secret_is_in_no_command_line_and_no_environment() -> None:
     with served() as far, joined(far):
         doors = [
@@ -268,6 +296,10 @@ def test_a_secret_that_others_know_or_that_is_none_is_refused(tmp_path: Path) ->
         read_or_create(path)
     with pytest.raises(ConfigError, match=f"{SECRET_ENV} must have 16"):
         launch_secret({SECRET_ENV: "x"}, SEVERAL)
+    with pytest.raises(ConfigError, match=f"{SECRET_ENV} must be UTF-8"):
+        launch_secret({SECRET_ENV: "\udcff" * 16}, SEVERAL)
+    with pytest.raises(ConfigError, match="this user has no home folder"):
+        launch_secret({SECRET_FILE_ENV: "~no-such-user/secret"}, SEVERAL)
 
 
 # ---- values

@@ -33,7 +33,16 @@ def launch_secret(environment: Mapping[str, str], world: LaunchWorld) -> str | N
         return None
     if world.rank is None and world.num_nodes == 1:
         return token_hex(SECRET_BYTES)
-    return read_or_create(Path(environment.get(SECRET_FILE_ENV, DEFAULT_FILE)).expanduser())
+    path = Path(environment.get(SECRET_FILE_ENV, DEFAULT_FILE))
+    try:
+        return read_or_create(path.expanduser())
+    except RuntimeError:  # A container's user may be in no table and have no HOME.
+        raise ConfigError(
+            [
+                f"the secret of this launch, {path}: this user has no home folder; "
+                f"{SECRET_FILE_ENV} names another file that the nodes share"
+            ]
+        ) from None
 
 
 def read_or_create(path: Path) -> str:
@@ -87,4 +96,8 @@ def _checked(text: str, where: str) -> str:
             f"must have {MIN_CHARACTERS} to {MAX_CHARACTERS - 1:,} characters, not {len(text):,}"
         )
         raise ConfigError([f"{where} {rule}"])
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError([f"{where} must be UTF-8"]) from None
     return text

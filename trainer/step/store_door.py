@@ -15,6 +15,7 @@ import asyncio
 import hashlib
 import hmac
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 CHALLENGE_BYTES = 32
@@ -39,8 +41,18 @@ CHUNK_BYTES = 1 << 16
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
+MAX_PENDING = 512
+"""Connections that are not led on yet. One more ends the oldest, so that silent ones leave room."""
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
 class RefusedError(Exception):
     """The other side does not know the secret."""
+
+
+REFUSALS = (RefusedError, OSError, EOFError, TimeoutError)
+"""Errors by which a connection is not led on."""
 
 
 def start_server(
@@ -106,6 +118,9 @@ def main() -> None:
     role, descriptor, host, port, timeout_seconds = sys.argv[1:]
     secret = bytes.fromhex(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # The usual limit is made for programs that cannot use more than 1,024.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     listener = socket.socket(fileno=int(descriptor))
     if role == "serve":
         asyncio.run(_serve(listener, host, int(port), secret))
@@ -121,45 +136,80 @@ def _end_with_parent() -> None:
 async def _serve(listener: socket.socket, host: str, port: int, secret: bytes) -> None:
     notices = 0
 
-    async def enter(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def lead_to_store(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Streams:
         nonlocal notices
+        address, *_ = writer.get_extra_info("peername") or ("an unknown address",)
         try:
             await asyncio.wait_for(_admit(reader, writer, secret), ADMISSION_SECONDS)
-        except (RefusedError, OSError, EOFError, TimeoutError):
-            writer.close()
+        except (*REFUSALS, asyncio.CancelledError):
             notices += 1
             if notices <= MAX_NOTICES:
-                address, *_ = writer.get_extra_info("peername") or ("an unknown address",)
                 sys.stderr.write(
                     f"warning: {address} reached this launch without its secret and was refused\n"
                 )
-            return
-        try:
-            far = await asyncio.open_connection(host, port)
-        except OSError:
-            writer.close()
-            return
-        await _connect_streams(reader, writer, *far)
+            raise
+        return await asyncio.open_connection(host, port)
 
-    server = await asyncio.start_server(enter, sock=listener)
-    await server.serve_forever()
+    await _accept(listener, lead_to_store)
 
 
 async def _join(
     listener: socket.socket, host: str, port: int, secret: bytes, timeout_seconds: float
 ) -> None:
-    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            far = await _ask(host, port, secret)
-        except (RefusedError, OSError, EOFError, TimeoutError):
-            writer.close()
-            return
-        await _connect_streams(reader, writer, *far)
+    async def lead_to_door(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Streams:
+        del reader, writer
+        return await _ask(host, port, secret)
 
     sys.stdout.write(await _first_answer(host, port, secret, timeout_seconds) + "\n")
     sys.stdout.flush()
-    server = await asyncio.start_server(forward, sock=listener)
-    await server.serve_forever()
+    await _accept(listener, lead_to_door)
+
+
+async def _accept(
+    listener: socket.socket,
+    lead: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Streams]],
+) -> None:
+    """Passes the bytes of every connection on to where `lead` leads it; ends those that it refuses.
+
+    asyncio's own server would write a hundred tracebacks at once when a stranger has taken all
+    descriptors.
+    """
+    pending: dict[socket.socket, asyncio.Task[None]] = {}
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def pass_on(peer: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=peer)
+        try:
+            far = await lead(reader, writer)
+        except (*REFUSALS, asyncio.CancelledError):
+            writer.close()
+            return
+        finally:
+            pending.pop(peer, None)
+        await _connect_streams(reader, writer, *far)
+
+    def end_oldest() -> None:
+        # A rank proves the secret at once, so who has waited longest is a stranger.
+        for peer in [*pending][:1]:
+            pending.pop(peer).cancel()
+
+    listener.setblocking(False)  # noqa: FBT003 - it takes no keyword
+    loop = asyncio.get_running_loop()
+    while True:
+        if len(pending) >= MAX_PENDING:
+            end_oldest()
+        try:
+            peer, _ = await loop.sock_accept(listener)
+        except OSError:  # No descriptor is left, or the peer has gone.
+            end_oldest()
+            await asyncio.sleep(RETRY_SECONDS)
+            continue
+        task = asyncio.create_task(pass_on(peer))
+        pending[peer] = task
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        # Accepting does not wait while others are queued; connections before them get their turn.
+        await asyncio.sleep(0)
 
 
 async def _first_answer(host: str, port: int, secret: bytes, timeout_seconds: float) -> str:

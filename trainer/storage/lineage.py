@@ -34,7 +34,7 @@ MAX_SHOWN_CHARS = 80
 
 class Lineage(Artifact):
     kind: ClassVar[str] = "lineage record"
-    parent: Annotated[str, Field(min_length=1, max_length=4096)]
+    parent: Annotated[str, Field(pattern=r"^[^\x00]+$", max_length=4096)]
     """Run folder of the parent, as a path from the branch's own folder."""
     step: Annotated[Count, Field(ge=1)]
     manifest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
