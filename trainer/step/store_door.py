@@ -177,7 +177,7 @@ async def _accept(
     pending: dict[socket.socket, asyncio.Task[None]] = {}
     tasks: set[asyncio.Task[None]] = set()
 
-    async def forward(peer: socket.socket) -> None:
+    async def connect(peer: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=peer)
         try:
             far = await lead(reader, writer)
@@ -204,7 +204,7 @@ async def _accept(
             end_oldest()
             await asyncio.sleep(RETRY_SECONDS)
             continue
-        task = asyncio.create_task(forward(peer))
+        task = asyncio.create_task(connect(peer))
         pending[peer] = task
         tasks.add(task)
         task.add_done_callback(tasks.discard)
