@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pty
 import subprocess
@@ -281,13 +282,14 @@ def test_a_name_of_the_hub_is_what_was_downloaded(folder: Path) -> None:
     model = folder / "cache/hub/models--me--tiny"
     (model / "refs").mkdir(parents=True)
     (model / "refs/main").write_text("0123abc")
-    # As `hf download` lays it out: names link to blobs.
+    # As `hf download` lays it out: names link to blobs, which are named by their hashes.
     source = model_folder(folder / "source")
     (model / "blobs").mkdir()
     (model / "snapshots/0123abc").mkdir(parents=True)
     for path in source.iterdir():
-        path.rename(model / "blobs" / path.name)
-        (model / "snapshots/0123abc" / path.name).symlink_to(Path("../../blobs") / path.name)
+        blob = hashlib.sha256(path.read_bytes()).hexdigest()
+        path.rename(model / "blobs" / blob)
+        (model / "snapshots/0123abc" / path.name).symlink_to(Path("../../blobs") / blob)
     words = ["--seq-len", "64", "--device", "h100-80gb", "--gpus", "1", "--corpus", "texts"]
     assert main(["hub", "--model", "hf:me/tiny", *words, "--training.global_batch_size", "2"]) == 0
     initial = load(["--config", "hub.toml"]).checkpoint.initial_load_path
