@@ -92,7 +92,7 @@ def wandb_records(folder: Path) -> list[Any]:
             payload += data[at + 7 : at + 7 + size]
             at += 7 + size
             if kind in (1, 4):  # Whole, or the last part.
-                records.append(wandb_internal_pb2.Record.FromString(payload))
+                records.append(getattr(wandb_internal_pb2, "Record").FromString(payload))  # noqa: B009 - made at run time
                 payload = b""
     return records
 

@@ -67,7 +67,8 @@ Trains a run: checks it for the world that it would have, prepares its data and 
 
 NGPU sets the processes per node. Default: the GPUs present; without GPUs, the product of the degrees in the
 configuration, at least 2 and at most 8. For several nodes, set NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT on
-each of them. Run the same command again, and the run resumes."""
+each of them; they share a secret, ~/.longhaul/secret or the file that LONGHAUL_SECRET_FILE names,
+which is created if it does not exist. Run the same command again, and the run resumes."""
 TRAIN_SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
 
 

@@ -76,17 +76,16 @@ class RemoteFolder:
         from obstore.store import from_url
 
         self.url = url.rstrip("/")
+        options: dict[str, Any] = {
+            "timeout": timedelta(seconds=REQUEST_SECONDS),
+            "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+            # The library reads the variable only where no options are given.
+            "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"),
+        }
+        # Its types have a signature for each scheme, and the scheme is known at run time only.
+        open_store: Callable[..., Any] = from_url
         with self._explained():
-            self._store: Any = from_url(
-                self.url,
-                retry_config=RETRY,
-                client_options={
-                    "timeout": timedelta(seconds=REQUEST_SECONDS),
-                    "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
-                    # The library reads the variable only where no options are given.
-                    "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"),
-                },
-            )
+            self._store = open_store(self.url, retry_config=RETRY, client_options=options)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Bytes of all objects in a folder, by name."""
