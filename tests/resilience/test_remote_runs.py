@@ -22,6 +22,7 @@ from tests.object_server import (
     point_environment_at,
 )
 from tests.system.runs import (
+    ROOT,
     digests,
     kill_launcher,
     launch,
@@ -50,7 +51,8 @@ def proxy(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
     empty(server)
     point_environment_at(server, monkeypatch)
     # Processes that a test starts import the libraries from where this one has them.
-    monkeypatch.setattr("tests.system.runs.ROOT", os.environ.get("PYTHONPATH", ""))
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setattr("tests.system.runs.ROOT", os.pathsep.join(filter(None, paths)))
     return server
 
 
