@@ -166,7 +166,7 @@ def test_strangers_reach_nothing_and_hold_nobody_up(capfd: pytest.CaptureFixture
     assert 0 < capfd.readouterr().err.count("without its secret") <= store_door.MAX_NOTICES
 
 
-@pytest.mark.parametrize("descriptors", [40, 4096])
+@pytest.mark.parametrize("descriptors", [pytest.param(40, marks=pytest.mark.slow), 4096])
 def test_silent_connections_leave_room_for_a_rank_and_for_the_log(
     descriptors: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -437,7 +437,7 @@ STRANGER = """
 import datetime, json, os, signal, socket, sys
 from torch import distributed
 
-def joins(address, port):
+def try_to_join(address, port):
     child = os.fork()
     if not child:
         signal.alarm(4)  # gloo answers nothing, and torch waits for an answer.
@@ -448,7 +448,7 @@ def joins(address, port):
         except distributed.DistError:
             os._exit(1)
         os._exit(0)
-    return os.waitpid(child, 0)[1] == 0
+    return child
 
 opened = []
 for address, port in json.loads(sys.argv[1]):
@@ -458,7 +458,9 @@ for address, port in json.loads(sys.argv[1]):
             peer.sendall(os.urandom(64))
     except OSError:
         pass
-print(json.dumps([opened, [place for place in opened if joins(*place)]]))
+children = [try_to_join(*place) for place in opened]
+joined = [place for place, child in zip(opened, children) if os.waitpid(child, 0)[1] == 0]
+print(json.dumps([opened, joined]))
 """
 
 
