@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -308,18 +309,18 @@ def _declarations(sublayers: Mapping[str, Sublayer]) -> dict[str, SublayerKind]:
     return {name: each.declaration for name, each in sublayers.items()}
 
 
+def _names(built_in: Iterable[str], table: str) -> list[str]:
+    """Names in a table of parts: ours, then those of extensions."""
+    added = (getattr(each.extension, table) for each in installed())
+    return [*built_in, *chain.from_iterable(added)]
+
+
 def optimizer_names() -> list[str]:
-    return [
-        *BUILT_IN_OPTIMIZERS,
-        *(name for each in installed() for name in each.extension.optimizers),
-    ]
+    return _names(BUILT_IN_OPTIMIZERS, "optimizers")
 
 
 def loss_names() -> list[str]:
-    return [
-        *BUILT_IN_LOSSES,
-        *(name for each in installed() for name in each.extension.losses),
-    ]
+    return _names(BUILT_IN_LOSSES, "losses")
 
 
 def added_loss(name: str) -> Callable[[Any, Any], Any] | None:
@@ -329,24 +330,15 @@ def added_loss(name: str) -> Callable[[Any, Any], Any] | None:
 
 
 def _tracker_names() -> list[str]:
-    return [
-        *BUILT_IN_TRACKERS,
-        *(name for each in installed() for name in each.extension.trackers),
-    ]
+    return _names(BUILT_IN_TRACKERS, "trackers")
 
 
 def _source_suffixes() -> list[str]:
-    return [
-        *BUILT_IN_SOURCES,
-        *(suffix for each in installed() for suffix in each.extension.sources),
-    ]
+    return _names(BUILT_IN_SOURCES, "sources")
 
 
 def tokenizer_kinds() -> list[str]:
-    return [
-        *BUILT_IN_TOKENIZERS,
-        *(kind for each in installed() for kind in each.extension.tokenizers),
-    ]
+    return _names(BUILT_IN_TOKENIZERS, "tokenizers")
 
 
 def _refused(reference: str, problem: str) -> ConfigError:
