@@ -1,5 +1,5 @@
-"""A run opens no door: its sockets are on loopback, no other process can take its port, and no
-rank unpickles what it is sent.
+"""A run opens no door: its sockets are on loopback, its ranks meet in a file that no other user can
+open, and no rank unpickles what it is sent.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 from torch.distributed import distributed_c10d
 
 from parallelisms.mesh import collectives
+from tests.other_user import as_nobody
 from tests.system.runs import (
     SETS,
     forked,
@@ -29,7 +30,7 @@ from tests.system.runs import (
     workers,
     write_run,
 )
-from trainer.config.run_spec import STORE_SOCKET_ENV
+from trainer.config.run_spec import STORE_FILE_ENV
 from trainer.hardware.host import loopback_environment
 from trainer.launch.cluster import LaunchWorld
 from trainer.launch.workers import Workers
@@ -39,15 +40,15 @@ LISTENS = "0A"
 """State of a socket in /proc/net/tcp."""
 
 
-def listening(table: str) -> Iterator[tuple[str, int, str]]:
-    """Address, port and inode of every socket of this host that listens."""
+def listening(table: str) -> Iterator[tuple[str, str]]:
+    """Address and inode of every socket of this host that listens."""
     for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
         _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
         if state == LISTENS:
-            address, port = local.split(":")
+            address, _ = local.split(":")
             words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
             family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
-            yield socket.inet_ntop(family, b"".join(words)), int(port, 16), inode
+            yield socket.inet_ntop(family, b"".join(words)), inode
 
 
 def sockets_of(pid: int) -> set[str]:
@@ -66,11 +67,16 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in content.split("\0") if "=" in entry)
 
 
+def store_file(pid: int) -> Path:
+    """The store of a rank, as other processes reach it."""
+    return Path(f"/proc/{pid}/fd/{environment_of(pid)[STORE_FILE_ENV]}")
+
+
 @pytest.mark.ranks
-def test_a_run_on_one_node_listens_on_loopback_alone_and_its_port_is_its_own(
+def test_ranks_of_one_node_listen_on_loopback_alone_and_meet_in_a_file_that_is_theirs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where MASTER_PORT is set and taken."""
+    """No port is the store's, so none can be taken or reached, whatever MASTER_PORT says."""
     config = write_run(tmp_path)
     folder = tmp_path / "run"
     for name in INTERFACES:
@@ -90,45 +96,42 @@ def test_a_run_on_one_node_listens_on_loopback_alone_and_its_port_is_its_own(
             assert wait_for(
                 lambda: (folder / "metrics.jsonl").exists() and lines(folder / "metrics.jsonl")
             )
-            by_rank = {int(environment_of(pid)["RANK"]): pid for pid in workers(launcher.pid)}
-            port = int(environment_of(by_rank[0])["MASTER_PORT"])
-            interfaces = {
-                environment_of(pid)[name] for pid in by_rank.values() for name in INTERFACES
-            }
-            held = {pid: sockets_of(pid) for pid in (launcher.pid, *by_rank.values())}
-            found = [
-                (address, number, inode)
+            ranks = workers(launcher.pid)
+            interfaces = {environment_of(pid)[name] for pid in ranks for name in INTERFACES}
+            held = [sockets_of(pid) for pid in (launcher.pid, *ranks)]
+            addresses = [
+                address
                 for table in ("tcp", "tcp6")
-                for address, number, inode in listening(table)
-                if any(inode in inodes for inodes in held.values())
+                for address, inode in listening(table)
+                if any(inode in inodes for inodes in held)
             ]
-            (store,) = {inode for _, number, inode in found if number == port}
-            holders = {pid for pid, inodes in held.items() if store in inodes}
+            stores = [store_file(pid) for pid in ranks]
+            store, *others = [(path.stat().st_ino, path.read_bytes()) for path in stores]
+            read_by_others = (
+                [as_nobody(path.read_bytes) for path in stores] if os.geteuid() == 0 else []
+            )
         finally:
             launcher.send_signal(signal.SIGKILL)
             launcher.wait()
-    assert {address for address, _, _ in found} == {"127.0.0.1"}
-    assert len({inode for _, _, inode in found}) >= 3, "the store, and gloo on each rank"
-    assert holders == {launcher.pid, by_rank[0]}
+    assert {*addresses} == {"127.0.0.1"}
+    assert len(addresses) >= 2, "gloo on each rank"
+    assert others == [store], "all ranks have the same"
+    assert b"longhaul/present/1" in store[1]
+    assert not any(read_by_others)
     assert interfaces == {"lo"}, (
         "where the host's name is that of loopback, gloo listens there anyway"
     )
 
 
 MEETING = f"""
-import os, socket, sys
-descriptor = int(os.environ["{STORE_SOCKET_ENV}"])
-if os.environ["RANK"] == "0":
-    with socket.socket(fileno=descriptor) as server:
-        peer, _ = server.accept()
-        sys.exit(peer.recv(99).decode() != sys.argv[1])
-try:
-    is_socket = bool(socket.socket(fileno=descriptor).getsockname())
-except OSError:
-    is_socket = False
-assert not is_socket, "rank 1 has the store's socket"
-with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as peer:
-    peer.send(sys.argv[1].encode())
+import os, sys, time
+descriptor = int(os.environ["{STORE_FILE_ENV}"])
+if os.environ["RANK"] == "1":
+    os.write(descriptor, sys.argv[1].encode())
+    sys.exit()
+while not (found := os.pread(descriptor, 99, 0)):
+    time.sleep(0.01)
+sys.exit(found.decode() != sys.argv[1])
 """
 
 

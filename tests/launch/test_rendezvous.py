@@ -26,6 +26,7 @@ from torch import distributed
 
 from parallelisms.mesh import collectives
 from parallelisms.mesh.values import ValueExchangeError, ValueSeal
+from tests.other_user import as_nobody
 from tests.ranks import run_ranks
 from tests.system.runs import PLACES, ROOT, arguments, steps, wait_for, workers, write_run
 from trainer.config.run_spec import SECRET_ENV
@@ -123,6 +124,37 @@ def test_another_secret_is_refused_on_either_side(
     assert "127.0.0.1 reached this launch without its secret" in capfd.readouterr().err
 
 
+def is_known(address: str, family: socket.AddressFamily, server_address: str) -> bool:
+    """Whether a door knows the owner of a connection to this address, and none once it is closed."""
+    server_family = socket.AF_INET6 if ":" in server_address else socket.AF_INET
+    server = socket.create_server((server_address, 0), family=server_family)
+    with server, socket.socket(family) as peer:
+        peer.connect((address, server.getsockname()[1]))
+        connection, _ = server.accept()
+        with connection:
+            is_found = store_door._is_of_this_user(connection)
+            peer.close()
+            return is_found and not store_door._is_of_this_user(connection)
+
+
+def test_the_owner_of_a_connection_is_known_while_it_is_open() -> None:
+    assert is_known("127.0.0.1", socket.AF_INET, "127.0.0.1")
+    if socket.has_ipv6:
+        assert is_known("::1", socket.AF_INET6, "::1")
+        # As torch connects.
+        assert is_known("::ffff:127.0.0.1", socket.AF_INET6, "127.0.0.1")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_of_the_host_reaches_nothing_through_a_ranks_door(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with served() as far, joined(far) as (near, _):
+        assert ask(near, b"1234") == b"1234"
+        assert as_nobody(lambda: ask(near, b"1234")) == b""
+    assert "another user of this host reached a rank" in capfd.readouterr().err
+
+
 def impostor(answer: Callable[[bytes], bytes]) -> str:
     """What a door says of a server that answers challenge and proof by `answer` of both."""
     with loopback_listener(16) as server:
@@ -163,6 +195,8 @@ def test_strangers_reach_nothing_and_hold_nobody_up(capfd: pytest.CaptureFixture
             assert ask(near, b"hello") == b"hello"
         for each in silent:
             each.close()
+        # When the door answers the next one, it has seen that they are gone.
+        ask(far, os.urandom(store_door.CHALLENGE_BYTES + store_door.PROOF_BYTES))
     assert 0 < capfd.readouterr().err.count("without its secret") <= store_door.MAX_NOTICES
 
 

@@ -12,9 +12,9 @@ from trainer.config.training_stages import Recipe
 
 SECRET_ENV = "LONGHAUL_SECRET"
 """Environment variable of the workers: the secret of their launch, as text."""
-STORE_SOCKET_ENV = "LONGHAUL_STORE_SOCKET"
-"""Environment variable of the workers of one node: the file descriptor on which rank 0, which
-alone has it, serves the store.
+STORE_FILE_ENV = "LONGHAUL_STORE_FILE"
+"""Environment variable of the workers of one node: the file descriptor of the store in which they
+meet.
 """
 
 

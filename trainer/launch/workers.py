@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,9 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from trainer.config.run_spec import STORE_SOCKET_ENV
+from trainer.config.run_spec import STORE_FILE_ENV
 from trainer.errors import CONCLUSIVE_EXIT_CODES, EXIT_FAILURE, EXIT_SUCCESS, STACK_DUMP_SIGNAL
-from trainer.hardware.host import loopback_listener
 from trainer.launch.cluster import LaunchWorld
 from trainer.resilience.signals import LAUNCHER_PID_ENV, handle_stop_signals, restoring_handlers
 
@@ -46,19 +44,13 @@ class Workers:
         command = [sys.executable, "-u", str(script), *argv]
         workers: list[subprocess.Popen[bytes]] = []
         self._processes = workers
-        # Until all workers have ended the port belongs to this attempt; the next one gets another.
-        with _store_socket(cluster) as store:
+        # A new one for each attempt: what the ranks of the last one wrote would mislead these.
+        with _store_file(cluster) as store:
+            inherited = [] if store is None else [store]
             try:
                 for local_rank in range(cluster.nproc_per_node):
-                    # Only rank 0 serves the store. In another process the open descriptor would
-                    # keep the port in use.
-                    own_descriptors = (
-                        [store.fileno()] if store is not None and local_rank == 0 else []
-                    )
                     environment = os.environ | _rank_environment(cluster, local_rank, store)
-                    workers.append(
-                        subprocess.Popen(command, env=environment, pass_fds=own_descriptors)
-                    )
+                    workers.append(subprocess.Popen(command, env=environment, pass_fds=inherited))
                 if self.received_signal:
                     # It arrived during the loop; workers ignore repeats.
                     self._signal_workers()
@@ -104,21 +96,22 @@ def _dump_stacks_and_kill(workers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 @contextmanager
-def _store_socket(cluster: LaunchWorld) -> Iterator[socket.socket | None]:
-    """Listens on a free port of loopback, for the store of ranks that are all on this host.
+def _store_file(cluster: LaunchWorld) -> Iterator[int | None]:
+    """The descriptor of a file in memory, for the store of ranks that are all on this host.
 
-    None for other worlds.
+    None for other worlds. Other users reach every port of loopback, but not this file.
     """
     if cluster.num_nodes > 1 or cluster.world_size == 1:
         yield None
         return
-    with loopback_listener(cluster.world_size) as listener:
-        yield listener
+    descriptor = os.memfd_create("longhaul-store")
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
-def _rank_environment(
-    cluster: LaunchWorld, local_rank: int, store: socket.socket | None
-) -> dict[str, str]:
+def _rank_environment(cluster: LaunchWorld, local_rank: int, store: int | None) -> dict[str, str]:
     address, _, port = cluster.master_endpoint.rpartition(":")
     variables: dict[str, object] = {
         "RANK": cluster.node_rank * cluster.nproc_per_node + local_rank,
@@ -130,10 +123,7 @@ def _rank_environment(
         LAUNCHER_PID_ENV: os.getpid(),
     }
     if store is not None:
-        # The kernel chose the port while the socket listens, so no other process can take it
-        # before rank 0 uses it.
-        variables["MASTER_ADDR"], variables["MASTER_PORT"], *_ = store.getsockname()
-        variables[STORE_SOCKET_ENV] = store.fileno()
+        variables[STORE_FILE_ENV] = store
     return {key: str(value) for key, value in variables.items()}
 
 

@@ -11,7 +11,7 @@ from ipaddress import ip_address
 
 from torch import distributed
 
-from trainer.config.run_spec import SECRET_ENV, STORE_SOCKET_ENV
+from trainer.config.run_spec import SECRET_ENV, STORE_FILE_ENV
 from trainer.errors import EXIT_FAILURE, RankFailedError, RunFailedError
 from trainer.hardware.host import loopback_listener
 from trainer.step import store_door
@@ -29,8 +29,7 @@ _doors: list[object] = []
 def find_store(
     rank: int, size: int, num_nodes: int, secret: bytes, timeout: timedelta
 ) -> distributed.Store | None:
-    """The store of a launch, on loopback. None: that of MASTER_ADDR, which torchrun's agent
-    serves.
+    """The store of a launch. None: that of MASTER_ADDR, which torchrun's agent serves.
 
     Raises `RunFailedError` if rank 0 cannot listen, `RankFailedError` if it cannot be reached or
     has another secret.
@@ -38,8 +37,8 @@ def find_store(
     if size == 1:
         # One rank meets nobody, so it opens no port.
         return distributed.HashStore()
-    if STORE_SOCKET_ENV in os.environ:
-        store = _inherited_store(rank, size, timeout)
+    if STORE_FILE_ENV in os.environ:
+        store = _inherited_store(size, timeout)
     elif not secret:
         return None
     elif rank == 0:
@@ -68,21 +67,13 @@ def _await_ranks(store: distributed.Store, rank: int, size: int, timeout: timede
         time.sleep(POLL_SECONDS)
 
 
-def _inherited_store(rank: int, size: int, timeout: timedelta) -> distributed.Store:
-    """The store of ranks that one launcher started on this host."""
-    descriptor = None
-    if rank == 0:  # It listens already, so no other process can have taken the port.
-        descriptor = int(os.environ[STORE_SOCKET_ENV])
-        os.set_inheritable(descriptor, False)  # noqa: FBT003 - it takes no keyword
-    return distributed.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        size,
-        is_master=rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=descriptor,
-    )
+def _inherited_store(size: int, timeout: timedelta) -> distributed.Store:
+    """The store of ranks that one launcher started on this host: a file in memory without a name."""
+    descriptor = int(os.environ[STORE_FILE_ENV])
+    os.set_inheritable(descriptor, False)  # noqa: FBT003 - it takes no keyword
+    store = distributed.FileStore(f"/proc/self/fd/{descriptor}", size)
+    store.set_timeout(timeout)
+    return store
 
 
 def _serve_store(

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 
 CHALLENGE_BYTES = 32
 PROOF_BYTES = hashlib.sha256().digest_size
@@ -134,19 +135,14 @@ def _end_with_parent() -> None:
 
 
 async def _serve(listener: socket.socket, host: str, port: int, secret: bytes) -> None:
-    notices = 0
+    warn = _limited_warnings()
 
     async def lead_to_store(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Streams:
-        nonlocal notices
         address, *_ = writer.get_extra_info("peername") or ("an unknown address",)
         try:
             await asyncio.wait_for(_admit(reader, writer, secret), ADMISSION_SECONDS)
         except (*REFUSALS, asyncio.CancelledError):
-            notices += 1
-            if notices <= MAX_NOTICES:
-                sys.stderr.write(
-                    f"warning: {address} reached this launch without its secret and was refused\n"
-                )
+            warn(f"{address} reached this launch without its secret and was refused")
             raise
         return await asyncio.open_connection(host, port)
 
@@ -156,13 +152,59 @@ async def _serve(listener: socket.socket, host: str, port: int, secret: bytes) -
 async def _join(
     listener: socket.socket, host: str, port: int, secret: bytes, timeout_seconds: float
 ) -> None:
+    warn = _limited_warnings()
+
     async def lead_to_door(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Streams:
-        del reader, writer
+        del reader
+        if not _is_of_this_user(writer.get_extra_info("socket")):
+            warn("another user of this host reached a rank of this launch and was refused")
+            raise RefusedError
         return await _ask(host, port, secret)
 
     sys.stdout.write(await _first_answer(host, port, secret, timeout_seconds) + "\n")
     sys.stdout.flush()
     await _accept(listener, lead_to_door)
+
+
+def _limited_warnings() -> Callable[[str], None]:
+    """Writes warnings, until a stranger has caused many."""
+    number = 0
+
+    def warn(message: str) -> None:
+        nonlocal number
+        number += 1
+        if number <= MAX_NOTICES:
+            sys.stderr.write(f"warning: {message}\n")
+
+    return warn
+
+
+def _is_of_this_user(connection: socket.socket) -> bool:
+    """Whether the other end of a connection over loopback is open in a process of this user.
+
+    The kernel lists both ends of it, each with its owner. What a process has closed is listed
+    without one, as if it were root's.
+    """
+    ends = connection.getpeername(), connection.getsockname()
+    # A socket of IPv6 may speak IPv4, and is listed with a longer address.
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        if connection.family in (socket.AF_INET, family):
+            listed = " ".join(_as_listed(host, port, family) for host, port, *_ in ends)
+            for line in Path("/proc/net", table).read_text().splitlines():
+                if f" {listed} " in line:
+                    _, _, _, _, _, _, _, owner, _, inode, *_ = line.split()
+                    return int(owner) == os.getuid() and inode != "0"
+    return False
+
+
+def _as_listed(host: str, port: int, family: socket.AddressFamily) -> str:
+    """Address and port as the kernel's table has them: words of four bytes in the host's order."""
+    if family == socket.AF_INET6 and ":" not in host:
+        host = f"::ffff:{host}"
+    packed = socket.inet_pton(family, host)
+    words = [packed[at : at + 4] for at in range(0, len(packed), 4)]
+    address = "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
+    return f"{address}:{port:04X}"
 
 
 async def _accept(
