@@ -20,6 +20,7 @@ from typing import Any
 from trainer.command_table import typed
 from trainer.commands import CommandParser, integer, number, run_command
 from trainer.errors import EXIT_BAD_NODE, EXIT_SUCCESS, ConfigError
+from trainer.hardware.host import child_environment
 
 HUNG = "hung"
 FAILED = "failed"
@@ -89,9 +90,12 @@ def run_checks(options: Namespace) -> list[Result]:
     started = time.monotonic()
     asked = json.dumps({"path": str(options.path), "devices": options.devices})
     command = [sys.executable, "-P", "-m", "trainer.hardware.check_node", asked]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     worker = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=child_environment(),
     )
     begun = ["start"]
     results = list[Result]()

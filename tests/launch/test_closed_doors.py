@@ -8,9 +8,7 @@ import os
 import pickle
 import signal
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import pytest
 from torch.distributed import distributed_c10d
 
 from parallelisms.mesh import collectives
+from tests.launch.sockets import listening, sockets_of
 from tests.other_user import as_nobody
 from tests.system.runs import (
     SETS,
@@ -36,30 +35,6 @@ from trainer.launch.cluster import LaunchWorld
 from trainer.launch.workers import Workers
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-LISTENS = "0A"
-"""State of a socket in /proc/net/tcp."""
-
-
-def listening(table: str) -> Iterator[tuple[str, str]]:
-    """Address and inode of every socket of this host that listens."""
-    for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-        _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
-        if state == LISTENS:
-            address, _ = local.split(":")
-            words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
-            family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
-            yield socket.inet_ntop(family, b"".join(words)), inode
-
-
-def sockets_of(pid: int) -> set[str]:
-    """Inodes of the sockets that a process has open."""
-    found = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            target = str(descriptor.readlink())
-            if target.startswith("socket:["):
-                found.add(target.removeprefix("socket:[").removesuffix("]"))
-    return found
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -98,13 +73,8 @@ def test_ranks_of_one_node_listen_on_loopback_alone_and_meet_in_a_file_that_is_t
             )
             ranks = workers(launcher.pid)
             interfaces = {environment_of(pid)[name] for pid in ranks for name in INTERFACES}
-            held = [sockets_of(pid) for pid in (launcher.pid, *ranks)]
-            addresses = [
-                address
-                for table in ("tcp", "tcp6")
-                for address, inode in listening(table)
-                if any(inode in inodes for inodes in held)
-            ]
+            held = {inode for pid in (launcher.pid, *ranks) for inode in sockets_of(pid)}
+            addresses = [each.address for each in listening(launcher.pid) if each.inode in held]
             stores = [store_file(pid) for pid in ranks]
             store, *others = [(path.stat().st_ino, path.read_bytes()) for path in stores]
             read_by_others = (

@@ -26,6 +26,7 @@ from torch import distributed
 
 from parallelisms.mesh import collectives
 from parallelisms.mesh.values import ValueExchangeError, ValueSeal
+from tests.launch.sockets import listening
 from tests.other_user import as_nobody
 from tests.ranks import run_ranks
 from tests.system.runs import PLACES, ROOT, arguments, steps, wait_for, workers, write_run
@@ -38,8 +39,6 @@ from trainer.step import store_door
 
 SECRET = b"the secret of this launch"
 SEVERAL = LaunchWorld(nproc_per_node=2, num_nodes=2)
-LISTENS = "0A"
-"""State of a socket in /proc/net/tcp."""
 
 
 # ---- doors
@@ -456,15 +455,9 @@ def start_node(
         )
 
 
-def listening(pid: int) -> set[tuple[str, int]]:
+def listening_places(pid: int) -> set[tuple[str, int]]:
     """Address and port of every socket that listens in a process' network."""
-    found = set()
-    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
-        _, local, _, state, *_ = line.split()
-        if state == LISTENS:
-            address, port = local.split(":")
-            found.add((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
-    return found
+    return {(each.address, each.port) for each in listening(pid)}
 
 
 STRANGER = """
@@ -511,7 +504,8 @@ def test_a_stranger_on_the_network_joins_nothing_and_is_noticed(
     try:
         assert wait_for(
             lambda: (
-                workers(first.pid) and (ADDRESSES["a"], 29500) in listening(workers(first.pid)[0])
+                workers(first.pid)
+                and (ADDRESSES["a"], 29500) in listening_places(workers(first.pid)[0])
             )
         )
         early = meet(network, first)
@@ -538,7 +532,7 @@ def meet(network: str, *nodes: subprocess.Popen[str]) -> tuple[list[list[object]
     """What a stranger reaches, and which store it joins, of all that the nodes listen on."""
     places = set()
     for host, node in zip("ab", nodes, strict=False):
-        found = listening(workers(node.pid)[0])
+        found = listening_places(workers(node.pid)[0])
         assert {address for address, _ in found} <= {"127.0.0.1", ADDRESSES[host]}, "every address"
         places |= {(ADDRESSES[host], port) for _, port in found}
     command = ["ip", "netns", "exec", f"{network}-c", sys.executable, "-c", STRANGER]

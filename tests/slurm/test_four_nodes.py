@@ -10,6 +10,7 @@ import pytest
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.job import Job
+from tests.slurm.lying_node import lie, may_lie
 from tests.slurm.test_slurm_training import numbers
 from tests.system.runs import digests, forked, write_run
 from trainer.checkpoint.memory_folder import Newest
@@ -33,30 +34,12 @@ SIZE = (
     "--processes-per-node",
     "1",
 )
-LYING = """\
-import os, socket, sys
-if os.path.exists("{folder}/" + socket.gethostname() + " lies") and "trainer.hardware.check_node" in sys.orig_argv:
-    import torch
-    multiply = torch.Tensor.__matmul__
-    def lie(one, other):
-        found = multiply(one, other)
-        if found.dtype == torch.bfloat16:
-            found[0, 0] += 1
-        return found
-    torch.Tensor.__matmul__ = lie
-"""
-
-
-def lie(folder: Path, node: str) -> None:
-    """From now on, products of the node are wrong in its preflight."""
-    (folder / f"{node} lies").touch()
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     config = write_run(tmp_path)
-    (tmp_path / "sitecustomize.py").write_text(LYING.format(folder=tmp_path))
-    setup = f'"export GLOO_SOCKET_IFNAME=eth0", "export PYTHONPATH={tmp_path}"'
+    setup = f'"export GLOO_SOCKET_IFNAME=eth0", {may_lie(tmp_path)}'
     config.write_text(f"{config.read_text()}\n[slurm]\nsetup = [{setup}]\n")
     return config
 

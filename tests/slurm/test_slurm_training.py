@@ -15,6 +15,7 @@ import pytest
 from tests.artifacts import content
 from tests.slurm.cluster import Cluster
 from tests.slurm.job import Job
+from tests.slurm.lying_node import lie, may_lie
 from tests.system.runs import command_of, digests, forked, metrics, write_run
 from trainer.checkpoint.memory_folder import Newest, memory_folder
 from trainer.storage.artifact import seal
@@ -115,26 +116,12 @@ def test_a_killed_rank_a_time_limit_and_preemption_change_nothing(
     assert cluster.state(job.number).requeues == 1 + preempted
 
 
-LYING = """\
-import socket, sys
-if socket.gethostname() == "n1" and "trainer.hardware.check_node" in sys.orig_argv:
-    import torch
-    multiply = torch.Tensor.__matmul__
-    def lie(one, other):
-        found = multiply(one, other)
-        if found.dtype == torch.bfloat16:
-            found[0, 0] += 1
-        return found
-    torch.Tensor.__matmul__ = lie
-"""
-
-
 def lying_node(uninterrupted: Uninterrupted, folder: Path) -> Path:
     """A configuration with which products of node n1 are wrong."""
-    (folder / "sitecustomize.py").write_text(LYING)
+    lie(folder, "n1")
     config = folder / "lying.toml"
-    setup = f'"export PYTHONPATH={folder}"'
-    config.write_text(uninterrupted.config.read_text().replace("setup = [", f"setup = [{setup}, "))
+    setup = uninterrupted.config.read_text()
+    config.write_text(setup.replace("setup = [", f"setup = [{may_lie(folder)}, "))
     return config
 
 

@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import struct
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -39,6 +40,11 @@ def seconds_since_boot() -> float:
     sleeps.
     """
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def child_environment() -> dict[str, str]:
+    """Environment of a Python process that finds the modules which this one finds."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def loopback_listener(backlog: int) -> socket.socket:

@@ -29,7 +29,7 @@ from trainer.config.run_spec import SECRET_ENV
 from trainer.config.sections import DistributedSection
 from trainer.errors import ConfigError, RunFailedError
 from trainer.hardware.device import bind_to_numa_node, choose_device
-from trainer.hardware.host import GIB, loopback_environment, node_memory_bytes
+from trainer.hardware.host import GIB, child_environment, loopback_environment, node_memory_bytes
 from trainer.step.store import find_store
 from trainer.storage.exit_markers import ATTEMPT_VARIABLE
 from trainer.storage.run_dir import flatten_config, is_source_path
@@ -157,13 +157,12 @@ def resolve_auto_memory(config: Config, world: World, prediction_path: Path) -> 
 
 
 def _run_planner(request: dict[str, Any]) -> dict[str, Any]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     # A child process: training processes import no planner.
     command = [sys.executable, "-P", "-m", "trainer.launch.predict"]
     child = subprocess.run(
         command,
         input=json.dumps(request),
-        env=environment,
+        env=child_environment(),
         stdout=subprocess.PIPE,
         text=True,
         check=False,
