@@ -95,7 +95,7 @@ def run_checks(options: Namespace) -> list[Result]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=child_environment(),
+        env=child_environment(os.environ),
     )
     begun = ["start"]
     results = list[Result]()

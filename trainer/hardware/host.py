@@ -42,9 +42,12 @@ def seconds_since_boot() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def child_environment() -> dict[str, str]:
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Environment of a Python process that finds the modules which this one finds."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return {
+        **environment,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
 
 
 def loopback_listener(backlog: int) -> socket.socket:

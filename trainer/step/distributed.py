@@ -162,7 +162,7 @@ def _run_planner(request: dict[str, Any]) -> dict[str, Any]:
     child = subprocess.run(
         command,
         input=json.dumps(request),
-        env=child_environment(),
+        env=child_environment(os.environ),
         stdout=subprocess.PIPE,
         text=True,
         check=False,
