@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from math import isfinite
+from pathlib import Path
 from textwrap import fill
 from typing import NoReturn
 
 from trainer.command_table import resolve, typed
 from trainer.config import extension
 from trainer.config.parse import COMMAND_LINE, load, parse_arguments
+from trainer.config.sections import is_remote, require_remote
 from trainer.errors import (
     EXIT_FAILURE,
     EXIT_SUCCESS,
@@ -258,6 +260,17 @@ def number(*, positive: bool = False) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def folder_or_url(text: str) -> Path | str:
+    """An argparse type: a local path, or the URL of a folder of object storage as text."""
+    if not is_remote(text):
+        return Path(text)
+    try:
+        return str(require_remote(text)).rstrip("/")
+    except ValueError as error:
+        # The URL is not repeated: it may hold a password.
+        raise ArgumentTypeError(f"the URL {error}") from None
 
 
 def run_command(argv: Sequence[str], parser: CommandParser) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.command_table import typed
-from trainer.commands import CommandParser, integer, later, overrides_help
+from trainer.commands import CommandParser, folder_or_url, integer, later, overrides_help
 from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
 
 DESCRIPTION = """\
@@ -17,7 +17,7 @@ instead of the corpora of the configuration: {STDLIB_CORPUS}, a file or folder o
 (each may be .gz or .zst), or {HF_PREFIX}NAME[,split=NAME][,config=NAME][,data_files=PATH]"""
 OUTPUT_HELP = """\
 the folder to create, which a run can name as its corpus; for several corpora, the folder to hold one folder each.
-Default: in data.cache_dir, where a run looks for it"""
+Default: in data.cache_dir, where a run looks for it. A URL as s3://BUCKET/PREFIX: what data.cache_dir then has is uploaded"""
 
 
 def build_parser() -> CommandParser:
@@ -29,7 +29,7 @@ def build_parser() -> CommandParser:
     add("--corpus", help=CORPUS_HELP)
     workers_help = "processes, which do not change the result; default: 1"
     add("--workers", metavar="N", type=positive, default=1, help=workers_help)
-    add("--output", metavar="FOLDER", type=Path, help=OUTPUT_HELP)
+    add("--output", metavar="FOLDER|URL", type=folder_or_url, help=OUTPUT_HELP)
     run = later("trainer.data.prepare.__main__:inspect")
     inspecting = parser.add_command("inspect", INSPECT, run=run, overrides=overrides_help())
     inspecting.add_config()
