@@ -262,15 +262,18 @@ def number(*, positive: bool = False) -> Callable[[str], float]:
     return parse
 
 
-def folder_or_url(text: str) -> Path | str:
-    """An argparse type: a local path, or the URL of a folder of object storage as text."""
-    if not is_remote(text):
-        return Path(text)
+def text_or_url(text: str) -> str:
+    """An argparse type: text, which must keep the rules of URLs if it is one of object storage."""
     try:
-        return str(require_remote(text)).rstrip("/")
+        return str(require_remote(text)).rstrip("/") if is_remote(text) else text
     except ValueError as error:
         # The URL is not repeated: it may hold a password.
         raise ArgumentTypeError(f"the URL {error}") from None
+
+
+def folder_or_url(text: str) -> Path | str:
+    """An argparse type: a local path, or the URL of a folder of object storage as text."""
+    return text_or_url(text) if is_remote(text) else Path(text)
 
 
 def run_command(argv: Sequence[str], parser: CommandParser) -> int:

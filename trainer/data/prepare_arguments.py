@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.command_table import typed
-from trainer.commands import CommandParser, folder_or_url, integer, later, overrides_help
+from trainer.commands import (
+    CommandParser,
+    folder_or_url,
+    integer,
+    later,
+    overrides_help,
+    text_or_url,
+)
 from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
 
 DESCRIPTION = """\
@@ -26,7 +33,7 @@ def build_parser() -> CommandParser:
     parser.add_config()
     positive = integer(minimum=1)
     add = parser.add_argument
-    add("--corpus", help=CORPUS_HELP)
+    add("--corpus", type=text_or_url, help=CORPUS_HELP)
     workers_help = "processes, which do not change the result; default: 1"
     add("--workers", metavar="N", type=positive, default=1, help=workers_help)
     add("--output", metavar="FOLDER|URL", type=folder_or_url, help=OUTPUT_HELP)

@@ -5,6 +5,7 @@ of downloads, or a preset. Imports no torch but for a model's tokenizer.
 from __future__ import annotations
 
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,10 +17,11 @@ from models.files import MAX_CONFIG_BYTES, read_regular
 from models.hf import CONFIG_FILE, HuggingFaceError
 from models.presets import FAMILIES
 from trainer.checkpoint.initial_weights import HF_PREFIX
+from trainer.commands import text_or_url
 from trainer.config.data import TokenizerSection, tokenizer_folder
 from trainer.config.job_config import BYTE_VOCAB_SIZE
 from trainer.config.parse import parse_toml
-from trainer.config.sections import is_remote, require_remote
+from trainer.config.sections import is_remote
 from trainer.errors import ConfigError, DataError
 from trainer.hf import read_model
 from trainer.storage.remote_models import fetch_tokenizer
@@ -151,10 +153,9 @@ def downloaded_folder(name: str, environment: Mapping[str, str]) -> Path:
 def url_option(option: str, url: str) -> str:
     """A URL that an option names. Raises `ConfigError` for one that breaks a rule."""
     try:
-        return str(require_remote(url)).rstrip("/")
-    except ValueError as error:
-        # The URL is not repeated: it may hold a password.
-        raise ConfigError([f"{option}: the URL {error}"]) from None
+        return text_or_url(url)
+    except ArgumentTypeError as error:
+        raise ConfigError([f"{option}: {error}"]) from None
 
 
 def open_tokenizer_section(name: str) -> dict[str, str]:

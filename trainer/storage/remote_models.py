@@ -120,9 +120,13 @@ def fetch_tokenizer(url: str) -> Path:
         # The URL of a file lists nothing below it.
         place, _, name = store.url.rpartition("/")
         store = RemoteFolder(place)
-        if (version := store.versions().get(name)) is None:
+        versions = store.versions()
+        if name not in versions:
             raise ConfigError([f"{key}: {url} does not exist"])
-        return _download(store, _list_model(store, {name: version}), cache) / name
+        # A tokenizer.json needs the files beside it.
+        if not name.endswith(".json"):
+            versions = {name: versions[name]}
+        return _download(store, _list_model(store, versions, has_weights=False), cache) / name
 
 
 @contextmanager
@@ -165,7 +169,8 @@ def _download(store: RemoteFolder, listing: Listing, cache: Path) -> Path:
     """The local folder with these files; files of a download that was cut off are kept."""
     identity = f"{store.url}\0{listing.identity}".encode()
     digest = hashlib.sha256(identity).hexdigest()[:HASH_CHARS]
-    folder = cache / f"{store.url.rpartition('/')[2]}-{digest}"
+    # The hash comes first: a folder step-N must be of that step.
+    folder = cache / f"{digest}-{store.url.rpartition('/')[2]}"
     cache.mkdir(parents=True, exist_ok=True)
     with file_lock(cache / f".{folder.name}.lock"):
         if folder.exists():
