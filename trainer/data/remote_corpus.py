@@ -29,9 +29,7 @@ from trainer.storage.remote_files import HASH_CHARS, SealedFiles, transfer, uplo
 
 GIB = 1 << 30
 FREE_SHARE = 2
-"""The cache takes at most one in so many bytes that are free, unless `data.remote_cache_gib` is
-set.
-"""
+"""Free bytes over the largest cache, unless `data.remote_cache_gib` is set."""
 
 
 def corpus_files(meta: TokenDatasetMeta, content: bytes) -> SealedFiles:
@@ -134,15 +132,17 @@ def _write_place(
     block_bytes = meta.block_bytes or 1
     tokens = [size for name, (size, _) in files.files.items() if name.endswith(".bin")]
     num_blocks = sum(-(-size // block_bytes) for size in tokens)
-    limit = (
-        shutil.disk_usage(folder).free // FREE_SHARE
-        if source.remote_cache_gib is None
-        else int(source.remote_cache_gib * GIB)
-    )
     place = RemotePlace(
         url=store.url,
-        folder=files.name_of("").rstrip("/"),
+        folder=files.name_of(""),
         block_bytes=block_bytes,
-        cached_blocks=max(1, min(num_blocks, limit // block_bytes)),
+        cached_blocks=min(num_blocks, cache_bytes(source) // block_bytes) or 1,
     )
     write_artifact(folder / REMOTE_FILENAME, place)
+
+
+def cache_bytes(source: CorpusSpec) -> int:
+    """Largest size of the cache of a corpus."""
+    if source.remote_cache_gib is not None:
+        return int(source.remote_cache_gib * GIB)
+    return shutil.disk_usage(source.cache_dir).free // FREE_SHARE
