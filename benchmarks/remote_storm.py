@@ -81,6 +81,12 @@ class Storm:
     """Exit codes since the last fault."""
 
     @property
+    def running(self) -> subprocess.Popen[str]:
+        if self.launcher is None:
+            raise StormError("nothing was started")
+        return self.launcher
+
+    @property
     def folder(self) -> Path:
         return self.root / "storm"
 
@@ -155,8 +161,7 @@ def lost(storm: Storm) -> None:
 
 
 def kill_rank(storm: Storm) -> None:
-    assert storm.launcher is not None
-    os.kill(workers(storm.launcher.pid)[-1], 9)
+    os.kill(workers(storm.running.pid)[-1], 9)
 
 
 def lost_in_an_upload(storm: Storm) -> None:
@@ -193,9 +198,8 @@ def damage_newest_copy(storm: Storm) -> None:
 
 
 def terminate(storm: Storm) -> None:
-    assert storm.launcher is not None
-    storm.launcher.terminate()
-    storm.launcher.wait(PATIENCE_SECONDS)
+    storm.running.terminate()
+    storm.running.wait(PATIENCE_SECONDS)
     shutil.rmtree(storm.folder)
     shutil.rmtree(storm.cache)
 
@@ -207,8 +211,7 @@ def start_without(kind: str) -> Callable[[Storm], None]:
         storm.lose_machine()
         storm.proxy.always(kind)
         storm.start()
-        assert storm.launcher is not None
-        storm.launcher.wait(PATIENCE_SECONDS)
+        storm.running.wait(PATIENCE_SECONDS)
         storm.proxy.heal()
 
     return strike
@@ -278,9 +281,8 @@ def campaign(root: Path, proxy: Proxy, only: str) -> tuple[list[str], list[str],
             storm.endings.clear()
             lines.append(f"| {name} | {endings} | {time.monotonic() - began:.1f} |")
             say(lines[-1])
-        assert storm.launcher is not None
-        storm.launcher.terminate()
-        if storm.launcher.wait(PATIENCE_SECONDS) != 0:
+        storm.running.terminate()
+        if storm.running.wait(PATIENCE_SECONDS) != 0:
             raise StormError(f"the run was not saved; see {root}")
     finally:
         storm.kill()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,12 @@ from tests.system.in_process import configured, run_here
 from tests.system.runs import digests, launched, metrics, write_run
 from trainer.config.source import CorpusSpec
 from trainer.data import remote_corpus, remote_shard
+from trainer.data.block_cache import BlockCache
 from trainer.data.prepare import prepare
 from trainer.data.prepare.__main__ import main as prepare_main
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import ByteTokenizer
-from trainer.errors import ConfigError, DataError, RankFailedError
+from trainer.errors import ConfigError, DataError, RankFailedError, RunFailedError
 from trainer.storage import object_store as store_module
 from trainer.storage.object_store import RemoteFolder
 
@@ -88,6 +91,26 @@ def test_a_block_is_fetched_once_and_only_when_it_is_read(
     again = TokenDataset(remote.folder)
     again.read(5, 9)
     again.read(100, 30_000)
+    assert requests_for_tokens(proxy) == 1
+
+
+def test_ranks_that_read_the_same_tokens_fetch_them_once(
+    local: TokenDataset, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = remote_dataset(tmp_path)
+    other = TokenDataset(remote.folder)
+
+    @contextmanager
+    def locked(cache: BlockCache, blocks: Sequence[int]) -> Iterator[None]:
+        # The other rank held the lock, and has fetched the blocks.
+        del cache, blocks
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockCache, "locked", lambda *_: nullcontext())
+            other.read(0, 9)
+        yield
+
+    monkeypatch.setattr(BlockCache, "locked", locked)
+    assert torch.equal(remote.read(0, 9), local.read(0, 9))
     assert requests_for_tokens(proxy) == 1
 
 
@@ -206,6 +229,15 @@ def test_an_upload_that_was_cut_off_continues_and_is_no_corpus_before(
     put = [path for method, path in proxy.requests if method == "PUT" and "probe" not in path]
     assert [Path(path).name for path in put] == ["shard-00000.blocks", "meta.json"]
     assert torch.equal(everything(remote_dataset(tmp_path)), everything(dataset))
+
+
+def test_a_corpus_whose_files_did_not_arrive_is_not_committed(
+    local: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RemoteFolder, "upload", lambda *_, **__: None)
+    with pytest.raises(RunFailedError, match=r"shard-00000.bin, .* did not arrive in full"):
+        remote_corpus.upload_corpus(local, f"{URL}-2", key="--output")
+    assert RemoteFolder(f"{URL}-2").sizes() == {}
 
 
 def test_another_corpus_is_never_replaced(local: TokenDataset, tmp_path: Path) -> None:

@@ -250,14 +250,18 @@ def test_an_export_that_was_cut_off_is_replaced_by_the_next(
     run: Path, tmp_path: Path, proxy: Proxy
 ) -> None:
     checkpoint = checkpoint_of(configured(run, tmp_path / "run"))
-    RemoteFolder(URL).create("model.safetensors", b"of an export that was cut off")
+    # Of an export of other weights that was cut off: alike but for its content.
+    assert hf_main(["export", str(checkpoint), "local"]) == 0
+    size = (tmp_path / "local" / "model.safetensors").stat().st_size
+    RemoteFolder(URL).create("model.safetensors", bytes(size))
     proxy.always("full", method="PUT", part=HASHES_FILE)
     assert hf_main(["export", str(checkpoint), URL]) == 1
     with pytest.raises(ConfigError, match="it is no model"):
         fetched(tmp_path)
     proxy.heal()
     assert hf_main(["export", str(checkpoint), URL]) == 0
-    assert fetched(tmp_path).is_dir()
+    downloaded = contents(fetched(tmp_path))
+    assert downloaded["model.safetensors"] == contents(tmp_path / "local")["model.safetensors"]
 
 
 def test_exported_weights_at_a_url_start_a_run(run: Path, tmp_path: Path, proxy: Proxy) -> None:
