@@ -40,6 +40,7 @@ from tests.system.runs import (
     kill_launcher,
     launch,
     launched,
+    lines,
     metrics,
     wait_for,
     workers,
@@ -120,6 +121,11 @@ class Storm:
 
     def step(self) -> int:
         return max((step for (step,) in metrics(self.folder, "step")), default=-1)
+
+    def starts(self) -> int:
+        """Launches of this run folder."""
+        path = self.folder / "events.jsonl"
+        return sum(line["event"] == "start" for line in lines(path)) if path.exists() else 0
 
     def fail(self, kind: str, *, method: str = "", part: str = "") -> None:
         """Lets requests fail until several did, and the store recover."""
@@ -260,27 +266,29 @@ def write_inputs(root: Path) -> None:
 
 
 def campaign(root: Path, proxy: Proxy, only: str) -> tuple[list[str], list[str], int]:
-    """(lines of the table, what differs, steps)."""
+    """(rows of the table, what differs, steps)."""
     write_inputs(root)
     storm = Storm(root, proxy)
-    lines = ["| fault | endings | s |", "|---|---|---|"]
+    rows = ["| fault | endings | s |", "|---|---|---|"]
     try:
         storm.recover(0)
         for name in [name for name in FAULTS if only in name]:
             began = time.monotonic()
             reached = max(storm.copied(), 0)
+            starts = storm.starts()
             FAULTS[name](storm)
             # What the fault itself ended is no ending.
             ended = storm.launcher is not None and storm.launcher.poll() == -9
             if ended:
                 storm.launcher = None
             storm.recover(max(reached, storm.copied()))
-            endings = ", ".join(f"exit {code}" for code in storm.endings) or "trains on"
-            if ended:
-                endings = "resumed"
+            quiet = "trains on" if storm.starts() == starts else "restarted"
+            endings = ", ".join(f"exit {code}" for code in storm.endings) or quiet
             storm.endings.clear()
-            lines.append(f"| {name} | {endings} | {time.monotonic() - began:.1f} |")
-            say(lines[-1])
+            rows.append(
+                f"| {name} | {'resumed' if ended else endings} | {time.monotonic() - began:.1f} |"
+            )
+            say(rows[-1])
         storm.running.terminate()
         if storm.running.wait(PATIENCE_SECONDS) != 0:
             raise StormError(f"the run was not saved; see {root}")
@@ -298,7 +306,7 @@ def campaign(root: Path, proxy: Proxy, only: str) -> tuple[list[str], list[str],
     )
     if done.statuses != [0]:
         raise StormError(f"the undisturbed run fails: {done.said[-2000:]}")
-    return lines, differences(storm.folder, whole, end), end
+    return rows, differences(storm.folder, whole, end), end
 
 
 def differences(storm: Path, whole: Path, end: int) -> list[str]:
@@ -327,11 +335,11 @@ def main(argv: Sequence[str]) -> int:
         pytest.MonkeyPatch.context() as patch,
     ):
         point_environment_at(proxy, patch)
-        lines, differing, steps = campaign(asked.folder or Path(temporary), proxy, asked.only)
-    say("\n".join(["", *lines, "", f"{len(lines) - 2} faults in {steps} steps"]))
+        rows, differing, steps = campaign(asked.folder or Path(temporary), proxy, asked.only)
+    say("\n".join(["", *rows, "", f"{len(rows) - 2} faults in {steps} steps"]))
     say("; ".join(differing) + " differ" if differing else "every tensor is equal, bit by bit")
     if asked.write and not differing:
-        PAGE.write_text(replace_block(PAGE.read_text(), "remote-storm", lines))
+        PAGE.write_text(replace_block(PAGE.read_text(), "remote-storm", rows))
     return 1 if differing else 0
 
 

@@ -235,7 +235,7 @@ def test_a_corpus_whose_files_did_not_arrive_is_not_committed(
     local: TokenDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RemoteFolder, "upload", lambda *_, **__: None)
-    with pytest.raises(RunFailedError, match=r"shard-00000.bin, .* did not arrive in full"):
+    with pytest.raises(RunFailedError, match="did not arrive in full"):
         remote_corpus.upload_corpus(local, f"{URL}-2", key="--output")
     assert RemoteFolder(f"{URL}-2").sizes() == {}
 
@@ -273,8 +273,7 @@ def test_prepare_uploads_and_inspects(
     assert prepare_main(["--corpus", "a.txt", "--output", URL]) == 0
     assert f"{URL}: uploaded" in capsys.readouterr().out
     shutil.rmtree("prepared")
-    (tmp_path / "run.toml").write_text(f'[data]\ncorpus = "{URL}"\n')
-    assert prepare_main(["inspect", "--config", "run.toml", "--verify"]) == 0
+    assert prepare_main(["inspect", URL, "--verify"]) == 0
     said = capsys.readouterr().out
     assert "checksums" in said
     assert "some text some" in said

@@ -24,6 +24,7 @@ class BlockCache:
         self._places = places
         self._block_bytes = block_bytes
         self._path = path
+        self._has_warned = False
         self._file = -1
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -76,5 +77,3 @@ class BlockCache:
         if not self._has_warned:
             log.warning("%s: blocks are not kept: %s", self._path, error.strerror or error)
             self._has_warned = True
-
-    _has_warned = False

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from trainer.command_table import typed
 from trainer.commands import (
     CommandParser,
@@ -41,7 +39,8 @@ def build_parser() -> CommandParser:
     inspecting = parser.add_command("inspect", INSPECT, run=run, overrides=overrides_help())
     inspecting.add_config()
     add = inspecting.add_argument
-    add("folder", nargs="?", metavar="FOLDER", type=Path, help="a prepared corpus")
+    folder_help = "a prepared corpus, or its URL"
+    add("folder", nargs="?", metavar="FOLDER", type=folder_or_url, help=folder_help)
     add("--verify", action="store_true", help="read all tokens and compare their checksums")
     add("--samples", metavar="N", type=positive, default=3, help="default: 3")
     return parser

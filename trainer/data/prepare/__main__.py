@@ -31,7 +31,7 @@ from trainer.data.remote_corpus import upload_corpus
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import open_tokenizer
 from trainer.errors import ConfigError, CorpusRefusedError
-from trainer.storage.object_store import missing_library
+from trainer.storage.object_store import RemoteFolder, reporting
 
 
 def main(argv: Sequence[str]) -> int:
@@ -117,8 +117,9 @@ def prepare_at_url(
 ) -> None:
     """Prepares corpora in their `cache_dir` and uploads them."""
     key = "command line: --output"
-    if problem := missing_library(key, url):
-        raise ConfigError([problem])
+    # Before the work: credentials and the bucket may be wrong.
+    with reporting(key, url):
+        RemoteFolder(url).require_conditional_writes()
     tokenizer = open_tokenizer(config.tokenizer)
     for name, spec in specs.items():
         with refusing():
@@ -137,14 +138,15 @@ def inspect(arguments: Namespace, overrides: Sequence[str]) -> None:
     folder = arguments.folder
     if folder is None and arguments.config is None:
         raise ConfigError(["command line: inspect needs a folder or --config"])
-    if folder is not None and not is_token_dataset(folder):
+    is_url = isinstance(folder, str)
+    if folder is not None and not is_url and not is_token_dataset(folder):
         raise ConfigError([f"command line: {folder} is not a prepared folder"])
-    specs = {} if folder else selected_specs(config)
+    specs = {} if folder and not is_url else selected_specs(config, folder)
     tokenizer = open_tokenizer(config.tokenizer)
     with refusing():
         datasets = (
             [TokenDataset(folder)]
-            if folder
+            if folder and not is_url
             else [prepare(spec, tokenizer) for spec in specs.values()]
         )
     for dataset in datasets:
