@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
@@ -260,6 +261,11 @@ def number(*, positive: bool = False) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def log_plainly() -> None:
+    """Shows the log on standard error, as lines of a command."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
 
 
 def text_or_url(text: str) -> str:

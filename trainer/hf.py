@@ -27,6 +27,7 @@ from trainer.commands import (
     CommandParser,
     Run,
     folder_or_url,
+    log_plainly,
     number,
     print_lines,
     run_command,
@@ -123,6 +124,8 @@ def _problems_of_export(folder: Path, model: ModelConfig) -> list[str]:
 
 
 def run_export(options: Namespace) -> None:
+    if isinstance(options.output, str):
+        log_plainly()
     with local_output(options.output, upload_model, key="command line: OUTPUT") as output:
         export(Namespace(**vars(options) | {"output": output}))
     if output != options.output:
@@ -251,6 +254,8 @@ def tokenizer_files(
 
 
 def run_import(options: Namespace) -> None:
+    if isinstance(options.folder, str):
+        log_plainly()
     import_model(
         options.folder, options.output, text_only=options.text_only, ignore_keys=options.ignore_key
     )

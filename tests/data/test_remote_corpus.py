@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from tests.object_server import BUCKET, SECRET, Proxy
 from tests.system.in_process import configured, run_here
-from tests.system.runs import digests, launched, metrics, write_run
+from tests.system.runs import arguments, digests, launched, metrics, write_run
 from trainer.config.source import CorpusSpec
 from trainer.data import remote_corpus, remote_shard
 from trainer.data.block_cache import BlockCache
@@ -23,6 +24,7 @@ from trainer.data.prepare.__main__ import main as prepare_main
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import ConfigError, DataError, RankFailedError, RunFailedError
+from trainer.launch.launcher import load_and_validate
 from trainer.storage import object_store as store_module
 from trainer.storage.object_store import RemoteFolder
 
@@ -310,6 +312,43 @@ def test_a_store_that_refuses_is_an_error_of_the_configuration(
     proxy.always("denied")
     with pytest.raises(ConfigError, match=r"data.corpus: .*403 Forbidden: .*AWS_ACCESS_KEY_ID"):
         remote_dataset(tmp_path)
+
+
+def test_without_credentials_nothing_is_prepared(
+    proxy: Proxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{proxy.port}")
+    proxy.always("denied")
+    assert prepare_main(["--corpus", "a.txt", "--output", URL]) == 2
+    assert "set AWS_ACCESS_KEY_ID" in capsys.readouterr().err
+    assert not (tmp_path / "prepared").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.corpus", URL),
+        ("checkpoint.remote", URL),
+        ("checkpoint.initial_load_path", f"hf:{URL}"),
+        ("tokenizer.path", URL),
+    ],
+)
+def test_without_the_library_a_url_is_refused_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str
+) -> None:
+    run = write_run(tmp_path)
+    monkeypatch.setattr(store_module, "find_spec", lambda _: None)
+    kind = "huggingface" if key == "tokenizer.path" else "byte"
+    argv = arguments(run, tmp_path / "run", f"--{key}", value, f"--tokenizer.kind={kind}")
+    _, _, problems = load_and_validate(argv, {**os.environ, "NGPU": "1"}, fetching=True)
+    assert f'{key} = "{URL}" needs obstore: {sys.executable} -m pip install obstore' in problems
 
 
 def upload_corpus_of(run: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +103,24 @@ def test_a_download_that_is_cut_off_continues(run: Path, tmp_path: Path, proxy: 
     proxy.requests.clear()
     assert contents(fetched(tmp_path)) == contents(tmp_path / "model")
     assert not any("config.json" in path for path in gets(proxy)), "it was there in full"
+
+
+def test_a_folder_that_changes_during_its_download_is_not_believed(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_hf_model(run, tmp_path / "model")
+    put(tmp_path / "model")
+    whole = RemoteFolder.download
+
+    def download(store: RemoteFolder, name: str, *place: Path, **options: Any) -> None:
+        whole(store, name, *place, **options)
+        if name == "config.json":
+            store.delete([name])
+            store.create(name, b"{}")
+
+    monkeypatch.setattr(RemoteFolder, "download", download)
+    with pytest.raises(RunFailedError, match="changed while it was downloaded"):
+        fetched(tmp_path)
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:

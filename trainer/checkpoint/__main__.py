@@ -19,6 +19,7 @@ from trainer.commands import (
     folder_or_url,
     format_table,
     integer,
+    log_plainly,
     print_lines,
     run_command,
 )
@@ -145,6 +146,8 @@ def export(args: Namespace, _: Sequence[str]) -> None:
     from trainer.checkpoint.export_weights import export_weights
 
     checkpoint = find_checkpoint(args.folder)
+    if isinstance(args.output, str):
+        log_plainly()
     with local_output(args.output, upload_checkpoint, key="command line: OUTPUT") as output:
         if output.exists():
             raise ConfigError([f"{output} exists already"])

@@ -17,7 +17,7 @@ from models.files import MAX_CONFIG_BYTES, read_regular
 from models.hf import CONFIG_FILE, HuggingFaceError
 from models.presets import FAMILIES
 from trainer.checkpoint.initial_weights import HF_PREFIX
-from trainer.commands import text_or_url
+from trainer.commands import log_plainly, text_or_url
 from trainer.config.data import TokenizerSection, tokenizer_folder
 from trainer.config.job_config import BYTE_VOCAB_SIZE
 from trainer.config.parse import parse_toml
@@ -56,6 +56,7 @@ def open_model(
     """The model of that name. Raises `ConfigError`."""
     place = name.removeprefix(HF_PREFIX)
     if is_remote(place):
+        log_plainly()
         return _from_folder(
             url_option("--model", place), text_only=text_only, ignore_keys=ignore_keys
         )

@@ -1,7 +1,7 @@
 """Folders of models at URLs: downloads, and uploads of exports. Imports no torch.
 
-    <URL>/config.json       commits an export: written last, and never replaced
-    <URL>/longhaul.json     sizes and hashes of the other files of an export
+    <URL>/longhaul.json     sizes and hashes of all files; commits an export, and is never replaced
+    <URL>/config.json       written last, because others know a model by it
 
 A folder that somebody else uploaded has no hashes: sizes are compared, and whether its files
 change during the download. What was downloaded is kept, and used again while the URL lists the
@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from trainer.storage.artifact import (
 )
 from trainer.storage.durable_io import file_lock, format_bytes, fsync_path, write_and_fsync
 from trainer.storage.manifest import MANIFEST_FILE, hash_file, read_validated
-from trainer.storage.object_store import RemoteFolder, reporting
+from trainer.storage.object_store import RemoteError, RemoteFolder, reporting
 from trainer.storage.remote_checkpoints import (
     committed_steps,
     read_remote_checkpoint,
@@ -71,6 +72,8 @@ class Listing:
     """The object of a file."""
     seal: tuple[str, bytes] | None = None
     """Name and content of the sealed file that lists them."""
+    is_unchanged: Callable[[], bool] = lambda: True
+    """Whether the store still lists the same."""
 
 
 # ---- downloads
@@ -162,7 +165,12 @@ def _list_model(
         if name in used and used[name][0] != size:
             raise DamageError(f"{name} has {used[name][0]:,} bytes instead of {size:,}")
     files = {name: (size, hashes.get(name, (0, ""))[1]) for name, (size, _) in used.items()}
-    return Listing(files, json.dumps(used))
+
+    def is_unchanged() -> bool:
+        now = store.versions()
+        return all(now.get(name) == version for name, version in used.items())
+
+    return Listing(files, json.dumps(used), is_unchanged=is_unchanged)
 
 
 def _download(store: RemoteFolder, listing: Listing, cache: Path) -> Path:
@@ -198,6 +206,9 @@ def _download(store: RemoteFolder, listing: Listing, cache: Path) -> Path:
         total = sum(listing.files[name][0] for name in wanted)
         log.info("downloading %s of %s to %s", format_bytes(total), store.url, folder)
         transfer(wanted, move, done="downloaded")
+        if not listing.is_unchanged():
+            shutil.rmtree(temporary)
+            raise RemoteError(f"{store.url} changed while it was downloaded")
         if listing.seal is not None:
             name, content = listing.seal
             write_and_fsync(temporary / name, content)

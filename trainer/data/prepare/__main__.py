@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.commands import print_lines, run_command
+from trainer.commands import log_plainly, print_lines, run_command
 from trainer.config import checks
 from trainer.config.data import (
     COPY_CORPUS,
@@ -84,10 +83,6 @@ def refusing() -> Iterator[None]:
         yield
     except CorpusRefusedError as error:
         raise ConfigError(error.problems) from None
-
-
-def log_plainly() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
 
 
 def prepare_corpora(arguments: Namespace, overrides: Sequence[str]) -> None:
