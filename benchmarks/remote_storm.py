@@ -89,7 +89,7 @@ class Storm:
 
     @property
     def folder(self) -> Path:
-        return self.root / "storm"
+        return self.root / "away"
 
     @property
     def cache(self) -> Path:
@@ -133,6 +133,7 @@ class Storm:
         self.proxy.always(kind, method=method, part=part)
 
         def is_over() -> bool:
+            self.is_running()
             asked = self.proxy.requests[before:]
             return sum(each.startswith(method) and part in path for each, path in asked) >= HITS
 
@@ -141,17 +142,18 @@ class Storm:
         self.proxy.heal()
 
     def recover(self, step: int) -> None:
-        """Waits for a copy of a later step; starts again what ended."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while self.copied() <= step:
-            if time.monotonic() > deadline:
-                raise StormError(f"no recovery in {PATIENCE_SECONDS:.0f} s; see {self.root}")
-            if self.launcher is None:
-                self.start()
-            elif (status := self.launcher.poll()) is not None:
-                self.endings.append(status)
-                self.start()
-            time.sleep(0.1)
+        """Waits for a copy of a later step."""
+        if not wait_for(lambda: self.is_running() and self.copied() > step, PATIENCE_SECONDS):
+            raise StormError(f"no recovery in {PATIENCE_SECONDS:.0f} s; see {self.root}")
+
+    def is_running(self) -> bool:
+        """True; starts again what ended."""
+        if self.launcher is None:
+            self.start()
+        elif (status := self.launcher.poll()) is not None:
+            self.endings.append(status)
+            self.start()
+        return True
 
 
 # ---- faults
@@ -182,7 +184,7 @@ def lost_behind_a_full_bucket(storm: Storm) -> None:
     step = storm.step()
     storm.proxy.always("full", method="PUT")
     # Checkpoints that are never copied go with the machine.
-    wait_for(lambda: storm.step() > step + 45, PATIENCE_SECONDS)
+    wait_for(lambda: storm.is_running() and storm.step() > step + 45, PATIENCE_SECONDS)
     storm.lose_machine()
     storm.proxy.heal()
 
@@ -339,7 +341,7 @@ def main(argv: Sequence[str]) -> int:
     say("\n".join(["", *rows, "", f"{len(rows) - 2} faults in {steps} steps"]))
     say("; ".join(differing) + " differ" if differing else "every tensor is equal, bit by bit")
     if asked.write and not differing:
-        PAGE.write_text(replace_block(PAGE.read_text(), "remote-storm", rows))
+        PAGE.write_text(replace_block(PAGE.read_text(), "remote_storm", rows))
     return 1 if differing else 0
 
 
