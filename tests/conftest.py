@@ -6,14 +6,41 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.garbage import freeze_imports
 
+if TYPE_CHECKING:
+    from tests.object_server import Proxy
+
 # Before torch is imported. Several tests run at a time, and tiny tensors gain nothing from
 # threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def object_store() -> Iterator[Proxy]:
+    """A server of S3 that tests share, one after the other."""
+    from tests.object_server import object_server
+
+    with object_server() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(object_store: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Proxy:
+    """The store, empty and without faults; the environment names it and its credentials."""
+    from tests.object_server import empty, point_environment_at
+
+    empty(object_store)
+    point_environment_at(object_store, monkeypatch)
+    # Tokenizers are kept below the home.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return object_store
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -79,6 +79,7 @@ SLOW = {
     "moe_block": "--rounds 1 --steps 1 --tokens 16",
     "memory_grid": "--cases 2 --seed 0 --jobs 1",
     "packing_runs": "time . --rounds 1 --steps 3",
+    "remote_storm": "--only overwritten",
     "random_cases": "--cases 2 --max-processes 2 --records {tmp}/records.json",
     "scaling": "--quick",
     "tokenizer_loading": "--tokens 2000 --rounds 1",

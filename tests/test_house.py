@@ -54,6 +54,7 @@ DOORS = {
         "trainer.config.data",
         "trainer.config.model",
         "trainer.data.packing",
+        "trainer.data.remote_shard",
         "trainer.data.token_dataset",
         "trainer.config.parse",
         "trainer.config.sections",
@@ -417,7 +418,7 @@ def test_numbers_leave_the_device_in_few_places() -> None:
 MAX_FILE_LINES = 600
 CLOSURE_FILES = 150
 """Files that `import train` reaches by any import statement."""
-MAX_NODES = 354_000
+MAX_NODES = 359_000
 """Nodes of the syntax trees of models, parallelisms, trainer and train.py, which no formatting
 changes; docs/architecture.md says why there are more than planned.
 """

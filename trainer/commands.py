@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
@@ -12,12 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from math import isfinite
+from pathlib import Path
 from textwrap import fill
 from typing import NoReturn
 
 from trainer.command_table import resolve, typed
 from trainer.config import extension
 from trainer.config.parse import COMMAND_LINE, load, parse_arguments
+from trainer.config.sections import is_remote, require_remote
 from trainer.errors import (
     EXIT_FAILURE,
     EXIT_SUCCESS,
@@ -258,6 +261,25 @@ def number(*, positive: bool = False) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def log_plainly() -> None:
+    """Shows the log on standard error, as lines of a command."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+
+
+def text_or_url(text: str) -> str:
+    """An argparse type: text, which must keep the rules of URLs if it is one of object storage."""
+    try:
+        return str(require_remote(text)).rstrip("/") if is_remote(text) else text
+    except ValueError as error:
+        # The URL is not repeated: it may hold a password.
+        raise ArgumentTypeError(f"the URL {error}") from None
+
+
+def folder_or_url(text: str) -> Path | str:
+    """An argparse type: a local path, or the URL of a folder of object storage as text."""
+    return text_or_url(text) if is_remote(text) else Path(text)
 
 
 def run_command(argv: Sequence[str], parser: CommandParser) -> int:

@@ -23,14 +23,29 @@ from models.layers import LayerKind
 from models.presets import FAMILIES
 from trainer.checkpoint.initial_weights import HF_PREFIX, HF_TEXT_PREFIX, find_checkpoint
 from trainer.command_table import typed
-from trainer.commands import CommandParser, Run, number, print_lines, run_command
+from trainer.commands import (
+    CommandParser,
+    Run,
+    folder_or_url,
+    log_plainly,
+    number,
+    print_lines,
+    run_command,
+)
 from trainer.config import extension
-from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, TokenizerSection, tokenizer_folder
+from trainer.config.data import (
+    COPY_CORPUS,
+    DEFAULT_SOURCE,
+    DataSection,
+    TokenizerSection,
+    tokenizer_folder,
+)
 from trainer.config.toml_format import toml_value
 from trainer.errors import ConfigError, DataError
 from trainer.launch.initial_checks import model_config_from_values
 from trainer.storage import manifest
 from trainer.storage.durable_io import atomic_folder, fsync_path, write_and_fsync
+from trainer.storage.remote_models import fetch_model, local_output, upload_model
 from trainer.storage.run_dir import ResumeError
 
 DESCRIPTION = """\
@@ -52,9 +67,10 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> CommandParser:
     parser = CommandParser(typed("hf"), DESCRIPTION)
-    add = parser.add_command("export", EXPORT, run=refusing(export)).add_argument
+    add = parser.add_command("export", EXPORT, run=refusing(run_export)).add_argument
     add("source", type=Path, metavar="RUN_FOLDER|CHECKPOINT")
-    add("output", type=Path, metavar="OUTPUT", help="folder to create; may exist if empty")
+    output_help = "folder to create, which may exist if empty, or URL as s3://BUCKET/PREFIX"
+    add("output", type=folder_or_url, metavar="OUTPUT", help=output_help)
     add("--dtype", choices=("bfloat16", "float32"), help="default: the run's training.dtype")
     add(
         "--max-shard-gib",
@@ -63,10 +79,11 @@ def build_parser() -> CommandParser:
         metavar="N",
         help="maximum file size; default: 4",
     )
-    add("--tokenizer", type=Path, metavar="PATH", help="default: the run's tokenizer.path")
+    tokenizer_help = "a path or URL; default: the run's tokenizer.path"
+    add("--tokenizer", type=folder_or_url, metavar="PATH", help=tokenizer_help)
     add("--extension", action="append", default=[], metavar=EXTENSION, help=EXTENSION_HELP)
     add = parser.add_command("import", IMPORT, run=refusing(run_import)).add_argument
-    add("folder", type=Path, metavar="HF_DIR")
+    add("folder", type=folder_or_url, metavar="HF_DIR", help="or its URL, as s3://BUCKET/PREFIX")
     add("output", type=Path, nargs="?", metavar="OUTPUT.toml", help="default: standard output")
     add(
         "--text-only",
@@ -104,6 +121,15 @@ def _problems_of_export(folder: Path, model: ModelConfig) -> list[str]:
     changed = config_differences(exported, model)
     problems = [f"{key} changed to {value}" for key, (value, _) in changed.items()]
     return problems + hf.SafetensorsReader(folder).problems(exported)
+
+
+def run_export(options: Namespace) -> None:
+    if isinstance(options.output, str):
+        log_plainly()
+    with local_output(options.output, upload_model, key="command line: OUTPUT") as output:
+        export(Namespace(**vars(options) | {"output": output}))
+    if output != options.output:
+        print_lines(f"{options.output}: uploaded, each file with its hash")
 
 
 def export(options: Namespace) -> None:
@@ -178,13 +204,13 @@ def require_extensions(checkpoint: Path, values: Mapping[str, Any]) -> None:
 
 
 def tokenizer_files(
-    values: dict[str, Any], tokenizer_path: Path | None, *, seq_len: int
+    values: dict[str, Any], tokenizer_path: Path | str | None, *, seq_len: int
 ) -> tuple[Any, Any, dict[Path, bytes]]:
     """(bos_token_id, eos_token_id, tokenizer files by name); (None, None, {}) for synthetic
     data.
     """
     from trainer.data.hf_tokenizer import changes_of_copy, hf_tokenizer_files, model_token_ids
-    from trainer.data.tokenizer import open_tokenizer
+    from trainer.data.tokenizer import local_section, open_tokenizer
 
     mix_sources = {
         item["source"] for item in values.get("data.mix") or [{"source": DEFAULT_SOURCE}]
@@ -197,8 +223,10 @@ def tokenizer_files(
         for key, value in values.items()
         if (name := key.removeprefix("tokenizer.")) != key
     }
-    stated = TokenizerSection.model_validate(
-        keys | ({"path": tokenizer_path} if tokenizer_path else {})
+    stated = local_section(
+        TokenizerSection.model_validate(
+            keys | ({"path": str(tokenizer_path)} if tokenizer_path else {})
+        )
     )
     if stated.kind in extension.BUILT_IN_TOKENIZERS:
         tokenizer, files = hf_tokenizer_files(stated, max_length=seq_len)
@@ -226,21 +254,27 @@ def tokenizer_files(
 
 
 def run_import(options: Namespace) -> None:
+    if isinstance(options.folder, str):
+        log_plainly()
     import_model(
         options.folder, options.output, text_only=options.text_only, ignore_keys=options.ignore_key
     )
 
 
 def import_model(
-    folder: Path, output: Path | None, *, text_only: bool = False, ignore_keys: Sequence[str] = ()
+    place: Path | str,
+    output: Path | None,
+    *,
+    text_only: bool = False,
+    ignore_keys: Sequence[str] = (),
 ) -> None:
-    """Writes or prints a configuration that starts from the model in `folder`.
+    """Writes or prints a configuration that starts from the model in a folder, or at a URL.
 
     Raises `HuggingFaceError`.
     """
     if output is not None and output.exists():
         raise HuggingFaceError([f"{output} exists already"])
-    imported = read_model(folder, text_only=text_only, ignore_keys=ignore_keys)
+    imported = read_model(place, text_only=text_only, ignore_keys=ignore_keys)
     if output is None:
         sys.stdout.write(imported.toml)
         return
@@ -268,9 +302,15 @@ class ImportedModel:
 
 
 def read_model(
-    folder: Path, *, text_only: bool = False, ignore_keys: Sequence[str] = ()
+    place: Path | str, *, text_only: bool = False, ignore_keys: Sequence[str] = ()
 ) -> ImportedModel:
-    """Checks every tensor of the model in `folder`. Raises `HuggingFaceError` and `DataError`."""
+    """Checks every tensor of the model in a folder, or at a URL, of which it makes a local copy
+    where a run of this folder looks for it.
+
+    Raises `HuggingFaceError`, and as `fetch_model`.
+    """
+    url = place if isinstance(place, str) else None
+    folder = Path(place) if url is None else fetch_model(url, DataSection().cache_dir, key="model")
     # A model of several modalities nests the configuration of its language model.
     values = text_model_values(stored := read_config(folder), text_only=text_only)
     text_only = values is not stored
@@ -287,7 +327,9 @@ def read_model(
     if (loss := values.get("router_aux_loss_coef")) is not None:
         left_out.append(f"left out: router_aux_loss_coef = {loss}; see training.balance_loss")
     length = values.get("max_position_embeddings")
-    lines = config_lines(folder, model, length, text_only=text_only, ignore_keys=ignore_keys)
+    lines = config_lines(
+        folder, model, length, text_only=text_only, ignore_keys=ignore_keys, url=url
+    )
     toml = "\n".join([*(f"# {line}" for line in left_out), *lines]) + "\n"
     return ImportedModel(model, length, left_out, toml)
 
@@ -321,7 +363,9 @@ def config_lines(
     *,
     text_only: bool = False,
     ignore_keys: Sequence[str] = (),
+    url: str | None = None,
 ) -> Iterator[str]:
+    """The lines of a configuration; paths are below `url` if the folder is a copy of it."""
     from trainer.data.hf_tokenizer import bos_remarks, detect_tokenizer
 
     family, size, overrides = nearest_preset(model)
@@ -341,7 +385,9 @@ def config_lines(
     if detected := detect_tokenizer(folder):
         kind, path = detected
         yield from ("", "[tokenizer]", *bos_remarks(folder), f'kind = "{kind}"')
-        yield from () if path is None else (f"path = {json.dumps(str(path.resolve()))}",)
+        if path is not None:
+            inner = "" if path == folder else f"/{path.relative_to(folder)}"
+            yield f"path = {json.dumps(f'{url}{inner}' if url else str(path.resolve()))}"
     else:
         yield from (
             "",
@@ -351,7 +397,7 @@ def config_lines(
     yield from (
         "",
         "[checkpoint]",
-        f"initial_load_path = {json.dumps(f'{prefix}{folder.resolve()}')}",
+        f"initial_load_path = {json.dumps(f'{prefix}{url or folder.resolve()}')}",
     )
     if ignore_keys:
         yield f"initial_ignore_keys = {toml_value(sorted(ignore_keys))}"

@@ -14,17 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.test_manifest import commit
-from tests.object_server import (
-    URL,
-    Proxy,
-    empty,
-    object_server,
-    point_environment_at,
-)
+from tests.object_server import URL, Proxy
 from tests.system.runs import ROOT, wait_for
 from trainer.config.sections import CheckpointSection
 from trainer.errors import ConfigError, ResumeError, RunFailedError
-from trainer.storage import object_store, uploads
+from trainer.storage import object_store as store_module
+from trainer.storage import uploads
 from trainer.storage.remote_checkpoints import RemoteCheckpoints
 from trainer.storage.restore import restore_newest
 from trainer.storage.run_dir import RunDir
@@ -33,21 +28,12 @@ from trainer.storage.uploads import Uploads
 TENSORS = "__0_0.distcp"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Proxy]:
-    with object_server() as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def proxy(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
-    empty(server)
-    point_environment_at(server, monkeypatch)
-    retry = {**object_store.RETRY, "max_retries": 1}
-    monkeypatch.setattr(object_store, "RETRY", retry)
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    retry = {**store_module.RETRY, "max_retries": 1}
+    monkeypatch.setattr(store_module, "RETRY", retry)
     monkeypatch.setattr(uploads, "FIRST_RETRY_SECONDS", 0.05)
     monkeypatch.setattr(uploads, "MAX_RETRY_SECONDS", 0.1)
-    return server
 
 
 @pytest.fixture
@@ -113,7 +99,7 @@ def test_the_manifest_is_the_last_object_and_is_only_created(proxy: Proxy, run: 
 def test_a_large_file_is_sent_in_parts(
     proxy: Proxy, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_store, "CHUNK_BYTES", 5 << 20)
+    monkeypatch.setattr(store_module, "CHUNK_BYTES", 5 << 20)
     saved = commit(run.checkpoints_dir / "step-6", step=6, tensors=b"7" * (12 << 20))
     upload(run)
     assert sum("partNumber" in path for method, path in proxy.requests if method == "PUT") == 3
@@ -413,7 +399,7 @@ def test_a_bucket_that_does_not_exist_is_an_error_of_the_configuration(run: RunD
 def test_a_store_that_ignores_conditions_is_refused(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_store.RemoteFolder, "create", lambda *_: True)
+    monkeypatch.setattr(store_module.RemoteFolder, "create", lambda *_: True)
     with pytest.raises(ConfigError, match="must know conditional writes"):
         restore_newest(run, URL, probes=True)
 

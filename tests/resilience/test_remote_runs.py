@@ -7,20 +7,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.object_server import (
-    SECRET,
-    TOKEN,
-    URL,
-    Proxy,
-    empty,
-    object_server,
-    point_environment_at,
-)
+from tests.object_server import SECRET, TOKEN, URL, Proxy
 from tests.system.runs import (
     ROOT,
     digests,
@@ -40,20 +31,11 @@ REMOTE = ("--checkpoint.remote", URL)
 EXACT = ("step", "tokens", "loss", "grad_norm", "lr")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Proxy]:
-    with object_server() as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def proxy(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
-    empty(server)
-    point_environment_at(server, monkeypatch)
+@pytest.fixture(autouse=True)
+def same_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     # Processes that a test starts import the libraries from where this one has them.
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setattr("tests.system.runs.ROOT", os.pathsep.join(filter(None, paths)))
-    return server
 
 
 def steps_stored() -> list[int]:

@@ -58,6 +58,7 @@ NOT_VARIED = {
     "data.bad_files": "decides documents before the run: tests/data",
     "data.text_key": "decides documents before the run: tests/data",
     "data.cache_dir": "a folder",
+    "data.remote_cache_gib": "needs a store: tests/data/test_remote_corpus.py",
     "data.copy_period": "tests/data/test_copy_task.py",
     "data.packing_version": "decides sequences before the run: tests/data",
     "data.holdout": "a level of validation.sets",

@@ -326,7 +326,7 @@ def train_rank(argv: list[str], signal_handler: SignalHandler | None = None) -> 
     """A rank under srun: prepares the run as its own launcher, then trains."""
     import train
 
-    config, world, problems = load_and_validate(argv, os.environ)
+    config, world, problems = load_and_validate(argv, os.environ, fetching=True)
     if problems or world is None:
         if world is None or world.is_first_of_node:
             sys.stderr.write(format_problems(problems, argv, world))

@@ -13,12 +13,22 @@ from pathlib import Path
 
 from trainer.checkpoint.initial_weights import find_checkpoint, is_hugging_face
 from trainer.command_table import typed
-from trainer.commands import CommandParser, Run, format_table, integer, print_lines, run_command
+from trainer.commands import (
+    CommandParser,
+    Run,
+    folder_or_url,
+    format_table,
+    integer,
+    log_plainly,
+    print_lines,
+    run_command,
+)
 from trainer.config.parse import load
 from trainer.errors import EXIT_NO_RETRY, EXIT_SUCCESS, ConfigError, ResumeError
 from trainer.storage import manifest
 from trainer.storage.artifact import DamageError
 from trainer.storage.durable_io import format_bytes
+from trainer.storage.remote_models import local_output, upload_checkpoint
 from trainer.storage.retention import (
     checkpoints_to_delete,
     delete_checkpoint,
@@ -67,7 +77,12 @@ def build_parser() -> CommandParser:
         help="number of newest checkpoints to keep",
     )
     add("--dry-run", action="store_true", help="only print what would be deleted")
-    commands["export"].add_argument("output", type=Path, metavar="OUTPUT", help="folder to create")
+    commands["export"].add_argument(
+        "output",
+        type=folder_or_url,
+        metavar="OUTPUT",
+        help="folder to create, or URL as s3://BUCKET/PREFIX",
+    )
     return parser
 
 
@@ -131,11 +146,14 @@ def export(args: Namespace, _: Sequence[str]) -> None:
     from trainer.checkpoint.export_weights import export_weights
 
     checkpoint = find_checkpoint(args.folder)
-    if args.output.exists():
-        raise ConfigError([f"{args.output} exists already"])
-    # The copy gets new hashes, which would make damage look intact.
-    manifest.read_intact(checkpoint, check_hashes=True)
-    num_bytes = export_weights(checkpoint, args.output)
+    if isinstance(args.output, str):
+        log_plainly()
+    with local_output(args.output, upload_checkpoint, key="command line: OUTPUT") as output:
+        if output.exists():
+            raise ConfigError([f"{output} exists already"])
+        # The copy gets new hashes, which would make damage look intact.
+        manifest.read_intact(checkpoint, check_hashes=True)
+        num_bytes = export_weights(checkpoint, output)
     print_lines(f"{args.output}: weights of {checkpoint}, {format_bytes(num_bytes)}")
 
 

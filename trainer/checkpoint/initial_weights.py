@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.config.data import is_hub_name
+from trainer.config.sections import is_remote
 from trainer.storage import manifest
 from trainer.storage.artifact import DamageError
 from trainer.storage.run_dir import ResumeError, RunDir
@@ -27,11 +28,19 @@ def is_text_only(initial: str) -> bool:
     return initial.startswith(HF_TEXT_PREFIX)
 
 
+def initial_url(initial: str) -> str | None:
+    """The URL that `checkpoint.initial_load_path` names; None for a local path."""
+    place = initial.partition(":")[2] if is_hugging_face(initial) else initial
+    return place if is_remote(place) else None
+
+
 def resolve_initial_path(initial: str) -> Path:
     """The Hugging Face folder or the checkpoint that `checkpoint.initial_load_path` names.
 
     Raises `ResumeError`.
     """
+    if initial_url(initial) is not None:
+        raise ResumeError(f"{initial} was not downloaded; the same command downloads it")
     if is_hugging_face(initial):
         return Path(initial.partition(":")[2]).expanduser()
     if is_hub_name(initial):

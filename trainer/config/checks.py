@@ -35,7 +35,7 @@ from trainer.config.data import (
 )
 from trainer.config.job_config import BYTE_VOCAB_SIZE, Config
 from trainer.config.router_checks import router_problems
-from trainer.config.sections import MAX_SEQ_LEN, MemorySection
+from trainer.config.sections import MAX_SEQ_LEN, MemorySection, is_remote, remote_url
 from trainer.config.slurm import SlurmSection, parse_time_limit
 from trainer.config.source import corpus_spec
 from trainer.config.toml_format import toml_value
@@ -251,6 +251,9 @@ def _built_in_tokenizer_problems(tokenizer: TokenizerSection) -> Iterator[str]:
             "the model's folder" if tokenizer.kind == "huggingface" else "the tokenizer's file"
         )
         yield f'tokenizer.kind = "{tokenizer.kind}" needs tokenizer.path, {needed}'
+    elif remote_url(tokenizer.path) is not None:
+        # Opening it asks the store.
+        return
     elif tokenizer.kind == "huggingface":
         if not _path_exists(tokenizer_folder(tokenizer.path) / TOKENIZER_FILE):
             hint = download_hint(str(tokenizer.path))
@@ -271,7 +274,7 @@ def path_problems(data: DataSection, validation_sources: Set[str] = frozenset())
     }
     for key, path in paths.items():
         # Opening a dataset may need the network, so its errors are left to the preparation.
-        if path in (STDLIB_CORPUS, COPY_CORPUS) or path.startswith(HF_PREFIX):
+        if path in (STDLIB_CORPUS, COPY_CORPUS) or path.startswith(HF_PREFIX) or is_remote(path):
             continue
         if _path_exists(Path(path)) and not (Path(path).is_file() or Path(path).is_dir()):
             yield f'{key} = "{path}" is neither a file nor a folder'
@@ -308,7 +311,9 @@ def data_section_problems(data: DataSection) -> Iterator[str]:
     }
     for key, (corpus, files) in corpora.items():
         if files is not None and (
-            corpus in (STDLIB_CORPUS, COPY_CORPUS) or corpus.startswith(HF_PREFIX)
+            corpus in (STDLIB_CORPUS, COPY_CORPUS)
+            or corpus.startswith(HF_PREFIX)
+            or is_remote(corpus)
         ):
             yield f'{key}.files = {toml_value([*files])} is only used with a file or folder, not "{corpus}"'
     if data.copy_period is not None and data.corpus != COPY_CORPUS:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_serializer
 
 from trainer.config.sections import (
     MAX_SEQ_LEN,
@@ -15,7 +15,10 @@ from trainer.config.sections import (
     PositiveFloat,
     PositiveInt,
     Section,
+    remote_url,
+    require_location,
     require_non_empty,
+    require_path_or_url,
 )
 
 # the standard library of the interpreter: trainer/data/corpus.py
@@ -53,8 +56,10 @@ class TokenizerSection(Section):
     another whose pattern and special tokens are stated), `sentencepiece` a model file,
     `huggingface` the `tokenizer.json` of a model's folder. Or what an extension adds.
     """
-    path: NonEmptyPath | None = None
-    """The tokenizer's file, for `huggingface` the model's folder; none for `byte`."""
+    path: Annotated[Path, BeforeValidator(require_path_or_url)] | None = None
+    """The tokenizer's file, for `huggingface` the model's folder, either of which may be at a URL
+    as `s3://bucket/models/x`; none for `byte`.
+    """
     pattern: Annotated[str, BeforeValidator(require_non_empty)] | None = None
     """`tiktoken`: the pattern that splits texts into words, `gpt2`, `llama3`, `qwen2`, `o200k` or
     a regular expression. Left out: the file must be Llama 3's.
@@ -74,6 +79,10 @@ class TokenizerSection(Section):
 
     Left out: Llama 3's with its special tokens.
     """
+
+    @field_serializer("path", when_used="json-unless-none")
+    def _write_path(self, path: Path) -> str:
+        return remote_url(path) or str(path)
 
 
 def tokenizer_folder(path: Path) -> Path:
@@ -101,9 +110,9 @@ FileGlobs = Annotated[
 class SourceSection(Section):
     """A named corpus. Keys that are left out are as in [data]."""
 
-    path: Annotated[str, BeforeValidator(require_non_empty)]
+    path: Annotated[str, BeforeValidator(require_location)]
     """A corpus as in `data.corpus`: a file, a folder, a dataset, or the output of
-    `trainer.data.prepare`.
+    `trainer.data.prepare`, which may be at a URL.
     """
     documents: Literal["file", "folder", "repository"] | None = None
     """The unit that counts as one document."""
@@ -145,10 +154,11 @@ class MixSection(Section):
 
 
 class DataSection(Section):
-    corpus: Annotated[str, BeforeValidator(require_non_empty)] = "python-stdlib"
+    corpus: Annotated[str, BeforeValidator(require_location)] = "python-stdlib"
     """`python-stdlib` (the interpreter's standard library), `copy` (synthetic sequences that
     repeat random tokens, without text or tokenizer), a file of text, lines of JSON or `.parquet`,
-    a folder of them, `hf:NAME`, or a folder made by `trainer.data.prepare`.
+    a folder of them, `hf:NAME`, or a folder made by `trainer.data.prepare`, which may be at a URL
+    such as `s3://bucket/corpora/books`.
     """
     sources: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], SourceSection] = Field({})
     """Corpora by name, for `mix`."""
@@ -194,7 +204,11 @@ class DataSection(Section):
     `error`.
     """
     cache_dir: NonEmptyPath = Path("prepared")
-    """Folder of tokenized corpora."""
+    """Folder of tokenized corpora, and of what is read from URLs."""
+    remote_cache_gib: PositiveFloat | None = None
+    """Largest size of the cache of each corpus at a URL, in `cache_dir`. Left out: that of the
+    corpus, but at most half of the space that is free when it is first read.
+    """
 
     @property
     def is_synthetic(self) -> bool:

@@ -56,6 +56,36 @@ def require_remote(value: object) -> object:
     return value
 
 
+def is_remote(value: object) -> bool:
+    """Whether this is a URL of object storage, rather than a local path."""
+    return str(value).startswith(tuple(f"{scheme}://" for scheme in REMOTE_SCHEMES))
+
+
+def require_location(value: object) -> object:
+    """Whether it is text that is not empty; a URL of object storage must keep its rules."""
+    return require_remote(value) if is_remote(value) else require_non_empty(value)
+
+
+def remote_url(path: object) -> str | None:
+    """The URL that a path was made from, of which `Path` keeps one slash; None for a local one."""
+    scheme, separator, rest = str(path).partition(":/")
+    return f"{scheme}://{rest.lstrip('/')}" if separator and scheme in REMOTE_SCHEMES else None
+
+
+def require_path_or_url(value: object) -> object:
+    """`require_path` that takes the URL of a folder of object storage, too."""
+    return require_remote(value) if is_remote(value) else require_path(value)
+
+
+INITIAL_FORMAT = re.compile(r"hf(-text)?:")
+
+
+def require_initial(value: object) -> object:
+    """Whether it names initial weights; a URL in it must keep the rules of URLs."""
+    place = INITIAL_FORMAT.sub("", str(value), count=1)
+    return value if is_remote(place) and require_remote(place) else require_non_empty(value)
+
+
 def require_possible_name(path: Path) -> Path:
     parts = [len(os.fsencode(part)) for part in path.parts]
     if max(parts, default=0) > MAX_NAME_BYTES or sum(parts) + len(parts) > MAX_PATH_BYTES:
@@ -410,10 +440,10 @@ class CheckpointSection(Section):
     a launch resumes from there if no newer checkpoint is in the run folder. One run a URL. Left
     out: none.
     """
-    initial_load_path: Annotated[str, BeforeValidator(require_non_empty)] | None = None
+    initial_load_path: Annotated[str, BeforeValidator(require_initial)] | None = None
     """Initial weights of a new run, with a fresh optimizer: `hf:` and the folder of a model in
     Hugging Face's format (`hf-text:`, its language model alone), or the folder of another run or
-    checkpoint. Left out: random.
+    checkpoint. Each may be at a URL, as `hf:s3://bucket/models/x`. Left out: random.
     """
     initial_ignore_keys: tuple[str, ...] = ()
     """Keys of the `config.json` of `initial_load_path` that are unknown, and that the model does

@@ -29,6 +29,8 @@ class CorpusSpec:
     files: tuple[str, ...] | None = None
     """Globs: the files of the folder that are read. None: all that are text."""
     cache_dir: Path = Path("prepared")
+    remote_cache_gib: float | None = None
+    """Size of the cache of a corpus at a URL. None: as free space allows."""
     key: str = "data.corpus"
     """The key of the configuration that names the corpus."""
 
@@ -51,7 +53,10 @@ def corpus_spec(data: DataSection, name: str) -> CorpusSpec:
     if name != DEFAULT_SOURCE:
         given = data.sources[name].model_dump(exclude_none=True)
         key = f"data.sources.{name}.path"
-    inherited = ("documents", "max_document", "bad_files", "separators", "text_key", "cache_dir")
+    inherited = (
+        *("documents", "max_document", "bad_files", "separators", "text_key"),
+        *("cache_dir", "remote_cache_gib"),
+    )
     values = {each: getattr(data, each) for each in inherited} | given
     return CorpusSpec(corpus=values.pop("path", data.corpus), key=key, **values)
 

@@ -13,7 +13,7 @@ from trainer.data.byte_level_bpe import PATTERNS, PROBE, bytes_to_unicode
 from trainer.data.file_types import SENTENCEPIECE, TIKTOKEN, detect_file_type
 from trainer.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from trainer.data.tiktoken_tokenizer import TiktokenTokenizer
-from trainer.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
+from trainer.data.tokenizer import Tokenizer, load_tokenizer, local_section, open_tokenizer
 from trainer.data.tokenizer_folder import (
     ADDED_TOKENS_FILE,
     CONFIG_FILE,
@@ -44,6 +44,7 @@ def hf_tokenizer_files(
     stated: TokenizerSection, *, max_length: int
 ) -> tuple[Tokenizer, dict[Path, bytes]]:
     """The tokenizer and its Hugging Face files by name. Raises `DataError` as `open_tokenizer`."""
+    stated = local_section(stated)
     tokenizer = open_tokenizer(stated)
     path = stated.path
     if stated.kind == "huggingface" and path is not None:

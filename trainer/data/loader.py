@@ -12,7 +12,7 @@ from torch import Tensor
 from models.batch import Batch
 from trainer.data.deal import Cost, busiest_and_means, deal_sequences
 from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset, SequenceShard
-from trainer.errors import DataError
+from trainer.errors import DataError, RankFailedError
 
 SAMPLED_SEQUENCES = 1024
 
@@ -153,6 +153,8 @@ class MicroBatchLoader:
             return batch.pin_memory() if self._pin_memory else batch
         except DataError as error:
             raise DataError(f"sequences {indices}: {error}") from error
+        except RankFailedError as error:  # A store that does not answer.
+            raise RankFailedError(error.status, f"sequences {indices}: {error}") from error
         except BaseException as error:
             raise RuntimeError(
                 f"sequences {indices} cannot be read: {type(error).__name__}: {error}"

@@ -23,6 +23,8 @@ from models.files import MAX_SHARD_INDEX_BYTES
 from models.ranges import concatenated_ranges, cut_ranges
 from trainer.config.migrations import Migration
 from trainer.data.own_files import META_FILENAME
+from trainer.data.remote_shard import REMOTE_FILENAME, RemoteCorpus, RemoteShard
+from trainer.data.token_blocks import BlockLayout, MappedShard
 from trainer.errors import DataError, ResumeError
 from trainer.storage.artifact import (
     Artifact,
@@ -38,7 +40,6 @@ BLOCK_BYTES = 1 << 16
 """Unit of verification: a block is hashed before a token in it is trained on. The kernel reads as
 much ahead anyway.
 """
-DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 MAX_SHARD_BYTES = 1 << 44
@@ -148,6 +149,7 @@ class TokenDataset:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._remote: RemoteCorpus | None = None
         try:
             self.meta = read_artifact(folder / META_FILENAME, TokenDatasetMeta)
         except DamageError as error:
@@ -169,7 +171,8 @@ class TokenDataset:
         self._shard_offsets = torch.tensor(
             [*accumulate((shard.tokens for shard in self.meta.shards), initial=0)]
         )
-        self._shards = [self._map_shard(shard) for shard in self.meta.shards]
+        self._remote = self._open_remote()
+        self._shards = [self._open_shard(shard) for shard in self.meta.shards]
         shard_starts = [
             self._load_document_starts(shard) + first
             for shard, first in zip(self.meta.shards, self._shard_offsets, strict=False)
@@ -180,6 +183,11 @@ class TokenDataset:
         """[documents + 1] int64: start of each document in the stream, then the end of the
         stream.
         """
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the tokens are at a URL."""
+        return self._remote is not None
 
     @property
     def document_lengths(self) -> Tensor:
@@ -209,39 +217,58 @@ class TokenDataset:
             is_here = shard == index
             here = lengths[is_here]
             in_shard = starts[is_here] - self._shard_offsets[index]
-            if problem := self._shards[index].find_damage(in_shard, here):
-                raise self._damaged(f"{self.meta.shards[index].name}.bin", problem)
             tokens[concatenated_ranges(offsets[is_here], here)] = self._read_shard(
-                index, concatenated_ranges(in_shard, here)
+                index, in_shard, here
             )
         return tokens
 
-    def _read_shard(self, index: int, places: Tensor) -> Tensor:
-        tokens = self._shards[index].tokens[places].to(torch.int64)
+    def _read_shard(self, index: int, starts: Tensor, lengths: Tensor) -> Tensor:
+        name = f"{self.meta.shards[index].name}.bin"
+        try:
+            tokens = self._shards[index].read(starts, lengths).to(torch.int64)
+        except DamageError as error:
+            raise self._damaged(name, str(error)) from None
         # An id outside the vocabulary would fail in the embedding on the device, far from its
         # cause.
         smallest, largest = tokens.aminmax()
         if smallest >= 0 and largest < self.vocab_size:
             return tokens
         first = int(((tokens < 0) | (tokens >= self.vocab_size)).nonzero()[0])
-        problem = f"token {int(places[first])} is {int(tokens[first])}, but vocab_size = {self.vocab_size}"
-        raise self._damaged(f"{self.meta.shards[index].name}.bin", problem)
+        place = int(concatenated_ranges(starts, lengths)[first])
+        problem = f"token {place} is {int(tokens[first])}, but vocab_size = {self.vocab_size}"
+        raise self._damaged(name, problem)
 
-    def _map_shard(self, shard: TokenShard) -> MappedShard:
-        path = self.folder / f"{shard.name}.bin"
+    def _open_remote(self) -> RemoteCorpus | None:
+        """Where the tokens are; None if they are in the folder."""
+        if not (self.folder / REMOTE_FILENAME).exists():
+            return None
+        try:
+            return RemoteCorpus(self.folder)
+        except (OSError, DamageError, ResumeError) as error:
+            raise self._damaged(REMOTE_FILENAME, str(error)) from None
+
+    def _open_shard(self, shard: TokenShard) -> MappedShard | RemoteShard:
         dtype = DTYPES[self.meta.dtype]
-        digests = (
-            bytes.fromhex(shard.bin_sha256)
-            if self.meta.block_bytes is None
-            else self._read(shard, "blocks")
+        block_bytes = self.meta.block_bytes
+        layout = BlockLayout(
+            num_bytes=shard.tokens * dtype.itemsize,
+            block_bytes=block_bytes or shard.tokens * dtype.itemsize,
+            digests=bytes.fromhex(shard.bin_sha256)
+            if block_bytes is None
+            else self._read(shard, "blocks"),
+            dtype=dtype,
         )
+        if self._remote is not None:
+            return self._remote.open_shard(f"{shard.name}.bin", layout)
+        return self._map_shard(self.folder / f"{shard.name}.bin", layout)
+
+    def _map_shard(self, path: Path, layout: BlockLayout) -> MappedShard:
         try:
             with open_regular(path) as file:
                 size = path.stat().st_size
-                expected_size = shard.tokens * dtype.itemsize
-                if size != expected_size:
+                if size != layout.num_bytes:
                     raise self._damaged(
-                        path.name, f"{size} bytes, {META_FILENAME} says {expected_size}"
+                        path.name, f"{size} bytes, {META_FILENAME} says {layout.num_bytes}"
                     )
                 # torch.frombuffer warns of memory that cannot be written. A private copy can be,
                 # and no write reaches the file.
@@ -250,7 +277,7 @@ class TokenDataset:
             raise self._damaged(path.name, str(error)) from None
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read: {error}") from error
-        return MappedShard(content, dtype, self.meta.block_bytes or size, digests)
+        return MappedShard(content, layout)
 
     def _load_document_starts(self, shard: TokenShard) -> Tensor:
         content = self._read(shard, "idx")
@@ -277,37 +304,8 @@ class TokenDataset:
         return content
 
     def _damaged(self, name: str, problem: str) -> DataError:
+        if self._remote is not None and name.endswith(".bin"):
+            return self._remote.damaged(name, problem)
         return DataError(
             f"{self.folder / name} is damaged: {problem}; delete {self.folder} to prepare it again"
         )
-
-
-class MappedShard:
-    """Tokens of a shard, mapped into memory, and which of its blocks were found intact."""
-
-    def __init__(
-        self, content: mmap.mmap, dtype: torch.dtype, block_bytes: int, digests: bytes
-    ) -> None:
-        self.tokens = torch.frombuffer(content, dtype=dtype)
-        self._bytes = memoryview(content)
-        self._block_bytes = block_bytes
-        self._digests = digests
-        self._is_intact = torch.zeros(-(-len(content) // block_bytes), dtype=torch.bool)
-
-    def find_damage(self, starts: Tensor, lengths: Tensor) -> str:
-        """The damage of the blocks that hold ranges of tokens, each hashed when it is first read;
-        "" if they are intact.
-        """
-        itemsize = self.tokens.itemsize
-        first = starts * itemsize // self._block_bytes
-        last = ((starts + lengths) * itemsize - 1) // self._block_bytes
-        blocks = concatenated_ranges(first, last - first + 1)
-        # Each process hashes a block once, however many tokens of it are read.
-        for block in blocks[~self._is_intact[blocks]].unique().tolist():
-            at = block * self._block_bytes
-            end = min((block + 1) * self._block_bytes, len(self._bytes))
-            digest = self._digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
-            if hashlib.sha256(self._bytes[at:end]).digest() != digest:
-                return f"checksum mismatch in bytes {at:,} to {end:,}"
-            self._is_intact[block] = True
-        return ""

@@ -15,10 +15,12 @@ from models.files import MAX_TOKENIZER_BYTES, read_regular
 from trainer.config import extension
 from trainer.config.data import TokenizerSection
 from trainer.config.job_config import BYTE_VOCAB_SIZE
+from trainer.config.sections import remote_url
 from trainer.data.file_types import SENTENCEPIECE, TIKTOKEN, detect_file_type
 from trainer.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from trainer.data.tiktoken_tokenizer import TiktokenTokenizer
 from trainer.errors import DataError
+from trainer.storage.remote_models import fetch_tokenizer
 
 
 class Tokenizer(Protocol):
@@ -117,11 +119,21 @@ lists.
 """
 
 
+def local_section(stated: TokenizerSection) -> TokenizerSection:
+    """`[tokenizer]` with a local path, downloaded if it is a URL.
+
+    Raises as `trainer.storage.remote_models.fetch_tokenizer`.
+    """
+    url = remote_url(stated.path)
+    return stated if url is None else stated.model_copy(update={"path": fetch_tokenizer(url)})
+
+
 def open_tokenizer(stated: TokenizerSection) -> Tokenizer:
     """The tokenizer of `[tokenizer]`.
 
-    Raises DataError with the file type that the content suggests.
+    Raises DataError with the file type that the content suggests, and as `local_section`.
     """
+    stated = local_section(stated)
     known = KINDS.copy()
     for each in extension.installed():
         known.update(each.extension.tokenizers)

@@ -13,7 +13,12 @@ from models.hf_config import config_remarks, model_config_from_hf
 from models.hf_config_write import config_differences
 from models.layers import LayerKind
 from models.rope_config import RopeConfig
-from trainer.checkpoint.initial_weights import is_hugging_face, is_text_only, resolve_initial_path
+from trainer.checkpoint.initial_weights import (
+    initial_url,
+    is_hugging_face,
+    is_text_only,
+    resolve_initial_path,
+)
 from trainer.config.data import download_hint
 from trainer.config.job_config import Config
 from trainer.errors import ConfigError, ResumeError
@@ -49,8 +54,11 @@ def validate_initial_weights(config: Config) -> None:
     """
     initial = config.checkpoint.initial_load_path
     # A run with checkpoints resumes from them, and the initial weights may be gone by now.
-    if initial is None or (
-        config.checkpoint.enabled and RunDir(config.output_dir).committed_checkpoints()
+    # Nor does a URL that is not downloaded, which only a launch does.
+    if (
+        initial is None
+        or initial_url(initial) is not None
+        or (config.checkpoint.enabled and RunDir(config.output_dir).committed_checkpoints())
     ):
         return
     try:

@@ -15,12 +15,14 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from trainer.checkpoint.initial_weights import initial_url
 from trainer.command_table import typed
 from trainer.commands import CommandParser, run_command
 from trainer.config import checks, summary
-from trainer.config.job_config import Config
+from trainer.config.job_config import Config, TrainingStage
 from trainer.config.parse import find_config_file, load, name_flags, parse_arguments, show_path
 from trainer.config.run_spec import SECRET_ENV, RunSpec
+from trainer.config.sections import is_remote, remote_url
 from trainer.config.source import corpus_specs
 from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
@@ -49,6 +51,7 @@ from trainer.launch.cluster import (
 from trainer.launch.initial_checks import validate_initial_weights
 from trainer.launch.initial_tokenizer import validate_initial_tokenizer
 from trainer.launch.predict import predict
+from trainer.launch.remote_weights import with_local_weights
 from trainer.launch.restarts import run_with_restarts
 from trainer.launch.secret import launch_secret
 from trainer.memory.auto import Choice, choose_memory_options, describe_choice
@@ -69,6 +72,7 @@ NGPU sets the processes per node. Default: the GPUs present; without GPUs, the p
 configuration, at least 2 and at most 8. For several nodes, set NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT on
 each of them; they share a secret, ~/.longhaul/secret or the file that LONGHAUL_SECRET_FILE names,
 which is created if it does not exist. Run the same command again, and the run resumes."""
+INITIAL_CHECKS = (validate_initial_weights, validate_initial_tokenizer)
 TRAIN_SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
 
 
@@ -99,7 +103,11 @@ def _keys_help() -> str:
 
 def launch(options: Namespace, argv: Sequence[str]) -> int:
     config, world, problems = load_and_validate(
-        argv, os.environ, planning=options.plan, checking=options.check
+        argv,
+        os.environ,
+        planning=options.plan,
+        checking=options.check,
+        fetching=not options.check,
     )
     if (
         options.check
@@ -243,12 +251,13 @@ def load_and_validate(
     *,
     planning: bool = False,
     checking: bool = False,
+    fetching: bool = False,
 ) -> tuple[Recipe, LaunchWorld | None, list[str]]:
     """Returns the run, its world if known, and all problems of either.
 
     With `planning`, files need not exist, and without NGPU the world size is the product of the
     stated degrees. With `checking`, the corpora's files are looked at, as the preparation of the
-    data does otherwise.
+    data does otherwise. With `fetching`, initial weights at a URL are downloaded and checked.
     """
     problems: list[str] = []
     config = Recipe()
@@ -274,19 +283,17 @@ def load_and_validate(
         return config, world, checks.stage_problems(config)
     if planning:
         return config, world, checks.layout_problems(config, world.world_size)
-    stages = config.training_stages
-    # Finished stages are not checked for this world.
-    with suppress(RunError):
-        stages = stages[stage.index :] if (stage := next_stage(config)) else stages
+    stages = remaining_stages(config)
     problems = checks.problems(config, world.world_size, first_stage=stages[0].index)
     problems += RunDir(config.output_dir).problems() + missing_trackers(config)
     problems += remote_problems(config)
     # A launch reads these files anyway when it prepares its data; only --check stops before.
     problems += corpora_problems(config) if checking else []
-    if not stages[0].config.model.problems():
-        for validate in (validate_initial_weights, validate_initial_tokenizer):
-            with collecting(problems):
-                validate(stages[0].config)
+    if fetching and not problems:
+        with collecting(problems):
+            config = with_local_weights(config)
+            stages = remaining_stages(config)
+    problems += initial_problems(stages[0].config)
     # Memory is chosen last: the estimate of an invalid layout would raise or mislead.
     for each in () if problems else stages:
         with collecting(problems):
@@ -294,12 +301,36 @@ def load_and_validate(
     return config, world, problems
 
 
+def initial_problems(config: Config) -> list[str]:
+    """Why a new run cannot start from its initial weights."""
+    problems = list[str]()
+    for validate in () if config.model.problems() else INITIAL_CHECKS:
+        with collecting(problems):
+            validate(config)
+    return problems
+
+
+def remaining_stages(config: Recipe) -> Sequence[TrainingStage]:
+    """The stages that are not finished, which alone are checked for this world."""
+    stages = config.training_stages
+    with suppress(RunError):
+        return stages[stage.index :] if (stage := next_stage(config)) else stages
+    return stages
+
+
 def remote_problems(config: Config) -> list[str]:
-    """Why `checkpoint.remote` cannot be used on this machine, as far as it is known without the
-    network.
-    """
-    url = config.checkpoint.remote
-    return [] if url is None else [*filter(None, [missing_library(url)])]
+    """Why URLs cannot be used on this machine, as far as it is known without the network."""
+    urls = {spec.key: spec.corpus for spec in corpus_specs(config).values()}
+    urls["checkpoint.remote"] = config.checkpoint.remote or ""
+    urls["checkpoint.initial_load_path"] = (
+        initial_url(config.checkpoint.initial_load_path or "") or ""
+    )
+    urls["tokenizer.path"] = remote_url(config.tokenizer.path) or ""
+    return [
+        problem
+        for key, url in urls.items()
+        if is_remote(url) and (problem := missing_library(key, url))
+    ]
 
 
 def corpora_problems(config: Config) -> list[str]:

@@ -5,6 +5,7 @@ of downloads, or a preset. Imports no torch but for a model's tokenizer.
 from __future__ import annotations
 
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,14 +17,17 @@ from models.files import MAX_CONFIG_BYTES, read_regular
 from models.hf import CONFIG_FILE, HuggingFaceError
 from models.presets import FAMILIES
 from trainer.checkpoint.initial_weights import HF_PREFIX
+from trainer.commands import log_plainly, text_or_url
 from trainer.config.data import TokenizerSection, tokenizer_folder
 from trainer.config.job_config import BYTE_VOCAB_SIZE
 from trainer.config.parse import parse_toml
+from trainer.config.sections import is_remote
 from trainer.errors import ConfigError, DataError
 from trainer.hf import read_model
+from trainer.storage.remote_models import fetch_tokenizer
 
-MODEL_HELP = f"a folder of Hugging Face files, {HF_PREFIX}OWNER/NAME that was downloaded, or a preset as llama3/8b"
-TOKENIZER_HELP = "a model's folder, a tokenizer.model, or byte"
+MODEL_HELP = f"a folder of Hugging Face files or its URL, {HF_PREFIX}OWNER/NAME that was downloaded, or a preset as llama3/8b"
+TOKENIZER_HELP = "a model's folder, a tokenizer.model, the URL of either, or byte"
 PRESET = re.compile(r"([^/\s]+)[/\s]([^/\s]+)")
 
 
@@ -50,7 +54,13 @@ def open_model(
     ignore_keys: Sequence[str] = (),
 ) -> ModelSource:
     """The model of that name. Raises `ConfigError`."""
-    path = Path(name.removeprefix(HF_PREFIX)).expanduser()
+    place = name.removeprefix(HF_PREFIX)
+    if is_remote(place):
+        log_plainly()
+        return _from_folder(
+            url_option("--model", place), text_only=text_only, ignore_keys=ignore_keys
+        )
+    path = Path(place).expanduser()
     if name.startswith(HF_PREFIX) and not path.is_dir():
         path = downloaded_folder(name.removeprefix(HF_PREFIX), environment)
     if path.is_dir():
@@ -66,7 +76,9 @@ def open_model(
     return _from_preset(name)
 
 
-def _from_folder(folder: Path, *, text_only: bool, ignore_keys: Sequence[str]) -> ModelSource:
+def _from_folder(
+    folder: Path | str, *, text_only: bool, ignore_keys: Sequence[str]
+) -> ModelSource:
     try:
         imported = read_model(folder, text_only=text_only, ignore_keys=ignore_keys)
     except (HuggingFaceError, DataError) as error:
@@ -139,13 +151,23 @@ def downloaded_folder(name: str, environment: Mapping[str, str]) -> Path:
     return folder
 
 
+def url_option(option: str, url: str) -> str:
+    """A URL that an option names. Raises `ConfigError` for one that breaks a rule."""
+    try:
+        return text_or_url(url)
+    except ArgumentTypeError as error:
+        raise ConfigError([f"{option}: {error}"]) from None
+
+
 def open_tokenizer_section(name: str) -> dict[str, str]:
     """The keys of [tokenizer] for a folder, a file or `byte`. Raises `ConfigError`."""
     from trainer.data.hf_tokenizer import detect_tokenizer, kind_of_file
 
     if name == TokenizerSection().kind:
         return {"kind": name}
-    path = tokenizer_folder(Path(name).expanduser())
+    is_url = is_remote(name)
+    local = fetch_tokenizer(url_option("--tokenizer", name)) if is_url else Path(name).expanduser()
+    path = tokenizer_folder(local)
     if path.is_dir():
         kind, found = detect_tokenizer(path) or (None, None)
     else:
@@ -155,4 +177,6 @@ def open_tokenizer_section(name: str) -> dict[str, str]:
         raise ConfigError(
             [f'--tokenizer "{name}" must be {TOKENIZER_HELP}: nothing there can be read as one']
         )
-    return {"kind": kind} | ({} if found is None else {"path": str(found)})
+    if found is None:
+        return {"kind": kind}
+    return {"kind": kind, "path": name if is_url else str(found)}

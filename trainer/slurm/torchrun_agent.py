@@ -58,7 +58,7 @@ def run(options: Namespace, overrides: Sequence[str]) -> int:
         "MASTER_ADDR": address,
         "MASTER_PORT": port,
     }
-    config, cluster, problems = load_and_validate(overrides, environment)
+    config, cluster, problems = load_and_validate(overrides, environment, fetching=True)
     is_first_node = environment["NODE_RANK"] == "0"
     if problems or cluster is None:
         if is_first_node:

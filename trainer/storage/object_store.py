@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import missing_package
+from trainer.errors import ConfigError, RunFailedError, missing_package
 from trainer.storage.artifact import DamageError, open_regular
 
 CHUNK_BYTES = 16 << 20
@@ -46,6 +47,7 @@ REFUSAL_CODES = {
     "NoSuchBucket",
     "SignatureDoesNotMatch",
 }
+CREDENTIALS_HINT = "for s3:// set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, or give the machine a role"
 METADATA_SERVICE = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 """Where credentials are looked for last: without any, its error is all that there is."""
 
@@ -62,11 +64,29 @@ class RemoteMissingError(RemoteError):
     """There is no object of this name."""
 
 
-def missing_library(url: str) -> str | None:
-    """The reason why URLs cannot be used here, with the command that helps; None if they can."""
+def missing_library(key: str, url: str) -> str | None:
+    """The reason why URLs cannot be used here, with the command that helps; None if they can.
+
+    `key` names the URL: a key of the configuration, or an option.
+    """
     if find_spec("obstore") is not None:
         return None
-    return str(missing_package("obstore", f'checkpoint.remote = "{url}"'))
+    return str(missing_package("obstore", f'{key} = "{url}"'))
+
+
+@contextmanager
+def reporting(key: str, url: str) -> Iterator[None]:
+    """Raises `ConfigError` if the library is missing or the store refuses, `RunFailedError` if it
+    fails.
+    """
+    if problem := missing_library(key, url):
+        raise ConfigError([problem])
+    try:
+        yield
+    except RemoteRefusedError as error:
+        raise ConfigError([f"{key}: {error}; {CREDENTIALS_HINT}"]) from None
+    except RemoteError as error:
+        raise RunFailedError(f"{key}: {error}; the same command continues") from None
 
 
 class RemoteFolder:
@@ -87,11 +107,24 @@ class RemoteFolder:
         with self._explained():
             self._store = open_store(self.url, retry_config=RETRY, client_options=options)
 
+    def require_conditional_writes(self) -> None:
+        """Raises `RemoteRefusedError` unless objects can be created, once, and deleted."""
+        name = f"probe-{secrets.token_hex(8)}"
+        if not self.create(name, b"") or self.create(name, b""):
+            raise RemoteRefusedError(
+                f"{self.url}: the store replaces objects that exist; it must know conditional writes (If-None-Match)"
+            )
+        self.delete([name])
+
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Bytes of all objects in a folder, by name."""
+        return {name: size for name, (size, _) in self.versions(prefix).items()}
+
+    def versions(self, prefix: str = "") -> dict[str, tuple[int, str]]:
+        """(bytes, tag) of all objects in a folder, by name; the tag changes with the content."""
         with self._explained():
             return {
-                item["path"]: item["size"]
+                item["path"]: (item["size"], item["e_tag"] or "")
                 for batch in self._store.list(prefix or None)
                 for item in batch
             }
@@ -103,6 +136,15 @@ class RemoteFolder:
             if answer.meta["size"] > max_bytes:
                 raise DamageError(f"{name} has more than {max_bytes:,} bytes")
             return bytes(answer.bytes())
+
+    def read_ranges(self, name: str, starts: list[int], lengths: list[int]) -> list[bytes]:
+        """Parts of an object, several at once; neighbours are one request.
+
+        Raises `RemoteMissingError`.
+        """
+        with self._explained():
+            parts = self._store.get_ranges(name, starts=starts, lengths=lengths, coalesce=0)
+            return [bytes(part) for part in parts]
 
     def create(self, name: str, content: bytes) -> bool:
         """Writes an object unless there is one; returns whether there was none."""
@@ -135,7 +177,7 @@ class RemoteFolder:
     def download(
         self, name: str, path: Path, *, size: int, digest: str, on_bytes: Callable[[int], None]
     ) -> None:
-        """Writes a file from an object that has this size and sha256.
+        """Writes a file from an object that has this size and sha256, or any if `digest` is "".
 
         Raises `DamageError` for another object.
         """
@@ -155,7 +197,7 @@ class RemoteFolder:
                 os.fsync(file.fileno())
         except RemoteMissingError:
             raise DamageError(f"{name} is missing") from None
-        if found.hexdigest() != digest:
+        if digest and found.hexdigest() != digest:
             raise DamageError(f"{name}: checksum mismatch ({size:,} bytes)")
 
     def delete(self, names: list[str]) -> None:

@@ -1,66 +1,51 @@
 """The copies of a run's checkpoints at `checkpoint.remote`. Imports no torch.
 
     <URL>/step-<N>/manifest.json        the manifest of the local checkpoint; commits the copy
-    <URL>/step-<N>/<hash>/<file>        its files; <hash> is the beginning of the manifest's sha256
+    <URL>/step-<N>/<hash>/<file>        its files (trainer/storage/remote_files.py)
     <URL>/step-<N>/pinned               keeps the copy
 
-The manifest is written last and never replaced. Files of two launches that save the same step
-have different names, so the first manifest commits only files of its own launch.
+Exported weights at a URL have the form of a copy, without the folder of the step.
 """
 
 from __future__ import annotations
 
-import hashlib
-import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 from models.files import MAX_SEALED_BYTES
 from trainer.storage.artifact import DamageError, unseal
 from trainer.storage.manifest import MANIFEST_FILE, Manifest
-from trainer.storage.object_store import RemoteError, RemoteFolder, RemoteRefusedError
+from trainer.storage.object_store import RemoteFolder
+from trainer.storage.remote_files import SealedFiles
 from trainer.storage.retention import PIN_FILE, parse_step
-
-HASH_CHARS = 16
 
 
 @dataclass(frozen=True)
-class RemoteCheckpoint:
+class RemoteCheckpoint(SealedFiles):
     """A manifest and where the files that it lists are."""
 
     manifest: Manifest
-    content: bytes
-    """The manifest as it is stored."""
 
-    @property
-    def folder(self) -> str:
-        """Name of the folder with the manifest."""
-        return f"step-{self.manifest.step}"
 
-    @property
-    def manifest_name(self) -> str:
-        return f"{self.folder}/{MANIFEST_FILE}"
+def remote_checkpoint(manifest: Manifest, content: bytes, folder: str = "") -> RemoteCheckpoint:
+    """The copy with this manifest, whose stored form is `content`."""
+    return RemoteCheckpoint(folder, MANIFEST_FILE, content, manifest.files, manifest)
 
-    def name_of(self, file: str) -> str:
-        return f"{self.folder}/{hashlib.sha256(self.content).hexdigest()[:HASH_CHARS]}/{file}"
+
+def read_remote_checkpoint(store: RemoteFolder, folder: str = "") -> RemoteCheckpoint:
+    """The copy in a folder. Raises `DamageError` for a manifest that is damaged."""
+    name = f"{folder}/{MANIFEST_FILE}".lstrip("/")
+    content = store.read(name, max_bytes=MAX_SEALED_BYTES)
+    found, _ = unseal(content, Manifest)
+    return remote_checkpoint(found, content, folder)
 
 
 class RemoteCheckpoints:
-    """Lists, commits and deletes copies. All methods raise `RemoteError`."""
+    """Lists and deletes copies. All methods raise `RemoteError`."""
 
     def __init__(self, url: str) -> None:
         self.folder = RemoteFolder(url)
-
-    def require_usable(self) -> None:
-        """Raises `RemoteRefusedError` unless objects can be created, once, and deleted."""
-        name = f"probe-{secrets.token_hex(8)}"
-        if not self.folder.create(name, b"") or self.folder.create(name, b""):
-            raise RemoteRefusedError(
-                f"{self.folder.url}: the store replaces objects that exist; it must know conditional writes (If-None-Match)"
-            )
-        self.folder.delete([name])
 
     def steps(self) -> list[int]:
         """Committed steps in ascending order."""
@@ -68,53 +53,10 @@ class RemoteCheckpoints:
 
     def read(self, step: int) -> RemoteCheckpoint:
         """Raises `DamageError` for a manifest that is damaged or of another step."""
-        content = self.folder.read(f"step-{step}/{MANIFEST_FILE}", max_bytes=MAX_SEALED_BYTES)
-        found, _ = unseal(content, Manifest)
-        if found.step != step:
-            raise DamageError(f"{MANIFEST_FILE} is for step {found.step}")
-        return RemoteCheckpoint(found, content)
-
-    def upload_file(
-        self, checkpoint: RemoteCheckpoint, path: Path, on_bytes: Callable[[int], None]
-    ) -> None:
-        """Raises `DamageError` if the local file differs from the manifest."""
-        size, digest = checkpoint.manifest.files[path.name]
-        self.folder.upload(
-            path, checkpoint.name_of(path.name), size=size, digest=digest, on_bytes=on_bytes
-        )
-
-    def download_file(
-        self, checkpoint: RemoteCheckpoint, path: Path, on_bytes: Callable[[int], None]
-    ) -> None:
-        """Raises `DamageError` if the copy differs from the manifest."""
-        size, digest = checkpoint.manifest.files[path.name]
-        self.folder.download(
-            checkpoint.name_of(path.name), path, size=size, digest=digest, on_bytes=on_bytes
-        )
-
-    def missing_files(self, checkpoint: RemoteCheckpoint) -> list[str]:
-        """The files of the manifest that are not there in full."""
-        sizes = self.folder.sizes(checkpoint.folder)
-        return [
-            name
-            for name, (size, _) in sorted(checkpoint.manifest.files.items())
-            if sizes.get(checkpoint.name_of(name)) != size
-        ]
-
-    def commit(self, checkpoint: RemoteCheckpoint) -> bool:
-        """Writes the manifest; returns False if that step has another one already.
-
-        Raises `RemoteError` unless all files are there in full.
-        """
-        if missing := self.missing_files(checkpoint):
-            raise RemoteError(
-                f"{self.folder.url}/{checkpoint.folder}: {', '.join(missing[:3])} did not arrive in full"
-            )
-        if self.folder.create(checkpoint.manifest_name, checkpoint.content):
-            return True
-        # A reply may have been lost on the way, and the library asked again.
-        stored = self.folder.read(checkpoint.manifest_name, max_bytes=MAX_SEALED_BYTES)
-        return stored == checkpoint.content
+        found = read_remote_checkpoint(self.folder, f"step-{step}")
+        if found.manifest.step != step:
+            raise DamageError(f"{MANIFEST_FILE} is for step {found.manifest.step}")
+        return found
 
     def pin(self, step: int) -> None:
         self.folder.create(f"step-{step}/{PIN_FILE}", b"")

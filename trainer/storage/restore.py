@@ -11,30 +11,24 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from pathlib import Path
-from threading import Event
 
 from trainer.errors import ConfigError, ResumeError, RunFailedError
 from trainer.storage import manifest
 from trainer.storage.artifact import DamageError
 from trainer.storage.durable_io import file_lock, format_bytes, fsync_path, write_and_fsync
 from trainer.storage.lease import Lease
-from trainer.storage.object_store import RemoteError, RemoteRefusedError
+from trainer.storage.object_store import CREDENTIALS_HINT, RemoteError, RemoteRefusedError
 from trainer.storage.remote_checkpoints import (
-    RemoteCheckpoint,
     RemoteCheckpoints,
     committed_steps,
     pinned_steps,
 )
+from trainer.storage.remote_files import transfer
 from trainer.storage.retention import PIN_FILE, quarantine
 from trainer.storage.run_dir import RunDir
 
 log = logging.getLogger("trainer")
-
-DOWNLOADS_AT_ONCE = 8
-PROGRESS_SECONDS = 10.0
 
 
 def restore_newest(run_dir: RunDir, url: str, *, probes: bool) -> bool:
@@ -50,15 +44,10 @@ def restore_newest(run_dir: RunDir, url: str, *, probes: bool) -> bool:
         try:
             remote = RemoteCheckpoints(url)
             if probes:
-                remote.require_usable()
+                remote.folder.require_conditional_writes()
             sizes = remote.folder.sizes()
         except RemoteRefusedError as error:
-            raise ConfigError(
-                [
-                    f"checkpoint.remote: {error}; for s3:// set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, "
-                    "or give the machine a role"
-                ]
-            ) from None
+            raise ConfigError([f"checkpoint.remote: {error}; {CREDENTIALS_HINT}"]) from None
         except RemoteError as error:
             if local >= 0:
                 log.warning("the copies of checkpoints are not looked at: %s", error)
@@ -159,7 +148,11 @@ def _download(run_dir: RunDir, remote: RemoteCheckpoints, step: int) -> None:
         format_bytes(needed),
         format_bytes(total),
     )
-    _download_files(remote, checkpoint, temporary, wanted)
+    transfer(
+        wanted,
+        lambda name, count: checkpoint.download_file(remote.folder, temporary, name, count),
+        done="downloaded",
+    )
     write_and_fsync(temporary / manifest.MANIFEST_FILE, checkpoint.content)
     manifest.read_validated(temporary)
     fsync_path(temporary)
@@ -173,33 +166,3 @@ def _download(run_dir: RunDir, remote: RemoteCheckpoints, step: int) -> None:
     run_dir.log_event(
         "checkpoint_downloaded", step=step, url=remote.folder.url, bytes=total, seconds=seconds
     )
-
-
-def _download_files(
-    remote: RemoteCheckpoints, checkpoint: RemoteCheckpoint, folder: Path, names: list[str]
-) -> None:
-    stop = Event()
-    last_report = time.monotonic()
-    received = 0
-
-    def count(num_bytes: int) -> None:
-        nonlocal last_report, received
-        if stop.is_set():
-            raise RemoteError("the download was stopped")
-        received += num_bytes
-        if time.monotonic() - last_report > PROGRESS_SECONDS:
-            last_report = time.monotonic()
-            log.info("downloaded %s so far", format_bytes(received))
-
-    with ThreadPoolExecutor(DOWNLOADS_AT_ONCE) as pool:
-        started = [
-            pool.submit(remote.download_file, checkpoint, folder / name, count) for name in names
-        ]
-        try:
-            for each in as_completed(started):
-                each.result()
-        except BaseException:
-            # After a signal, too: the pool waits for what is in progress.
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise

@@ -60,6 +60,7 @@ IDENTITY_KEYS = (
 NON_IDENTITY_KEYS = (
     "model.model_type",
     "data.cache_dir",
+    "data.remote_cache_gib",
     "data.bad_files",
     "data.corpus",
     "data.files",

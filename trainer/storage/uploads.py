@@ -20,11 +20,11 @@ from trainer.storage.artifact import DamageError, read_regular
 from trainer.storage.durable_io import format_bytes
 from trainer.storage.object_store import RemoteError
 from trainer.storage.remote_checkpoints import (
-    RemoteCheckpoint,
     RemoteCheckpoints,
     begun_steps,
     committed_steps,
     pinned_steps,
+    remote_checkpoint,
 )
 from trainer.storage.retention import is_pinned, superfluous_steps, valid_checkpoints
 from trainer.storage.run_dir import RunDir
@@ -199,12 +199,13 @@ class Uploads:
     def _upload(self, remote: RemoteCheckpoints, folder: Path) -> None:
         started = time.monotonic()
         content = read_regular(folder / manifest.MANIFEST_FILE, max_bytes=MAX_SEALED_BYTES)
-        checkpoint = RemoteCheckpoint(manifest.read_validated(folder), content)
+        found = manifest.read_validated(folder)
+        checkpoint = remote_checkpoint(found, content, f"step-{found.step}")
         # What an earlier try sent is there in full: an object of this name was compared with the
         # manifest before it appeared.
-        for name in remote.missing_files(checkpoint):
+        for name in checkpoint.missing(remote.folder):
             self._file_bytes = 0
-            remote.upload_file(checkpoint, folder / name, self._count)
+            checkpoint.upload_file(remote.folder, folder, name, self._count)
             self._furthest_bytes = 0
             self._last_progress = time.monotonic()
             if self._stop.is_set():
@@ -212,7 +213,7 @@ class Uploads:
         # A launch that lost its run folder must not commit.
         self._run_dir.require_lease()
         step = checkpoint.manifest.step
-        if not remote.commit(checkpoint):
+        if not checkpoint.commit(remote.folder):
             log.info("%s/step-%d is there already, of another launch", self._url, step)
             return
         seconds = time.monotonic() - started

@@ -33,12 +33,15 @@ from tests.config.wiring.cases import Task
 from tests.plan.counted_steps import OPERATORS
 from trainer.config import extension
 from trainer.config.checks import problems
+from trainer.config.data import DEFAULT_SOURCE
 from trainer.config.job_config import Config
 from trainer.config.run_spec import RunSpec
+from trainer.config.source import corpus_spec
 from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
 from trainer.data.datasets import build_train_dataset, build_validation_sets
 from trainer.data.prepare import prepare_datasets
+from trainer.data.remote_corpus import cache_bytes
 from trainer.errors import START_TIME_ENV, ConfigError, RunError
 from trainer.hardware.device import choose_attention_kernel
 from trainer.hardware.host import boot_id
@@ -484,6 +487,11 @@ def restart_delays(recipe: Recipe) -> list[float]:
 def prepared_folders(recipe: Recipe) -> list[str]:
     """Folders of the tokenized corpora."""
     return [str(folder.parent) for folder in prepare_datasets(recipe).values()]
+
+
+def cache_size(recipe: Recipe) -> int:
+    """Bytes of the cache of a corpus at a URL."""
+    return cache_bytes(corpus_spec(recipe.data, DEFAULT_SOURCE))
 
 
 def auto_memory(recipe: Recipe) -> dict[str, Any]:

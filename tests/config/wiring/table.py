@@ -240,6 +240,7 @@ DATA: Cases = {
     ),
     "data.bad_files": losses(("skip", "error"), {"data.corpus": "damaged"}),
     "data.cache_dir": case(see.prepared_folders, ("prepared", "elsewhere")),
+    "data.remote_cache_gib": case(see.cache_size, (1.0, 2.0)),
     "validation.interval": case(see.validated_steps, (1, 2), {"training.steps": 3}),
     "validation.sets.source": case(see.validation, ("web", "corpus"), {**WEB, **HELD}),
     "validation.sets.seq_len": case(see.validation, ([32], [48]), HELD),

@@ -19,6 +19,7 @@ from typing import ClassVar
 
 from trainer.config import checks, extension
 from trainer.config.job_config import Config
+from trainer.config.sections import is_remote
 from trainer.config.source import CorpusSpec, corpus_specs
 from trainer.data.contents import text_suffix
 from trainer.data.corpus import Corpus
@@ -27,6 +28,7 @@ from trainer.data.own_files import META_FILENAME, RECORDS_FOLDER, is_token_datas
 from trainer.data.prepare.reading import describe_counts, describe_left_out, describe_reading
 from trainer.data.prepare.tokenize import TokenizeJob, tokenize_partitions
 from trainer.data.progress import progress
+from trainer.data.remote_corpus import fetch_corpus
 from trainer.data.shard_writer import document_separators
 from trainer.data.token_dataset import (
     BLOCK_BYTES,
@@ -146,6 +148,8 @@ def prepare(
     result depends only on the corpus, the options and the tokenizer. Resumes after an
     interruption. Raises DataError, and RankFailedError if a worker dies.
     """
+    if is_remote(source.corpus):
+        return open_token_dataset(fetch_corpus(source), source, tokenizer)
     if is_token_dataset(Path(source.corpus)):
         return open_token_dataset(Path(source.corpus), source, tokenizer)
     document_separators(tokenizer, source.separators)
@@ -187,7 +191,8 @@ def open_token_dataset(folder: Path, source: CorpusSpec, tokenizer: Tokenizer) -
     """
     dataset = TokenDataset(folder)
     meta = dataset.meta
-    prepared = f'data.corpus = "{folder}" was prepared with'
+    named = source.corpus if is_remote(source.corpus) else folder
+    prepared = f'data.corpus = "{named}" was prepared with'
     if meta.tokenizer != tokenizer.fingerprint:
         raise DataError(
             f"{prepared} the tokenizer {meta.tokenizer}, and [tokenizer] is {tokenizer.fingerprint}"
@@ -207,6 +212,8 @@ def prepared_folder(source: CorpusSpec, tokenizer: Tokenizer) -> Path | None:
 
     Raises DataError if the source is absent.
     """
+    if is_remote(source.corpus):
+        return fetch_corpus(source)
     if is_token_dataset(Path(source.corpus)):
         return Path(source.corpus)
     folder = source.cache_dir / folder_name(Corpus(source), source, tokenizer, SHARD_TOKENS)
@@ -224,7 +231,7 @@ def cache_key(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_to
     options = {
         name: value
         for name, value in asdict(source).items()
-        if name not in ("corpus", "cache_dir", "key")
+        if name not in ("corpus", "cache_dir", "remote_cache_gib", "key")
     }
     if source.files is None:
         # As in folders that were prepared before it existed.

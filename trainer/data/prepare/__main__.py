@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.commands import run_command
+from trainer.commands import log_plainly, print_lines, run_command
 from trainer.config import checks
 from trainer.config.data import (
     COPY_CORPUS,
@@ -20,15 +19,18 @@ from trainer.config.data import (
     STDLIB_CORPUS,
 )
 from trainer.config.parse import load
+from trainer.config.sections import is_remote
 from trainer.config.source import CorpusSpec, corpus_spec, corpus_specs
 from trainer.config.training_stages import Recipe
 from trainer.data.corpus_files import corpus_problems
 from trainer.data.own_files import is_token_dataset
 from trainer.data.prepare import describe_prepared, prepare
 from trainer.data.prepare_arguments import build_parser
+from trainer.data.remote_corpus import upload_corpus
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import open_tokenizer
 from trainer.errors import ConfigError, CorpusRefusedError
+from trainer.storage.object_store import RemoteFolder, reporting
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,7 +46,10 @@ def selected_specs(config: Recipe, corpus: str | None = None) -> dict[str, Corpu
     specs = dict[str, CorpusSpec]()
     if corpus is not None:
         if not corpus or not (
-            corpus.startswith(HF_PREFIX) or corpus == STDLIB_CORPUS or Path(corpus).exists()
+            corpus.startswith(HF_PREFIX)
+            or corpus == STDLIB_CORPUS
+            or is_remote(corpus)
+            or Path(corpus).exists()
         ):
             problems.append(f"command line: --corpus {corpus or chr(34) * 2} does not exist")
         specs = {
@@ -80,15 +85,14 @@ def refusing() -> Iterator[None]:
         raise ConfigError(error.problems) from None
 
 
-def log_plainly() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-
-
 def prepare_corpora(arguments: Namespace, overrides: Sequence[str]) -> None:
     log_plainly()
     config = load(overrides)
     output = arguments.output
     specs = selected_specs(config, arguments.corpus)
+    if isinstance(output, str):
+        prepare_at_url(config, specs, output, workers=arguments.workers)
+        return
     folders = {name: output / name if output and len(specs) > 1 else output for name in specs}
     if nonempty := [
         folder
@@ -103,6 +107,23 @@ def prepare_corpora(arguments: Namespace, overrides: Sequence[str]) -> None:
         sys.stdout.write(f"{describe_prepared(dataset)}\n")
 
 
+def prepare_at_url(
+    config: Recipe, specs: Mapping[str, CorpusSpec], url: str, *, workers: int
+) -> None:
+    """Prepares corpora in their `cache_dir` and uploads them."""
+    key = "command line: --output"
+    # Before the work: credentials and the bucket may be wrong.
+    with reporting(key, url):
+        RemoteFolder(url).require_conditional_writes()
+    tokenizer = open_tokenizer(config.tokenizer)
+    for name, spec in specs.items():
+        with refusing():
+            dataset = prepare(spec, tokenizer, workers=workers)
+        place = f"{url}/{name}" if len(specs) > 1 else url
+        upload_corpus(dataset, place, key=key)
+        print_lines(describe_prepared(dataset), f"{place}: uploaded, a corpus of any run")
+
+
 def inspect(arguments: Namespace, overrides: Sequence[str]) -> None:
     from trainer.data.packing import pack_documents
     from trainer.data.prepare.report import render_report
@@ -112,14 +133,15 @@ def inspect(arguments: Namespace, overrides: Sequence[str]) -> None:
     folder = arguments.folder
     if folder is None and arguments.config is None:
         raise ConfigError(["command line: inspect needs a folder or --config"])
-    if folder is not None and not is_token_dataset(folder):
+    is_url = isinstance(folder, str)
+    if folder is not None and not is_url and not is_token_dataset(folder):
         raise ConfigError([f"command line: {folder} is not a prepared folder"])
-    specs = {} if folder else selected_specs(config)
+    specs = {} if folder and not is_url else selected_specs(config, folder)
     tokenizer = open_tokenizer(config.tokenizer)
     with refusing():
         datasets = (
             [TokenDataset(folder)]
-            if folder
+            if folder and not is_url
             else [prepare(spec, tokenizer) for spec in specs.values()]
         )
     for dataset in datasets:
