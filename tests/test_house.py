@@ -67,9 +67,8 @@ DOORS = {
     "pydantic_core": {"trainer.config.parse", "trainer.hardware.device_specs"},
     "pydantic_settings": {"trainer.config.parse"},
     "rich": {
-        "trainer.metrics.loggers",
         "trainer.data.prepare.report",
-        "trainer.data.progress",
+        "trainer.storage.progress",
         "trainer.plan.console",
     },
     "safetensors": {"models.hf", "models.hf_write", "trainer.selfcheck.finish"},
@@ -417,7 +416,7 @@ def test_numbers_leave_the_device_in_few_places() -> None:
 MAX_FILE_LINES = 600
 CLOSURE_FILES = 150
 """Files that `import train` reaches by any import statement."""
-MAX_NODES = 354_000
+MAX_NODES = 360_500
 """Nodes of the syntax trees of models, parallelisms, trainer and train.py, which no formatting
 changes; docs/architecture.md says why there are more than planned.
 """

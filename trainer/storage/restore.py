@@ -22,6 +22,7 @@ from trainer.storage.artifact import DamageError
 from trainer.storage.durable_io import file_lock, format_bytes, fsync_path, write_and_fsync
 from trainer.storage.lease import Lease
 from trainer.storage.object_store import RemoteError, RemoteRefusedError
+from trainer.storage.progress import progress
 from trainer.storage.remote_checkpoints import (
     RemoteCheckpoint,
     RemoteCheckpoints,
@@ -34,7 +35,6 @@ from trainer.storage.run_dir import RunDir
 log = logging.getLogger("trainer")
 
 DOWNLOADS_AT_ONCE = 8
-PROGRESS_SECONDS = 10.0
 
 
 def restore_newest(run_dir: RunDir, url: str, *, probes: bool) -> bool:
@@ -179,19 +179,18 @@ def _download_files(
     remote: RemoteCheckpoints, checkpoint: RemoteCheckpoint, folder: Path, names: list[str]
 ) -> None:
     stop = Event()
-    last_report = time.monotonic()
-    received = 0
+    total = sum(checkpoint.manifest.files[name][0] for name in names)
+    url = f"{remote.folder.url}/{checkpoint.folder}"
+    with (
+        progress(f"downloading {url}", total=total) as shown,
+        ThreadPoolExecutor(DOWNLOADS_AT_ONCE) as pool,
+    ):
 
-    def count(num_bytes: int) -> None:
-        nonlocal last_report, received
-        if stop.is_set():
-            raise RemoteError("the download was stopped")
-        received += num_bytes
-        if time.monotonic() - last_report > PROGRESS_SECONDS:
-            last_report = time.monotonic()
-            log.info("downloaded %s so far", format_bytes(received))
+        def count(num_bytes: int) -> None:
+            if stop.is_set():
+                raise RemoteError("the download was stopped")
+            shown.advance(num_bytes)
 
-    with ThreadPoolExecutor(DOWNLOADS_AT_ONCE) as pool:
         started = [
             pool.submit(remote.download_file, checkpoint, folder / name, count) for name in names
         ]

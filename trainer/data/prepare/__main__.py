@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from trainer.data.prepare_arguments import build_parser
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import open_tokenizer
 from trainer.errors import ConfigError, CorpusRefusedError
+from trainer.metrics.loggers import log_plainly
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,10 +78,6 @@ def refusing() -> Iterator[None]:
         yield
     except CorpusRefusedError as error:
         raise ConfigError(error.problems) from None
-
-
-def log_plainly() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
 
 
 def prepare_corpora(arguments: Namespace, overrides: Sequence[str]) -> None:
