@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from math import isfinite
+from pathlib import Path
 from textwrap import fill
 from typing import NoReturn
 
@@ -258,6 +259,15 @@ def number(*, positive: bool = False) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def writable_file(text: str) -> Path:
+    """An argparse type: a file in an existing folder."""
+    file = Path(text)
+    if file.is_dir() or not file.parent.is_dir():
+        reason = "a folder" if file.is_dir() else f"{file.parent} is not a folder"
+        raise ArgumentTypeError(f"{file} cannot be written: {reason}")
+    return file
 
 
 def run_command(argv: Sequence[str], parser: CommandParser) -> int:

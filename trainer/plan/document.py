@@ -107,6 +107,11 @@ class LineChart:
     """(x, y) points by line name."""
     limit: float | None = None
     """Upper limit of y."""
+    x_is_tokens: bool = True
+    """Whether x counts tokens, in K and M; else it is a plain number."""
+    x_from_zero: bool = True
+    """Whether an axis that is not logarithmic begins at 0."""
+    y_from_zero: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,13 +231,17 @@ def lines_to_table(
         text = "-" if y is None else format_y(chart, y)
         return text if limit is None else text + ("*" if y is not None and y > limit else " ")
 
-    rows = [[format_tokens(x), *(cell(line.get(x)) for line in lines)] for x in xs]
+    rows = [[format_x(chart, x), *(cell(line.get(x)) for line in lines)] for x in xs]
     return Table(title=chart.title, columns=[chart.x, *chart.lines], rows=rows)
 
 
 def x_values(chart: LineChart) -> list[float]:
     """All x of all lines, sorted."""
     return sorted({x for line in chart.lines.values() for x, _ in line})
+
+
+def format_x(chart: LineChart, x: float) -> str:
+    return format_tokens(x) if chart.x_is_tokens else f"{x:,.10g}"
 
 
 def format_y(chart: LineChart, y: float) -> str:
