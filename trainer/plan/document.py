@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from math import floor, isfinite, log10
 
@@ -112,6 +113,11 @@ class LineChart:
     x_from_zero: bool = True
     """Whether an axis that is not logarithmic begins at 0."""
     y_from_zero: bool = True
+
+    @cached_property
+    def decimals(self) -> int:
+        """Decimal places of all its values."""
+        return decimal_places(y for line in self.lines.values() for _, y in line)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +256,4 @@ def format_y(chart: LineChart, y: float) -> str:
     """
     if not isfinite(y):
         return "-"
-    shown_values = (
-        [y] if chart.log_y else [other for line in chart.lines.values() for _, other in line]
-    )
-    return format_number(y, decimal_places(shown_values)) or "0"
+    return format_number(y, decimal_places([y]) if chart.log_y else chart.decimals) or "0"

@@ -54,6 +54,9 @@ MAX_DOTS = 60
 MIN_LEFT = 56
 TICK_CHAR_WIDTH = 7
 LEGEND_CHAR_WIDTH = 7
+LEGEND_ROW_HEIGHT = 16
+LEGEND_TOP = 40
+"""Space above the plot for the y axis' name and one row of the legend."""
 WRAP_FROM = 28
 """Characters from which a table cell may wrap."""
 
@@ -114,8 +117,8 @@ def _column_classes(table: Table) -> list[str]:
 # ---- line charts
 
 
-def _scale(chart: LineChart) -> dict[str, Any]:
-    """Ticks, points and limit of a chart in the coordinates of its SVG."""
+def _scale(chart: LineChart, width: int = PLOT_WIDTH, height: int = PLOT_HEIGHT) -> dict[str, Any]:
+    """Ticks, points, legend and limit of a chart in the coordinates of its SVG."""
     limit = [] if chart.limit is None else [chart.limit]
     x_ticks = axis_ticks(
         [x for line in chart.lines.values() for x, _ in line],
@@ -130,26 +133,34 @@ def _scale(chart: LineChart) -> dict[str, Any]:
     )
 
     def to_x(value: float) -> float:
-        return round(PLOT_WIDTH * _axis_position(value, x_ticks, log=chart.log_x), 1)
+        return round(width * _axis_position(value, x_ticks, log=chart.log_x), 1)
 
     # The y axis of an SVG points down.
     def to_y(value: float) -> float:
-        return round(PLOT_HEIGHT * (1 - _axis_position(value, y_ticks, log=chart.log_y)), 1)
+        return round(height * (1 - _axis_position(value, y_ticks, log=chart.log_y)), 1)
 
     lines = list[dict[str, Any]]()
     legend_x = 0
+    row = 0
     for name, points in chart.lines.items():
         dots = [
             (to_x(x), to_y(y), f"{name}: {format_y(chart, y)} at {format_x(chart, x)}")
             for x, y in points
             if _is_drawable(x, log=chart.log_x) and _is_drawable(y, log=chart.log_y)
         ]
-        lines.append({"name": name, "dots": dots, "legend_x": legend_x})
-        legend_x += LEGEND_CHAR_WIDTH * len(name) + 36
+        space = LEGEND_CHAR_WIDTH * len(name) + 36
+        if legend_x and legend_x + space > width:
+            legend_x = 0
+            row += 1
+        lines.append({"name": name, "dots": dots, "legend_x": legend_x, "row": row})
+        legend_x += space
+    for line in lines:
+        line["legend_y"] = -12 - LEGEND_ROW_HEIGHT * (row - line["row"])
     y_labels = [f"{tick:,.10g}" for tick in y_ticks]
     return {
-        "width": PLOT_WIDTH,
-        "height": PLOT_HEIGHT,
+        "width": width,
+        "height": height,
+        "top": LEGEND_TOP + LEGEND_ROW_HEIGHT * row,
         "left": max(MIN_LEFT, 8 + TICK_CHAR_WIDTH * max(map(len, y_labels))),
         "x_ticks": [(to_x(tick), format_x(chart, tick)) for tick in x_ticks],
         "y_ticks": [*zip(map(to_y, y_ticks), y_labels, strict=True)],

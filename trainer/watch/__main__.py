@@ -24,6 +24,8 @@ throughput, balance, events, checkpoints and lineage. It is served on this machi
 and is only read."""
 REFRESH_SECONDS = 5
 MAX_TABLE_ROWS = 12
+PLOT_SIZE = (420, 190)
+"""Width and height of a chart, small enough that its letters can be read on a phone."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -70,6 +72,7 @@ def render(view: RunView, *, nonce: str = "") -> str:
         nonce=nonce,
         refresh_seconds=REFRESH_SECONDS,
         max_rows=MAX_TABLE_ROWS,
+        plot_size=PLOT_SIZE,
     )
 
 

@@ -56,7 +56,7 @@ STATES = {
     "REQUEUE": State("❙❙", "preempted; the same command resumes it", ""),
     "RETRY": State("✗", "failed; another launch may succeed", "bad"),
     "STOP": State("✗", "failed; it needs a person", "bad"),
-    "interrupted": State("✗", "interrupted: nothing runs, and no launch said why", "bad"),
+    "interrupted": State("✗", "interrupted: no launch is running, and none left a reason", "bad"),
     "not started": State("○", "not started", ""),
 }
 
@@ -216,8 +216,8 @@ FACTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("tokens", "tokens", "{:,.0f}".format),
     ("tokens/s per device", "tokens_per_second_per_device", "{:,.0f}".format),
     ("MFU", "mfu", "{:.1%}".format),
-    ("goodput", "goodput_pct", "{:.1f} %".format),
-    ("data wait", "data_wait_pct", "{:.1f} %".format),
+    ("goodput", "goodput_pct", "{:.1f}%".format),
+    ("data wait", "data_wait_pct", "{:.1f}%".format),
     ("peak device memory", "memory_peak_gib", "{:.1f} GiB".format),
     ("host memory", "rss_gib", "{:.2f} GiB".format),
 )
