@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_fields_of_any_type_have_a_plain_text(kind: str) -> None:
     assert describe_event({"event": kind}) == (kind if "{" in without_fields else without_fields)
     names = set(re.findall(r"\{(\w+)", " ".join(TEMPLATES.values())))
     names |= {"world_size", "resumed", "life", "without_progress", "ranks", "stage"}
-    for value in (
+    values: list[Any] = [
         None,
         True,
         10**400,
@@ -67,7 +68,8 @@ def test_fields_of_any_type_have_a_plain_text(kind: str) -> None:
         {},
         [{"rank": {}}],
         "x" * 10**6,
-    ):
+    ]
+    for value in values:
         text = describe_event({"event": kind, **dict.fromkeys(names, value)})
         assert len(text) <= MAX_CHARS + 3
         assert text.isprintable()

@@ -19,6 +19,9 @@ import pytest
 import tomli
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+from tensorboard.backend.event_processing.event_multiplexer import (  # type: ignore[import-untyped]
+    EventMultiplexer,
+)
 from tensorboard.plugins.custom_scalar import layout_pb2  # type: ignore[import-untyped]
 from torch import Tensor
 
@@ -683,6 +686,12 @@ def test_tensorboard_calls_a_run_by_its_name(tmp_path: Path) -> None:
     # As versions without names wrote.
     (folder / "events.out.tfevents.1").touch()
     assert events_folder(folder, "long_code") == folder
+
+
+def test_tensorboard_lists_a_run_by_its_name(root: Path) -> None:
+    shown = EventMultiplexer().AddRunsFromDirectory(str(root / "every" / "tensorboard"))
+    # The default of job.name.
+    assert [*shown.Runs()] == ["run"]
 
 
 def test_events_are_texts_in_tensorboard(events: EventAccumulator) -> None:

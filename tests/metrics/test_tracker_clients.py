@@ -176,7 +176,7 @@ def test_launches_of_a_run_are_one_run_of_the_package(
     # MLflow makes the tables of its database.
     monkeypatch.setattr(tracker_clients, "CLOSE_SECONDS", 300.0)
     for first_step, last_step in ((1, 3), (3, 4)):
-        tracker = TRACKERS[name](tracked(tmp_path, first_step=first_step))
+        tracker: Any = TRACKERS[name](tracked(tmp_path, first_step=first_step))
         for step in range(first_step, last_step + 1):
             tracker.log(
                 step,

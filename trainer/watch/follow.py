@@ -286,5 +286,6 @@ def number(value: object) -> float | None:
 
 def step_of(record: Values) -> int | None:
     step = record.get("step")
-    is_step = isinstance(step, int) and not isinstance(step, bool)
-    return step if is_step and 0 <= step < MAX_STEP else None
+    if isinstance(step, bool) or not isinstance(step, int):
+        return None
+    return step if 0 <= step < MAX_STEP else None
