@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,8 +154,16 @@ class SafetensorsReader:
         )
         return next((ours + name.removeprefix(prefix) for prefix, ours in found), None)
 
-    def problems(self, model: ModelConfig) -> list[str]:
-        """Every difference between the files' tensors and the model's."""
+    @property
+    def num_files(self) -> int:
+        return len({*self._file_of.values()})
+
+    def problems(
+        self, model: ModelConfig, *, on_file: Callable[[], object] = lambda: None
+    ) -> list[str]:
+        """Every difference between the files' tensors and the model's. `on_file` is called after
+        each file.
+        """
         shapes: dict[str, tuple[int, ...]] = {}
         found_in: dict[str, Path] = {}
         problems = list[str]()
@@ -177,6 +185,7 @@ class SafetensorsReader:
                 if dtype not in allowed:
                     supported = ", ".join(sorted(allowed))
                     problems.append(f"{path.name}: {name} is {dtype}; supported are {supported}")
+            on_file()
         if problems:
             return problems
         misplaced = [

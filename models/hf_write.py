@@ -30,12 +30,14 @@ def write_safetensors(
     *,
     dtype: torch.dtype,
     file_bytes: int,
+    on_bytes: Callable[[int], object] = lambda _: None,
 ) -> Iterator[Path]:
     """Writes the tensors that `read` returns for our names: files of about `file_bytes`, with an
     index if several.
 
     Yields each file once it is written. Holds the tensors of one file in memory at a time. Reads
     each file back and compares every tensor bitwise. Raises `HuggingFaceError` if one differs.
+    `on_bytes` is called with the size of each tensor that was read.
     """
     from safetensors.torch import save_file
 
@@ -47,7 +49,10 @@ def write_safetensors(
     names = [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
     names = names if len(files) > 1 else [SINGLE_FILE]
     for name, members in zip(names, files, strict=True):
-        tensors = {each: stored[each].join(read_once) for each in members}
+        tensors: dict[str, Tensor] = {}
+        for each in members:
+            tensors[each] = stored[each].join(read_once)
+            on_bytes(tensors[each].nbytes)
         save_file(tensors, folder / name, metadata={"format": "pt"})
         # safetensors creates it readable by the owner only.
         (folder / name).chmod(folder.stat().st_mode & 0o666)

@@ -68,9 +68,8 @@ DOORS = {
     "pydantic_core": {"trainer.config.parse", "trainer.hardware.device_specs"},
     "pydantic_settings": {"trainer.config.parse"},
     "rich": {
-        "trainer.metrics.loggers",
         "trainer.data.prepare.report",
-        "trainer.data.progress",
+        "trainer.storage.progress",
         "trainer.plan.console",
     },
     "safetensors": {"models.hf", "models.hf_write", "trainer.selfcheck.finish"},
@@ -418,7 +417,7 @@ def test_numbers_leave_the_device_in_few_places() -> None:
 MAX_FILE_LINES = 600
 CLOSURE_FILES = 150
 """Files that `import train` reaches by any import statement."""
-MAX_NODES = 359_000
+MAX_NODES = 366_000
 """Nodes of the syntax trees of models, parallelisms, trainer and train.py, which no formatting
 changes; docs/architecture.md says why there are more than planned.
 """

@@ -113,7 +113,9 @@ def test_one_name_is_installed(wheel: Path) -> None:
         "train.py",
         "train_configs/llama3_8b_1m.toml",
         "trainer/slurm/batch.sh",
+        "trainer/plan/charts.html.j2",
         "trainer/plan/report.html.j2",
+        "trainer/plan/watch.html.j2",
     ):
         assert f"longhaul/{file}" in names
 

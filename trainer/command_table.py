@@ -62,6 +62,11 @@ COMMANDS = {
         "trainer.runs:build_parser",
         "list runs as a tree: steps, state and the checkpoint that each branched from",
     ),
+    "watch": Command(
+        "trainer.watch",
+        "trainer.watch.__main__:build_parser",
+        "a page that follows a run: losses, speed, memory, events; on this machine or in a file",
+    ),
     "evaluate needle": Command(
         "trainer.evaluation.needle",
         "trainer.evaluation.arguments:needle_parser",

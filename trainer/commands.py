@@ -5,7 +5,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
@@ -263,11 +262,6 @@ def number(*, positive: bool = False) -> Callable[[str], float]:
     return parse
 
 
-def log_plainly() -> None:
-    """Shows the log on standard error, as lines of a command."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-
-
 def text_or_url(text: str) -> str:
     """An argparse type: text, which must keep the rules of URLs if it is one of object storage."""
     try:
@@ -280,6 +274,15 @@ def text_or_url(text: str) -> str:
 def folder_or_url(text: str) -> Path | str:
     """An argparse type: a local path, or the URL of a folder of object storage as text."""
     return text_or_url(text) if is_remote(text) else Path(text)
+
+
+def writable_file(text: str) -> Path:
+    """An argparse type: a file in an existing folder."""
+    file = Path(text)
+    if file.is_dir() or not file.parent.is_dir():
+        reason = "a folder" if file.is_dir() else f"{file.parent} is not a folder"
+        raise ArgumentTypeError(f"{file} cannot be written: {reason}")
+    return file
 
 
 def run_command(argv: Sequence[str], parser: CommandParser) -> int:

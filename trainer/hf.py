@@ -9,6 +9,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from trainer.commands import (
     CommandParser,
     Run,
     folder_or_url,
-    log_plainly,
     number,
     print_lines,
     run_command,
@@ -43,8 +43,10 @@ from trainer.config.data import (
 from trainer.config.toml_format import toml_value
 from trainer.errors import ConfigError, DataError
 from trainer.launch.initial_checks import model_config_from_values
+from trainer.metrics.loggers import log_plainly
 from trainer.storage import manifest
 from trainer.storage.durable_io import atomic_folder, fsync_path, write_and_fsync
+from trainer.storage.progress import progress
 from trainer.storage.remote_models import fetch_model, local_output, upload_model
 from trainer.storage.run_dir import ResumeError
 
@@ -102,6 +104,7 @@ def refusing(convert: Callable[[Namespace], None]) -> Run:
     """Turns what is unusable into a wrong argument."""
 
     def run(options: Namespace, _: Sequence[str]) -> None:
+        log_plainly()
         extension.install(options.extension)
         try:
             convert(options)
@@ -124,8 +127,6 @@ def _problems_of_export(folder: Path, model: ModelConfig) -> list[str]:
 
 
 def run_export(options: Namespace) -> None:
-    if isinstance(options.output, str):
-        log_plainly()
     with local_output(options.output, upload_model, key="command line: OUTPUT") as output:
         export(Namespace(**vars(options) | {"output": output}))
     if output != options.output:
@@ -156,30 +157,29 @@ def export(options: Namespace) -> None:
     hf_config = model_config_to_hf(model, max_length=seq_len, dtype=dtype, bos=bos, eos=eos)
     # transformers' nearest architecture decides the names of tensors.
     written = dataclasses.replace(model, model_type=hf_config["model_type"])
-    manifest.read_intact(checkpoint, check_hashes=True)
+    manifest.read_verified(checkpoint)
     tensors = model.parameters | model.buffers
     shapes = {name: each.shape_of(model.sizes) for name, each in tensors.items()}
     reader = open_model(checkpoint, shapes)
     print_lines(
         f"{checkpoint}: {model.parameter_summary} as {dtype}, context of {seq_len:,} tokens"
     )
-    with atomic_folder(output) as folder:
+    total = model.num_parameters * getattr(torch, dtype).itemsize
+    with (
+        atomic_folder(output) as folder,
+        progress(f"exporting {output.name}", total=total) as shown,
+    ):
         for path in write_safetensors(
             folder,
             written,
             lambda name: read_full_tensor(reader, f"{MODEL_PREFIX}{name}"),
             dtype=getattr(torch, dtype),
             file_bytes=int(options.max_shard_gib * 2**30),
+            on_bytes=shown.advance,
         ):
             fsync_path(path)
             print_lines(path.name)
-        generation = {key: hf_config[key] for key in ("bos_token_id", "eos_token_id")}
-        contents = {hf.CONFIG_FILE: hf_config, "generation_config.json": generation}
-        files = {
-            Path(name): (json.dumps(item, indent=2) + "\n").encode()
-            for name, item in contents.items()
-        } | files
-        for name, content in files.items():
+        for name, content in {**_config_files(hf_config), **files}.items():
             (folder / name).parent.mkdir(exist_ok=True)
             write_and_fsync(folder / name, content)
             print_lines(str(name))
@@ -189,6 +189,14 @@ def export(options: Namespace) -> None:
                 [f"{output} was not written: {problem}" for problem in problems]
             )
     print_lines(f"{output} is complete: every tensor was read back and is bitwise equal")
+
+
+def _config_files(hf_config: dict[str, Any]) -> dict[Path, bytes]:
+    generation = {key: hf_config[key] for key in ("bos_token_id", "eos_token_id")}
+    contents = {hf.CONFIG_FILE: hf_config, "generation_config.json": generation}
+    return {
+        Path(name): (json.dumps(item, indent=2) + "\n").encode() for name, item in contents.items()
+    }
 
 
 def require_extensions(checkpoint: Path, values: Mapping[str, Any]) -> None:
@@ -254,8 +262,6 @@ def tokenizer_files(
 
 
 def run_import(options: Namespace) -> None:
-    if isinstance(options.folder, str):
-        log_plainly()
     import_model(
         options.folder, options.output, text_only=options.text_only, ignore_keys=options.ignore_key
     )
@@ -316,7 +322,9 @@ def read_model(
     text_only = values is not stored
     model = model_config_from_hf(values, ignore_keys)
     weights = hf.SafetensorsReader(folder, text_only=text_only)
-    if problems := weights.problems(model) or weights.tied_head_problems(model):
+    with progress(f"checking {folder.name}", total=weights.num_files, unit="files") as shown:
+        found = weights.problems(model, on_file=partial(shown.advance, 1))
+    if problems := found or weights.tied_head_problems(model):
         raise HuggingFaceError([f"{folder}: {problem}" for problem in problems])
     left_out = [*config_remarks(values, ignore_keys), *check_tokenizer(folder, model)]
     left_out += [f"left out: {name} ({count} tensors)" for name, count in weights.left_out.items()]

@@ -79,14 +79,15 @@ def list_runs(options: Namespace, overrides: list[str]) -> None:
     if not options.folder.is_dir():
         raise ConfigError([f"{options.folder} is not a folder"])
     paths = [options.folder, *sorted(options.folder.iterdir())]
-    runs = {path.resolve(): _listed(path.resolve()) for path in paths if _is_run(path)}
+    runs = {path.resolve(): _listed(path.resolve()) for path in paths if is_run(path)}
     if not runs:
         raise ConfigError([f"{options.folder} has no run folder"])
     rows = [run.row(depth) for depth, run in _in_tree_order(runs)]
     print_lines(*format_table(("run", "steps", "state", "branch of"), *rows))
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
+    """Whether a folder is one of a run."""
     with suppress(OSError):
         run_dir = RunDir(path)
         return run_dir.config_path.is_file() or run_dir.checkpoints_dir.is_dir()
@@ -126,27 +127,29 @@ def _listed(path: Path) -> ListedRun:
     except RunError as error:
         problem = str(error)
     steps = f"{step:,} of {'?' if total is None else f'{total:,}'}"
-    is_done = total is not None and 0 < total <= step
-    return ListedRun(path, steps, "done" if is_done else _state(path), found, problem)
+    state, reason = state_of(path, is_done=total is not None and 0 < total <= step)
+    short = reason if len(reason) <= MAX_REASON_CHARS else f"{reason[:MAX_REASON_CHARS]}..."
+    return ListedRun(path, steps, f"{state}: {short}" if short else state, found, problem)
 
 
-def _state(path: Path) -> str:
-    """How the last launch of an unfinished run ended, or that one is running."""
+def state_of(path: Path, *, is_done: bool) -> tuple[str, str]:
+    """(state, reason): how the last launch of a run ended, by its marker, or that one is running.
+
+    `is_done`: the newest checkpoint has all steps.
+    """
+    if is_done:
+        return "done", ""
     with suppress(OSError):
         touched = (RunDir(path).logs_dir / "lease").lstat().st_mtime
         if time.time() - touched < LEASE_SECONDS:
-            return "running"
+            return "running", ""
     for name in exit_markers.EXIT_MARKERS:
         marker = exit_markers.content_of(path, name)
         # Whether a run is done depends on its checkpoints; the marker is of before it was
         # extended.
         if marker is not None and name != "DONE":
-            reason = marker.reason.partition("\n")[0]
-            short = (
-                reason if len(reason) <= MAX_REASON_CHARS else f"{reason[:MAX_REASON_CHARS]}..."
-            )
-            return f"{name}: {short}" if short else name
-    return "interrupted" if RunDir(path).events_path.exists() else "not started"
+            return name, marker.reason.partition("\n")[0]
+    return ("interrupted" if RunDir(path).events_path.exists() else "not started"), ""
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tests.system.in_process import configured, run_here, saved_by, trainer_of
 from tests.system.runs import ROOT, checkpoints, reseal, state, tensors, write_run
 from trainer.checkpoint.__main__ import main
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.storage import progress
 from trainer.storage.run_dir import RunDir
 
 Capture = pytest.CaptureFixture[str]
@@ -73,6 +75,23 @@ def test_verify_names_the_damaged_file(run: Path, capsys: Capture) -> None:
     ]
     assert run_main(capsys, "verify", run / "checkpoints" / "step-4")[:2] == (78, [out[1]])
     assert checkpoints(run) == ["step-2", "step-4", "step-6"], "nothing is renamed"
+
+
+def test_verify_and_export_say_how_far_they_are(
+    run: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
+    caplog.set_level(logging.INFO)
+    assert main(["verify", str(run)]) == 0
+    assert caplog.messages[-1].startswith("verifying step-6: 100 %, ")
+    caplog.clear()
+    assert main(["export", str(run), str(tmp_path / "weights")]) == 0
+    titles = [message.partition(":")[0] for message in caplog.messages]
+    assert [*dict.fromkeys(titles)] == ["verifying step-6", "exporting weights"]
+    assert caplog.messages[-1].startswith("exporting weights: 100 %, ")
 
 
 def test_prune_keeps_the_newest_checkpoint_and_the_newest_intact_one(

@@ -19,7 +19,7 @@ from tests.system.runs import ROOT, wait_for
 from trainer.config.sections import CheckpointSection
 from trainer.errors import ConfigError, ResumeError, RunFailedError
 from trainer.storage import object_store as store_module
-from trainer.storage import uploads
+from trainer.storage import progress, uploads
 from trainer.storage.remote_checkpoints import RemoteCheckpoints
 from trainer.storage.restore import restore_newest
 from trainer.storage.run_dir import RunDir
@@ -78,14 +78,27 @@ def stored() -> RemoteCheckpoints:
 # ---- uploads
 
 
+@pytest.fixture
+def said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
+    """The log, with every line of progress."""
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
 @pytest.mark.usefixtures("proxy")
-def test_a_checkpoint_comes_back_byte_by_byte(run: RunDir, tmp_path: Path) -> None:
+def test_a_checkpoint_comes_back_byte_by_byte(
+    run: RunDir, tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
     saved = save(run, 6)
     upload(run)
     new = restored(tmp_path)
     assert new.committed_checkpoints() == [(6, new.checkpoints_dir / "step-6")]
     assert files(new.checkpoints_dir / "step-6") == files(saved)
     assert [path.name for path in new.checkpoints_dir.iterdir()] == ["step-6"]
+    assert f"downloading {URL}/step-6: 100 %, " in said.text
 
 
 def test_the_manifest_is_the_last_object_and_is_only_created(proxy: Proxy, run: RunDir) -> None:
@@ -138,7 +151,9 @@ def test_an_upload_that_fails_is_said_once_and_repeated(
     assert "a fault" in caplog.text or kind in ("cut", "dead")
 
 
-def test_a_slow_link_delays_nobody_but_the_thread(proxy: Proxy, run: RunDir) -> None:
+def test_a_slow_link_delays_nobody_but_the_thread(
+    proxy: Proxy, run: RunDir, said: pytest.LogCaptureFixture
+) -> None:
     proxy.always("slow", method="PUT")
     with uploading(run) as running:
         save(run, 3)
@@ -147,6 +162,7 @@ def test_a_slow_link_delays_nobody_but_the_thread(proxy: Proxy, run: RunDir) -> 
         assert stored().steps() == []
         assert running.finish() == ""
     assert stored().steps() == [3]
+    assert f"uploading to {URL}: " in said.text
 
 
 def test_the_end_of_a_run_says_what_is_missing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.generate import main as generate_main
 from trainer.hf import main, nearest_preset
+from trainer.storage import progress
 from trainer.storage.run_dir import RunDir
 
 
@@ -398,13 +400,22 @@ def test_import_refuses_a_tokenizer_that_is_damaged_or_larger_than_the_model(
     assert "tokenizer.json is damaged, or of a newer format" in capsys.readouterr().err
 
 
-def test_an_exported_model_can_be_imported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exported_model_can_be_imported(
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
+    caplog.set_level(logging.INFO)
     run_here(
         configured(run, run.parent / "run", "--model.rope.kind=llama3", "--model.rope.factor=2")
     )
     assert run_main("export", run.parent / "run", run.parent / "hf") == 0
+    assert "exporting hf: 100 %, " in caplog.text
     capsys.readouterr()
     assert run_main("import", run.parent / "hf") == 0
+    assert "checking hf: 100 %, " in caplog.text
     printed = capsys.readouterr().out
     (run.parent / "again.toml").write_text(printed)
     config = load(["--config", str(run.parent / "again.toml")])

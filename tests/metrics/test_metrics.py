@@ -19,6 +19,9 @@ import pytest
 import tomli
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+from tensorboard.backend.event_processing.event_multiplexer import (  # type: ignore[import-untyped]
+    EventMultiplexer,
+)
 from tensorboard.plugins.custom_scalar import layout_pb2  # type: ignore[import-untyped]
 from torch import Tensor
 
@@ -35,7 +38,7 @@ from trainer.errors import RunFailedError
 from trainer.hardware.device import AsyncHostCopy, Stopwatch
 from trainer.metrics.loggers import ConsoleLogger, format_duration, format_step
 from trainer.metrics.step_metrics import MetricAccumulator, MetricLayout, position_bucket_names
-from trainer.metrics.trackers import DASHBOARD, EXPERT_TAGS, TAGS, dashboard
+from trainer.metrics.trackers import DASHBOARD, EXPERT_TAGS, TAGS, dashboard, events_folder
 from trainer.run.metrics import MetricsProcessor
 from trainer.step.trainer import StepMetrics, StepResult, Trainer
 from trainer.storage.run_dir import RunDir
@@ -418,7 +421,7 @@ def test_shard_losses_reach_every_logger(tmp_path: Path, caplog: pytest.LogCaptu
             config, trainer, StepResult(1, 0.1, 0, 0.0, stopwatch, AsyncHostCopy(vector), layout)
         )
     assert metrics(tmp_path / "run", "loss", "loss_by_shard") == [(2.0, [3.0, None, 1.0])]
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "run"))
     events.Reload()
     shown = {
         tag: events.Scalars(tag)[0].value
@@ -557,7 +560,7 @@ def test_format_duration(seconds: float, written: str) -> None:
 
 @pytest.fixture(scope="module")
 def events(root: Path) -> EventAccumulator:
-    accumulator = EventAccumulator(str(root / "every" / "tensorboard"))
+    accumulator = EventAccumulator(str(root / "every" / "tensorboard" / "run"))
     accumulator.Reload()
     return accumulator
 
@@ -664,7 +667,35 @@ def test_a_resumed_run_purges_tensorboard_steps_after_its_checkpoint(tmp_path: P
     run_here(configured(run, folder, *options, "--training.steps", "4"))
     (folder / "checkpoints" / "step-4").rename(folder / "checkpoints" / ".tmp-step-4")
     run_here(configured(run, folder, *options, "--training.steps", "5"))
-    accumulator = EventAccumulator(str(folder / "tensorboard"))
+    accumulator = EventAccumulator(str(folder / "tensorboard" / "run"))
     accumulator.Reload()
     assert [point.step for point in accumulator.Scalars("train/loss")] == [1, 2, 3, 4, 5]
     assert steps(folder) == [1, 2, 3, 4, 5]
+
+
+def test_tensorboard_calls_a_run_by_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "tensorboard"
+    assert events_folder(folder, "long_code") == folder / "long_code"
+    (folder / "evaluation").mkdir(parents=True)
+    (folder / "evaluation" / "events.out.tfevents.1").touch()
+    assert events_folder(folder, "long_code") == folder / "long_code"
+    (folder / "short_code").mkdir()
+    (folder / "short_code" / "events.out.tfevents.1").touch()
+    # Resumed under another name, the run stays one run of TensorBoard.
+    assert events_folder(folder, "long_code") == folder / "short_code"
+    # As versions without names wrote.
+    (folder / "events.out.tfevents.1").touch()
+    assert events_folder(folder, "long_code") == folder
+
+
+def test_tensorboard_lists_a_run_by_its_name(root: Path) -> None:
+    shown = EventMultiplexer().AddRunsFromDirectory(str(root / "every" / "tensorboard"))
+    # The default of job.name.
+    assert [*shown.Runs()] == ["run"]
+
+
+def test_events_are_texts_in_tensorboard(events: EventAccumulator) -> None:
+    (content,) = events.Tensors("train_events/start/text_summary")[0].tensor_proto.string_val
+    assert content == b"started on 1 rank"
+    saves = events.Tensors("train_events/checkpoint/text_summary")
+    assert [save.step for save in saves] == [4, 7]

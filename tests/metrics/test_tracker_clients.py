@@ -23,6 +23,7 @@ from trainer.config.sections import MetricsSection
 from trainer.launch import launcher
 from trainer.metrics import tracker_clients
 from trainer.metrics.tracker_clients import (
+    EVENT_TEXT,
     InBackground,
     Value,
     recorded_run_id,
@@ -32,8 +33,8 @@ from trainer.metrics.tracker_clients import (
 from trainer.metrics.trackers import TRACKERS, Trackers, wanted
 
 API_KEY = "0123456789abcdef0123456789abcdef01234567"
-Found = tuple[list[str], dict[int, float], dict[str, Any]]
-"""Names of runs, losses by step, and a part of the configuration."""
+Found = tuple[list[str], dict[int, float], dict[str, Any], list[str]]
+"""Names of runs, losses by step, a part of the configuration, and events in words."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -123,7 +124,8 @@ def found_by_wandb(folder: Path) -> Found:
     losses = {
         row["step"]: row["train/loss"] for row in wandb_history(folder) if "train/loss" in row
     }
-    return [run.run_id for run in runs], losses, config
+    texts = [row[EVENT_TEXT] for row in wandb_history(folder) if EVENT_TEXT in row]
+    return [run.run_id for run in runs], losses, config, texts
 
 
 def found_by_trackio(_: Path) -> Found:
@@ -132,10 +134,12 @@ def found_by_trackio(_: Path) -> Found:
     (name,) = SQLiteStorage.get_runs("longhaul")
     logs = SQLiteStorage.get_logs("longhaul", name)
     losses = {entry["step"]: entry["train/loss"] for entry in logs if "train/loss" in entry}
+    texts = [entry[EVENT_TEXT]["_value"] for entry in logs if EVENT_TEXT in entry]
     return (
         [name.removeprefix("long-")],
         losses,
         SQLiteStorage.get_run_config("longhaul", name) or {},
+        texts,
     )
 
 
@@ -149,6 +153,7 @@ def found_by_mlflow(folder: Path) -> Found:
         ]
         losses = dict(database.execute("select step, value from metrics where key = 'train/loss'"))
         params = dict(database.execute("select key, value from params"))
+        tags = dict(database.execute("select key, value from tags"))
     database.close()
     nested: dict[str, Any] = {"optimizer": {"lr": float(params["optimizer.lr"])}}
     nested["prediction"] = {
@@ -156,7 +161,7 @@ def found_by_mlflow(folder: Path) -> Found:
         "step_seconds": float(params["prediction.step_seconds"]),
     }
     nested["lineage"] = {key: params[f"lineage.{key}"] for key in ("initial_load_path", "run_id")}
-    return ids, losses, nested
+    return ids, losses, nested, tags["longhaul.events"].splitlines()[::-1]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +176,7 @@ def test_launches_of_a_run_are_one_run_of_the_package(
     # MLflow makes the tables of its database.
     monkeypatch.setattr(tracker_clients, "CLOSE_SECONDS", 300.0)
     for first_step, last_step in ((1, 3), (3, 4)):
-        tracker = TRACKERS[name](tracked(tmp_path, first_step=first_step))
+        tracker: Any = TRACKERS[name](tracked(tmp_path, first_step=first_step))
         for step in range(first_step, last_step + 1):
             tracker.log(
                 step,
@@ -182,13 +187,20 @@ def test_launches_of_a_run_are_one_run_of_the_package(
                 },
             )
         tracker.log(last_step, {"train_events/end": 1.0})
+        tracker.note(last_step, "spike", "loss jumps")
+        tracker.note(last_step, "end", "all steps are done")
         tracker.close()
-    names, losses, config = find(tmp_path)
+    names, losses, config, texts = find(tmp_path)
     assert set(names) == {recorded_run_id(tmp_path)}
     assert losses == {step: 1 / step for step in range(1, 5)}
     assert config["optimizer"] == {"lr": 0.25}
     assert config["prediction"] == {"device": "h200", "step_seconds": 1.5}
     assert config["lineage"] == {"initial_load_path": "other", "run_id": "0" * 16}
+    assert texts == [
+        line
+        for step in (3, 4)
+        for line in (f"step {step}, spike: loss jumps", f"step {step}, end: all steps are done")
+    ]
 
 
 def test_a_run_and_its_resume_are_in_weights_and_biases(tmp_path: Path) -> None:
@@ -206,9 +218,9 @@ def test_a_run_and_its_resume_are_in_weights_and_biases(tmp_path: Path) -> None:
     run_here(configured(run, folder, *options, "--training.steps", "4"))
     (folder / "checkpoints" / "step-4").rename(folder / "checkpoints" / ".tmp-step-4")
     with (folder / "events.jsonl").open("a") as events:
-        events.write('{"event": "restart", "time": 0}\n')
+        events.write('{"event": "restart", "time": 0, "life": 1, "without_progress": 0}\n')
     run_here(configured(run, folder, *options, "--training.steps", "5"))
-    names, losses, config = found_by_wandb(folder)
+    names, losses, config, texts = found_by_wandb(folder)
     assert set(names) == {recorded_run_id(folder)}
     assert losses == {record["step"]: record["loss"] for record in lines(folder / "metrics.jsonl")}
     assert config["training"]["seq_len"] == 64
@@ -216,10 +228,24 @@ def test_a_run_and_its_resume_are_in_weights_and_biases(tmp_path: Path) -> None:
         (key, row["step"])
         for row in wandb_history(folder)
         for key in row
-        if key.startswith("train_events/")
+        if key.startswith("train_events/") and key != EVENT_TEXT
     ]
     expected = [("start", 0), ("end", 4), ("restart", 2), ("start", 2), ("end", 5)]
     assert rows == [(f"train_events/{kind}", step) for kind, step in expected]
+    saved = "saved: "
+    assert [text.partition(saved)[0] for text in texts] == [
+        "step 0, start: started on 1 rank",
+        "step 2, checkpoint: step-2 ",
+        "step 4, checkpoint: step-4 ",
+        f"step 4, end: all steps are done, loss {losses[4]:.4f}",
+        "step 2, restart: workers failed and are started again (launch 2)",
+        "step 2, start: resumed from step-2 on 1 rank",
+        "step 4, checkpoint: step-4 ",
+        "step 5, checkpoint: step-5 ",
+        f"step 5, end: all steps are done, loss {losses[5]:.4f}",
+    ]
+    alerts = [record.alert for record in wandb_records(folder) if record.HasField("alert")]
+    assert [(alert.title, alert.level) for alert in alerts] == [("restart", "WARN")]
     saves = sorted(
         {row["step"] for row in wandb_history(folder) if "train_checkpoint/bytes" in row}
     )
@@ -240,6 +266,7 @@ class Client:
 
     def __init__(self, *, fails: bool = False, waits: threading.Event | None = None) -> None:
         self.steps = list[int]()
+        self.notes = list[tuple[int, str, str]]()
         self.fails = fails
         self.waits = waits
 
@@ -252,6 +279,9 @@ class Client:
         if self.fails:
             raise OSError(f"https://me:{API_KEY}@server/ refuses {API_KEY}")
         self.steps.append(step)
+
+    def note(self, step: int, kind: str, text: str) -> None:
+        self.notes.append((step, kind, text))
 
     def close(self) -> None:
         self.steps.append(-1)
@@ -277,6 +307,40 @@ def test_a_tracker_that_fails_is_said_once_and_without_its_password(
     assert [record.getMessage() for record in caplog.records] == [
         "tracker wandb is left out from here on: OSError: https://***@server/ refuses ***"
     ]
+
+
+def test_events_reach_trackers_in_words_and_without_passwords(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client()
+    trackers = trackers_of(client, tmp_path, monkeypatch)
+    event = {
+        "event": "checkpoint_failed",
+        "step": 7,
+        "reason": f"s3://me:{API_KEY}@store\nis full",
+    }
+    trackers.note(7, event)
+    trackers.close()
+    assert client.notes == [
+        (7, "checkpoint_failed", "checkpoint not saved: s3://***@store is full")
+    ]
+
+
+def test_a_tracker_of_an_extension_needs_no_notes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Numbers:
+        def log(self, step: int, values: Mapping[str, Value]) -> None:
+            """Takes what it is given."""
+
+        def close(self) -> None:
+            """Has nothing to end."""
+
+    monkeypatch.setitem(TRACKERS, "wandb", lambda _: Numbers())
+    trackers = Trackers(tracked(tmp_path), ["wandb"])
+    trackers.note(1, {"event": "end", "loss": 1.0})
+    trackers.close()
+    assert caplog.text == ""
 
 
 def test_training_waits_for_no_tracker(

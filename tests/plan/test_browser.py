@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
-import subprocess
 from dataclasses import replace
-from html import escape, unescape
 from typing import Any
 
 import pytest
 
+from tests.plan.browser import are_disjoint, measure
 from tests.plan.sample_documents import SAMPLE, SEARCH, stages
 from trainer.plan.document import BarChart, PlanReport
 from trainer.plan.html import render_html
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-OPTIONS = [
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
-    "--window-size=1700,2000", "--virtual-time-budget=5000", "--dump-dom",
-]  # fmt: skip
 WIDE = 1200
 NARROW = 400
-MEASURE = """
-addEventListener("load", () => {
-  const box = element => { const r = element.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom] }
-  const measured = [...document.querySelectorAll("iframe")].map(frame => {
-    const page = frame.contentDocument, all = kind => [...page.querySelectorAll(kind)]
-    all("details").forEach(each => { each.open = true })
-    return {
-      width: page.documentElement.clientWidth, scrollWidth: page.documentElement.scrollWidth,
-      bars: all(".bar").map(bar => ({ place: box(bar), segments: [...bar.querySelectorAll("span")].map(box) })),
-      labels: all(".bars .of").map(box), sums: all(".bars .sum").map(box), facts: all("dd").map(box),
-      scrollers: all(".scroll").map(box),
-      resources: page.defaultView.performance.getEntriesByType("resource").map(each => each.name),
-      scripts: page.scripts.length,
-    }
-  })
-  document.body.innerHTML = ""
-  const result = { id: "measured", textContent: JSON.stringify(measured) }
-  document.body.append(Object.assign(document.createElement("pre"), result))
-})
-"""
 CROWDED = PlanReport(
     title="a_configuration_with_a_very_long_name_and_without_any_blanks_" * 3,
     verdict="82.0 of 79.1 GiB",
@@ -58,43 +27,13 @@ CROWDED = PlanReport(
     notes=["memory.a_key_without_blanks_that_is_wider_than_the_screen_of_a_phone = 1"],
     configurations=['[model]\nname = "' + "x" * 200 + '"\n'],
 )
-Box = list[float]
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Browser measurements of two reports, each at a wide and a narrow width."""
-    if BROWSER is None:
-        pytest.skip(
-            "chromium is missing: apt-get install --no-install-recommends chromium fonts-dejavu-core"
-        )
-    frames = [
-        f'<iframe style="width: {width}px; height: 900px; border: 0" srcdoc="{escape(render_html(report))}"></iframe>'
-        for report in (SAMPLE, CROWDED)
-        for width in (WIDE, NARROW)
-    ]
-    page = tmp_path_factory.mktemp("browser") / "page.html"
-    page.write_text(
-        f'<!DOCTYPE html><meta charset="utf-8"><body>{"".join(frames)}<script>{MEASURE}</script></body>'
-    )
-    command = [BROWSER, *OPTIONS, f"--user-data-dir={page.parent / 'user'}", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
-    found = re.search('<pre id="measured">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert found, done.stderr
-    measured: list[dict[str, Any]] = json.loads(unescape(found[1]))
-    return measured
-
-
-def are_disjoint(boxes: list[Box]) -> bool:
-    """With a tolerance of one pixel."""
-    return not any(
-        one[0] < other[2] - 1
-        and other[0] < one[2] - 1
-        and one[1] < other[3] - 1
-        and other[1] < one[3] - 1
-        for index, one in enumerate(boxes)
-        for other in boxes[:index]
-    )
+    documents = [render_html(report) for report in (SAMPLE, CROWDED)]
+    return measure(documents, (WIDE, NARROW), tmp_path_factory.mktemp("browser"))
 
 
 def test_pages_do_not_scroll_sideways(pages: list[dict[str, Any]]) -> None:

@@ -162,7 +162,7 @@ def test_a_model_mismatch_does_not_quarantine(root: Path, stopped: Path) -> None
 def test_a_read_error_does_not_quarantine(
     root: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: Path) -> None:
+    def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(manifest, "RETRY_DELAY_SECONDS", 0.0)

@@ -65,9 +65,9 @@ def test_the_run_folder_has_the_files_of_the_contract(launched_run: tuple[Path, 
     }
     assert {path.name for path in folder.iterdir()} == listed
     assert checkpoints(folder) == ["step-3", "step-6"]
-    assert [path.name.startswith("events.out") for path in (folder / "tensorboard").iterdir()] == [
-        True
-    ]
+    assert [
+        path.name.startswith("events.out") for path in (folder / "tensorboard" / "run").iterdir()
+    ] == [True]
     assert {path.name for path in (folder / "logs").iterdir()} - {"rank-1.log"} == {
         "hang",
         "rank-0.log",

@@ -139,7 +139,7 @@ def test_validation_events_have_the_documented_fields(written: Path) -> None:
 
 
 def test_tensorboard_has_validation_losses(written: Path) -> None:
-    board = EventAccumulator(str(written / "tensorboard")).Reload()
+    board = EventAccumulator(str(written / "tensorboard" / "run")).Reload()
     for name, each in (("packed", ()), ("context", ("16", "40", "81"))):
         losses = [event["loss"] for event in events(written) if event["set"] == name]
         assert [point.value for point in board.Scalars(f"validation/{name}")] == pytest.approx(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,15 +19,16 @@ from trainer.commands import (
     folder_or_url,
     format_table,
     integer,
-    log_plainly,
     print_lines,
     run_command,
 )
 from trainer.config.parse import load
 from trainer.errors import EXIT_NO_RETRY, EXIT_SUCCESS, ConfigError, ResumeError
+from trainer.metrics.loggers import log_plainly
 from trainer.storage import manifest
 from trainer.storage.artifact import DamageError
 from trainer.storage.durable_io import format_bytes
+from trainer.storage.progress import progress
 from trainer.storage.remote_models import local_output, upload_checkpoint
 from trainer.storage.retention import (
     checkpoints_to_delete,
@@ -56,9 +57,9 @@ def build_parser() -> CommandParser:
     parser = CommandParser(typed("checkpoint"), DESCRIPTION)
     runs: dict[str, Run] = {
         "list": list_checkpoints,
-        "verify": verify,
-        "prune": prune,
-        "export": export,
+        "verify": _logging_progress(verify),
+        "prune": _logging_progress(prune),
+        "export": _logging_progress(export),
     }
     commands = {
         name: parser.add_command(name, SUMMARIES[name], run=run) for name, run in runs.items()
@@ -86,6 +87,16 @@ def build_parser() -> CommandParser:
     return parser
 
 
+def _logging_progress(run: Run) -> Run:
+    """Lets a command log how far it is: it may read terabytes."""
+
+    def log_and_run(options: Namespace, overrides: list[str]) -> int | None:
+        log_plainly()
+        return run(options, overrides)
+
+    return log_and_run
+
+
 def list_checkpoints(args: Namespace, _: Sequence[str]) -> None:
     rows = [("step", "saved", "size", "ranks", "", "")]
     for step, folder in select_checkpoints(args.folder):
@@ -102,7 +113,7 @@ def verify(args: Namespace, _: Sequence[str]) -> int:
     checkpoints = select_checkpoints(args.folder)
     damaged = 0
     for _step, folder in reversed(checkpoints) if args.all else checkpoints[-1:]:
-        problems = [*find_file_damage(folder)]
+        problems = find_file_damage(folder)
         damaged += bool(problems)
         print_lines(f"{folder}: {'; '.join(problems) or 'intact'}")
     return EXIT_NO_RETRY if damaged else EXIT_SUCCESS
@@ -119,11 +130,7 @@ def prune(args: Namespace, _: Sequence[str]) -> None:
     # Manifests alone do not show a flipped bit. Deleting older checkpoints needs one whose hashes
     # match.
     newest_verified = next(
-        (
-            checkpoint
-            for _, checkpoint in reversed(committed)
-            if not [*find_file_damage(checkpoint)]
-        ),
+        (checkpoint for _, checkpoint in reversed(committed) if not find_file_damage(checkpoint)),
         None,
     )
     if newest_verified is None:
@@ -146,13 +153,11 @@ def export(args: Namespace, _: Sequence[str]) -> None:
     from trainer.checkpoint.export_weights import export_weights
 
     checkpoint = find_checkpoint(args.folder)
-    if isinstance(args.output, str):
-        log_plainly()
     with local_output(args.output, upload_checkpoint, key="command line: OUTPUT") as output:
         if output.exists():
             raise ConfigError([f"{output} exists already"])
         # The copy gets new hashes, which would make damage look intact.
-        manifest.read_intact(checkpoint, check_hashes=True)
+        manifest.read_verified(checkpoint)
         num_bytes = export_weights(checkpoint, output)
     print_lines(f"{args.output}: weights of {checkpoint}, {format_bytes(num_bytes)}")
 
@@ -171,23 +176,22 @@ def select_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return checkpoints
 
 
-def find_file_damage(folder: Path) -> Iterator[str]:
-    """Yields one line per damaged file, and reports progress."""
+def find_file_damage(folder: Path) -> list[str]:
+    """One line per damaged file; shows progress."""
     try:
         checkpoint_manifest = manifest.read_validated(folder)
     except DamageError as error:
-        yield str(error)
-        return
-    bytes_read = 0
-    for name, (size, _) in sorted(checkpoint_manifest.files.items()):
-        yield from manifest.find_damage(folder, checkpoint_manifest, [name])
-        bytes_read += size
-        if sys.stderr.isatty():
-            progress = f"{format_bytes(bytes_read)} of {format_bytes(checkpoint_manifest.bytes)}"
-            sys.stderr.write(f"\r\033[K{folder.name}: {progress}")
+        return [str(error)]
+    with progress(f"verifying {folder.name}", total=checkpoint_manifest.bytes) as shown:
+        damaged = manifest.find_damage(
+            folder,
+            checkpoint_manifest,
+            sorted(checkpoint_manifest.files),
+            on_bytes=shown.advance,
+        )
     from trainer.checkpoint.load import find_metadata_damage
 
-    yield from find_metadata_damage(folder)
+    return [*damaged, *find_metadata_damage(folder)]
 
 
 def initial_checkpoints(run_dir: RunDir) -> list[Path]:

@@ -16,6 +16,7 @@ from typing import Any
 from trainer.checkpoint.load import MODEL_PREFIX, CheckpointReader
 from trainer.storage import manifest
 from trainer.storage.durable_io import atomic_folder, write_and_fsync
+from trainer.storage.progress import progress
 from trainer.storage.train_state import STATE_FILE
 
 COPY_CHUNK_BYTES = 1 << 24
@@ -37,25 +38,17 @@ def export_weights(checkpoint: Path, output: Path) -> int:
 
 def _copy_weights(reader: CheckpointReader, output: Path) -> dict[str, tuple[int, str]]:
     by_file: defaultdict[str, list[tuple[Any, Any]]] = defaultdict(list)
+    num_bytes = 0
     for index, storage_info in reader.metadata.storage_data.items():
         if index.fqn.startswith(MODEL_PREFIX):
             by_file[storage_info.relative_path].append((index, storage_info))
+            num_bytes += storage_info.length
     new_storage_data: dict[Any, Any] = {}
-    for name, entries in sorted(by_file.items()):
-        with (reader.checkpoint / name).open("rb") as source, (output / name).open("wb") as target:
-            # In the order of the file, so that a disk reads forward.
-            for index, storage_info in sorted(entries, key=lambda item: item[1].offset):
-                # Only the offset changes: moments that lay between the weights are left out.
-                new_storage_data[index] = replace(storage_info, offset=target.tell())
-                source.seek(storage_info.offset)
-                remaining = storage_info.length
-                # In pieces: a shard may be larger than what the host has free.
-                while remaining:
-                    chunk = source.read(min(remaining, COPY_CHUNK_BYTES))
-                    target.write(chunk)
-                    remaining -= len(chunk)
-            target.flush()
-            os.fsync(target.fileno())
+    with progress("exporting weights", total=num_bytes) as shown:
+        for name, entries in sorted(by_file.items()):
+            new_storage_data |= _copy_entries(
+                reader.checkpoint / name, output / name, entries, shown.advance
+            )
     metadata = reader.metadata
     weight_metadata = {
         name: entry
@@ -78,3 +71,29 @@ def _copy_weights(reader: CheckpointReader, output: Path) -> dict[str, tuple[int
     write_and_fsync(output / manifest.METADATA_FILE, pickle.dumps(weights_only))
     write_and_fsync(output / STATE_FILE, (reader.checkpoint / STATE_FILE).read_bytes())
     return {path.name: manifest.hash_file(path) for path in sorted(output.iterdir())}
+
+
+def _copy_entries(
+    source_path: Path,
+    target_path: Path,
+    entries: list[tuple[Any, Any]],
+    on_bytes: manifest.OnBytes,
+) -> dict[Any, Any]:
+    """Copies the (index, storage info) of a file's weights; returns where they are in the copy."""
+    copied: dict[Any, Any] = {}
+    with source_path.open("rb") as source, target_path.open("wb") as target:
+        # In the order of the file, so that a disk reads forward.
+        for index, storage_info in sorted(entries, key=lambda item: item[1].offset):
+            # Only the offset changes: moments that lay between the weights are left out.
+            copied[index] = replace(storage_info, offset=target.tell())
+            source.seek(storage_info.offset)
+            remaining = storage_info.length
+            # In pieces: a shard may be larger than what the host has free.
+            while remaining:
+                chunk = source.read(min(remaining, COPY_CHUNK_BYTES))
+                target.write(chunk)
+                remaining -= len(chunk)
+                on_bytes(len(chunk))
+        target.flush()
+        os.fsync(target.fileno())
+    return copied

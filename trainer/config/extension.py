@@ -111,7 +111,8 @@ class Extension:
     trackers: Mapping[str, Callable[[TrackedRun], Any]] = field(default_factory=dict)
     """Factories of a `trainer.metrics.trackers.Tracker` by name, called on rank 0.
 
-    A tracker that raises is left out of the rest of the run.
+    A tracker that raises is left out of the rest of the run. One with `note(step, kind, text)`
+    is given events in words, too.
     """
     sources: Mapping[str, Callable[[BinaryIO, str], Iterator[str]]] = field(default_factory=dict)
     """Readers of corpus files by suffix, such as `.warc`: each yields a file's texts in order.

@@ -110,9 +110,13 @@ def _fetch_index(
         if not is_token_dataset(folder):
             with atomic_folder(folder) as temporary:
                 transfer(
-                    [name for name in files.files if not name.endswith(".bin")],
+                    {
+                        name: size
+                        for name, (size, _) in files.files.items()
+                        if not name.endswith(".bin")
+                    },
                     lambda name, count: files.download_file(store, temporary, name, count),
-                    done="downloaded",
+                    title=f"downloading the index of {store.url}",
                 )
                 _write_place(temporary, source, store, meta, files)
                 write_and_fsync(temporary / META_FILENAME, files.content)

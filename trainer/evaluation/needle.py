@@ -50,6 +50,7 @@ from trainer.evaluation.load_checkpoint import (
     resolve_for_evaluation,
 )
 from trainer.hardware.device import AsyncHostCopy
+from trainer.metrics.trackers import EVALUATION
 from trainer.run.validation import assign_sequences
 from trainer.step.build import ParallelModel
 
@@ -264,7 +265,7 @@ def write_results(
     """
     folder = output or resolved.run_dir.path / "evaluation"
     tensorboard_dir = (
-        folder / "tensorboard" if output else resolved.run_dir.tensorboard_dir / "evaluation"
+        folder / "tensorboard" if output else resolved.run_dir.tensorboard_dir / EVALUATION
     )
     file = folder / f"needle-step-{resolved.step}.json"
     content = {

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 from trainer.errors import printable
 from trainer.hardware.host import GIB
 from trainer.storage.durable_io import format_bytes
+from trainer.storage.progress import new_bar
 
 KIBI = 1 << 10
 
@@ -31,10 +32,7 @@ class ConsoleLogger:
         self._average_step_seconds = 0.0
         self._progress: Any = None
         if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._progress = Progress(console=Console(stderr=True), transient=True)
+            self._progress = new_bar("steps")
             self._progress.add_task("training", total=total_steps)
             self._progress.start()
 
@@ -140,6 +138,13 @@ def configure_logging(rank: int) -> None:
     handler.setFormatter(_formatter(rank, "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("trainer").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
+def log_plainly() -> None:
+    """Logs messages alone to standard error, for a command of one process."""
+    handler = _StderrHandler()
+    handler.setFormatter(_PrintableFormatter("%(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def add_log_file(folder: Path, rank: int) -> None:

@@ -19,6 +19,7 @@ from threading import Thread
 from typing import Any, Protocol
 
 from trainer.config.extension import TrackedRun
+from trainer.metrics.event_words import FAULTS
 from trainer.storage.artifact import DamageError, open_regular
 from trainer.storage.durable_io import write_atomic
 from trainer.storage.train_state import flatten
@@ -37,6 +38,8 @@ MAX_WAITING = 10_000
 """Records that wait for a tracker, which is left out if they become more."""
 CLOSE_SECONDS = 30.0
 """How long the end of a launch, or a rollback, waits for a tracker."""
+EVENT_TEXT = "train_events/text"
+"""Name of an event in words."""
 FINISHED = ("train_events/end", "train_events/stage")
 PREEMPTED = "train_events/preempted"
 SECRET_NAME = re.compile(r"KEY|TOKEN|PASSWORD|SECRET")
@@ -56,14 +59,21 @@ class Tracker(Protocol):
         """Ends the tracker. Called once."""
 
 
+class NotingTracker(Tracker, Protocol):
+    """A tracker that takes texts, too. One of an extension need not."""
+
+    def note(self, step: int, kind: str, text: str) -> None:
+        """Takes an event of a kind, in words."""
+
+
 class InBackground:
     """A tracker in a thread of its own, which is given the `run_id` too.
 
     An error there is raised by the next call here.
     """
 
-    def __init__(self, make: Callable[[TrackedRun, str], Tracker], run: TrackedRun) -> None:
-        self._waiting: Queue[tuple[int, Mapping[str, Value]] | None] = Queue(MAX_WAITING)
+    def __init__(self, make: Callable[[TrackedRun, str], NotingTracker], run: TrackedRun) -> None:
+        self._waiting: Queue[Callable[[NotingTracker], None] | None] = Queue(MAX_WAITING)
         self._error: Exception | None = None
         self._thread = Thread(
             target=self._work, args=(make, run, run_id(run.folder)), name="tracker", daemon=True
@@ -71,7 +81,10 @@ class InBackground:
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
-        self._put((step, values))
+        self._put(lambda tracker: tracker.log(step, values))
+
+    def note(self, step: int, kind: str, text: str) -> None:
+        self._put(lambda tracker: tracker.note(step, kind, text))
 
     def close(self) -> None:
         self._put(None)
@@ -82,10 +95,10 @@ class InBackground:
             )
         self._raise_error()
 
-    def _put(self, item: tuple[int, Mapping[str, Value]] | None) -> None:
+    def _put(self, call: Callable[[NotingTracker], None] | None) -> None:
         self._raise_error()
         try:
-            self._waiting.put_nowait(item)
+            self._waiting.put_nowait(call)
         except Full:
             raise TimeoutError(f"{MAX_WAITING:,} records wait for it") from None
 
@@ -94,12 +107,12 @@ class InBackground:
             raise self._error
 
     def _work(
-        self, make: Callable[[TrackedRun, str], Tracker], run: TrackedRun, identity: str
+        self, make: Callable[[TrackedRun, str], NotingTracker], run: TrackedRun, identity: str
     ) -> None:
         try:
             tracker = make(run, identity)
-            while (item := self._waiting.get()) is not None:
-                tracker.log(*item)
+            while (call := self._waiting.get()) is not None:
+                call(tracker)
             tracker.close()
         except Exception as error:  # noqa: BLE001 - raised in the thread that trains
             self._error = error
@@ -139,6 +152,12 @@ class WeightsAndBiases:
             self._run.mark_preempting()
         self._run.log({"step": step, **numbers(values)})
 
+    def note(self, step: int, kind: str, text: str) -> None:
+        self._run.log({"step": step, EVENT_TEXT: note_line(step, kind, text)})
+        # W&B sends alerts to who asks for them in his settings there.
+        if kind in FAULTS:
+            self._run.alert(kind, f"step {step}: {text}", level="WARN")
+
     def close(self) -> None:
         self._run.finish(exit_code=0 if self._seen.intersection(FINISHED) else 1)
 
@@ -151,6 +170,7 @@ class Trackio:
     def __init__(self, run: TrackedRun, identity: str) -> None:
         import trackio
 
+        self._package = trackio
         # Found again by its name.
         name = f"{run.name}-{identity}"
         self._run = trackio.init(
@@ -159,6 +179,12 @@ class Trackio:
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         self._run.log(numbers(values), step=step)
+
+    def note(self, step: int, kind: str, text: str) -> None:
+        report = self._package.Markdown(note_line(step, kind, text))
+        self._run.log({EVENT_TEXT: report}, step=step)
+        if kind in FAULTS:
+            self._run.alert(kind, text, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -171,6 +197,8 @@ class MLflow:
     MAX_PARAMS = 100
     """In one request."""
     MAX_PARAM_CHARS = 6000
+    EVENTS_TAG = "longhaul.events"
+    MAX_TAG_CHARS = 5000
 
     def __init__(self, run: TrackedRun, identity: str) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -187,12 +215,14 @@ class MLflow:
         )
         if found:
             self._id: str = found[0].info.run_id
+            self._events = str(found[0].data.tags.get(self.EVENTS_TAG, ""))
             self._client.update_run(self._id, status="RUNNING")
         else:
             created = self._client.create_run(
                 experiment, tags={self.TAG: identity}, run_name=run.name
             )
             self._id = created.info.run_id
+            self._events = ""
             self._log_params(flatten(facts(run)))
         self._seen = set[str]()
 
@@ -224,10 +254,26 @@ class MLflow:
         ]
         self._client.log_batch(self._id, metrics=metrics)
 
+    def note(self, step: int, kind: str, text: str) -> None:
+        """Adds a line to the tag of events, from which the oldest ones are dropped.
+
+        The run's description is left to its owner.
+        """
+        lines = [note_line(step, kind, text), *self._events.splitlines()]
+        while len("\n".join(lines)) > self.MAX_TAG_CHARS:
+            lines.pop()
+        self._events = "\n".join(lines)
+        self._client.set_tag(self._id, self.EVENTS_TAG, self._events)
+
     def close(self) -> None:
         self._client.set_terminated(
             self._id, "FINISHED" if self._seen.intersection(FINISHED) else "KILLED"
         )
+
+
+def note_line(step: int, kind: str, text: str) -> str:
+    """An event in words, where it is shown without its step."""
+    return f"step {step}, {kind}: {text}"
 
 
 def _allowed(name: str) -> str:

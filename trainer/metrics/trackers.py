@@ -11,11 +11,13 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from trainer.config import extension
 from trainer.config.extension import TrackedRun
 from trainer.config.sections import MetricsSection
+from trainer.metrics.event_words import describe_event
 from trainer.metrics.loggers import Record
 from trainer.metrics.tracker_clients import (
     InBackground,
@@ -61,6 +63,8 @@ EXPERT_TAGS = {
     "dead_experts": "train_experts/dead",
 }
 """Names of values of models with experts, by key of a record."""
+EVALUATION = "evaluation"
+"""Folder in `tensorboard/` of the results of `longhaul evaluate`."""
 MAX_SHOWN_LOAD = 2.0
 """White in the image of loads; black is none, and the mean is in the middle."""
 
@@ -110,7 +114,6 @@ class TensorBoard:
         self._tags = set[str]()
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
-        # Imported at the first record, because it slows start-up.
         self._writer = self._writer or self._open_writer()
         for name, value in values.items():
             if isinstance(value, Sequence):
@@ -120,6 +123,10 @@ class TensorBoard:
         self._write_dashboard(
             {name for name, value in values.items() if not isinstance(value, Sequence)}
         )
+
+    def note(self, step: int, kind: str, text: str) -> None:
+        self._writer = self._writer or self._open_writer()
+        self._writer.add_text(f"train_events/{kind}", text, step)
 
     def _write_dashboard(self, tags: set[str]) -> None:
         """Again with every chart that gets its first value; TensorBoard shows the newest."""
@@ -143,18 +150,28 @@ class TensorBoard:
             self._writer.close()
 
     def _open_writer(self) -> Any:
+        # Imported at the first record, because it slows start-up.
         from torch.utils.tensorboard import SummaryWriter
 
         # Hides steps that an earlier launch logged after its last checkpoint; metrics.jsonl drops
         # them, too.
-        writer = SummaryWriter(
-            str(self._run.folder / "tensorboard"), purge_step=self._run.first_step
-        )
+        folder = events_folder(self._run.folder / "tensorboard", self._run.name)
+        writer = SummaryWriter(str(folder), purge_step=self._run.first_step)
         writer.add_text("config", f"```toml\n{self._run.toml}```")
         if self._run.lineage:
             lines = [f"{name}: {value}" for name, value in self._run.lineage.items()]
             writer.add_text("lineage", "  \n".join(lines))
         return writer
+
+
+def events_folder(folder: Path, name: str) -> Path:
+    """The folder of a run's event files in its `tensorboard/`: where there are some already, or
+    else one with the name of the run, by which TensorBoard calls it.
+    """
+    # An earlier version wrote into `tensorboard/` itself. In one place, TensorBoard hides the
+    # steps that a resume repeats.
+    known = [folder, *sorted(each for each in folder.glob("*") if each.name != EVALUATION)]
+    return next((each for each in known if [*each.glob("events.out.*")]), folder / name)
 
 
 TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
@@ -186,6 +203,17 @@ class Trackers:
         for name, tracker in [*self._running.items()]:
             with self._left_out_on_error(name):
                 tracker.log(step, present)
+
+    def note(self, step: int, event: Mapping[str, Any]) -> None:
+        """Passes an event in words to every tracker that takes texts."""
+        kind = str(event["event"])
+        # What failed may quote a URL with a password.
+        text = without_secrets(describe_event(event))
+        for name, tracker in [*self._running.items()]:
+            note = getattr(tracker, "note", None)
+            if note is not None:
+                with self._left_out_on_error(name):
+                    note(step, kind, text)
 
     def close(self) -> None:
         for name, tracker in [*self._running.items()]:

@@ -17,13 +17,14 @@ from models.files import MAX_CONFIG_BYTES, read_regular
 from models.hf import CONFIG_FILE, HuggingFaceError
 from models.presets import FAMILIES
 from trainer.checkpoint.initial_weights import HF_PREFIX
-from trainer.commands import log_plainly, text_or_url
+from trainer.commands import text_or_url
 from trainer.config.data import TokenizerSection, tokenizer_folder
 from trainer.config.job_config import BYTE_VOCAB_SIZE
 from trainer.config.parse import parse_toml
 from trainer.config.sections import is_remote
 from trainer.errors import ConfigError, DataError
 from trainer.hf import read_model
+from trainer.metrics.loggers import log_plainly
 from trainer.storage.remote_models import fetch_tokenizer
 
 MODEL_HELP = f"a folder of Hugging Face files or its URL, {HF_PREFIX}OWNER/NAME that was downloaded, or a preset as llama3/8b"

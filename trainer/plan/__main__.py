@@ -14,7 +14,13 @@ from pathlib import Path
 from textwrap import fill
 
 from trainer.command_table import typed
-from trainer.commands import CommandParser, number, overrides_help, run_command
+from trainer.commands import (
+    CommandParser,
+    number,
+    overrides_help,
+    run_command,
+    writable_file,
+)
 from trainer.config import checks
 from trainer.config.parse import load, parse_arguments
 from trainer.config.sections import MAX_SEQ_LEN, read_length
@@ -217,15 +223,6 @@ def count(text: str, *, minimum: int = 1, maximum: int = 1 << 62) -> int:
             f"{text} must be an integer, {limits}, optionally with suffix K or M"
         )
     return value
-
-
-def writable_file(text: str) -> Path:
-    """An argparse type: a file in an existing folder."""
-    file = Path(text)
-    if file.is_dir() or not file.parent.is_dir():
-        reason = "a folder" if file.is_dir() else f"{file.parent} is not a folder"
-        raise ArgumentTypeError(f"{file} cannot be written: {reason}")
-    return file
 
 
 def require_single_stage(config: Recipe, command: str) -> Recipe:

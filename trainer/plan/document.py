@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from math import floor, isfinite, log10
 
@@ -107,6 +108,16 @@ class LineChart:
     """(x, y) points by line name."""
     limit: float | None = None
     """Upper limit of y."""
+    x_is_tokens: bool = True
+    """Whether x counts tokens, in K and M; else it is a plain number."""
+    x_from_zero: bool = True
+    """Whether an axis that is not logarithmic begins at 0."""
+    y_from_zero: bool = True
+
+    @cached_property
+    def decimals(self) -> int:
+        """Decimal places of all its values."""
+        return decimal_places(y for line in self.lines.values() for _, y in line)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +237,7 @@ def lines_to_table(
         text = "-" if y is None else format_y(chart, y)
         return text if limit is None else text + ("*" if y is not None and y > limit else " ")
 
-    rows = [[format_tokens(x), *(cell(line.get(x)) for line in lines)] for x in xs]
+    rows = [[format_x(chart, x), *(cell(line.get(x)) for line in lines)] for x in xs]
     return Table(title=chart.title, columns=[chart.x, *chart.lines], rows=rows)
 
 
@@ -235,13 +246,14 @@ def x_values(chart: LineChart) -> list[float]:
     return sorted({x for line in chart.lines.values() for x, _ in line})
 
 
+def format_x(chart: LineChart, x: float) -> str:
+    return format_tokens(x) if chart.x_is_tokens else f"{x:,.10g}"
+
+
 def format_y(chart: LineChart, y: float) -> str:
     """Three significant digits on a log axis, else the decimals of the largest value; "-" if not
     finite.
     """
     if not isfinite(y):
         return "-"
-    shown_values = (
-        [y] if chart.log_y else [other for line in chart.lines.values() for _, other in line]
-    )
-    return format_number(y, decimal_places(shown_values)) or "0"
+    return format_number(y, decimal_places([y]) if chart.log_y else chart.decimals) or "0"

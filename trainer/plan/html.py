@@ -1,5 +1,5 @@
 """Renders a plan report as one self-contained HTML page, without scripts or external resources
-(`report.html.j2`).
+(`report.html.j2`). Style, tables and charts of `charts.html.j2` serve the page of a run, too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from trainer.metrics.loggers import format_tokens
 from trainer.plan.document import (
     BarChart,
     LineChart,
@@ -20,6 +19,7 @@ from trainer.plan.document import (
     Table,
     bars_to_table,
     format_number,
+    format_x,
     format_y,
     is_numeric,
     lines_to_table,
@@ -46,17 +46,28 @@ MIN_LABELLED_PERCENT = 6.5
 PLOT_WIDTH = 700
 PLOT_HEIGHT = 260
 MAX_TICKS = 9
+MIN_SPAN = 1e-200
+MIN_RELATIVE_SPAN = 1e-9
+"""Values that differ by less are drawn as equal: their ticks would be the same number."""
+MAX_DOTS = 60
+"""A line of more points is drawn without a dot for each."""
+MIN_LEFT = 56
+TICK_CHAR_WIDTH = 7
 LEGEND_CHAR_WIDTH = 7
+LEGEND_ROW_HEIGHT = 16
+LEGEND_TOP = 40
+"""Space above the plot for the y axis' name and one row of the legend."""
 WRAP_FROM = 28
 """Characters from which a table cell may wrap."""
 
 
 def render_html(report: PlanReport) -> str:
-    return _template().render(report=report, colours=_segment_colours(report))
+    return template("report.html.j2").render(report=report, colours=_segment_colours(report))
 
 
 @cache
-def _template() -> Template:
+def template(name: str) -> Template:
+    """A template of this folder, which escapes all that it is given."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -75,8 +86,9 @@ def _template() -> Template:
         "dark_colours": DARK_COLOURS,
         "line_colours": LINE_COLOURS,
         "min_labelled_percent": MIN_LABELLED_PERCENT,
+        "max_dots": MAX_DOTS,
     }
-    return environment.get_template("report.html.j2")
+    return environment.get_template(name)
 
 
 def _segment_colours(report: PlanReport) -> dict[str, dict[str, int]]:
@@ -105,36 +117,53 @@ def _column_classes(table: Table) -> list[str]:
 # ---- line charts
 
 
-def _scale(chart: LineChart) -> dict[str, Any]:
-    """Ticks, points and limit of a chart in the coordinates of its SVG."""
+def _scale(chart: LineChart, width: int = PLOT_WIDTH, height: int = PLOT_HEIGHT) -> dict[str, Any]:
+    """Ticks, points, legend and limit of a chart in the coordinates of its SVG."""
     limit = [] if chart.limit is None else [chart.limit]
-    x_ticks = axis_ticks([x for line in chart.lines.values() for x, _ in line], log=chart.log_x)
+    x_ticks = axis_ticks(
+        [x for line in chart.lines.values() for x, _ in line],
+        log=chart.log_x,
+        from_zero=chart.x_from_zero,
+        min_step=0.0 if chart.x_is_tokens else 1.0,
+    )
     y_ticks = axis_ticks(
-        [*(y for line in chart.lines.values() for _, y in line), *limit], log=chart.log_y
+        [*(y for line in chart.lines.values() for _, y in line), *limit],
+        log=chart.log_y,
+        from_zero=chart.y_from_zero,
     )
 
     def to_x(value: float) -> float:
-        return round(PLOT_WIDTH * _axis_position(value, x_ticks, log=chart.log_x), 1)
+        return round(width * _axis_position(value, x_ticks, log=chart.log_x), 1)
 
     # The y axis of an SVG points down.
     def to_y(value: float) -> float:
-        return round(PLOT_HEIGHT * (1 - _axis_position(value, y_ticks, log=chart.log_y)), 1)
+        return round(height * (1 - _axis_position(value, y_ticks, log=chart.log_y)), 1)
 
     lines = list[dict[str, Any]]()
     legend_x = 0
+    row = 0
     for name, points in chart.lines.items():
         dots = [
-            (to_x(x), to_y(y), f"{name}: {format_y(chart, y)} at {format_tokens(x)}")
+            (to_x(x), to_y(y), f"{name}: {format_y(chart, y)} at {format_x(chart, x)}")
             for x, y in points
             if _is_drawable(x, log=chart.log_x) and _is_drawable(y, log=chart.log_y)
         ]
-        lines.append({"name": name, "dots": dots, "legend_x": legend_x})
-        legend_x += LEGEND_CHAR_WIDTH * len(name) + 36
+        space = LEGEND_CHAR_WIDTH * len(name) + 36
+        if legend_x and legend_x + space > width:
+            legend_x = 0
+            row += 1
+        lines.append({"name": name, "dots": dots, "legend_x": legend_x, "row": row})
+        legend_x += space
+    for line in lines:
+        line["legend_y"] = -12 - LEGEND_ROW_HEIGHT * (row - line["row"])
+    y_labels = [f"{tick:,.10g}" for tick in y_ticks]
     return {
-        "width": PLOT_WIDTH,
-        "height": PLOT_HEIGHT,
-        "x_ticks": [(to_x(tick), format_tokens(tick)) for tick in x_ticks],
-        "y_ticks": [(to_y(tick), f"{tick:,.10g}") for tick in y_ticks],
+        "width": width,
+        "height": height,
+        "top": LEGEND_TOP + LEGEND_ROW_HEIGHT * row,
+        "left": max(MIN_LEFT, 8 + TICK_CHAR_WIDTH * max(map(len, y_labels))),
+        "x_ticks": [(to_x(tick), format_x(chart, tick)) for tick in x_ticks],
+        "y_ticks": [*zip(map(to_y, y_ticks), y_labels, strict=True)],
         "lines": lines,
         "limit": None
         if chart.limit is None
@@ -142,9 +171,11 @@ def _scale(chart: LineChart) -> dict[str, Any]:
     }
 
 
-def axis_ticks(values: Sequence[float], *, log: bool) -> list[float]:
+def axis_ticks(
+    values: Sequence[float], *, log: bool, from_zero: bool = True, min_step: float = 0.0
+) -> list[float]:
     """At most nine round ticks whose first and last span all drawable values: powers of two on a
-    log axis, else multiples of 1, 2 or 5 times a power of ten from 0.
+    log axis, else multiples of 1, 2 or 5 times a power of ten, from 0 if `from_zero`.
     """
     drawable = [value for value in values if _is_drawable(value, log=log)] or [1.0]
     if log:
@@ -153,11 +184,21 @@ def axis_ticks(values: Sequence[float], *, log: bool) -> list[float]:
         # Every `stride`-th power of two, so that no more than MAX_TICKS remain.
         stride = -(-(max(last - first, 1) + 1) // MAX_TICKS)
         return [2.0**power for power in range(first, max(last, first + 1) + stride, stride)]
-    top = max(*drawable, 0.0) or 1.0
-    power = 10.0 ** floor(log10(top / 5))
-    step = power * next(factor for factor in (1, 2, 5, 10) if top / (power * factor) < 5.5)
-    # Rounding may leave a value a hair above its tick, which must not add another.
-    return [round(step * count, 12) for count in range(ceil(top / step - 1e-9) + 1)]
+    bottom = min(drawable)
+    top = max(drawable)
+    # A line at one height says more with the distance to 0.
+    if from_zero or top - bottom <= MIN_RELATIVE_SPAN * max(abs(top), abs(bottom)):
+        bottom = min(bottom, 0.0)
+        top = max(top, 0.0)
+    span = top - bottom if top - bottom > MIN_SPAN else 1.0
+    power = 10.0 ** floor(log10(span / 5))
+    step = power * next(factor for factor in (1, 2, 5, 10) if span / (power * factor) < 5.5)
+    step = max(step, min_step)
+    # Rounding may leave a value a hair outside its tick, which must not add another.
+    first = floor(bottom / step + 1e-9)
+    last = max(ceil((bottom + span) / step - 1e-9), first + 1)
+    digits = 11 - floor(log10(step))
+    return [round(step * count, digits) for count in range(first, last + 1)]
 
 
 def _is_drawable(value: float, *, log: bool) -> bool:

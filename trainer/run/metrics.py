@@ -171,11 +171,16 @@ class MetricsProcessor:
     def _log_event(self, kind: str, **fields: Any) -> None:
         if self.is_rank_zero:
             self.run_dir.log_event(kind, **fields)
-            if kind not in TRACKED_AS_NUMBERS:
-                self._track_event(kind, fields.get("step", self.trainer.step))
+            self._track_event({"event": kind, **fields})
 
-    def _track_event(self, kind: str, step: int) -> None:
-        self.trackers.log(step, {f"train_events/{kind}": 1.0})
+    def _track_event(self, event: Mapping[str, Any]) -> None:
+        step = event.get("step", self.trainer.step)
+        kind = event["event"]
+        if kind not in TRACKED_AS_NUMBERS:
+            self.trackers.log(step, {f"train_events/{kind}": 1.0})
+        # A validation is a point of a curve, and there are many.
+        if kind != "validation":
+            self.trackers.note(step, event)
 
     def log_run_start(self, resumed_from: Path | None) -> None:
         if not self.is_rank_zero:
@@ -235,8 +240,8 @@ class MetricsProcessor:
 
     def _track_earlier_events(self) -> None:
         """Sends trackers the events that this launch logged before they were created."""
-        for kind in self.run_dir.events_before_start():
-            self._track_event(kind, self.trainer.step)
+        for event in self.run_dir.events_before_start():
+            self._track_event({**event, "step": self.trainer.step})
 
     def _expected_imbalance(self) -> str:
         """Describes the expected load balance of data parallelism in the next steps; empty on one

@@ -8,6 +8,7 @@ import json
 import stat
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -17,6 +18,7 @@ from models.files import MAX_SEALED_BYTES
 from trainer.errors import ResumeError, RunFailedError, UnreadableError
 from trainer.storage.artifact import Artifact, DamageError, read_regular, seal, unseal
 from trainer.storage.durable_io import write_and_fsync
+from trainer.storage.progress import progress
 from trainer.storage.train_state import STATE_FILE, TrainState, config_of
 
 A = TypeVar("A", bound=Artifact)
@@ -28,6 +30,14 @@ TRANSIENT_ERRNOS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 """Errors of a network file system that may succeed on a retry."""
 MAX_RETRIES = 3
 RETRY_DELAY_SECONDS = 1.0
+HASH_PART_BYTES = 1 << 20
+
+OnBytes = Callable[[int], None]
+"""Is called with the number of bytes that were read since its last call."""
+
+
+def ignore_bytes(_: int) -> None:
+    """The `OnBytes` of those who show no progress."""
 
 
 class Manifest(Artifact):
@@ -136,7 +146,7 @@ def _read(path: Path, kind: type[A]) -> A:
         raise ResumeError(f"{path} cannot be read: {error}") from None
 
 
-def read_intact(folder: Path, *, check_hashes: bool) -> Manifest:
+def read_intact(folder: Path, *, check_hashes: bool, on_bytes: OnBytes = ignore_bytes) -> Manifest:
     """The manifest of a checkpoint whose files all have the recorded sizes and, with
     `check_hashes`, hashes.
 
@@ -144,32 +154,53 @@ def read_intact(folder: Path, *, check_hashes: bool) -> Manifest:
     """
     try:
         manifest = read_validated(folder)
-        if problems := find_damage(folder, manifest, manifest.files, check_hashes=check_hashes):
+        if problems := find_damage(
+            folder, manifest, manifest.files, check_hashes=check_hashes, on_bytes=on_bytes
+        ):
             raise DamageError("; ".join(problems))
     except DamageError as error:
         raise ResumeError(f"{folder} cannot be read: {error}") from None
     return manifest
 
 
+def read_verified(folder: Path) -> Manifest:
+    """`read_intact` with all hashes; shows progress, for a command that is waited for."""
+    num_bytes = 0
+    with suppress(DamageError):  # Reported below.
+        num_bytes = read(folder).bytes
+    with progress(f"verifying {folder.name}", total=num_bytes) as shown:
+        return read_intact(folder, check_hashes=True, on_bytes=shown.advance)
+
+
 def find_damage(
-    folder: Path, manifest: Manifest, names: Iterable[str], *, check_hashes: bool = True
+    folder: Path,
+    manifest: Manifest,
+    names: Iterable[str],
+    *,
+    check_hashes: bool = True,
+    on_bytes: OnBytes = ignore_bytes,
 ) -> list[str]:
     """One line per named file whose size or hash differs from the manifest.
 
     Raises `RunFailedError` for I/O errors.
     """
-    damages = (
-        _file_damage(folder / name, *manifest.files[name], check_hashes=check_hashes)
-        for name in names
-    )
+    to_hash = on_bytes if check_hashes else None
+    damages = (_file_damage(folder / name, *manifest.files[name], to_hash) for name in names)
     return [damage for damage in damages if damage]
 
 
-def hash_file(path: Path) -> tuple[int, str]:
+def hash_file(path: Path, on_bytes: OnBytes = ignore_bytes) -> tuple[int, str]:
     """Bytes and sha256 of a file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return file.tell(), digest
+    digest = hashlib.sha256()
+    part = memoryview(bytearray(HASH_PART_BYTES))
+    num_bytes = 0
+    # Unbuffered: the kernel fills `part` itself.
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(part):
+            digest.update(part[:size])
+            num_bytes += size
+            on_bytes(size)
+    return num_bytes, digest.hexdigest()
 
 
 def retry_io(path: Path, function: Callable[[], T]) -> T:
@@ -196,7 +227,8 @@ def retry_io(path: Path, function: Callable[[], T]) -> T:
         time.sleep(RETRY_DELAY_SECONDS)
 
 
-def _file_damage(path: Path, size: int, digest: str, *, check_hashes: bool) -> str | None:
+def _file_damage(path: Path, size: int, digest: str, to_hash: OnBytes | None) -> str | None:
+    """`to_hash` is given the bytes that are hashed; None: only the size is compared."""
     try:
         # lstat and sizes first: cheap for all files before terabytes are hashed, and a link is no
         # checkpoint file.
@@ -205,7 +237,7 @@ def _file_damage(path: Path, size: int, digest: str, *, check_hashes: bool) -> s
             return f"{path.name} is not a regular file"
         if stats.st_size != size:
             return f"{path.name} has {stats.st_size:,} bytes instead of {size:,}"
-        if check_hashes and retry_io(path, lambda: hash_file(path)) != (size, digest):
+        if to_hash and retry_io(path, lambda: hash_file(path, to_hash)) != (size, digest):
             return f"{path.name}: checksum mismatch ({size:,} bytes)"
     except FileNotFoundError:
         return f"{path.name} is missing"

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,12 +23,12 @@ from models.files import MAX_SEALED_BYTES
 from trainer.errors import ConfigError
 from trainer.storage.durable_io import format_bytes
 from trainer.storage.object_store import RemoteError, RemoteFolder, RemoteMissingError, reporting
+from trainer.storage.progress import progress
 
 log = logging.getLogger("trainer")
 
 HASH_CHARS = 16
 FILES_AT_ONCE = 8
-PROGRESS_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -120,40 +119,36 @@ def upload_folder(folder: Path, url: str, files: SealedFiles, *, key: str) -> No
         store = RemoteFolder(url)
         store.require_conditional_writes()
         require_new(store, files, key=key)
-        wanted = files.to_upload(store)
-        total = sum(files.files[name][0] for name in wanted)
-        log.info("uploading %s to %s", format_bytes(total), url)
+        sizes = {name: files.files[name][0] for name in files.to_upload(store)}
+        log.info("uploading %s to %s", format_bytes(sum(sizes.values())), url)
         transfer(
-            wanted,
+            sizes,
             lambda name, count: files.upload_file(store, folder, name, count),
-            done="uploaded",
+            title=f"uploading to {url}",
         )
         if not files.commit(store):
             raise ConfigError([f"{key}: {url} was written by another command meanwhile"])
 
 
 def transfer(
-    names: Sequence[str], move: Callable[[str, Callable[[int], None]], None], *, done: str
+    sizes: Mapping[str, int], move: Callable[[str, Callable[[int], None]], None], *, title: str
 ) -> None:
-    """Uploads or downloads files, several at once, and logs progress.
+    """Uploads or downloads files of these bytes by name, several at once, and shows progress.
 
     `move` takes a name and the function that counts its bytes. Raises what it raises.
     """
     stop = Event()
-    last_report = time.monotonic()
-    moved = 0
+    with (
+        progress(title, total=sum(sizes.values())) as shown,
+        ThreadPoolExecutor(FILES_AT_ONCE) as pool,
+    ):
 
-    def count(num_bytes: int) -> None:
-        nonlocal last_report, moved
-        if stop.is_set():
-            raise RemoteError("the transfer was stopped")
-        moved += num_bytes
-        if time.monotonic() - last_report > PROGRESS_SECONDS:
-            last_report = time.monotonic()
-            log.info("%s %s so far", done, format_bytes(moved))
+        def count(num_bytes: int) -> None:
+            if stop.is_set():
+                raise RemoteError("the transfer was stopped")
+            shown.advance(num_bytes)
 
-    with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-        started = [pool.submit(move, name, count) for name in names]
+        started = [pool.submit(move, name, count) for name in sizes]
         try:
             for each in as_completed(started):
                 each.result()

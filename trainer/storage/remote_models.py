@@ -198,14 +198,14 @@ def _download(store: RemoteFolder, listing: Listing, cache: Path) -> Path:
                 path.unlink(missing_ok=True)
                 raise
 
-        wanted = [
-            name
+        sizes = {
+            name: size
             for name, (size, _) in listing.files.items()
             if not (temporary / name).is_file() or (temporary / name).stat().st_size != size
-        ]
-        total = sum(listing.files[name][0] for name in wanted)
+        }
+        total = sum(sizes.values())
         log.info("downloading %s of %s to %s", format_bytes(total), store.url, folder)
-        transfer(wanted, move, done="downloaded")
+        transfer(sizes, move, title=f"downloading {store.url}")
         if not listing.is_unchanged():
             shutil.rmtree(temporary)
             raise RemoteError(f"{store.url} changed while it was downloaded")

@@ -131,12 +131,12 @@ def _download(run_dir: RunDir, remote: RemoteCheckpoints, step: int) -> None:
     for path in temporary.iterdir():
         if path.name not in checkpoint.manifest.files:
             path.unlink()
-    wanted = [
-        name
-        for name in sorted(checkpoint.manifest.files)
+    sizes = {
+        name: size
+        for name, (size, _) in sorted(checkpoint.manifest.files.items())
         if manifest.find_damage(temporary, checkpoint.manifest, [name])
-    ]
-    needed = sum(checkpoint.manifest.files[name][0] for name in wanted)
+    }
+    needed = sum(sizes.values())
     if (free := shutil.disk_usage(temporary).free) < needed:
         raise RunFailedError(
             f"disk full: {format_bytes(free)} free in {run_dir.checkpoints_dir}, {format_bytes(needed)} needed for step-{step}"
@@ -149,9 +149,9 @@ def _download(run_dir: RunDir, remote: RemoteCheckpoints, step: int) -> None:
         format_bytes(total),
     )
     transfer(
-        wanted,
+        sizes,
         lambda name, count: checkpoint.download_file(remote.folder, temporary, name, count),
-        done="downloaded",
+        title=f"downloading {remote.folder.url}/step-{step}",
     )
     write_and_fsync(temporary / manifest.MANIFEST_FILE, checkpoint.content)
     manifest.read_validated(temporary)

@@ -210,18 +210,18 @@ class RunDir:
                 first = event.get("loss")
         return first
 
-    def events_before_start(self) -> list[str]:
-        """Kinds of the events that the launcher and the search for a checkpoint logged since the
-        last launch started.
+    def events_before_start(self) -> list[dict[str, Any]]:
+        """The events that the launcher and the search for a checkpoint logged since the last
+        launch started.
         """
-        kinds = list[str]()
+        events = list[dict[str, Any]]()
         for _, event in _read_json_lines(self.events_path):
             kind = event.get("event")
             if kind == "start":
-                kinds = []
+                events = []
             elif kind in ("restart", "quarantined"):
-                kinds.append(kind)
-        return kinds
+                events.append(event)
+        return events
 
     def truncate_metrics(self, step: int) -> None:
         """Drops lines after `step` and a torn last line, so that a resumed run logs each step

@@ -19,6 +19,7 @@ from trainer.storage import manifest
 from trainer.storage.artifact import DamageError, read_regular
 from trainer.storage.durable_io import format_bytes
 from trainer.storage.object_store import RemoteError
+from trainer.storage.progress import progress
 from trainer.storage.remote_checkpoints import (
     RemoteCheckpoints,
     begun_steps,
@@ -33,7 +34,6 @@ log = logging.getLogger("trainer")
 
 FIRST_RETRY_SECONDS = 5.0
 MAX_RETRY_SECONDS = 300.0
-PROGRESS_SECONDS = 10.0
 GIVE_UP_SECONDS = 900.0
 """Time without any progress after which the end of a run no longer waits."""
 
@@ -67,6 +67,8 @@ class Uploads:
         self._uploading: Path | None = None
         """The checkpoint that is read now, which must not be deleted."""
         self._sent_bytes = 0
+        self._expected_bytes = 0
+        """Bytes sent once the current checkpoint is uploaded."""
         self._file_bytes = 0
         """Bytes of the current file that this try has sent."""
         self._furthest_bytes = 0
@@ -101,25 +103,21 @@ class Uploads:
             self._wake.set()
 
     def finish(self, is_interrupted: Callable[[], bool] = lambda: False) -> str:
-        """Waits until every checkpoint is uploaded; logs progress.
+        """Waits until every checkpoint is uploaded; shows progress.
 
         Returns what is missing, or "". Gives up after `GIVE_UP_SECONDS` without progress, or once
         interrupted.
         """
-        started = last_report = time.monotonic()
-        while not self._idle.wait(0.2):
-            now = time.monotonic()
-            last_progress = max(started, self._last_progress)
-            if is_interrupted() or now - last_progress > GIVE_UP_SECONDS:
-                return self._missing(self._problem or "the upload was not finished")
-            if now - last_report > PROGRESS_SECONDS:
-                last_report = now
-                log.info(
-                    "waiting for uploads to %s: %s sent in %.0f s",
-                    self._url,
-                    format_bytes(self._sent_bytes),
-                    now - started,
-                )
+        started = time.monotonic()
+        # What was sent while the run trained is no part of the wait.
+        sent_before = self._sent_bytes
+        with progress(f"uploading to {self._url}", total=0) as shown:
+            while not self._idle.wait(0.2):
+                last_progress = max(started, self._last_progress)
+                if is_interrupted() or time.monotonic() - last_progress > GIVE_UP_SECONDS:
+                    return self._missing(self._problem or "the upload was not finished")
+                total = max(self._expected_bytes - sent_before, 0)
+                shown.show(self._sent_bytes - sent_before, total)
         newest = self._run_dir.committed_checkpoints()[-1:]
         damage = self._damaged.get(newest[0][1], "") if newest else ""
         return self._missing(damage) if damage else ""
@@ -203,7 +201,9 @@ class Uploads:
         checkpoint = remote_checkpoint(found, content, f"step-{found.step}")
         # What an earlier try sent is there in full: an object of this name was compared with the
         # manifest before it appeared.
-        for name in checkpoint.missing(remote.folder):
+        missing = checkpoint.missing(remote.folder)
+        self._expected_bytes = self._sent_bytes + sum(found.files[name][0] for name in missing)
+        for name in missing:
             self._file_bytes = 0
             checkpoint.upload_file(remote.folder, folder, name, self._count)
             self._furthest_bytes = 0

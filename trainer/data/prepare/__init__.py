@@ -27,7 +27,6 @@ from trainer.data.corpus_files import escaped
 from trainer.data.own_files import META_FILENAME, RECORDS_FOLDER, is_token_dataset
 from trainer.data.prepare.reading import describe_counts, describe_left_out, describe_reading
 from trainer.data.prepare.tokenize import TokenizeJob, tokenize_partitions
-from trainer.data.progress import progress
 from trainer.data.remote_corpus import fetch_corpus
 from trainer.data.shard_writer import document_separators
 from trainer.data.token_dataset import (
@@ -43,6 +42,7 @@ from trainer.data.vocabulary import text_vocab_size
 from trainer.errors import DataError, ResumeError
 from trainer.storage.artifact import Artifact, DamageError, read_artifact, write_artifact
 from trainer.storage.durable_io import file_lock, fsync_path
+from trainer.storage.progress import progress
 
 log = logging.getLogger(__name__)
 
@@ -306,8 +306,8 @@ def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:
     for line in describe_left_out(corpus):
         log.log(corpus.log_level, "%s", line)
     size = sum(split.size for _, splits in pending for split in splits)
-    with progress(f"tokenizing {corpus.name}", total_bytes=size) as advance:
-        tokenize_partitions(job, pending, workers=workers, advance=advance)
+    with progress(f"tokenizing {corpus.name}", total=size) as shown:
+        tokenize_partitions(job, pending, workers=workers, advance=shown.advance)
     try:
         results = [
             read_artifact(job.record_path(number), PartitionResult) for number, _ in partitions

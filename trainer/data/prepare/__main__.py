@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.commands import log_plainly, print_lines, run_command
+from trainer.commands import print_lines, run_command
 from trainer.config import checks
 from trainer.config.data import (
     COPY_CORPUS,
@@ -30,6 +30,7 @@ from trainer.data.remote_corpus import upload_corpus
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import open_tokenizer
 from trainer.errors import ConfigError, CorpusRefusedError
+from trainer.metrics.loggers import log_plainly
 from trainer.storage.object_store import RemoteFolder, reporting
 
 
