@@ -32,7 +32,8 @@ class BlockLayout:
         """The blocks that hold ranges of tokens, in ascending order."""
         first = starts * self.dtype.itemsize // self.block_bytes
         last = ((starts + lengths) * self.dtype.itemsize - 1) // self.block_bytes
-        return concatenated_ranges(first, last - first + 1).unique().tolist()
+        blocks: list[int] = concatenated_ranges(first, last - first + 1).unique().tolist()
+        return blocks
 
     def size(self, block: int) -> int:
         return min(self.block_bytes, self.num_bytes - block * self.block_bytes)
