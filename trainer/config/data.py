@@ -12,6 +12,7 @@ from trainer.config.sections import (
     MAX_SEQ_LEN,
     AsTokens,
     NonEmptyPath,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -195,6 +196,10 @@ class DataSection(Section):
     """
     cache_dir: NonEmptyPath = Path("prepared")
     """Folder of tokenized corpora."""
+    workers: NonNegativeInt = 0
+    """Processes per rank that read micro-batches. 0: a thread of the rank, which is enough while
+    the data wait of the log is near 0 %.
+    """
 
     @property
     def is_synthetic(self) -> bool:

@@ -14,10 +14,10 @@ from pathlib import Path
 from textwrap import fill
 
 from trainer.command_table import typed
-from trainer.commands import CommandParser, number, overrides_help, run_command
+from trainer.commands import CommandParser, count, number, overrides_help, run_command
 from trainer.config import checks
 from trainer.config.parse import load, parse_arguments
-from trainer.config.sections import MAX_SEQ_LEN, read_length
+from trainer.config.sections import MAX_SEQ_LEN
 from trainer.config.training_stages import Recipe
 from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_SUCCESS, ConfigError
 from trainer.hardware.device_specs import (
@@ -203,20 +203,6 @@ def add_devices(parser: CommandParser) -> None:
     add("--link", type=bandwidth, metavar="GB/S", help="bandwidth per device within a node")
     add("--network", type=bandwidth, metavar="GB/S", help="bandwidth per device between nodes")
     add("--html", type=writable_file, metavar="FILE", help="also write the report as an HTML page")
-
-
-def count(text: str, *, minimum: int = 1, maximum: int = 1 << 62) -> int:
-    """An argparse type: an integer of at least `minimum`, also as 128K or 1M."""
-    read = str(read_length(text))
-    value = int(read) if read.isdecimal() else 0
-    if not minimum <= value <= maximum:
-        limits = f"at least {minimum}"
-        if maximum == MAX_SEQ_LEN:
-            limits += f", at most {maximum:,}"
-        raise ArgumentTypeError(
-            f"{text} must be an integer, {limits}, optionally with suffix K or M"
-        )
-    return value
 
 
 def writable_file(text: str) -> Path:
