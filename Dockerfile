@@ -25,10 +25,10 @@ COPY packages/longhaul packages/longhaul
 RUN pip install --no-cache-dir --no-deps .
 
 # Runs write to the folder that is mounted here, as the user that owns it: docker run --user
-RUN useradd --create-home --uid 1000 longhaul \
-    && mkdir /work \
-    && chown longhaul /work
+RUN useradd --create-home longhaul \
+    && mkdir /runs \
+    && chown longhaul /runs
 USER longhaul
-WORKDIR /work
+WORKDIR /runs
 ENTRYPOINT ["longhaul"]
 CMD ["--help"]
