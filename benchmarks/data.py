@@ -35,9 +35,9 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -259,7 +259,7 @@ def measure_rows(rounds: int, lengths: Sequence[int]) -> None:
 
 MICRO_BATCHES = 4
 COMPUTE_SECONDS = 0.01
-Steps = Iterator[Sequence[object]]
+Steps = Generator[Sequence[object], None, None]
 
 
 def thread_steps(rows: BlendedDataset) -> Steps:
@@ -295,25 +295,28 @@ def compute() -> None:
         x @ x
 
 
-def time_steps(steps: Steps, count: int) -> tuple[float, float, float]:
+def time_steps(begin: Callable[[], Steps], count: int) -> tuple[float, float, float]:
     """Milliseconds of a micro-batch: taken at once, of CPU, and waited for beside computation."""
-    next(steps)
     cpu = cpu_seconds()
-    began = time.perf_counter()
-    for _ in range(count):
+    with closing(begin()) as steps:
         next(steps)
-    taken = time.perf_counter() - began
-    waited = 0.0
-    for _ in range(count):
-        for _ in range(MICRO_BATCHES):
-            compute()
         began = time.perf_counter()
+        for _ in range(count):
+            next(steps)
+        taken = time.perf_counter() - began
+    # Those of workers count once they have ended.
+    used = cpu_seconds() - cpu
+    waited = 0.0
+    with closing(begin()) as steps:
         next(steps)
-        waited += time.perf_counter() - began
-    steps.close()  # type: ignore[attr-defined] - a generator; its workers count once they ended
-    used = cpu_seconds() - cpu - count * MICRO_BATCHES * COMPUTE_SECONDS
+        for _ in range(count):
+            for _ in range(MICRO_BATCHES):
+                compute()
+            began = time.perf_counter()
+            next(steps)
+            waited += time.perf_counter() - began
     scale = 1000 / count / MICRO_BATCHES
-    return taken * scale, used * scale / 2, waited * scale
+    return taken * scale, used * scale, waited * scale
 
 
 def cpu_seconds() -> float:
@@ -351,7 +354,7 @@ def measure_loader(rounds: int, steps: int) -> None:
             timed: dict[str, list[tuple[float, float, float]]] = {each: [] for each in readers}
             for _ in range(rounds):
                 for reader, begin in readers.items():
-                    timed[reader].append(time_steps(begin(), steps))
+                    timed[reader].append(time_steps(begin, steps))
             first = timed["a thread"]
             for reader, times in timed.items():
                 taken, used, waited = (median(column) for column in zip(*times, strict=True))

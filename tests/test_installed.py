@@ -201,6 +201,8 @@ def test_packed_folders_are_read_in_a_loop_of_ones_own(
     done = run(*loop, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "site-packages/longhaul/trainer" in done.stdout
+    (tmp_path / "models" / "weights").mkdir(parents=True)
+    assert run(*loop, folder=tmp_path).returncode == 0, "a folder is no module"
     (tmp_path / "models.py").write_text("")
     done = run(*loop, folder=tmp_path)
     assert f"ImportError: models is a module of yours ({tmp_path}/models.py)" in done.stderr

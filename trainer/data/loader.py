@@ -90,8 +90,8 @@ class MicroBatchLoader:
         dataset = MicroBatchDataset(self._dataset, self._shard)
         reader = Reader(dataset, self.deals(start_sequence), num_workers=self.num_workers)
         pool = ThreadPoolExecutor(1)
+        reading = self._start_reading(pool, reader)
         try:
-            reading = self._start_reading(pool, reader)
             while True:
                 current = reading
                 # The next step is queued before this one is handed out, so that reading overlaps

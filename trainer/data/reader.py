@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from models.batch import Batch
@@ -84,11 +85,12 @@ class Reader:
     def __init__(
         self, dataset: MicroBatchDataset, dealt: Iterable[DealtMicroBatch], *, num_workers: int
     ) -> None:
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"collate_fn": _unchanged}
         # A daemonic process, such as a rank of the self-check, cannot start children.
         if num_workers and not multiprocessing.current_process().daemon:
             options = {
                 "num_workers": num_workers,
+                "collate_fn": _join,
                 # Shares the mapped corpus, its offsets and the packing plan, which may be larger
                 # than all else. Workers use no device and no thread of the rank.
                 "multiprocessing_context": "fork",
@@ -102,13 +104,12 @@ class Reader:
                 dataset,
                 batch_size=None,
                 sampler=dealt,
-                collate_fn=_unchanged,
                 # Otherwise a seed for workers would be drawn from the generator of training.
                 generator=torch.Generator(),
                 snapshot_every_n_steps=None,
                 **options,
             )
-        self._iterator: Iterator[tuple[Indices, Batch | Exception]] | None = None
+        self._iterator: Iterator[tuple[Indices, Any]] | None = None
 
     def next(self) -> tuple[Indices, Batch]:
         """The next micro-batch, and the indices of its sequences.
@@ -124,7 +125,7 @@ class Reader:
             raise named_failure("of a step", error) from error
         if isinstance(batch, Exception):
             raise batch
-        return indices, batch
+        return indices, batch if isinstance(batch, Batch) else _split(*batch)
 
     def close(self) -> None:
         """Ends the workers, after the micro-batches that they are reading."""
@@ -133,8 +134,29 @@ class Reader:
             shut_down()
 
 
+PER_TOKEN = ("tokens", "labels", "positions", "document_ids")
+"""Fields of a batch that are int64 [sequences, tokens]."""
+
+
 def _unchanged(item: Any) -> Any:
     return item
+
+
+def _join(item: tuple[Indices, Batch | Exception]) -> tuple[Indices, Any]:
+    """A batch whose tensors are one: each that a worker sends costs a connection."""
+    indices, batch = item
+    if isinstance(batch, Exception):
+        return item
+    fields = dict(vars(batch))
+    joined = torch.stack([fields.pop(name) for name in PER_TOKEN])
+    fields["boundaries"] = batch.boundaries.tolist()
+    return indices, (joined, fields)
+
+
+def _split(joined: Tensor, fields: dict[str, Any]) -> Batch:
+    """The batch that a worker joined."""
+    fields["boundaries"] = torch.tensor(fields["boundaries"], dtype=torch.int32)
+    return Batch(**dict(zip(PER_TOKEN, joined.unbind(), strict=True)), **fields)
 
 
 def _prepare_worker(rank_pid: int, _: int) -> None:

@@ -73,4 +73,5 @@ def _paths_in(values: Mapping[str, Any]) -> Iterator[Path]:
 
 def _nearest(path: Path) -> Path:
     """The path itself or, if there is nothing, the folder in which it will be."""
-    return next(each for each in (path, *path.parents) if each.exists())
+    # Not Path.exists, which raises an error for a folder that may not be read.
+    return next(each for each in (path, *path.parents) if os.path.exists(each))  # noqa: PTH110

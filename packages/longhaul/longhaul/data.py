@@ -25,16 +25,18 @@ def require_free_names() -> None:
     """
     for name in ROOMS:
         spec = find_spec(name)
-        places = [] if spec is None else [*(spec.submodule_search_locations or [spec.origin])]
-        if spec is not None and not any(Path(str(place)).parent == ROOT for place in places):
-            raise ImportError(
-                f"{name} is a module of yours ({', '.join(map(str, places))}), and the name of a folder of Longhaul's: "
-                "rename it, or start where it cannot be imported"
-            )
+        # A folder without __init__.py has no origin, and hides no package.
+        if spec is None or spec.origin is None or Path(spec.origin).parents[1] == ROOT:
+            continue
+        raise ImportError(
+            f"{name} is a module of yours ({spec.origin}), and the name of a folder of Longhaul's: "
+            "rename it, or start where it cannot be imported"
+        )
 
 
 require_free_names()
-sys.path.insert(0, str(ROOT))
+# Last: of all other names, those of the user are found first.
+sys.path.append(str(ROOT))
 
 from trainer.data.packed_loader import (  # noqa: E402 - found on the path since the line above
     PackedDataLoader as PackedDataLoader,
