@@ -71,7 +71,7 @@ def model_inputs(batch: Batch) -> dict[str, Any]:
     }
 
 
-class PackedDataLoader(StatefulDataLoader):  # type: ignore[misc] - torchdata has no types
+class PackedDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no types
     """The micro-batches of one data-parallel rank, without end.
 
     The ranks' micro-batches of a step are `global_batch_size` sequences, the same for any number

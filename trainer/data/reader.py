@@ -54,8 +54,9 @@ class MicroBatchDataset:
             batch = self._dataset.read(dealt.indices, self._shard)
         except BaseException as error:  # noqa: BLE001 - raised again where the batch is taken
             return dealt.indices, named_failure(dealt.indices, error)
-        work = {"busiest_pairs": dealt.busiest_pairs, "mean_pairs": dealt.mean_pairs}
-        return dealt.indices, replace(batch, **work)
+        return dealt.indices, replace(
+            batch, busiest_pairs=dealt.busiest_pairs, mean_pairs=dealt.mean_pairs
+        )
 
 
 def named_failure(indices: Indices | str, error: BaseException) -> Exception:
@@ -156,7 +157,8 @@ def _join(item: tuple[Indices, Batch | Exception]) -> tuple[Indices, Any]:
 def _split(joined: Tensor, fields: dict[str, Any]) -> Batch:
     """The batch that a worker joined."""
     fields["boundaries"] = torch.tensor(fields["boundaries"], dtype=torch.int32)
-    return Batch(**dict(zip(PER_TOKEN, joined.unbind(), strict=True)), **fields)
+    fields.update(zip(PER_TOKEN, joined.unbind(), strict=True))
+    return Batch(**fields)
 
 
 def _prepare_worker(rank_pid: int, _: int) -> None:

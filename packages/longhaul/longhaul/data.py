@@ -14,7 +14,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from longhaul.__main__ import ROOT
+from .__main__ import ROOT
 
 ROOMS = ("models", "parallelisms", "trainer")
 
