@@ -2,6 +2,7 @@
 
     python -m benchmarks.data prepare [--vocab-size 8192] [--rounds 3] [--corpus PATH]
     python -m benchmarks.data rows [--rounds 5] [--seq-len 65536 1048576]
+    python -m benchmarks.data loader [--rounds 5] [--steps 40]
 
 prepare: text of the standard library to tokens on disk, one process, for each kind of tokenizer:
 bytes, a BPE in tiktoken's format and a sentencepiece BPE, both trained on the spot on the same
@@ -14,6 +15,12 @@ head-tail: CPU-seconds of the slowest rank's whole batch (tokens, labels, positi
 boundaries), the mean over rows, best of the rounds, from a warm cache; and the bytes of that
 batch. Packed by best fit from the standard library as bytes, a document a package (long pieces) or
 a file (many short ones).
+
+loader: micro-batches of one sequence, four a step, from a warm cache, by a thread that calls the
+dataset itself, and by StatefulDataLoader in that thread and in one or two workers. Milliseconds of
+a micro-batch: of a loop that only takes them; of CPU, all processes together; and those that a
+loop waits which computes 10 ms for each. The four alternate; medians over the rounds, and of the
+ratio to the first in the same round.
 """
 
 from __future__ import annotations
@@ -23,17 +30,22 @@ import base64
 import json
 import os
 import platform
+import resource
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import chain, pairwise, product
 from pathlib import Path
 from random import Random
+from statistics import median
+from typing import Any
 
 import regex
 import torch
@@ -48,8 +60,9 @@ from trainer.data.byte_level_bpe import LLAMA3_PATTERN
 from trainer.data.corpus import Corpus
 from trainer.data.formats import BadText, read_texts
 from trainer.data.hf_tokenizer import byte_level_bpe
+from trainer.data.loader import MicroBatchLoader
 from trainer.data.prepare import prepare
-from trainer.data.sequences import FULL_SEQUENCE
+from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset
 from trainer.data.tiktoken_tokenizer import LLAMA3_SPECIAL_TOKENS
 from trainer.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 
@@ -244,6 +257,114 @@ def measure_rows(rounds: int, lengths: Sequence[int]) -> None:
             say(f"| {' | '.join(map(str, cells))} | {held / 2**20:.1f} |")
 
 
+MICRO_BATCHES = 4
+COMPUTE_SECONDS = 0.01
+Steps = Generator[Sequence[object], None, None]
+
+
+def thread_steps(rows: BlendedDataset) -> Steps:
+    """The steps that one thread reads without torchdata, one ahead."""
+    dealer = micro_batches(rows, 0)
+    with ThreadPoolExecutor(1) as pool:
+        first = 0
+        reading: list[Any] = []
+        while True:
+            current = reading
+            reading = [pool.submit(rows.read, each.indices) for each in dealer.deal(first)]
+            first += MICRO_BATCHES
+            if current:
+                yield [each.result() for each in current]
+
+
+def micro_batches(rows: BlendedDataset, num_workers: int) -> MicroBatchLoader:
+    return MicroBatchLoader(
+        rows,
+        dp_rank=0,
+        dp_size=1,
+        global_batch_size=MICRO_BATCHES,
+        micro_batch_size=1,
+        num_workers=num_workers,
+    )
+
+
+def compute() -> None:
+    """Keeps this thread busy as training does, outside of the interpreter."""
+    x = torch.ones(256, 256)
+    end = time.perf_counter() + COMPUTE_SECONDS
+    while time.perf_counter() < end:
+        x @ x
+
+
+def time_steps(begin: Callable[[], Steps], count: int) -> tuple[float, float, float]:
+    """Milliseconds of a micro-batch: taken at once, of CPU, and waited for beside computation."""
+    cpu = cpu_seconds()
+    with closing(begin()) as steps:
+        next(steps)
+        began = time.perf_counter()
+        for _ in range(count):
+            next(steps)
+        taken = time.perf_counter() - began
+    # Those of workers count once they have ended.
+    used = cpu_seconds() - cpu
+    waited = 0.0
+    with closing(begin()) as steps:
+        next(steps)
+        for _ in range(count):
+            for _ in range(MICRO_BATCHES):
+                compute()
+            began = time.perf_counter()
+            next(steps)
+            waited += time.perf_counter() - began
+    scale = 1000 / count / MICRO_BATCHES
+    return taken * scale, used * scale, waited * scale
+
+
+def cpu_seconds() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def measure_loader(rounds: int, steps: int) -> None:
+    torch.set_num_threads(1)
+    say(f"{machine()}; {rounds} rounds of {steps} steps\n")
+    say("| documents | tokens | read by | ms | beside the thread | CPU-ms | waited, ms |")
+    say("|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        records = write_records(Path(folder, "records.jsonl"))
+        for name, corpus, seq_len in (
+            ("short records", records, 1 << 12),
+            ("files", STDLIB_CORPUS, 1 << 15),
+            ("files", STDLIB_CORPUS, 1 << 17),
+        ):
+            data = DataSection(corpus=corpus, cache_dir=Path(folder))
+            tokenizer = load_tokenizer("byte", None)
+            rows = build_blended_dataset(data, tokenizer, seq_len=seq_len, seed=0)
+            # Every block is hashed before the first round.
+            for number in range(rows.sources[0].num_sequences):
+                rows.read([number])
+            readers: dict[str, Callable[[], Steps]] = {
+                "a thread": partial(thread_steps, rows),
+                **{
+                    f"StatefulDataLoader, {workers} workers": partial(
+                        micro_batches(rows, workers).steps, 0
+                    )
+                    for workers in (0, 1, 2)
+                },
+            }
+            timed: dict[str, list[tuple[float, float, float]]] = {each: [] for each in readers}
+            for _ in range(rounds):
+                for reader, begin in readers.items():
+                    timed[reader].append(time_steps(begin, steps))
+            first = timed["a thread"]
+            for reader, times in timed.items():
+                taken, used, waited = (median(column) for column in zip(*times, strict=True))
+                ratio = median(
+                    each[0] / other[0] for each, other in zip(times, first, strict=True)
+                )
+                cells = (name, f"{seq_len:,}", reader, f"{taken:.2f}", f"{ratio:.2f}")
+                say(f"| {' | '.join(cells)} | {used:.2f} | {waited:.2f} |")
+
+
 def machine() -> str:
     return (
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
@@ -268,8 +389,13 @@ def main() -> None:
     reading = commands.add_parser("rows", help="tokens on disk to what a rank holds")
     reading.add_argument("--rounds", type=int, default=5)
     reading.add_argument("--seq-len", type=int, nargs="+", default=[1 << 16, 1 << 20])
+    loading = commands.add_parser("loader", help="what a training loop waits for")
+    loading.add_argument("--rounds", type=int, default=5)
+    loading.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
-    if options.command == "prepare":
+    if options.command == "loader":
+        measure_loader(options.rounds, options.steps)
+    elif options.command == "prepare":
         measure_prepare(options.vocab_size, options.rounds, options.corpus)
     else:
         measure_rows(options.rounds, options.seq_len)

@@ -78,6 +78,7 @@ DOORS = {
     "tiktoken": {"trainer.data.byte_level_bpe", "trainer.data.tiktoken_tokenizer"},
     "tokenizers": {"trainer.data.huggingface_tokenizer"},
     "tomli": {"trainer.config.parse", "trainer.hardware.specs"},
+    "torchdata": {"trainer.data.packed_loader", "trainer.data.reader"},
     "trackio": {"trainer.metrics.tracker_clients"},
     "wandb": {"trainer.metrics.tracker_clients"},
     # In functions, but for generation: not everybody who imports the package has it.

@@ -69,18 +69,22 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def longhaul(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Longhaul:
-    """The command of an installation, run in a hostile folder.
-
-    Other packages are those of this interpreter.
-    """
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with the wheel. Other packages are those of this interpreter."""
     environment = tmp_path_factory.mktemp("venv")
-    folder = tmp_path_factory.mktemp("hostile")
     venv.create(environment, with_pip=False)
     packages = next(environment.glob("lib/python3*/site-packages"))
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(packages)
     (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    return environment
+
+
+@pytest.fixture(scope="module")
+def longhaul(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Longhaul:
+    """The command of an installation, run in a hostile folder."""
+    packages = next(environment.glob("lib/python3*/site-packages"))
+    folder = tmp_path_factory.mktemp("hostile")
     for name in ("models/__init__.py", "parallelisms/__init__.py", "trainer.py", "train.py"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(
@@ -166,3 +170,41 @@ def test_a_job_script_names_what_is_installed(longhaul: Longhaul) -> None:
     assert done.returncode == 0, done.stderr
     root = next(line for line in done.stdout.splitlines() if line.startswith("ROOT="))
     assert "site-packages/longhaul" in root
+
+
+OWN_LOOP = """
+import os, sys
+from longhaul.data import PackedDataLoader, open_packed
+
+dataset = open_packed(sys.argv[1], seq_len=64)
+loader = PackedDataLoader(dataset, num_workers=1)
+items = iter(loader)
+first, second = next(items), next(items)
+state = loader.state_dict()
+resumed = PackedDataLoader(dataset, dp_rank=1, dp_size=2)
+resumed.load_state_dict(state)
+third, fourth = next(items), next(items)
+assert (next(iter(resumed))["input_ids"] == fourth["input_ids"]).all()
+print(sys.modules["trainer"].__file__)
+"""
+
+
+def test_packed_folders_are_read_in_a_loop_of_ones_own(
+    environment: Path, longhaul: Longhaul, tmp_path: Path
+) -> None:
+    (tmp_path / "loop.py").write_text(OWN_LOOP)
+    (tmp_path / "own.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 200)
+    prepared = longhaul(
+        *("prepare", "--corpus", str(tmp_path / "own.txt"), "--tokenizer.kind", "byte"),
+        *("--output", str(tmp_path / "prepared")),
+    )
+    assert prepared.returncode == 0, prepared.stderr
+    loop = (environment / "bin" / "python", tmp_path / "loop.py", tmp_path / "prepared")
+    done = run(*loop, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "site-packages/longhaul/trainer" in done.stdout
+    (tmp_path / "models" / "weights").mkdir(parents=True)
+    assert run(*loop, folder=tmp_path).returncode == 0, "a folder is no module"
+    (tmp_path / "models.py").write_text("")
+    done = run(*loop, folder=tmp_path)
+    assert f"ImportError: models is a module of yours ({tmp_path}/models.py)" in done.stderr

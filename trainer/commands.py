@@ -19,7 +19,7 @@ from typing import NoReturn
 from trainer.command_table import resolve, typed
 from trainer.config import extension
 from trainer.config.parse import COMMAND_LINE, load, parse_arguments
-from trainer.config.sections import is_remote, require_remote
+from trainer.config.sections import MAX_SEQ_LEN, is_remote, read_length, require_remote
 from trainer.errors import (
     EXIT_FAILURE,
     EXIT_SUCCESS,
@@ -243,6 +243,20 @@ def integer(*, minimum: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def count(text: str, *, minimum: int = 1, maximum: int = 1 << 62) -> int:
+    """An argparse type: an integer of at least `minimum`, also as 128K or 1M."""
+    read = str(read_length(text))
+    value = int(read) if read.isdecimal() else 0
+    if not minimum <= value <= maximum:
+        limits = f"at least {minimum}"
+        if maximum == MAX_SEQ_LEN:
+            limits += f", at most {maximum:,}"
+        raise ArgumentTypeError(
+            f"{text} must be an integer, {limits}, optionally with suffix K or M"
+        )
+    return value
 
 
 def number(*, positive: bool = False) -> Callable[[str], float]:

@@ -922,7 +922,7 @@ def test_docs_format_types_and_ranges() -> None:
         for owner in owners
         for key in help_text.document_keys(owner, [*owner.fields_by_key()])
     }
-    assert kinds["seq_len"] == "integer >= 2"
+    assert kinds["seq_len"] == 'integer >= 2 | "128K"'
     assert kinds["dtype"] == '"bfloat16" | "float32" | "float64"'
     assert kinds["betas"] == "[number >= 0 < 1, number >= 0 < 1]"
     assert kinds["compile"] == 'true or false | "auto"'

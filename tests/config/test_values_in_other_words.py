@@ -4,18 +4,22 @@ place of a fraction.
 
 from __future__ import annotations
 
+import json
+import tomllib
 from pathlib import Path
 from typing import Any, get_args
 
+import jsonschema
 import pytest
 
+from benchmarks import config_pages
 from trainer.checkpoint.initial_weights import resolve_initial_path
+from trainer.commands import count
 from trainer.config import aliases, checks
 from trainer.config.parse import all_sections, load
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError, ResumeError
 from trainer.evaluation.arguments import sequence_lengths
-from trainer.plan.__main__ import count
 
 LENGTHS = """
 [training]
@@ -43,7 +47,7 @@ STAGES = """
 name = "long"
 seq_len = "1M"
 batch_tokens = "4M"
-steps = 2
+tokens = "8M"
 """
 
 
@@ -65,7 +69,16 @@ def test_a_file_takes_lengths_as_the_field_writes_them(tmp_path: Path) -> None:
     assert (run.model.window, run.model.rope.original_length) == (4096, 8192)
     assert (long.seq_len, long.tail) == ((16_384, 32_768), 2048)
     (stage,) = read(tmp_path, STAGES).stage
-    assert (stage.seq_len, stage.batch_tokens) == (1_048_576, 4_194_304)
+    assert (stage.seq_len, stage.batch_tokens, stage.tokens) == (1_048_576, 4_194_304, 8_388_608)
+
+
+def test_the_schema_of_files_takes_the_same_lengths() -> None:
+    schema = json.loads(config_pages.render_json_schema())
+    for text in (LENGTHS, STAGES):
+        jsonschema.validate(tomllib.loads(text), schema)
+    for wrong in ("128 K", "1G", "128"):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({"training": {"seq_len": wrong}}, schema)
 
 
 def test_commands_take_them_too(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from tests.system.runs import (
     end,
     fork,
     forked,
+    is_alive,
+    kill_launcher,
     launch,
     launched,
     lines,
@@ -126,6 +128,29 @@ def test_a_signalled_launcher_exits_with_0_and_does_not_restart(
         f"run the same command to resume from {folder}/checkpoints/step-"
         in folder.with_suffix(".log").read_text()
     )
+    assert launched(whole / "run.toml", folder, *LONG, processes=2).statuses == [0]
+    require_same_results(folder, whole)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_run_whose_data_is_read_by_processes_saves_and_resumes_and_takes_them_along(
+    whole: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    launcher = launch(whole / "run.toml", folder, *LONG, "--data.workers", "2", processes=2)
+    assert wait_for(lambda: num_steps(folder) >= 3)
+    pids = workers(launcher.pid)
+    assert len(pids) == 2 + 2 * 2, "two ranks, and two processes that read for each"
+    for pid in pids:
+        # As a scheduler signals every process of a job.
+        os.kill(pid, signal.SIGTERM)
+    assert launcher.wait(60) == 0
+    assert not any(map(is_alive, pids))
+    assert marker(folder, "REQUEUE")["reason"] == "SIGTERM"
+    second = launch(whole / "run.toml", folder, *LONG, "--data.workers", "1", processes=2)
+    assert wait_for(lambda: len(workers(second.pid)) == 2 + 2 * 1)
+    assert kill_launcher(second) == []
     assert launched(whole / "run.toml", folder, *LONG, processes=2).statuses == [0]
     require_same_results(folder, whole)
 

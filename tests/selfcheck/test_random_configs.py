@@ -61,6 +61,7 @@ NOT_VARIED = {
     "data.remote_cache_gib": "needs a store: tests/data/test_remote_corpus.py",
     "data.copy_period": "tests/data/test_copy_task.py",
     "data.packing_version": "decides sequences before the run: tests/data",
+    "data.workers": "ranks of the self-check start no processes: tests/data/test_workers.py",
     "data.holdout": "a level of validation.sets",
     "model.size": "the widths are set one by one",
     "model.local_rope": "theta is; all others are as in model.rope, which is varied",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ umask o-w # Strangers may not write what this job creates.
 RUN=/runs/long # the run folder
 ROOT={root} # Longhaul
 PYTHON=/venv/bin/python
+OUTSIDE_PYTHON=/venv/bin/python # in no container
 ARGUMENTS=(--config /runs/long/slurm/1/config.toml)
 NODES=4 # that train
 RANKS=32 # tasks of srun
@@ -214,7 +216,7 @@ def test_nodes_without_gpus_request_none() -> None:
 def test_a_container_mounts_the_same_paths() -> None:
     text = script(container="nvcr.io#nvidia/pytorch:26.01")
     options = "--container-image='nvcr.io#nvidia/pytorch:26.01' "
-    options += '--container-mounts="$ROOT:$ROOT,$RUN:$RUN,$PWD:$PWD" '
+    options += '--container-mounts="$MOUNTS" '
     # The report and the check of nodes, and the ranks.
     assert text.count(options + '--container-workdir="$PWD"') == 3
 
@@ -265,3 +267,74 @@ def test_options_that_would_break_the_run_are_refused(option: str) -> None:
 def test_a_line_break_does_not_become_a_line_of_the_script() -> None:
     with pytest.raises(ConfigError, match=r"job.output_dir.*must not contain line breaks"):
         load(["--job.output_dir=/runs/a\n#SBATCH --nodes=99"])
+
+
+# ---- containers
+
+
+def test_a_container_mounts_every_path_that_the_configuration_names(tmp_path: Path) -> None:
+    for name in ("here", "books", "cache", "tokenizer", "weights", "real", "runs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "here" / "linked").symlink_to(tmp_path / "real")
+    sources = f'[data.sources]\nweb = {{ path = "{tmp_path}/here/linked" }}\n'
+    (tmp_path / "run.toml").write_text(sources)
+    config = load(
+        [
+            f"--config={tmp_path}/run.toml",
+            f"--job.output_dir={tmp_path}/runs/long",
+            "--slurm.container=/images/longhaul.sqsh",
+            f"--data.corpus={tmp_path}/books",
+            f"--data.cache_dir={tmp_path}/cache/not/yet",
+            "--tokenizer.kind=huggingface",
+            f"--tokenizer.path={tmp_path}/tokenizer",
+            f"--checkpoint.initial_load_path=hf:{tmp_path}/weights",
+        ]
+    )
+    text = render(
+        config,
+        [],
+        working_dir=tmp_path / "here",
+        current_python="/venv/bin/python",
+        code_version="",
+    )
+    expected = ["books", "cache", "real", "tokenizer", "weights"]
+    always = [ROOT, tmp_path / "runs/long", tmp_path / "here"]
+    mounted = bash_output(text, 'printf %s "$MOUNTS"').split(",")
+    assert mounted[:3] == [f"{path}:{path}" for path in always]
+    assert {f"{tmp_path / name}:{tmp_path / name}" for name in expected} <= set(mounted[3:])
+    assert not any(place.startswith("/:") for place in mounted)
+
+
+def test_a_path_that_pyxis_cannot_mount_is_refused() -> None:
+    with pytest.raises(ConfigError, match="/a,b has a comma, a colon or a quote"):
+        script(run="/runs/a,b", container="/images/longhaul.sqsh")
+
+
+FAKE_SRUN = """#!/bin/bash
+# Runs the command once, with what an image may set; the host's variables lose against them, as with pyxis.
+while [[ $1 == --* ]]; do shift; done
+[[ $1 == timeout || $1 == srun ]] && shift
+PYTHONPATH=/of/the/image PYTHONHOME=/of/the/image exec "$@"
+"""
+
+
+@pytest.mark.parametrize("user_site", ["", "1"])
+def test_the_interpreter_of_a_container_finds_our_code(user_site: str, tmp_path: Path) -> None:
+    text = script(container="/images/longhaul.sqsh", run=str(tmp_path), python=sys.executable)
+    srun = tmp_path / "srun"
+    srun.write_text(FAKE_SRUN)
+    srun.chmod(0o755)
+    (start,) = (line for line in text.splitlines() if "-m trainer.launch" in line)
+    command = (
+        start.strip()
+        .removesuffix(" &")
+        .replace(
+            '-P -u -m trainer.launch "${ARGUMENTS[@]}"',
+            "-P -c 'import sys, trainer; print(trainer.__file__, sys.flags.no_user_site)'",
+        )
+    )
+    code = f"export PYTHONPATH=$ROOT{'; export PYTHONNOUSERSITE=' + user_site if not user_site else ''}\n{srun} --label {command}"
+    found, no_user_site = bash_output(text, code).split()
+    assert found == str(ROOT / "trainer/__init__.py")
+    # The packages of a home that is mounted are those of another interpreter, unless asked for.
+    assert no_user_site == (user_site or "0")

@@ -305,6 +305,13 @@ def data_section_problems(data: DataSection) -> Iterator[str]:
             yield f'data.sources.{name}.path = "{COPY_CORPUS}" can only be used as data.corpus'
     if data.holdout and data.is_synthetic:
         yield f'data.holdout = {data.holdout} needs documents; data.corpus = "{COPY_CORPUS}" has none'
+    yield from _corpus_problems(data)
+    if data.copy_period is not None and data.corpus != COPY_CORPUS:
+        rule = f'only used with data.corpus = "{COPY_CORPUS}", not "{data.corpus}"'
+        yield f"data.copy_period = {data.copy_period} is {rule}"
+
+
+def _corpus_problems(data: DataSection) -> Iterator[str]:
     corpora = {"data": (data.corpus, data.files)} | {
         f"data.sources.{name}": (source.path, source.files)
         for name, source in data.sources.items()
@@ -316,9 +323,9 @@ def data_section_problems(data: DataSection) -> Iterator[str]:
             or is_remote(corpus)
         ):
             yield f'{key}.files = {toml_value([*files])} is only used with a file or folder, not "{corpus}"'
-    if data.copy_period is not None and data.corpus != COPY_CORPUS:
-        rule = f'only used with data.corpus = "{COPY_CORPUS}", not "{data.corpus}"'
-        yield f"data.copy_period = {data.copy_period} is {rule}"
+        if data.workers and is_remote(corpus):
+            # The library of the store does not live through a fork.
+            yield f"data.workers = {data.workers} must be 0 with a corpus at a URL ({key}): a thread reads it ahead"
 
 
 def _mix_problems(data: DataSection) -> Iterator[str]:

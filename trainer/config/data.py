@@ -12,6 +12,7 @@ from trainer.config.sections import (
     MAX_SEQ_LEN,
     AsTokens,
     NonEmptyPath,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -208,6 +209,10 @@ class DataSection(Section):
     remote_cache_gib: PositiveFloat | None = None
     """Largest size of the cache of each corpus at a URL, in `cache_dir`. Left out: that of the
     corpus, but at most half of the space that is free when it is first read.
+    """
+    workers: NonNegativeInt = 0
+    """Processes per rank that read micro-batches. 0: a thread of the rank, which is enough while
+    the data wait of the log is near 0 %. Corpora at URLs need 0.
     """
 
     @property

@@ -95,6 +95,8 @@ def format_type(schema: dict[str, Any]) -> str:
     choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if choices:
         return " | ".join(toml_value(choice) for choice in choices)
+    if "examples" in schema:
+        return " | ".join(map(toml_value, schema["examples"]))
     if schema["type"] == "array":
         item_types = [format_type(item) for item in schema.get("prefixItems", ())] or [
             format_type(schema["items"]),

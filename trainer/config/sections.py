@@ -11,7 +11,14 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+)
 from pydantic.fields import FieldInfo
 
 from parallelisms.mesh.parallel_dims import AXES
@@ -102,7 +109,7 @@ def as_tuple(value: object) -> object:
     )
 
 
-LENGTH = re.compile(r"(\d+(?:\.\d+)?)([KM])", re.IGNORECASE)
+LENGTH = re.compile(r"(\d+(?:\.\d+)?)([KkMm])")
 
 
 def read_length(value: object) -> object:
@@ -116,7 +123,17 @@ def read_length(value: object) -> object:
     return value
 
 
-AsTokens = BeforeValidator(read_length)
+class LengthValidator(BeforeValidator):
+    """Takes `128K` in place of an integer, and says so in the JSON schema."""
+
+    def __get_pydantic_json_schema__(
+        self, core_schema: Any, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        text = {"type": "string", "pattern": f"^{LENGTH.pattern}$", "examples": ["128K"]}
+        return {"anyOf": [handler(core_schema), text]}
+
+
+AsTokens = LengthValidator(read_length)
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]

@@ -48,7 +48,7 @@ class StageSection(Section):
     """Tokens per sequence."""
     steps: PositiveInt | None = None
     """Steps of this stage."""
-    tokens: PositiveInt | None = None
+    tokens: Annotated[int, Field(ge=1), AsTokens] | None = None
     """Instead of `steps`: tokens of this stage, rounded up to whole steps."""
     batch_tokens: Annotated[int, Field(ge=1), AsTokens] | None = None
     """Tokens per step, a multiple of `seq_len`.

@@ -40,7 +40,7 @@ class CopyDataset:
         self._vocab_size = vocab_size
         self._period = period
         self._seq_len = seq_len
-        self._seed = seed
+        self.seed = seed
         self._sequence = lru_cache(maxsize=4)(self._generate_sequence)
 
     def segment_lengths(self, index: int) -> Tensor:
@@ -59,6 +59,6 @@ class CopyDataset:
 
     def _generate_sequence(self, index: int) -> Tensor:
         # Seeded for each sequence, so that any rank makes any sequence without those before it.
-        generator = torch.Generator().manual_seed(splitmix64(splitmix64(self._seed) ^ index))
+        generator = torch.Generator().manual_seed(splitmix64(splitmix64(self.seed) ^ index))
         tokens_P = torch.randint(self._vocab_size, (self._period,), generator=generator)
         return tokens_P.repeat(-(-self._seq_len // self._period))[: self._seq_len]

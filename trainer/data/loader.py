@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import count
 from typing import NamedTuple
 
 from torch import Tensor
 
 from models.batch import Batch
 from trainer.data.deal import Cost, busiest_and_means, deal_sequences
+from trainer.data.reader import DealtMicroBatch, MicroBatchDataset, Reader, named_failure
 from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset, SequenceShard
-from trainer.errors import DataError, RankFailedError
 
 SAMPLED_SEQUENCES = 1024
-
-
-class DealtMicroBatch(NamedTuple):
-    """A rank's sequences in one micro-batch, and the work of all ranks in (query, key) pairs."""
-
-    indices: list[int | None]
-    """Indices of sequences; None: a sequence of padding only."""
-    busiest_pairs: float
-    mean_pairs: float
 
 
 class StepWork(NamedTuple):
@@ -56,7 +48,7 @@ class MicroBatchLoader:
 
     `shard` selects the part of each sequence that this rank holds under context parallelism;
     `plan_attention` computes what attention needs of the host, given the document boundaries of a
-    micro-batch.
+    micro-batch. `num_workers` processes read; 0: the thread that reads ahead.
     """
 
     def __init__(
@@ -70,6 +62,7 @@ class MicroBatchLoader:
         shard: SequenceShard = FULL_SEQUENCE,
         plan_attention: Callable[[Tensor], tuple[object, ...]] = lambda _: (),
         pin_memory: bool = False,
+        num_workers: int = 0,
     ) -> None:
         self._dataset = dataset
         self._dp_rank = dp_rank
@@ -79,6 +72,7 @@ class MicroBatchLoader:
         self._shard = shard
         self._plan_attention = plan_attention
         self._pin_memory = pin_memory
+        self.num_workers = num_workers
         self.num_micro_batches = -(-global_batch_size // (dp_size * micro_batch_size))
 
     @property
@@ -90,28 +84,35 @@ class MicroBatchLoader:
         """Yields the micro-batches of each step without end, from the step that begins at
         `start_sequence`.
 
-        The loader has no other state. A thread, which ends with the generator, reads one step
+        The loader has no other state. A thread, which ends with the generator, keeps one step
         ahead. Raises DataError or RuntimeError with the indices of the sequences.
         """
+        dataset = MicroBatchDataset(self._dataset, self._shard)
+        reader = Reader(dataset, self.deals(start_sequence), num_workers=self.num_workers)
         pool = ThreadPoolExecutor(1)
+        reading = self._start_reading(pool, reader)
         try:
-            reading = self._start_reading(pool, start_sequence)
             while True:
-                start_sequence += self.global_batch_size
                 current = reading
                 # The next step is queued before this one is handed out, so that reading overlaps
                 # training.
-                reading = self._start_reading(pool, start_sequence)
+                reading = self._start_reading(pool, reader)
                 yield [micro_batch.result() for micro_batch in current]
         finally:
             # Runs when the generator is closed, so that no step is read that nobody will train on.
-            pool.shutdown(cancel_futures=True)
+            for micro_batch in reading:
+                micro_batch.cancel()
+            pool.submit(reader.close)
+            pool.shutdown()
 
-    def _start_reading(self, pool: ThreadPoolExecutor, start_sequence: int) -> list[Future[Batch]]:
-        # The only thread runs its queue in order, so that no read ever waits for the deal before
-        # it.
-        dealt = pool.submit(self.deal, start_sequence)
-        return [pool.submit(self._read, dealt, number) for number in range(self.num_micro_batches)]
+    def _start_reading(self, pool: ThreadPoolExecutor, reader: Reader) -> list[Future[Batch]]:
+        # The only thread runs its queue in order, so that no read ever waits for the one before.
+        return [pool.submit(self._read, reader) for _ in range(self.num_micro_batches)]
+
+    def deals(self, start_sequence: int) -> Iterator[DealtMicroBatch]:
+        """The rank's micro-batches without end, from the step that begins at `start_sequence`."""
+        for first in count(start_sequence, self.global_batch_size):
+            yield from self.deal(first)
 
     def deal(self, start_sequence: int) -> list[DealtMicroBatch]:
         """The rank's micro-batches of the step that begins at `start_sequence`."""
@@ -142,20 +143,13 @@ class MicroBatchLoader:
         )
         return StepWork(steps, busiest, mean, self.tokens_per_rank)
 
-    def _read(self, dealt: Future[list[DealtMicroBatch]], number: int) -> Batch:
-        indices: list[int | None] | str = "of a step"
+    def _read(self, reader: Reader) -> Batch:
+        indices, batch = reader.next()
         try:
-            indices, busiest, mean = dealt.result()[number]
-            batch = self._dataset.read(indices, self._shard)
+            # Plans are cached where attention asks for them: in this process.
             plans = self._plan_attention(batch.boundaries)
-            batch = replace(batch, busiest_pairs=busiest, mean_pairs=mean, attention_plans=plans)
+            batch = replace(batch, attention_plans=plans)
             # Pinning copies the batch, so it happens in this thread, not in the training thread.
             return batch.pin_memory() if self._pin_memory else batch
-        except DataError as error:
-            raise DataError(f"sequences {indices}: {error}") from error
-        except RankFailedError as error:  # A store that does not answer.
-            raise RankFailedError(error.status, f"sequences {indices}: {error}") from error
         except BaseException as error:
-            raise RuntimeError(
-                f"sequences {indices} cannot be read: {type(error).__name__}: {error}"
-            ) from error
+            raise named_failure(indices, error) from error

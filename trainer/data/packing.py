@@ -389,7 +389,7 @@ class PackedDataset:
         self.pad_token_id = token_dataset.eos
         self.fingerprint = token_dataset.fingerprint
         self.plan_fingerprint = plan.fingerprint
-        self._seed = seed
+        self.seed = seed
         # Dealing, boundaries and reading each ask for the segments of a sequence.
         self._segments = lru_cache(maxsize=16)(self._load_segments)
 
@@ -397,7 +397,7 @@ class PackedDataset:
         """(epoch, sequence of the plan) of a sequence."""
         epoch, index_in_epoch = divmod(index, self.num_sequences)
         return epoch, shuffled_index(
-            index_in_epoch, size=self.num_sequences, seed=self._seed, epoch=epoch
+            index_in_epoch, size=self.num_sequences, seed=self.seed, epoch=epoch
         )
 
     def segment_lengths(self, index: int) -> Tensor:

@@ -12,6 +12,8 @@ sequence's end.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +43,8 @@ class SequenceSource(Protocol):
     num_padding_tokens: int
     """Padding tokens of an epoch."""
     pad_token_id: int
+    seed: int
+    """Seed of the order."""
     fingerprint: str
     """Fingerprint of the tokens."""
     plan_fingerprint: str
@@ -134,6 +138,16 @@ class BlendedDataset:
             for name, source in zip(self.names, self.sources, strict=True)
             if source.plan_fingerprint
         }
+
+    @property
+    def order(self) -> str:
+        """Identifies the sequences and their order."""
+        sources = [
+            (source.fingerprint, source.plan_fingerprint, source.seed) for source in self.sources
+        ]
+        weights = self.round_robin.weights
+        identity = [self.seq_len, self._document_mask, weights, sources]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
     def summary(self, num_sequences: int) -> list[str]:
         """One line per source: its share of the first `num_sequences` sequences."""

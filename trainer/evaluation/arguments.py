@@ -6,8 +6,7 @@ from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 
 from trainer.command_table import typed
-from trainer.commands import CommandParser, integer, later, number
-from trainer.config.sections import read_length
+from trainer.commands import CommandParser, count, integer, later, number
 from trainer.metrics import loggers
 
 NEEDLE = """\
@@ -18,7 +17,7 @@ GENERATE = """\
 Continues a text with a trained model, on one GPU or on the CPU."""
 MESH = "The mesh is not taken from the run: set --parallelism.* for the processes that you start."
 SAMPLING = (
-    ("--tokens", "N", integer(minimum=1), 200, "maximum number of new tokens"),
+    ("--tokens", "N", count, 200, "maximum number of new tokens"),
     ("--temperature", "T", number(), 0.8, "0 takes the likeliest token"),
     ("--top-k", "K", integer(minimum=1), 50, "sample from the K likeliest tokens"),
     ("--seed", "N", integer(minimum=0), 0, "sample n uses seed N + n - 1"),
@@ -85,9 +84,7 @@ def needle_parser() -> CommandParser:
 def sequence_lengths(text: str) -> list[int]:
     """Ascending sequence lengths from text such as `1024,4096`: an argparse type."""
     try:
-        return sorted(
-            {integer(minimum=2)(str(read_length(part.strip()))) for part in text.split(",")}
-        )
+        return sorted({count(part.strip(), minimum=2) for part in text.split(",")})
     except ArgumentTypeError:
         raise ArgumentTypeError(
             f"{text} must be integers, at least 2, such as 1024,4096 or 32K,1M"

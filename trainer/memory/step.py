@@ -113,12 +113,12 @@ class StepMemory:
             ),
             *tensors("batch", accumulate, STEP, batch._replace(copies=self._batches_on_device)),
             *tensors("matmul workspaces", "models/linear.py: Linear", RUN, workspaces),
-            # The host also prefetches the next step.
+            # The host also prefetches the next step, and each worker another micro-batch.
             *tensors(
                 "batch",
                 "trainer/data/loader.py: MicroBatchLoader",
                 STEP,
-                batch._replace(copies=2 * rank.num_micro_batches),
+                batch._replace(copies=2 * rank.num_micro_batches + rank.config.data.workers),
                 on_host=True,
             ),
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 from trainer.command_table import typed
 from trainer.commands import (
     CommandParser,
+    count,
     format_table,
     overrides_help,
     print_lines,
@@ -22,7 +23,6 @@ from trainer.commands import (
 from trainer.config.parse import CONFIG_DIR, load
 from trainer.config.sections import MAX_SEQ_LEN
 from trainer.errors import EXIT_SUCCESS, ConfigError
-from trainer.plan.__main__ import count
 from trainer.plan.document import format_gib
 from trainer.plan.plan import TrainingPlan
 

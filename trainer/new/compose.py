@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from trainer.commands import count
 from trainer.config import extension
 from trainer.config.data import COPY_CORPUS
 from trainer.config.parse import (
@@ -28,7 +29,6 @@ from trainer.new.model_source import (
     open_model,
     open_tokenizer_section,
 )
-from trainer.plan.__main__ import count
 
 TOKENS_PER_STEP = 1 << 22
 """Tokens per step that are aimed at, as in the shipped configurations of long sequences."""

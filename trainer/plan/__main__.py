@@ -6,7 +6,7 @@ Exits with 0 if the run fits, 3 if it does not, and 2 for an invalid configurati
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from textwrap import fill
 from trainer.command_table import typed
 from trainer.commands import (
     CommandParser,
+    count,
     number,
     overrides_help,
     run_command,
@@ -23,7 +24,7 @@ from trainer.commands import (
 )
 from trainer.config import checks
 from trainer.config.parse import load, parse_arguments
-from trainer.config.sections import MAX_SEQ_LEN, read_length
+from trainer.config.sections import MAX_SEQ_LEN
 from trainer.config.training_stages import Recipe
 from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_SUCCESS, ConfigError
 from trainer.hardware.device_specs import (
@@ -209,20 +210,6 @@ def add_devices(parser: CommandParser) -> None:
     add("--link", type=bandwidth, metavar="GB/S", help="bandwidth per device within a node")
     add("--network", type=bandwidth, metavar="GB/S", help="bandwidth per device between nodes")
     add("--html", type=writable_file, metavar="FILE", help="also write the report as an HTML page")
-
-
-def count(text: str, *, minimum: int = 1, maximum: int = 1 << 62) -> int:
-    """An argparse type: an integer of at least `minimum`, also as 128K or 1M."""
-    read = str(read_length(text))
-    value = int(read) if read.isdecimal() else 0
-    if not minimum <= value <= maximum:
-        limits = f"at least {minimum}"
-        if maximum == MAX_SEQ_LEN:
-            limits += f", at most {maximum:,}"
-        raise ArgumentTypeError(
-            f"{text} must be an integer, {limits}, optionally with suffix K or M"
-        )
-    return value
 
 
 def require_single_stage(config: Recipe, command: str) -> Recipe:

@@ -28,12 +28,16 @@ def die_with_launcher() -> None:
     Does nothing without a launcher.
     """
     launcher_pid = os.environ.get(LAUNCHER_PID_ENV)
-    if launcher_pid is None:
-        return
-    # SIGKILL needs no cooperation: a worker whose launcher is gone may hang in a collective.
+    if launcher_pid is not None:
+        die_with_parent(int(launcher_pid))
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Asks the kernel to kill this process when the thread ends that started it (Linux)."""
+    # SIGKILL needs no cooperation: a process whose parent is gone may hang in a collective.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(launcher_pid):
-        # The launcher ended before the call above.
+    if os.getppid() != parent_pid:
+        # The parent ended before the call above.
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -71,7 +71,7 @@ if ((PREFLIGHT)); then
     rm -rf "$RUN/slurm/preflight" # of an earlier launch
     # @preflight
     wait $!
-    used=$("$PYTHON" -P -m trainer.slurm.choose_nodes "$RUN" "$NODES" "${nodes[@]}") || exit
+    used=$("$OUTSIDE_PYTHON" -P -m trainer.slurm.choose_nodes "$RUN" "$NODES" "${nodes[@]}") || exit
     log "training on $used"
 fi
 export MASTER_ADDR=${used%%,*}

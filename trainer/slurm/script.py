@@ -11,8 +11,10 @@ from pathlib import Path
 
 from trainer.config.job_config import Config
 from trainer.config.slurm import SlurmSection
+from trainer.config.training_stages import Recipe
 from trainer.hardware.device_specs import select_device
 from trainer.plan.interconnect import first_groups_of, used_domain_size
+from trainer.slurm.container import CLEAN_INTERPRETER, mounted_paths
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH_TEMPLATE = Path(__file__).with_name("batch.sh")
@@ -26,7 +28,7 @@ def log_path(run_dir: Path, job_id: str) -> Path:
 
 
 def render(
-    config: Config,
+    config: Recipe,
     arguments: Sequence[str],
     *,
     working_dir: Path,
@@ -38,6 +40,8 @@ def render(
     """
     slurm = config.slurm
     run_dir = config.output_dir.absolute()
+    # The image's interpreter is not on the node itself.
+    outside_python = current_python if slurm.container else slurm.python or current_python
     placeholders = {
         "about": [
             f"# Longhaul: {config.job.name} on {slurm.nodes} nodes x {slurm.nproc_per_node} ranks; rendered with {code_version}.",
@@ -48,6 +52,7 @@ def render(
             f"RUN={shlex.quote(str(run_dir))} # the run folder",
             f"ROOT={shlex.quote(str(ROOT))} # Longhaul",
             f"PYTHON={shlex.quote(slurm.python or ('python3' if slurm.container else current_python))}",
+            f"OUTSIDE_PYTHON={shlex.quote(outside_python)} # in no container",
             f"ARGUMENTS=({shlex.join(arguments)})",
             f"NODES={slurm.nodes} # that train",
             f"RANKS={slurm.nproc_per_node * slurm.nodes if slurm.launcher == 'srun' else slurm.nodes} # tasks of srun",
@@ -55,6 +60,7 @@ def render(
             f"MAX_REQUEUES={slurm.max_requeues}",
             f"MAX_STUCK={slurm.max_stuck} # consecutive launches without a new checkpoint",
             f"BACKOFF={slurm.backoff_seconds} # seconds",
+            *container_mounts(config, run_dir, working_dir),
         ],
         "setup": [*slurm.setup],
         "report": node_report_command(slurm),
@@ -149,7 +155,7 @@ def node_report_command(slurm: SlurmSection) -> list[str]:
     srun_command = 'timeout 120 srun --ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES" --label'
     return _background_command(
         " ".join([srun_command, *container_options(slurm)]),
-        '"$PYTHON" -P -m trainer.slurm.node_info',
+        f"{interpreter(slurm)} -P -m trainer.slurm.node_info",
     )
 
 
@@ -157,7 +163,7 @@ def preflight_command(slurm: SlurmSection) -> list[str]:
     """The srun command that checks each node."""
     srun_command = 'timeout 180 srun --ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES" --label'
     expected = f"--devices {slurm.gpus_per_node}" if slurm.gpus_per_node else ""
-    check = f'"$PYTHON" -P -m trainer.preflight --path "$RUN" --json "$RUN/slurm/preflight" {expected}'.rstrip()
+    check = f'{interpreter(slurm)} -P -m trainer.preflight --path "$RUN" --json "$RUN/slurm/preflight" {expected}'.rstrip()
     return _background_command(" ".join([srun_command, *container_options(slurm)]), check)
 
 
@@ -175,12 +181,12 @@ def launch_command(slurm: SlurmSection, *, exit_wait: int) -> list[str]:
     run_arguments = '"${ARGUMENTS[@]}"'
     if slurm.launcher == "srun":
         return _background_command(
-            " ".join(srun_command), f'"$PYTHON" -P -u -m trainer.launch {run_arguments}'
+            " ".join(srun_command), f"{interpreter(slurm)} -P -u -m trainer.launch {run_arguments}"
         )
     rendezvous = (
         f'--nodes "$NODES" --processes {slurm.nproc_per_node} --meet "$MASTER_ADDR:$MASTER_PORT"'
     )
-    agent = f'"$PYTHON" -P -u -m trainer.slurm.torchrun_agent {rendezvous}'
+    agent = f"{interpreter(slurm)} -P -u -m trainer.slurm.torchrun_agent {rendezvous}"
     return _background_command(
         " ".join(srun_command), agent, f'--id "$LONGHAUL_ATTEMPT" {run_arguments}'
     )
@@ -190,10 +196,24 @@ def container_options(slurm: SlurmSection) -> list[str]:
     """Options of srun for the container, with every path mounted under the same name."""
     if slurm.container is None:
         return []
-    mounts = ",".join(f"{path}:{path}" for path in ("$ROOT", "$RUN", "$PWD"))
     return [
-        f'--container-image={shlex.quote(slurm.container)} --container-mounts="{mounts}" --container-workdir="$PWD"'
+        f'--container-image={shlex.quote(slurm.container)} --container-mounts="$MOUNTS" --container-workdir="$PWD"'
     ]
+
+
+def container_mounts(config: Recipe, run_dir: Path, working_dir: Path) -> list[str]:
+    """The setting of what the container mounts; none without a container."""
+    if config.slurm.container is None:
+        return []
+    always = [ROOT, run_dir, working_dir]
+    paths = [*always, *mounted_paths(config, mounted=always, working_dir=working_dir)]
+    mounts = ",".join(f"{path}:{path}" for path in paths)
+    return [f"MOUNTS={shlex.quote(mounts)} # in the container"]
+
+
+def interpreter(slurm: SlurmSection) -> str:
+    """The command of the interpreter, in the container if there is one."""
+    return '"$PYTHON"' if slurm.container is None else CLEAN_INTERPRETER
 
 
 def _background_command(*parts: str) -> list[str]:

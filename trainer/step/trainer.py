@@ -146,6 +146,7 @@ def _build_loader(
         shard=parallel_model.sequence_shard,
         plan_attention=parallel_model.plan_attention,
         pin_memory=world.device.type == "cuda",
+        num_workers=config.data.workers,
     )
 
 

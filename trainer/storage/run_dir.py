@@ -64,6 +64,7 @@ NON_IDENTITY_KEYS = (
     "data.bad_files",
     "data.corpus",
     "data.files",
+    "data.workers",
 )
 
 # Values that fix what the weights mean, or their shapes: a branch cannot change them either.

@@ -108,8 +108,12 @@ def build_parser() -> ArgumentParser:
 
 
 def lengths(text: str) -> list[int]:
-    """An argparse type."""
-    return [int(part) for part in text.split(",")]
+    """An argparse type: tokens such as 32768 or 32K, separated by commas."""
+    sizes = {"K": 1 << 10, "M": 1 << 20}
+    return [
+        int(part.strip().upper().rstrip("KM")) * sizes.get(part.strip()[-1:].upper(), 1)
+        for part in text.split(",")
+    ]
 
 
 @contextmanager

@@ -145,6 +145,11 @@ def inputs(recipe: Recipe) -> list[Any]:
         return [(batch.tokens.tolist(), batch.boundaries.tolist()) for batch in next(batches)]
 
 
+def reading_processes(recipe: Recipe) -> int:
+    """The number that the loader starts; a rank of this test may start none."""
+    return build_trainer(recipe).loader.num_workers
+
+
 def initial_weights(recipe: Recipe) -> dict[str, Any]:
     """Local shape and sum of every parameter of this rank."""
     named = build_trainer(recipe).optimizer.parameters_by_name.items()

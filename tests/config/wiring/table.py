@@ -239,6 +239,7 @@ DATA: Cases = {
         ),
     ),
     "data.bad_files": losses(("skip", "error"), {"data.corpus": "damaged"}),
+    "data.workers": case(see.reading_processes, (0, 2)),
     "data.cache_dir": case(see.prepared_folders, ("prepared", "elsewhere")),
     "data.remote_cache_gib": case(see.cache_size, (1.0, 2.0)),
     "validation.interval": case(see.validated_steps, (1, 2), {"training.steps": 3}),
