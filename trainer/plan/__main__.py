@@ -14,13 +14,7 @@ from pathlib import Path
 from textwrap import fill
 
 from trainer.command_table import typed
-from trainer.commands import (
-    CommandParser,
-    number,
-    overrides_help,
-    run_command,
-    writable_file,
-)
+from trainer.commands import CommandParser, number, overrides_help, run_command, writable_file
 from trainer.config import checks
 from trainer.config.parse import load, parse_arguments
 from trainer.config.sections import MAX_SEQ_LEN, read_length
