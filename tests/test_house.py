@@ -325,6 +325,7 @@ WITHOUT_TORCH = (
     "trainer.plan.html",
     "trainer.slurm.__main__",
     "trainer.new.compose",
+    "trainer.watch.__main__",
     "models.config",
     "trainer.memory.block",
     "parallelisms.mesh.message_bytes",

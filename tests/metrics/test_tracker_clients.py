@@ -320,10 +320,12 @@ def test_events_reach_trackers_in_words_and_without_passwords(
         "reason": f"s3://me:{API_KEY}@store\nis full",
     }
     trackers.note(7, event)
+    # Where the text is cut.
+    trackers.note(8, {"event": "preempted", "reason": f"{'-' * 480} {API_KEY}"})
     trackers.close()
-    assert client.notes == [
-        (7, "checkpoint_failed", "checkpoint not saved: s3://***@store is full")
-    ]
+    noted, cut = client.notes
+    assert noted == (7, "checkpoint_failed", "checkpoint not saved: s3://***@store is full")
+    assert cut[2].endswith("- ***")
 
 
 def test_a_tracker_of_an_extension_needs_no_notes(

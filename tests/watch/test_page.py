@@ -90,7 +90,7 @@ def test_tables_have_predictions_experts_events_checkpoints_and_lineage(invented
     events = table(page, "Events")
     assert events[0] == ["2026-09-21 16:03:20", "240", "resumed from step-240 on 32 ranks"]
     assert [row[2] for row in events if row[2].startswith("⚠")] == [
-        "⚠ rank 17 on node-3 is slow: compute takes 1.6 times the median",
+        "⚠ rank 17 on node-3 is a straggler: compute takes 1.6 times the median",
         "⚠ rolled back to step-100, skipping sequences 3200 to 4864",
         "⚠ loss 9.750 is 11 sigmas above the recent mean",
     ]

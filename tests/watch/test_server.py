@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 
@@ -100,6 +101,35 @@ def test_many_requests_share_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(PageServer(render, 0)) as port:
         assert {answer(port)[2] for _ in range(5)} == {"page"}
     assert len(rendered) == 1
+
+
+def test_a_client_that_goes_away_leaves_no_trace(capfd: pytest.CaptureFixture[str]) -> None:
+    sent = Event()
+
+    def render(_: str) -> str:
+        sent.set()
+        return "page" * (1 << 21)
+
+    with serving(PageServer(render, 0)) as port:
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            # Closed with a reset instead of an end.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            assert sent.wait(30)
+        assert answer(port)[0] == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_a_disk_that_is_away_is_an_answer_without_a_page(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def render(_: str) -> str:
+        raise OSError(5, "Input/output error")
+
+    with serving(PageServer(render, 0)) as port:
+        status, _, text = answer(port)
+    assert (status, "Input/output error" in text) == (500, True)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_port_that_is_taken_is_refused_with_the_way_out() -> None:

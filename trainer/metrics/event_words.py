@@ -15,7 +15,8 @@ from trainer.errors import printable
 from trainer.storage.durable_io import format_bytes
 
 Event = Mapping[str, Any]
-MAX_CHARS = 500
+MAX_CHARS = 10_000
+MAX_SHOWN_CHARS = 500
 MAX_NAMED_RANKS = 3
 
 FAULTS = frozenset(
@@ -53,7 +54,7 @@ TEMPLATES = {
     "skipped": "optimizer step skipped: the gradient was not finite",
     "spike": "loss {loss:.3f} is {sigmas:.0f} sigmas above the recent mean",
     "stage": "stage {name} is done, loss {loss:.4f}",
-    "straggler": "rank {rank} on {host} is slow: {phase} takes {ratio:.1f} times the median",
+    "straggler": "rank {rank} on {host} is a straggler: {phase} takes {ratio:.1f} times the median",
     "upload_failed": "uploading checkpoints failed, tried again later: {reason}",
     "validation": "validation on {set}: loss {loss:.4f}",
 }
@@ -70,8 +71,12 @@ def describe_event(event: Event) -> str:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         fields = {key: event[key] for key in event if key not in ("event", "time", "step")}
         text = f"{kind}: {json.dumps(fields, ensure_ascii=False)}" if fields else kind
-    line = printable(" ".join(text.split()))
-    return line if len(line) <= MAX_CHARS else f"{line[:MAX_CHARS]}..."
+    return printable(" ".join(text[:MAX_CHARS].split()))
+
+
+def shorten(text: str) -> str:
+    """The beginning of a text that is shown in a list."""
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
 def _readable(event: Event) -> Event:

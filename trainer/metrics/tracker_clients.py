@@ -154,7 +154,7 @@ class WeightsAndBiases:
 
     def note(self, step: int, kind: str, text: str) -> None:
         self._run.log({"step": step, EVENT_TEXT: note_line(step, kind, text)})
-        # W&B sends alerts to who asks for them in his settings there.
+        # W&B sends an alert only to users who have asked for them there.
         if kind in FAULTS:
             self._run.alert(kind, f"step {step}: {text}", level="WARN")
 

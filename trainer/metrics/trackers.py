@@ -17,7 +17,7 @@ from typing import Any
 from trainer.config import extension
 from trainer.config.extension import TrackedRun
 from trainer.config.sections import MetricsSection
-from trainer.metrics.event_words import describe_event
+from trainer.metrics.event_words import describe_event, shorten
 from trainer.metrics.loggers import Record
 from trainer.metrics.tracker_clients import (
     InBackground,
@@ -207,8 +207,8 @@ class Trackers:
     def note(self, step: int, event: Mapping[str, Any]) -> None:
         """Passes an event in words to every tracker that takes texts."""
         kind = str(event["event"])
-        # What failed may quote a URL with a password.
-        text = without_secrets(describe_event(event))
+        # What failed may quote a URL with a password, of which no part must be left.
+        text = shorten(without_secrets(describe_event(event)))
         for name, tracker in [*self._running.items()]:
             note = getattr(tracker, "note", None)
             if note is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from models.files import MAX_LINE_BYTES
-from trainer.metrics.event_words import FAULTS, describe_event
+from trainer.metrics.event_words import FAULTS, describe_event, shorten
 from trainer.storage.artifact import DamageError, open_regular, parse_object
 
 MAX_READ_BYTES = 1 << 26
@@ -216,9 +216,8 @@ class RunHistory:
             self._add_checkpoint(step, event)
         elif kind == "validation" and step is not None:
             self._add_validation(step, event)
-        self.events.append(
-            EventLine(number(event.get("time")), step, describe_event(event), is_fault)
-        )
+        text = shorten(describe_event(event))
+        self.events.append(EventLine(number(event.get("time")), step, text, is_fault))
 
     def _add_checkpoint(self, step: int, event: Values) -> None:
         # Written again after a rollback, it is the newest one again.

@@ -17,6 +17,7 @@ from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.errors import RunError
 from trainer.hardware.host import GIB
+from trainer.metrics.event_words import shorten
 from trainer.metrics.loggers import format_duration, format_or_dash
 from trainer.metrics.prediction import Prediction
 from trainer.plan.document import BarChart, LineChart, Table
@@ -166,7 +167,7 @@ class RunView:
             reached += [step for step, _ in self._history.steps.points[-1:]]
         is_done = total is not None and 0 < total <= max(reached, default=0)
         name, reason = state_of(self._folder, is_done=is_done)
-        return STATES[name], reason
+        return STATES[name], shorten(reason)
 
     def _ages(self) -> Iterator[tuple[str, str]]:
         """The time since the newest record: one that hangs writes none."""
@@ -406,7 +407,7 @@ def _checkpoint_tables(history: RunHistory, folder: Path) -> Iterator[Table]:
         )
     if rows:
         columns = ["step", "saved (UTC)", "size", "seconds", "training waited", "state"]
-        note = "; ".join(list_quarantined(run_dir.checkpoints_dir))
+        note = shorten("; ".join(list_quarantined(run_dir.checkpoints_dir)))
         yield Table(title="Checkpoints", columns=columns, rows=rows, note=note)
 
 

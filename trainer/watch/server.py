@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from secrets import token_urlsafe
 from threading import Lock
+from typing import Any
 
 from trainer.errors import ConfigError
 
@@ -76,6 +78,11 @@ class PageServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
+    def handle_error(self, *arguments: Any) -> None:
+        """A client that goes away, or is slow, is no error of this process."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(*arguments)
+
 
 class _Handler(BaseHTTPRequestHandler):
     """Answers GET for the one page. Everything else is refused."""
@@ -96,7 +103,12 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path != "/":
             self.send_error(HTTPStatus.NOT_FOUND)
             return
-        page, nonce = self._pages.page()
+        try:
+            page, nonce = self._pages.page()
+        except OSError as error:
+            # Of a disk that is away, or a folder that must not be read: it may come back.
+            self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, error.strerror)
+            return
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", "text/html; charset=utf-8")
         self.send_header("Content-Length", str(len(page)))
