@@ -458,8 +458,9 @@ def test_copy_period_is_below_the_sequence_length() -> None:
 
 
 def test_a_corpus_at_a_url_is_read_by_no_workers() -> None:
-    source = {"sources": {"far": {"path": "s3://bucket/corpus"}}}
-    for data in ({"corpus": "s3://bucket/corpus"}, source):
+    url = "s3://bucket/corpus"
+    places: list[dict[str, object]] = [{"corpus": url}, {"sources": {"far": {"path": url}}}]
+    for data in places:
         (problem,) = checks.data_section_problems(configured(data=data | {"workers": 2}).data)
         assert "data.workers = 2 must be 0 with a corpus at a URL" in problem
         assert [*checks.data_section_problems(configured(data=data).data)] == []

@@ -138,6 +138,7 @@ class NeedleDataset:
         self.pad_token_id = text.prepared.eos
         self.fingerprint = text.prepared.fingerprint
         self.plan_fingerprint = ""
+        self.seed = 0
         self.length = length
         self.depths = depths
         self._text = text
