@@ -57,14 +57,20 @@ def build_parser() -> CommandParser:
 
 
 def print_script(_: Namespace, overrides: Sequence[str]) -> int:
-    """Prints the script even if corpus or tokenizer are missing, and reports that."""
+    """Prints the script, and names what is missing here: corpus, tokenizer or weights may be where
+    the job runs, and `submit` looks for them.
+    """
     config, problems = load_job(overrides)
-    if not checks.layout_problems(config, config.slurm.nodes * config.slurm.nproc_per_node):
+    is_possible = not checks.layout_problems(
+        config, config.slurm.nodes * config.slurm.nproc_per_node
+    )
+    if is_possible:
         file = find_config_file(parse_arguments(overrides).config).absolute()
         # Ranks need no options of the job.
         for_ranks = [each for each in overrides if not each.startswith(("--config=", "--slurm."))]
         sys.stdout.write(render_script(config, ["--config", str(file), *for_ranks]))
-    return print_problems(problems, config, overrides) if problems else EXIT_SUCCESS
+    status = print_problems(problems, config, overrides) if problems else EXIT_SUCCESS
+    return EXIT_SUCCESS if is_possible else status
 
 
 def submit(_: Namespace, overrides: Sequence[str]) -> int:
