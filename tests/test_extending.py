@@ -138,7 +138,6 @@ def test_a_run_folder_imports_nothing_unless_it_is_named_again(trained: Path) ->
             ("trainer.generate", *words),
             ("trainer.evaluation.perplexity", "outputs/run"),
             ("trainer.checkpoint", "verify", "outputs/run"),
-            ("trainer.checkpoint", "prune", "outputs/run", "--keep", "1", "--dry-run"),
         ):
             done = command(trained, module, *arguments)
             assert not (trained / "imported").exists(), module

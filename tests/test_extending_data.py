@@ -109,6 +109,7 @@ def test_a_run_reads_its_files_with_its_tokenizer(folder: Path) -> None:
     assert sampled.stdout.startswith("fox")
 
 
+@pytest.mark.slow
 def test_workers_of_a_preparation_have_the_extension(folder: Path) -> None:
     for path in (folder / "own").glob("*.notes"):
         path.write_text(

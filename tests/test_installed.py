@@ -189,6 +189,7 @@ print(sys.modules["trainer"].__file__)
 """
 
 
+@pytest.mark.slow
 def test_packed_folders_are_read_in_a_loop_of_ones_own(
     environment: Path, longhaul: Longhaul, tmp_path: Path
 ) -> None:
