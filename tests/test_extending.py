@@ -210,8 +210,8 @@ def test_it_equals_one_process_on_every_mesh(trained: Path, optimizer: str) -> N
         ("def extension():\n    raise ValueError('mine')\n", "ValueError: mine ("),
         ("import sys\nsys.exit('mine')\n", "SystemExit: mine ("),
         (
-            "from trainer.config.extension import Extension, Sublayer\n"
-            "def extension():\n    return Extension(name='x', mixers={'attention': Sublayer(None, None)})\n",
+            "from models.layers import SublayerKind\nfrom trainer.config.extension import Extension, Sublayer\n"
+            "def extension():\n    return Extension(name='x', mixers={'attention': Sublayer(SublayerKind({}), print)})\n",
             'it may not replace mixers "attention"',
         ),
         (
