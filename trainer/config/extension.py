@@ -252,9 +252,27 @@ def references() -> tuple[str, ...]:
     return (*_installed,)
 
 
+def adding(table: str, name: str) -> Installed | None:
+    """The extension whose table of this name has a part of this name; None if it is ours."""
+    found = (each for each in _installed.values() if name in getattr(each.extension, table))
+    return next(found, None)
+
+
 def added_source(suffix: str) -> Installed | None:
     """The extension that reads files of this suffix."""
-    return next((each for each in _installed.values() if suffix in each.extension.sources), None)
+    return adding("sources", suffix)
+
+
+def is_no_attention(mixer: str) -> bool:
+    """Whether an added mixer is no `Attention`: context parallelism and generation exchange its
+    core for another.
+    """
+    if (added := adding("mixers", mixer)) is None:
+        return False
+    from models.attention import Attention  # Imports torch.
+
+    build = added.extension.mixers[mixer].build
+    return isinstance(build, type) and not issubclass(build, Attention)
 
 
 def identity() -> dict[str, str]:

@@ -191,9 +191,7 @@ def _parallelism_values(run: FullRun, axes: tuple[str, ...]) -> ConfigValues:
     # ep must divide dp_shard x cp and the number of experts, which are reduced.
     values["ep"] = gcd(run.config.parallelism.ep, values["dp_shard"] * values["cp"], NUM_EXPERTS)
     if "pp" in axes:
-        values |= {
-            "pp_layers": _reduced_stage_blocks(run.pipeline_plan, len(run.model.kinds))
-        }
+        values |= {"pp_layers": _reduced_stage_blocks(run.pipeline_plan, len(run.model.kinds))}
     return values
 
 
