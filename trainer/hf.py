@@ -154,7 +154,14 @@ def export(options: Namespace) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise HuggingFaceError([f"{output} exists already"])
     bos, eos, files = tokenizer_files(values, options.tokenizer, seq_len=seq_len)
-    hf_config = model_config_to_hf(model, max_length=seq_len, dtype=dtype, bos=bos, eos=eos)
+    try:
+        hf_config = model_config_to_hf(model, max_length=seq_len, dtype=dtype, bos=bos, eos=eos)
+    except HuggingFaceError as error:
+        installed = extension.installed()
+        if not installed or any(each.extension.hf_families for each in installed):
+            raise
+        hint = "no --extension has hf_families, which say how such a model is written"
+        raise HuggingFaceError([*error.problems, hint]) from error
     # transformers' nearest architecture decides the names of tensors.
     written = dataclasses.replace(model, model_type=hf_config["model_type"])
     manifest.read_verified(checkpoint)
