@@ -53,7 +53,7 @@ class Parameter(NamedTuple):
     """
 
     def problems(self) -> list[str]:
-        """Every broken rule; the name of the parameter is to be put before each."""
+        """Every broken rule, as a sentence whose subject is the parameter."""
         problems = list[str]()
         if unknown := set(self.shape) - set(LETTERS):
             problems.append(

@@ -64,7 +64,8 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        self.kind = kind = config.layer_kinds[layer]
+        self.kind = config.layer_kinds[layer]
+        kind = self.kind
         self.sublayers = (
             self._add("attention", f'mixer "{kind.mixer}"', MIXERS[kind.mixer], config),
             self._add(

@@ -17,7 +17,9 @@ from models.sublayer import Sublayer
 from parallelisms.gradient_check import LENGTHS, build_double, small_config
 
 TOLERANCE = 1e-9
-"""Of the largest output: what rounding may change where tokens are summed in another order."""
+"""Share of the largest output that rounding may change, where tokens are summed in another
+order.
+"""
 LATER = 8
 """First of the tokens that are changed to see whether earlier ones notice."""
 
@@ -43,7 +45,8 @@ def verify_layers(config: ModelConfig, added: Collection[str]) -> None:
 
 
 def _problems(sublayer: Sublayer, config: ModelConfig, *, is_mixer: bool) -> Iterator[str]:
-    first, total = LENGTHS[0], sum(LENGTHS)
+    first = LENGTHS[0]
+    total = sum(LENGTHS)
     generator = torch.Generator().manual_seed(0)
     x_1SE, other_1SE = (
         torch.randn(1, total, config.dim, generator=generator, dtype=torch.float64, device="cpu")

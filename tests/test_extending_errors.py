@@ -165,7 +165,7 @@ LOSS = 'return F.cross_entropy(logits, targets, reduction="none")'
         (
             SIGNATURE,
             f"extra = torch.nn.Parameter\n    {SIGNATURE}\n        helpers.fail()",
-            "my st",
+            r"my state' \(\S*helpers\.py:2\)",
         ),
         (UPDATE, "weight = weight - 1", 'optimizer "signs": 3 updates changed no weight'),
         ("*, lr, weight_decay, norm)", "lr)", "unexpected keyword argument 'weight_decay'"),
@@ -276,6 +276,9 @@ def test_a_traceback_goes_to_the_log_file_alone(
     assert capsys.readouterr().err == ""
 
 
+MISTAKEN: Any = Sublayer
+MISDECLARED: Any = SublayerKind
+"""Without types: their arguments are wrong."""
 WORD = Parameter("Q", "columnwise", "x", "ones")  # type: ignore[arg-type]
 LONG = Parameter("Q", "rowwise", "x", "ones")
 ODD = Parameter("Q", "colwise", "x", "twos")  # type: ignore[arg-type]
@@ -289,17 +292,17 @@ ODD = Parameter("Q", "colwise", "x", "twos")  # type: ignore[arg-type]
             {"mixers": {"a": int}},
             'mixers "a" must be a Sublayer(declaration, build), not class int',
         ),
-        ({"mixers": {"a": Sublayer({}, int)}}, "a SublayerKind as declaration, not dict"),
-        ({"mixers": {"a": Sublayer(SublayerKind({}), 3)}}, "a class or a function as build"),
-        ({"mixers": {"a": Sublayer(SublayerKind([]), int)}}, "parameters must be a dict"),
-        ({"mixers": {"a": Sublayer(SublayerKind({"w": 1}), int)}}, "w must be a Parameter, not"),
+        ({"mixers": {"a": MISTAKEN({}, int)}}, "a SublayerKind as declaration, not dict"),
+        ({"mixers": {"a": MISTAKEN(MISDECLARED({}), 3)}}, "a class or a function as build"),
+        ({"mixers": {"a": MISTAKEN(MISDECLARED([]), int)}}, "parameters must be a dict"),
+        ({"mixers": {"a": MISTAKEN(MISDECLARED({"w": 1}), int)}}, "w must be a Parameter, not"),
         (
-            {"mixers": {"a": Sublayer(SublayerKind({"w": WORD}), int)}},
+            {"mixers": {"a": MISTAKEN(MISDECLARED({"w": WORD}), int)}},
             'w has style "columnwise"; th',
         ),
-        ({"mixers": {"a": Sublayer(SublayerKind({"w": LONG}), int)}}, "its style cannot be"),
+        ({"mixers": {"a": MISTAKEN(MISDECLARED({"w": LONG}), int)}}, "its style cannot be"),
         (
-            {"mixers": {"a": Sublayer(SublayerKind({"w": ODD}), int)}},
+            {"mixers": {"a": MISTAKEN(MISDECLARED({"w": ODD}), int)}},
             'w has initial "twos"; there',
         ),
         ({"norms": {"a": {"attention": {}}}}, 'a dict of "attention" and "feed_forward"'),

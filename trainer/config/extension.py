@@ -215,16 +215,16 @@ def _type_name(value: object) -> str:
 
 
 HOOKS = ("on_step", "on_checkpoint", "on_end")
+CALLED = ("optimizers", "losses", "trackers", "sources", "tokenizers")
 PART_PROBLEMS: dict[str, Callable[[object], Iterator[str]]] = {
     "families": _family_problems,
     "hf_families": _hf_family_problems,
     "mixers": _sublayer_problems,
     "feed_forwards": _sublayer_problems,
     "norms": _norms_problems,
-} | dict.fromkeys(
-    ("optimizers", "losses", "trackers", "sources", "tokenizers"), _callable_problems
-)
-"""What keeps a value from being a part, by the field of `Extension`."""
+    **dict.fromkeys(CALLED, _callable_problems),
+}
+"""Functions that say why a value is no part, by the field of `Extension`."""
 
 
 class Installed(NamedTuple):

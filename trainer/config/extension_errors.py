@@ -46,9 +46,9 @@ def describe(error: BaseException, installed: Iterable[Installed]) -> str | None
         return None
     # Innermost first: callbacks of an extension have our frames on both sides.
     frames = [*traceback.walk_tb(error.__traceback__)][::-1]
-    for is_from in (_holds, _is_beside):
-        for frame, line in frames:
-            file = Path(frame.f_code.co_filename)
+    for frame, line in frames:
+        file = Path(frame.f_code.co_filename).resolve()
+        for is_from in (_holds, _is_beside):
             for each in extensions:
                 if is_from(each, file):
                     return describe_as(each, error, f"{file}:{line}")
@@ -74,7 +74,7 @@ def source_of(part: object) -> str:
 
 
 def _holds(installed: Installed, file: Path) -> bool:
-    return installed.holds(file.resolve())
+    return installed.holds(file)
 
 
 def _is_beside(installed: Installed, file: Path) -> bool:
@@ -82,7 +82,7 @@ def _is_beside(installed: Installed, file: Path) -> bool:
     folder = installed.folder.parent
     return (
         installed.folder.suffix == ".py"
-        and file.resolve().parent == folder
+        and file.parent == folder
         and file.name not in OUR_MODULES
         # There the modules of others lie beside it.
         and folder.name not in ("site-packages", "dist-packages")

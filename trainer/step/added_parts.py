@@ -96,7 +96,7 @@ def verify_rule(config: OptimizerSection, device: torch.device) -> None:
         if bool((weight == 1).all()):
             raise ValueError(
                 f'optimizer "{config.name}": {TRIED_UPDATES} updates changed no weight; '
-                "update must change them in place"
+                "its `update` must change weights in place"
             )
 
 
