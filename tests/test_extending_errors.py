@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import layers, presets, transformer
+from models.hf import HuggingFaceError
 from models.layers import Parameter, SublayerKind
 from models.transformer import Transformer
 from parallelisms import gradient_check
@@ -29,6 +30,7 @@ from trainer.config.extension import Extension, StepView, Sublayer
 from trainer.config.job_config import Config
 from trainer.errors import ConfigError, RankFailedError
 from trainer.generate import run as run_generate
+from trainer.hf import hinting_at_tables
 from trainer.metrics.loggers import write_traceback
 from trainer.run import hooks
 from trainer.selfcheck.processes import _describe
@@ -258,6 +260,20 @@ def test_a_mixer_that_is_no_attention_refuses_cp_and_generation(install: Install
         pytest.raises(ConfigError, match="mixer previous cannot generate text"),
     ):
         run_generate(options, [])
+
+
+def test_an_export_says_that_an_extension_has_no_tables(install: Install) -> None:
+    def refused() -> None:
+        with hinting_at_tables():
+            raise HuggingFaceError(["model.layers has no equivalent"])
+
+    with pytest.raises(HuggingFaceError) as plain:
+        refused()
+    install()
+    with pytest.raises(HuggingFaceError) as hinted:
+        refused()
+    assert len(plain.value.problems) == 1
+    assert "no --extension has hf_families" in hinted.value.problems[1]
 
 
 def test_a_traceback_goes_to_the_log_file_alone(
