@@ -177,11 +177,10 @@ class Sublayer:
     def __call__(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
         """Leaves the backward pass to autograd."""
         weights = self.own_weights()
-        module = self.module
-        out_BSE = module(self.before(x_BSE, weights), rotation_2BS1F, boundaries_BD)
+        out_BSE = self.module(self.before(x_BSE, weights), rotation_2BS1F, boundaries_BD)
         # Another shape could broadcast into the residual stream unnoticed.
         if not isinstance(out_BSE, Tensor) or out_BSE.shape != x_BSE.shape:
-            raise ValueError(f"{self.name} must return {_kind(x_BSE)}, not {_kind(out_BSE)}")
+            raise ValueError(f"{self.name} must return {_shown(x_BSE)}, not {_shown(out_BSE)}")
         return x_BSE + self.after(out_BSE, weights)
 
     def own_weights(self) -> dict[str, Tensor]:
@@ -211,7 +210,7 @@ class Sublayer:
         return out_BSE if self.multiplier == 1 else out_BSE * self.multiplier
 
 
-def _kind(value: object) -> str:
+def _shown(value: object) -> str:
     return f"a tensor {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
 
 

@@ -221,11 +221,17 @@ def test_a_hook_that_cannot_be_called_is_named_with_its_line(install: Install) -
         hooks.call("on_step", StepView(1, 2, 0, 1, 0.1, {}))
 
 
-def test_an_error_of_ours_or_of_a_peer_is_not_that_of_an_extension(install: Install) -> None:
+def test_an_error_of_ours_or_of_a_peer_is_not_that_of_an_extension(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install()
     with pytest.raises(ValueError, match="ours") as ours:
         raise ValueError("ours")
     assert extension.describe_error(ours.value) is None
+    monkeypatch.chdir(Path(extension.installed()[0].folder).parent)  # Where "<string>" would be.
+    with pytest.raises(ZeroDivisionError) as generated:
+        exec("1 / 0", {})
+    assert extension.describe_error(generated.value) is None
     part = extension.installed()[0].extension.optimizers["signs"]
     source = compile(
         "def lost(rule):\n    raise RuntimeError('peer')", "torch/distributed/x.py", "exec"

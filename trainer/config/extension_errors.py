@@ -48,10 +48,10 @@ def describe(error: BaseException, installed: Iterable[Installed]) -> str | None
     frames = [*traceback.walk_tb(error.__traceback__)][::-1]
     for frame, line in frames:
         file = Path(frame.f_code.co_filename).resolve()
-        for is_from in (_holds, _is_beside):
-            for each in extensions:
-                if is_from(each, file):
-                    return describe_as(each, error, f"{file}:{line}")
+        owners = [each for each in extensions if each.holds(file)]
+        beside = [each for each in extensions if _is_beside(each, file)]
+        if owners or beside:
+            return describe_as((owners or beside)[0], error, f"{file}:{line}")
     found = _named_in(str(error), extensions) or _called_in(error, frames, extensions)
     return None if found is None else describe_as(found[0], error, source_of(found[1]))
 
@@ -73,16 +73,13 @@ def source_of(part: object) -> str:
         return ""
 
 
-def _holds(installed: Installed, file: Path) -> bool:
-    return installed.holds(file)
-
-
 def _is_beside(installed: Installed, file: Path) -> bool:
     """Whether it is a module in the folder of an extension that is a single module."""
     folder = installed.folder.parent
     return (
         installed.folder.suffix == ".py"
         and file.parent == folder
+        and file.is_file()  # Generated code is in "<string>", which is no file.
         and file.name not in OUR_MODULES
         # There the modules of others lie beside it.
         and folder.name not in ("site-packages", "dist-packages")

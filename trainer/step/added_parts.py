@@ -18,6 +18,7 @@ from trainer.config import extension
 from trainer.config.job_config import Config
 from trainer.config.sections import OptimizerSection
 from trainer.errors import EXIT_BAD_CONFIG, RankFailedError
+from trainer.metrics.loggers import write_traceback
 from trainer.step.optimizer import update_rule
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ def _try(part: Callable[[], None]) -> None:
     except Exception as error:
         if (problem := extension.describe_error(error)) is None:
             raise
+        write_traceback(error)
         raise RankFailedError(EXIT_BAD_CONFIG, problem) from error
 
 
