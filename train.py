@@ -51,6 +51,7 @@ from trainer.resilience.preemption import Preemption, job_deadline
 from trainer.resilience.watchdog import summarize_hang
 from trainer.run.auto_compile import resolve_auto_compile
 from trainer.run.train_loop import train
+from trainer.step.added_parts import require_sound_parts
 from trainer.step.distributed import (
     process_group,
     rank_from_environment,
@@ -208,6 +209,7 @@ def run_on_all_ranks(
         preemption = Preemption(
             config, signal_handler, is_leader=rank == 0, deadline=job_deadline(config, os.environ)
         )
+        require_sound_parts(stage.config, world.device)
         # Compilation first: what memory "auto" chooses depends on it.
         compiled = resolve_auto_compile(stage.config, world)
         stage = replace(stage, config=resolve_auto_memory(compiled, world, folder.prediction_path))
@@ -296,9 +298,11 @@ if __name__ == "__main__":
     try:
         status = main(sys.argv[1:], SIGNAL_HANDLER)
     except BaseException as error:  # noqa: BLE001 - peers must not wait for this interpreter's shutdown
-        traceback.print_exc()
         if culprit := extension.describe_error(error):
+            loggers.write_traceback(error)
             sys.stderr.write(f"error: {culprit}\n")
+        else:
+            traceback.print_exc()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

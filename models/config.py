@@ -290,7 +290,7 @@ class ModelConfig(ExpertConfig):
         for name, shape in shapes.items():
             if name not in declared:
                 problems.append(
-                    f"parameter {name} {list(shape)} is not declared in models/layers.py"
+                    f"parameter {name} {list(shape)} is not declared {self._declared_by(name)}"
                 )
             elif (expected := declared[name].shape_of(self.sizes)) != shape:
                 problems.append(
@@ -302,8 +302,18 @@ class ModelConfig(ExpertConfig):
             for name in self.layer_kinds[layer].parameters
         } - shapes.keys()
         return problems + [
-            f"parameter {name} is declared and not in the model" for name in sorted(missing)
+            f"parameter {name} is declared {self._declared_by(name)} and not in the model"
+            for name in sorted(missing)
         ]
+
+    def _declared_by(self, name: str) -> str:
+        """Where a parameter of this name should be declared."""
+        _, layer, module, *_ = f"{name}...".split(".")
+        if not layer.isdecimal() or module not in ("attention", "feed_forward"):
+            return "in models/layers.py"
+        kind = self.layer_kinds[int(layer)]
+        field = "mixer" if module == "attention" else module
+        return f'by {field} "{getattr(kind, field)}"'
 
     def products_of(self, kind: LayerKind, tp: int = 1) -> BlockProducts:
         """Weights in the products of one block on one of `tp` ranks.

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from models.score_pairs import Scores
 
@@ -25,6 +25,7 @@ LETTERS = "VEGQKHNXMZ"
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 Sizes = Mapping[str, int]
 """Size of every letter, in one model."""
+Initial = Literal["normal", "residual", "ones", "zeros"]
 ParallelStyle = Literal["replicate", "replicate_partial", "colwise", "rowwise", "vocab"]
 """Style of tensor parallelism, as torch's: colwise shards the outputs of a weight [outputs,
 inputs], rowwise its inputs. Of `replicate_partial` each rank computes a part of the gradient, also
@@ -42,7 +43,7 @@ class Parameter(NamedTuple):
     shape: str
     style: ParallelStyle
     hf_name: str
-    initial: Literal["normal", "residual", "ones", "zeros"] = "normal"
+    initial: Initial = "normal"
     """`residual`: normal, of a projection that writes to the residual stream."""
     option: str = ""
     weight_decay: bool | None = None
@@ -50,6 +51,24 @@ class Parameter(NamedTuple):
     """Whether dimension 0 counts experts: the others are those of one expert, and `{}` in
     `hf_name` is its index.
     """
+
+    def problems(self) -> list[str]:
+        """Every broken rule, as a sentence whose subject is the parameter."""
+        problems = list[str]()
+        if unknown := set(self.shape) - set(LETTERS):
+            problems.append(
+                f"has a width that is unknown: {', '.join(sorted(unknown))}; there are {LETTERS}"
+            )
+        if self.initial in ("normal", "residual") and not self.is_matrix:
+            problems.append(
+                f'is no matrix: its initial values are "ones" or "zeros", not "{self.initial}"'
+            )
+        for field, known in (("style", get_args(ParallelStyle)), ("initial", get_args(Initial))):
+            if (value := getattr(self, field)) not in known:
+                problems.append(f'has {field} "{value}"; there are {", ".join(known)}')
+        if self.style == "rowwise" and not self.is_matrix:
+            problems.append('is no matrix: its style cannot be "rowwise", which splits inputs')
+        return problems
 
     @property
     def is_matrix(self) -> bool:
@@ -317,16 +336,11 @@ class LayerKind:
             for name, limit in limits.items()
             if not (limit is None or limit > 0)
         ]
-        for name, each in self._declared.items():
-            if unknown := set(each.shape) - set(LETTERS):
-                problems.append(
-                    f"{name} has a width that is unknown: {', '.join(sorted(unknown))}; there are {LETTERS}"
-                )
-            if each.initial in ("normal", "residual") and not each.is_matrix:
-                problems.append(
-                    f'{name} is no matrix: its initial values are "ones" or "zeros", not "{each.initial}"'
-                )
-        return problems
+        return problems + [
+            f"{name} {problem}"
+            for name, each in self._declared.items()
+            for problem in each.problems()
+        ]
 
     @property
     def readable(self) -> set[str]:

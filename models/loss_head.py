@@ -372,7 +372,9 @@ class LinearTokenLoss(LinearCrossEntropy):
         x_RE = x_BSE.flatten(0, 1)
         labels_R = labels_BS.flatten()
         dtype = accumulation_dtype(x_RE.dtype)
-        losses_R = torch.zeros(labels_R.shape, dtype=dtype, device=x_RE.device)
+        # Written through a view: FSDP warns of a function that returns one.
+        losses_BS = torch.zeros(labels_BS.shape, dtype=dtype, device=x_RE.device)
+        losses_R = losses_BS.view(-1)
         grad_x_RE = torch.empty_like(x_RE)
         # Chunks add to it in `accumulation_dtype`; the backward pass rounds the sum once.
         grad_weight_VE = torch.zeros_like(weight_VE, dtype=dtype)
@@ -394,7 +396,7 @@ class LinearTokenLoss(LinearCrossEntropy):
             add_weight_grad(grad_weight_VE, grad_CV, x_CE)
         ctx.save_for_backward(grad_x_RE, grad_weight_VE, labels_BS)
         ctx.weight_dtype = weight_VE.dtype
-        return losses_R.view(labels_BS.shape)
+        return losses_BS
 
 
 def _require_loss_per_token(losses_C: Tensor, labels_C: Tensor) -> None:

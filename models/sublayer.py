@@ -150,18 +150,20 @@ class SublayerModule(nn.Module):
 
 class Sublayer:
     """Attention or feed-forward with its residual connection and a norm of its input, of its
-    output, or of both.
+    output, or of both. Errors call it by `name`, such as `mixer "attention"`.
     """
 
     def __init__(
         self,
         module: SublayerModule,
         *,
+        name: str = "sublayer",
         norm: RMSNorm | None = None,
         post_norm: RMSNorm | None = None,
         multiplier: float = 1.0,
     ) -> None:
         self.module = module
+        self.name = name
         self.norm = norm
         self.post_norm = post_norm
         self.multiplier = multiplier
@@ -176,6 +178,9 @@ class Sublayer:
         """Leaves the backward pass to autograd."""
         weights = self.own_weights()
         out_BSE = self.module(self.before(x_BSE, weights), rotation_2BS1F, boundaries_BD)
+        # Another shape could broadcast into the residual stream unnoticed.
+        if not isinstance(out_BSE, Tensor) or out_BSE.shape != x_BSE.shape:
+            raise ValueError(f"{self.name} must return {_shown(x_BSE)}, not {_shown(out_BSE)}")
         return x_BSE + self.after(out_BSE, weights)
 
     def own_weights(self) -> dict[str, Tensor]:
@@ -203,6 +208,10 @@ class Sublayer:
         if self.post_norm is not None:
             out_BSE = self.post_norm.normalize(out_BSE, weights["post_norm.weight"])
         return out_BSE if self.multiplier == 1 else out_BSE * self.multiplier
+
+
+def _shown(value: object) -> str:
+    return f"a tensor {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
 
 
 # ---- gradients of a piece

@@ -65,24 +65,33 @@ class TransformerBlock(nn.Module):
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.kind = config.layer_kinds[layer]
+        kind = self.kind
         self.sublayers = (
-            self._add("attention", MIXERS[self.kind.mixer], config),
-            self._add("feed_forward", FEED_FORWARDS[self.kind.feed_forward], config),
+            self._add("attention", f'mixer "{kind.mixer}"', MIXERS[kind.mixer], config),
+            self._add(
+                "feed_forward",
+                f'feed_forward "{kind.feed_forward}"',
+                FEED_FORWARDS[kind.feed_forward],
+                config,
+            ),
         )
         self.sp_comm = SequenceParallelComm()
         self.forward_fn: BlockForward = default_block_forward
 
-    def _add(self, name: str, build: Build, config: ModelConfig) -> Sublayer:
-        """Adds a sublayer's norms and module."""
+    def _add(self, name: str, label: str, build: Build, config: ModelConfig) -> Sublayer:
+        """Adds a sublayer's norms and module. `label` is its name in errors."""
         norms = dict[str, RMSNorm]()
         for declared in NORMS[self.kind.norms][name]:
             norm_name = declared.removesuffix(".weight")
             role = "post_norm" if norm_name.endswith("_post_norm") else "norm"
             norms[role] = config_norm(config, config.dim)
             self.add_module(norm_name, norms[role])
+        # Checked before the parameters: a class with the wrong name declares none of its own.
+        if (given := getattr(build, "module_name", name)) != name:
+            raise ValueError(f'{label} needs module_name = "{name}", not "{given}"')
         module = build(config, self.kind)
         self.add_module(name, module)
-        return Sublayer(module, **norms, multiplier=config.residual_multiplier)
+        return Sublayer(module, **norms, name=label, multiplier=config.residual_multiplier)
 
     def forward(self, x_BSE: Tensor, cos_sin_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
         return self.forward_fn(self, x_BSE, cos_sin_2BS1F, boundaries_BD)

@@ -30,6 +30,8 @@ ROUNDED = 1e-6
 """Share of the largest gradient's norm below which a gradient counts as rounding error, in
 float64.
 """
+LENGTHS = (5, 7)
+"""Tokens of the documents."""
 SMALL: dict[str, Any] = {
     "vocab_size": 16,
     "dim": 16,
@@ -50,9 +52,7 @@ def verify_gradients(config: ModelConfig, policy: RecomputePolicy, tiling: Tilin
     is_compiled = tiling.compile is not eager
     if policy == "none" and not is_compiled:
         return
-    # Without rotation and norms no gradient reaches the bias of keys.
-    kinds = tuple(dict.fromkeys(config.unrotated_layers))
-    small = replace(config, **SMALL, num_layers=len(kinds), layers=kinds, rope=RopeConfig())
+    small = small_config(config)
     options = {
         "head_groups": min(2, tiling.head_groups),
         "is_tiled": tiling.tile_bytes is not None,
@@ -64,6 +64,13 @@ def verify_gradients(config: ModelConfig, policy: RecomputePolicy, tiling: Tilin
             else "recomputation gives blocks"
         )
         raise ValueError(f"{how} other gradients: {', '.join(wrong)}")
+
+
+def small_config(config: ModelConfig) -> ModelConfig:
+    """Small layers, one of each of the model's kinds."""
+    # Without rotation and norms no gradient reaches the bias of keys.
+    kinds = tuple(dict.fromkeys(config.unrotated_layers))
+    return replace(config, **SMALL, num_layers=len(kinds), layers=kinds, rope=RopeConfig())
 
 
 def verify_code_generation(device: torch.device) -> None:
@@ -97,8 +104,8 @@ def _wrong_gradients(
     head_groups: int,
     is_tiled: bool,
 ) -> tuple[str, ...]:
-    expected = _gradients(_model(config))
-    model = _model(config)
+    expected = _gradients(build_double(config))
+    model = build_double(config)
     # Traces and differentiates as every backend does, and generates no code.
     backend = "aot_eager"
     # Tiles of at most 5 of the 12 tokens, in float64.
@@ -127,7 +134,8 @@ def _wrong_gradients(
     )
 
 
-def _model(config: ModelConfig) -> Transformer:
+def build_double(config: ModelConfig) -> Transformer:
+    """On the host, in float64, with random weights that do not depend on the run's."""
     with torch.device("cpu"):
         model = Transformer(config).double()
     generator = torch.Generator().manual_seed(0)
@@ -140,7 +148,7 @@ def _model(config: ModelConfig) -> Transformer:
 
 def _gradients(model: Transformer) -> dict[str, Tensor]:
     """Losses, and gradients of the parameters, for two documents."""
-    lengths = (5, 7)
+    lengths = LENGTHS
     tokens = torch.arange(sum(lengths), device="cpu")[None]
     pairs = sum(length * (length + 1) // 2 for length in lengths)
     batch = Batch(

@@ -39,6 +39,14 @@ def follow(root: Path) -> list[str]:
     return commands
 
 
+def test_every_change_of_the_page_has_its_place(tmp_path: Path) -> None:
+    for room in ("models", "tests/models", "trainer/config"):
+        (tmp_path / room).mkdir(parents=True)
+        for file in (ROOT / room).glob("*.py"):
+            shutil.copy(file, tmp_path / room)
+    assert follow(tmp_path)
+
+
 @pytest.mark.slow
 def test_the_page_adds_a_model_that_trains(tmp_path: Path) -> None:
     clone = tmp_path / "clone"

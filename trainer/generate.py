@@ -23,6 +23,7 @@ from parallelisms.init_weights import materialize
 from trainer.checkpoint.load import MODEL_PREFIX, read_tensors
 from trainer.checkpoint.rank_sync import describe_error
 from trainer.commands import run_command
+from trainer.config import extension
 from trainer.config.parse import COMMAND_LINE
 from trainer.data.shard_writer import document_separators
 from trainer.data.tokenizer import Tokenizer, open_tokenizer
@@ -44,6 +45,9 @@ def run(options: Namespace, overrides: Sequence[str]) -> None:
     resolved = resolve_checkpoint(options.checkpoint, overrides)
     if problems := resolved.config.model.problems():
         raise ConfigError(problems)
+    kinds = resolved.config.model.build().kinds
+    if others := sorted({kind.mixer for kind in kinds if extension.is_no_attention(kind.mixer)}):
+        raise ConfigError([f"mixer {', '.join(others)} cannot generate text: it has no KV cache"])
     try:
         generate(options, resolved)
     except torch.OutOfMemoryError as error:

@@ -9,6 +9,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,8 @@ def export(options: Namespace) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise HuggingFaceError([f"{output} exists already"])
     bos, eos, files = tokenizer_files(values, options.tokenizer, seq_len=seq_len)
-    hf_config = model_config_to_hf(model, max_length=seq_len, dtype=dtype, bos=bos, eos=eos)
+    with hinting_at_tables():
+        hf_config = model_config_to_hf(model, max_length=seq_len, dtype=dtype, bos=bos, eos=eos)
     # transformers' nearest architecture decides the names of tensors.
     written = dataclasses.replace(model, model_type=hf_config["model_type"])
     manifest.read_verified(checkpoint)
@@ -189,6 +191,19 @@ def export(options: Namespace) -> None:
                 [f"{output} was not written: {problem}" for problem in problems]
             )
     print_lines(f"{output} is complete: every tensor was read back and is bitwise equal")
+
+
+@contextmanager
+def hinting_at_tables() -> Iterator[None]:
+    """Adds to a `HuggingFaceError` that the extensions have no tables for their models."""
+    try:
+        yield
+    except HuggingFaceError as error:
+        installed = extension.installed()
+        if not installed or any(each.extension.hf_families for each in installed):
+            raise
+        hint = "no --extension has hf_families, which say how such a model is written"
+        raise HuggingFaceError([*error.problems, hint]) from error
 
 
 def _config_files(hf_config: dict[str, Any]) -> dict[Path, bytes]:

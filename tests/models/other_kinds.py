@@ -60,16 +60,25 @@ MIXED_KINDS = replace(
 
 
 class Shift(SublayerModule):
-    """Each token gets something of the one before it. Only the whole block can be run again."""
+    """Each token gets something of the one before it in its document. Only the whole block can be
+    run again.
+    """
 
     module_name = "attention"
     linears = ("in_proj",)
     last = "o_proj"
 
-    def forward(self, x_BSE: Tensor, *_: object) -> Tensor:
+    def forward(self, x_BSE: Tensor, rotation_2BS1F: object, boundaries_BD: Tensor) -> Tensor:
+        del rotation_2BS1F
         weights = local_parameters(self)
         (projected_BSQ,) = self.products(x_BSE, weights)
-        return F.linear(projected_BSQ.roll(1, dims=1).sin(), weights["o_proj.weight"])
+        batch, length, _ = projected_BSQ.shape
+        starts_BS = torch.zeros(batch, length + 1, dtype=torch.bool, device=boundaries_BD.device)
+        starts_BS = starts_BS.scatter(1, boundaries_BD.long(), value=True)[:, :-1]
+        previous_BSQ = projected_BSQ.roll(1, dims=1).masked_fill(
+            starts_BS[..., None].to(x_BSE.device), 0
+        )
+        return F.linear(previous_BSQ.sin(), weights["o_proj.weight"])
 
 
 class Squared(SublayerModule):

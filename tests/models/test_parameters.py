@@ -84,7 +84,8 @@ def test_a_model_has_the_declared_parameters_in_their_shapes(changes: dict[str, 
 def test_a_parameter_that_is_not_declared_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with_head_gate(monkeypatch)
     with pytest.raises(
-        ValueError, match=re.escape(f"blocks.1.{GATE} [16, 8] is not declared in models/layers.py")
+        ValueError,
+        match=re.escape(f'blocks.1.{GATE} [16, 8] is not declared by mixer "attention"'),
     ):
         Transformer(replace(CONFIG))
 
@@ -104,7 +105,10 @@ def test_a_declared_parameter_that_the_model_lacks_is_named(
     bias = Parameter("Q", "colwise", "self_attn.gate.bias", "zeros")
     monkeypatch.setitem(MIXERS["attention"].parameters, "head_gate.bias", bias)
     with pytest.raises(
-        ValueError, match=re.escape("0.attention.head_gate.bias is declared and not in the model")
+        ValueError,
+        match=re.escape(
+            '0.attention.head_gate.bias is declared by mixer "attention" and not in the model'
+        ),
     ):
         Transformer(replace(CONFIG))
 

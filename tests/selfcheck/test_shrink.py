@@ -11,6 +11,7 @@ import pytest
 
 from parallelisms.mesh.context_plan import ContextPlan, kv_head_repeats
 from parallelisms.mesh.parallel_dims import AXES
+from tests.models.other_kinds import other_kinds
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import CONFIG_DIR, load
@@ -266,6 +267,25 @@ def test_pipeline_stages_keep_their_relative_sizes(
     mesh = {"pp": 4, "dp_shard": 1, "pp_layers": layers}
     (mesh_case,) = small(parallelism=mesh, model={"num_layers": sum(layers)}).mesh_cases
     assert mesh_case.launch.config.parallelism.pp_layers == few
+
+
+def test_each_kind_of_layer_is_kept(small: Shrink) -> None:
+    """Kinds of an extension among them, and also with fewer pipeline stages than kinds."""
+    with other_kinds():
+        layers = [
+            {"mixer": "shift", "feed_forward": "squared"},
+            {"norms": "uneven"},
+            {"mixer": "shift"},
+        ]
+        model = {"num_layers": 8, "layers": layers}
+        for mesh in ({"dp_shard": 2}, {"pp": 2, "dp_shard": 1}):
+            for mesh_case in small(2, model=model, parallelism=mesh).mesh_cases:
+                kinds = mesh_case.launch.config.model.build().kinds
+                assert [(each.mixer, each.feed_forward, each.norms) for each in kinds] == [
+                    ("shift", "squared", "pre"),
+                    ("attention", "gated", "uneven"),
+                    ("shift", "gated", "pre"),
+                ]
 
 
 def test_nope_layers_and_longrope_factors_are_kept(small: Shrink) -> None:

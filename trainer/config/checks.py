@@ -416,7 +416,11 @@ def _parallelism_problems(config: Config, world_size: int) -> Iterator[str]:
         model, section.ep, num_shards=degrees["dp_shard"] * degrees["cp"]
     )
     others = sorted(
-        {kind.mixer for kind in model.kinds if not kind.sublayers["attention"].attends}
+        {
+            kind.mixer
+            for kind in model.kinds
+            if not kind.sublayers["attention"].attends or extension.is_no_attention(kind.mixer)
+        }
     )
     if section.cp > 1 and others:
         yield f"parallelism.cp = {section.cp} must be 1: mixer {', '.join(others)} has no context parallelism"

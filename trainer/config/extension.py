@@ -24,6 +24,7 @@ from models import hf_families, layers, presets
 from models.config import ModelConfig
 from models.hf_family import Family
 from models.layers import Parameter, SublayerKind
+from trainer.config import extension_errors
 from trainer.config.data import TokenizerSection
 from trainer.config.sections import OptimizerSection
 from trainer.errors import ConfigError
@@ -129,6 +130,102 @@ class Extension:
     on_end: Callable[[StepView, str], None] | None = None
     """Called on every rank at the end of a launch, with the reason of a preemption, or ""."""
 
+    def problems(self) -> list[str]:
+        """Every field of a wrong type, and every broken rule of a declaration."""
+        found = [
+            f"{key} = {value!r} must be a text"
+            for key, value in (("name", self.name), ("version", self.version))
+            if not (isinstance(value, str) and value)
+        ]
+        found += [
+            f"{hook} must be a function, not {type(called).__name__}"
+            for hook in HOOKS
+            if not ((called := getattr(self, hook)) is None or callable(called))
+        ]
+        if no_tables := [
+            f"{table} must be a dict of parts by name, not {type(parts).__name__}"
+            for table in PART_PROBLEMS
+            if not isinstance(parts := getattr(self, table), Mapping)
+        ]:
+            return found + no_tables
+        return found + [
+            f'{table} "{name}" {problem}'
+            for table, problems_of in PART_PROBLEMS.items()
+            for name, part in getattr(self, table).items()
+            for problem in problems_of(part)
+        ]
+
+
+# ---- what a part must be
+
+
+def _family_problems(part: object) -> Iterator[str]:
+    if not isinstance(part, Mapping):
+        yield f"must be a dict of ModelConfig by size, not {type(part).__name__}"
+        return
+    for size, model in part.items():
+        if not isinstance(model, ModelConfig):
+            yield f'size "{size}" must be a ModelConfig, not {type(model).__name__}'
+
+
+def _hf_family_problems(part: object) -> Iterator[str]:
+    if not isinstance(part, Family):
+        yield f"must be a Family, not {type(part).__name__}"
+
+
+def _sublayer_problems(part: object) -> Iterator[str]:
+    if not isinstance(part, Sublayer):
+        yield f"must be a Sublayer(declaration, build), not {_type_name(part)}"
+        return
+    if not callable(part.build):
+        yield f"must have a class or a function as build, not {_type_name(part.build)}"
+    kind = part.declaration
+    if not isinstance(kind, SublayerKind):
+        yield f"must have a SublayerKind as declaration, not {_type_name(kind)}"
+    else:
+        yield from _declaration_problems({"parameters": kind.parameters, "buffers": kind.buffers})
+
+
+def _norms_problems(part: object) -> Iterator[str]:
+    if not (isinstance(part, Mapping) and part.keys() == {"attention", "feed_forward"}):
+        yield 'must be a dict of "attention" and "feed_forward"'
+    else:
+        yield from _declaration_problems(part)
+
+
+def _declaration_problems(declared: Mapping[str, Mapping[str, Parameter]]) -> Iterator[str]:
+    for table, parameters in declared.items():
+        if not isinstance(parameters, Mapping):
+            yield f"{table} must be a dict of Parameter by name, not {_type_name(parameters)}"
+            continue
+        for name, each in parameters.items():
+            if isinstance(each, Parameter):
+                yield from (f"{table}: {name} {problem}" for problem in each.problems())
+            else:
+                yield f"{table}: {name} must be a Parameter, not {_type_name(each)}"
+
+
+def _callable_problems(part: object) -> Iterator[str]:
+    if not callable(part):
+        yield f"must be a class or a function, not {_type_name(part)}"
+
+
+def _type_name(value: object) -> str:
+    return f"class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+HOOKS = ("on_step", "on_checkpoint", "on_end")
+CALLED = ("optimizers", "losses", "trackers", "sources", "tokenizers")
+PART_PROBLEMS: dict[str, Callable[[object], Iterator[str]]] = {
+    "families": _family_problems,
+    "hf_families": _hf_family_problems,
+    "mixers": _sublayer_problems,
+    "feed_forwards": _sublayer_problems,
+    "norms": _norms_problems,
+    **dict.fromkeys(CALLED, _callable_problems),
+}
+"""Functions that say why a value is no part, by the field of `Extension`."""
+
 
 class Installed(NamedTuple):
     extension: Extension
@@ -155,9 +252,27 @@ def references() -> tuple[str, ...]:
     return (*_installed,)
 
 
+def adding(table: str, name: str) -> Installed | None:
+    """The extension whose table of this name has a part of this name; None if it is ours."""
+    found = (each for each in _installed.values() if name in getattr(each.extension, table))
+    return next(found, None)
+
+
 def added_source(suffix: str) -> Installed | None:
     """The extension that reads files of this suffix."""
-    return next((each for each in _installed.values() if suffix in each.extension.sources), None)
+    return adding("sources", suffix)
+
+
+def is_no_attention(mixer: str) -> bool:
+    """Whether an added mixer is no `Attention`: context parallelism and generation exchange its
+    core for another.
+    """
+    if (added := adding("mixers", mixer)) is None:
+        return False
+    from models.attention import Attention  # Imports torch.
+
+    build = added.extension.mixers[mixer].build
+    return isinstance(build, type) and not issubclass(build, Attention)
 
 
 def identity() -> dict[str, str]:
@@ -195,15 +310,10 @@ def recorded_problem(recorded: Iterable[str], given: Iterable[str], found_in: Pa
 
 
 def describe_error(error: BaseException) -> str | None:
-    """Names the extension in whose code an error was raised, and the line; None if it was in
+    """Names the extension that an error comes from, with file and line; None if it comes from
     none.
     """
-    # The innermost frame comes first: callbacks of an extension have our frames on both sides.
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        for each in installed():
-            if each.holds(Path(frame.filename)):
-                return f'extension "{each.extension.name}" {each.extension.version}: {_raised(error, frame)}'
-    return None
+    return extension_errors.describe(error, installed())
 
 
 def _raised(error: BaseException, frame: traceback.FrameSummary) -> str:
@@ -256,6 +366,8 @@ def _hash_of(source: Path) -> str:
 
 def _add_parts(installing: Installed) -> None:
     extension = installing.extension
+    if mistaken := extension.problems():
+        raise _refused(installing.reference, "; ".join(mistaken))
     if wrong := [suffix for suffix in extension.sources if not SOURCE_SUFFIX.fullmatch(suffix)]:
         raise _refused(
             installing.reference,

@@ -154,6 +154,15 @@ def add_log_file(folder: Path, rank: int) -> None:
     logging.getLogger().addHandler(handler)
 
 
+def write_traceback(error: BaseException) -> None:
+    """Writes the traceback of an error to the log file of this rank, if it has one."""
+    exc_info = (type(error), error, error.__traceback__)
+    record = logging.LogRecord(log.name, logging.ERROR, __file__, 0, "traceback:", None, exc_info)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)
+
+
 class _PrintableFormatter(logging.Formatter):
     """Escapes control characters, with which a stranger's names could change the terminal."""
 

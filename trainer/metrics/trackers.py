@@ -228,7 +228,9 @@ class Trackers:
         except Exception as error:  # noqa: BLE001 - training depends on no tracker
             self._running.pop(name, None)
             reason = without_secrets(f"{type(error).__name__}: {error}")
-            log.warning("tracker %s is left out from here on: %s", name, reason)
+            adding = extension.adding("trackers", name)
+            origin = "" if adding is None else f' of extension "{adding.extension.name}"'
+            log.warning("tracker %s%s is left out from here on: %s", name, origin, reason)
 
 
 def wanted(metrics: MetricsSection) -> list[str]:

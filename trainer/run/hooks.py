@@ -7,6 +7,7 @@ from typing import Any
 from trainer.config import extension
 from trainer.config.extension import StepView
 from trainer.errors import EXIT_NO_RETRY, RankFailedError
+from trainer.metrics.loggers import write_traceback
 from trainer.step.trainer import Trainer
 
 
@@ -23,6 +24,7 @@ def call(hook: str, *arguments: Any) -> None:
             called(*arguments)
         # Only this rank may have failed; its peers learn of it from the launcher.
         except Exception as error:
+            write_traceback(error)
             problem = (
                 extension.describe_error(error) or f'extension "{each.extension.name}": {error}'
             )

@@ -20,6 +20,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from threading import Thread
 
+from trainer.config import extension
 from trainer.errors import EXIT_FAILURE, EXIT_SUCCESS, RankFailedError
 from trainer.selfcheck.comparison import StepDifference
 from trainer.selfcheck.launches import Launch
@@ -160,12 +161,18 @@ def _rank_main(connection: Connection) -> None:
         try:
             result = run_task(*task)
         except BaseException as error:  # noqa: BLE001 - every error is sent to the parent
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            message = str(error).strip().partition("\n")[0]
-            result = (
-                f"{type(error).__name__}: {message} ({Path(frame.filename).name}:{frame.lineno})"
-            )
+            result = _describe(error)
         connection.send(result)
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, RankFailedError):
+        return str(error)
+    if (problem := extension.describe_error(error)) is not None:
+        return problem
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    message = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message} ({Path(frame.filename).name}:{frame.lineno})"
 
 
 def _exit_with_parent() -> None:

@@ -191,7 +191,7 @@ def _parallelism_values(run: FullRun, axes: tuple[str, ...]) -> ConfigValues:
     # ep must divide dp_shard x cp and the number of experts, which are reduced.
     values["ep"] = gcd(run.config.parallelism.ep, values["dp_shard"] * values["cp"], NUM_EXPERTS)
     if "pp" in axes:
-        values |= {"pp_layers": _reduced_stage_blocks(run.pipeline_plan)}
+        values |= {"pp_layers": _reduced_stage_blocks(run.pipeline_plan, len(run.model.kinds))}
     return values
 
 
@@ -235,9 +235,9 @@ def reduced_heads(num_heads: int, num_kv_heads: int, *, tp: int, ulysses: int) -
     return reduced_kv_heads * group_size, reduced_kv_heads
 
 
-def _reduced_stage_blocks(plan: PipelinePlan) -> tuple[int, ...]:
+def _reduced_stage_blocks(plan: PipelinePlan, num_kinds: int) -> tuple[int, ...]:
     """Blocks per pipeline stage: none stays none; others get one, or two if the full stage has
-    more than the smallest.
+    more than the smallest. The largest gets more if kinds of layers outnumber the blocks.
     """
     stages = 2 * plan.stages_per_rank
     last_stage = plan.num_stages - 1
@@ -245,11 +245,13 @@ def _reduced_stage_blocks(plan: PipelinePlan) -> tuple[int, ...]:
         plan.blocks_per_stage[stage * last_stage // (stages - 1)] for stage in range(stages)
     ]
     fewest = min((blocks for blocks in sampled if blocks), default=0)
-    return (
-        tuple(min(blocks, 2 if blocks > fewest else 1) for blocks in sampled)
+    reduced = (
+        [min(blocks, 2 if blocks > fewest else 1) for blocks in sampled]
         if fewest
-        else (1,) * stages
+        else [1] * stages
     )
+    reduced[reduced.index(max(reduced))] += max(0, num_kinds - sum(reduced))
+    return (*reduced,)
 
 
 def _reduced_model(model: ModelConfig, num_layers: int, scale: float) -> ConfigValues:
@@ -272,7 +274,9 @@ def _reduced_values(run: FullRun, global_batch_size: int) -> ConfigValues:
     data = run.config.data
     num_layers = min(max(2, len(model.kinds)), model.num_layers)
     layers = (
-        _reduced_stage_blocks(run.pipeline_plan) if run.pipeline_plan.pp > 1 else (num_layers,)
+        _reduced_stage_blocks(run.pipeline_plan, len(model.kinds))
+        if run.pipeline_plan.pp > 1
+        else (num_layers,)
     )
     ulysses = run.context_plan.ulysses_degree if run.context_plan.cp > 1 else 1
     num_heads, num_kv_heads = reduced_heads(
@@ -332,7 +336,6 @@ def _reduced_layers(model: ModelConfig, scale: float) -> ConfigValues:
     options = [dataclasses.asdict(kind) for kind in model.kinds]
     for each in options:
         each["window"] = each["window"] and max(2, round(each["window"] * scale))
-        del each["mixer"]
     return {"layers": options, "window": None}
 
 

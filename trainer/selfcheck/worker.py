@@ -30,6 +30,7 @@ from trainer.run.validation import Validator
 from trainer.selfcheck.comparison import StepDifference
 from trainer.selfcheck.finish import finish, round_experts
 from trainer.selfcheck.launches import Launch, state_path
+from trainer.step.added_parts import require_sound_parts
 from trainer.step.distributed import World, destroy_process_group, init_single_host
 from trainer.step.routers import router_metrics
 from trainer.step.trainer import StepResult, Trainer
@@ -88,6 +89,7 @@ def run_and_compare(launch: Launch, world: World, *, reference: Path) -> list[St
         for validate in (validate_initial_weights, validate_initial_tokenizer):
             # The launcher's checks, which this launch does not pass through.
             validate(launch.config)
+    require_sound_parts(stage.config, world.device)
     trainer = Trainer(
         stage.config,
         world,

@@ -259,13 +259,18 @@ def require_right_gradients(config: Config) -> None:
     options = build_recompute_config(config, None, compiled=config.training.compile is True)
     try:
         verify_gradients(config.model.build(), options.policy, options.tiling)
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:
+        culprit = extension.describe_error(error)
+        if culprit is None and not isinstance(error, (ValueError, RuntimeError)):
+            raise
         given = f'memory.recompute = "{options.policy}"'
         if config.training.compile is True:
             given += ", training.compile = true"
         if options.tiling.head_groups > 1:
             given += f", memory.head_groups = {options.tiling.head_groups}"
-        raise RankFailedError(EXIT_BAD_CONFIG, f"{given} cannot be used here: {error}") from error
+        raise RankFailedError(
+            EXIT_BAD_CONFIG, f"{given} cannot be used here: {culprit or error}"
+        ) from error
 
 
 def build_recompute_config(
