@@ -19,7 +19,13 @@ from typing import NoReturn
 from trainer.command_table import resolve, typed
 from trainer.config import extension
 from trainer.config.parse import COMMAND_LINE, load, parse_arguments
-from trainer.config.sections import MAX_SEQ_LEN, is_remote, read_length, require_remote
+from trainer.config.sections import (
+    MAX_SEQ_LEN,
+    REMOTE_SCHEMES,
+    is_remote,
+    read_length,
+    require_remote,
+)
 from trainer.errors import (
     EXIT_FAILURE,
     EXIT_SUCCESS,
@@ -31,6 +37,7 @@ from trainer.errors import (
 from trainer.storage.durable_io import keep_others_from_writing
 
 MAX_PROBLEMS = 100
+OTHER_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 EXIT_HELP = "Exit codes: 0 success, 2 wrong arguments or configuration, 78 unusable data or checkpoint, 1 other errors."
 
 
@@ -287,7 +294,13 @@ def text_or_url(text: str) -> str:
 
 def folder_or_url(text: str) -> Path | str:
     """An argparse type: a local path, or the URL of a folder of object storage as text."""
-    return text_or_url(text) if is_remote(text) else Path(text)
+    if is_remote(text):
+        return text_or_url(text)
+    if OTHER_SCHEME.match(text):
+        # Otherwise a folder of this name would be created here.
+        schemes = ", ".join(f"{scheme}://" for scheme in REMOTE_SCHEMES)
+        raise ArgumentTypeError(f"the URL must begin with one of {schemes}")
+    return Path(text)
 
 
 def writable_file(text: str) -> Path:

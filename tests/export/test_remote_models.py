@@ -292,3 +292,26 @@ def test_exported_weights_at_a_url_start_a_run(run: Path, tmp_path: Path, proxy:
     assert written[-1].endswith("/models/x/manifest.json")
     assert contents(fetched(tmp_path)) == contents(tmp_path / "local")
     assert checkpoint_main(["export", str(checkpoint), URL]) == 2
+
+
+@pytest.mark.parametrize("output", ["http://host/models/x", "S3://bucket/x", "s3:/bucket/x"])
+def test_a_url_of_another_kind_becomes_no_folder(
+    output: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert checkpoint_main(["export", "run", output]) == 2
+    assert "the URL must begin with one of s3://, gs://, az://" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_an_endpoint_without_encryption_is_refused_before_any_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.delenv("AWS_ALLOW_HTTP", raising=False)
+    refused = pytest.raises(ConfigError, match="set AWS_ALLOW_HTTP=true")
+    with refused, store_module.reporting("checkpoint.remote", URL):
+        RemoteFolder(URL)

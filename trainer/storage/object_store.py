@@ -57,7 +57,18 @@ class RemoteError(Exception):
 
 
 class RemoteRefusedError(RemoteError):
-    """Credentials are missing, wrong or expired, or the bucket does not exist."""
+    """Credentials are missing, wrong or expired, or the bucket does not exist.
+
+    `hint` says what helps.
+    """
+
+    hint = CREDENTIALS_HINT
+
+
+class UnencryptedEndpointError(RemoteRefusedError):
+    """The endpoint is of http, which the environment does not allow."""
+
+    hint = "set AWS_ALLOW_HTTP=true if nobody else is on the way there"
 
 
 class RemoteMissingError(RemoteError):
@@ -84,7 +95,7 @@ def reporting(key: str, url: str) -> Iterator[None]:
     try:
         yield
     except RemoteRefusedError as error:
-        raise ConfigError([f"{key}: {error}; {CREDENTIALS_HINT}"]) from None
+        raise ConfigError([f"{key}: {error}; {error.hint}"]) from None
     except RemoteError as error:
         raise RunFailedError(f"{key}: {error}; the same command continues") from None
 
@@ -102,6 +113,10 @@ class RemoteFolder:
             # The library reads the variable only where no options are given.
             "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"),
         }
+        endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+        if endpoint.startswith("http://") and not options["allow_http"]:
+            # The library's own error would be one of each request, and no other try helps.
+            raise UnencryptedEndpointError(f"{self.url}: AWS_ENDPOINT_URL is not encrypted")
         # Its types have a signature for each scheme, and the scheme is known at run time only.
         open_store: Callable[..., Any] = from_url
         with self._explained():

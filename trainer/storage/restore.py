@@ -18,7 +18,7 @@ from trainer.storage import manifest
 from trainer.storage.artifact import DamageError
 from trainer.storage.durable_io import file_lock, format_bytes, fsync_path, write_and_fsync
 from trainer.storage.lease import Lease
-from trainer.storage.object_store import CREDENTIALS_HINT, RemoteError, RemoteRefusedError
+from trainer.storage.object_store import RemoteError, RemoteRefusedError
 from trainer.storage.remote_checkpoints import (
     RemoteCheckpoints,
     committed_steps,
@@ -47,7 +47,7 @@ def restore_newest(run_dir: RunDir, url: str, *, probes: bool) -> bool:
                 remote.folder.require_conditional_writes()
             sizes = remote.folder.sizes()
         except RemoteRefusedError as error:
-            raise ConfigError([f"checkpoint.remote: {error}; {CREDENTIALS_HINT}"]) from None
+            raise ConfigError([f"checkpoint.remote: {error}; {error.hint}"]) from None
         except RemoteError as error:
             if local >= 0:
                 log.warning("the copies of checkpoints are not looked at: %s", error)
