@@ -23,6 +23,7 @@ from trainer.storage import progress, uploads
 from trainer.storage.remote_checkpoints import RemoteCheckpoints
 from trainer.storage.restore import restore_newest
 from trainer.storage.run_dir import RunDir
+from trainer.storage.run_id import recorded_run_id
 from trainer.storage.uploads import Uploads
 
 TENSORS = "__0_0.distcp"
@@ -63,7 +64,7 @@ def upload(run: RunDir, *, keep: int = 3, keep_every: int | None = None) -> None
 def restored(tmp_path: Path, name: str = "new") -> RunDir:
     """A run folder on another machine, after a launch has looked at the copies."""
     folder = RunDir(tmp_path / name)
-    restore_newest(folder, URL, probes=True)
+    restore_newest(folder, URL, name="run", probes=True)
     return folder
 
 
@@ -323,11 +324,11 @@ def test_a_download_that_is_cut_off_is_not_believed_and_continues(
     proxy.always("dead", method="GET", part=TENSORS)
     new = RunDir(tmp_path / "new")
     with pytest.raises(RunFailedError, match="the same command continues"):
-        restore_newest(new, URL, probes=False)
+        restore_newest(new, URL, name="run", probes=False)
     assert new.committed_checkpoints() == []
     proxy.heal()
     proxy.requests.clear()
-    assert restore_newest(new, URL, probes=False)
+    assert restore_newest(new, URL, name="run", probes=False)
     assert files(new.checkpoints_dir / "step-6") == files(saved)
     asked = [path for method, path in proxy.requests if method == "GET"]
     assert not any(path.endswith("/state.json") for path in asked), "it was there in full"
@@ -345,7 +346,7 @@ def test_of_processes_that_share_a_folder_one_downloads(
         from pathlib import Path
         from trainer.storage.restore import restore_newest
         from trainer.storage.run_dir import RunDir
-        print(restore_newest(RunDir(Path({str(tmp_path / "new")!r})), {URL!r}, probes=False))
+        print(restore_newest(RunDir(Path({str(tmp_path / "new")!r})), {URL!r}, name='run', probes=False))
     """
     processes = [
         subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -362,7 +363,7 @@ def test_a_newer_local_checkpoint_wins(run: RunDir) -> None:
     save(run, 3)
     upload(run)
     save(run, 6)
-    assert not restore_newest(run, URL, probes=False)
+    assert not restore_newest(run, URL, name="run", probes=False)
     assert [step for step, _ in run.committed_checkpoints()] == [3, 6]
 
 
@@ -372,7 +373,7 @@ def test_a_damaged_local_checkpoint_is_replaced_by_its_copy(run: RunDir) -> None
     whole = files(saved)
     upload(run)
     (saved / "manifest.json").write_text("{}")
-    assert restore_newest(run, URL, probes=False)
+    assert restore_newest(run, URL, name="run", probes=False)
     assert files(saved) == whole
     assert len([*run.checkpoints_dir.glob("bad-step-6-*")]) == 1
 
@@ -391,7 +392,7 @@ def test_a_store_that_does_not_answer_stops_only_a_run_without_checkpoints(
     with pytest.raises(RunFailedError, match="does not start over while its copies"):
         restored(tmp_path)
     save(run, 3)
-    assert not restore_newest(run, URL, probes=True)
+    assert not restore_newest(run, URL, name="run", probes=True)
     assert "the copies of checkpoints are not looked at" in caplog.text
 
 
@@ -402,13 +403,13 @@ def test_a_store_that_refuses_is_an_error_of_the_configuration(
     save(run, 3)
     proxy.always(kind)
     with pytest.raises(ConfigError, match=r"403 Forbidden: .*AWS_ACCESS_KEY_ID"):
-        restore_newest(run, URL, probes=True)
+        restore_newest(run, URL, name="run", probes=True)
 
 
 @pytest.mark.usefixtures("proxy")
 def test_a_bucket_that_does_not_exist_is_an_error_of_the_configuration(run: RunDir) -> None:
     with pytest.raises(ConfigError, match="NoSuchBucket"):
-        restore_newest(run, "s3://nowhere/x", probes=True)
+        restore_newest(run, "s3://nowhere/x", name="run", probes=True)
 
 
 @pytest.mark.usefixtures("proxy")
@@ -417,13 +418,13 @@ def test_a_store_that_ignores_conditions_is_refused(
 ) -> None:
     monkeypatch.setattr(store_module.RemoteFolder, "create", lambda *_: True)
     with pytest.raises(ConfigError, match="must know conditional writes"):
-        restore_newest(run, URL, probes=True)
+        restore_newest(run, URL, name="run", probes=True)
 
 
 @pytest.mark.usefixtures("proxy")
 def test_a_probe_leaves_nothing(run: RunDir) -> None:
-    assert not restore_newest(run, URL, probes=True)
-    assert stored().folder.sizes() == {}
+    assert not restore_newest(run, URL, name="run", probes=True)
+    assert stored().folder.sizes().keys() == {"run.json"}
 
 
 # ---- the key
@@ -448,3 +449,21 @@ def test_urls_of_a_prefix_are_taken(url: str) -> None:
 def test_other_urls_are_refused(url: str, rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         CheckpointSection(remote=url)
+
+
+@pytest.mark.usefixtures("proxy")
+def test_copies_of_another_run_are_neither_taken_nor_added_to(run: RunDir, tmp_path: Path) -> None:
+    save(run, 3)
+    assert not restore_newest(run, URL, name="run", probes=True)
+    upload(run)
+    other = RunDir(tmp_path / "other")
+    with pytest.raises(ConfigError, match='has the copies of another run, "run": each run needs'):
+        restore_newest(other, URL, name="other", probes=True)
+    assert other.committed_checkpoints() == []
+    # A folder that has an id is of no other run, whatever its name.
+    assert not restore_newest(other, f"{URL}/elsewhere", name="run", probes=True)
+    with pytest.raises(ConfigError, match="another run"):
+        restore_newest(other, URL, name="run", probes=False)
+    moved = restored(tmp_path)
+    assert moved.committed_checkpoints() == [(3, moved.checkpoints_dir / "step-3")]
+    assert recorded_run_id(moved.path) == recorded_run_id(run.path)

@@ -81,6 +81,7 @@ def cut_stream() -> list[Sequence]:
     return [(tuple(stream[at : at + SEQ_LEN]), tuple(labels[at : at + SEQ_LEN])) for at in starts]
 
 
+@pytest.mark.filterwarnings("ignore:global_batch_size")
 def test_a_position_continues_on_any_number_of_ranks_and_workers(folder: Path) -> None:
     truth = cut_stream()
     # Whole epochs, and more than one part for each mesh.
@@ -165,5 +166,17 @@ def test_folders_and_weights_belong_together(folder: Path) -> None:
         open_packed(folder, folder, seq_len=SEQ_LEN, weights=[1])
     with pytest.raises(ValueError, match="0 weights for 0 folders"):
         open_packed(seq_len=SEQ_LEN)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="is no prepared folder: run"):
         open_packed(folder / "none", seq_len=SEQ_LEN)
+
+
+def test_places_that_do_not_exist_are_refused_and_empty_items_said(folder: Path) -> None:
+    dataset = open_packed(folder, seq_len=SEQ_LEN)
+    with pytest.raises(ValueError, match="dp_rank = 2 must be at least 0 and below dp_size = 2"):
+        PackedDataLoader(dataset, dp_rank=2, dp_size=2)
+    with pytest.raises(ValueError, match="dp_rank = -1 must be"):
+        PackedDataLoader(dataset, dp_rank=-1, dp_size=2)
+    with pytest.raises(ValueError, match="global_batch_size = 0 must be at least 1"):
+        PackedDataLoader(dataset, global_batch_size=0)
+    with pytest.warns(UserWarning, match="a mean over their targets is NaN"):
+        PackedDataLoader(dataset, dp_size=3, global_batch_size=8)

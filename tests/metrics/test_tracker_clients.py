@@ -26,11 +26,10 @@ from trainer.metrics.tracker_clients import (
     EVENT_TEXT,
     InBackground,
     Value,
-    recorded_run_id,
-    run_id,
     without_secrets,
 )
 from trainer.metrics.trackers import TRACKERS, Trackers, wanted
+from trainer.storage.run_id import recorded_run_id, run_id
 
 API_KEY = "0123456789abcdef0123456789abcdef01234567"
 Found = tuple[list[str], dict[int, float], dict[str, Any], list[str]]

@@ -4,6 +4,7 @@ of ranks and workers continues.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -14,11 +15,14 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from models.batch import Batch
+from trainer.command_table import typed
 from trainer.config.data import DataSection, MixSection, SourceSection
 from trainer.data.datasets import build_blended_dataset
 from trainer.data.loader import MicroBatchLoader
+from trainer.data.own_files import is_token_dataset
 from trainer.data.reader import DealtMicroBatch, Indices, MicroBatchDataset, quiet_torchdata
 from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset
+from trainer.errors import DataError
 
 
 def open_packed(
@@ -47,6 +51,9 @@ def open_packed(
     """
     if not folders or (weights and len(weights) != len(folders)):
         raise ValueError(f"{len(weights)} weights for {len(folders)} folders")
+    for folder in folders:
+        if not is_token_dataset(Path(folder)):
+            raise DataError(f"{folder} is no prepared folder: run {typed('prepare')} first")
     paths = {f"source{number}": Path(folder) for number, folder in enumerate(folders)}
     mix = [
         MixSection(source=name, weight=weight)
@@ -102,7 +109,11 @@ class PackedDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata h
             convert: Makes the items of a loop, in the worker that read the batch.
             options: Those of StatefulDataLoader: `num_workers`, `prefetch_factor`, `pin_memory`.
 
+        Raises:
+            ValueError: A number is out of range.
+
         """
+        _require_places(dp_rank, dp_size, micro_batch_size, global_batch_size)
         self._dealer = MicroBatchLoader(
             dataset,
             dp_rank=dp_rank,
@@ -169,6 +180,27 @@ class PackedDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata h
         self._position.micro_batch = micro_batch
         # Read ahead from the old position.
         self._iterator = None
+
+
+def _require_places(
+    dp_rank: int, dp_size: int, micro_batch_size: int, global_batch_size: int | None
+) -> None:
+    """Raises ValueError for numbers out of range; warns of items that would be empty."""
+    is_step = global_batch_size is None or global_batch_size >= 1
+    if dp_size < 1 or micro_batch_size < 1 or not is_step:
+        raise ValueError(
+            f"dp_size = {dp_size}, micro_batch_size = {micro_batch_size} and global_batch_size = "
+            f"{global_batch_size} must be at least 1"
+        )
+    if not 0 <= dp_rank < dp_size:
+        raise ValueError(f"dp_rank = {dp_rank} must be at least 0 and below dp_size = {dp_size}")
+    at_once = dp_size * micro_batch_size
+    if global_batch_size is not None and global_batch_size % at_once:
+        warnings.warn(
+            f"global_batch_size = {global_batch_size} is no multiple of dp_size x micro_batch_size "
+            f"= {at_once}: some sequences of each step are empty, and a mean over their targets is NaN",
+            stacklevel=3,
+        )
 
 
 class _Position:

@@ -162,7 +162,8 @@ def restore_checkpoint(config: Recipe, world: LaunchWorld, argv: Sequence[str]) 
     if url is None:
         return config
     try:
-        if restore_newest(RunDir(config.output_dir), url, probes=is_first(world)):
+        folder = RunDir(config.output_dir)
+        if restore_newest(folder, url, name=config.job.name, probes=is_first(world)):
             # The run keeps the version of the packing that it has had.
             return keep_packing_version(load(argv))
         return config

@@ -12,16 +12,13 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from queue import Full, Queue
-from secrets import token_hex
 from threading import Thread
 from typing import Any, Protocol
 
 from trainer.config.extension import TrackedRun
 from trainer.metrics.event_words import FAULTS
-from trainer.storage.artifact import DamageError, open_regular
-from trainer.storage.durable_io import write_atomic
+from trainer.storage.run_id import run_id
 from trainer.storage.train_state import flatten
 
 log = logging.getLogger(__name__)
@@ -33,7 +30,6 @@ expert.
 
 PROJECT = "longhaul"
 """Project or experiment, unless the environment names another."""
-RUN_ID = re.compile(r"[0-9a-f]{16}")
 MAX_WAITING = 10_000
 """Records that wait for a tracker, which is left out if they become more."""
 CLOSE_SECONDS = 30.0
@@ -291,28 +287,6 @@ def numbers(values: Mapping[str, Value]) -> dict[str, float]:
 def facts(run: TrackedRun) -> dict[str, Any]:
     """The configuration of a run, what is predicted of it, and where its weights come from."""
     return {**run.config, "prediction": run.prediction, "lineage": run.lineage}
-
-
-def run_id(folder: Path) -> str:
-    """Names the run in trackers over all its launches.
-
-    Kept in the run folder from the first call on.
-    """
-    if found := recorded_run_id(folder):
-        return found
-    created = token_hex(8)
-    write_atomic(folder / "run_id", f"{created}\n".encode())
-    return created
-
-
-def recorded_run_id(folder: Path) -> str | None:
-    """The id of a run in trackers; None if it had none, or the file is damaged."""
-    try:
-        with open_regular(folder / "run_id") as file:
-            text = file.read(64).decode("ascii", "replace").strip()
-    except (OSError, DamageError):
-        return None
-    return text if RUN_ID.fullmatch(text) else None
 
 
 def without_secrets(text: str) -> str:

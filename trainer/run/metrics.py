@@ -28,7 +28,6 @@ from trainer.hardware.host import GIB
 from trainer.metrics.loggers import ConsoleLogger, Record, format_losses, format_or_dash
 from trainer.metrics.prediction import read_prediction
 from trainer.metrics.step_metrics import finite_or_none, position_bucket_names
-from trainer.metrics.tracker_clients import recorded_run_id
 from trainer.metrics.trackers import Trackers, values_of, wanted
 from trainer.resilience.anomalies import (
     MAX_ROLLBACKS,
@@ -43,6 +42,7 @@ from trainer.step.trainer import StepMetrics, StepResult, Trainer
 from trainer.storage import lineage
 from trainer.storage.durable_io import LineAppender, format_bytes
 from trainer.storage.run_dir import RunDir, find_checkpoints
+from trainer.storage.run_id import recorded_run_id
 
 log = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@
     <URL>/step-<N>/manifest.json        the manifest of the local checkpoint; commits the copy
     <URL>/step-<N>/<hash>/<file>        its files (trainer/storage/remote_files.py)
     <URL>/step-<N>/pinned               keeps the copy
+    <URL>/run.json                      the run that they are of; made once
 
 Exported weights at a URL have the form of a copy, without the folder of the step.
 """

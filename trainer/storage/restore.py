@@ -27,16 +27,17 @@ from trainer.storage.remote_checkpoints import (
 from trainer.storage.remote_files import transfer
 from trainer.storage.retention import PIN_FILE, quarantine
 from trainer.storage.run_dir import RunDir
+from trainer.storage.run_id import require_own_copies
 
 log = logging.getLogger("trainer")
 
 
-def restore_newest(run_dir: RunDir, url: str, *, probes: bool) -> bool:
+def restore_newest(run_dir: RunDir, url: str, *, name: str, probes: bool) -> bool:
     """Downloads the newest whole copy if it is newer than every intact local checkpoint; returns
     whether it did.
 
-    With `probes`, checks first that objects can be written. Raises `ConfigError` if the store
-    refuses, `RunFailedError` if it does not answer and nothing is here to resume from, and
+    With `probes`, checks first that objects can be written, and that the copies are of the run of
+    this `name`. Raises `ConfigError` if they are not or the store refuses, `RunFailedError` if it does not answer and nothing is here to resume from, and
     `ResumeError` if checkpoints exist and none is whole.
     """
     with _one_at_a_time(run_dir):
@@ -45,6 +46,7 @@ def restore_newest(run_dir: RunDir, url: str, *, probes: bool) -> bool:
             remote = RemoteCheckpoints(url)
             if probes:
                 remote.folder.require_conditional_writes()
+            require_own_copies(run_dir.path, name, remote.folder, claims=probes)
             sizes = remote.folder.sizes()
         except RemoteRefusedError as error:
             raise ConfigError([f"checkpoint.remote: {error}; {error.hint}"]) from None

@@ -7,7 +7,7 @@ initial/                   weights of another run that a branch starts from, if 
 prediction.json            memory and step time that the launcher predicted
 metrics.jsonl              one line per logged step
 events.jsonl               starts, resumes, checkpoints, validations, skipped steps, the end
-run_id                     the name of the run in Weights & Biases, trackio and MLflow
+run_id                     the name of the run in Weights & Biases, trackio and MLflow, and at checkpoint.remote
 tensorboard/  logs/
 checkpoints/step-<N>/      committed by a rename; its manifest lists every file with its hash
 checkpoints/.tmp-*/        being written or deleted, or left by a killed process
