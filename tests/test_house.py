@@ -49,6 +49,7 @@ DOORS = {
         "trainer.storage.lease",
         "trainer.storage.lineage",
         "trainer.storage.manifest",
+        "trainer.storage.run_id",
         "trainer.checkpoint.memory_folder",
         "trainer.storage.train_state",
         "trainer.config.data",
@@ -417,9 +418,9 @@ def test_numbers_leave_the_device_in_few_places() -> None:
 
 
 MAX_FILE_LINES = 600
-CLOSURE_FILES = 154
+CLOSURE_FILES = 155
 """Files that `import train` reaches by any import statement."""
-MAX_NODES = 373_000
+MAX_NODES = 373_500
 """Nodes of the syntax trees of models, parallelisms, trainer and train.py, which no formatting
 changes; docs/architecture.md says why there are more than planned.
 """
