@@ -15,6 +15,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,6 +58,9 @@ PRELOADED = [
 ]
 # Modules whose patched attributes are put back after a call.
 OURS = ("models", "parallelisms", "trainer", "train", "os", "time")
+
+KEPT_FOLDERS = 16
+_folders = deque[Path]()
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOADED)
@@ -96,18 +101,16 @@ def run_ranks(
     them and raises `RankError`. A function that patches other libraries, or measures what earlier
     calls change, asks for `fresh` processes.
     """
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        store = Path(folder) / "store"
-        tasks = [
-            partial(_in_group, (rank, world_size, store, timeout), function, arguments)
-            for rank in range(world_size)
-        ]
-        with team(tasks, fresh=fresh) as ranks:
-            outcomes = ranks.outcomes(timeout, failed=lambda outcome: not outcome.succeeded)
-        stacks = [
-            f"\n{path.name}\n{path.read_text()}"
-            for path in sorted(Path(folder).glob("stacks of rank *"))
-        ]
+    folder = _new_folder()
+    tasks = [
+        partial(_in_group, (rank, world_size, folder / "store", timeout), function, arguments)
+        for rank in range(world_size)
+    ]
+    with team(tasks, fresh=fresh) as ranks:
+        outcomes = ranks.outcomes(timeout, failed=lambda outcome: not outcome.succeeded)
+    stacks = [
+        f"\n{path.name}\n{path.read_text()}" for path in sorted(folder.glob("stacks of rank *"))
+    ]
     for rank, outcome in outcomes.items():
         if not outcome.succeeded:
             raise RankError(
@@ -248,6 +251,24 @@ def _done(task: Callable[[], object], state: _State) -> bytes:
         return pickle.dumps(Outcome(value, reusable=state.is_restorable()))
     except BaseException:  # noqa: BLE001 - whatever it is, the test is to show it
         return pickle.dumps(Outcome(error=traceback.format_exc()))
+
+
+def _new_folder() -> Path:
+    """A folder of ranks, which is removed after some others.
+
+    A store opens its file once more when it is deleted, which may be after the rank's result, and
+    ends the process if the file is gone.
+    """
+    if len(_folders) >= KEPT_FOLDERS:
+        shutil.rmtree(_folders.popleft(), ignore_errors=True)
+    _folders.append(Path(tempfile.mkdtemp(prefix="ranks-")))
+    return _folders[-1]
+
+
+@atexit.register
+def _remove_folders() -> None:
+    for folder in _folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _in_group(
