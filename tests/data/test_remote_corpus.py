@@ -26,6 +26,7 @@ from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import ConfigError, DataError, RankFailedError, RunFailedError
 from trainer.launch.launcher import load_and_validate
 from trainer.storage import object_store as store_module
+from trainer.storage import remote_files
 from trainer.storage.object_store import RemoteFolder
 
 URL = f"s3://{BUCKET}/corpora/books"
@@ -215,8 +216,10 @@ def test_meta_json_is_the_last_object_and_is_only_created(
 
 
 def test_an_upload_that_was_cut_off_continues_and_is_no_corpus_before(
-    proxy: Proxy, tmp_path: Path
+    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # One after the other, so that the first file is there when the second fails.
+    monkeypatch.setattr(remote_files, "FILES_AT_ONCE", 1)
     (tmp_path / "a.txt").write_text("a" * 1000)
     spec = CorpusSpec(corpus=str(tmp_path / "a.txt"), cache_dir=tmp_path / "prepared")
     dataset = prepare(spec, ByteTokenizer())
@@ -229,7 +232,9 @@ def test_an_upload_that_was_cut_off_continues_and_is_no_corpus_before(
     proxy.requests.clear()
     remote_corpus.upload_corpus(dataset, URL, key="--output")
     put = [path for method, path in proxy.requests if method == "PUT" and "probe" not in path]
-    assert [Path(path).name for path in put] == ["shard-00000.blocks", "meta.json"]
+    first, *_, last = [Path(path).name for path in put]
+    assert (first, last) == ("shard-00000.blocks", "meta.json")
+    assert not any(path.endswith(".bin") for path in put), "it was there in full"
     assert torch.equal(everything(remote_dataset(tmp_path)), everything(dataset))
 
 

@@ -96,6 +96,7 @@ def test_secrets_are_in_no_file_and_no_line(proxy: Proxy, tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_does_not_end_training_and_is_repeated(
     proxy: Proxy, tmp_path: Path
 ) -> None:
