@@ -46,8 +46,8 @@ def restore_newest(run_dir: RunDir, url: str, *, name: str, probes: bool) -> boo
             remote = RemoteCheckpoints(url)
             if probes:
                 remote.folder.require_conditional_writes()
-            require_own_copies(run_dir.path, name, remote.folder, claims=probes)
             sizes = remote.folder.sizes()
+            require_own_copies(run_dir.path, name, remote.folder, sizes, claims=probes)
         except RemoteRefusedError as error:
             raise ConfigError([f"checkpoint.remote: {error}; {error.hint}"]) from None
         except RemoteError as error:

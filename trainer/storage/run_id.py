@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from secrets import token_hex
 from typing import Annotated, ClassVar
@@ -12,7 +13,7 @@ from pydantic import Field
 from trainer.errors import ConfigError, ResumeError
 from trainer.storage.artifact import Artifact, DamageError, open_regular, seal, unseal
 from trainer.storage.durable_io import write_atomic
-from trainer.storage.object_store import RemoteFolder, RemoteMissingError
+from trainer.storage.object_store import RemoteFolder
 
 FILE = "run_id"
 RUN_ID = re.compile(r"[0-9a-f]{16}")
@@ -47,19 +48,22 @@ def recorded_run_id(folder: Path) -> str | None:
     return text if RUN_ID.fullmatch(text) else None
 
 
-def require_own_copies(folder: Path, name: str, store: RemoteFolder, *, claims: bool) -> None:
+def require_own_copies(
+    folder: Path, name: str, store: RemoteFolder, objects: Collection[str], *, claims: bool
+) -> None:
     """Raises `ConfigError` if the copies at a URL are of another run than that in `folder`.
 
-    A folder without an id belongs to the run of this name, as on a new machine. With `claims`, a
-    URL that no run has becomes this run's. Raises `RemoteError`.
+    A folder without an id belongs to the run of this name, as on a new machine. `objects` are the
+    names of all objects there. With `claims`, a URL that no run has becomes this run's. Raises
+    `RemoteError`.
     """
-    if claims and OWNER_FILE not in store.sizes():
+    if OWNER_FILE not in objects:
+        if not claims:
+            return
         # Of two runs that come at once, the first one's stays.
         store.create(OWNER_FILE, seal(Owner(run_id=run_id(folder), name=name)))
     try:
         owner, _ = unseal(store.read(OWNER_FILE, max_bytes=MAX_OWNER_BYTES), Owner)
-    except RemoteMissingError:
-        return
     except (DamageError, ResumeError) as error:
         raise ConfigError([f"{store.url}/{OWNER_FILE} is damaged: {error}; delete it"]) from None
     own = recorded_run_id(folder)
