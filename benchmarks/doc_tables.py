@@ -118,7 +118,7 @@ def shipped() -> Table:
         "GPUs": [f"{plan.world_size:,}" for plan in plans],
         "dp_shard x cp x tp x pp": map(degrees, plans),
         "`cp_method`, resolved": map(method, plans),
-        "tokens per step": [f"{plan.tokens_per_step / 1e6:.1f} M" for plan in plans],
+        "tokens per step": [f"{plan.config.training.tokens_per_step / 1e6:.1f} M" for plan in plans],
         "micro-batches per step, m": [
             str(plan.config.micro_batches(plan.world_size)[1]) for plan in plans
         ],

@@ -90,6 +90,22 @@ def test_the_page_gives_the_plan_and_the_commands_that_follow(
     assert "wrote tiny.toml, tiny.md\n" in printed
 
 
+@pytest.mark.parametrize(
+    ("size", "steps", "epochs"), [(1024, 10, 20), (100_352, 196, None), (1_048_576, 1000, None)]
+)
+def test_a_small_corpus_is_read_four_times_and_more_is_said(
+    size: int, steps: int, epochs: int | None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "texts" / "one.txt").write_text("x" * size)
+    # 2,048 tokens a step, of one byte each.
+    assert main(["read", *TINY, "--corpus", "texts", "--training.global_batch_size", "4"]) == 0
+    written = load(["--config", "read.toml"])
+    assert written.training.steps == steps
+    assert written.schedule.warmup_steps == steps // 10
+    line = f"the corpus has about {size:,} tokens: {steps:,} steps of 2,048 read it {epochs} times"
+    assert (line in capsys.readouterr().out) == (epochs is not None)
+
+
 def test_all_that_is_missing_is_named_at_once_and_nothing_is_asked_without_a_terminal(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,6 +233,7 @@ def test_existing_files_are_replaced_only_on_request(
         ("x", ["--model", "hf:a/../../b"], "run hf download a/../../b"),
         ("x", ["--model", "texts"], "texts"),
         ("x", ["--device", "h100-90gb"], 'device "h100-90gb" is neither a table nor a file; did'),
+        ("x", ["--device", "cpu"], "a plan is of the GPUs that a run will use; tables: a100-40gb"),
         ("x", ["--seq-len", "1T"], "--seq-len 1T must be an integer"),
         ("x", ["--nodes", "3"], "--gpus 2 must be the devices of 3 nodes, 24, or be left out"),
         ("x", ["--corpus", "absent"], 'data.corpus = "absent" is neither'),

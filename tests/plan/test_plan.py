@@ -78,7 +78,7 @@ def test_every_shipped_configuration_can_be_planned(path: Any) -> None:
 
 def test_plan_metrics_follow_their_definitions() -> None:
     plan = planned(parallelism={"cp": 8, "cp_method": "ulysses"}, training={"steps": 500})
-    assert plan.tokens_per_step == 8 * 128 * K
+    assert plan.config.training.tokens_per_step == 8 * 128 * K
     # 7.505e9 matmul weights, 32 layers of 4096, one document per sequence.
     flops = 6 * 7.505e9 * 8 * 128 * K + 12 * 32 * 4096 * 8 * (128 * K) * (128 * K + 1) / 2
     assert plan.mfu == pytest.approx(flops / (plan.step_seconds * 8 * 989.4e12), rel=1e-3)
@@ -238,7 +238,7 @@ def test_stages_are_planned_separately_and_summed() -> None:
     found = plan_run(config, ranks, H100)
     assert [plan.name for plan in found.stages] == [stage.name for stage in config.training_stages]
     assert found.total_tokens == sum(
-        stage.config.training.steps * plan.tokens_per_step
+        stage.config.training.steps * plan.config.training.tokens_per_step
         for stage, plan in zip(config.training_stages, found.stages, strict=True)
     )
     tiny = plan_run(config, ranks, replace(H100, memory=20 * GIB))

@@ -200,5 +200,5 @@ class TrainingStage:
         global_batch_size = training.global_batch_size
         return (
             f"{self} ({self.index + 1} of {self.num_stages}): steps {self.start_step + 1} to {self.end_step}, "
-            f"each {global_batch_size} x {training.seq_len:,} tokens; {global_batch_size * training.seq_len * training.steps:,} tokens in total"
+            f"each {global_batch_size} x {training.seq_len:,} tokens; {training.tokens_per_step * training.steps:,} tokens in total"
         )

@@ -261,6 +261,11 @@ class TrainingSection(Section):
     collection is off.
     """
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step, without padding."""
+        return self.global_batch_size * self.seq_len
+
 
 class ParallelismSection(Section):
     dp_replicate: PositiveInt = 1

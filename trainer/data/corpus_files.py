@@ -319,16 +319,21 @@ class CorpusFiles:
         )
 
 
+def is_local_text(spec: CorpusSpec) -> bool:
+    """Whether the corpus is text on this machine: no dataset, no prepared folder, not absent."""
+    path = Path(spec.corpus)
+    is_dataset = (
+        spec.corpus.startswith(HF_PREFIX) or is_token_dataset(path) or is_saved_dataset(path)
+    )
+    return not is_dataset and (path.exists() or spec.corpus == STDLIB_CORPUS)
+
+
 def corpus_problems(spec: CorpusSpec) -> list[str]:
     """The reasons why this corpus cannot be read, as far as names and first bytes say.
 
-    No reasons are given for datasets, prepared folders and what is absent.
+    No reasons are given for corpora other than text on this machine.
     """
-    path = Path(spec.corpus)
-    is_text = not (
-        spec.corpus.startswith(HF_PREFIX) or is_token_dataset(path) or is_saved_dataset(path)
-    )
-    if not is_text or not (path.exists() or spec.corpus == STDLIB_CORPUS):
+    if not is_local_text(spec):
         return []
     found = CorpusFiles(spec)
     found.examine()

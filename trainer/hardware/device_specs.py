@@ -286,6 +286,8 @@ def _resolve_path(name: str, relative_to: Path | None = None) -> Path:
         name, tables, n=1
     )
     suggestion = f"did you mean {close[0]}? " if close else ""
+    if name == "cpu":
+        suggestion = "a plan is of the GPUs that a run will use; "
     raise ConfigError(
         [f'device "{name}" is neither a table nor a file; {suggestion}tables: {", ".join(tables)}']
     )

@@ -398,7 +398,7 @@ def describe_stage(config: Config, world: LaunchWorld) -> list[str]:
         *summary.parallelism_summary(config, world.world_size),
         *_memory_summary(config, world),
         f"model {config.model.family} {config.model.size}: {model.parameter_summary}",
-        f"step of {pluralize(global_batch_size, 'sequence')} x {training.seq_len:,} tokens = {global_batch_size * training.seq_len:,} tokens: "
+        f"step of {pluralize(global_batch_size, 'sequence')} x {training.seq_len:,} tokens = {training.tokens_per_step:,} tokens: "
         f"{pluralize(num_micro_batches, 'micro-batch', 'es')} of {pluralize(training.micro_batch_size, 'sequence')}, "
         f"{per_rank} on each data-parallel rank",
         *(

@@ -17,10 +17,13 @@ from trainer.config.parse import (
     merge_sources,
     parse_arguments,
 )
+from trainer.config.sections import TrainingSection
 from trainer.config.slurm import SlurmSection
+from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
 from trainer.hardware.device_specs import DEFAULT_DEVICE, detect_device, load_device
 from trainer.new.choices import CORPUS, Choices, Question
+from trainer.new.epochs import enough_steps, estimated_tokens
 from trainer.new.layout import NewRun, Values
 from trainer.new.model_source import (
     MODEL_HELP,
@@ -84,30 +87,37 @@ class RunChoices:
         # All at once, so that one call names everything that a script has to add.
         if not source or not seq_len or not device or not world_size or self.choices.missing:
             raise ConfigError(self.choices.missing)
-        steps = self._stated("training", "steps") or STEPS
         defaults: Values = {
             "tokenizer": tokenizer,
             "data": {"corpus": corpus},
             "training": {
                 "seq_len": seq_len,
                 "global_batch_size": max(1, TOKENS_PER_STEP // seq_len),
-                "steps": steps,
             },
-            "schedule": {"warmup_steps": steps // WARMUP_SHARE},
             "checkpoint": {"interval_minutes": CHECKPOINT_MINUTES},
             "optimizer": {"lr": TUNING_LR} if source.has_weights else {},
             "slurm": self._job(world_size, device) if "slurm" in self.given else {},
             "plan": {"device": device},
         }
+        values = deep_merge(deep_merge(source.values, defaults), self.given)
+        config = Recipe.model_validate(values)
+        corpus_tokens = estimated_tokens(config)
         return NewRun(
             source=source,
             given=self.given,
-            values=deep_merge(deep_merge(source.values, defaults), self.given),
+            values=deep_merge(self._duration(config.training, corpus_tokens), values),
+            corpus_tokens=corpus_tokens,
             device=load_device(device),
             world_size=world_size,
             ranks_per_node=min(self._ranks_per_node(device), world_size),
             answers=self.choices.answers,
         )
+
+    def _duration(self, training: TrainingSection, corpus_tokens: int | None) -> Values:
+        steps = self._stated("training", "steps") or enough_steps(
+            corpus_tokens, training.tokens_per_step, STEPS
+        )
+        return {"training": {"steps": steps}, "schedule": {"warmup_steps": steps // WARMUP_SHARE}}
 
     def _stated(self, section: str, key: str) -> Any:
         return self.given.get(section, {}).get(key)

@@ -14,6 +14,7 @@ from trainer.command_table import typed
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
+from trainer.config.sections import TrainingSection
 from trainer.config.slurm import SlurmSection
 from trainer.config.toml_format import values_to_toml
 from trainer.config.training_stages import Recipe
@@ -23,6 +24,7 @@ from trainer.launch.cluster import pluralize
 from trainer.launch.initial_checks import validate_initial_weights
 from trainer.launch.initial_tokenizer import validate_initial_tokenizer
 from trainer.launch.launcher import collecting, corpora_problems
+from trainer.new.epochs import describe_repetition
 from trainer.new.model_source import ModelSource
 from trainer.plan import search as layouts
 from trainer.plan.__main__ import pinned_keys
@@ -49,6 +51,8 @@ class NewRun:
     """The values that the command line states."""
     values: Values
     """The configuration before a layout is chosen."""
+    corpus_tokens: int | None
+    """Tokens of the corpora, estimated; None if unknown."""
     device: DeviceSpec
     world_size: int
     ranks_per_node: int
@@ -65,15 +69,20 @@ class NewRun:
 
     @property
     def remarks(self) -> list[str]:
-        """Notes on the model that a user should read."""
+        """Notes on the model and the corpus that a user should read."""
+        training = TrainingSection.model_validate(self.values["training"])
         longest = self.source.max_positions
-        seq_len = self.values["training"]["seq_len"]
+        seq_len = training.seq_len
         remarks = [*self.source.remarks]
         if longest is not None and seq_len > longest and "rope" not in self.given.get("model", {}):
             remarks.append(
                 f"the weights were trained for {longest:,} tokens: for {seq_len:,} choose model.rope, "
                 "as theta = 2.8e9 of train_configs/llama3_8b_1m.toml"
             )
+        if repetition := describe_repetition(
+            self.corpus_tokens, training.tokens_per_step, training.steps
+        ):
+            remarks.append(repetition)
         return remarks
 
     def fastest_layouts(self, overrides: Sequence[str]) -> SearchResult:

@@ -90,7 +90,7 @@ def search(options: Namespace, overrides: Sequence[str]) -> int:
     pinned = pinned_keys(overrides)
     world_size = requested_world_size(options, device)
     shortage = ""
-    file_tokens = tokens_per_step(config)
+    file_tokens = config.training.tokens_per_step
     if options.seq_len:
         config = layouts.with_seq_len(config, options.seq_len)
     title = f"{config.job.name} with {config.training.seq_len:,} tokens per sequence"
@@ -120,9 +120,9 @@ def search(options: Namespace, overrides: Sequence[str]) -> int:
     if options.trace:
         result = traced_layouts(result)
     remarks = [f"longer sequences do not fit: {shortage}"] if shortage else []
-    if tokens_per_step(config) != file_tokens:
+    if config.training.tokens_per_step != file_tokens:
         remarks.append(
-            f"a step has {tokens_per_step(config):,} tokens here, and {file_tokens:,} in the configuration"
+            f"a step has {config.training.tokens_per_step:,} tokens here, and {file_tokens:,} in the configuration"
         )
     emit_report(
         search_report(result, title, device, notes=[*remarks, *option_notes(options, config)]),
@@ -231,10 +231,6 @@ def pinned_keys(argv: Sequence[str]) -> list[str]:
     return [
         key for key in keys if not key.startswith("training.") or key in SEARCHED_TRAINING_KEYS
     ]
-
-
-def tokens_per_step(config: Recipe) -> int:
-    return config.training.seq_len * config.training.global_batch_size
 
 
 def selected_device(options: Namespace, config: Recipe) -> DeviceSpec:

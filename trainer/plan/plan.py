@@ -227,7 +227,7 @@ class TrainingPlan:
         training = self.config.training
         model = self.config.model.build()
         pairs = training.global_batch_size * model.mean_pairs(training.seq_len)
-        return model.flops(tokens=self.tokens_per_step, pairs=pairs)
+        return model.flops(tokens=self.config.training.tokens_per_step, pairs=pairs)
 
     @property
     def mfu(self) -> float:
@@ -242,13 +242,8 @@ class TrainingPlan:
         )
 
     @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a step, without padding."""
-        return self.config.training.global_batch_size * self.config.training.seq_len
-
-    @property
     def tokens_per_second(self) -> float:
-        return self.tokens_per_step / self.step_seconds
+        return self.config.training.tokens_per_step / self.step_seconds
 
     @property
     def tokens_per_second_per_device(self) -> float:
@@ -256,7 +251,7 @@ class TrainingPlan:
 
     @property
     def total_tokens(self) -> float:
-        return self.tokens_per_step * self.config.training.steps
+        return self.config.training.tokens_per_step * self.config.training.steps
 
     @property
     def days(self) -> float:

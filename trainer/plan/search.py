@@ -403,7 +403,7 @@ def _fastest_per_mesh(plans: Iterable[TrainingPlan]) -> list[TrainingPlan]:
 
 def with_seq_len(config: ConfigT, seq_len: int) -> ConfigT:
     """Keeps the tokens per step as far as whole sequences allow; micro-batches of one sequence."""
-    tokens = config.training.global_batch_size * config.training.seq_len
+    tokens = config.training.tokens_per_step
     changes = {
         "seq_len": seq_len,
         "global_batch_size": max(1, round(tokens / seq_len)),
