@@ -179,7 +179,7 @@ def test_an_unknown_option_of_a_run_names_the_key_that_is_meant() -> None:
     done = longhaul("train", "--chek", "--seq_len", "5", "--check")
     assert done.returncode == 2
     assert "unknown argument --chek; did you mean --check?" in done.stderr
-    assert "unknown argument --seq_len; seq_len belongs to [training]" in done.stderr
+    assert "unknown argument --seq_len; did you mean --training.seq_len?" in done.stderr
     assert "nothing was started: 2 problems with " in done.stderr
 
 

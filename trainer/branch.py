@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.command_table import typed
-from trainer.commands import CommandParser, overrides_help, print_lines, run_command
+from trainer.commands import (
+    CHECKPOINT_HELP,
+    CommandParser,
+    checkpoint_path,
+    overrides_help,
+    print_lines,
+    run_command,
+)
 from trainer.config import checks, extension
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.parse import COMMAND_LINE, load, parse_arguments
@@ -65,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 def build_parser() -> CommandParser:
     parser = CommandParser(typed("branch"), DESCRIPTION, run=make_branch, overrides=overrides_help)
     add = parser.add_argument
-    add("parent", metavar="RUN[@STEP]", help="run folder, or one of its checkpoints")
+    add("parent", type=checkpoint_path, metavar="RUN[@STEP]", help=CHECKPOINT_HELP)
     add("folder", type=Path, metavar="NEW", help="run folder to create")
     add(
         "--config",
@@ -134,28 +141,21 @@ def _step_folder(step: int) -> Path:
 # ---- the parent
 
 
-def find_parent(text: str) -> tuple[Path, Path]:
-    """The run folder and the checkpoint that RUN[@STEP] names.
+def find_parent(path: Path) -> tuple[Path, Path]:
+    """The run folder and the checkpoint that a path names, of a run folder the newest intact one.
 
     Raises `ConfigError` if there is none, `ResumeError` if it is not intact.
     """
-    name, at, step = text.rpartition("@")
-    # A folder may have an @ in its name.
-    has_step = bool(at and step.isascii() and step.isdecimal()) and not Path(text).exists()
-    path = Path(name if has_step else text)
     run_dir, checkpoints = find_checkpoints(path)
-    wanted = [folder for number, folder in checkpoints if not has_step or number == int(step)]
-    if not wanted:
+    if not checkpoints:
         committed = [each.name for _, each in run_dir.committed_checkpoints()]
         raise ConfigError(
             [
-                f"{text} is no checkpoint of a run; {run_dir.checkpoints_dir} contains {', '.join(committed) or 'none'}"
+                f"{path} is no checkpoint of a run; {run_dir.checkpoints_dir} contains {', '.join(committed) or 'none'}"
             ]
         )
-    if has_step or len(checkpoints) == 1:
-        return run_dir.path, wanted[-1]
-    newest = run_dir.latest_valid_checkpoint()
-    return run_dir.path, wanted[-1] if newest is None else newest
+    newest = run_dir.latest_valid_checkpoint() if path == run_dir.path else None
+    return run_dir.path, newest or checkpoints[-1][1]
 
 
 # ---- the configuration

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from trainer.command_table import resolve, typed
 from trainer.config import extension
-from trainer.config.parse import COMMAND_LINE, load, parse_arguments
+from trainer.config.parse import COMMAND_LINE, load, parse_arguments, sections_with
 from trainer.config.sections import (
     MAX_SEQ_LEN,
     REMOTE_SCHEMES,
@@ -226,6 +226,11 @@ class CommandParser(ArgumentParser):
     def _nearest(self, argument: str) -> str:
         """A hint at the option, command or key that an unknown argument may be meant for."""
         name = argument.partition("=")[0]
+        key = name.removeprefix("--").replace("-", "_")
+        # The whole of a key's name says more than the likeness of an option's.
+        if self._overrides and (sections := sections_with(key)):
+            meant = " or ".join(f"--{section}.{key}" for section in sections)
+            return f"; did you mean {meant}?"
         if get_close_matches(name, known := [*self._option_string_actions, *self.commands], n=1):
             return f"; {_hint(name, known)}"
         hints = [
@@ -303,6 +308,27 @@ def folder_or_url(text: str) -> Path | str:
     return Path(text)
 
 
+CHECKPOINT_HELP = "run folder, RUN@STEP or RUN/checkpoints/step-STEP"
+
+
+def checkpoint_path(text: str) -> Path:
+    """An argparse type: a run folder or a checkpoint, of which RUN@STEP is another name."""
+    if OTHER_SCHEME.match(text):
+        reason = "checkpoint.remote restores a run from there, and checkpoint.initial_load_path takes its weights"
+        raise ArgumentTypeError(f"this command takes what is on this machine: {reason}")
+    run, at, step = text.rpartition("@")
+    # A folder may have an @ in its name.
+    if at and step.isascii() and step.isdecimal() and not Path(text).exists():
+        return Path(run, "checkpoints", f"step-{int(step)}")
+    return Path(text)
+
+
+def checkpoint_or_url(text: str) -> Path | str:
+    """An argparse type: as `checkpoint_path`, or the URL of copies as text."""
+    place = folder_or_url(text)
+    return checkpoint_path(text) if isinstance(place, Path) else place
+
+
 def writable_file(text: str) -> Path:
     """An argparse type: a file in an existing folder."""
     file = Path(text)
@@ -363,9 +389,31 @@ def print_lines(*lines: str) -> None:
     sys.stdout.flush()
 
 
+def print_table(header: Sequence[str], *rows: Sequence[str]) -> None:
+    """Prints a table, of which a terminal shows the cells in as many lines as it is narrow."""
+    if not sys.stdout.isatty():
+        print_lines(*format_table(header, *rows))
+        return
+    # Only here: others need not wait for its import.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*map(_one_line, header), box=None, pad_edge=False, header_style="")
+    for row in rows:
+        table.add_row(*(Text(_one_line(cell), overflow="fold") for cell in row))
+    Console().print(table)
+
+
 def format_table(*rows: Sequence[str]) -> list[str]:
     """One line per row, with columns aligned to the left."""
-    # A name of a file may have lines, which would look like rows.
-    lines = [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
+    lines = [[*map(_one_line, row)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+
+
+def _one_line(cell: str) -> str:
+    """The cell with control characters escaped: a name of a file may have lines, which would look
+    like rows.
+    """
+    return printable(cell).replace("\n", "\\n")

@@ -26,8 +26,10 @@ from models.presets import FAMILIES
 from trainer.checkpoint.initial_weights import HF_PREFIX, HF_TEXT_PREFIX, find_checkpoint
 from trainer.command_table import typed
 from trainer.commands import (
+    CHECKPOINT_HELP,
     CommandParser,
     Run,
+    checkpoint_path,
     folder_or_url,
     number,
     print_lines,
@@ -71,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 def build_parser() -> CommandParser:
     parser = CommandParser(typed("hf"), DESCRIPTION)
     add = parser.add_command("export", EXPORT, run=refusing(run_export)).add_argument
-    add("source", type=Path, metavar="RUN_FOLDER|CHECKPOINT")
+    add("source", type=checkpoint_path, metavar="RUN_FOLDER|CHECKPOINT", help=CHECKPOINT_HELP)
     output_help = "folder to create, which may exist if empty, or URL as s3://BUCKET/PREFIX"
     add("output", type=folder_or_url, metavar="OUTPUT", help=output_help)
     add("--dtype", choices=("bfloat16", "float32"), help="default: the run's training.dtype")

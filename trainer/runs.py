@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from trainer.command_table import typed
-from trainer.commands import CommandParser, format_table, print_lines, run_command
+from trainer.commands import CommandParser, print_table, run_command
 from trainer.config.parse import load
 from trainer.errors import ConfigError, RunError
 from trainer.storage import exit_markers, lineage
@@ -83,7 +83,7 @@ def list_runs(options: Namespace, overrides: list[str]) -> None:
     if not runs:
         raise ConfigError([f"{options.folder} has no run folder"])
     rows = [run.row(depth) for depth, run in _in_tree_order(runs)]
-    print_lines(*format_table(("run", "steps", "state", "branch of"), *rows))
+    print_table(("run", "steps", "state", "branch of"), *rows)
 
 
 def is_run(path: Path) -> bool:

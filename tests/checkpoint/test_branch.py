@@ -317,6 +317,20 @@ def test_runs_are_listed_below_their_parents(root: Path, tmp_path: Path, capsys:
     assert listed(root / "parent", capsys)[1].split()[:5] == ["parent", "6", "of", "6", "done"]
 
 
+def test_a_narrow_terminal_shows_every_word_of_the_list(
+    root: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    branched(f"{root}/parent@4", tmp_path / "child-of-another", "--fresh-optimizer")
+    (row,) = listed(tmp_path, capsys)[1:]
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    head, *lines = listed(tmp_path, capsys)
+    assert max(map(len, lines)) <= 60
+    assert head.split() == ["run", "steps", "state", "branch", "of"]
+    assert lines[0].startswith("child-of-another  4 of 6  not started  ")
+    assert sorted("".join(lines).replace(" ", "")) == sorted(row.replace(" ", ""))
+
+
 def test_runs_that_name_each_other_as_parents_are_listed_once(
     root: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -59,6 +59,9 @@ def test_list_shows_every_checkpoint_and_its_status(run: Path, capsys: Capture) 
     assert rows[2].endswith(f"damaged: state.json: checksum mismatch ({size:,} bytes)")
     assert third[0] == "6"
     assert run_main(capsys, "list", run / "checkpoints" / "step-2")[1] == [head, rows[0]]
+    assert run_main(capsys, "list", f"{run}@2")[1] == [head, rows[0]]
+    status, _, err = run_main(capsys, "list", f"{run}@3")
+    assert (status, f"{run}/checkpoints/step-3 is neither" in err) == (78, True)
 
 
 def test_verify_names_the_damaged_file(run: Path, capsys: Capture) -> None:
@@ -74,6 +77,10 @@ def test_verify_names_the_damaged_file(run: Path, capsys: Capture) -> None:
         f"{run}/checkpoints/step-2: intact",
     ]
     assert run_main(capsys, "verify", run / "checkpoints" / "step-4")[:2] == (78, [out[1]])
+    flip(run / "checkpoints" / "step-2" / ".metadata")
+    (line,) = run_main(capsys, "verify", f"{run}@2")[1]
+    assert line.count(".metadata: checksum mismatch") == 1
+    assert ";" not in line
     assert checkpoints(run) == ["step-2", "step-4", "step-6"], "nothing is renamed"
 
 

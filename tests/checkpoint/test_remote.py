@@ -16,6 +16,7 @@ import pytest
 from tests.checkpoint.test_manifest import commit
 from tests.object_server import URL, Proxy
 from tests.system.runs import ROOT, wait_for
+from trainer.checkpoint.__main__ import main as checkpoint_command
 from trainer.config.sections import CheckpointSection
 from trainer.errors import ConfigError, ResumeError, RunFailedError
 from trainer.storage import object_store as store_module
@@ -299,6 +300,55 @@ def damage(remote: RemoteCheckpoints, *, step: int) -> None:
 
 
 @pytest.mark.usefixtures("proxy")
+def test_copies_are_listed_and_verified_where_they_are(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (3, 6, 9):
+        save(run, step)
+    upload(run)
+    stored().pin(3)
+    damage(stored(), step=6)
+    damage(stored(), step=9)
+    assert checkpoint_command(["verify", URL]) == 78
+    assert checkpoint_command(["verify", URL, "--all"]) == 78
+    newest, *verified = capsys.readouterr().out.splitlines()
+    mismatch = "checksum mismatch"
+    assert newest.startswith(f"{URL}/step-9: ") and mismatch in newest
+    assert verified[0] == newest, "the damaged file is named once"
+    assert verified[1].startswith(f"{URL}/step-6: ") and mismatch in verified[1]
+    assert verified[2:] == [f"{URL}/step-3: intact"]
+    assert checkpoint_command(["verify", f"{URL}/step-3"]) == 0
+    restored(tmp_path)
+    capsys.readouterr()
+    assert checkpoint_command(["list", URL]) == 0
+    _, row, *set_aside = capsys.readouterr().out.splitlines()
+    assert row.split()[0] == "3"
+    assert row.split()[-2:] == ["intact", "pinned"]
+    assert [line.partition("-2")[0] for line in set_aside] == ["bad-step-6", "bad-step-9"]
+    assert all(mismatch in line for line in set_aside)
+    # A manifest is small enough to be looked at by `list`.
+    stored().folder.delete(["step-3/manifest.json"])
+    assert stored().folder.create("step-3/manifest.json", b"{}")
+    assert checkpoint_command(["list", URL]) == 0
+    assert "damaged: " in capsys.readouterr().out
+
+
+def test_copies_that_cannot_be_listed_exit_with_their_class(
+    proxy: Proxy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checkpoint_command(["list", f"{URL}/nothing"]) == 78
+    assert f"{URL}/nothing is neither a copy of a checkpoint" in capsys.readouterr().err
+    proxy.always("denied")
+    assert checkpoint_command(["verify", URL]) == 2
+    proxy.always("dead")
+    assert checkpoint_command(["list", URL]) == 1
+    assert capsys.readouterr().err.count("error: command line: DIR: ") == 2
+    for words in (["prune", URL, "--keep", "1"], ["export", f"{URL}/step-3", "weights"]):
+        assert checkpoint_command(words) == 2
+        assert "this command takes what is on this machine" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("proxy")
 def test_a_run_never_starts_over_where_all_copies_are_damaged(run: RunDir, tmp_path: Path) -> None:
     save(run, 3)
     upload(run)
@@ -408,8 +458,11 @@ def test_a_store_that_refuses_is_an_error_of_the_configuration(
 
 @pytest.mark.usefixtures("proxy")
 def test_a_bucket_that_does_not_exist_is_an_error_of_the_configuration(run: RunDir) -> None:
-    with pytest.raises(ConfigError, match="NoSuchBucket"):
+    with pytest.raises(
+        ConfigError, match=r"NoSuchBucket: .*; create the bucket, or correct"
+    ) as met:
         restore_newest(run, "s3://nowhere/x", name="run", probes=True)
+    assert "AWS_ACCESS_KEY_ID" not in str(met.value)
 
 
 @pytest.mark.usefixtures("proxy")

@@ -286,13 +286,32 @@ def test_prepare_uploads_and_inspects(
     assert "some text some" in said
 
 
+@pytest.mark.usefixtures("local")
+def test_a_check_says_what_is_at_the_url_of_a_corpus(tmp_path: Path) -> None:
+    def problems(url: str) -> list[str]:
+        words = arguments(write_run(tmp_path), tmp_path / "run", f"--data.corpus={url}")
+        return load_and_validate(words, {"NGPU": "1"}, checking=True)[2]
+
+    texts = f"s3://{BUCKET}/texts"
+    RemoteFolder(texts).create("one.txt", b"a page")
+    assert problems(URL) == []
+    (said,) = problems(texts)
+    assert f'{texts}" is not a prepared corpus; text is not read from URLs' in said
+    assert said.endswith(f"prepare --corpus FOLDER --output {texts}")
+    assert problems(f"{texts}/2024") == [f'data.corpus = "{texts}/2024": nothing is there']
+    RemoteFolder(URL).delete(["meta.json"])
+    RemoteFolder(URL).create("meta.json", b"{}")
+    with pytest.raises(DataError, match="is damaged"):
+        problems(URL)
+
+
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [
         (["--corpus", "s3://user:kept@bucket/x"], "must not contain a user, password or query"),
         (["--corpus", "a.txt", "--output", "s3://bucket/x?kept=1"], "must not contain a user"),
         (["--corpus", "a.txt", "--output", "s3://bucket"], "must be s3://BUCKET/PREFIX"),
-        (["--corpus", "s3://bucket/nothing"], "is not a prepared corpus; text is not read from"),
+        (["--corpus", "s3://bucket/nothing"], 's3://bucket/nothing": nothing is there'),
     ],
 )
 def test_urls_that_cannot_be_used_are_refused(

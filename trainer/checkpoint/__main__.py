@@ -12,14 +12,18 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint.initial_weights import find_checkpoint, is_hugging_face
+from trainer.checkpoint.listing import find_file_damage, listed_checkpoints, select_checkpoints
 from trainer.command_table import typed
 from trainer.commands import (
+    CHECKPOINT_HELP,
     CommandParser,
     Run,
+    checkpoint_or_url,
+    checkpoint_path,
     folder_or_url,
-    format_table,
     integer,
     print_lines,
+    print_table,
     run_command,
 )
 from trainer.config.parse import load
@@ -28,16 +32,13 @@ from trainer.metrics.loggers import log_plainly
 from trainer.storage import manifest
 from trainer.storage.artifact import DamageError
 from trainer.storage.durable_io import format_bytes
-from trainer.storage.progress import progress
 from trainer.storage.remote_models import local_output, upload_checkpoint
 from trainer.storage.retention import (
     checkpoints_to_delete,
     delete_checkpoint,
-    is_pinned,
-    list_quarantined,
     valid_checkpoints,
 )
-from trainer.storage.run_dir import RunDir, find_checkpoints
+from trainer.storage.run_dir import RunDir
 
 DESCRIPTION = "Manages the checkpoints of a run. DIR is a run folder or one of its checkpoints."
 SUMMARIES = {
@@ -64,8 +65,13 @@ def build_parser() -> CommandParser:
     commands = {
         name: parser.add_command(name, SUMMARIES[name], run=run) for name, run in runs.items()
     }
-    for command in commands.values():
-        command.add_argument("folder", type=Path, metavar="DIR", help="run folder or checkpoint")
+    for name, command in commands.items():
+        add = command.add_argument
+        if name in ("list", "verify"):
+            where = f"{CHECKPOINT_HELP}, or the URL of copies"
+            add("folder", type=checkpoint_or_url, metavar="DIR", help=where)
+        else:
+            add("folder", type=checkpoint_path, metavar="DIR", help=CHECKPOINT_HELP)
     commands["verify"].add_argument(
         "--all", action="store_true", help="verify every checkpoint, not only the newest"
     )
@@ -98,24 +104,27 @@ def _logging_progress(run: Run) -> Run:
 
 
 def list_checkpoints(args: Namespace, _: Sequence[str]) -> None:
-    rows = [("step", "saved", "size", "ranks", "", "")]
-    for step, folder in select_checkpoints(args.folder):
-        try:
-            found = manifest.read_validated(folder)
-            facts = (found.saved, format_bytes(found.bytes), f"{found.world_size}", "intact")
-        except DamageError as error:
-            facts = ("-", "-", "-", f"damaged: {error}")
-        rows.append((f"{step}", *facts, "pinned" if is_pinned(folder) else ""))
-    print_lines(*format_table(*rows), *list_quarantined(RunDir(args.folder).checkpoints_dir))
+    rows = list[Sequence[str]]()
+    with listed_checkpoints(args.folder) as listing:
+        for each in listing.checkpoints:
+            try:
+                found = each.read_manifest()
+                facts = (found.saved, format_bytes(found.bytes), f"{found.world_size}", "intact")
+            except DamageError as error:
+                facts = ("-", "-", "-", f"damaged: {error}")
+            rows.append((f"{each.step}", *facts, "pinned" if each.is_pinned else ""))
+    print_table(("step", "saved", "size", "ranks", "", ""), *rows)
+    print_lines(*listing.set_aside)
 
 
 def verify(args: Namespace, _: Sequence[str]) -> int:
-    checkpoints = select_checkpoints(args.folder)
     damaged = 0
-    for _step, folder in reversed(checkpoints) if args.all else checkpoints[-1:]:
-        problems = find_file_damage(folder)
-        damaged += bool(problems)
-        print_lines(f"{folder}: {'; '.join(problems) or 'intact'}")
+    with listed_checkpoints(args.folder) as listing:
+        newest_first = listing.checkpoints[::-1]
+        for each in newest_first if args.all else newest_first[:1]:
+            problems = each.find_damage()
+            damaged += bool(problems)
+            print_lines(f"{each.place}: {'; '.join(problems) or 'intact'}")
     return EXIT_NO_RETRY if damaged else EXIT_SUCCESS
 
 
@@ -160,38 +169,6 @@ def export(args: Namespace, _: Sequence[str]) -> None:
         manifest.read_verified(checkpoint)
         num_bytes = export_weights(checkpoint, output)
     print_lines(f"{args.output}: weights of {checkpoint}, {format_bytes(num_bytes)}")
-
-
-def select_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """The checkpoints that `folder` names, oldest first.
-
-    Raises `ResumeError` if there are none.
-    """
-    _, checkpoints = find_checkpoints(folder)
-    if not checkpoints and (folder / manifest.MANIFEST_FILE).exists():
-        # Exported, or copied out of its run folder.
-        checkpoints = [(0, folder)]
-    if not checkpoints:
-        raise ResumeError(f"{folder} is neither a checkpoint nor a run folder with a checkpoint")
-    return checkpoints
-
-
-def find_file_damage(folder: Path) -> list[str]:
-    """One line per damaged file; shows progress."""
-    try:
-        checkpoint_manifest = manifest.read_validated(folder)
-    except DamageError as error:
-        return [str(error)]
-    with progress(f"verifying {folder.name}", total=checkpoint_manifest.bytes) as shown:
-        damaged = manifest.find_damage(
-            folder,
-            checkpoint_manifest,
-            sorted(checkpoint_manifest.files),
-            on_bytes=shown.advance,
-        )
-    from trainer.checkpoint.load import find_metadata_damage
-
-    return [*damaged, *find_metadata_damage(folder)]
 
 
 def initial_checkpoints(run_dir: RunDir) -> list[Path]:

@@ -444,6 +444,11 @@ def _foreign_section_message(name: str, value: object) -> str | None:
     return f"unknown section; {', '.join(suggestions)}" if suggestions else None
 
 
+def sections_with(key: str) -> list[str]:
+    """The sections that have a key of this name, whose words may be joined by dashes."""
+    return [name for name in all_sections() if key.replace("-", "_") in section_keys(name)]
+
+
 def _unknown_key_message(
     section: str, key: str, section_type: type[Section] | None = None, *, is_table: bool = False
 ) -> str:
@@ -457,11 +462,7 @@ def _unknown_key_message(
         return message
     # The most specific advice comes first: our renamed keys, the right section of ours, keys of
     # other trainers, then similar names.
-    owners = [
-        f"[{owner_name}]"
-        for owner_name in all_sections()
-        if key.replace("-", "_") in section_keys(owner_name)
-    ]
+    owners = [f"[{owner}]" for owner in sections_with(key)]
     if not (owners and section in all_sections()) and (suggestion := aliases.suggest(name)):
         return f"unknown key; {suggestion}"
     if is_table or (section and section not in all_sections()):

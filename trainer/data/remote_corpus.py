@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from models.files import MAX_SEALED_BYTES
@@ -72,9 +74,25 @@ def fetch_corpus(source: CorpusSpec) -> Path:
     """The local folder by which the corpus at `source.corpus` is read.
 
     Its index is downloaded if it is not here, by one of the processes that share `cache_dir`.
+    Raises as `require_prepared`.
+    """
+    with _opened(source) as (store, meta, files):
+        return _fetch_index(source, store, meta, files)
+
+
+def require_prepared(source: CorpusSpec) -> None:
+    """Reads the seal of the corpus at `source.corpus`.
+
     Raises `ConfigError` if nothing prepared is there or the store refuses, `DataError` if it is
     damaged, and `RunFailedError` if the store fails.
     """
+    with _opened(source):
+        pass
+
+
+@contextmanager
+def _opened(source: CorpusSpec) -> Iterator[tuple[RemoteFolder, TokenDatasetMeta, SealedFiles]]:
+    """The store of a corpus, and what its seal says."""
     url = source.corpus.rstrip("/")
     subject = f'{source.key} = "{url}"'
     with reporting(source.key, url):
@@ -82,9 +100,10 @@ def fetch_corpus(source: CorpusSpec) -> Path:
         try:
             content = store.read(META_FILENAME, max_bytes=MAX_SEALED_BYTES)
             meta, _ = unseal(content, TokenDatasetMeta)
-            files = corpus_files(meta, content)
-            return _fetch_index(source, store, meta, files)
+            yield store, meta, corpus_files(meta, content)
         except RemoteMissingError:
+            if store.is_empty():
+                raise ConfigError([f"{subject}: nothing is there"]) from None
             command = typed("prepare", "--corpus", "FOLDER", "--output", url)
             raise ConfigError(
                 [

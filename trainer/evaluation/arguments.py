@@ -6,7 +6,15 @@ from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 
 from trainer.command_table import typed
-from trainer.commands import CommandParser, count, integer, later, number
+from trainer.commands import (
+    CHECKPOINT_HELP,
+    CommandParser,
+    checkpoint_path,
+    count,
+    integer,
+    later,
+    number,
+)
 from trainer.metrics import loggers
 
 NEEDLE = """\
@@ -42,8 +50,8 @@ def checkpoint_parser(
     parser = CommandParser(
         typed(command), description, run=log_and_run, overrides=overrides, rank=started_rank
     )
-    checkpoint_help = "run folder (its newest checkpoint), or one of its checkpoints/step-N"
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=checkpoint_help)
+    help_text = f"{CHECKPOINT_HELP}; of a run folder, the newest checkpoint"
+    parser.add_argument("checkpoint", type=checkpoint_path, metavar="CHECKPOINT", help=help_text)
     return parser
 
 

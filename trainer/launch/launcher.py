@@ -335,8 +335,20 @@ def remote_problems(config: Config) -> list[str]:
 
 
 def corpora_problems(config: Config) -> list[str]:
-    """Why the corpora that are on this machine cannot be read."""
-    return [problem for spec in corpus_specs(config).values() for problem in corpus_problems(spec)]
+    """Why the corpora cannot be read, as far as names, first bytes and the seals at URLs say.
+
+    Raises as `require_prepared` for a store that fails and for damage.
+    """
+    specs = corpus_specs(config).values()
+    problems = [problem for spec in specs for problem in corpus_problems(spec)]
+    for spec in specs:
+        if is_remote(spec.corpus) and missing_library(spec.key, spec.corpus) is None:
+            # Imports torch.
+            from trainer.data.remote_corpus import require_prepared
+
+            with collecting(problems):
+                require_prepared(spec)
+    return problems
 
 
 def missing_trackers(config: Config) -> list[str]:

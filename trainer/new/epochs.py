@@ -7,7 +7,7 @@ from trainer.config.source import corpus_specs
 from trainer.data.corpus_files import CorpusFiles, is_local_text
 
 BYTES_PER_TOKEN = 4
-"""Of English text, with a vocabulary of 32K to 256K tokens."""
+"""English text has about this many, with a vocabulary of 32K to 256K tokens."""
 MAX_EPOCHS = 4
 """Up to four epochs are about as good as new text (Muennighoff et al. 2023, arXiv:2305.16264)."""
 MIN_STEPS = 10

@@ -44,9 +44,9 @@ REFUSAL_CODES = {
     "ExpiredToken",
     "InvalidAccessKeyId",
     "InvalidToken",
-    "NoSuchBucket",
     "SignatureDoesNotMatch",
 }
+NO_BUCKET_CODE = "NoSuchBucket"
 CREDENTIALS_HINT = "for s3:// set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, or give the machine a role"
 METADATA_SERVICE = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 """Where credentials are looked for last: without any, its error is all that there is."""
@@ -57,12 +57,18 @@ class RemoteError(Exception):
 
 
 class RemoteRefusedError(RemoteError):
-    """Credentials are missing, wrong or expired, or the bucket does not exist.
+    """Credentials are missing, wrong or expired, or the request is not allowed.
 
     `hint` says what helps.
     """
 
     hint = CREDENTIALS_HINT
+
+
+class NoBucketError(RemoteRefusedError):
+    """The bucket does not exist, or only in another region."""
+
+    hint = "create the bucket, or correct its name or AWS_REGION"
 
 
 class UnencryptedEndpointError(RemoteRefusedError):
@@ -131,6 +137,10 @@ class RemoteFolder:
             )
         self.delete([name])
 
+    def is_empty(self) -> bool:
+        with self._explained():
+            return not any(self._store.list())
+
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Bytes of all objects in a folder, by name."""
         return {name: size for name, (size, _) in self.versions(prefix).items()}
@@ -196,20 +206,33 @@ class RemoteFolder:
 
         Raises `DamageError` for another object.
         """
+        with path.open("wb") as file:
+            for part in self._checked_ranges(name, size, digest):
+                file.write(part)
+                on_bytes(len(part))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def verify(
+        self, name: str, *, size: int, digest: str, on_bytes: Callable[[int], None]
+    ) -> None:
+        """Reads an object. Raises `DamageError` unless it has this size and sha256."""
+        for part in self._checked_ranges(name, size, digest):
+            on_bytes(len(part))
+
+    def _checked_ranges(self, name: str, size: int, digest: str) -> Iterator[bytes]:
+        """The bytes of an object. Raises `DamageError`, for a wrong hash after the last of them."""
         found = hashlib.sha256()
         try:
-            with self._explained(), path.open("wb") as file:
+            with self._explained():
                 if (actual := self._store.head(name)["size"]) != size:
                     raise DamageError(f"{name} has {actual:,} bytes instead of {size:,}")
                 # By ranges: each is a request with its own retries and time limit.
                 for start in range(0, size, CHUNK_BYTES):
                     length = min(CHUNK_BYTES, size - start)
-                    part = self._store.get_range(name, start=start, length=length)
+                    part = bytes(self._store.get_range(name, start=start, length=length))
                     found.update(part)
-                    file.write(part)
-                    on_bytes(length)
-                file.flush()
-                os.fsync(file.fileno())
+                    yield part
         except RemoteMissingError:
             raise DamageError(f"{name} is missing") from None
         if digest and found.hexdigest() != digest:
@@ -231,8 +254,8 @@ class RemoteFolder:
         except FileNotFoundError as error:
             code, reason = _reason(error)
             # A bucket that does not exist is reported as a missing object, too.
-            if code in REFUSAL_CODES:
-                raise RemoteRefusedError(f"{self.url}: {reason}") from None
+            if code == NO_BUCKET_CODE:
+                raise NoBucketError(f"{self.url}: {reason}") from None
             raise RemoteMissingError(f"{self.url}: {reason}") from None
         except exceptions.BaseError as error:
             code, reason = _reason(error)
@@ -243,6 +266,8 @@ class RemoteFolder:
                 refused = True
                 reason = "there are no credentials in the environment or from this machine"
             kind = RemoteRefusedError if refused else RemoteError
+            if code == NO_BUCKET_CODE:
+                kind = NoBucketError
             raise kind(f"{self.url}: {reason}") from None
 
 

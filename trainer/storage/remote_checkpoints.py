@@ -10,16 +10,19 @@ Exported weights at a URL have the form of a copy, without the folder of the ste
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from models.files import MAX_SEALED_BYTES
+from models.files import MAX_CONFIG_BYTES, MAX_SEALED_BYTES
 from trainer.storage.artifact import DamageError, unseal
 from trainer.storage.manifest import MANIFEST_FILE, Manifest
 from trainer.storage.object_store import RemoteFolder
 from trainer.storage.remote_files import SealedFiles
-from trainer.storage.retention import PIN_FILE, parse_step
+from trainer.storage.retention import PIN_FILE, REASON_FILE, parse_step
+
+SET_ASIDE = re.compile(rf"bad-step-[^/]+/{REASON_FILE}")
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class RemoteCheckpoints:
         now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
         content = self.folder.read(name, max_bytes=MAX_SEALED_BYTES)
         self.folder.create(f"bad-step-{step}-{now}/{MANIFEST_FILE}", content)
-        self.folder.create(f"bad-step-{step}-{now}/reason", f"{reason}\n".encode())
+        self.folder.create(f"bad-step-{step}-{now}/{REASON_FILE}", f"{reason}\n".encode())
         self.folder.delete([name])
 
 
@@ -84,6 +87,16 @@ def committed_steps(sizes: Mapping[str, int]) -> list[int]:
 
 def pinned_steps(sizes: Mapping[str, int]) -> set[int]:
     return _steps_with(PIN_FILE, sizes)
+
+
+def reasons_of_damage(store: RemoteFolder, sizes: Mapping[str, int]) -> list[str]:
+    """One line per copy that was set aside: name and reason."""
+    names = [name for name in sorted(sizes) if SET_ASIDE.fullmatch(name)]
+    reasons = (store.read(name, max_bytes=MAX_CONFIG_BYTES) for name in names)
+    return [
+        f"{name.partition('/')[0]}: {reason.decode(errors='replace').strip()}"
+        for name, reason in zip(names, reasons, strict=True)
+    ]
 
 
 def begun_steps(sizes: Mapping[str, int]) -> set[int]:
