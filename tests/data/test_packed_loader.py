@@ -170,6 +170,17 @@ def test_folders_and_weights_belong_together(folder: Path) -> None:
         open_packed(folder / "none", seq_len=SEQ_LEN)
 
 
+def test_options_are_those_of_a_configuration(folder: Path) -> None:
+    loader = PackedDataLoader(open_packed(folder, seq_len="1K"))
+    assert next(iter(loader))["input_ids"].shape == (1, 1024)
+    with pytest.raises(
+        ValueError, match=r"^open_packed: training.seq_len = \"1T\" must be an integer"
+    ):
+        open_packed(folder, seq_len="1T")
+    with pytest.raises(ValueError, match=r"data.packing = \"tight\" must .*; open_packed: data.mask"):
+        open_packed(folder, seq_len=64, packing="tight", mask="all")  # type: ignore[arg-type]
+
+
 def test_places_that_do_not_exist_are_refused_and_empty_items_said(folder: Path) -> None:
     dataset = open_packed(folder, seq_len=SEQ_LEN)
     with pytest.raises(ValueError, match="dp_rank = 2 must be at least 0 and below dp_size = 2"):

@@ -16,18 +16,19 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from models.batch import Batch
 from trainer.command_table import typed
-from trainer.config.data import DataSection, MixSection, SourceSection
+from trainer.config.parse import ConfigSource, merge_sources
+from trainer.config.training_stages import Recipe
 from trainer.data.datasets import build_blended_dataset
 from trainer.data.loader import MicroBatchLoader
 from trainer.data.own_files import is_token_dataset
 from trainer.data.reader import DealtMicroBatch, Indices, MicroBatchDataset, quiet_torchdata
 from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 
 
 def open_packed(
     *folders: str | Path,
-    seq_len: int,
+    seq_len: int | str,
     weights: Sequence[float] = (),
     seed: int = 0,
     packing: Literal["best_fit", "concat", "single"] = "best_fit",
@@ -38,7 +39,7 @@ def open_packed(
 
     Args:
         folders: The folders, in the order of their weights.
-        seq_len: Tokens of a sequence.
+        seq_len: Tokens of a sequence; `"128K"` and `"1M"` are multiples of 1024.
         weights: The folders' shares of tokens; left out, equal shares.
         seed: The seed of the order.
         packing: As `data.packing`: how documents fill sequences.
@@ -46,7 +47,8 @@ def open_packed(
 
     Raises:
         DataError: A folder is damaged, or not one that `longhaul prepare` made.
-        ValueError: There is no folder, or another number of weights.
+        ValueError: There is no folder, another number of weights, or a value that its key of the
+            configuration does not take.
 
     """
     if not folders or (weights and len(weights) != len(folders)):
@@ -56,12 +58,21 @@ def open_packed(
             raise DataError(f"{folder} is no prepared folder: run {typed('prepare')} first")
     paths = {f"source{number}": Path(folder) for number, folder in enumerate(folders)}
     mix = [
-        MixSection(source=name, weight=weight)
+        {"source": name, "weight": weight}
         for name, weight in zip(paths, weights or [1.0] * len(paths), strict=True)
     ]
-    sources = {name: SourceSection(path=str(path)) for name, path in paths.items()}
-    data = DataSection(sources=sources, mix=tuple(mix), packing=packing, mask=mask)
-    return build_blended_dataset(data, paths, seq_len=seq_len, seed=seed)
+    sources = {name: {"path": str(path)} for name, path in paths.items()}
+    values = {
+        "data": {"sources": sources, "mix": mix, "packing": packing, "mask": mask},
+        "training": {"seq_len": seq_len, "seed": seed},
+    }
+    try:
+        given = merge_sources([ConfigSource(name="open_packed", values=values, typed=True)], [])
+    except ConfigError as error:
+        raise ValueError("; ".join(error.problems)) from None
+    config = Recipe.model_validate(given)
+    training = config.training
+    return build_blended_dataset(config.data, paths, seq_len=training.seq_len, seed=training.seed)
 
 
 def model_inputs(batch: Batch) -> dict[str, Any]:
