@@ -29,6 +29,8 @@ RUN useradd --create-home longhaul \
     && mkdir /runs \
     && chown longhaul /runs
 USER longhaul
+# A user given by docker run --user has no home; caches of models and kernels outlive the container here.
+ENV HOME=/runs
 WORKDIR /runs
 ENTRYPOINT ["longhaul"]
 CMD ["--help"]

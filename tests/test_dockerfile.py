@@ -46,7 +46,7 @@ def test_the_base_is_a_release_of_python_that_the_project_takes() -> None:
 
 def test_no_step_leaves_a_cache_or_takes_more_than_it_names() -> None:
     assert {name for name, _ in STEPS} <= {
-        *("FROM", "RUN", "COPY", "ARG", "WORKDIR", "USER", "ENTRYPOINT", "CMD"),
+        *("FROM", "RUN", "COPY", "ARG", "WORKDIR", "USER", "ENV", "ENTRYPOINT", "CMD"),
     }
     for step in arguments("RUN"):
         assert not re.search(r"\b(curl|wget|sudo|latest)\b", step)
@@ -136,9 +136,13 @@ echo {packages} > $(echo /tmp/base/lib/python3*/site-packages)/others.pth
 cd /source
 EXTRAS=$(echo {arguments("ARG")[0].partition("=")[2]})
 """
-    checked = """
+    environment = " ".join(arguments("ENV"))
+    checked = f"""
 cd /runs
 su longhaul --command "PATH=$PATH longhaul plan --config llama3_8b --quick | head -2; touch /runs/mine; id -un"
+chown 4321 /runs
+setpriv --reuid 4321 --regid 4321 --clear-groups env -i PATH=$PATH {environment} \\
+    longhaul selfcheck --config debug --parallelism.cp 2
 """
     script = tmp_path / "steps.sh"
     script.write_text(base + "\n".join(arguments("RUN")) + checked)
@@ -157,7 +161,8 @@ su longhaul --command "PATH=$PATH longhaul plan --config llama3_8b --quick | hea
         pytest.skip("needs the package index of Debian")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "FITS" in done.stdout
-    assert done.stdout.split()[-1] == "longhaul"
+    assert "longhaul\n" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("match (losses")
 
 
 def test_a_file_of_the_checkout_that_is_not_named_stays_outside() -> None:
