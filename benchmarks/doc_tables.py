@@ -32,8 +32,8 @@ from trainer.memory.block import BlockMemory
 from trainer.memory.estimator import MemoryEstimate, estimate_memory
 from trainer.memory.rank import RankMemory
 from trainer.memory.recompute import recompute_moments
-from trainer.memory.report import memory_savings
 from trainer.memory.tensors import total_bytes
+from trainer.plan.memory_advice import memory_savings
 from trainer.plan.plan import TrainingPlan, plan_stage
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -118,7 +118,9 @@ def shipped() -> Table:
         "GPUs": [f"{plan.world_size:,}" for plan in plans],
         "dp_shard x cp x tp x pp": map(degrees, plans),
         "`cp_method`, resolved": map(method, plans),
-        "tokens per step": [f"{plan.config.training.tokens_per_step / 1e6:.1f} M" for plan in plans],
+        "tokens per step": [
+            f"{plan.config.training.tokens_per_step / 1e6:.1f} M" for plan in plans
+        ],
         "micro-batches per step, m": [
             str(plan.config.micro_batches(plan.world_size)[1]) for plan in plans
         ],

@@ -28,7 +28,7 @@ from trainer.config.parse import load
 from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset, SequenceShard
 from trainer.hardware.host import GIB, node_memory_bytes
-from trainer.memory.auto import fit_memory_options
+from trainer.plan.memory_options import fit_memory_options
 from trainer.step.build import compiles, require_right_gradients
 from trainer.step.distributed import process_group
 from trainer.step.trainer import StepMetrics, Trainer

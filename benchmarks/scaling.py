@@ -22,13 +22,13 @@ from pathlib import Path
 from benchmarks import published
 from benchmarks.doc_tables import markdown
 from trainer.config import checks
+from trainer.config.overrides import with_overrides
 from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.hardware.device_specs import load_device
 from trainer.hardware.host import GIB
 from trainer.memory.estimator import TRANSIENT_ACTIVATIONS, phase_estimates
 from trainer.memory.rank import RankMemory
-from trainer.memory.report import with_overrides
 from trainer.plan.document import LineChart, PlanReport
 from trainer.plan.html import render_html
 from trainer.plan.plan import TrainingPlan, plan_stage

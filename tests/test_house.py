@@ -69,6 +69,7 @@ DOORS = {
     "pydantic_core": {"trainer.config.parse", "trainer.hardware.device_specs"},
     "pydantic_settings": {"trainer.config.parse"},
     "rich": {
+        "trainer.commands",
         "trainer.data.prepare.report",
         "trainer.storage.progress",
         "trainer.plan.console",
@@ -312,7 +313,7 @@ WITHOUT_TORCH = (
     "trainer.config.job_config",
     "trainer.memory.estimator",
     "trainer.memory.rank",
-    "trainer.memory.report",
+    "trainer.plan.memory_advice",
     "trainer.config.parse",
     "trainer.storage.run_dir",
     "trainer.hf",

@@ -402,7 +402,7 @@ def print_table(header: Sequence[str], *rows: Sequence[str]) -> None:
     table = Table(*map(_one_line, header), box=None, pad_edge=False, header_style="")
     for row in rows:
         table.add_row(*(Text(_one_line(cell), overflow="fold") for cell in row))
-    Console().print(table)
+    print_lines("".join(part.text for part in Console().render(table)).rstrip("\n"))
 
 
 def format_table(*rows: Sequence[str]) -> list[str]:

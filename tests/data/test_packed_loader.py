@@ -177,7 +177,9 @@ def test_options_are_those_of_a_configuration(folder: Path) -> None:
         ValueError, match=r"^open_packed: training.seq_len = \"1T\" must be an integer"
     ):
         open_packed(folder, seq_len="1T")
-    with pytest.raises(ValueError, match=r"data.packing = \"tight\" must .*; open_packed: data.mask"):
+    with pytest.raises(
+        ValueError, match=r"data.packing = \"tight\" must .*; open_packed: data.mask"
+    ):
         open_packed(folder, seq_len=64, packing="tight", mask="all")  # type: ignore[arg-type]
 
 

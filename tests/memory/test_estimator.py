@@ -22,7 +22,7 @@ from trainer.memory.estimator import (
     phase_estimates,
 )
 from trainer.memory.rank import RankMemory
-from trainer.memory.report import memory_savings, out_of_memory_advice
+from trainer.plan.memory_advice import memory_savings, out_of_memory_advice
 
 # Activations dominate, and every item is large enough to matter. The vocabulary is small because
 # the CPU's bfloat16 matmuls allocate workspace for a large loss head.

@@ -13,8 +13,8 @@ import torch
 from tests.system.in_process import configured, dataset_of, run_here
 from tests.system.runs import ROOT, arguments, write_run
 from trainer.config.parse import load
-from trainer.memory.report import out_of_memory_advice
 from trainer.metrics.profiler import Profilers, StepWindow
+from trainer.plan.memory_advice import out_of_memory_advice
 
 TRAIN_WITHOUT_OPTIONAL_IMPORTS = """
 import sys

@@ -14,8 +14,8 @@ from trainer.config.job_config import Config
 from trainer.config.parse import CONFIG_DIR, load
 from trainer.hardware.device_specs import MATMUL_SHARE, DeviceSpec, load_device
 from trainer.hardware.host import GIB
-from trainer.memory import auto
 from trainer.memory.estimator import SAVED_ACTIVATIONS
+from trainer.plan import memory_options
 from trainer.plan.plan import (
     HOST_BYTES_PER_PROCESS,
     HOST_RESERVE_FRACTION,
@@ -109,7 +109,7 @@ def test_a_tenth_of_device_and_host_memory_is_reserved() -> None:
     assert not over.fits
     assert "a device needs" in over.memory_shortages[0]
     assert over.memory_utilization == pytest.approx(1 / 0.999)
-    assert auto.DEVICE_FRACTION + HOST_RESERVE_FRACTION == 1.0
+    assert memory_options.DEVICE_FRACTION + HOST_RESERVE_FRACTION == 1.0
 
 
 def test_host_memory_covers_activations_staging_and_processes() -> None:

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from trainer.config import checks
+from trainer.config.overrides import with_overrides
 from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.hardware.attention_choice import attention_problems
 from trainer.hardware.device_specs import DeviceSpec, load_device
 from trainer.hardware.host import GIB
-from trainer.memory.auto import LOSS_CHUNKS_MIB
-from trainer.memory.report import with_overrides
 from trainer.plan import run_plan
 from trainer.plan.interconnect import group_topologies
+from trainer.plan.memory_options import LOSS_CHUNKS_MIB
 from trainer.plan.plan import plan_stage
 from trainer.plan.report import search_report
 from trainer.plan.search import (

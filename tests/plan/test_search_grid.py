@@ -16,12 +16,12 @@ from benchmarks.dry_run import dry_run
 from benchmarks.memory_grid import LIMIT, configured, draw_cases
 from trainer.config import checks
 from trainer.config.job_config import Config
+from trainer.config.overrides import with_overrides
 from trainer.config.parse import load
 from trainer.errors import ConfigError
 from trainer.hardware.device_specs import DeviceSpec, device_names, load_device
-from trainer.memory.auto import DEVICE_FRACTION, fit_memory_options
 from trainer.memory.estimator import estimate_memory
-from trainer.memory.report import with_overrides
+from trainer.plan.memory_options import DEVICE_FRACTION, fit_memory_options
 from trainer.plan.search import TIE_FACTOR, SearchResult, search
 
 FEW = 1

@@ -20,6 +20,7 @@ from trainer.command_table import typed
 from trainer.commands import CommandParser, run_command
 from trainer.config import checks, summary
 from trainer.config.job_config import Config, TrainingStage
+from trainer.config.overrides import with_overrides
 from trainer.config.parse import find_config_file, load, name_flags, parse_arguments, show_path
 from trainer.config.run_spec import SECRET_ENV, RunSpec
 from trainer.config.sections import is_remote, remote_url
@@ -54,10 +55,10 @@ from trainer.launch.predict import predict
 from trainer.launch.remote_weights import with_local_weights
 from trainer.launch.restarts import run_with_restarts
 from trainer.launch.secret import launch_secret
-from trainer.memory.auto import Choice, choose_memory_options, describe_choice
 from trainer.memory.estimator import estimate_memory
-from trainer.memory.report import memory_summary, with_overrides
 from trainer.metrics import loggers
+from trainer.plan.memory_advice import memory_summary
+from trainer.plan.memory_options import Choice, choose_memory_options, describe_choice
 from trainer.resilience.signals import Interrupted, SignalHandler
 from trainer.storage import exit_markers
 from trainer.storage.object_store import missing_library

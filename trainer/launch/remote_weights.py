@@ -5,8 +5,8 @@ torch.
 from __future__ import annotations
 
 from trainer.checkpoint.initial_weights import initial_url
+from trainer.config.overrides import with_overrides
 from trainer.config.training_stages import Recipe
-from trainer.memory.report import with_overrides
 from trainer.storage.object_store import reporting
 from trainer.storage.remote_checkpoints import RemoteCheckpoints
 from trainer.storage.remote_models import fetch_model

@@ -20,7 +20,6 @@ from trainer.errors import ConfigError
 from trainer.hardware.attention_choice import attention_problems, with_attention_choice
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.hardware.host import GIB
-from trainer.memory import auto
 from trainer.memory.estimator import (
     SAVED_ACTIVATIONS,
     MemoryEstimate,
@@ -29,16 +28,17 @@ from trainer.memory.estimator import (
     fullest_estimates,
 )
 from trainer.memory.rank import RankMemory
-from trainer.memory.report import Change
 from trainer.memory.tensors import DTYPE_BYTES
+from trainer.plan import memory_options
 from trainer.plan.comm_volume import attention_bytes
 from trainer.plan.critical_path import StepTime, predict_step_time
 from trainer.plan.document import format_gib
 from trainer.plan.interconnect import first_groups_of, used_domain_size
+from trainer.plan.memory_advice import Change
 from trainer.plan.rank_workload import rank_workload
 from trainer.plan.suggestions import competition_key, memory_saving_changes, speedup_changes
 
-DEVICE_RESERVE_FRACTION = 1 - auto.DEVICE_FRACTION
+DEVICE_RESERVE_FRACTION = 1 - memory_options.DEVICE_FRACTION
 """Share of device memory for what the estimate omits: allocator fragmentation, kernel and NCCL
 workspaces, the driver. The same reserve as for `memory.recompute = "auto"`.
 """
@@ -139,7 +139,7 @@ class TrainingPlan:
         kinds = {item.name: item.host_bytes for item in estimate.items if item.host_bytes}
         if SAVED_ACTIVATIONS in kinds:
             # The allocator of pinned memory rounds buffers up, so more is pinned than stored.
-            kinds[SAVED_ACTIVATIONS] *= auto.PINNED_OVERHEAD
+            kinds[SAVED_ACTIVATIONS] *= memory_options.PINNED_OVERHEAD
         kinds["processes"] = HOST_BYTES_PER_PROCESS
         # Every rank of a node counts like the one that needs most.
         return {kind: self.ranks_per_node * size for kind, size in kinds.items()}
@@ -383,16 +383,18 @@ def plan_stage(
     config = with_attention_choice(config, device)
     device_gib = config.memory.device_gib
     try:
-        choice = auto.choose_memory_options(
+        choice = memory_options.choose_memory_options(
             config,
             world_size,
             ranks_per_node=min(world_size, device.devices_per_node),
             device_bytes=device.memory if device_gib is None else device_gib * GIB,
             host_bytes=device.host_memory,
         )
-    except auto.NothingFitsError as error:
+    except memory_options.NothingFitsError as error:
         return TrainingPlan(error.closest, world_size, device, name, tuple(error.problems))
-    described = auto.describe_choice(config, choice) if config.memory.recompute == "auto" else ""
+    described = (
+        memory_options.describe_choice(config, choice) if config.memory.recompute == "auto" else ""
+    )
     return TrainingPlan(choice.config, world_size, device, name, auto_choice=described)
 
 

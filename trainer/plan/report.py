@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from trainer.config.job_config import Config
+from trainer.config.overrides import with_overrides
 from trainer.config.summary import warnings
 from trainer.errors import RunError
 from trainer.hardware.device_specs import (
@@ -17,7 +18,6 @@ from trainer.hardware.device_specs import (
 )
 from trainer.hardware.host import GIB
 from trainer.memory.estimator import MemoryEstimate
-from trainer.memory.report import with_overrides
 from trainer.memory.tensors import LINES
 from trainer.plan.console import show
 from trainer.plan.critical_path import sequence_cost

@@ -20,12 +20,12 @@ from typing import Any
 
 from trainer.config import checks
 from trainer.config.job_config import Config
+from trainer.config.overrides import ConfigT, with_overrides
 from trainer.config.sections import MAX_SEQ_LEN
 from trainer.config.toml_format import toml_value
 from trainer.hardware.device_specs import DeviceSpec
-from trainer.memory.auto import LOSS_CHUNKS_MIB, MEMORY_OPTIONS
-from trainer.memory.report import ConfigT, with_overrides
 from trainer.plan.interconnect import used_domain_size
+from trainer.plan.memory_options import LOSS_CHUNKS_MIB, MEMORY_OPTIONS
 from trainer.plan.plan import TrainingPlan, plan_stage
 
 MAX_RESULTS = 5

@@ -11,9 +11,10 @@ from models.kernel_choice import FLASH_VERSIONS
 from parallelisms.mesh.context_plan import CP_METHODS
 from parallelisms.mesh.parallel_dims import AXES
 from trainer.config.job_config import Config
+from trainer.config.overrides import with_overrides
 from trainer.hardware.attention_choice import attention_problems
 from trainer.hardware.device_specs import DeviceSpec
-from trainer.memory.report import Change, change_of, memory_changes, valid_changes, with_overrides
+from trainer.plan.memory_advice import Change, change_of, memory_changes, valid_changes
 
 PACKAGE_NOTE = ", if its package is installed"
 LIGHTER_OFFLOADS = {"inputs_and_attention": ("inputs", "none"), "inputs": ("none",)}

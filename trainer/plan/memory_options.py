@@ -11,13 +11,13 @@ from typing import Any
 
 from trainer.config import checks
 from trainer.config.job_config import Config
+from trainer.config.overrides import with_overrides
 from trainer.config.sections import MIN_LOSS_CHUNK_MIB
 from trainer.config.toml_format import toml_value
 from trainer.errors import ConfigError
 from trainer.hardware.host import GIB
 from trainer.memory.estimator import SAVED_ACTIVATIONS, MemoryEstimate, estimate_memory
 from trainer.memory.rank import RankMemory
-from trainer.memory.report import with_overrides
 
 DEVICE_FRACTION = 0.9
 HOST_FRACTION = 0.75

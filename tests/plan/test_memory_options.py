@@ -14,7 +14,9 @@ from trainer.config.parse import load
 from trainer.errors import ConfigError
 from trainer.hardware.device_specs import load_device
 from trainer.hardware.host import GIB
-from trainer.memory.auto import (
+from trainer.memory.estimator import estimate_memory
+from trainer.memory.rank import RankMemory
+from trainer.plan.memory_options import (
     DEVICE_FRACTION,
     Choice,
     choose_memory_options,
@@ -22,8 +24,6 @@ from trainer.memory.auto import (
     describe_memory_options,
     fit_memory_options,
 )
-from trainer.memory.estimator import estimate_memory
-from trainer.memory.rank import RankMemory
 from trainer.plan.plan import plan_stage
 
 TERABYTE = 2.0**40

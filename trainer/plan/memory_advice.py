@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from trainer.config import checks
 from trainer.config.job_config import Config
+from trainer.config.overrides import with_overrides
 from trainer.config.sections import ParallelismSection
 from trainer.config.toml_format import toml_value
 from trainer.hardware.host import GIB
 from trainer.memory.estimator import MemoryEstimate, estimate_memory
 from trainer.storage.durable_io import format_bytes
 
-ConfigT = TypeVar("ConfigT", bound=Config)
 MESH_SAVINGS: dict[str, dict[str, Any]] = {
     "tp": {"sequence_parallel": True, "loss_parallel": True},
     "pp": {"pp_reduce_gradients": "per_micro_batch", "pp_schedule": "1F1B"},
@@ -139,20 +139,6 @@ def change_of(
         for key, value in overrides.items()
     )
     return Change(", ".join(texts) + note, with_overrides(config, overrides), world_size)
-
-
-def with_overrides(config: ConfigT, changes: Mapping[str, Any]) -> ConfigT:
-    """Replaces values by dotted key; does not validate."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    return config.model_copy(
-        update={
-            name: getattr(config, name).model_copy(update=values)
-            for name, values in sections.items()
-        }
-    )
 
 
 def _format_size(size: float) -> str:
