@@ -45,7 +45,7 @@ def steps_stored() -> list[int]:
 def test_a_killed_run_resumes_bitwise_from_copies_alone(proxy: Proxy, tmp_path: Path) -> None:
     config = write_run(tmp_path)
     options = ("--training.steps", "9", "--checkpoint.interval", "1")
-    whole = launched(config, tmp_path / "whole", *options, processes=2, patience=300)
+    whole = launched(config, tmp_path / "whole", *options, processes=1, patience=300)
     assert whole.statuses == [0], whole.said
 
     killed = tmp_path / "killed"
@@ -54,7 +54,7 @@ def test_a_killed_run_resumes_bitwise_from_copies_alone(proxy: Proxy, tmp_path: 
     proxy.fault = lambda method, path: (
         "busy" if method == "PUT" and any(each in path for each in late) else ""
     )
-    victim = launch(config, killed, *options, *REMOTE, processes=2)
+    victim = launch(config, killed, *options, *REMOTE, processes=1)
     assert wait_for(steps_stored, 300)
     assert kill_launcher(victim) == []
     found = steps_stored()[-1]
@@ -62,7 +62,7 @@ def test_a_killed_run_resumes_bitwise_from_copies_alone(proxy: Proxy, tmp_path: 
     proxy.heal()
 
     new = tmp_path / "new"
-    resumed = launched(config, new, *options, *REMOTE, processes=2, patience=300)
+    resumed = launched(config, new, *options, *REMOTE, processes=1, patience=300)
     assert resumed.statuses == [0], resumed.said
     assert f"resumed from {new}/checkpoints/step-{found}:" in resumed.said
     assert metrics(new, *EXACT) == metrics(tmp_path / "whole", *EXACT)[found:]
