@@ -14,6 +14,8 @@ import pytest
 
 import train
 from tests.ranks import run_ranks
+from tests.system.in_process import configured, run_here
+from tests.system.runs import write_run
 from trainer.resilience.watchdog import Watchdog, dump_collectives, summarize_hang
 from trainer.storage import exit_markers
 from trainer.storage.run_dir import RunDir
@@ -153,3 +155,20 @@ def test_a_sigstopped_rank_is_the_suspect(tmp_path: Path) -> None:
     assert summarize_hang(tmp_path, 2)[1:] == ["suspect: rank 0 wrote no stack"]
     stopped.kill()
     stopped.communicate()
+
+
+def test_every_phase_between_two_steps_is_limited_as_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network that is lost in a save or in the comparison of replicas before it ends the run as
+    soon as one that is lost in a step.
+    """
+    armed = dict[str, float]()
+    monkeypatch.setattr(Watchdog, "arm", lambda _, phase, seconds: armed.update({phase: seconds}))
+    words = ("--training.steps=6", "--checkpoint.interval=2", "--distributed.hang_minutes=3")
+    run_here(configured(write_run(tmp_path), tmp_path / "run", *words))
+    short = {f"{phase} {step}" for phase in ("step", "work after step") for step in range(2, 6)}
+    assert {*short, "a checkpoint", "the last checkpoint"} <= armed.keys()
+    assert {armed[phase] for phase in short} == {180.0}
+    # The last of each: by then, a save has ended.
+    assert armed["a checkpoint"] == armed["the last checkpoint"] == 180.0

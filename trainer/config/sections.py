@@ -551,7 +551,7 @@ class DistributedSection(Section):
     timeout_minutes: PositiveInt = 20
     """Collective timeout after the first step, also while a checkpoint is written."""
     hang_minutes: PositiveFloat = 15.0
-    """Time limit of a step after the first, raised to ten times the slowest step so far.
+    """Time limit of a step and of a save after the first, raised to ten times the slowest so far.
 
     Past it, every rank dumps its stack and exits.
     """

@@ -34,7 +34,9 @@ from trainer.storage.run_dir import RunDir
 log = logging.getLogger("trainer")
 
 HANG_FACTOR = 10
-"""A step or save counts as hung after this many times the slowest one so far."""
+"""A step or save counts as hung after this many times the slowest one so far, if that is more than
+`distributed.hang_minutes`.
+"""
 LOAD_TIMEOUT_SECONDS = 4 * 3600.0
 """Reading a checkpoint of terabytes twice, once to verify it, from slow disks."""
 
@@ -149,9 +151,7 @@ class TrainLoop:
                     self.metrics.record_unstable_step(error.ranks)
                     raise
                 else:
-                    self._arm_long_timeout(
-                        "the last checkpoint", HANG_FACTOR * (self._slowest_save_seconds or 0.0)
-                    )
+                    self._arm_save("the last checkpoint")
                     self._finish_saves()
                     self.metrics.log_run_end(reason)
                     hooks.call("on_end", hooks.view(self.trainer, self._lr), reason)
@@ -159,7 +159,6 @@ class TrainLoop:
                     return reason
 
     def _run_steps(self, progress: ProgressReporter) -> str:
-        section = self.trainer.config.distributed
         step_start = time.monotonic()
         # Closed also on a stop or an error, which ends the thread that reads ahead.
         with closing(progress.train_steps()) as step_results:
@@ -171,8 +170,7 @@ class TrainLoop:
                 if reason := self._after_step(step_result):
                     return reason
                 step_start = time.monotonic()
-                # A slow run must not count as hung: the limit follows the slowest step so far.
-                timeout = max(60 * section.hang_minutes, HANG_FACTOR * self.slowest_step_seconds)
+                timeout = self._hang_seconds(self.slowest_step_seconds)
                 self.watchdog.arm(f"step {step_result.step + 1}", timeout)
             self.metrics.flush()
         return ""
@@ -184,8 +182,7 @@ class TrainLoop:
         hooks.call("on_step", hooks.view(self.trainer, self._lr))
         if self.validation.sets and self.validation.should_validate(step_result.step):
             self._validate()
-        # Expires before the timeout of the collectives themselves.
-        timeout = 0.9 * 60 * self.trainer.config.distributed.timeout_minutes
+        timeout = self._hang_seconds(self.slowest_step_seconds)
         self.watchdog.arm(f"work after step {step_result.step}", timeout)
         self._record_finished_saves()
         decision = self.preemption.check(self._slowest_save_seconds)
@@ -212,9 +209,8 @@ class TrainLoop:
     def _save(self) -> None:
         # Metrics of all steps in a checkpoint are on disk before it is.
         self.metrics.flush()
-        self._arm_long_timeout(
-            "the previous checkpoint", HANG_FACTOR * (self._slowest_save_seconds or 0.0)
-        )
+        # The save before may still be writing.
+        self._arm_save("a checkpoint")
         self.checkpoints.save(self.trainer)
         self.metrics.rollbacks = 0
         self.preemption.record_save()
@@ -247,11 +243,23 @@ class TrainLoop:
             self._arm_long_timeout("a validation set")
         self.metrics.record_validation(results)
 
-    def _arm_long_timeout(self, activity: str, min_seconds: float = 0.0) -> None:
-        """Arms the watchdog with the start-up timeout, for work that takes long on each rank."""
-        self.watchdog.arm(
-            activity, max(min_seconds, 60 * self.trainer.config.distributed.start_timeout_minutes)
-        )
+    def _arm_save(self, activity: str) -> None:
+        if self._slowest_save_seconds is None:
+            self._arm_long_timeout(activity)
+        else:
+            self.watchdog.arm(activity, self._hang_seconds(self._slowest_save_seconds))
+
+    def _hang_seconds(self, slowest_seconds: float) -> float:
+        """The limit of work whose slowest time so far is given: slow work must not count as
+        hung.
+        """
+        section = self.trainer.config.distributed
+        return max(60 * section.hang_minutes, HANG_FACTOR * slowest_seconds)
+
+    def _arm_long_timeout(self, activity: str) -> None:
+        """Arms the watchdog with the start-up timeout, for work of unknown length."""
+        timeout = 60 * self.trainer.config.distributed.start_timeout_minutes
+        self.watchdog.arm(activity, timeout)
 
     def _record_finished_saves(self) -> None:
         """Logs and times the saves that finished since the last call."""
