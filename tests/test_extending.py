@@ -12,12 +12,9 @@ import pytest
 
 from trainer.config.extension import (
     BUILT_IN_OPTIMIZERS,
-    BUILT_IN_SOURCES,
     BUILT_IN_TOKENIZERS,
     BUILT_IN_TRACKERS,
 )
-from trainer.data.contents import COMPRESSIONS
-from trainer.data.contents import KINDS as SOURCES
 from trainer.data.tokenizer import KINDS as TOKENIZERS
 from trainer.metrics.trackers import TRACKERS
 from trainer.step.optimizer import RULES
@@ -246,7 +243,6 @@ def test_names_that_are_taken_are_those_of_our_tables() -> None:
     assert tuple(RULES) == BUILT_IN_OPTIMIZERS
     assert tuple(TRACKERS) == BUILT_IN_TRACKERS
     assert tuple(TOKENIZERS) == BUILT_IN_TOKENIZERS
-    assert (*SOURCES, *COMPRESSIONS) == BUILT_IN_SOURCES
 
 
 def test_a_package_of_ours_is_no_extension(tmp_path: Path) -> None:

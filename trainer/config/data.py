@@ -32,6 +32,18 @@ HF_PREFIX = "hf:"
 DEFAULT_SOURCE = "corpus"
 # in a folder of tokenizer.kind = "huggingface"
 TOKENIZER_FILE = "tokenizer.json"
+FileKind = Literal["text", "lines", "table", "added"]
+"""A text; a JSON record on each line; rows of a Parquet file; what an extension reads."""
+FILE_KINDS: dict[str, FileKind] = {
+    ".txt": "text",
+    ".parquet": "table",
+    ".jsonl": "lines",
+    ".ndjson": "lines",
+    ".jsonlines": "lines",
+    ".json": "lines",
+}
+"""Kinds of a corpus's files by suffix, besides those of extensions; others are text."""
+COMPRESSIONS = (".gz", ".zst")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 

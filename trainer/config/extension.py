@@ -25,7 +25,7 @@ from models.config import ModelConfig
 from models.hf_family import Family
 from models.layers import Parameter, SublayerKind
 from trainer.config import extension_errors
-from trainer.config.data import TokenizerSection
+from trainer.config.data import COMPRESSIONS, FILE_KINDS, TokenizerSection
 from trainer.config.sections import OptimizerSection
 from trainer.errors import ConfigError
 
@@ -35,7 +35,7 @@ BUILT_IN_TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 BUILT_IN_OPTIMIZERS = ("adamw",)
 BUILT_IN_LOSSES = ("cross_entropy",)
 BUILT_IN_TOKENIZERS = ("byte", "tiktoken", "sentencepiece", "huggingface")
-BUILT_IN_SOURCES = (".txt", ".parquet", ".jsonl", ".ndjson", ".jsonlines", ".json", ".gz", ".zst")
+BUILT_IN_SOURCES = (*FILE_KINDS, *COMPRESSIONS)
 SOURCE_SUFFIX = re.compile(r"\.[a-z][a-z0-9_+-]{0,15}")
 """Form of a corpus file's suffix: a dot, a lower-case letter, and at most 15 more characters."""
 

@@ -13,22 +13,12 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from trainer.config import extension
+from trainer.config.data import COMPRESSIONS, FILE_KINDS, FileKind
 from trainer.data.own_files import is_configuration
 
-Kind = Literal["text", "lines", "table", "added"]
-"""A text; a JSON record on each line; rows of a Parquet file; what an extension reads."""
 HEAD_BYTES = 1 << 16
 """First bytes that decide how a file is read."""
 SUFFIX = re.compile(r"[a-z][a-z0-9_+-]{0,15}")
-LINE_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".json")
-COMPRESSIONS = (".gz", ".zst")
-KINDS: dict[str, Kind] = {".txt": "text", ".parquet": "table"} | dict.fromkeys(
-    LINE_SUFFIXES, "lines"
-)  # type: ignore[assignment]
-"""Kinds of files by suffix, besides those of extensions; others are text.
-
-With `COMPRESSIONS`, these are `trainer.config.extension.BUILT_IN_SOURCES`.
-"""
 MAX_RECORDS = 20  # of a head
 LISTED_KEYS = 12
 parse_json = json.JSONDecoder().decode
@@ -102,9 +92,9 @@ def full_suffix(name: str) -> str:
     return text_suffix(name) + compression_suffix(name)
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> FileKind:
     suffix = text_suffix(name)
-    return "added" if extension.added_source(suffix) else KINDS.get(suffix, "text")
+    return "added" if extension.added_source(suffix) else FILE_KINDS.get(suffix, "text")
 
 
 def is_read_as_before(name: str) -> bool:
@@ -159,7 +149,7 @@ def base_name(name: str) -> str:
 
 
 class Contents(NamedTuple):
-    kind: Kind
+    kind: FileKind
     refusal: str = ""
     """Why the file cannot be part of a corpus: it would be read as what it is not."""
     not_text: str = ""

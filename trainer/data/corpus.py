@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePath
 
-from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
+from trainer.config.data import HF_PREFIX, STDLIB_CORPUS, FileKind
 from trainer.config.source import CorpusSpec
-from trainer.data.contents import Kind, compression_suffix, is_read_as_before, kind_of
+from trainer.data.contents import compression_suffix, is_read_as_before, kind_of
 from trainer.data.corpus_files import CorpusFile, CorpusFiles, list_names
 from trainer.data.formats import InputSplit, row_group_sizes
 from trainer.data.hf_datasets import is_saved_dataset, open_dataset
@@ -191,7 +191,7 @@ class Corpus:
             is_library=self.is_stdlib,
         )
 
-    def kind(self, file: CorpusFile) -> Kind:
+    def kind(self, file: CorpusFile) -> FileKind:
         """The kind of the file, by its suffix and its first bytes."""
         return kind_of(file.name) if self.found is None else self.found.examine_file(file).kind
 

@@ -289,9 +289,11 @@ class CorpusFiles:
         """The file's contents by its first bytes, which are read once."""
         if file.name not in self._examined:
             kind = contents.kind_of(file.name)
-            look = {"table": self._examine_table, "added": self._examine_added}.get(
-                kind, self._examine_text
-            )
+            look = {
+                "text": self._examine_text,
+                "lines": self._examine_text,
+                "table": self._examine_table,
+            }.get(kind, self._examine_format)
             try:
                 self._examined[file.name] = look(file)
             except CorpusRefusedError:
@@ -304,11 +306,11 @@ class CorpusFiles:
         with open_parquet(*file.place, buffer_bytes=contents.HEAD_BYTES) as table:
             return contents.examine_columns(table.schema_arrow.names, key=self._spec.text_key)
 
-    def _examine_added(self, file: CorpusFile) -> Contents:
-        """The contents of a file that an extension reads, whatever it begins with."""
-        # Only for its error: a Git LFS pointer is refused for extensions, too.
+    def _examine_format(self, file: CorpusFile) -> Contents:
+        """The contents of a file whose reader may find anything at its beginning."""
+        # Only for its error: a Git LFS pointer is refused whatever the suffix.
         read_head(*file.place)
-        return Contents("added")
+        return Contents(contents.kind_of(file.name))
 
     def _examine_text(self, file: CorpusFile) -> Contents:
         if self._is_stdlib:

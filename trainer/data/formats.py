@@ -5,14 +5,14 @@ from __future__ import annotations
 import codecs
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from models.files import MAX_RECORD_BYTES, open_beneath
 from trainer.config import extension
-from trainer.config.data import HF_PREFIX
-from trainer.data.contents import HEAD_BYTES, Kind, describe_bytes, parse_json, text_suffix
+from trainer.config.data import HF_PREFIX, FileKind
+from trainer.data.contents import HEAD_BYTES, describe_bytes, parse_json, text_suffix
 from trainer.data.corpus_files import error_message
 from trainer.data.hf_datasets import read_dataset
 from trainer.data.open_file import READ_ERRORS, open_decompressed, open_parquet
@@ -41,7 +41,7 @@ class InputSplit(NamedTuple):
     mtime_ns: int = 0
     root: str = ""
     """The folder that the file is opened beneath."""
-    kind: Kind = "text"
+    kind: FileKind = "text"
     is_library: bool = False
     """Whether it belongs to the standard library, whose tests hold files that are not text on
     purpose.
@@ -92,10 +92,8 @@ def read_records(split: InputSplit, key: str) -> Iterator[Record]:
     if split.path.startswith(HF_PREFIX):
         for row, value in read_dataset(split.path, split.start, split.stop, key):
             yield row, text_blocks(value, key)
-    elif split.kind == "table":
-        yield from read_parquet(split, key)
-    elif split.kind == "lines":
-        yield from read_jsonl(split, key)
+    elif split.kind in FORMATS:
+        yield from FORMATS[split.kind].read(split, key)
     elif split.kind == "added":
         yield from read_added(split, key)
     else:
@@ -318,3 +316,21 @@ def cell_text(cell: Any, key: str) -> Iterator[str]:
     if content is not None and content.size > MAX_RECORD_BYTES:
         yield from raise_too_long("a text", MAX_RECORD_BYTES, "bytes")
     yield from text_blocks(cell.as_py(), key)
+
+
+class Format(NamedTuple):
+    """Files of several texts."""
+
+    read: Callable[[InputSplit, str], Iterator[Record]]
+    """Yields the texts that stand under a key."""
+    records: str
+    """Names what the texts are in."""
+    key: str
+    """Names what `data.text_key` is of a record."""
+
+
+FORMATS: dict[FileKind, Format] = {
+    "lines": Format(read_jsonl, "JSON lines", "key"),
+    "table": Format(read_parquet, "rows of a table", "column"),
+}
+"""How files are read, by `trainer.config.data.FILE_KINDS`; a text is read as a whole."""

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 
 from trainer.config import extension
-from trainer.data.contents import Kind, full_suffix, text_suffix
+from trainer.config.data import FileKind
+from trainer.data.contents import full_suffix, text_suffix
 from trainer.data.corpus import Corpus
 from trainer.data.corpus_files import CorpusFile, escaped, list_names
-from trainer.data.formats import BadText, InputSplit, read_texts
+from trainer.data.formats import FORMATS, BadText, InputSplit, read_texts
 from trainer.data.token_dataset import TextCounts
 
 LISTED_SUFFIXES = 20
@@ -72,24 +73,23 @@ def describe_counts(name: str, counts: Mapping[str, TextCounts]) -> Iterator[str
         yield f"{name}: {what}: {count(each.texts, 'text')}, {each.empty:,} empty, {each.skipped:,} skipped"
 
 
-def by_suffix_and_kind(corpus: Corpus) -> dict[tuple[str, Kind], list[CorpusFile]]:
+def by_suffix_and_kind(corpus: Corpus) -> dict[tuple[str, FileKind], list[CorpusFile]]:
     """Files by suffix and kind: of one suffix, some may be lines of JSON and others text."""
-    found: dict[tuple[str, Kind], list[CorpusFile]] = {}
+    found: dict[tuple[str, FileKind], list[CorpusFile]] = {}
     for file in corpus.files:
         found.setdefault((full_suffix(file.name), corpus.kind(file)), []).append(file)
     return found
 
 
-def describe_kind(kind: Kind, corpus: Corpus, files: Sequence[CorpusFile]) -> str:
+def describe_kind(kind: FileKind, corpus: Corpus, files: Sequence[CorpusFile]) -> str:
     documents = corpus.spec.documents
     key = corpus.spec.text_key
     unit = (
         "each a document" if documents == "file" else f"joined to a document for each {documents}"
     )
-    if kind == "lines":
-        return f'JSON lines, {unit}, from their key "{key}"'
-    if kind == "table":
-        return f'rows of a table, {unit}, from their column "{key}"'
+    if kind in FORMATS:
+        found = FORMATS[kind]
+        return f'{found.records}, {unit}, from their {found.key} "{key}"'
     if kind == "added" and (added := extension.added_source(text_suffix(files[0].name))):
         return f'texts that extension "{added.extension.name}" reads, {unit}'
     return f"text, {count(len({corpus.document_key(file.name) or file.name for file in files}), 'document')}"
