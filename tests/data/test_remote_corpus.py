@@ -286,7 +286,7 @@ def test_prepare_uploads_and_inspects(
     assert "some text some" in said
 
 
-@pytest.mark.usefixtures("local")
+@pytest.mark.usefixtures("proxy", "local")
 def test_a_check_says_what_is_at_the_url_of_a_corpus(tmp_path: Path) -> None:
     def problems(url: str) -> list[str]:
         words = arguments(write_run(tmp_path), tmp_path / "run", f"--data.corpus={url}")
