@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
@@ -318,8 +319,9 @@ def checkpoint_path(text: str) -> Path:
         raise ArgumentTypeError(f"this command takes what is on this machine: {reason}")
     run, at, step = text.rpartition("@")
     # A folder may have an @ in its name.
-    if at and step.isascii() and step.isdecimal() and not Path(text).exists():
-        return Path(run, "checkpoints", f"step-{int(step)}")
+    is_folder = os.path.exists(text)  # noqa: PTH110 - Path.exists raises for a long name
+    if at and step.isascii() and step.isdecimal() and not is_folder:
+        return Path(run, "checkpoints", f"step-{step.lstrip('0') or 0}")
     return Path(text)
 
 
@@ -390,7 +392,7 @@ def print_lines(*lines: str) -> None:
 
 
 def print_table(header: Sequence[str], *rows: Sequence[str]) -> None:
-    """Prints a table, of which a terminal shows the cells in as many lines as it is narrow."""
+    """Prints a table; on a terminal, cells are wrapped so that it fits."""
     if not sys.stdout.isatty():
         print_lines(*format_table(header, *rows))
         return

@@ -60,6 +60,8 @@ def test_list_shows_every_checkpoint_and_its_status(run: Path, capsys: Capture) 
     assert third[0] == "6"
     assert run_main(capsys, "list", run / "checkpoints" / "step-2")[1] == [head, rows[0]]
     assert run_main(capsys, "list", f"{run}@2")[1] == [head, rows[0]]
+    for step in (3, "0" * 300):
+        assert run_main(capsys, "list", f"{run}@{step}")[0] == 78
     status, _, err = run_main(capsys, "list", f"{run}@3")
     assert (status, f"{run}/checkpoints/step-3 is neither" in err) == (78, True)
 
@@ -213,6 +215,10 @@ def test_a_folder_without_checkpoints_exits_with_78(
         (["list"], "list needs DIR"),
         (["prune", "x"], "prune needs --keep"),
         (["prune", "x", "--keep", "0"], "--keep 0 must be an integer, at least 1"),
+        (
+            ["export", "s3://b/x", "y"],
+            "DIR this command takes what is on this machine: checkpoint.remote restores a run from there, and checkpoint.initial_load_path takes its weights",
+        ),
         (["drop", "x"], 'command "drop" is unknown; see --help'),
         (["list", "x", "--job.name", "a"], "unknown argument --job.name"),
     ],

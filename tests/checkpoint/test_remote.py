@@ -318,6 +318,8 @@ def test_copies_are_listed_and_verified_where_they_are(
     assert verified[1].startswith(f"{URL}/step-6: ") and mismatch in verified[1]
     assert verified[2:] == [f"{URL}/step-3: intact"]
     assert checkpoint_command(["verify", f"{URL}/step-3"]) == 0
+    assert checkpoint_command(["list", f"{URL}/step-3"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[0] == "3"
     restored(tmp_path)
     capsys.readouterr()
     assert checkpoint_command(["list", URL]) == 0

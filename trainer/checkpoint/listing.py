@@ -23,7 +23,7 @@ from trainer.storage.remote_checkpoints import (
     reasons_of_damage,
 )
 from trainer.storage.remote_files import transfer
-from trainer.storage.retention import is_pinned, list_quarantined
+from trainer.storage.retention import is_pinned, list_quarantined, parse_step
 from trainer.storage.run_dir import RunDir, find_checkpoints
 
 
@@ -115,7 +115,7 @@ def _copies(url: str) -> Listing:
     folders = {f"step-{step}": step for step in committed_steps(sizes)}
     if MANIFEST_FILE in sizes:
         # A single copy, or exported weights.
-        folders = {"": 0}
+        folders = {"": parse_step(url.rpartition("/")[2]) or 0}
     if not folders:
         raise ResumeError(f"{url} is neither a copy of a checkpoint nor a folder of copies")
     pinned = pinned_steps(sizes)
