@@ -182,7 +182,11 @@ class TrainLoop:
         hooks.call("on_step", hooks.view(self.trainer, self._lr))
         if self.validation.sets and self.validation.should_validate(step_result.step):
             self._validate()
-        timeout = self._hang_seconds(self.slowest_step_seconds)
+        # Expires before the timeout of the collectives themselves.
+        timeout = min(
+            self._hang_seconds(self.slowest_step_seconds),
+            0.9 * 60 * self.trainer.config.distributed.timeout_minutes,
+        )
         self.watchdog.arm(f"work after step {step_result.step}", timeout)
         self._record_finished_saves()
         decision = self.preemption.check(self._slowest_save_seconds)
