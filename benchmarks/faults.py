@@ -237,6 +237,12 @@ CHECKPOINTS: dict[str, tuple[str, ...]] = {
         "--checkpoint.memory_interval",
         "2",
     ),
+    "on disk, every 100 steps, and in memory, every 4": (
+        "--checkpoint.interval",
+        "100",
+        "--checkpoint.memory_interval",
+        "4",
+    ),
     "on disk, every 100 steps, and in memory, every step": (
         "--checkpoint.interval",
         "100",
