@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.initial_weights import find_checkpoint
 from trainer.command_table import typed
 from trainer.commands import (
     CHECKPOINT_HELP,
@@ -154,8 +155,7 @@ def find_parent(path: Path) -> tuple[Path, Path]:
                 f"{path} is no checkpoint of a run; {run_dir.checkpoints_dir} contains {', '.join(committed) or 'none'}"
             ]
         )
-    newest = run_dir.latest_valid_checkpoint() if path == run_dir.path else None
-    return run_dir.path, newest or checkpoints[-1][1]
+    return run_dir.path, find_checkpoint(path)
 
 
 # ---- the configuration

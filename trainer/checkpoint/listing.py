@@ -4,7 +4,7 @@ until files are verified.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +17,12 @@ from trainer.storage.manifest import MANIFEST_FILE, Manifest
 from trainer.storage.object_store import RemoteFolder, reporting
 from trainer.storage.progress import progress
 from trainer.storage.remote_checkpoints import (
-    committed_steps,
-    pinned_steps,
+    copy_folders,
     read_remote_checkpoint,
     reasons_of_damage,
 )
 from trainer.storage.remote_files import transfer
-from trainer.storage.retention import is_pinned, list_quarantined, parse_step
+from trainer.storage.retention import PIN_FILE, is_pinned, list_quarantined, parse_step
 from trainer.storage.run_dir import RunDir, find_checkpoints
 
 
@@ -95,11 +94,11 @@ def find_file_damage(folder: Path) -> list[str]:
 def _local(folder: Path) -> Listing:
     checkpoints = [
         ListedCheckpoint(
-            step,
-            f"{path}",
-            is_pinned(path),
-            partial(manifest.read_validated, path),
-            partial(find_file_damage, path),
+            step=step,
+            place=f"{path}",
+            is_pinned=is_pinned(path),
+            read_manifest=partial(manifest.read_validated, path),
+            find_damage=partial(find_file_damage, path),
         )
         for step, path in select_checkpoints(folder)
     ]
@@ -112,24 +111,22 @@ def _local(folder: Path) -> Listing:
 def _copies(url: str) -> Listing:
     store = RemoteFolder(url)
     sizes = store.sizes()
-    folders = {f"step-{step}": step for step in committed_steps(sizes)}
-    if MANIFEST_FILE in sizes:
-        # A single copy, or exported weights.
-        folders = {"": parse_step(url.rpartition("/")[2]) or 0}
-    if not folders:
+    checkpoints = [_listed_copy(store, folder, sizes) for folder in copy_folders(sizes)]
+    if not checkpoints:
         raise ResumeError(f"{url} is neither a copy of a checkpoint nor a folder of copies")
-    pinned = pinned_steps(sizes)
-    checkpoints = [
-        ListedCheckpoint(
-            step,
-            f"{url}/{folder}".rstrip("/"),
-            step in pinned,
-            partial(_read_copied_manifest, store, folder),
-            partial(_find_copy_damage, store, folder),
-        )
-        for folder, step in folders.items()
-    ]
     return Listing(checkpoints, reasons_of_damage(store, sizes))
+
+
+def _listed_copy(store: RemoteFolder, folder: str, sizes: Mapping[str, int]) -> ListedCheckpoint:
+    url = f"{store.url}/{folder}".rstrip("/")
+    return ListedCheckpoint(
+        # Exported weights have none.
+        step=parse_step(url.rpartition("/")[2]) or 0,
+        place=url,
+        is_pinned=f"{folder}/{PIN_FILE}".lstrip("/") in sizes,
+        read_manifest=partial(_read_copied_manifest, store, folder),
+        find_damage=partial(_find_copy_damage, store, folder),
+    )
 
 
 def _read_copied_manifest(store: RemoteFolder, folder: str) -> Manifest:

@@ -105,7 +105,9 @@ class RunChoices:
         return NewRun(
             source=source,
             given=self.given,
-            values=deep_merge(self._duration(config.training, corpus_tokens), values),
+            config=Recipe.model_validate(
+                deep_merge(self._duration(config.training, corpus_tokens), values)
+            ),
             corpus_tokens=corpus_tokens,
             device=load_device(device),
             world_size=world_size,

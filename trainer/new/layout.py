@@ -14,7 +14,6 @@ from trainer.command_table import typed
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.config.sections import TrainingSection
 from trainer.config.slurm import SlurmSection
 from trainer.config.toml_format import values_to_toml
 from trainer.config.training_stages import Recipe
@@ -49,7 +48,7 @@ class NewRun:
     source: ModelSource
     given: Values
     """The values that the command line states."""
-    values: Values
+    config: Recipe
     """The configuration before a layout is chosen."""
     corpus_tokens: int | None
     """Tokens of the corpora, estimated; None if unknown."""
@@ -70,7 +69,7 @@ class NewRun:
     @property
     def remarks(self) -> list[str]:
         """Notes on the model and the corpus that a user should read."""
-        training = TrainingSection.model_validate(self.values["training"])
+        training = self.config.training
         longest = self.source.max_positions
         seq_len = training.seq_len
         remarks = [*self.source.remarks]
@@ -90,7 +89,7 @@ class NewRun:
 
         Raises `ConfigError` if the run cannot start, `DoesNotFitError` if none fits.
         """
-        config = Recipe.model_validate(self.values)
+        config = self.config
         if problems := [*_problems(config)]:
             raise ConfigError(problems)
         pinned = pinned_keys(overrides)

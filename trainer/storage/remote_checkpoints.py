@@ -85,6 +85,15 @@ def committed_steps(sizes: Mapping[str, int]) -> list[int]:
     return sorted(_steps_with(MANIFEST_FILE, sizes))
 
 
+def copy_folders(sizes: Mapping[str, int]) -> list[str]:
+    """The folders of copies, oldest first: "" for a URL that itself is a copy or exported
+    weights.
+    """
+    if MANIFEST_FILE in sizes:
+        return [""]
+    return [f"step-{step}" for step in committed_steps(sizes)]
+
+
 def pinned_steps(sizes: Mapping[str, int]) -> set[int]:
     return _steps_with(PIN_FILE, sizes)
 

@@ -36,7 +36,7 @@ from trainer.storage.durable_io import file_lock, format_bytes, fsync_path, writ
 from trainer.storage.manifest import MANIFEST_FILE, hash_file, read_validated
 from trainer.storage.object_store import RemoteError, RemoteFolder, reporting
 from trainer.storage.remote_checkpoints import (
-    committed_steps,
+    copy_folders,
     read_remote_checkpoint,
     remote_checkpoint,
 )
@@ -90,10 +90,8 @@ def fetch_model(url: str, cache: Path, *, key: str) -> Path:
         store = RemoteFolder(url)
         versions = store.versions()
         sizes = {name: size for name, (size, _) in versions.items()}
-        steps = committed_steps(sizes)
-        if MANIFEST_FILE in versions or steps:
-            folder = "" if MANIFEST_FILE in versions else f"step-{steps[-1]}"
-            found = read_remote_checkpoint(store, folder)
+        if copies := copy_folders(sizes):
+            found = read_remote_checkpoint(store, copies[-1])
             listing = Listing(
                 found.files,
                 found.content.hex(),

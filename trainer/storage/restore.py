@@ -37,8 +37,9 @@ def restore_newest(run_dir: RunDir, url: str, *, name: str, probes: bool) -> boo
     whether it did.
 
     With `probes`, checks first that objects can be written, and that the copies are of the run of
-    this `name`. Raises `ConfigError` if they are not or the store refuses, `RunFailedError` if it does not answer and nothing is here to resume from, and
-    `ResumeError` if checkpoints exist and none is whole.
+    this `name`. Raises `ConfigError` if they are not or the store refuses, `RunFailedError` if it
+    does not answer and nothing is here to resume from, and `ResumeError` if checkpoints exist and
+    none is whole.
     """
     with _one_at_a_time(run_dir):
         local = _newest_local(run_dir)
