@@ -125,6 +125,7 @@ def rehearse(folder: Path) -> dict[str, list[Row]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_job_of_every_kind_is_rehearsed(tmp_path: Path) -> None:
     with team([partial(rehearse, tmp_path)], fresh=True) as workers:
         outcome = workers.outcomes(540, failed=lambda outcome: not outcome.succeeded).get(0)

@@ -175,6 +175,7 @@ def test_an_optimizer_that_nobody_adds_is_an_error(trained: Path) -> None:
     assert 'optimizer.name = "lion" is unknown; there are adamw, momentum' in done.stderr
 
 
+@pytest.mark.slow
 def test_it_is_planned_from_its_code(trained: Path) -> None:
     words = ("trainer.plan", "--config", "run.toml", "--why", *WIDE)
     done = command(trained, *words)

@@ -93,6 +93,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_run_reads_its_files_with_its_tokenizer(folder: Path) -> None:
     done = command(folder, "trainer.launch", "--config", "run.toml", "--job.name", "run", ranks=2)
     assert done.returncode == 0, done.stderr

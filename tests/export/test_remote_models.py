@@ -25,9 +25,14 @@ from trainer.hf import main as hf_main
 from trainer.launch.launcher import load_and_validate
 from trainer.new.model_source import open_model, open_tokenizer_section
 from trainer.storage import object_store as store_module
+from trainer.storage.lineage import origin_of
 from trainer.storage.manifest import read_validated
 from trainer.storage.object_store import RemoteFolder
-from trainer.storage.remote_models import HASHES_FILE, fetch_model, upload_checkpoint
+from trainer.storage.remote_models import (
+    HASHES_FILE,
+    fetch_model,
+    upload_checkpoint,
+)
 
 URL = f"s3://{BUCKET}/models/x"
 pytestmark = pytest.mark.usefixtures("proxy")
@@ -163,6 +168,8 @@ def test_a_model_at_a_url_is_imported_and_a_run_downloads_it(run: Path, tmp_path
         for name, each in contents(tmp_path / "model").items()
         if name.endswith((".json", ".safetensors", ".txt"))
     }
+    assert origin_of(str(config.checkpoint.initial_load_path)) == f"hf:{URL}"
+    assert origin_of(f"hf:{tmp_path / 'model'}") == f"hf:{tmp_path / 'model'}"
     config, _, problems = load_and_validate(argv, environment)
     assert (problems, config.checkpoint.initial_load_path) == ([], f"hf:{URL}")
     # The model is checked as one in a folder is.

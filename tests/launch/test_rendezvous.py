@@ -491,6 +491,7 @@ print(json.dumps([opened, joined]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_stranger_on_the_network_joins_nothing_and_is_noticed(
     tmp_path: Path, network: str

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -695,7 +696,36 @@ def test_tensorboard_lists_a_run_by_its_name(root: Path) -> None:
 
 
 def test_events_are_texts_in_tensorboard(events: EventAccumulator) -> None:
-    (content,) = events.Tensors("train_events/start/text_summary")[0].tensor_proto.string_val
-    assert content == b"started on 1 rank"
+    assert text_of(events, "start") == "started on 1 rank"
     saves = events.Tensors("train_events/checkpoint/text_summary")
     assert [save.step for save in saves] == [4, 7]
+
+
+def test_events_of_other_threads_and_of_the_launcher_reach_trackers(tmp_path: Path) -> None:
+    options = ("--training.steps", "1", "--metrics.tensorboard", "true")
+    config = configured(write_run(tmp_path), tmp_path / "run", *options)
+    folder = RunDir(config.output_dir)
+    folder.create()
+    # As the launcher does, in another process.
+    RunDir(folder.path).log_event("remote_damaged", url="s3://b/step-3", reason="cut short")
+    uploaded = {"step": 1, "url": "s3://b", "bytes": 2048, "seconds": 1.5}
+    upload = Thread(target=folder.log_event, args=("checkpoint_uploaded",), kwargs=uploaded)
+    with (
+        trainer_of(config) as trainer,
+        closing(MetricsProcessor(config, folder, trainer)) as processor,
+    ):
+        processor.log_run_start(None)
+        upload.start()
+        upload.join()
+    accumulator = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "run"))
+    accumulator.Reload()
+    assert [text_of(accumulator, kind) for kind in ("remote_damaged", "checkpoint_uploaded")] == [
+        "s3://b/step-3 is damaged: cut short",
+        "checkpoint uploaded to s3://b: 2.0 KiB in 1.5 s",
+    ]
+
+
+def text_of(events: EventAccumulator, kind: str) -> str:
+    (event,) = events.Tensors(f"train_events/{kind}/text_summary")
+    (content,) = event.tensor_proto.string_val
+    return str(content, "utf-8")

@@ -189,8 +189,10 @@ def test_a_job_has_time_for_two_steps_and_two_checkpoints_before_its_end() -> No
         "--corpus",
         "texts",
     ]
+    mesh = ["--parallelism.cp", "32", "--training.micro_batch_size", "1"]
     assert (
-        main(["slow", *words, "--device", "h100-80gb", "--nodes", "4", "--time", "1:00:00"]) == 0
+        main(["slow", *words, *mesh, "--device", "h100-80gb", "--nodes", "4", "--time", "1:00:00"])
+        == 0
     )
     config = load(["--config", "slow.toml"])
     planned = plan_stage(config, 32, load_device("h100-80gb"))

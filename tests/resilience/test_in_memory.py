@@ -397,6 +397,7 @@ def with_memory(run: Path, *options: str) -> Done:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_folder_in_place_of_a_file_in_memory_is_removed(run: Path) -> None:
     folder = memory.memory_folder(run.parent / "run")
@@ -411,6 +412,7 @@ def test_a_folder_in_place_of_a_file_in_memory_is_removed(run: Path) -> None:
     assert "Traceback" not in done.said
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_shared_memory_without_inodes_ends_a_run_with_one_error(run: Path) -> None:
     folder = memory.memory_folder(run.parent / "run")

@@ -288,8 +288,14 @@ def files_of(root: Path) -> list[Path]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("swap", [False, True])
-@pytest.mark.parametrize("cases", [4, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("cases", "swap"),
+    [
+        (4, True),
+        pytest.param(200, False, marks=pytest.mark.slow),
+        pytest.param(200, True, marks=pytest.mark.slow),
+    ],
+)
 def test_the_newest_step_that_is_whole_somewhere_is_loaded_whatever_is_damaged(
     tmp_path: Path, cases: int, *, swap: bool
 ) -> None:

@@ -42,6 +42,8 @@ CASES = {
         [100 * length for length in range(1, 13)] + [392],
     ),
 }
+RARE = {"norms of heads", "tiles of experts", "documents of many lengths"}
+"""Cases that are slow, and whose loops are like those of others."""
 
 
 def num_events(trace: Trace) -> int:
@@ -61,7 +63,9 @@ def traced(config: Config, kernel: str, lengths: list[int] | None) -> tuple[Comp
     return composed(step, trace), num_events(trace)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in RARE)) for name in CASES]
+)
 def test_few_parts_of_a_loop_stand_for_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options, kernel, lengths = CASES[name]
     config = configured(f"model.num_layers=2 {options}")

@@ -70,7 +70,7 @@ class StepMemory:
     def _always(self) -> Tensors:
         rank = self.rank
         on_host = self.rank.optimizer_on_host
-        staged, in_memory = checkpoint_copies(rank.config.checkpoint, rank.num_nodes)
+        kept = checkpoint_copies(rank.config.checkpoint, rank.num_nodes)
         weights = MemoryTensor("shards of weights", (rank.local_numel,), rank.master_dtype)
         moments = MemoryTensor("shards of both moments", (2, rank.local_numel), rank.moment_dtype)
         batch = MemoryTensor(
@@ -83,7 +83,6 @@ class StepMemory:
             copies=0 if rank.block.kernel == "cpu" else 1,
         )
         accumulate = "trainer/step/trainer.py: Trainer.accumulate_gradients"
-        staging = "trainer/checkpoint/manager.py: CheckpointManager.save"
         return (
             *tensors(
                 "parameters", "trainer/step/build.py: ParallelModel", RUN, weights, on_host=on_host
@@ -96,19 +95,11 @@ class StepMemory:
                 on_host=on_host,
             ),
             *tensors(
-                "async-checkpoint staging",
-                staging,
-                "while a checkpoint is written",
-                weights._replace(copies=staged),
-                moments._replace(copies=staged),
-                on_host=True,
-            ),
-            *tensors(
-                "in-memory checkpoints",
-                "trainer/checkpoint/in_memory.py: InMemoryCheckpoints",
-                RUN,
-                weights._replace(copies=in_memory),
-                moments._replace(copies=in_memory),
+                kept.line,
+                kept.source,
+                kept.lifetime,
+                weights._replace(copies=kept.number),
+                moments._replace(copies=kept.number),
                 on_host=True,
             ),
             *tensors("batch", accumulate, STEP, batch._replace(copies=self._batches_on_device)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from trainer.config.job_config import Config
 from trainer.config.overrides import with_overrides
@@ -352,24 +353,16 @@ def _curves(plan: TrainingPlan) -> list[LineChart]:
     ]
     mfu = [(float(other.config.training.seq_len), 100 * other.mfu) for other in plans]
     limit = plan.usable_device_memory / GIB
+    by_length = partial(LineChart, x="sequence length", log_x=True)
     return [
-        LineChart(
+        by_length(
             title="memory by sequence length",
-            x="sequence length",
             y="GiB per device",
-            log_x=True,
             log_y=True,
             lines={"peak": memory},
             limit=limit,
         ),
-        LineChart(
-            title="MFU by sequence length",
-            x="sequence length",
-            y="MFU %",
-            log_x=True,
-            log_y=False,
-            lines={"MFU": mfu},
-        ),
+        by_length(title="MFU by sequence length", y="MFU %", log_y=False, lines={"MFU": mfu}),
     ]
 
 

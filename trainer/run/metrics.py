@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from socket import gethostname
 from typing import Any
 
@@ -46,8 +47,14 @@ from trainer.storage.run_id import recorded_run_id
 
 log = logging.getLogger(__name__)
 
-TRACKED_AS_NUMBERS = ("checkpoint", "checkpoint_failed", "validation", "planned")
-"""Events whose numbers trackers have; of the others they have the step."""
+TRACKED_OTHERWISE = (
+    "checkpoint",
+    "checkpoint_failed",
+    "checkpoint_uploaded",
+    "validation",
+    "planned",
+)
+"""Events that are no points in trackers: routine ones, and those whose numbers trackers have."""
 
 
 class MetricsProcessor:
@@ -103,6 +110,9 @@ class MetricsProcessor:
         """Rollbacks to the newest checkpoint."""
         self.failed_saves = 0
         """Checkpoints that this launch could not write."""
+        self._untracked = SimpleQueue[Mapping[str, Any]]()
+        """Events, of the thread that uploads too, since extensions' trackers know one thread."""
+        run_dir.announce_event = self._untracked.put
         self._start()
 
     def _start(self) -> None:
@@ -140,7 +150,7 @@ class MetricsProcessor:
         if (branch := lineage.read(self.run_dir.path)) is not None:
             found["branch"] = branch.describe()
         if (path := self.run_config.checkpoint.initial_load_path) is not None:
-            found["initial_load_path"] = path
+            found["initial_load_path"] = lineage.origin_of(path)
             parent, _ = find_checkpoints(Path(path).expanduser())
             if (parent_id := recorded_run_id(parent.path)) is not None:
                 found["run_id"] = parent_id
@@ -171,12 +181,17 @@ class MetricsProcessor:
     def _log_event(self, kind: str, **fields: Any) -> None:
         if self.is_rank_zero:
             self.run_dir.log_event(kind, **fields)
-            self._track_event({"event": kind, **fields})
+            self._track_events()
+
+    def _track_events(self) -> None:
+        """Sends trackers the events that this process has logged since the last time."""
+        while not self._untracked.empty():
+            self._track_event(self._untracked.get())
 
     def _track_event(self, event: Mapping[str, Any]) -> None:
         step = event.get("step", self.trainer.step)
         kind = event["event"]
-        if kind not in TRACKED_AS_NUMBERS:
+        if kind not in TRACKED_OTHERWISE:
             self.trackers.log(step, {f"train_events/{kind}": 1.0})
         # A validation is a point of a curve, and there are many.
         if kind != "validation":
@@ -392,6 +407,7 @@ class MetricsProcessor:
 
     def close(self) -> None:
         if self.is_rank_zero:
+            self._track_events()
             for logger in (self.lines, self.console, self.trackers):
                 logger.close()
 
@@ -448,6 +464,7 @@ class MetricsProcessor:
         self.lines.append(json.dumps(record, allow_nan=False))
         self.console.write(record)
         self.trackers.log(record["step"], values_of(record))
+        self._track_events()
         if record["step"] == self.first_step and record["memory_peak_gib"] is not None:
             predicted = self.prediction.device_bytes
             comparison = "" if predicted is None else f", predicted {format_bytes(predicted)}"

@@ -1,5 +1,6 @@
-"""`lineage.json`: the checkpoint of another run that a run branched from. Imports no torch.
+"""Where a run comes from: `lineage.json`, and the URL of initial weights. Imports no torch.
 
+`lineage.json` names the checkpoint of another run that a run branched from.
 The first checkpoint of a branch is its parent's, file by file. The lineage says how the branch
 reads it: what continues, what starts fresh, and which values of the configuration are others.
 """
@@ -30,6 +31,7 @@ from trainer.storage.train_state import Count, SpikeState, StagePosition, TrainS
 LINEAGE_FILE = "lineage.json"
 MAX_SHOWN_CHANGES = 8
 MAX_SHOWN_CHARS = 80
+MAX_URL_BYTES = 4096
 
 
 class Lineage(Artifact):
@@ -165,3 +167,18 @@ def manifest_hash(checkpoint: Path) -> str:
     except (FileNotFoundError, DamageError) as error:
         raise ResumeError(f"{path} cannot be read: {error}") from None
     return hashlib.sha256(data).hexdigest()
+
+
+def origin_file(folder: Path) -> Path:
+    """Where the URL of a downloaded folder is kept: beside it, since it has the URL's files alone."""
+    return folder.with_name(f"{folder.name}.url")
+
+
+def origin_of(initial: str) -> str:
+    """`checkpoint.initial_load_path` with the URL that the folder was downloaded from, if it was."""
+    prefix, separator, path = initial.rpartition(":")
+    try:
+        url = read_regular(origin_file(Path(path).expanduser()), max_bytes=MAX_URL_BYTES)
+    except (OSError, DamageError):
+        return initial
+    return f"{prefix}{separator}{url.decode(errors='replace')}"

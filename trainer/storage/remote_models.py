@@ -33,6 +33,7 @@ from trainer.storage.artifact import (
     unseal,
 )
 from trainer.storage.durable_io import file_lock, format_bytes, fsync_path, write_and_fsync
+from trainer.storage.lineage import origin_file
 from trainer.storage.manifest import MANIFEST_FILE, hash_file, read_validated
 from trainer.storage.object_store import RemoteError, RemoteFolder, reporting
 from trainer.storage.remote_checkpoints import (
@@ -212,6 +213,7 @@ def _download(store: RemoteFolder, listing: Listing, cache: Path) -> Path:
             write_and_fsync(temporary / name, content)
             read_validated(temporary)
         fsync_path(temporary)
+        write_and_fsync(origin_file(folder), store.url.encode())
         temporary.rename(folder)
         fsync_path(cache)
     return folder

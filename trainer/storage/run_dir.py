@@ -72,6 +72,8 @@ FIXED_KEYS = ("model.", "tokenizer.kind.")
 ROPE_KEYS = ("model.rope.", "model.local_rope.")
 TYPEABLE_KEYS = ("training.", "optimizer.", "data.packing", "data.mask", "data.holdout")
 """Identity keys of which every value can be written on a command line."""
+BEFORE_START = ("restart", "quarantined", "remote_damaged", "checkpoint_downloaded")
+"""Events of the launcher, and of the search for a checkpoint."""
 
 
 class RunDir:
@@ -91,6 +93,8 @@ class RunDir:
 
         The launch that trains sets it.
         """
+        self.announce_event: Callable[[dict[str, Any]], None] = lambda _: None
+        """Hook that is called with every event that this process logs, from any of its threads."""
         self.announce_commit: Callable[[], None] = lambda: None
         """Hook that is called after a checkpoint was committed; `Uploads` sets it."""
         self.is_in_use: Callable[[Path], bool] = lambda _: False
@@ -147,9 +151,9 @@ class RunDir:
 
     def log_event(self, kind: str, **fields: Any) -> None:
         """Appends to events.jsonl. Called on rank 0."""
-        self._event_log.append(
-            json.dumps({"time": time.time(), "event": kind, **fields}, allow_nan=False)
-        )
+        event = {"time": time.time(), "event": kind, **fields}
+        self._event_log.append(json.dumps(event, allow_nan=False))
+        self.announce_event(event)
 
     def close_events(self) -> str:
         """Ends the events: see `LineAppender.close`. Called on rank 0."""
@@ -220,7 +224,7 @@ class RunDir:
             kind = event.get("event")
             if kind == "start":
                 events = []
-            elif kind in ("restart", "quarantined"):
+            elif kind in BEFORE_START:
                 events.append(event)
         return events
 

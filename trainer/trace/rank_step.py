@@ -26,8 +26,6 @@ from trainer.trace.shorten import ShortStep
 SOURCES = {
     "parameters": "trainer/step/build.py: ParallelModel",
     "optimizer state": "trainer/step/optimizer.py: Optimizer",
-    "async-checkpoint staging": "trainer/checkpoint/manager.py: CheckpointManager.save",
-    "in-memory checkpoints": "trainer/checkpoint/in_memory.py: InMemoryCheckpoints",
 }
 """The code that allocates what exists before the step, by line of a plan's table."""
 OFFLOAD = "parallelisms/activation_offload.py: HostActivationPool"
@@ -87,7 +85,7 @@ def _tensors(
 ) -> Iterator[MemoryTensor]:
     on_host = config.memory.optimizer_placement == "host"
     num_nodes = -(-short.world_size // short.ranks_per_node)
-    staged, in_memory = checkpoint_copies(config.checkpoint, num_nodes)
+    kept = checkpoint_copies(config.checkpoint, num_nodes)
     for state, count in whole.states.items():
         line = "parameters" if state.kind == "buffers" else state.kind
         source = SOURCES[line]
@@ -95,15 +93,15 @@ def _tensors(
             state.name, state.shape, state.dtype, line, source, "the run", count, on_host
         )
         yield _of_size(tensor, state.size)
-        for name, copies in (
-            ("async-checkpoint staging", staged),
-            ("in-memory checkpoints", in_memory),
-        ):
-            if copies and state.kind != "buffers":
-                kept = tensor._replace(
-                    line=name, source=SOURCES[name], copies=copies * count, on_host=True
-                )
-                yield _of_size(kept, state.size)
+        if kept.number and state.kind != "buffers":
+            copy = tensor._replace(
+                line=kept.line,
+                source=kept.source,
+                lifetime=kept.lifetime,
+                copies=kept.number * count,
+                on_host=True,
+            )
+            yield _of_size(copy, state.size)
     for each in whole.live:
         yield _live_tensor(each, on_host=on_host)
     if whole.other_states:
